@@ -1,12 +1,13 @@
-"""Advantages: from the group's rewards (DAPO, Dr. GRPO, RLOO), and generalised advantage estimation with
-decoupled and length-adaptive lambda (VAPO), on packed batches; and how lambda, the value error and
+"""Advantages: from the group's rewards (DAPO, Dr. GRPO, RLOO, GDPO), and generalised advantage estimation
+with decoupled and length-adaptive lambda (VAPO), on packed batches; and how lambda, the value error and
 entropy are distributed.
 
 Sums are taken in float64, so that 20,000 tokens of lambda = 1 lose nothing."""
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -47,6 +48,66 @@ def group_advantages(rewards: Tensor, group_ids: Tensor, kind: GroupBaseline = "
     elif kind == "leave_one_out":
         centred = centred * (sizes.double() / (sizes - 1).clamp(min=1))[group]
     return centred.to(torch.promote_types(rewards.dtype, torch.float32))
+
+
+def per_reward_advantages(
+    rewards: Tensor, weights: Sequence[float], group_ids: Tensor, counted: Tensor
+) -> Tensor:
+    """Return the advantage of each response by several rewards, of which each is normalised by itself, [n],
+    float32 (float64 for float64), 0 where not `counted` (GDPO, arXiv 2601.05242, as NVlabs/GDPO has it for
+    TRL: over responses, not tokens):
+
+    S_i = sum_k w_k (R_ik - mean(R_k)) / (std(R_k) + 1e-6) within the group, as `group_advantages`
+    A_i = (S_i - mean(S)) / sqrt(var(S) + 1e-8) over all counted responses of the batch, as `whiten`
+
+    rewards: [n, k], without the weights, which normalising would take away. counted: bool [n]."""
+    columns = rewards.double().unbind(1)
+    total = torch.zeros(len(rewards), dtype=torch.float64, device=rewards.device)
+    for weight, column in zip(weights, columns, strict=True):
+        total += weight * group_advantages(column, group_ids)
+    normalised = whiten(total, counted, *mean_and_variance(moments(total, counted)))
+    return normalised.to(torch.promote_types(rewards.dtype, torch.float32))
+
+
+class SuccessTracker:
+    """How likely an answer to each prompt is right, from the answers that it has had: Beta(a, b), which
+    forgets (Single-stream Policy Optimization, arXiv 2509.13232; verl-recipe's spo_ray_trainer.py with a
+    constant rho and no offline samples).
+
+    The chance is a / (a + b). A step with r right and w wrong answers to a prompt makes it rho a + r and
+    rho b + w, so that about the last 1 / (1 - rho) answers count.
+
+    counts  uid of a prompt -> (a, b); any other's are PRIOR"""
+
+    PRIOR = (0.5, 0.5)
+
+    def __init__(self, rho: float) -> None:
+        self.rho = rho
+        self.counts: dict[int, tuple[float, float]] = {}
+
+    def chances(self, prompts: Tensor) -> Tensor:
+        """Return the chance of a right answer to each prompt, float64 [n]. prompts: int64 [n], uids."""
+        counts = [self.counts.get(uid, self.PRIOR) for uid in prompts.tolist()]
+        return torch.tensor([a / (a + b) for a, b in counts], dtype=torch.float64)
+
+    def observe(self, prompts: Tensor, correct: Tensor) -> None:
+        """Take in a step's answers, in any order. prompts: int64 [n], uids; correct: bool [n]."""
+        answers: dict[int, list[int]] = {}
+        for uid, right in zip(prompts.tolist(), correct.tolist(), strict=True):
+            answers.setdefault(uid, [0, 0])[0 if right else 1] += 1
+        for uid, (right, wrong) in answers.items():
+            a, b = self.counts.get(uid, self.PRIOR)
+            self.counts[uid] = (self.rho * a + right, self.rho * b + wrong)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint keeps: lists of numbers, which later steps do not change."""
+        right, wrong = ([count[i] for count in self.counts.values()] for i in (0, 1))
+        return {"prompts": list(self.counts), "right": right, "wrong": wrong}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from what `state_dict` gave."""
+        counts = zip(state["right"], state["wrong"], strict=True)
+        self.counts = dict(zip(state["prompts"], counts, strict=True))
 
 
 def length_adaptive_lambda(lengths: Tensor, alpha: float, floor: float = 0.0) -> Tensor:

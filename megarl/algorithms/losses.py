@@ -338,6 +338,22 @@ def value_loss(
     return loss, _sums(loss, "value/loss", tokens=counted.sum(), clip_fraction=clipped.sum())
 
 
+def chance_loss(logits: Tensor, successes: Tensor, weights: Tensor) -> tuple[Tensor, Stats]:
+    """Return sum_t w_t log(1 + exp((1 - 2 R_t) V_t)), the cross-entropy of the chances sigmoid(V) to outcomes
+    R in {0, 1} (SPPO, arXiv 2604.08865).
+
+    All tensors are [T]; tokens of weight 0 do not count, whatever they hold. Statistics: loss, tokens."""
+    counted = weights > 0
+    value = torch.where(counted, logits.double(), 0.0)
+    outcome = torch.where(counted, successes.detach().double(), 0.0)
+    against = (1 - 2 * outcome) * value
+    # Not torch's softplus, whose last bits depend on where in memory a token stands.
+    largest = against.detach().clamp(min=0)
+    terms = largest + ((-largest).exp() + (against - largest).exp()).log()
+    loss = _weighted_sum(terms, weights, logits)
+    return loss, _sums(loss, "value/loss", tokens=counted.sum())
+
+
 def loss_metrics(sums: Mapping[str, Tensor | float], updates: int = 1) -> dict[str, float]:
     """Return metrics from global sums: the statistics of one or several terms, added over micro-batches,
     ranks and `updates` optimizer steps.

@@ -179,17 +179,42 @@ def _problems(c: Config) -> Iterator[str]:
 
 def _algorithm_problems(c: Config) -> Iterator[str]:
     a, group = c.algorithm, c.rollout.group_size
-    if a.advantage in ("group", "group_mean", "leave_one_out") and group < 2:
+    if a.advantage in ("group", "group_mean", "leave_one_out", "per_reward") and group < 2:
         what = f"must be >= 2 for algorithm.advantage {a.advantage}, which compares a group's responses"
         yield f"rollout.group_size: {what} (got {group}; or set algorithm.advantage=gae)"
+    # In episodes turns may have rewards of their own.
+    if a.advantage == "per_reward" and len(c.reward.parts) < 2 and not c.rollout.acts:
+        what = f"per_reward needs several rewards, and there is one ({', '.join(c.reward.parts)})"
+        yield f"algorithm.advantage: {what} (give others a weight, or set it to group)"
+    if a.advantage == "tracked":
+        if c.rollout.dynamic_sampling.enabled:
+            what = "would hide from algorithm.advantage tracked what is all right or all wrong"
+            yield f"rollout.dynamic_sampling.enabled: {what} (set it to false)"
+    else:
+        for key in _changed(c, "algorithm.tracker_rho"):
+            yield f"{key}: has no effect with algorithm.advantage {a.advantage} (set that to tracked)"
+    if a.advantage == "prompt_value":
+        if c.rollout.acts:
+            what = "prompt_value takes a response for one action, and episodes have several"
+            yield f"algorithm.advantage: {what} (set it to gae)"
+        if a.value_clip:
+            what = "prompt_value fits the critic by cross-entropy, which is not clipped"
+            yield f"algorithm.value_clip: {what} (set it to 0)"
+    if a.advantage in ("tracked", "prompt_value") and not c.reward.weight:
+        what = f"must be > 0 for algorithm.advantage {a.advantage}, which expects the verifier's reward"
+        yield f"reward.weight: {what}"
+    if a.kl_reward and a.advantage in ("per_reward", "tracked", "prompt_value"):
+        what = f"is no reward that algorithm.advantage {a.advantage} could compare"
+        yield f"algorithm.kl_reward: {what} (set it to 0; kl_weight puts the KL into the loss)"
     if c.recipe == "sao" and group > 1:
         yield f"rollout.group_size: recipe sao takes one response a prompt (got {group}; set it to 1)"
     if c.rollout.dynamic_sampling.enabled and group < 2:
         what = f"needs rollout.group_size >= 2 (got {group}): one response is never mixed"
         yield f"rollout.dynamic_sampling.enabled: {what}"
-    if a.advantage != "gae":
-        if a.lambda_policy == "length_adaptive":
-            yield "algorithm.lambda_policy: length_adaptive needs a critic (set algorithm.advantage=gae)"
+    if a.advantage != "gae" and a.lambda_policy == "length_adaptive":
+        what = "length_adaptive needs a critic of all tokens"
+        yield f"algorithm.lambda_policy: {what} (set algorithm.advantage=gae)"
+    if not c.has_critic:
         if c.value_pretraining.steps:
             remedy = "set algorithm.advantage=gae, or steps to 0"
             yield f"value_pretraining.steps: there is no critic to pretrain ({remedy})"

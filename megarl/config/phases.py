@@ -148,6 +148,22 @@ PRESETS: dict[str, dict[str, Any]] = {
         "rollout": {"dynamic_sampling": {"enabled": True}},
         "reward": {"overlong": {"soft_punishment": True}},
     },
+    # arXiv 2601.05242: GRPO, each reward normalised by itself; of two, right answers and lengths.
+    "gdpo": {
+        "algorithm": {"advantage": "per_reward", "aggregation": "sample"},
+        "reward": {"overlong": {"soft_punishment": True}},
+    },
+    # Single-stream Policy Optimization, arXiv 2509.13232; token-level is our choice.
+    "spo": {
+        "algorithm": {"advantage": "tracked", "aggregation": "token"},
+        "rollout": {"prompts": 8192, "group_size": 1},
+    },
+    # arXiv 2604.08865 and its scripts: a critic of the prompt alone.
+    "sppo": {
+        "algorithm": {"advantage": "prompt_value", "aggregation": "token"},
+        "rollout": {"prompts": 8192, "group_size": 1},
+        "critic": {"lr": 1e-5},
+    },
     # arXiv 2607.07508, from descriptions and reimplementations: VAPO's critic without groups.
     "sao": {
         "algorithm": {
@@ -236,8 +252,10 @@ TEACHER_ADVANTAGES = declare(
 REWARD_MODEL = declare("reward_model", reads="tokens rewards", writes="rewards", on_gpu="reward.weights")
 VALUES = declare("values", reads="tokens", writes="values", on_gpu="critic.weights")
 GROUP_ADVANTAGES = declare("group_advantages", reads="rewards turn_rewards group_ids", writes="advantages")
+TRACKED_ADVANTAGES = declare("tracked_advantages", reads="rewards correct", writes="advantages")
 RETURN_ADVANTAGES = declare("return_advantages", reads="rewards turn_rewards", writes="advantages")
 GAE_ADVANTAGES = declare("gae_advantages", reads="rewards turn_rewards values", writes="advantages returns")
+PROMPT_ADVANTAGES = declare("prompt_advantages", reads="rewards correct values", writes="advantages returns")
 MONTE_CARLO_RETURNS = declare("monte_carlo_returns", reads="rewards turn_rewards values", writes="returns")
 CRITIC_UPDATE = declare(
     "critic_update",
@@ -258,6 +276,10 @@ SUPERVISED_UPDATE = declare(
 )
 
 
+# Columns that a rollout has for these advantages alone.
+OF_ADVANTAGES = {"per_reward": frozenset({"reward_parts"}), "tracked": frozenset({"prompt_uids"})}
+
+
 def _distribution(config: Config) -> Phase:
     if config.update.share_prompts:
         return replace(DISTRIBUTE, reads=DISTRIBUTE.reads | {"group_ids"})
@@ -273,7 +295,10 @@ def pretraining_phases(config: Config) -> tuple[Phase, ...]:
     """Return the phases of one step of value pretraining, in order: the policy stands still, the critic is
     fitted to Monte-Carlo returns (VAPO section 4.1)."""
     scored = (REWARD_MODEL,) if config.has_reward_model else ()
-    return (ROLLOUT, _distribution(config), *scored, VALUES, MONTE_CARLO_RETURNS, CRITIC_UPDATE)
+    targets = MONTE_CARLO_RETURNS
+    if config.values_prompts:
+        targets = replace(targets, reads=frozenset({"correct", "values"}))
+    return (ROLLOUT, _distribution(config), *scored, VALUES, targets, CRITIC_UPDATE)
 
 
 def training_phases(config: Config) -> tuple[Phase, ...]:
@@ -282,6 +307,9 @@ def training_phases(config: Config) -> tuple[Phase, ...]:
         return (READ_PAIRS, DISTRIBUTE, SUPERVISED_UPDATE)
     a = config.algorithm
     before: list[Phase] = [ROLLOUT, _distribution(config)]
+    more = OF_ADVANTAGES.get(a.advantage, frozenset())
+    if more:
+        before[0] = replace(ROLLOUT, writes=ROLLOUT.writes | more)
     if a.old_logprobs == "trainer":  # else the ratio is taken to the engine's own (SAO)
         before.append(OLD_LOGPROBS)
     if a.has_reference:  # the KL to the initial policy: GRPO, REINFORCE++
@@ -289,16 +317,21 @@ def training_phases(config: Config) -> tuple[Phase, ...]:
         on_gpu = OLD_LOGPROBS.on_gpu if shared else REFERENCE_LOGPROBS.on_gpu
         before.append(replace(REFERENCE_LOGPROBS, on_gpu=on_gpu))
     if config.has_reward_model:
-        before.append(REWARD_MODEL)
+        parts = OF_ADVANTAGES["per_reward"] & more  # one of which is its score
+        scored = replace(REWARD_MODEL, reads=REWARD_MODEL.reads | parts, writes=REWARD_MODEL.writes | parts)
+        before.append(scored)
     kl_columns = {a.old_column, "ref_logprobs"} if a.kl_reward else set()
     judged = replace(TEACHER_ADVANTAGES, reads=TEACHER_ADVANTAGES.reads | {a.old_column})
     taught = [judged] if config.has_teacher else []
-    if config.has_critic:  # PPO and VAPO: advantages from a critic, which is updated first
+    if a.advantage == "prompt_value":  # SPPO: from a critic of the prompt
+        before += [VALUES, PROMPT_ADVANTAGES, *taught, CRITIC_UPDATE]
+    elif config.has_critic:  # PPO and VAPO: advantages from a critic, which is updated first
         gae_advantages = replace(GAE_ADVANTAGES, reads=GAE_ADVANTAGES.reads | kl_columns)
         before += [VALUES, gae_advantages, *taught, CRITIC_UPDATE]
-    else:  # GRPO and DAPO: advantages within the group; REINFORCE++: none
-        advantages = RETURN_ADVANTAGES if a.advantage == "return" else GROUP_ADVANTAGES
-        before += [replace(advantages, reads=advantages.reads | kl_columns), *taught]
+    else:  # GRPO and DAPO: advantages within the group; REINFORCE++: none; SPO: by the prompt's history
+        of_kind = {"return": RETURN_ADVANTAGES, "tracked": TRACKED_ADVANTAGES}
+        advantages = of_kind.get(a.advantage, GROUP_ADVANTAGES)
+        before += [replace(advantages, reads=advantages.reads | kl_columns | more), *taught]
     if config.rollout.window is not None:
         windowed = {DISTRIBUTE.name, OLD_LOGPROBS.name, GAE_ADVANTAGES.name, TEACHER_ADVANTAGES.name}
         before = [_of_windows(phase) if phase.name in windowed else phase for phase in before]

@@ -289,7 +289,7 @@ class OptimizerConfig(Section):
 
 
 class CriticConfig(OptimizerConfig):
-    """The value model. It exists where `algorithm.advantage` is `gae`."""
+    """The value model. It exists where `algorithm.advantage` is `gae` or `prompt_value`."""
 
     lr: float = field(2e-6, "peak learning rate", source="VAPO section 5.1: critic 2e-6", gt=0)
     path: Path | None = field(
@@ -685,6 +685,15 @@ class RewardConfig(Section):
     )
     overlong: OverlongConfig = section(OverlongConfig)
 
+    @property
+    def parts(self) -> dict[str, float]:
+        """Return the weight of each part of the reward that has one, by the part's key; the reward model's
+        comes last."""
+        parts = {"verifier": self.weight, "overlong": float(self.overlong.soft_punishment)}
+        parts |= {f"terms.{name}": term.weight for name, term in self.terms.items()}
+        parts["model"] = self.model.weight if self.model.path else 0.0
+        return {name: weight for name, weight in parts.items() if weight}
+
 
 class MismatchConfig(Section):
     """Corrections where the engine's probabilities differ from the trainer's.
@@ -751,15 +760,30 @@ class FipoConfig(Section):
     limit: float = field(10.0, "tokens of a larger ratio are left out of the sum", "", "FIPO's script", gt=1)
 
 
+Advantage = Literal[
+    "group", "group_mean", "leave_one_out", "per_reward", "tracked", "return", "gae", "prompt_value"
+]
+
+
 class AlgorithmConfig(Section):
     """Every technique of both papers' ablation tables is one key here, in `rollout`, `reward.overlong` or
     `value_pretraining`."""
 
-    advantage: Literal["group", "group_mean", "leave_one_out", "return", "gae"] = field(
+    advantage: Advantage = field(
         "group",
         "gae: by a critic; without one: reward less the group's mean, over its standard deviation (group) or "
-        "not (group_mean), less the mean of the group's others (leave_one_out), or the return alone",
-        source="DAPO eq. 9; Dr. GRPO; RLOO; REINFORCE++; VAPO eq. 3",
+        "not (group_mean), less the mean of the group's others (leave_one_out), or the return alone; "
+        "per_reward: group of each part of the reward by itself, their sum over the batch's deviation; "
+        "tracked: reward less what earlier answers to the prompt let expect, normalised over the batch; "
+        "prompt_value: reward less what a critic that reads the prompt alone lets expect",
+        source="DAPO eq. 9; Dr. GRPO; RLOO; REINFORCE++; VAPO eq. 3; GDPO; SPO; SPPO",
+    )
+    tracker_rho: float = field(
+        0.875,
+        "with advantage tracked: share of what is known of a prompt that counts on when it is answered again",
+        source="SPO: 0.875 to 0.96, by how far the policy has moved",
+        gt=0,
+        le=1,
     )
     gamma: float = field(1.0, "discount", source="VAPO section 2", gt=0, le=1)
     lambda_critic: float = field(
@@ -1019,8 +1043,8 @@ class GuardConfig(Section):
 WatchedPhase = Literal[
     "start", "choose a checkpoint", "resume", "rollout", "group_advantages", "distribute", "old_logprobs",
     "parity", "reference_logprobs", "reward_model", "values", "gae_advantages", "return_advantages",
-    "teacher_advantages", "monte_carlo_returns", "critic_update", "actor_update", "weight_transfer",
-    "read_pairs",
+    "tracked_advantages", "prompt_advantages", "teacher_advantages",
+    "monte_carlo_returns", "critic_update", "actor_update", "weight_transfer", "read_pairs",
     "supervised_update", "residency", "evaluation", "checkpoint", "export actor", "export critic",
 ]  # fmt: skip
 
@@ -1095,6 +1119,7 @@ class Config(Section):
         "sft", "grpo", "dapo", "ppo", "vapo", "tppo", "sao",
         "vc_ppo", "orz", "r1_zero", "dr_grpo", "rloo", "reinforce_pp", "gspo", "cispo",
         "dppo", "sapo", "clip_cov", "kl_cov", "fipo",
+        "gdpo", "spo", "sppo",
     ] = field(..., "algorithm; sets the defaults of the switches (see config/phases.py)")  # fmt: skip
     run_dir: Path = field(..., "folder of this run: config, metrics, samples, checkpoints, report")
     steps: int = field(..., "rollout steps", "rollout steps", ge=1)
@@ -1133,7 +1158,12 @@ class Config(Section):
     @property
     def has_critic(self) -> bool:
         """Return whether this run trains a value model."""
-        return self.has_engine and self.algorithm.advantage == "gae"
+        return self.has_engine and self.algorithm.advantage in ("gae", "prompt_value")
+
+    @property
+    def values_prompts(self) -> bool:
+        """Return whether that model reads prompts alone."""
+        return self.has_engine and self.algorithm.advantage == "prompt_value"
 
     @property
     def has_reward_model(self) -> bool:

@@ -443,7 +443,7 @@ def read_facts(run_dir: Path, settings: Mapping[str, Any]) -> RunFacts:
         sizes = read_json(path / "config.json")
         layers, width = sizes.get("num_hidden_layers"), sizes.get("hidden_size")
         model = f"{sizes.get('model_type')} {layers} layers x {width}"
-    critic = settings.get("algorithm", {}).get("advantage") == "gae"
+    critic = settings.get("algorithm", {}).get("advantage") in ("gae", "prompt_value")
     return RunFacts(
         name=run_dir.resolve().name,
         recipe=str(settings.get("recipe")),

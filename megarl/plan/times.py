@@ -182,16 +182,19 @@ def estimate(plan: MemoryPlan, lengths: Lengths) -> Estimate:
                 whole, own = of_ended, tokens * sum(of_ended) / sum(of_all)
             epochs = settings.epochs if config.has_engine else 1
             updates = max(1, config.responses // size)
+        read, passed = whole, own
+        if phase.model == "critic" and config.values_prompts:
+            read, passed = [lengths.prompt + 1], plan.step_tokens(lengths.prompt + 1)
         # Each optimizer step begins and ends a pipeline of its own, and waits for the replica whose longest
         # sequence is more than an even share.
-        share = own / updates / layout.dp
-        uneven = max(1.0, max(whole) / share)
+        share = passed / updates / layout.dp
+        uneven = max(1.0, max(read) / share)
         # The largest micro-batches keep all stages waiting.
         budget = config.update.tokens_per_micro_batch
         packs = max(1.0, share * uneven / budget)
-        largest = min(1.0, max(budget, max(whole)) / (share * uneven))
+        largest = min(1.0, max(budget, max(read)) / (share * uneven))
         bubble = 1 + (layout.pp - 1) / layout.vpp * largest
-        seconds = share * uneven * _token_seconds(plan, phase.model, phase.updates_weights, whole)
+        seconds = share * uneven * _token_seconds(plan, phase.model, phase.updates_weights, read)
         seconds += packs * _pack_seconds(plan, phase.model, phase.updates_weights)
         if phase.model == "actor" and phase.updates_weights and config.algorithm.selects_tokens:
             # A forward pass before each update.

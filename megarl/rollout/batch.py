@@ -12,8 +12,10 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from megarl.algorithms.evaluation import avg_at_k, interval, ks_up_to, majority_at_k, pass_at_k
+from megarl.config.schema import RewardConfig
 from megarl.data.experience import Experience, StepBatch
 from megarl.data.prompts import ProblemSet, Prompt
 from megarl.observe.run_log import OBSERVED, POLICY, Sample, choose_samples
@@ -399,6 +401,26 @@ class RolloutBatch:
             rows=torch.tensor([row for row, _, _ in own], dtype=torch.int64),
             own=self._pack([(prompts[g], self.groups[g].version, body) for _, g, body in own]),
         )
+
+    @property
+    def prompt_uids(self) -> Tensor:
+        """Return the uid of each response's prompt, int64 [n]."""
+        return torch.tensor([group.prompt.uid for group in self.groups for _ in group.responses])
+
+    def reward_parts(self, reward: RewardConfig) -> Tensor:
+        """Return what each response got of each of `reward.parts` but the model's, without its weight: the
+        verifier's score, the penalty, the terms; float32 [n, parts]."""
+
+        def part(response: Response, name: str) -> float:
+            if name == "verifier":
+                return float(response.correct) if response.score is None else response.score
+            if name == "overlong":
+                return response.penalty
+            return response.terms.get(name.removeprefix("terms."), 0.0)  # none where its verifier failed
+
+        names = [name for name in reward.parts if name != "model"]
+        rows = [[part(response, name) for name in names] for response in self.responses]
+        return torch.tensor(rows, dtype=torch.float32).view(len(rows), len(names))
 
     def _pack(self, bodies: Sequence[tuple[np.ndarray, int, Body]]) -> Experience:
         """Pack prompts, versions and bodies, with their columns of tokens."""

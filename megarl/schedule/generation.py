@@ -122,6 +122,10 @@ class Generation(BatchSource):
         if stage != PRETRAINING:
             found = self.rank.collect(number, self.config.log.samples)
             batch = found.to_step_batch()
+            if self.config.algorithm.advantage == "per_reward":
+                batch["reward_parts"] = found.reward_parts(self.config.reward)
+            elif self.config.algorithm.advantage == "tracked":
+                batch["prompt_uids"] = found.prompt_uids
             rollout = Rollout(batch, {**found.stats}, found.errors, {}, [])
         else:
             stored, events = self.pretraining_rollouts.read(number)

@@ -22,9 +22,13 @@ from megarl.training import batch
 from megarl.training.advantages import (
     add_gae,
     add_group_advantages,
+    add_per_reward_advantages,
+    add_prompt_advantages,
+    add_prompt_returns,
     add_return_advantages,
     add_returns,
     add_teacher,
+    add_tracked_advantages,
     correct_mismatch,
     mismatch,
     policy_statistics,
@@ -102,6 +106,9 @@ def reward_model(run: Run, step: Step) -> None:
     scores = local.gather(own, batch, run.runtime)
     batch["rewards"] = batch["rewards"] + run.config.reward.model.weight * scores
     local.experience["rewards"] = batch["rewards"][local.rows]
+    if run.config.algorithm.advantage == "per_reward":
+        batch["reward_parts"] = torch.cat([batch["reward_parts"], scores[:, None]], 1)
+        local.experience["reward_parts"] = batch["reward_parts"][local.rows]
     scores = scores[batch.response_lengths > 0]
     step.metrics |= {
         "reward/model_mean": float(scores.double().mean()),
@@ -114,14 +121,24 @@ def reward_model(run: Run, step: Step) -> None:
 def values(run: Run, step: Step) -> None:
     """Compute V(s_t) before the critic is updated."""
     assert run.critic is not None
-    experience = step.local.experience
-    step.count_tokens(passes=1)
-    experience["values"] = run.critic.value_columns(experience, step.local.micro_batches)["values"]
+    local, experience = step.local, step.local.experience
+    step.count_tokens(1, batch.critic_lengths(step.batch, run.config))
+    read = local.critic_micro_batches if run.config.values_prompts else local.micro_batches
+    experience["values"] = run.critic.value_columns(experience, read)["values"]
 
 
 def group_advantages(run: Run, step: Step) -> None:
-    """Compare rewards within their group (DAPO eq. 9, Dr. GRPO, RLOO)."""
-    step.metrics |= add_group_advantages(run.config.algorithm, step.batch, step.local, run.runtime)
+    """Compare rewards within their group (DAPO eq. 9, Dr. GRPO, RLOO), or each of their parts (GDPO)."""
+    if run.config.algorithm.advantage == "per_reward":
+        add_per_reward_advantages(run.config, step.batch, step.local, run.runtime)
+    else:
+        step.metrics |= add_group_advantages(run.config.algorithm, step.batch, step.local, run.runtime)
+
+
+def tracked_advantages(run: Run, step: Step) -> None:
+    """Compare rewards with what earlier answers to their prompts let expect (SPO)."""
+    assert run.tracker is not None
+    step.metrics |= add_tracked_advantages(run.config, step.batch, step.local, run.runtime, run.tracker)
 
 
 def return_advantages(run: Run, step: Step) -> None:
@@ -146,9 +163,17 @@ def teacher_advantages(run: Run, step: Step) -> None:
     step.metrics |= add_teacher(config.teacher.weight, old, teacher, experience, run.runtime)
 
 
+def prompt_advantages(run: Run, step: Step) -> None:
+    """Compare rewards with what the critic expects of their prompts (SPPO)."""
+    step.metrics |= add_prompt_advantages(run.config, step.local.experience, run.runtime)
+
+
 def monte_carlo_returns(run: Run, step: Step) -> None:
     """Compute the critic's targets alone, for value pretraining: the policy is the initial one, its KL 0."""
     experience = step.local.experience
+    if run.config.values_prompts:
+        step.metrics |= add_prompt_returns(experience, run.runtime)[0]
+        return
     step.add(*add_returns(run.config.algorithm, experience, run.runtime, turn_rewards(experience)))
 
 
@@ -162,7 +187,7 @@ def critic_update(run: Run, step: Step) -> None:
         return
     epochs = config.value_pretraining.epochs if step.stage == PRETRAINING else config.critic.epochs
     loss = critic_loss(config.algorithm, step.local.experience)
-    step.count_tokens(epochs)
+    step.count_tokens(epochs, batch.critic_lengths(step.batch, config))
     step.metrics |= run.critic.update_mini_batches(mini_batches, loss, epochs, "value")
 
 

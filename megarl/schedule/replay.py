@@ -79,6 +79,8 @@ def replay(config: Config, number: int, runtime: Runtime, tolerance: float | Non
                 raise CheckpointError(damaged[0])
             state = load_checkpoint(checkpoint, run.models, run.onload_for_checkpoint)
             run.source.load_state_dict(state["samplers"])
+            if run.tracker is not None:
+                run.tracker.load_state_dict(state["tracker"])
             layout = asdict(runtime.layout)
             wrote = {"cp": 1, "vpp": 1, **checkpoint.manifest["layout"]}  # older checkpoints have neither
             if wrote != layout:
@@ -173,7 +175,7 @@ def check_replay(config: Config, number: int) -> None:
         raise ConfigError(f"--step: must be >= 1 (got {number})")
     recorded_numbers(config, number)
     before(config, number)
-    if ROLLOUT in training_phases(config):
+    if config.has_engine:
         files_of(stored(rollouts_folder(config), number))
 
 

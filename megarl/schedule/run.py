@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import AutoTokenizer
 
+from megarl.algorithms.advantages import SuccessTracker
 from megarl.config.errors import ConfigError
 from megarl.config.files import Dispensable
 from megarl.config.phases import never_offloaded
@@ -127,6 +129,9 @@ class Run:
             self._settled("reward") if config.has_reward_model else None
         )
         self.teacher: InferenceModel | None = self._settled("teacher") if config.has_teacher else None
+        # The same on every rank.
+        tracks, rho = config.algorithm.advantage == "tracked", config.algorithm.tracker_rho
+        self.tracker = SuccessTracker(rho) if tracks else None
         self.engine: RolloutEngine | None = None  # of this rank
         self.source = self._source()
         self.data_reports = self.source.reports
@@ -312,6 +317,8 @@ class Step:
         self.metrics |= metrics
         self.distributions |= distributions
 
-    def count_tokens(self, passes: int) -> None:
-        """Add a phase's tokens to train/tokens: those of the batch as often as they go through a model."""
-        self.metrics["train/tokens"] = self.metrics.get("train/tokens", 0.0) + passes * self.batch.num_tokens
+    def count_tokens(self, passes: int, lengths: Tensor | None = None) -> None:
+        """Add a phase's tokens to train/tokens: those of the batch as often as they go through a model.
+        lengths: of its sequences, where that does not read all of them."""
+        tokens = self.batch.num_tokens if lengths is None else int(lengths.sum())
+        self.metrics["train/tokens"] = self.metrics.get("train/tokens", 0.0) + passes * tokens

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from megarl.algorithms.advantages import (
+    SuccessTracker,
     error_by_position,
     extended_gae,
     gae,
@@ -19,6 +20,7 @@ from megarl.algorithms.advantages import (
     length_adaptive_lambda,
     mean_and_variance,
     moments,
+    per_reward_advantages,
     returns,
     sums_by_position,
     whiten,
@@ -26,7 +28,7 @@ from megarl.algorithms.advantages import (
 )
 from megarl.algorithms.evaluation import explained_variance, variance_sums
 from megarl.algorithms.mismatch import difference_histogram, mismatch_factors, mismatch_metrics, mismatch_sums
-from megarl.config.schema import AlgorithmConfig, MismatchConfig
+from megarl.config.schema import AlgorithmConfig, Config, MismatchConfig, RewardConfig
 from megarl.data.experience import Experience, StepBatch
 from megarl.parallel.comm import max_over_ranks, sum_over_replicas
 from megarl.parallel.runtime import Runtime
@@ -47,10 +49,59 @@ def add_group_advantages(
         of_responses = torch.zeros(experience.num_sequences, dtype=of_tokens.dtype)
         of_responses.index_add_(0, experience.sequence_ids, of_tokens)
         rewards = local.gather(of_responses, batch, runtime)
-    assert config.advantage != "gae" and config.advantage != "return"
+    assert config.advantage in ("group", "group_mean", "leave_one_out")
     advantages = group_advantages(rewards, batch["group_ids"], config.advantage)
     _write_advantages(config, experience, experience.spread(advantages[local.rows]), runtime)
     return metrics
+
+
+def add_per_reward_advantages(
+    config: Config, batch: Experience | StepBatch, local: LocalBatch, runtime: Runtime
+) -> None:
+    """Write this replica's advantages [T] from the parts of the rewards (GDPO), each response's own at all of
+    its tokens. What turns have got of their own is one more part, of weight 1."""
+    experience, parts = local.experience, batch["reward_parts"]
+    weights = [*config.reward.parts.values()]
+    if "turn_rewards" in experience:
+        of_responses = torch.zeros(experience.num_sequences, dtype=torch.float64)
+        of_responses.index_add_(0, experience.sequence_ids, experience["turn_rewards"].double())
+        of_turns = local.gather(of_responses, batch, runtime)
+        parts, weights = torch.cat([parts, of_turns[:, None].to(parts.dtype)], 1), [*weights, 1.0]
+    counted = batch.response_lengths > 0
+    advantages = per_reward_advantages(parts, weights, batch["group_ids"], counted)
+    _write_advantages(config.algorithm, experience, experience.spread(advantages[local.rows]), runtime)
+
+
+def add_tracked_advantages(
+    config: Config,
+    batch: Experience | StepBatch,
+    local: LocalBatch,
+    runtime: Runtime,
+    tracker: SuccessTracker,
+) -> dict[str, float]:
+    """Write this replica's advantages [T]: each response's reward less what the tracker expects of its
+    prompt, normalised over the batch's responses (SPO, arXiv 2509.13232). Then have the tracker see the
+    answers.
+
+    Return value/explained_variance of its chances, and tracker/known, the share of responses to prompts that
+    had been answered before."""
+    counted, prompts, correct = batch.response_lengths > 0, batch["prompt_uids"], batch["correct"]
+    chances = tracker.chances(prompts)
+    known = [uid in tracker.counts for uid in prompts[counted].tolist()]
+    advantages = batch["rewards"].double() - expected_reward(config.reward, chances)
+    advantages = whiten(advantages, counted, *mean_and_variance(moments(advantages, counted)))
+    tracker.observe(prompts[counted], correct[counted])
+    experience = local.experience
+    _write_advantages(
+        config.algorithm, experience, experience.spread(advantages[local.rows].float()), runtime
+    )
+    explained = explained_variance(variance_sums(correct.double(), chances, counted))
+    return {"value/explained_variance": explained, "tracker/known": sum(known) / max(len(known), 1)}
+
+
+def expected_reward(config: RewardConfig, chance: Tensor) -> Tensor:
+    """Return what an answer earns on average from the verifier that is right with this chance, [n]."""
+    return config.weight * ((1 - chance) * config.incorrect + chance * config.correct)
 
 
 def add_return_advantages(
@@ -162,6 +213,30 @@ def add_teacher(
     experience["advantages"] = experience["advantages"] - weight * kl
     tokens, total = sum_over_replicas(runtime, torch.stack([mask.sum().double(), kl.double().sum()])).tolist()
     return {"policy/teacher_kl": total / max(tokens, 1)}
+
+
+def add_prompt_advantages(config: Config, experience: Experience, runtime: Runtime) -> dict[str, float]:
+    """Write advantages [T], each response's own at all of its tokens: its reward less what the critic expects
+    of its prompt (SPPO, arXiv 2604.08865: R - sigmoid(V) for R in {0, 1}); and what `add_prompt_returns`
+    does."""
+    metrics, chances = add_prompt_returns(experience, runtime)
+    advantages = experience["rewards"].double() - expected_reward(config.reward, chances)
+    _write_advantages(config.algorithm, experience, experience.spread(advantages.float()), runtime)
+    return metrics
+
+
+def add_prompt_returns(experience: Experience, runtime: Runtime) -> tuple[dict[str, float], Tensor]:
+    """Write returns [T], the targets of a critic that reads prompts alone: at the first token of a response 1
+    if it is right. Return value/explained_variance of its chances of that, sigmoid(V), and these, float64
+    [n]; 1/2 where nobody has judged."""
+    some = experience.response_lengths > 0
+    first = (experience.cu_seqlens[:-1] + experience.prompt_lengths)[some]
+    chances = torch.full((experience.num_sequences,), 0.5, dtype=torch.float64)
+    chances[some] = experience["values"][first].double().sigmoid()
+    right = experience["correct"].double()
+    experience["returns"] = torch.zeros(experience.num_tokens).index_copy_(0, first, right[some].float())
+    variance = sum_over_replicas(runtime, variance_sums(right, chances, some))
+    return {"value/explained_variance": explained_variance(variance)}, chances
 
 
 def add_returns(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -83,7 +83,7 @@ class LocalBatch:
     """The sequences that this data-parallel replica trains on, where they stand in the whole batch (int64
     [n]), and its micro-batches of each mini-batch of the actor and of the critic, in update order. Both cover
     all of the sequences, but for the critic those that go on in the next step; they are the same lists unless
-    `critic.mini_batch` is set, or there are such."""
+    `critic.mini_batch` is set, there are such, or the critic reads prompts alone."""
 
     experience: Experience
     rows: Tensor
@@ -94,6 +94,11 @@ class LocalBatch:
     def micro_batches(self) -> list[MicroBatch]:
         """Return those of all mini-batches: what a forward pass over the whole share takes."""
         return [batch for mini_batch in self.mini_batches for batch in mini_batch]
+
+    @property
+    def critic_micro_batches(self) -> list[MicroBatch]:
+        """Return those of all of the critic's mini-batches."""
+        return [batch for mini_batch in self.critic_mini_batches for batch in mini_batch]
 
     def gather(self, of_responses: Tensor, whole: Experience | StepBatch, runtime: Runtime) -> Tensor:
         """Return one number per response [n] of every replica's share, in the order of the whole batch, on
@@ -157,9 +162,11 @@ def distribute(
     ended = ~batch["unfinished"] if "unfinished" in batch else torch.ones_like(batch["truncated"])
     stops = torch.tensor([0, *map(len, mine)]).cumsum(0).tolist()
 
-    def micro_batches_of(size: int, chosen: Tensor) -> list[list[MicroBatch]]:
-        """Return those of mini-batches of `size`, of the chosen sequences (bool [n]); none of a mini-batch
-        without any."""
+    def micro_batches_of(
+        size: int, read: Experience, read_lengths: Tensor, chosen: Tensor
+    ) -> list[list[MicroBatch]]:
+        """Return those of mini-batches of `size`, of the chosen sequences (bool [n]) as `read` has them, with
+        these lengths in the whole batch (int64 [n]); none of a mini-batch without any."""
         budget, made = config.update.tokens_per_micro_batch, []
         for first in range(0, len(mine), size // finest):
             stop, at_least = min(first + size // finest, len(mine)), 1
@@ -169,17 +176,43 @@ def distribute(
             if runtime.layout.tp * runtime.layout.cp % runtime.layout.ep:
                 for replica in range(runtime.layout.dp):
                     theirs = [i for shares in shares_of[first:stop] for i in shares[replica] if chosen[i]]
-                    packs = _pack(batch.prompt_lengths[theirs], batch.lengths[theirs], groups[theirs], budget)
+                    packs = _pack(batch.prompt_lengths[theirs], read_lengths[theirs], groups[theirs], budget)
                     at_least = max(at_least, len(packs))
             own = [i for i in range(stops[first], stops[stop]) if chosen[rows[i]]]
             prompts_of = batch.prompt_lengths[rows] if shared else None
-            made.append(make_micro_batches(local, own, budget, models[0], at_least, prompts_of))
+            made.append(make_micro_batches(read, own, budget, models[0], at_least, prompts_of))
         return made
 
-    mini_batches = micro_batches_of(mini_batch, torch.ones_like(ended))
-    same = critic_mini_batch == mini_batch and bool(ended.all())
-    critics = mini_batches if same else micro_batches_of(critic_mini_batch, ended)
+    critics = mini_batches = micro_batches_of(mini_batch, local, batch.lengths, torch.ones_like(ended))
+    if config.values_prompts:
+        read, places = prompts_alone(local)
+        critics = micro_batches_of(critic_mini_batch, read, critic_lengths(batch, config), ended)
+        critics = [
+            [replace(one, token_indices=places[one.token_indices]) for one in some] for some in critics
+        ]
+    elif critic_mini_batch != mini_batch or not ended.all():
+        critics = micro_batches_of(critic_mini_batch, local, batch.lengths, ended)
     return LocalBatch(local, rows, mini_batches, critics)
+
+
+def critic_lengths(batch: Experience | StepBatch, config: Config) -> Tensor:
+    """Return how many tokens of each sequence the critic reads, int64 [n]: all, or those of
+    `prompts_alone`."""
+    if config.values_prompts:
+        return torch.minimum(batch.lengths, batch.prompt_lengths + 1)
+    return batch.lengths
+
+
+def prompts_alone(experience: Experience) -> tuple[Experience, Tensor]:
+    """Return each sequence up to the first token of its response, whose value is that of the prompt, without
+    columns but group_ids; and where its tokens stand in `experience`, int64."""
+    prompts, lengths, starts = experience.prompt_lengths, experience.lengths, experience.cu_seqlens[:-1]
+    within = torch.arange(experience.num_tokens) - torch.repeat_interleave(starts, lengths)
+    places = (within <= torch.repeat_interleave(prompts, lengths)).nonzero().squeeze(-1)
+    ends = torch.minimum(lengths, prompts + 1).cumsum(0)
+    columns = {name: experience[name] for name in ("group_ids",) if name in experience}
+    tokens, mask = experience.tokens[places], experience.response_mask[places]
+    return Experience(tokens, torch.cat([ends.new_zeros(1), ends]), mask, columns), places
 
 
 def mini_batch_ids(groups: Tensor, mini_batch: int, seed: int) -> Tensor:
@@ -211,11 +244,12 @@ def loss_weights(
     aggregation, longest = config.algorithm.aggregation, config.rollout.max_response_tokens
     lengths = batch.response_lengths
     drawn = lengths - batch["begun"] if "begun" in batch else lengths
+    valued = lengths.clamp(max=1) if config.values_prompts else lengths
     ended = kept & ~batch["unfinished"] if "unfinished" in batch else kept
     return {
         "policy_loss_weights": token_weights(drawn, aggregation, ids, kept, longest),
         "nll_loss_weights": token_weights(lengths, "token", ids, ended & batch["correct"]),
-        "value_loss_weights": token_weights(lengths, "token", critic_ids, ended),
+        "value_loss_weights": token_weights(valued, "token", critic_ids, ended),
     }
 
 

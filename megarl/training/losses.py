@@ -12,6 +12,7 @@ from torch import Tensor
 
 from megarl.algorithms.losses import (
     Tokens,
+    chance_loss,
     entropy_loss,
     kl_loss,
     log_ratio,
@@ -104,13 +105,15 @@ def select_tokens(
 
 
 def critic_loss(config: AlgorithmConfig, experience: Experience) -> Loss:
-    """Return the squared error to the returns. It reads value_loss_weights, values, returns."""
+    """Return the squared error to the returns, of a critic of the prompt the cross-entropy to them. It reads
+    value_loss_weights, values, returns."""
 
     def loss(output: Any, batch: MicroBatch) -> tuple[Tensor, Stats]:
         old, target = batch.column(experience, "values"), batch.column(experience, "returns")
-        return value_loss(
-            output, old, target, batch.column(experience, "value_loss_weights"), config.value_clip
-        )
+        weights = batch.column(experience, "value_loss_weights")
+        if config.advantage == "prompt_value":
+            return chance_loss(output, target, weights)
+        return value_loss(output, old, target, weights, config.value_clip)
 
     return loss
 

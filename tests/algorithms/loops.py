@@ -51,6 +51,7 @@ def make_batch(shapes: list[tuple[int, int]], seed: int, include: list[bool] | N
         "old_values": normal(),
         "returns": normal(),
         "entropy": normal().abs(),
+        "successes": (normal() > 0).double(),
     }
     experience = Experience.build([[1] * p for p, _ in shapes], [[2] * r for _, r in shapes])
     for name, column in columns.items():
@@ -272,3 +273,14 @@ def loop_value(batch: Batch, weights: list[float], clip: float) -> tuple[Term, f
         clipped_tokens += clipped and w > 0
         values.append((bounded, 0.0) if clipped else (plain, v - target))
     return collect(weights, values), float(clipped_tokens)
+
+
+def loop_chance(batch: Batch, weights: list[float]) -> Term:
+    """SPPO's cross-entropy, -(R log p + (1 - R) log(1 - p)) with p = sigmoid(V); its gradient is p - R."""
+    values, outcomes = batch.experience["values"].tolist(), batch.experience["successes"].tolist()
+    terms, gradient = [], []
+    for value, outcome, weight in zip(values, outcomes, weights, strict=True):
+        chance = 1 / (1 + math.exp(-value))
+        terms.append(-weight * math.log(chance if outcome else 1 - chance))
+        gradient.append(weight * (chance - outcome))
+    return Term(math.fsum(terms), gradient, math.fsum(map(abs, terms)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import statistics
 
 import pytest
@@ -78,6 +79,111 @@ def test_group_advantages_by_hand():
     torch.testing.assert_close(result[[0, 2, 4, 6]], torch.tensor([1.5, -0.5, -0.5, -0.5]), rtol=2e-6, atol=0)
     assert result[[1, 3, 5, 7]].tolist() == [0, 0, 0, 0]
     assert adv.group_advantages(torch.tensor([1, 0]), torch.tensor([0, 0])).dtype == torch.float32
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    st.integers(1, 4).flatmap(
+        lambda k: st.lists(
+            st.tuples(
+                st.integers(0, 3),
+                st.booleans(),
+                st.lists(
+                    st.sampled_from([1.0, 0.0, 0.25, -0.5, 3.0]) | st.floats(-10, 10, width=32),
+                    min_size=k,
+                    max_size=k,
+                ),
+            ),
+            min_size=1,
+            max_size=30,
+        )
+    ),
+    st.lists(st.sampled_from([1.0, 0.5, -0.25, 2.0]), min_size=4, max_size=4),
+)
+def test_per_reward_advantages_equal_the_formula(rows, weights):
+    """GDPO's two normalisations, response by response and reward by reward. What is not counted is a group of
+    its own, as `to_step_batch` makes it."""
+    rows = [(g if counted else 10 + i, counted, r) for i, (g, counted, r) in enumerate(rows)]
+    sums = []
+    for g, _, rewards in rows:
+        total = 0.0
+        for k, reward in enumerate(rewards):
+            members = [r[k] for h, _, r in rows if h == g]
+            if len(set(members)) > 1:
+                deviation = statistics.stdev(members) + 1e-6
+                total += weights[k] * (reward - statistics.fmean(members)) / deviation
+        sums.append(total)
+    kept = [s for s, (_, counted, _) in zip(sums, rows, strict=True) if counted]
+    expected = [
+        (s - statistics.fmean(kept)) / (statistics.variance(kept) + 1e-8) ** 0.5 if len(kept) > 1 else s
+        for s in sums
+    ]
+    expected = [a if counted else 0.0 for a, (_, counted, _) in zip(expected, rows, strict=True)]
+    ids, counted = torch.tensor([g for g, _, _ in rows]), torch.tensor([c for _, c, _ in rows])
+    rewards = torch.tensor([r for _, _, r in rows], dtype=torch.float64)
+    own = weights[: rewards.shape[1]]
+    result = adv.per_reward_advantages(rewards, own, ids, counted)
+    torch.testing.assert_close(result, torch.tensor(expected, dtype=torch.float64), rtol=1e-6, atol=1e-6)
+    order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(len(rows)))
+    again = adv.per_reward_advantages(rewards[order], own, ids[order], counted[order])
+    torch.testing.assert_close(again, result[order], rtol=1e-6, atol=1e-9)
+    assert adv.per_reward_advantages(rewards.float(), own, ids, counted).dtype == torch.float32
+
+
+def test_rewards_whose_sums_are_alike_are_told_apart():
+    """The example of GDPO's introduction: sums (0, 1) and (0, 2) of two rewards come to the same within their
+    groups, and by each reward they do not. Scaling a reward changes nothing but for epsilon."""
+    rewards = torch.tensor([[0.0, 0], [1, 0], [0, 0], [1, 1]], dtype=torch.float64)
+    ids, all_of_them = torch.tensor([0, 0, 1, 1]), torch.ones(4, dtype=torch.bool)
+    sums = adv.group_advantages(rewards.sum(1), ids)
+    assert float(sums[1]) == pytest.approx(float(sums[3]), rel=1e-5)
+    found = adv.per_reward_advantages(rewards, [1, 1], ids, all_of_them)
+    assert float(found[3]) == pytest.approx(2 * float(found[1]), rel=1e-5)
+    scaled = adv.per_reward_advantages(rewards * torch.tensor([100.0, 1]), [1, 1], ids, all_of_them)
+    torch.testing.assert_close(scaled, found, rtol=1e-5, atol=0)
+
+
+UIDS = st.integers(0, 2**63 - 1) | st.just(7)
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    st.lists(st.lists(st.tuples(UIDS, st.booleans()), max_size=12), max_size=6),
+    st.sampled_from([0.875, 0.96, 1.0, 0.1]),
+    st.randoms(use_true_random=False),
+)
+def test_the_tracker_equals_the_formula(steps, rho, random):
+    """The chance of each prompt is a weighted share of all its answers: those of the n-th last step that it
+    was in count rho^n, and half an answer of either kind was there before. It survives JSON bit for bit."""
+    tracker = adv.SuccessTracker(rho)
+    history: dict[int, list[list[bool]]] = {}
+    for answers in steps:
+        order = random.sample(answers, len(answers))
+        tracker.observe(torch.tensor([p for p, _ in order]), torch.tensor([r for _, r in order]))
+        for prompt in {p for p, _ in answers}:
+            history.setdefault(prompt, []).append([right for p, right in answers if p == prompt])
+    expected = []
+    for visits in history.values():
+        n = len(visits)
+        right = 0.5 * rho**n + sum(rho ** (n - 1 - i) * sum(visit) for i, visit in enumerate(visits))
+        every = rho**n + sum(rho ** (n - 1 - i) * len(visit) for i, visit in enumerate(visits))
+        expected.append(right / every)
+    unknown = next(uid for uid in range(len(history) + 1) if uid not in history)
+    prompts = torch.tensor([*history, unknown], dtype=torch.int64)
+    chances = tracker.chances(prompts)
+    assert chances.tolist() == pytest.approx([*expected, 0.5], rel=1e-12)
+    again = adv.SuccessTracker(rho)
+    again.load_state_dict(json.loads(json.dumps(tracker.state_dict())))
+    assert torch.equal(again.chances(prompts), chances) and again.state_dict() == tracker.state_dict()
+
+
+def test_a_state_of_the_tracker_does_not_change_with_later_steps():
+    """A checkpoint is written while the next step runs."""
+    tracker = adv.SuccessTracker(0.5)
+    tracker.observe(torch.tensor([3]), torch.tensor([True]))
+    state = tracker.state_dict()
+    tracker.observe(torch.tensor([3, 4]), torch.tensor([True, False]))
+    assert state == {"prompts": [3], "right": [1.25], "wrong": [0.25]}
 
 
 def test_length_adaptive_lambda():

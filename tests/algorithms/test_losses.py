@@ -22,6 +22,7 @@ from tests.algorithms.loops import (
     Batch,
     Term,
     batches,
+    loop_chance,
     loop_entropy,
     loop_kl,
     loop_nll,
@@ -49,6 +50,7 @@ INPUTS = {
     "nll": ("logprobs",),
     "kl": ("logprobs", "ref_logprobs"),
     "value": ("values", "old_values", "returns"),
+    "chance": ("values", "successes"),
 }
 Loss = Callable[[Experience, Tensor], tuple[Tensor, losses.Stats]]
 
@@ -72,6 +74,7 @@ LOSSES: dict[str, Loss] = {
     "nll": lambda e, w: losses.nll_loss(e["logprobs"], w),
     "kl": lambda e, w: losses.kl_loss(e["logprobs"], e["ref_logprobs"], w),
     "value": lambda e, w: losses.value_loss(e["values"], e["old_values"], e["returns"], w, CLIP),
+    "chance": lambda e, w: losses.chance_loss(e["values"], e["successes"], w),
 }
 TERMS = pytest.mark.parametrize("term", list(LOSSES))
 
@@ -101,6 +104,8 @@ def reference(term: str, batch: Batch, weights: list[float]) -> tuple[Term, dict
     if term == "value":
         expected, clipped = loop_value(batch, weights, CLIP)
         return expected, {"value/clip_fraction": clipped, "value/tokens": float(sum(w > 0 for w in weights))}
+    if term == "chance":
+        return loop_chance(batch, weights), {"value/tokens": float(sum(w > 0 for w in weights))}
     return {"nll": loop_nll, "kl": loop_kl, "entropy": loop_entropy}[term](batch, weights), {}
 
 
@@ -123,7 +128,7 @@ def test_equal_the_formula(term, batch, aggregation, dtype):
     torch.testing.assert_close(
         gradient.double(), torch.tensor(expected.gradient, dtype=torch.float64), rtol=1e-6, atol=1e-12
     )
-    names = {**dict.fromkeys(SURROGATES, "policy/loss"), "value": "value/loss"}
+    names = {**dict.fromkeys(SURROGATES, "policy/loss"), "value": "value/loss", "chance": "value/loss"}
     loss_name = names.get(term, f"policy/{term}_loss")
     assert {k: float(v) for k, v in stats.items()} == pytest.approx(
         sums | {loss_name: expected.loss}, rel=1e-6, abs=1e-6 * expected.size

@@ -175,6 +175,9 @@ class TestPresets:
         "clip_cov": {"surrogate": "clip_cov", "aggregation": "token", "clip_low": 1.0, "clip_high": 1.0},
         "kl_cov": {"surrogate": "kl_cov", "aggregation": "token"},
         "fipo": {"surrogate": "fipo", "aggregation": "token", "clip_high": 0.28, "dual_clip": 10.0},
+        "sppo": {"advantage": "prompt_value", "aggregation": "token", "nll_weight": 0.0, "kl_weight": 0.0},
+        "spo": {"advantage": "tracked", "aggregation": "token", "tracker_rho": 0.875, "kl_weight": 0.0},
+        "gdpo": {"advantage": "per_reward", "aggregation": "sample", "clip_high": 0.2, "kl_weight": 0.0},
         "sao": {
             "advantage": "gae",
             "surrogate": "masked",
@@ -196,11 +199,13 @@ class TestPresets:
         assert {key: getattr(config.algorithm, key) for key in self.EXPECTED[recipe]} == self.EXPECTED[recipe]
         filters = ("dapo", "cispo", "clip_cov", "kl_cov", "fipo")
         assert config.rollout.dynamic_sampling.enabled == (recipe in filters)
-        assert config.reward.overlong.soft_punishment == (recipe in ("dapo", "vapo", "tppo", "cispo", "fipo"))
+        assert config.reward.overlong.soft_punishment == (
+            recipe in ("dapo", "vapo", "tppo", "cispo", "fipo", "gdpo")
+        )
         assert config.rollout.window == (8192 if recipe == "tppo" else None)
         assert config.value_pretraining.steps == self.PRETRAINED.get(recipe, 0)
         assert config.responses == 8192
-        assert config.has_critic == (recipe in ("ppo", "vapo", "vc_ppo", "orz", "tppo", "sao"))
+        assert config.has_critic == (recipe in ("ppo", "vapo", "vc_ppo", "orz", "tppo", "sao", "sppo"))
 
     def test_a_file_turns_a_switch_of_its_recipe_off(self, minimum: Path) -> None:
         config = load_config(minimum, ["recipe=vapo", "algorithm.clip_high=0.2", "value_pretraining.steps=0"])
@@ -455,6 +460,44 @@ class TestContradictions:
         ),
         "recipe=dr_grpo rollout.group_size=1": (
             "rollout.group_size: must be >= 2 for algorithm.advantage group_mean"
+        ),
+        "recipe=gdpo reward.overlong.soft_punishment=false": (
+            "algorithm.advantage: per_reward needs several rewards, and there is one (verifier) "
+            "(give others a weight, or set it to group)"
+        ),
+        "recipe=gdpo algorithm.kl_reward=0.1": (
+            "algorithm.kl_reward: is no reward that algorithm.advantage per_reward could compare (set it to 0"
+        ),
+        "recipe=gdpo rollout.group_size=1": (
+            "rollout.group_size: must be >= 2 for algorithm.advantage per_reward"
+        ),
+        "recipe=spo algorithm.kl_reward=0.1": (
+            "algorithm.kl_reward: is no reward that algorithm.advantage tracked could compare (set it to 0"
+        ),
+        "recipe=spo rollout.group_size=4 rollout.dynamic_sampling.enabled=true": (
+            "rollout.dynamic_sampling.enabled: would hide from algorithm.advantage tracked what is all right "
+            "or all wrong (set it to false)"
+        ),
+        "recipe=spo reward.weight=0 reward.terms.x.function=a:b": (
+            "reward.weight: must be > 0 for algorithm.advantage tracked, which expects the verifier's reward"
+        ),
+        "recipe=sppo algorithm.kl_reward=0.1": (
+            "algorithm.kl_reward: is no reward that algorithm.advantage prompt_value could compare (set it"
+        ),
+        "recipe=sppo algorithm.value_clip=0.2": (
+            "algorithm.value_clip: prompt_value fits the critic by cross-entropy, which is not clipped"
+        ),
+        "recipe=sppo rollout.episode=a:b": (
+            "algorithm.advantage: prompt_value takes a response for one action, and episodes have several"
+        ),
+        "recipe=sppo reward.weight=0 reward.terms.x.function=a:b": (
+            "reward.weight: must be > 0 for algorithm.advantage prompt_value, which expects the verifier's"
+        ),
+        "recipe=sppo algorithm.lambda_policy=length_adaptive": (
+            "algorithm.lambda_policy: length_adaptive needs a critic of all tokens (set algorithm.advantage"
+        ),
+        "algorithm.tracker_rho=0.96": (
+            "algorithm.tracker_rho: has no effect with algorithm.advantage group (set that to tracked)"
         ),
         "recipe=sao rollout.group_size=2": (
             "rollout.group_size: recipe sao takes one response a prompt (got 2; set it to 1)"

@@ -5,11 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from megarl.data.experience import Experience
 from megarl.parallel.runtime import Runtime
 from tests.parallel.jobs import learning_rates, load, make_config
 from tests.ranks import RankPool
@@ -59,3 +61,51 @@ def test_value_pretraining_has_a_rate_of_its_own(ranks: Callable[..., RankPool],
     # Two steps of warm-up to 1e-2, then linear to a tenth at step 10.
     expected = [5e-3, 1e-2] + [1e-2 - 9e-3 * k / 8 for k in range(1, 9)]
     assert main == pytest.approx(expected, rel=1e-6)
+
+
+def values_of(runtime: Runtime, folder: Path, advantage: str, batch: Experience, share: bool) -> Any:
+    """Values of this replica's share, and which responses it has; how many tokens the critic has read."""
+    from megarl.model.builder import build_critic, read_hf_config
+    from megarl.training.batch import distribute
+    from megarl.training.model import InferenceModel
+
+    config = make_config(folder, mini_batch=4, budget=20, advantage=advantage, share_prompts=share)
+    model = build_critic(config, read_hf_config(folder), runtime)
+    load(model, folder, runtime, critic=True)
+    local = distribute(batch, config, 4, 1, [model], runtime)
+    read = local.critic_micro_batches
+    values = InferenceModel("critic", model, runtime).value_columns(local.experience, read)["values"]
+    tokens = sum(int(one.packed.real_tokens.sum()) for one in read)
+    return local.experience["number"].tolist(), values.split(local.experience.lengths.tolist()), tokens
+
+
+@pytest.mark.parametrize("share", [False, True], ids=["each alone", "shared prompts"])
+def test_a_critic_of_prompts_is_one_that_reads_all(
+    share: bool, tmp_path: Path, ranks: Callable[[int, int, int], RankPool]
+) -> None:
+    """At the first token of a response it gives the same value, from a few of the tokens; nothing elsewhere.
+    Of a response that nobody has judged there is none."""
+    folder = make_tiny_model(tmp_path / "model", "qwen3", vocab=61, classification="token")
+    prompts = [[3, 9, 5, 7 + i // 4] for i in range(8)]
+    batch = Experience.build(prompts, [[11 + i] * n for i, n in enumerate((7, 1, 13, 2, 5, 0, 9, 30))])
+    batch["number"], batch["group_ids"] = torch.arange(8), torch.arange(8) // 4
+    batch["correct"], batch["truncated"] = (torch.zeros(8, dtype=torch.bool) for _ in range(2))
+    for layout in ((1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2)):
+        found: dict[str, dict[int, Tensor]] = {}
+        tokens = {}
+        for advantage in ("gae", "prompt_value"):
+            answers = ranks(*layout).run(
+                values_of, folder=folder, advantage=advantage, batch=batch, share=share
+            )
+            found[advantage] = {
+                number: values
+                for numbers, some, _ in answers
+                for number, values in zip(numbers, some, strict=True)
+            }
+            tokens[advantage] = sum(read for *_, read in answers)
+        assert tokens["prompt_value"] < 0.6 * tokens["gae"]
+        for number in range(8):
+            whole, alone = found["gae"][number], found["prompt_value"][number]
+            torch.testing.assert_close(alone[4:5], whole[4:5], rtol=1e-5, atol=1e-6)
+            assert not alone[:4].any() and not alone[5:].any()
+            assert number == 5 or whole[4] != 0

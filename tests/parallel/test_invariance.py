@@ -59,6 +59,8 @@ TERMS: dict[str, tuple[str, dict[str, Any]]] = {
     "value, clipped": ("critic", {"value_clip": 0.1}),
     "T-PPO": ("actor", {"clip_high": 0.28, "dual_clip": 10.0, "nll_weight": 0.1}),
     "T-PPO, value": ("critic", {}),
+    "value of prompts": ("critic", {"advantage": "prompt_value"}),
+    "value of prompts, overlong filter": ("critic", {"advantage": "prompt_value", "overlong": True}),
 }
 ACTS = {  # the statistic of the tokens that a surrogate is about
     **dict.fromkeys(("Clip-Cov", "KL-Cov"), "selected"),

@@ -34,7 +34,7 @@ from megarl.plan.simulate import (
     work_of,
 )
 from megarl.plan.sizes import Shape, device_of
-from megarl.plan.times import Lengths, default_lengths, with_deviation
+from megarl.plan.times import Lengths, default_lengths, estimate, with_deviation
 from megarl.weights.cost import KNOWN_MODELS
 from tests.plan.test_published import ROOT, TABLE
 
@@ -292,3 +292,20 @@ def test_a_split_as_it_is_configured_is_simulated(
     printed = capsys.readouterr().out
     assert "4 train, 4 generate, ahead 1" in printed.split("<- the configuration")[0]
     assert "8 ranks in turn" in printed
+
+
+def test_a_critic_of_prompts_takes_its_share_of_the_tokens() -> None:
+    """A prompt and one token of 512 + 1 among 7,340: of the time besides, an update's messages stay."""
+    whole, alone = (
+        plan_of(load_config(ROOT / "configs/vapo_7b.yaml", changes), KNOWN_MODELS["Qwen2.5-7B"])
+        for changes in ([], ["algorithm.advantage=prompt_value", "algorithm.lambda_policy=1"])
+    )
+    lengths = default_lengths(whole)
+    share = (lengths.prompt + 1) / (lengths.prompt + lengths.mean)
+    before, after = estimate(whole, lengths), estimate(alone, lengths)
+    for phase in ("values", "critic_update"):
+        assert 0.8 * share < after.parts[phase] / before.parts[phase] < 1.2 * share
+    rest = {
+        name: seconds for name, seconds in before.parts.items() if name not in ("values", "critic_update")
+    }
+    assert {name: after.parts[name] for name in rest} == rest and after.tokens == before.tokens

@@ -357,6 +357,10 @@ def test_terms_are_added_by_their_weights(world):
     assert {name: batches[0].stats[name] for name in means} == pytest.approx(means)
     again = [Group.from_state(json.loads(json.dumps(g.state_dict()))) for g in batches[0].groups]
     assert [r.terms for g in again for r in g.responses] == [r.terms for r in rows]
+    parts = batches[0].reward_parts(settings_.reward).tolist()
+    assert list(settings_.reward.parts) == ["verifier", "terms.brevity", "terms.cut"]
+    for r, (score, brevity, cut) in zip(rows, parts, strict=True):
+        assert score == r.correct and r.reward == pytest.approx(6.0 * score - 3.0 + 0.5 * brevity - 2.0 * cut)
     evaluated = run_ranks(
         world,
         settings_,

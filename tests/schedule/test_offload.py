@@ -60,6 +60,14 @@ ORDERS = {
     "rloo with kl": training_phases(
         make_config(recipe="rloo", algorithm={"advantage": "leave_one_out", "kl_reward": 0.1})
     ),
+    "spo": training_phases(make_config(recipe="spo", algorithm={"advantage": "tracked"})),
+    "sppo": training_phases(make_config(recipe="sppo", algorithm={"advantage": "prompt_value"})),
+    "value pretraining of sppo": pretraining_phases(
+        make_config(recipe="sppo", algorithm={"advantage": "prompt_value"})
+    ),
+    "gdpo with a reward model": training_phases(
+        make_config(recipe="gdpo", algorithm={"advantage": "per_reward"}, reward=SCORED["reward"])
+    ),
     "vapo with a reward model": training_phases(make_config(recipe="vapo", **SCORED)),
     "dapo with a reward model": training_phases(make_config(recipe="dapo", reward=SCORED["reward"])),
     "vapo with a teacher": training_phases(

@@ -62,6 +62,14 @@ def test_a_reward_model(warm: Path, tmp_path: Path) -> None:
         assert sample.reward is not None and min(abs(sample.reward - reward) for reward in rewards) < 1e-4
         assert sample.reward not in (1.0, -1.0)
 
+    alone = ["reward.overlong.soft_punishment=false", "steps=1"]  # of the rewards that GDPO normalises
+    [record, *_] = [
+        record
+        for record in train(warm, "gdpo", tmp_path / "gdpo", *options, *alone)
+        if record["stage"] == "train"
+    ]
+    assert record["reward/model_std"] > 0 and record["policy/grad_norm"] > 0
+
     records = train(warm, "vapo", tmp_path / "vapo", *options, "value_pretraining.steps=1")
     assert [r["stage"] for r in records].count("value_pretraining") == 1
     for record in records:
@@ -220,6 +228,34 @@ def test_a_phase_is_held_to_its_declaration() -> None:
         ("dppo", [], ["policy/clip_fraction_low", "policy/clip_fraction_high"]),
         ("fipo", ["parallel.tp=1"], ["policy/future_factor", "policy/clip_fraction_dual"]),
         (
+            "gdpo",
+            [
+                "parallel.tp=1",
+                "parallel.dp=2",
+                "reward.terms.form.function=megarl.rewards.shaping:boxed_or_answer_line",
+                "reward.terms.form.weight=0.5",
+            ],
+            ["reward/term_form", "reward/overlong_penalty"],
+        ),
+        (
+            "sppo",
+            [
+                "parallel.tp=1",
+                "parallel.dp=2",
+                "rollout.prompts=32",
+                "rollout.group_size=1",
+                "value_pretraining.steps=2",
+                "critic.mini_batch=8",
+                "algorithm.nll_weight=0",
+            ],
+            ["value/loss", "value/explained_variance"],
+        ),
+        (
+            "spo",
+            ["parallel.tp=1", "parallel.dp=2", "rollout.prompts=32", "rollout.group_size=1"],
+            ["value/explained_variance", "tracker/known"],
+        ),
+        (
             "gspo",
             ["parallel.tp=1", "parallel.pp=2", "update.share_prompts=true"],
             ["policy/approx_kl"],
@@ -231,7 +267,7 @@ def test_recipe(recipe: str, overrides: list[str], expected: list[str], warm: Pa
     stages = [record["stage"] for record in records]
     assert stages.count("train") == 2
     assert stages.count("eval") == 2
-    pretrains = recipe in ("vapo", "tppo", "sao")
+    pretrains = recipe in ("vapo", "tppo", "sao", "sppo")
     assert stages.count("value_pretraining") == (2 if pretrains else 0)
     last = [record for record in records if record["stage"] == "train"][-1]
     for name in (

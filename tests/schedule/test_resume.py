@@ -218,6 +218,38 @@ def test_a_killed_run_ends_in_the_same_bits(folder: Path, undisturbed: Path) -> 
 
 
 @pytest.mark.slow
+def test_what_is_known_of_prompts_survives_a_kill(folder: Path) -> None:
+    """SPO's distributions, which decide the advantages, end in the same bits."""
+    more: dict[str, Any] = {
+        "recipe": "spo",
+        "algorithm": {"advantage": "tracked"},
+        "rollout": {"prompts": 24, "group_size": 1, "dynamic_sampling": {"enabled": False}},
+    }
+    whole, killed = (make_config(folder, folder / f"spo-{name}", **more) for name in ("whole", "killed"))
+    train(whole)
+    process = start(killed)
+    try:
+        deadline = time.monotonic() + LIMIT
+        while not (killed.run_dir / "checkpoints" / "step-000002").exists():
+            assert process.poll() is None and time.monotonic() < deadline, "no checkpoint"
+            time.sleep(0.01)
+    finally:
+        kill(process)
+    assert "continues from" in train(killed)
+
+    assert_same_export(killed.run_dir / "hf", whole.run_dir / "hf")
+    assert records(killed.run_dir) == records(whole.run_dir)
+    first, last, again = (
+        read_state(config.run_dir / f"checkpoints/step-{step:06d}")["tracker"]
+        for config, step in ((whole, 2), (whole, 6), (killed, 6))
+    )
+    assert last == again and len(last["prompts"]) == 25
+    assert first["right"] != last["right"] and sum(last["right"]) > 25 * 0.5
+    known = [record["tracker/known"] for record in records(whole.run_dir) if record["stage"] == "train"]
+    assert known[0] == 0 and known[1] > 0.9
+
+
+@pytest.mark.slow
 def test_a_killed_run_goes_on_with_responses_that_have_not_ended(folder: Path) -> None:
     """Windows of three tokens, of two engines; the checkpoint holds what goes on."""
 

@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 import torch
 
+from megarl.algorithms.advantages import SuccessTracker
+from megarl.config.schema import RewardConfig, RewardTerm
 from megarl.data.experience import Experience
 from megarl.parallel.runtime import Runtime
 from tests.parallel.jobs import make_config
@@ -20,11 +22,14 @@ from tests.ranks import RankPool
 from tests.tiny_models import make_tiny_model
 
 BETA, GAMMA = 0.3, 0.9
+WEIGHTS = [0.5, -2.0]  # of the two parts of the reward
 # Case -> algorithm.*
 CASES: dict[str, dict[str, Any]] = {
     "DAPO": {"advantage": "group"},
     "Dr. GRPO": {"advantage": "group_mean"},
     "RLOO with KL": {"advantage": "leave_one_out", "kl_reward": BETA},
+    "GDPO": {"advantage": "per_reward"},
+    "SPO": {"advantage": "tracked", "tracker_rho": 0.9},
     "REINFORCE++": {"advantage": "return", "kl_reward": BETA, "whiten": True, "gamma": GAMMA},
     "REINFORCE++ with baseline": {"advantage": "group_mean", "whiten": True},
     "PPO with KL": {"advantage": "gae", "kl_reward": BETA, "lambda_policy": 0.8, "lambda_critic": 1.0},
@@ -37,6 +42,7 @@ CASES: dict[str, dict[str, Any]] = {
         "teacher": 0.7,
     },
     "SAO with a teacher": {"advantage": "return", "old_logprobs": "engine", "teacher": 0.7, "whiten": True},
+    "SPPO": {"advantage": "prompt_value"},
     "SAO with KL": {"advantage": "return", "kl_reward": BETA, "old_logprobs": "engine"},
 }
 
@@ -49,6 +55,8 @@ def make_batch(turns: bool = False) -> Experience:
     batch = Experience.build([[3, 4]] * 12, [[5] * n for n in lengths])
     batch["group_ids"] = torch.arange(12) % 3
     batch["rewards"] = torch.randn(12, generator=g)
+    batch["prompt_uids"] = 10**18 + batch["group_ids"]
+    batch["reward_parts"] = torch.randn(12, 2, generator=g)
     batch["correct"], batch["truncated"] = batch["rewards"] > 0, torch.zeros(12, dtype=torch.bool)
     batch["number"] = torch.arange(12)
     if turns:
@@ -77,8 +85,21 @@ def advantages_of(runtime: Runtime, folder: Path, algorithm: dict[str, Any], tur
     batch = make_batch(turns)
     local = distribute(batch, config, 6, 1, [model], runtime)
     experience = local.experience
-    if config.has_critic:
+    if config.values_prompts:
+        metrics = advantages.add_prompt_advantages(config, experience, runtime)
+    elif config.has_critic:
         metrics, _ = advantages.add_gae(config.algorithm, experience, 20, runtime)
+    elif config.algorithm.advantage == "per_reward":
+        term = RewardTerm(function="module:function", weight=WEIGHTS[1])
+        reward = RewardConfig(weight=WEIGHTS[0], terms={"form": term})
+        config = config.model_copy(update={"reward": reward})
+        metrics = advantages.add_per_reward_advantages(config, batch, local, runtime) or {}
+    elif config.algorithm.advantage == "tracked":
+        tracker = SuccessTracker(config.algorithm.tracker_rho)
+        arguments = config, batch, local, runtime, tracker
+        assert advantages.add_tracked_advantages(*arguments)["tracker/known"] == 0
+        metrics = advantages.add_tracked_advantages(*arguments)  # the step after, with the same answers
+        assert metrics["tracker/known"] == 1
     elif config.algorithm.advantage == "return":
         metrics = advantages.add_return_advantages(config.algorithm, experience, runtime)
     else:
@@ -97,6 +118,29 @@ def advantages_of(runtime: Runtime, folder: Path, algorithm: dict[str, Any], tur
         for (number, start), end in zip(spans, ends, strict=True)
     }
     return found, metrics
+
+
+def one_by_one(parts: list[list[float]], weights: list[float], groups: list[int]) -> list[float]:
+    """GDPO: each part of the rewards normalised within the group, their sum within the batch."""
+    sums = []
+    for own, group in zip(parts, groups, strict=True):
+        total = 0.0
+        for k, weight in enumerate(weights):
+            others = [theirs[k] for theirs, g in zip(parts, groups, strict=True) if g == group]
+            total += weight * (own[k] - statistics.fmean(others)) / (statistics.stdev(others) + 1e-6)
+        sums.append(total)
+    return [(x - statistics.fmean(sums)) / statistics.stdev(sums) for x in sums]
+
+
+def second_visit(scores: list[float], correct: list[bool], groups: list[int], rho: float) -> list[float]:
+    """SPO: rewards (1 for a right, -1 for a wrong answer, and more) less what each group's Beta distribution
+    expects that has had these answers once, normalised within the batch."""
+    less = []
+    for score, group in zip(scores, groups, strict=True):
+        answers = [right for right, g in zip(correct, groups, strict=True) if g == group]
+        a, b = 0.5 * rho + sum(answers), 0.5 * rho + len(answers) - sum(answers)
+        less.append(score - (a - b) / (a + b))
+    return [(x - statistics.fmean(less)) / statistics.stdev(less) for x in less]
 
 
 def loop(algorithm: dict[str, Any], turns: bool) -> dict[int, dict[str, list[float]]]:
@@ -120,12 +164,27 @@ def loop(algorithm: dict[str, Any], turns: bool) -> dict[int, dict[str, list[flo
         for i, span in enumerate(spans)
     ]
     totals = [math.fsum(tokens) for tokens in rewards]
+    of_parts = one_by_one(
+        [
+            [*parts, math.fsum(of_turns[t] for t in span)]
+            for parts, span in zip(batch["reward_parts"].tolist(), spans, strict=True)
+        ],
+        [*WEIGHTS, 1.0] if turns else WEIGHTS,
+        groups,
+    )
+    of_tracker = second_visit(scores, batch["correct"].tolist(), groups, algorithm.get("tracker_rho", 1.0))
     found: dict[int, dict[str, list[float]]] = {}
     for i, span in enumerate(spans):
         group = [totals[j] for j in range(12) if groups[j] == groups[i]]
         mean, n = statistics.fmean(group), len(span)
         kind = algorithm["advantage"]
-        if kind in ("return", "gae"):
+        if kind == "prompt_value":  # a right answer is worth 1, a wrong one -1
+            chance = 1 / (1 + math.exp(-values[span[0]]))
+            found[i] = {
+                "advantages": [scores[i] - (2 * chance - 1)] * n,
+                "returns": [float(batch["correct"][i])] + [0.0] * (n - 1),
+            }
+        elif kind in ("return", "gae"):
             v = [values[t] if kind == "gae" else 0.0 for t in span] + [0.0]
             deltas = [rewards[i][k] + gamma * v[k + 1] - v[k] for k in range(n)]
             lam = algorithm.get("lambda_policy", 1.0)
@@ -144,6 +203,8 @@ def loop(algorithm: dict[str, Any], turns: bool) -> dict[int, dict[str, list[flo
                 "group": (totals[i] - mean) / (statistics.stdev(group) + 1e-6),
                 "group_mean": totals[i] - mean,
                 "leave_one_out": totals[i] - others,
+                "per_reward": of_parts[i],
+                "tracked": of_tracker[i],
             }[kind]
             found[i] = {"advantages": [value] * n}
     if algorithm.get("whiten"):
