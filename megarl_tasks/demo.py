@@ -36,7 +36,6 @@ Recipe = Literal[
     "dppo", "sapo", "clip_cov", "kl_cov", "fipo",
 ]  # fmt: skip
 Task = Literal["sums", "calculator"]
-Recipe = Literal["vapo", "dapo", "sao", "vc_ppo", "rloo", "dr_grpo", "gdpo", "spo", "sppo"]
 FOLDERS: dict[Model, Path] = {"tiny": Path("runs/demo"), "smollm2": Path("runs/smollm2")}
 # Of the pretrained model's runs. TOKENS: that a response adds to a pass, with its share of the prompt;
 # REACHED: share of the processor's rate that a forward pass reaches; ASKED: such passes that a held-out
