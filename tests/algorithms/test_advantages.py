@@ -310,24 +310,20 @@ def test_extended_gae_equals_the_sum_of_the_paper(batch, data, lam, gamma, tail)
         mask[windows[-1][0] : end] = True
     goes_on = data.draw(st.lists(st.booleans(), min_size=len(windows), max_size=len(windows)))
     lams = [lam * 0.9**i for i in range(len(windows))]
-    lam_of_each = torch.tensor(lams, dtype=torch.float64)
+    lam_each = torch.tensor(lams, dtype=torch.float64)
     e["begun"] = torch.tensor([a - b for (a, _), (b, _) in zip(windows, batch.spans, strict=True)])
     assert e.window.equal(mask)
     assert e.window_lengths.tolist() == [end - start for start, end in windows]
     rewards, values = (torch.where(mask, e[name], torch.nan) for name in ("rewards", "values"))
     found = adv.extended_gae(
-        rewards, values, mask, e.cu_seqlens, lam_of_each, torch.tensor(goes_on), gamma, tail
+        rewards, values, mask, e.cu_seqlens, lam_each, torch.tensor(goes_on), gamma, tail
     )
-    shortened = [min(tail, end - start) for start, end in windows]
-    expected = [0.0] * batch.total
-    for i, (window, short) in enumerate(zip(windows, shortened, strict=True)):
-        one = [windows[i]], [goes_on[i]], [lams[i]], gamma, short
-        of_one = sum_extended_gae(e["rewards"].tolist(), e["values"].tolist(), *one)
-        expected[slice(*window)] = of_one[slice(*window)]
+    loop = e["rewards"].tolist(), e["values"].tolist(), windows, goes_on, lams, gamma, tail
+    expected = sum_extended_gae(*loop)
     torch.testing.assert_close(found.tolist(), expected, rtol=1e-6, atol=1e-9)
     none = torch.zeros(len(windows), dtype=torch.bool)
-    plain = adv.gae(rewards, values, mask, e.cu_seqlens, lam_of_each, gamma)
-    given = rewards, values, mask, e.cu_seqlens, lam_of_each, none, gamma, tail
+    plain = adv.gae(rewards, values, mask, e.cu_seqlens, lam_each, gamma)
+    given = rewards, values, mask, e.cu_seqlens, lam_each, none, gamma, tail
     assert adv.extended_gae(*given).equal(plain)
 
 

@@ -284,7 +284,15 @@ def test_a_killed_run_goes_on_with_responses_that_have_not_ended(folder: Path) -
         kill(process)
     assert "continues from" in train(config)
     assert_same_export(config.run_dir / "hf", undisturbed.run_dir / "hf")
-    assert records(config.run_dir) == records(undisturbed.run_dir)
+
+    # What goes on may lie on another engine than before.
+    def numbers(run_dir: Path) -> list[dict[str, Any]]:
+        kept = records(run_dir)
+        return [
+            {k: v for k, v in one.items() if not k.startswith(("rollout/moved", "memory/"))} for one in kept
+        ]
+
+    assert numbers(config.run_dir) == numbers(undisturbed.run_dir)
     held = read_state(undisturbed.run_dir / "checkpoints/step-000002")["samplers"]["rollout"]["returned"]
     lengths = {len(begun["tokens"]) for one in held for begun in one["begun"]}
     assert lengths == {3, 6}
