@@ -484,6 +484,9 @@ class RolloutConfig(Section):
         (), "`module:function` each, plain functions that the policy may call by its chat template's format"
     )
     environment: str | None = field(None, "`module:Class` that answers each turn of the policy")
+    environment_arguments: dict[str, bool | int | float | str] = field(
+        {}, "arguments of the environment's class, by name"
+    )
     agent: str | None = field(
         None, "`module:function`, an `async def f(base_url, api_key, row)` that talks to an OpenAI endpoint"
     )

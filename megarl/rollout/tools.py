@@ -568,9 +568,9 @@ def schema(function: str) -> dict[str, Any]:
         raise ConfigError(f"{at}: {described(error)} ({remedy})") from error
 
 
-def environment_class(path: str) -> Callable[..., Any]:
+def environment_class(path: str, arguments: Mapping[str, Any] | None = None) -> Callable[..., Any]:
     """Return the class `module:Class` that `rollout.environment` names. Raises ConfigError where it cannot be
-    imported or is no Environment."""
+    imported, is no Environment or, if they are given, does not take these arguments."""
     found = imported("rollout.environment", path, "Class")
     at = f"rollout.environment: {path}"
     if not isinstance(found, type):
@@ -583,6 +583,13 @@ def environment_class(path: str) -> Callable[..., Any]:
     for name in (*_METHODS, *there):
         if _is_async(getattr(found, name)):
             raise ConfigError(f"{at}.{name} is async (write a plain method: it runs in a process of its own)")
+    if arguments is not None:
+        signature = inspect.signature(found)
+        try:
+            signature.bind(**arguments)
+        except TypeError as error:
+            takes = f"it is {found.__name__}{signature.replace(return_annotation=signature.empty)}"
+            raise ConfigError(f"rollout.environment_arguments: {path}: {error} ({takes})") from error
     return found
 
 

@@ -87,9 +87,8 @@ class Worker:
         turns = config.rollout.turns
         self.endpoint = endpoint_of(config.rollout, tokenizer)
         self.episode = episode_of(config, tokenizer, self.endpoint)
-        self.tools = ToolPool(
-            turns.calls, turns.seconds, turns.memory, turns.observation, config.rollout.environment
-        )
+        environment = config.rollout.environment, config.rollout.environment_arguments
+        self.tools = ToolPool(turns.calls, turns.seconds, turns.memory, turns.observation, *environment)
         self.reflection = words_pattern(config.log.reflection_words)
         self.drawn: dict[int, Response] = {}
         self.partials: dict[int, Completion] = {}
@@ -370,7 +369,7 @@ def episode_of(config: Config, tokenizer: Any, endpoint: Endpoint | None) -> Epi
     or is no coroutine function, and where the chat template rewrites history or cannot tell of tools."""
     rollout = config.rollout
     if rollout.environment:
-        environment_class(rollout.environment)
+        environment_class(rollout.environment, rollout.environment_arguments)
         if config.data.template != "chat":
             return play(None)
         check_template(tokenizer, stop=rollout.stop)

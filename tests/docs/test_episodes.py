@@ -12,6 +12,7 @@ import pytest
 
 from megarl.config.load import parse_yaml
 from megarl.rollout.chat import ChatTurns, play, schemas, tool_calls
+from megarl.rollout.tools import environment_class
 from tests.docs.test_docs import ROOT, blocks, written
 from tests.rollout.talk import (
     CHATML,
@@ -60,10 +61,13 @@ def policy_of(script: list[str], template: str = CHATML, tools: Any = ()) -> Scr
 def test_its_configurations_name_its_examples() -> None:
     named = [parse_yaml(text, "episodes.md")["rollout"] for text in blocks(ROOT / "docs/episodes.md", "yaml")]
     for rollout in named:
-        for value in rollout.values():
+        arguments = rollout.get("environment_arguments")
+        assert arguments is None or environment_class(rollout["environment"], arguments)
+        for value in (value for value in rollout.values() if value is not arguments):
             for path in value if isinstance(value, list) else [value]:
                 assert callable(example(path))
-    assert [key for rollout in named for key in rollout] == ["episode", "tools", "environment", "agent"]
+    keys = ["episode", "tools", "environment", "environment_arguments", "agent"]
+    assert [key for rollout in named for key in rollout] == keys
 
 
 def test_calculator() -> None:

@@ -37,13 +37,16 @@ async def agent(base_url, api_key, row):
 """,
     "echo.py": """
 class Echo:
+    def __init__(self, turns=30):
+        self.turns = turns
+
     def reset(self, row, seed):
         self.said = []
         return row["question"]
 
     def step(self, text):
         self.said.append(text)
-        return f"{len(text)} <|im_end|>", len(self.said) / 4, len(self.said) == 3
+        return f"{len(text)} <|im_end|>", len(self.said) / 4, len(self.said) == self.turns
 
     def verdict(self):
         return len("".join(self.said)) % 2 == 0
@@ -125,8 +128,9 @@ def test_an_openai_agent_is_trained(folder: Path) -> None:
 def test_an_environment_is_trained_on(folder: Path) -> None:
     """The same to the bit when it is done again."""
     ends = ["<|im_end|>", *string.ascii_letters]  # one in six tokens of a random policy
-    records, _ = run(folder, "echo", environment="echo:Echo", stop=ends, max_response_tokens=60)
-    again, _ = run(folder, "again", environment="echo:Echo", stop=ends, max_response_tokens=60)
+    keys = {"environment": "echo:Echo", "environment_arguments": {"turns": 3}, "max_response_tokens": 60}
+    records, _ = run(folder, "echo", stop=ends, **keys)
+    again, _ = run(folder, "again", stop=ends, **keys)
     check(records, (2, 3))
     for name in ("policy/grad_norm", "reward/mean", "mismatch/kl", "response/length_mean"):
         assert [record[name] for record in records] == [record[name] for record in again]
@@ -147,6 +151,15 @@ def test_what_cannot_be_is_said_before_the_run(folder: Path) -> None:
         ({"agent": "wrong:f"}, "rollout.agent: wrong:f is no coroutine function"),
         ({"tools": ["wrong:f"]}, "rollout.tools: wrong:f"),
         ({"tools": ["shop:price"], "environment": "echo:Echo"}, "rollout.environment: cannot stand beside"),
+        (
+            {"environment": "echo:Echo", "environment_arguments": {"turn": 3}},
+            "rollout.environment_arguments: echo:Echo: got an unexpected keyword argument 'turn' "
+            "(it is Echo(turns=30))",
+        ),
+        (
+            {"environment_arguments": {"turns": 3}},
+            "rollout.environment_arguments: has no effect without an environment",
+        ),
         ({"environment": "echo:Echo", "stop": []}, "ends a turn with <|im_end|>, which does not end"),
     ):
         _, said = run(folder, "wrong", 2, **rollout)
