@@ -7,6 +7,7 @@ import os
 import string
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,20 @@ def price(fruit: str) -> int:
     """
     return 3
 ''',
+    "stock_server.py": '''
+from mcp.server import MCPServer
+
+server = MCPServer("stock")
+
+
+@server.tool()
+def stock(fruit: str) -> int:
+    """Say how many of a fruit there are."""
+    return 12
+
+
+server.run()
+''',
 }
 
 
@@ -82,7 +97,7 @@ def run(folder: Path, name: str, code: int = 0, **rollout: Any) -> tuple[list[di
     config = {
         "recipe": "grpo", "run_dir": str(folder / name), "steps": 2,
         "model": {"path": str(folder / "model"), "dtype": "fp32"}, "parallel": {"device": "cpu"},
-        "data": {"train": [sums], "eval": [sums], "max_prompt_tokens": 512},
+        "data": {"train": [sums], "eval": [sums], "max_prompt_tokens": 1024},
         "evaluation": {"samples": 1, "max_problems": 4},
         "log": {"report": False, "terminal": "quiet"}, "update": {"mini_batch": 8},
         "reward": {"max_unjudged": 0.9},
@@ -138,9 +153,12 @@ def test_an_environment_is_trained_on(folder: Path) -> None:
 
 @pytest.mark.slow
 def test_tools_are_told_of(folder: Path) -> None:
-    run(folder, "shop", tools=["shop:price"])
+    """Functions, and those of MCP servers."""
+    server = [f"mcp:{sys.executable} stock_server.py"] if find_spec("mcp") else []
+    run(folder, "shop", tools=["shop:price", *server])
     samples = (folder / "shop" / "samples.jsonl").read_text()
     assert "Look up the price of a fruit." in samples
+    assert not server or "Say how many of a fruit there are." in samples
 
 
 @pytest.mark.slow
