@@ -12,7 +12,8 @@ from __future__ import annotations
 import asyncio
 import inspect
 import math
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -71,8 +72,8 @@ class Policy:
     tools      processes that calls are made in
     shared_prompts  update.share_prompts: nothing may be shown before the first turn
     lenient    whether an episode that does something else when it is run again goes on from there anew
+    turned     called whenever `seated` may have changed
     turns, calls    how many there were; truncated: whether it had no turn or token left
-    waiting    for what, while it does not wait for the engine; ""
     aborted    whether whatever the episode asks next ends it
     """
 
@@ -86,15 +87,17 @@ class Policy:
     tools: ToolPool | None = None
     shared_prompts: bool = False
     lenient: bool = False
+    turned: Callable[[], None] = lambda: None
     turns: int = 0
     calls: int = 0
     truncated: bool = False
-    waiting: str = ""
     aborted: bool = False
     _refused: bool = False  # by EpisodeAborted: the episode has not come to its end
     _observed: list[int] = field(default_factory=list)  # behind the last turn
     _said: list[str] = field(default_factory=list)  # to the environment
     _state: State | None = None
+    _waits: list[str] = field(default_factory=list)  # for what
+    _asking: bool = False  # the engine
 
     def __post_init__(self) -> None:
         self.written = Completion(finish="stop", sampled=[], rewards=[])
@@ -113,6 +116,27 @@ class Policy:
         extent = len(self.written.tokens) + len(self._observed)
         left = self.params.max_tokens - sum(self.written.sampled or ())
         return min(left, (self.limits.max_tokens or self.params.max_tokens) - extent)
+
+    @property
+    def waiting(self) -> str:
+        """Return what the episode waits for besides the engine; "" if for nothing."""
+        return self._waits[0] if self._waits else ""
+
+    @property
+    def seated(self) -> bool:
+        """Return whether it is, or is about to be, in the engine."""
+        return self._asking or not self._waits
+
+    @contextmanager
+    def wait_for(self, what: str) -> Iterator[None]:
+        """Note that the episode waits for something that is not the engine."""
+        self._waits.append(what)
+        self.turned()
+        try:
+            yield
+        finally:
+            self._waits.remove(what)
+            self.turned()
 
     async def generate(self, stop: Sequence[str] = (), max_tokens: int | None = None) -> Turn:
         """Return what the policy writes next. `stop`: texts that end the turn, besides `rollout.stop`.
@@ -145,7 +169,13 @@ class Policy:
                 params = replace(params, stop=(*params.stop, *stop))
             seed = turn_seed(self.seed, self.turns)
             begun = found
-            found = await self.client.generate(self.tokens, seed, params, begun, max_tokens=most)
+            self._asking = True
+            self.turned()
+            try:
+                found = await self.client.generate(self.tokens, seed, params, begun, max_tokens=most)
+            finally:
+                self._asking = False
+                self.turned()
             if not found.tokens and begun is not None:
                 found = begun
         if found.tokens:
@@ -260,12 +290,9 @@ class Policy:
         if entry is None or len(entry) == 2:  # its end was not seen
             entry = ["call", name]
             self.written.journal.append(entry)
-            self.waiting = name
-            try:
+            with self.wait_for(name):
                 result = await run()
-                entry += [result.value, result.error, result.judged]
-            finally:
-                self.waiting = ""
+            entry += [result.value, result.error, result.judged]
         else:
             self.written.journal.append(entry)
         _, _, value, error, judged = entry

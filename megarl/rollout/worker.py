@@ -116,6 +116,7 @@ class Worker:
         self.seconds = dict.fromkeys(("generate", "verify"), 0.0)
         self._ended: list[Ended] = []  # to be verified
         self._some_ended, self._recovered = asyncio.Event(), asyncio.Event()
+        self._turned = asyncio.Event()
         self._verifying = asyncio.Lock()
         self._episodes: dict[int, asyncio.Task[None]] = {}
         if self.engine.running:  # after an error
@@ -127,7 +128,7 @@ class Worker:
                 if self.leads:
                     tasks = [
                         group.create_task(self._reporting_errors(job))
-                        for job in (self._generate(), self._verify())
+                        for job in (self._generate(), self._verify(), self._tell_unseated())
                     ]
                 await self._obey()
                 for task in (*tasks, *self._episodes.values()):
@@ -193,6 +194,7 @@ class Worker:
                 self.config.rollout.turns,
                 self.tools,
                 self.config.update.share_prompts,
+                turned=self._turned.set,
             )
             self._running[work.number] = policy, work.index, time.monotonic()
             running = self._reporting_errors(self._run(work.number, policy))
@@ -238,6 +240,19 @@ class Worker:
                 self.partials[number] = written
         finally:
             del self._episodes[number], self._running[number]
+            self._turned.set()
+
+    async def _tell_unseated(self) -> None:
+        """Tell the controller how many episodes do not wait for the engine, which has room for others then:
+        when there are that many more or less that it matters."""
+        told = 0
+        while self.config.rollout.acts and self.ranks > self.config.rollout.engine_tp:
+            await self._turned.wait()
+            self._turned.clear()
+            unseated = sum(not policy.seated for policy, *_ in self._running.values())
+            if abs(unseated - told) > len(self._running) // 16:
+                told = unseated
+                await self.link.send(m.Unseated(told))
 
     async def _generate(self) -> None:
         """Keep the engine going. Where it fails, the controller has all ranks start it again."""

@@ -15,6 +15,7 @@ from megarl.data.prompts import Prompt
 from megarl.rewards.verdict import Verdict
 from megarl.rollout.episode import Policy
 from megarl.rollout.rank import RolloutRank
+from megarl.rollout.sampling import Completion, SamplingParams
 from megarl.rollout.transformers_engine import TransformersEngine
 from tests.engines import load_folder
 from tests.rollout.conftest import TINIEST, threads
@@ -124,3 +125,43 @@ def test_what_ran_out_of_room_in_a_group_is_truncated(folder: Path) -> None:
 def test_the_run_ends_where_too_many_are_not_judged(folder: Path) -> None:
     with pytest.raises(ConfigError, match=r"reward.max_unjudged: 4 of 4 .*KeyError: 'row'"):
         drawn(folder, "raises", most=0.5)
+
+
+def test_who_waits_is_not_seated() -> None:
+    """Of two calls until both have ended; in the engine it has a seat, whatever else it waits for."""
+    seen: list[tuple[str, bool]] = []
+    opened = asyncio.Event()
+
+    class Client:
+        engine = None
+
+        async def generate(self, *_: Any, **__: Any) -> Completion:
+            seen.append((policy.waiting, policy.seated))
+            return Completion([5], [0.0], "stop", [1])
+
+    async def first() -> str:
+        while policy.calls < 2:
+            await asyncio.sleep(0)
+        return "1"
+
+    async def second() -> str:
+        await opened.wait()
+        return "2"
+
+    async def act() -> None:
+        calls = asyncio.gather(policy.call(first), policy.call(second))
+        while policy.calls < 2 or len(policy.written.journal[0]) < 5:
+            await asyncio.sleep(0)
+        seen.append((policy.waiting, policy.seated))
+        await policy.generate()
+        opened.set()
+        await calls
+        seen.append((policy.waiting, policy.seated))
+
+    told: list[bool] = []
+    client: Any = Client()
+    policy = Policy(Prompt(1, "", (3,), ""), client, 0, SamplingParams(9))
+    policy.turned = lambda: told.append(policy.seated)
+    asyncio.run(asyncio.wait_for(act(), 60))
+    assert seen == [("second", False), ("second", True), ("", True)]
+    assert told == [False, False, False, True, False, True]
