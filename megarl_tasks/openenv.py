@@ -11,12 +11,14 @@ import json
 import threading
 from contextlib import suppress
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megarl.rewards.verdict import Verdict
 
-if TYPE_CHECKING:
+try:
     from aiohttp import ClientSession, ClientWebSocketResponse
+except ImportError as error:  # said before the run, when the class is looked up
+    raise ImportError("it needs aiohttp (pip install 'megarl[agents]')") from error
 
 
 class OpenEnvironment:
@@ -124,9 +126,7 @@ class _Server:
         raise RuntimeError(f"{self.url}: {data.get('code')}: {what}")
 
     async def _connect(self) -> None:
-        import aiohttp
-
-        self._session = aiohttp.ClientSession()
+        self._session = ClientSession()
         self._socket = await self._session.ws_connect(f"{self.url}/ws", max_msg_size=100 << 20)
         self._listening = asyncio.create_task(_listen(self._socket, self._said))
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
 
+from megarl.config.errors import ConfigError
 from megarl.rewards.verdict import Verdict
-from megarl.rollout.tools import Result, Step, ToolPool
+from megarl.rollout.tools import Result, Step, ToolPool, environment_class
 
 web = pytest.importorskip("aiohttp.web")
 PATH = "megarl_tasks.openenv:OpenEnvironment"
@@ -166,3 +168,14 @@ def test_a_server_that_is_not_there() -> None:
     missing = play(job, observation="text")
     assert missing.error and "there is no 'text' (there is: said, size)" in missing.error
     assert not missing.judged
+
+
+def test_the_extra_is_named_before_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "megarl_tasks.openenv", raising=False)
+    assert environment_class(PATH, {"url": "http://127.0.0.1:9"}).__name__ == "OpenEnvironment"
+    with pytest.raises(ConfigError, match=r"^rollout\.environment_arguments: .* missing a required .*'url'"):
+        environment_class(PATH, {})
+    monkeypatch.delitem(sys.modules, "megarl_tasks.openenv")
+    monkeypatch.setitem(sys.modules, "aiohttp", None)
+    with pytest.raises(ConfigError, match=r"it needs aiohttp \(pip install 'megarl\[agents\]'\)"):
+        environment_class(PATH)
