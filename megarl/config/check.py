@@ -295,6 +295,8 @@ def _rollout_problems(c: Config) -> Iterator[str]:
     given = [f"rollout.{key}" for key in ("episode", "tools", "environment", "agent") if getattr(r, key)]
     if len(given) > 1:
         yield f"{given[1]}: cannot stand beside {given[0]}: each says how a response is made (leave one out)"
+    if r.environment_arguments and not r.environment:
+        yield "rollout.environment_arguments: has no effect without an environment (set rollout.environment)"
     for key in ("tools", "agent"):
         if getattr(r, key) and c.data.template != "chat":
             yield f"rollout.{key}: needs a chat template (set data.template=chat)"

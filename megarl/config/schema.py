@@ -519,6 +519,9 @@ class RolloutConfig(Section):
         (), "`module:function` each, plain functions that the policy may call by its chat template's format"
     )
     environment: str | None = field(None, "`module:Class` that answers each turn of the policy")
+    environment_arguments: dict[str, bool | int | float | str] = field(
+        {}, "arguments of the environment's class, by name"
+    )
     agent: str | None = field(
         None, "`module:function`, an `async def f(base_url, api_key, row)` that talks to an OpenAI endpoint"
     )
@@ -526,8 +529,8 @@ class RolloutConfig(Section):
     max_batch: int = field(256, "sequences that one engine decodes at once", "sequences", ge=1)
     in_flight: int | None = field(
         None,
-        "responses that one of several engines is given at once; the others wait, and go to whichever engine "
-        "has room first; null: max_batch; 0: all, in equal parts",
+        "responses that one of several engines is given at once, beside those that wait for a tool; the "
+        "others wait, and go to whichever engine has room first; null: max_batch; 0: all, in equal parts",
         "responses",
         ge=0,
     )

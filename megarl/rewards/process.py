@@ -203,6 +203,13 @@ def serve(prepare: Callable[[dict[str, Any]], Callable[[Any], Iterator[Any]]]) -
             write(answer)
 
 
+def guard() -> None:
+    """Run the command in this process's arguments, behind the first, until it ends or this process's parent
+    is gone: it and what it started end then."""
+    follow_parent()
+    sys.exit(subprocess.call(sys.argv[2:]))
+
+
 def limit_answer(seconds: float) -> None:
     """Have this process end by itself some time after an answer was due.
 

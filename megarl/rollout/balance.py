@@ -18,7 +18,7 @@ def share_out(
     """Return which of the waiting responses each engine begins now. Per engine:
 
     waiting  the responses that an equal division gave it, in the order in which they should begin
-    running  how many it has begun that have not ended
+    running  how many it has begun that have not ended, nor wait for something that is not the engine
     limits   how many it may have at once
     ended    how many it has ended so far, which says how fast it is
 

@@ -20,7 +20,8 @@ from megarl.config.schema import RolloutConfig
 from megarl.data.prompts import Prompt
 from megarl.rewards.verdict import Verdict
 from megarl.rollout.episode import Episode, EpisodeTruncated, Policy, ToolError
-from megarl.rollout.tools import schema
+from megarl.rollout.mcp_tools import listed
+from megarl.rollout.tools import MCP, schema
 
 Message = Mapping[str, Any]
 
@@ -318,9 +319,12 @@ def _failed(why: str, name: str = "") -> Call:
 
 
 def schemas(tools: Iterable[str]) -> dict[str, dict[str, Any]]:
-    """Return what a template tells of the functions `module:function`, by path. Raises ConfigError as
-    megarl.rollout.tools.schema, and where one has the name of another."""
-    found = {path: schema(path) for path in tools}
+    """Return what a template tells of the functions `module:function`, and of the tools of MCP servers, by
+    path. Raises ConfigError as megarl.rollout.tools.schema and megarl.rollout.mcp_tools.listed, and where one
+    has the name of another."""
+    found: dict[str, dict[str, Any]] = {}
+    for path in tools:
+        found |= listed(path) if path.startswith(MCP) else {path: schema(path)}
     names = [one["function"]["name"] for one in found.values()]
     if twice := {name for name in names if names.count(name) > 1}:
         raise ConfigError(f"rollout.tools: several tools are called {', '.join(sorted(twice))} (rename one)")

@@ -81,6 +81,7 @@ class Controller:
         # The engine of each response that runs, and of each that was ever given to one.
         self._running: dict[int, int] = {}
         self._given: dict[int, int] = {}
+        self._unseated = [0] * self.engines  # of those that run, how many do not wait for the engine
         # By engine: how many have ended, how many of them with the newest messages, seconds of work.
         self._ended, self._just_ended = [0] * self.engines, [0] * self.engines
         self._busy = [0.0] * self.engines
@@ -242,10 +243,10 @@ class Controller:
         await self._begin(held)
 
     async def _begin(self, resumed: Sequence[list[tuple[int, GroupRequest, int]]]) -> None:
-        """Give responses that wait to engines that have room, beside those that are `resumed`, by engine.
-        An
-        engine may have `rollout.in_flight` at once, and as many more as it has just ended, so that it does
-        not run dry before it hears of the next."""
+        """Give responses that wait to engines that have room, beside those that are `resumed`, by engine. An
+        engine may have `rollout.in_flight` at once, beside those that wait for a tool, an environment or an
+        agent, and as many more as it has just ended, so that it does not run dry before it hears of the
+        next."""
         at_once = self.config.rollout.in_flight
         most = float(self.config.rollout.max_batch if at_once is None else at_once)
         if not most or self.engines == 1:  # 0 is no limit
@@ -255,6 +256,7 @@ class Controller:
         running = [0] * self.engines
         for engine in self._running.values():
             running[engine] += 1
+        running = [max(0, n - away) for n, away in zip(running, self._unseated, strict=True)]
         limits = [most + just for just in self._just_ended]
         shared = share_out(self._waiting, running, limits, self._ended) if self._rows else [()] * self.engines
         for engine, (rows, given) in enumerate(zip(resumed, shared, strict=True)):
@@ -301,6 +303,8 @@ class Controller:
                     for fact in facts:
                         self._arrived[fact.number] = fact.response()
                         self._running.pop(fact.number, None)
+                case m.Unseated(count):
+                    self._unseated[engine] = count
                 case m.Failed("EngineFailure", text):
                     self._failures[rank] = text
                 case m.Failed(error, text):

@@ -132,7 +132,8 @@ class Endpoint:
             self.sessions[session.key] = session
             try:
                 url = f"{await self.address()}/s/{session.key}/v1"
-                return await session.run(agent(url, session.key, row_of(prompt)))
+                with policy.wait_for("agent"):
+                    return await session.run(agent(url, session.key, row_of(prompt)))
             finally:
                 del self.sessions[session.key]
 
@@ -220,7 +221,6 @@ class Session:
         """Return what the agent returns. Raises what ended the episode before, EpisodeTruncated where the
         agent fails after the policy had no turn or token left, and what the agent raises else."""
         task, limit = asyncio.ensure_future(_alone(agent)), self.endpoint.seconds
-        self.policy.waiting = "agent"
         try:
             while not task.done() and not self._end.done():
                 if self._answering.locked():
@@ -248,7 +248,7 @@ class Session:
             self._stop(EpisodeAborted())
             self._end.exception()
             async with self._answering:  # what it asked, and did not wait for, is a turn all the same
-                self.policy.waiting = ""
+                pass
 
     def _stop(self, error: BaseException) -> None:
         if not self._end.done():

@@ -12,7 +12,8 @@ from __future__ import annotations
 import asyncio
 import inspect
 import math
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -72,8 +73,8 @@ class Policy:
     shared_prompts  update.share_prompts: nothing may be shown before the first turn
     window     the most tokens that are drawn now, of a single turn, which then goes on later; 0: no limit
     lenient    whether an episode that does something else when it is run again goes on from there anew
+    turned     called whenever `seated` may have changed
     turns, calls    how many there were; truncated: whether it had no turn or token left
-    waiting    for what, while it does not wait for the engine; ""
     aborted    whether whatever the episode asks next ends it; windowed: as it has got its window
     generating  whether a turn is being written
     """
@@ -89,10 +90,10 @@ class Policy:
     shared_prompts: bool = False
     window: int = 0
     lenient: bool = False
+    turned: Callable[[], None] = lambda: None
     turns: int = 0
     calls: int = 0
     truncated: bool = False
-    waiting: str = ""
     aborted: bool = False
     windowed: bool = False
     generating: bool = False
@@ -100,6 +101,7 @@ class Policy:
     _observed: list[int] = field(default_factory=list)  # behind the last turn
     _said: list[str] = field(default_factory=list)  # to the environment
     _state: State | None = None
+    _waits: list[str] = field(default_factory=list)  # for what
 
     def __post_init__(self) -> None:
         self.written = Completion(finish="stop", sampled=[], rewards=[])
@@ -118,6 +120,27 @@ class Policy:
         extent = len(self.written.tokens) + len(self._observed)
         left = self.params.max_tokens - sum(self.written.sampled or ())
         return min(left, (self.limits.max_tokens or self.params.max_tokens) - extent)
+
+    @property
+    def waiting(self) -> str:
+        """Return what the episode waits for besides the engine; "" if for nothing."""
+        return self._waits[0] if self._waits else ""
+
+    @property
+    def seated(self) -> bool:
+        """Return whether it is, or is about to be, in the engine."""
+        return self.generating or not self._waits
+
+    @contextmanager
+    def wait_for(self, what: str) -> Iterator[None]:
+        """Note that the episode waits for something that is not the engine."""
+        self._waits.append(what)
+        self.turned()
+        try:
+            yield
+        finally:
+            self._waits.remove(what)
+            self.turned()
 
     async def generate(self, stop: Sequence[str] = (), max_tokens: int | None = None) -> Turn:
         """Return what the policy writes next. `stop`: texts that end the turn, besides `rollout.stop`.
@@ -154,10 +177,12 @@ class Policy:
             begun, older = found, found.versions if found else []
             now = min(most, self.window + len(begun.tokens if begun else ())) if self.window else most
             self.generating = True
+            self.turned()
             try:
                 found = await self.client.generate(self.tokens, seed, params, begun, max_tokens=now)
             finally:
                 self.generating = False
+                self.turned()
             if self.window and found.finish == "length" and len(found.tokens) < most:
                 found.finish, self.windowed = "abort", True
             if not found.tokens and begun is not None:
@@ -276,12 +301,9 @@ class Policy:
         if entry is None or len(entry) == 2:  # its end was not seen
             entry = ["call", name]
             self.written.journal.append(entry)
-            self.waiting = name
-            try:
+            with self.wait_for(name):
                 result = await run()
-                entry += [result.value, result.error, result.judged]
-            finally:
-                self.waiting = ""
+            entry += [result.value, result.error, result.judged]
         else:
             self.written.journal.append(entry)
         _, _, value, error, judged = entry

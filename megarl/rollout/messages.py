@@ -207,6 +207,13 @@ class Ended(Message):
     busy: float
 
 
+class Unseated(Message):
+    """Of the responses that run on this rank, so many wait for a tool, an environment or an agent: the engine
+    has room for as many others."""
+
+    count: int
+
+
 class Failed(Message):
     """The rank has met an error: the name of its class, and its text."""
 
@@ -305,8 +312,8 @@ ORDERS = (SendReports, Sync, Draw, Take, Continue, Load, Evaluate, Leave)
 Order = SendReports | Sync | Draw | Take | Continue | Load | Evaluate | Leave
 _encode = msgspec.msgpack.Encoder(enc_hook=str).encode  # a prompt's extra columns may be of any type
 _decode = msgspec.msgpack.Decoder(
-    Order | Alive | Begin | Abort | Fetch | Recover | End | Hello | Ended | Failed | Aborted | Bodies
-    | Reports | Drawn | Evaluated
+    Order | Alive | Begin | Abort | Fetch | Recover | End | Hello | Ended | Unseated | Failed | Aborted
+    | Bodies | Reports | Drawn | Evaluated
 ).decode  # fmt: skip
 
 

@@ -35,6 +35,7 @@ from megarl.rewards.process import (
 )
 from megarl.rewards.verdict import UnusableError, Verdict, as_verdict, finite, imported
 
+MCP = "mcp:"  # what a tool's path begins with that an MCP server has (mcp_tools.py)
 _KEPT = 256  # environments that one process keeps
 _MAX_STATE = 1 << 20  # bytes of an environment's state as JSON; a larger one is not kept, but replayed
 _MAX_TEXT = 1000  # characters of an error that is no observation, and of an extracted answer
@@ -76,6 +77,14 @@ class Result(Generic[T]):
     value: T | None = None
     error: str | None = None
     judged: bool = True
+
+
+class ServerError(Exception):
+    """What a tool's server says is wrong; gone: it is no longer there to say anything."""
+
+    def __init__(self, text: str, *, gone: bool = False) -> None:
+        super().__init__(text)
+        self.gone = gone
 
 
 class State(NamedTuple):
@@ -171,8 +180,8 @@ class ToolPool:
         keywords: Mapping[str, Any] = MappingProxyType({}),
         seed: int = 0,
     ) -> Result[str]:
-        """Return what the plain function `module:function` returns: a text as it is, bytes as UTF-8, and
-        anything else as JSON.
+        """Return what the plain function `module:function`, or a tool of an MCP server, returns: a text as it
+        is, bytes as UTF-8, and anything else as JSON.
 
         seed: of `random` and of numpy's generator. What the function raises is an error that is judged. The
         arguments must be what JSON can hold (TypeError)."""
@@ -328,7 +337,7 @@ class ToolPool:
                 raise ValueError
         except TimeoutError:
             await process.finish()
-            what = f"{job.what} was not imported within" if importing else "timeout after"
+            what = f"{job.what} was not ready within" if importing else "timeout after"
             return {"error": f"{what} {limit:g} s", "judged": not importing, "lost": True}
         except EOFError:
             how = await process.finish()
@@ -411,7 +420,7 @@ class _Inside:
         limit_answer(START_LIMIT)
         try:
             if is_tool:
-                function = imported("rollout.tools", job["function"])
+                function = _tool(job["function"])
             else:
                 assert self.environment is not None
                 made = partial(environment_class(self.environment), **self.arguments)
@@ -427,6 +436,9 @@ class _Inside:
                 yield {"value": observation(value, self.observation_bytes)}
             else:
                 yield from self._environment(made, **job)
+        except ServerError as error:
+            text = observation(str(error), self.observation_bytes)
+            yield {"error": text, "judged": False, "lost": True} if error.gone else {"error": text}
         except MemoryError:  # not this job's alone, maybe: others have left things behind
             self.kept.clear()
             yield {"error": f"{where}it ran out of memory", "lost": True}
@@ -514,6 +526,15 @@ class _Going:
         return as_verdict(self.environment.verdict(), "verdict")
 
 
+def _tool(path: str) -> Callable[..., Any]:
+    """Return the tool that a path names. Raises ConfigError where there is none."""
+    if not path.startswith(MCP):
+        return imported("rollout.tools", path)
+    from megarl.rollout.mcp_tools import function  # with which most such processes have nothing to do
+
+    return function(path)
+
+
 def _seed(seed: int, index: int) -> None:
     """Seed the generators that code may take without asking, so that no result depends on what this process
     did before."""
@@ -570,9 +591,9 @@ def schema(function: str) -> dict[str, Any]:
         raise ConfigError(f"{at}: {described(error)} ({remedy})") from error
 
 
-def environment_class(path: str) -> Callable[..., Any]:
+def environment_class(path: str, arguments: Mapping[str, Any] | None = None) -> Callable[..., Any]:
     """Return the class `module:Class` that `rollout.environment` names. Raises ConfigError where it cannot be
-    imported or is no Environment."""
+    imported, is no Environment or, if they are given, does not take these arguments."""
     found = imported("rollout.environment", path, "Class")
     at = f"rollout.environment: {path}"
     if not isinstance(found, type):
@@ -585,6 +606,13 @@ def environment_class(path: str) -> Callable[..., Any]:
     for name in (*_METHODS, *there):
         if _is_async(getattr(found, name)):
             raise ConfigError(f"{at}.{name} is async (write a plain method: it runs in a process of its own)")
+    if arguments is not None:
+        signature = inspect.signature(found)
+        try:
+            signature.bind(**arguments)
+        except TypeError as error:
+            takes = f"it is {found.__name__}{signature.replace(return_annotation=signature.empty)}"
+            raise ConfigError(f"rollout.environment_arguments: {path}: {error} ({takes})") from error
     return found
 
 

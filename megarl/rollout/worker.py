@@ -100,9 +100,8 @@ class Worker:
         turns = config.rollout.turns
         self.endpoint = endpoint_of(config.rollout, tokenizer)
         self.episode = episode_of(config, tokenizer, self.endpoint)
-        self.tools = ToolPool(
-            turns.calls, turns.seconds, turns.memory, turns.observation, config.rollout.environment
-        )
+        environment = config.rollout.environment, config.rollout.environment_arguments
+        self.tools = ToolPool(turns.calls, turns.seconds, turns.memory, turns.observation, *environment)
         self.reflection = words_pattern(config.log.reflection_words)
         self.drawn: dict[int, Response] = {}
         self.partials: dict[int, Completion] = {}
@@ -131,6 +130,7 @@ class Worker:
         self.seconds = dict.fromkeys(("generate", "verify"), 0.0)
         self._ended: list[Ended] = []  # to be verified
         self._some_ended, self._recovered = asyncio.Event(), asyncio.Event()
+        self._turned = asyncio.Event()
         self._verifying = asyncio.Lock()
         self._episodes: dict[int, asyncio.Task[None]] = {}
         asyncio.get_running_loop().set_task_factory(_noted)
@@ -142,8 +142,8 @@ class Worker:
                 async with asyncio.TaskGroup() as group:
                     self._group = group
                     if self.leads:
-                        jobs = map(self._reporting_errors, (self._generate(), self._verify()))
-                        self._tasks += map(group.create_task, jobs)
+                        jobs = self._generate(), self._verify(), self._tell_unseated()
+                        self._tasks += map(group.create_task, map(self._reporting_errors, jobs))
                     await self._obey()
                     for task in self._tasks:
                         task.cancel()
@@ -231,6 +231,7 @@ class Worker:
                 self.tools,
                 self.config.update.share_prompts,
                 message.window,
+                turned=self._turned.set,
             )
             self._running[work.number] = policy, work.index, time.monotonic()
             running = asyncio.create_task(self._reporting_errors(self._run(work.number, policy)))
@@ -294,6 +295,7 @@ class Worker:
         finally:
             self._episodes.pop(number, None)
             self._running.pop(number, None)
+            self._turned.set()
 
     async def _left_behind(self, policy: Policy) -> str:
         """End what an episode has left running; return these tasks' names and places, and say those of an
@@ -322,6 +324,18 @@ class Worker:
         facts = policy.turns, policy.calls, begun
         self._ended.append(Ended(number, policy.prompt, completion, verdict, *facts))
         self._some_ended.set()
+
+    async def _tell_unseated(self) -> None:
+        """Tell the controller how many episodes do not wait for the engine, which has room for others then:
+        when there are that many more or less that it matters."""
+        told = 0
+        while self.config.rollout.acts and self.ranks > self.config.rollout.engine_tp:
+            await self._turned.wait()
+            self._turned.clear()
+            unseated = sum(not policy.seated for policy, *_ in self._running.values())
+            if abs(unseated - told) > len(self._running) // 16:
+                told = unseated
+                await self.link.send(m.Unseated(told))
 
     async def _generate(self) -> None:
         """Keep the engine going. Where it fails, the controller has all ranks start it again."""
@@ -488,7 +502,7 @@ def episode_of(config: Config, tokenizer: Any, endpoint: Endpoint | None) -> Epi
     or is no coroutine function, and where the chat template rewrites history or cannot tell of tools."""
     rollout = config.rollout
     if rollout.environment:
-        environment_class(rollout.environment)
+        environment_class(rollout.environment, rollout.environment_arguments)
         if config.data.template != "chat":
             return play(None)
         check_template(tokenizer, stop=rollout.stop)

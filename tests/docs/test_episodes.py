@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 
 from megarl.config.load import parse_yaml
 from megarl.rollout.chat import ChatTurns, play, schemas, tool_calls
+from megarl.rollout.tools import ToolPool, environment_class
 from tests.docs.test_docs import ROOT, blocks, written
 from tests.rollout.talk import (
     CHATML,
@@ -25,6 +27,7 @@ from tests.rollout.talk import (
 )
 
 FILES = written("episodes.md")
+SHOP_SERVER = "mcp:python shop_server.py"
 USER = {"role": "user", "content": "1 + 2?"}
 # Speaks the protocol with nothing but the standard library, in the place of an environment of verifiers.
 OUTSIDE = """
@@ -60,10 +63,13 @@ def policy_of(script: list[str], template: str = CHATML, tools: Any = ()) -> Scr
 def test_its_configurations_name_its_examples() -> None:
     named = [parse_yaml(text, "episodes.md")["rollout"] for text in blocks(ROOT / "docs/episodes.md", "yaml")]
     for rollout in named:
-        for value in rollout.values():
+        arguments = rollout.get("environment_arguments")
+        assert arguments is None or environment_class(rollout["environment"], arguments)
+        for value in (value for value in rollout.values() if value is not arguments):
             for path in value if isinstance(value, list) else [value]:
-                assert callable(example(path))
-    assert [key for rollout in named for key in rollout] == ["episode", "tools", "environment", "agent"]
+                assert path == SHOP_SERVER or callable(example(path))
+    keys = ["episode", "tools", "tools", *2 * ["environment", "environment_arguments"], "agent"]
+    assert [key for rollout in named for key in rollout] == keys
 
 
 def test_calculator() -> None:
@@ -93,6 +99,36 @@ def test_shop() -> None:
     assert asyncio.run(episode(policy.prompt, policy)) is None  # type: ignore[arg-type]
     text = policy.tokenizer.decode(policy.tokens)
     assert "Look up the price of a fruit." in text and "<tool_response>\n4\n</tool_response>" in text
+
+
+@pytest.mark.slow
+def test_shop_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside a function, in real processes."""
+    pytest.importorskip("mcp")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", str(Path(sys.executable).parent), prepend=":")
+    tools = schemas(["shop:price", SHOP_SERVER])
+    calls = [{"name": name, "arguments": {"fruit": "pear"}} for name in ("price", "stock")]
+    script = ["".join(f"<tool_call>{json.dumps(call)}</tool_call>" for call in calls), "none"]
+    policy = policy_of(script, QWEN25, tools.values())
+    episode = tool_calls(
+        ChatTurns(policy.tokenizer, tools.values()),
+        {tool["function"]["name"]: path for path, tool in tools.items()},
+    )
+
+    async def run() -> None:
+        policy.tools = ToolPool(workers=1, seconds=60.0)
+        try:
+            await episode(policy.prompt, policy)
+            assert await policy.call(f"{SHOP_SERVER}#stock", fruit="apple") == "12"
+        finally:
+            policy.tools.close()
+            await asyncio.sleep(0)
+
+    asyncio.run(run())
+    text = policy.tokenizer.decode(policy.tokens)
+    assert "Say how many of a fruit there are." in text
+    assert "<tool_response>\n4\n</tool_response><tool_response>\n0\n</tool_response>" in text
 
 
 def test_guess() -> None:

@@ -7,6 +7,7 @@ import os
 import string
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -51,13 +52,16 @@ async def log():
 """,
     "echo.py": """
 class Echo:
+    def __init__(self, turns=30):
+        self.turns = turns
+
     def reset(self, row, seed):
         self.said = []
         return row["question"]
 
     def step(self, text):
         self.said.append(text)
-        return f"{len(text)} <|im_end|>", len(self.said) / 4, len(self.said) == 3
+        return f"{len(text)} <|im_end|>", len(self.said) / 4, len(self.said) == self.turns
 
     def verdict(self):
         return len("".join(self.said)) % 2 == 0
@@ -71,6 +75,20 @@ def price(fruit: str) -> int:
         fruit: its name
     """
     return 3
+''',
+    "stock_server.py": '''
+from mcp.server import MCPServer
+
+server = MCPServer("stock")
+
+
+@server.tool()
+def stock(fruit: str) -> int:
+    """Say how many of a fruit there are."""
+    return 12
+
+
+server.run()
 ''',
 }
 
@@ -96,7 +114,7 @@ def run(
         "recipe": "grpo", "run_dir": str(folder / name), "steps": 2,
         "model": {"path": str(folder / "model"), "dtype": "fp32"},
         "parallel": {"device": "cpu", "timeout": timeout},
-        "data": {"train": [sums], "eval": [sums], "max_prompt_tokens": 512},
+        "data": {"train": [sums], "eval": [sums], "max_prompt_tokens": 1024},
         "evaluation": {"samples": 1, "max_problems": 4},
         "log": {"report": False, "terminal": "quiet"}, "update": {"mini_batch": 8},
         "reward": {"max_unjudged": 0.9},
@@ -145,8 +163,9 @@ def test_an_openai_agent_is_trained(folder: Path) -> None:
 def test_an_environment_is_trained_on(folder: Path) -> None:
     """The same to the bit when it is done again."""
     ends = ["<|im_end|>", *string.ascii_letters]  # one in six tokens of a random policy
-    records, _ = run(folder, "echo", environment="echo:Echo", stop=ends, max_response_tokens=60)
-    again, _ = run(folder, "again", environment="echo:Echo", stop=ends, max_response_tokens=60)
+    keys = {"environment": "echo:Echo", "environment_arguments": {"turns": 3}, "max_response_tokens": 60}
+    records, _ = run(folder, "echo", stop=ends, **keys)
+    again, _ = run(folder, "again", stop=ends, **keys)
     check(records, (2, 3))
     for name in ("policy/grad_norm", "reward/mean", "mismatch/kl", "response/length_mean"):
         assert [record[name] for record in records] == [record[name] for record in again]
@@ -154,9 +173,12 @@ def test_an_environment_is_trained_on(folder: Path) -> None:
 
 @pytest.mark.slow
 def test_tools_are_told_of(folder: Path) -> None:
-    run(folder, "shop", tools=["shop:price"])
+    """Functions, and those of MCP servers."""
+    server = [f"mcp:{sys.executable} stock_server.py"] if find_spec("mcp") else []
+    run(folder, "shop", tools=["shop:price", *server])
     samples = (folder / "shop" / "samples.jsonl").read_text()
     assert "Look up the price of a fruit." in samples
+    assert not server or "Say how many of a fruit there are." in samples
 
 
 @pytest.mark.slow
@@ -176,6 +198,15 @@ def test_what_cannot_be_is_said_before_the_run(folder: Path) -> None:
         ({"agent": "wrong:f"}, "rollout.agent: wrong:f is no coroutine function"),
         ({"tools": ["wrong:f"]}, "rollout.tools: wrong:f"),
         ({"tools": ["shop:price"], "environment": "echo:Echo"}, "rollout.environment: cannot stand beside"),
+        (
+            {"environment": "echo:Echo", "environment_arguments": {"turn": 3}},
+            "rollout.environment_arguments: echo:Echo: got an unexpected keyword argument 'turn' "
+            "(it is Echo(turns=30))",
+        ),
+        (
+            {"environment_arguments": {"turns": 3}},
+            "rollout.environment_arguments: has no effect without an environment",
+        ),
         ({"environment": "echo:Echo", "stop": []}, "ends a turn with <|im_end|>, which does not end"),
     ):
         _, said = run(folder, "wrong", 2, **rollout)

@@ -35,6 +35,7 @@ from megarl.rewards.verdict import Verdict
 from megarl.rollout import engine as engine_module
 from megarl.rollout.batch import Group, RolloutBatch
 from megarl.rollout.controller import Controller
+from megarl.rollout.episode import Policy
 from megarl.rollout.messages import Hello, Hub, Link
 from megarl.rollout.rank import RolloutRank, joined
 from megarl.rollout.sampling import Completion, SamplingParams, response_seed
@@ -216,6 +217,52 @@ def test_engines_of_different_speeds_give_the_same_run(world, monkeypatch):
     equal_parts = run_ranks(world, config(rollout={**work, "in_flight": 0}), 3, steps=2)
     assert [facts(batch) for batch in equal_parts[1]] == alone
     assert [batch.stats["rollout/moved"] for batch in equal_parts[1]] == [0, 0]
+
+
+class Gate:
+    """A tool that answers once `total` have asked, on whichever loops."""
+
+    def __init__(self, total: int) -> None:
+        self.total, self.lock = total, threading.Lock()
+        self.asked: list[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = []
+
+    async def passed(self) -> str:
+        opened = asyncio.Event()
+        with self.lock:
+            self.asked.append((asyncio.get_running_loop(), opened))
+            for loop, event in self.asked if len(self.asked) == self.total else ():
+                loop.call_soon_threadsafe(event.set)
+        await opened.wait()
+        return "open"
+
+
+async def through_the_gate(prompt: Prompt, policy: Policy) -> None:
+    await policy.generate(max_tokens=3)
+    policy.observe(await policy.call(gate.passed))
+    await policy.generate(max_tokens=3)
+
+
+def test_responses_that_wait_for_a_tool_are_no_work_for_an_engine(world):
+    """The tool answers when all responses have called it, so all must have begun: `in_flight` counts those
+    that are in an engine. The batch is that of one engine, which has them all from the beginning."""
+    global gate
+    settings_ = config(
+        rollout={
+            "group_size": 6,
+            "in_flight": 2,
+            "episode": f"{__name__}:through_the_gate",
+            "turns": {"seconds": 50, "max_tokens": 40},
+        }
+    )
+    batches = []
+    for ranks in (1, 2, 3):
+        gate = Gate(24)
+        batches.append(run_ranks(world, settings_, ranks, steps=1))
+        assert len(gate.asked) == 24
+    for found in batches:
+        assert facts(found[0][0]) == facts(batches[0][0][0])
+        assert bodies([each for (each,) in found]) == bodies([batches[0][0][0]])
+        assert all((r.turns, r.calls) == (2, 1) for r in found[0][0].responses)
 
 
 def test_the_longest_begin_first(world, monkeypatch):

@@ -21,6 +21,7 @@ from megarl.data.prompts import Prompt
 from megarl.rewards.verdict import Verdict
 from megarl.rollout.episode import Policy
 from megarl.rollout.rank import RolloutRank
+from megarl.rollout.sampling import Completion, SamplingParams
 from megarl.rollout.transformers_engine import TransformersEngine
 from megarl.rollout.worker import episode_of
 from tests.engines import load_folder
@@ -333,3 +334,43 @@ def test_an_episode_is_a_coroutine(episode: str) -> None:
     rollout = RolloutConfig(episode=f"{__name__}:{episode}")
     with pytest.raises(ConfigError, match=rf"rollout\.episode: \S+:{episode} is no coroutine function"):
         episode_of(SimpleNamespace(rollout=rollout), None, None)  # type: ignore[arg-type]
+
+
+def test_who_waits_is_not_seated() -> None:
+    """Of two calls until both have ended; in the engine it has a seat, whatever else it waits for."""
+    seen: list[tuple[str, bool]] = []
+    opened = asyncio.Event()
+
+    class Client:
+        engine = None
+
+        async def generate(self, *_: Any, **__: Any) -> Completion:
+            seen.append((policy.waiting, policy.seated))
+            return Completion([5], [0.0], "stop", [1])
+
+    async def first() -> str:
+        while policy.calls < 2:
+            await asyncio.sleep(0)
+        return "1"
+
+    async def second() -> str:
+        await opened.wait()
+        return "2"
+
+    async def act() -> None:
+        calls = asyncio.gather(policy.call(first), policy.call(second))
+        while policy.calls < 2 or len(policy.written.journal[0]) < 5:
+            await asyncio.sleep(0)
+        seen.append((policy.waiting, policy.seated))
+        await policy.generate()
+        opened.set()
+        await calls
+        seen.append((policy.waiting, policy.seated))
+
+    told: list[bool] = []
+    client: Any = Client()
+    policy = Policy(Prompt(1, "", (3,), ""), client, 0, SamplingParams(9))
+    policy.turned = lambda: told.append(policy.seated)
+    asyncio.run(asyncio.wait_for(act(), 60))
+    assert seen == [("second", False), ("second", True), ("", True)]
+    assert told == [False, False, False, True, False, True]

@@ -189,6 +189,10 @@ class Async(Walk):
     async def step(self, text): return "", 0.0, False
 
 
+class Sized(Walk):
+    def __init__(self, size, pace=1): pass
+
+
 class FailsToBegin(Walk):
     def reset(self, row, seed): raise OSError("no such server")
 '''
@@ -664,7 +668,15 @@ def test_classes_that_are_no_environment() -> None:
         with pytest.raises(ConfigError, match=r"^rollout\.environment: ") as caught:
             environment_class(f"{M}:{name}")
         assert words in str(caught.value) and "\n" not in str(caught.value)
-    assert environment_class(f"{M}:Kept").__name__ == "Kept"
+    assert environment_class(f"{M}:Kept", {}).__name__ == "Kept"
+    for arguments, words in [
+        ({}, "missing a required argument: 'size' (it is Sized(size, pace=1))"),
+        ({"size": 1, "sise": 2}, "got an unexpected keyword argument 'sise' (it is Sized(size, pace=1))"),
+    ]:
+        with pytest.raises(ConfigError) as caught:
+            environment_class(f"{M}:Sized", arguments)
+        assert str(caught.value) == f"rollout.environment_arguments: {M}:Sized: {words}"
+    assert environment_class(f"{M}:Sized", {"size": 1}) == environment_class(f"{M}:Sized")
 
     result = run(lambda pool: pool.step(1, {}, 1, []), environment=f"{M}:NoStep")
     assert result.error and "has no step" in result.error and not result.judged

@@ -1,0 +1,166 @@
+"""Tools of MCP servers (Model Context Protocol): `rollout.tools` names one as `mcp:COMMAND`, which is started
+and talked to over its pipes, or as `mcp:URL`, which is asked over streamable HTTP. A tool of it is the same
+behind `#`: `mcp:python shop.py#price`.
+
+Each process for tools (tools.py) has a connection of its own, and so a server of its own. Needs the package
+mcp, the extra `mcp`, which nothing else imports."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import shlex
+import sys
+import tempfile
+import threading
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from contextlib import asynccontextmanager
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import megarl
+from megarl.config.errors import ConfigError
+from megarl.rewards.process import START_LIMIT, plain_environment
+from megarl.rollout.tools import MCP, ServerError
+
+if TYPE_CHECKING:
+    from mcp import Client
+
+# The package starts a server in a session of its own, where nothing ends it with the process that it serves.
+_GUARDED = "import sys; sys.path.append(sys.argv[1]); from megarl.rewards.process import guard; guard()"
+
+
+@cache
+def listed(entry: str) -> dict[str, dict[str, Any]]:
+    """Return the schemas of a server's tools, as megarl.rollout.tools.schema, by `entry#tool`. Raises
+    ConfigError where the package is missing, or no server answers within START_LIMIT seconds."""
+
+    async def ask() -> list[Any]:
+        async with asyncio.timeout(START_LIMIT), _connected(entry) as client:
+            tools, cursor = [], None
+            while True:
+                page = await client.list_tools(cursor=cursor)
+                tools += page.tools
+                if (cursor := page.next_cursor) is None:
+                    return tools
+
+    logging.getLogger("mcp").addHandler(logging.NullHandler())  # else it writes what is no message to stderr
+    try:
+        tools = asyncio.run(ask())
+    except TimeoutError:
+        raise ConfigError(f"rollout.tools: {entry}: no answer within {START_LIMIT:g} s") from None
+    found = {}
+    for tool in tools:
+        if "#" in tool.name:
+            raise ConfigError(f"rollout.tools: {entry}: # in the name of tool {tool.name!r} (rename it)")
+        told = {"name": tool.name, "description": tool.description or "", "parameters": tool.input_schema}
+        found[f"{entry}#{tool.name}"] = {"type": "function", "function": told}
+    if not found:
+        raise ConfigError(f"rollout.tools: {entry}: the server has no tools (leave it out)")
+    return found
+
+
+def function(path: str) -> Callable[..., str]:
+    """Return what calls the tool `entry#tool`, in this process for tools, and connect it. Raises ConfigError
+    as `listed`; what is returned raises ServerError where the tool fails, or its server is gone."""
+    entry, _, name = path.rpartition("#")
+    connection = _Connection.to(entry)
+    return lambda **arguments: connection.call(name, arguments)
+
+
+class _Connection:
+    """A connection that a thread keeps until this process ends."""
+
+    def __init__(self, entry: str) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._ready: Future[Client] = Future()
+        self._ended: Future[Any] = Future()
+        threading.Thread(target=self._loop.run_until_complete, args=[self._keep(entry)], daemon=True).start()
+        self._client = self._ready.result()
+
+    @staticmethod
+    @cache
+    def to(entry: str) -> _Connection:
+        """Return the connection to a server, or open it."""
+        return _Connection(entry)
+
+    async def _keep(self, entry: str) -> None:
+        try:
+            async with _connected(entry) as client:
+                self._ready.set_result(client)
+                await asyncio.Event().wait()
+        except BaseException as error:  # noqa: BLE001 (who connects, or calls, raises it)
+            if not self._ready.done():
+                self._ready.set_exception(error)
+        finally:
+            self._ended.set_result(None)
+
+    def call(self, name: str, arguments: dict[str, Any]) -> str:
+        from mcp import MCPError
+        from mcp_types import CONNECTION_CLOSED, REQUEST_TIMEOUT
+
+        called = self._client.call_tool(name, arguments)
+        asked: Future[Any] = asyncio.run_coroutine_threadsafe(called, self._loop)
+        wait((asked, self._ended), return_when=FIRST_COMPLETED)
+        try:
+            if not asked.done():
+                raise ServerError("the connection to the server has ended", gone=True)
+            result = asked.result()
+        except MCPError as error:
+            raise ServerError(str(error), gone=error.code in (CONNECTION_CLOSED, REQUEST_TIMEOUT)) from error
+        except ServerError:
+            raise
+        except Exception as error:  # of the transport
+            raise ServerError(f"{type(error).__name__}: {error}", gone=True) from error
+        texts = [_text(block) for block in result.content]
+        if not texts and result.structured_content is not None:
+            texts = [json.dumps(result.structured_content, ensure_ascii=False)]
+        text = "\n".join(texts)
+        if result.is_error:
+            raise ServerError(text)
+        return text
+
+
+def _text(block: Any) -> str:
+    """Return a part of a result as the policy is shown it."""
+    found = getattr(block, "text", None) or getattr(getattr(block, "resource", None), "text", None)
+    return found if isinstance(found, str) else f"[{block.type}]"
+
+
+@asynccontextmanager
+async def _connected(entry: str) -> AsyncIterator[Client]:
+    """Connect to a server. Raises ConfigError, with the last line that it wrote, where it does not answer, or
+    no more."""
+    try:
+        from mcp import Client, StdioServerParameters, stdio_client
+    except ImportError as error:
+        raise ConfigError(f"rollout.tools: {entry} needs mcp (pip install 'megarl[mcp]')") from error
+
+    command = entry.removeprefix(MCP).strip()
+    with tempfile.TemporaryFile("w+") as log:
+        try:
+            server: Any = command
+            if not command.startswith(("http://", "https://")):
+                if not (words := shlex.split(command)):
+                    raise ValueError("no command")
+                server = stdio_client(
+                    StdioServerParameters(
+                        command=sys.executable,
+                        args=["-P", "-c", _GUARDED, str(Path(megarl.__file__).parents[1]), *words],
+                        env=plain_environment() | {"HOME": str(Path.home())},
+                    ),
+                    log,
+                )
+            async with Client(server) as client:
+                yield client
+        except Exception as error:
+            log.seek(0)
+            lines = log.read().strip().splitlines()
+            while isinstance(error, ExceptionGroup):
+                error = error.exceptions[0]
+            why = lines[-1] if lines else f"{type(error).__name__}: {error}".splitlines()[0]
+            remedy = "write mcp:COMMAND, or mcp:URL"
+            raise ConfigError(f"rollout.tools: {entry}: no MCP server answers: {why} ({remedy})") from error
