@@ -133,7 +133,7 @@ class MemoryPlan:
 
     def held(self, model: str, stage: int) -> Held:
         own = self.shape(model).held(self.layout, stage, critic=model in SCALAR)
-        if model not in self.trained or self.lora(model).rank is None:
+        if model not in ("actor", "critic") or self.lora(model).rank is None:
             return own
         beside = self.trained_of(model, self.layout, stage)
         return Held(own.shared + beside.shared, own.experts + beside.experts, own.single)

@@ -46,7 +46,7 @@ class TestKeys:
             "{x}: rollout.dynamic_sampling.enabled: needs rollout.group_size >= 2 (got 1)"
         ),
         "algorithm.lambda_policy=length_adaptive": (
-            "{x}: algorithm.lambda_policy: length_adaptive needs a critic (set "
+            "{x}: algorithm.lambda_policy: length_adaptive needs a critic of all tokens (set "
         ),
         "update.mini_batch=3": "{x}: update.mini_batch: must divide the 8 responses of a step",
         "rollout.max_response_tokens=129": (
