@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from reprlib import repr as _short  # no longer than a line has room for
 from typing import Any, Literal, TypeVar
@@ -208,7 +209,7 @@ class Family:
         """Return whether its layers have a Megatron parameter whose name ends so."""
         return any(pair.megatron.endswith(parameter) for pair in self.layer)
 
-    @property
+    @cached_property
     def is_moe(self) -> bool:
         """Return whether its layers are mixtures of experts."""
         return any(pair.per_expert for pair in self.layer)
