@@ -265,7 +265,13 @@ class MemoryPlan:
         both = quantised_bytes(fp8.recipe, self.device)
         return elements * (max(1.0, both / 2) if forward_only else both)
 
+    @cached_property
+    def _activations(self) -> dict[str, Activations]:
+        return {}  # by model: every phase and stage asks
+
     def activations(self, model: str) -> Activations:
+        if model in self._activations:
+            return self._activations[model]
         config, tp = self.config, self.layout.tp
         passes = Passes(
             tp=tp,
@@ -279,7 +285,8 @@ class MemoryPlan:
             router="fp32" if config.model.router_dtype == "fp32" else config.model.dtype,
             fp8=config.model.fp8.format != "none" and self.layers == "te",
         )
-        return activations(self.shape(model), passes, critic=model in SCALAR)
+        found = activations(self.shape(model), passes, critic=model in SCALAR)
+        return self._activations.setdefault(model, found)
 
     def work(self, phase: Phase, stage: int, tokens: float) -> dict[str, float]:
         """Return the bytes that a phase allocates besides its tensor groups. tokens: of a micro-batch."""

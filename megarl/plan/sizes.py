@@ -69,11 +69,8 @@ class Shape:
         """Count the parameters of a rank of this pipeline stage, padding of the vocabulary included. All
         tensor-parallel ranks have the same number. A critic's value head is in float32.
         optimizer: count only what it trains."""
-        trained = optimizer and (
-            optimizer.frozen,
-            optimizer.frozen_layers,
-            optimizer.lora.rank and optimizer.lora,
-        )
+        lora = optimizer and optimizer.lora.rank and optimizer.lora
+        trained = optimizer and (optimizer.frozen, optimizer.frozen_layers, lora)
         key = (layout.tp, layout.pp, layout.ep, pp_rank, critic, trained)
         if key not in self._held:  # a search asks for the same ones over and over
             self._held[key] = self._count(layout, pp_rank, critic, optimizer)
