@@ -327,7 +327,7 @@ class TestRefusals:
         ),
         "actor.lora.rank=0": "command line: actor.lora.rank: must be greater than or equal to 1 (got 0)",
         "actor.lora.alpha=0": "command line: actor.lora.alpha: must be greater than 0 (got 0)",
-        "actor.lora.targets=[q]": "command line: actor.lora.targets[0]: must be 'q_proj', 'k_proj', 'v_pr",
+        "actor.lora.targets=[q]": "command line: actor.lora.targets: must be 'q_proj', 'k_proj', 'v_proj', ",
         "recipe=dappo": "command line: recipe: must be 'sft', 'grpo', 'dapo', 'ppo', 'vapo', 'sao', ",
         "rollout=": "command line: rollout: is an empty section: give it keys, or leave it out (got None)",
         "rollout=3": "command line: rollout: must be a section of `key: value` lines (got 3)",
