@@ -225,7 +225,15 @@ def test_over_several_engines(world: Any, ranks: int, keep: bool) -> None:
         assert found == alone
     uids = [uid for step in found for uid, _ in step]
     assert uids == sorted(uids) and len(uids) == len(set(uids))
-    assert keep == any(not fresh for step in found for _, responses in step for _, fresh in responses)
+
+    def continued(steps: list[Any]) -> bool:
+        return any(not fresh for step in steps for _, responses in step for _, fresh in responses)
+
+    if keep:  # how the threads are scheduled decides which responses are cut off: in some run there are any
+        runs = (collect(world, order, ranks=ranks, continue_partial=True)[0] for order in range(3, 20))
+        assert continued(found) or any(map(continued, runs))
+    else:
+        assert not continued(found)
 
 
 def test_a_failure_costs_nothing_but_time(world: Any) -> None:
