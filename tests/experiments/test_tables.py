@@ -154,6 +154,26 @@ CRITIC_FREE: dict[str, tuple[float | None, dict[str, Any]]] = {
         },
     ),
     "FIPO": (None, {"recipe": "fipo", "algorithm.surrogate": "fipo", "algorithm.dual_clip": 10.0}),
+    "GDPO": (
+        None,
+        {
+            **GRPO,
+            "recipe": "gdpo",
+            "algorithm.advantage": "per_reward",
+            "reward.overlong.soft_punishment": True,
+        },
+    ),
+    "SPO": (
+        None,
+        {
+            **GRPO,
+            "recipe": "spo",
+            "algorithm.advantage": "tracked",
+            "algorithm.aggregation": "token",
+            "rollout.prompts": 8192,
+            "rollout.group_size": 1,
+        },
+    ),
 }
 VANILLA = {"recipe": "ppo", **OFF, **SINGLE}
 SAO = {
@@ -206,6 +226,18 @@ CRITIC: dict[str, tuple[float | None, dict[str, Any]]] = {
     "SAO without frozen attention": (None, {k: v for k, v in SAO.items() if k != "critic.frozen"}),
     "SAO without value pretraining": (None, {**SAO, "value_pretraining.steps": 0}),
     "SAO without length-adaptive GAE": (None, {**SAO, "algorithm.lambda_policy": 0.95}),
+    "SPPO": (
+        None,
+        {
+            **VANILLA,
+            "recipe": "sppo",
+            "algorithm.advantage": "prompt_value",
+            "algorithm.aggregation": "token",
+            "reward.overlong.soft_punishment": False,
+            "critic.lr": 1e-5,
+            "critic.warmup_steps": 0,
+        },
+    ),
 }
 FULL = {"vapo": "vapo", "dapo": "dapo", "critic_free": "dapo", "critic": "vapo"}  # the 32B file of a table
 
