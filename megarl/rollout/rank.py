@@ -104,6 +104,10 @@ class RolloutRank:
     def _run(self, job: Awaitable[Any]) -> Any:
         try:
             return self._loop.run_until_complete(job)
+        except KeyboardInterrupt:
+            # What it leaves of a rollout is ended with the connections, and has nothing to say of that.
+            self._loop.set_exception_handler(lambda _loop, _context: None)
+            raise
         except SystemExit as error:  # which a loop lets through from any task
             what = f"a task of its own has called sys.exit({error})"
             raise EngineError(f"rollout.episode: {what} (raise an error there)") from error
