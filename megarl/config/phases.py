@@ -286,11 +286,6 @@ def _distribution(config: Config) -> Phase:
     return DISTRIBUTE
 
 
-def _of_windows(phase: Phase) -> Phase:
-    """Return a phase that sees which tokens a step has drawn, and which responses go on in the next one."""
-    return replace(phase, reads=phase.reads | {"begun", "unfinished"})
-
-
 def pretraining_phases(config: Config) -> tuple[Phase, ...]:
     """Return the phases of one step of value pretraining, in order: the policy stands still, the critic is
     fitted to Monte-Carlo returns (VAPO section 4.1)."""
@@ -334,7 +329,9 @@ def training_phases(config: Config) -> tuple[Phase, ...]:
         before += [replace(advantages, reads=advantages.reads | kl_columns | more), *taught]
     if config.rollout.window is not None:
         windowed = {DISTRIBUTE.name, OLD_LOGPROBS.name, GAE_ADVANTAGES.name, TEACHER_ADVANTAGES.name}
-        before = [_of_windows(phase) if phase.name in windowed else phase for phase in before]
+        # They see which tokens a step has drawn, and which responses go on in the next one.
+        seen = frozenset({"begun", "unfinished"})
+        before = [replace(one, reads=one.reads | seen) if one.name in windowed else one for one in before]
     loss_columns = {a.old_column} | ({"ref_logprobs"} if a.kl_weight else set())
     if a.selects_tokens:  # by numbers that are drawn for each response
         loss_columns |= {"group_ids", "response_index"}

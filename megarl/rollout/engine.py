@@ -95,9 +95,13 @@ class RolloutEngine(Protocol):
     def running(self) -> int:
         """Return the number of requests that have not come back."""
 
-    @abstractmethod
     def generate(self, requests: Sequence[Request], params: SamplingParams) -> list[Completion]:
         """Return one completion per request, in the order of the requests."""
+        self.submit(dict(enumerate(requests)), params)
+        ended: dict[int, Completion] = {}
+        while self.running:
+            ended |= self.poll(1.0)
+        return [ended[i] for i in range(len(requests))]
 
     @abstractmethod
     def abort(self) -> list[tuple[int, Completion]]:

@@ -471,13 +471,6 @@ class SGLangEngine(RolloutEngine):
             raise EngineFailure(f"SGLang: generate: {answer}")
         return completion_of(request, answer, self.weight_version, self.hf_config, routed=routed)
 
-    def generate(self, requests: Sequence[Request], params: SamplingParams) -> list[Completion]:
-        self.submit(dict(enumerate(requests)), params)
-        ended: dict[int, Completion] = {}
-        while self._outstanding:
-            ended |= self.poll(1.0)
-        return [ended[i] for i in range(len(requests))]
-
     def abort(self) -> list[tuple[int, Completion]]:
         """See RolloutEngine. Where the engine fails, everything that runs is forgotten."""
         ended = []

@@ -703,13 +703,6 @@ class SGLangServers(RolloutEngine):
             raise self._failure
         return ended
 
-    def generate(self, requests: Sequence[Request], params: SamplingParams) -> list[Completion]:
-        self.submit(dict(enumerate(requests)), params)
-        ended: dict[int, Completion] = {}
-        while self._outstanding:
-            ended |= self.poll(1.0)
-        return [ended[i] for i in range(len(requests))]
-
     def abort(self) -> list[tuple[int, Completion]]:
         """See RolloutEngine. What a server does not give back in time comes back as it was."""
         if not self._outstanding:

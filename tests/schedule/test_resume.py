@@ -130,6 +130,18 @@ def kill(process: subprocess.Popen[str]) -> None:
     psutil.wait_procs(family, timeout=30)
 
 
+def start_and_kill(config: Config) -> None:
+    """Start a run, and kill it once it has its second checkpoint."""
+    process = start(config)
+    try:
+        deadline = time.monotonic() + LIMIT
+        while not (config.run_dir / "checkpoints" / "step-000002").exists():
+            assert process.poll() is None and time.monotonic() < deadline, "no checkpoint"
+            time.sleep(0.01)
+    finally:
+        kill(process)
+
+
 @pytest.fixture(scope="module")
 def undisturbed(folder: Path) -> Path:
     """The folder of a run at TP=2 that nothing happened to, with its checkpoints of steps 2, 4 and 6."""
@@ -170,14 +182,7 @@ def stored(part: Path, scratch: Path) -> dict[str, torch.Tensor]:
 def test_a_killed_run_ends_in_the_same_bits(folder: Path, undisturbed: Path) -> None:
     config = make_config(folder, folder / "killed", parallel={"tp": 2})
     checkpoints = config.run_dir / "checkpoints"
-    process = start(config)
-    try:
-        deadline = time.monotonic() + LIMIT
-        while not (checkpoints / "step-000002").exists():
-            assert process.poll() is None and time.monotonic() < deadline, "no checkpoint"
-            time.sleep(0.01)
-    finally:
-        kill(process)
+    start_and_kill(config)
     checkpoint, _ = find_checkpoint(config.run_dir)
     assert checkpoint is not None and checkpoint.step < config.steps, "it was done before it was killed"
     # What a kill in the middle of a later save leaves, and a file that a disk has lost the end of.
@@ -229,14 +234,7 @@ def test_what_is_known_of_prompts_survives_a_kill(folder: Path) -> None:
     }
     whole, killed = (make_config(folder, folder / f"spo-{name}", **more) for name in ("whole", "killed"))
     train(whole)
-    process = start(killed)
-    try:
-        deadline = time.monotonic() + LIMIT
-        while not (killed.run_dir / "checkpoints" / "step-000002").exists():
-            assert process.poll() is None and time.monotonic() < deadline, "no checkpoint"
-            time.sleep(0.01)
-    finally:
-        kill(process)
+    start_and_kill(killed)
     assert "continues from" in train(killed)
 
     assert_same_export(killed.run_dir / "hf", whole.run_dir / "hf")
@@ -276,14 +274,7 @@ def test_a_killed_run_goes_on_with_responses_that_have_not_ended(folder: Path) -
 
     undisturbed, config = make("windows"), make("windows-killed")
     train(undisturbed)
-    process = start(config)
-    try:
-        deadline = time.monotonic() + LIMIT
-        while not (config.run_dir / "checkpoints" / "step-000002").exists():
-            assert process.poll() is None and time.monotonic() < deadline, "no checkpoint"
-            time.sleep(0.01)
-    finally:
-        kill(process)
+    start_and_kill(config)
     assert "continues from" in train(config)
     assert_same_export(config.run_dir / "hf", undisturbed.run_dir / "hf")
 
@@ -398,14 +389,7 @@ def test_a_killed_run_of_adapters_ends_in_the_same_bits(folder: Path) -> None:
 
     straight, killed = config_of("adapters"), config_of("adapters-killed")
     train(straight)
-    process = start(killed)
-    try:
-        deadline = time.monotonic() + LIMIT
-        while not (killed.run_dir / "checkpoints" / "step-000002").exists():
-            assert process.poll() is None and time.monotonic() < deadline, "no checkpoint"
-            time.sleep(0.01)
-    finally:
-        kill(process)
+    start_and_kill(killed)
     checkpoint, _ = find_checkpoint(killed.run_dir)
     assert checkpoint is not None and checkpoint.step < killed.steps, "it was done before it was killed"
     assert f"continues from {checkpoint.path}" in train(killed)
