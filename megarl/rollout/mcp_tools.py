@@ -72,7 +72,8 @@ def function(path: str) -> Callable[..., str]:
 
 
 class _Connection:
-    """A connection that a thread keeps until this process ends."""
+    """A connection that a thread keeps until this process ends. Its waits have the pool's limits, which ends
+    a process for tools that does not answer (tools.py)."""
 
     def __init__(self, entry: str) -> None:
         self._loop = asyncio.new_event_loop()
