@@ -94,6 +94,16 @@ def make_batch(only_first_correct: bool = False, turns: bool = False) -> Experie
     return batch
 
 
+def make_batch_of(term: str) -> Experience:
+    """Make the batch with the columns that a term of `TERMS` reads."""
+    batch = make_batch(only_first_correct="NLL" in term)
+    if "T-PPO" in term:  # the last tokens of responses, of which half go on; of the right ones all have ended
+        batch["begun"] = torch.tensor([7, 0, 30, 3, 0, 13, 4, 0])
+        batch["unfinished"] = ~batch["correct"] & (torch.arange(8) % 2 == 1)
+    batch["group_ids"], batch["response_index"] = torch.arange(8) // 2, torch.arange(8) % 2
+    return batch
+
+
 def relative_difference(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
     """Largest difference of any parameter's gradient, relative to the norm of the whole gradient per
     element."""
@@ -118,11 +128,7 @@ def test_gradients_do_not_depend_on_the_layout(
         tied=True,
         classification="token" if which == "critic" else None,
     )
-    batch = make_batch(only_first_correct="NLL" in term)
-    if "T-PPO" in term:  # the last tokens of responses, of which half go on; of the right ones all have ended
-        batch["begun"] = torch.tensor([7, 0, 30, 3, 0, 13, 4, 0])
-        batch["unfinished"] = ~batch["correct"] & (torch.arange(8) % 2 == 1)
-    batch["group_ids"], batch["response_index"] = torch.arange(8) // 2, torch.arange(8) % 2
+    batch = make_batch_of(term)
 
     def gradients(layout: tuple[int, int, int], budget: int, shuffle: bool = False) -> dict[str, Any]:
         order = [5, 2, 7, 0, 1, 6, 3, 4] if shuffle else range(8)

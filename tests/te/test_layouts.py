@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForTokenClassification
 
 from tests.parallel import jobs, test_invariance, test_parity
-from tests.parallel.test_invariance import TERMS, VOCAB, make_batch, relative_difference
+from tests.parallel.test_invariance import TERMS, VOCAB, make_batch, make_batch_of, relative_difference
 from tests.parallel.test_lora import draw_adapters
 from tests.parallel.test_parity import FAMILIES, hf_logprobs, sequences
 from tests.ranks import RankPool
@@ -83,7 +83,7 @@ def test_gradients_equal_those_of_portable_layers_on_one_rank(
     folder = make_tiny_model(
         tmp_path / "model", "qwen3", vocab=VOCAB, layers=2, tied=True, classification=kind
     )
-    arguments = {"folder": folder, "which": which, "batch": make_batch(only_first_correct="NLL" in term)}
+    arguments = {"folder": folder, "which": which, "batch": make_batch_of(term)}
     expected = ranks(1, 1, 1).run(jobs.gradients, **arguments, options={**options, "budget": 10_000})[0]
     for number, layout in enumerate(test_invariance.LAYOUTS):
         chosen = {**options, "budget": 48, "model": te(RECOMPUTE[number % 3])}
