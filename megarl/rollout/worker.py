@@ -11,6 +11,7 @@ import re
 import sys
 import time
 from collections.abc import Callable, Coroutine, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
@@ -82,6 +83,7 @@ class Worker:
     drawn     responses with their bodies that are still wanted, by number
     partials  of responses that go on in a later rollout
     seconds   of the present rollout: generate, verify
+    threads   where engine and verifier are waited for, see EngineClient
     """
 
     def __init__(
@@ -106,6 +108,7 @@ class Worker:
         self.drawn: dict[int, Response] = {}
         self.partials: dict[int, Completion] = {}
         self.seconds: dict[str, float] = {}
+        self.threads = ThreadPoolExecutor(2, "rollout")
         self._running: dict[int, tuple[Policy, int, float]] = {}  # with its index, and since when
         self._said: set[str] = set()  # of agents
 
@@ -126,7 +129,7 @@ class Worker:
     async def serve(self, link: m.Link) -> None:
         """Do what the controller says until the rollout has ended. Errors of this rank are sent to the
         controller, which raises them; what `recover` raises, alike on all ranks, is raised here."""
-        self.link, self.client = link, EngineClient(self.engine)
+        self.link, self.client = link, EngineClient(self.engine, self.threads)
         self.seconds = dict.fromkeys(("generate", "verify"), 0.0)
         self._ended: list[Ended] = []  # to be verified
         self._some_ended, self._recovered = asyncio.Event(), asyncio.Event()
@@ -349,6 +352,7 @@ class Worker:
 
     async def _verify(self) -> None:
         """Verify what has ended, all at once that there is, and tell the facts."""
+        loop = asyncio.get_running_loop()
         while True:
             await self._some_ended.wait()
             self._some_ended.clear()
@@ -357,7 +361,7 @@ class Worker:
                 if not ended:
                     continue
                 started, version = time.perf_counter(), self.engine.weight_version
-                responses = await asyncio.to_thread(self._verified, ended, version)
+                responses = await loop.run_in_executor(self.threads, self._verified, ended, version)
                 self.seconds["verify"] += time.perf_counter() - started
                 self.drawn |= {response.number: response for response in responses}
                 facts = [m.Facts.of(response) for response in responses]

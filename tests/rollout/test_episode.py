@@ -175,6 +175,16 @@ async def one_turn_behind_nine(prompt: Prompt, policy: Policy) -> bool:
     return True
 
 
+async def asks_from_a_thread(prompt: Prompt, policy: Policy) -> bool:
+    """As a client does that knows no coroutines: the thread is held until the engine has answered."""
+    loop = asyncio.get_running_loop()
+
+    def ask() -> bool:
+        return bool(asyncio.run_coroutine_threadsafe(policy.generate(), loop).result(10))
+
+    return await asyncio.to_thread(ask)
+
+
 def hold(what: str) -> None:
     """Hold the loop until that was said."""
     end = time.monotonic() + 60
@@ -314,6 +324,12 @@ def test_a_turn_that_was_taken_back_was_never_written(folder: Path) -> None:
         assert one.judged and one.correct and one.length == 3
         assert one.body.tokens.tolist() == other.body.tokens.tolist()
         assert one.body.logprobs.tolist() == other.body.logprobs.tolist()
+
+
+def test_threads_that_wait_for_the_engine_do_not_keep_it_from_answering(folder: Path) -> None:
+    """More of them than a loop has for `asyncio.to_thread`."""
+    responses = drawn(folder, "asks_from_a_thread", OutOfOrder, rollout={"group_size": 17})
+    assert len(responses) == 34 and all(response.correct for response in responses)
 
 
 def test_who_holds_the_loop_is_named_once_and_the_rollout_goes_on(
