@@ -446,8 +446,10 @@ class Worker:
         except EngineFailure as error:
             failure = error
         if self._episodes:
-            for number in [n for n, (policy, *_) in self._running.items() if policy.waiting]:
-                self._episodes[number].cancel()
+            # What writes a turn has got it now, or what there is of it, and sees that this is the end.
+            for number, (policy, *_) in list(self._running.items()):
+                if policy.waiting or not policy.generating:
+                    self._episodes[number].cancel()
             limit = self.config.rollout.turns.seconds
             _, left = await asyncio.wait(self._episodes.values(), timeout=limit)
             if left:

@@ -139,6 +139,14 @@ async def stays_in_a_call(prompt: Prompt, policy: Policy) -> float:
     return float(policy.seed % 1_000_003)
 
 
+async def waits_for_something_else(prompt: Prompt, policy: Policy) -> float:
+    """What that is nobody knows. The first two prompts are enough."""
+    await policy.generate()
+    if prompt.uid >= 2:
+        await asyncio.sleep(600)
+    return float(policy.seed % 1_000_003)
+
+
 async def generates_twice_at_once(prompt: Prompt, policy: Policy) -> None:
     async with asyncio.TaskGroup() as group:
         group.create_task(policy.generate())
@@ -314,6 +322,12 @@ def test_the_run_ends_and_does_not_hang(
 ) -> None:
     with pytest.raises(EngineError, match=f"rollout.episode: {error}"):
         drawn(folder, episode, turns={"seconds": 0.1, "max_tokens": 20}, **options)
+
+
+def test_what_waits_for_something_of_its_own_is_ended_with_the_rollout(folder: Path) -> None:
+    rollout = {"dynamic_sampling": DYNAMIC}
+    turns = {"seconds": 10.0}
+    assert len(drawn(folder, "waits_for_something_else", OutOfOrder, turns, rollout=rollout)) == 4
 
 
 def test_a_turn_that_was_taken_back_was_never_written(folder: Path) -> None:
