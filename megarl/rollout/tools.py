@@ -33,12 +33,11 @@ from megarl.rewards.process import (
     limit_answer,
     serve,
 )
-from megarl.rewards.verdict import UnusableError, Verdict, as_verdict, finite, imported
+from megarl.rewards.verdict import MAX_TEXT, UnusableError, Verdict, as_verdict, finite, imported, short
 
 MCP = "mcp:"  # what a tool's path begins with that an MCP server has (mcp_tools.py)
 _KEPT = 256  # environments that one process keeps
 _MAX_STATE = 1 << 20  # bytes of an environment's state as JSON; a larger one is not kept, but replayed
-_MAX_TEXT = 1000  # characters of an error that is no observation, and of an extracted answer
 _SURROGATES = re.compile("[\ud800-\udfff]")
 _METHODS, _OPTIONAL = ("reset", "step", "verdict"), ("state", "restore")
 
@@ -155,7 +154,7 @@ class ToolPool:
             "arguments": dict(arguments),
         }
         # A byte is six characters as JSON at most.
-        self._longest = 6 * (observation_bytes + _MAX_TEXT) + _MAX_STATE + 4096
+        self._longest = 6 * (observation_bytes + MAX_TEXT) + _MAX_STATE + 4096
         self._loop: asyncio.AbstractEventLoop | None = None
         self._slots: list[_ToolProcess | None] = [None] * workers
         self._idle = set(range(workers))
@@ -451,7 +450,7 @@ class _Inside:
             if is_tool:
                 yield {"error": observation(text, self.observation_bytes)}
             else:
-                yield {"error": f"{where}{text}".split("\n")[0][:_MAX_TEXT], "judged": False}
+                yield {"error": f"{where}{text}".split("\n")[0][:MAX_TEXT], "judged": False}
 
     def _environment(
         self, made: Callable[[], Any], method: str, key: int, row: Any, seed: int, said: list[str], state: Any
@@ -468,8 +467,7 @@ class _Inside:
         if method == "verdict":
             yield None
             v = going.verdict()
-            texts = (None if text is None else str(text)[:_MAX_TEXT] for text in (v.extracted, v.error))
-            yield {"value": [v.correct, *texts, v.score, v.judged]}
+            yield {"value": [v.correct, short(v.extracted), short(v.error), v.score, v.judged]}
             return
         self.kept[key] = going
         if len(self.kept) > _KEPT:

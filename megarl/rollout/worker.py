@@ -24,7 +24,7 @@ from megarl.config.errors import ConfigError, EngineError, EngineFailure, Megarl
 from megarl.config.schema import Config, RolloutConfig
 from megarl.data.prompts import Prompt
 from megarl.rewards.shaping import soft_overlong_punishment
-from megarl.rewards.verdict import UnusableError, Verdict, as_verdict, imported
+from megarl.rewards.verdict import UnusableError, Verdict, as_verdict, imported, short
 from megarl.rollout import messages as m
 from megarl.rollout.batch import Body, Response
 from megarl.rollout.chat import ChatTurns, check_template, play, schemas, tool_calls
@@ -416,8 +416,8 @@ class Worker:
                     number=number,
                     finish="window" if completion.finish == "abort" else completion.finish,
                     correct=verdict.correct,
-                    extracted=verdict.extracted,
-                    error=verdict.error,
+                    extracted=short(verdict.extracted),
+                    error=short(verdict.error),
                     reward=0.0
                     if one.goes_on
                     else reward.weight * verdict.reward(reward.correct, reward.incorrect)

@@ -40,6 +40,12 @@ async def returns_a_list(prompt: Prompt, policy: Policy) -> Any:
     return [1]
 
 
+async def says_what_no_message_holds(prompt: Prompt, policy: Policy) -> Any:
+    """A number as its answer; and half of a surrogate pair, which JSON can spell."""
+    await policy.generate()
+    return Verdict(False, "\ud83d" * 2000, "\udfff") if prompt.uid else (True, 42)
+
+
 async def raises(prompt: Prompt, policy: Policy) -> None:
     await policy.generate(max_tokens=2)
     raise KeyError("row")
@@ -289,6 +295,11 @@ def test_what_ran_out_of_room_in_a_group_is_truncated(folder: Path) -> None:
 def test_the_run_ends_where_too_many_are_not_judged(folder: Path) -> None:
     with pytest.raises(ConfigError, match=r"reward.max_unjudged: 4 of 4 .*KeyError: 'row'"):
         drawn(folder, "raises", reward={"max_unjudged": 0.5})
+
+
+def test_what_an_episode_says_is_text(folder: Path) -> None:
+    found = {(r.correct, r.extracted, r.error) for r in drawn(folder, "says_what_no_message_holds")}
+    assert found == {(True, "42", None), (False, "?" * 1000, "?")}
 
 
 def test_tasks_that_are_left_behind_are_named_and_cancelled(folder: Path) -> None:
