@@ -370,13 +370,14 @@ async def single_turn(prompt: Prompt, policy: Policy) -> None:
 
 
 def row_of(prompt: Prompt) -> dict[str, Any]:
-    """Return a prompt as environments and agents see it."""
+    """Return a prompt as environments and agents see it. Of a column of the row's own by the same name (verl's
+    GSM8K has a question and an answer) they see nothing."""
     return {
+        **prompt.extra,
         "uid": prompt.uid,
         "prompt": prompt.text,
         "question": prompt.question,
         "answer": prompt.answer,
         "data_source": prompt.source,
         "entry": prompt.entry,
-        **prompt.extra,
     }

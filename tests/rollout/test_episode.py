@@ -19,7 +19,7 @@ from megarl.config.errors import ConfigError, EngineError
 from megarl.config.schema import Config, RolloutConfig
 from megarl.data.prompts import Prompt
 from megarl.rewards.verdict import Verdict
-from megarl.rollout.episode import Policy
+from megarl.rollout.episode import Policy, row_of
 from megarl.rollout.rank import RolloutRank
 from megarl.rollout.sampling import Completion, SamplingParams
 from megarl.rollout.transformers_engine import TransformersEngine
@@ -375,6 +375,14 @@ def test_an_episode_is_a_coroutine(episode: str) -> None:
     rollout = RolloutConfig(episode=f"{__name__}:{episode}")
     with pytest.raises(ConfigError, match=rf"rollout\.episode: \S+:{episode} is no coroutine function"):
         episode_of(SimpleNamespace(rollout=rollout), None, None)  # type: ignore[arg-type]
+
+
+def test_a_rows_own_columns_hide_nothing() -> None:
+    """`extra_info` of GSM8K as verl makes it has the question without its instruction, and the solution."""
+    extra = {"answer": "6 - 2 = 4\n#### 4", "question": "How many?", "index": 3}
+    row = row_of(Prompt(7, "text", (1,), "4", "gsm8k", extra, "How many? Think.", ""))
+    assert row == {"uid": 7, "prompt": "text", "question": "How many? Think.", "answer": "4", "index": 3,
+                   "data_source": "gsm8k", "entry": ""}  # fmt: skip
 
 
 def test_who_waits_is_not_seated() -> None:
