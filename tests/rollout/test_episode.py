@@ -19,13 +19,14 @@ from megarl.config.errors import ConfigError, EngineError
 from megarl.config.schema import Config, RolloutConfig
 from megarl.data.prompts import Prompt
 from megarl.rewards.verdict import Verdict
-from megarl.rollout.episode import Policy, row_of
+from megarl.rollout.episode import EpisodeAborted, Policy, row_of
 from megarl.rollout.rank import RolloutRank
 from megarl.rollout.sampling import Completion, SamplingParams
 from megarl.rollout.transformers_engine import TransformersEngine
 from megarl.rollout.worker import episode_of
 from tests.engines import load_folder
 from tests.rollout.conftest import TINIEST, threads
+from tests.rollout.talk import ScriptedPolicy, merging_tokenizer, prompt_of
 from tests.rollout.test_streaming import OutOfOrder
 from tests.tiny_models import make_tiny_model
 
@@ -375,6 +376,27 @@ def test_an_episode_is_a_coroutine(episode: str) -> None:
     rollout = RolloutConfig(episode=f"{__name__}:{episode}")
     with pytest.raises(ConfigError, match=rf"rollout\.episode: \S+:{episode} is no coroutine function"):
         episode_of(SimpleNamespace(rollout=rollout), None, None)  # type: ignore[arg-type]
+
+
+def test_what_is_aborted_while_it_is_run_again_loses_nothing() -> None:
+    """It had come to its second turn, and waits for something of its own before that."""
+    script, prompt = ["one", "two"], prompt_of([5])
+    first = ScriptedPolicy(prompt, merging_tokenizer(), script)
+
+    async def act(policy: Policy, turns: int) -> Completion:
+        for _ in range(turns):
+            await policy.generate()
+        policy.aborted = True
+        with pytest.raises(EpisodeAborted):
+            await policy.generate()
+        return policy.result(ended=False)
+
+    written = asyncio.run(act(first, 2))
+    again = [ScriptedPolicy(prompt, first.tokenizer, script, begun=written) for _ in range(2)]
+    assert [asyncio.run(act(policy, turns)) for policy, turns in zip(again, (1, 2), strict=True)] == [
+        written
+    ] * 2
+    assert len(written.journal) == 2 and not any(policy.said for policy in again)
 
 
 def test_a_rows_own_columns_hide_nothing() -> None:
