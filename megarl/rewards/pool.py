@@ -30,6 +30,7 @@ from megarl.rewards.verdict import (
     finite,
     get_term,
     get_verifier,
+    short,
     verifier_path,
 )
 
@@ -37,7 +38,6 @@ if TYPE_CHECKING:  # a worker needs no pydantic
     from megarl.config.schema import RewardTerm
 
 _MAX_BATCH = 64
-_MAX_TEXT = 1000  # characters of an extracted answer or an error that travel back
 
 # Response text and reference; where the terms of the reward are wanted too, then `length`, `longest`
 # and `truncated` of `Judged`.
@@ -267,9 +267,7 @@ def _judging(settings: dict[str, Any]) -> Callable[[Any], Iterator[Any]]:
             if isinstance(reference, list):
                 reference = Reference(*reference)
             verdict = judge(verifier, terms, response, reference, *size)
-            texts = (
-                None if text is None else str(text)[:_MAX_TEXT] for text in (verdict.extracted, verdict.error)
-            )
+            texts = short(verdict.extracted), short(verdict.error)
             yield [verdict.correct, *texts, verdict.score, verdict.terms, verdict.judged]
 
     return verdicts

@@ -14,6 +14,8 @@ from typing import Any, NamedTuple, cast
 from megarl.config.errors import ConfigError
 from megarl.config.plugins import REINSTALL, plugins
 
+MAX_TEXT = 1000  # characters of an extracted answer or an error that travel
+
 
 @dataclass(frozen=True)
 class Verdict:
@@ -76,6 +78,12 @@ class Judged:
     longest: int
     truncated: bool
     verdict: Verdict
+
+
+def short(text: object) -> str | None:
+    """Return an answer or an error as text that any message holds, at most MAX_TEXT characters of it: half of
+    a surrogate pair, which JSON can spell, is replaced."""
+    return None if text is None else str(text)[:MAX_TEXT].encode(errors="replace").decode()
 
 
 class UnusableError(Exception):

@@ -280,6 +280,8 @@ class Session:
             raise Refused("the episode has ended", "ended") from None
 
     async def _answer(self, body: Any) -> dict[str, Any]:
+        if self.truncated:  # of what is asked from then on nothing is shown to the policy
+            raise EpisodeTruncated
         messages, tools, stop, most = _read(body)
         if self.chat is None:
             self.chat = self.endpoint.chat(tools)

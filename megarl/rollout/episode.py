@@ -347,7 +347,10 @@ class Policy:
 
     def result(self, *, ended: bool = True) -> Completion:
         """Return what was written, in the form of one turn where it is one; with finish "abort" where the
-        episode has not `ended`, or has caught an EpisodeAborted and ended for that."""
+        episode has not `ended`, or has caught an EpisodeAborted and ended for that. One that was run again
+        and has not come to where it was yet: what it was begun with."""
+        if self._record and self.begun is not None and not ended:
+            return self.begun
         written = self.written
         written.finish = "length" if self.truncated else "stop"
         if not ended or self._refused:
@@ -370,13 +373,14 @@ async def single_turn(prompt: Prompt, policy: Policy) -> None:
 
 
 def row_of(prompt: Prompt) -> dict[str, Any]:
-    """Return a prompt as environments and agents see it."""
+    """Return a prompt as environments and agents see it. Of its other columns those of these names (verl's
+    GSM8K has a question and an answer) are not seen."""
     return {
+        **prompt.extra,
         "uid": prompt.uid,
         "prompt": prompt.text,
         "question": prompt.question,
         "answer": prompt.answer,
         "data_source": prompt.source,
         "entry": prompt.entry,
-        **prompt.extra,
     }

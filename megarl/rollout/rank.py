@@ -320,7 +320,7 @@ class RolloutRank:
 
         self._run(end())
         self.worker.tools.close()
-        self._run(self._loop.shutdown_default_executor())
+        self.worker.threads.shutdown()
         self._context.term()
         self._loop.close()
 

@@ -11,6 +11,7 @@ import re
 import sys
 import time
 from collections.abc import Callable, Coroutine, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
@@ -23,7 +24,7 @@ from megarl.config.errors import ConfigError, EngineError, EngineFailure, Megarl
 from megarl.config.schema import Config, RolloutConfig
 from megarl.data.prompts import Prompt
 from megarl.rewards.shaping import soft_overlong_punishment
-from megarl.rewards.verdict import UnusableError, Verdict, as_verdict, imported
+from megarl.rewards.verdict import UnusableError, Verdict, as_verdict, imported, short
 from megarl.rollout import messages as m
 from megarl.rollout.batch import Body, Response
 from megarl.rollout.chat import ChatTurns, check_template, play, schemas, tool_calls
@@ -82,6 +83,7 @@ class Worker:
     drawn     responses with their bodies that are still wanted, by number
     partials  of responses that go on in a later rollout
     seconds   of the present rollout: generate, verify
+    threads   where engine and verifier are waited for, see EngineClient
     """
 
     def __init__(
@@ -106,6 +108,7 @@ class Worker:
         self.drawn: dict[int, Response] = {}
         self.partials: dict[int, Completion] = {}
         self.seconds: dict[str, float] = {}
+        self.threads = ThreadPoolExecutor(2, "rollout")
         self._running: dict[int, tuple[Policy, int, float]] = {}  # with its index, and since when
         self._said: set[str] = set()  # of agents
 
@@ -126,7 +129,7 @@ class Worker:
     async def serve(self, link: m.Link) -> None:
         """Do what the controller says until the rollout has ended. Errors of this rank are sent to the
         controller, which raises them; what `recover` raises, alike on all ranks, is raised here."""
-        self.link, self.client = link, EngineClient(self.engine)
+        self.link, self.client = link, EngineClient(self.engine, self.threads)
         self.seconds = dict.fromkeys(("generate", "verify"), 0.0)
         self._ended: list[Ended] = []  # to be verified
         self._some_ended, self._recovered = asyncio.Event(), asyncio.Event()
@@ -296,6 +299,8 @@ class Worker:
             self._episodes.pop(number, None)
             self._running.pop(number, None)
             self._turned.set()
+            if not (number in self.partials and self.config.rollout.continue_partial):
+                self.tools.forget(policy.seed)
 
     async def _left_behind(self, policy: Policy) -> str:
         """End what an episode has left running; return these tasks' names and places, and say those of an
@@ -349,6 +354,7 @@ class Worker:
 
     async def _verify(self) -> None:
         """Verify what has ended, all at once that there is, and tell the facts."""
+        loop = asyncio.get_running_loop()
         while True:
             await self._some_ended.wait()
             self._some_ended.clear()
@@ -357,7 +363,7 @@ class Worker:
                 if not ended:
                     continue
                 started, version = time.perf_counter(), self.engine.weight_version
-                responses = await asyncio.to_thread(self._verified, ended, version)
+                responses = await loop.run_in_executor(self.threads, self._verified, ended, version)
                 self.seconds["verify"] += time.perf_counter() - started
                 self.drawn |= {response.number: response for response in responses}
                 facts = [m.Facts.of(response) for response in responses]
@@ -412,8 +418,8 @@ class Worker:
                     number=number,
                     finish="window" if completion.finish == "abort" else completion.finish,
                     correct=verdict.correct,
-                    extracted=verdict.extracted,
-                    error=verdict.error,
+                    extracted=short(verdict.extracted),
+                    error=short(verdict.error),
                     reward=0.0
                     if one.goes_on
                     else reward.weight * verdict.reward(reward.correct, reward.incorrect)
@@ -442,8 +448,10 @@ class Worker:
         except EngineFailure as error:
             failure = error
         if self._episodes:
-            for number in [n for n, (policy, *_) in self._running.items() if policy.waiting]:
-                self._episodes[number].cancel()
+            # What writes a turn has got it now, or what there is of it, and sees that this is the end.
+            for number, (policy, *_) in list(self._running.items()):
+                if policy.waiting or not policy.generating:
+                    self._episodes[number].cancel()
             limit = self.config.rollout.turns.seconds
             _, left = await asyncio.wait(self._episodes.values(), timeout=limit)
             if left:

@@ -13,6 +13,7 @@ v + a, at the latest before the actor changes again, so that nobody has to keep 
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 import shutil
 import time
@@ -252,7 +253,7 @@ class Elsewhere(BatchSource):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from what `join` gave."""
-        self._order(m.Load(state))
+        self._order(m.Load(json.dumps(state)))
 
     def continue_after(self, step: int, stage: str) -> None:
         """Have the others drop what they have recorded after a step; 0 where the run begins anew."""
@@ -361,7 +362,7 @@ def serve_orders(
             case m.Continue(step, stage):
                 timeline.truncate_after(step, stage) if step else timeline.clear()
             case m.Load(state):
-                generation.load_state_dict(state)
+                generation.load_state_dict(json.loads(state))
             case m.Evaluate(step):
                 enter("evaluation")
                 stats, answers = generation.evaluate(step)

@@ -281,6 +281,15 @@ def test_no_turn_left_is_truncated_unless_the_agent_goes_on():
         run(policy_of(["two"]), fails)
 
 
+def test_who_asks_again_without_a_turn_left_gets_the_same_error():
+    """As a client that tries again does. It is the policy that used up its turns: the response counts."""
+    one, two = {"messages": user("one")}, {"messages": user("one", "two", "one")}
+    agent, answers = asking(one, two, two, {"messages": user("one", "two", "an")})
+    assert run(policy_of(["two"]), agent) is True
+    codes = [answer.get("error", {}).get("code") for _, answer in answers]
+    assert codes == [None, *["context_length_exceeded"] * 3]
+
+
 def test_an_agent_that_does_nothing_or_fails():
     async def sleeps(*_: Any) -> None:
         await asyncio.sleep(600)
