@@ -300,15 +300,15 @@ def whiten(advantages: Tensor, mask: Tensor, count: float, mean: float, var: flo
     return torch.where(mask, whitened, 0.0).to(advantages.dtype)
 
 
-def gae_sums(advantages: Tensor, response_mask: Tensor, lam: Tensor) -> Tensor:
+def gae_sums(advantages: Tensor, response_mask: Tensor, lam: Tensor, floor: float = 0.0) -> Tensor:
     """Return the sums that `gae_metrics` needs, float64 [6], to be summed over ranks: `moments` of the
-    advantages; responses, the sum of their lambda, and how many are at the lower clamp (lambda = 0, from l <=
-    1 / alpha).
+    advantages; responses, the sum of their lambda, and how many are at the lower clamp (lambda = floor; 0:
+    from l <= 1 / alpha).
 
     lam: lambda of the policy's advantages, float64 [n] from `length_adaptive_lambda`. A fixed lambda must be
     expanded to [n]."""
     lam = lam.double()
-    responses = torch.stack([torch.ones_like(lam).sum(), lam.sum(), (lam == 0).double().sum()])
+    responses = torch.stack([torch.ones_like(lam).sum(), lam.sum(), (lam <= floor).double().sum()])
     return torch.cat([moments(advantages, response_mask), responses])
 
 

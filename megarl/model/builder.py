@@ -314,11 +314,14 @@ def _prepare(
         frozen = {name for name, pair, layer, _ in own if is_frozen(pair, layer, optimizer)}
         for name, parameter in table_names(dict(model.named_parameters())).items():
             parameter.requires_grad_(name not in frozen)
-        # Recomputation of whole layers gives a layer's weights no gradients where its input needs none, as
-        # the first layer's does not behind frozen embeddings, nor any behind frozen layers.
-        first, full = model.chunks[0], model.config.recompute_granularity == "full"
+        # What is recomputed gives its weights no gradients where its input needs none: a whole layer as the
+        # first behind frozen embeddings, or any behind frozen layers; an MLP that alone has adapters.
+        first, c = model.chunks[0], model.config
+        again = c.recompute_granularity == "full" or (
+            c.recompute_granularity == "selective" and "mlp" in c.recompute_modules
+        )
         trained = any(parameter.requires_grad for parameter in first.decoder.layers.parameters())
-        first.input_needs_gradient = first.pre_process and full and trained
+        first.input_needs_gradient = first.pre_process and again and trained
     return model.to(runtime.device)
 
 

@@ -92,8 +92,10 @@ class _LogProbs(torch.autograd.Function):
         grad = torch.zeros_like(entropy) if grad_logprobs is None else grad_logprobs
         grad = (grad / ctx.temperature)[:, None]
         grad_hidden = torch.zeros_like(hidden, dtype=torch.float32)
-        grad_weight = torch.empty_like(weight)
-        grad_weight[ctx.vocab_shard_size :] = 0.0
+        grad_weight = None
+        if ctx.needs_input_grad[1]:  # not where it is frozen, as beside LoRA adapters
+            grad_weight = torch.empty_like(weight)
+            grad_weight[ctx.vocab_shard_size :] = 0.0
         for part in _chunks(ctx.vocab_shard_size, ctx.chunk):
             # d logprob / d logits = onehot(label) - softmax
             d_logits = _logits(hidden, weight[part], ctx.temperature)
@@ -107,7 +109,8 @@ class _LogProbs(torch.autograd.Function):
             d_logits.scatter_add_(-1, column, torch.where(mine[:, None], grad, 0.0))
             d_logits = d_logits.to(hidden.dtype)
             grad_hidden += _product(d_logits, weight[part])
-            torch.mm(d_logits.T, hidden, out=grad_weight[part])
+            if grad_weight is not None:
+                torch.mm(d_logits.T, hidden, out=grad_weight[part])
         return grad_hidden.to(hidden.dtype), grad_weight, None, None, None, None, None
 
 

@@ -30,7 +30,7 @@ from megarl.plan.sizes import (
     passed_on,
     quantised_bytes,
 )
-from megarl.weights.families import read_config
+from megarl.weights.families import OUTPUT, TIED_OUTPUT, is_frozen, is_tied, read_config
 from megarl.weights.layout import check_frozen, check_layout, check_lora, check_recomputed
 
 # Our estimates:
@@ -272,7 +272,7 @@ class MemoryPlan:
     def activations(self, model: str) -> Activations:
         if model in self._activations:
             return self._activations[model]
-        config, tp = self.config, self.layout.tp
+        config, tp, tied = self.config, self.layout.tp, is_tied(self.actor.config)
         passes = Passes(
             tp=tp,
             cp=self.layout.cp,
@@ -284,6 +284,7 @@ class MemoryPlan:
             modules=config.model.recompute_modules,
             router="fp32" if config.model.router_dtype == "fp32" else config.model.dtype,
             fp8=config.model.fp8.format != "none" and self.layers == "te",
+            trains_head=not is_frozen(TIED_OUTPUT if tied else OUTPUT, 0, config.actor),
         )
         found = activations(self.shape(model), passes, critic=model in SCALAR)
         return self._activations.setdefault(model, found)

@@ -291,7 +291,8 @@ class Passes:
     chunk       vocabulary entries whose logits exist at once
     recomputed  layers of a rank with model.recompute_layers
     modules     model.recompute_modules
-    router      in what a mixture's router computes"""
+    router      in what a mixture's router computes
+    trains_head whether the output layer is trained"""
 
     tp: int
     chunk: int
@@ -303,6 +304,7 @@ class Passes:
     modules: Sequence[str] = ("attention",)
     router: str = "fp32"
     fp8: bool = False
+    trains_head: bool = True
 
 
 def activations(shape: Shape, passes: Passes, *, critic: bool) -> Activations:
@@ -384,7 +386,7 @@ def activations(shape: Shape, passes: Passes, *, critic: bool) -> Activations:
         backward = whole * SINGLE + chunk * (2 if several else 1) * SINGLE
         gathered = whole * b if passes.sequence_parallel and tp > 1 else 0.0
         head = final_norm + whole * b - h * b + gathered + max(forward, backward)
-        fixed = float(shard * sizes.hidden * b)
+        fixed = float(shard * sizes.hidden * b * passes.trains_head)
     # Around the experts: copies as sent, as received and in their order, the experts' outputs one by one and
     # together; a layer's backward pass has as many gradients.
     work = b * (max(2 * f, 4 * copies) + h)

@@ -106,7 +106,7 @@ def reward_model(run: Run, step: Step) -> None:
     scores = local.gather(own, batch, run.runtime)
     batch["rewards"] = batch["rewards"] + run.config.reward.model.weight * scores
     local.experience["rewards"] = batch["rewards"][local.rows]
-    if run.config.algorithm.advantage == "per_reward":
+    if run.config.algorithm.advantage == "per_reward" and run.config.reward.model.weight:
         batch["reward_parts"] = torch.cat([batch["reward_parts"], scores[:, None]], 1)
         local.experience["reward_parts"] = batch["reward_parts"][local.rows]
     scores = scores[batch.response_lengths > 0]

@@ -121,13 +121,15 @@ def token_rewards(
     config: AlgorithmConfig, experience: Experience, runtime: Runtime
 ) -> tuple[Tensor, dict[str, float]]:
     """Return the reward of each token [T], as `turn_rewards` gives it, less beta (log pi_old - log pi_ref) at
-    every one where kl_reward is beta (VAPO eq. 1); and policy/kl_reward, the mean of that difference."""
+    every one where kl_reward is beta (VAPO eq. 1); and policy/kl_reward, the mean of that difference over
+    the tokens that the step has drawn."""
     rewards = turn_rewards(experience)
     if not config.kl_reward:
         return rewards, {}
-    mask = experience.response_mask
+    mask, drawn = experience.response_mask, experience.window
     kl = torch.where(mask, experience[config.old_column] - experience["ref_logprobs"], 0.0)
-    tokens, total = sum_over_replicas(runtime, torch.stack([mask.sum().double(), kl.double().sum()])).tolist()
+    sums = torch.stack([drawn.sum().double(), kl[drawn].double().sum()])
+    tokens, total = sum_over_replicas(runtime, sums).tolist()
     return rewards - config.kl_reward * kl, {"policy/kl_reward": total / max(tokens, 1)}
 
 
@@ -189,7 +191,9 @@ def add_gae(
         config.window_tail,
     )
     some = lengths > 0  # a response that nobody has judged has no token
-    metrics |= gae_metrics(sum_over_replicas(runtime, gae_sums(advantages, mask, lam[some])))
+    metrics |= gae_metrics(
+        sum_over_replicas(runtime, gae_sums(advantages, mask, lam[some], config.lambda_floor))
+    )
     _write_advantages(config, experience, advantages, runtime)
     by_length = sum_over_replicas(runtime, lambda_by_length(lengths[some], lam[some], longest)).tolist()
     value_metrics, tables = add_returns(config, experience, runtime, rewards)

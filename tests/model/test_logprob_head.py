@@ -107,10 +107,18 @@ def test_no_array_of_all_logits() -> None:
     tokens, words, chunk = 512, 1000, 16
     hidden = torch.randn(tokens, 8).requires_grad_()
     weight = torch.randn(words, 8).requires_grad_()
+    labels = torch.randint(0, words, (tokens,))
     with Watch():
-        logprobs, _ = on_one_rank(hidden, weight, torch.randint(0, words, (tokens,)), words, chunk)
+        logprobs, _ = on_one_rank(hidden, weight, labels, words, chunk)
         logprobs.sum().backward()
-    assert max(sizes) <= max(chunk * words, hidden.numel(), weight.numel()) < tokens * words / 8
+    assert weight.numel() <= max(sizes) <= max(chunk * words, hidden.numel()) < tokens * words / 8
+    expected, hidden.grad = hidden.grad, None
+    frozen, _ = weight.detach(), sizes.clear()
+    with Watch():
+        logprobs, _ = on_one_rank(hidden, frozen, labels, words, chunk)
+        logprobs.sum().backward()
+    assert torch.equal(hidden.grad, expected)
+    assert weight.numel() not in sizes, "a frozen weight has no gradient"
 
 
 def test_a_vocabulary_split_over_ranks_one_of_them_without_any(ranks) -> None:  # type: ignore[no-untyped-def]

@@ -34,6 +34,7 @@ FEW = {
     "targets": ["q_proj", "v_proj", "up_proj", "down_proj"],
 }
 FUSED = {"rank": 2, "targets": ["k_proj", "gate_up_proj"]}
+DOWN = {"rank": 2, "targets": ["down_proj"]}  # nothing before a layer's MLP has a gradient
 
 
 def scale_of(lora: dict[str, Any]) -> float:
@@ -91,6 +92,7 @@ def projected(
         ("qwen3", "actor", ALL, (2, 1, 1), {}),
         ("qwen2", "critic", FEW, (1, 2, 1), {"recompute": "full"}),
         ("glm4", "actor", FUSED, (2, 1, 1), {"sequence_parallel": False}),
+        ("qwen2", "critic", DOWN, (1, 1, 1), {"recompute": "selective", "recompute_modules": ["mlp"]}),
         pytest.param("qwen3", "actor", ALL, (1, 1, 1), {}, marks=SLOW),
         pytest.param("llama", "actor", FEW, (2, 2, 1), {"recompute": "selective"}, marks=SLOW),
         pytest.param("mistral", "critic", ALL, (2, 1, 2), {"recompute": "full"}, marks=SLOW),

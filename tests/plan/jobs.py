@@ -187,6 +187,7 @@ def measure(
         sequence_parallel=sequence_parallel,
         recomputed=keys.get("recompute_layers"),
         modules=keys.get("recompute_modules", ("attention",)),
+        trains_head=keys.get("optimizer") is None,
     )
     predicted = activations(Shape(hf.to_dict(), dtype), passes, critic=critic)
     kept = min(micro_batches, in_flight(layout, runtime.pp_rank))

@@ -27,6 +27,7 @@ CASES: list[Any] = [
     {"family": "glm4"},
     pytest.param({"family": "glm4", "recompute": "full", "dtype": "bf16"}, marks=pytest.mark.slow),
     {"num_hidden_layers": 1, "vocab_size": 4096},  # the head is most of it
+    {"num_hidden_layers": 1, "vocab_size": 4096, "optimizer": {"lora": {"rank": 1}}},
     {"num_hidden_layers": 1, "chunk": 2048},
     {"intermediate_size": 2048, "num_key_value_heads": 8},
 ]

@@ -62,13 +62,12 @@ def test_a_reward_model(warm: Path, tmp_path: Path) -> None:
         assert sample.reward is not None and min(abs(sample.reward - reward) for reward in rewards) < 1e-4
         assert sample.reward not in (1.0, -1.0)
 
-    alone = ["reward.overlong.soft_punishment=false", "steps=1"]  # of the rewards that GDPO normalises
-    [record, *_] = [
-        record
-        for record in train(warm, "gdpo", tmp_path / "gdpo", *options, *alone)
-        if record["stage"] == "train"
-    ]
-    assert record["reward/model_std"] > 0 and record["policy/grad_norm"] > 0
+    # One of the rewards that GDPO normalises, and one that is only measured.
+    for weight, punished in ((0.5, "false"), (0.0, "true")):
+        more = [f"reward.model.weight={weight}", f"reward.overlong.soft_punishment={punished}", "steps=1"]
+        records = train(warm, "gdpo", tmp_path / f"gdpo-{weight}", *options, *more)
+        [record] = [record for record in records if record["stage"] == "train"]
+        assert record["reward/model_std"] > 0 and record["policy/grad_norm"] > 0
 
     records = train(warm, "vapo", tmp_path / "vapo", *options, "value_pretraining.steps=1")
     assert [r["stage"] for r in records].count("value_pretraining") == 1

@@ -250,6 +250,7 @@ WINDOWED: dict[str, Any] = {
     "alpha": 0.25,
     "window_tail": 1,
     "whiten": True,
+    "kl_reward": BETA,
 }
 
 
@@ -296,6 +297,7 @@ def test_windows_equal_the_loop_on_every_layout(
     batch = make_windows()
     values, engine = batch["values"].tolist(), batch["engine_logprobs"].tolist()
     old, ends = batch["old_logprobs"].tolist(), batch.cu_seqlens.tolist()
+    kl = (batch["old_logprobs"] - batch["ref_logprobs"]).tolist()
     expected: dict[int, dict[str, list[float]]] = {}
     lambdas, counted, drawn, errors = [], [], [], []
     for i, (start, end) in enumerate(itertools.pairwise(ends)):
@@ -307,16 +309,16 @@ def test_windows_equal_the_loop_on_every_layout(
         advantage, later = [0.0] * length, 0.0
         for t in range(end - 1, first - 1, -1):
             if t == end - 1:
-                delta = (values[t] if goes_on else reward) - values[t]
+                delta = (values[t] if goes_on else reward) - BETA * kl[t] - values[t]
             else:
-                delta = values[t + 1] - values[t]
+                delta = values[t + 1] - BETA * kl[t] - values[t]
             later = delta + lam * later
             advantage[t - start] = 0.0 if goes_on and t == end - 1 else later
-        returns = [0.0 if goes_on else reward] * length
+        returns = [0.0 if goes_on else reward - BETA * math.fsum(kl[t:end]) for t in range(start, end)]
         expected[i] = {"advantages": advantage, "returns": returns}
         counted += advantage[first - start : length - goes_on]
         drawn += range(first, end)
-        errors += [] if goes_on else [(values[t], reward) for t in range(start, end)]
+        errors += [] if goes_on else zip(values[start:end], returns, strict=True)
     mean, deviation = statistics.fmean(counted), statistics.stdev(counted)
     for i, (start, end) in enumerate(itertools.pairwise(ends)):
         first, last = int(batch["begun"][i]), end - start - 2 - (i % 3 == 2)
@@ -336,6 +338,8 @@ def test_windows_equal_the_loop_on_every_layout(
                 )
         for _, metrics, tables in answers:
             assert metrics["gae/lambda_mean"] == pytest.approx(statistics.fmean(lambdas))
+            assert metrics["gae/lambda_clamped"] == pytest.approx(lambdas.count(0.3) / 12) != 0
+            assert metrics["policy/kl_reward"] == pytest.approx(statistics.fmean(kl[t] for t in drawn))
             assert metrics["policy/entropy"] == pytest.approx(statistics.fmean(abs(old[t]) for t in drawn))
             probability = statistics.fmean(math.exp(old[t]) for t in drawn)
             assert metrics["policy/mean_prob"] == pytest.approx(probability)
