@@ -411,8 +411,8 @@ class EvaluationSet(DataEntry):
     )
     every: int | None = field(
         None,
-        "steps between its evaluations, needs a name, and the entry is not in eval/avg; "
-        "null: evaluation.every, and it is",
+        "steps between its evaluations (needs a name; its scores stay out of eval/avg); "
+        "null: evaluation.every, and they count there",
         "rollout steps",
         ge=1,
     )

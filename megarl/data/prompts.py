@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from megarl.config.errors import CheckpointError, ConfigError, DataError
+from megarl.config.errors import CheckpointError, ConfigError, DataError, first_line
 from megarl.config.plugins import plugin
 from megarl.config.schema import DataConfig, DataEntry, EvaluationConfig
 from megarl.data.generated import GeneratedRow, first_rows, generate, gym_entries, reference_to
@@ -509,7 +509,7 @@ def file_rows(path: Path, columns: Sequence[str] | None = None) -> Iterator[tupl
         for count, row in READERS[path.suffix](path, columns):
             yield count, row
     except (OSError, pa.ArrowException) as error:
-        raise DataError(f"{path}: cannot be read: {_first_line(error)}") from error
+        raise DataError(f"{path}: cannot be read: {first_line(error)}") from error
     if not count:
         raise DataError(f"{path}: holds no row")
 
@@ -540,10 +540,6 @@ def _parquet(path: Path, columns: Sequence[str] | None) -> Iterator[tuple[int, d
 # What reads a file, by its suffix: (path, columns that are wanted) -> rows as `file_rows` has them.
 Reader = Callable[[Path, Sequence[str] | None], Iterator[tuple[int, dict[str, Any] | str]]]
 READERS: dict[str, Reader] = {".parquet": _parquet, ".jsonl": _jsonl}
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 def value_at(row: Mapping[str, Any], key: str) -> Any:
@@ -736,4 +732,4 @@ def _templated(
         )
         return str(text)
     except Exception as error:  # noqa: BLE001 (its own errors, and whatever Python raises in a template)
-        return UnusableRow("refused by the chat template", _first_line(error))
+        return UnusableRow("refused by the chat template", first_line(error))

@@ -11,7 +11,7 @@ from functools import partial
 from numbers import Real
 from typing import Any, NamedTuple, cast
 
-from megarl.config.errors import ConfigError
+from megarl.config.errors import ConfigError, first_line
 from megarl.config.plugins import REINSTALL, plugins
 
 MAX_TEXT = 1000  # characters of an extracted answer or an error that travel
@@ -155,9 +155,8 @@ def imported(key: str, path: str, what: str = "function") -> Callable[..., Any]:
     try:
         module = importlib.import_module(module_name)
     except (Exception, SystemExit) as error:  # a module of the user may raise anything while it is imported
-        first_line = (str(error).splitlines() or [""])[0]
         raise ConfigError(
-            f"{key}: {module_name} cannot be imported: {type(error).__name__}: {first_line} "
+            f"{key}: {module_name} cannot be imported: {type(error).__name__}: {first_line(error)} "
             f"(it must lie on PYTHONPATH or in the current folder)"
         ) from error
     found = getattr(module, name, None)

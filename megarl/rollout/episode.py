@@ -72,7 +72,7 @@ class Policy:
     tools      processes that calls are made in
     shared_prompts  update.share_prompts: nothing may be shown before the first turn
     window     the most tokens that are drawn now, of a single turn, which then goes on later; 0: no limit
-    lenient    whether an episode that does something else when it is run again goes on from there anew
+    lenient    whether an episode may depart from its journal when run again; what follows is drawn afresh
     turned     called whenever `seated` may have changed
     turns, calls    how many there were; truncated: whether it had no turn or token left
     aborted    whether whatever the episode asks next ends it; windowed: as it has got its window

@@ -26,7 +26,7 @@ from megarl.rollout.batch import BODY, Body, Response
 from megarl.rollout.sampling import SamplingParams
 
 TRAINER = -1  # the first trainer's number, where trainers are other ranks; ranks with engines count from 0
-ALIVE = 10.0  # seconds without a word to somebody after which it is told that nothing else is the matter
+ALIVE = 10.0  # seconds of silence after which an `Alive` is sent
 LINGER = 5000  # milliseconds that a closed socket has for what it has not sent yet
 _DOOR = "inproc://controller"
 

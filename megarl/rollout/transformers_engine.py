@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 
-from megarl.config.errors import CheckpointError, EngineError
+from megarl.config.errors import CheckpointError, EngineError, first_line
 from megarl.rollout.engine import RolloutEngine, check_positions
 from megarl.rollout.sampling import Completion, Request, SamplingParams, choose, routing_array
 from megarl.weights.plan import Plan
@@ -79,9 +79,9 @@ class TransformersEngine(RolloutEngine):
                     config, dtype=self.dtype, attn_implementation=ATTENTION, trust_remote_code=False
                 )
         except (OSError, ValueError, KeyError) as error:
-            line = str(error).strip().splitlines()[0]
             raise CheckpointError(
-                f"{self.folder}: not the folder of a causal language model: {line} (check config.json)"
+                f"{self.folder}: not the folder of a causal language model: {first_line(error)} "
+                "(check config.json)"
             ) from error
         if "sliding_attention" in (getattr(config, "layer_types", None) or ()):
             raise CheckpointError(

@@ -15,7 +15,7 @@ import psutil
 import torch
 
 from megarl.config.check import check_config, evaluation_problems
-from megarl.config.errors import CheckpointError, ConfigError
+from megarl.config.errors import CheckpointError, ConfigError, first_line
 from megarl.config.files import essential, read_json, write_whole
 from megarl.config.schema import Config, RewardConfig
 from megarl.data.generated import own_verifiers
@@ -271,7 +271,7 @@ def _tried(load: Callable[[], Any]) -> tuple[Any, str]:
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:  # noqa: BLE001 (tokenizers raises bare Exceptions, and panics)
-        return None, (str(error).strip().splitlines() or [type(error).__name__])[0]
+        return None, first_line(error)
 
 
 def check_verifier(

@@ -198,8 +198,8 @@ class Run:
         return self.weight_sync.sync(version).metrics()
 
     def meet(self, *, wait: bool) -> dict[str, float]:
-        """Transfer the weights for which engines on ranks of their own were not free yet, if they are now (or
-        once they are); return the transfer's metrics."""
+        """Transfer the pending weights if the engines on ranks of their own are free now, or with `wait` as
+        soon as they are; return the transfer's metrics."""
         if self.source.pending is None or not self.source.free(wait=wait):
             return {}
         self.onload("weight_transfer", {"actor.weights"})
@@ -209,7 +209,9 @@ class Run:
         """Have the tensor groups on the device, and nothing else. An engine whose weights were lost gets the
         actor's again, unless the phase has both on the device: then it syncs them itself."""
         if self.engine is None:
-            self.offload.onload(phase, {name for name in groups if not name.startswith("engine.")})
+            # A phase that needs an engine's alone, elsewhere, moves none.
+            if own := {name for name in groups if not name.startswith("engine.")}:
+                self.offload.onload(phase, own)
             return
         needs_engine = "engine.weights" in groups and "actor.weights" not in groups
         if needs_engine and not self.weight_sync.complete:

@@ -81,9 +81,10 @@ class MicroBatch:
 @dataclass
 class LocalBatch:
     """The sequences that this data-parallel replica trains on, where they stand in the whole batch (int64
-    [n]), and its micro-batches of each mini-batch of the actor and of the critic, in update order. Both cover
-    all of the sequences, but for the critic those that go on in the next step; they are the same lists unless
-    `critic.mini_batch` is set, there are such, or the critic reads prompts alone."""
+    [n]), and its micro-batches of each mini-batch of the actor and of the critic, in update order. The
+    actor's cover all of the sequences, the critic's all but those that go on in the next step. They are the
+    same lists, unless there are such sequences, `critic.mini_batch` is set, or the critic reads prompts
+    alone."""
 
     experience: Experience
     rows: Tensor

@@ -17,11 +17,10 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from megarl.config.errors import CheckpointError
-from megarl.config.files import fsync, read_json
+from megarl.config.files import read_json
 from megarl.parallel.layout import Layout
 from megarl.weights.families import EMBEDDING, OUTPUT, Shape, family_of, is_tied, read_config
 from megarl.weights.files import (
@@ -33,6 +32,7 @@ from megarl.weights.files import (
     damaged,
     new_folder,
     write_json,
+    write_tensors,
 )
 from megarl.weights.layout import Box, Shards, full_box, hf_shapes, hf_shards, megatron_layout
 from megarl.weights.plan import make_plan
@@ -269,15 +269,6 @@ def export_hf(
     sizes = {name: prod(shard.shape) * kind.itemsize for name, shard in shards.items()}
     files = named_files(sizes, max_shard_bytes)
 
-    def write(path: Path, target: Mapping[str, Tensor]) -> None:
-        try:
-            save_file(
-                {name: tensor.cpu() for name, tensor in target.items()}, path, metadata={"format": "pt"}
-            )
-        except SafetensorError as error:
-            raise CheckpointError(f"{path}: cannot be written ({error})") from error
-        fsync(path)
-
     def finish() -> None:
         write_index(folder, files, sum(sizes.values()) + (kind.itemsize if critic else 0))
         carry_along(source, folder, exported_config(config, critic, kind))
@@ -295,7 +286,7 @@ def export_hf(
             if "score.weight" in part:
                 names.append(SCORE_BIAS)
                 target[SCORE_BIAS] = torch.zeros(1, dtype=kind)
-            processes.first(partial(write, folder / file, target))
+            processes.first(partial(write_tensors, folder / file, target))
             del target
         processes.first(finish)
 

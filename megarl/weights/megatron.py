@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystem
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.checkpoint.utils import _create_file_view
 
-from megarl.config.errors import CheckpointError
+from megarl.config.errors import CheckpointError, first_line
 from megarl.config.files import check_index, fsync
 from megarl.parallel.layout import Layout, padded_vocab
 from megarl.weights.families import (
@@ -259,7 +259,7 @@ class MegatronFolder(ModelFolder):
                     stored = cast(IO[bytes], _create_file_view(file, info.offset, info.length))
                     tensor = torch.load(stored, map_location="meta", weights_only=True)
             except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
-                problem = f"not a chunk that torch.save wrote ({_first_line(error)})"
+                problem = f"not a chunk that torch.save wrote ({first_line(error)})"
                 raise damaged(path, name, problem) from error
             start = getattr(tensor.untyped_storage(), "_checkpoint_offset", None)
             if start is None or not tensor.is_contiguous():
@@ -285,11 +285,7 @@ def _read_metadata(path: Path) -> dcp.Metadata:
     try:
         return FileSystemReader(path).read_metadata()
     except Exception as error:  # unpickling a damaged file raises whatever its bytes happen to call
-        raise CheckpointError(f"{path / METADATA}: not a readable index ({_first_line(error)})") from error
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise CheckpointError(f"{path / METADATA}: not a readable index ({first_line(error)})") from error
 
 
 # Writing

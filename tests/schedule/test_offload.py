@@ -5,6 +5,8 @@ from __future__ import annotations
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -23,6 +25,7 @@ from megarl.config.phases import (
 from megarl.config.schema import Config
 from megarl.parallel.offload import HostPool, Movable
 from megarl.schedule.offload import OffloadManager
+from megarl.schedule.run import Run
 from tests.schedule.demo import make_warm_model, train
 
 CPU = torch.device("cpu")
@@ -153,6 +156,17 @@ def test_what_leaves_leaves_before_anything_comes(keep: tuple[str, ...]) -> None
     for i, (name, tensor) in enumerate(tensors.items()):
         if name in offload.present:
             assert torch.equal(tensor, torch.full((64 * (i + 1),), float(i))), name
+
+
+def test_a_phase_of_engines_elsewhere_moves_nothing() -> None:
+    """Trainers that wait for responses have no engine to make room for."""
+    moves: list[tuple[str, bool]] = []
+    offload, _ = make_manager(moves=moves)
+    run: Any = SimpleNamespace(engine=None, offload=offload)
+    Run.onload(run, "rollout", {"engine.weights", "engine.kv_cache"})
+    assert not moves
+    Run.onload(run, "weight_transfer", {"engine.weights", "actor.weights"})
+    assert offload.present == {"actor.weights"}
 
 
 def test_guests_leave_again() -> None:
