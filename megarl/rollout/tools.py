@@ -212,6 +212,14 @@ class ToolPool:
         correct, extracted, error, score, judged = answer["value"]
         return Verdict(correct, extracted, error, score, judged=judged)
 
+    def forget(self, key: int) -> None:
+        """Have an environment dropped, which nobody goes on with: it may hold a session at a server. Its
+        process does so behind what it is doing."""
+        for process in filter(None, self._slots):
+            if key in process.keys:
+                del process.keys[key]
+                process.send({"forget": key})
+
     def close(self) -> None:
         """End the processes, and the jobs that they have. A later job starts new ones."""
         tasks = list(self._tasks)
@@ -324,9 +332,12 @@ class ToolPool:
         process = await self._process(slot)
         if isinstance(process, str):
             return {"error": process, "judged": False}
+        if not job.wanted:
+            return {}
         if job.key is not None:
             for other in filter(None, self._slots):
                 other.keys.pop(job.key, None)
+            process.keys[job.key] = None
         process.send(job.sent)
         limit, importing = START_LIMIT, True
         try:
@@ -347,10 +358,10 @@ class ToolPool:
             return {"error": "its process answered no JSON", "judged": False, "lost": True}
         if "lost" in answer:
             await process.finish()
-        elif answer.get("kept"):
-            process.keys[cast(int, job.key)] = None
-            if len(process.keys) > _KEPT:
-                process.keys.popitem(last=False)
+        elif not answer.get("kept"):
+            process.keys.pop(cast(int, job.key), None)
+        elif len(process.keys) > _KEPT:
+            process.keys.popitem(last=False)
         return cast(dict[str, Any], answer)
 
     async def _process(self, slot: int) -> _ToolProcess | str:
@@ -391,7 +402,7 @@ class _Job:
 
 
 class _ToolProcess(LimitedProcess):
-    """One process, and the keys of the environments that it keeps, the newest last."""
+    """One process, and the keys of the environments that it has, the newest last."""
 
     def __init__(self, longest: int) -> None:
         super().__init__(__name__, longest, group=True)
@@ -414,7 +425,11 @@ class _Inside:
 
     def answers(self, job: dict[str, Any]) -> Iterator[dict[str, Any] | None]:
         """Yield None each time that the next limit begins, and then the answer: value or error; judged; lost
-        where this process is not to go on; kept where it keeps the environment."""
+        where this process is not to go on; kept where it keeps the environment. Nothing where it is only to
+        forget one."""
+        if "forget" in job:
+            self.kept.pop(job["forget"], None)
+            return
         is_tool = "function" in job
         limit_answer(START_LIMIT)
         try:

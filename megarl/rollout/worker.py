@@ -299,6 +299,8 @@ class Worker:
             self._episodes.pop(number, None)
             self._running.pop(number, None)
             self._turned.set()
+            if not (number in self.partials and self.config.rollout.continue_partial):
+                self.tools.forget(policy.seed)
 
     async def _left_behind(self, policy: Policy) -> str:
         """End what an episode has left running; return these tasks' names and places, and say those of an

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import inspect
 import io
 import sys
@@ -22,6 +23,7 @@ from megarl.rewards.verdict import Verdict
 from megarl.rollout.episode import EpisodeAborted, Policy, row_of
 from megarl.rollout.rank import RolloutRank
 from megarl.rollout.sampling import Completion, SamplingParams
+from megarl.rollout.tools import ToolPool
 from megarl.rollout.transformers_engine import TransformersEngine
 from megarl.rollout.worker import episode_of
 from tests.engines import load_folder
@@ -146,11 +148,17 @@ async def stays_in_a_call(prompt: Prompt, policy: Policy) -> float:
     return float(policy.seed % 1_000_003)
 
 
+WAIT: list[int] = []
+
+
 async def waits_for_something_else(prompt: Prompt, policy: Policy) -> float:
-    """What that is nobody knows. The first two prompts are enough."""
+    """What that is nobody knows. The first two prompts are enough, once the others wait."""
     await policy.generate()
     if prompt.uid >= 2:
+        WAIT.append(policy.seed)
         await asyncio.sleep(600)
+    while len(WAIT) < 4:
+        await asyncio.sleep(0.01)
     return float(policy.seed % 1_000_003)
 
 
@@ -337,9 +345,25 @@ def test_the_run_ends_and_does_not_hang(
 
 
 def test_what_waits_for_something_of_its_own_is_ended_with_the_rollout(folder: Path) -> None:
+    WAIT.clear()
     rollout = {"dynamic_sampling": DYNAMIC}
     turns = {"seconds": 10.0}
     assert len(drawn(folder, "waits_for_something_else", OutOfOrder, turns, rollout=rollout)) == 4
+
+
+@pytest.mark.parametrize("goes_on", [False, True])
+def test_environments_are_forgotten_with_their_episodes(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, goes_on: bool
+) -> None:
+    """But of those that go on in a later rollout."""
+    gc.collect()  # the episodes that other tests have left are none of this one's
+    WAIT.clear()
+    forgotten: list[int] = []
+    monkeypatch.setattr(ToolPool, "forget", lambda _, key: forgotten.append(key))
+    rollout = {"dynamic_sampling": DYNAMIC, "continue_partial": goes_on}
+    drawn(folder, "waits_for_something_else", OutOfOrder, rollout=rollout)
+    assert len(forgotten) == len(set(forgotten)) == (4 if goes_on else 8)
+    assert set(WAIT).isdisjoint(forgotten) == goes_on
 
 
 def test_a_turn_that_was_taken_back_was_never_written(folder: Path) -> None:
