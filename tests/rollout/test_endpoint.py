@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -307,6 +308,14 @@ def test_an_agent_that_does_nothing_or_fails():
 
     with pytest.raises(ZeroDivisionError, match="its own"):
         run(policy_of([]), fails)
+
+    async def waits_while_the_loop_stands_still(*_: Any) -> bool:
+        asyncio.get_running_loop().call_soon(time.sleep, 1.5)  # as while engines are started again
+        await asyncio.sleep(0.1)
+        await asyncio.sleep(0.1)
+        return True
+
+    assert run(policy_of([]), waits_while_the_loop_stands_still, seconds=0.3) is True
 
     async def stays(*_: Any) -> None:
         while True:
