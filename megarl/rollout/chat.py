@@ -183,6 +183,11 @@ def check_template(
         )
     try:
         chat = ChatTurns(tokenizer, tools)
+        for told in tools:  # of an MCP server they are a stranger's words
+            if chat._named and (found := chat._named.search(json.dumps(told, ensure_ascii=False))):
+                name = told.get("function", told).get("name")
+                what = f"tool {name!r}: {found[0]} in its schema would be read as a control token"
+                raise ConfigError(f"rollout.tools: {what} (reword it, or leave the tool out)")
         asked = [{"role": "user", "content": "question 0"}]
         if tools and chat.render(asked) == ChatTurns(tokenizer).render(asked):
             what = "does not tell the policy of tools"

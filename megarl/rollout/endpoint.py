@@ -228,7 +228,10 @@ class Session:
                 left = self.heard + limit - time.monotonic()
                 if left <= 0:
                     raise TimeoutError(f"the agent has asked nothing for {limit:g} s (rollout.turns.seconds)")
+                begun = time.monotonic()
                 await asyncio.wait((task, self._end), timeout=left, return_when=asyncio.FIRST_COMPLETED)
+                if time.monotonic() > begun + left + 1.0:  # the loop stood still: engines were started again
+                    self.heard = time.monotonic()
             if self._end.done():
                 self._end.result()
             try:

@@ -161,10 +161,15 @@ class Policy:
             # An observation behind the last recorded turn was never part of the record's tokens.
             first = len(written.tokens) + len(self._observed)
             part = slice(first, first + recorded[1])
+            routing = self.begun.routing
+            if routing is not None:  # of what comes behind, the episode may want nothing now
+                routing = routing[: len(self.prompt.tokens) + part.stop]
             found = Completion(
                 self.begun.tokens[part], self.begun.logprobs[part], recorded[2], self.begun.versions[part],
-                self.begun.routing,
+                routing,
             )  # fmt: skip
+            if found.finish == "abort" and recorded[1] >= most:  # nor so many tokens
+                found.finish = "length"
             if list(self.begun.tokens[len(written.tokens) : first]) != self._observed:
                 self._record, found = [], None
                 if not self.lenient:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import inspect
 import io
 import sys
@@ -355,6 +356,7 @@ def test_environments_are_forgotten_with_their_episodes(
     folder: Path, monkeypatch: pytest.MonkeyPatch, goes_on: bool
 ) -> None:
     """But of those that go on in a later rollout."""
+    gc.collect()  # the episodes that other tests have left are none of this one's
     WAIT.clear()
     forgotten: list[int] = []
     monkeypatch.setattr(ToolPool, "forget", lambda _, key: forgotten.append(key))

@@ -100,7 +100,7 @@ def test_an_episode() -> None:
         steps = [await pool.step(1, row, 2**40 + 7, [])]
         async with asyncio.timeout(60):
             await server.ponged.wait()
-        other = await pool.step(2, {}, 5, [])
+        other = await pool.step(2, {"reset": None}, 5, [])  # as parquet has it where another row has one
         assert server.open == 2 and other.value and other.value.observation == "seed 5"
         steps += [await pool.step(1, row, 2**40 + 7, ["one", "right"][:n]) for n in (1, 2)]
         verdict = await pool.verdict(1, row, 2**40 + 7, ["one", "right"])
