@@ -497,8 +497,18 @@ class TestContradictions:
             "algorithm.lambda_policy: length_adaptive needs a critic of all tokens (set algorithm.advantage"
         ),
         "algorithm.tracker_rho=0.96": (
-            "algorithm.tracker_rho: has no effect with algorithm.advantage group (set that to tracked)"
+            "algorithm.tracker_rho: has no effect with algorithm.advantage group (leave it out, or set that "
+            "to tracked)"
         ),
+        "algorithm.gamma=0.9": (
+            "algorithm.gamma: has no effect with algorithm.advantage group (leave it out, or set that to gae "
+            "or return)"
+        ),
+        "recipe=sppo algorithm.gamma=0.9": "algorithm.gamma: has no effect with algorithm.advantage prompt_",
+        "recipe=reinforce_pp algorithm.lambda_critic=0.9": (
+            "algorithm.lambda_critic: has no effect with algorithm.advantage return"
+        ),
+        "recipe=spo algorithm.lambda_policy=1": "algorithm.lambda_policy: has no effect with algorithm.adv",
         "recipe=sao rollout.group_size=2": (
             "rollout.group_size: recipe sao takes one response a prompt (got 2; set it to 1)"
         ),
