@@ -176,8 +176,9 @@ def _problems(c: Config) -> Iterator[str]:
         yield from _algorithm_problems(c)
         yield from _rollout_problems(c)
         return
-    if c.algorithm.nll_weight <= 0:
-        yield "algorithm.nll_weight: must be > 0 for recipe sft, which has no other loss"
+    if c.algorithm.nll_weight != 1:
+        what = f"must be 1 for recipe sft, which has no other loss (got {c.algorithm.nll_weight:g})"
+        yield f"algorithm.nll_weight: {what}"
     for key in _changed(c, *SAMPLED):
         yield f"{key}: recipe sft learns from given responses and has none of it (leave it out)"
 
