@@ -35,15 +35,20 @@ SAMPLED = (
     "schedule.ahead",
 )
 
-# Keys and sections that only some surrogates read.
-OF_SURROGATES = {
-    "algorithm.dppo": ("dppo_tv", "dppo_kl"),
-    "algorithm.sapo": ("sapo",),
-    "algorithm.covariance.share": ("clip_cov", "kl_cov"),
-    "algorithm.covariance.low": ("clip_cov",),
-    "algorithm.covariance.high": ("clip_cov",),
-    "algorithm.covariance.kl_weight": ("kl_cov",),
-    "algorithm.fipo": ("fipo",),
+# Keys and sections that are read with some values of a switch of the algorithm alone: which switch, which
+# values.
+READ_WITH = {
+    "algorithm.tracker_rho": ("advantage", ("tracked",)),
+    "algorithm.gamma": ("advantage", ("gae", "return")),
+    "algorithm.lambda_critic": ("advantage", ("gae",)),
+    "algorithm.lambda_policy": ("advantage", ("gae",)),
+    "algorithm.dppo": ("surrogate", ("dppo_tv", "dppo_kl")),
+    "algorithm.sapo": ("surrogate", ("sapo",)),
+    "algorithm.covariance.share": ("surrogate", ("clip_cov", "kl_cov")),
+    "algorithm.covariance.low": ("surrogate", ("clip_cov",)),
+    "algorithm.covariance.high": ("surrogate", ("clip_cov",)),
+    "algorithm.covariance.kl_weight": ("surrogate", ("kl_cov",)),
+    "algorithm.fipo": ("surrogate", ("fipo",)),
 }
 
 # Folders that a run makes in its run_dir, and may replace (metrics, reports and the like are files).
@@ -171,8 +176,9 @@ def _problems(c: Config) -> Iterator[str]:
         yield from _algorithm_problems(c)
         yield from _rollout_problems(c)
         return
-    if c.algorithm.nll_weight <= 0:
-        yield "algorithm.nll_weight: must be > 0 for recipe sft, which has no other loss"
+    if c.algorithm.nll_weight != 1:
+        what = f"must be 1 for recipe sft, which has no other loss (got {c.algorithm.nll_weight:g})"
+        yield f"algorithm.nll_weight: {what}"
     for key in _changed(c, *SAMPLED):
         yield f"{key}: recipe sft learns from given responses and has none of it (leave it out)"
 
@@ -186,13 +192,9 @@ def _algorithm_problems(c: Config) -> Iterator[str]:
     if a.advantage == "per_reward" and len(c.reward.parts) < 2 and not c.rollout.acts:
         what = f"per_reward needs several rewards, and there is one ({', '.join(c.reward.parts)})"
         yield f"algorithm.advantage: {what} (give others a weight, or set it to group)"
-    if a.advantage == "tracked":
-        if c.rollout.dynamic_sampling.enabled:
-            what = "would hide from algorithm.advantage tracked what is all right or all wrong"
-            yield f"rollout.dynamic_sampling.enabled: {what} (set it to false)"
-    else:
-        for key in _changed(c, "algorithm.tracker_rho"):
-            yield f"{key}: has no effect with algorithm.advantage {a.advantage} (set that to tracked)"
+    if a.advantage == "tracked" and c.rollout.dynamic_sampling.enabled:
+        what = "would hide from algorithm.advantage tracked what is all right or all wrong"
+        yield f"rollout.dynamic_sampling.enabled: {what} (set it to false)"
     if a.advantage == "prompt_value":
         if c.rollout.acts:
             what = "prompt_value takes a response for one action, and episodes have several"
@@ -230,9 +232,9 @@ def _algorithm_problems(c: Config) -> Iterator[str]:
     if a.dual_clip and (a.dual_clip <= 1 or a.surrogate not in ("ppo", "gspo", "fipo")):
         what = "must be > 1, or 0, and 0 for another algorithm.surrogate than ppo, gspo and fipo"
         yield f"algorithm.dual_clip: {what} (got {a.dual_clip:g} with {a.surrogate})"
-    for name, readers in OF_SURROGATES.items():
-        for key in () if a.surrogate in readers else _changed(c, name):
-            what = f"has no effect with algorithm.surrogate {a.surrogate}"
+    for name, (switch, readers) in READ_WITH.items():
+        for key in () if getattr(a, switch) in readers else _changed(c, name):
+            what = f"has no effect with algorithm.{switch} {getattr(a, switch)}"
             yield f"{key}: {what} (leave it out, or set that to {' or '.join(readers)})"
     for name, low, high in (
         ("covariance", a.covariance.low, a.covariance.high),

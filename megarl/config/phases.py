@@ -328,8 +328,9 @@ def training_phases(config: Config) -> tuple[Phase, ...]:
         advantages = of_kind.get(a.advantage, GROUP_ADVANTAGES)
         before += [replace(advantages, reads=advantages.reads | kl_columns | more), *taught]
     if config.rollout.window is not None:
-        windowed = {DISTRIBUTE.name, OLD_LOGPROBS.name, GAE_ADVANTAGES.name, TEACHER_ADVANTAGES.name}
         # They see which tokens a step has drawn, and which responses go on in the next one.
+        seeing = (DISTRIBUTE, OLD_LOGPROBS, GAE_ADVANTAGES, TEACHER_ADVANTAGES, CRITIC_UPDATE)
+        windowed = {phase.name for phase in seeing}
         seen = frozenset({"begun", "unfinished"})
         before = [replace(one, reads=one.reads | seen) if one.name in windowed else one for one in before]
     loss_columns = {a.old_column} | ({"ref_logprobs"} if a.kl_weight else set())

@@ -187,7 +187,10 @@ def critic_update(run: Run, step: Step) -> None:
         return
     epochs = config.value_pretraining.epochs if step.stage == PRETRAINING else config.critic.epochs
     loss = critic_loss(config.algorithm, step.local.experience)
-    step.count_tokens(epochs, batch.critic_lengths(step.batch, config))
+    read = batch.critic_lengths(step.batch, config)
+    if "unfinished" in step.batch:
+        read = read.masked_fill(step.batch["unfinished"], 0)
+    step.count_tokens(epochs, read)
     step.metrics |= run.critic.update_mini_batches(mini_batches, loss, epochs, "value")
 
 

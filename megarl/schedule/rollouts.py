@@ -322,17 +322,18 @@ def _rounded(column: list[float]) -> list[float | None]:
 def token_worth(local: LocalBatch, rows: Iterable[int]) -> dict[int, dict[str, Tensor]]:
     """Return row of the batch -> {"tokens", "observed", "advantages", "values"}, of the response's tokens and
     of what was observed between them, NaN there, for the rows and columns that are in `local`, a replica's
-    share."""
+    share. What earlier steps drew of a response (`rollout.window`) has no advantage in this one: NaN."""
     places = {row: i for i, row in enumerate(local.rows.tolist())}
     experience, found = local.experience, {}
+    drawn = experience.window
     for row in rows:
         if row in places:
             tokens = response_indices(experience, places[row])
             observed = ~experience.response_mask[tokens]
             columns = {"tokens": experience.tokens[tokens], "observed": observed}
-            for name in ("advantages", "values"):
+            for name, none in (("advantages", ~drawn[tokens]), ("values", observed)):
                 if name in experience:
-                    columns[name] = experience[name][tokens].float().masked_fill(observed, math.nan)
+                    columns[name] = experience[name][tokens].float().masked_fill(none, math.nan)
             found[row] = columns
     return found
 

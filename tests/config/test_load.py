@@ -497,8 +497,18 @@ class TestContradictions:
             "algorithm.lambda_policy: length_adaptive needs a critic of all tokens (set algorithm.advantage"
         ),
         "algorithm.tracker_rho=0.96": (
-            "algorithm.tracker_rho: has no effect with algorithm.advantage group (set that to tracked)"
+            "algorithm.tracker_rho: has no effect with algorithm.advantage group (leave it out, or set that "
+            "to tracked)"
         ),
+        "algorithm.gamma=0.9": (
+            "algorithm.gamma: has no effect with algorithm.advantage group (leave it out, or set that to gae "
+            "or return)"
+        ),
+        "recipe=sppo algorithm.gamma=0.9": "algorithm.gamma: has no effect with algorithm.advantage prompt_",
+        "recipe=reinforce_pp algorithm.lambda_critic=0.9": (
+            "algorithm.lambda_critic: has no effect with algorithm.advantage return"
+        ),
+        "recipe=spo algorithm.lambda_policy=1": "algorithm.lambda_policy: has no effect with algorithm.adv",
         "recipe=sao rollout.group_size=2": (
             "rollout.group_size: recipe sao takes one response a prompt (got 2; set it to 1)"
         ),
@@ -587,7 +597,8 @@ class TestContradictions:
         "rollout.stop=['']": "rollout.stop: must not hold an empty text",
         "log.reflection_words=['']": "log.reflection_words: must not hold an empty text",
         "actor.betas=[0.9, 1.0]": "actor.betas: both must be in [0, 1) (got [0.9, 1.0])",
-        "recipe=sft algorithm.nll_weight=0": "algorithm.nll_weight: must be > 0 for recipe sft",
+        "recipe=sft algorithm.nll_weight=0": "algorithm.nll_weight: must be 1 for recipe sft, which has no",
+        "recipe=sft algorithm.nll_weight=0.5": "algorithm.nll_weight: must be 1 for recipe sft",
         "recipe=sft data.train=[]": "data.train: must name at least one file",
         "critic.lr=1e-3": "critic.lr: there is no critic (leave it out, or set algorithm.advantage=gae)",
         "recipe=dapo critic.path=m": "critic.path: there is no critic",

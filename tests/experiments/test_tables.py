@@ -229,7 +229,7 @@ CRITIC: dict[str, tuple[float | None, dict[str, Any]]] = {
     "SPPO": (
         None,
         {
-            **VANILLA,
+            **{key: value for key, value in VANILLA.items() if key != "algorithm.lambda_critic"},
             "recipe": "sppo",
             "algorithm.advantage": "prompt_value",
             "algorithm.aggregation": "token",

@@ -185,7 +185,13 @@ def test_a_phase_is_held_to_its_declaration() -> None:
         ),
         (
             "tppo",
-            ["value_pretraining.steps=2", "update.share_prompts=true", "parallel.tp=1", "parallel.dp=2"],
+            [
+                "value_pretraining.steps=2",
+                "update.share_prompts=true",
+                "parallel.tp=1",
+                "parallel.dp=2",
+                "checkpoint.rollouts=true",
+            ],
             ["policy/nll_loss", "gae/lambda_mean", "value/explained_variance", "rollout/continued"],
         ),
         (
@@ -287,6 +293,11 @@ def test_recipe(recipe: str, overrides: list[str], expected: list[str], warm: Pa
         assert last["mismatch/logprob_abs_max"] <= 1e-4
     assert (tmp_path / "run" / "hf" / "model.safetensors").is_file()
     assert (tmp_path / "run" / "critic_pretrained").is_dir() == pretrains
+    if recipe == "tppo":  # log-probs, values and the policy's update read all; the critic learns from some
+        files = (tmp_path / "run/rollouts/step-000002").glob("*.safetensors")
+        batch = join([read_experience(file) for file in files])
+        ended = batch.lengths[~batch["unfinished"]].sum()
+        assert last["train/tokens"] == 3 * batch.num_tokens + ended < 4 * batch.num_tokens
 
 
 @pytest.mark.slow

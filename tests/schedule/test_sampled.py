@@ -94,6 +94,12 @@ def test_what_was_observed_is_shown_without_numbers(monkeypatch: pytest.MonkeyPa
     assert found.tokens == list("2+2=4.") and found.advantages == [2, 3, None, None, 6, 7]
     assert found.observed == [False, False, True, True, False, False]
     assert (found.advantage_mean, found.advantage_min, found.advantage_max) == (4.5, 2, 7)
+    # Nor what an earlier step drew, whose advantages the batch has not.
+    batch["begun"], batch["values"] = torch.tensor([2]), torch.ones(8)
+    batch["advantages"] = batch["advantages"] * (torch.arange(8) > 3)
+    [found] = with_tokens(samples, LocalBatch(batch, torch.tensor([0]), [], []), tokenizer, runtime)
+    assert found.advantages == [None, None, None, None, 6, 7] and found.advantage_mean == 6.5
+    assert found.values == [1, 1, None, None, 1, 1]
 
 
 @pytest.mark.parametrize("steps", [1, 8, 100, 101, 5000])

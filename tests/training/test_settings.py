@@ -33,3 +33,16 @@ def test_one_term_more_or_less_is_another_reward(tmp_path: Path) -> None:
     # Of a version that had no terms.
     older = {key: value for key, value in settings_of(one).items() if key != "reward.terms"}
     check_continues(one, checkpoint(older))
+
+
+def test_a_run_without_a_teacher_does_not_go_on_with_one(tmp_path: Path) -> None:
+    """Nor one of a version that knew of none."""
+    (tmp_path / "config.json").write_text("{}")
+    run: dict[str, Any] = {"recipe": "grpo", "run_dir": "runs/x", "steps": 3, "model": {"path": tmp_path}}
+    without, taught = Config(**run), Config(**run, teacher={"path": tmp_path})
+    older = {key: value for key, value in settings_of(without).items() if not key.startswith("teacher.")}
+    for settings in (settings_of(without), json.loads(json.dumps(older))):
+        checkpoint = Checkpoint(tmp_path, {"settings": settings, "step": 1, "stage": "train"})
+        check_continues(without, checkpoint)
+        with pytest.raises(ConfigError, match=r"^teacher\.path: is .*, the run there has None"):
+            check_continues(taught, checkpoint)
