@@ -151,7 +151,10 @@ def test_teachers_by_source(warm: Path, tmp_path: Path) -> None:
         logprobs, tokens = theirs.topk(5, -1)
         return [(logprobs.exp() * (logprobs - own.gather(1, tokens))).sum(-1), logprobs.exp().sum(-1)]
 
-    layouts = ["parallel.tp=1", "parallel.dp=2"], ["parallel.tp=1", "parallel.pp=2", "teacher.top_k=5"]
+    layouts = (
+        ["parallel.tp=1", "parallel.dp=2", "update.share_prompts=true"],
+        ["parallel.tp=1", "parallel.pp=2", "teacher.top_k=5"],
+    )
     for name, options in zip(("dp", "top_k"), layouts, strict=True):
         records = train(warm, "dapo", tmp_path / name, *common, *options)
         [first] = [record for record in records if record["stage"] == "train"]
