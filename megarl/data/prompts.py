@@ -7,6 +7,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from itertools import islice
@@ -404,6 +405,22 @@ def validate_files(
         except DataError:  # all too long, perhaps: later ones may not be
             first({key: first_rows({key: gym_entries(data)[key]}, rounds=16)})
     return found
+
+
+def absent_sources(data: DataConfig, names: Iterable[str]) -> list[str]:
+    """Return which of these data_sources no row of data.train has, in their order. Reads files that
+    `validate_files` has found to be sound, until all have been seen; a task of reasoning-gym is the
+    data_source of its rows."""
+    absent: dict[Any, None] = dict.fromkeys(names)
+    for entry in data.train:
+        for task in entry.gym.tasks if entry.gym else ():
+            absent.pop(task, None)
+        with suppress(DataError):  # of a parquet file without the column
+            for _, row in file_rows(entry.path, ["data_source"]) if entry.path and absent else ():
+                absent.pop(row.get("data_source") if isinstance(row, dict) else None, None)
+                if not absent:
+                    break
+    return [*absent]
 
 
 def _check_template(data: DataConfig, tokenizer: PreTrainedTokenizerBase | None) -> None:

@@ -42,7 +42,7 @@ from megarl.config.schema import Config, ModelConfig, OptimizerConfig
 from megarl.model.fp8 import check_device, fp8_options
 from megarl.model.hf_config import head_dim, rope_frequencies
 from megarl.model.hf_config import read_hf_config as read_hf_config
-from megarl.model.logprob_head import vocab_parallel_logprobs
+from megarl.model.logprob_head import vocab_parallel_logprobs, vocab_parallel_top_k
 from megarl.model.lora import attach_adapters
 from megarl.model.portable import AddToResidual, PackedAttention, PackedPlan, Prompts, RMSNorm
 from megarl.model.routing import Routing, watch_routers
@@ -142,7 +142,7 @@ class _Body(GPTModel):
         themselves.
 
         tokens, positions: int64 [1, t]; indices: int64 [r], tokens of the pack that predict; labels: int64
-        [r], the tokens that came there. Under context parallelism all are this rank's."""
+        [r] or [r, m], tokens that came there or might have. Under context parallelism all are this rank's."""
         hidden = super().forward(tokens, positions, None, packed_seq_params=packed)
         return self._head(hidden, indices, labels) if self.post_process else hidden
 
@@ -164,7 +164,10 @@ class _Body(GPTModel):
 
 
 class Actor(_Body):
-    """forward(...) -> (logprobs, entropy), float32 [r] each."""
+    """forward(...) -> (logprobs, entropy), float32, like the labels and [r]. With `likeliest` = (k, limit)
+    instead the k likeliest tokens below `limit`: (logprobs float32, tokens int64), [r, k] each."""
+
+    likeliest: tuple[int, int] | None = None
 
     def __init__(self, config: Config, hf: PretrainedConfig, runtime: Runtime, vp_stage: int) -> None:
         super().__init__(config, hf, runtime, vp_stage, tied=bool(hf.tie_word_embeddings))
@@ -180,16 +183,18 @@ class Actor(_Body):
         elif group is not None:
             hidden = copy_to_tensor_model_parallel_region(hidden)
         tied = self.share_embeddings_and_output_weights
-        return vocab_parallel_logprobs(
-            hidden.squeeze(1).index_select(0, indices),
-            self.shared_embedding_or_output_weight() if tied else self.output_layer.weight,
-            labels,
-            vocab_start=self.vocab_start,
-            vocab_shard_size=self.vocab_shard_size,
-            temperature=self.temperature,
-            chunk=self.chunk,
-            group=group,
-        )
+        weight = self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
+        given = hidden.squeeze(1).index_select(0, indices), weight
+        shard: dict[str, Any] = {
+            "vocab_start": self.vocab_start,
+            "vocab_shard_size": self.vocab_shard_size,
+            "temperature": self.temperature,
+            "chunk": self.chunk,
+            "group": group,
+        }
+        if self.likeliest is not None:
+            return vocab_parallel_top_k(*given, *self.likeliest, **shard)
+        return vocab_parallel_logprobs(*given, labels, **shard)
 
 
 class Critic(_Body):

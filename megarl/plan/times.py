@@ -219,7 +219,7 @@ def estimate(plan: MemoryPlan, lengths: Lengths) -> Estimate:
     for before, after in zip([sets[-1], *sets[:-1]], sets, strict=True):
         for name in sorted(before ^ after):
             if not name.startswith("engine.") and not name.endswith(".gradients"):
-                moved += max(plan.group(name, stage) for stage in plan.stages)
+                moved += max(plan.group(name, stage, every=True) for stage in plan.stages)
     if moved:
         parts["on and off the device"] = moved / (plan.device.host_speed * 1e9 * LINKS)
     return Estimate(parts, tokens)

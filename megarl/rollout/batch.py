@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megarl.algorithms.evaluation import avg_at_k, interval, ks_up_to, majority_at_k, pass_at_k
-from megarl.config.schema import RewardConfig
+from megarl.config.schema import RewardConfig, TeacherConfig
 from megarl.data.experience import Experience, StepBatch
 from megarl.data.prompts import ProblemSet, Prompt
 from megarl.observe.run_log import OBSERVED, POLICY, Sample, choose_samples
@@ -406,6 +406,11 @@ class RolloutBatch:
     def prompt_uids(self) -> Tensor:
         """Return the uid of each response's prompt, int64 [n]."""
         return torch.tensor([group.prompt.uid for group in self.groups for _ in group.responses])
+
+    def teachers(self, config: TeacherConfig) -> Tensor:
+        """Return the number of each response's teacher, by its prompt's data_source, int64 [n]; -1: none."""
+        numbers = [config.number(group.prompt.source) for group in self.groups for _ in group.responses]
+        return torch.tensor(numbers)
 
     def reward_parts(self, reward: RewardConfig) -> Tensor:
         """Return what each response got of each of `reward.parts` but the model's, without its weight: the

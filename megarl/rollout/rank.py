@@ -42,10 +42,12 @@ if TYPE_CHECKING:
 
 
 class GroupFacts(msgspec.Struct, array_like=True):
-    """A group without bodies. tokens: of its prompt, int32; empty where all ranks have the prompt"""
+    """A group without bodies. tokens: of its prompt, int32, and its data_source; empty where all ranks have
+    the prompt"""
 
     uid: int
     tokens: bytes
+    source: str
     version: int
     facts: list[m.Facts]
 
@@ -220,6 +222,7 @@ class RolloutRank:
                 GroupFacts(
                     group.prompt.uid,
                     b"" if prompts else m.pack(group.prompt.tokens, np.int32),
+                    "" if prompts else group.prompt.source,
                     group.version,
                     [m.Facts.of(response) for response in group.responses],
                 )
@@ -239,7 +242,8 @@ class RolloutRank:
         bodies = {number: response.body for number, response in self.worker.drawn.items() if response.body}
         made = []
         for i, one in enumerate(outcome.groups):
-            prompt = prompts[i] if prompts else m.Question(one.uid, one.tokens, "", "").prompt
+            told = m.Question(one.uid, one.tokens, "", "", source=one.source)
+            prompt = prompts[i] if prompts else told.prompt
             if controller is not None and not prompts:
                 prompt = groups[i].prompt
             made.append(with_bodies(Group(prompt, [f.response() for f in one.facts], one.version), bodies))

@@ -126,6 +126,8 @@ class Generation(BatchSource):
                 batch["reward_parts"] = found.reward_parts(self.config.reward)
             elif self.config.algorithm.advantage == "tracked":
                 batch["prompt_uids"] = found.prompt_uids
+            if self.config.teacher.by_source:
+                batch["teachers"] = found.teachers(self.config.teacher)
             rollout = Rollout(batch, {**found.stats}, found.errors, {}, [])
         else:
             stored, events = self.pretraining_rollouts.read(number)

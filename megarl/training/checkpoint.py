@@ -140,7 +140,7 @@ def settings_of(config: Config) -> dict[str, Any]:
         if not any(f"{key}.".startswith(f"{free}.") for free in FREE)
     }
     models = {"critic.path": config.critic.path, "reward.model.path": config.reward.model.path}
-    models |= {"teacher.path": config.teacher.path}
+    models |= config.teacher.folders
     for key, folder in {"model.path": config.model.path, **models}.items():
         if folder is not None:
             found[f"{key}/config.json"] = sha256_of(folder / "config.json")

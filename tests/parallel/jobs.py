@@ -20,6 +20,7 @@ from megarl.config.schema import (
     OverlongConfig,
     ParallelConfig,
     RewardConfig,
+    TeacherConfig,
     UpdateConfig,
 )
 from megarl.data.experience import Experience, StepBatch
@@ -44,10 +45,11 @@ def make_config(
     share_prompts: bool = False,
     model: Mapping[str, Any] | None = None,
     optimizer: Mapping[str, Any] | None = None,
+    teacher: Mapping[str, Any] | None = None,
     **algorithm: Any,
 ) -> Config:
-    """A configuration for a model folder; `model`, `optimizer` (actor's and critic's) and `algorithm` as in
-    the schema."""
+    """A configuration for a model folder; `model`, `optimizer` (actor's and critic's), `teacher` and
+    `algorithm` as in the schema."""
     return Config(
         recipe="vapo",
         run_dir=folder,
@@ -60,6 +62,7 @@ def make_config(
         critic=CriticConfig(**{"lr": 1e-3, **(optimizer or {})}),
         reward=RewardConfig(overlong=OverlongConfig(filter=overlong)),
         algorithm=AlgorithmConfig(**{"advantage": "gae", **algorithm}),
+        teacher=TeacherConfig(**(teacher or {})),
         update=UpdateConfig(
             mini_batch=mini_batch,
             tokens_per_micro_batch=budget,
@@ -109,9 +112,11 @@ def logprobs(
     dtype: str = "fp32",
     budget: int = 40,
     chunk: int = 7,
+    top_k: int | None = None,
 ) -> Any:
     """Log-probabilities and entropy of all response tokens, in the order given, on every rank. budget: tokens
-    of a pack; chunk: update.logprob_chunk.
+    of a pack; chunk: update.logprob_chunk; top_k: of the likeliest tokens of each place, and these, on the
+    last stage.
 
     With `routing`, the engine's choice of experts [T, layers, topk]: log-probabilities, and what is counted
     of the routers; then each replica takes its share of the sequences."""
@@ -135,8 +140,11 @@ def logprobs(
     inference = InferenceModel("actor", actor, runtime)
     inference.replays_routing = routing is not None
     start_counting(actor.routings, grad=False)
-    columns = inference.logprob_columns(experience, batches)
     mask = experience.response_mask
+    if top_k is not None:
+        columns = inference.top_k_columns(experience, batches, top_k, 300)
+        return columns["logprobs"][mask], columns["tokens"][mask]
+    columns = inference.logprob_columns(experience, batches)
     if routing is None:
         return columns["logprobs"][mask], columns["entropy"][mask]
     counts = sum_over_ranks(runtime, routing_counts(actor.routings, actor.config.num_layers))
@@ -265,7 +273,10 @@ def gradients(
         found = select_tokens(algorithm, experience, micro_batches, of_policy, draws, runtime)
         loss = actor_loss(algorithm, experience, found)
     else:
-        loss = actor_loss(algorithm, experience)
+        loss = actor_loss(algorithm, experience, teacher=config.teacher)
+        if config.teacher.top_k:
+            others = experience["teacher_tokens"]
+            micro_batches = [replace(one, others=others) for one in micro_batches]
     sums = sum_stats(runtime, learner.compute_gradients(micro_batches, loss))
     with on_cpu():
         learner.optimizer.prepare_grads()

@@ -196,3 +196,48 @@ def test_mini_batches_of_windows(
             assert weights["value"][n] == pytest.approx([value] * lengths[n], rel=1e-6)
             nll = 1 / of_right if right[n] else 0.0
             assert weights["nll"][n] == pytest.approx([nll] * lengths[n], rel=1e-6)
+
+
+def some_of_a_share(
+    runtime: Runtime, folder: Path, chosen: list[int], shared: bool
+) -> tuple[list[int], torch.Tensor, float]:
+    """The tokens of each micro-batch of the chosen responses; the log-probs that they have there, and the
+    most that these differ by from those of a pass over all."""
+    from megarl.model.builder import build_actor, read_hf_config
+    from megarl.training.batch import distribute, micro_batches_of
+    from megarl.training.model import InferenceModel
+    from tests.parallel.jobs import load
+
+    config = make_config(folder, mini_batch=4, share_prompts=shared)
+    model = build_actor(config, read_hf_config(folder), runtime)
+    load(model, folder, runtime)
+    batch = make_batch()
+    batch["group_ids"] = torch.arange(RESPONSES) // 4
+    local = distribute(batch, config, 4, 7, [model], runtime)
+    some = torch.isin(torch.arange(RESPONSES), torch.tensor(chosen))
+    packs = micro_batches_of(some, batch, local, config, model, runtime)
+    actor = InferenceModel("actor", model, runtime)
+    found, every = (
+        actor.logprob_columns(local.experience, batches)["logprobs"]
+        for batches in (packs, local.micro_batches)
+    )
+    expected = torch.where(local.experience.spread(some[local.rows].float()) > 0, every, 0.0)
+    return [pack.tokens.shape[1] for pack in packs], found, float((found - expected).abs().max())
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["alone", "shared prompts"])
+def test_passes_over_some_of_the_responses(
+    shared: bool, ranks: Callable[..., RankPool], tmp_path: Path
+) -> None:
+    """As teachers make them: of experts on other replicas all replicas do as many, whatever they have to
+    judge."""
+    folder = make_tiny_model(tmp_path, "qwen3_moe", vocab=61, layers=2, experts=4, active=2)
+    for layout in ((1, 1, 1, 1), (1, 1, 2, 2)):
+        for chosen in ([], [6], [0, 1, 2, 3, 4, 9, 12]):
+            answers = ranks(*layout).run(some_of_a_share, folder=folder, chosen=chosen, shared=shared)
+            assert len({len(tokens) for tokens, _, _ in answers}) == 1
+            assert max(difference for *_, difference in answers) <= 1e-5
+            judged = sum(int(found.count_nonzero()) for _, found, _ in answers)
+            assert judged == int(make_batch().response_lengths[chosen].sum())
+    longest = int(make_batch().lengths.max())
+    assert max(tokens[0] for tokens, _, _ in answers) <= max(64, longest)

@@ -164,8 +164,11 @@ class LonelyRun(Run):
         self.offload = OffloadManager(runtime.device, never_offloaded(config, gpu=True))
         self.host = HostPool(runtime.device)
         self.actor = self._settled("actor")
-        self.critic = self._settled("critic") if config.has_critic else None
-        self.reference = self.reward_model = self.teacher = None
+        self.critic = None
+        if config.has_critic:
+            self.critic = self._settled("critic", "critic.path", config.critic.path)
+        self.reference = self.reward_model = None
+        self.teachers: list[Any] = []
         self.source: Any = None
         self.engine: Any = None
 

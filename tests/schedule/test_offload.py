@@ -79,6 +79,9 @@ ORDERS = {
     "sao with a teacher": training_phases(
         make_config(recipe="sao", algorithm={"old_logprobs": "engine"}, teacher={"path": Path("m")})
     ),
+    "dapo with teachers' likeliest tokens": training_phases(
+        make_config(recipe="dapo", teacher={"by_source": {"a": Path("m")}, "top_k": 4})
+    ),
     "value pretraining": pretraining_phases(make_config(recipe="vapo")),
     "value pretraining with a reward model": pretraining_phases(make_config(recipe="vapo", **SCORED)),
     "sft": training_phases(make_config(recipe="sft")),
@@ -176,6 +179,31 @@ def test_guests_leave_again() -> None:
         assert offload.present == {"engine.weights", "engine.kv_cache", "actor.weights"}
     assert offload.present == {"engine.weights", "engine.kv_cache"}
     assert not tensors["actor.weights"].untyped_storage().nbytes()
+
+
+@pytest.mark.parametrize("stay", [False, True])
+def test_teachers_take_turns(stay: bool) -> None:
+    name = "teacher.weights"
+    offload, pool = OffloadManager(CPU, frozenset({name} if stay else ())), HostPool(CPU, 1024)
+    tensors = [torch.full((64 * (i + 1),), float(i)) for i in range(3)]
+
+    def there() -> list[int]:
+        return [i for i, tensor in enumerate(tensors) if tensor.untyped_storage().nbytes()]
+
+    for i, tensor in enumerate(tensors):  # as they are built
+        assert there() == [*range(0 if stay else i, 3)]
+        offload.register({name: Movable(lambda tensor=tensor: [tensor], CPU, pool, "constant")})
+        offload.onload("start", ())
+    assert there() == ([0, 1, 2] if stay else [])
+    for order in ([0, 1, 2], [2], [1, 2]):
+        offload.onload("teacher_top_k", {name})
+        for number in order:
+            offload.turn("teacher_top_k", name, number)
+            assert there() == ([0, 1, 2] if stay else [number])
+            assert offload.nbytes == sum(tensors[i].nbytes for i in there())
+            assert torch.equal(tensors[number], torch.full((64 * (number + 1),), float(number)))
+        offload.onload("actor_update", ())
+        assert there() == ([0, 1, 2] if stay else [])
 
 
 @pytest.mark.parametrize(

@@ -68,6 +68,8 @@ def make_batch(turns: bool = False) -> Experience:
     for name in ("old_logprobs", "ref_logprobs", "engine_logprobs", "values", "teacher"):
         column = torch.randn(batch.num_tokens, generator=g)
         batch[name] = torch.where(batch.response_mask, column, 0.0)
+    untaught = batch.spread((batch["number"] % 4 == 3).float()) > 0  # these responses have no teacher
+    batch["teacher"] = batch["teacher"].masked_fill(untaught, -torch.inf)
     return batch
 
 
@@ -214,7 +216,7 @@ def loop(algorithm: dict[str, Any], turns: bool) -> dict[int, dict[str, list[flo
             columns["advantages"] = [(x - mean) / deviation for x in columns["advantages"]]
     teacher, weight = batch["teacher"].tolist(), algorithm.get("teacher", 0.0)
     for i, span in enumerate(spans):
-        judged = [weight * (teacher[t] - old[t]) for t in span]
+        judged = [weight * (teacher[t] - old[t]) if weight and i % 4 != 3 else 0.0 for t in span]
         found[i]["advantages"] = [a + b for a, b in zip(found[i]["advantages"], judged, strict=True)]
     return found
 
@@ -232,6 +234,10 @@ def test_equal_the_loop_on_every_layout(
         for shares, metrics in answers:
             found |= shares
             assert metrics == pytest.approx(answers[0][1], rel=1e-12)
+        if "teacher" in CASES[case]:
+            lengths = make_batch(turns).response_lengths
+            taught = float(lengths[torch.arange(12) % 4 != 3].sum() / lengths.sum())
+            assert answers[0][1]["policy/taught"] == pytest.approx(taught)
         assert found.keys() == expected.keys()
         for number, columns in expected.items():
             for name, column in columns.items():
