@@ -30,14 +30,7 @@ from megarl.rollout.batch import Body, Response
 from megarl.rollout.chat import ChatTurns, check_template, play, schemas, tool_calls
 from megarl.rollout.endpoint import Endpoint
 from megarl.rollout.engine import EngineClient, RolloutEngine
-from megarl.rollout.episode import (
-    Episode,
-    EpisodeAborted,
-    EpisodeTruncated,
-    Policy,
-    ToolError,
-    single_turn,
-)
+from megarl.rollout.episode import Episode, EpisodeAborted, EpisodeTruncated, Policy, ToolError, single_turn
 from megarl.rollout.loop_watch import LoopWatch
 from megarl.rollout.sampling import Completion
 from megarl.rollout.tools import ToolPool, described, environment_class

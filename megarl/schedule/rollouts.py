@@ -27,13 +27,7 @@ from torch import Tensor
 from megarl.config.errors import ConfigError, DataError
 from megarl.config.files import fsync, why, write_whole
 from megarl.config.schema import Config
-from megarl.data.experience import (
-    Experience,
-    StepBatch,
-    join,
-    read_experience,
-    write_experience,
-)
+from megarl.data.experience import Experience, StepBatch, join, read_experience, write_experience
 from megarl.data.prompts import Prompt
 from megarl.observe.run_log import Sample
 from megarl.parallel.comm import from_rank_0, gather_objects, gather_on_0
