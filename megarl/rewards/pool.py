@@ -184,11 +184,14 @@ class VerifierPool:
         while True:
             if (old := self._workers[slot]) is not None:
                 old.end()
-            worker = self._workers[slot] = _Worker()
+            self._workers[slot] = worker = None
             try:
+                worker = self._workers[slot] = _Worker()
                 problem = await worker.connect(self._settings)
-            except (TimeoutError, EOFError) as error:
-                reason = f"{worker.end()}; {worker.last_line}"
+            except (OSError, EOFError) as error:  # OSError: TimeoutError is one, and a machine that is full
+                reason = f"{type(error).__name__}: {error}"
+                if worker is not None:
+                    reason = f"{worker.end()}; {worker.last_line}"
                 if isinstance(error, TimeoutError):
                     late = f"a worker process was not ready within {START_LIMIT:g} s ({reason})"
                     raise WaitTimeout(f"reward.verifier: {late}") from None

@@ -31,20 +31,9 @@ Agent = Callable[[str, str, dict[str, Any]], Awaitable[Verdict | bool | float | 
 _MOST_BYTES = 4 << 20  # of a request: a history of a million tokens
 # How tokens are drawn is the run's to say, and agents have these written into them.
 _IGNORED = {
-    *(
-        "model",
-        "temperature",
-        "top_p",
-        "top_k",
-        "min_p",
-        "seed",
-        "user",
-        "metadata",
-        "store",
-        "stream_options",
-    ),
-    *("parallel_tool_calls", "service_tier", "safety_identifier", "prompt_cache_key", "reasoning_effort"),
-}
+    "model", "temperature", "top_p", "top_k", "min_p", "seed", "user", "metadata", "store", "stream_options",
+    "parallel_tool_calls", "service_tier", "safety_identifier", "prompt_cache_key", "reasoning_effort",
+}  # fmt: skip
 _READ = {"messages", "tools", "tool_choice", "stop", "max_tokens", "max_completion_tokens", "stream"}
 # What would change what is answered: it has to say what is done anyway.
 _FIXED: dict[str, tuple[Any, ...]] = {

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from abc import abstractmethod
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Executor
 from typing import Any, Protocol
 
@@ -122,13 +122,16 @@ class RolloutEngine(Protocol):
         """Allocate the memory of the tags again; weights are undefined until an update."""
 
 
-def check_positions(prompt: int, response: int, positions: float) -> None:
-    """Raise EngineError where a prompt and a response do not fit the model's positions."""
-    if response < 1 or prompt + response > positions:
-        raise EngineError(
-            f"rollout: a prompt of {prompt} tokens and {response} response tokens do not fit the model's "
-            f"{positions} positions (lower rollout.max_response_tokens or data.max_prompt_tokens)"
-        )
+def check_positions(requests: Iterable[Request], params: SamplingParams, positions: float) -> None:
+    """Raise EngineError where what a request has and what it may still get do not fit the model's
+    positions."""
+    for request in requests:
+        there, left = len(request.text), request.limit(params) - request.begun
+        if left < 1 or there + left > positions:
+            raise EngineError(
+                f"rollout: a prompt of {there} tokens and {left} response tokens do not fit the model's "
+                f"{positions} positions (lower rollout.max_response_tokens or data.max_prompt_tokens)"
+            )
 
 
 class EngineClient:

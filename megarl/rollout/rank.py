@@ -269,10 +269,9 @@ class RolloutRank:
     def snapshot(self) -> dict[str, Any]:
         """Return this rank's share of what the next step needs, besides the weights and the prompts' order;
         references only, to what never changes once it is made. `joined` makes one state of all shares."""
-        share: dict[str, Any] = {"drawn": dict(self.worker.drawn), "partials": dict(self.worker.partials)}
-        share["drawn"] = {number: response.body for number, response in share["drawn"].items()}
-        if self.controller is not None:
-            made = self.controller
+        drawn = {number: response.body for number, response in self.worker.drawn.items()}
+        share: dict[str, Any] = {"drawn": drawn, "partials": dict(self.worker.partials)}
+        if (made := self.controller) is not None:
             share |= {"surplus": list(made.surplus), "returned": list(made.returned)}
             share["lengths"] = dict(made.lengths)
         return share
@@ -305,8 +304,7 @@ class RolloutRank:
             holders = [engine if c else None for c in entry["begun"]]
             returned.append(GroupRequest(prompt, seeds, first=count, holders=holders))
             count += len(seeds)
-        if self.controller is not None:
-            made = self.controller
+        if (made := self.controller) is not None:
             made.surplus, made.returned, made.count = surplus, returned, count
             made.lengths = dict(state.get("lengths", ()))
 

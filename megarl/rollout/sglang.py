@@ -427,9 +427,7 @@ class SGLangEngine(RolloutEngine):
                 "an update must follow start and wake"
             )
         positions = self.hf_config.get("max_position_embeddings", math.inf)
-        for request in requests.values():
-            begun = len(request.partial.tokens) if request.partial else 0
-            check_positions(len(request.prompt) + begun, request.limit(params) - begun, positions)
+        check_positions(requests.values(), params, positions)
         self._outstanding |= {number: (request, params) for number, request in requests.items()}
         self._send(requests, params)
 
@@ -437,9 +435,8 @@ class SGLangEngine(RolloutEngine):
         assert self.process is not None, "only the leader takes requests"
         rows = []
         for number, request in requests.items():
-            begun = request.partial.tokens if request.partial else []
-            left = request.limit(params) - len(begun)
-            rows.append((number, [*request.prompt, *begun], len(request.prompt), request.seed, left))
+            left = request.limit(params) - request.begun
+            rows.append((number, list(request.text), len(request.prompt), request.seed, left))
         settings = vars(params) | {"stop": list(params.stop), "stop_token_ids": list(self.eos_ids)}
         self.process.submit(rows, settings)
 

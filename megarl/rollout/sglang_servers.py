@@ -587,9 +587,7 @@ class SGLangServers(RolloutEngine):
         if not self._has_weights:
             raise EngineError("rollout engine: submit was called before an update of its weights")
         positions = self.hf_config.get("max_position_embeddings", math.inf)
-        for request in requests.values():
-            begun = len(request.partial.tokens) if request.partial else 0
-            check_positions(len(request.prompt) + begun, request.limit(params) - begun, positions)
+        check_positions(requests.values(), params, positions)
         asked = {number: (request, params) for number, request in requests.items()}
         self._outstanding |= asked
         self._begin(asked)
@@ -636,12 +634,11 @@ class SGLangServers(RolloutEngine):
         raise EngineFailure(f"rollout.urls: none of {len(self.config.rollout.urls)} servers is left")
 
     async def _answer(self, server: _Server, request: Request, params: SamplingParams) -> Completion:
-        begun = request.partial.tokens if request.partial else []
-        left = request.limit(params) - len(begun)
+        left = request.limit(params) - request.begun
         rid = f"megarl-{self._run}-{self.rank}-{next(self._count)}"
         body = {
             "rid": rid,
-            "input_ids": [*request.prompt, *begun],
+            "input_ids": request.text,
             "return_logprob": True,
             "sampling_params": {
                 "max_new_tokens": left,

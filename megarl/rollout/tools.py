@@ -366,29 +366,24 @@ class ToolPool:
 
     async def _process(self, slot: int) -> _ToolProcess | str:
         """Return the process of a slot, or the reason why none starts."""
-        process, reason = self._slots[slot], ""
+        process, why = self._slots[slot], ""
         if process is not None and process.alive:
             return process
         if process is not None:
             await process.finish()
         for _ in range(FAILED_STARTS):
-            self._slots[slot] = None
+            self._slots[slot] = process = None
             try:
                 process = self._slots[slot] = _ToolProcess(self._longest)
                 await process.connect(self._settings)
                 return process
-            except OSError as error:  # TimeoutError is one too
-                if not isinstance(error, TimeoutError):
-                    reason = f"a process for tools cannot be started: {error}"
-                    continue
-                assert process is not None
-                why = f"{await process.finish()}; {process.last_line}"
-                return f"a process for tools was not ready within {START_LIMIT:g} s ({why})"
-            except EOFError:
-                assert process is not None
-                why = f"{await process.finish()}; {process.last_line}"
-                reason = f"{FAILED_STARTS} processes for tools died at their start ({why})"
-        return reason
+            except (OSError, EOFError) as error:  # OSError: TimeoutError is one, and a machine that is full
+                why = described(error)
+                if process is not None:
+                    why = f"{await process.finish()}; {process.last_line}"
+                if isinstance(error, TimeoutError):
+                    return f"a process for tools was not ready within {START_LIMIT:g} s ({why})"
+        return f"{FAILED_STARTS} processes for tools died at their start ({why})"
 
 
 class _Job:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -282,14 +282,11 @@ class TransformersEngine(RolloutEngine):
             )
         return DecodeLoop(self._model, self.max_batch, params, self._stopping[params.stop])
 
-    def _check(self, requests: Iterable[Request], params: SamplingParams) -> None:
+    def _check(self, requests: Collection[Request], params: SamplingParams) -> None:
         """Raise EngineError for a request that does not fit the model."""
         positions, vocab = self._model.config.max_position_embeddings, self._model.config.vocab_size
-        prompts: dict[tuple[int, ...], None] = {}
-        for request in requests:
-            check_positions(len(request.prompt), request.limit(params), positions)
-            prompts[request.prompt] = None
-        for i, prompt in enumerate(prompts):
+        check_positions(requests, params, positions)
+        for i, prompt in enumerate(dict.fromkeys(request.prompt for request in requests)):
             if not prompt or min(prompt) < 0 or max(prompt) >= vocab:
                 problem = f"is empty or has a token id outside the model's vocabulary of {vocab}"
                 raise EngineError(f"rollout: prompt {i} {problem}")

@@ -26,18 +26,11 @@ from megarl.data.prompts import Prompt
 from megarl.rewards.shaping import soft_overlong_punishment
 from megarl.rewards.verdict import UnusableError, Verdict, as_verdict, imported, short
 from megarl.rollout import messages as m
-from megarl.rollout.batch import Body, Response
+from megarl.rollout.batch import BODY, Body, Response
 from megarl.rollout.chat import ChatTurns, check_template, play, schemas, tool_calls
 from megarl.rollout.endpoint import Endpoint
 from megarl.rollout.engine import EngineClient, RolloutEngine
-from megarl.rollout.episode import (
-    Episode,
-    EpisodeAborted,
-    EpisodeTruncated,
-    Policy,
-    ToolError,
-    single_turn,
-)
+from megarl.rollout.episode import Episode, EpisodeAborted, EpisodeTruncated, Policy, ToolError, single_turn
 from megarl.rollout.loop_watch import LoopWatch
 from megarl.rollout.sampling import Completion
 from megarl.rollout.tools import ToolPool, described, environment_class
@@ -388,44 +381,32 @@ class Worker:
                 items.append((*judged, *size) if with_terms else judged)
         verdicts, responses = iter(self.verifier.verify(items)), []
         for one, text in zip(ended, said, strict=True):
-            number, completion, own = one.number, one.completion, one.verdict
-            if one.goes_on:
-                verdict = own = Verdict(False)
-            else:
+            completion, own, verdict, total, penalty = one.completion, one.verdict, Verdict(False), 0.0, 0.0
+            if not one.goes_on:
                 verdict = next(verdicts) if own is None or with_terms else own
-            if own is not None:
-                verdict = replace(own, terms=verdict.terms)
-            length, penalty = one.length, 0.0
-            if overlong.soft_punishment and not one.goes_on:
-                penalty = soft_overlong_punishment(length, longest, overlong.buffer)
-            terms = sum(reward.terms[name].weight * value for name, value in verdict.terms.items())
-            versions = np.array(completion.versions, dtype=np.int32)
-            body = Body(
-                tokens=np.array(completion.tokens, dtype=np.int32),
-                logprobs=np.array(completion.logprobs, dtype=np.float32),
-                versions=versions if (versions != version).any() else None,
-                routing=completion.routing,
-                sampled=None if completion.sampled is None else np.array(completion.sampled, dtype=bool),
-                rewards=None
-                if completion.rewards is None
-                else np.array(completion.rewards, dtype=np.float32),
-                journal=completion.journal,
-            )
+                if own is not None:
+                    verdict = replace(own, terms=verdict.terms)
+                if overlong.soft_punishment:
+                    penalty = soft_overlong_punishment(one.length, longest, overlong.buffer)
+                terms = sum(reward.terms[name].weight * value for name, value in verdict.terms.items())
+                total = reward.weight * verdict.reward(reward.correct, reward.incorrect) + terms + penalty
+                total += math.fsum(completion.rewards or ())
+            columns: dict[str, Any] = {
+                name: None if (column := getattr(completion, name)) is None else np.array(column, kind)
+                for name, kind in BODY.items()
+            }
+            if (columns["versions"] == version).all():
+                columns["versions"] = None
             responses.append(
                 Response.of(
-                    body,
+                    Body(**columns, routing=completion.routing, journal=completion.journal),
                     self.rank,
-                    number=number,
-                    finish="window" if completion.finish == "abort" else completion.finish,
+                    number=one.number,
+                    finish="window" if one.goes_on else completion.finish,
                     correct=verdict.correct,
                     extracted=short(verdict.extracted),
                     error=short(verdict.error),
-                    reward=0.0
-                    if one.goes_on
-                    else reward.weight * verdict.reward(reward.correct, reward.incorrect)
-                    + terms
-                    + penalty
-                    + math.fsum(completion.rewards or ()),
+                    reward=total,
                     penalty=penalty,
                     score=verdict.score,
                     terms=dict(verdict.terms),
@@ -540,17 +521,12 @@ def as_completion(response: Response, version: int) -> Completion:
     """Return a verified response as its episode gave it. version: of the weights of a body without any."""
     body = response.body
     assert body is not None
-    versions = [version] * body.tokens.size if body.versions is None else body.versions.tolist()
-    return Completion(
-        body.tokens.tolist(),
-        body.logprobs.tolist(),
-        "abort" if response.finish == "window" else response.finish,
-        versions,
-        body.routing,
-        None if body.sampled is None else body.sampled.tolist(),
-        None if body.rewards is None else body.rewards.tolist(),
-        body.journal,
-    )
+    columns: dict[str, Any] = {
+        name: None if (c := getattr(body, name)) is None else c.tolist() for name in BODY
+    }
+    columns["versions"] = columns["versions"] or [version] * body.tokens.size
+    finish: Any = "abort" if response.finish == "window" else response.finish
+    return Completion(**columns, finish=finish, routing=body.routing, journal=body.journal)
 
 
 def turns_of(completion: Completion) -> list[list[int]]:

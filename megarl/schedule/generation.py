@@ -90,10 +90,7 @@ class Generation(BatchSource):
         )
         # Every step's rollout on disk.
         self.rollouts = RolloutStore(
-            rollouts_folder(config),
-            runtime.engines,
-            "checkpoint.rollouts",
-            "make room, or set it to false",
+            rollouts_folder(config), runtime.engines, "checkpoint.rollouts", "make room, or set it to false"
         )
 
     def _draw(self, number: int) -> list[Prompt]:

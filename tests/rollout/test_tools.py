@@ -362,7 +362,8 @@ def test_no_process_can_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
     assert result == Result(error=died, judged=False)
     monkeypatch.setattr("sys.executable", "/no/such/python")
     result = run(lambda pool: pool.call(f"{M}:add", [1, 1]))
-    assert result.error and result.error.startswith("a process for tools cannot be started: ")
+    died = "3 processes for tools died at their start (FileNotFoundError: "
+    assert result.error and result.error.startswith(died)
     assert not result.judged
 
 
