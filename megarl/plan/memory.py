@@ -440,8 +440,9 @@ class MemoryPlan:
         columns = frozenset[str]().union(*(phase.writes for phase in training_phases(config))) - {"tokens"}
         # At most: a rank has its replica's share of the batch, and what its engine drew.
         batch = self.step_tokens(self.longest) * (8 + 1 + SINGLE * len(columns))
-        # A teacher's likeliest tokens and their log-probs, of a replica's share.
-        several = 2 * SINGLE * (config.teacher.top_k or 0)
+        # A teacher's likeliest tokens and their log-probs, of a replica's share, and while they are put
+        # together twice more.
+        several = 3 * 2 * SINGLE * (config.teacher.top_k or 0)
         batch += self.step_tokens(self.longest) / self.layout.dp * several
         return {
             "pinned buffers": away * per_node,

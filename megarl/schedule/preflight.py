@@ -100,7 +100,7 @@ def preflight(config: Config, where: str, world: int | None = None) -> list[str]
         _check_vocabulary(teacher, key, tokenizer)
         _check_same_tokenizer(teacher.path, key, tokenizer)
         _check_positions(config, where, teacher)
-    if (config.teacher.top_k or 0) > len(tokenizer):
+    if config.teacher.top_k and config.teacher.top_k > len(tokenizer):
         what = f"{config.teacher.top_k} is more than the {len(tokenizer)} tokens that there are (lower it)"
         raise ConfigError(f"{where}: teacher.top_k: {what}")
     of_mixtures = {

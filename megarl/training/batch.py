@@ -227,7 +227,7 @@ def micro_batches_of(
     own, budget, at_least = chosen[rows].nonzero().squeeze(-1), config.update.tokens_per_micro_batch, 1
     if runtime.layout.tp * runtime.layout.cp % runtime.layout.ep:  # as in `distribute`
         packs = _pack(prompts[rows[own]], batch.lengths[rows[own]], groups[rows[own]], budget)
-        at_least = int(max_over_ranks(runtime, len(packs)))
+        at_least = max(at_least, int(max_over_ranks(runtime, len(packs))))
     whole, columns, of_prompts = local.experience, dict[str, Tensor](), None
     if shared:
         columns, of_prompts = {"group_ids": whole["group_ids"]}, prompts[rows]

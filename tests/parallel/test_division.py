@@ -225,7 +225,9 @@ def some_of_a_share(
     return [pack.tokens.shape[1] for pack in packs], found, float((found - expected).abs().max())
 
 
-@pytest.mark.parametrize("shared", [False, True], ids=["alone", "shared prompts"])
+@pytest.mark.parametrize(
+    "shared", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["alone", "shared prompts"]
+)
 def test_passes_over_some_of_the_responses(
     shared: bool, ranks: Callable[..., RankPool], tmp_path: Path
 ) -> None:
