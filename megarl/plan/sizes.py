@@ -76,6 +76,11 @@ class Shape:
             self._held[key] = self._count(layout, pp_rank, critic, optimizer)
         return self._held[key]
 
+    def _layers(self, layout: Layout, pp_rank: int) -> list[int]:
+        """Return the layers of a pipeline stage; where pp does not divide them (a published run's), as many
+        as the others have."""
+        return layout.layers(self.sizes.layers, pp_rank)[: self.sizes.layers // layout.pp]
+
     def _local(self, pair: Pair, tp: int, lora: LoraConfig | None = None) -> int:
         """Count the elements that one of `tp` ranks has of a parameter. lora: it is one of its adapters."""
         sizes = self.sizes if lora is None else sizes_of(self.config, lora)
@@ -93,12 +98,11 @@ class Shape:
 
     def adapted(self, lora: LoraConfig, tp: int) -> tuple[int, int]:
         """Count the elements of weights with LoRA adapters on one of `tp` ranks: of all, of the largest."""
-        pairs = [pair for pair in family_of(self.config).layer if adapters(pair, lora)]
-        held = [
-            (max(1, self.sizes.experts * p.per_expert), self._local(p, 1 if p.per_expert else tp))
-            for p in pairs
-        ]
-        return self.sizes.layers * sum(map(prod, held)), max((size for _, size in held), default=0)
+        held, sizes = list[tuple[int, int]](), self.sizes
+        for pair in (pair for pair in family_of(self.config).layer if adapters(pair, lora)):
+            copies = sizes.count(pair, range(sizes.layers)) * (sizes.experts if pair.per_expert else 1)
+            held.append((copies, self._local(pair, 1 if pair.per_expert else tp)))
+        return sum(map(prod, held)), max((size for _, size in held), default=0)
 
     def quantised(self, layout: Layout, pp_rank: int, ends_in_bf16: bool) -> int:
         """Count the parameters that a rank of this pipeline stage multiplies in FP8: the matrices of its
@@ -114,30 +118,31 @@ class Shape:
         for pair in family_of(self.config).layer:
             if pair.operation == "replicated" or any(len(sizes.shape(dims)) < 2 for _, dims in pair.hf):
                 continue
-            copies = sizes.experts // layout.ep if pair.per_expert else 1
+            copies = sizes.count(pair, layers) * (sizes.experts // layout.ep if pair.per_expert else 1)
             elements += copies * self._local(pair, 1 if pair.per_expert else layout.tp)
-        self._quantised[key] = len(layers) * elements
-        return self._quantised[key]
+        self._quantised[key] = elements
+        return elements
 
     def joined(self, layout: Layout, pp_rank: int) -> int:
         """Count the parameters of gate and up projections, which are apart in a checkpoint and one on a rank
         of this pipeline stage."""
-        elements = 0
+        elements, sizes = 0, self.sizes
+        own = self._layers(layout, pp_rank)
         for pair in family_of(self.config).layer:
             if pair.megatron.endswith("linear_fc1.weight"):
-                copies = self.sizes.experts // layout.ep if pair.per_expert else 1
+                copies = sizes.count(pair, own) * (sizes.experts // layout.ep if pair.per_expert else 1)
                 elements += copies * self._local(pair, 1 if pair.per_expert else layout.tp)
-        return elements * (self.sizes.layers // layout.pp)
+        return elements
 
     def _count(self, layout: Layout, pp_rank: int, critic: bool, optimizer: OptimizerConfig | None) -> Held:
         sizes, local = self.sizes, self._local
-        layers, top = sizes.layers // layout.pp, sizes.layers - 1
+        own, top = self._layers(layout, pp_rank), sizes.layers - 1
         first, last = pp_rank == 0, pp_rank == layout.pp - 1
         if optimizer is not None and optimizer.lora.rank is not None:
             lora = optimizer.lora
             halves = [half for pair in family_of(self.config).layer for half in adapters(pair, lora)]
             shared, each = (
-                layers * sum(local(half, tp, lora) for half in halves if half.per_expert is per_expert)
+                sum(sizes.count(h, own) * local(h, tp, lora) for h in halves if h.per_expert is per_expert)
                 for per_expert, tp in ((False, layout.tp), (True, 1))
             )
             return Held(shared, each * (sizes.experts // layout.ep), sizes.hidden if critic and last else 0)
@@ -148,12 +153,12 @@ class Shape:
         # Frozen layers are the lowest: what is trained in any is trained in the uppermost.
         pairs = [pair for pair in family_of(self.config).layer if counts(pair, top)]
         if optimizer is not None:
-            own = layout.layers(sizes.layers, pp_rank)
-            layers = sum(layer >= optimizer.frozen_layers for layer in own)
-        shared = layers * sum(local(pair, layout.tp) for pair in pairs if not pair.per_expert)
-        experts = (
-            layers * (sizes.experts // layout.ep) * sum(local(pair, 1) for pair in pairs if pair.per_expert)
+            own = [n for n in layout.layers(sizes.layers, pp_rank) if n >= optimizer.frozen_layers]
+        shared, each = (
+            sum(sizes.count(pair, own) * local(pair, tp) for pair in pairs if pair.per_expert is per_expert)
+            for per_expert, tp in ((False, layout.tp), (True, 1))
         )
+        experts = each * (sizes.experts // layout.ep)
         tied = is_tied(self.config)
         if first and counts(EMBEDDING):
             shared += local(EMBEDDING, layout.tp)

@@ -7,7 +7,7 @@ adding a table. Imports without torch.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -50,6 +50,7 @@ class Sizes:
     kv: int  # rows of k_proj and of v_proj: kv_heads * head_dim
     experts: int = 0  # 0: a dense model
     expert_ffn: int = 0
+    dense: int = 0  # the first layers, which are dense where the others are mixtures
     gate_up: int = 0  # rows of a gate_up_proj: 2 * ffn
     rank: int = 0  # of LoRA adapters, which config.json does not know
     one: int = 1
@@ -95,17 +96,27 @@ class Sizes:
         """Return the numbers for a table's dimensions: `"q hidden"` -> (heads * head_dim, hidden)."""
         return tuple(getattr(self, dim) for dim in dims.split())
 
+    def has(self, pair: Pair, layer: int) -> bool:
+        """Return whether a layer has a parameter of the table's layers."""
+        return pair.kind == "every" or (pair.kind == "dense") == (layer < self.dense)
+
+    def count(self, pair: Pair, layers: Iterable[int]) -> int:
+        """Return how many of these layers have a parameter of the table's layers."""
+        return sum(self.has(pair, layer) for layer in layers)
+
 
 @dataclass(frozen=True)
 class Pair:
     """A Megatron parameter and the Hugging Face tensors in it, each with its dimensions. `{l}` is the index
     of the layer and `{e}` that of the expert: global ones in Hugging Face names, those within the rank in
-    Megatron's. switch: the key of config.json that takes the parameter away where it is false."""
+    Megatron's. switch: the key of config.json that takes the parameter away where it is false. kind: of the
+    layers that have it, where the first ones are dense and the others mixtures."""
 
     megatron: str
     operation: Operation
     hf: tuple[tuple[str, str], ...]
     switch: str = ""
+    kind: Literal["every", "dense", "mixture"] = "every"
 
     @property
     def per_expert(self) -> bool:
@@ -230,8 +241,8 @@ def adapters(pair: Pair, lora: LoraConfig) -> tuple[Pair, ...]:
         cut: Operation = "halves" if pair.operation == "halves" else "column"
         a = (stem + "lora_A.weight", f"rank {columns}")
         b = (stem + "lora_B.weight", f"{rows} rank")
-        halves.append(Pair(f"{own}_a", "row" if by_columns else "replicated", (a,)))
-        halves.append(Pair(f"{own}_b", "replicated" if by_columns else cut, (b,)))
+        halves.append(Pair(f"{own}_a", "row" if by_columns else "replicated", (a,), kind=pair.kind))
+        halves.append(Pair(f"{own}_b", "replicated" if by_columns else cut, (b,), kind=pair.kind))
     return tuple(halves)
 
 

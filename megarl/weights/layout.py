@@ -210,8 +210,8 @@ def parameters(
     once, each = ([pair for pair in pairs if pair.per_expert is per_expert] for per_expert in (False, True))
     places = [(EMBEDDING, 0, 0)] if first else []
     for layer in layers:
-        places += [(pair, layer, 0) for pair in once]
-        places += [(pair, layer, expert) for expert in experts for pair in each]
+        places += [(pair, layer, 0) for pair in once if sizes.has(pair, layer)]
+        places += [(pair, layer, expert) for expert in experts for pair in each if sizes.has(pair, layer)]
     if last:
         places.append((FINAL_NORM, 0, 0))
         if critic:
