@@ -93,9 +93,10 @@ class _Body(GPTModel):
     ) -> None:
         layers = choose_layers(config.model, runtime.device)
         family = family_of(hf.to_dict())
-        megatron = _transformer_config(config, hf, runtime, layers, family)
+        sizes = Sizes.of(hf.to_dict())
+        megatron = _transformer_config(config, hf, runtime, layers, family, sizes)
         lora = config.critic.lora if isinstance(self, Critic) else config.actor.lora
-        sizes, own = Sizes.of(hf.to_dict()), runtime.layout.layers(hf.num_hidden_layers, runtime.pp_rank)
+        own = runtime.layout.layers(sizes.layers, runtime.pp_rank)
         chunk = len(own) // runtime.layout.vpp
         mixtures = [
             sizes.experts > 0 and layer >= sizes.dense
@@ -124,6 +125,12 @@ class _Body(GPTModel):
         self.rotary_pos_emb.cp_group = None
         self.cp_rank = runtime.cp_rank
         self.routings = watch_routers(self, runtime.device)
+        for layer in self.decoder.layers if family.has("router.expert_bias") else ():
+            if hasattr(layer.mlp, "router"):
+                # A frozen parameter in the place of Megatron's buffer, whose updates are not wanted: so it is
+                # loaded, saved and sent as all others are.
+                bias = torch.zeros(sizes.experts, dtype=torch.float32)
+                layer.mlp.router.expert_bias = torch.nn.Parameter(bias, requires_grad=False)
 
     def pack(self, cu_seqlens: Tensor, prompts: Prompts | None = None) -> Any:
         """Return what the layers need to know of packed sequences; routers need `routing` and `real_tokens`
@@ -331,7 +338,7 @@ def _prepare(
 
 
 def _transformer_config(
-    config: Config, hf: PretrainedConfig, runtime: Runtime, layers: str, family: Family
+    config: Config, hf: PretrainedConfig, runtime: Runtime, layers: str, family: Family, sizes: Sizes
 ) -> TransformerConfig:
     layout, dtype = runtime.layout, DTYPES[config.model.dtype]
     sequence_parallel = layout.tp > 1 and config.parallel.sequence_parallel is not False
@@ -355,8 +362,8 @@ def _transformer_config(
             raise ConfigError(f"parallel.sequence_parallel: {problem}")
         # Dropless and without auxiliary loss, so that a token's output does not depend on other tokens.
         mlp = {
-            "num_moe_experts": hf.num_experts,
-            "ffn_hidden_size": hf.moe_intermediate_size,
+            "num_moe_experts": sizes.experts,
+            "ffn_hidden_size": hf.intermediate_size if sizes.dense else hf.moe_intermediate_size,
             "moe_ffn_hidden_size": hf.moe_intermediate_size,
             "moe_router_topk": hf.num_experts_per_tok,
             # The softmax over the chosen experts is that over all of them, normalised to 1 over the chosen
@@ -372,6 +379,18 @@ def _transformer_config(
             "moe_router_dtype": "fp32" if config.model.router_dtype == "fp32" else None,
             "moe_permute_fusion": config.model.permute_fusion,
         }
+    if sizes.dense:
+        mlp["moe_layer_freq"] = [0] * sizes.dense + [1] * (sizes.layers - sizes.dense)
+    if sizes.shared_ffn:
+        mlp["moe_shared_expert_intermediate_size"] = sizes.shared_ffn
+    if family.has("router.expert_bias"):
+        mlp |= {
+            "moe_router_score_function": "sigmoid",
+            "moe_router_pre_softmax": False,
+            "moe_router_topk_scaling_factor": hf.routed_scaling_factor,
+        }
+        if hf.n_group > 1:
+            mlp |= {"moe_router_num_groups": hf.n_group, "moe_router_group_topk": hf.topk_group}
     return TransformerConfig(
         num_layers=hf.num_hidden_layers,
         hidden_size=hf.hidden_size,

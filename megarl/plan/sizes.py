@@ -26,7 +26,7 @@ from megarl.weights.families import (
     is_frozen,
     is_tied,
 )
-from megarl.weights.layout import sglang_shards, sizes_of
+from megarl.weights.layout import float32_tensors, sglang_shards, sizes_of
 
 GIB = 2**30
 BYTES = {"bf16": 2, "fp32": 4}
@@ -154,11 +154,12 @@ class Shape:
         pairs = [pair for pair in family_of(self.config).layer if counts(pair, top)]
         if optimizer is not None:
             own = [n for n in layout.layers(sizes.layers, pp_rank) if n >= optimizer.frozen_layers]
+        single = sum(sizes.count(p, own) * local(p, 1) for p in pairs if p.float32 == "everywhere")
         shared, each = (
             sum(sizes.count(pair, own) * local(pair, tp) for pair in pairs if pair.per_expert is per_expert)
             for per_expert, tp in ((False, layout.tp), (True, 1))
         )
-        experts = each * (sizes.experts // layout.ep)
+        shared, experts = shared - single, each * (sizes.experts // layout.ep)
         tied = is_tied(self.config)
         if first and counts(EMBEDDING):
             shared += local(EMBEDDING, layout.tp)
@@ -166,7 +167,7 @@ class Shape:
             shared += local(FINAL_NORM, layout.tp)
         if last and not critic and not (first and tied) and counts(TIED_OUTPUT if tied else OUTPUT):
             shared += local(OUTPUT, layout.tp)
-        return Held(shared, experts, sizes.hidden if critic and last else 0)
+        return Held(shared, experts, single + (sizes.hidden if critic and last else 0))
 
     @cached_property
     def parameters(self) -> int:
@@ -177,11 +178,11 @@ class Shape:
     def active(self) -> int:
         """Count the parameters of matrices that a token goes through: the output layer, not the embedding."""
         sizes = self.sizes
-        mlp = 3 * sizes.hidden * sizes.ffn
-        if sizes.experts:
-            chosen = int(self.config.get("num_experts_per_tok", 0))
-            mlp = sizes.hidden * (sizes.experts + 3 * sizes.expert_ffn * chosen) if chosen else mlp
-        return sizes.layers * (sizes.hidden * (2 * sizes.q + 2 * sizes.kv) + mlp) + sizes.vocab * sizes.hidden
+        chosen = int(self.config.get("num_experts_per_tok", 0)) if sizes.experts else 0
+        dense = sizes.dense if chosen else sizes.layers
+        columns = sizes.experts + 3 * (sizes.expert_ffn * chosen + sizes.shared_ffn)
+        mlps = dense * 3 * sizes.ffn + (sizes.layers - dense) * columns
+        return sizes.hidden * (sizes.layers * (2 * sizes.q + 2 * sizes.kv) + mlps + sizes.vocab)
 
     @cached_property
     def chosen_share(self) -> float:
@@ -202,8 +203,11 @@ class Shape:
     @lru_cache(maxsize=64)  # noqa: B019 (a planner has a few models, and ends)
     def engine_tensors(self, tp: int, weights: str) -> tuple[float, ...]:
         """Return the bytes of each tensor of an SGLang engine on a rank. weights: rollout.weights_dtype."""
+        single = float32_tensors(self.config, sglang=True)
 
         def width(name: str, shape: tuple[int, ...]) -> float:
+            if name in single:
+                return SINGLE
             matrix = len(shape) == 2 and ".layers." in name
             if weights != "fp8_block" or not matrix or "router" in name or ".gate.weight" in name:
                 return self.itemsize
@@ -318,9 +322,9 @@ def activations(shape: Shape, passes: Passes, *, critic: bool) -> Activations:
     q, kv = sizes.q / tp, 2 * sizes.kv / tp
     # Feed-forward columns of a token on a rank, and those of its copies that go to its experts. These are on
     # other ranks, but as many tokens come from there (expert parallelism does not change it; an uneven router
-    # does).
+    # does). Dense layers before mixtures count as these, which keep as much or more.
     chosen = shape.config["num_experts_per_tok"] if sizes.experts else 0
-    f, copies = (chosen * sizes.expert_ffn or sizes.ffn) / tp, chosen * sizes.hidden / tp
+    f, copies = (chosen * sizes.expert_ffn + sizes.shared_ffn or sizes.ffn) / tp, chosen * sizes.hidden / tp
     if layers == "portable":
         # Twice: input, normalised input (both float32), output.
         norms = 2 * (2 * SINGLE * h + b * h) + 2 * SINGLE

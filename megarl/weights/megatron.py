@@ -68,7 +68,16 @@ from megarl.weights.hf import (
     named_files,
     write_index,
 )
-from megarl.weights.layout import Box, Region, full_box, hf_shapes, pair_shard, parameters, whole_model
+from megarl.weights.layout import (
+    Box,
+    Region,
+    float32_tensors,
+    full_box,
+    hf_shapes,
+    pair_shard,
+    parameters,
+    whole_model,
+)
 from megarl.weights.plan import intersect, shift, volume
 from megarl.weights.transfer import view
 
@@ -574,12 +583,14 @@ def megatron_to_hf(
 ) -> Conversion:
     """Write the model of a distributed checkpoint as a Hugging Face folder.
     source: the folder with config.json and tokenizer, where the checkpoint has none (one of a training run).
-    dtype: of every tensor; by default each keeps its own. A value head makes it a classifier. Else as
-    `hf_to_megatron`."""
+    dtype: of every tensor but a router's bias; by default each keeps its own. A value head makes it a
+    classifier. Else as `hf_to_megatron`."""
     processes = Processes()
     model = processes.run(lambda: MegatronFolder(checkpoint, source=source))
+    single = float32_tensors(model.config)
     kinds = {name: model.dtype(name) if dtype is None else dtype for name in model.shapes}
-    found = {*kinds.values()}
+    found = {kind for name, kind in kinds.items() if name not in single}
+    kinds |= {name: model.dtype(name) for name in single}
     config = exported_config(model.config, model.critic, found.pop() if len(found) == 1 else None)
     heads = model.config.get("architectures", [""])
     if model.critic and heads[0].endswith("Classification"):  # which stays what it is
