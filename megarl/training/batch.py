@@ -299,11 +299,13 @@ def matrix_shape(model: ModelChunks) -> tuple[int, int]:
     c = model.config
     assert c.kv_channels is not None and c.num_query_groups is not None and c.ffn_hidden_size is not None
     queries, keys = c.num_attention_heads * c.kv_channels, c.num_query_groups * c.kv_channels
-    mlp = 3 * c.ffn_hidden_size
+    mlps = c.num_layers * 3 * c.ffn_hidden_size
     if c.num_moe_experts is not None:  # the router, and the experts that it chooses
         assert c.moe_ffn_hidden_size is not None
-        mlp = c.num_moe_experts + 3 * c.moe_ffn_hidden_size * c.moe_router_topk
-    return c.num_layers * c.hidden_size * (2 * queries + 2 * keys + mlp), c.num_layers * queries
+        columns = c.moe_ffn_hidden_size * c.moe_router_topk + (c.moe_shared_expert_intermediate_size or 0)
+        dense = c.moe_layer_freq.count(0) if isinstance(c.moe_layer_freq, list) else 0
+        mlps = dense * 3 * c.ffn_hidden_size + (c.num_layers - dense) * (c.num_moe_experts + 3 * columns)
+    return c.hidden_size * (c.num_layers * (2 * queries + 2 * keys) + mlps), c.num_layers * queries
 
 
 def locate(

@@ -84,11 +84,12 @@ class InferenceModel:
     def routing_metrics(self) -> dict[str, float]:
         """Return what the routers of a mixture have chosen since `start_counting`; {} for a dense model.
         Every rank calls this."""
-        if not self.model.routings:
-            return {}
         c = self.model.config
-        counts = sum_over_ranks(self.runtime, routing_counts(self.model.routings, c.num_layers))
-        return routing_metrics(counts, c.moe_router_topk)
+        if c.num_moe_experts is None:
+            return {}
+        own = routing_counts(self.model.routings, c.num_layers, c.num_moe_experts)
+        dense = c.moe_layer_freq.count(0) if isinstance(c.moe_layer_freq, list) else 0
+        return routing_metrics(sum_over_ranks(self.runtime, own)[dense:], c.moe_router_topk)
 
     def value_columns(self, experience: Experience, micro_batches: Sequence[MicroBatch]) -> dict[str, Tensor]:
         """Compute {"values"}: float32 [T], 0 outside the responses. As `logprob_columns`."""

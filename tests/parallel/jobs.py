@@ -147,7 +147,9 @@ def logprobs(
     columns = inference.logprob_columns(experience, batches)
     if routing is None:
         return columns["logprobs"][mask], columns["entropy"][mask]
-    counts = sum_over_ranks(runtime, routing_counts(actor.routings, actor.config.num_layers))
+    counts = sum_over_ranks(
+        runtime, routing_counts(actor.routings, actor.config.num_layers, actor.config.num_moe_experts)
+    )
     shared = sum_over_replicas(runtime, columns["logprobs"][mask])
     return shared, counts
 
@@ -364,8 +366,7 @@ def rollout_after_update(
     from megarl.training.model import TrainableModel
     from megarl.weights.families import table_names
     from megarl.weights.hf import HFFolder, export_hf
-    from megarl.weights.layout import hf_shards, megatron_layout
-    from megarl.weights.plan import make_plan
+    from megarl.weights.plan import engine_plan
     from megarl.weights.transfer import Transfer
 
     config = make_config(folder, dtype=dtype, nll_weight=1.0)
@@ -382,11 +383,7 @@ def rollout_after_update(
     named = table_names(dict(model.named_parameters()))
     engine = TransformersEngine(folder, dtype=DTYPES[dtype], eos_ids=(1,))
     engine.start()
-    hf_config = HFFolder(folder).config
-    plan = make_plan(
-        megatron_layout(hf_config, runtime.layout),
-        [(rank, hf_shards(hf_config)) for rank in range(runtime.world)],
-    )
+    plan = engine_plan(config, HFFolder(folder).config, runtime.layout)
     plan.verify()
     engine.begin_update()
     Transfer(plan, runtime.rank, named, engine.parameters(), 2**12, dtype=DTYPES[dtype]).run()
@@ -904,8 +901,10 @@ def whole_optimizer(learner: Any, folder: Path, runtime: Runtime, critic: bool) 
                 for chunk in learner.chunks
                 for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)
             ]
-            [holds] = [buffer for buffer in buffers if parameter in buffer.param_to_bucket]
-            dist.all_reduce(whole, group=holds.data_parallel_group)  # the others' stretches are zeros here
+            holds = [buffer for buffer in buffers if parameter in buffer.param_to_bucket]
+            assert len(holds) == parameter.requires_grad
+            for buffer in holds:  # the others' stretches are zeros here
+                dist.all_reduce(whole, group=buffer.data_parallel_group)
             found[moment][name] = whole
     return {
         f"{kind} {name}": tensor

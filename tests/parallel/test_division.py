@@ -15,7 +15,9 @@ from safetensors.torch import load_file
 
 from megarl.data.experience import Experience
 from megarl.parallel.runtime import Runtime
+from megarl.plan.sizes import Shape
 from megarl.training.batch import matrix_shape
+from megarl.weights.cost import KNOWN_MODELS
 from tests.parallel.jobs import make_config
 from tests.ranks import RankPool
 from tests.tiny_models import make_tiny_model
@@ -135,6 +137,19 @@ def test_of_experts_only_the_chosen_ones_count() -> None:
     config = TransformerConfig(num_layers=1, **sizes, **experts)
     attention = 2048 * 4096 + 2 * 2048 * 512 + 4096 * 2048
     assert matrix_shape(SimpleNamespace(config=config)) == (attention + 2048 * 128 + 8 * 3 * 2048 * 768, 4096)
+
+
+def test_of_dense_layers_before_mixtures_each_counts_as_what_it_is() -> None:
+    """Counted by hand: GLM-4.5-Air with two layers, the planner's count of the same beside it."""
+    sizes = {"hidden_size": 4096, "num_attention_heads": 96, "num_query_groups": 8, "kv_channels": 128}
+    experts = {"num_moe_experts": 128, "moe_router_topk": 8, "moe_ffn_hidden_size": 1408}
+    more = {"moe_shared_expert_intermediate_size": 1408, "moe_layer_freq": [0, 1], "ffn_hidden_size": 10944}
+    config = TransformerConfig(num_layers=2, **sizes, **experts, **more, add_bias_linear=False)
+    attention = 2 * 4096 * 12288 + 2 * 4096 * 1024
+    layers = 2 * attention + 3 * 4096 * 10944 + 4096 * 128 + 9 * 3 * 4096 * 1408
+    assert matrix_shape(SimpleNamespace(config=config)) == (layers, 2 * 12288)
+    planned = Shape({**KNOWN_MODELS["GLM-4.5-Air"], "num_hidden_layers": 2}, "bf16")
+    assert planned.active == layers + 4096 * 151552
 
 
 @pytest.mark.parametrize("critic_mini_batch", [None, 2, 4, 16])

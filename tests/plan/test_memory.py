@@ -114,19 +114,25 @@ def other_checkpoint(plan: MemoryPlan, model: str) -> float:
 
 
 @pytest.mark.slow
-def test_experts_are_as_large_as_planned(ranks: Callable[..., RankPool], tmp_path: Path) -> None:
-    case = {
-        "family": "qwen3_moe",
-        "dtype": "bf16",
-        "num_experts": 4,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 128,
-    }
-    plan = plan_for((2, 1, 1, 2), **case)
-    for found in ranks(2, 1, 1, 2).run(group_sizes, out=tmp_path / "checkpoint", **case):
+@pytest.mark.parametrize(
+    ("more", "layout"),
+    [
+        ({"family": "qwen3_moe", "num_experts": 4}, (2, 1, 1, 2)),
+        ({"family": "glm4_moe", "n_routed_experts": 4}, (2, 1, 1, 2)),
+        ({"family": "glm4_moe", "n_routed_experts": 4}, (1, 2, 2, 2)),
+    ],
+    ids=str,
+)
+def test_experts_are_as_large_as_planned(
+    more: dict[str, Any], layout: tuple[int, ...], ranks: Callable[..., RankPool], tmp_path: Path
+) -> None:
+    case = {**more, "dtype": "bf16", "num_experts_per_tok": 2, "moe_intermediate_size": 128}
+    plan = plan_for(layout, **case)
+    for rank, found in enumerate(ranks(*layout).run(group_sizes, out=tmp_path / "checkpoint", **case)):
         found.pop("written")
         for part, measured in found.items():
-            assert abs(plan.group(f"actor.{part}", 0) / measured - 1) < 0.01, part
+            planned = plan.group(f"actor.{part}", plan.layout.coords(rank).pp)
+            assert abs(planned / measured - 1) < 0.01, (rank, part)
 
 
 @pytest.mark.parametrize("name", KNOWN_MODELS)
