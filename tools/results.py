@@ -13,7 +13,7 @@ the other, their figures, and tables that compare them.
 
 A run that was interrupted goes on from its checkpoint. A finished one is written to docs/results/MODEL as one
 JSON file: command, versions, processor, every evaluation with its 95 % intervals, every step's figures. The
-rows of the tables are in configs/results/MODEL.rows.yaml.
+rows of the tables are in configs/results/MODEL.table.yaml.
 """
 
 from __future__ import annotations
@@ -296,7 +296,7 @@ def main() -> int:
     committed.mkdir(parents=True, exist_ok=True)
     tuned = committed / "tuned.json"
     try:
-        listed = read_yaml(configs / f"{given.model}.rows.yaml")
+        listed = read_yaml(configs / f"{given.model}.table.yaml")
         names = listed["tables"][given.table]
         if unknown := {*(given.rows or ())} - {*names}:
             raise ConfigError(f"--rows: {min(unknown)}: no such row (one of {', '.join(names)})")

@@ -93,7 +93,7 @@ class State(NamedTuple):
     state: Any
 
 
-class Step(NamedTuple):
+class Answer(NamedTuple):
     """An environment's answer to what the policy said last; at the beginning reset's, with 0.0 and False.
 
     state  to be given with later jobs; None: the environment has none"""
@@ -190,7 +190,7 @@ class ToolPool:
 
     async def step(
         self, key: int, row: Mapping[str, Any], seed: int, said: Sequence[str], state: State | None = None
-    ) -> Result[Step]:
+    ) -> Result[Answer]:
         """Return the environment's answer to the last of `said`, what the policy said in each of its turns.
 
         key    the episode's number
@@ -199,7 +199,7 @@ class ToolPool:
         if "value" not in answer:
             return Result(None, answer["error"], answer.get("judged", True))
         observation, reward, done, after = answer["value"]
-        return Result(Step(observation, reward, done, after and State(*after)))
+        return Result(Answer(observation, reward, done, after and State(*after)))
 
     async def verdict(
         self, key: int, row: Mapping[str, Any], seed: int, said: Sequence[str], state: State | None = None

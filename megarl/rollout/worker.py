@@ -43,7 +43,7 @@ PATIENCE = 0.8  # of parallel.timeout, for which the other ranks wait
 
 
 @dataclass
-class Ended:
+class Written:
     """An episode that has ended, or its window (finish "abort"). verdict: its own; None: the verifier is to
     judge; begun: tokens that earlier steps drew"""
 
@@ -124,7 +124,7 @@ class Worker:
         controller, which raises them; what `recover` raises, alike on all ranks, is raised here."""
         self.link, self.client = link, EngineClient(self.engine, self.threads)
         self.seconds = dict.fromkeys(("generate", "verify"), 0.0)
-        self._ended: list[Ended] = []  # to be verified
+        self._ended: list[Written] = []  # to be verified
         self._some_ended, self._recovered = asyncio.Event(), asyncio.Event()
         self._turned = asyncio.Event()
         self._verifying = asyncio.Lock()
@@ -320,7 +320,7 @@ class Worker:
         """Have what has ended verified and told."""
         begun = len(policy.begun.tokens) if policy.begun is not None and policy.window else 0
         facts = policy.turns, policy.calls, begun
-        self._ended.append(Ended(number, policy.prompt, completion, verdict, *facts))
+        self._ended.append(Written(number, policy.prompt, completion, verdict, *facts))
         self._some_ended.set()
 
     async def _tell_unseated(self) -> None:
@@ -362,7 +362,7 @@ class Worker:
                 facts = [m.Facts.of(response) for response in responses]
                 await self.link.send(m.Ended(version, facts, self.client.busy))
 
-    def _verified(self, ended: Sequence[Ended], version: int) -> list[Response]:
+    def _verified(self, ended: Sequence[Written], version: int) -> list[Response]:
         """Return the responses, with rewards; of one that goes on it is 0. An episode that has judged itself
         is not verified; the terms of the reward see the verifier's judgement all the same. version: of the
         engine's weights."""

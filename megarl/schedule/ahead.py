@@ -38,10 +38,10 @@ from megarl.schedule.generation import Generation
 from megarl.schedule.profiler import Profiler
 from megarl.schedule.rollouts import (
     FOLDER,
-    files_of,
     pretraining_folder,
     read_manifest,
     read_rollout,
+    rollout_files,
     rollouts_folder,
     stored,
 )
@@ -264,7 +264,7 @@ class Elsewhere(BatchSource):
         thread."""
         limit, last = self.config.watchdog.limit, min(step + self.ahead, self.steps)
         manifests = [visible(self._path("train", number), limit) for number in range(step + 1, last + 1)]
-        return [path for manifest in manifests for path in files_of(manifest)]
+        return [path for manifest in manifests for path in rollout_files(manifest)]
 
     def wait_for_files(self, step: int) -> None:
         """Wait until those have been drawn; all trainers call this."""

@@ -11,7 +11,7 @@ import torch
 
 from megarl.config.errors import DeviceMemoryError
 from megarl.config.phases import GROUPS
-from megarl.parallel.offload import (
+from megarl.parallel.movable import (
     Movable,
     ProcessPeak,
     device_peak,
@@ -164,7 +164,7 @@ class OffloadManager:
     @contextmanager
     def measured(self, phase: str, metrics: dict[str, float]) -> Iterator[None]:
         """Add memory/<phase>, in bytes: on a GPU the peak of this process (also memory_reserved/ and
-        memory_device/, see parallel/offload.py), on a CPU the size of the groups that are there, and
+        memory_device/, see parallel/movable.py), on a CPU the size of the groups that are there, and
         memory_all/<phase>, the peak of this process's memory."""
         reset_device_peak(self.device)
         if self.device.type == "cpu":

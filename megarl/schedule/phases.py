@@ -19,7 +19,8 @@ from megarl.rollout.sampling import selection_seed, shuffle_seed, uniform
 from megarl.schedule.parity import check_parity
 from megarl.schedule.run import Run, Step
 from megarl.training import batch
-from megarl.training.advantages import (
+from megarl.training.checkpoint import PRETRAINING
+from megarl.training.columns import (
     add_gae,
     add_group_advantages,
     add_per_reward_advantages,
@@ -34,9 +35,8 @@ from megarl.training.advantages import (
     policy_statistics,
     turn_rewards,
 )
-from megarl.training.checkpoint import PRETRAINING
-from megarl.training.losses import actor_loss, critic_loss, select_tokens, supervised_loss
 from megarl.training.model import InferenceModel
+from megarl.training.objectives import actor_loss, critic_loss, select_tokens, supervised_loss
 
 
 def rollout(run: Run, step: Step) -> None:

@@ -199,7 +199,7 @@ def read_rollout(
     return batch, manifest["state"]
 
 
-def files_of(manifest: Path) -> list[Path]:
+def rollout_files(manifest: Path) -> list[Path]:
     """Return the files of a rollout. Raises DataError where one is missing."""
     files = [manifest.parent / name for name in read_manifest(manifest)["files"]]
     for path in files:

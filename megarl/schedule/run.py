@@ -21,7 +21,7 @@ from megarl.data.experience import Experience, StepBatch
 from megarl.model.builder import DTYPES, build_actor, build_critic, read_hf_config
 from megarl.observe.run_log import Sample
 from megarl.observe.timeline import Timeline
-from megarl.parallel.offload import HostPool, empty_cache
+from megarl.parallel.movable import HostPool, empty_cache
 from megarl.parallel.runtime import Runtime
 from megarl.rollout.engine import RolloutEngine
 from megarl.rollout.weight_sync import Failures, WeightSync
@@ -31,9 +31,9 @@ from megarl.schedule.offload import EngineMemory, OffloadManager
 from megarl.schedule.profiler import Profiler
 from megarl.schedule.source import BatchSource, Rollout, SupervisedPairs
 from megarl.schedule.watchdog import Watchdog
-from megarl.training.advantages import Tables
 from megarl.training.batch import LocalBatch
 from megarl.training.checkpoint import PRETRAINING
+from megarl.training.columns import Tables
 from megarl.training.model import InferenceModel, TrainableModel, tensor_groups
 from megarl.weights.families import model_weights, read_config
 from megarl.weights.files import Processes

@@ -36,7 +36,7 @@ from megarl.model.routing import routing_counts, routing_metrics, start_counting
 from megarl.parallel.comm import any_rank, from_last_stage, gather_objects, sum_over_ranks, sum_stats
 from megarl.parallel.cpu_platform import on_cpu
 from megarl.parallel.layout import OVERLAP_ABOVE
-from megarl.parallel.offload import HostPool, Movable
+from megarl.parallel.movable import HostPool, Movable
 from megarl.parallel.runtime import Runtime
 from megarl.training.batch import MicroBatch, locate
 

@@ -208,7 +208,7 @@ def advantages_of_turns(
 ) -> Experience:
     """The batch with a critic's values, advantages and returns."""
     from megarl.model.builder import build_critic, read_hf_config
-    from megarl.training.advantages import add_gae
+    from megarl.training.columns import add_gae
     from megarl.training.model import InferenceModel
 
     config = make_config(folder, **options)
@@ -235,10 +235,10 @@ def gradients(
     from megarl.model.builder import build_actor, build_critic, read_hf_config
     from megarl.parallel.comm import sum_stats
     from megarl.schedule.phases import draw_tokens
-    from megarl.training.advantages import correct_mismatch
     from megarl.training.batch import distribute
-    from megarl.training.losses import actor_loss, critic_loss, select_tokens
+    from megarl.training.columns import correct_mismatch
     from megarl.training.model import TrainableModel
+    from megarl.training.objectives import actor_loss, critic_loss, select_tokens
 
     config = make_config(folder, mini_batch=batch.num_sequences, **options)
     build = build_critic if which == "critic" else build_actor
@@ -362,8 +362,8 @@ def rollout_after_update(
     from megarl.rollout.sampling import Request, SamplingParams
     from megarl.rollout.transformers_engine import TransformersEngine
     from megarl.training.batch import distribute
-    from megarl.training.losses import supervised_loss
     from megarl.training.model import TrainableModel
+    from megarl.training.objectives import supervised_loss
     from megarl.weights.families import table_names
     from megarl.weights.hf import HFFolder, export_hf
     from megarl.weights.plan import engine_plan
@@ -483,10 +483,10 @@ def updates_with_moves(
     from megatron.core import parallel_state
 
     from megarl.model.builder import build_actor, build_critic, read_hf_config
-    from megarl.parallel.offload import HostPool
+    from megarl.parallel.movable import HostPool
     from megarl.training.batch import distribute
-    from megarl.training.losses import critic_loss, supervised_loss
     from megarl.training.model import TrainableModel, tensor_groups
+    from megarl.training.objectives import critic_loss, supervised_loss
 
     config = make_config(folder, mini_batch=6, dtype=dtype, model=model)
     built = (build_critic if which == "critic" else build_actor)(config, read_hf_config(folder), runtime)
@@ -537,10 +537,10 @@ def left_behind(
     """What an update has made that is still there once all tensor groups have left: bytes and shape of each
     storage's tensor, the largest first."""
     from megarl.model.builder import build_actor, read_hf_config
-    from megarl.parallel.offload import HostPool
+    from megarl.parallel.movable import HostPool
     from megarl.training.batch import distribute
-    from megarl.training.losses import supervised_loss
     from megarl.training.model import TrainableModel, tensor_groups
+    from megarl.training.objectives import supervised_loss
 
     def alive() -> dict[int, Any]:
         gc.collect()
@@ -575,8 +575,8 @@ def around_a_checkpoint(runtime: Runtime, folder: Path, checkpoint: Path, read: 
 
     from megarl.model.builder import build_actor, read_hf_config
     from megarl.training.batch import distribute
-    from megarl.training.losses import supervised_loss
     from megarl.training.model import TrainableModel
+    from megarl.training.objectives import supervised_loss
     from megarl.training.sharded import load_trainable
     from tests.checkpoints import save_model
 
@@ -617,10 +617,10 @@ def updates_with_overlap(runtime: Runtime, folder: Path, checkpoint: Path, **par
     from megarl.config.schema import ParallelConfig
     from megarl.model.builder import build_actor, read_hf_config
     from megarl.parallel.comm import gather_objects
-    from megarl.parallel.offload import HostPool
+    from megarl.parallel.movable import HostPool
     from megarl.training.batch import distribute
-    from megarl.training.losses import supervised_loss
     from megarl.training.model import TrainableModel, tensor_groups
+    from megarl.training.objectives import supervised_loss
     from megarl.training.sharded import load_trainable
     from tests.checkpoints import save_model
 
@@ -722,10 +722,10 @@ def partly_frozen(
     between: this rank's numbers of trained parameters, of those in gradient buffers and in the optimizer, the
     steps that it counts, and on rank 0 the whole weights before, between and after the updates."""
     from megarl.model.builder import build_actor, build_critic, read_hf_config
-    from megarl.parallel.offload import HostPool
+    from megarl.parallel.movable import HostPool
     from megarl.training.batch import distribute
-    from megarl.training.losses import critic_loss, supervised_loss
     from megarl.training.model import TrainableModel, tensor_groups
+    from megarl.training.objectives import critic_loss, supervised_loss
     from megarl.training.sharded import load_model, load_trainable, megatron_state
     from tests.checkpoints import save_model
 
@@ -925,8 +925,8 @@ def optimizer_around_a_checkpoint(
     """The whole model and its optimizer after an update and a checkpoint, or after reading that one."""
     from megarl.model.builder import build_actor, build_critic, read_hf_config
     from megarl.training.batch import distribute
-    from megarl.training.losses import actor_loss, critic_loss
     from megarl.training.model import TrainableModel
+    from megarl.training.objectives import actor_loss, critic_loss
     from megarl.training.sharded import load_trainable
     from tests.checkpoints import save_model
 

@@ -31,7 +31,7 @@ from megarl.data.experience import Experience
 from megarl.model.builder import read_hf_config
 from megarl.parallel import comm
 from megarl.parallel import runtime as parallel
-from megarl.parallel.offload import HostPool
+from megarl.parallel.movable import HostPool
 from megarl.parallel.runtime import Runtime
 from megarl.plan.memory import MemoryPlan, Need, plan_of
 from megarl.plan.sizes import GIB

@@ -23,7 +23,7 @@ from megarl.config.phases import (
     training_phases,
 )
 from megarl.config.schema import Config
-from megarl.parallel.offload import HostPool, Movable
+from megarl.parallel.movable import HostPool, Movable
 from megarl.schedule.offload import OffloadManager
 from megarl.schedule.run import Run
 from tests.schedule.demo import make_warm_model, train

@@ -119,7 +119,7 @@ def test_the_best_learning_rate(results: ModuleType) -> None:
 
 @pytest.mark.parametrize("table", ["recipes", "methods", "vapo"])
 def test_every_row_is_a_configuration(table: str) -> None:
-    listed = read_yaml(ROOT / "configs/results/smollm2.rows.yaml")
+    listed = read_yaml(ROOT / "configs/results/smollm2.table.yaml")
     configs = {}
     for row in listed["tables"][table]:
         path, *settings = listed["rows"][row]

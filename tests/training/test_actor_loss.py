@@ -14,9 +14,9 @@ from megarl.algorithms.losses import token_weights
 from megarl.config.schema import AlgorithmConfig, TeacherConfig
 from megarl.parallel.layout import Layout
 from megarl.parallel.runtime import Runtime
-from megarl.training.advantages import correct_mismatch
 from megarl.training.batch import MicroBatch
-from megarl.training.losses import actor_loss
+from megarl.training.columns import correct_mismatch
+from megarl.training.objectives import actor_loss
 from tests.algorithms.loops import Batch, batches, loop_kl, loop_nll, loop_policy, loop_teacher, loop_weights
 from tests.algorithms.test_mismatch import loop_factors
 

@@ -77,7 +77,7 @@ def advantages_of(runtime: Runtime, folder: Path, algorithm: dict[str, Any], tur
     """Number of a response -> its advantages (and returns), of this rank's share; and the metrics."""
     from megarl.config.phases import training_phases
     from megarl.model.builder import build_actor, read_hf_config
-    from megarl.training import advantages
+    from megarl.training import columns
     from megarl.training.batch import distribute
 
     weight = algorithm.get("teacher", 0.0)
@@ -88,27 +88,27 @@ def advantages_of(runtime: Runtime, folder: Path, algorithm: dict[str, Any], tur
     local = distribute(batch, config, 6, 1, [model], runtime)
     experience = local.experience
     if config.values_prompts:
-        metrics = advantages.add_prompt_advantages(config, experience, runtime)
+        metrics = columns.add_prompt_advantages(config, experience, runtime)
     elif config.has_critic:
-        metrics, _ = advantages.add_gae(config.algorithm, experience, 20, runtime)
+        metrics, _ = columns.add_gae(config.algorithm, experience, 20, runtime)
     elif config.algorithm.advantage == "per_reward":
         term = RewardTerm(function="module:function", weight=WEIGHTS[1])
         reward = RewardConfig(weight=WEIGHTS[0], terms={"form": term})
         config = config.model_copy(update={"reward": reward})
-        metrics = advantages.add_per_reward_advantages(config, batch, local, runtime) or {}
+        metrics = columns.add_per_reward_advantages(config, batch, local, runtime) or {}
     elif config.algorithm.advantage == "tracked":
         tracker = SuccessTracker(config.algorithm.tracker_rho)
         arguments = config, batch, local, runtime, tracker
-        assert advantages.add_tracked_advantages(*arguments)["tracker/known"] == 0
-        metrics = advantages.add_tracked_advantages(*arguments)  # the step after, with the same answers
+        assert columns.add_tracked_advantages(*arguments)["tracker/known"] == 0
+        metrics = columns.add_tracked_advantages(*arguments)  # the step after, with the same answers
         assert metrics["tracker/known"] == 1
     elif config.algorithm.advantage == "return":
-        metrics = advantages.add_return_advantages(config.algorithm, experience, runtime)
+        metrics = columns.add_return_advantages(config.algorithm, experience, runtime)
     else:
-        metrics = advantages.add_group_advantages(config.algorithm, batch, local, runtime)
+        metrics = columns.add_group_advantages(config.algorithm, batch, local, runtime)
     if weight:
         old, teacher = experience[config.algorithm.old_column], experience["teacher"]
-        metrics |= advantages.add_teacher(weight, old, teacher, experience, runtime)
+        metrics |= columns.add_teacher(weight, old, teacher, experience, runtime)
     names = [name for name in ("advantages", "returns") if name in experience]
     assert training_phases(config)[-1].name == "weight_transfer"
     spans = zip(experience["number"].tolist(), experience.cu_seqlens.tolist(), strict=False)
@@ -275,17 +275,17 @@ def make_windows() -> Experience:
 def windows_of(runtime: Runtime, folder: Path) -> Any:
     """Number of a response -> its advantages and returns, of this rank's share; and the metrics."""
     from megarl.model.builder import build_actor, read_hf_config
-    from megarl.training import advantages
+    from megarl.training import columns
     from megarl.training.batch import distribute
 
     config = make_config(folder, mini_batch=6, **WINDOWED)
     model = build_actor(config, read_hf_config(folder), runtime)
     local = distribute(make_windows(), config, 6, 1, [model], runtime)
     experience = local.experience
-    metrics, tables = advantages.add_gae(config.algorithm, experience, 20, runtime, WINDOW)
+    metrics, tables = columns.add_gae(config.algorithm, experience, 20, runtime, WINDOW)
     for more, more_tables in (
-        advantages.policy_statistics(experience, runtime),
-        advantages.mismatch(experience, experience["old_logprobs"], 5, runtime),
+        columns.policy_statistics(experience, runtime),
+        columns.mismatch(experience, experience["old_logprobs"], 5, runtime),
     ):
         metrics, tables = metrics | more, tables | more_tables
     found = {}
