@@ -237,7 +237,8 @@ class Family:
     table does not have.
     rotary_pairs: rotary embeddings turn neighbouring numbers of a head, instead of one of each half.
     partial_rotary: config.json may say what share of a head they turn, its first numbers
-    (`partial_rotary_factor`)."""
+    (`partial_rotary_factor`).
+    sglang_unties: SGLang's model has an output layer of its own where embeddings are tied, too."""
 
     model_type: str
     prefix: str
@@ -245,6 +246,7 @@ class Family:
     requires: tuple[tuple[str, Any], ...] = ()
     rotary_pairs: bool = False
     partial_rotary: bool = False
+    sglang_unties: bool = False
 
     def has(self, parameter: str) -> bool:
         """Return whether its layers have a Megatron parameter whose name ends so."""
@@ -351,6 +353,7 @@ FAMILIES = {
             # Megatron's router divides sigmoid scores by their sum, whenever there are several.
             (*SWIGLU, ("norm_topk_prob", True)),
             partial_rotary=True,
+            sglang_unties=True,
         ),
     )
 }

@@ -15,6 +15,7 @@ from megarl.config.errors import ConfigError
 from megarl.config.schema import LoraConfig, ModelConfig, OptimizerConfig
 from megarl.parallel.layout import Layout, padded_vocab
 from megarl.weights.families import (
+    EMBEDDED,
     EMBEDDING,
     FINAL_NORM,
     OUTPUT,
@@ -307,8 +308,9 @@ def pair_shard(sizes: Sizes, pair: Pair, layer: int, expert: int, tp: int, tp_ra
 def sglang_shards(hf_config: Mapping[str, Any], tp: int, tp_rank: int, *, cpu: bool = False) -> Shards:
     """Return the parameters of one rank of an SGLang engine, by SGLang's names. qkv_proj = [q; k; v] of the
     rank's heads, gate_up_proj = [gate; up], columns of o_proj and down_proj, rows of the padded vocabulary,
-    norms and routers whole. With tied embeddings there is no lm_head. Experts: `experts.w13_weight.{e}` [2 *
-    ffn / tp, hidden] and `experts.w2_weight.{e}` stand for row e of SGLang's stacked tensors.
+    norms and routers whole. With tied embeddings there is no lm_head (`Family.sglang_unties`: there is).
+    Experts: `experts.w13_weight.{e}` [2 * ffn / tp, hidden] and `experts.w2_weight.{e}` stand for row e of
+    SGLang's stacked tensors.
     cpu: SGLang's CPU engine, which pads heads and columns where they do not divide. Raises ConfigError,
     naming `rollout.engine_tp`, if the model cannot be divided so."""
     sizes = Sizes.of(hf_config)
@@ -337,6 +339,8 @@ def sglang_shards(hf_config: Mapping[str, Any], tp: int, tp_rank: int, *, cpu: b
         name, shard = of_pair(pair)
         regions = [one._replace(hf_name=one.hf_name.format(l=layer, e=expert)) for one in shard.regions]
         shards[name.format(l=layer, e=expert)] = shard._replace(regions=tuple(regions))
+    if is_tied(hf_config) and family_of(hf_config).sglang_unties:
+        shards[OUTPUT.hf[0][0]] = shards[EMBEDDED[0]]
     return shards
 
 

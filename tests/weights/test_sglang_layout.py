@@ -161,6 +161,9 @@ def test_glm_parameters_are_those_of_sglangs_model() -> None:
     wanted = {f"model.layers.{name}": shape for name, shape in parts.items()}
     wanted |= {"model.norm.weight": (8,), "model.embed_tokens.weight": (32, 8), "lm_head.weight": (32, 8)}
     assert {name: shard.shape for name, shard in sglang_shards(UNEVEN, 2, 1).items()} == wanted
+    tied = sglang_shards({**UNEVEN, "tie_word_embeddings": True}, 2, 1)
+    assert {name: shard.shape for name, shard in tied.items()} == wanted, "it ties nothing"
+    assert tied["lm_head.weight"] == tied["model.embed_tokens.weight"]
     for engine, single in (
         ("sglang", ("weight", "e_score_correction_bias")),
         ("transformers", ("e_score_correction_bias",)),
