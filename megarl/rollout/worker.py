@@ -183,8 +183,9 @@ class Worker:
             match message:
                 case m.Begin():
                     self._begin(message)
-                case m.Abort(numbers):
-                    await self._reporting_errors(self._abort(numbers))
+                case m.Abort(numbers):  # beside signs of life: engine, verdicts and episodes take their time
+                    ending = self._reporting_errors(self._abort(numbers))
+                    self._tasks.append(self._group.create_task(ending))
                 case m.Fetch(numbers):
                     bodies = [(number, self.drawn[number].body) for number in numbers]
                     await self.link.send(m.Bodies([m.Content.of(n, body) for n, body in bodies if body]))

@@ -149,6 +149,7 @@ async def stays_in_a_call(prompt: Prompt, policy: Policy) -> float:
 
 
 WAIT: list[int] = []
+TOGETHER: list[asyncio.Barrier] = []
 
 
 async def waits_for_something_else(prompt: Prompt, policy: Policy) -> float:
@@ -158,6 +159,16 @@ async def waits_for_something_else(prompt: Prompt, policy: Policy) -> float:
         WAIT.append(policy.seed)
         await asyncio.sleep(600)
     while len(WAIT) < 4:
+        await asyncio.sleep(0.01)
+    return float(policy.seed % 1_000_003)
+
+
+async def is_judged_late(prompt: Prompt, policy: Policy) -> float:
+    """The first two prompts are judged together; what is judged behind them takes long."""
+    await policy.generate()
+    if prompt.uid < 2:
+        await TOGETHER[0].wait()
+    while prompt.uid >= 2 and not WAIT:
         await asyncio.sleep(0.01)
     return float(policy.seed % 1_000_003)
 
@@ -364,6 +375,23 @@ def test_environments_are_forgotten_with_their_episodes(
     drawn(folder, "waits_for_something_else", OutOfOrder, rollout=rollout)
     assert len(forgotten) == len(set(forgotten)) == (4 if goes_on else 8)
     assert set(WAIT).isdisjoint(forgotten) == goes_on
+
+
+def test_who_waits_for_verdicts_at_an_abort_is_not_silent(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def verify(_: Any, items: list[Any]) -> list[Verdict]:
+        WAIT.append(0)
+        time.sleep(0.3 if len(WAIT) == 1 else 4.0)
+        return []
+
+    WAIT.clear()
+    TOGETHER[:] = [asyncio.Barrier(4)]
+    monkeypatch.setattr(Right, "verify", verify)
+    monkeypatch.setattr("megarl.rollout.messages.ALIVE", 0.5)
+    rollout = {"dynamic_sampling": DYNAMIC}
+    assert len(drawn(folder, "is_judged_late", OutOfOrder, rollout=rollout, parallel={"timeout": 2.0})) == 4
+    assert len(WAIT) > 1
 
 
 def test_a_turn_that_was_taken_back_was_never_written(folder: Path) -> None:
