@@ -438,7 +438,8 @@ class Worker:
             _, left = await asyncio.wait(self._episodes.values(), timeout=limit)
             if left:
                 what = f"{len(left)} episodes have not ended {limit:g} s after they were told to"
-                raise EngineError(f"rollout.episode: {what} (let EpisodeAborted and CancelledError through)")
+                remedy = "let EpisodeAborted and CancelledError through"
+                raise EngineError(f"rollout.episode: {what}: {self.oldest} ({remedy})")
         async with self._verifying:  # until the facts of what is being verified are sent
             version = self.engine.weight_version
             ended = {one.number: one.completion for one in self._ended}
