@@ -17,7 +17,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from megarl.config.errors import ConfigError, EngineError
-from megarl.config.schema import Config, RolloutConfig
+from megarl.config.schema import Config, RolloutConfig, TurnsConfig
 from megarl.data.prompts import Prompt
 from megarl.rewards.verdict import Verdict
 from megarl.rollout.episode import EpisodeAborted, Policy, row_of
@@ -428,6 +428,19 @@ def test_an_episode_is_a_coroutine(episode: str) -> None:
     rollout = RolloutConfig(episode=f"{__name__}:{episode}")
     with pytest.raises(ConfigError, match=rf"rollout\.episode: \S+:{episode} is no coroutine function"):
         episode_of(SimpleNamespace(rollout=rollout), None, None)  # type: ignore[arg-type]
+
+
+def test_a_tools_own_timeout_is_not_the_limit() -> None:
+    async def refuses() -> None:
+        raise TimeoutError("no table is free")
+
+    async def errors() -> list[str]:
+        policy = ScriptedPolicy(prompt_of([5]), merging_tokenizer(), [])
+        policy.limits = TurnsConfig(seconds=0.05)
+        calls = policy.call(refuses), policy.call(asyncio.Event().wait)
+        return list(map(str, await asyncio.gather(*calls, return_exceptions=True)))
+
+    assert asyncio.run(errors()) == ["TimeoutError: no table is free", "timeout after 0.05 s"]
 
 
 def test_what_is_aborted_while_it_is_run_again_loses_nothing() -> None:
