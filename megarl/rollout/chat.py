@@ -187,7 +187,7 @@ def check_template(
             if chat._named and (found := chat._named.search(json.dumps(told, ensure_ascii=False))):
                 name = told.get("function", told).get("name")
                 what = f"tool {name!r}: {found[0]} in its schema would be read as a control token"
-                raise ConfigError(f"rollout.tools: {what} (reword it, or leave the tool out)")
+                raise ConfigError(f"rollout.tools, or an agent's: {what} (reword it, or leave the tool out)")
         asked = [{"role": "user", "content": "question 0"}]
         if tools and chat.render(asked) == ChatTurns(tokenizer).render(asked):
             what = "does not tell the policy of tools"

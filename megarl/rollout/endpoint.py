@@ -239,8 +239,11 @@ class Session:
                 task.exception()  # it counts no more
             self._stop(EpisodeAborted())
             self._end.exception()
-            async with self._answering:  # what it asked, and did not wait for, is a turn all the same
-                pass
+            # What it asked, and did not wait for, is a turn all the same. But at the rollout's end the engine
+            # has given back what it had, or nobody draws any more.
+            if not asyncio.current_task().cancelling():  # type: ignore[union-attr]
+                async with self._answering:
+                    pass
 
     def _stop(self, error: BaseException) -> None:
         if not self._end.done():

@@ -289,14 +289,14 @@ class Policy:
         return self.seed, row, seed, list(self._said), self._state
 
     async def _run_here(self, tool: Any, arguments: Any, keywords: Any) -> Result[str]:
+        limit = asyncio.timeout(self.limits.seconds)
         try:
-            async with asyncio.timeout(self.limits.seconds):
+            async with limit:
                 value = await tool(*arguments, **keywords)
             return Result(observation(value, self.limits.observation))
-        except TimeoutError:
-            return Result(None, f"timeout after {self.limits.seconds:g} s")
         except Exception as error:  # noqa: BLE001 (a tool's error is for the policy to read)
-            return Result(None, observation(described(error), self.limits.observation))
+            text = f"timeout after {self.limits.seconds:g} s" if limit.expired() else described(error)
+            return Result(None, observation(text, self.limits.observation))
 
     async def _journaled(self, name: str, run: Callable[[], Awaitable[Result[Any]]]) -> Any:
         """Return what a call came to, from the journal where it was made before."""

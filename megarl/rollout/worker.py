@@ -183,8 +183,9 @@ class Worker:
             match message:
                 case m.Begin():
                     self._begin(message)
-                case m.Abort(numbers):
-                    await self._reporting_errors(self._abort(numbers))
+                case m.Abort(numbers):  # beside signs of life: engine, verdicts and episodes take their time
+                    ending = self._reporting_errors(self._abort(numbers))
+                    self._tasks.append(self._group.create_task(ending))
                 case m.Fetch(numbers):
                     bodies = [(number, self.drawn[number].body) for number in numbers]
                     await self.link.send(m.Bodies([m.Content.of(n, body) for n, body in bodies if body]))
@@ -437,7 +438,8 @@ class Worker:
             _, left = await asyncio.wait(self._episodes.values(), timeout=limit)
             if left:
                 what = f"{len(left)} episodes have not ended {limit:g} s after they were told to"
-                raise EngineError(f"rollout.episode: {what} (let EpisodeAborted and CancelledError through)")
+                remedy = "let EpisodeAborted and CancelledError through"
+                raise EngineError(f"rollout.episode: {what}: {self.oldest} ({remedy})")
         async with self._verifying:  # until the facts of what is being verified are sent
             version = self.engine.weight_version
             ended = {one.number: one.completion for one in self._ended}

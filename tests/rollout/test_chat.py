@@ -256,7 +256,7 @@ def test_tools_are_not_told_of_in_control_tokens(name):
     check_template(tokenizer, [SCHEMA])
     with pytest.raises(ConfigError) as error:
         check_template(tokenizer, [SCHEMA, {**SCHEMA, "function": function}])
-    assert str(error.value).startswith(f"rollout.tools: tool 'f': {name} in its schema would be read as")
+    assert str(error.value).startswith(f"rollout.tools, or an agent's: tool 'f': {name} in its schema")
 
 
 def test_a_turn_must_end():

@@ -366,6 +366,29 @@ def test_an_abort_ends_the_agent():
     assert len(ended) == 2
 
 
+def test_an_agent_is_ended_though_its_request_is_never_answered():
+    """As where an error has ended the rollout: no engine draws any more."""
+    policy, asked = policy_of([]), asyncio.Event()
+
+    async def generate(**_: Any) -> None:
+        asked.set()
+        await asyncio.Event().wait()
+
+    policy.generate = generate  # type: ignore[method-assign,assignment]
+
+    async def ended() -> None:
+        endpoint = Endpoint(policy.tokenizer, 20.0)
+        agent, _ = asking({"messages": user("one")})
+        task = asyncio.ensure_future(endpoint.episode(agent)(policy.prompt, policy))
+        await asked.wait()
+        task.cancel()
+        done, _ = await asyncio.wait((task,), timeout=5.0)
+        assert done and task.cancelled() and not endpoint.sessions
+        await endpoint.close()
+
+    asyncio.run(ended())
+
+
 def test_an_agent_that_differs_when_it_is_run_again_goes_on_anew():
     policy = policy_of(["two", "one"])
     said = [{"messages": user(*texts)} for texts in (["one"], ["one", "two", "an"], ["one", "two", "ans"])]

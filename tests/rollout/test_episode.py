@@ -17,7 +17,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from megarl.config.errors import ConfigError, EngineError
-from megarl.config.schema import Config, RolloutConfig
+from megarl.config.schema import Config, RolloutConfig, TurnsConfig
 from megarl.data.prompts import Prompt
 from megarl.rewards.verdict import Verdict
 from megarl.rollout.episode import EpisodeAborted, Policy, row_of
@@ -149,6 +149,7 @@ async def stays_in_a_call(prompt: Prompt, policy: Policy) -> float:
 
 
 WAIT: list[int] = []
+TOGETHER: list[asyncio.Barrier] = []
 
 
 async def waits_for_something_else(prompt: Prompt, policy: Policy) -> float:
@@ -158,6 +159,16 @@ async def waits_for_something_else(prompt: Prompt, policy: Policy) -> float:
         WAIT.append(policy.seed)
         await asyncio.sleep(600)
     while len(WAIT) < 4:
+        await asyncio.sleep(0.01)
+    return float(policy.seed % 1_000_003)
+
+
+async def is_judged_late(prompt: Prompt, policy: Policy) -> float:
+    """The first two prompts are judged together; what is judged behind them takes long."""
+    await policy.generate()
+    if prompt.uid < 2:
+        await TOGETHER[0].wait()
+    while prompt.uid >= 2 and not WAIT:
         await asyncio.sleep(0.01)
     return float(policy.seed % 1_000_003)
 
@@ -329,7 +340,7 @@ def test_tasks_that_are_left_behind_are_named_and_cancelled(folder: Path) -> Non
         ("stays_while_another_fails", "the reward of turn 0 is nan", {}),
         (
             "stays_in_a_call",
-            r"4 episodes have not ended 0.1 s after they were told to \(let EpisodeAborted",
+            r"4 episodes have not ended 0.1 s after they were told to: response . to prompt 2, .* in stays,",
             {"engine_class": OutOfOrder, "rollout": {"dynamic_sampling": DYNAMIC}},
         ),
         ("exits_in_a_task", r"a task of its own has called sys.exit\(bye\)", {}),
@@ -366,6 +377,23 @@ def test_environments_are_forgotten_with_their_episodes(
     assert set(WAIT).isdisjoint(forgotten) == goes_on
 
 
+def test_who_waits_for_verdicts_at_an_abort_is_not_silent(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def verify(_: Any, items: list[Any]) -> list[Verdict]:
+        WAIT.append(0)
+        time.sleep(0.3 if len(WAIT) == 1 else 4.0)
+        return []
+
+    WAIT.clear()
+    TOGETHER[:] = [asyncio.Barrier(4)]
+    monkeypatch.setattr(Right, "verify", verify)
+    monkeypatch.setattr("megarl.rollout.messages.ALIVE", 0.5)
+    rollout = {"dynamic_sampling": DYNAMIC}
+    assert len(drawn(folder, "is_judged_late", OutOfOrder, rollout=rollout, parallel={"timeout": 2.0})) == 4
+    assert len(WAIT) > 1
+
+
 def test_a_turn_that_was_taken_back_was_never_written(folder: Path) -> None:
     taken = drawn(folder, "takes_a_turn_back", turns={"max_tokens": 20})
     for one, other in zip(
@@ -400,6 +428,19 @@ def test_an_episode_is_a_coroutine(episode: str) -> None:
     rollout = RolloutConfig(episode=f"{__name__}:{episode}")
     with pytest.raises(ConfigError, match=rf"rollout\.episode: \S+:{episode} is no coroutine function"):
         episode_of(SimpleNamespace(rollout=rollout), None, None)  # type: ignore[arg-type]
+
+
+def test_a_tools_own_timeout_is_not_the_limit() -> None:
+    async def refuses() -> None:
+        raise TimeoutError("no table is free")
+
+    async def errors() -> list[str]:
+        policy = ScriptedPolicy(prompt_of([5]), merging_tokenizer(), [])
+        policy.limits = TurnsConfig(seconds=0.05)
+        calls = policy.call(refuses), policy.call(asyncio.Event().wait)
+        return list(map(str, await asyncio.gather(*calls, return_exceptions=True)))
+
+    assert asyncio.run(errors()) == ["TimeoutError: no table is free", "timeout after 0.05 s"]
 
 
 def test_what_is_aborted_while_it_is_run_again_loses_nothing() -> None:
