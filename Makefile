@@ -209,8 +209,8 @@ trl: .venv-trl/installed ## .venv-trl with TRL, the yardstick of `make bench BEN
 	.venv-trl/bin/python -m pip install --quiet -r benchmarks/trl_requirements.txt
 	@touch $@
 
-results: $(STAMP) $(GYM) ## held-out curves of a pretrained model under four recipes, three seeds each: MODEL=smollm2 ARGS='--hours 2'
-	$(BIN)/python tools/results.py $(if $(filter tiny,$(MODEL)),smollm2,$(MODEL)) $(ARGS)
+results: $(STAMP) $(GYM) ## held-out curves of a pretrained model under four recipes, three seeds each: MODEL=smollm2 ARGS='--hours 2'; TABLE=methods, vapo
+	$(BIN)/python tools/results.py $(if $(filter tiny,$(MODEL)),smollm2,$(MODEL)) $(if $(TABLE),--table $(TABLE)) $(ARGS)
 
 bench: $(STAMP) ## every benchmark with its target, 20 minutes: BENCH='step gae', ARGS='--vs trl' (for step); BENCH=real: a pretrained model beside TRL
 	$(BIN)/python benchmarks/run.py --only $(BENCH) $(if $(ARGS),-- $(ARGS))

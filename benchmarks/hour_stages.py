@@ -375,7 +375,7 @@ def parts(given: Given, found: Found, *names: str) -> None:
 
 def one_curve(given: Given, layers: str, recipe: str) -> dict[str, Any]:
     """The loss of 20 updates, each on other random responses: what it falls by is what all tokens share."""
-    from megarl.training.losses import supervised_loss
+    from megarl.training.objectives import supervised_loss
     from tests.gpu.scene import UPDATE
 
     hybrid = "hybrid" if recipe in ("delayed", "tensorwise") else "e4m3"

@@ -21,7 +21,7 @@ from megarl.config.load import PACKAGE, config_file, read_yaml, set_key
 from megarl.config.schema import Section
 from megarl.observe.runs import read_metrics
 from megarl.parallel.lease import make_anew
-from megarl.schedule.identity import PATHS, code_checksum, inputs, settings_of
+from megarl.schedule.identity import PATHS, all_settings, code_checksum, inputs
 from megarl_experiments.jobs import Job
 
 SUFFIX = ".table.yaml"
@@ -205,7 +205,7 @@ class Planned:
     def changed(self) -> str:
         """Describe what differs today from when the finished run was made; empty where nothing does."""
         try:
-            then, now = settings_of(load_config(self.folder / PLAN)), settings_of(self.config)
+            then, now = all_settings(load_config(self.folder / PLAN)), all_settings(self.config)
         except ConfigError as error:
             return str(error)
         keys = [key for key in {**then, **now} if then.get(key) != now.get(key)]

@@ -49,7 +49,7 @@ class OpenEnvironment:
 
     def reset(self, row: dict[str, Any], seed: int) -> str:
         """Begin, with a seed below 2^32 and what the row's `reset`, if there is one, names."""
-        data = {"seed": seed % 2**32, **row.get("reset", {})}
+        data = {"seed": seed % 2**32, **(row.get("reset") or {})}
         return self._shown(self.server.ask({"type": "reset", "data": data}))
 
     def step(self, text: str) -> tuple[str, float, bool]:

@@ -15,6 +15,7 @@ from transformers import (
     AutoModelForTokenClassification,
     GenerationConfig,
     Glm4Config,
+    Glm4MoeConfig,
     LlamaConfig,
     MistralConfig,
     PreTrainedTokenizerFast,
@@ -23,7 +24,7 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-Family = Literal["qwen2", "qwen3", "qwen3_moe", "llama", "mistral", "glm4"]
+Family = Literal["qwen2", "qwen3", "qwen3_moe", "llama", "mistral", "glm4", "glm4_moe"]
 CONFIGS = {
     "qwen2": Qwen2Config,
     "qwen3": Qwen3Config,
@@ -31,6 +32,7 @@ CONFIGS = {
     "llama": LlamaConfig,
     "mistral": MistralConfig,
     "glm4": Glm4Config,
+    "glm4_moe": Glm4MoeConfig,
 }
 # What a family's configuration must say besides sizes (megarl/weights/families.py, `requires`).
 SWITCHES: dict[str, dict[str, Any]] = {
@@ -38,12 +40,22 @@ SWITCHES: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"attention_bias": False},
     "llama": {"attention_bias": False},
     "mistral": {"sliding_window": None},
+    # As published, and both layers of a tiny model are of their own kind.
+    "glm4_moe": {
+        "attention_bias": True,
+        "use_qk_norm": True,
+        "first_k_dense_replace": 1,
+        "n_shared_experts": 1,
+        "routed_scaling_factor": 2.5,
+        "num_nextn_predict_layers": 0,
+    },
 }
 MODELS = {
     None: AutoModelForCausalLM,
     "sequence": AutoModelForSequenceClassification,
     "token": AutoModelForTokenClassification,
 }
+EXPERT_BIAS = "e_score_correction_bias"
 PAD, EOS, BOS, START, END = "<pad>", "<eos>", "<bos>", "<|im_start|>", "<|im_end|>"
 SPECIALS = (PAD, EOS, BOS, START, END)
 CHARACTERS = "0123456789+-*/=? \nAnswer:WitdbcfghklmopquvxyzSTHE,.!()$\\{}<>|_"
@@ -103,8 +115,7 @@ def make_config(
         eos_token_id=1,
         bos_token_id=2,
         rope_parameters=rope_parameters,
-        **SWITCHES.get(family, {}),
-        **sizes,
+        **{**SWITCHES.get(family, {}), **sizes},
     )
 
 
@@ -137,7 +148,7 @@ def make_tiny_model(
 
     Every weight, bias and norm weight is random (std 0.1 around its usual value), so that nothing is right by
     being zero; only the `score.bias` of a token classifier is zero, because a value head has none. `head_dim`
-    (not qwen2) may differ from hidden / heads. `experts` and `active` are of qwen3_moe; an expert is half as
+    (not qwen2) may differ from hidden / heads. `experts` and `active` are of mixtures; an expert is half as
     wide as `ffn`. `rope_style`: "classic" writes rope_theta and rope_scaling as published models do,
     "parameters" what transformers 5 writes. `max_shard_bytes` splits the weights into several files with an
     index. `keys`: others of config.json.
@@ -153,11 +164,11 @@ def make_tiny_model(
     }
     if head_dim is not None and family != "qwen2":
         sizes["head_dim"] = head_dim
-    elif family in ("qwen3", "qwen3_moe", "glm4"):
+    elif family in ("qwen3", "qwen3_moe", "glm4", "glm4_moe"):
         sizes["head_dim"] = hidden // heads
-    if family == "qwen3_moe":
+    if family in ("qwen3_moe", "glm4_moe"):
         sizes |= {
-            "num_experts": experts,
+            "n_routed_experts" if family == "glm4_moe" else "num_experts": experts,
             "num_experts_per_tok": active,
             "norm_topk_prob": norm_topk_prob,
             "moe_intermediate_size": ffn // 2,
@@ -167,7 +178,10 @@ def make_tiny_model(
     config = make_config(family, tied=tied, rope=rope, **sizes, **keys)
     model = MODELS[classification].from_config(config)
     randomise(model, seed)
+    biases = {name: bias.clone() for name, bias in model.named_buffers() if name.endswith(EXPERT_BIAS)}
     model = model.to(dtype)
+    for name, bias in biases.items():  # which published models have in float32
+        setattr(model.get_submodule(name.rpartition(".")[0]), EXPERT_BIAS, bias)
     config.dtype = dtype
     folder = Path(folder)
     model.save_pretrained(folder, **({"max_shard_size": max_shard_bytes} if max_shard_bytes else {}))
@@ -188,6 +202,9 @@ def randomise(model: torch.nn.Module, seed: int) -> None:
         parameter.copy_(centre + 0.1 * torch.randn(parameter.shape, generator=generator))
         if name == "score.bias":
             parameter.zero_()
+    for name, buffer in model.named_buffers():
+        if name.endswith(EXPERT_BIAS):
+            buffer.copy_(0.1 * torch.randn(buffer.shape, generator=generator))
 
 
 def use_classic_rope(path: Path) -> None:

@@ -1,15 +1,19 @@
 #!/usr/bin/env python
-"""Held-out curves of a pretrained model under VAPO, DAPO, GRPO and PPO, several seeds each: the runs, one
-after the other, and their figures.
+"""Held-out curves of a pretrained model under several recipes, with several seeds each: the runs, one after
+the other, their figures, and tables that compare them.
 
-    make results MODEL=smollm2                        # all that is missing
+    make results MODEL=smollm2                        # VAPO, DAPO, GRPO, PPO: all that is missing
+    make results MODEL=smollm2 TABLE=vapo             # VAPO without one of its techniques at a time
+    make results MODEL=smollm2 TABLE=methods ARGS=--tune    # look for the learning rates of nine methods
+    make results MODEL=smollm2 TABLE=methods          # the nine methods, each with its own
     make results MODEL=smollm2 ARGS='--hours 2'       # begin no run after two hours; the same command goes on
     make results MODEL=smollm2 ARGS='--check vapo-1'  # a run again, beside the curve that is committed
     make results MODEL=smollm2 ARGS='--figures'       # the figures alone, of the curves that are there
     make results MODEL=smollm2 ARGS='--gsm8k FILE'    # GSM8K's problems too, before and after each run
 
 A run that was interrupted goes on from its checkpoint. A finished one is written to docs/results/MODEL as one
-JSON file: command, versions, processor, every evaluation with its 95 % intervals, every step's figures.
+JSON file: command, versions, processor, every evaluation with its 95 % intervals, every step's figures. The
+rows of the tables are in configs/results/MODEL.table.yaml.
 """
 
 from __future__ import annotations
@@ -21,28 +25,36 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+import numpy as np
 from matplotlib.figure import Figure
 
 from megarl.algorithms.evaluation import interval
+from megarl.config import load_config
 from megarl.config.errors import ConfigError, MegarlError
+from megarl.config.load import read_yaml
 from megarl.observe.run_log import ANSWERS_FILE
 from megarl.observe.runs import read_jsonl, read_metrics
 from megarl.parallel.machine import cores, matrix_rates
 from megarl.schedule.preflight import versions
+from megarl_experiments.result import compare, corrected, score_text
 from megarl_report import plots
 
 ROOT = Path(__file__).resolve().parents[1]
 MODELS = ("smollm2",)
-RECIPES, SEEDS = ("vapo", "dapo", "grpo", "ppo"), (1, 2, 3)
+SEEDS = (1, 2, 3)
+RATES = (5e-6, 1e-5, 2e-5)  # learning rates of the actor that --tune tries, on a seed that no table counts
+TUNING = ("seed=0", "steps=24", "evaluation.every=8", "checkpoint.export_hf=false")
 STEP = (  # figures of a step that are kept
     *("reward/accuracy", "reward/score", "response/length_mean", "policy/entropy", "policy/grad_norm"),
-    *("policy/clip_fraction_low", "policy/clip_fraction_high", "value/explained_variance", "time/step"),
+    *("policy/clip_fraction_low", "policy/clip_fraction_high", "value/explained_variance"),
+    *("rollout/tokens", "time/step"),
 )
+SPENT = ("rollout/tokens", "time/step")
 FIGURES = {  # file -> the set of problems, title
     "held_out": ("all", "Right answers, held-out problems of the tasks that are trained on"),
     "transfer": ("basic_arithmetic", "Right answers, basic_arithmetic, which is never trained on"),
@@ -66,22 +78,19 @@ def megarl(*arguments: str | Path) -> list[str]:
     return command[2:]
 
 
-def train(model: str, recipe: str, seed: int, run_dir: Path, dtype: str) -> dict[str, Any]:
-    """Run, or go on with, one run; return its curve."""
-    arguments = [
-        f"configs/results/{model}_{recipe}.yaml",
-        f"seed={seed}",
-        f"run_dir={run_dir.relative_to(ROOT)}",
-    ]
-    command = megarl("train", *arguments, f"model.dtype={dtype}")
+def train(row: str, given: Sequence[str], seed: int, run_dir: Path, dtype: str) -> dict[str, Any]:
+    """Run, or go on with, one run; return its curve. given: a configuration and what is set over it."""
+    own = [f"seed={seed}", f"run_dir={run_dir.relative_to(ROOT)}", f"model.dtype={dtype}"]
+    command = megarl("train", *given, *own)
     return {
-        "recipe": recipe,
+        "recipe": row,
         "seed": seed,
         "command": " ".join(command),
         "processor": processor(),
         "dtype": dtype,
         "versions": versions(),
         "evaluations": list(evaluations(run_dir)),
+        "value_pretraining": value_pretraining(run_dir),
         "steps": list(steps(run_dir)),
     }
 
@@ -118,6 +127,12 @@ def steps(run_dir: Path) -> Iterator[dict[str, Any]]:
             yield {"step": record["step"], **{name: record[name] for name in STEP if name in record}}
 
 
+def value_pretraining(run_dir: Path) -> dict[str, float]:
+    """Return what a critic's pretraining has drawn and how long it took."""
+    records = [r for r in read_metrics(run_dir).records if r["stage"] == "value_pretraining"]
+    return {what: sum(record[what] for record in records) for what in SPENT}
+
+
 def check(old: dict[str, Any], new: dict[str, Any]) -> str:
     """Return how a run that was done again stands to a committed curve. Raises ConfigError where it is
     another."""
@@ -133,12 +148,114 @@ def check(old: dict[str, Any], new: dict[str, Any]) -> str:
     return f"within its intervals ({new['processor']}, {new['dtype']}; committed: {old['processor']})"
 
 
+def tune(rows: Mapping[str, Sequence[str]], runs: Path, found: Path, dtype: str) -> None:
+    """Try RATES with each row, and write to `found` the accuracy on the held-out problems that decides: the
+    mean of the last two evaluations."""
+    tried: dict[str, dict[str, float]] = json.loads(found.read_text("utf-8")) if found.is_file() else {}
+    for row, given in rows.items():
+        for rate in RATES:
+            if f"{rate:g}" in tried.get(row, {}):
+                continue
+            print(f"\n{row}, learning rate {rate:g}", flush=True)
+            run_dir = runs / "tuning" / f"{row}-{rate:g}"
+            curve = train(row, [*given, f"actor.lr={rate:g}", *TUNING], 0, run_dir, dtype)
+            right = [each["right"] for each in curve["evaluations"] if each["of"] == "all"]
+            tried.setdefault(row, {})[f"{rate:g}"] = fmean(right[-2:])
+            found.write_text(json.dumps(tried, indent=1) + "\n", encoding="utf-8")
+            shutil.rmtree(run_dir / "checkpoints", ignore_errors=True)
+
+
+def best_rate(tried: Mapping[str, float]) -> float:
+    """Return the learning rate with the highest accuracy; of equals the lowest."""
+    return max(sorted(map(float, tried)), key=lambda rate: tried[f"{rate:g}"])
+
+
+def until(curve: Mapping[str, Any], what: str, of: str = "all") -> tuple[list[float], list[float]]:
+    """Return what a run had spent at each of its evaluations, in total, and its accuracy there.
+    what: one of SPENT."""
+    points = [each for each in curve["evaluations"] if each["of"] == of]
+    before = curve["value_pretraining"][what]
+    steps = [[s[what] for s in curve["steps"] if s["step"] <= each["step"]] for each in points]
+    spent = [before * (each["step"] > 0) + sum(some) for each, some in zip(points, steps, strict=True)]
+    return spent, [each["right"] for each in points]
+
+
+def table(curves: Mapping[str, Sequence[dict[str, Any]]]) -> str:
+    """Return a Markdown table of rows, each with its runs: accuracy at the end, where all have drawn as many
+    tokens, and where all have taken as long, between evaluations on a straight line; and the difference to
+    the first row there, in tokens, with the 95 % interval of the paired t-test over seeds, corrected after
+    Holm."""
+    budgets = {
+        what: min(until(curve, what)[0][-1] for runs in curves.values() for curve in runs) for what in SPENT
+    }
+
+    def scores(runs: Sequence[dict[str, Any]], what: str, of: str = "all") -> dict[int, float]:
+        found = {}
+        for curve in runs:
+            spent, right = until(curve, what, of)
+            found[curve["seed"]] = float(np.interp(budgets[what], spent, right))
+        return found
+
+    def last(runs: Sequence[dict[str, Any]], of: str) -> str:
+        return score_text({curve["seed"]: until(curve, "time/step", of)[1][-1] for curve in runs})
+
+    first, *others = curves
+    at_tokens = {row: scores(runs, "rollout/tokens") for row, runs in curves.items()}
+    compared = {row: compare(at_tokens[row], at_tokens[first], first) for row in others}
+    known = {row: found for row, found in compared.items() if found is not None}
+    differences = dict(zip(known, corrected([*known.values()]), strict=True))
+    heads = [
+        "",
+        "after the last step",
+        f"at {budgets['rollout/tokens'] / 1000:.0f}k tokens",
+        f"at {budgets['time/step'] / 60:.0f} minutes",
+        f"difference to {first} at equal tokens",
+        "verdict",
+        "held-out family",
+    ]
+    lines = [f"| {' | '.join(heads)} |", f"|{'---|' * len(heads)}"]
+    for row, runs in curves.items():
+        found = differences.get(row)
+        interval = "" if found is None or found.low is None else f" [{found.low:+.3f}, {found.high:+.3f}]"
+        cells = [
+            row.replace("_", " "),
+            last(runs, "all"),
+            score_text(at_tokens[row]),
+            score_text(scores(runs, "time/step")),
+            "" if found is None else f"{found.mean:+.3f}{interval}",
+            "" if found is None else found.verdict,
+            last(runs, "basic_arithmetic"),
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def draw_spent(curves: Mapping[str, Sequence[dict[str, Any]]], path: Path) -> None:
+    """Draw each row's accuracy, mean of its seeds, over the tokens drawn and over its steps' minutes."""
+    figure = Figure(figsize=(10, 4), layout="constrained")
+    for axes, (what, unit, label) in zip(
+        figure.subplots(1, 2, sharey=True),
+        (("rollout/tokens", 1000, "thousand tokens drawn"), ("time/step", 60, "minutes")),
+        strict=True,
+    ):
+        for number, (row, runs) in enumerate(curves.items()):
+            spent, right = np.mean([until(curve, what) for curve in runs], axis=0)
+            style = {"color": plots.COLOURS[number % len(plots.COLOURS)], "linewidth": 1.5}
+            dashes = "-" if number < len(plots.COLOURS) else "--"
+            axes.plot(spent / unit, right, dashes, label=f"{row.replace('_', ' ')} ({len(runs)})", **style)
+        axes.set(xlabel=label, ylim=(0, None))
+        axes.grid(color=plots.GRID)
+    axes.legend(fontsize=8)
+    figure.savefig(path, dpi=150)
+    print(path)
+
+
 def draw(curves: Sequence[dict[str, Any]], folder: Path) -> None:
     """Draw the held-out curves of FIGURES: of each recipe the mean of its seeds, and each seed thin."""
     for name, (of, title) in FIGURES.items():
         figure = Figure(figsize=(7, 4), layout="constrained")
         axes = figure.subplots()
-        for recipe, colour in zip(RECIPES, plots.COLOURS, strict=False):
+        for recipe, colour in zip(dict.fromkeys(c["recipe"] for c in curves), plots.COLOURS, strict=False):
             seeds = [
                 {each["step"]: each["right"] for each in curve["evaluations"] if each["of"] == of}
                 for curve in curves
@@ -163,40 +280,66 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("model", choices=MODELS)
-    parser.add_argument("--recipes", nargs="*", choices=RECIPES, default=RECIPES)
+    parser.add_argument("--table", choices=("recipes", "methods", "vapo"), default="recipes")
+    parser.add_argument("--rows", nargs="*", help="some of the table's; default: all")
     parser.add_argument("--seeds", nargs="*", type=int, default=SEEDS)
+    parser.add_argument(
+        "--tune", action="store_true", help="look for the rows' learning rates, and run no more"
+    )
     parser.add_argument("--hours", type=float, help="begin no run after so many")
-    parser.add_argument("--check", metavar="RECIPE-SEED", help="do one that is committed again")
+    parser.add_argument("--check", metavar="ROW-SEED", help="do one that is committed again")
     parser.add_argument("--gsm8k", metavar="FILE", type=Path, help="answer its problems before and after")
     parser.add_argument("--figures", action="store_true", help="draw what is there, and run nothing")
     given = parser.parse_args()
+    configs = ROOT / "configs" / "results"
     committed, runs = ROOT / "docs" / "results" / given.model, ROOT / "runs" / "results" / given.model
     committed.mkdir(parents=True, exist_ok=True)
-    files = {(r, s): committed / f"{r}-{s}.json" for s in given.seeds for r in given.recipes}
+    tuned = committed / "tuned.json"
     try:
+        listed = read_yaml(configs / f"{given.model}.table.yaml")
+        names = listed["tables"][given.table]
+        if unknown := {*(given.rows or ())} - {*names}:
+            raise ConfigError(f"--rows: {min(unknown)}: no such row (one of {', '.join(names)})")
+        rows = {
+            row: [f"configs/results/{listed['rows'][row][0]}", *listed["rows"][row][1:]]
+            for row in given.rows or names
+        }
         if not given.figures:
             megarl("demo", "--model", given.model, "--data-only")
             rates = matrix_rates(min(2, cores()))
             dtype = "bf16" if rates["bf16"] > 2 * rates["fp32"] else "fp32"
+        if given.tune:
+            tune(rows, runs, tuned, dtype)
+            return 0
+        files = {(row, seed): committed / f"{row}-{seed}.json" for seed in given.seeds for row in rows}
+        if given.table == "methods":
+            tried = json.loads(tuned.read_text(encoding="utf-8")) if tuned.is_file() else {}
+            for row, settings in rows.items():
+                if len(tried.get(row, ())) < len(RATES):
+                    raise ConfigError(f"{row}: its learning rate is not known ({tuned}: run --tune first)")
+                rate = best_rate(tried[row])
+                if rate != load_config(ROOT / settings[0], settings[1:]).actor.lr:
+                    rows[row] = [*settings, f"actor.lr={rate:g}"]
+                    files |= {(row, s): committed / f"{row}-{rate:g}-{s}.json" for s in given.seeds}
         if given.check:
-            recipe, _, seed = given.check.partition("-")
             path = committed / f"{given.check}.json"
             if not path.is_file():
-                raise ConfigError(f"--check: {path} is not there (one of RECIPE-SEED that is)")
+                raise ConfigError(f"--check: {path} is not there (one of ROW-SEED that is)")
+            old = json.loads(path.read_text(encoding="utf-8"))
             shutil.rmtree(runs / "check", ignore_errors=True)
-            again = train(given.model, recipe, int(seed), runs / "check", dtype)
-            print(f"{given.check}: {check(json.loads(path.read_text(encoding='utf-8')), again)}")
+            again = train(old["recipe"], rows[old["recipe"]], old["seed"], runs / "check", dtype)
+            print(f"{given.check}: {check(old, again)}")
             return 0
         begun = time.time()
-        for (recipe, seed), path in files.items() if not given.figures else ():
+        for (row, seed), path in files.items() if not given.figures else ():
             if path.is_file():
                 continue
             if given.hours is not None and time.time() - begun > 3600 * given.hours:
-                print(f"{recipe}-{seed} and what follows is left: --hours {given.hours:g} have passed")
+                print(f"{path.stem} and what follows is left: --hours {given.hours:g} have passed")
                 break
-            print(f"\n{recipe}, seed {seed}", flush=True)
-            run_dir = runs / f"{recipe}-{seed}"
-            curve = train(given.model, recipe, seed, run_dir, dtype)
+            print(f"\n{row}, seed {seed}", flush=True)
+            run_dir = runs / path.stem
+            curve = train(row, rows[row], seed, run_dir, dtype)
             if given.gsm8k:
                 weights = {"before": ROOT / "runs" / given.model / "model", "after": run_dir / "hf"}
                 outs = {"before": runs / "gsm8k", "after": run_dir / "gsm8k"}
@@ -209,9 +352,17 @@ def main() -> int:
     except MegarlError as error:
         print(f"results: {error}", file=sys.stderr)
         return error.code
-    curves = [json.loads(path.read_text(encoding="utf-8")) for path in files.values() if path.is_file()]
-    if curves:
-        draw(curves, committed)
+    found: dict[str, list[dict[str, Any]]] = {}
+    for (row, _), path in files.items():
+        if path.is_file():
+            found.setdefault(row, []).append(json.loads(path.read_text(encoding="utf-8")))
+    if found and given.table == "recipes":
+        draw([curve for curves in found.values() for curve in curves], committed)
+    elif found:
+        draw_spent(found, committed / f"{given.table}.png")
+    if found:
+        (committed / f"{given.table}.md").write_text(table(found), encoding="utf-8")
+        print(f"\n{table(found)}")
     return 0
 
 

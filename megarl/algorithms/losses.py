@@ -17,7 +17,7 @@ Stats = dict[str, Tensor]
 Aggregation = Literal["token", "sample", "constant"]
 
 # Statistics that are means over fewer tokens than all that count: the statistic that is the number of theirs.
-COUNTED_BY = {"clip_prob_high": "clip_fraction_high"}
+COUNTED_BY = {"clip_prob_high": "clip_fraction_high", "teacher_mass": "taught"}
 
 # A log-ratio is clamped to +-LOG_RATIO_LIMIT before exp: e^20 = 5e8 is far outside any clip range, and
 # nothing overflows.
@@ -307,6 +307,22 @@ def kl_loss(logprobs: Tensor, ref_logprobs: Tensor, weights: Tensor) -> tuple[Te
     difference = log_ratio(ref_logprobs.detach(), logprobs, weights > 0)
     loss = _weighted_sum(torch.expm1(difference) - difference, weights, logprobs)
     return loss, _sums(loss, "policy/kl_loss")
+
+
+def top_k_loss(logprobs: Tensor, teacher_logprobs: Tensor, weights: Tensor) -> tuple[Tensor, Stats]:
+    """Return sum_t w_t * sum_i q_ti (log q_ti - log pi_ti), before its factor; i: the k tokens that are
+    likeliest to a teacher at t, q_ti: their probabilities there, which are not normalised over them. It is
+    the part of the forward KL(q || pi) that they have (as verl's forward_kl_topk).
+
+    logprobs, teacher_logprobs: [T, k] of the same tokens; the teacher's are -inf where it has none to say.
+    Statistics: loss, tokens, those that are taught, and the sum of their q."""
+    counted = weights > 0
+    taught = counted & ~(teacher_logprobs[:, 0] == -torch.inf)
+    of_teacher, own = (torch.where(taught[:, None], x.double(), 0.0) for x in (teacher_logprobs, logprobs))
+    chances = torch.where(taught[:, None], of_teacher.exp(), 0.0)
+    loss = _weighted_sum((chances * (of_teacher - own)).sum(-1), weights, logprobs)
+    sums = {"tokens": counted.sum(), "taught": taught.sum(), "teacher_mass": chances.sum()}
+    return loss, _sums(loss, "policy/teacher_loss", **sums)
 
 
 def entropy_loss(entropy: Tensor, weights: Tensor) -> tuple[Tensor, Stats]:

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import psutil
 
 from megarl import __version__
+from megarl.config.errors import first_line
 from megarl.config.plugins import REINSTALL, plugin, plugins
 from megarl.parallel.machine import (
     GIB,
@@ -104,7 +105,7 @@ def look() -> Machine:
             properties = torch.cuda.get_device_properties(index)
             gpus.append(Gpu(properties.name, properties.total_memory, (properties.major, properties.minor)))
     except RuntimeError as error:
-        problem = str(error).splitlines()[0]
+        problem = first_line(error)
     modules = ("transformer_engine", "sglang", "nemo_run", "wandb", "tensorboard")
     return Machine(
         python=sys.version_info[:2],

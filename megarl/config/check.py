@@ -93,7 +93,7 @@ def _problems(c: Config) -> Iterator[str]:
     # A run never writes into the folder of a model that it reads.
     written = {"run_dir": c.run_dir, "value_pretraining.rollouts": c.value_pretraining.rollouts}
     models = {"critic.path": c.critic.path, "reward.model.path": c.reward.model.path}
-    models |= {"teacher.path": c.teacher.path}
+    models |= c.teacher.folders
     for key, model in {"model.path": c.model.path, **models}.items():
         if model is None:
             continue
@@ -334,7 +334,7 @@ def _rollout_problems(c: Config) -> Iterator[str]:
         yield f"rollout.dynamic_sampling.by: {what} (set it to accuracy, or weigh verifier or terms)"
     for key in () if scored else _changed(c, "reward.model.weight"):
         yield f"{key}: has no effect without a reward model (set reward.model.path)"
-    for key in () if c.teacher.path else _changed(c, "teacher.weight"):
+    for key in () if c.teacher.folders else _changed(c, "teacher.weight", "teacher.top_k"):
         yield f"{key}: has no effect without a teacher (set teacher.path)"
     for name in reward.terms:
         if not re.fullmatch("[A-Za-z0-9_]+", name):

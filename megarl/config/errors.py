@@ -15,6 +15,11 @@ class MegarlError(Exception):
         return " ".join(line.strip() for line in super().__str__().splitlines())
 
 
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's message; of one without a message, the name of its class."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
 class ConfigError(MegarlError):
     """A key of the configuration is unknown, of the wrong type, or contradicts another one."""
 

@@ -27,7 +27,7 @@ from ruamel.yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 from ruamel.yaml.representer import SafeRepresenter
 from ruamel.yaml.resolver import VersionedResolver
 
-from megarl.config.errors import ConfigError
+from megarl.config.errors import ConfigError, first_line
 from megarl.config.phases import AHEAD_PRESET, PRESETS
 from megarl.config.schema import (
     Config,
@@ -340,7 +340,7 @@ def _parse(text: str, where: str) -> tuple[Any, Node | None]:
         problem = str(error.problem).partition(" with value ")[0]  # of a key that is given twice
         raise ConfigError(f"{where}: {line}not valid YAML: {problem}") from None
     except YAMLError as error:
-        raise ConfigError(f"{where}: not valid YAML: {str(error).splitlines()[0]}") from None
+        raise ConfigError(f"{where}: not valid YAML: {first_line(error)}") from None
     except (ValueError, TypeError, LookupError, AttributeError) as error:  # `!!bool x`, `!!int ''`
         problem = f"a value does not fit its tag ({type(error).__name__}: {error})"
         raise ConfigError(f"{where}: not valid YAML: {problem}") from None

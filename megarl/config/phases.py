@@ -249,6 +249,9 @@ REFERENCE_LOGPROBS = declare(
 TEACHER_ADVANTAGES = declare(
     "teacher_advantages", reads="tokens advantages", writes="advantages", on_gpu="teacher.weights"
 )
+TEACHER_TOP_K = declare(
+    "teacher_top_k", reads="tokens", writes="teacher_logprobs teacher_tokens", on_gpu="teacher.weights"
+)
 REWARD_MODEL = declare("reward_model", reads="tokens rewards", writes="rewards", on_gpu="reward.weights")
 VALUES = declare("values", reads="tokens", writes="values", on_gpu="critic.weights")
 GROUP_ADVANTAGES = declare("group_advantages", reads="rewards turn_rewards group_ids", writes="advantages")
@@ -303,8 +306,9 @@ def training_phases(config: Config) -> tuple[Phase, ...]:
     a = config.algorithm
     before: list[Phase] = [ROLLOUT, _distribution(config)]
     more = OF_ADVANTAGES.get(a.advantage, frozenset())
-    if more:
-        before[0] = replace(ROLLOUT, writes=ROLLOUT.writes | more)
+    sources = frozenset({"teachers"} if config.teacher.by_source else ())  # which teacher a response has
+    if more or sources:
+        before[0] = replace(ROLLOUT, writes=ROLLOUT.writes | more | sources)
     if a.old_logprobs == "trainer":  # else the ratio is taken to the engine's own (SAO)
         before.append(OLD_LOGPROBS)
     if a.has_reference:  # the KL to the initial policy: GRPO, REINFORCE++
@@ -316,7 +320,11 @@ def training_phases(config: Config) -> tuple[Phase, ...]:
         scored = replace(REWARD_MODEL, reads=REWARD_MODEL.reads | parts, writes=REWARD_MODEL.writes | parts)
         before.append(scored)
     kl_columns = {a.old_column, "ref_logprobs"} if a.kl_reward else set()
-    judged = replace(TEACHER_ADVANTAGES, reads=TEACHER_ADVANTAGES.reads | {a.old_column})
+    if sources and config.update.share_prompts:
+        sources |= {"group_ids"}
+    judged = replace(TEACHER_ADVANTAGES, reads=TEACHER_ADVANTAGES.reads | {a.old_column} | sources)
+    if config.teacher.top_k:
+        judged = replace(TEACHER_TOP_K, reads=TEACHER_TOP_K.reads | sources)
     taught = [judged] if config.has_teacher else []
     if a.advantage == "prompt_value":  # SPPO: from a critic of the prompt
         before += [VALUES, PROMPT_ADVANTAGES, *taught, CRITIC_UPDATE]
@@ -336,6 +344,8 @@ def training_phases(config: Config) -> tuple[Phase, ...]:
     loss_columns = {a.old_column} | ({"ref_logprobs"} if a.kl_weight else set())
     if a.selects_tokens:  # by numbers that are drawn for each response
         loss_columns |= {"group_ids", "response_index"}
+    if config.teacher.top_k:
+        loss_columns |= TEACHER_TOP_K.writes
     actor_update = replace(ACTOR_UPDATE, reads=ACTOR_UPDATE.reads | loss_columns)
     return (*before, actor_update, WEIGHT_TRANSFER)
 

@@ -79,6 +79,8 @@ class Section(BaseModel):
         annotation = cls.model_fields[str(info.field_name)].annotation
         kinds = (annotation, *get_args(annotation))
         parts = value if isinstance(value, list) else [value]
+        if isinstance(value, dict) and Path in kinds:
+            parts = [*value.values()]
         if any(isinstance(part, bool) for part in parts) and bool not in kinds:
             raise ValueError("must not be true or false")
         if any(isinstance(part, str) and "\0" in part for part in parts):
@@ -87,6 +89,8 @@ class Section(BaseModel):
             return value
         # A shell leaves the ~ of `model.path=~/x` as it is.
         paths = [Path(p).expanduser() if isinstance(p, str) and p.startswith("~/") else p for p in parts]
+        if isinstance(value, dict):
+            return dict(zip(value, paths, strict=True))
         return paths if isinstance(value, list) else paths[0]
 
 
@@ -411,8 +415,8 @@ class EvaluationSet(DataEntry):
     )
     every: int | None = field(
         None,
-        "steps between its evaluations, needs a name, and the entry is not in eval/avg; "
-        "null: evaluation.every, and it is",
+        "steps between its evaluations (needs a name; its scores stay out of eval/avg); "
+        "null: evaluation.every, and they count there",
         "rollout steps",
         ge=1,
     )
@@ -895,18 +899,50 @@ class AlgorithmConfig(Section):
 
 class TeacherConfig(Section):
     """On-policy distillation: a teacher on the same ranks judges each token that the policy has sampled, and
-    its judgement is added to the token's advantage."""
+    its judgement is added to the token's advantage; or what it would have said there is a term of the
+    loss."""
 
     path: Path | None = field(
         None,
         "Hugging Face folder of a causal model of any size, with the actor's tokenizer; null: none",
     )
+    by_source: dict[str, Path] = field(
+        {},
+        "teachers by the rows' data_source, e.g. {openai/gsm8k: models/a}, one on the device at a time; "
+        "other rows have that of `path`, or none",
+        source="verl's distillation.teacher_models with teacher_key data_source",
+    )
     weight: float = field(
         1.0,
-        "c: c (log pi_teacher - log pi_old) is added to each token's advantage, after any whitening",
+        "c: c (log pi_teacher - log pi_old) is added to each token's advantage, after any whitening; "
+        "with top_k the factor of the loss term",
         source="Thinking Machines, On-Policy Distillation: the reverse KL of each token, undiscounted",
         gt=0,
     )
+    top_k: int | None = field(
+        None,
+        "k: the KL from a teacher to the policy over the teacher's k likeliest tokens at each place is a "
+        "term of the loss, and advantages stay as they are; null: the sampled token's log-ratio is added",
+        "tokens",
+        "verl's forward_kl_topk, which has 32",
+        ge=1,
+    )
+
+    @property
+    def folders(self) -> dict[str, Path]:
+        """Return each teacher's folder by the first key that names it, `teacher.path` or
+        `teacher.by_source.<data_source>`."""
+        found: dict[str, Path] = {}
+        by_source = {f"teacher.by_source.{source}": path for source, path in self.by_source.items()}
+        for key, path in {"teacher.path": self.path, **by_source}.items():
+            if path is not None and path not in found.values():
+                found[key] = path
+        return found
+
+    def number(self, source: str) -> int:
+        """Return which of `folders` judges rows of this data_source; -1: none."""
+        path = self.by_source.get(source, self.path)
+        return -1 if path is None else [*self.folders.values()].index(path)
 
 
 class UpdateConfig(Section):
@@ -1046,7 +1082,7 @@ class GuardConfig(Section):
 WatchedPhase = Literal[
     "start", "choose a checkpoint", "resume", "rollout", "group_advantages", "distribute", "old_logprobs",
     "parity", "reference_logprobs", "reward_model", "values", "gae_advantages", "return_advantages",
-    "tracked_advantages", "prompt_advantages", "teacher_advantages",
+    "tracked_advantages", "prompt_advantages", "teacher_advantages", "teacher_top_k",
     "monte_carlo_returns", "critic_update", "actor_update", "weight_transfer", "read_pairs",
     "supervised_update", "residency", "evaluation", "checkpoint", "export actor", "export critic",
 ]  # fmt: skip
@@ -1176,7 +1212,7 @@ class Config(Section):
     @property
     def has_teacher(self) -> bool:
         """Return whether a teacher judges the tokens of this run's responses."""
-        return self.has_engine and self.teacher.path is not None
+        return self.has_engine and bool(self.teacher.folders)
 
     def evaluates(self, step: int, every: int | None = None) -> bool:
         """Return whether a set of data.eval with this `every` is evaluated after a step. Before the first and

@@ -7,6 +7,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from itertools import islice
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from megarl.config.errors import CheckpointError, ConfigError, DataError
+from megarl.config.errors import CheckpointError, ConfigError, DataError, first_line
 from megarl.config.plugins import plugin
 from megarl.config.schema import DataConfig, DataEntry, EvaluationConfig
 from megarl.data.generated import GeneratedRow, first_rows, generate, gym_entries, reference_to
@@ -406,6 +407,22 @@ def validate_files(
     return found
 
 
+def absent_sources(data: DataConfig, names: Iterable[str]) -> list[str]:
+    """Return which of these data_sources no row of data.train has, in their order. Reads files that
+    `validate_files` has found to be sound, until all have been seen; a task of reasoning-gym is the
+    data_source of its rows."""
+    absent: dict[Any, None] = dict.fromkeys(names)
+    for entry in data.train:
+        for task in entry.gym.tasks if entry.gym else ():
+            absent.pop(task, None)
+        with suppress(DataError):  # of a parquet file without the column
+            for _, row in file_rows(entry.path, ["data_source"]) if entry.path and absent else ():
+                absent.pop(row.get("data_source") if isinstance(row, dict) else None, None)
+                if not absent:
+                    break
+    return [*absent]
+
+
 def _check_template(data: DataConfig, tokenizer: PreTrainedTokenizerBase | None) -> None:
     if "{prompt}" not in data.prompt_format:
         raise ConfigError("data.prompt_format: must contain {prompt}, which is replaced by the prompt")
@@ -509,7 +526,7 @@ def file_rows(path: Path, columns: Sequence[str] | None = None) -> Iterator[tupl
         for count, row in READERS[path.suffix](path, columns):
             yield count, row
     except (OSError, pa.ArrowException) as error:
-        raise DataError(f"{path}: cannot be read: {_first_line(error)}") from error
+        raise DataError(f"{path}: cannot be read: {first_line(error)}") from error
     if not count:
         raise DataError(f"{path}: holds no row")
 
@@ -540,10 +557,6 @@ def _parquet(path: Path, columns: Sequence[str] | None) -> Iterator[tuple[int, d
 # What reads a file, by its suffix: (path, columns that are wanted) -> rows as `file_rows` has them.
 Reader = Callable[[Path, Sequence[str] | None], Iterator[tuple[int, dict[str, Any] | str]]]
 READERS: dict[str, Reader] = {".parquet": _parquet, ".jsonl": _jsonl}
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 def value_at(row: Mapping[str, Any], key: str) -> Any:
@@ -736,4 +749,4 @@ def _templated(
         )
         return str(text)
     except Exception as error:  # noqa: BLE001 (its own errors, and whatever Python raises in a template)
-        return UnusableRow("refused by the chat template", _first_line(error))
+        return UnusableRow("refused by the chat template", first_line(error))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -42,7 +42,7 @@ from megarl.config.schema import Config, ModelConfig, OptimizerConfig
 from megarl.model.fp8 import check_device, fp8_options
 from megarl.model.hf_config import head_dim, rope_frequencies
 from megarl.model.hf_config import read_hf_config as read_hf_config
-from megarl.model.logprob_head import vocab_parallel_logprobs
+from megarl.model.logprob_head import vocab_parallel_logprobs, vocab_parallel_top_k
 from megarl.model.lora import attach_adapters
 from megarl.model.portable import AddToResidual, PackedAttention, PackedPlan, Prompts, RMSNorm
 from megarl.model.routing import Routing, watch_routers
@@ -50,7 +50,7 @@ from megarl.parallel.cpu_platform import on_cpu
 from megarl.parallel.layout import padded_vocab
 from megarl.parallel.machine import transformer_engine_problem
 from megarl.parallel.runtime import Runtime
-from megarl.weights.families import Family, family_of, is_frozen, table_names
+from megarl.weights.families import Family, Sizes, family_of, is_frozen, table_names
 from megarl.weights.layout import parameters
 
 LAYER = re.compile(r"(?<=decoder\.layers\.)\d+")
@@ -93,11 +93,20 @@ class _Body(GPTModel):
     ) -> None:
         layers = choose_layers(config.model, runtime.device)
         family = family_of(hf.to_dict())
-        megatron = _transformer_config(config, hf, runtime, layers, family)
+        sizes = Sizes.of(hf.to_dict())
+        megatron = _transformer_config(config, hf, runtime, layers, family, sizes)
         lora = config.critic.lora if isinstance(self, Critic) else config.actor.lora
+        own = runtime.layout.layers(sizes.layers, runtime.pp_rank)
+        chunk = len(own) // runtime.layout.vpp
+        mixtures = [
+            sizes.experts > 0 and layer >= sizes.dense
+            for layer in own[chunk * vp_stage : chunk * (vp_stage + 1)]
+        ]
         super().__init__(
             config=megatron,
-            transformer_layer_spec=_layer_spec(megatron, layers, family, adapters=lora.rank is not None),
+            transformer_layer_spec=_block_spec(
+                megatron, layers, family, mixtures, adapters=lora.rank is not None
+            ),
             vocab_size=padded_vocab(hf.vocab_size, runtime.layout.tp),
             max_sequence_length=hf.max_position_embeddings,
             pre_process=runtime.pp_rank == 0 and vp_stage == 0,
@@ -116,6 +125,12 @@ class _Body(GPTModel):
         self.rotary_pos_emb.cp_group = None
         self.cp_rank = runtime.cp_rank
         self.routings = watch_routers(self, runtime.device)
+        for layer in self.decoder.layers if family.has("router.expert_bias") else ():
+            if hasattr(layer.mlp, "router"):
+                # A frozen parameter in the place of Megatron's buffer, whose updates are not wanted: so it is
+                # loaded, saved and sent as all others are.
+                bias = torch.zeros(sizes.experts, dtype=torch.float32)
+                layer.mlp.router.expert_bias = torch.nn.Parameter(bias, requires_grad=False)
 
     def pack(self, cu_seqlens: Tensor, prompts: Prompts | None = None) -> Any:
         """Return what the layers need to know of packed sequences; routers need `routing` and `real_tokens`
@@ -142,7 +157,7 @@ class _Body(GPTModel):
         themselves.
 
         tokens, positions: int64 [1, t]; indices: int64 [r], tokens of the pack that predict; labels: int64
-        [r], the tokens that came there. Under context parallelism all are this rank's."""
+        [r] or [r, m], tokens that came there or might have. Under context parallelism all are this rank's."""
         hidden = super().forward(tokens, positions, None, packed_seq_params=packed)
         return self._head(hidden, indices, labels) if self.post_process else hidden
 
@@ -164,7 +179,10 @@ class _Body(GPTModel):
 
 
 class Actor(_Body):
-    """forward(...) -> (logprobs, entropy), float32 [r] each."""
+    """forward(...) -> (logprobs, entropy), float32, like the labels and [r]. With `likeliest` = (k, limit)
+    instead the k likeliest tokens below `limit`: (logprobs float32, tokens int64), [r, k] each."""
+
+    likeliest: tuple[int, int] | None = None
 
     def __init__(self, config: Config, hf: PretrainedConfig, runtime: Runtime, vp_stage: int) -> None:
         super().__init__(config, hf, runtime, vp_stage, tied=bool(hf.tie_word_embeddings))
@@ -180,16 +198,18 @@ class Actor(_Body):
         elif group is not None:
             hidden = copy_to_tensor_model_parallel_region(hidden)
         tied = self.share_embeddings_and_output_weights
-        return vocab_parallel_logprobs(
-            hidden.squeeze(1).index_select(0, indices),
-            self.shared_embedding_or_output_weight() if tied else self.output_layer.weight,
-            labels,
-            vocab_start=self.vocab_start,
-            vocab_shard_size=self.vocab_shard_size,
-            temperature=self.temperature,
-            chunk=self.chunk,
-            group=group,
-        )
+        weight = self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
+        given = hidden.squeeze(1).index_select(0, indices), weight
+        shard: dict[str, Any] = {
+            "vocab_start": self.vocab_start,
+            "vocab_shard_size": self.vocab_shard_size,
+            "temperature": self.temperature,
+            "chunk": self.chunk,
+            "group": group,
+        }
+        if self.likeliest is not None:
+            return vocab_parallel_top_k(*given, *self.likeliest, **shard)
+        return vocab_parallel_logprobs(*given, labels, **shard)
 
 
 class Critic(_Body):
@@ -326,7 +346,7 @@ def _prepare(
 
 
 def _transformer_config(
-    config: Config, hf: PretrainedConfig, runtime: Runtime, layers: str, family: Family
+    config: Config, hf: PretrainedConfig, runtime: Runtime, layers: str, family: Family, sizes: Sizes
 ) -> TransformerConfig:
     layout, dtype = runtime.layout, DTYPES[config.model.dtype]
     sequence_parallel = layout.tp > 1 and config.parallel.sequence_parallel is not False
@@ -350,8 +370,8 @@ def _transformer_config(
             raise ConfigError(f"parallel.sequence_parallel: {problem}")
         # Dropless and without auxiliary loss, so that a token's output does not depend on other tokens.
         mlp = {
-            "num_moe_experts": hf.num_experts,
-            "ffn_hidden_size": hf.moe_intermediate_size,
+            "num_moe_experts": sizes.experts,
+            "ffn_hidden_size": hf.intermediate_size if sizes.dense else hf.moe_intermediate_size,
             "moe_ffn_hidden_size": hf.moe_intermediate_size,
             "moe_router_topk": hf.num_experts_per_tok,
             # The softmax over the chosen experts is that over all of them, normalised to 1 over the chosen
@@ -367,6 +387,18 @@ def _transformer_config(
             "moe_router_dtype": "fp32" if config.model.router_dtype == "fp32" else None,
             "moe_permute_fusion": config.model.permute_fusion,
         }
+    if sizes.dense:
+        mlp["moe_layer_freq"] = [0] * sizes.dense + [1] * (sizes.layers - sizes.dense)
+    if sizes.shared_ffn:
+        mlp["moe_shared_expert_intermediate_size"] = sizes.shared_ffn
+    if family.has("router.expert_bias"):
+        mlp |= {
+            "moe_router_score_function": "sigmoid",
+            "moe_router_pre_softmax": False,
+            "moe_router_topk_scaling_factor": hf.routed_scaling_factor,
+        }
+        if hf.n_group > 1:
+            mlp |= {"moe_router_num_groups": hf.n_group, "moe_router_group_topk": hf.topk_group}
     return TransformerConfig(
         num_layers=hf.num_hidden_layers,
         hidden_size=hf.hidden_size,
@@ -424,42 +456,46 @@ def _transformer_config(
     )
 
 
-def _layer_spec(config: TransformerConfig, kind: str, family: Family, *, adapters: bool) -> Any:
-    def with_output_norms(layer: ModuleSpec, norm: type) -> ModuleSpec:
-        if family.has("_bda.output_norm.weight"):
-            block = ModuleSpec(module=AddToResidual, params={"config": config, "norm": norm})
-            layer.submodules.self_attn_bda = layer.submodules.mlp_bda = block
-        return layer
-
+def _block_spec(
+    config: TransformerConfig, kind: str, family: Family, mixtures: Sequence[bool], *, adapters: bool
+) -> TransformerBlockSubmodules:
+    """Return the specs of a chunk's layers. mixtures: which of them are mixtures of experts."""
+    norm: Any = RMSNorm
     if kind == "te":
         from megatron.core.extensions.transformer_engine import TEColumnParallelLinear, TENorm
 
-        layer = get_gpt_layer_with_transformer_engine_spec(
-            qk_layernorm=config.qk_layernorm,
-            num_experts=config.num_moe_experts,
-            moe_grouped_gemm=config.moe_grouped_gemm,
-        )
-        if adapters:  # whose input is the norm's output, which the fused layers do not show
+        norm = TENorm
+    specs = {}
+    for mixture in set(mixtures):
+        experts = config.num_moe_experts if mixture else None
+        if kind == "te":
+            layer = get_gpt_layer_with_transformer_engine_spec(
+                qk_layernorm=config.qk_layernorm,
+                num_experts=experts,
+                moe_grouped_gemm=config.moe_grouped_gemm and mixture,
+            )
             parts = layer.submodules
-            parts.input_layernorm = parts.pre_mlp_layernorm = TENorm
-            parts.self_attention.submodules.linear_qkv = TEColumnParallelLinear
-            if config.num_moe_experts is None:
-                parts.mlp.submodules.linear_fc1 = TEColumnParallelLinear
-        return with_output_norms(layer, TENorm)
-    layer = get_gpt_layer_local_spec(
-        normalization="RMSNorm", qk_layernorm=config.qk_layernorm, num_experts=config.num_moe_experts
-    )
-    parts = layer.submodules
-    parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
-    if config.num_moe_experts is not None:
-        # Transformer Engine fuses this norm with dense layers only: in a checkpoint it has the name that it
-        # has there.
-        del parts.sharded_state_dict_keys_map["pre_mlp_layernorm."]
-    attention = parts.self_attention.submodules
-    attention.core_attention = PackedAttention
-    if config.qk_layernorm:
-        attention.q_layernorm = attention.k_layernorm = RMSNorm
-    with_output_norms(layer, RMSNorm)
-    virtual = config.virtual_pipeline_model_parallel_size or 1
-    layers_here = config.num_layers // (config.pipeline_model_parallel_size * virtual)
-    return TransformerBlockSubmodules(layer_specs=[layer] * layers_here, layer_norm=RMSNorm)
+            if adapters:  # whose input is the norm's output, which the fused layers do not show
+                parts.input_layernorm = parts.pre_mlp_layernorm = TENorm
+                parts.self_attention.submodules.linear_qkv = TEColumnParallelLinear
+                if not mixture:
+                    parts.mlp.submodules.linear_fc1 = TEColumnParallelLinear
+        else:
+            layer = get_gpt_layer_local_spec(
+                normalization="RMSNorm", qk_layernorm=config.qk_layernorm, num_experts=experts
+            )
+            parts = layer.submodules
+            parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
+            if mixture:
+                # Transformer Engine fuses this norm with dense layers only: in a checkpoint it has the name
+                # that it has there.
+                del parts.sharded_state_dict_keys_map["pre_mlp_layernorm."]
+            attention = parts.self_attention.submodules
+            attention.core_attention = PackedAttention
+            if config.qk_layernorm:
+                attention.q_layernorm = attention.k_layernorm = RMSNorm
+        if family.has("_bda.output_norm.weight"):
+            block = ModuleSpec(module=AddToResidual, params={"config": config, "norm": norm})
+            parts.self_attn_bda = parts.mlp_bda = block
+        specs[mixture] = layer
+    return TransformerBlockSubmodules(layer_specs=[specs[mixture] for mixture in mixtures], layer_norm=norm)

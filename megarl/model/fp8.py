@@ -82,7 +82,9 @@ def check_sizes(config: Config, hf_config: Mapping[str, Any], key: str = "model.
     }
     if sizes.experts:  # which are whole on their rank (parallel/layout.py)
         sides["moe_intermediate_size"] = sizes.expert_ffn
-    else:
+    if sizes.shared_ffn:
+        sides["the width of shared experts"] = sizes.shared_ffn // tp
+    if not sizes.experts or sizes.dense:
         sides["intermediate_size"] = sizes.ffn // tp
     multiple = RECIPES[fp8.recipe].multiple
     for name, size in sides.items():

@@ -13,7 +13,7 @@ from transformers import AutoConfig, PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from megarl.config.errors import CheckpointError
-from megarl.weights.families import Sizes, family_of, is_tied, read_config
+from megarl.weights.families import FAMILIES, Sizes, family_of, is_tied, read_config
 
 
 def read_hf_config(folder: Path) -> PretrainedConfig:
@@ -43,6 +43,8 @@ def check_buildable(folder: Path) -> None:
     for key, value in family_of(described).requires:
         found = getattr(hf, key, None)
         taken[key] = (value, value if found is None else found)
+    for key in {pair.switch for pair in FAMILIES[hf.model_type].layer} - {""}:
+        taken[key] = (described.get(key) is not False, getattr(hf, key))
     try:
         for key, (ours, theirs) in taken.items():
             if ours != theirs:  # left out, and transformers' default is not that of the weights' table

@@ -3,7 +3,7 @@ ranks.
 
 Logits exist for `chunk` entries of the vocabulary at a time, forward and backward, so that the [tokens,
 vocabulary] array never does (20k tokens x a vocabulary of 152k would be 12 GiB in float32). One head serves
-old, reference and actor log-probs.
+old, reference and actor log-probs; another gives a teacher's likeliest tokens.
 """
 
 from __future__ import annotations
@@ -29,16 +29,58 @@ def vocab_parallel_logprobs(
     chunk: int,
     group: Group = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return log pi(label) and the entropy of pi = softmax(hidden @ weight.T / temperature), float32 [tokens]
-    each.
+    """Return log pi(label), float32 like `labels`, and the entropy, float32 [tokens], of pi = softmax(hidden
+    @ weight.T / temperature).
 
     hidden  [tokens, hidden size], the same on every rank of `group`; its gradient is this rank's share
     weight  [vocab_shard_size + padding, hidden size], this rank's vocab shard, which may be empty
-    labels  int64 [tokens]
+    labels  int64 [tokens], or [tokens, m], of which those behind the first differ
     chunk   entries whose logits exist at once: two arrays of [tokens, chunk] float32 beside the gradients
             (three where the entropy has a gradient)
     """
-    return _LogProbs.apply(hidden, weight, labels - vocab_start, vocab_shard_size, temperature, chunk, group)
+    local = (labels if labels.dim() > 1 else labels[:, None]) - vocab_start
+    logprobs, entropy = _LogProbs.apply(hidden, weight, local, vocab_shard_size, temperature, chunk, group)
+    return logprobs.view(labels.shape), entropy
+
+
+@torch.no_grad()
+def vocab_parallel_top_k(
+    hidden: Tensor,
+    weight: Tensor,
+    k: int,
+    limit: int,
+    *,
+    vocab_start: int,
+    vocab_shard_size: int,
+    temperature: float,
+    chunk: int,
+    group: Group = None,
+) -> tuple[Tensor, Tensor]:
+    """Return log pi of the k likeliest of the tokens below `limit`, float32 [tokens, k], likeliest first, and
+    which these are, int64 [tokens, k]; pi as in `vocab_parallel_logprobs`, over the whole vocabulary."""
+    maximum = hidden.new_full((hidden.shape[0],), -torch.inf, dtype=torch.float32)
+    total = torch.zeros_like(maximum)
+    best = hidden.new_full((hidden.shape[0], k), -torch.inf, dtype=torch.float32)
+    tokens = torch.zeros_like(best, dtype=torch.int64)
+    for part in _chunks(vocab_shard_size, chunk):
+        logits, first = _logits(hidden, weight[part], temperature), vocab_start + part.start
+        total *= _raise(maximum, logits.amax(-1))
+        total += (logits - maximum[:, None]).exp_().sum(-1)
+        logits = logits[:, : max(0, limit - first)]
+        values, at = logits.topk(min(k, logits.shape[1]), -1)
+        best, chosen = torch.cat([best, values], -1).topk(k, -1)
+        tokens = torch.cat([tokens, first + at], -1).gather(-1, chosen)
+    if group is not None:
+        highest = maximum.clone()
+        dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=group)
+        total *= _raise(maximum, highest)
+        dist.all_reduce(total, group=group)
+        of_ranks = [[torch.empty_like(x) for _ in range(group.size())] for x in (best, tokens)]
+        for gathered, own in zip(of_ranks, (best, tokens), strict=True):
+            dist.all_gather(gathered, own, group=group)
+        best, chosen = torch.cat(of_ranks[0], -1).topk(k, -1)
+        tokens = torch.cat(of_ranks[1], -1).gather(-1, chosen)
+    return best - (maximum + total.log())[:, None], tokens
 
 
 class _LogProbs(torch.autograd.Function):
@@ -59,14 +101,14 @@ class _LogProbs(torch.autograd.Function):
         chunk: int,
         group: Group,
     ) -> tuple[Tensor, Tensor]:
-        # Per token: maximum so far; sum of exp(x - maximum), sum of exp(x - maximum) * x, logit of the label
-        # (0 where another rank has it).
+        # Per token: maximum so far; sum of exp(x - maximum), sum of exp(x - maximum) * x, the labels' logits
+        # (0 where another rank has them).
         maximum = hidden.new_full((hidden.shape[0],), -torch.inf, dtype=torch.float32)
-        sums = hidden.new_zeros(3, hidden.shape[0], dtype=torch.float32)
+        sums = hidden.new_zeros(2 + local.shape[1], hidden.shape[0], dtype=torch.float32)
         for part in _chunks(vocab_shard_size, chunk):
             logits = _logits(hidden, weight[part], temperature)
             column, mine = _find(local, part)
-            sums[2] += torch.where(mine, logits.gather(-1, column).squeeze(-1), 0.0)
+            sums[2:] += torch.where(mine, logits.gather(-1, column), 0.0).T
             sums[:2] *= _raise(maximum, logits.amax(-1))
             shifted = (logits - maximum[:, None]).exp_()
             sums[0] += shifted.sum(-1)
@@ -77,7 +119,7 @@ class _LogProbs(torch.autograd.Function):
             sums[:2] *= _raise(maximum, highest)
             dist.all_reduce(sums, group=group)
         log_normaliser = maximum + sums[0].log()
-        logprobs = sums[2] - log_normaliser
+        logprobs = (sums[2:] - log_normaliser).T.contiguous()
         entropy = log_normaliser - sums[1] / sums[0]
         ctx.save_for_backward(hidden, weight, local, log_normaliser, entropy)
         ctx.vocab_shard_size, ctx.temperature, ctx.chunk = vocab_shard_size, temperature, chunk
@@ -89,8 +131,9 @@ class _LogProbs(torch.autograd.Function):
         ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         hidden, weight, local, log_normaliser, entropy = ctx.saved_tensors
-        grad = torch.zeros_like(entropy) if grad_logprobs is None else grad_logprobs
-        grad = (grad / ctx.temperature)[:, None]
+        grad = torch.zeros_like(local, dtype=torch.float32) if grad_logprobs is None else grad_logprobs
+        grad = grad / ctx.temperature
+        total = grad.sum(-1, keepdim=True)
         grad_hidden = torch.zeros_like(hidden, dtype=torch.float32)
         grad_weight = None
         if ctx.needs_input_grad[1]:  # not where it is frozen, as beside LoRA adapters
@@ -101,12 +144,15 @@ class _LogProbs(torch.autograd.Function):
             d_logits = _logits(hidden, weight[part], ctx.temperature)
             d_logits.sub_(log_normaliser[:, None])
             if grad_entropy is None:
-                d_logits.exp_().mul_(-grad)
+                d_logits.exp_().mul_(-total)
             else:  # d entropy / d logits = -softmax * (log softmax + entropy)
                 factor = (d_logits + entropy[:, None]).mul_((grad_entropy / ctx.temperature)[:, None])
-                d_logits.exp_().mul_(-(factor.add_(grad)))
+                d_logits.exp_().mul_(-(factor.add_(total)))
             column, mine = _find(local, part)
-            d_logits.scatter_add_(-1, column, torch.where(mine[:, None], grad, 0.0))
+            own = torch.where(mine, grad, 0.0)
+            # The first apart: of the same entry a GPU would add in any order, and differ in the last bit.
+            for labels in (slice(0, 1), slice(1, None)):
+                d_logits.scatter_add_(-1, column[:, labels], own[:, labels])
             d_logits = d_logits.to(hidden.dtype)
             grad_hidden += _product(d_logits, weight[part])
             if grad_weight is not None:
@@ -135,10 +181,10 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _find(local: Tensor, part: slice) -> tuple[Tensor, Tensor]:
-    """Return the labels' columns in this chunk, int64 [tokens, 1]; which are in it, bool [tokens]."""
+    """Return the labels' columns in this chunk, int64 like `local`; which are in it, bool."""
     column = local - part.start
     size = part.stop - part.start
-    return column.clamp(0, size - 1)[:, None], (column >= 0) & (column < size)
+    return column.clamp(0, size - 1), (column >= 0) & (column < size)
 
 
 def _raise(maximum: Tensor, other: Tensor) -> Tensor:

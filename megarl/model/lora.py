@@ -78,6 +78,8 @@ def attach_adapters(
     adapted = [pair for pair in family_of(hf_config).layer if adapters(pair, lora)]
     own = sizes.experts // layout.ep
     for layer, pair in product(chunk.decoder.layers, adapted):
+        if not sizes.has(pair, layer.layer_number - 1):
+            continue
         path = pair.megatron.removeprefix("decoder.layers.{l}.").removesuffix(".weight")
         for expert in range(own) if pair.per_expert else (0,):
             linear = layer.get_submodule(path.format(e=expert))

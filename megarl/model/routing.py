@@ -71,7 +71,8 @@ def watch_routers(model: Any, device: torch.device) -> list[Routing]:
     """Put a Routing into each router of a Megatron model, and return them; [] for a dense model. They count
     on `device`, where the model will be: Megatron builds routers on the CPU whatever the device is."""
     config, found = model.config, []
-    for layer in model.decoder.layers if config.num_moe_experts else ():
+    mixtures = [layer for layer in model.decoder.layers if hasattr(layer.mlp, "router")]
+    for layer in mixtures:
         router = layer.mlp.router
         tp_rank = model.pg_collection.tp.rank() if config.sequence_parallel else 0
         routing = Routing(layer.layer_number - 1, tp_rank, config.num_moe_experts, device)
@@ -93,10 +94,10 @@ def start_counting(routings: Sequence[Routing], *, grad: bool) -> None:
         routing.compared.zero_()
 
 
-def routing_counts(routings: Sequence[Routing], layers: int) -> Tensor:
+def routing_counts(routings: Sequence[Routing], layers: int, experts: int) -> Tensor:
     """Return what this rank has counted and stop counting: float64 [layers, experts + 2] on the host, load
-    and compared in one, zeros in other stages' layers; to be summed over all ranks."""
-    counts = torch.zeros(layers, routings[0].load.numel() + 2, dtype=torch.float64)
+    and compared in one, zeros in other stages' layers and in dense ones; to be summed over all ranks."""
+    counts = torch.zeros(layers, experts + 2, dtype=torch.float64)
     for routing in routings:
         routing.grad = None
         counts[routing.layer] = torch.cat([routing.load, routing.compared]).cpu().double()
@@ -105,7 +106,7 @@ def routing_counts(routings: Sequence[Routing], layers: int) -> Tensor:
 
 def routing_metrics(counts: Tensor, topk: int) -> dict[str, float]:
     """Return router/* from the counts of all ranks, and mismatch/routing where the engine's choice is known.
-    topk: experts of a token.
+    counts: of mixtures alone; topk: experts of a token.
 
     load_max      load of the busiest expert, with the mean load as 1, mean over the layers
     load_entropy  entropy of the load over its largest, the logarithm of the number of experts, likewise

@@ -19,7 +19,7 @@ from pathlib import Path
 from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import canonicalize_name
 
-from megarl.config.errors import ConfigError
+from megarl.config.errors import ConfigError, first_line
 from megarl.parallel.internals import changed
 
 GIB = 2**30
@@ -232,7 +232,7 @@ def broken_transformer_engine() -> str:
             importlib.import_module("torch")  # first: it brings the libraries that the compiled half needs
             importlib.import_module("transformer_engine.pytorch")
     except Exception as error:  # noqa: BLE001 (what is missing decides about the kind of error)
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        reason = first_line(error)
         hint = "compiled for another torch? " if "undefined symbol" in reason else ""
         cannot = f"this Transformer Engine cannot be imported: {reason.rstrip('.')}"
         return f"{folder}: {cannot} ({hint}{INSTALL}, or uninstall it)"

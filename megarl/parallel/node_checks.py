@@ -24,6 +24,7 @@ import psutil
 import torch
 import torch.distributed as dist
 
+from megarl.config.errors import first_line
 from megarl.parallel.machine import GIB, driver_problem, driver_version, hostname_problem
 
 MESSAGE = 64 * 2**20  # bytes of one message in the measurement
@@ -141,7 +142,7 @@ def _device_problems(needs: NodeNeeds) -> list[str]:
             one = torch.ones(256, 256, device=f"cuda:{index}")
             broken = float((one @ one).sum()) != 256.0**3
         except RuntimeError as error:
-            problems.append(f"GPU {index} does not work: {str(error).splitlines()[0]}")
+            problems.append(f"GPU {index} does not work: {first_line(error)}")
             continue
         if broken:
             problems.append(f"GPU {index} computes wrong results")
@@ -287,7 +288,7 @@ def _try_network(
     try:
         store.set(f"speed/{place.node}", json.dumps([place.name, *measure()]))
     except (dist.DistError, RuntimeError) as error:
-        store.set(f"broken/{place.node}", f"{place.name}: {backend}: {str(error).splitlines()[0]}")
+        store.set(f"broken/{place.node}", f"{place.name}: {backend}: {first_line(error)}")
     timer.cancel()
     findings = _judge_network(store, place, backend, bandwidth) if place.node == 0 else Findings([], [])
     return _share(store, place, "network", findings)

@@ -40,6 +40,9 @@ HOST_PROCESS = 4 * GIB  # a rank with torch, Megatron and its engine's processes
 # Of a run on a CPU, found in runs of up to 128 ranks: the launcher with what it has imported, and what a rank
 # that is forked from it owns besides tensors.
 LAUNCHER, FORKED = 0.5 * GIB, 0.15 * GIB
+# Bytes of each of a teacher's likeliest tokens, where they are looked for (56, found with the tests'
+# LiveMemory) and in an update (60).
+SEVERAL = 60
 NEAR = 0.9  # share of a machine's memory from which on a plan warns
 
 SCALAR = ("critic", "reward")  # models whose head gives one number
@@ -61,14 +64,14 @@ class Need:
 @dataclass(frozen=True)
 class MemoryPlan:
     """One layout of a run. config: with the layout in it; actor, critic: their sizes; device: the GPU;
-    reward, teacher: sizes of these models, None: the actor's."""
+    reward, teachers: sizes of these models, none: the actor's."""
 
     config: Config
     actor: Shape
     critic: Shape
     device: Device
     reward: Shape | None = None
-    teacher: Shape | None = None
+    teachers: tuple[Shape, ...] = ()
 
     @cached_property
     def phases(self) -> list[Phase]:
@@ -128,11 +131,14 @@ class MemoryPlan:
         return max(self.longest, self.config.update.tokens_per_micro_batch)
 
     def shape(self, model: str) -> Shape:
-        others = {"critic": self.critic, "reward": self.reward, "teacher": self.teacher}
+        """Return a model's sizes; of several teachers, which take turns, those of the largest."""
+        largest = max(self.teachers, key=lambda shape: shape.parameters, default=None)
+        others = {"critic": self.critic, "reward": self.reward, "teacher": largest}
         return others.get(model) or self.actor
 
-    def held(self, model: str, stage: int) -> Held:
-        own = self.shape(model).held(self.layout, stage, critic=model in SCALAR)
+    def held(self, model: str, stage: int, shape: Shape | None = None) -> Held:
+        """Count the parameters of a rank of this stage; shape: of one of several teachers."""
+        own = (shape or self.shape(model)).held(self.layout, stage, critic=model in SCALAR)
         if model not in ("actor", "critic") or self.lora(model).rank is None:
             return own
         beside = self.trained_of(model, self.layout, stage)
@@ -206,16 +212,20 @@ class MemoryPlan:
         largest = max(self.actor.engine_tensors(self.engine_tp, rollout.weights_dtype))
         return bucket + min(self.engine_weights, max(bucket, largest))
 
-    def group(self, name: str, stage: int) -> float:
-        """Return the bytes of a tensor group, such as actor.weights, on a rank of this stage."""
+    def group(self, name: str, stage: int, *, every: bool = False) -> float:
+        """Return the bytes of a tensor group, such as actor.weights, on a rank of this stage. Of several
+        teachers one is there at a time, the largest at most; `every`, and where they never leave: all."""
         owner, _, part = name.partition(".")
         if owner == "engine":
             if self.config.rollout.engine_kind.remote:
                 return 0.0  # its servers have GPUs of their own
             return self.engine_weights if part == "weights" else self.cache
-        held, itemsize, layout = self.held(owner, stage), self.shape(owner).itemsize, self.layout
+        itemsize, layout = self.shape(owner).itemsize, self.layout
         if part == "weights":
-            return float((held.shared + held.experts) * itemsize + held.single * SINGLE)
+            shapes = self.teachers if owner == "teacher" and self.teachers else (self.shape(owner),)
+            alone = [self.held(owner, stage, shape) for shape in shapes]
+            sizes = [float((h.shared + h.experts) * itemsize + h.single * SINGLE) for h in alone]
+            return sum(sizes) if every or name in self.keep else max(sizes)
         held = self.trained_of(owner, layout, stage)
         if part == "gradients":  # whole on every rank
             return float((held.shared + held.experts) * self.gradient_size + held.single * SINGLE)
@@ -299,13 +309,16 @@ class MemoryPlan:
             return {}
         found = self.activations(phase.model)
         tokens /= self.layout.cp  # of each sequence a rank has its part
+        # What the head makes of a teacher's likeliest tokens.
+        several = SEVERAL * tokens * (self.config.teacher.top_k or 0) * last * FRAGMENTATION
         if not phase.updates_weights:
-            return {"activations": found.forward_only(tokens, last) * FRAGMENTATION}
+            whole = found.forward_only(tokens, last) * FRAGMENTATION
+            return {"activations": whole + several * (phase.model == "teacher")}
         layers = self.shape(phase.model).sizes.layers // pp
         begun = in_flight(self.layout, stage)
         outputs = passed_on(self.layout, begun, last)
         whole, without_head = (found.training(tokens, layers, begun, head, outputs) for head in (last, False))
-        head = (whole - without_head) * FRAGMENTATION
+        head = (whole - without_head) * FRAGMENTATION + several * (phase.model == "actor")
         parts = {"activations": without_head * FRAGMENTATION, "head": head}
         during, behind = self.exchange(phase.model, stage)
         if summed := max(during, behind - sum(parts.values())):  # activations make room for what comes then
@@ -420,13 +433,17 @@ class MemoryPlan:
         # What is off the GPU at any one time; gradients come back as zeros, engines' weights from the actor.
         returning = {n for n in self.groups if not n.startswith("engine.") and not n.endswith(".gradients")}
         away = max(
-            sum(self.group(name, stage) for name in sorted(returning - phase.on_gpu - self.keep))
+            sum(self.group(name, stage, every=True) for name in sorted(returning - phase.on_gpu - self.keep))
             for phase in self.phases
             for stage in self.stages
         )
         columns = frozenset[str]().union(*(phase.writes for phase in training_phases(config))) - {"tokens"}
         # At most: a rank has its replica's share of the batch, and what its engine drew.
         batch = self.step_tokens(self.longest) * (8 + 1 + SINGLE * len(columns))
+        # A teacher's likeliest tokens and their log-probs, of a replica's share, and while they are put
+        # together twice more.
+        several = 3 * 2 * SINGLE * (config.teacher.top_k or 0)
+        batch += self.step_tokens(self.longest) / self.layout.dp * several
         return {
             "pinned buffers": away * per_node,
             "rollouts": batch * per_node,
@@ -448,7 +465,8 @@ class MemoryPlan:
             if owner == "engine":
                 held["engines' weights"] = self.group(name, 0) * (apart or self.layout.world)
             else:
-                held[part] += ranks * sum(self.group(name, stage) for stage in range(self.layout.pp))
+                stages = range(self.layout.pp)
+                held[part] += ranks * sum(self.group(name, stage, every=True) for stage in stages)
         return held | {"processes": LAUNCHER + FORKED * (self.layout.world + apart)}
 
     @cached_property
@@ -627,7 +645,7 @@ def plan_of(
     cpu: bool = False,
     memory: float | None = None,
 ) -> MemoryPlan:
-    """Return the plan of a configuration whose models have these config.json; a reward model and a teacher
+    """Return the plan of a configuration whose models have these config.json; a reward model and teachers
     have their own, or are as large as the actor where they are not on this machine.
 
     world   ranks of the job, which decide parallel.dp
@@ -642,11 +660,11 @@ def plan_of(
     if cpu:
         config = config.model_copy(update={"model": config.model.model_copy(update={"layers": "portable"})})
     parallel, dtype = config.parallel, config.model.dtype
-    reward, teacher = (
+    reward, *teachers = (
         read_config(path) if path and (path / "config.json").is_file() else actor
-        for path in (config.reward.model.path, config.teacher.path)
+        for path in (config.reward.model.path, *config.teacher.folders.values())
     )
-    for described in (actor, critic or actor, reward, teacher):
+    for described in (actor, critic or actor, reward, *teachers):
         check_layout(described, parallel.tp, parallel.pp, parallel.ep, parallel.vpp)
         check_recomputed(described, config.model)
     check_frozen(actor, config.actor, "actor")
@@ -655,7 +673,8 @@ def plan_of(
     check_lora(critic or actor, config.critic.lora, config.model, "critic")
     shapes = Shape(actor, dtype), Shape(critic or actor, dtype)
     device = device_of(config.cluster, memory)
-    plan = MemoryPlan(config, *shapes, device, Shape(reward, dtype), Shape(teacher, dtype))
+    of_teachers = tuple(Shape(teacher, dtype) for teacher in teachers)
+    plan = MemoryPlan(config, *shapes, device, Shape(reward, dtype), of_teachers)
     try:
         _ = plan.layout
     except ValueError as error:

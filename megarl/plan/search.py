@@ -138,7 +138,7 @@ def _judge(plan: MemoryPlan, engines: list[int], lengths: Lengths) -> Found:
     """Return a layout with the quickest of the other choices that fit."""
     layout = plan.layout
     try:
-        for shape in (plan.actor, plan.critic, plan.shape("reward"), plan.shape("teacher")):
+        for shape in (plan.actor, plan.critic, plan.shape("reward"), *plan.teachers):
             check_layout(shape.config, layout.tp, layout.pp, layout.ep, layout.vpp)
         check_config(plan.config, "plan")
     except MegarlError as error:

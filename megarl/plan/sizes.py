@@ -26,7 +26,7 @@ from megarl.weights.families import (
     is_frozen,
     is_tied,
 )
-from megarl.weights.layout import sglang_shards, sizes_of
+from megarl.weights.layout import float32_tensors, sglang_shards, sizes_of
 
 GIB = 2**30
 BYTES = {"bf16": 2, "fp32": 4}
@@ -76,6 +76,11 @@ class Shape:
             self._held[key] = self._count(layout, pp_rank, critic, optimizer)
         return self._held[key]
 
+    def _layers(self, layout: Layout, pp_rank: int) -> list[int]:
+        """Return the layers of a pipeline stage; where pp does not divide them (a published run's), as many
+        as the others have."""
+        return layout.layers(self.sizes.layers, pp_rank)[: self.sizes.layers // layout.pp]
+
     def _local(self, pair: Pair, tp: int, lora: LoraConfig | None = None) -> int:
         """Count the elements that one of `tp` ranks has of a parameter. lora: it is one of its adapters."""
         sizes = self.sizes if lora is None else sizes_of(self.config, lora)
@@ -93,12 +98,11 @@ class Shape:
 
     def adapted(self, lora: LoraConfig, tp: int) -> tuple[int, int]:
         """Count the elements of weights with LoRA adapters on one of `tp` ranks: of all, of the largest."""
-        pairs = [pair for pair in family_of(self.config).layer if adapters(pair, lora)]
-        held = [
-            (max(1, self.sizes.experts * p.per_expert), self._local(p, 1 if p.per_expert else tp))
-            for p in pairs
-        ]
-        return self.sizes.layers * sum(map(prod, held)), max((size for _, size in held), default=0)
+        held, sizes = list[tuple[int, int]](), self.sizes
+        for pair in (pair for pair in family_of(self.config).layer if adapters(pair, lora)):
+            copies = sizes.count(pair, range(sizes.layers)) * (sizes.experts if pair.per_expert else 1)
+            held.append((copies, self._local(pair, 1 if pair.per_expert else tp)))
+        return sum(map(prod, held)), max((size for _, size in held), default=0)
 
     def quantised(self, layout: Layout, pp_rank: int, ends_in_bf16: bool) -> int:
         """Count the parameters that a rank of this pipeline stage multiplies in FP8: the matrices of its
@@ -114,30 +118,31 @@ class Shape:
         for pair in family_of(self.config).layer:
             if pair.operation == "replicated" or any(len(sizes.shape(dims)) < 2 for _, dims in pair.hf):
                 continue
-            copies = sizes.experts // layout.ep if pair.per_expert else 1
+            copies = sizes.count(pair, layers) * (sizes.experts // layout.ep if pair.per_expert else 1)
             elements += copies * self._local(pair, 1 if pair.per_expert else layout.tp)
-        self._quantised[key] = len(layers) * elements
-        return self._quantised[key]
+        self._quantised[key] = elements
+        return elements
 
     def joined(self, layout: Layout, pp_rank: int) -> int:
         """Count the parameters of gate and up projections, which are apart in a checkpoint and one on a rank
         of this pipeline stage."""
-        elements = 0
+        elements, sizes = 0, self.sizes
+        own = self._layers(layout, pp_rank)
         for pair in family_of(self.config).layer:
             if pair.megatron.endswith("linear_fc1.weight"):
-                copies = self.sizes.experts // layout.ep if pair.per_expert else 1
+                copies = sizes.count(pair, own) * (sizes.experts // layout.ep if pair.per_expert else 1)
                 elements += copies * self._local(pair, 1 if pair.per_expert else layout.tp)
-        return elements * (self.sizes.layers // layout.pp)
+        return elements
 
     def _count(self, layout: Layout, pp_rank: int, critic: bool, optimizer: OptimizerConfig | None) -> Held:
         sizes, local = self.sizes, self._local
-        layers, top = sizes.layers // layout.pp, sizes.layers - 1
+        own, top = self._layers(layout, pp_rank), sizes.layers - 1
         first, last = pp_rank == 0, pp_rank == layout.pp - 1
         if optimizer is not None and optimizer.lora.rank is not None:
             lora = optimizer.lora
             halves = [half for pair in family_of(self.config).layer for half in adapters(pair, lora)]
             shared, each = (
-                layers * sum(local(half, tp, lora) for half in halves if half.per_expert is per_expert)
+                sum(sizes.count(h, own) * local(h, tp, lora) for h in halves if h.per_expert is per_expert)
                 for per_expert, tp in ((False, layout.tp), (True, 1))
             )
             return Held(shared, each * (sizes.experts // layout.ep), sizes.hidden if critic and last else 0)
@@ -148,12 +153,13 @@ class Shape:
         # Frozen layers are the lowest: what is trained in any is trained in the uppermost.
         pairs = [pair for pair in family_of(self.config).layer if counts(pair, top)]
         if optimizer is not None:
-            own = layout.layers(sizes.layers, pp_rank)
-            layers = sum(layer >= optimizer.frozen_layers for layer in own)
-        shared = layers * sum(local(pair, layout.tp) for pair in pairs if not pair.per_expert)
-        experts = (
-            layers * (sizes.experts // layout.ep) * sum(local(pair, 1) for pair in pairs if pair.per_expert)
+            own = [n for n in layout.layers(sizes.layers, pp_rank) if n >= optimizer.frozen_layers]
+        single = sum(sizes.count(p, own) * local(p, 1) for p in pairs if p.float32 == "everywhere")
+        shared, each = (
+            sum(sizes.count(pair, own) * local(pair, tp) for pair in pairs if pair.per_expert is per_expert)
+            for per_expert, tp in ((False, layout.tp), (True, 1))
         )
+        shared, experts = shared - single, each * (sizes.experts // layout.ep)
         tied = is_tied(self.config)
         if first and counts(EMBEDDING):
             shared += local(EMBEDDING, layout.tp)
@@ -161,7 +167,7 @@ class Shape:
             shared += local(FINAL_NORM, layout.tp)
         if last and not critic and not (first and tied) and counts(TIED_OUTPUT if tied else OUTPUT):
             shared += local(OUTPUT, layout.tp)
-        return Held(shared, experts, sizes.hidden if critic and last else 0)
+        return Held(shared, experts, single + (sizes.hidden if critic and last else 0))
 
     @cached_property
     def parameters(self) -> int:
@@ -172,11 +178,11 @@ class Shape:
     def active(self) -> int:
         """Count the parameters of matrices that a token goes through: the output layer, not the embedding."""
         sizes = self.sizes
-        mlp = 3 * sizes.hidden * sizes.ffn
-        if sizes.experts:
-            chosen = int(self.config.get("num_experts_per_tok", 0))
-            mlp = sizes.hidden * (sizes.experts + 3 * sizes.expert_ffn * chosen) if chosen else mlp
-        return sizes.layers * (sizes.hidden * (2 * sizes.q + 2 * sizes.kv) + mlp) + sizes.vocab * sizes.hidden
+        chosen = int(self.config.get("num_experts_per_tok", 0)) if sizes.experts else 0
+        dense = sizes.dense if chosen else sizes.layers
+        columns = sizes.experts + 3 * (sizes.expert_ffn * chosen + sizes.shared_ffn)
+        mlps = dense * 3 * sizes.ffn + (sizes.layers - dense) * columns
+        return sizes.hidden * (sizes.layers * (2 * sizes.q + 2 * sizes.kv) + mlps + sizes.vocab)
 
     @cached_property
     def chosen_share(self) -> float:
@@ -197,8 +203,11 @@ class Shape:
     @lru_cache(maxsize=64)  # noqa: B019 (a planner has a few models, and ends)
     def engine_tensors(self, tp: int, weights: str) -> tuple[float, ...]:
         """Return the bytes of each tensor of an SGLang engine on a rank. weights: rollout.weights_dtype."""
+        single = float32_tensors(self.config, sglang=True)
 
         def width(name: str, shape: tuple[int, ...]) -> float:
+            if name in single:
+                return SINGLE
             matrix = len(shape) == 2 and ".layers." in name
             if weights != "fp8_block" or not matrix or "router" in name or ".gate.weight" in name:
                 return self.itemsize
@@ -315,9 +324,9 @@ def activations(shape: Shape, passes: Passes, *, critic: bool) -> Activations:
     q, kv = sizes.q / tp, 2 * sizes.kv / tp
     # Feed-forward columns of a token on a rank, and those of its copies that go to its experts. These are on
     # other ranks, but as many tokens come from there (expert parallelism does not change it; an uneven router
-    # does).
+    # does). Dense layers before mixtures count as these, which keep as much or more.
     chosen = shape.config["num_experts_per_tok"] if sizes.experts else 0
-    f, copies = (chosen * sizes.expert_ffn or sizes.ffn) / tp, chosen * sizes.hidden / tp
+    f, copies = (chosen * sizes.expert_ffn + sizes.shared_ffn or sizes.ffn) / tp, chosen * sizes.hidden / tp
     if layers == "portable":
         # Twice: input, normalised input (both float32), output.
         norms = 2 * (2 * SINGLE * h + b * h) + 2 * SINGLE

@@ -219,7 +219,7 @@ def estimate(plan: MemoryPlan, lengths: Lengths) -> Estimate:
     for before, after in zip([sets[-1], *sets[:-1]], sets, strict=True):
         for name in sorted(before ^ after):
             if not name.startswith("engine.") and not name.endswith(".gradients"):
-                moved += max(plan.group(name, stage) for stage in plan.stages)
+                moved += max(plan.group(name, stage, every=True) for stage in plan.stages)
     if moved:
         parts["on and off the device"] = moved / (plan.device.host_speed * 1e9 * LINKS)
     return Estimate(parts, tokens)
@@ -239,12 +239,15 @@ def _token_seconds(plan: MemoryPlan, name: str, update: bool, whole: list[float]
 
     h = sizes.hidden
     layer, mlp = products((h, (sizes.q + 2 * sizes.kv) / tp), (sizes.q / tp, h)), 0.0
+    dense = sizes.dense / sizes.layers if sizes.experts else 1.0  # share of the layers
     if sizes.experts:
         # Whole experts, to which the tensor-parallel ranks of a token's replica send their parts of it.
         chosen = shape.config["num_experts_per_tok"]
-        layer += chosen / tp * products((h, 2 * sizes.expert_ffn), (sizes.expert_ffn, h))
-    else:
-        mlp = products((h, 2 * sizes.ffn / tp), (sizes.ffn / tp, h))
+        routed = chosen / tp * products((h, 2 * sizes.expert_ffn), (sizes.expert_ffn, h))
+        shared = sizes.shared_ffn / tp
+        layer += (1 - dense) * (routed + (products((h, 2 * shared), (shared, h)) if shared else 0.0))
+    if dense:
+        mlp = dense * products((h, 2 * sizes.ffn / tp), (sizes.ffn / tp, h))
         layer += mlp
     # Causal attention: a token looks at half of its sequence, which is a longer one the more tokens it has.
     square = fmean(length**2 for length in whole) / fmean(whole)

@@ -30,6 +30,7 @@ from megarl.rewards.verdict import (
     finite,
     get_term,
     get_verifier,
+    short,
     verifier_path,
 )
 
@@ -37,7 +38,6 @@ if TYPE_CHECKING:  # a worker needs no pydantic
     from megarl.config.schema import RewardTerm
 
 _MAX_BATCH = 64
-_MAX_TEXT = 1000  # characters of an extracted answer or an error that travel back
 
 # Response text and reference; where the terms of the reward are wanted too, then `length`, `longest`
 # and `truncated` of `Judged`.
@@ -184,11 +184,14 @@ class VerifierPool:
         while True:
             if (old := self._workers[slot]) is not None:
                 old.end()
-            worker = self._workers[slot] = _Worker()
+            self._workers[slot] = worker = None
             try:
+                worker = self._workers[slot] = _Worker()
                 problem = await worker.connect(self._settings)
-            except (TimeoutError, EOFError) as error:
-                reason = f"{worker.end()}; {worker.last_line}"
+            except (OSError, EOFError) as error:  # OSError: TimeoutError is one, and a machine that is full
+                reason = f"{type(error).__name__}: {error}"
+                if worker is not None:
+                    reason = f"{worker.end()}; {worker.last_line}"
                 if isinstance(error, TimeoutError):
                     late = f"a worker process was not ready within {START_LIMIT:g} s ({reason})"
                     raise WaitTimeout(f"reward.verifier: {late}") from None
@@ -267,9 +270,7 @@ def _judging(settings: dict[str, Any]) -> Callable[[Any], Iterator[Any]]:
             if isinstance(reference, list):
                 reference = Reference(*reference)
             verdict = judge(verifier, terms, response, reference, *size)
-            texts = (
-                None if text is None else str(text)[:_MAX_TEXT] for text in (verdict.extracted, verdict.error)
-            )
+            texts = short(verdict.extracted), short(verdict.error)
             yield [verdict.correct, *texts, verdict.score, verdict.terms, verdict.judged]
 
     return verdicts

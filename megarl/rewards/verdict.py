@@ -11,8 +11,10 @@ from functools import partial
 from numbers import Real
 from typing import Any, NamedTuple, cast
 
-from megarl.config.errors import ConfigError
+from megarl.config.errors import ConfigError, first_line
 from megarl.config.plugins import REINSTALL, plugins
+
+MAX_TEXT = 1000  # characters of an extracted answer or an error that travel
 
 
 @dataclass(frozen=True)
@@ -76,6 +78,12 @@ class Judged:
     longest: int
     truncated: bool
     verdict: Verdict
+
+
+def short(text: object) -> str | None:
+    """Return an answer or an error as text that any message holds, at most MAX_TEXT characters of it: half of
+    a surrogate pair, which JSON can spell, is replaced."""
+    return None if text is None else str(text)[:MAX_TEXT].encode(errors="replace").decode()
 
 
 class UnusableError(Exception):
@@ -147,9 +155,8 @@ def imported(key: str, path: str, what: str = "function") -> Callable[..., Any]:
     try:
         module = importlib.import_module(module_name)
     except (Exception, SystemExit) as error:  # a module of the user may raise anything while it is imported
-        first_line = (str(error).splitlines() or [""])[0]
         raise ConfigError(
-            f"{key}: {module_name} cannot be imported: {type(error).__name__}: {first_line} "
+            f"{key}: {module_name} cannot be imported: {type(error).__name__}: {first_line(error)} "
             f"(it must lie on PYTHONPATH or in the current folder)"
         ) from error
     found = getattr(module, name, None)

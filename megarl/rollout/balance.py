@@ -10,10 +10,7 @@ PRIOR = 8  # responses that every engine counts as having ended at the start: on
 
 
 def share_out(
-    waiting: Sequence[Sequence[int]],
-    running: Sequence[int],
-    limits: Sequence[float],
-    ended: Sequence[int],
+    waiting: Sequence[Sequence[int]], running: Sequence[int], limits: Sequence[float], ended: Sequence[int]
 ) -> list[list[int]]:
     """Return which of the waiting responses each engine begins now. Per engine:
 

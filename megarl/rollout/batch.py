@@ -15,21 +15,13 @@ import torch
 from torch import Tensor
 
 from megarl.algorithms.evaluation import avg_at_k, interval, ks_up_to, majority_at_k, pass_at_k
-from megarl.config.schema import RewardConfig
+from megarl.config.schema import RewardConfig, TeacherConfig
 from megarl.data.experience import Experience, StepBatch
 from megarl.data.prompts import ProblemSet, Prompt
 from megarl.observe.run_log import OBSERVED, POLICY, Sample, choose_samples
 
-DERIVED = (
-    "number",
-    "body",
-    "owner",
-    "length",
-    "extent",
-    "oldest",
-    "routed",
-    "rewarded",
-)  # fields of a response that its state has not
+# Fields of a response that its state has not.
+DERIVED = ("number", "body", "owner", "length", "extent", "oldest", "routed", "rewarded")
 BODY: dict[str, Any] = {  # of a body, one number a token
     "tokens": np.int32,
     "logprobs": np.float32,
@@ -309,15 +301,11 @@ def source_stats(groups: Sequence[Group]) -> dict[str, float]:
     sources = of_sources(groups)
     for name, some in sources.items() if len(sources) > 1 else ():
         responses = [response for group in some for response in group.responses]
-        all_of_them = response_stats(responses)
+        of_all, keys = response_stats(responses), ("reward/accuracy", "reward/score", "response/length_mean")
         stats[f"source/{name}/responses"] = len(responses)
-        for short, key in (
-            ("accuracy", "reward/accuracy"),
-            ("score", "reward/score"),
-            ("length", "response/length_mean"),
-        ):
-            if key in all_of_them:
-                stats[f"source/{name}/{short}"] = all_of_them[key]
+        for short, key in zip(("accuracy", "score", "length"), keys, strict=True):
+            if key in of_all:
+                stats[f"source/{name}/{short}"] = of_all[key]
     return stats
 
 
@@ -406,6 +394,11 @@ class RolloutBatch:
     def prompt_uids(self) -> Tensor:
         """Return the uid of each response's prompt, int64 [n]."""
         return torch.tensor([group.prompt.uid for group in self.groups for _ in group.responses])
+
+    def teachers(self, config: TeacherConfig) -> Tensor:
+        """Return the number of each response's teacher, by its prompt's data_source, int64 [n]; -1: none."""
+        numbers = [config.number(group.prompt.source) for group in self.groups for _ in group.responses]
+        return torch.tensor(numbers)
 
     def reward_parts(self, reward: RewardConfig) -> Tensor:
         """Return what each response got of each of `reward.parts` but the model's, without its weight: the

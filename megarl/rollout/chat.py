@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from itertools import count, zip_longest
 from typing import Any
 
-from megarl.config.errors import ConfigError
+from megarl.config.errors import ConfigError, first_line
 from megarl.config.schema import RolloutConfig
 from megarl.data.prompts import Prompt
 from megarl.rewards.verdict import Verdict
@@ -81,8 +81,7 @@ class ChatTurns:
                 list(messages), tools=self.tools, add_generation_prompt=generate, tokenize=False
             )
         except Exception as error:  # its own errors, and whatever Python raises in a template
-            line = (str(error).splitlines() or [type(error).__name__])[0]
-            raise ValueError(f"the chat template refuses {_roles(messages)}: {line}") from error
+            raise ValueError(f"the chat template refuses {_roles(messages)}: {first_line(error)}") from error
         return str(text)
 
     def text_behind(self, messages: Sequence[Message]) -> str:
@@ -184,6 +183,11 @@ def check_template(
         )
     try:
         chat = ChatTurns(tokenizer, tools)
+        for told in tools:  # of an MCP server they are a stranger's words
+            if chat._named and (found := chat._named.search(json.dumps(told, ensure_ascii=False))):
+                name = told.get("function", told).get("name")
+                what = f"tool {name!r}: {found[0]} in its schema would be read as a control token"
+                raise ConfigError(f"rollout.tools: {what} (reword it, or leave the tool out)")
         asked = [{"role": "user", "content": "question 0"}]
         if tools and chat.render(asked) == ChatTurns(tokenizer).render(asked):
             what = "does not tell the policy of tools"
@@ -268,8 +272,7 @@ def parse_calls(tokens: Sequence[int], tokenizer: Any, form: str, prefix: str = 
         try:
             message = tokenizer.parse_response(list(tokens), prefix=prefix)
         except Exception as error:  # noqa: BLE001 (whatever it raises about what the policy wrote)
-            line = str(error).splitlines()[0] if str(error) else type(error).__name__
-            return tokenizer.decode(tokens, skip_special_tokens=True), [_failed(line)]
+            return tokenizer.decode(tokens, skip_special_tokens=True), [_failed(first_line(error))]
         found = [one.get("function") for one in message.get("tool_calls") or ()]
         return str(message.get("content") or ""), [_call(one) for one in found]
     text = tokenizer.decode(tokens, skip_special_tokens=True)

@@ -51,12 +51,7 @@ class Controller:
     """
 
     def __init__(
-        self,
-        config: Config,
-        hub: m.Hub,
-        ranks: int,
-        streams: bool,
-        draw: Callable[[int], Sequence[Prompt]],
+        self, config: Config, hub: m.Hub, ranks: int, streams: bool, draw: Callable[[int], Sequence[Prompt]]
     ) -> None:
         self.config, self.hub, self.streams, self.draw = config, hub, streams, draw
         self.ranks_per_engine = config.rollout.engine_tp

@@ -31,20 +31,9 @@ Agent = Callable[[str, str, dict[str, Any]], Awaitable[Verdict | bool | float | 
 _MOST_BYTES = 4 << 20  # of a request: a history of a million tokens
 # How tokens are drawn is the run's to say, and agents have these written into them.
 _IGNORED = {
-    *(
-        "model",
-        "temperature",
-        "top_p",
-        "top_k",
-        "min_p",
-        "seed",
-        "user",
-        "metadata",
-        "store",
-        "stream_options",
-    ),
-    *("parallel_tool_calls", "service_tier", "safety_identifier", "prompt_cache_key", "reasoning_effort"),
-}
+    "model", "temperature", "top_p", "top_k", "min_p", "seed", "user", "metadata", "store", "stream_options",
+    "parallel_tool_calls", "service_tier", "safety_identifier", "prompt_cache_key", "reasoning_effort",
+}  # fmt: skip
 _READ = {"messages", "tools", "tool_choice", "stop", "max_tokens", "max_completion_tokens", "stream"}
 # What would change what is answered: it has to say what is done anyway.
 _FIXED: dict[str, tuple[Any, ...]] = {
@@ -228,7 +217,10 @@ class Session:
                 left = self.heard + limit - time.monotonic()
                 if left <= 0:
                     raise TimeoutError(f"the agent has asked nothing for {limit:g} s (rollout.turns.seconds)")
+                begun = time.monotonic()
                 await asyncio.wait((task, self._end), timeout=left, return_when=asyncio.FIRST_COMPLETED)
+                if time.monotonic() > begun + left + 1.0:  # the loop stood still: engines were started again
+                    self.heard = time.monotonic()
             if self._end.done():
                 self._end.result()
             try:
@@ -280,6 +272,8 @@ class Session:
             raise Refused("the episode has ended", "ended") from None
 
     async def _answer(self, body: Any) -> dict[str, Any]:
+        if self.truncated:  # of what is asked from then on nothing is shown to the policy
+            raise EpisodeTruncated
         messages, tools, stop, most = _read(body)
         if self.chat is None:
             self.chat = self.endpoint.chat(tools)

@@ -10,7 +10,8 @@ from __future__ import annotations
 import asyncio
 import time
 from abc import abstractmethod
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from concurrent.futures import Executor
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -121,22 +122,27 @@ class RolloutEngine(Protocol):
         """Allocate the memory of the tags again; weights are undefined until an update."""
 
 
-def check_positions(prompt: int, response: int, positions: float) -> None:
-    """Raise EngineError where a prompt and a response do not fit the model's positions."""
-    if response < 1 or prompt + response > positions:
-        raise EngineError(
-            f"rollout: a prompt of {prompt} tokens and {response} response tokens do not fit the model's "
-            f"{positions} positions (lower rollout.max_response_tokens or data.max_prompt_tokens)"
-        )
+def check_positions(requests: Iterable[Request], params: SamplingParams, positions: float) -> None:
+    """Raise EngineError where what a request has and what it may still get do not fit the model's
+    positions."""
+    for request in requests:
+        there, left = len(request.text), request.limit(params) - request.begun
+        if left < 1 or there + left > positions:
+            raise EngineError(
+                f"rollout: a prompt of {there} tokens and {left} response tokens do not fit the model's "
+                f"{positions} positions (lower rollout.max_response_tokens or data.max_prompt_tokens)"
+            )
 
 
 class EngineClient:
     """What coroutines on the leader's event loop ask of its engine. While `run` runs, requests come back.
 
-    busy  seconds in which the engine had something to do"""
+    threads  where an engine in processes of its own is waited for. Not the loop's, all of which an episode's
+             own calls (`asyncio.to_thread`) may hold while they wait for the engine
+    busy     seconds in which the engine had something to do"""
 
-    def __init__(self, engine: RolloutEngine) -> None:
-        self.engine = engine
+    def __init__(self, engine: RolloutEngine, threads: Executor) -> None:
+        self.engine, self.threads = engine, threads
         self.busy = 0.0
         self._count = 0
         self._new: dict[SamplingParams, dict[int, Request]] = {}
@@ -163,6 +169,7 @@ class EngineClient:
     async def run(self) -> None:
         """Give requests to the engine, those made at one time together, and answers to those who asked, for
         ever. Raises what the engine raises; after an EngineFailure it may be called again."""
+        loop = asyncio.get_running_loop()
         while True:
             await self._wanted.wait()
             await asyncio.sleep(0)  # all that is asked now
@@ -175,7 +182,7 @@ class EngineClient:
                     self._wanted.clear()
                     continue
                 if self.engine.streams:
-                    ended = await asyncio.to_thread(self.engine.poll, WAIT)
+                    ended = await loop.run_in_executor(self.threads, self.engine.poll, WAIT)
                 else:
                     ended = self.engine.poll(SLICE)
             if any(completion.finish == "abort" for _, completion in ended):
@@ -198,9 +205,10 @@ class EngineClient:
     async def abort(self) -> None:
         """End everything that was asked for: it comes back as far as it is. Raises EngineFailure where the
         engine fails; then it comes back with nothing."""
+        loop = asyncio.get_running_loop()
         async with self._polling:
             self._new.clear()
             try:
-                self._settle(await asyncio.to_thread(self.engine.abort))
+                self._settle(await loop.run_in_executor(self.threads, self.engine.abort))
             finally:
                 self._settle([(key, Completion()) for key in list(self._answers)])

@@ -72,7 +72,7 @@ class Policy:
     tools      processes that calls are made in
     shared_prompts  update.share_prompts: nothing may be shown before the first turn
     window     the most tokens that are drawn now, of a single turn, which then goes on later; 0: no limit
-    lenient    whether an episode that does something else when it is run again goes on from there anew
+    lenient    whether an episode may depart from its journal when run again; what follows is drawn afresh
     turned     called whenever `seated` may have changed
     turns, calls    how many there were; truncated: whether it had no turn or token left
     aborted    whether whatever the episode asks next ends it; windowed: as it has got its window
@@ -161,10 +161,15 @@ class Policy:
             # An observation behind the last recorded turn was never part of the record's tokens.
             first = len(written.tokens) + len(self._observed)
             part = slice(first, first + recorded[1])
+            routing = self.begun.routing
+            if routing is not None:  # of what comes behind, the episode may want nothing now
+                routing = routing[: len(self.prompt.tokens) + part.stop]
             found = Completion(
                 self.begun.tokens[part], self.begun.logprobs[part], recorded[2], self.begun.versions[part],
-                self.begun.routing,
+                routing,
             )  # fmt: skip
+            if found.finish == "abort" and recorded[1] >= most:  # nor so many tokens
+                found.finish = "length"
             if list(self.begun.tokens[len(written.tokens) : first]) != self._observed:
                 self._record, found = [], None
                 if not self.lenient:
@@ -347,7 +352,10 @@ class Policy:
 
     def result(self, *, ended: bool = True) -> Completion:
         """Return what was written, in the form of one turn where it is one; with finish "abort" where the
-        episode has not `ended`, or has caught an EpisodeAborted and ended for that."""
+        episode has not `ended`, or has caught an EpisodeAborted and ended for that. One that was run again
+        and has not come to where it was yet: what it was begun with."""
+        if self._record and self.begun is not None and not ended:
+            return self.begun
         written = self.written
         written.finish = "length" if self.truncated else "stop"
         if not ended or self._refused:
@@ -370,13 +378,14 @@ async def single_turn(prompt: Prompt, policy: Policy) -> None:
 
 
 def row_of(prompt: Prompt) -> dict[str, Any]:
-    """Return a prompt as environments and agents see it."""
+    """Return a prompt as environments and agents see it. Of its other columns those of these names (verl's
+    GSM8K has a question and an answer) are not seen."""
     return {
+        **prompt.extra,
         "uid": prompt.uid,
         "prompt": prompt.text,
         "question": prompt.question,
         "answer": prompt.answer,
         "data_source": prompt.source,
         "entry": prompt.entry,
-        **prompt.extra,
     }

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import megarl
-from megarl.config.errors import ConfigError
+from megarl.config.errors import ConfigError, first_line
 from megarl.rewards.process import START_LIMIT, plain_environment
 from megarl.rollout.tools import MCP, ServerError
 
@@ -162,6 +162,6 @@ async def _connected(entry: str) -> AsyncIterator[Client]:
             lines = log.read().strip().splitlines()
             while isinstance(error, ExceptionGroup):
                 error = error.exceptions[0]
-            why = lines[-1] if lines else f"{type(error).__name__}: {error}".splitlines()[0]
+            why = lines[-1] if lines else f"{type(error).__name__}: {first_line(error)}"
             remedy = "write mcp:COMMAND, or mcp:URL"
             raise ConfigError(f"rollout.tools: {entry}: no MCP server answers: {why} ({remedy})") from error

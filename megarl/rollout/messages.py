@@ -8,6 +8,7 @@ controller's, and no two responses have the same.
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import socket
 import time
@@ -25,7 +26,7 @@ from megarl.rollout.batch import BODY, Body, Response
 from megarl.rollout.sampling import SamplingParams
 
 TRAINER = -1  # the first trainer's number, where trainers are other ranks; ranks with engines count from 0
-ALIVE = 10.0  # seconds without a word to somebody after which it is told that nothing else is the matter
+ALIVE = 10.0  # seconds of silence after which an `Alive` is sent
 LINGER = 5000  # milliseconds that a closed socket has for what it has not sent yet
 _DOOR = "inproc://controller"
 
@@ -36,7 +37,7 @@ class Message(msgspec.Struct, array_like=True, tag=True, forbid_unknown_fields=T
 
 class Question(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     """What a rank must know of a prompt. tokens: int32; answer, entry: as in Prompt; and the rest of it where
-    responses may have several turns"""
+    responses may have several turns. extra: JSON, as integers there may be of any size"""
 
     uid: int
     tokens: bytes
@@ -45,20 +46,22 @@ class Question(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     text: str = ""
     source: str = ""
     question: str = ""
-    extra: dict[str, Any] = {}
+    extra: str = "{}"
 
     @staticmethod
     def of(prompt: Prompt, *, whole: bool = False) -> Question:
         """Return what is sent of a prompt."""
         needed = prompt.uid, pack(prompt.tokens, np.int32), prompt.answer, prompt.entry
-        rest = (prompt.text, prompt.source, prompt.question, prompt.extra) if whole else ()
-        return Question(*needed, *rest)
+        if not whole:
+            return Question(*needed)
+        extra = json.dumps(prompt.extra, default=str)  # a row's columns may be of any type
+        return Question(*needed, prompt.text, prompt.source, prompt.question, extra)
 
     @property
     def prompt(self) -> Prompt:
         """Return the prompt, as far as it was sent."""
         tokens = tuple(np.frombuffer(self.tokens, np.int32).tolist())
-        rest = self.source, self.extra, self.question, self.entry
+        rest = self.source, json.loads(self.extra), self.question, self.entry
         return Prompt(self.uid, self.text, tokens, self.answer, *rest)
 
 
@@ -270,9 +273,9 @@ class Continue(Message):
 
 
 class Load(Message):
-    """Continue from what a snapshot gave."""
+    """Continue from what a snapshot gave, as JSON."""
 
-    state: dict[str, Any]
+    state: str
 
 
 class Evaluate(Message):
@@ -310,7 +313,7 @@ class Evaluated(Message):
 
 ORDERS = (SendReports, Sync, Draw, Take, Continue, Load, Evaluate, Leave)
 Order = SendReports | Sync | Draw | Take | Continue | Load | Evaluate | Leave
-_encode = msgspec.msgpack.Encoder(enc_hook=str).encode  # a prompt's extra columns may be of any type
+_encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(
     Order | Alive | Begin | Abort | Fetch | Recover | End | Hello | Ended | Unseated | Failed | Aborted
     | Bodies | Reports | Drawn | Evaluated

@@ -42,10 +42,12 @@ if TYPE_CHECKING:
 
 
 class GroupFacts(msgspec.Struct, array_like=True):
-    """A group without bodies. tokens: of its prompt, int32; empty where all ranks have the prompt"""
+    """A group without bodies. tokens: of its prompt, int32, and its data_source; empty where all ranks have
+    the prompt"""
 
     uid: int
     tokens: bytes
+    source: str
     version: int
     facts: list[m.Facts]
 
@@ -220,6 +222,7 @@ class RolloutRank:
                 GroupFacts(
                     group.prompt.uid,
                     b"" if prompts else m.pack(group.prompt.tokens, np.int32),
+                    "" if prompts else group.prompt.source,
                     group.version,
                     [m.Facts.of(response) for response in group.responses],
                 )
@@ -239,7 +242,8 @@ class RolloutRank:
         bodies = {number: response.body for number, response in self.worker.drawn.items() if response.body}
         made = []
         for i, one in enumerate(outcome.groups):
-            prompt = prompts[i] if prompts else m.Question(one.uid, one.tokens, "", "").prompt
+            told = m.Question(one.uid, one.tokens, "", "", source=one.source)
+            prompt = prompts[i] if prompts else told.prompt
             if controller is not None and not prompts:
                 prompt = groups[i].prompt
             made.append(with_bodies(Group(prompt, [f.response() for f in one.facts], one.version), bodies))
@@ -265,10 +269,9 @@ class RolloutRank:
     def snapshot(self) -> dict[str, Any]:
         """Return this rank's share of what the next step needs, besides the weights and the prompts' order;
         references only, to what never changes once it is made. `joined` makes one state of all shares."""
-        share: dict[str, Any] = {"drawn": dict(self.worker.drawn), "partials": dict(self.worker.partials)}
-        share["drawn"] = {number: response.body for number, response in share["drawn"].items()}
-        if self.controller is not None:
-            made = self.controller
+        drawn = {number: response.body for number, response in self.worker.drawn.items()}
+        share: dict[str, Any] = {"drawn": drawn, "partials": dict(self.worker.partials)}
+        if (made := self.controller) is not None:
             share |= {"surplus": list(made.surplus), "returned": list(made.returned)}
             share["lengths"] = dict(made.lengths)
         return share
@@ -301,8 +304,7 @@ class RolloutRank:
             holders = [engine if c else None for c in entry["begun"]]
             returned.append(GroupRequest(prompt, seeds, first=count, holders=holders))
             count += len(seeds)
-        if self.controller is not None:
-            made = self.controller
+        if (made := self.controller) is not None:
             made.surplus, made.returned, made.count = surplus, returned, count
             made.lengths = dict(state.get("lengths", ()))
 
@@ -320,7 +322,7 @@ class RolloutRank:
 
         self._run(end())
         self.worker.tools.close()
-        self._run(self._loop.shutdown_default_executor())
+        self.worker.threads.shutdown()
         self._context.term()
         self._loop.close()
 

@@ -35,7 +35,7 @@ from megarl.parallel.launch import environment_of_children
 from megarl.parallel.machine import cuda_runtime_folders
 from megarl.rollout.engine import RolloutEngine, check_positions
 from megarl.rollout.sampling import Completion, Request, SamplingParams, routing_array
-from megarl.weights.families import Sizes
+from megarl.weights.families import EXPERT_KEYS, Sizes
 from megarl.weights.plan import Plan
 from megarl.weights.transfer import Staging
 
@@ -270,6 +270,10 @@ class SGLangEngine(RolloutEngine):
         }
         if rollout.routing_replay:
             arguments["enable_return_routed_experts"] = True
+        if self.hf_config.get(
+            "n_shared_experts"
+        ):  # else they may be rows behind the experts that routers choose
+            arguments["disable_shared_experts_fusion"] = True
         if rollout.weights_dtype == "fp8_block":
             arguments["json_model_override_args"] = json.dumps({"quantization_config": FP8_CONFIG})
         if self.device.type == "cpu":
@@ -280,7 +284,7 @@ class SGLangEngine(RolloutEngine):
         else:
             arguments |= {"base_gpu_id": self.device.index, "mem_fraction_static": rollout.engine_memory}
             arguments |= {"enable_memory_saver": True, "disable_prefill_cuda_graph": True}  # see _environment
-            if self.hf_config.get("num_experts", self.hf_config.get("num_local_experts")):
+            if any(self.hf_config.get(key) for key in EXPERT_KEYS):
                 # Other runners want an expert's gate and up in another order (FusedMoE._weight_loader_impl),
                 # and on Blackwell one of them is the default; nor do they return what was routed where.
                 arguments["moe_runner_backend"] = MOE_RUNNER
@@ -427,9 +431,7 @@ class SGLangEngine(RolloutEngine):
                 "an update must follow start and wake"
             )
         positions = self.hf_config.get("max_position_embeddings", math.inf)
-        for request in requests.values():
-            begun = len(request.partial.tokens) if request.partial else 0
-            check_positions(len(request.prompt) + begun, request.limit(params) - begun, positions)
+        check_positions(requests.values(), params, positions)
         self._outstanding |= {number: (request, params) for number, request in requests.items()}
         self._send(requests, params)
 
@@ -437,9 +439,8 @@ class SGLangEngine(RolloutEngine):
         assert self.process is not None, "only the leader takes requests"
         rows = []
         for number, request in requests.items():
-            begun = request.partial.tokens if request.partial else []
-            left = request.limit(params) - len(begun)
-            rows.append((number, [*request.prompt, *begun], len(request.prompt), request.seed, left))
+            left = request.limit(params) - request.begun
+            rows.append((number, list(request.text), len(request.prompt), request.seed, left))
         settings = vars(params) | {"stop": list(params.stop), "stop_token_ids": list(self.eos_ids)}
         self.process.submit(rows, settings)
 

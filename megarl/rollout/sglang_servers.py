@@ -42,8 +42,8 @@ from megarl.rollout.sampling import Completion, Request, SamplingParams
 from megarl.rollout.sglang import TAGS, completion_of
 from megarl.weights.families import read_config
 from megarl.weights.layout import Shard, hf_shapes
-from megarl.weights.plan import Plan
-from megarl.weights.transfer import Staging
+from megarl.weights.plan import Plan, staged
+from megarl.weights.transfer import FORMAT_DTYPES, Staging
 
 if TYPE_CHECKING:
     import aiohttp
@@ -460,7 +460,7 @@ class SGLangServers(RolloutEngine):
         limit, used = self.config.rollout.transfer_bucket * 2**20, 0
         parts: list[list[str]] = [[]]
         for name, shard in plan.targets[min(plan.targets)].items():  # of a client's leader
-            size = self._bytes(shard)
+            size = self._bytes(plan, name, shard)
             if used and used + size > limit:
                 parts.append([])
                 used = 0
@@ -471,20 +471,27 @@ class SGLangServers(RolloutEngine):
     def buckets(self, parts: Sequence[Plan], memory: Staging) -> list[dict[str, Tensor]]:
         """See RolloutEngine; nothing on a rank that leads no client."""
         shards = [part.targets[min(part.targets) + self.rank] for part in parts]
-        sizes = [sum(map(self._bytes, of_part.values())) for of_part in shards]
+        sizes = [
+            sum(self._bytes(part, name, shard) for name, shard in of_part.items())
+            for part, of_part in zip(parts, shards, strict=True)
+        ]
         memory.reserve(max(sizes))
         taken = memory.take()
-        for of_part in shards:
+        for part, of_part in zip(parts, shards, strict=True):
             tensors, start = {}, 0
             for name, shard in of_part.items():
-                end = start + self._bytes(shard)
-                tensors[name] = taken[start:end].view(self._dtype).view(shard.shape)
-                start = end
+                kind = self._kind(part, name)
+                end = start + math.prod(shard.shape) * kind.itemsize
+                tensors[name] = taken[start:end].view(kind).view(shard.shape)
+                start += self._bytes(part, name, shard)
             self._buckets.append(tensors)
         return self._buckets
 
-    def _bytes(self, shard: Shard) -> int:
-        return math.prod(shard.shape) * self._dtype.itemsize
+    def _kind(self, plan: Plan, name: str) -> torch.dtype:
+        return FORMAT_DTYPES[plan.formats[name]] if name in plan.formats else self._dtype
+
+    def _bytes(self, plan: Plan, name: str, shard: Shard) -> int:
+        return staged(math.prod(shard.shape) * self._kind(plan, name).itemsize)
 
     def begin_update(self) -> None:
         """See RolloutEngine. Tries all servers of this client, those that were left out too."""
@@ -587,9 +594,7 @@ class SGLangServers(RolloutEngine):
         if not self._has_weights:
             raise EngineError("rollout engine: submit was called before an update of its weights")
         positions = self.hf_config.get("max_position_embeddings", math.inf)
-        for request in requests.values():
-            begun = len(request.partial.tokens) if request.partial else 0
-            check_positions(len(request.prompt) + begun, request.limit(params) - begun, positions)
+        check_positions(requests.values(), params, positions)
         asked = {number: (request, params) for number, request in requests.items()}
         self._outstanding |= asked
         self._begin(asked)
@@ -636,12 +641,11 @@ class SGLangServers(RolloutEngine):
         raise EngineFailure(f"rollout.urls: none of {len(self.config.rollout.urls)} servers is left")
 
     async def _answer(self, server: _Server, request: Request, params: SamplingParams) -> Completion:
-        begun = request.partial.tokens if request.partial else []
-        left = request.limit(params) - len(begun)
+        left = request.limit(params) - request.begun
         rid = f"megarl-{self._run}-{self.rank}-{next(self._count)}"
         body = {
             "rid": rid,
-            "input_ids": [*request.prompt, *begun],
+            "input_ids": request.text,
             "return_logprob": True,
             "sampling_params": {
                 "max_new_tokens": left,

@@ -33,12 +33,11 @@ from megarl.rewards.process import (
     limit_answer,
     serve,
 )
-from megarl.rewards.verdict import UnusableError, Verdict, as_verdict, finite, imported
+from megarl.rewards.verdict import MAX_TEXT, UnusableError, Verdict, as_verdict, finite, imported, short
 
 MCP = "mcp:"  # what a tool's path begins with that an MCP server has (mcp_tools.py)
 _KEPT = 256  # environments that one process keeps
 _MAX_STATE = 1 << 20  # bytes of an environment's state as JSON; a larger one is not kept, but replayed
-_MAX_TEXT = 1000  # characters of an error that is no observation, and of an extracted answer
 _SURROGATES = re.compile("[\ud800-\udfff]")
 _METHODS, _OPTIONAL = ("reset", "step", "verdict"), ("state", "restore")
 
@@ -94,7 +93,7 @@ class State(NamedTuple):
     state: Any
 
 
-class Step(NamedTuple):
+class Answer(NamedTuple):
     """An environment's answer to what the policy said last; at the beginning reset's, with 0.0 and False.
 
     state  to be given with later jobs; None: the environment has none"""
@@ -155,7 +154,7 @@ class ToolPool:
             "arguments": dict(arguments),
         }
         # A byte is six characters as JSON at most.
-        self._longest = 6 * (observation_bytes + _MAX_TEXT) + _MAX_STATE + 4096
+        self._longest = 6 * (observation_bytes + MAX_TEXT) + _MAX_STATE + 4096
         self._loop: asyncio.AbstractEventLoop | None = None
         self._slots: list[_ToolProcess | None] = [None] * workers
         self._idle = set(range(workers))
@@ -191,7 +190,7 @@ class ToolPool:
 
     async def step(
         self, key: int, row: Mapping[str, Any], seed: int, said: Sequence[str], state: State | None = None
-    ) -> Result[Step]:
+    ) -> Result[Answer]:
         """Return the environment's answer to the last of `said`, what the policy said in each of its turns.
 
         key    the episode's number
@@ -200,7 +199,7 @@ class ToolPool:
         if "value" not in answer:
             return Result(None, answer["error"], answer.get("judged", True))
         observation, reward, done, after = answer["value"]
-        return Result(Step(observation, reward, done, after and State(*after)))
+        return Result(Answer(observation, reward, done, after and State(*after)))
 
     async def verdict(
         self, key: int, row: Mapping[str, Any], seed: int, said: Sequence[str], state: State | None = None
@@ -212,6 +211,14 @@ class ToolPool:
             return Verdict(False, error=answer["error"], judged=answer.get("judged", True))
         correct, extracted, error, score, judged = answer["value"]
         return Verdict(correct, extracted, error, score, judged=judged)
+
+    def forget(self, key: int) -> None:
+        """Have an environment dropped, which nobody goes on with: it may hold a session at a server. Its
+        process does so behind what it is doing."""
+        for process in filter(None, self._slots):
+            if key in process.keys:
+                del process.keys[key]
+                process.send({"forget": key})
 
     def close(self) -> None:
         """End the processes, and the jobs that they have. A later job starts new ones."""
@@ -325,9 +332,12 @@ class ToolPool:
         process = await self._process(slot)
         if isinstance(process, str):
             return {"error": process, "judged": False}
+        if not job.wanted:
+            return {}
         if job.key is not None:
             for other in filter(None, self._slots):
                 other.keys.pop(job.key, None)
+            process.keys[job.key] = None
         process.send(job.sent)
         limit, importing = START_LIMIT, True
         try:
@@ -348,37 +358,32 @@ class ToolPool:
             return {"error": "its process answered no JSON", "judged": False, "lost": True}
         if "lost" in answer:
             await process.finish()
-        elif answer.get("kept"):
-            process.keys[cast(int, job.key)] = None
-            if len(process.keys) > _KEPT:
-                process.keys.popitem(last=False)
+        elif not answer.get("kept"):
+            process.keys.pop(cast(int, job.key), None)
+        elif len(process.keys) > _KEPT:
+            process.keys.popitem(last=False)
         return cast(dict[str, Any], answer)
 
     async def _process(self, slot: int) -> _ToolProcess | str:
         """Return the process of a slot, or the reason why none starts."""
-        process, reason = self._slots[slot], ""
+        process, why = self._slots[slot], ""
         if process is not None and process.alive:
             return process
         if process is not None:
             await process.finish()
         for _ in range(FAILED_STARTS):
-            self._slots[slot] = None
+            self._slots[slot] = process = None
             try:
                 process = self._slots[slot] = _ToolProcess(self._longest)
                 await process.connect(self._settings)
                 return process
-            except OSError as error:  # TimeoutError is one too
-                if not isinstance(error, TimeoutError):
-                    reason = f"a process for tools cannot be started: {error}"
-                    continue
-                assert process is not None
-                why = f"{await process.finish()}; {process.last_line}"
-                return f"a process for tools was not ready within {START_LIMIT:g} s ({why})"
-            except EOFError:
-                assert process is not None
-                why = f"{await process.finish()}; {process.last_line}"
-                reason = f"{FAILED_STARTS} processes for tools died at their start ({why})"
-        return reason
+            except (OSError, EOFError) as error:  # OSError: TimeoutError is one, and a machine that is full
+                why = described(error)
+                if process is not None:
+                    why = f"{await process.finish()}; {process.last_line}"
+                if isinstance(error, TimeoutError):
+                    return f"a process for tools was not ready within {START_LIMIT:g} s ({why})"
+        return f"{FAILED_STARTS} processes for tools died at their start ({why})"
 
 
 class _Job:
@@ -392,7 +397,7 @@ class _Job:
 
 
 class _ToolProcess(LimitedProcess):
-    """One process, and the keys of the environments that it keeps, the newest last."""
+    """One process, and the keys of the environments that it has, the newest last."""
 
     def __init__(self, longest: int) -> None:
         super().__init__(__name__, longest, group=True)
@@ -415,7 +420,11 @@ class _Inside:
 
     def answers(self, job: dict[str, Any]) -> Iterator[dict[str, Any] | None]:
         """Yield None each time that the next limit begins, and then the answer: value or error; judged; lost
-        where this process is not to go on; kept where it keeps the environment."""
+        where this process is not to go on; kept where it keeps the environment. Nothing where it is only to
+        forget one."""
+        if "forget" in job:
+            self.kept.pop(job["forget"], None)
+            return
         is_tool = "function" in job
         limit_answer(START_LIMIT)
         try:
@@ -451,7 +460,7 @@ class _Inside:
             if is_tool:
                 yield {"error": observation(text, self.observation_bytes)}
             else:
-                yield {"error": f"{where}{text}".split("\n")[0][:_MAX_TEXT], "judged": False}
+                yield {"error": f"{where}{text}".split("\n")[0][:MAX_TEXT], "judged": False}
 
     def _environment(
         self, made: Callable[[], Any], method: str, key: int, row: Any, seed: int, said: list[str], state: Any
@@ -468,8 +477,7 @@ class _Inside:
         if method == "verdict":
             yield None
             v = going.verdict()
-            texts = (None if text is None else str(text)[:_MAX_TEXT] for text in (v.extracted, v.error))
-            yield {"value": [v.correct, *texts, v.score, v.judged]}
+            yield {"value": [v.correct, short(v.extracted), short(v.error), v.score, v.judged]}
             return
         self.kept[key] = going
         if len(self.kept) > _KEPT:

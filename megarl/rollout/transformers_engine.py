@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -20,13 +20,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 
-from megarl.config.errors import CheckpointError, EngineError
+from megarl.config.errors import CheckpointError, EngineError, first_line
 from megarl.rollout.engine import RolloutEngine, check_positions
 from megarl.rollout.sampling import Completion, Request, SamplingParams, choose, routing_array
+from megarl.weights.families import EXPERT_BIAS, Sizes
 from megarl.weights.plan import Plan
 from megarl.weights.transfer import Staging
 
 ATTENTION = "megarl_rollout"  # the name under which `attention` is registered with transformers
+BIAS = EXPERT_BIAS.hf[0][0].partition("{l}")[2]  # how the names of the buffers end that are weights
 COLUMNS = 64  # keys of a chunk of attention: see DecodeLoop
 # (Also, torch's memory-efficient kernel on CUDA refuses a bf16 mask whose rows are not a multiple of 8.)
 NARROW = 256  # hidden size below which calling a product costs more than multiplying
@@ -79,9 +81,9 @@ class TransformersEngine(RolloutEngine):
                     config, dtype=self.dtype, attn_implementation=ATTENTION, trust_remote_code=False
                 )
         except (OSError, ValueError, KeyError) as error:
-            line = str(error).strip().splitlines()[0]
             raise CheckpointError(
-                f"{self.folder}: not the folder of a causal language model: {line} (check config.json)"
+                f"{self.folder}: not the folder of a causal language model: {first_line(error)} "
+                "(check config.json)"
             ) from error
         if "sliding_attention" in (getattr(config, "layer_types", None) or ()):
             raise CheckpointError(
@@ -93,7 +95,7 @@ class TransformersEngine(RolloutEngine):
         # The rotary frequencies are buffers outside the checkpoint, which to_empty left undefined.
         body = model.get_decoder()
         body.rotary_emb = type(body.rotary_emb)(config=config).to(self.device)
-        others = [name for name, _ in model.named_buffers() if "rotary_emb" not in name]
+        others = [n for n, _ in model.named_buffers() if "rotary_emb" not in n and not n.endswith(BIAS)]
         if others:
             raise CheckpointError(
                 f"{self.folder}: the model has buffers that nothing defines: {', '.join(others)} "
@@ -130,7 +132,8 @@ class TransformersEngine(RolloutEngine):
             state = "asleep (call wake)" if self._asleep else "not started"
             raise EngineError(f"rollout engine: it has no weights to write, because it is {state}")
         found: dict[str, Tensor] = {}
-        for name, parameter in self._model.named_parameters():
+        biases = ((name, bias) for name, bias in self._model.named_buffers() if name.endswith(BIAS))
+        for name, parameter in (*self._model.named_parameters(), *biases):
             # transformers 5 has all experts of a layer in two tensors, whose parts the files name.
             layer, of_experts, kind = name.rpartition(".experts.")
             if not of_experts:
@@ -282,14 +285,11 @@ class TransformersEngine(RolloutEngine):
             )
         return DecodeLoop(self._model, self.max_batch, params, self._stopping[params.stop])
 
-    def _check(self, requests: Iterable[Request], params: SamplingParams) -> None:
+    def _check(self, requests: Collection[Request], params: SamplingParams) -> None:
         """Raise EngineError for a request that does not fit the model."""
         positions, vocab = self._model.config.max_position_embeddings, self._model.config.vocab_size
-        prompts: dict[tuple[int, ...], None] = {}
-        for request in requests:
-            check_positions(len(request.prompt), request.limit(params), positions)
-            prompts[request.prompt] = None
-        for i, prompt in enumerate(prompts):
+        check_positions(requests, params, positions)
+        for i, prompt in enumerate(dict.fromkeys(request.prompt for request in requests)):
             if not prompt or min(prompt) < 0 or max(prompt) >= vocab:
                 problem = f"is empty or has a token id outside the model's vocabulary of {vocab}"
                 raise EngineError(f"rollout: prompt {i} {problem}")
@@ -367,7 +367,7 @@ class DecodeLoop:
         self.waiting: list[tuple[tuple[int, ...], list[int]]] = []  # the next one is popped from the end
         # Of a mixture whose routing is wanted: what the routers of the layers have just chosen, [tokens,
         # topk] each.
-        self.experts = model.config.num_experts if params.routing else 0
+        self.experts = Sizes.of(model.config.to_dict()).experts if params.routing else 0
         self.chosen: list[Tensor] = []
         self.cache = KVCache(model, self.experts)
         # Per row: the key of its request (-1: none), its seed, newest token, that token's position, the
@@ -400,6 +400,7 @@ class DecodeLoop:
         hooks = [
             layer.mlp.gate.register_forward_hook(lambda _gate, _inputs, output: self.chosen.append(output[2]))
             for layer in (self.body.layers if self.experts else ())
+            if hasattr(layer.mlp, "gate")
         ]
         ended: list[tuple[int, Completion]] = []
         end = time.monotonic() + seconds
@@ -501,10 +502,11 @@ class DecodeLoop:
         self._choose(rows, self.head(hidden).flatten(0, 1))
 
     def _take_chosen(self) -> Tensor:
-        """Return the experts of the forward pass just run, int16 [tokens, layers, topk]."""
+        """Return the experts of the forward pass just run, int16 [tokens, layers, topk]; of the first layers,
+        where these are dense, 0."""
         chosen = torch.stack(self.chosen, dim=1).short()
         self.chosen.clear()
-        return chosen
+        return F.pad(chosen, (0, 0, len(self.body.layers) - chosen.shape[1], 0))
 
     def _choose(self, rows: slice, logits: Tensor) -> None:
         """Choose the next token of `rows` from logits [rows, vocab]."""

@@ -159,9 +159,7 @@ class WeightSync:
         """Wait until all guarded engines are ready; those started again sleep as far as the others do."""
         # An engine may take longer to start than any rank may wait in a collective. A guard that is not
         # active, or whose engine has failed, answers None: nobody waits for that one.
-        while not all(
-            gather_objects(self.runtime.job, guard(lambda engine: engine.ready(READY_WAIT)) is not False)
-        ):
+        while not all(gather_objects(ranks, guard(lambda engine: engine.ready(READY_WAIT)) is not False)):
             pass
         if self._restarted and self.asleep:
             guard(lambda engine: engine.sleep(sorted(self.asleep)))

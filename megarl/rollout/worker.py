@@ -11,6 +11,7 @@ import re
 import sys
 import time
 from collections.abc import Callable, Coroutine, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
@@ -23,20 +24,13 @@ from megarl.config.errors import ConfigError, EngineError, EngineFailure, Megarl
 from megarl.config.schema import Config, RolloutConfig
 from megarl.data.prompts import Prompt
 from megarl.rewards.shaping import soft_overlong_punishment
-from megarl.rewards.verdict import UnusableError, Verdict, as_verdict, imported
+from megarl.rewards.verdict import UnusableError, Verdict, as_verdict, imported, short
 from megarl.rollout import messages as m
-from megarl.rollout.batch import Body, Response
+from megarl.rollout.batch import BODY, Body, Response
 from megarl.rollout.chat import ChatTurns, check_template, play, schemas, tool_calls
 from megarl.rollout.endpoint import Endpoint
 from megarl.rollout.engine import EngineClient, RolloutEngine
-from megarl.rollout.episode import (
-    Episode,
-    EpisodeAborted,
-    EpisodeTruncated,
-    Policy,
-    ToolError,
-    single_turn,
-)
+from megarl.rollout.episode import Episode, EpisodeAborted, EpisodeTruncated, Policy, ToolError, single_turn
 from megarl.rollout.loop_watch import LoopWatch
 from megarl.rollout.sampling import Completion
 from megarl.rollout.tools import ToolPool, described, environment_class
@@ -49,7 +43,7 @@ PATIENCE = 0.8  # of parallel.timeout, for which the other ranks wait
 
 
 @dataclass
-class Ended:
+class Written:
     """An episode that has ended, or its window (finish "abort"). verdict: its own; None: the verifier is to
     judge; begun: tokens that earlier steps drew"""
 
@@ -82,6 +76,7 @@ class Worker:
     drawn     responses with their bodies that are still wanted, by number
     partials  of responses that go on in a later rollout
     seconds   of the present rollout: generate, verify
+    threads   where engine and verifier are waited for, see EngineClient
     """
 
     def __init__(
@@ -106,6 +101,7 @@ class Worker:
         self.drawn: dict[int, Response] = {}
         self.partials: dict[int, Completion] = {}
         self.seconds: dict[str, float] = {}
+        self.threads = ThreadPoolExecutor(2, "rollout")
         self._running: dict[int, tuple[Policy, int, float]] = {}  # with its index, and since when
         self._said: set[str] = set()  # of agents
 
@@ -126,9 +122,9 @@ class Worker:
     async def serve(self, link: m.Link) -> None:
         """Do what the controller says until the rollout has ended. Errors of this rank are sent to the
         controller, which raises them; what `recover` raises, alike on all ranks, is raised here."""
-        self.link, self.client = link, EngineClient(self.engine)
+        self.link, self.client = link, EngineClient(self.engine, self.threads)
         self.seconds = dict.fromkeys(("generate", "verify"), 0.0)
-        self._ended: list[Ended] = []  # to be verified
+        self._ended: list[Written] = []  # to be verified
         self._some_ended, self._recovered = asyncio.Event(), asyncio.Event()
         self._turned = asyncio.Event()
         self._verifying = asyncio.Lock()
@@ -296,6 +292,8 @@ class Worker:
             self._episodes.pop(number, None)
             self._running.pop(number, None)
             self._turned.set()
+            if not (number in self.partials and self.config.rollout.continue_partial):
+                self.tools.forget(policy.seed)
 
     async def _left_behind(self, policy: Policy) -> str:
         """End what an episode has left running; return these tasks' names and places, and say those of an
@@ -322,7 +320,7 @@ class Worker:
         """Have what has ended verified and told."""
         begun = len(policy.begun.tokens) if policy.begun is not None and policy.window else 0
         facts = policy.turns, policy.calls, begun
-        self._ended.append(Ended(number, policy.prompt, completion, verdict, *facts))
+        self._ended.append(Written(number, policy.prompt, completion, verdict, *facts))
         self._some_ended.set()
 
     async def _tell_unseated(self) -> None:
@@ -349,6 +347,7 @@ class Worker:
 
     async def _verify(self) -> None:
         """Verify what has ended, all at once that there is, and tell the facts."""
+        loop = asyncio.get_running_loop()
         while True:
             await self._some_ended.wait()
             self._some_ended.clear()
@@ -357,13 +356,13 @@ class Worker:
                 if not ended:
                     continue
                 started, version = time.perf_counter(), self.engine.weight_version
-                responses = await asyncio.to_thread(self._verified, ended, version)
+                responses = await loop.run_in_executor(self.threads, self._verified, ended, version)
                 self.seconds["verify"] += time.perf_counter() - started
                 self.drawn |= {response.number: response for response in responses}
                 facts = [m.Facts.of(response) for response in responses]
                 await self.link.send(m.Ended(version, facts, self.client.busy))
 
-    def _verified(self, ended: Sequence[Ended], version: int) -> list[Response]:
+    def _verified(self, ended: Sequence[Written], version: int) -> list[Response]:
         """Return the responses, with rewards; of one that goes on it is 0. An episode that has judged itself
         is not verified; the terms of the reward see the verifier's judgement all the same. version: of the
         engine's weights."""
@@ -382,44 +381,32 @@ class Worker:
                 items.append((*judged, *size) if with_terms else judged)
         verdicts, responses = iter(self.verifier.verify(items)), []
         for one, text in zip(ended, said, strict=True):
-            number, completion, own = one.number, one.completion, one.verdict
-            if one.goes_on:
-                verdict = own = Verdict(False)
-            else:
+            completion, own, verdict, total, penalty = one.completion, one.verdict, Verdict(False), 0.0, 0.0
+            if not one.goes_on:
                 verdict = next(verdicts) if own is None or with_terms else own
-            if own is not None:
-                verdict = replace(own, terms=verdict.terms)
-            length, penalty = one.length, 0.0
-            if overlong.soft_punishment and not one.goes_on:
-                penalty = soft_overlong_punishment(length, longest, overlong.buffer)
-            terms = sum(reward.terms[name].weight * value for name, value in verdict.terms.items())
-            versions = np.array(completion.versions, dtype=np.int32)
-            body = Body(
-                tokens=np.array(completion.tokens, dtype=np.int32),
-                logprobs=np.array(completion.logprobs, dtype=np.float32),
-                versions=versions if (versions != version).any() else None,
-                routing=completion.routing,
-                sampled=None if completion.sampled is None else np.array(completion.sampled, dtype=bool),
-                rewards=None
-                if completion.rewards is None
-                else np.array(completion.rewards, dtype=np.float32),
-                journal=completion.journal,
-            )
+                if own is not None:
+                    verdict = replace(own, terms=verdict.terms)
+                if overlong.soft_punishment:
+                    penalty = soft_overlong_punishment(one.length, longest, overlong.buffer)
+                terms = sum(reward.terms[name].weight * value for name, value in verdict.terms.items())
+                total = reward.weight * verdict.reward(reward.correct, reward.incorrect) + terms + penalty
+                total += math.fsum(completion.rewards or ())
+            columns: dict[str, Any] = {
+                name: None if (column := getattr(completion, name)) is None else np.array(column, kind)
+                for name, kind in BODY.items()
+            }
+            if (columns["versions"] == version).all():
+                columns["versions"] = None
             responses.append(
                 Response.of(
-                    body,
+                    Body(**columns, routing=completion.routing, journal=completion.journal),
                     self.rank,
-                    number=number,
-                    finish="window" if completion.finish == "abort" else completion.finish,
+                    number=one.number,
+                    finish="window" if one.goes_on else completion.finish,
                     correct=verdict.correct,
-                    extracted=verdict.extracted,
-                    error=verdict.error,
-                    reward=0.0
-                    if one.goes_on
-                    else reward.weight * verdict.reward(reward.correct, reward.incorrect)
-                    + terms
-                    + penalty
-                    + math.fsum(completion.rewards or ()),
+                    extracted=short(verdict.extracted),
+                    error=short(verdict.error),
+                    reward=total,
                     penalty=penalty,
                     score=verdict.score,
                     terms=dict(verdict.terms),
@@ -442,8 +429,10 @@ class Worker:
         except EngineFailure as error:
             failure = error
         if self._episodes:
-            for number in [n for n, (policy, *_) in self._running.items() if policy.waiting]:
-                self._episodes[number].cancel()
+            # What writes a turn has got it now, or what there is of it, and sees that this is the end.
+            for number, (policy, *_) in list(self._running.items()):
+                if policy.waiting or not policy.generating:
+                    self._episodes[number].cancel()
             limit = self.config.rollout.turns.seconds
             _, left = await asyncio.wait(self._episodes.values(), timeout=limit)
             if left:
@@ -532,17 +521,12 @@ def as_completion(response: Response, version: int) -> Completion:
     """Return a verified response as its episode gave it. version: of the weights of a body without any."""
     body = response.body
     assert body is not None
-    versions = [version] * body.tokens.size if body.versions is None else body.versions.tolist()
-    return Completion(
-        body.tokens.tolist(),
-        body.logprobs.tolist(),
-        "abort" if response.finish == "window" else response.finish,
-        versions,
-        body.routing,
-        None if body.sampled is None else body.sampled.tolist(),
-        None if body.rewards is None else body.rewards.tolist(),
-        body.journal,
-    )
+    columns: dict[str, Any] = {
+        name: None if (c := getattr(body, name)) is None else c.tolist() for name in BODY
+    }
+    columns["versions"] = columns["versions"] or [version] * body.tokens.size
+    finish: Any = "abort" if response.finish == "window" else response.finish
+    return Completion(**columns, finish=finish, routing=body.routing, journal=body.journal)
 
 
 def turns_of(completion: Completion) -> list[list[int]]:

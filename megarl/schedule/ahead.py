@@ -13,6 +13,7 @@ v + a, at the latest before the actor changes again, so that nobody has to keep 
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 import shutil
 import time
@@ -37,10 +38,10 @@ from megarl.schedule.generation import Generation
 from megarl.schedule.profiler import Profiler
 from megarl.schedule.rollouts import (
     FOLDER,
-    files_of,
     pretraining_folder,
     read_manifest,
     read_rollout,
+    rollout_files,
     rollouts_folder,
     stored,
 )
@@ -252,7 +253,7 @@ class Elsewhere(BatchSource):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from what `join` gave."""
-        self._order(m.Load(state))
+        self._order(m.Load(json.dumps(state)))
 
     def continue_after(self, step: int, stage: str) -> None:
         """Have the others drop what they have recorded after a step; 0 where the run begins anew."""
@@ -263,7 +264,7 @@ class Elsewhere(BatchSource):
         thread."""
         limit, last = self.config.watchdog.limit, min(step + self.ahead, self.steps)
         manifests = [visible(self._path("train", number), limit) for number in range(step + 1, last + 1)]
-        return [path for manifest in manifests for path in files_of(manifest)]
+        return [path for manifest in manifests for path in rollout_files(manifest)]
 
     def wait_for_files(self, step: int) -> None:
         """Wait until those have been drawn; all trainers call this."""
@@ -361,7 +362,7 @@ def serve_orders(
             case m.Continue(step, stage):
                 timeline.truncate_after(step, stage) if step else timeline.clear()
             case m.Load(state):
-                generation.load_state_dict(state)
+                generation.load_state_dict(json.loads(state))
             case m.Evaluate(step):
                 enter("evaluation")
                 stats, answers = generation.evaluate(step)

@@ -13,7 +13,7 @@ from megarl.data.prompts import Prompt, PromptSampler, read_problem_sets, read_p
 from megarl.model.builder import DTYPES
 from megarl.observe.run_log import Sample
 from megarl.parallel.comm import barrier, shares_on_0
-from megarl.parallel.offload import empty_cache
+from megarl.parallel.movable import empty_cache
 from megarl.parallel.runtime import Runtime
 from megarl.rewards.pool import VerifierPool
 from megarl.rollout.chat import prompting
@@ -90,10 +90,7 @@ class Generation(BatchSource):
         )
         # Every step's rollout on disk.
         self.rollouts = RolloutStore(
-            rollouts_folder(config),
-            runtime.engines,
-            "checkpoint.rollouts",
-            "make room, or set it to false",
+            rollouts_folder(config), runtime.engines, "checkpoint.rollouts", "make room, or set it to false"
         )
 
     def _draw(self, number: int) -> list[Prompt]:
@@ -126,6 +123,8 @@ class Generation(BatchSource):
                 batch["reward_parts"] = found.reward_parts(self.config.reward)
             elif self.config.algorithm.advantage == "tracked":
                 batch["prompt_uids"] = found.prompt_uids
+            if self.config.teacher.by_source:
+                batch["teachers"] = found.teachers(self.config.teacher)
             rollout = Rollout(batch, {**found.stats}, found.errors, {}, [])
         else:
             stored, events = self.pretraining_rollouts.read(number)

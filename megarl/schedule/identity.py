@@ -26,7 +26,7 @@ def identity(config: Config) -> dict[str, Any]:
     cpu = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     models = [line for line in cpu if line.startswith("model name")]
     return {
-        "settings": settings_of(config),  # layout and seed among them
+        "settings": all_settings(config),  # layout and seed among them
         "inputs": inputs(config),
         "code": code_checksum(),
         "versions": {"python": platform.python_version(), **versions()},
@@ -63,7 +63,7 @@ def code_checksum() -> str:
     return checksum(sorted(PACKAGE.parent.glob("megarl*/**/*.py")))[:10]
 
 
-def settings_of(config: Config) -> dict[str, Any]:
+def all_settings(config: Config) -> dict[str, Any]:
     """Return the keys that must be equal for two runs to be the same: all but paths, whose contents `inputs`
     covers."""
 

@@ -4,14 +4,14 @@ offloaded to host memory; then what it needs is loaded. `residency.keep` names g
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
 
 from megarl.config.errors import DeviceMemoryError
 from megarl.config.phases import GROUPS
-from megarl.parallel.offload import (
+from megarl.parallel.movable import (
     Movable,
     ProcessPeak,
     device_peak,
@@ -32,7 +32,7 @@ ADVICE = {
     "old_logprobs": LOGPROB_ADVICE,
     "parity": LOGPROB_ADVICE,
     "reference_logprobs": LOGPROB_ADVICE,
-    "teacher_advantages": LOGPROB_ADVICE,
+    **dict.fromkeys(("teacher_advantages", "teacher_top_k"), LOGPROB_ADVICE),
     "reward_model": "lower update.tokens_per_micro_batch, or raise parallel.tp",
     "values": "lower update.tokens_per_micro_batch, or raise parallel.tp",
     "weight_transfer": "lower rollout.transfer_bucket or rollout.engine_memory",
@@ -57,6 +57,26 @@ class EngineMemory:
         self.weight_sync.wake((self.tag,))
 
 
+class Turns:
+    """The tensors of several models that take turns on the device as one group: teachers' weights."""
+
+    def __init__(self, parts: Sequence[Movable], *, stay: bool) -> None:
+        self.parts, self.stay = [*parts], stay  # stay: the group never leaves, and all are there
+        self.at = len(parts) - 1  # the part that is there, or was last
+
+    @property
+    def nbytes(self) -> int:
+        """Return the bytes that it takes, or would take, on the device."""
+        return sum(part.nbytes for part in (self.parts if self.stay else self.parts[self.at : self.at + 1]))
+
+    def offload(self) -> None:
+        self.parts[self.at].offload()
+
+    def onload(self) -> None:
+        self.at = 0
+        self.parts[0].onload()
+
+
 class OffloadManager:
     """Knows which tensor groups of this rank are on the device, and moves them. Every rank makes the same
     moves in the same order: those of engines are collective."""
@@ -65,7 +85,7 @@ class OffloadManager:
         self.device, self.keep = device, frozenset(keep)
         self.present: set[str] = set()
         self._process = ProcessPeak()
-        self._groups: dict[str, Movable | EngineMemory] = {}
+        self._groups: dict[str, Movable | EngineMemory | Turns] = {}
 
     @property
     def enabled(self) -> bool:
@@ -78,9 +98,25 @@ class OffloadManager:
         return sum(self._groups[name].nbytes for name in self.present)
 
     def register(self, groups: Mapping[str, Movable | EngineMemory]) -> None:
-        """Add groups, which are on the device."""
-        self._groups |= groups
-        self.present |= set(groups)
+        """Add groups, which are on the device. One of a name that is there takes turns with what has it."""
+        for name, group in groups.items():
+            known = self._groups.get(name)
+            if isinstance(group, Movable) and known is not None:
+                before = known.parts if isinstance(known, Turns) else [known]
+                self._groups[name] = Turns([*before, group], stay=name in self.keep)
+            else:
+                self._groups[name] = group
+            self.present.add(name)
+
+    def turn(self, phase: str, name: str, number: int) -> None:
+        """Have the part `number` of a group on the device that is there with another of its parts."""
+        group = self._groups[name]
+        if isinstance(group, Turns) and not group.stay and group.at != number:
+            group.offload()
+            empty_cache(self.device)
+            group.at = number
+            with self.explained(phase):
+                group.parts[number].onload()
 
     def onload(self, phase: str, groups: Collection[str]) -> None:
         """Offload every other group, then load `groups`. Raises DeviceMemoryError if there is no room."""
@@ -128,7 +164,7 @@ class OffloadManager:
     @contextmanager
     def measured(self, phase: str, metrics: dict[str, float]) -> Iterator[None]:
         """Add memory/<phase>, in bytes: on a GPU the peak of this process (also memory_reserved/ and
-        memory_device/, see parallel/offload.py), on a CPU the size of the groups that are there, and
+        memory_device/, see parallel/movable.py), on a CPU the size of the groups that are there, and
         memory_all/<phase>, the peak of this process's memory."""
         reset_device_peak(self.device)
         if self.device.type == "cpu":

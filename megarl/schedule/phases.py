@@ -19,7 +19,8 @@ from megarl.rollout.sampling import selection_seed, shuffle_seed, uniform
 from megarl.schedule.parity import check_parity
 from megarl.schedule.run import Run, Step
 from megarl.training import batch
-from megarl.training.advantages import (
+from megarl.training.checkpoint import PRETRAINING
+from megarl.training.columns import (
     add_gae,
     add_group_advantages,
     add_per_reward_advantages,
@@ -34,8 +35,8 @@ from megarl.training.advantages import (
     policy_statistics,
     turn_rewards,
 )
-from megarl.training.checkpoint import PRETRAINING
-from megarl.training.losses import actor_loss, critic_loss, select_tokens, supervised_loss
+from megarl.training.model import InferenceModel
+from megarl.training.objectives import actor_loss, critic_loss, select_tokens, supervised_loss
 
 
 def rollout(run: Run, step: Step) -> None:
@@ -155,12 +156,46 @@ def gae_advantages(run: Run, step: Step) -> None:
 
 def teacher_advantages(run: Run, step: Step) -> None:
     """Add a teacher's judgement of each sampled token to its advantage (on-policy distillation)."""
-    assert run.teacher is not None
     experience, config = step.local.experience, run.config
-    step.count_tokens(passes=1)
-    teacher = run.teacher.logprob_columns(experience, step.local.micro_batches)["logprobs"]
+    logprobs = torch.full((experience.num_tokens,), -torch.inf)  # where there is no teacher
+    for teacher, micro_batches in teachers_in_turn(run, step, "teacher_advantages"):
+        found = teacher.logprob_columns(experience, micro_batches)["logprobs"]
+        at = torch.cat([one.token_indices for one in micro_batches])
+        logprobs[at] = found[at]
     old = experience[config.algorithm.old_column]
-    step.metrics |= add_teacher(config.teacher.weight, old, teacher, experience, run.runtime)
+    step.metrics |= add_teacher(config.teacher.weight, old, logprobs, experience, run.runtime)
+
+
+def teacher_top_k(run: Run, step: Step) -> None:
+    """Find what a teacher would have said at each place: its likeliest tokens, for a term of the loss."""
+    experience, k = step.local.experience, run.config.teacher.top_k
+    assert k is not None
+    size = experience.num_tokens, k if run.runtime.is_last_stage else 0
+    logprobs, tokens = torch.full(size, -torch.inf), torch.zeros(size, dtype=torch.int32)
+    for teacher, micro_batches in teachers_in_turn(run, step, "teacher_top_k"):
+        found = teacher.top_k_columns(experience, micro_batches, k, run.hf.vocab_size)
+        at = torch.cat([one.token_indices for one in micro_batches])
+        logprobs[at], tokens[at] = found["logprobs"][at], found["tokens"][at].int()
+    experience["teacher_logprobs"], experience["teacher_tokens"] = logprobs, tokens
+
+
+def teachers_in_turn(
+    run: Run, step: Step, phase: str
+) -> Iterator[tuple[InferenceModel, Sequence[batch.MicroBatch]]]:
+    """Have each teacher on the device, one after the other, and yield it with micro-batches of the responses
+    on this replica that it judges; one that has none of the whole batch is left out."""
+    config, local = run.config, step.local
+    if not config.teacher.by_source:
+        step.count_tokens(passes=1)
+        yield run.teachers[0], local.micro_batches
+        return
+    for number, teacher in enumerate(run.teachers):
+        judged = step.batch["teachers"] == number
+        if not judged.any():
+            continue
+        step.count_tokens(1, step.batch.lengths[judged])
+        run.offload.turn(phase, "teacher.weights", number)
+        yield teacher, batch.micro_batches_of(judged, step.batch, local, config, teacher.model, run.runtime)
 
 
 def prompt_advantages(run: Run, step: Step) -> None:
@@ -207,8 +242,12 @@ def actor_update(run: Run, step: Step) -> None:
         selected.copy_(select_tokens(algorithm, experience, mini_batch, logprobs, draws, run.runtime))
 
     step.count_tokens(epochs if selected is None else 2 * epochs)
-    loss, before = actor_loss(algorithm, experience, selected), None if selected is None else select
-    updates = run.actor.update_mini_batches(step.local.mini_batches, loss, epochs, "policy", before)
+    loss = actor_loss(algorithm, experience, selected, run.config.teacher)
+    mini_batches, before = step.local.mini_batches, None if selected is None else select
+    if run.config.teacher.top_k:
+        others = experience["teacher_tokens"]
+        mini_batches = [[replace(one, others=others) for one in some] for some in mini_batches]
+    updates = run.actor.update_mini_batches(mini_batches, loss, epochs, "policy", before)
     # Entropy and mean probability: those before the updates, where a pass has computed them.
     step.metrics |= {name: value for name, value in updates.items() if name not in step.metrics}
 

@@ -15,11 +15,11 @@ import psutil
 import torch
 
 from megarl.config.check import check_config, evaluation_problems
-from megarl.config.errors import CheckpointError, ConfigError
+from megarl.config.errors import CheckpointError, ConfigError, first_line
 from megarl.config.files import essential, read_json, write_whole
 from megarl.config.schema import Config, RewardConfig
 from megarl.data.generated import own_verifiers
-from megarl.data.prompts import validate_files
+from megarl.data.prompts import absent_sources, validate_files
 from megarl.model.fp8 import check_sizes
 from megarl.parallel.launch import ranks_here, without_tokenizer_threads
 from megarl.parallel.machine import (
@@ -95,11 +95,14 @@ def preflight(config: Config, where: str, world: int | None = None) -> list[str]
         _check_vocabulary(scorer, key, tokenizer)
         _check_same_tokenizer(scorer.path, key, tokenizer)
         _check_positions(config, where, scorer)
-    if config.has_teacher and config.teacher.path is not None:
-        teacher = check_model(config.teacher.path, "teacher.path", config)
-        _check_vocabulary(teacher, "teacher.path", tokenizer)
-        _check_same_tokenizer(teacher.path, "teacher.path", tokenizer)
+    for key, path in config.teacher.folders.items():
+        teacher = check_model(path, key, config)
+        _check_vocabulary(teacher, key, tokenizer)
+        _check_same_tokenizer(teacher.path, key, tokenizer)
         _check_positions(config, where, teacher)
+    if config.teacher.top_k and config.teacher.top_k > len(tokenizer):
+        what = f"{config.teacher.top_k} is more than the {len(tokenizer)} tokens that there are (lower it)"
+        raise ConfigError(f"{where}: teacher.top_k: {what}")
     of_mixtures = {
         "rollout.routing_replay": config.rollout.routing_replay,
         "model.grouped_experts": config.model.grouped_experts,
@@ -132,6 +135,9 @@ def preflight(config: Config, where: str, world: int | None = None) -> list[str]
     with without_tokenizer_threads():
         tools = prompting(config.rollout, tokenizer)["tools"]
         references = validate_files(config.data, response_key, tokenizer, tools)
+    for source in absent_sources(config.data, config.teacher.by_source):
+        what = "no row of data.train has this data_source, whose teacher would judge nothing"
+        raise ConfigError(f"{where}: teacher.by_source.{source}: {what} (mend its name, or leave it out)")
     if config.has_engine:
         check_verifier(config.reward, references, own_verifiers(config.data))
     check_pretraining_rollouts(config)
@@ -271,7 +277,7 @@ def _tried(load: Callable[[], Any]) -> tuple[Any, str]:
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:  # noqa: BLE001 (tokenizers raises bare Exceptions, and panics)
-        return None, (str(error).strip().splitlines() or [type(error).__name__])[0]
+        return None, first_line(error)
 
 
 def check_verifier(

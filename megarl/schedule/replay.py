@@ -17,7 +17,7 @@ from megarl.parallel.comm import max_over_ranks
 from megarl.parallel.runtime import Runtime
 from megarl.schedule.phases import FUNCTIONS
 from megarl.schedule.preflight import versions
-from megarl.schedule.rollouts import files_of, read_rollout, rollouts_folder, stored
+from megarl.schedule.rollouts import read_rollout, rollout_files, rollouts_folder, stored
 from megarl.schedule.run import Run, Step
 from megarl.training.checkpoint import (
     FOLDER,
@@ -176,7 +176,7 @@ def check_replay(config: Config, number: int) -> None:
     recorded_numbers(config, number)
     before(config, number)
     if config.has_engine:
-        files_of(stored(rollouts_folder(config), number))
+        rollout_files(stored(rollouts_folder(config), number))
 
 
 def lines(outcome: Outcome) -> list[str]:

@@ -14,9 +14,9 @@ import hashlib
 import json
 import math
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,13 +27,7 @@ from torch import Tensor
 from megarl.config.errors import ConfigError, DataError
 from megarl.config.files import fsync, why, write_whole
 from megarl.config.schema import Config
-from megarl.data.experience import (
-    Experience,
-    StepBatch,
-    join,
-    read_experience,
-    write_experience,
-)
+from megarl.data.experience import Experience, StepBatch, join, read_experience, write_experience
 from megarl.data.prompts import Prompt
 from megarl.observe.run_log import Sample
 from megarl.parallel.comm import from_rank_0, gather_objects, gather_on_0
@@ -98,31 +92,32 @@ class RolloutStore:
         """Write a rollout with `state` (JSON, of rank 0). Raises ConfigError on every rank where it cannot be
         written."""
         folder, rank = self.folder / FOLDER.format(number), self.ranks.rank
-        failure, part, sha256 = None, f"rank-{rank:05d}.safetensors", ""
+        part, sha256 = f"rank-{rank:05d}.safetensors", ""
 
-        def check() -> None:
+        @contextmanager
+        def writing(path: Path) -> Iterator[None]:
+            """Go on where all ranks could write what they had to."""
+            failure = None
+            try:
+                yield
+            except OSError as error:
+                failure = f"{path}: cannot be written: {why(error)}"
             failures = gather_objects(self.ranks, failure)
             if any(failures):
                 raise ConfigError(f"{self.key}: {next(filter(None, failures))} ({self.remedy})")
 
-        try:
+        with writing(folder):
             if rank == 0:
                 shutil.rmtree(folder, ignore_errors=True)  # damaged, or to be drawn again
                 folder.mkdir(parents=True, mode=0o700)
-        except OSError as error:
-            failure = f"{folder}: cannot be written: {why(error)}"
-        check()
-        try:
+        with writing(folder / part):
             if len(batch.rows):
                 columns = {name: column[batch.rows] for name, column in batch.columns.items()}
                 columns |= {"row": batch.rows, "prompt_length": batch.prompt_lengths[batch.rows]}
                 own = replace(batch.own, columns=batch.own.columns | columns)
                 sha256 = write_experience(folder / part, own)
-        except OSError as error:
-            failure = f"{folder / part}: cannot be written: {why(error)}"
-        check()
         parts = gather_on_0(self.ranks, (part, sha256))
-        try:
+        with writing(folder / MANIFEST):
             if parts is not None:
                 files = {name: digest for name, digest in parts if digest}
                 content = {"made_from": self.made_from, "files": files, "state": state}
@@ -131,9 +126,6 @@ class RolloutStore:
                 digest = hashlib.sha256(text.encode()).hexdigest()
                 write_whole(folder / MANIFEST, f"{digest}\n{text}\n")
                 fsync(folder)
-        except OSError as error:
-            failure = f"{folder / MANIFEST}: cannot be written: {why(error)}"
-        check()
 
 
 def stored(folder: Path, number: int) -> Path:
@@ -207,7 +199,7 @@ def read_rollout(
     return batch, manifest["state"]
 
 
-def files_of(manifest: Path) -> list[Path]:
+def rollout_files(manifest: Path) -> list[Path]:
     """Return the files of a rollout. Raises DataError where one is missing."""
     files = [manifest.parent / name for name in read_manifest(manifest)["files"]]
     for path in files:

@@ -21,7 +21,7 @@ from megarl.data.experience import Experience, StepBatch
 from megarl.model.builder import DTYPES, build_actor, build_critic, read_hf_config
 from megarl.observe.run_log import Sample
 from megarl.observe.timeline import Timeline
-from megarl.parallel.offload import HostPool, empty_cache
+from megarl.parallel.movable import HostPool, empty_cache
 from megarl.parallel.runtime import Runtime
 from megarl.rollout.engine import RolloutEngine
 from megarl.rollout.weight_sync import Failures, WeightSync
@@ -31,9 +31,9 @@ from megarl.schedule.offload import EngineMemory, OffloadManager
 from megarl.schedule.profiler import Profiler
 from megarl.schedule.source import BatchSource, Rollout, SupervisedPairs
 from megarl.schedule.watchdog import Watchdog
-from megarl.training.advantages import Tables
 from megarl.training.batch import LocalBatch
 from megarl.training.checkpoint import PRETRAINING
+from megarl.training.columns import Tables
 from megarl.training.model import InferenceModel, TrainableModel, tensor_groups
 from megarl.weights.families import model_weights, read_config
 from megarl.weights.files import Processes
@@ -119,16 +119,19 @@ class Run:
         self.offload, self.host = OffloadManager(runtime.device, stays), HostPool(runtime.device)
         # One after the other, each offloaded before the next is made.
         self.actor: TrainableModel = self._settled("actor")
-        self.critic: TrainableModel | None = self._settled("critic") if config.has_critic else None
+        self.critic: TrainableModel | None = None
+        if config.has_critic:
+            self.critic = self._settled("critic", "critic.path", config.critic.path)
         self.reference: InferenceModel | None = None
         if config.algorithm.has_reference and config.actor.lora.rank is None:
             self.reference = self._settled("reference")
         elif config.algorithm.has_reference:
             self.reference = InferenceModel("reference", self.actor.model, runtime, adapters=False)
-        self.reward_model: InferenceModel | None = (
-            self._settled("reward") if config.has_reward_model else None
-        )
-        self.teacher: InferenceModel | None = self._settled("teacher") if config.has_teacher else None
+        self.reward_model: InferenceModel | None = None
+        if config.has_reward_model:
+            self.reward_model = self._settled("reward", "reward.model.path", config.reward.model.path)
+        folders = config.teacher.folders if config.has_teacher else {}
+        self.teachers: list[InferenceModel] = [self._settled("teacher", *one) for one in folders.items()]
         # The same on every rank.
         tracks, rho = config.algorithm.advantage == "tracked", config.algorithm.tracker_rho
         self.tracker = SuccessTracker(rho) if tracks else None
@@ -154,18 +157,13 @@ class Run:
             self.offload.register({f"engine.{tag}": memory})
         return generation
 
-    def _settled(self, name: str) -> Any:
-        """Build the actor, critic, reference, teacher or reward model with its weights, and offload it."""
+    def _settled(self, name: str, key: str = "", path: Path | None = None) -> Any:
+        """Build the actor, critic, reference, reward model or a teacher with its weights, and offload it.
+        key, path: of a model that may have a folder of its own."""
         config, runtime, folder, hf = self.config, self.runtime, self.folder, self.hf
         with self.offload.explained("start"):
             scalar = name in ("critic", "reward")  # the head gives one number
-            own = {
-                "critic": ("critic.path", config.critic.path),
-                "reward": ("reward.model.path", config.reward.model.path),
-                "teacher": ("teacher.path", config.teacher.path),
-            }
-            if name in own:
-                key, path = own[name]
+            if key:
                 folder = open_model(path or config.model.path, critic=scalar)
                 hf = read_hf_config(folder.path)
                 if hf.vocab_size < len(self.tokenizer):
@@ -198,8 +196,8 @@ class Run:
         return self.weight_sync.sync(version).metrics()
 
     def meet(self, *, wait: bool) -> dict[str, float]:
-        """Transfer the weights for which engines on ranks of their own were not free yet, if they are now (or
-        once they are); return the transfer's metrics."""
+        """Transfer the pending weights if the engines on ranks of their own are free now, or with `wait` as
+        soon as they are; return the transfer's metrics."""
         if self.source.pending is None or not self.source.free(wait=wait):
             return {}
         self.onload("weight_transfer", {"actor.weights"})
@@ -209,7 +207,9 @@ class Run:
         """Have the tensor groups on the device, and nothing else. An engine whose weights were lost gets the
         actor's again, unless the phase has both on the device: then it syncs them itself."""
         if self.engine is None:
-            self.offload.onload(phase, {name for name in groups if not name.startswith("engine.")})
+            # A phase that needs an engine's alone, elsewhere, moves none.
+            if own := {name for name in groups if not name.startswith("engine.")}:
+                self.offload.onload(phase, own)
             return
         needs_engine = "engine.weights" in groups and "actor.weights" not in groups
         if needs_engine and not self.weight_sync.complete:
@@ -231,7 +231,7 @@ class Run:
 
     def megatron_seconds(self) -> float:
         """Return this rank's seconds in Megatron's forward and backward passes and optimizers so far."""
-        models = (self.actor, self.critic, self.reference, self.reward_model, self.teacher)
+        models = (self.actor, self.critic, self.reference, self.reward_model, *self.teachers)
         return sum(model.megatron_seconds for model in models if model is not None)
 
     def export(self, which: str, out: Path, *, adapters: bool = False) -> None:

@@ -89,7 +89,7 @@ class BatchSource(ABC):
         return None
 
     def draw_next(self, done: int, unfinished: int | None) -> None:
-        """Have the step drawn for which the weights after step `done` are meant. unfinished: the step of a
+        """Order the step that is to be drawn with the weights after step `done`. unfinished: the step of a
         checkpoint that is not whole yet, and needs the batches after it."""
         return None
 

@@ -26,7 +26,7 @@ from megarl.data.experience import (
 )
 from megarl.model.builder import ModelChunks
 from megarl.model.fp8 import pack_multiple
-from megarl.parallel.comm import sum_over_replicas
+from megarl.parallel.comm import max_over_ranks, sum_over_replicas
 from megarl.parallel.delivery import deliver
 from megarl.parallel.runtime import Runtime
 
@@ -49,6 +49,9 @@ class MicroBatch:
     where r is the same on each rank (filled up), and:
     cut                (rank, place) of each token of the pack (data/experience.py), on the host
     order              int64 [r], where each response token is among the ranks' numbers, rank after rank
+
+    others             int64 or int32 [T, k] on the host, the column of further tokens whose log-probs an
+                       update wants at each place; or None
     """
 
     tokens: Tensor
@@ -61,9 +64,23 @@ class MicroBatch:
     routing: Tensor | None = None
     cut: tuple[Tensor, Tensor] | None = None
     order: Tensor | None = None
+    others: Tensor | None = None
+
+    def labels_and_others(self) -> Tensor:
+        """Return `labels`, int64 [r] on the device, with `others` behind each: [r, 1 + k]."""
+        if self.others is None:
+            return self.labels
+        others = self.others[self.token_indices].long()
+        if self.order is not None:  # this rank's, in the places of its labels
+            count, order = self.labels.numel(), self.order.cpu()
+            mine = order // max(count, 1) == parallel_state.get_context_parallel_rank()
+            placed = others.new_zeros(count, others.shape[1])
+            placed[order[mine] % max(count, 1)] = others[mine]
+            others = placed
+        return torch.cat([self.labels[:, None], others.to(self.labels.device)], 1)
 
     def gather(self, of_head: Any) -> Any:
-        """Return what the head gives on all context-parallel ranks, [r] for each of its outputs; the gradient
+        """Return what the head gives on all context-parallel ranks, [r, ...] of each output; the gradient
         takes this rank's part, as every rank computes the same loss."""
         if self.order is None or not self.order.numel():
             return of_head
@@ -74,16 +91,17 @@ class MicroBatch:
         return whole.index_select(0, self.order)
 
     def column(self, experience: Experience, name: str) -> Tensor:
-        """Return column `name` at this micro-batch's response tokens, [r] on the device."""
+        """Return column `name` at this micro-batch's response tokens, [r, ...] on the device."""
         return experience[name][self.token_indices].to(self.tokens.device)
 
 
 @dataclass
 class LocalBatch:
     """The sequences that this data-parallel replica trains on, where they stand in the whole batch (int64
-    [n]), and its micro-batches of each mini-batch of the actor and of the critic, in update order. Both cover
-    all of the sequences, but for the critic those that go on in the next step; they are the same lists unless
-    `critic.mini_batch` is set, there are such, or the critic reads prompts alone."""
+    [n]), and its micro-batches of each mini-batch of the actor and of the critic, in update order. The
+    actor's cover all of the sequences, the critic's all but those that go on in the next step. They are the
+    same lists, unless there are such sequences, `critic.mini_batch` is set, or the critic reads prompts
+    alone."""
 
     experience: Experience
     rows: Tensor
@@ -195,6 +213,28 @@ def distribute(
     return LocalBatch(local, rows, mini_batches, critics)
 
 
+def micro_batches_of(
+    chosen: Tensor,
+    batch: Experience | StepBatch,
+    local: LocalBatch,
+    config: Config,
+    model: ModelChunks,
+    runtime: Runtime,
+) -> list[MicroBatch]:
+    """Pack those of this replica's share for a forward pass that are chosen of the whole batch, bool [n]."""
+    rows, groups, shared = local.rows, torch.arange(batch.num_sequences), config.update.share_prompts
+    groups, prompts = batch["group_ids"] if shared else groups, batch.prompt_lengths
+    own, budget, at_least = chosen[rows].nonzero().squeeze(-1), config.update.tokens_per_micro_batch, 1
+    if runtime.layout.tp * runtime.layout.cp % runtime.layout.ep:  # as in `distribute`
+        packs = _pack(prompts[rows[own]], batch.lengths[rows[own]], groups[rows[own]], budget)
+        at_least = max(at_least, int(max_over_ranks(runtime, len(packs))))
+    whole, columns, of_prompts = local.experience, dict[str, Tensor](), None
+    if shared:
+        columns, of_prompts = {"group_ids": whole["group_ids"]}, prompts[rows]
+    read = Experience(whole.tokens, whole.cu_seqlens, whole.response_mask, columns)
+    return make_micro_batches(read, own.tolist(), budget, model, at_least, of_prompts)
+
+
 def critic_lengths(batch: Experience | StepBatch, config: Config) -> Tensor:
     """Return how many tokens of each sequence the critic reads, int64 [n]: all, or those of
     `prompts_alone`."""
@@ -259,11 +299,13 @@ def matrix_shape(model: ModelChunks) -> tuple[int, int]:
     c = model.config
     assert c.kv_channels is not None and c.num_query_groups is not None and c.ffn_hidden_size is not None
     queries, keys = c.num_attention_heads * c.kv_channels, c.num_query_groups * c.kv_channels
-    mlp = 3 * c.ffn_hidden_size
+    mlps = c.num_layers * 3 * c.ffn_hidden_size
     if c.num_moe_experts is not None:  # the router, and the experts that it chooses
         assert c.moe_ffn_hidden_size is not None
-        mlp = c.num_moe_experts + 3 * c.moe_ffn_hidden_size * c.moe_router_topk
-    return c.num_layers * c.hidden_size * (2 * queries + 2 * keys + mlp), c.num_layers * queries
+        columns = c.moe_ffn_hidden_size * c.moe_router_topk + (c.moe_shared_expert_intermediate_size or 0)
+        dense = c.moe_layer_freq.count(0) if isinstance(c.moe_layer_freq, list) else 0
+        mlps = dense * 3 * c.ffn_hidden_size + (c.num_layers - dense) * (c.num_moe_experts + 3 * columns)
+    return c.hidden_size * (c.num_layers * (2 * queries + 2 * keys) + mlps), c.num_layers * queries
 
 
 def locate(

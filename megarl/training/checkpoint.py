@@ -57,7 +57,8 @@ FREE = (
 ADDED: dict[str, Any] = {f"{model}.frozen": [] for model in ("actor", "critic")}
 ADDED |= {f"{model}.frozen_layers": 0 for model in ("actor", "critic")}
 ADDED |= {f"{model}.lora.rank": None for model in ("actor", "critic")}
-ADDED |= {"rollout.routing_replay": False, "rollout.window": None, "teacher.path": None}
+ADDED |= {"rollout.routing_replay": False, "rollout.window": None}
+ADDED |= {"teacher.path": None, "teacher.by_source": {}, "teacher.top_k": None}
 ADDED |= {"algorithm.lambda_floor": 0.0, "algorithm.window_tail": 0}
 
 
@@ -140,7 +141,7 @@ def settings_of(config: Config) -> dict[str, Any]:
         if not any(f"{key}.".startswith(f"{free}.") for free in FREE)
     }
     models = {"critic.path": config.critic.path, "reward.model.path": config.reward.model.path}
-    models |= {"teacher.path": config.teacher.path}
+    models |= config.teacher.folders
     for key, folder in {"model.path": config.model.path, **models}.items():
         if folder is not None:
             found[f"{key}/config.json"] = sha256_of(folder / "config.json")

@@ -36,7 +36,7 @@ from megarl.model.routing import routing_counts, routing_metrics, start_counting
 from megarl.parallel.comm import any_rank, from_last_stage, gather_objects, sum_over_ranks, sum_stats
 from megarl.parallel.cpu_platform import on_cpu
 from megarl.parallel.layout import OVERLAP_ABOVE
-from megarl.parallel.offload import HostPool, Movable
+from megarl.parallel.movable import HostPool, Movable
 from megarl.parallel.runtime import Runtime
 from megarl.training.batch import MicroBatch, locate
 
@@ -71,14 +71,25 @@ class InferenceModel:
         replica. Raises NumericalError on every rank of the job where a number is not finite."""
         return self._columns(("logprobs", "entropy"), experience, micro_batches)
 
+    def top_k_columns(
+        self, experience: Experience, micro_batches: Sequence[MicroBatch], k: int, limit: int
+    ) -> dict[str, Tensor]:
+        """Compute {"logprobs", "tokens"} of the k likeliest tokens below `limit` at each place, float32 [T,
+        k], for the last pipeline stage alone, whose head reads them; [T, 0] on others. As
+        `logprob_columns`."""
+        for chunk in self.model.chunks:
+            chunk.likeliest = k, limit
+        return self._columns(("logprobs", "tokens"), experience, micro_batches, k)
+
     def routing_metrics(self) -> dict[str, float]:
         """Return what the routers of a mixture have chosen since `start_counting`; {} for a dense model.
         Every rank calls this."""
-        if not self.model.routings:
-            return {}
         c = self.model.config
-        counts = sum_over_ranks(self.runtime, routing_counts(self.model.routings, c.num_layers))
-        return routing_metrics(counts, c.moe_router_topk)
+        if c.num_moe_experts is None:
+            return {}
+        own = routing_counts(self.model.routings, c.num_layers, c.num_moe_experts)
+        dense = c.moe_layer_freq.count(0) if isinstance(c.moe_layer_freq, list) else 0
+        return routing_metrics(sum_over_ranks(self.runtime, own)[dense:], c.moe_router_topk)
 
     def value_columns(self, experience: Experience, micro_batches: Sequence[MicroBatch]) -> dict[str, Tensor]:
         """Compute {"values"}: float32 [T], 0 outside the responses. As `logprob_columns`."""
@@ -99,9 +110,11 @@ class InferenceModel:
         return self._columns(("scores",), experience, at_ends)["scores"][ends]
 
     def _columns(
-        self, names: tuple[str, ...], experience: Experience, micro_batches: Sequence[MicroBatch]
+        self, names: tuple[str, ...], experience: Experience, micro_batches: Sequence[MicroBatch], k: int = 0
     ) -> dict[str, Tensor]:
         def collect(output: Any, _batch: MicroBatch) -> tuple[Tensor, Any]:
+            if k:  # numbers a token, of all micro-batches: no little thing on the device
+                output = tuple(values.float().cpu() for values in output)
             # On the device, where Megatron multiplies its loss scale for experts with what is on the loss's.
             return torch.zeros((), device=self.runtime.device), output
 
@@ -109,12 +122,16 @@ class InferenceModel:
             outputs = self._run(micro_batches, collect, forward_only=True)
         columns: dict[str, Tensor] | None = None
         if self.runtime.is_last_stage:
-            columns = {name: torch.zeros(experience.num_tokens) for name in names}
+            shape = (experience.num_tokens, *([k] if k else []))
+            columns = {name: torch.zeros(shape) for name in names}
             for batch, output in zip(micro_batches, outputs, strict=True):
                 heads = output if isinstance(output, tuple) else (output,)
                 for name, values in zip(names, heads, strict=True):
                     columns[name][batch.token_indices] = values.float().cpu()
-        found = from_last_stage(columns, names, experience.num_tokens, self.runtime)
+        if k:
+            found = columns or {name: torch.zeros(experience.num_tokens, 0) for name in names}
+        else:
+            found = from_last_stage(columns, names, experience.num_tokens, self.runtime)
         bad = [
             f"{name} of {int((~torch.isfinite(column)).sum())} tokens"
             for name, column in found.items()
@@ -133,7 +150,8 @@ class InferenceModel:
             batch = next(batches)
             # Until this model's backward pass: other models have other routers for the same pack.
             batch.packed.routing = batch.routing if self.replays_routing else None
-            output = chunk(batch.tokens, batch.positions, batch.packed, batch.logit_indices, batch.labels)
+            labels = batch.labels if forward_only else batch.labels_and_others()
+            output = chunk(batch.tokens, batch.positions, batch.packed, batch.logit_indices, labels)
 
             def loss_func(output: Any) -> tuple[Tensor, Tensor, Any]:
                 started = time.perf_counter()

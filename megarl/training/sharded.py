@@ -22,7 +22,7 @@ from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
 from megatron.core.transformer.module import MegatronModule
 from torch.distributed.checkpoint import CheckpointException
 
-from megarl.config.errors import CheckpointError
+from megarl.config.errors import CheckpointError, first_line
 from megarl.config.files import check_index
 from megarl.model.builder import LAYER, Critic, ModelChunks
 from megarl.model.lora import Adapters
@@ -291,4 +291,4 @@ def reason(error: BaseException) -> str:
     """Return the innermost cause of an error, on one line."""
     if isinstance(error, CheckpointException) and error.failures:
         error = next(iter(error.failures.values()))[0]
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+    return first_line(error)

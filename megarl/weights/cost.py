@@ -131,7 +131,7 @@ def gather_cost(
 
 # Public models, from the config.json of each model's repository: layers, hidden size, heads, key/value heads,
 # head_dim, feed-forward columns, vocabulary, tied embeddings; of a mixture also experts, experts per token,
-# columns of an expert.
+# columns of an expert. (Sizes of GLM-4.5 and 4.6 are without the layer that predicts a token more.)
 _KNOWN: dict[str, tuple[str | int | bool, ...]] = {
     "Qwen2.5-0.5B": ("qwen2", 24, 896, 14, 2, 64, 4864, 151936, True),
     "Qwen2.5-1.5B": ("qwen2", 28, 1536, 12, 2, 128, 8960, 151936, True),
@@ -160,6 +160,9 @@ _KNOWN: dict[str, tuple[str | int | bool, ...]] = {
     "GLM-Z1-32B": ("glm4", 61, 6144, 48, 2, 128, 23040, 151552, False),
     "Qwen3-30B-A3B": ("qwen3_moe", 48, 2048, 32, 4, 128, 6144, 151936, False, 128, 8, 768),
     "Qwen3-235B-A22B": ("qwen3_moe", 94, 4096, 64, 4, 128, 12288, 151936, False, 128, 8, 1536),
+    "GLM-4.5-Air": ("glm4_moe", 46, 4096, 96, 8, 128, 10944, 151552, False, 128, 8, 1408),
+    "GLM-4.5": ("glm4_moe", 92, 5120, 96, 8, 128, 12288, 151552, False, 160, 8, 1536),
+    "GLM-4.6": ("glm4_moe", 92, 5120, 96, 8, 128, 12288, 151552, False, 160, 8, 1536),
 }
 _KEYS = (
     *("model_type", "num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads"),
@@ -171,6 +174,9 @@ KNOWN_MODELS: dict[str, dict[str, Any]] = {
 }
 for _name in ("GLM-4-32B", "GLM-Z1-32B"):
     KNOWN_MODELS[_name]["attention_bias"] = False
+for _name, _dense in (("GLM-4.5-Air", 1), ("GLM-4.5", 3), ("GLM-4.6", 3)):
+    KNOWN_MODELS[_name] |= {"first_k_dense_replace": _dense, "n_shared_experts": 1}
+    KNOWN_MODELS[_name] |= {"attention_bias": True, "use_qk_norm": _name != "GLM-4.5-Air"}
 
 
 def planning_config(path: Path, name: str | None = None) -> tuple[str, Mapping[str, Any]]:

@@ -7,7 +7,7 @@ adding a table. Imports without torch.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -33,6 +33,8 @@ Operation = Literal["replicated", "column", "halves", "qkv", "row", "vocabulary"
 
 # Beyond every model, and small enough that a nonsensical config.json does not fill the memory.
 MAX_SIZE, MAX_LAYERS, MAX_EXPERTS = 2**24, 10_000, 4096
+# The number of experts in config.json; transformers 5 writes the second one for Qwen3's.
+EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,8 @@ class Sizes:
     kv: int  # rows of k_proj and of v_proj: kv_heads * head_dim
     experts: int = 0  # 0: a dense model
     expert_ffn: int = 0
+    shared_ffn: int = 0  # columns of the experts that every token goes through, which are one matrix
+    dense: int = 0  # the first layers, which are dense where the others are mixtures
     gate_up: int = 0  # rows of a gate_up_proj: 2 * ffn
     rank: int = 0  # of LoRA adapters, which config.json does not know
     one: int = 1
@@ -58,12 +62,13 @@ class Sizes:
     def of(hf_config: Mapping[str, Any]) -> Sizes:
         """Read a Hugging Face config.json; CheckpointError names a key that is not a positive integer."""
 
-        def get(key: str, default: int | None = None, most: int = MAX_SIZE) -> int:
+        def get(key: str, default: int | None = None, most: int = MAX_SIZE, least: int = 1) -> int:
             value = hf_config.get(key)
             value = default if value is None else value
-            if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
+            if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+                kind = "a positive integer" if least == 1 else f"an integer from {least}"
                 beyond = f" up to {most:,}" if isinstance(value, int) and value > most else ""
-                raise _bad(key, f"must be a positive integer{beyond} (got {_short(value)})")
+                raise _bad(key, f"must be {kind}{beyond} (got {_short(value)})")
             return value
 
         heads = get("num_attention_heads")
@@ -74,10 +79,12 @@ class Sizes:
             raise _bad("num_key_value_heads", f"{kv_heads} does not divide num_attention_heads = {heads}")
         family = FAMILIES.get(str(hf_config.get("model_type")))
         moe = family is not None and family.is_moe
-        # transformers 5 writes num_local_experts.
-        experts = get("num_experts", hf_config.get("num_local_experts"), MAX_EXPERTS) if moe else 0
+        experts = next((key for key in EXPERT_KEYS if hf_config.get(key) is not None), EXPERT_KEYS[0])
+        shares = family is not None and family.has("shared_experts.linear_fc1.weight")
+        differ = family is not None and any(pair.kind == "dense" for pair in family.layer)
+        layers = get("num_hidden_layers", most=MAX_LAYERS)
         return Sizes(
-            layers=get("num_hidden_layers", most=MAX_LAYERS),
+            layers=layers,
             hidden=hidden,
             heads=heads,
             kv_heads=kv_heads,
@@ -86,8 +93,10 @@ class Sizes:
             vocab=get("vocab_size"),
             q=heads * head_dim,
             kv=kv_heads * head_dim,
-            experts=experts,
+            experts=get(experts, most=MAX_EXPERTS) if moe else 0,
             expert_ffn=get("moe_intermediate_size") if moe else 0,
+            shared_ffn=get("n_shared_experts") * get("moe_intermediate_size") if shares else 0,
+            dense=get("first_k_dense_replace", most=layers - 1, least=0) if differ else 0,
             gate_up=2 * get("intermediate_size"),
         )
 
@@ -95,17 +104,29 @@ class Sizes:
         """Return the numbers for a table's dimensions: `"q hidden"` -> (heads * head_dim, hidden)."""
         return tuple(getattr(self, dim) for dim in dims.split())
 
+    def has(self, pair: Pair, layer: int) -> bool:
+        """Return whether a layer has a parameter of the table's layers."""
+        return pair.kind == "every" or (pair.kind == "dense") == (layer < self.dense)
+
+    def count(self, pair: Pair, layers: Iterable[int]) -> int:
+        """Return how many of these layers have a parameter of the table's layers."""
+        return sum(self.has(pair, layer) for layer in layers)
+
 
 @dataclass(frozen=True)
 class Pair:
     """A Megatron parameter and the Hugging Face tensors in it, each with its dimensions. `{l}` is the index
     of the layer and `{e}` that of the expert: global ones in Hugging Face names, those within the rank in
-    Megatron's. switch: the key of config.json that takes the parameter away where it is false."""
+    Megatron's. switch: the key of config.json that takes the parameter away where it is false. kind: of the
+    layers that have it, where the first ones are dense and the others mixtures. float32: where it is in
+    float32 whatever the model's dtype: in Megatron, transformers and SGLang, or in SGLang alone."""
 
     megatron: str
     operation: Operation
     hf: tuple[tuple[str, str], ...]
     switch: str = ""
+    kind: Literal["every", "dense", "mixture"] = "every"
+    float32: Literal["nowhere", "everywhere", "sglang"] = "nowhere"
 
     @property
     def per_expert(self) -> bool:
@@ -139,8 +160,7 @@ ATTENTION_LAYER = (
     _layer("pre_mlp_layernorm.weight", "replicated", ("post_attention_layernorm.weight", "hidden")),
 )
 DOWN = _layer("mlp.linear_fc2.weight", "row", ("mlp.down_proj.weight", "hidden ffn"))
-DENSE_LAYER = (
-    *ATTENTION_LAYER,
+DENSE_MLP = (
     _layer(
         "mlp.linear_fc1.weight",
         "column",
@@ -149,6 +169,7 @@ DENSE_LAYER = (
     ),
     DOWN,
 )
+DENSE_LAYER = (*ATTENTION_LAYER, *DENSE_MLP)
 FUSED_DENSE_LAYER = (
     *ATTENTION_LAYER,
     _layer("mlp.linear_fc1.weight", "halves", ("mlp.gate_up_proj.weight", "gate_up hidden")),
@@ -187,6 +208,26 @@ EXPERTS = (
         ("mlp.experts.{e}.down_proj.weight", "hidden expert_ffn"),
     ),
 )
+SHARED_EXPERTS = (
+    _layer(
+        "mlp.shared_experts.linear_fc1.weight",
+        "column",
+        ("mlp.shared_experts.gate_proj.weight", "shared_ffn hidden"),
+        ("mlp.shared_experts.up_proj.weight", "shared_ffn hidden"),
+    ),
+    _layer(
+        "mlp.shared_experts.linear_fc2.weight",
+        "row",
+        ("mlp.shared_experts.down_proj.weight", "hidden shared_ffn"),
+    ),
+)
+# What is added to the router's scores where it chooses, and not where it weighs. Pretraining balanced the
+# experts with it; nothing here changes it.
+EXPERT_BIAS = replace(
+    _layer("mlp.router.expert_bias", "replicated", ("mlp.gate.e_score_correction_bias", "experts")),
+    kind="mixture",
+    float32="everywhere",
+)
 
 
 @dataclass(frozen=True)
@@ -196,7 +237,8 @@ class Family:
     table does not have.
     rotary_pairs: rotary embeddings turn neighbouring numbers of a head, instead of one of each half.
     partial_rotary: config.json may say what share of a head they turn, its first numbers
-    (`partial_rotary_factor`)."""
+    (`partial_rotary_factor`).
+    sglang_unties: SGLang's model has an output layer of its own where embeddings are tied, too."""
 
     model_type: str
     prefix: str
@@ -204,6 +246,7 @@ class Family:
     requires: tuple[tuple[str, Any], ...] = ()
     rotary_pairs: bool = False
     partial_rotary: bool = False
+    sglang_unties: bool = False
 
     def has(self, parameter: str) -> bool:
         """Return whether its layers have a Megatron parameter whose name ends so."""
@@ -230,18 +273,20 @@ def adapters(pair: Pair, lora: LoraConfig) -> tuple[Pair, ...]:
         cut: Operation = "halves" if pair.operation == "halves" else "column"
         a = (stem + "lora_A.weight", f"rank {columns}")
         b = (stem + "lora_B.weight", f"{rows} rank")
-        halves.append(Pair(f"{own}_a", "row" if by_columns else "replicated", (a,)))
-        halves.append(Pair(f"{own}_b", "replicated" if by_columns else cut, (b,)))
+        halves.append(Pair(f"{own}_a", "row" if by_columns else "replicated", (a,), kind=pair.kind))
+        halves.append(Pair(f"{own}_b", "replicated" if by_columns else cut, (b,), kind=pair.kind))
     return tuple(halves)
 
 
 def is_frozen(pair: Pair, layer: int, optimizer: OptimizerConfig) -> bool:
     """Return whether a model's optimizer leaves this parameter of global layer `layer` as it is. With LoRA
-    adapters that is all of the model but a critic's head.
+    adapters that is all of the model but a critic's head; a router's bias nobody trains.
 
     attention   the whole self-attention block: the norm before it (Transformer Engine fuses that with the
                 block's first matrix), q, k, v with their biases and norms, the output projection and its norm
     embeddings  the word embeddings, and the actor's output layer where it shares their weights"""
+    if pair == EXPERT_BIAS:
+        return True
     if optimizer.lora.rank is not None:
         return pair != VALUE_HEAD
     if pair.hf == (EMBEDDED,):
@@ -292,6 +337,23 @@ FAMILIES = {
             SWIGLU,
             rotary_pairs=True,
             partial_rotary=True,
+        ),
+        Family(
+            "glm4_moe",
+            "Glm4Moe",
+            (
+                *ATTENTION_LAYER,
+                replace(QKV_BIAS, switch="attention_bias"),
+                *(replace(norm, switch="use_qk_norm") for norm in QK_NORMS),
+                *(replace(pair, kind="dense") for pair in DENSE_MLP),
+                replace(EXPERTS[0], kind="mixture", float32="sglang"),
+                EXPERT_BIAS,
+                *(replace(pair, kind="mixture") for pair in (*EXPERTS[1:], *SHARED_EXPERTS)),
+            ),
+            # Megatron's router divides sigmoid scores by their sum, whenever there are several.
+            (*SWIGLU, ("norm_topk_prob", True)),
+            partial_rotary=True,
+            sglang_unties=True,
         ),
     )
 }
@@ -381,6 +443,8 @@ def _check_description(hf_config: Mapping[str, Any]) -> None:
     active: Any = hf_config.get("num_experts_per_tok")
     if family.is_moe and not (_is_count(active) and active <= sizes.experts):
         raise _bad("num_experts_per_tok", f"must be 1 to {sizes.experts}, the experts (got {_short(active)})")
+    if family.has("router.expert_bias"):
+        _check_groups(hf_config, sizes, active)
     _check_rotated(family, sizes, "", hf_config)
     for key in ("rope_scaling", "rope_parameters"):
         rope = hf_config.get(key) or {}
@@ -414,6 +478,19 @@ def _check_rotated(family: Family, sizes: Sizes, place: str, keys: Mapping[str, 
         raise _bad(key, f"{what} (got {_short(share)})")
 
 
+def _check_groups(hf_config: Mapping[str, Any], sizes: Sizes, active: int) -> None:
+    """Check the groups of experts among which a router chooses first. transformers and SGLang rank a group by
+    its two best experts, Megatron by as many as would be chosen of each group that is."""
+    groups, chosen = (hf_config.get(key, 1) for key in ("n_group", "topk_group"))
+    if not (_is_count(groups) and sizes.experts % groups == 0):
+        raise _bad("n_group", f"must divide the {sizes.experts} experts (got {_short(groups)})")
+    if not (_is_count(chosen) and chosen <= groups):
+        raise _bad("topk_group", f"must be 1 to {groups}, the groups (got {_short(chosen)})")
+    if groups > 1 and (active != 2 * chosen or sizes.experts < 2 * groups):
+        what = f"with {groups} groups num_experts_per_tok must be 2 for each that is chosen"
+        raise _bad("topk_group", f"{what}, and a group have 2 experts (got {chosen} and {active})")
+
+
 def _is_positive(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < 1e38
 
@@ -436,6 +513,12 @@ VALUES: dict[str, tuple[Callable[[Any], bool], str, bool]] = {
     "rope_parameters": (lambda value: isinstance(value, dict), "null or an object", True),
     "tie_word_embeddings": (lambda value: isinstance(value, bool), "true or false", False),
     "norm_topk_prob": (lambda value: isinstance(value, bool), "true or false", False),
+    "routed_scaling_factor": (_is_positive, "a number > 0", False),
+    "num_nextn_predict_layers": (
+        lambda value: _is_count(value) or value == 0,
+        "a number of layers",
+        True,
+    ),
     "dtype": (lambda value: value in KINDS, f"null or one of {', '.join(KINDS)}", True),
     "torch_dtype": (lambda value: value in KINDS, f"null or one of {', '.join(KINDS)}", True),
 }

@@ -23,6 +23,8 @@ from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError
+from safetensors.torch import save_file
 from torch import Tensor
 
 from megarl.config.errors import CheckpointError, MegarlError
@@ -244,6 +246,15 @@ def carry_along(source: Path, folder: Path, config: Mapping[str, Any] | None = N
             raise CheckpointError(f"{copy}: cannot be copied from {path} ({error.strerror})") from error
     if config is not None:
         write_json(folder / "config.json", config)
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Write a safetensors file, onto the disk. Raises CheckpointError where that is not possible."""
+    try:
+        save_file({name: tensor.cpu() for name, tensor in tensors.items()}, path, metadata={"format": "pt"})
+    except SafetensorError as error:
+        raise CheckpointError(f"{path}: cannot be written ({error})") from error
+    fsync(path)
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megarl.config.errors import CheckpointError, ConfigError
+from megarl.config.errors import CheckpointError, ConfigError, first_line
 from megarl.weights.families import Sizes, family_of, read_config
 from megarl.weights.files import damaged, write_json
 from megarl.weights.hf import ModelFolder, exported_config
@@ -89,7 +89,7 @@ class GGUFFile(ModelFolder):
         try:
             return self._gguf.GGUFReader(self.path)
         except (ValueError, IndexError, KeyError, OSError, OverflowError, MemoryError) as error:
-            problem = f"truncated or damaged ({str(error).splitlines()[0]}; download it again)"
+            problem = f"truncated or damaged ({first_line(error)}; download it again)"
             raise CheckpointError(f"{self.path}: {problem}") from error
 
     def _value(self, key: str, default: Any = None) -> Any:
@@ -229,8 +229,7 @@ class GGUFFile(ModelFolder):
         try:
             yield
         except Exception as error:  # tokenizers raises nothing more particular
-            line = (str(error).splitlines() or [type(error).__name__])[0]
-            raise CheckpointError(f"{self.path}: {what} is not read: {line}") from error
+            raise CheckpointError(f"{self.path}: {what} is not read: {first_line(error)}") from error
 
 
 def gguf_to_hf(

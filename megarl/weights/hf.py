@@ -17,11 +17,10 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from megarl.config.errors import CheckpointError
-from megarl.config.files import fsync, read_json
+from megarl.config.files import read_json
 from megarl.parallel.layout import Layout
 from megarl.weights.families import EMBEDDING, OUTPUT, Shape, family_of, is_tied, read_config
 from megarl.weights.files import (
@@ -33,9 +32,18 @@ from megarl.weights.files import (
     damaged,
     new_folder,
     write_json,
+    write_tensors,
 )
-from megarl.weights.layout import Box, Shards, full_box, hf_shapes, hf_shards, megatron_layout
-from megarl.weights.plan import make_plan
+from megarl.weights.layout import (
+    Box,
+    Shards,
+    float32_tensors,
+    full_box,
+    hf_shapes,
+    hf_shards,
+    megatron_layout,
+)
+from megarl.weights.plan import FP32, make_plan
 from megarl.weights.transfer import Source, Transfer, view
 
 INDEX = "model.safetensors.index.json"
@@ -44,6 +52,7 @@ DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 # Tensors of a folder that belong to no parameter of ours and do no harm: old files' rotary tables, and the
 # heads of another use of the body.
 HARMLESS = re.compile(r".*rotary_emb\.inv_freq|lm_head\.weight|score\.(weight|bias)")
+LAYER = re.compile(r"model\.layers\.(\d+)\.")
 SCORE_BIAS = "score.bias"  # transformers' token classifier has one; ours is zero
 EMBEDDING_NAME, OUTPUT_NAME = EMBEDDING.hf[0][0], OUTPUT.hf[0][0]
 
@@ -104,7 +113,8 @@ class _Entry(NamedTuple):
 
 class HFFolder(ModelFolder):
     """A Hugging Face folder (config.json, `*.safetensors`) whose headers agree with its config.
-    extra: tensors of the folder that the model does not have (a head that is not used, rotary tables).
+    extra: tensors of the folder that the model does not have (a head that is not used, rotary tables, layers
+    that predict several tokens).
     Whatever else is missing, superfluous, truncated, or of another shape or dtype is a CheckpointError naming
     file and tensor."""
 
@@ -167,13 +177,20 @@ class HFFolder(ModelFolder):
                 problem = f"dtype {entry.dtype} is not supported (only {', '.join(DTYPES)})"
                 raise damaged(entry.path, name, problem)
         for name, entry in self._entries.items():
-            if name not in self.shapes and not HARMLESS.fullmatch(name):
+            if name not in self.shapes and not (HARMLESS.fullmatch(name) or self._predicts_several(name)):
                 raise damaged(entry.path, name, f"a {self.config['model_type']} model has no such tensor")
         if tied:
             self._check_tied()
         if critic and SCORE_BIAS in self._entries and self.read(SCORE_BIAS, ((0, 1),)).count_nonzero():
             problem = "is not zero, but the value head has no bias that could take it"
             raise damaged(self._entries[SCORE_BIAS].path, SCORE_BIAS, problem)
+
+    def _predicts_several(self, name: str) -> bool:
+        """Return whether a tensor is of the layers behind the model that predict tokens after the next
+        (`num_nextn_predict_layers`). Nothing trains them here; nor does transformers read them."""
+        layers, found = int(self.config["num_hidden_layers"]), LAYER.match(name)
+        beyond = self.config.get("num_nextn_predict_layers") or 0
+        return found is not None and layers <= int(found[1]) < layers + beyond
 
 
 def _read_header(path: Path) -> dict[str, _Entry]:
@@ -254,7 +271,7 @@ def export_hf(
     source    the Hugging Face folder that the run started from; all but its weights is carried along
     tensors   this rank's parameters by the table's names
     critic    whether it becomes a one-label token classifier
-    dtype     to write, by default that of the first tensor
+    dtype     to write, by default that of the first tensor; a router's bias stays in float32
     group     carries tensors; `control` (gloo, if the default group is NCCL) a line of text per file
 
     Rank 0 needs memory for one bucket and one file of at most `max_shard_bytes` (or one tensor, if that is
@@ -266,17 +283,10 @@ def export_hf(
     sources = megatron_layout(config, layout, critic=critic)
     first = next(iter(tensors.values()))
     kind: torch.dtype = first.dtype if dtype is None else dtype
-    sizes = {name: prod(shard.shape) * kind.itemsize for name, shard in shards.items()}
+    single = float32_tensors(config)
+    kinds = {name: torch.float32 if name in single else kind for name in shards}
+    sizes = {name: prod(shard.shape) * kinds[name].itemsize for name, shard in shards.items()}
     files = named_files(sizes, max_shard_bytes)
-
-    def write(path: Path, target: Mapping[str, Tensor]) -> None:
-        try:
-            save_file(
-                {name: tensor.cpu() for name, tensor in target.items()}, path, metadata={"format": "pt"}
-            )
-        except SafetensorError as error:
-            raise CheckpointError(f"{path}: cannot be written ({error})") from error
-        fsync(path)
 
     def finish() -> None:
         write_index(folder, files, sum(sizes.values()) + (kind.itemsize if critic else 0))
@@ -285,17 +295,17 @@ def export_hf(
     with new_folder(out, sum(sizes.values()), processes) as folder:
         for file, names in files.items():
             part = {name: shards[name] for name in names}
-            plan = make_plan(sources, [(0, part)])
+            plan = make_plan(sources, [(0, part)], formats=dict.fromkeys(single & part.keys(), FP32))
             plan.verify()
             target: dict[str, Tensor] = {}
             if rank == 0:
                 for name, shard in part.items():
-                    target[name] = torch.empty(shard.shape, dtype=kind, device=first.device)
+                    target[name] = torch.empty(shard.shape, dtype=kinds[name], device=first.device)
             Transfer(plan, rank, tensors, target, bucket_bytes, dtype=kind, group=group).run()
             if "score.weight" in part:
                 names.append(SCORE_BIAS)
                 target[SCORE_BIAS] = torch.zeros(1, dtype=kind)
-            processes.first(partial(write, folder / file, target))
+            processes.first(partial(write_tensors, folder / file, target))
             del target
         processes.first(finish)
 
@@ -327,6 +337,8 @@ def exported_config(config: Mapping[str, Any], critic: bool, dtype: torch.dtype 
     """Return the source's config.json, with the head and the dtype that were written (None: of several)."""
     suffix = "ForTokenClassification" if critic else "ForCausalLM"
     exported = {**config, "architectures": [family_of(config).prefix + suffix]}
+    if config.get("num_nextn_predict_layers"):
+        exported["num_nextn_predict_layers"] = 0  # whose weights were not read
     if dtype is not None:
         exported["dtype" if "dtype" in config else "torch_dtype"] = dtype_name(dtype)
     if critic:

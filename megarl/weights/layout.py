@@ -15,6 +15,7 @@ from megarl.config.errors import ConfigError
 from megarl.config.schema import LoraConfig, ModelConfig, OptimizerConfig
 from megarl.parallel.layout import Layout, padded_vocab
 from megarl.weights.families import (
+    EMBEDDED,
     EMBEDDING,
     FINAL_NORM,
     OUTPUT,
@@ -91,8 +92,10 @@ def check_layout(hf_config: Mapping[str, Any], tp: int, pp: int, ep: int = 1, vp
     moe = family_of(hf_config).is_moe
     sizes = Sizes.of(hf_config)
     dividable = {"attention heads": sizes.heads, "key/value heads": sizes.kv_heads}
-    if not moe:
+    if not moe or sizes.dense:
         dividable["feed-forward columns"] = sizes.ffn
+    if sizes.shared_ffn:
+        dividable["columns of shared experts"] = sizes.shared_ffn
     experts = {"experts": sizes.experts} if moe else {}
     layers = {"layers": sizes.layers}
     of_stage = {"layers of a pipeline stage": sizes.layers // pp}
@@ -107,6 +110,10 @@ def check_layout(hf_config: Mapping[str, Any], tp: int, pp: int, ep: int = 1, vp
     if ep > 1 and not moe:
         model_type = hf_config.get("model_type")
         raise ConfigError(f"parallel.ep: {ep}, but a {model_type} model has no experts (set it to 1)")
+    if sizes.dense and max(Layout(pp=pp, vpp=vpp).layers(sizes.layers, 0)) < sizes.dense:
+        # Megatron has another optimizer for experts: all stages have it, or none.
+        what = f"{pp} gives the first stage none of the mixtures that follow {sizes.dense} dense layers"
+        raise ConfigError(f"parallel.pp: {what} (lower it)")
 
 
 def check_frozen(hf_config: Mapping[str, Any], optimizer: OptimizerConfig, model: str) -> None:
@@ -171,6 +178,18 @@ def hf_shapes(
     return shapes
 
 
+def float32_tensors(hf_config: Mapping[str, Any], *, sglang: bool = False) -> frozenset[str]:
+    """Return the names of the Hugging Face tensors that are in float32 whatever the model's dtype is.
+    sglang: in SGLang, which calls them the same."""
+    kinds = ("everywhere", "sglang") if sglang else ("everywhere",)
+    return frozenset(
+        name.format(l=layer)
+        for pair, layer, _ in whole_model(hf_config)
+        if pair.float32 in kinds
+        for name, _ in pair.hf
+    )
+
+
 def hf_shards(
     hf_config: Mapping[str, Any], *, critic: bool = False, lora: LoraConfig | None = None
 ) -> Shards:
@@ -210,8 +229,8 @@ def parameters(
     once, each = ([pair for pair in pairs if pair.per_expert is per_expert] for per_expert in (False, True))
     places = [(EMBEDDING, 0, 0)] if first else []
     for layer in layers:
-        places += [(pair, layer, 0) for pair in once]
-        places += [(pair, layer, expert) for expert in experts for pair in each]
+        places += [(pair, layer, 0) for pair in once if sizes.has(pair, layer)]
+        places += [(pair, layer, expert) for expert in experts for pair in each if sizes.has(pair, layer)]
     if last:
         places.append((FINAL_NORM, 0, 0))
         if critic:
@@ -289,8 +308,9 @@ def pair_shard(sizes: Sizes, pair: Pair, layer: int, expert: int, tp: int, tp_ra
 def sglang_shards(hf_config: Mapping[str, Any], tp: int, tp_rank: int, *, cpu: bool = False) -> Shards:
     """Return the parameters of one rank of an SGLang engine, by SGLang's names. qkv_proj = [q; k; v] of the
     rank's heads, gate_up_proj = [gate; up], columns of o_proj and down_proj, rows of the padded vocabulary,
-    norms and routers whole. With tied embeddings there is no lm_head. Experts: `experts.w13_weight.{e}` [2 *
-    ffn / tp, hidden] and `experts.w2_weight.{e}` stand for row e of SGLang's stacked tensors.
+    norms and routers whole. With tied embeddings there is no lm_head (`Family.sglang_unties`: there is).
+    Experts: `experts.w13_weight.{e}` [2 * ffn / tp, hidden] and `experts.w2_weight.{e}` stand for row e of
+    SGLang's stacked tensors.
     cpu: SGLang's CPU engine, which pads heads and columns where they do not divide. Raises ConfigError,
     naming `rollout.engine_tp`, if the model cannot be divided so."""
     sizes = Sizes.of(hf_config)
@@ -308,7 +328,7 @@ def sglang_shards(hf_config: Mapping[str, Any], tp: int, tp_rank: int, *, cpu: b
             for first in (0, shape[0] // 2) if pair.operation == "halves" else (0,):
                 parts.append(_Part(name, first + start, first + stop, width))
         name = parts[0].name.replace("self_attn.q_proj", "self_attn.qkv_proj")
-        name = name.replace("mlp.gate_proj", "mlp.gate_up_proj")
+        name = name.replace(".gate_proj", ".gate_up_proj")
         if pair.per_expert:
             fused = "w2" if "down_proj" in name else "w13"
             name = f"{name.partition('.experts.')[0]}.experts.{fused}_weight.{{e}}"
@@ -319,6 +339,8 @@ def sglang_shards(hf_config: Mapping[str, Any], tp: int, tp_rank: int, *, cpu: b
         name, shard = of_pair(pair)
         regions = [one._replace(hf_name=one.hf_name.format(l=layer, e=expert)) for one in shard.regions]
         shards[name.format(l=layer, e=expert)] = shard._replace(regions=tuple(regions))
+    if is_tied(hf_config) and family_of(hf_config).sglang_unties:
+        shards[OUTPUT.hf[0][0]] = shards[EMBEDDED[0]]
     return shards
 
 
@@ -339,8 +361,9 @@ def _sglang_cuts(sizes: Sizes, tp: int, rank: int, cpu: bool) -> dict[str, tuple
             kv_heads = multiple(kv_heads, tp)
             heads = kv_heads * (sizes.heads // sizes.kv_heads)
         ffn, expert_ffn = multiple(ffn, CPU_FFN_MULTIPLE * tp), multiple(expert_ffn, CPU_FFN_MULTIPLE * tp)
-    columns = expert_ffn if sizes.experts else ffn
-    for what, number in (("attention heads", heads), ("feed-forward columns", columns)):
+    shared_ffn = expert_ffn * (sizes.shared_ffn // sizes.expert_ffn) if sizes.shared_ffn else 0
+    columns = (ffn,) if not sizes.experts else (expert_ffn, ffn) if sizes.dense else (expert_ffn,)
+    for what, number in (("attention heads", heads), *(("feed-forward columns", c) for c in columns)):
         if number % tp:
             problem = f"does not divide the model's {number} {what} (choose one that does)"
             raise ConfigError(f"rollout.engine_tp: {tp} {problem}")
@@ -358,5 +381,6 @@ def _sglang_cuts(sizes: Sizes, tp: int, rank: int, cpu: bool) -> dict[str, tuple
         "ffn": cut(sizes.ffn, ffn),
         "gate_up": cut(sizes.ffn, ffn),  # of either half
         "expert_ffn": cut(sizes.expert_ffn, expert_ffn),
+        "shared_ffn": cut(sizes.shared_ffn, shared_ffn),
         "vocab": cut(sizes.vocab, vocab),
     }

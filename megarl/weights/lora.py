@@ -8,14 +8,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors.torch import save_file
 from torch import Tensor
 
-from megarl.config.files import fsync
 from megarl.config.schema import LoraConfig
 from megarl.parallel.layout import Layout
 from megarl.weights.families import model_weights, read_config, table_names
-from megarl.weights.files import Processes, new_folder, write_json
+from megarl.weights.files import Processes, new_folder, write_json, write_tensors
 from megarl.weights.layout import Box, Region, hf_shards, megatron_layout
 from megarl.weights.plan import make_plan
 from megarl.weights.transfer import Merged, Source, Transfer
@@ -104,11 +102,8 @@ def export_peft(
     }
 
     def write() -> None:
-        path = folder / "adapter_model.safetensors"
-        save_file(
-            {PREFIX + name: tensor.cpu() for name, tensor in target.items()}, path, metadata={"format": "pt"}
-        )
-        fsync(path)
+        named = {PREFIX + name: tensor for name, tensor in target.items()}
+        write_tensors(folder / "adapter_model.safetensors", named)
         write_json(folder / "adapter_config.json", described)
 
     size = sum(tensor.nbytes for tensor in target.values())

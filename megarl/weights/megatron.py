@@ -1,6 +1,7 @@
 """Megatron's distributed checkpoints (torch_dist): read as Hugging Face tensors, and converted, bit for bit.
 
 A key is a parameter over all layers, and over all experts; a chunk is what one rank has of it in one layer.
+(Where dense layers come before mixtures, each layer has keys of its own.)
 Keys and shapes depend on the model alone, so any layout reads what any other one wrote; the layout decides
 how chunks are cut. Conversions are done by one process or many, with a few blocks of a tensor in memory; the
 folder appears under its name only when it is whole, on disk, and (if asked) compared with its source.
@@ -30,7 +31,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystem
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.checkpoint.utils import _create_file_view
 
-from megarl.config.errors import CheckpointError
+from megarl.config.errors import CheckpointError, first_line
 from megarl.config.files import check_index, fsync
 from megarl.parallel.layout import Layout, padded_vocab
 from megarl.weights.families import (
@@ -67,7 +68,16 @@ from megarl.weights.hf import (
     named_files,
     write_index,
 )
-from megarl.weights.layout import Box, Region, full_box, hf_shapes, pair_shard, parameters, whole_model
+from megarl.weights.layout import (
+    Box,
+    Region,
+    float32_tensors,
+    full_box,
+    hf_shapes,
+    pair_shard,
+    parameters,
+    whole_model,
+)
 from megarl.weights.plan import intersect, shift, volume
 from megarl.weights.transfer import view
 
@@ -82,19 +92,25 @@ FORMAT = {
 MODEL_KEYS = ("embedding.", "decoder.", "output_layer.", "value_head.")  # others: of optimizers and schedules
 
 
-def keys_of(pair: Pair) -> tuple[str, ...]:
+def keys_of(pair: Pair, layer: int | None = None) -> tuple[str, ...]:
     """Return the checkpoint's names of a parameter, the usual one first. Megatron-core's layer specs have two
-    names for a norm that Transformer Engine would fuse into the linear after it."""
-    name = pair.megatron.replace("{l}.", "").replace("local_experts.{e}", "experts")
+    names for a norm that Transformer Engine would fuse into the linear after it. layer: see `_own_layer`."""
+    name = pair.megatron.replace("{l}.", "" if layer is None else f"{layer}.")
+    name = name.replace("local_experts.{e}", "experts")
     for alias, ours in TE_ALIASES.items():
         if name.endswith("." + ours):
             return name.removesuffix(ours) + alias, name
     return (name,)
 
 
-def _lead(pair: Pair, layer: int, expert: int) -> Shape:
+def _own_layer(sizes: Sizes, layer: int) -> int | None:
+    """Return the layer that a key is of, or None where a key is of all layers, as these are alike."""
+    return layer if sizes.dense else None
+
+
+def _lead(pair: Pair, sizes: Sizes, layer: int, expert: int) -> Shape:
     """Return the dimensions of a key before the parameter's own: (layer, expert), where it has them."""
-    return (layer,) * ("{l}" in pair.megatron) + (expert,) * pair.per_expert
+    return (layer,) * ("{l}" in pair.megatron and not sizes.dense) + (expert,) * pair.per_expert
 
 
 def _key_shape(pair: Pair, sizes: Sizes, tp: int) -> Shape:
@@ -104,7 +120,7 @@ def _key_shape(pair: Pair, sizes: Sizes, tp: int) -> Shape:
         rows = padded_vocab(rows, tp)
     else:
         rows = sum(sizes.shape(dims)[0] for _, dims in pair.hf)
-    return (*_lead(pair, sizes.layers, sizes.experts), rows, *rest)
+    return (*_lead(pair, sizes, sizes.layers, sizes.experts), rows, *rest)
 
 
 # Reading
@@ -143,8 +159,8 @@ class MegatronFolder(ModelFolder):
         self.critic = VALUE_HEAD.megatron in self._keys if critic is None else critic
         self.shapes = hf_shapes(self.config, critic=self.critic)
         self._pieces: dict[str, list[_Piece]] = defaultdict(list)  # of every Hugging Face tensor
-        for key, pair in self._pairs().items():
-            self._add_pieces(key, pair)
+        for key, (pair, layer) in self._pairs().items():
+            self._add_pieces(key, pair, layer)
         self.missing = tuple(name for name in self.shapes if name not in self._pieces)
         self._check_files()
         if OUTPUT_NAME in self._pieces and OUTPUT_NAME not in self.shapes:
@@ -174,25 +190,28 @@ class MegatronFolder(ModelFolder):
                 target.copy_(chunk.read(part, name).view(target.shape))
         return out
 
-    def _pairs(self) -> dict[str, Pair]:
-        """Return what each of the checkpoint's keys holds; CheckpointError unless they are the model's."""
+    def _pairs(self) -> dict[str, tuple[Pair, int | None]]:
+        """Return what each of the checkpoint's keys holds, and of which layer (`_own_layer`); CheckpointError
+        unless they are the model's."""
         sizes, where = Sizes.of(self.config), self.path / METADATA
-        pairs: dict[str, Pair] = {}
+        pairs: dict[str, tuple[Pair, int | None]] = {}
         known = {OUTPUT.megatron, VALUE_HEAD.megatron}  # heads of another use of the body do no harm
-        wanted = dict.fromkeys(pair for pair, _, _ in whole_model(self.config, critic=self.critic))
+        whole = whole_model(self.config, critic=self.critic)
+        wanted = dict.fromkeys((pair, _own_layer(sizes, layer)) for pair, layer, _ in whole)
         if is_tied(self.config) and not self.critic and OUTPUT.megatron in self._keys:
-            wanted[OUTPUT] = None  # only to be compared with the embedding
-        for pair in wanted:
-            key = next((key for key in keys_of(pair) if key in self._keys), None)
+            wanted[OUTPUT, None] = None  # only to be compared with the embedding
+        for pair, layer in wanted:
+            key = next((key for key in keys_of(pair, layer) if key in self._keys), None)
             if key is None and pair is VALUE_HEAD:
                 continue
             if key is None and any(".lora." in key for key in self._keys):
                 remedy = "the run's folder hf has the model with them"
                 raise CheckpointError(f"{self.path}: has LoRA adapters alone, and no model ({remedy})")
             if key is None:
-                raise damaged(where, keys_of(pair)[0], "is not in the checkpoint (config.json asks for it)")
-            known.update(keys_of(pair))
-            pairs[key] = pair
+                problem = "is not in the checkpoint (config.json asks for it)"
+                raise damaged(where, keys_of(pair, layer)[0], problem)
+            known.update(keys_of(pair, layer))
+            pairs[key] = pair, layer
             shape, found = _key_shape(pair, sizes, 1), tuple(self._keys[key].size)
             fits = found == shape
             if pair.operation == "vocabulary":  # any tensor-parallel size pads it in its own way
@@ -204,10 +223,11 @@ class MegatronFolder(ModelFolder):
                 raise damaged(where, key, f"a {self.config['model_type']} model has no such tensor")
         return pairs
 
-    def _add_pieces(self, key: str, pair: Pair) -> None:
-        """Add the pieces of one key's chunks, layer by layer (and expert by expert)."""
+    def _add_pieces(self, key: str, pair: Pair, own: int | None) -> None:
+        """Add the pieces of one key's chunks, layer by layer (and expert by expert). own: the key's layer, if
+        it is of one."""
         sizes = Sizes.of(self.config)
-        lead = _lead(pair, sizes.layers, sizes.experts)
+        lead = _lead(pair, sizes, sizes.layers, sizes.experts)
         # place: (layer, expert), as far as there are any
         by_place: dict[Shape, list[Box]] = defaultdict(list)
         for chunk in self._keys[key].chunks:
@@ -215,7 +235,7 @@ class MegatronFolder(ModelFolder):
             for place in product(*(range(*ends) for ends in box[: len(lead)])):
                 by_place[place].append(box)
         for place in product(*map(range, lead)):
-            layer = place[0] if "{l}" in pair.megatron else 0
+            layer = own if own is not None else place[0] if "{l}" in pair.megatron else 0
             expert = place[-1] if pair.per_expert else 0
             for region in pair_shard(sizes, pair, layer, expert, 1, 0).regions:
                 wanted = (*((index, index + 1) for index in place), *region.local_box)
@@ -259,7 +279,7 @@ class MegatronFolder(ModelFolder):
                     stored = cast(IO[bytes], _create_file_view(file, info.offset, info.length))
                     tensor = torch.load(stored, map_location="meta", weights_only=True)
             except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
-                problem = f"not a chunk that torch.save wrote ({_first_line(error)})"
+                problem = f"not a chunk that torch.save wrote ({first_line(error)})"
                 raise damaged(path, name, problem) from error
             start = getattr(tensor.untyped_storage(), "_checkpoint_offset", None)
             if start is None or not tensor.is_contiguous():
@@ -285,11 +305,7 @@ def _read_metadata(path: Path) -> dcp.Metadata:
     try:
         return FileSystemReader(path).read_metadata()
     except Exception as error:  # unpickling a damaged file raises whatever its bytes happen to call
-        raise CheckpointError(f"{path / METADATA}: not a readable index ({_first_line(error)})") from error
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise CheckpointError(f"{path / METADATA}: not a readable index ({first_line(error)})") from error
 
 
 # Writing
@@ -344,7 +360,8 @@ def rank_chunks(
         if pair is TIED_OUTPUT:
             continue
         tp, tp_rank = (1, 0) if pair.per_expert else (layout.tp, place.tp)
-        key, size, lead = keys_of(pair)[0], _key_shape(pair, sizes, tp), _lead(pair, layer, expert)
+        key = keys_of(pair, _own_layer(sizes, layer))[0]
+        size, lead = _key_shape(pair, sizes, tp), _lead(pair, sizes, layer, expert)
         shard = pair_shard(sizes, pair, layer, expert, tp, tp_rank)
         parts, first = [(shard.shape, shard.regions, pair.hf[0][0].format(l=layer, e=expert))], 0
         if pair.operation in ("column", "halves"):
@@ -431,8 +448,10 @@ def write_metadata(folder: Path, records: Records, model: HFFolder) -> None:
     # The norm before a mixture of experts stands alone in Transformer Engine's layer spec and is called so;
     # the local spec calls it by the name that it has in dense models. Two names, one place.
     aliases: dict[str, tuple[str, ...]] = {}
-    if family_of(model.config).is_moe:
-        keys = [keys_of(pair) for pair in family_of(model.config).layer]
+    sizes = Sizes.of(model.config)
+    if sizes.experts:
+        mixtures = dict.fromkeys(_own_layer(sizes, layer) for layer in range(sizes.dense, sizes.layers))
+        keys = [keys_of(pair, layer) for pair in family_of(model.config).layer for layer in mixtures]
         aliases = {names[0]: names for names in keys if names[-1].endswith("pre_mlp_layernorm.weight")}
     entries: dict[str, dcp.TensorStorageMetadata | dcp.BytesStorageMetadata] = {}
     results = []
@@ -458,9 +477,9 @@ def _extra_states(hf_config: Mapping[str, Any]) -> Iterator[str]:
     """Yield keys of what modules may keep beside parameters (FP8's scales): Megatron's loading wants them."""
     sizes = Sizes.of(hf_config)
     for pair, layer, expert in whole_model(hf_config):
-        lead = (_lead(pair, layer, expert), _lead(pair, sizes.layers, sizes.experts))
-        place = "_".join(".".join(map(str, numbers)) for numbers in lead)
-        module, kind = keys_of(pair)[0].rsplit(".", 1)
+        lead = (_lead(pair, sizes, layer, expert), _lead(pair, sizes, sizes.layers, sizes.experts))
+        place = "_".join(".".join(map(str, numbers)) for numbers in lead if numbers) or "0_1"
+        module, kind = keys_of(pair, _own_layer(sizes, layer))[0].rsplit(".", 1)
         if kind == "weight" and module.rsplit(".", 1)[-1].startswith("linear_"):
             yield f"{module}._extra_state/shard_{place}"
         if module.endswith("linear_proj"):
@@ -560,12 +579,14 @@ def megatron_to_hf(
 ) -> Conversion:
     """Write the model of a distributed checkpoint as a Hugging Face folder.
     source: the folder with config.json and tokenizer, where the checkpoint has none (one of a training run).
-    dtype: of every tensor; by default each keeps its own. A value head makes it a classifier. Else as
-    `hf_to_megatron`."""
+    dtype: of every tensor but a router's bias; by default each keeps its own. A value head makes it a
+    classifier. Else as `hf_to_megatron`."""
     processes = Processes()
     model = processes.run(lambda: MegatronFolder(checkpoint, source=source))
+    single = float32_tensors(model.config)
     kinds = {name: model.dtype(name) if dtype is None else dtype for name in model.shapes}
-    found = {*kinds.values()}
+    found = {kind for name, kind in kinds.items() if name not in single}
+    kinds |= {name: model.dtype(name) for name in single}
     config = exported_config(model.config, model.critic, found.pop() if len(found) == 1 else None)
     heads = model.config.get("architectures", [""])
     if model.critic and heads[0].endswith("Classification"):  # which stays what it is

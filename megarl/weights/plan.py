@@ -24,6 +24,7 @@ from megarl.weights.layout import (
     Region,
     Shard,
     Shards,
+    float32_tensors,
     full_box,
     hf_shapes,
     hf_shards,
@@ -468,9 +469,11 @@ def engine_plan(config: Config, hf_config: Mapping[str, Any], layout: Layout, *,
     """Plan how the actor's weights get into all engines; ConfigError if the model cannot be divided so."""
     sources = megatron_layout(hf_config, layout)
     targets = engine_targets(config, hf_config, layout.world, cpu=cpu)
-    formats: dict[str, str] = {}
+    single = float32_tensors(hf_config, sglang=config.rollout.engine_kind.sharded)
+    formats = dict.fromkeys(single, FP32)
     if config.rollout.weights_dtype == "fp8_block":
-        sources, targets, formats = fp8_block(sources, targets, hf_shapes(hf_config))
+        sources, targets, quantised = fp8_block(sources, targets, hf_shapes(hf_config))
+        formats |= quantised
     return make_plan(sources, targets, formats=formats, gpus_per_node=config.cluster.gpus_per_node)
 
 

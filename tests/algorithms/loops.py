@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from hypothesis import strategies as st
@@ -60,6 +61,13 @@ def make_batch(shapes: list[tuple[int, int]], seed: int, include: list[bool] | N
     spans = [(end - r, end) for end, (_, r) in zip(ends, shapes, strict=True)]
     flags = include if include is not None else (torch.rand(len(shapes), generator=generator) > 0.5).tolist()
     experience["selected"] = torch.rand(total, generator=generator) < 0.3
+    # Of three tokens at each place, the policy's and a teacher's; every third sequence has none.
+    experience["several"] = torch.randn(total, 6, generator=generator, dtype=torch.float64).log_softmax(-1)[
+        :, :3
+    ]
+    of_teacher = torch.randn(total, 6, generator=generator, dtype=torch.float64).log_softmax(-1)
+    untaught = experience.sequence_ids % 3 == 2
+    experience["teacher_logprobs"] = of_teacher[:, :3].masked_fill(untaught[:, None], -torch.inf)
     return Batch(experience, spans, torch.tensor(flags, dtype=torch.bool))
 
 
@@ -139,11 +147,11 @@ def loop_weights(batch: Batch, aggregation: str, include: list[bool], constant: 
 
 @dataclass
 class Term:
-    """A loss, its gradient by the new quantity at each token, and the size sum_t |w_t l_t| against which
-    errors are measured."""
+    """A loss, its gradient by the new quantity at each token (or the new quantities), and the size sum_t |w_t
+    l_t| against which errors are measured."""
 
     loss: float
-    gradient: list[float]
+    gradient: list[Any]
     size: float
 
 
@@ -260,6 +268,22 @@ def loop_kl(batch: Batch, weights: list[float]) -> Term:
     return collect(
         weights, [(math.exp(ref - new) - (ref - new) - 1, 1 - math.exp(ref - new)) for new, ref in pairs]
     )
+
+
+def loop_teacher(batch: Batch, weights: list[float]) -> tuple[Term, dict[str, float]]:
+    """sum_i q_i (log q_i - log pi_i) over a few tokens i of each place, and the statistics."""
+    terms, gradient, taught, mass = [], [], 0, 0.0
+    several, of_teacher = (batch.experience[name].tolist() for name in ("several", "teacher_logprobs"))
+    for w, own, theirs in zip(weights, several, of_teacher, strict=True):
+        q = [math.exp(x) for x in theirs]
+        none = theirs[0] == -math.inf
+        gaps = [0.0 if none else chance * (a - b) for chance, a, b in zip(q, theirs, own, strict=True)]
+        terms.append(w * math.fsum(gaps))
+        gradient.append([-w * chance for chance in q])
+        taught += w > 0 and not none
+        mass += math.fsum(q) * (w > 0)
+    sums = {"tokens": float(sum(w > 0 for w in weights)), "taught": float(taught), "teacher_mass": mass}
+    return Term(math.fsum(terms), gradient, math.fsum(map(abs, terms))), sums
 
 
 def loop_value(batch: Batch, weights: list[float], clip: float) -> tuple[Term, float]:

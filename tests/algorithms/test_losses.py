@@ -27,6 +27,7 @@ from tests.algorithms.loops import (
     loop_kl,
     loop_nll,
     loop_policy,
+    loop_teacher,
     loop_value,
     loop_weights,
     make_batch,
@@ -49,6 +50,7 @@ INPUTS = {
     "entropy": ("entropy",),
     "nll": ("logprobs",),
     "kl": ("logprobs", "ref_logprobs"),
+    "teacher": ("several", "teacher_logprobs"),
     "value": ("values", "old_values", "returns"),
     "chance": ("values", "successes"),
 }
@@ -73,6 +75,7 @@ LOSSES: dict[str, Loss] = {
     "entropy": lambda e, w: losses.entropy_loss(e["entropy"], w),
     "nll": lambda e, w: losses.nll_loss(e["logprobs"], w),
     "kl": lambda e, w: losses.kl_loss(e["logprobs"], e["ref_logprobs"], w),
+    "teacher": lambda e, w: losses.top_k_loss(e["several"], e["teacher_logprobs"], w),
     "value": lambda e, w: losses.value_loss(e["values"], e["old_values"], e["returns"], w, CLIP),
     "chance": lambda e, w: losses.chance_loss(e["values"], e["successes"], w),
 }
@@ -104,6 +107,9 @@ def reference(term: str, batch: Batch, weights: list[float]) -> tuple[Term, dict
     if term == "value":
         expected, clipped = loop_value(batch, weights, CLIP)
         return expected, {"value/clip_fraction": clipped, "value/tokens": float(sum(w > 0 for w in weights))}
+    if term == "teacher":
+        expected, stats = loop_teacher(batch, weights)
+        return expected, {f"policy/{k}": v for k, v in stats.items()}
     if term == "chance":
         return loop_chance(batch, weights), {"value/tokens": float(sum(w > 0 for w in weights))}
     return {"nll": loop_nll, "kl": loop_kl, "entropy": loop_entropy}[term](batch, weights), {}
@@ -166,11 +172,13 @@ def test_garbage_on_tokens_of_weight_zero_changes_nothing(term, garbage):
     weights = weights_of(e, batch.include, "token")
     clean = run(term, e, weights)
     for name in (*INPUTS[term], "entropy"):
-        e[name] = torch.where(weights > 0, e[name], garbage)
+        counted = (weights > 0).view(-1, *[1] * (e[name].dim() - 1))
+        e[name] = torch.where(counted, e[name], garbage)
     dirty = run(term, e, weights)
     assert torch.equal(dirty[0], clean[0]) and torch.equal(dirty[1], clean[1])
     assert {k: float(v) for k, v in dirty[2].items()} == {k: float(v) for k, v in clean[2].items()}
-    assert torch.equal(dirty[1][weights == 0], torch.zeros(int((weights == 0).sum()), dtype=torch.float64))
+    of_none = dirty[1][weights == 0]
+    assert torch.equal(of_none, torch.zeros_like(of_none))
 
 
 @TERMS

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -566,6 +567,13 @@ class TestModelFolder:
     def test_teacher(self, scene: Scene, model_copy: Path) -> None:
         key = "teacher.path"
         assert scene.train_refused(f"{key}=/no/model").startswith(f"{key}: /no/model: no such folder")
+        named = f"teacher.by_source.gsm8k={model_copy}"
+        line = scene.train_refused(named, "teacher.top_k=4000")
+        assert re.search(
+            r"x\.yaml: teacher\.top_k: 4000 is more than the \d+ tokens that there are \(lower", line
+        )
+        line = scene.train_refused(named, "teacher.top_k=4")
+        assert "x.yaml: teacher.by_source.gsm8k: no row of data.train has this data_source, whose" in line
         config = json.loads((model_copy / "config.json").read_text())
         edit_json(model_copy / "config.json", max_position_embeddings=100)
         assert f"exceed the 100 positions of {model_copy}" in scene.train_refused(f"{key}={model_copy}")
@@ -578,6 +586,8 @@ class TestModelFolder:
             line.startswith(f"{key}: {model_copy}: its tokenizer is not the actor's: ")
             and "is number" in line
         )
+        other = f"teacher.by_source.gsm8k: {model_copy}: its tokenizer is not the actor's: "
+        assert scene.train_refused(named).startswith(other)
 
     def test_critic_with_two_labels(self, scene: Scene, tmp_path: Path) -> None:
         folder = make_tiny_model(tmp_path / "m", "qwen2", max_positions=256, classification="sequence")

@@ -636,6 +636,9 @@ class TestContradictions:
             "rollout.dynamic_sampling.by: score: only the reward model rewards, and groups are"
         ),
         "teacher.weight=2": "teacher.weight: has no effect without a teacher (set teacher.path)",
+        "teacher.top_k=4": "teacher.top_k: has no effect without a teacher (set teacher.path)",
+        "run_dir=s/run teacher.by_source.a=s": "run_dir: s/run is in teacher.by_source.a s",
+        "recipe=sft teacher.by_source.a=m": "teacher.by_source: recipe sft learns from given responses",
         "recipe=sft teacher.path=m": "teacher.path: recipe sft learns from given responses",
         "residency.keep=[teacher.weights]": "residency.keep: teacher.weights: this run has none",
         "run_dir=s/run teacher.path=s": "run_dir: s/run is in teacher.path s",

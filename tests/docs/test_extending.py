@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -261,12 +262,13 @@ def test_an_episode(engines: list[TransformersEngine], sums: Path) -> None:
     tokenizer, params = AutoTokenizer.from_pretrained(sums / "model"), SamplingParams(40)
 
     async def run(begun: Completion | None) -> Completion:
-        client = EngineClient(engines[1])
-        running = asyncio.create_task(client.run())
-        policy = Policy(prompt, client, 3, params, begun, tokenizer)
-        await episode(prompt, policy)
-        running.cancel()
-        return policy.result()
+        with ThreadPoolExecutor(1) as threads:
+            client = EngineClient(engines[1], threads)
+            running = asyncio.create_task(client.run())
+            policy = Policy(prompt, client, 3, params, begun, tokenizer)
+            await episode(prompt, policy)
+            running.cancel()
+            return policy.result()
 
     found = asyncio.run(run(None))
     shown = tokenizer(" Again: ", add_special_tokens=False).input_ids

@@ -16,7 +16,7 @@ import torch
 from megarl.config.schema import Config
 from megarl.data.experience import Experience
 from megarl.model.builder import build_actor, read_hf_config
-from megarl.parallel.offload import HostPool
+from megarl.parallel.movable import HostPool
 from megarl.parallel.runtime import Runtime
 from megarl.rollout.engine import RolloutEngine
 from megarl.rollout.sampling import Completion, Request, SamplingParams
@@ -25,8 +25,8 @@ from megarl.schedule.generation import make_engine, start_engine
 from megarl.schedule.offload import EngineMemory, OffloadManager
 from megarl.schedule.run import load_weights, make_weight_sync
 from megarl.training.batch import LocalBatch, distribute
-from megarl.training.losses import supervised_loss
 from megarl.training.model import TrainableModel, UpdateResult, tensor_groups
+from megarl.training.objectives import supervised_loss
 from megarl.weights.cost import KNOWN_MODELS
 from megarl.weights.families import read_config, table_names
 from megarl.weights.megatron import open_model

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.model.logprob_head import vocab_parallel_logprobs
+from megarl.model.logprob_head import vocab_parallel_logprobs, vocab_parallel_top_k
 
 
 def plain(
@@ -59,6 +59,42 @@ def test_equals_log_softmax(tokens: int, words: int, padding: int, chunk: int, h
     assert torch.allclose(hidden.grad.double(), exact_hidden.grad, rtol=1e-4, atol=1e-4)
     assert torch.allclose(weight.grad.double(), exact_weight.grad, rtol=1e-4, atol=1e-3)
     assert not weight.grad[words:].any(), "padding rows are no words"
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    tokens=st.integers(0, 23),
+    words=st.integers(4, 37),
+    limit=st.integers(4, 40),
+    k=st.integers(1, 4),
+    chunk=st.integers(1, 30),
+    seed=st.integers(0, 99),
+)
+def test_several_labels_and_the_likeliest_equal_log_softmax(
+    tokens: int, words: int, limit: int, k: int, chunk: int, seed: int
+) -> None:
+    """At each place the sampled token and others, of which one may be the same; and what is likeliest."""
+    g = torch.Generator().manual_seed(seed)
+    hidden = (5 * torch.randn(tokens, 5, generator=g)).requires_grad_()
+    weight = torch.randn(words + 2, 5, generator=g).requires_grad_()
+    others = torch.rand(tokens, words, generator=g).argsort(-1)[:, :k]
+    labels = torch.cat([torch.randint(0, words, (tokens, 1), generator=g), others], 1)
+    factors, entropy_factors = torch.randn(tokens, 1 + k, generator=g), torch.randn(tokens, generator=g)
+    found, entropy = on_one_rank(hidden, weight, labels, words, chunk, 0.6)
+    ((found * factors).sum() + (entropy * entropy_factors).sum()).backward()
+    exact_hidden = hidden.detach().double().requires_grad_()
+    exact_weight = weight.detach().double().requires_grad_()
+    table = (exact_hidden @ exact_weight[:words].T / 0.6).log_softmax(-1)
+    exact_entropy = -(table.exp() * table).sum(-1)
+    ((table.gather(-1, labels) * factors).sum() + (exact_entropy * entropy_factors).sum()).backward()
+    assert torch.allclose(found.double(), table.gather(-1, labels), rtol=1e-5, atol=1e-4)
+    assert torch.allclose(hidden.grad.double(), exact_hidden.grad, rtol=1e-4, atol=1e-4)
+    assert torch.allclose(weight.grad.double(), exact_weight.grad, rtol=1e-4, atol=1e-3)
+    sizes = {"vocab_start": 0, "vocab_shard_size": words, "chunk": chunk}
+    logprobs, likeliest = vocab_parallel_top_k(hidden, weight, k, limit, temperature=0.6, **sizes)
+    expected = table[:, :limit].topk(k, -1)
+    assert torch.equal(likeliest, expected.indices)
+    assert torch.allclose(logprobs.double(), expected.values, rtol=1e-5, atol=1e-4)
 
 
 def test_chunks_change_nothing() -> None:
@@ -119,11 +155,18 @@ def test_no_array_of_all_logits() -> None:
         logprobs.sum().backward()
     assert torch.equal(hidden.grad, expected)
     assert weight.numel() not in sizes, "a frozen weight has no gradient"
+    sizes.clear()
+    labels = torch.randint(0, words, (tokens, 1 + 5))
+    shard = {"vocab_start": 0, "vocab_shard_size": words, "temperature": 1.0, "chunk": chunk}
+    with Watch():
+        on_one_rank(hidden, weight, labels, words, chunk)[0].sum().backward()
+        vocab_parallel_top_k(hidden, weight, 5, words, **shard)
+    assert max(sizes) <= max(chunk * words, hidden.numel())
 
 
 def test_a_vocabulary_split_over_ranks_one_of_them_without_any(ranks) -> None:  # type: ignore[no-untyped-def]
-    """Log-probs, entropy and gradients of the whole vocabulary, on two ranks of which the second has only
-    padding, or 13 words."""
+    """Log-probs, entropy, gradients and the likeliest of the whole vocabulary, on two ranks of which the
+    second has only padding, or 13 words."""
     for first in (33, 20):
         answers = ranks(2, 1, 1).run(on_ranks, shards=[first, 33 - first], padding=2)
         for found, expected in answers:
@@ -142,22 +185,23 @@ def on_ranks(runtime, shards: list[int], padding: int):  # type: ignore[no-untyp
     hidden, weight, labels = (
         torch.randn(50, 8, generator=g),
         torch.randn(sum(shards), 8, generator=g),
-        torch.randint(0, 33, (50,), generator=g),
+        torch.rand(50, 33, generator=g).argsort(-1)[:, :4],
     )
     factors = torch.randn(50, generator=g)
     words, first = shards[runtime.tp_rank], sum(shards[: runtime.tp_rank])
     shard = torch.cat([weight[first : first + words], torch.ones(padding, 8)]).requires_grad_()
     mine = hidden.clone().requires_grad_()
     group = parallel_state.get_tensor_model_parallel_group()
-    found = vocab_parallel_logprobs(
-        mine, shard, labels, vocab_start=first, vocab_shard_size=words, temperature=0.7, chunk=7, group=group
-    )
-    (found[0] * factors + found[1] * factors.flip(0)).sum().backward()
+    sizes = {"vocab_start": first, "vocab_shard_size": words, "temperature": 0.7, "chunk": 7, "group": group}
+    found = vocab_parallel_logprobs(mine, shard, labels, **sizes)
+    (found[0].sum(1) * factors + found[1] * factors.flip(0)).sum().backward()
     dist.all_reduce(mine.grad, group=group)
     whole_hidden, whole_weight = hidden.double().requires_grad_(), weight.double().requires_grad_()
-    expected = plain(whole_hidden, whole_weight, labels, 0.7)
-    (expected[0] * factors + expected[1] * factors.flip(0)).sum().backward()
+    table = (whole_hidden @ whole_weight.T / 0.7).log_softmax(-1)
+    expected = table.gather(1, labels), -(table.exp() * table).sum(-1)
+    (expected[0].sum(1) * factors + expected[1] * factors.flip(0)).sum().backward()
     grad = torch.cat([whole_weight.grad[first : first + words], torch.zeros(padding, 8)])
-    return [x.detach() for x in (*found, mine.grad, shard.grad)], [
-        x.detach() for x in (*expected, whole_hidden.grad, grad)
+    likeliest = [x.double() for x in vocab_parallel_top_k(mine, shard, 5, 30, **sizes)]
+    return [x.detach() for x in (*found, mine.grad, shard.grad, *likeliest)], [
+        x.detach().double() for x in (*expected, whole_hidden.grad, grad, *table[:, :30].topk(5, -1))
     ]

@@ -20,6 +20,7 @@ from megarl.config.schema import (
     OverlongConfig,
     ParallelConfig,
     RewardConfig,
+    TeacherConfig,
     UpdateConfig,
 )
 from megarl.data.experience import Experience, StepBatch
@@ -44,10 +45,11 @@ def make_config(
     share_prompts: bool = False,
     model: Mapping[str, Any] | None = None,
     optimizer: Mapping[str, Any] | None = None,
+    teacher: Mapping[str, Any] | None = None,
     **algorithm: Any,
 ) -> Config:
-    """A configuration for a model folder; `model`, `optimizer` (actor's and critic's) and `algorithm` as in
-    the schema."""
+    """A configuration for a model folder; `model`, `optimizer` (actor's and critic's), `teacher` and
+    `algorithm` as in the schema."""
     return Config(
         recipe="vapo",
         run_dir=folder,
@@ -60,6 +62,7 @@ def make_config(
         critic=CriticConfig(**{"lr": 1e-3, **(optimizer or {})}),
         reward=RewardConfig(overlong=OverlongConfig(filter=overlong)),
         algorithm=AlgorithmConfig(**{"advantage": "gae", **algorithm}),
+        teacher=TeacherConfig(**(teacher or {})),
         update=UpdateConfig(
             mini_batch=mini_batch,
             tokens_per_micro_batch=budget,
@@ -109,9 +112,11 @@ def logprobs(
     dtype: str = "fp32",
     budget: int = 40,
     chunk: int = 7,
+    top_k: int | None = None,
 ) -> Any:
     """Log-probabilities and entropy of all response tokens, in the order given, on every rank. budget: tokens
-    of a pack; chunk: update.logprob_chunk.
+    of a pack; chunk: update.logprob_chunk; top_k: of the likeliest tokens of each place, and these, on the
+    last stage.
 
     With `routing`, the engine's choice of experts [T, layers, topk]: log-probabilities, and what is counted
     of the routers; then each replica takes its share of the sequences."""
@@ -135,11 +140,16 @@ def logprobs(
     inference = InferenceModel("actor", actor, runtime)
     inference.replays_routing = routing is not None
     start_counting(actor.routings, grad=False)
-    columns = inference.logprob_columns(experience, batches)
     mask = experience.response_mask
+    if top_k is not None:
+        columns = inference.top_k_columns(experience, batches, top_k, 300)
+        return columns["logprobs"][mask], columns["tokens"][mask]
+    columns = inference.logprob_columns(experience, batches)
     if routing is None:
         return columns["logprobs"][mask], columns["entropy"][mask]
-    counts = sum_over_ranks(runtime, routing_counts(actor.routings, actor.config.num_layers))
+    counts = sum_over_ranks(
+        runtime, routing_counts(actor.routings, actor.config.num_layers, actor.config.num_moe_experts)
+    )
     shared = sum_over_replicas(runtime, columns["logprobs"][mask])
     return shared, counts
 
@@ -198,7 +208,7 @@ def advantages_of_turns(
 ) -> Experience:
     """The batch with a critic's values, advantages and returns."""
     from megarl.model.builder import build_critic, read_hf_config
-    from megarl.training.advantages import add_gae
+    from megarl.training.columns import add_gae
     from megarl.training.model import InferenceModel
 
     config = make_config(folder, **options)
@@ -225,10 +235,10 @@ def gradients(
     from megarl.model.builder import build_actor, build_critic, read_hf_config
     from megarl.parallel.comm import sum_stats
     from megarl.schedule.phases import draw_tokens
-    from megarl.training.advantages import correct_mismatch
     from megarl.training.batch import distribute
-    from megarl.training.losses import actor_loss, critic_loss, select_tokens
+    from megarl.training.columns import correct_mismatch
     from megarl.training.model import TrainableModel
+    from megarl.training.objectives import actor_loss, critic_loss, select_tokens
 
     config = make_config(folder, mini_batch=batch.num_sequences, **options)
     build = build_critic if which == "critic" else build_actor
@@ -265,7 +275,10 @@ def gradients(
         found = select_tokens(algorithm, experience, micro_batches, of_policy, draws, runtime)
         loss = actor_loss(algorithm, experience, found)
     else:
-        loss = actor_loss(algorithm, experience)
+        loss = actor_loss(algorithm, experience, teacher=config.teacher)
+        if config.teacher.top_k:
+            others = experience["teacher_tokens"]
+            micro_batches = [replace(one, others=others) for one in micro_batches]
     sums = sum_stats(runtime, learner.compute_gradients(micro_batches, loss))
     with on_cpu():
         learner.optimizer.prepare_grads()
@@ -349,12 +362,11 @@ def rollout_after_update(
     from megarl.rollout.sampling import Request, SamplingParams
     from megarl.rollout.transformers_engine import TransformersEngine
     from megarl.training.batch import distribute
-    from megarl.training.losses import supervised_loss
     from megarl.training.model import TrainableModel
+    from megarl.training.objectives import supervised_loss
     from megarl.weights.families import table_names
     from megarl.weights.hf import HFFolder, export_hf
-    from megarl.weights.layout import hf_shards, megatron_layout
-    from megarl.weights.plan import make_plan
+    from megarl.weights.plan import engine_plan
     from megarl.weights.transfer import Transfer
 
     config = make_config(folder, dtype=dtype, nll_weight=1.0)
@@ -371,11 +383,7 @@ def rollout_after_update(
     named = table_names(dict(model.named_parameters()))
     engine = TransformersEngine(folder, dtype=DTYPES[dtype], eos_ids=(1,))
     engine.start()
-    hf_config = HFFolder(folder).config
-    plan = make_plan(
-        megatron_layout(hf_config, runtime.layout),
-        [(rank, hf_shards(hf_config)) for rank in range(runtime.world)],
-    )
+    plan = engine_plan(config, HFFolder(folder).config, runtime.layout)
     plan.verify()
     engine.begin_update()
     Transfer(plan, runtime.rank, named, engine.parameters(), 2**12, dtype=DTYPES[dtype]).run()
@@ -475,10 +483,10 @@ def updates_with_moves(
     from megatron.core import parallel_state
 
     from megarl.model.builder import build_actor, build_critic, read_hf_config
-    from megarl.parallel.offload import HostPool
+    from megarl.parallel.movable import HostPool
     from megarl.training.batch import distribute
-    from megarl.training.losses import critic_loss, supervised_loss
     from megarl.training.model import TrainableModel, tensor_groups
+    from megarl.training.objectives import critic_loss, supervised_loss
 
     config = make_config(folder, mini_batch=6, dtype=dtype, model=model)
     built = (build_critic if which == "critic" else build_actor)(config, read_hf_config(folder), runtime)
@@ -529,10 +537,10 @@ def left_behind(
     """What an update has made that is still there once all tensor groups have left: bytes and shape of each
     storage's tensor, the largest first."""
     from megarl.model.builder import build_actor, read_hf_config
-    from megarl.parallel.offload import HostPool
+    from megarl.parallel.movable import HostPool
     from megarl.training.batch import distribute
-    from megarl.training.losses import supervised_loss
     from megarl.training.model import TrainableModel, tensor_groups
+    from megarl.training.objectives import supervised_loss
 
     def alive() -> dict[int, Any]:
         gc.collect()
@@ -567,8 +575,8 @@ def around_a_checkpoint(runtime: Runtime, folder: Path, checkpoint: Path, read: 
 
     from megarl.model.builder import build_actor, read_hf_config
     from megarl.training.batch import distribute
-    from megarl.training.losses import supervised_loss
     from megarl.training.model import TrainableModel
+    from megarl.training.objectives import supervised_loss
     from megarl.training.sharded import load_trainable
     from tests.checkpoints import save_model
 
@@ -609,10 +617,10 @@ def updates_with_overlap(runtime: Runtime, folder: Path, checkpoint: Path, **par
     from megarl.config.schema import ParallelConfig
     from megarl.model.builder import build_actor, read_hf_config
     from megarl.parallel.comm import gather_objects
-    from megarl.parallel.offload import HostPool
+    from megarl.parallel.movable import HostPool
     from megarl.training.batch import distribute
-    from megarl.training.losses import supervised_loss
     from megarl.training.model import TrainableModel, tensor_groups
+    from megarl.training.objectives import supervised_loss
     from megarl.training.sharded import load_trainable
     from tests.checkpoints import save_model
 
@@ -714,10 +722,10 @@ def partly_frozen(
     between: this rank's numbers of trained parameters, of those in gradient buffers and in the optimizer, the
     steps that it counts, and on rank 0 the whole weights before, between and after the updates."""
     from megarl.model.builder import build_actor, build_critic, read_hf_config
-    from megarl.parallel.offload import HostPool
+    from megarl.parallel.movable import HostPool
     from megarl.training.batch import distribute
-    from megarl.training.losses import critic_loss, supervised_loss
     from megarl.training.model import TrainableModel, tensor_groups
+    from megarl.training.objectives import critic_loss, supervised_loss
     from megarl.training.sharded import load_model, load_trainable, megatron_state
     from tests.checkpoints import save_model
 
@@ -893,8 +901,10 @@ def whole_optimizer(learner: Any, folder: Path, runtime: Runtime, critic: bool) 
                 for chunk in learner.chunks
                 for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)
             ]
-            [holds] = [buffer for buffer in buffers if parameter in buffer.param_to_bucket]
-            dist.all_reduce(whole, group=holds.data_parallel_group)  # the others' stretches are zeros here
+            holds = [buffer for buffer in buffers if parameter in buffer.param_to_bucket]
+            assert len(holds) == parameter.requires_grad
+            for buffer in holds:  # the others' stretches are zeros here
+                dist.all_reduce(whole, group=buffer.data_parallel_group)
             found[moment][name] = whole
     return {
         f"{kind} {name}": tensor
@@ -915,8 +925,8 @@ def optimizer_around_a_checkpoint(
     """The whole model and its optimizer after an update and a checkpoint, or after reading that one."""
     from megarl.model.builder import build_actor, build_critic, read_hf_config
     from megarl.training.batch import distribute
-    from megarl.training.losses import actor_loss, critic_loss
     from megarl.training.model import TrainableModel
+    from megarl.training.objectives import actor_loss, critic_loss
     from megarl.training.sharded import load_trainable
     from tests.checkpoints import save_model
 

@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
 from tests.parallel import jobs
-from tests.parallel.test_invariance import TERMS, VOCAB, make_batch, relative_difference
+from tests.parallel.test_invariance import TERMS, VOCAB, make_batch, make_batch_of, relative_difference
 from tests.parallel.test_parity import hf_logprobs, sequences
 from tests.plan.jobs import long_sequence
 from tests.ranks import RankPool
@@ -45,6 +47,29 @@ def test_logprobs_equal_hugging_face(
             assert (found_entropy - entropy).abs().max() <= 1e-5
 
 
+@pytest.mark.parametrize("layout", [(1, 1, 1), (2, 1, 1, 1, 2), (2, 2, 1)], ids=str)
+def test_the_likeliest_tokens_equal_hugging_face(
+    layout: tuple[int, ...], ranks: Callable[..., RankPool], tmp_path: Path
+) -> None:
+    """A teacher's, on every rank of the last stage, over a vocabulary that tp does not divide."""
+    prompts, responses = sequences(307)
+    folder = make_tiny_model(tmp_path, "qwen3", vocab=307, layers=2)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with torch.no_grad():
+        logits = [
+            model(torch.tensor([p + r])).logits[0, len(p) - 1 : -1]
+            for p, r in zip(prompts, responses, strict=True)
+        ]
+    expected = (torch.cat(logits).double() / 0.7).log_softmax(-1)[:, :300].topk(5, -1)
+    arguments = {"folder": folder, "prompts": prompts, "responses": responses, "temperature": 0.7}
+    answers = ranks(*layout).run(jobs.logprobs, **arguments, top_k=5)
+    last = [found for found in answers if found[0].shape[1]]
+    assert len(last) == len(answers) / layout[1]
+    for logprobs, tokens in last:
+        assert torch.equal(tokens.long(), expected.indices)
+        assert (logprobs - expected.values).abs().max() <= 1e-5
+
+
 @pytest.mark.parametrize("layout", [(1, 1, 1, 1, 2), pytest.param((2, 2, 1, 1, 2), marks=SLOW)], ids=NAMES)
 def test_values_and_scores_equal_one_ranks(
     layout: tuple[int, ...], ranks: Callable[..., RankPool], tmp_path: Path
@@ -65,6 +90,7 @@ def test_values_and_scores_equal_one_ranks(
 GRADIENTS: list[Any] = [
     ("DAPO", (1, 1, 1, 1, 2), {}),
     ("VAPO", (2, 1, 1, 1, 2), {"turns": True}),
+    ("teacher's top k", (2, 1, 1, 1, 2), {"turns": True}),
     ("value", (1, 1, 1, 1, 2), {}),
     ("GSPO", (1, 1, 1, 1, 2), {}),
     ("VAPO", (1, 1, 1, 1, 4), {}),
@@ -98,7 +124,7 @@ def test_gradients_equal_one_ranks(
         tmp_path, "qwen3", vocab=VOCAB, layers=2, tied=which == "actor", classification=kind
     )
     options = dict(options)
-    batch = make_batch(turns=options.pop("turns", False))
+    batch = make_batch_of(term, options.pop("turns", False))
     arguments = {"folder": folder, "batch": batch, "which": which}
     parts = {key: value for key, value in options.items() if key == "optimizer"}
     [expected] = ranks(1, 1, 1).run(

@@ -15,7 +15,9 @@ from safetensors.torch import load_file
 
 from megarl.data.experience import Experience
 from megarl.parallel.runtime import Runtime
+from megarl.plan.sizes import Shape
 from megarl.training.batch import matrix_shape
+from megarl.weights.cost import KNOWN_MODELS
 from tests.parallel.jobs import make_config
 from tests.ranks import RankPool
 from tests.tiny_models import make_tiny_model
@@ -137,6 +139,19 @@ def test_of_experts_only_the_chosen_ones_count() -> None:
     assert matrix_shape(SimpleNamespace(config=config)) == (attention + 2048 * 128 + 8 * 3 * 2048 * 768, 4096)
 
 
+def test_of_dense_layers_before_mixtures_each_counts_as_what_it_is() -> None:
+    """Counted by hand: GLM-4.5-Air with two layers, the planner's count of the same beside it."""
+    sizes = {"hidden_size": 4096, "num_attention_heads": 96, "num_query_groups": 8, "kv_channels": 128}
+    experts = {"num_moe_experts": 128, "moe_router_topk": 8, "moe_ffn_hidden_size": 1408}
+    more = {"moe_shared_expert_intermediate_size": 1408, "moe_layer_freq": [0, 1], "ffn_hidden_size": 10944}
+    config = TransformerConfig(num_layers=2, **sizes, **experts, **more, add_bias_linear=False)
+    attention = 2 * 4096 * 12288 + 2 * 4096 * 1024
+    layers = 2 * attention + 3 * 4096 * 10944 + 4096 * 128 + 9 * 3 * 4096 * 1408
+    assert matrix_shape(SimpleNamespace(config=config)) == (layers, 2 * 12288)
+    planned = Shape({**KNOWN_MODELS["GLM-4.5-Air"], "num_hidden_layers": 2}, "bf16")
+    assert planned.active == layers + 4096 * 151552
+
+
 @pytest.mark.parametrize("critic_mini_batch", [None, 2, 4, 16])
 def test_mini_batches_of_the_critic(
     critic_mini_batch: int | None, folders: tuple[Path, Path], ranks: Callable[[int, int, int], RankPool]
@@ -196,3 +211,50 @@ def test_mini_batches_of_windows(
             assert weights["value"][n] == pytest.approx([value] * lengths[n], rel=1e-6)
             nll = 1 / of_right if right[n] else 0.0
             assert weights["nll"][n] == pytest.approx([nll] * lengths[n], rel=1e-6)
+
+
+def some_of_a_share(
+    runtime: Runtime, folder: Path, chosen: list[int], shared: bool
+) -> tuple[list[int], torch.Tensor, float]:
+    """The tokens of each micro-batch of the chosen responses; the log-probs that they have there, and the
+    most that these differ by from those of a pass over all."""
+    from megarl.model.builder import build_actor, read_hf_config
+    from megarl.training.batch import distribute, micro_batches_of
+    from megarl.training.model import InferenceModel
+    from tests.parallel.jobs import load
+
+    config = make_config(folder, mini_batch=4, share_prompts=shared)
+    model = build_actor(config, read_hf_config(folder), runtime)
+    load(model, folder, runtime)
+    batch = make_batch()
+    batch["group_ids"] = torch.arange(RESPONSES) // 4
+    local = distribute(batch, config, 4, 7, [model], runtime)
+    some = torch.isin(torch.arange(RESPONSES), torch.tensor(chosen))
+    packs = micro_batches_of(some, batch, local, config, model, runtime)
+    actor = InferenceModel("actor", model, runtime)
+    found, every = (
+        actor.logprob_columns(local.experience, batches)["logprobs"]
+        for batches in (packs, local.micro_batches)
+    )
+    expected = torch.where(local.experience.spread(some[local.rows].float()) > 0, every, 0.0)
+    return [pack.tokens.shape[1] for pack in packs], found, float((found - expected).abs().max())
+
+
+@pytest.mark.parametrize(
+    "shared", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["alone", "shared prompts"]
+)
+def test_passes_over_some_of_the_responses(
+    shared: bool, ranks: Callable[..., RankPool], tmp_path: Path
+) -> None:
+    """As teachers make them: of experts on other replicas all replicas do as many, whatever they have to
+    judge."""
+    folder = make_tiny_model(tmp_path, "qwen3_moe", vocab=61, layers=2, experts=4, active=2)
+    for layout in ((1, 1, 1, 1), (1, 1, 2, 2)):
+        for chosen in ([], [6], [0, 1, 2, 3, 4, 9, 12]):
+            answers = ranks(*layout).run(some_of_a_share, folder=folder, chosen=chosen, shared=shared)
+            assert len({len(tokens) for tokens, _, _ in answers}) == 1
+            assert max(difference for *_, difference in answers) <= 1e-5
+            judged = sum(int(found.count_nonzero()) for _, found, _ in answers)
+            assert judged == int(make_batch().response_lengths[chosen].sum())
+    longest = int(make_batch().lengths.max())
+    assert max(tokens[0] for tokens, _, _ in answers) <= max(64, longest)

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.parallel import jobs
 from tests.ranks import RankPool
-from tests.tiny_models import make_tiny_model
+from tests.tiny_models import EXPERT_BIAS, make_tiny_model
 
 PROMPTS = [[3, 9, 4], [7] * 11, [20], [3, 9, 4], [5, 6, 7, 8, 9, 10]]
 CASES = [
@@ -26,6 +26,7 @@ CASES = [
     ((2, 1, 1, 2), "qwen3_moe", {}),
     ((1, 2, 1), "mistral", {"kv_heads": 1}),
     ((2, 1, 1), "glm4", {"head_dim": 12}),
+    ((2, 1, 1, 2), "glm4_moe", {}),
 ]
 
 
@@ -64,11 +65,15 @@ def test_transfer_is_exact(
         assert generated[0, len(prompt) :].tolist() == tokens
 
 
-@pytest.mark.parametrize("layout", [(2, 1, 1), (1, 2, 1)])
-def test_transfer_is_exact_in_bf16(layout: tuple, ranks: Callable[..., RankPool], tmp_path: Path) -> None:
-    """bf16 weights under the distributed optimizer's fp32 copies; trainer and engine differ by bf16's
-    rounding only."""
-    folder = make_tiny_model(tmp_path / "model", "qwen3", vocab=61, tied=True, dtype=torch.bfloat16)
+@pytest.mark.parametrize(
+    ("layout", "family"), [((2, 1, 1), "qwen3"), ((1, 2, 1), "qwen3"), ((1, 1, 2, 2), "glm4_moe")], ids=str
+)
+def test_transfer_is_exact_in_bf16(
+    layout: tuple, family: str, ranks: Callable[..., RankPool], tmp_path: Path
+) -> None:
+    """bf16 weights under the distributed optimizer's fp32 copies, and a router's bias in float32; trainer and
+    engine differ by bf16's rounding only."""
+    folder = make_tiny_model(tmp_path / "model", family, vocab=61, tied=True, dtype=torch.bfloat16)
     out = tmp_path / "out"
     answers = ranks(*layout).run(
         jobs.rollout_after_update, folder=folder, out=out, prompts=PROMPTS, dtype="bf16"
@@ -77,7 +82,8 @@ def test_transfer_is_exact_in_bf16(layout: tuple, ranks: Callable[..., RankPool]
     for answer in answers:
         assert answer["grad_norm"] > 0
         for name, tensor in answer["parameters"].items():
-            assert tensor.dtype == torch.bfloat16
+            single = name.endswith(EXPERT_BIAS)
+            assert tensor.dtype == exported[name].dtype == (torch.float32 if single else torch.bfloat16)
             assert torch.equal(tensor, exported[name]), name
         assert (answer["engine"] - answer["trainer"]).abs().mean() <= 0.02
 

@@ -55,6 +55,7 @@ TERMS: dict[str, tuple[str, dict[str, Any]]] = {
         {"surrogate": "fipo", "dual_clip": 1.3, "fipo": {"half_life": 4.0, "low": 0.8, "limit": 1.3}},
     ),
     "entropy": ("actor", {"entropy_weight": 0.5}),
+    "teacher's top k": ("actor", {"teacher": {"top_k": 4, "weight": 0.5}}),
     "value": ("critic", {}),
     "value, clipped": ("critic", {"value_clip": 0.1}),
     "T-PPO": ("actor", {"clip_high": 0.28, "dual_clip": 10.0, "nll_weight": 0.1}),
@@ -65,9 +66,10 @@ TERMS: dict[str, tuple[str, dict[str, Any]]] = {
 ACTS = {  # the statistic of the tokens that a surrogate is about
     **dict.fromkeys(("Clip-Cov", "KL-Cov"), "selected"),
     **dict.fromkeys(("DPPO", "DPPO by KL"), "clip_fraction_high"),
+    "teacher's top k": "taught",
 }
-FAST = {"DAPO", "VAPO", "Clip-Cov", "entropy", "value", "T-PPO"}
-"""The terms of both recipes, one that they do not hold, and one that looks at all ranks; the others are two
+FAST = {"DAPO", "VAPO", "Clip-Cov", "entropy", "teacher's top k", "value", "T-PPO"}
+"""The terms of both recipes, two that they do not hold, and one that looks at all ranks; the others are two
 seconds each, of six layouts."""
 
 
@@ -94,12 +96,18 @@ def make_batch(only_first_correct: bool = False, turns: bool = False) -> Experie
     return batch
 
 
-def make_batch_of(term: str) -> Experience:
+def make_batch_of(term: str, turns: bool = False) -> Experience:
     """Make the batch with the columns that a term of `TERMS` reads."""
-    batch = make_batch(only_first_correct="NLL" in term)
+    batch = make_batch("NLL" in term, turns)
     if "T-PPO" in term:  # the last tokens of responses, of which half go on; of the right ones all have ended
         batch["begun"] = torch.tensor([7, 0, 30, 3, 0, 13, 4, 0])
         batch["unfinished"] = ~batch["correct"] & (torch.arange(8) % 2 == 1)
+    if "teacher" in term:  # of two of the responses there is none
+        g = torch.Generator().manual_seed(14)
+        likeliest = torch.randn(batch.num_tokens, VOCAB, generator=g).log_softmax(-1).topk(4, -1)
+        judged = batch.spread((torch.arange(8) % 4 != 1).float())[:, None] > 0
+        batch["teacher_logprobs"] = likeliest.values.masked_fill(~judged, -torch.inf)
+        batch["teacher_tokens"] = likeliest.indices.int()
     batch["group_ids"], batch["response_index"] = torch.arange(8) // 2, torch.arange(8) % 2
     return batch
 

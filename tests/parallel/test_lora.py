@@ -100,6 +100,7 @@ def projected(
         pytest.param("glm4", "critic", {"rank": 3, "alpha": 6.0}, (2, 1, 1), {}, marks=SLOW),
         pytest.param("qwen3_moe", "actor", ALL, (2, 1, 1), {}, marks=SLOW),
         pytest.param("qwen3_moe", "actor", FEW, (1, 2, 2, 2), {}, marks=SLOW),
+        pytest.param("glm4_moe", "actor", ALL, (2, 1, 1, 2), {}, marks=SLOW),
     ],
     ids=str,
 )

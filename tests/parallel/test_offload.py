@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.parallel.offload import HostPool, Movable
+from megarl.parallel.movable import HostPool, Movable
 from tests.parallel import jobs
 from tests.ranks import RankPool
 from tests.tiny_models import Family, make_tiny_model

@@ -174,10 +174,10 @@ def test_what_a_stage_has_sent_is_freed(ranks: Ranks, tmp_path: Path) -> None:
 def summed(runtime: Runtime, folder: Path, overlap: bool, grad_dtype: str) -> dict[str, Any]:
     """This rank's share of the gradients of a mini-batch; a norm for each of two updates with all off the
     device in between; and the sum of its weights then."""
-    from megarl.parallel.offload import HostPool
+    from megarl.parallel.movable import HostPool
     from megarl.training.batch import distribute
-    from megarl.training.losses import supervised_loss
     from megarl.training.model import tensor_groups
+    from megarl.training.objectives import supervised_loss
 
     with apart():
         keys: dict[str, Any] = {"overlap_grad_reduce": overlap, "overlap_param_gather": overlap}

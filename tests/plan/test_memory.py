@@ -17,7 +17,7 @@ from torch.distributed.checkpoint import FileSystemReader
 from megarl.config import load_config
 from megarl.config.errors import ConfigError
 from megarl.plan.memory import MemoryPlan, plan_of
-from megarl.plan.times import default_lengths, estimate
+from megarl.plan.times import LINKS, default_lengths, estimate
 from megarl.schedule.preflight import check_fits
 from megarl.weights.cost import KNOWN_MODELS
 from tests.plan.jobs import construction, group_sizes, hf_of, largest_bucket, plan_for
@@ -114,19 +114,25 @@ def other_checkpoint(plan: MemoryPlan, model: str) -> float:
 
 
 @pytest.mark.slow
-def test_experts_are_as_large_as_planned(ranks: Callable[..., RankPool], tmp_path: Path) -> None:
-    case = {
-        "family": "qwen3_moe",
-        "dtype": "bf16",
-        "num_experts": 4,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 128,
-    }
-    plan = plan_for((2, 1, 1, 2), **case)
-    for found in ranks(2, 1, 1, 2).run(group_sizes, out=tmp_path / "checkpoint", **case):
+@pytest.mark.parametrize(
+    ("more", "layout"),
+    [
+        ({"family": "qwen3_moe", "num_experts": 4}, (2, 1, 1, 2)),
+        ({"family": "glm4_moe", "n_routed_experts": 4}, (2, 1, 1, 2)),
+        ({"family": "glm4_moe", "n_routed_experts": 4}, (1, 2, 2, 2)),
+    ],
+    ids=str,
+)
+def test_experts_are_as_large_as_planned(
+    more: dict[str, Any], layout: tuple[int, ...], ranks: Callable[..., RankPool], tmp_path: Path
+) -> None:
+    case = {**more, "dtype": "bf16", "num_experts_per_tok": 2, "moe_intermediate_size": 128}
+    plan = plan_for(layout, **case)
+    for rank, found in enumerate(ranks(*layout).run(group_sizes, out=tmp_path / "checkpoint", **case)):
         found.pop("written")
         for part, measured in found.items():
-            assert abs(plan.group(f"actor.{part}", 0) / measured - 1) < 0.01, part
+            planned = plan.group(f"actor.{part}", plan.layout.coords(rank).pp)
+            assert abs(planned / measured - 1) < 0.01, (rank, part)
 
 
 @pytest.mark.parametrize("name", KNOWN_MODELS)
@@ -177,6 +183,44 @@ def test_a_teacher_is_planned(tmp_path: Path) -> None:
     times = [estimate(plan, default_lengths(plan)).parts for plan in (alike, smaller)]
     assert times[0]["teacher_advantages"] == pytest.approx(times[0]["old_logprobs"], rel=0.01)
     assert times[1]["teacher_advantages"] < times[1]["old_logprobs"] / 3
+
+
+def test_several_teachers_are_planned(tmp_path: Path) -> None:
+    """The largest is on the GPU, or all where they stay; all are in host memory, and travel. Likeliest tokens
+    take room in the head, and of the batch."""
+    (tmp_path / "config.json").write_text(json.dumps(KNOWN_MODELS["Qwen2.5-7B"]))
+    layout = "parallel.tp=4", "parallel.pp=4", "parallel.dp=8"
+    both = f"teacher.by_source={{a: {tmp_path}, b: /no/such/folder}}"
+    small, large, two, kept, several = (
+        plan_32b(*keys, *layout)
+        for keys in (
+            [f"teacher.path={tmp_path}"],
+            ["teacher.path=/no/such/folder"],
+            [both],
+            [both, "residency.keep=[teacher.weights]"],
+            [both, "teacher.top_k=32"],
+        )
+    )
+    name, last = "teacher.weights", 3
+    together = small.group(name, 0) + large.group(name, 0)
+    assert two.group(name, 0) == large.group(name, 0) and kept.group(name, 0) == together
+    beside = [plan.host()["pinned buffers"] for plan in (two, large)]
+    assert beside[0] - beside[1] == pytest.approx(small.group(name, 0) * 8, rel=0.2)
+    needs = [{need.phase: need.total for need in plan.needs()} for plan in (large, two)]
+    assert needs[0] == needs[1]
+    travelled = [estimate(p, default_lengths(p)).parts["on and off the device"] for p in (large, two)]
+    bandwidth = two.device.host_speed * 1e9 * LINKS
+    assert travelled[1] - travelled[0] == pytest.approx(2 * small.group(name, 0) / bandwidth, rel=0.1)
+    phases = {phase.name: phase for phase in several.phases}
+    for phase, part in (("teacher_top_k", "activations"), ("actor_update", "head")):
+        of_two = next(
+            p for p in two.phases if p.model == phases[phase].model and p.updates_weights == (part == "head")
+        )
+        more = several.work(phases[phase], last, 1e4)[part] - two.work(of_two, last, 1e4)[part]
+        assert 32 * 1e4 * 40 < more < 32 * 1e4 * 80
+    tokens = two.step_tokens(two.longest) / 8
+    more = several.host()["rollouts"] - two.host()["rollouts"]
+    assert more == pytest.approx(tokens * 8 * (32 * 24), rel=0.1)
 
 
 def test_a_pass_before_each_update_takes_its_time() -> None:

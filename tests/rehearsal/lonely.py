@@ -31,7 +31,7 @@ from megarl.data.experience import Experience
 from megarl.model.builder import read_hf_config
 from megarl.parallel import comm
 from megarl.parallel import runtime as parallel
-from megarl.parallel.offload import HostPool
+from megarl.parallel.movable import HostPool
 from megarl.parallel.runtime import Runtime
 from megarl.plan.memory import MemoryPlan, Need, plan_of
 from megarl.plan.sizes import GIB
@@ -164,8 +164,11 @@ class LonelyRun(Run):
         self.offload = OffloadManager(runtime.device, never_offloaded(config, gpu=True))
         self.host = HostPool(runtime.device)
         self.actor = self._settled("actor")
-        self.critic = self._settled("critic") if config.has_critic else None
-        self.reference = self.reward_model = self.teacher = None
+        self.critic = None
+        if config.has_critic:
+            self.critic = self._settled("critic", "critic.path", config.critic.path)
+        self.reference = self.reward_model = None
+        self.teachers: list[Any] = []
         self.source: Any = None
         self.engine: Any = None
 

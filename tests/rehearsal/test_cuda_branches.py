@@ -138,7 +138,7 @@ class TestStart:
 
 
 class TestResidency:
-    """parallel/offload.py, schedule/offload.py"""
+    """parallel/movable.py, schedule/offload.py"""
 
     def test_pools_are_pinned_and_bring_back_what_left(self, calls: list[Any], pinned: list[bool]) -> None:
         pool = offload.HostPool(CUDA, chunk=1024)

@@ -112,7 +112,7 @@ def test_members_of_the_table_of_internals_are_places() -> None:
     """Methods of Megarl's own would be called the same: only files that the table names are looked at."""
     text = "class A:\n    def f(self, chunk):\n        chunk.zero_grad_buffer()"
     assert [site.call for site, _ in find(text, "training/model.py")] == [".zero_grad_buffer"]
-    assert find(text, "training/losses.py") == []
+    assert find(text, "training/objectives.py") == []
 
 
 def test_lines_of_libraries() -> None:

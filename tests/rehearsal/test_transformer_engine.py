@@ -167,7 +167,7 @@ def test_fused_permutation(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_optimizer_is_transformer_engines(monkeypatch: pytest.MonkeyPatch) -> None:
     """Megatron takes it where it is, and residency finds its tensors: FP32 weights; moments come with the
     first step."""
-    from megarl.parallel.offload import HostPool
+    from megarl.parallel.movable import HostPool
     from megarl.training.model import TrainableModel, tensor_groups
 
     hf, config = make_config("qwen2", **SIZES), settings()

@@ -278,6 +278,21 @@ def test_workers_that_cannot_be_started_any_more_leave_answers_unjudged(
         assert all("cannot be imported: RuntimeError: gone" in str(verdict.error) for verdict in later)
 
 
+def test_a_machine_that_starts_no_process_leaves_answers_unjudged(
+    user_module: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with VerifierPool(user_module, timeout=20) as pool:
+        assert pool.verify([("a", "a")]) == [Verdict(True)]
+        os.kill(pool.pids[0], signal.SIGKILL)
+        with monkeypatch.context() as patch:
+            patch.setattr("sys.executable", "/no/such/python")
+            later = pool.verify([("a", "a")] * 2)
+        assert not any(verdict.judged or verdict.correct for verdict in later)
+        error = "reward.verifier: 3 worker processes died at their start (FileNotFoundError: "
+        assert all(str(verdict.error).startswith(error) for verdict in later)
+        assert pool.verify([("a", "a")]) == [Verdict(True)]
+
+
 def test_a_worker_killed_from_outside_while_it_works(user_module: str) -> None:
     with VerifierPool(user_module, workers=1, timeout=20) as pool:
         pool.verify([("a", "a")])

@@ -14,7 +14,7 @@ from megarl.data.prompts import Prompt
 from megarl.rewards.verdict import Verdict, as_verdict
 from megarl.rollout.episode import Policy
 from megarl.rollout.sampling import Completion, SamplingParams
-from megarl.rollout.tools import Result, Step
+from megarl.rollout.tools import Answer, Result
 
 SPECIALS = ("<pad>", "<eos>", "<bos>", "<|im_start|>", "<|im_end|>", "<|eot|>")
 END = 4
@@ -120,11 +120,11 @@ class Functions:
         except Exception as error:  # noqa: BLE001 (a tool's)
             return Result(None, f"{type(error).__name__}: {error}")
 
-    async def step(self, key: int, row: Any, seed: int, said: Sequence[str], state: Any) -> Result[Step]:
+    async def step(self, key: int, row: Any, seed: int, said: Sequence[str], state: Any) -> Result[Answer]:
         made = self.environment()
-        step = Step(made.reset(row, seed), 0.0, False)
+        step = Answer(made.reset(row, seed), 0.0, False)
         for text in said:
-            step = Step(*made.step(text))
+            step = Answer(*made.step(text))
         return Result(step)
 
     async def verdict(self, key: int, row: Any, seed: int, said: Sequence[str], state: Any) -> Verdict:

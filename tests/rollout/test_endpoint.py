@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from megarl.config.errors import ConfigError, EngineError
 from megarl.rollout.chat import opening
 from megarl.rollout.episode import EpisodeAborted, EpisodeTruncated
+from megarl.rollout.sampling import Completion
 from tests.rollout.talk import (
     CHATML,
     END,
@@ -281,6 +285,15 @@ def test_no_turn_left_is_truncated_unless_the_agent_goes_on():
         run(policy_of(["two"]), fails)
 
 
+def test_who_asks_again_without_a_turn_left_gets_the_same_error():
+    """As a client that tries again does. It is the policy that used up its turns: the response counts."""
+    one, two = {"messages": user("one")}, {"messages": user("one", "two", "one")}
+    agent, answers = asking(one, two, two, {"messages": user("one", "two", "an")})
+    assert run(policy_of(["two"]), agent) is True
+    codes = [answer.get("error", {}).get("code") for _, answer in answers]
+    assert codes == [None, *["context_length_exceeded"] * 3]
+
+
 def test_an_agent_that_does_nothing_or_fails():
     async def sleeps(*_: Any) -> None:
         await asyncio.sleep(600)
@@ -295,6 +308,14 @@ def test_an_agent_that_does_nothing_or_fails():
 
     with pytest.raises(ZeroDivisionError, match="its own"):
         run(policy_of([]), fails)
+
+    async def waits_while_the_loop_stands_still(*_: Any) -> bool:
+        asyncio.get_running_loop().call_soon(time.sleep, 1.5)  # as while engines are started again
+        await asyncio.sleep(0.1)
+        await asyncio.sleep(0.1)
+        return True
+
+    assert run(policy_of([]), waits_while_the_loop_stands_still, seconds=0.3) is True
 
     async def stays(*_: Any) -> None:
         while True:
@@ -355,6 +376,23 @@ def test_an_agent_that_differs_when_it_is_run_again_goes_on_anew():
     assert run(again, agent) is True
     assert [answer["choices"][0]["message"]["content"] for _, answer in answers] == ["two", "an"]
     assert trained_on(again) == [policy.said[0], again.said[0]]
+    written = replace(policy.result(), routing=np.zeros((len(policy.tokens), 1, 2), dtype=np.uint8))
+    ends_before = ScriptedPolicy(policy.prompt, policy.tokenizer, ["an"], begun=written)
+    run(ends_before, asking(said[0])[0])
+    routing = ends_before.result().routing
+    assert routing is not None and len(routing) == len(ends_before.tokens) < len(policy.tokens)
+
+
+def test_an_agent_that_wants_less_when_it_is_run_again_gets_what_there_is():
+    """There is nothing to go on with, for an engine that is to write at least one token."""
+    policy = policy_of([])
+    tokens = encode(policy.tokenizer, "an one two")
+    begun = Completion(tokens, [-1.0] * len(tokens), "abort", [3] * len(tokens))
+    policy = ScriptedPolicy(policy.prompt, policy.tokenizer, [], begun=begun)
+    policy.observe = lambda shown: None  # type: ignore[method-assign]
+    agent, answers = asking({"messages": user("one"), "max_tokens": 2})
+    assert run(policy, agent) is True and not policy.said
+    assert answers[0][1]["choices"][0]["finish_reason"] == "length" and policy.result().tokens == tokens
 
 
 def test_an_endpoint_outlives_a_loop():

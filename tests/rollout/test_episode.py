@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import inspect
 import io
 import sys
@@ -19,13 +20,15 @@ from megarl.config.errors import ConfigError, EngineError
 from megarl.config.schema import Config, RolloutConfig
 from megarl.data.prompts import Prompt
 from megarl.rewards.verdict import Verdict
-from megarl.rollout.episode import Policy
+from megarl.rollout.episode import EpisodeAborted, Policy, row_of
 from megarl.rollout.rank import RolloutRank
 from megarl.rollout.sampling import Completion, SamplingParams
+from megarl.rollout.tools import ToolPool
 from megarl.rollout.transformers_engine import TransformersEngine
 from megarl.rollout.worker import episode_of
 from tests.engines import load_folder
 from tests.rollout.conftest import TINIEST, threads
+from tests.rollout.talk import ScriptedPolicy, merging_tokenizer, prompt_of
 from tests.rollout.test_streaming import OutOfOrder
 from tests.tiny_models import make_tiny_model
 
@@ -38,6 +41,12 @@ async def cancels_itself(prompt: Prompt, policy: Policy) -> None:
 async def returns_a_list(prompt: Prompt, policy: Policy) -> Any:
     await policy.generate()
     return [1]
+
+
+async def says_what_no_message_holds(prompt: Prompt, policy: Policy) -> Any:
+    """A number as its answer; and half of a surrogate pair, which JSON can spell."""
+    await policy.generate()
+    return Verdict(False, "\ud83d" * 2000, "\udfff") if prompt.uid else (True, 42)
 
 
 async def raises(prompt: Prompt, policy: Policy) -> None:
@@ -139,6 +148,20 @@ async def stays_in_a_call(prompt: Prompt, policy: Policy) -> float:
     return float(policy.seed % 1_000_003)
 
 
+WAIT: list[int] = []
+
+
+async def waits_for_something_else(prompt: Prompt, policy: Policy) -> float:
+    """What that is nobody knows. The first two prompts are enough, once the others wait."""
+    await policy.generate()
+    if prompt.uid >= 2:
+        WAIT.append(policy.seed)
+        await asyncio.sleep(600)
+    while len(WAIT) < 4:
+        await asyncio.sleep(0.01)
+    return float(policy.seed % 1_000_003)
+
+
 async def generates_twice_at_once(prompt: Prompt, policy: Policy) -> None:
     async with asyncio.TaskGroup() as group:
         group.create_task(policy.generate())
@@ -173,6 +196,16 @@ async def one_turn_behind_nine(prompt: Prompt, policy: Policy) -> bool:
     policy.observe([9])
     await policy.generate(max_tokens=3)
     return True
+
+
+async def asks_from_a_thread(prompt: Prompt, policy: Policy) -> bool:
+    """As a client does that knows no coroutines: the thread is held until the engine has answered."""
+    loop = asyncio.get_running_loop()
+
+    def ask() -> bool:
+        return bool(asyncio.run_coroutine_threadsafe(policy.generate(), loop).result(10))
+
+    return await asyncio.to_thread(ask)
 
 
 def hold(what: str) -> None:
@@ -273,6 +306,11 @@ def test_the_run_ends_where_too_many_are_not_judged(folder: Path) -> None:
         drawn(folder, "raises", reward={"max_unjudged": 0.5})
 
 
+def test_what_an_episode_says_is_text(folder: Path) -> None:
+    found = {(r.correct, r.extracted, r.error) for r in drawn(folder, "says_what_no_message_holds")}
+    assert found == {(True, "42", None), (False, "?" * 1000, "?")}
+
+
 def test_tasks_that_are_left_behind_are_named_and_cancelled(folder: Path) -> None:
     CANCELLED.clear()
     for response in drawn(folder, "leaves_tasks_behind"):
@@ -306,6 +344,28 @@ def test_the_run_ends_and_does_not_hang(
         drawn(folder, episode, turns={"seconds": 0.1, "max_tokens": 20}, **options)
 
 
+def test_what_waits_for_something_of_its_own_is_ended_with_the_rollout(folder: Path) -> None:
+    WAIT.clear()
+    rollout = {"dynamic_sampling": DYNAMIC}
+    turns = {"seconds": 10.0}
+    assert len(drawn(folder, "waits_for_something_else", OutOfOrder, turns, rollout=rollout)) == 4
+
+
+@pytest.mark.parametrize("goes_on", [False, True])
+def test_environments_are_forgotten_with_their_episodes(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, goes_on: bool
+) -> None:
+    """But of those that go on in a later rollout."""
+    gc.collect()  # the episodes that other tests have left are none of this one's
+    WAIT.clear()
+    forgotten: list[int] = []
+    monkeypatch.setattr(ToolPool, "forget", lambda _, key: forgotten.append(key))
+    rollout = {"dynamic_sampling": DYNAMIC, "continue_partial": goes_on}
+    drawn(folder, "waits_for_something_else", OutOfOrder, rollout=rollout)
+    assert len(forgotten) == len(set(forgotten)) == (4 if goes_on else 8)
+    assert set(WAIT).isdisjoint(forgotten) == goes_on
+
+
 def test_a_turn_that_was_taken_back_was_never_written(folder: Path) -> None:
     taken = drawn(folder, "takes_a_turn_back", turns={"max_tokens": 20})
     for one, other in zip(
@@ -314,6 +374,12 @@ def test_a_turn_that_was_taken_back_was_never_written(folder: Path) -> None:
         assert one.judged and one.correct and one.length == 3
         assert one.body.tokens.tolist() == other.body.tokens.tolist()
         assert one.body.logprobs.tolist() == other.body.logprobs.tolist()
+
+
+def test_threads_that_wait_for_the_engine_do_not_keep_it_from_answering(folder: Path) -> None:
+    """More of them than a loop has for `asyncio.to_thread`."""
+    responses = drawn(folder, "asks_from_a_thread", OutOfOrder, rollout={"group_size": 17})
+    assert len(responses) == 34 and all(response.correct for response in responses)
 
 
 def test_who_holds_the_loop_is_named_once_and_the_rollout_goes_on(
@@ -334,6 +400,35 @@ def test_an_episode_is_a_coroutine(episode: str) -> None:
     rollout = RolloutConfig(episode=f"{__name__}:{episode}")
     with pytest.raises(ConfigError, match=rf"rollout\.episode: \S+:{episode} is no coroutine function"):
         episode_of(SimpleNamespace(rollout=rollout), None, None)  # type: ignore[arg-type]
+
+
+def test_what_is_aborted_while_it_is_run_again_loses_nothing() -> None:
+    """It had come to its second turn, and waits for something of its own before that."""
+    script, prompt = ["one", "two"], prompt_of([5])
+    first = ScriptedPolicy(prompt, merging_tokenizer(), script)
+
+    async def act(policy: Policy, turns: int) -> Completion:
+        for _ in range(turns):
+            await policy.generate()
+        policy.aborted = True
+        with pytest.raises(EpisodeAborted):
+            await policy.generate()
+        return policy.result(ended=False)
+
+    written = asyncio.run(act(first, 2))
+    again = [ScriptedPolicy(prompt, first.tokenizer, script, begun=written) for _ in range(2)]
+    assert [asyncio.run(act(policy, turns)) for policy, turns in zip(again, (1, 2), strict=True)] == [
+        written
+    ] * 2
+    assert len(written.journal) == 2 and not any(policy.said for policy in again)
+
+
+def test_a_rows_own_columns_hide_nothing() -> None:
+    """`extra_info` of GSM8K as verl makes it has the question without its instruction, and the solution."""
+    extra = {"answer": "6 - 2 = 4\n#### 4", "question": "How many?", "index": 3}
+    row = row_of(Prompt(7, "text", (1,), "4", "gsm8k", extra, "How many? Think.", ""))
+    assert row == {"uid": 7, "prompt": "text", "question": "How many? Think.", "answer": "4", "index": 3,
+                   "data_source": "gsm8k", "entry": ""}  # fmt: skip
 
 
 def test_who_waits_is_not_seated() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from datetime import date
 
 import msgspec
 import numpy as np
@@ -16,9 +17,11 @@ from hypothesis import strategies as st
 from megarl.config.errors import ConfigError, DataError
 from megarl.config.schema import DynamicSamplingConfig
 from megarl.data.prompts import Prompt
+from megarl.rollout import messages as m
 from megarl.rollout.batch import DERIVED, Body, Group, Response, RolloutBatch, response_stats
 from megarl.rollout.collector import GroupCollector
 from megarl.rollout.messages import Content, Facts
+from megarl.rollout.sampling import SamplingParams
 from megarl.rollout.worker import words_pattern
 from tests.rollout.conftest import experience_of
 
@@ -318,3 +321,13 @@ def test_samples_know_whose_each_part_is():
     silent = of_turns(5).responses[0]
     silent.body.sampled[:] = True
     assert Group.turns(silent, Words()) is None
+
+
+def test_a_rows_other_columns_reach_whoever_draws() -> None:
+    """Integers of any size, half of a surrogate pair, and what JSON does not know."""
+    extra = {"n": 10**30, "half": "\ud800", "day": date(2026, 11, 25), "raw": b"x", "a": {"b": [1, None]}}
+    prompt = Prompt(7, "a", (1, 2), "3", "sums", extra, "q", "e")
+    sent = m._encode(m.Begin(SamplingParams(1), True, 0, [m.Question.of(prompt, whole=True)], []))
+    begin = m.decoded("the controller", sent)
+    assert isinstance(begin, m.Begin)
+    assert begin.questions[0].prompt == replace(prompt, extra=extra | {"day": "2026-11-25", "raw": "b'x'"})

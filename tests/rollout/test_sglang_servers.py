@@ -20,6 +20,7 @@ from megarl.config import load_config
 from megarl.config.check import check_config
 from megarl.config.errors import ConfigError, EngineError, EngineFailure
 from megarl.config.schema import Config, DataConfig, ModelConfig, ParallelConfig, RolloutConfig
+from megarl.parallel.layout import Layout
 from megarl.plan.memory import plan_of
 from megarl.plan.text import lines
 from megarl.plan.times import default_lengths, estimate, rollout_seconds
@@ -29,7 +30,7 @@ from megarl.rollout.sglang_servers import SGLangServers, check_servers
 from megarl.weights.cost import KNOWN_MODELS
 from megarl.weights.families import read_config
 from megarl.weights.layout import hf_shapes
-from megarl.weights.plan import Plan, engine_targets
+from megarl.weights.plan import Plan, engine_plan, engine_targets
 from megarl.weights.transfer import Staging
 from tests.docs.test_docs import ROOT
 from tests.tiny_models import make_tiny_model
@@ -189,6 +190,24 @@ def test_a_large_model_goes_in_buckets(tmp_path: Path) -> None:
     assert [body["weight_version"] is None for body in sent] == [True] * (len(sizes) - 1) + [False]
     client.engine.stop()
     server.close()
+
+
+def test_a_routers_bias_goes_in_float32(tmp_path: Path) -> None:
+    """Beside weights in bf16, of an odd number of experts: each where it can be viewed as its dtype, and none
+    over another."""
+    folder = make_tiny_model(tmp_path / "model", "glm4_moe", experts=7, dtype=torch.bfloat16)
+    server = Server(folder)  # which is not asked
+    config = configured(folder, [server])
+    config = config.model_copy(update={"model": ModelConfig(path=folder, dtype="bf16")})
+    plan = engine_plan(config, read_config(folder), Layout())
+    engine = SGLangServers(config, read_config(folder), 0, 1, (1,))
+    [bucket] = engine.buckets([plan.part(part) for part in engine.split(plan)], Staging(torch.device("cpu")))
+    server.close()
+    weights = load_file(folder / "model.safetensors")
+    for name, tensor in bucket.items():
+        tensor.copy_(weights[name])
+    assert bucket.keys() == weights.keys()
+    assert all(t.dtype == weights[n].dtype and torch.equal(t, weights[n]) for n, t in bucket.items())
 
 
 def test_a_connection_that_closes_in_the_middle_is_asked_again(serve, train) -> None:

@@ -21,7 +21,15 @@ from hypothesis import strategies as st
 
 from megarl.config.errors import ConfigError
 from megarl.rewards import Verdict
-from megarl.rollout.tools import Result, State, Step, ToolPool, environment_class, observation, schema
+from megarl.rollout.tools import (
+    Answer,
+    Result,
+    State,
+    ToolPool,
+    environment_class,
+    observation,
+    schema,
+)
 
 T = TypeVar("T")
 TOOLS = '''
@@ -362,7 +370,8 @@ def test_no_process_can_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
     assert result == Result(error=died, judged=False)
     monkeypatch.setattr("sys.executable", "/no/such/python")
     result = run(lambda pool: pool.call(f"{M}:add", [1, 1]))
-    assert result.error and result.error.startswith("a process for tools cannot be started: ")
+    died = "3 processes for tools died at their start (FileNotFoundError: "
+    assert result.error and result.error.startswith(died)
     assert not result.judged
 
 
@@ -571,7 +580,7 @@ def test_an_environment_goes_on_where_it_is_kept(tmp_path: Path) -> None:
     where the process was killed."""
     file = tmp_path / "steps"
 
-    async def job(pool: ToolPool) -> list[Result[Step]]:
+    async def job(pool: ToolPool) -> list[Result[Answer]]:
         row, texts, busy = {"file": str(file)}, ["a", "b", "c"], True
         await asyncio.gather(*(pool.call(f"{M}:pid", [0.3]) for _ in range(3)))
         assert len(pool.pids) == 3
@@ -600,7 +609,7 @@ def test_an_environment_goes_on_where_it_is_kept(tmp_path: Path) -> None:
     values = [step.value for step in steps if step.value]
     assert [value.state and value.state.texts for value in values] == [0, 1, 2, 3, 4]
 
-    async def replayed(pool: ToolPool) -> Result[Step]:
+    async def replayed(pool: ToolPool) -> Result[Answer]:
         return await pool.step(1, {"file": str(file)}, 1, ["a", "b", "c", "d"])
 
     assert run(replayed, environment=f"{M}:Kept") == steps[-1]

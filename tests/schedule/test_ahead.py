@@ -46,7 +46,7 @@ def test_orders_come_in_order_and_whole(monkeypatch: pytest.MonkeyPatch) -> None
     hub = run(listen())
     store.set(ahead.ADDRESS, msgspec.json.encode(hub.address).decode())
     assert link.hear(0.2) is None
-    state = {"lengths": list(range(100_000)), "text": "x" * 10_000_000}
+    state = json.dumps({"lengths": list(range(100_000)), "text": "x" * 10_000_000})
     for order in (m.Draw("train", 1, 0), m.Load(state)):
         link.send(order)
     heard: list[Any] = []
@@ -144,9 +144,15 @@ def test_ranks_that_only_generate_are_behind_the_trainers() -> None:
 
 
 def test_an_engine_that_is_started_anew_gets_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
-    """While trainers go on, which have changed the actor meanwhile."""
-    monkeypatch.setattr(weight_sync, "gather_objects", lambda ranks, value: [value] * ranks.world)
+    """While trainers go on, which have changed the actor meanwhile, and which must not be waited for."""
     calls: list[Any] = []
+    met: list[Any] = []
+
+    def gather_objects(ranks: Any, value: Any) -> list[Any]:
+        met.append(ranks)
+        return [value] * ranks.world
+
+    monkeypatch.setattr(weight_sync, "gather_objects", gather_objects)
 
     class Engine:
         def __getattr__(self, name: str) -> Any:
@@ -175,7 +181,9 @@ def test_an_engine_that_is_started_anew_gets_a_copy(monkeypatch: pytest.MonkeyPa
     memory.zero_()
     weights.zero_()
     calls.clear()
+    met.clear()
     sync.recover([EngineFailure("died")])
+    assert met and all(ranks is engines for ranks in met)
     assert [call for call in calls if isinstance(call, tuple)] == [(0, [None, 0], 4, [1.0, 2.0])]
     assert calls[0] == "restart" and sync.complete
     assert "engine of rank 1 failed" in sync.take_events()[0]

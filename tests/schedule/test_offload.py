@@ -5,6 +5,8 @@ from __future__ import annotations
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -21,8 +23,9 @@ from megarl.config.phases import (
     training_phases,
 )
 from megarl.config.schema import Config
-from megarl.parallel.offload import HostPool, Movable
+from megarl.parallel.movable import HostPool, Movable
 from megarl.schedule.offload import OffloadManager
+from megarl.schedule.run import Run
 from tests.schedule.demo import make_warm_model, train
 
 CPU = torch.device("cpu")
@@ -75,6 +78,9 @@ ORDERS = {
     ),
     "sao with a teacher": training_phases(
         make_config(recipe="sao", algorithm={"old_logprobs": "engine"}, teacher={"path": Path("m")})
+    ),
+    "dapo with teachers' likeliest tokens": training_phases(
+        make_config(recipe="dapo", teacher={"by_source": {"a": Path("m")}, "top_k": 4})
     ),
     "value pretraining": pretraining_phases(make_config(recipe="vapo")),
     "value pretraining with a reward model": pretraining_phases(make_config(recipe="vapo", **SCORED)),
@@ -155,6 +161,17 @@ def test_what_leaves_leaves_before_anything_comes(keep: tuple[str, ...]) -> None
             assert torch.equal(tensor, torch.full((64 * (i + 1),), float(i))), name
 
 
+def test_a_phase_of_engines_elsewhere_moves_nothing() -> None:
+    """Trainers that wait for responses have no engine to make room for."""
+    moves: list[tuple[str, bool]] = []
+    offload, _ = make_manager(moves=moves)
+    run: Any = SimpleNamespace(engine=None, offload=offload)
+    Run.onload(run, "rollout", {"engine.weights", "engine.kv_cache"})
+    assert not moves
+    Run.onload(run, "weight_transfer", {"engine.weights", "actor.weights"})
+    assert offload.present == {"actor.weights"}
+
+
 def test_guests_leave_again() -> None:
     offload, tensors = make_manager()
     offload.onload("rollout", {"engine.weights", "engine.kv_cache"})
@@ -162,6 +179,31 @@ def test_guests_leave_again() -> None:
         assert offload.present == {"engine.weights", "engine.kv_cache", "actor.weights"}
     assert offload.present == {"engine.weights", "engine.kv_cache"}
     assert not tensors["actor.weights"].untyped_storage().nbytes()
+
+
+@pytest.mark.parametrize("stay", [False, True])
+def test_teachers_take_turns(stay: bool) -> None:
+    name = "teacher.weights"
+    offload, pool = OffloadManager(CPU, frozenset({name} if stay else ())), HostPool(CPU, 1024)
+    tensors = [torch.full((64 * (i + 1),), float(i)) for i in range(3)]
+
+    def there() -> list[int]:
+        return [i for i, tensor in enumerate(tensors) if tensor.untyped_storage().nbytes()]
+
+    for i, tensor in enumerate(tensors):  # as they are built
+        assert there() == [*range(0 if stay else i, 3)]
+        offload.register({name: Movable(lambda tensor=tensor: [tensor], CPU, pool, "constant")})
+        offload.onload("start", ())
+    assert there() == ([0, 1, 2] if stay else [])
+    for order in ([0, 1, 2], [2], [1, 2]):
+        offload.onload("teacher_top_k", {name})
+        for number in order:
+            offload.turn("teacher_top_k", name, number)
+            assert there() == ([0, 1, 2] if stay else [number])
+            assert offload.nbytes == sum(tensors[i].nbytes for i in there())
+            assert torch.equal(tensors[number], torch.full((64 * (number + 1),), float(number)))
+        offload.onload("actor_update", ())
+        assert there() == ([0, 1, 2] if stay else [])
 
 
 @pytest.mark.parametrize(

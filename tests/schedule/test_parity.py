@@ -34,6 +34,8 @@ GATE_UP = ("model.layers.2.mlp.gate_proj.weight", "model.layers.2.mlp.up_proj.we
 NORMS = ("model.layers.1.input_layernorm.weight", "model.layers.3.input_layernorm.weight")
 EXPERTS = ("model.layers.1.mlp.experts.1.down_proj.weight", "model.layers.1.mlp.experts.4.down_proj.weight")
 
+SHARED = tuple(f"model.layers.1.mlp.shared_experts.{part}_proj.weight" for part in ("gate", "up"))
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -41,6 +43,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     prepare(folder)
     make_tiny_model(folder / "deep", "qwen3", layers=4)
     make_tiny_model(folder / "experts", "qwen3_moe", layers=2)
+    make_tiny_model(folder / "uneven", "glm4_moe", layers=4)
     return folder
 
 
@@ -79,6 +82,7 @@ FAULTS = [
         (1, 2, 1, 1, 1, 2), "deep", GATE_UP, "layer 2 (of 0 to 3), MLP: by ", marks=pytest.mark.slow
     ),
     pytest.param((2, 1, 1, 2), "experts", EXPERTS, "layer 1 (of 0 to 1), MLP: by ", marks=pytest.mark.slow),
+    pytest.param((2, 1, 1, 2), "uneven", SHARED, "layer 1 (of 0 to 3), MLP: by ", marks=pytest.mark.slow),
 ]
 
 

@@ -3,10 +3,12 @@ what is sampled."""
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -76,22 +78,32 @@ def test_a_reward_model(warm: Path, tmp_path: Path) -> None:
             assert math.isfinite(record["reward/model_mean"]) and record["time/reward_model"] > 0
 
 
+def make_teacher(warm: Path, folder: Path, layers: int) -> Any:
+    """A random model of another size than the policy, which it writes into `folder`."""
+    torch.manual_seed(layers)
+    sizes = {"num_hidden_layers": layers, "layer_types": ["full_attention"] * layers}
+    config = AutoConfig.from_pretrained(warm / "sft" / "hf", **sizes, intermediate_size=96)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(warm / "sft" / "hf").save_pretrained(folder)
+    return model
+
+
+def first_batch(run_dir: Path) -> Experience:
+    files = sorted((run_dir / "rollouts/step-000001").glob("*.safetensors"))
+    return join([read_experience(file) for file in files])
+
+
 @pytest.mark.slow
 def test_a_teacher(warm: Path, tmp_path: Path) -> None:
     """One of another size: its log-probs are those of transformers, on every layout, and what the policy
     does is drawn to what it says though no reward says so."""
-    torch.manual_seed(1)
-    sizes = {"num_hidden_layers": 3, "layer_types": ["full_attention"] * 3, "intermediate_size": 96}
-    config = AutoConfig.from_pretrained(warm / "sft" / "hf", **sizes)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    model.save_pretrained(tmp_path / "teacher")
-    AutoTokenizer.from_pretrained(warm / "sft" / "hf").save_pretrained(tmp_path / "teacher")
+    model = make_teacher(warm, tmp_path / "teacher", 3)
     common = [f"teacher.path={tmp_path / 'teacher'}", "checkpoint.rollouts=true", "residency.offload=true"]
     for name, layout in {"dp": ["parallel.tp=1", "parallel.dp=2"], "tp": ["parallel.tp=2"]}.items():
         records = train(warm, "dapo", tmp_path / name, *common, *layout)
         [first, _] = [record for record in records if record["stage"] == "train"]
-        files = sorted((tmp_path / name / "rollouts/step-000001").glob("*.safetensors"))
-        batch = join([read_experience(file) for file in files])
+        batch = first_batch(tmp_path / name)
         ends, mask, judged = batch.cu_seqlens.tolist(), batch.response_mask, torch.zeros(batch.num_tokens)
         with torch.no_grad():
             for a, b in pairwise(ends):
@@ -99,6 +111,61 @@ def test_a_teacher(warm: Path, tmp_path: Path) -> None:
                 judged[a + 1 : b] = logprobs.gather(1, batch.tokens[a + 1 : b, None])[:, 0]
         kl = float((batch["engine_logprobs"] - judged)[mask].double().mean())
         assert kl > 1 and first["policy/teacher_kl"] == pytest.approx(kl, abs=1e-3)
+
+
+@pytest.mark.slow
+def test_teachers_by_source(warm: Path, tmp_path: Path) -> None:
+    """Two teachers of unlike sizes take turns, and every third prompt has none: the sampled token's log-ratio
+    with transformers' log-probs, and the KL over the likeliest tokens, whose loss is that of the policy as it
+    was."""
+    models = [make_teacher(warm, tmp_path / name, layers) for name, layers in (("a", 2), ("b", 4))]
+    policy = AutoModelForCausalLM.from_pretrained(warm / "sft" / "hf", dtype=torch.float32)
+    rows = [json.loads(line) for line in (warm / "train.jsonl").read_text().splitlines()]
+    rows = [row | {"data_source": ("of/a", "b", "none")[number % 3]} for number, row in enumerate(rows)]
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    sources = f"teacher.by_source={{of/a: {tmp_path / 'a'}, b: {tmp_path / 'b'}}}"
+    common = [sources, "checkpoint.rollouts=true", f"data.train=[{tmp_path / 'train.jsonl'}]"]
+    common += ["residency.offload=true", "update.mini_batch=32", "steps=1"]
+
+    def judged_by(model: Any, tokens: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            return model(tokens[None]).logits[0, :-1].log_softmax(-1)
+
+    def means(batch: Experience, number: Callable[..., list[torch.Tensor]]) -> list[float]:
+        """The share of response tokens that have a teacher, and means over these."""
+        found, ends = [], batch.cu_seqlens.tolist()
+        for (a, b), teacher in zip(pairwise(ends), batch["teachers"].tolist(), strict=True):
+            if teacher >= 0:
+                tables = judged_by(models[teacher], batch.tokens[a:b]), judged_by(policy, batch.tokens[a:b])
+                found.append(
+                    torch.stack(number(*tables, batch.tokens[a + 1 : b]))[:, batch.response_mask[a + 1 : b]]
+                )
+        assert set(batch["teachers"].tolist()) == {-1, 0, 1}
+        every = torch.cat(found, 1)
+        return [every.shape[1] / int(batch.response_mask.sum()), *every.double().mean(1).tolist()]
+
+    def of_sampled(theirs: torch.Tensor, own: torch.Tensor, tokens: torch.Tensor) -> list[torch.Tensor]:
+        return [(own - theirs).gather(1, tokens[:, None])[:, 0]]
+
+    def of_likeliest(theirs: torch.Tensor, own: torch.Tensor, _: torch.Tensor) -> list[torch.Tensor]:
+        logprobs, tokens = theirs.topk(5, -1)
+        return [(logprobs.exp() * (logprobs - own.gather(1, tokens))).sum(-1), logprobs.exp().sum(-1)]
+
+    layouts = (
+        ["parallel.tp=1", "parallel.dp=2", "update.share_prompts=true"],
+        ["parallel.tp=1", "parallel.pp=2", "teacher.top_k=5"],
+    )
+    for name, options in zip(("dp", "top_k"), layouts, strict=True):
+        records = train(warm, "dapo", tmp_path / name, *common, *options)
+        [first] = [record for record in records if record["stage"] == "train"]
+        if name == "dp":
+            taught, kl = means(first_batch(tmp_path / name), of_sampled)
+            assert first["policy/teacher_kl"] == pytest.approx(kl, abs=1e-3) and kl > 1
+        else:
+            taught, kl, mass = means(first_batch(tmp_path / name), of_likeliest)
+            assert first["policy/teacher_loss"] == pytest.approx(kl * taught, rel=1e-3) and kl > 0.1
+            assert first["policy/teacher_mass"] == pytest.approx(mass, rel=1e-4) and 0.1 < mass < 0.9
+        assert first["policy/taught"] == pytest.approx(taught) and 0.2 < taught < 0.9
 
 
 @pytest.fixture(scope="module")

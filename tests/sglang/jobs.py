@@ -125,7 +125,7 @@ def deliver(runtime: Runtime, name: str, version: int, dump: Path) -> dict[str, 
 def update(runtime: Runtime, name: str) -> float:
     """One optimizer step of the actor; gives the gradient's norm."""
     from megarl.training.batch import distribute
-    from megarl.training.losses import supervised_loss
+    from megarl.training.objectives import supervised_loss
 
     scene = SCENES[name]
     config = parallel_jobs.make_config(scene.folder, nll_weight=1.0)

@@ -59,6 +59,8 @@ def check_weights(dump: Path, tp: int) -> None:
         expected = {name: torch.zeros(shard.shape) for name, shard in shards.items()}
         load_into(expected, shards, exported)
         held = load_file(dump / f"rank{rank}.safetensors")
+        for name in [name for name in held if name.endswith((".w13_weight", ".w2_weight"))]:
+            held |= {f"{name}.{expert}": rows for expert, rows in enumerate(held.pop(name))}
         assert held.keys() == expected.keys()
         for name, tensor in expected.items():
             assert torch.equal(held[name], tensor), (rank, name)
@@ -167,10 +169,11 @@ def test_an_engine_that_dies_before_it_sleeps_sleeps_nevertheless(one: RankPool)
     assert (torch.tensor([x for c in completions for x in c.logprobs]) - ours).abs().max() <= 1e-4
 
 
-@pytest.mark.parametrize("family", ["qwen2", "glm4", "mistral"])
+@pytest.mark.parametrize("family", ["qwen2", "glm4", "mistral", "glm4_moe"])
 def test_an_engine_over_two_ranks(family: Any, ranks: Callable[..., RankPool], tmp_path: Path) -> None:
     """Untied, a vocabulary that is padded, biases; several buckets; the trainer at TP 2 as well. GLM-4 has
-    gate and up in one tensor, either half of which is padded on a rank."""
+    gate and up in one tensor, either half of which is padded on a rank; GLM-4.5 a dense layer, and a mixture
+    with a router in float32, a bias that nobody trains and a shared expert."""
     folder = make_tiny_model(tmp_path / "model", family, vocab=4099, hidden=128, ffn=160, heads=4, kv_heads=2)
     pool = ranks(2, 1, 1)
     begin(pool, "two", folder, engine_tp=2, transfer_bucket=1)

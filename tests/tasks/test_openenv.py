@@ -40,6 +40,8 @@ class Server:
                 self.asked.append(told)
                 if told["type"] == "close" or told["data"].get("message") == "close":
                     break
+                if told["data"].get("message") == "slow":
+                    await asyncio.sleep(0.5)
                 if (answer := self.answer(told["type"], told["data"])) is not None:
                     await socket.send_json(answer)
                     await socket.ping()
@@ -98,7 +100,7 @@ def test_an_episode() -> None:
         steps = [await pool.step(1, row, 2**40 + 7, [])]
         async with asyncio.timeout(60):
             await server.ponged.wait()
-        other = await pool.step(2, {}, 5, [])
+        other = await pool.step(2, {"reset": None}, 5, [])  # as parquet has it where another row has one
         assert server.open == 2 and other.value and other.value.observation == "seed 5"
         steps += [await pool.step(1, row, 2**40 + 7, ["one", "right"][:n]) for n in (1, 2)]
         verdict = await pool.verdict(1, row, 2**40 + 7, ["one", "right"])
@@ -157,6 +159,30 @@ def test_a_server_that_fails_in_the_middle(said: str, why: str) -> None:
     begin, end = why.split("http://{}")
     assert failed.error and not failed.judged
     assert failed.error.startswith(f"{PATH}: {begin}http://127.0.0.1:") and failed.error.endswith(end)
+
+
+def test_sessions_that_nobody_goes_on_with() -> None:
+    """They end, also where the process is starting, or at a step, when the episode is aborted."""
+
+    async def job(server: Server, pool: ToolPool) -> None:
+        async def aborted(key: int, said: list[str]) -> None:
+            asked, task = len(server.asked), asyncio.create_task(pool.step(key, {}, 7, said))
+            await until(lambda: bool(pool.pids) if not asked else len(server.asked) > asked + len(said))
+            task.cancel()
+            pool.forget(key)
+
+        await aborted(1, [])
+        await pool.step(2, {}, 7, ["one"])
+        await pool.step(3, {}, 7, [])
+        assert server.open == 2
+        pool.forget(2)
+        await until(lambda: server.open == 1)
+        await aborted(4, ["slow"])
+        assert (await pool.step(3, {}, 7, ["one"])).value
+        await until(lambda: server.open == 1)
+        assert [told["type"] for told in server.asked].count("reset") == 3
+
+    play(job)
 
 
 def test_a_server_that_is_not_there() -> None:

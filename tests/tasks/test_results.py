@@ -10,12 +10,16 @@ from typing import Any
 
 import pytest
 
+from megarl.config import check_config, load_config
 from megarl.config.errors import ConfigError
+from megarl.config.load import read_yaml
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
 def results() -> ModuleType:
-    path = Path(__file__).parents[2] / "tools" / "results.py"
+    path = ROOT / "tools" / "results.py"
     spec = importlib.util.spec_from_file_location("results", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -35,7 +39,14 @@ def curve(results: ModuleType, run_dir: Path, right: int, seed: int = 1, of: int
         {**answer, "set": "basic_arithmetic", "data_source": "basic_arithmetic"} for answer in answers[:9]
     ]
     (run_dir / "evaluations.jsonl").write_text("".join(json.dumps(row) + "\n" for row in answers + other))
-    records = [{"step": 1, "stage": "train", "reward/score": 0.5, "x": 1}, {"step": 0, "stage": "eval"}]
+    records = [
+        {"step": 2, "stage": "value_pretraining", "rollout/tokens": 400, "time/step": 4.0},
+        *(
+            {"step": n, "stage": "train", "rollout/tokens": 100, "time/step": 9.0, "x": 1}
+            for n in range(1, 6)
+        ),
+        {"step": 0, "stage": "eval"},
+    ]
     (run_dir / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in records))
     return {
         "recipe": "vapo",
@@ -44,6 +55,7 @@ def curve(results: ModuleType, run_dir: Path, right: int, seed: int = 1, of: int
         "dtype": "fp32",
         "versions": {"torch": "1"},
         "evaluations": list(results.evaluations(run_dir)),
+        "value_pretraining": results.value_pretraining(run_dir),
         "steps": list(results.steps(run_dir)),
     }
 
@@ -61,7 +73,8 @@ def test_what_is_kept_of_a_run(results: ModuleType, tmp_path: Path) -> None:
         (5, "lcm"): (20, 0.75),
     }
     assert all(e["low"] <= e["right"] <= e["high"] for e in kept["evaluations"])
-    assert kept["steps"] == [{"step": 1, "reward/score": 0.5}]
+    assert kept["steps"] == [{"step": n, "rollout/tokens": 100, "time/step": 9.0} for n in range(1, 6)]
+    assert kept["value_pretraining"] == {"rollout/tokens": 400, "time/step": 4.0}
 
 
 def test_the_same_curve(results: ModuleType, tmp_path: Path) -> None:
@@ -81,3 +94,36 @@ def test_figures(results: ModuleType, tmp_path: Path) -> None:
     results.draw(curves, tmp_path)
     for name in results.FIGURES:
         assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_table_compares_at_equal_cost(results: ModuleType, tmp_path: Path) -> None:
+    """Whoever draws more has its accuracy read off earlier, between two evaluations."""
+    vapo = [curve(results, tmp_path / f"v{seed}", right=20 + seed, seed=seed) for seed in (1, 2, 3)]
+    dapo = [curve(results, tmp_path / f"d{seed}", right=30 + 2 * seed, seed=seed) for seed in (1, 2, 3)]
+    for run in dapo:  # without a critic, and with 1,800 tokens: twice as many
+        run["value_pretraining"] = {"rollout/tokens": 0, "time/step": 0}
+        run["steps"] = [{**step, "rollout/tokens": 360} for step in run["steps"]]
+    assert results.until(vapo[0], "rollout/tokens") == ([0, 900], [0.05, 21 / 40])
+    *_, first, second = results.table({"vapo": vapo, "dapo": dapo}).splitlines()
+    assert "| vapo | 0.550 ± 0.025 (n = 3) | 0.550 ± 0.025 (n = 3) |" in first
+    halves = [(0.05 + (30 + 2 * seed) / 40) / 2 for seed in (1, 2, 3)]
+    mean = sum(halves) / 3
+    assert f"| dapo | 0.850 ± 0.050 (n = 3) | {mean:.3f} ± 0.025 (n = 3) |" in second
+    assert f"| {mean - 0.55:+.3f}" in second
+
+
+def test_the_best_learning_rate(results: ModuleType) -> None:
+    assert results.best_rate({"5e-06": 0.3, "1e-05": 0.4, "2e-05": 0.2}) == 1e-5
+    assert results.best_rate({"2e-05": 0.4, "5e-06": 0.3, "1e-05": 0.4}) == 1e-5
+
+
+@pytest.mark.parametrize("table", ["recipes", "methods", "vapo"])
+def test_every_row_is_a_configuration(table: str) -> None:
+    listed = read_yaml(ROOT / "configs/results/smollm2.table.yaml")
+    configs = {}
+    for row in listed["tables"][table]:
+        path, *settings = listed["rows"][row]
+        configs[row] = load_config(ROOT / "configs/results" / path, settings)
+        check_config(configs[row], row)
+    assert {c.rollout.prompts * c.rollout.group_size for c in configs.values()} <= {64}
+    assert len({str(c.model_copy(update={"run_dir": None})) for c in configs.values()}) == len(configs)

@@ -109,7 +109,7 @@ def accumulate(runtime: Runtime, folder: Path, dtype: str, grad_dtype: str = "fp
 
 
 def _accumulated(scene: Scene) -> dict[str, float]:
-    from megarl.training.losses import supervised_loss
+    from megarl.training.objectives import supervised_loss
 
     local = scene.local(6, 60)
     (batches,) = local.mini_batches

@@ -11,13 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl.algorithms.losses import token_weights
-from megarl.config.schema import AlgorithmConfig
+from megarl.config.schema import AlgorithmConfig, TeacherConfig
 from megarl.parallel.layout import Layout
 from megarl.parallel.runtime import Runtime
-from megarl.training.advantages import correct_mismatch
 from megarl.training.batch import MicroBatch
-from megarl.training.losses import actor_loss
-from tests.algorithms.loops import Batch, batches, loop_kl, loop_nll, loop_policy, loop_weights
+from megarl.training.columns import correct_mismatch
+from megarl.training.objectives import actor_loss
+from tests.algorithms.loops import Batch, batches, loop_kl, loop_nll, loop_policy, loop_teacher, loop_weights
 from tests.algorithms.test_mismatch import loop_factors
 
 NO_GROUP: Any = None
@@ -31,10 +31,14 @@ def whole(batch: Batch) -> MicroBatch:
     return MicroBatch(none, none, None, none, none, slots, none)
 
 
-def loss_of(config: AlgorithmConfig, batch: Batch) -> float:
+def loss_of(config: AlgorithmConfig, batch: Batch, teacher: TeacherConfig | None = None) -> float:
     e, micro = batch.experience, whole(batch)
-    loss, _ = actor_loss(config, e)(
-        (e["logprobs"][micro.token_indices], e["entropy"][micro.token_indices]), micro
+    logprobs = e["logprobs"]
+    if teacher is not None:
+        micro.others = torch.zeros(0)
+        logprobs = torch.cat([logprobs[:, None], e["several"]], 1)
+    loss, _ = actor_loss(config, e, teacher=teacher)(
+        (logprobs[micro.token_indices], e["entropy"][micro.token_indices]), micro
     )
     return float(loss)
 
@@ -49,9 +53,10 @@ def add_columns(batch: Batch) -> tuple[list[float], list[float]]:
 
 
 @settings(max_examples=60, deadline=None)
-@given(batches(), st.sampled_from([0.0, 0.1, 2.0]), st.sampled_from([0.0, 0.3]))
-def test_is_the_weighted_sum_of_its_terms(batch: Batch, mu: float, beta: float) -> None:
-    """VAPO eq. 10: L_PPO + mu L_NLL, and GRPO's beta KL; the NLL over the correct responses alone."""
+@given(batches(), st.sampled_from([0.0, 0.1, 2.0]), st.sampled_from([0.0, 0.3]), st.booleans())
+def test_is_the_weighted_sum_of_its_terms(batch: Batch, mu: float, beta: float, taught: bool) -> None:
+    """VAPO eq. 10: L_PPO + mu L_NLL, GRPO's beta KL, and that to a teacher; the NLL over the correct
+    responses alone."""
     policy_loss_weights, nll_loss_weights = add_columns(batch)
     config = AlgorithmConfig(clip_low=0.2, clip_high=0.28, nll_weight=mu, kl_weight=beta)
     policy, nll, kl = (
@@ -60,9 +65,11 @@ def test_is_the_weighted_sum_of_its_terms(batch: Batch, mu: float, beta: float) 
         loop_kl(batch, policy_loss_weights),
     )
     size = policy.size + mu * nll.size + beta * kl.size
-    assert loss_of(config, batch) == pytest.approx(
-        policy.loss + mu * nll.loss + beta * kl.loss, abs=1e-6 * size
-    )
+    expected, teacher = policy.loss + mu * nll.loss + beta * kl.loss, None
+    if taught:
+        teacher, (term, _) = TeacherConfig(top_k=3, weight=0.7), loop_teacher(batch, policy_loss_weights)
+        size, expected = size + 0.7 * term.size, expected + 0.7 * term.loss
+    assert loss_of(config, batch, teacher) == pytest.approx(expected, abs=1e-6 * size)
 
 
 @settings(max_examples=40, deadline=None)

@@ -68,6 +68,8 @@ def make_batch(turns: bool = False) -> Experience:
     for name in ("old_logprobs", "ref_logprobs", "engine_logprobs", "values", "teacher"):
         column = torch.randn(batch.num_tokens, generator=g)
         batch[name] = torch.where(batch.response_mask, column, 0.0)
+    untaught = batch.spread((batch["number"] % 4 == 3).float()) > 0  # these responses have no teacher
+    batch["teacher"] = batch["teacher"].masked_fill(untaught, -torch.inf)
     return batch
 
 
@@ -75,7 +77,7 @@ def advantages_of(runtime: Runtime, folder: Path, algorithm: dict[str, Any], tur
     """Number of a response -> its advantages (and returns), of this rank's share; and the metrics."""
     from megarl.config.phases import training_phases
     from megarl.model.builder import build_actor, read_hf_config
-    from megarl.training import advantages
+    from megarl.training import columns
     from megarl.training.batch import distribute
 
     weight = algorithm.get("teacher", 0.0)
@@ -86,27 +88,27 @@ def advantages_of(runtime: Runtime, folder: Path, algorithm: dict[str, Any], tur
     local = distribute(batch, config, 6, 1, [model], runtime)
     experience = local.experience
     if config.values_prompts:
-        metrics = advantages.add_prompt_advantages(config, experience, runtime)
+        metrics = columns.add_prompt_advantages(config, experience, runtime)
     elif config.has_critic:
-        metrics, _ = advantages.add_gae(config.algorithm, experience, 20, runtime)
+        metrics, _ = columns.add_gae(config.algorithm, experience, 20, runtime)
     elif config.algorithm.advantage == "per_reward":
         term = RewardTerm(function="module:function", weight=WEIGHTS[1])
         reward = RewardConfig(weight=WEIGHTS[0], terms={"form": term})
         config = config.model_copy(update={"reward": reward})
-        metrics = advantages.add_per_reward_advantages(config, batch, local, runtime) or {}
+        metrics = columns.add_per_reward_advantages(config, batch, local, runtime) or {}
     elif config.algorithm.advantage == "tracked":
         tracker = SuccessTracker(config.algorithm.tracker_rho)
         arguments = config, batch, local, runtime, tracker
-        assert advantages.add_tracked_advantages(*arguments)["tracker/known"] == 0
-        metrics = advantages.add_tracked_advantages(*arguments)  # the step after, with the same answers
+        assert columns.add_tracked_advantages(*arguments)["tracker/known"] == 0
+        metrics = columns.add_tracked_advantages(*arguments)  # the step after, with the same answers
         assert metrics["tracker/known"] == 1
     elif config.algorithm.advantage == "return":
-        metrics = advantages.add_return_advantages(config.algorithm, experience, runtime)
+        metrics = columns.add_return_advantages(config.algorithm, experience, runtime)
     else:
-        metrics = advantages.add_group_advantages(config.algorithm, batch, local, runtime)
+        metrics = columns.add_group_advantages(config.algorithm, batch, local, runtime)
     if weight:
         old, teacher = experience[config.algorithm.old_column], experience["teacher"]
-        metrics |= advantages.add_teacher(weight, old, teacher, experience, runtime)
+        metrics |= columns.add_teacher(weight, old, teacher, experience, runtime)
     names = [name for name in ("advantages", "returns") if name in experience]
     assert training_phases(config)[-1].name == "weight_transfer"
     spans = zip(experience["number"].tolist(), experience.cu_seqlens.tolist(), strict=False)
@@ -214,7 +216,7 @@ def loop(algorithm: dict[str, Any], turns: bool) -> dict[int, dict[str, list[flo
             columns["advantages"] = [(x - mean) / deviation for x in columns["advantages"]]
     teacher, weight = batch["teacher"].tolist(), algorithm.get("teacher", 0.0)
     for i, span in enumerate(spans):
-        judged = [weight * (teacher[t] - old[t]) for t in span]
+        judged = [weight * (teacher[t] - old[t]) if weight and i % 4 != 3 else 0.0 for t in span]
         found[i]["advantages"] = [a + b for a, b in zip(found[i]["advantages"], judged, strict=True)]
     return found
 
@@ -232,6 +234,10 @@ def test_equal_the_loop_on_every_layout(
         for shares, metrics in answers:
             found |= shares
             assert metrics == pytest.approx(answers[0][1], rel=1e-12)
+        if "teacher" in CASES[case]:
+            lengths = make_batch(turns).response_lengths
+            taught = float(lengths[torch.arange(12) % 4 != 3].sum() / lengths.sum())
+            assert answers[0][1]["policy/taught"] == pytest.approx(taught)
         assert found.keys() == expected.keys()
         for number, columns in expected.items():
             for name, column in columns.items():
@@ -269,17 +275,17 @@ def make_windows() -> Experience:
 def windows_of(runtime: Runtime, folder: Path) -> Any:
     """Number of a response -> its advantages and returns, of this rank's share; and the metrics."""
     from megarl.model.builder import build_actor, read_hf_config
-    from megarl.training import advantages
+    from megarl.training import columns
     from megarl.training.batch import distribute
 
     config = make_config(folder, mini_batch=6, **WINDOWED)
     model = build_actor(config, read_hf_config(folder), runtime)
     local = distribute(make_windows(), config, 6, 1, [model], runtime)
     experience = local.experience
-    metrics, tables = advantages.add_gae(config.algorithm, experience, 20, runtime, WINDOW)
+    metrics, tables = columns.add_gae(config.algorithm, experience, 20, runtime, WINDOW)
     for more, more_tables in (
-        advantages.policy_statistics(experience, runtime),
-        advantages.mismatch(experience, experience["old_logprobs"], 5, runtime),
+        columns.policy_statistics(experience, runtime),
+        columns.mismatch(experience, experience["old_logprobs"], 5, runtime),
     ):
         metrics, tables = metrics | more, tables | more_tables
     found = {}

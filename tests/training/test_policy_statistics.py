@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 
 from megarl.algorithms.advantages import POSITION_BINS
-from megarl.training.advantages import policy_statistics
+from megarl.training.columns import policy_statistics
 from tests.algorithms.loops import Batch, batches
 from tests.training.test_actor_loss import ALONE
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from megarl.algorithms.losses import token_weights
 from megarl.config.schema import AlgorithmConfig
 from megarl.schedule.phases import draw_tokens
-from megarl.training.losses import select_tokens
+from megarl.training.objectives import select_tokens
 from tests.algorithms.loops import Batch, batches, make_batch
 from tests.training.test_actor_loss import ALONE, whole
 

@@ -36,7 +36,7 @@ def test_one_term_more_or_less_is_another_reward(tmp_path: Path) -> None:
 
 
 def test_a_run_without_a_teacher_does_not_go_on_with_one(tmp_path: Path) -> None:
-    """Nor one of a version that knew of none."""
+    """Nor one of a version that knew of none, or of one teacher alone."""
     (tmp_path / "config.json").write_text("{}")
     run: dict[str, Any] = {"recipe": "grpo", "run_dir": "runs/x", "steps": 3, "model": {"path": tmp_path}}
     without, taught = Config(**run), Config(**run, teacher={"path": tmp_path})
@@ -46,3 +46,8 @@ def test_a_run_without_a_teacher_does_not_go_on_with_one(tmp_path: Path) -> None
         check_continues(without, checkpoint)
         with pytest.raises(ConfigError, match=r"^teacher\.path: is .*, the run there has None"):
             check_continues(taught, checkpoint)
+    older = {key: settings_of(taught)[key] for key in ("teacher.path", "teacher.weight")}
+    checkpoint = Checkpoint(tmp_path, {"settings": older, "step": 1, "stage": "train"})
+    for more in ({"by_source": {"a": tmp_path}}, {"top_k": 4}):
+        with pytest.raises(ConfigError, match=rf"^teacher\.{next(iter(more))}: is .*, the run there has"):
+            check_continues(Config(**run, teacher={"path": tmp_path, **more}), checkpoint)

@@ -14,7 +14,7 @@ from megatron.core.dist_checkpointing import ShardedTensor
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.planner import SavePlan
 
-from megarl.parallel.offload import HostPool
+from megarl.parallel.movable import HostPool
 from megarl.training.model import tensor_groups
 from megarl.training.saving import HostCopy, _copied
 from tests.parallel.jobs import saved_before_a_step, stage_parts

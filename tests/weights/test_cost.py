@@ -50,6 +50,10 @@ PUBLISHED = {
     "GLM-Z1-9B": 9.40,
     "GLM-4-32B": 32.57,
     "GLM-Z1-32B": 32.57,
+    # Published with the layer that predicts a token more, as 106 and 355; these are transformers' own counts.
+    "GLM-4.5-Air": 106.852,
+    "GLM-4.5": 352.798,
+    "GLM-4.6": 352.798,
 }
 
 

@@ -196,6 +196,61 @@ def test_a_switch_that_is_left_out_is_read_as_transformers_reads_it(
     assert str(refused.value) == f"{folder}/config.json: {message}"
 
 
+GLM: dict[str, Any] = {"n_routed_experts": 8, "num_experts_per_tok": 4, "moe_intermediate_size": 5}
+GLM |= {"first_k_dense_replace": 1, "n_shared_experts": 1}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"first_k_dense_replace": 2}, "first_k_dense_replace: must be an integer from 0 up to 1 (got 2)"),
+        ({"n_shared_experts": 0}, "n_shared_experts: must be a positive integer (got 0)"),
+        ({"norm_topk_prob": False}, "norm_topk_prob: False is not supported for glm4_moe (only True is)"),
+        ({"n_group": 3}, "n_group: must divide the 8 experts (got 3)"),
+        ({"n_group": 2, "topk_group": 3}, "topk_group: must be 1 to 2, the groups (got 3)"),
+        (
+            {"n_group": 4, "topk_group": 3},
+            "topk_group: with 4 groups num_experts_per_tok must be 2 for each that is chosen, and a group "
+            "have 2 experts (got 3 and 4)",
+        ),
+        ({"routed_scaling_factor": 0}, "routed_scaling_factor: must be a number > 0 (got 0)"),
+    ],
+)
+def test_glm_mixtures_that_cannot_be_built(change: dict[str, Any], message: str, tmp_path: Path) -> None:
+    config = described("glm4_moe", 2, 16, 4, 2, 7, 11, **{**GLM, **change})
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError) as refused:
+        read_config(tmp_path)
+    assert str(refused.value) == f"{tmp_path}/config.json: {message}"
+
+
+def test_each_stage_has_a_mixture() -> None:
+    config = described("glm4_moe", 4, 16, 4, 2, 8, 11, **{**GLM, "moe_intermediate_size": 6})
+    check_layout(config, 2, 2, 4)
+    check_layout({**config, "first_k_dense_replace": 2}, 2, 2, vpp=2)
+    problem = (
+        "parallel.pp: 2 gives the first stage none of the mixtures that follow 2 dense layers (lower it)"
+    )
+    with pytest.raises(ConfigError, match=re.escape(problem)):
+        check_layout({**config, "first_k_dense_replace": 2}, 2, 2)
+    with pytest.raises(
+        ConfigError, match=r"parallel.tp: 4 does not divide the model's 6 columns of shared exp"
+    ):
+        check_layout({**config, "num_key_value_heads": 4}, 4, 1)
+
+
+def test_a_glm_switch_that_is_left_out(tmp_path: Path) -> None:
+    folder = make_tiny_model(tmp_path, "glm4_moe", vocab=101)
+    check_buildable(folder)
+    config = json.loads((folder / "config.json").read_text())
+    del config["use_qk_norm"]
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError) as refused:
+        check_buildable(folder)
+    problem = "is missing, and transformers takes false, not true (add it)"
+    assert str(refused.value) == f"{folder}/config.json: use_qk_norm: {problem}"
+
+
 @pytest.mark.parametrize("share", [0.3, 0.9, 2.0, 0, -0.5, "half"])
 @pytest.mark.parametrize("place", ["", "rope_parameters."])
 def test_shares_of_a_head_that_cannot_be_rotated(share: Any, place: str, tmp_path: Path) -> None:
@@ -264,7 +319,10 @@ def names(runtime: Runtime, folder: Path, critic: bool) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("family", "critic"),
-    [("qwen2", False), ("qwen3", True), ("llama", False), ("qwen3_moe", False), ("glm4", False)],
+    [
+        *(("qwen2", False), ("qwen3", True), ("llama", False), ("qwen3_moe", False), ("glm4", False)),
+        ("glm4_moe", False),
+    ],
 )
 def test_one_table_and_one_checkpoint_for_both(
     family: Any, critic: bool, ranks: Callable[..., RankPool], tmp_path: Path
@@ -272,28 +330,25 @@ def test_one_table_and_one_checkpoint_for_both(
     kind = "token" if critic else None
     folder = make_tiny_model(tmp_path, family, classification=kind)
     [found] = ranks(1, 1, 1).run(names, folder=folder, critic=critic)
-    fused = {
-        short: long
-        for short, long in found["fused"].items()
-        if family != "qwen3_moe" or short != "pre_mlp_layernorm."
-    }
+    mixtures = {"qwen3_moe": (0, 1), "glm4_moe": (1,)}.get(family, ())
     assert {f"{long}weight": f"{short}weight" for short, long in found["fused"].items()} == TE_ALIASES
 
     def in_te(name: str) -> str:
-        for short, long in fused.items():
-            name = name.replace(f".{short}", f".{long}")
+        for short, long in found["fused"].items():
+            if not (short == "pre_mlp_layernorm." and any(f".{layer}." in name for layer in mixtures)):
+                name = name.replace(f".{short}", f".{long}")
         return name
 
     theirs = [in_te(name) for name in found["portable"]]
-    assert sum(name != mine for name, mine in zip(theirs, found["portable"], strict=True)) == 2 * len(
-        fused
-    ), "two layers"
+    changed = sum(name != mine for name, mine in zip(theirs, found["portable"], strict=True))
+    assert changed == 4 - len(mixtures), "two norms of two layers"
     for wrapped in (theirs, [f"module.module.{name}" for name in theirs]):
         mapped = table_names(dict(zip(wrapped, found["portable"], strict=True)))
         assert mapped == {name: name for name in found["portable"]}
     assert set(mapped) == set(megatron_layout(read_config(folder), Layout(), critic=critic)[0][1])
+    alike = family != "glm4_moe"  # else each layer has keys of its own
     collapsed = {
-        name.replace("layers.0.", "layers.").replace("layers.1.", "layers.")
+        name.replace("layers.0.", "layers.").replace("layers.1.", "layers.") if alike else name
         for name in theirs
         if "experts" not in name
     }

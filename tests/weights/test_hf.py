@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, 
 from megarl.config.errors import CheckpointError
 from megarl.config.files import read_json
 from megarl.parallel.layout import Layout
+from megarl.weights.files import write_tensors
 from megarl.weights.hf import INDEX, HFFolder, export_hf, load_into
 from megarl.weights.layout import megatron_layout
 from tests.ranks import RankPool
@@ -375,3 +376,8 @@ def test_nothing_is_left_of_an_export_that_fails(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match=r"file/\.out\.partial: cannot be written \(Not a directory\)"):
         export_alone(source, tmp_path / "file" / "out")
+
+
+def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"gone/x\.safetensors: cannot be written"):
+        write_tensors(tmp_path / "gone" / "x.safetensors", {"a": torch.zeros(2)})

@@ -19,7 +19,7 @@ from megarl.weights.families import Pair, Sizes, family_of, is_frozen, table_nam
 from megarl.weights.hf import HFFolder
 from megarl.weights.layout import check_layout, hf_shapes, megatron_layout, parameters, whole_model
 from tests.ranks import in_a_fork
-from tests.tiny_models import CONFIGS, SWITCHES, make_tiny_model
+from tests.tiny_models import CONFIGS, EXPERT_BIAS, SWITCHES, make_tiny_model
 from tests.weights.folders import PREFIX, described, hf_configs, loaded, numbered, write_folder
 
 CONFIG = described("qwen2", 6, 32, 8, 4, 24, 31, architectures=["Qwen2ForCausalLM"])
@@ -297,11 +297,12 @@ BIASES = [f"self_attn.{part}_proj.bias" for part in "qkv"]
         ("llama", []),
         ("mistral", []),
         ("glm4", [*BIASES, "post_self_attn_layernorm.weight"]),
+        ("glm4_moe", [*NORMS, *BIASES]),
     ],
 )
 @pytest.mark.parametrize("tied", [False, True])
 def test_what_is_frozen_in_each_family(family: str, more: list[str], tied: bool) -> None:
-    """Every other tensor learns."""
+    """Every other tensor learns, but for a router's bias."""
     config = CONFIGS[family](
         num_hidden_layers=3, tie_word_embeddings=tied, **SWITCHES.get(family, {})
     ).to_dict()
@@ -322,11 +323,13 @@ def test_what_is_frozen_in_each_family(family: str, more: list[str], tied: bool)
         for layer in range(3)
         for name in ["input_layernorm.weight", *projections, *more]
     }
-    assert frozen() == set()
+    biases = {name for name in everything if name.endswith(EXPERT_BIAS)}
+    assert frozen() == biases and bool(biases) is (family == "glm4_moe")
+    attention |= biases
     assert frozen(frozen="attention") == attention
-    assert frozen(frozen="embeddings") == {"model.embed_tokens.weight"}
+    assert frozen(frozen="embeddings") == {"model.embed_tokens.weight", *biases}
     lowest = {name for name in everything if name.startswith(("model.layers.0.", "model.layers.1."))}
-    assert frozen(frozen_layers=2) == lowest and len(lowest) > 12
+    assert frozen(frozen_layers=2) == lowest | biases and len(lowest) > 12
     both = {"model.embed_tokens.weight", *attention, *lowest}
     assert frozen(frozen=["embeddings", "attention"], frozen_layers=2) == both
     assert ("lm_head.weight" in everything) is not tied

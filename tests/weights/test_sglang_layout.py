@@ -13,13 +13,15 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from megarl.config.errors import ConfigError
+from megarl.config.schema import Config
 from megarl.parallel.layout import Layout
 from megarl.weights.layout import megatron_layout, sglang_shards
-from megarl.weights.plan import make_plan
+from megarl.weights.plan import engine_plan, make_plan
 from tests.weights.folders import described, execute, hf_configs, numbered, sliced
 
 EXPERTS = {"moe_intermediate_size": 4, "num_experts": 4, "num_experts_per_tok": 2}
 MOE = described("qwen3_moe", 2, 8, 4, 2, 8, 11, head_dim=3, tie_word_embeddings=False, **EXPERTS)
+UNEVEN = {**MOE, "model_type": "glm4_moe", "first_k_dense_replace": 1, "n_shared_experts": 1}
 
 
 def expected(
@@ -124,6 +126,54 @@ def test_shards_are_those_of_whole_tensors(drawn: Any, tp: int, engines: int, cp
 @pytest.mark.parametrize("tp", [1, 2, 4])
 def test_experts(layout: Layout, tp: int) -> None:
     check(MOE, layout, tp, 2, False, 2)
+
+
+@pytest.mark.parametrize("cpu", [False, True])
+@pytest.mark.parametrize(("layout", "tp"), [(Layout(tp=2, dp=2, ep=4), 1), (Layout(dp=2, ep=2), 4)])
+def test_dense_layers_before_mixtures(layout: Layout, tp: int, cpu: bool) -> None:
+    check(UNEVEN, layout, tp, 2, cpu, 2)
+
+
+def test_glm_parameters_are_those_of_sglangs_model() -> None:
+    """By hand from its source (srt/models/glm4_moe.py, 0.5.23), on the second of two ranks: names and shapes,
+    and what it has in float32 (Glm4MoeGate)."""
+    parts = {
+        "0.mlp.gate_up_proj.weight": (8, 8),
+        "0.mlp.down_proj.weight": (8, 4),
+        "1.mlp.gate.weight": (4, 8),
+        "1.mlp.gate.e_score_correction_bias": (4,),
+        **{f"1.mlp.experts.w13_weight.{expert}": (4, 8) for expert in range(4)},
+        **{f"1.mlp.experts.w2_weight.{expert}": (8, 2) for expert in range(4)},
+        "1.mlp.shared_experts.gate_up_proj.weight": (4, 8),
+        "1.mlp.shared_experts.down_proj.weight": (8, 2),
+    }
+    for layer in (0, 1):
+        of_all = {
+            "input_layernorm.weight": (8,),
+            "post_attention_layernorm.weight": (8,),
+            "self_attn.qkv_proj.weight": (12, 8),
+            "self_attn.qkv_proj.bias": (12,),
+            "self_attn.o_proj.weight": (8, 6),
+            "self_attn.q_norm.weight": (3,),
+            "self_attn.k_norm.weight": (3,),
+        }
+        parts |= {f"{layer}.{name}": shape for name, shape in of_all.items()}
+    wanted = {f"model.layers.{name}": shape for name, shape in parts.items()}
+    wanted |= {"model.norm.weight": (8,), "model.embed_tokens.weight": (32, 8), "lm_head.weight": (32, 8)}
+    assert {name: shard.shape for name, shard in sglang_shards(UNEVEN, 2, 1).items()} == wanted
+    tied = sglang_shards({**UNEVEN, "tie_word_embeddings": True}, 2, 1)
+    assert {name: shard.shape for name, shard in tied.items()} == wanted, "it ties nothing"
+    assert tied["lm_head.weight"] == tied["model.embed_tokens.weight"]
+    for engine, single in (
+        ("sglang", ("weight", "e_score_correction_bias")),
+        ("transformers", ("e_score_correction_bias",)),
+    ):
+        config = Config(
+            recipe="dapo", run_dir="run", steps=1, model={"path": "model"}, rollout={"engine": engine}
+        )
+        plan = engine_plan(config, UNEVEN, Layout())
+        plan.verify()
+        assert plan.formats == {f"model.layers.1.mlp.gate.{name}": "float32" for name in single}
 
 
 def test_heads_that_are_copied() -> None:

@@ -199,17 +199,20 @@ def add_gae(
 def add_teacher(
     weight: float, old: Tensor, teacher: Tensor, experience: Experience, runtime: Runtime
 ) -> dict[str, float]:
-    """Add weight (log pi_teacher - log pi_old) to the advantages [T] of the tokens that the step has drawn;
-    `old` and `teacher` are log-probs [T]. Return policy/teacher_kl, the mean of log pi_old - log pi_teacher
-    over them, which estimates the reverse KL from the policy to its teacher, in nats a token.
+    """Add weight (log pi_teacher - log pi_old) to the advantages [T] of the tokens that the step has drawn
+    and that have a teacher; `old` and `teacher` are log-probs [T], the teacher's -inf where there is none.
+    Return policy/teacher_kl, the mean of log pi_old - log pi_teacher over these tokens, which estimates the
+    reverse KL from the policy to its teacher, in nats a token, and policy/taught, their share of all.
 
     On-policy distillation (Thinking Machines, 2025): a token's own log-ratio, without what follows it, and no
     gradient through it. (The gradient of the log-ratio itself is 0 on average: nothing would be learned.)"""
-    mask = experience.window
+    drawn = experience.window
+    mask = drawn & (teacher > -torch.inf)
     kl = torch.where(mask, old - teacher, 0.0)
     experience["advantages"] = experience["advantages"] - weight * kl
-    tokens, total = sum_over_replicas(runtime, torch.stack([mask.sum().double(), kl.double().sum()])).tolist()
-    return {"policy/teacher_kl": total / max(tokens, 1)}
+    sums = torch.stack([drawn.sum().double(), mask.sum().double(), kl.double().sum()])
+    tokens, taught, total = sum_over_replicas(runtime, sums).tolist()
+    return {"policy/teacher_kl": total / max(taught, 1), "policy/taught": taught / max(tokens, 1)}
 
 
 def add_prompt_advantages(config: Config, experience: Experience, runtime: Runtime) -> dict[str, float]:

@@ -19,9 +19,10 @@ from megarl.algorithms.losses import (
     nll_loss,
     policy_loss,
     ppo,
+    top_k_loss,
     value_loss,
 )
-from megarl.config.schema import AlgorithmConfig
+from megarl.config.schema import AlgorithmConfig, TeacherConfig
 from megarl.data.experience import Experience
 from megarl.parallel.comm import among_largest, sum_over_replicas
 from megarl.parallel.runtime import Runtime
@@ -29,15 +30,25 @@ from megarl.training.batch import MicroBatch
 from megarl.training.model import Loss, Stats
 
 
-def actor_loss(config: AlgorithmConfig, experience: Experience, selected: Tensor | None = None) -> Loss:
-    """Return the policy loss + mu * positive-example NLL (VAPO eq. 10) + beta * KL - factor * entropy. It
-    reads policy_loss_weights, old_logprobs (or engine_logprobs in their place), advantages, and where their
-    factor is not 0 nll_loss_weights and ref_logprobs. selected: bool [T], for clip_cov and kl_cov, what
-    `select_tokens` gives for the mini-batch of an update."""
+def actor_loss(
+    config: AlgorithmConfig,
+    experience: Experience,
+    selected: Tensor | None = None,
+    teacher: TeacherConfig | None = None,
+) -> Loss:
+    """Return the policy loss + mu * positive-example NLL (VAPO eq. 10) + beta * KL - factor * entropy + c *
+    KL to a teacher's likeliest tokens. It reads policy_loss_weights, old_logprobs (or engine_logprobs in
+    their place), advantages, and where their factor is not 0 nll_loss_weights and ref_logprobs.
+
+    selected: bool [T], for clip_cov and kl_cov, what `select_tokens` gives for the mini-batch of an update.
+    teacher: with top_k, teacher_logprobs [T, k] are read, and micro-batches have teacher_tokens as
+    `others`."""
     sequence_ids = experience.sequence_ids
 
     def loss(output: Any, batch: MicroBatch) -> tuple[Tensor, Stats]:
         logprobs, entropy = output
+        if batch.others is not None:
+            logprobs, of_others = logprobs[:, 0], logprobs[:, 1:]
         weights = batch.column(experience, "policy_loss_weights")
         total, stats = policy_loss(
             logprobs,
@@ -62,6 +73,9 @@ def actor_loss(config: AlgorithmConfig, experience: Experience, selected: Tensor
         if config.entropy_weight:
             bonus, entropy_stats = entropy_loss(entropy, weights)
             total, stats = total + config.entropy_weight * bonus, stats | entropy_stats
+        if teacher is not None and teacher.top_k:
+            kl, kl_stats = top_k_loss(of_others, batch.column(experience, "teacher_logprobs"), weights)
+            total, stats = total + teacher.weight * kl, stats | kl_stats
         return total, stats
 
     return loss
