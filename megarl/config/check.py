@@ -36,12 +36,10 @@ SAMPLED = (
 )
 
 # Keys and sections that are read with some values of a switch of the algorithm alone: which switch, which
-# values.
+# values. No preset brings them without it, as PPO's brings lambdas.
 READ_WITH = {
     "algorithm.tracker_rho": ("advantage", ("tracked",)),
     "algorithm.gamma": ("advantage", ("gae", "return")),
-    "algorithm.lambda_critic": ("advantage", ("gae",)),
-    "algorithm.lambda_policy": ("advantage", ("gae",)),
     "algorithm.dppo": ("surrogate", ("dppo_tv", "dppo_kl")),
     "algorithm.sapo": ("surrogate", ("sapo",)),
     "algorithm.covariance.share": ("surrogate", ("clip_cov", "kl_cov")),

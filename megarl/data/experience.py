@@ -126,6 +126,11 @@ class Experience:
         """Return one value per response [n] at each of its tokens, [T]; 0 outside the response mask."""
         return torch.where(self.response_mask, torch.repeat_interleave(values, self.lengths), 0)
 
+    def totals(self, values: Tensor) -> Tensor:
+        """Return the sum of one value per token [T] over each sequence, float64 [n]."""
+        sums = torch.zeros(self.num_sequences, dtype=torch.float64)
+        return sums.index_add_(0, self.sequence_ids, values.double())
+
     def select(self, indices: Sequence[int] | Tensor) -> Experience:
         """Return the sequences `indices`, in that order, with all their columns."""
         indices = torch.as_tensor(indices, dtype=torch.int64)

@@ -440,9 +440,12 @@ class MemoryPlan:
         columns = frozenset[str]().union(*(phase.writes for phase in training_phases(config))) - {"tokens"}
         # At most: a rank has its replica's share of the batch, and what its engine drew.
         batch = self.step_tokens(self.longest) * (8 + 1 + SINGLE * len(columns))
-        # A teacher's likeliest tokens and their log-probs, of a replica's share, and while they are put
-        # together twice more.
-        several = 3 * 2 * SINGLE * (config.teacher.top_k or 0)
+        # Of its replica's share: a teacher's likeliest tokens and their log-probs, and while they are put
+        # together twice more; the engine's choice of experts, once more in the micro-batches.
+        several, sizes = 3 * 2 * SINGLE * (config.teacher.top_k or 0), self.actor.sizes
+        if config.rollout.routing_replay and sizes.experts:
+            numbers = sizes.layers * int(self.actor.config["num_experts_per_tok"])
+            several += 2 * numbers * (1 if sizes.experts < 256 else 2)
         batch += self.step_tokens(self.longest) / self.layout.dp * several
         return {
             "pinned buffers": away * per_node,

@@ -46,9 +46,7 @@ def add_group_advantages(
     experience, rewards = local.experience, batch["rewards"]
     of_tokens, metrics = token_rewards(config, experience, runtime)
     if config.kl_reward:  # the KL of the whole response
-        of_responses = torch.zeros(experience.num_sequences, dtype=of_tokens.dtype)
-        of_responses.index_add_(0, experience.sequence_ids, of_tokens)
-        rewards = local.gather(of_responses, batch, runtime)
+        rewards = local.gather(experience.totals(of_tokens), batch, runtime).to(rewards.dtype)
     assert config.advantage in ("group", "group_mean", "leave_one_out")
     advantages = group_advantages(rewards, batch["group_ids"], config.advantage)
     _write_advantages(config, experience, experience.spread(advantages[local.rows]), runtime)
@@ -63,9 +61,7 @@ def add_per_reward_advantages(
     experience, parts = local.experience, batch["reward_parts"]
     weights = [*config.reward.parts.values()]
     if "turn_rewards" in experience:
-        of_responses = torch.zeros(experience.num_sequences, dtype=torch.float64)
-        of_responses.index_add_(0, experience.sequence_ids, experience["turn_rewards"].double())
-        of_turns = local.gather(of_responses, batch, runtime)
+        of_turns = local.gather(experience.totals(experience["turn_rewards"]), batch, runtime)
         parts, weights = torch.cat([parts, of_turns[:, None].to(parts.dtype)], 1), [*weights, 1.0]
     counted = batch.response_lengths > 0
     advantages = per_reward_advantages(parts, weights, batch["group_ids"], counted)
@@ -108,8 +104,7 @@ def add_return_advantages(
     config: AlgorithmConfig, experience: Experience, runtime: Runtime
 ) -> dict[str, float]:
     """Write as advantages [T] the discounted rewards from each token on (REINFORCE++, arXiv 2501.03262, eq.
-    7 and 8, with `whiten`); return policy/kl_reward
-    where there is one."""
+    7 and 8, with `whiten`); return policy/kl_reward where there is one."""
     rewards, metrics = token_rewards(config, experience, runtime)
     mask = experience.response_mask
     ahead = gae(rewards, torch.zeros_like(rewards), mask, experience.cu_seqlens, 1.0, config.gamma)
@@ -139,9 +134,7 @@ def turn_rewards(experience: Experience) -> Tensor:
     rewards, outcome = torch.zeros(experience.num_tokens), experience["rewards"]
     if "turn_rewards" in experience:
         rewards += experience["turn_rewards"]
-        of_turns = torch.zeros_like(outcome, dtype=torch.float64)
-        of_turns.index_add_(0, experience.sequence_ids, rewards.double())
-        outcome = (outcome.double() - of_turns).to(outcome.dtype)
+        outcome = (outcome.double() - experience.totals(rewards)).to(outcome.dtype)
     outcome = outcome.masked_fill(experience.unfinished, 0)  # which has none yet
     # The last True of each sequence that has one.
     own = experience.response_mask.nonzero().squeeze(-1)

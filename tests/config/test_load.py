@@ -505,10 +505,7 @@ class TestContradictions:
             "or return)"
         ),
         "recipe=sppo algorithm.gamma=0.9": "algorithm.gamma: has no effect with algorithm.advantage prompt_",
-        "recipe=reinforce_pp algorithm.lambda_critic=0.9": (
-            "algorithm.lambda_critic: has no effect with algorithm.advantage return"
-        ),
-        "recipe=spo algorithm.lambda_policy=1": "algorithm.lambda_policy: has no effect with algorithm.adv",
+        "recipe=spo algorithm.gamma=0.9": "algorithm.gamma: has no effect with algorithm.advantage tracked",
         "recipe=sao rollout.group_size=2": (
             "rollout.group_size: recipe sao takes one response a prompt (got 2; set it to 1)"
         ),

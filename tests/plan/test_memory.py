@@ -233,6 +233,19 @@ def test_a_pass_before_each_update_takes_its_time() -> None:
     assert longer == pytest.approx({"actor_update": without["old_logprobs"]})
 
 
+def test_the_hosts_hold_the_engines_choice_of_experts() -> None:
+    """8 of 128 in each of 48 layers, a byte each: 384 a token, of each rank's replica and in its packs."""
+    without, with_it = (
+        plan_of(
+            load_config(ROOT / "configs/dapo_30b_a3b.yaml", [f"rollout.routing_replay={replay}"]),
+            KNOWN_MODELS["Qwen3-30B-A3B"],
+        )
+        for replay in ("false", "true")
+    )
+    more = with_it.host()["rollouts"] - without.host()["rollouts"]
+    assert more == pytest.approx(8 * 2 * 384 * 256 * 16 * (2048 + 20480) / 32)
+
+
 def plan_32b(*overrides: str) -> MemoryPlan:
     return plan_of(load_config(ROOT / "configs/vapo_32b.yaml", overrides), KNOWN_MODELS["Qwen2.5-32B"])
 
