@@ -170,10 +170,10 @@ def best_rate(tried: Mapping[str, float]) -> float:
     return max(sorted(map(float, tried)), key=lambda rate: tried[f"{rate:g}"])
 
 
-def until(curve: Mapping[str, Any], what: str, of: str = "all") -> tuple[list[float], list[float]]:
+def until(curve: Mapping[str, Any], what: str) -> tuple[list[float], list[float]]:
     """Return what a run had spent at each of its evaluations, in total, and its accuracy there.
     what: one of SPENT."""
-    points = [each for each in curve["evaluations"] if each["of"] == of]
+    points = [each for each in curve["evaluations"] if each["of"] == "all"]
     before = curve["value_pretraining"][what]
     steps = [[s[what] for s in curve["steps"] if s["step"] <= each["step"]] for each in points]
     spent = [before * (each["step"] > 0) + sum(some) for each, some in zip(points, steps, strict=True)]
@@ -184,23 +184,20 @@ def table(curves: Mapping[str, Sequence[dict[str, Any]]]) -> str:
     """Return a Markdown table of rows, each with its runs: accuracy at the end, where all have drawn as many
     tokens, and where all have taken as long, between evaluations on a straight line; and the difference to
     the first row there, in tokens, with the 95 % interval of the paired t-test over seeds, corrected after
-    Holm."""
-    budgets = {
-        what: min(until(curve, what)[0][-1] for runs in curves.values() for curve in runs) for what in SPENT
-    }
+    Holm. Of the curves of 2026-11-24, which do not say how many tokens were drawn, the end alone."""
+    full = {row: [curve for curve in runs if "value_pretraining" in curve] for row, runs in curves.items()}
+    spent = {what: [until(curve, what)[0][-1] for runs in full.values() for curve in runs] for what in SPENT}
+    budgets = {what: min(all_of_them, default=0.0) for what, all_of_them in spent.items()}
 
-    def scores(runs: Sequence[dict[str, Any]], what: str, of: str = "all") -> dict[int, float]:
-        found = {}
-        for curve in runs:
-            spent, right = until(curve, what, of)
-            found[curve["seed"]] = float(np.interp(budgets[what], spent, right))
-        return found
+    def scores(row: str, what: str) -> dict[int, float]:
+        return {curve["seed"]: float(np.interp(budgets[what], *until(curve, what))) for curve in full[row]}
 
     def last(runs: Sequence[dict[str, Any]], of: str) -> str:
-        return score_text({curve["seed"]: until(curve, "time/step", of)[1][-1] for curve in runs})
+        found = {c["seed"]: [each["right"] for each in c["evaluations"] if each["of"] == of] for c in runs}
+        return score_text({seed: right[-1] for seed, right in found.items()})
 
     first, *others = curves
-    at_tokens = {row: scores(runs, "rollout/tokens") for row, runs in curves.items()}
+    at_tokens = {row: scores(row, "rollout/tokens") for row in curves}
     compared = {row: compare(at_tokens[row], at_tokens[first], first) for row in others}
     known = {row: found for row, found in compared.items() if found is not None}
     differences = dict(zip(known, corrected([*known.values()]), strict=True))
@@ -221,7 +218,7 @@ def table(curves: Mapping[str, Sequence[dict[str, Any]]]) -> str:
             row.replace("_", " "),
             last(runs, "all"),
             score_text(at_tokens[row]),
-            score_text(scores(runs, "time/step")),
+            score_text(scores(row, "time/step")),
             "" if found is None else f"{found.mean:+.3f}{interval}",
             "" if found is None else found.verdict,
             last(runs, "basic_arithmetic"),
@@ -239,10 +236,13 @@ def draw_spent(curves: Mapping[str, Sequence[dict[str, Any]]], path: Path) -> No
         strict=True,
     ):
         for number, (row, runs) in enumerate(curves.items()):
-            spent, right = np.mean([until(curve, what) for curve in runs], axis=0)
+            full = [curve for curve in runs if "value_pretraining" in curve]
+            if not full:
+                continue
+            spent, right = np.mean([until(curve, what) for curve in full], axis=0)
             style = {"color": plots.COLOURS[number % len(plots.COLOURS)], "linewidth": 1.5}
             dashes = "-" if number < len(plots.COLOURS) else "--"
-            axes.plot(spent / unit, right, dashes, label=f"{row.replace('_', ' ')} ({len(runs)})", **style)
+            axes.plot(spent / unit, right, dashes, label=f"{row.replace('_', ' ')} ({len(full)})", **style)
         axes.set(xlabel=label, ylim=(0, None))
         axes.grid(color=plots.GRID)
     axes.legend(fontsize=8)
