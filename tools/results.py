@@ -268,7 +268,7 @@ def draw(curves: Sequence[dict[str, Any]], folder: Path) -> None:
             shared = sorted(set.intersection(*map(set, seeds)))
             mean = [fmean(points[step] for points in seeds) for step in shared]
             axes.plot(shared, mean, color=colour, linewidth=2, label=f"{recipe.upper()}, {len(seeds)} seeds")
-        axes.set(title=title, xlabel="rollout steps", ylim=(0, 1))
+        axes.set(title=title, xlabel="rollout steps", ylim=(0, None))
         axes.grid(color=plots.GRID)
         axes.legend()
         figure.savefig(folder / f"{name}.png", dpi=150)
