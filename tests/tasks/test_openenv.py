@@ -12,7 +12,7 @@ import pytest
 
 from megarl.config.errors import ConfigError
 from megarl.rewards.verdict import Verdict
-from megarl.rollout.tools import Result, Step, ToolPool, environment_class
+from megarl.rollout.tools import Answer, Result, ToolPool, environment_class
 
 web = pytest.importorskip("aiohttp.web")
 PATH = "megarl_tasks.openenv:OpenEnvironment"
@@ -111,7 +111,7 @@ def test_an_episode() -> None:
         return [step.value for step in steps], verdict
 
     steps, verdict = play(job, observation="said")
-    assert steps == [Step("seed 7", 0.0, False), Step("one", 0.0, False), Step("right", 0.0, True)]
+    assert steps == [Answer("seed 7", 0.0, False), Answer("one", 0.0, False), Answer("right", 0.0, True)]
     assert verdict == Verdict(True, score=1.0)
     steps, verdict = play(job, observation="said", turn_rewards=True)
     assert [step.reward for step in steps] == [0.0, 0.25, 0.75] and verdict.score == 1.0
@@ -130,7 +130,7 @@ def test_actions_that_the_policy_writes() -> None:
     assert broken.observation.startswith("error: this is not JSON: ") and not broken.done
     assert none.observation == "error: an action is a JSON object"
     assert invalid.observation == "error: Invalid message; message: Field required" and not invalid.done
-    assert right == Step('{"said": "right", "size": 5}', 0.0, True) and verdict.score == 0.75
+    assert right == Answer('{"said": "right", "size": 5}', 0.0, True) and verdict.score == 0.75
 
 
 @pytest.mark.parametrize(
@@ -144,7 +144,7 @@ def test_actions_that_the_policy_writes() -> None:
 def test_a_server_that_fails_in_the_middle(said: str, why: str) -> None:
     """Nobody has judged; other episodes go on, and so does the process."""
 
-    async def job(server: Server, pool: ToolPool) -> Result[Step]:
+    async def job(server: Server, pool: ToolPool) -> Result[Answer]:
         before = await pool.step(2, {}, 1, ["one"])
         assert (await pool.step(1, {}, 7, ["one"])).error is None
         pids = pool.pids
@@ -186,7 +186,7 @@ def test_sessions_that_nobody_goes_on_with() -> None:
 
 
 def test_a_server_that_is_not_there() -> None:
-    async def job(_: Server, pool: ToolPool) -> Result[Step]:
+    async def job(_: Server, pool: ToolPool) -> Result[Answer]:
         return await pool.step(1, {}, 7, [])
 
     failed = play(job, url="http://127.0.0.1:9")
