@@ -19,7 +19,7 @@ from megarl.cli.nodes import node_versions
 from megarl.config.errors import ConfigError
 from megarl.config.schema import Config, ParallelConfig
 from megarl.model import builder
-from megarl.parallel import machine, node_checks, offload
+from megarl.parallel import machine, movable, node_checks
 from megarl.parallel import runtime as parallel
 from megarl.parallel.node_checks import NodeNeeds
 from megarl.rollout.sglang import SGLangEngine
@@ -141,19 +141,19 @@ class TestResidency:
     """parallel/movable.py, schedule/offload.py"""
 
     def test_pools_are_pinned_and_bring_back_what_left(self, calls: list[Any], pinned: list[bool]) -> None:
-        pool = offload.HostPool(CUDA, chunk=1024)
+        pool = movable.HostPool(CUDA, chunk=1024)
         tensor = torch.arange(5000, dtype=torch.int16)
         expected = tensor.clone()
-        movable = offload.Movable(lambda: [tensor], torch.device("cpu"), pool)
-        movable.offload()
+        held = movable.Movable(lambda: [tensor], torch.device("cpu"), pool)
+        held.offload()
         assert pinned.count(True) == 10 and pool.nbytes == 10240 and tensor.untyped_storage().nbytes() == 0
-        movable.onload()
+        held.onload()
         assert torch.equal(tensor, expected)
 
     def test_memory_is_given_back_after_what_still_runs(self, calls: list[Any]) -> None:
-        offload.empty_cache(CUDA)
+        movable.empty_cache(CUDA)
         assert [name for name, *_ in calls] == ["synchronize", "empty_cache"]
-        assert offload.free_memory(CUDA) == FREE
+        assert movable.free_memory(CUDA) == FREE
 
     def test_figures_of_a_phase(self, calls: list[Any]) -> None:
         offload, metrics = OffloadManager(CUDA, ()), dict[str, float]()
@@ -167,8 +167,8 @@ class TestResidency:
 
     def test_a_phase_empties_the_cache_once_somebody_has_left(self, calls: list[Any]) -> None:
         manager, tensor = OffloadManager(CUDA, ()), torch.ones(4)
-        pool = offload.HostPool(torch.device("cpu"))
-        manager.register({"actor.weights": offload.Movable(lambda: [tensor], torch.device("cpu"), pool)})
+        pool = movable.HostPool(torch.device("cpu"))
+        manager.register({"actor.weights": movable.Movable(lambda: [tensor], torch.device("cpu"), pool)})
         manager.onload("rollout", ())
         assert [name for name, *_ in calls] == ["synchronize", "empty_cache"]
         manager.onload("old_logprobs", {"actor.weights"})
