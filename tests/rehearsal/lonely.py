@@ -257,9 +257,9 @@ def measure(config: Config, hf: Mapping[str, Any], stage: int, updates: int = 2)
         runtime = parallel.start(config.parallel, config.seed, mixture=bool(sizes.experts))
         settled = LonelyRun._settled
 
-        def watched(self: LonelyRun, name: str) -> Any:
+        def watched(self: LonelyRun, name: str, *place: Any) -> Any:
             memory.reset()
-            model = settled(self, name)
+            model = settled(self, name, *place)
             note(f"construction: {name}", plan.built(name, stage))
             return model
 
