@@ -32,7 +32,7 @@ NAMES = (
     "checkpoint",
     "simulate",
 )
-LONG = ("real",)  # asked for by name alone: the model is fetched, and two trainers take minutes each
+LONG = ("real", "growth")  # asked for by name alone: minutes each
 
 
 def run(name: str, arguments: list[str]) -> tuple[list[str], int]:
@@ -61,12 +61,16 @@ def main() -> int:
         default=NAMES,
         help=", ".join((*NAMES, *LONG)),
     )
-    split = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)  # behind it: for step.py or real.py
+    split = (
+        sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
+    )  # behind it: for the one that takes more
     given, more = parser.parse_args(sys.argv[1:split]), sys.argv[split + 1 :]
     names = given.only or NAMES
-    if more and len({"step", "real"} & {*names}) != 1:
-        parser.error(f"step or real takes more arguments, and one of them must be named: {' '.join(more)}")
-    results = {name: run(name, more if name in ("step", "real") else []) for name in names}
+    if more and len({"step", *LONG} & {*names}) != 1:
+        parser.error(
+            f"step, real or growth takes more arguments, and one of them must be named: {' '.join(more)}"
+        )
+    results = {name: run(name, more if name in ("step", *LONG) else []) for name in names}
     print("\n=== summary")
     for name, (verdicts, code) in results.items():
         print("\n".join(verdicts))

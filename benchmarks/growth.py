@@ -1,0 +1,139 @@
+"""How the time and memory of a step grow with the number of responses, their length, the vocabulary and the
+ranks: one axis at a time, from a small mixture of all of them, on a model of random weights whose responses
+reach the longest length. Of each phase the slope in a log-log plot: 1 where a phase takes twice as long for
+twice as much. Nothing may grow faster than its work.
+
+    make bench BENCH=growth                                  # 10 minutes; not among all
+    make bench BENCH=growth ARGS='--plot docs/images/growth.png'
+
+Seconds are the least of two steps. Ranks of data parallelism get as many responses each, so two cores take as
+much longer as there are more ranks than two.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib.figure import Figure
+from measure import Verdicts, machine
+from step import ROOT, megarl
+
+sys.path.insert(0, str(ROOT))
+
+from tests.tiny_models import make_tiny_model
+
+FOLDER = ROOT / "runs" / "growth"
+# What one run has, the values that one of these takes in turn, and how fast a step may grow with it: as its
+# work. Attention grows with the square of the length, which at these lengths is a part of the work.
+BASE = {"responses": 32, "length": 64, "vocabulary": 4096, "ranks": 1}
+AXES: dict[str, tuple[tuple[int, ...], float]] = {
+    "responses": ((8, 16, 32, 64, 128, 256), 1.0),
+    "length": ((32, 64, 128, 256, 512, 1024), 2.0),
+    "vocabulary": ((1024, 4096, 16384, 65536), 1.0),
+    "ranks": ((1, 2, 4, 8), 1.0),
+}
+NOISE = 0.15  # of a slope
+STEPS = 3  # of which the first is not timed
+
+
+def run(responses: int, length: int, vocabulary: int, ranks: int) -> dict[str, float]:
+    """Seconds of each phase of a step of VAPO, and bytes of all processes in it."""
+    model = FOLDER / f"model-{vocabulary}"
+    if not model.is_dir():
+        sizes: dict[str, Any] = {
+            "layers": 2,
+            "hidden": 128,
+            "heads": 4,
+            "kv_heads": 2,
+            "ffn": 384,
+            "max_positions": 2048,
+        }
+        make_tiny_model(model, "qwen3", vocab=vocabulary, tied=True, **sizes)
+    data = FOLDER / "train.jsonl"
+    rows = ({"prompt": f"{n:05d}", "answer": "1"} for n in range(2048))
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    run_dir, group = FOLDER / "run", 4
+    shutil.rmtree(run_dir, ignore_errors=True)
+    megarl(
+        *("train", "configs/demo_vapo.yaml", f"model.path={model}", f"data.train=[{data}]", "data.eval=[]"),
+        *(f"run_dir={run_dir}", f"steps={STEPS}", "value_pretraining.steps=0", "evaluation.every=0"),
+        *(f"rollout.prompts={responses * ranks // group}", f"rollout.group_size={group}"),
+        *(f"rollout.max_response_tokens={length}", f"reward.overlong.buffer={length // 4}"),
+        *("parallel.tp=1", f"parallel.dp={ranks}", f"update.mini_batch={responses * ranks}"),
+        *(f"update.tokens_per_micro_batch={max(2048, length + 64)}", "actor.lr=1e-9", "critic.lr=1e-9"),
+        *("log.report=false", "checkpoint.export_hf=false"),
+    )
+    lines = (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    steps = [record for line in lines if (record := json.loads(line))["stage"] == "train"][1:]
+    drawn = {round(record["response/length_mean"] / length, 1) for record in steps}
+    if drawn != {1.0}:
+        raise SystemExit(f"growth: responses were {drawn} of {length} tokens, and should reach it")
+    names = [name for name in steps[0] if name.startswith(("time/", "memory_all/"))]
+    return {name: min(record[name] for record in steps) for name in names}
+
+
+def slope(values: list[int], figures: list[float]) -> float:
+    """The slope of a line through the upper half in a log-log plot: below it what does not grow counts."""
+    upper = slice(-max(3, len(values) // 2), None)
+    return float(np.polyfit(np.log(values[upper]), np.log(np.maximum(figures[upper], 1e-6)), 1)[0])
+
+
+def draw(found: dict[str, list[dict[str, float]]], path: Path) -> None:
+    """Draw the step and its largest phases over each axis."""
+    figure = Figure(figsize=(11, 3.2), layout="constrained")
+    largest = max(found["responses"], key=lambda one: one["time/step"])
+    phases = sorted((n for n in largest if n.startswith("time/")), key=lambda n: -largest[n])[:7]
+    for axes, (axis, runs) in zip(figure.subplots(1, len(found), sharey=True), found.items(), strict=True):
+        values = AXES[axis][0]
+        for name in phases:
+            width = 2.5 if name == "time/step" else 1.2
+            figures = [one[name] for one in runs]
+            axes.loglog(values, figures, marker="o", markersize=3, linewidth=width, label=name[5:])
+        axes.set(xlabel=axis, xticks=values, xticklabels=[f"{value:,}" for value in values])
+        axes.minorticks_off()
+        axes.tick_params(axis="x", labelrotation=45)
+        axes.grid(alpha=0.3)
+    figure.axes[0].set_ylabel("seconds of a step")
+    figure.axes[-1].legend(fontsize=7)
+    figure.savefig(path, dpi=150)
+    print(path)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--axes", nargs="*", choices=AXES, default=AXES)
+    parser.add_argument("--plot", type=Path, help="write the log-log plots there")
+    given = parser.parse_args()
+    print(machine())
+    shutil.rmtree(FOLDER, ignore_errors=True)
+    FOLDER.mkdir(parents=True)
+    verdicts, found = Verdicts(), dict[str, list[dict[str, float]]]()
+    for axis in given.axes:
+        values, work = AXES[axis]
+        print(f"\n{axis} (else {', '.join(f'{v} {k}' for k, v in BASE.items() if k != axis)})")
+        sizes: list[dict[str, Any]] = [{**BASE, axis: value} for value in values]
+        runs = found[axis] = [run(**size) for size in sizes]
+        print(f"{'':24}" + "".join(f"{value:>10,}" for value in values) + "     slope")
+        for name in runs[0]:
+            figures = [one[name] for one in runs]
+            memory = name.startswith("memory")
+            if max(figures) > (0 if memory else 0.02 * max(one["time/step"] for one in runs)):
+                shown = "".join(f"{f / 2**20:10,.0f}" if memory else f"{f:10.4f}" for f in figures)
+                print(f"{name:24}{shown}{slope([*values], figures):10.2f}")
+        grown = slope([*values], [one["time/step"] for one in runs])
+        verdicts.at_most(f"growth, slope of a step's seconds with {axis}", grown, work + NOISE)
+    if given.plot:
+        draw(found, given.plot)
+    return verdicts.exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(main())
