@@ -39,11 +39,12 @@ AXES: dict[str, tuple[tuple[int, ...], float]] = {
     "ranks": ((1, 2, 4, 8), 1.0),
 }
 NOISE = 0.15  # of a slope
+MEMORY = "memory, MiB"
 STEPS = 3  # of which the first is not timed
 
 
 def run(responses: int, length: int, vocabulary: int, ranks: int) -> dict[str, float]:
-    """Seconds of each phase of a step of VAPO, and bytes of all processes in it."""
+    """Seconds of each phase of a step of VAPO, and the most memory of all processes in it."""
     model = FOLDER / f"model-{vocabulary}"
     if not model.is_dir():
         sizes: dict[str, Any] = {
@@ -74,8 +75,9 @@ def run(responses: int, length: int, vocabulary: int, ranks: int) -> dict[str, f
     drawn = {round(record["response/length_mean"] / length, 1) for record in steps}
     if drawn != {1.0}:
         raise SystemExit(f"growth: responses were {drawn} of {length} tokens, and should reach it")
-    names = [name for name in steps[0] if name.startswith(("time/", "memory_all/"))]
-    return {name: min(record[name] for record in steps) for name in names}
+    found = {n[5:]: min(record[n] for record in steps) for n in steps[0] if n.startswith("time/")}
+    peaks = [size for record in steps for n, size in record.items() if n.startswith("memory_all/")]
+    return {**found, MEMORY: max(peaks) / 2**20}
 
 
 def slope(values: list[int], figures: list[float]) -> float:
@@ -87,20 +89,20 @@ def slope(values: list[int], figures: list[float]) -> float:
 def draw(found: dict[str, list[dict[str, float]]], path: Path) -> None:
     """Draw the step and its largest phases over each axis."""
     figure = Figure(figsize=(11, 3.2), layout="constrained")
-    largest = max(found["responses"], key=lambda one: one["time/step"])
-    phases = sorted((n for n in largest if n.startswith("time/")), key=lambda n: -largest[n])[:7]
+    largest = max(found["responses"], key=lambda one: one["step"])
+    phases = sorted((n for n in largest if n != MEMORY), key=lambda n: -largest[n])[:7]
     for axes, (axis, runs) in zip(figure.subplots(1, len(found), sharey=True), found.items(), strict=True):
         values = AXES[axis][0]
         for name in phases:
-            width = 2.5 if name == "time/step" else 1.2
+            width = 2.5 if name == "step" else 1.2
             figures = [one[name] for one in runs]
-            axes.loglog(values, figures, marker="o", markersize=3, linewidth=width, label=name[5:])
+            axes.loglog(values, figures, marker="o", markersize=3, linewidth=width, label=name)
         axes.set(xlabel=axis, xticks=values, xticklabels=[f"{value:,}" for value in values])
         axes.minorticks_off()
         axes.tick_params(axis="x", labelrotation=45)
         axes.grid(alpha=0.3)
     figure.axes[0].set_ylabel("seconds of a step")
-    figure.axes[-1].legend(fontsize=7)
+    figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside right", fontsize=8)
     figure.savefig(path, dpi=150)
     print(path)
 
@@ -124,11 +126,10 @@ def main() -> int:
         print(f"{'':24}" + "".join(f"{value:>10,}" for value in values) + "     slope")
         for name in runs[0]:
             figures = [one[name] for one in runs]
-            memory = name.startswith("memory")
-            if max(figures) > (0 if memory else 0.02 * max(one["time/step"] for one in runs)):
-                shown = "".join(f"{f / 2**20:10,.0f}" if memory else f"{f:10.4f}" for f in figures)
+            if name == MEMORY or max(figures) > 0.02 * max(one["step"] for one in runs):
+                shown = "".join(f"{f:10,.0f}" if name == MEMORY else f"{f:10.4f}" for f in figures)
                 print(f"{name:24}{shown}{slope([*values], figures):10.2f}")
-        grown = slope([*values], [one["time/step"] for one in runs])
+        grown = slope([*values], [one["step"] for one in runs])
         verdicts.at_most(f"growth, slope of a step's seconds with {axis}", grown, work + NOISE)
     if given.plot:
         draw(found, given.plot)
