@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import platform
 import shutil
 import subprocess
@@ -48,7 +49,7 @@ ROOT = Path(__file__).resolve().parents[1]
 MODELS = ("smollm2",)
 SEEDS = (1, 2, 3)
 RATES = (5e-6, 1e-5, 2e-5)  # learning rates of the actor that --tune tries, on a seed that no table counts
-TUNING = ("seed=0", "steps=24", "evaluation.every=8", "checkpoint.export_hf=false")
+TUNING = ("steps=24", "evaluation.every=8", "checkpoint.export_hf=false")
 STEP = (  # figures of a step that are kept
     *("reward/accuracy", "reward/score", "response/length_mean", "policy/entropy", "policy/grad_norm"),
     *("policy/clip_fraction_low", "policy/clip_fraction_high", "value/explained_variance"),
@@ -148,14 +149,17 @@ def check(old: dict[str, Any], new: dict[str, Any]) -> str:
     return f"within its intervals ({new['processor']}, {new['dtype']}; committed: {old['processor']})"
 
 
-def tune(rows: Mapping[str, Sequence[str]], runs: Path, found: Path, dtype: str) -> None:
+def tune(rows: Mapping[str, Sequence[str]], runs: Path, found: Path, dtype: str, end: float) -> None:
     """Try RATES with each row, and write to `found` the accuracy on the held-out problems that decides: the
-    mean of the last two evaluations."""
+    mean of the last two evaluations. end: of time.time(), after which no run begins."""
     tried: dict[str, dict[str, float]] = json.loads(found.read_text("utf-8")) if found.is_file() else {}
     for row, given in rows.items():
         for rate in RATES:
             if f"{rate:g}" in tried.get(row, {}):
                 continue
+            if time.time() > end:
+                print(f"{row} at {rate:g} and what follows is left: --hours have passed")
+                return
             print(f"\n{row}, learning rate {rate:g}", flush=True)
             run_dir = runs / "tuning" / f"{row}-{rate:g}"
             curve = train(row, [*given, f"actor.lr={rate:g}", *TUNING], 0, run_dir, dtype)
@@ -295,6 +299,7 @@ def main() -> int:
     committed, runs = ROOT / "docs" / "results" / given.model, ROOT / "runs" / "results" / given.model
     committed.mkdir(parents=True, exist_ok=True)
     tuned = committed / "tuned.json"
+    end = math.inf if given.hours is None else time.time() + 3600 * given.hours
     try:
         listed = read_yaml(configs / f"{given.model}.table.yaml")
         names = listed["tables"][given.table]
@@ -309,7 +314,7 @@ def main() -> int:
             rates = matrix_rates(min(2, cores()))
             dtype = "bf16" if rates["bf16"] > 2 * rates["fp32"] else "fp32"
         if given.tune:
-            tune(rows, runs, tuned, dtype)
+            tune(rows, runs, tuned, dtype, end)
             return 0
         files = {(row, seed): committed / f"{row}-{seed}.json" for seed in given.seeds for row in rows}
         if given.table == "methods":
@@ -330,12 +335,11 @@ def main() -> int:
             again = train(old["recipe"], rows[old["recipe"]], old["seed"], runs / "check", dtype)
             print(f"{given.check}: {check(old, again)}")
             return 0
-        begun = time.time()
         for (row, seed), path in files.items() if not given.figures else ():
             if path.is_file():
                 continue
-            if given.hours is not None and time.time() - begun > 3600 * given.hours:
-                print(f"{path.stem} and what follows is left: --hours {given.hours:g} have passed")
+            if time.time() > end:
+                print(f"{path.stem} and what follows is left: --hours have passed")
                 break
             print(f"\n{row}, seed {seed}", flush=True)
             run_dir = runs / path.stem

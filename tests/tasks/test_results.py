@@ -112,6 +112,14 @@ def test_a_table_compares_at_equal_cost(results: ModuleType, tmp_path: Path) -> 
     assert f"| {mean - 0.55:+.3f}" in second
 
 
+def test_no_learning_rate_is_tried_when_time_is_up(
+    results: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    results.tune({"vapo": ["x.yaml"]}, tmp_path, tmp_path / "tuned.json", "fp32", end=0.0)
+    assert capsys.readouterr().out == "vapo at 5e-06 and what follows is left: --hours have passed\n"
+    assert not (tmp_path / "tuned.json").exists()
+
+
 def test_the_best_learning_rate(results: ModuleType) -> None:
     assert results.best_rate({"5e-06": 0.3, "1e-05": 0.4, "2e-05": 0.2}) == 1e-5
     assert results.best_rate({"2e-05": 0.4, "5e-06": 0.3, "1e-05": 0.4}) == 1e-5
