@@ -18,7 +18,7 @@ from pydantic import Field, ValidationError, model_validator
 from megarl.config import Config, dump_config, load_config
 from megarl.config.errors import ConfigError
 from megarl.config.load import PACKAGE, config_file, read_yaml, set_key
-from megarl.config.schema import Section
+from megarl.config.schema import EVALUATION, SUPERVISED, Section
 from megarl.observe.runs import read_metrics
 from megarl.parallel.lease import make_anew
 from megarl.schedule.identity import PATHS, all_settings, code_checksum, inputs
@@ -194,12 +194,12 @@ class Planned:
         if seconds is None:
             return None
         hf = self.folder / "hf" / "config.json"
-        ended = hf.is_file() if self.config.recipe == "sft" else self.config.steps in self.curve()
+        ended = hf.is_file() if self.config.recipe == SUPERVISED else self.config.steps in self.curve()
         return seconds if ended else None
 
     def curve(self) -> dict[int, float]:
         """Return step -> accuracy on the held-out problems."""
-        scores = (record for record in read_metrics(self.folder).records if record["stage"] == "eval")
+        scores = (record for record in read_metrics(self.folder).records if record["stage"] == EVALUATION)
         return {record["step"]: record["eval/avg"] for record in scores if record.get("eval/avg") is not None}
 
     def changed(self) -> str:

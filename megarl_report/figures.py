@@ -10,6 +10,7 @@ from itertools import cycle
 from typing import Any, NamedTuple
 
 from megarl.config.load import parse_yaml
+from megarl.config.schema import EVALUATION, PRETRAINING, TRAIN
 from megarl.observe.run_log import Record
 from megarl.observe.runs import Points, RecordedRun, kept_share
 from megarl.observe.timeline import WAIT
@@ -55,7 +56,7 @@ class Spec:
     title: str
     look: str
     curves: Mapping[str, tuple[str, str]] = field(default_factory=dict)
-    stage: str = "train"
+    stage: str = TRAIN
     draw: str = ""
     limits: Limits = (None, None)
     noisy: bool = True
@@ -77,7 +78,7 @@ def draw_curves(spec: Spec, runs: Runs) -> Drawing | None:
 
     def points(run: RecordedRun, key: str) -> Points:
         # With one sample a problem, pass and majority are the average again.
-        repeated = max(run.points("eval", "eval/k").values(), default=1) <= 1
+        repeated = max(run.points(EVALUATION, "eval/k").values(), default=1) <= 1
         return {} if repeated and key in ("eval/pass", "eval/majority") else run.points(spec.stage, key)
 
     if spec.nonzero and not any(any(points(run, key).values()) for run in runs for key in spec.curves):
@@ -88,7 +89,7 @@ def draw_curves(spec: Spec, runs: Runs) -> Drawing | None:
     for r, family in enumerate(related):
         for c, (key, (label, colour)) in enumerate(spec.curves.items()):
             mean, band = mean_course([course for run in family if (course := points(run, key))])
-            markers = spec.stage == "eval" or len(mean) <= 12
+            markers = spec.stage == EVALUATION or len(mean) <= 12
             shade = run_colour(r) if overlay else COLOUR[colour]
             if mean:
                 found[r, c] = Line(mean, shade, label, c if overlay else 0, markers, spec.noisy, band)
@@ -101,7 +102,7 @@ def draw_curves(spec: Spec, runs: Runs) -> Drawing | None:
 def draw_rewards(runs: Runs) -> Drawing | None:
     """Draw the means of the verifier's score, of the terms of the reward and of the reward model's scores,
     those that the runs have."""
-    records = [record for run in runs for record in run.by_stage.get("train", {}).values()]
+    records = [record for run in runs for record in run.by_stage.get(TRAIN, {}).values()]
     named = {"reward/score": "verifier's score", "reward/model_mean": "reward model"}
     keys = {key for record in records for key in record if key in named or key.startswith("reward/term_")}
     names = {key: named.get(key) or _words(key.removeprefix("reward/term_")) for key in sorted(keys)}
@@ -114,7 +115,7 @@ def draw_groups(runs: Runs) -> Drawing | None:
     as lines."""
 
     def shares(run: RecordedRun, name: str) -> Points:
-        steps = run.by_stage.get("train", {}).items()
+        steps = run.by_stage.get(TRAIN, {}).items()
         return {step: found[name] for step, record in steps if (found := kept_share(record))}
 
     if not any(shares(run, "kept") for run in runs):
@@ -263,7 +264,7 @@ def draw_memory(runs: Runs) -> Drawing | None:
 # The figures of distributions.jsonl show early and late steps of one kind of run, or late ones of several.
 
 Table = dict[str, list[float]]  # row -> one sum per bin
-DISTRIBUTED = ("train", "value_pretraining")  # the stages that have them
+DISTRIBUTED = (TRAIN, PRETRAINING)  # the stages that have them
 
 
 class Third(NamedTuple):

@@ -16,6 +16,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from megarl.config.errors import ConfigError, DataError
 from megarl.config.files import why, write_whole
+from megarl.config.schema import EVALUATION, PRETRAINING, SUPERVISED, TRAIN
 from megarl.observe.run_log import OBSERVED, Sample, shorten
 from megarl.observe.runs import RecordedRun, layout_text, load_run
 from megarl.observe.terminal import MISSING, duration, evaluated_sources, number
@@ -97,10 +98,10 @@ def render(runs: Sequence[RecordedRun]) -> str:
 def headline(run: RecordedRun) -> tuple[str, str, str]:
     """Return (what, from -> to, remark) of evaluation accuracy or, without evaluations, another metric."""
     for stage, key, what in (
-        ("eval", "eval/avg", "Evaluation accuracy"),
-        ("train", "reward/accuracy", "Training accuracy"),
-        ("value_pretraining", "value/explained_variance", "Explained variance"),
-        ("sft", "policy/nll_loss", "Supervised loss"),
+        (EVALUATION, "eval/avg", "Evaluation accuracy"),
+        (TRAIN, "reward/accuracy", "Training accuracy"),
+        (PRETRAINING, "value/explained_variance", "Explained variance"),
+        (SUPERVISED, "policy/nll_loss", "Supervised loss"),
     ):
         points = run.points(stage, key)
         if not points:
@@ -109,8 +110,8 @@ def headline(run: RecordedRun) -> tuple[str, str, str]:
         course, remark = f"{points[last]:.3f}", f"at step {last}"
         if last > first:
             course, remark = f"{points[first]:.3f} → {course}", f"step {first} to {last}"
-        if stage == "eval":
-            record = run.by_stage["eval"][last]
+        if stage == EVALUATION:
+            record = run.by_stage[EVALUATION][last]
             k = record.get("eval/k") or 1
             remark += f", avg@{k}" if "eval/k" in record else ", avg"
             if "eval/problems" in record:
@@ -125,10 +126,10 @@ def headline(run: RecordedRun) -> tuple[str, str, str]:
 def head(run: RecordedRun) -> dict[str, Any]:
     """Return a run's headline and the facts beside it; those without a value are left out."""
     what, course, remark = headline(run)
-    steps = max((step for stage in ("train", "sft") for step in run.by_stage.get(stage, {})), default=0)
+    steps = max((step for stage in (TRAIN, SUPERVISED) for step in run.by_stage.get(stage, {})), default=0)
     planned, parallel = run.setting("steps"), run.setting("parallel")
     prompts = run.setting("rollout", "prompts")
-    size = None if run.setting("recipe") == "sft" else run.setting("rollout", "group_size")
+    size = None if run.setting("recipe") == SUPERVISED else run.setting("rollout", "group_size")
     versions = [f"{name} {run.versions[name]}" for name in MAIN_VERSIONS if name in run.versions]
     facts = {
         "Recipe": run.setting("recipe"),
@@ -149,15 +150,15 @@ def head(run: RecordedRun) -> dict[str, Any]:
 def sources(run: RecordedRun) -> dict[str, Any]:
     """Return a table of what each set with a name and each data source came to, in its first and its last
     evaluation and over the last tenth of the training steps; without rows where there is one source."""
-    steps = run.by_stage.get("train", {})
+    steps = run.by_stage.get(TRAIN, {})
     last = [steps[step] for step in sorted(steps)[-max(1, len(steps) // 10) :]]
     trained = {key.split("/")[1] for record in last for key in record if key.startswith("source/")}
-    evaluations = run.by_stage.get("eval", {}).values()
+    evaluations = run.by_stage.get(EVALUATION, {}).values()
     evaluated = {name for record in evaluations for name in evaluated_sources(record)}
 
     def course(key: str, form: str) -> str:
         """Return a number's way from the first evaluation to the last."""
-        points = run.points("eval", key)
+        points = run.points(EVALUATION, key)
         texts = [number(points[step], form) for step in (min(points), max(points))] if points else [MISSING]
         return " to ".join(dict.fromkeys(texts))
 
@@ -240,7 +241,7 @@ def browser(run: RecordedRun) -> dict[str, Any]:
     Steps of training are shown, else of any stage; only those with tokens, if any has. scales: what colours
     a token (advantage, value) -> its size at the strongest colour, which 2 % of the tokens exceed."""
     by_step: dict[int, dict[str, list[Sample]]] = {}
-    for sample in [s for s in run.samples if s.stage == "train"] or run.samples:
+    for sample in [s for s in run.samples if s.stage == TRAIN] or run.samples:
         by_step.setdefault(sample.step, {}).setdefault(sample.prompt, []).append(sample)
     samples = {step: [s for group in groups.values() for s in group] for step, groups in by_step.items()}
     steps = sorted(step for step in samples if any(s.tokens for s in samples[step])) or sorted(samples)

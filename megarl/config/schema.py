@@ -1143,7 +1143,9 @@ class SupervisedConfig(Section):
     batch: int = field(64, "pairs per optimizer step", "pairs", ge=1)
 
 
-TRAIN, SUPERVISED = "train", "sft"  # stages: reinforcement learning; and the recipe that learns from pairs
+# Stages of a run, as its records name them: its steps, those of the recipe that learns from pairs, those of
+# value pretraining before them, and what is between two.
+TRAIN, SUPERVISED, PRETRAINING, EVALUATION = "train", "sft", "value_pretraining", "eval"
 
 
 def main_stage(recipe: str) -> str:

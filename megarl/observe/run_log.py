@@ -22,17 +22,12 @@ from typing import Any, Self, cast
 
 from megarl.config.errors import ConfigError, StorageError
 from megarl.config.files import Dispensable, append_whole, essential, why, write_whole
-from megarl.config.schema import SUPERVISED, TRAIN
+from megarl.config.schema import EVALUATION, PRETRAINING, SUPERVISED, TRAIN
 from megarl.observe.prometheus import Exporter
 
 METRICS_FILE, SAMPLES_FILE = "metrics.jsonl", "samples.jsonl"
 DISTRIBUTIONS_FILE, EVENTS_FILE, ANSWERS_FILE = "distributions.jsonl", "events.jsonl", "evaluations.jsonl"
-STAGES = (
-    SUPERVISED,
-    "value_pretraining",
-    TRAIN,
-    "eval",
-)  # in the order of a run; "eval" is between its steps
+STAGES = (SUPERVISED, PRETRAINING, TRAIN, EVALUATION)  # in the order of a run
 DIGITS = 9  # significant digits of a recorded number
 SAMPLE_CHARACTERS = 20_000  # of a prompt or a response
 POLICY, OBSERVED = "policy", "observed"  # whose a stretch of a response is
@@ -61,8 +56,8 @@ def precedes(record: Mapping[str, Any], step: int, stage: str) -> bool:
     Each stage counts its own steps; an evaluation has that of training, 0 until value pretraining ends."""
     if not is_step(record):
         return False
-    if record["stage"] == "eval":
-        return bool(record["step"] <= (0 if stage == "value_pretraining" else step))
+    if record["stage"] == EVALUATION:
+        return bool(record["step"] <= (0 if stage == PRETRAINING else step))
     return (STAGES.index(record["stage"]), record["step"]) <= (STAGES.index(stage), step)
 
 
@@ -103,7 +98,7 @@ class Sample:
     truncated: bool
     length: int
     answer: str = ""
-    stage: str = "train"
+    stage: str = TRAIN
     advantage_mean: float | None = None
     advantage_min: float | None = None
     advantage_max: float | None = None
@@ -258,7 +253,7 @@ class RunLog:
             written["alarms"] = alarms
         self._files[METRICS_FILE].write(written)
         # Warm start and value pretraining count their own steps, so their curves get names of their own.
-        prefix = "" if written["stage"] in ("train", "eval") else f"{written['stage']}/"
+        prefix = "" if written["stage"] in (TRAIN, EVALUATION) else f"{written['stage']}/"
         numbers = {name: v for name, v in written.items() if isinstance(v, int | float) and name != "step"}
         for tracker in self._trackers:
             tracker.log(written["step"], {f"{prefix}{name}": float(v) for name, v in numbers.items()})
@@ -294,14 +289,14 @@ class RunLog:
         for answer in answers:
             self._files[ANSWERS_FILE].write({"step": step, **answer}, ascii_only=False)
 
-    def truncate_after(self, step: int, stage: str = "train") -> int:
+    def truncate_after(self, step: int, stage: str = TRAIN) -> int:
         """Drop what was recorded after `step` of `stage`, except events; return the number of lines."""
         for tracker in self._trackers:
             tracker.continue_from(step)
         stepwise = [self._files[name] for name in (METRICS_FILE, SAMPLES_FILE, DISTRIBUTIONS_FILE)]
         dropped = sum(file.keep(lambda record: precedes(record, step, stage)) for file in stepwise)
         answers = self._files[ANSWERS_FILE]
-        return dropped + answers.keep(lambda record: precedes({**record, "stage": "eval"}, step, stage))
+        return dropped + answers.keep(lambda record: precedes({**record, "stage": EVALUATION}, step, stage))
 
     def close(self) -> None:
         exporters = [self._exporter] if self._exporter is not None else []

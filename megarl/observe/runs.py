@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from megarl.config.errors import ConfigError, DataError
 from megarl.config.load import parse_yaml
-from megarl.config.schema import SUPERVISED, TRAIN
+from megarl.config.schema import PRETRAINING, SUPERVISED, TRAIN
 from megarl.observe import run_log
 from megarl.observe.run_log import Record, Sample, is_step, parse
 from megarl.observe.timeline import FOLDER, NAME, chosen_ranks, is_phase, timeline_ranks
@@ -78,9 +78,7 @@ class RecordedRun:
     @property
     def main_stage(self) -> str:
         """Name the stage whose times and memory are shown: training, else what there is before it."""
-        return next(
-            (stage for stage in (TRAIN, SUPERVISED, "value_pretraining") if stage in self.by_stage), "train"
-        )
+        return next((stage for stage in (TRAIN, SUPERVISED, PRETRAINING) if stage in self.by_stage), TRAIN)
 
     @property
     def seconds(self) -> float:

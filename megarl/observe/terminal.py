@@ -24,7 +24,7 @@ from rich.text import Text
 
 from megarl.config.errors import DataError
 from megarl.config.files import read_json
-from megarl.config.schema import SUPERVISED, TRAIN, main_stage
+from megarl.config.schema import EVALUATION, PRETRAINING, SUPERVISED, TRAIN, main_stage
 from megarl.observe.run_log import METRICS_FILE, Record, is_step, parse
 from megarl.observe.runs import kept_share, layout_text, read_mapping
 
@@ -75,7 +75,7 @@ COLUMNS = (
 )
 # What a plain line leaves out in a stage: quantities that say nothing there, or too little for its width.
 _DETAILS = {"nll", "cut", "r/w", "refl", "prob", "all"}
-PLAIN_LEAVES_OUT = {"train": {*_DETAILS, "vloss"}, "value_pretraining": _DETAILS, SUPERVISED: set[str]()}
+PLAIN_LEAVES_OUT = {TRAIN: {*_DETAILS, "vloss"}, PRETRAINING: _DETAILS, SUPERVISED: set[str]()}
 SPARKS = {
     "accuracy": ("reward/accuracy", ".3f"),
     "length": ("response/length_mean", "tokens"),
@@ -187,7 +187,7 @@ class RunFacts:
 
     def total(self, stage: str) -> int:
         """Return the steps of `stage`."""
-        return self.value_pretraining_steps if stage == "value_pretraining" else self.steps
+        return self.value_pretraining_steps if stage == PRETRAINING else self.steps
 
     def header(self, separator: str) -> str:
         return separator.join((self.recipe, self.model, self.layout, self.device, f"{self.steps} steps"))
@@ -247,7 +247,7 @@ class TerminalView:
     def step(self, record: Mapping[str, Any]) -> None:
         """Show a record of metrics.jsonl: a step of any stage, or an evaluation."""
         with self._lock:
-            if record["stage"] == "eval":
+            if record["stage"] == EVALUATION:
                 self._evaluation = dict(record)
             else:
                 if not self._record:
@@ -286,7 +286,7 @@ class TerminalView:
         stage, step = record["stage"], record["step"]
         total = self.facts.total(stage)
         place = f"{step:>{len(str(total))}}/{total}" if total else f"{step}"
-        if stage == "eval":
+        if stage == EVALUATION:
             self._print(f"eval  {place}  {evaluation_text(record)}")
             return
         # The first record of a stage decides on its columns, so that they stay aligned.
@@ -310,7 +310,7 @@ class TerminalView:
         whole: dict[str, Any] = {"overflow": "ellipsis", "no_wrap": True}
         facts = Text(self._printable(self.facts.header("  ")), style="dim", **whole)
 
-        stage, step = self._record.get("stage", "train"), self._record.get("step", 0)
+        stage, step = self._record.get("stage", TRAIN), self._record.get("step", 0)
         total, left = self.facts.total(stage), self._left()
         progress = Table.grid(padding=(0, 1), expand=True)
         progress.add_column(no_wrap=True)
@@ -410,7 +410,7 @@ def watch(
     stage = main_stage(facts.recipe)
     last = {(stage, facts.steps)}  # recorded once the run is done
     if stage == TRAIN and settings.get("data", {}).get("eval"):
-        last.add(("eval", facts.steps))
+        last.add((EVALUATION, facts.steps))
     follower = Follower(run_dir / METRICS_FILE)
     anew, records = follower.look()
     while True:

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from megarl.config.files import Dispensable
+from megarl.config.schema import TRAIN
 from megarl.observe.run_log import JsonlWriter, Record, is_step, precedes
 
 FOLDER, NAME = "timeline", "rank-{:05d}.jsonl"
@@ -36,7 +37,7 @@ class Timeline:
         path = run_dir / FOLDER / NAME.format(rank)
         self._file = JsonlWriter(path, True, Dispensable() if dispensable is None else dispensable)
         self._clock, self._phase, self._begin, self._waited = clock, "", 0.0, 0.0
-        self._place: Record = {"stage": "train", "step": 0}  # what comes before the first step
+        self._place: Record = {"stage": TRAIN, "step": 0}  # what comes before the first step
 
     def step(self, stage: str, number: int) -> None:
         """Note that the phases from now on belong to this step, those between it and the next one as well."""

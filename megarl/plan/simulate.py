@@ -23,7 +23,7 @@ from safetensors import SafetensorError, safe_open
 
 from megarl.config.check import check_config
 from megarl.config.errors import DataError, MegarlError
-from megarl.config.schema import Config
+from megarl.config.schema import TRAIN, Config
 from megarl.observe.runs import load_run
 from megarl.plan.memory import MemoryPlan
 from megarl.plan.search import with_keys
@@ -589,7 +589,7 @@ def recorded(run_dir: Path, lengths: Lengths) -> tuple[Lengths, Draw, str]:
         return fitted, draw, f"{len(alone):,} responses of the rollouts in {run_dir}"
     run = load_run(run_dir)
     of_training = [
-        record for record in run.by_stage.get("train", {}).values() if "response/length_mean" in record
+        record for record in run.by_stage.get(TRAIN, {}).values() if "response/length_mean" in record
     ]
     records = of_training[-(-len(of_training) * 2 // 3) :] or of_training
     if not records:

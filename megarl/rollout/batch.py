@@ -6,12 +6,14 @@ import base64
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import compress, pairwise
 from typing import Any, Literal
 
+import msgspec
 import numpy as np
 import torch
+from msgspec.structs import asdict, astuple
 from torch import Tensor
 
 from megarl.algorithms.evaluation import avg_at_k, interval, ks_up_to, majority_at_k, pass_at_k
@@ -61,17 +63,11 @@ class Body:
         return Body(self.tokens[:0], self.logprobs[:0], versions, routing, sampled, rewards)
 
 
-@dataclass
-class Response:
-    """A verified response: facts, by which all ranks decide alike, and its body, which stays on the rank that
-    drew it until it is known who trains on it. Pickled, a response is its facts.
+class Facts(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
+    """What all ranks know of a verified response, and decide by alike: a response without its body.
 
-    body       None on all other ranks
-    number     among all that the controller has had drawn; 0 where that is over
     owner      the rank that drew it, by its number among those that have engines
     length     tokens that were sampled
-    extent     all tokens behind the prompt, those that were observed too; 0: `length`
-    turns      how often the policy was asked for tokens; calls: of tools
     extracted  as in Verdict, and error, judged
     reward     as it enters the advantages, terms and penalty included
     penalty    soft overlong punishment, <= 0
@@ -79,11 +75,13 @@ class Response:
     reflects   whether its text holds one of `log.reflection_words`; None where there are none
     oldest     the least of the body's versions; None where it has none
     routed     dtype and shape of a token's entry in the body's routing; None where it has none
+    number     among all that the controller has had drawn; 0 where that is over
+    extent     all tokens behind the prompt, those that were observed too; 0: `length`
+    turns      how often the policy was asked for tokens; calls: of tools
     rewarded   whether turns have rewards of their own, which are in `reward` too
     begun      tokens that earlier steps have drawn (`rollout.window`)
     """
 
-    body: Body | None
     owner: int
     length: int
     finish: Literal["stop", "length", "window"]
@@ -93,7 +91,7 @@ class Response:
     reward: float
     penalty: float
     score: float | None = None
-    terms: dict[str, float] = field(default_factory=dict)
+    terms: dict[str, float] = msgspec.field(default_factory=dict)
     judged: bool = True
     reflects: bool | None = None
     oldest: int | None = None
@@ -108,25 +106,9 @@ class Response:
     def __post_init__(self) -> None:
         self.extent = self.extent or self.length
 
-    @staticmethod
-    def of(body: Body, owner: int, **facts: Any) -> Response:
-        """Return the response with this body, whose facts but those of the body are given."""
-        own = slice(None) if body.sampled is None else body.sampled
-        oldest = None if body.versions is None else int(body.versions[own].min())
-        routed = None if body.routing is None else (str(body.routing.dtype), body.routing.shape[1:])
-        return Response(
-            body,
-            owner,
-            body.tokens[own].size,
-            extent=body.tokens.size,
-            oldest=oldest,
-            routed=routed,
-            rewarded=body.rewards is not None,
-            **facts,
-        )
-
-    def __getstate__(self) -> dict[str, Any]:
-        return vars(self) | {"body": None}
+    def response(self) -> Response:
+        """Return the response that these are the facts of."""
+        return Response(*astuple(self))
 
     @property
     def truncated(self) -> bool:
@@ -137,6 +119,35 @@ class Response:
     def unfinished(self) -> bool:
         """Return whether it goes on in the next step: nobody has judged it yet, and its reward is 0."""
         return self.finish == "window"
+
+
+class Response(Facts):
+    """A verified response: facts and its body, which stays on the rank that drew it until it is known who
+    trains on it; None on all other ranks."""
+
+    body: Body | None = None
+
+    @staticmethod
+    def of(body: Body, owner: int, **facts: Any) -> Response:
+        """Return the response with this body, whose facts but those of the body are given."""
+        own = slice(None) if body.sampled is None else body.sampled
+        oldest = None if body.versions is None else int(body.versions[own].min())
+        routed = None if body.routing is None else (str(body.routing.dtype), body.routing.shape[1:])
+        return Response(
+            owner,
+            body.tokens[own].size,
+            extent=body.tokens.size,
+            oldest=oldest,
+            routed=routed,
+            rewarded=body.rewards is not None,
+            body=body,
+            **facts,
+        )
+
+    @property
+    def facts(self) -> Facts:
+        """Return its facts alone."""
+        return Facts(*astuple(self)[:-1])
 
 
 @dataclass
@@ -194,7 +205,7 @@ class Group:
         responses = []
         for response in self.responses:
             assert response.body is not None
-            facts = {name: v for name, v in vars(response).items() if name not in DERIVED}
+            facts = {name: v for name, v in asdict(response).items() if name not in DERIVED}
             body = {name: getattr(response.body, name) for name in BODY}
             body = {name: None if column is None else column.tolist() for name, column in body.items()}
             responses.append(facts | body | {"routing": routing_state(response.body.routing)})
@@ -212,7 +223,7 @@ class Group:
                 arrays[name] = None if given is None else np.array(given, dtype=kind)
             body = Body(**arrays, routing=routing_from_state(facts.pop("routing", None)))
             response = Response.of(body, owner, **facts)
-            responses.append(response if here else replace(response, body=None))
+            responses.append(response if here else msgspec.structs.replace(response, body=None))
         return Group(prompt_from_state(state["prompt"]), responses, state["version"])
 
 

@@ -9,6 +9,8 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import msgspec
+
 from megarl.config import errors
 from megarl.config.errors import ConfigError, EngineError, WaitTimeout
 from megarl.config.schema import Config
@@ -427,4 +429,6 @@ class Controller:
 
 def with_bodies(group: Group, bodies: Mapping[int, Body]) -> Group:
     """Return a group with those of its bodies, by the number of their response, that are in `bodies`."""
-    return replace(group, responses=[replace(r, body=bodies.get(r.number)) for r in group.responses])
+    return replace(
+        group, responses=[msgspec.structs.replace(r, body=bodies.get(r.number)) for r in group.responses]
+    )

@@ -22,7 +22,7 @@ import zmq.asyncio
 
 from megarl.config.errors import EngineError, WaitTimeout
 from megarl.data.prompts import Prompt, ReadReport
-from megarl.rollout.batch import BODY, Body, Response
+from megarl.rollout.batch import BODY, Body, Facts
 from megarl.rollout.sampling import SamplingParams
 
 TRAINER = -1  # the first trainer's number, where trainers are other ranks; ranks with engines count from 0
@@ -73,40 +73,6 @@ class Work(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     question: int
     index: int
     seed: int
-
-
-class Facts(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
-    """A verified response without its body, see Response."""
-
-    number: int
-    owner: int
-    length: int
-    extent: int
-    turns: int
-    calls: int
-    finish: str
-    correct: bool
-    extracted: str | None
-    error: str | None
-    reward: float
-    penalty: float
-    score: float | None
-    terms: dict[str, float]
-    judged: bool
-    reflects: bool | None
-    oldest: int | None
-    routed: tuple[str, tuple[int, ...]] | None
-    rewarded: bool
-    begun: int
-
-    @staticmethod
-    def of(response: Response) -> Facts:
-        """Return the facts of a response."""
-        return Facts(**{name: getattr(response, name) for name in Facts.__struct_fields__})
-
-    def response(self, body: Body | None = None) -> Response:
-        """Return the response that these are the facts of."""
-        return Response(body, **msgspec.structs.asdict(self))
 
 
 class Content(msgspec.Struct, array_like=True, forbid_unknown_fields=True):

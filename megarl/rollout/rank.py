@@ -24,6 +24,7 @@ from megarl.parallel.runtime import Ranks
 from megarl.rollout import messages as m
 from megarl.rollout.batch import (
     EvaluationResult,
+    Facts,
     Group,
     RolloutBatch,
     prompt_from_state,
@@ -49,7 +50,7 @@ class GroupFacts(msgspec.Struct, array_like=True):
     tokens: bytes
     source: str
     version: int
-    facts: list[m.Facts]
+    facts: list[Facts]
 
 
 class RolloutOutcome(msgspec.Struct, array_like=True):
@@ -224,7 +225,7 @@ class RolloutRank:
                     b"" if prompts else m.pack(group.prompt.tokens, np.int32),
                     "" if prompts else group.prompt.source,
                     group.version,
-                    [m.Facts.of(response) for response in group.responses],
+                    [response.facts for response in group.responses],
                 )
                 for group in groups
             ]

@@ -360,7 +360,7 @@ class Worker:
                 responses = await loop.run_in_executor(self.threads, self._verified, ended, version)
                 self.seconds["verify"] += time.perf_counter() - started
                 self.drawn |= {response.number: response for response in responses}
-                facts = [m.Facts.of(response) for response in responses]
+                facts = [response.facts for response in responses]
                 await self.link.send(m.Ended(version, facts, self.client.busy))
 
     def _verified(self, ended: Sequence[Written], version: int) -> list[Response]:

@@ -26,7 +26,7 @@ import zmq.asyncio
 
 from megarl.config.errors import CheckpointError, StorageError
 from megarl.config.files import essential
-from megarl.config.schema import Config
+from megarl.config.schema import PRETRAINING, TRAIN, Config
 from megarl.data.experience import StepBatch
 from megarl.observe.run_log import Sample
 from megarl.observe.timeline import Timeline
@@ -47,7 +47,7 @@ from megarl.schedule.rollouts import (
 )
 from megarl.schedule.source import BatchSource, Rollout
 from megarl.schedule.watchdog import Watchdog
-from megarl.training.checkpoint import BATCHES, PRETRAINING
+from megarl.training.checkpoint import BATCHES
 
 SLICE = (
     5.0  # seconds that the first trainer waits for an answer before it tells the others that there is none
@@ -154,7 +154,7 @@ class Elsewhere(BatchSource):
         return True
 
     def _order(self, order: m.Order) -> None:
-        if isinstance(order, m.Take) or (isinstance(order, m.Draw) and order.stage == "train"):
+        if isinstance(order, m.Take) or (isinstance(order, m.Draw) and order.stage == TRAIN):
             self.ordered = order.number
         self._link.send(order)
 
@@ -194,14 +194,14 @@ class Elsewhere(BatchSource):
             if kept is not None and from_rank_0(self.runtime, kept.exists()):
                 self._order(m.Take(str(kept), number))
             else:
-                self._order(m.Draw("train", number, done))
+                self._order(m.Draw(TRAIN, number, done))
 
     def draw_next(self, done: int, unfinished: int | None) -> None:
         """Have the step drawn for which the weights after step `done` are meant. unfinished: the step of a
         checkpoint that is not whole yet, and needs the batches after it."""
         number, kept = done + 1 + self.ahead, done if unfinished is None else min(done, unfinished)
         if number <= self.steps:
-            order = m.Draw("train", number, kept)
+            order = m.Draw(TRAIN, number, kept)
             self._due.append(order) if self.pending is not None else self._order(order)
 
     def rollout(self, stage: str, number: int) -> Rollout:
@@ -263,7 +263,7 @@ class Elsewhere(BatchSource):
         """Return the batches that a checkpoint after `step` holds, once they are there; called in a
         thread."""
         limit, last = self.config.watchdog.limit, min(step + self.ahead, self.steps)
-        manifests = [visible(self._path("train", number), limit) for number in range(step + 1, last + 1)]
+        manifests = [visible(self._path(TRAIN, number), limit) for number in range(step + 1, last + 1)]
         return [path for manifest in manifests for path in rollout_files(manifest)]
 
     def wait_for_files(self, step: int) -> None:
@@ -327,7 +327,7 @@ def serve_orders(
             case m.SendReports():
                 rank.answer(m.Reports(dict(generation.reports)))
             case m.Sync(version):
-                enter("weight_transfer", "train", version)
+                enter("weight_transfer", TRAIN, version)
                 with profiler.phase("weight_transfer"):
                     weight_sync.sync(version)
             case m.Draw(stage, number, done):
@@ -358,7 +358,7 @@ def serve_orders(
                 if (failure := from_rank_0(ranks, failure)) is not None:
                     raise failure
                 state = read_manifest(stored(Path(source).parent, number))["state"]
-                rank.answer(m.Drawn("train", number, {"inside/rollout": 0.0}, state["errors"], []))
+                rank.answer(m.Drawn(TRAIN, number, {"inside/rollout": 0.0}, state["errors"], []))
             case m.Continue(step, stage):
                 timeline.truncate_after(step, stage) if step else timeline.clear()
             case m.Load(state):

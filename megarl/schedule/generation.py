@@ -7,7 +7,7 @@ from dataclasses import asdict
 from functools import cached_property
 from typing import Any, assert_never
 
-from megarl.config.schema import Config
+from megarl.config.schema import PRETRAINING, Config
 from megarl.data.generated import own_verifiers
 from megarl.data.prompts import Prompt, PromptSampler, read_problem_sets, read_prompts
 from megarl.model.builder import DTYPES
@@ -25,7 +25,6 @@ from megarl.rollout.transformers_engine import TransformersEngine
 from megarl.rollout.weight_sync import Failures
 from megarl.schedule.rollouts import RolloutStore, pretraining_rollouts, rollouts_folder
 from megarl.schedule.source import BatchSource, Rollout
-from megarl.training.checkpoint import PRETRAINING
 from megarl.weights.families import read_config
 
 

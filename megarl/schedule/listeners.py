@@ -13,6 +13,7 @@ from typing import Any
 
 from megarl.config.errors import ConfigError, MegarlError, StorageError
 from megarl.config.phases import PHASES
+from megarl.config.schema import EVALUATION
 from megarl.observe.prometheus import Exporter
 from megarl.observe.run_log import RunLog, Sample
 from megarl.observe.terminal import RunFacts, TerminalView
@@ -233,7 +234,7 @@ class Records(Listener):
                 self.log.write_distributions(step.number, step.stage, step.distributions)
 
     def evaluated(self, number: int, metrics: Mapping[str, Any], answers: Answers) -> None:
-        self._record({"step": number, "stage": "eval", **metrics}, answers)
+        self._record({"step": number, "stage": EVALUATION, **metrics}, answers)
 
     def goes_back(self, stage: str, number: int) -> None:
         self._on_rank_0(lambda: self.log and self.log.truncate_after(number, stage))

@@ -18,14 +18,13 @@ from torch import Tensor
 from megarl.algorithms.mismatch import mismatch_metrics, mismatch_sums
 from megarl.config.errors import MegarlError, ParityError
 from megarl.config.files import write_whole
-from megarl.config.schema import Config
+from megarl.config.schema import PRETRAINING, Config
 from megarl.data.experience import Experience
 from megarl.model.builder import DTYPES
 from megarl.parallel.comm import from_rank_0, gather_objects, gather_on_0, max_over_ranks, sum_over_replicas
 from megarl.rollout.transformers_engine import HEAD, OUTPUT, Part, TransformersEngine
 from megarl.schedule.run import Run, Step
 from megarl.training.batch import MicroBatch, make_micro_batches
-from megarl.training.checkpoint import PRETRAINING
 from megarl.weights.files import Processes
 from megarl.weights.hf import load_into
 from megarl.weights.layout import hf_shards

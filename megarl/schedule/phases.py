@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from megarl.config.phases import PARITY, PHASES, Phase
+from megarl.config.schema import PRETRAINING
 from megarl.data.experience import Experience, StepBatch
 from megarl.model.routing import start_counting
 from megarl.parallel.comm import sum_over_replicas
@@ -19,7 +20,6 @@ from megarl.rollout.sampling import selection_seed, shuffle_seed, uniform
 from megarl.schedule.parity import check_parity
 from megarl.schedule.run import Run, Step
 from megarl.training import batch
-from megarl.training.checkpoint import PRETRAINING
 from megarl.training.columns import (
     add_gae,
     add_group_advantages,

@@ -13,9 +13,8 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from megarl.config.files import Dispensable
-from megarl.config.schema import Config
+from megarl.config.schema import PRETRAINING, Config
 from megarl.parallel.runtime import Runtime
-from megarl.training.checkpoint import PRETRAINING
 
 # Layers x response tokens above which the operators of an engine in this process are left out of a trace:
 # there are some 50 for each, of about 1 kB in memory.

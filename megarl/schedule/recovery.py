@@ -10,13 +10,14 @@ from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
 from megarl.config.errors import Interrupted
+from megarl.config.schema import PRETRAINING
 from megarl.parallel.comm import any_of, gather_objects
 from megarl.parallel.runtime import set_generator_states
 from megarl.parallel.signals import StopRequest
 from megarl.schedule.listeners import Listeners
 from megarl.schedule.preflight import versions
 from megarl.schedule.run import Run, Step
-from megarl.training.checkpoint import PRETRAINING, choose_checkpoint
+from megarl.training.checkpoint import choose_checkpoint
 from megarl.training.saving import CheckpointWriter
 from megarl.training.sharded import load_checkpoint
 

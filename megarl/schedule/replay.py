@@ -10,7 +10,7 @@ import torch
 
 from megarl.config.errors import CheckpointError, ConfigError, DataError
 from megarl.config.phases import ROLLOUT, WEIGHT_TRANSFER, training_phases
-from megarl.config.schema import Config
+from megarl.config.schema import PRETRAINING, Config
 from megarl.observe.run_log import plain
 from megarl.observe.runs import read_metrics
 from megarl.parallel.comm import max_over_ranks
@@ -21,7 +21,6 @@ from megarl.schedule.rollouts import read_rollout, rollout_files, rollouts_folde
 from megarl.schedule.run import Run, Step
 from megarl.training.checkpoint import (
     FOLDER,
-    PRETRAINING,
     Checkpoint,
     damage_of,
     find_checkpoint,

@@ -16,7 +16,7 @@ from megarl.algorithms.advantages import SuccessTracker
 from megarl.config.errors import ConfigError
 from megarl.config.files import Dispensable
 from megarl.config.phases import never_offloaded
-from megarl.config.schema import Config
+from megarl.config.schema import PRETRAINING, Config
 from megarl.data.experience import Experience, StepBatch
 from megarl.model.builder import DTYPES, build_actor, build_critic, read_hf_config
 from megarl.observe.run_log import Sample
@@ -32,7 +32,6 @@ from megarl.schedule.profiler import Profiler
 from megarl.schedule.source import BatchSource, Rollout, SupervisedPairs
 from megarl.schedule.watchdog import Watchdog
 from megarl.training.batch import LocalBatch
-from megarl.training.checkpoint import PRETRAINING
 from megarl.training.columns import Tables
 from megarl.training.model import InferenceModel, TrainableModel, tensor_groups
 from megarl.weights.families import model_weights, read_config

@@ -22,6 +22,7 @@ from megarl.config.phases import (
     training_phases,
     with_parity,
 )
+from megarl.config.schema import PRETRAINING, TRAIN
 from megarl.parallel.comm import barrier, from_rank_0
 from megarl.parallel.signals import StopRequest
 from megarl.schedule.guards import Guards, keep_failed_batch
@@ -30,7 +31,6 @@ from megarl.schedule.phases import run_phase
 from megarl.schedule.recovery import Progress, Recovery, Stateful
 from megarl.schedule.run import Run, Step
 from megarl.schedule.watchdog import Watchdog
-from megarl.training.checkpoint import PRETRAINING
 from megarl.training.model import TrainableModel
 
 
@@ -43,7 +43,7 @@ class Trainer:
         check_phases(self.phases)
         check_phases(pretraining_phases(self.config))
         # Stages whose next step also compares the engine with the trainer: the first one after each start.
-        self.parity_due = {"train", PRETRAINING} if self.config.guard.parity != "none" else set[str]()
+        self.parity_due = {TRAIN, PRETRAINING} if self.config.guard.parity != "none" else set[str]()
         self.guards, self.pretraining = Guards(self.config.guard), Progress()
         self.listeners = listeners_of(run, watchdog)
         stateful: dict[str, Stateful] = {"guards": self.guards, "value_pretraining": self.pretraining}

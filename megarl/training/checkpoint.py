@@ -27,7 +27,7 @@ from torch import Tensor
 
 from megarl.config.errors import CheckpointError, ConfigError
 from megarl.config.files import read_json
-from megarl.config.schema import CheckpointConfig, Config, Section, fields
+from megarl.config.schema import PRETRAINING, CheckpointConfig, Config, Section, fields
 from megarl.parallel.comm import from_rank_0, gather_objects
 from megarl.parallel.runtime import Runtime
 
@@ -35,7 +35,6 @@ FOLDER, MANIFEST = "checkpoints", "manifest.json"
 FORMAT = 2
 # A checkpoint that is finished, and one that is being written: .NAME.partial
 NAME = re.compile(r"(\.?)(pretraining|step)-(\d{6,})(\.partial)?")
-PRETRAINING = "value_pretraining"  # the stage; any other is the main one
 SEAL = "sha256"  # of the manifest without this key
 BATCHES = "rollouts"  # the folder with the batches that were drawn ahead (schedule.ahead)
 STATE, NUMBERS = "state.json", "state.safetensors"

@@ -186,9 +186,7 @@ def _result(rows: list[list[tuple[str | None, bool]]]) -> Scores:
     for uid, row in enumerate(rows):
         prompt = Prompt(uid=uid, text=f"problem {uid}", tokens=(1,), answer="1")
         groups.append(
-            Group(
-                prompt, [Response(None, 0, 2, "stop", right, vote, None, 0.0, 0.0) for vote, right in row], 0
-            )
+            Group(prompt, [Response(0, 2, "stop", right, vote, None, 0.0, 0.0) for vote, right in row], 0)
         )
     return Scores(groups)
 

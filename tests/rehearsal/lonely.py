@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 from megarl.config.phases import never_offloaded, pretraining_phases, training_phases
-from megarl.config.schema import Config
+from megarl.config.schema import PRETRAINING, Config
 from megarl.data.experience import Experience
 from megarl.model.builder import read_hf_config
 from megarl.parallel import comm
@@ -41,7 +41,6 @@ from megarl.schedule.offload import EngineMemory, OffloadManager
 from megarl.schedule.phases import FUNCTIONS, enforced
 from megarl.schedule.run import Run, Step, make_weight_sync
 from megarl.training import sharded
-from megarl.training.checkpoint import PRETRAINING
 from megarl.training.model import InferenceModel
 from megarl.training.saving import HostCopier
 from megarl.weights.families import Sizes
