@@ -183,7 +183,7 @@ def _problems(c: Config) -> Iterator[str]:
 
 def _algorithm_problems(c: Config) -> Iterator[str]:
     a, group = c.algorithm, c.rollout.group_size
-    if a.advantage in ("group", "group_mean", "leave_one_out", "per_reward") and group < 2:
+    if a.compares and group < 2:
         what = f"must be >= 2 for algorithm.advantage {a.advantage}, which compares a group's responses"
         yield f"rollout.group_size: {what} (got {group}; or set algorithm.advantage=gae)"
     # In episodes turns may have rewards of their own.

@@ -873,6 +873,11 @@ class AlgorithmConfig(Section):
     fipo: FipoConfig = section(FipoConfig)
 
     @property
+    def compares(self) -> bool:
+        """Return whether a response's advantage comes from those of its group."""
+        return self.advantage in ("group", "group_mean", "leave_one_out", "per_reward")
+
+    @property
     def surrogate_options(self) -> dict[str, float]:
         """Return the numbers that the surrogate's function takes, by name."""
         match self.surrogate:
