@@ -183,7 +183,7 @@ def _problems(c: Config) -> Iterator[str]:
 
 def _algorithm_problems(c: Config) -> Iterator[str]:
     a, group = c.algorithm, c.rollout.group_size
-    if a.advantage in ("group", "group_mean", "leave_one_out", "per_reward") and group < 2:
+    if a.compares and group < 2:
         what = f"must be >= 2 for algorithm.advantage {a.advantage}, which compares a group's responses"
         yield f"rollout.group_size: {what} (got {group}; or set algorithm.advantage=gae)"
     # In episodes turns may have rewards of their own.
@@ -300,6 +300,9 @@ def _rollout_problems(c: Config) -> Iterator[str]:
     for key in ("tools", "agent"):
         if getattr(r, key) and c.data.template != "chat":
             yield f"rollout.{key}: needs a chat template (set data.template=chat)"
+    if c.update.share_prompts and r.group_size == 1:
+        what = "has no effect with rollout.group_size 1"
+        yield f"update.share_prompts: {what}, where no two responses have a prompt (set it to false)"
     if r.agent and c.update.share_prompts:
         what = "an agent's messages differ within a group"
         yield f"update.share_prompts: has no effect with rollout.agent: {what} (set it to false)"
@@ -356,6 +359,9 @@ def _window_problems(c: Config, window: int) -> Iterator[str]:
     if window >= r.max_response_tokens:
         what = f"{window} holds every response of rollout.max_response_tokens {r.max_response_tokens}"
         yield f"rollout.window: {what} (lower it, or leave it out)"
+    if c.algorithm.surrogate == "fipo":
+        what = "fipo weighs a token by how all that follows has moved, which with rollout.window is not there"
+        yield f"algorithm.surrogate: {what} (choose another, or leave the window out)"
     if c.algorithm.window_tail >= window:
         what = f"must be less than rollout.window {window}"
         yield f"algorithm.window_tail: {what} (got {c.algorithm.window_tail})"

@@ -598,6 +598,11 @@ class RolloutConfig(Section):
         return (self.turns.max_tokens if self.acts else None) or self.max_response_tokens
 
     @property
+    def windows(self) -> int:
+        """Return the most steps that draw tokens of one response."""
+        return math.ceil(self.max_response_tokens / (self.window or self.max_response_tokens))
+
+    @property
     def engine_kind(self) -> EngineKind:
         """Return what kind of engine this is."""
         return ENGINES[self.engine]
@@ -866,6 +871,11 @@ class AlgorithmConfig(Section):
     sapo: SapoConfig = section(SapoConfig)
     covariance: CovarianceConfig = section(CovarianceConfig)
     fipo: FipoConfig = section(FipoConfig)
+
+    @property
+    def compares(self) -> bool:
+        """Return whether a response's advantage comes from those of its group."""
+        return self.advantage in ("group", "group_mean", "leave_one_out", "per_reward")
 
     @property
     def surrogate_options(self) -> dict[str, float]:

@@ -346,14 +346,15 @@ class RolloutBatch:
         """Return all responses, group after group: row i of the batch is responses[i]."""
         return [r for group in self.groups for r in group.responses]
 
-    def to_step_batch(self, first: int = 0) -> StepBatch:
+    def to_step_batch(self, first: int = 0, *, compared: bool = True) -> StepBatch:
         """Return the batch as every rank knows it, and what of it lies here, with the columns rewards
         float32, correct and truncated bool, group_ids, policy_version and response_index int64 [n];
         engine_logprobs float32 [T], which is 0 outside the mask of sampled tokens, as all columns [T] but
         routing are; turn_rewards float32 [T] where some turn has a reward.
 
-        A response that does not count (`Group.counted`) is its prompt alone, and a group of its own: no token
-        of it is in any loss, denominator or statistic, and the rows stay as many.
+        A response that does not count (`Group.counted`; where none is `compared` with its group's, one that
+        was not judged) is its prompt alone, and a group of its own: no token of it is in any loss,
+        denominator or statistic, and the rows stay as many.
 
         group_ids[i] is the position of its group in `groups`, response_index[i] its position in the group.
         policy_version is that of a response's oldest token; where some were continued under new weights,
@@ -364,7 +365,7 @@ class RolloutBatch:
 
         first: the number of the first rank that has an engine, among those that deliver the batch."""
         rows = [(g, i, r) for g, group in enumerate(self.groups) for i, r in enumerate(group.responses)]
-        counted = {id(r) for group in self.groups for r in group.counted}
+        counted = {id(r) for g in self.groups for r in (g.counted if compared else g.responses) if r.judged}
         counts = [id(r) in counted for _, _, r in rows]
         lengths = torch.tensor([r.length for _, _, r in rows]) * torch.tensor(counts)
         extents = torch.tensor([r.extent for _, _, r in rows]) * torch.tensor(counts)

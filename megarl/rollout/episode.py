@@ -22,7 +22,7 @@ from megarl.config.schema import TurnsConfig
 from megarl.data.prompts import Prompt
 from megarl.rewards.verdict import Verdict
 from megarl.rollout.engine import EngineClient
-from megarl.rollout.sampling import Completion, SamplingParams, environment_seed, turn_seed
+from megarl.rollout.sampling import Completion, SamplingParams, environment_seed, stop_window, turn_seed
 from megarl.rollout.tools import Result, State, ToolPool, described, observation
 
 
@@ -188,6 +188,8 @@ class Policy:
             finally:
                 self.generating = False
                 self.turned()
+            if begun is not None and params.stop:
+                found = self._stopped(found, len(begun.tokens), params.stop)
             if self.window and found.finish == "length" and len(found.tokens) < most:
                 found.finish, self.windowed = "abort", True
             if not found.tokens and begun is not None:
@@ -215,6 +217,19 @@ class Policy:
         self.turns += 1
         self.truncated = found.finish == "length" and len(found.tokens) >= room
         return Turn(tuple(found.tokens), found.finish, self.tokenizer)
+
+    def _stopped(self, found: Completion, begun: int, stop: Sequence[str]) -> Completion:
+        """Return a turn that was gone on with behind `begun` tokens up to a stop text that begins in these.
+        SGLang, to which they are a prompt, looks in what it writes itself."""
+        window = stop_window(stop)
+        for end in range(begun + 1, min(begun + window, len(found.tokens)) + 1):
+            newest = found.tokens[max(0, end - window) : end]
+            text = self.tokenizer.decode(newest, skip_special_tokens=True)
+            if any(one in text for one in stop):
+                of_tokens = {name: getattr(found, name)[:end] for name in ("tokens", "logprobs", "versions")}
+                routing = None if found.routing is None else found.routing[: len(self.tokens) + end]
+                return replace(found, **of_tokens, finish="stop", routing=routing)
+        return found
 
     def observe(self, shown: str | Sequence[int]) -> None:
         """Show the policy something: a text, which is tokenised here and in which special tokens are plain

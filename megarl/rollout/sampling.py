@@ -8,6 +8,7 @@ nothing but torch.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -88,6 +89,11 @@ class Request:
     def limit(self, params: SamplingParams) -> int:
         """Return the tokens that the response may have."""
         return params.max_tokens if self.max_tokens is None else self.max_tokens
+
+
+def stop_window(stop: Sequence[str]) -> int:
+    """Return how many of the newest tokens can hold one of the stop texts; 0 without any."""
+    return max((len(text.encode()) + 8 for text in stop), default=0)
 
 
 def routing_array(chosen: np.ndarray, tokens: int, experts: int) -> np.ndarray:

@@ -22,7 +22,7 @@ from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 
 from megarl.config.errors import CheckpointError, EngineError, first_line
 from megarl.rollout.engine import RolloutEngine, check_positions
-from megarl.rollout.sampling import Completion, Request, SamplingParams, choose, routing_array
+from megarl.rollout.sampling import Completion, Request, SamplingParams, choose, routing_array, stop_window
 from megarl.weights.families import EXPERT_BIAS, Sizes
 from megarl.weights.plan import Plan
 from megarl.weights.transfer import Staging
@@ -315,7 +315,8 @@ class Stopping:
     def __init__(
         self, texts: tuple[str, ...], vocab: int, eos_ids: Sequence[int], tokenizer: Any, device: torch.device
     ) -> None:
-        self.texts, self.tokenizer, self.window, self.eos_ids = texts, tokenizer, 0, frozenset(eos_ids)
+        self.texts, self.tokenizer, self.eos_ids = texts, tokenizer, frozenset(eos_ids)
+        self.window = stop_window(texts)
         eos, candidates = torch.zeros(vocab, dtype=torch.bool), torch.ones(vocab, dtype=torch.bool)
         eos[[i for i in eos_ids if i < vocab]] = True
         if texts:
@@ -323,7 +324,6 @@ class Stopping:
                 raise EngineError(
                     "rollout.stop: stop texts need a tokenizer, and the engine was made without one"
                 )
-            self.window = max(len(text.encode()) for text in texts) + 8
             known = min(vocab, len(tokenizer))
             last = {text[-1] for text in texts}
             # A token of part of a character decodes to U+FFFD; a lone space may be stripped: both are

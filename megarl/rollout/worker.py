@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from itertools import groupby, islice
@@ -131,7 +131,8 @@ class Worker:
         self._episodes: dict[int, asyncio.Task[None]] = {}
         asyncio.get_running_loop().set_task_factory(_noted)
         if self.engine.running:  # after an error
-            self.engine.abort()
+            with suppress(EngineFailure):  # which the engine's next call meets again, as all others do theirs
+                self.engine.abort()
         self._tasks: list[asyncio.Task[None]] = []
         try:
             with self._watch():
@@ -202,7 +203,8 @@ class Worker:
                     self.drawn = {n: response for n, response in self.drawn.items() if n in kept}
                     self.partials = {n: partial for n, partial in self.partials.items() if n in kept}
                     if self.client.abandoned:
-                        await self.client.abort()
+                        with suppress(EngineFailure):  # as in `serve`: the others have ended this rollout
+                            await self.client.abort()
                     return
 
     async def _reporting_errors(self, job: Coroutine[Any, Any, None]) -> None:

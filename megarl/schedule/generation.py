@@ -115,9 +115,10 @@ class Generation(BatchSource):
 
         Value pretraining, where the policy stands still, keeps its rollouts on disk and reads them the next
         time."""
+        compared = self.config.algorithm.compares
         if stage != PRETRAINING:
             found = self.rank.collect(number, self.config.log.samples)
-            batch = found.to_step_batch()
+            batch = found.to_step_batch(compared=compared)
             if self.config.algorithm.advantage == "per_reward":
                 batch["reward_parts"] = found.reward_parts(self.config.reward)
             elif self.config.algorithm.advantage == "tracked":
@@ -135,7 +136,7 @@ class Generation(BatchSource):
                 return Rollout(batch, {"rollout/reused": 1.0, **state["stats"]}, {}, samples, events)
             found = self.rank.collect(-number, self.config.log.samples)  # seeds of its own
             metrics = {"rollout/reused": 0.0, **found.stats}
-            batch = found.to_step_batch()
+            batch = found.to_step_batch(compared=compared)
             rollout = Rollout(batch, metrics, found.errors, {}, events)
         self._waited += found.seconds["gather"]
         rollout.samples = self.rank.samples(found, self.config.log.samples)

@@ -20,14 +20,16 @@ from megarl.schedule.run import Run, Step
 class Guards:
     """Counts of steps in a row, which end the run when there are too many.
 
+    windows      steps that may draw one response (`rollout.window`): in those before, longer ones than they
+                 have had time for have not ended, and lengths say nothing
     skipped      steps in a row whose updates were not applied
     unverified   steps in a row without a verdict
     length       mean response length of the last step that had one, in tokens
     highest      metrics that may collapse: their highest value so far
     collapsed    those of them that were below their share of it in the last step"""
 
-    def __init__(self, config: GuardConfig) -> None:
-        self.config = config
+    def __init__(self, config: GuardConfig, windows: int = 1) -> None:
+        self.config, self.windows = config, windows
         self.skipped = self.unverified = 0
         self.length: float | None = None
         self.highest: dict[str, float] = {}
@@ -76,9 +78,12 @@ class Guards:
                 "or raise guard.unverified_steps)"
             )
 
-    def passed(self, metrics: Mapping[str, float]) -> list[str]:
-        """Count a step that was not skipped; return a line for each threshold that it has crossed."""
+    def passed(self, metrics: Mapping[str, float], number: int) -> list[str]:
+        """Count step `number`, which was not skipped; return a line for each threshold that it has
+        crossed."""
         self.skipped = 0
+        if number < self.windows:
+            metrics = {name: value for name, value in metrics.items() if name != "response/length_mean"}
         limits, growth, lines = self.config, self.config.length_growth, []
         entropy, length = metrics.get("policy/entropy"), metrics.get("response/length_mean")
         if entropy is not None and limits.entropy_low is not None and entropy < limits.entropy_low:

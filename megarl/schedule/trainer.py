@@ -44,7 +44,8 @@ class Trainer:
         check_phases(pretraining_phases(self.config))
         # Stages whose next step also compares the engine with the trainer: the first one after each start.
         self.parity_due = {TRAIN, PRETRAINING} if self.config.guard.parity != "none" else set[str]()
-        self.guards, self.pretraining = Guards(self.config.guard), Progress()
+        self.guards = Guards(self.config.guard, self.config.rollout.windows)
+        self.pretraining = Progress()
         self.listeners = listeners_of(run, watchdog)
         stateful: dict[str, Stateful] = {"guards": self.guards, "value_pretraining": self.pretraining}
         if run.tracker is not None:
@@ -115,7 +116,7 @@ class Trainer:
                     self.run_phases(step, (WEIGHT_TRANSFER,), weights_changed=True)
             else:
                 self.parity_due.discard(step.stage)
-                alarms = self.guards.passed(step.metrics)
+                alarms = self.guards.passed(step.metrics, step.number)
                 step.events += alarms
                 step.metrics |= {"guard/skipped": 0.0, "guard/alarms": float(len(alarms))}
             step.events += self.guards.judged(step.metrics, step.verifier_errors)

@@ -41,15 +41,17 @@ STATE, NUMBERS = "state.json", "state.safetensors"
 LONG = 32  # numbers, from which a list is stored as a tensor
 MARK = "$numbers"  # {MARK: name of the tensor}
 
-# Keys that may differ when a run continues: how far it goes, what is shown, how the work is laid out. All
-# others decide the result.
+# Keys that may differ when a run continues: how far it goes, what is shown, how the work is laid out, what
+# ends it. All others decide the result.
 FREE = (
     *("run_dir", "steps", "parallel", "cluster", "residency", "log", "guard", "watchdog", "evaluation"),
     *("checkpoint", "data.eval", "model.layers", "model.recompute", "model.recompute_layers"),
     "model.recompute_modules",
     *("reward.workers", "model.grouped_experts", "model.permute_fusion", "rollout.routing_compare"),
     *("rollout.max_batch", "rollout.engine_memory", "rollout.engine_timeout", "rollout.engine_start_timeout"),
-    *("rollout.engine_failures", "rollout.transfer_bucket"),
+    *("rollout.engine_failures", "rollout.transfer_bucket", "rollout.fingerprint", "rollout.engine_tp"),
+    *("rollout.urls", "rollout.router", "rollout.in_flight", "rollout.turns.hold", "rollout.turns.calls"),
+    "reward.max_unjudged",
     *("update.tokens_per_micro_batch", "update.logprob_chunk", "value_pretraining.rollouts"),
 )
 # Keys that decide the result and that checkpoints of older versions lack, with what those versions did.
@@ -161,8 +163,11 @@ def _plain(value: Any) -> Any:
 def check_continues(config: Config, checkpoint: Checkpoint) -> None:
     """Raise ConfigError for the first key whose value is not the one that the checkpoint was written with.
     Keys that only one of the two has (from another version of megarl) are not compared, but for ADDED."""
-    now = settings_of(config)
-    for key, then in (ADDED | checkpoint.settings).items():
+    now, before = settings_of(config), ADDED | checkpoint.settings
+    if before.get("rollout.dynamic_sampling.at_limit") == "stop":  # no step has come to the limit
+        for key in ("at_limit", "max_batches"):
+            del now[f"rollout.dynamic_sampling.{key}"]
+    for key, then in before.items():
         if key in now and now[key] != then:
             what = f"is {now[key]!r}, the run there has {then!r}"
             if key.endswith("/config.json"):

@@ -529,6 +529,13 @@ class TestContradictions:
         "recipe=tppo rollout.continue_partial=true": (
             "rollout.continue_partial: has no effect with rollout.window"
         ),
+        "recipe=tppo algorithm.surrogate=fipo": (
+            "algorithm.surrogate: fipo weighs a token by how all that follows has moved, which with "
+            "rollout.window is not there"
+        ),
+        "recipe=vapo rollout.group_size=1 update.share_prompts=true": (
+            "update.share_prompts: has no effect with rollout.group_size 1, where no two responses have a "
+        ),
         "recipe=tppo rollout.episode=a:b": "rollout.window: cuts responses of one turn only",
         "recipe=tppo reward.model.path=m": "reward.model.path: scores whole responses, and with rollout.",
         "recipe=tppo algorithm.lambda_policy=0.95": (

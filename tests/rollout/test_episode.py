@@ -13,6 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
@@ -28,7 +29,7 @@ from megarl.rollout.transformers_engine import TransformersEngine
 from megarl.rollout.worker import episode_of
 from tests.engines import load_folder
 from tests.rollout.conftest import TINIEST, threads
-from tests.rollout.talk import ScriptedPolicy, merging_tokenizer, prompt_of
+from tests.rollout.talk import ScriptedPolicy, encode, merging_tokenizer, prompt_of
 from tests.rollout.test_streaming import OutOfOrder
 from tests.tiny_models import make_tiny_model
 
@@ -462,6 +463,40 @@ def test_what_is_aborted_while_it_is_run_again_loses_nothing() -> None:
         written
     ] * 2
     assert len(written.journal) == 2 and not any(policy.said for policy in again)
+
+
+@pytest.mark.parametrize("aborted_again", [False, True])
+def test_a_stop_text_is_found_wherever_an_abort_has_split_it(aborted_again: bool) -> None:
+    """By an engine that looks for it in what it writes itself, as SGLang does."""
+    tokenizer = merging_tokenizer()
+    whole = encode(tokenizer, "a b STOP and on and on")
+    end = len(encode(tokenizer, "a b STOP"))
+    params = SamplingParams(100, stop=("STOP", "never seen"))
+
+    class Client:
+        async def generate(
+            self, tokens: Any, seed: int, params: SamplingParams, begun: Any, max_tokens: int
+        ) -> Completion:
+            first, last = len(begun.tokens), len(whole)
+            for stop in range(first + 1, len(whole)):
+                if "STOP" in tokenizer.decode(whole[first:stop]):
+                    last = stop
+                    break
+            routing = np.zeros((len(tokens) + last, 1, 1), dtype=np.uint8)
+            finish: Any = "abort" if aborted_again else "stop"
+            logprobs = [-float(i) for i in range(last)]
+            return Completion(whole[:last], logprobs, finish, [3] * first + [4] * (last - first), routing)
+
+    for split in range(1, end):
+        begun = Completion(whole[:split], [-float(i) for i in range(split)], "abort", [3] * split)
+        client: Any = Client()
+        policy = Policy(prompt_of([5, 6]), client, 5, params, begun, tokenizer, aborted=False)
+        turn = asyncio.run(policy.generate())
+        assert (list(turn.tokens), turn.finish) == (whole[:end], "stop"), split
+        written = policy.result()
+        assert written.logprobs == [-float(i) for i in range(end)] and written.finish == "stop"
+        assert written.versions == [3] * split + [4] * (end - split)
+        assert written.routing is not None and len(written.routing) == 2 + end
 
 
 def test_a_rows_own_columns_hide_nothing() -> None:

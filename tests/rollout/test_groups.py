@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from msgspec import structs
 
 from megarl.config.errors import ConfigError, DataError
-from megarl.config.schema import DynamicSamplingConfig
+from megarl.config.schema import AlgorithmConfig, DynamicSamplingConfig
 from megarl.data.prompts import Prompt
 from megarl.rollout import messages as m
 from megarl.rollout.batch import DERIVED, Body, Facts, Group, Response, RolloutBatch, response_stats
@@ -272,6 +272,21 @@ def test_what_was_observed_is_not_the_policys():
     none = RolloutBatch(1, [of_turns(3, reward=False), plain], {}, {}, {}).to_step_batch()
     assert "turn_rewards" not in none.own and none.observes
     assert not RolloutBatch(1, [plain], {}, {}, {}).to_step_batch().observes
+
+
+@pytest.mark.parametrize(
+    ("advantage", "counts"), [("gae", [2, 0, 0, 0, 3, 4]), ("group", [0, 0, 0, 0, 3, 4])]
+)
+def test_one_response_alone_counts_where_none_is_compared(advantage, counts):
+    """As with T-PPO's windows, of which one may be there without the others of its prompt."""
+    groups = [group(1, 1), group(2, 1)]
+    for number, only in zip((0, 1), ({0}, {1, 2}), strict=True):
+        judged = [structs.replace(r, judged=i in only) for i, r in enumerate(groups[number].responses)]
+        groups[number] = replace(groups[number], responses=judged)
+    compared = AlgorithmConfig(advantage=advantage).compares
+    batch = RolloutBatch(1, groups, {}, {}, {}).to_step_batch(compared=compared)
+    assert batch.response_lengths.tolist() == counts
+    assert batch["rewards"].tolist() == pytest.approx([1.0 * (counts[0] > 0), 0, 0, 0, -1.3, -1.3])
 
 
 def test_a_body_and_facts_survive_the_wire():

@@ -3,11 +3,13 @@ not depend on it. And answers of SGLang that cannot be answers."""
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import random
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -240,6 +242,73 @@ def test_a_failure_costs_nothing_but_time(world: Any) -> None:
     disturbed, failures = collect(world, order=0, fail_after=6)
     assert disturbed == collect(world, order=0)[0]
     assert [[type(f) for f in each] for each in failures] == [[EngineFailure]]
+
+
+async def thinks_better_of_it(prompt: Prompt, policy: Policy) -> bool:
+    """Three tokens, and no more, though they were asked for."""
+    await policy.generate(max_tokens=3)
+    asked = asyncio.create_task(policy.generate())
+    while not policy.generating:
+        await asyncio.sleep(0)
+    asked.cancel()
+    await asyncio.wait([asked])
+    return True
+
+
+class DiesWhenDropping(OutOfOrder):
+    """Is still writing what nobody waits for any more when a rollout ends, and dies when that is ended."""
+
+    dies = dead = False
+
+    def submit(self, requests: Mapping[int, Request], params: SamplingParams) -> None:
+        super().submit(requests, params)
+        endless = {n for n, request in requests.items() if request.limit(params) > 3}
+        self.endless = getattr(self, "endless", set()) | endless
+
+    def poll(self, seconds: float) -> list[tuple[int, Completion]]:
+        if self.dead:
+            raise EngineFailure("it died")
+        held = {n: self.ready_made.pop(n) for n in self.endless & self.ready_made.keys()}
+        ended = super().poll(seconds) if self.ready_made else []
+        self.ready_made |= held
+        return ended
+
+    def abort(self) -> list[tuple[int, Completion]]:
+        aborted, self.dead = super().abort(), self.dies
+        if self.dead:
+            raise EngineFailure("it died")
+        return aborted
+
+
+def test_an_engine_that_dies_when_requests_are_dropped_is_started_again_by_all(world: Any) -> None:
+    """At the end of a rollout, where the other ranks meet no failure: the next one has it."""
+    episode = {"episode": f"{__name__}:thinks_better_of_it", "max_response_tokens": 9}
+    rollout: dict[str, Any] = {"prompts": 4, "group_size": 2, **episode}
+    config = Config(recipe="ppo", run_dir="runs/x", steps=1, model={"path": world[0]}, rollout=rollout)
+    runtimes, prompts = threads(2), iter(world[2])
+
+    def one(number: int) -> tuple[list[int], list[list[str]]]:
+        torch.set_num_threads(1)
+        engine = DiesWhenDropping(world[0])
+        engine.start()
+        load_folder(engine, version=7)
+        engine.dies = number == 1
+        told: list[list[str]] = []
+
+        def recover(failures: Failures) -> None:
+            told.append([str(failure) for failure in failures])
+            engine.dead = engine.dies = False
+
+        rank = RolloutRank(
+            config, runtimes[number], engine, OddText(), world[1], recover, lambda n: [*islice(prompts, n)]
+        )
+        found = [len(rank.collect(step).responses) for step in range(2)]
+        rank.close()
+        return found, told
+
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(one, range(2)))
+    assert found == [([8, 8], [["None", "it died"]])] * 2
 
 
 @pytest.mark.parametrize(

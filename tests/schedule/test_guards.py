@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megarl.config.errors import ConfigError, NumericalError
-from megarl.config.schema import GuardConfig
+from megarl.config.schema import GuardConfig, RolloutConfig
 from megarl.observe.runs import read_metrics
 from megarl.schedule.guards import Guards
 from tests.chaos.harness import make_config, prepare
@@ -22,7 +22,7 @@ def test_the_run_stops_after_so_many_in_a_row() -> None:
     guards = Guards(GuardConfig(skipped_steps=2))
     for number in (1, 2):
         assert f"({number} of at most 2 in a row)" in guards.failed(NumericalError("loss is nan"))
-    guards.passed({})
+    guards.passed({}, 1)
     assert "(1 of at most 2 in a row)" in guards.failed(NumericalError("loss is nan"))
     resumed = Guards(GuardConfig(skipped_steps=2))
     resumed.load_state_dict(guards.state_dict())
@@ -85,12 +85,12 @@ def test_alarms(metrics: dict[str, float], words: str) -> None:
         "policy/clip_fraction_high": 0.29,
         "policy/clip_fraction_low": 0.29,
     }
-    assert guards.passed(calm) == []
-    (line,) = guards.passed({**calm, **metrics})
+    assert guards.passed(calm, 1) == []
+    (line,) = guards.passed({**calm, **metrics}, 2)
     assert line.startswith(f"alarm: {words}")
     assert (
         Guards(GuardConfig(entropy_low=None, length_growth=None, clip_fraction=None)).passed(
-            {**calm, **metrics}
+            {**calm, **metrics}, 1
         )
         == []
     )
@@ -111,17 +111,28 @@ def test_collapse(key: str, limit: str, share: float, course: list[float], alarm
     found = []
     guards = Guards(GuardConfig())
     for step, value in enumerate(course):
-        lines = guards.passed({key: value})
+        lines = guards.passed({key: value}, step + 1)
         found += [step] if lines else []
         for line in lines:
             assert line.startswith(f"alarm: {key} {value:.4g} has fallen below guard.{limit} {share} x ")
         resumed = Guards(GuardConfig())
         resumed.load_state_dict(json.loads(json.dumps(guards.state_dict())))
         guards = resumed
-        guards.passed({"value/loss": 1.0})  # a step that does not have it changes nothing
+        guards.passed({"value/loss": 1.0}, step + 1)  # a step that does not have it changes nothing
     assert found == alarms
     off = Guards(GuardConfig(**{limit: None}))
-    assert [off.passed({key: value}) for value in course] == [[]] * len(course)
+    assert [off.passed({key: value}, 1) for value in course] == [[]] * len(course)
+
+
+def test_windows_of_responses_are_no_change_of_length() -> None:
+    """Responses of three windows of at most 16 tokens, of a policy that does not change, after whole ones in
+    value pretraining: only short ones end at first."""
+    guards = Guards(GuardConfig(), RolloutConfig(max_response_tokens=48, window=16).windows)
+    whole = [guards.passed({"response/length_mean": 30.0}, number) for number in (1, 2, 3)]
+    ended = enumerate([7.0, 22.0, 40.0, 31.0], 1)
+    assert whole + [guards.passed({"response/length_mean": mean}, n) for n, mean in ended] == [[]] * 7
+    (line,) = guards.passed({"response/length_mean": 63.0}, 5)
+    assert "guard.length_growth 2 x 31" in line
 
 
 def test_a_record_that_finds_no_room_ends_the_run_on_every_rank(

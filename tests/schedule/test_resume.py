@@ -592,6 +592,41 @@ def test_every_key_that_decides_the_result_is_compared(folder: Path, tmp_path: P
     assert not any(key.split(".")[0] in FREE for key in settings)
 
 
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {
+            "engine": "sglang_url",
+            "urls": ("http://a:1", "http://b:1"),
+            "router": "http://r:1",
+            "in_flight": 5,
+        },
+        {"engine": "sglang_url", "urls": ("http://c:1",), "engine_tp": 2, "fingerprint": True},
+        {"turns": {"hold": 60.0, "calls": 9}},
+    ],
+)
+def test_how_the_work_is_laid_out_may_change(folder: Path, tmp_path: Path, changed: dict[str, Any]) -> None:
+    engine = {key: changed[key] for key in ("engine",) if key in changed}
+    begun = make_config(folder, tmp_path, rollout={**engine, "urls": ("http://a:1",)} if engine else {})
+    config = make_config(folder, tmp_path, rollout=changed, reward={"max_unjudged": 0.5})
+    check_continues(config, made(tmp_path, 1, settings_of(begun)))
+
+
+def test_a_run_that_stopped_at_its_limit_may_go_on_as_it_says(folder: Path, tmp_path: Path) -> None:
+    """No step of its has come to the limit. With `continue` steps have, and it decides what is drawn."""
+    limits: list[dict[str, Any]] = [{"at_limit": "continue"}, {"max_batches": 20}]
+    for limit in limits:
+        stopped, gone_on = (
+            settings_of(make_config(folder, tmp_path, rollout={"dynamic_sampling": {"at_limit": at_limit}}))
+            for at_limit in ("stop", "continue")
+        )
+        config = make_config(folder, tmp_path, rollout={"dynamic_sampling": {"at_limit": "stop"} | limit})
+        check_continues(config, made(tmp_path, 1, stopped))
+        other = make_config(folder, tmp_path, rollout={"dynamic_sampling": {"max_batches": 20}})
+        with pytest.raises(ConfigError, match=r"^rollout\.dynamic_sampling\.max_batches: is 20, the"):
+            check_continues(other, made(tmp_path, 1, gone_on))
+
+
 def test_what_is_frozen_stays_frozen(folder: Path, tmp_path: Path) -> None:
     """Also where the checkpoint is older than the key."""
     config = make_config(folder, tmp_path, actor={"frozen": "attention"})
