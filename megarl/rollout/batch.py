@@ -6,7 +6,7 @@ import base64
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import compress, pairwise
 from typing import Any, Literal
 
@@ -33,8 +33,7 @@ BODY: dict[str, Any] = {  # of a body, one number a token
 }
 
 
-@dataclass
-class Body:
+class Body(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     """What a response is made of: all tokens behind the prompt, of which an episode of several turns has
     sampled some, and observed the others.
 
@@ -53,7 +52,7 @@ class Body:
     routing: np.ndarray | None = None
     sampled: np.ndarray | None = None
     rewards: np.ndarray | None = None
-    journal: list[Any] = field(default_factory=list)
+    journal: list[Any] = msgspec.field(default_factory=list)
 
     def without_tokens(self, prompt: int) -> Body:
         """Return the body of no response to a prompt of so many tokens."""

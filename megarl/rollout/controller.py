@@ -397,8 +397,8 @@ class Controller:
         for response in (r for group in groups for r in group.responses):
             wanted.setdefault(response.owner // self.ranks_per_engine, []).append(response.number)
         answers = await self._ask({engine: m.Fetch(numbers) for engine, numbers in wanted.items()})
-        contents = [c for answer in answers if isinstance(answer, m.Bodies) for c in answer.contents]
-        bodies = {content.number: content.body for content in contents}
+        sent = [answer.bodies for answer in answers if isinstance(answer, m.Bodies)]
+        bodies = {number: body for some in sent for number, body in some.items()}
         return [with_bodies(group, bodies) for group in groups]
 
     async def end(self, groups: Sequence[Group]) -> None:

@@ -22,7 +22,7 @@ import zmq.asyncio
 
 from megarl.config.errors import EngineError, WaitTimeout
 from megarl.data.prompts import Prompt, ReadReport
-from megarl.rollout.batch import BODY, Body, Facts
+from megarl.rollout.batch import Body, Facts
 from megarl.rollout.sampling import SamplingParams
 
 TRAINER = -1  # the first trainer's number, where trainers are other ranks; ranks with engines count from 0
@@ -73,46 +73,6 @@ class Work(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     question: int
     index: int
     seed: int
-
-
-class Content(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
-    """The body of a response, see Body."""
-
-    number: int
-    tokens: bytes
-    logprobs: bytes
-    versions: bytes | None
-    sampled: bytes | None
-    rewards: bytes | None
-    routing: tuple[str, tuple[int, ...], bytes] | None
-
-    @staticmethod
-    def of(number: int, body: Body) -> Content:
-        """Return what is sent of a body."""
-        routing, some = body.routing, (body.versions, body.sampled, body.rewards)
-        versions, sampled, rewards = (None if column is None else column.tobytes() for column in some)
-        return Content(
-            number=number,
-            tokens=body.tokens.tobytes(),
-            logprobs=body.logprobs.tobytes(),
-            versions=versions,
-            sampled=sampled,
-            rewards=rewards,
-            routing=None if routing is None else (str(routing.dtype), routing.shape, routing.tobytes()),
-        )
-
-    @property
-    def body(self) -> Body:
-        """Return the body."""
-        columns: dict[str, Any] = {}
-        for name, kind in BODY.items():
-            data = getattr(self, name)
-            columns[name] = None if data is None else np.frombuffer(data, kind)
-        routing = None
-        if self.routing is not None:
-            kind, shape, data = self.routing
-            routing = np.frombuffer(data, kind).reshape(shape)
-        return Body(**columns, routing=routing)
 
 
 # Either way.
@@ -197,9 +157,9 @@ class Aborted(Message):
 
 
 class Bodies(Message):
-    """What `Fetch` wanted."""
+    """What `Fetch` wanted, by number; without journals."""
 
-    contents: list[Content]
+    bodies: dict[int, Body]
 
 
 # The trainers to the controller, which passes them on to all ranks with engines; one is carried out after the
@@ -279,10 +239,22 @@ class Evaluated(Message):
 
 ORDERS = (SendReports, Sync, Draw, Take, Continue, Load, Evaluate, Leave)
 Order = SendReports | Sync | Draw | Take | Continue | Load | Evaluate | Leave
-_encode = msgspec.msgpack.Encoder().encode
+
+
+def _sent(array: np.ndarray) -> tuple[str, tuple[int, ...], bytes]:
+    return array.dtype.str, array.shape, array.tobytes()
+
+
+def _received(_: type, sent: tuple[str, tuple[int, ...], bytes]) -> np.ndarray:
+    dtype, shape, data = sent
+    return np.frombuffer(data, dtype).reshape(shape)
+
+
+encoded = msgspec.msgpack.Encoder(enc_hook=_sent).encode
 _decode = msgspec.msgpack.Decoder(
     Order | Alive | Begin | Abort | Fetch | Recover | End | Hello | Ended | Unseated | Failed | Aborted
-    | Bodies | Reports | Drawn | Evaluated
+    | Bodies | Reports | Drawn | Evaluated,
+    dec_hook=_received,
 ).decode  # fmt: skip
 
 
@@ -358,7 +330,7 @@ class Hub:
         """Send a message; never waits for it to be read."""
         self._told[number] = time.monotonic()
         try:
-            await self.socket.send_multipart([str(number).encode(), _encode(message)])
+            await self.socket.send_multipart([str(number).encode(), encoded(message)])
         except zmq.ZMQError as error:
             raise WaitTimeout(f"rollout: {name_of(number)} cannot be reached any more: {error}") from None
 
@@ -429,7 +401,7 @@ class Link:
     async def send(self, message: Message) -> None:
         """Send a message; never waits for it to be read."""
         self.told = time.monotonic()
-        await self.socket.send(_encode(message))
+        await self.socket.send(encoded(message))
 
     async def receive(self, seconds: float) -> Message | None:
         """Return the next message; None where there is none within `seconds`."""

@@ -104,18 +104,6 @@ class Answer(NamedTuple):
     state: State | None = None
 
 
-class Waiting(NamedTuple):
-    """A job that has not ended.
-
-    what     the tool, or the environment's class and method
-    since    time.monotonic() of its request
-    running  whether a process has it; False: all have others"""
-
-    what: str
-    since: float
-    running: bool
-
-
 class ToolPool:
     """At most `workers` processes that call tools and environments, each started when it is first needed.
 
@@ -168,9 +156,17 @@ class ToolPool:
         return [one.process.pid for one in self._slots if one is not None and one.alive]
 
     @property
-    def waiting(self) -> list[Waiting]:
+    def waiting(self) -> list[_Job]:
         """The jobs that episodes wait for, the oldest first; may be asked from another thread."""
-        return [Waiting(job.what, job.since, job.running) for job in list(self._jobs.values())]
+        return list(self._jobs.values())
+
+    @property
+    def oldest(self) -> str:
+        """Return the job that was asked for first, for reports about a hang."""
+        for job in self.waiting[:1]:
+            what = f"{job.what} in a process" if job.running else f"{job.what}, which waits for a process"
+            return f"{what}, for {time.monotonic() - job.since:.0f} s"
+        return "none"
 
     async def call(
         self,
@@ -389,7 +385,10 @@ class ToolPool:
 class _Job:
     """A message for a process, and who waits for its answer.
 
-    key: of the environment; None: a tool's."""
+    what     the tool, or the environment's class and method
+    key      of the environment; None: a tool's
+    since    time.monotonic() of the request
+    running  whether a process has it; False: all have others"""
 
     def __init__(self, what: str, sent: dict[str, Any], key: int | None = None) -> None:
         self.what, self.sent, self.key = what, sent, key

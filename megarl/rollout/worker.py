@@ -19,6 +19,7 @@ from itertools import groupby, islice
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from msgspec import structs
 
 from megarl.config.errors import ConfigError, EngineError, EngineFailure, MegarlError, WaitTimeout
 from megarl.config.schema import Config, RolloutConfig
@@ -188,8 +189,9 @@ class Worker:
                     ending = self._reporting_errors(self._abort(numbers))
                     self._tasks.append(self._group.create_task(ending))
                 case m.Fetch(numbers):
-                    bodies = [(number, self.drawn[number].body) for number in numbers]
-                    await self.link.send(m.Bodies([m.Content.of(n, body) for n, body in bodies if body]))
+                    there = {n: body for n in numbers if (body := self.drawn[n].body) is not None}
+                    bodies = {n: structs.replace(body, journal=[]) for n, body in there.items()}
+                    await self.link.send(m.Bodies(bodies))
                 case m.Recover(failures):
                     by_rank: Failures = [None] * self.ranks
                     for rank, why in failures:

@@ -98,9 +98,15 @@ class Generation(BatchSource):
     @property
     def depths(self) -> dict[str, Callable[[], int | str]]:
         """Return what may wait here, for reports about a hang."""
+        worker, tools = self.rank.worker, self.rank.worker.tools
+        of_tools: dict[str, Callable[[], int | str]] = {
+            "calls of tools and environments": lambda: len(tools.waiting),
+            "is the oldest of them": lambda: tools.oldest,
+        }
         return {
-            "responses in the engine": lambda: self.rank.worker.running,
-            "is what was begun first": lambda: self.rank.worker.oldest,
+            "responses in the engine": lambda: worker.running,
+            "is what was begun first": lambda: worker.oldest,
+            **(of_tools if self.config.rollout.acts else {}),
             "answers at the verifiers": lambda: self.verifiers.waiting,
         }
 

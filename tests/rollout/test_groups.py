@@ -21,7 +21,6 @@ from megarl.data.prompts import Prompt
 from megarl.rollout import messages as m
 from megarl.rollout.batch import DERIVED, Body, Facts, Group, Response, RolloutBatch, response_stats
 from megarl.rollout.collector import GroupCollector
-from megarl.rollout.messages import Content
 from megarl.rollout.sampling import SamplingParams
 from megarl.rollout.worker import words_pattern
 from tests.rollout.conftest import experience_of
@@ -293,14 +292,15 @@ def test_a_body_and_facts_survive_the_wire():
     for one in (*of_turns(1).responses, *of_turns(2, reward=False).responses, *group(3, 1).responses):
         facts = msgspec.msgpack.decode(msgspec.msgpack.encode(one.facts), type=Facts)
         assert facts.response() == structs.replace(one, body=None)
-        sent = msgspec.msgpack.encode(Content.of(5, one.body))
-        body = msgspec.msgpack.decode(sent, type=Content).body
-        for name, column in vars(one.body).items():
+        told = m.decoded("rank 1", m.encoded(m.Bodies({5: one.body})))
+        assert isinstance(told, m.Bodies)
+        body = told.bodies[5]
+        for name, column in structs.asdict(one.body).items():
             found = getattr(body, name)
             assert found is None if column is None else np.array_equal(found, column), name
             assert name == "journal" or found is None or found.dtype == column.dtype, name
         left = body.without_tokens(2)
-        assert all(column is None or not len(column) for column in vars(left).values())
+        assert all(column is None or not len(column) for column in structs.asdict(left).values())
 
 
 def test_state_survives_json_exactly():
@@ -345,7 +345,7 @@ def test_a_rows_other_columns_reach_whoever_draws() -> None:
     """Integers of any size, half of a surrogate pair, and what JSON does not know."""
     extra = {"n": 10**30, "half": "\ud800", "day": date(2026, 11, 25), "raw": b"x", "a": {"b": [1, None]}}
     prompt = Prompt(7, "a", (1, 2), "3", "sums", extra, "q", "e")
-    sent = m._encode(m.Begin(SamplingParams(1), True, 0, [m.Question.of(prompt, whole=True)], []))
+    sent = m.encoded(m.Begin(SamplingParams(1), True, 0, [m.Question.of(prompt, whole=True)], []))
     begin = m.decoded("the controller", sent)
     assert isinstance(begin, m.Begin)
     assert begin.questions[0].prompt == replace(prompt, extra=extra | {"day": "2026-11-25", "raw": "b'x'"})

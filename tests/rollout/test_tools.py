@@ -442,11 +442,12 @@ def test_seats(tmp_path: Path) -> None:
         await until(lambda: len(pool.waiting) == 8)
         assert [one.running for one in pool.waiting] == [True] * 2 + [False] * 6
         assert {one.what for one in pool.waiting} == {f"{M}:pid"}
+        assert pool.oldest == f"{M}:pid in a process, for 0 s"
         for number in (0, 3, 4):  # one that a process has, two that wait
             jobs[number].cancel()
         await asyncio.gather(*jobs, return_exceptions=True)
         assert sorted(ended) == [1, 2, 5, 6, 7]
-        assert pool.waiting == [] and set(pool.pids) == before
+        assert pool.waiting == [] and pool.oldest == "none" and set(pool.pids) == before
         files = [tmp_path / "first", tmp_path / "second"]
         hanging = [asyncio.create_task(pool.call(f"{M}:once", [str(file), "hang"])) for file in files]
         await until(lambda: all(file.exists() and file.read_text() for file in files))

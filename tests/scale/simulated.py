@@ -121,7 +121,7 @@ def in_place_of_torch(net: Net) -> Iterator[None]:
     hub, link = messages.Hub.send, messages.Link.send
 
     def count(source: int, target: int, message: messages.Message) -> None:
-        size = len(messages._encode(message))
+        size = len(messages.encoded(message))
         if source != target:
             net.counts[source].update(messages=1, bytes=size)
             net.counts[target].update(messages=1, bytes=size, bytes_in=size)

@@ -20,7 +20,7 @@ from tests.scale.idle import NEWS
 from tests.scale.simulated import simulate, summary
 
 ROOT = Path(__file__).parents[2]
-ALIVE = len(messages._encode(messages.Alive()))
+ALIVE = len(messages.encoded(messages.Alive()))
 Counts = dict[str, Any]
 
 
