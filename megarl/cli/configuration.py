@@ -177,9 +177,9 @@ def plan(
         ),
     ] = None,
     balance: Annotated[
-        Literal["stretches", "queue", "longest"],
-        Option(help="of --simulate: how requests are spread over engines"),
-    ] = "queue",
+        Literal["stretches", "queue", "longest"] | None,
+        Option(help="of --simulate: how requests are spread over engines; default: queue"),
+    ] = None,
 ) -> int:
     """Print memory of GPUs, nodes and disk, time of a step, layouts that fit.
 
@@ -195,7 +195,7 @@ def plan(
     config = load_config(path, overrides)
     check_config(config, str(path))
     for option, value, most in (
-        ("--mean-length", mean_length, None),
+        ("--mean-length", mean_length, config.rollout.max_response_tokens if config.has_engine else None),
         ("--length-deviation", length_deviation, None),
         ("--turns", turns, None),
         ("--observed", observed, None),
@@ -205,6 +205,9 @@ def plan(
         if value is not None and not 0 < value <= (most or value):
             above = f" and at most {most:g}" if most else ""
             raise ConfigError(f"{option}: must be above 0{above} (got {value:g})")
+    for option, chosen in (("--lengths", lengths), ("--kept", kept), ("--balance", balance)):
+        if chosen is not None and not simulate:
+            raise ConfigError(f"{option}: has no effect without --simulate (add it, or leave this out)")
     if simulate and not config.has_engine:
         raise ConfigError(f"{path}: recipe: sft draws no responses (--simulate is for the others)")
     where, described = planning_config(config.model.path, model)
@@ -233,7 +236,7 @@ def plan(
         source, draw = "log-normal", None
         if lengths is not None:
             drawn, draw, source = recorded(lengths, drawn)
-        work = work_of(config, drawn, balance, kept, draw)
+        work = work_of(config, drawn, balance or "queue", kept, draw)
         print("\n".join(text.simulated(compare(made, work, drawn), work, drawn, source)))
         return 0
     seconds, problem = estimate(made, drawn), made.problem()

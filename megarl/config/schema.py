@@ -533,8 +533,9 @@ class RolloutConfig(Section):
     max_batch: int = field(256, "sequences that one engine decodes at once", "sequences", ge=1)
     in_flight: int | None = field(
         None,
-        "responses that one of several engines is given at once, beside those that wait for a tool; the "
-        "others wait, and go to whichever engine has room first; null: max_batch; 0: all, in equal parts",
+        "responses that one of several engines is given at once (of sglang_url: for each of its servers), "
+        "beside those that wait for a tool; the others wait, and go to whichever engine has room first; "
+        "null: max_batch; 0: all, in equal parts",
         "responses",
         ge=0,
     )

@@ -600,7 +600,8 @@ def recorded(run_dir: Path, lengths: Lengths) -> tuple[Lengths, Draw, str]:
     responses = sum(record.get("rollout/prompts", 1) * size for record in records)
     # Of so many responses one is this long; where some were cut, their share is.
     share = max(1 / max(2, responses), fmean(record.get("reward/truncated") or 0.0 for record in records))
-    low, high = 1e-3, 3.0
+    # Where half and more were cut, what is left says nothing of their spread: they are taken as alike.
+    share, low, high = min(share, 0.5), 1e-3, 3.0 if share < 0.5 else 1e-3
     for _ in range(40):
         middle = (low + high) / 2
         known = mean, max(lengths.longest, longest), lengths.prompt, middle

@@ -58,6 +58,8 @@ class Controller:
         self.config, self.hub, self.streams, self.draw = config, hub, streams, draw
         self.ranks_per_engine = config.rollout.engine_tp
         self.engines = ranks // self.ranks_per_engine
+        # Of each client of somebody else's servers how many are its own; of any other engine 1.
+        self._servers = [len(config.rollout.urls[e :: self.engines]) or 1 for e in range(self.engines)]
         self.surplus: list[Group] = []
         self.returned: list[GroupRequest] = []
         self.lengths: dict[int, float] = {}
@@ -241,9 +243,9 @@ class Controller:
 
     async def _begin(self, resumed: Sequence[list[tuple[int, GroupRequest, int]]]) -> None:
         """Give responses that wait to engines that have room, beside those that are `resumed`, by engine. An
-        engine may have `rollout.in_flight` at once, beside those that wait for a tool, an environment or an
-        agent, and as many more as it has just ended, so that it does not run dry before it hears of the
-        next."""
+        engine, or server, may have `rollout.in_flight` at once, beside those that wait for a tool, an
+        environment or an agent, and as many more as it has just ended, so that it does not run dry before it
+        hears of the next."""
         at_once = self.config.rollout.in_flight
         most = float(self.config.rollout.max_batch if at_once is None else at_once)
         if not most or self.engines == 1:  # 0 is no limit
@@ -254,7 +256,7 @@ class Controller:
         for engine in self._running.values():
             running[engine] += 1
         running = [max(0, n - away) for n, away in zip(running, self._unseated, strict=True)]
-        limits = [most + just for just in self._just_ended]
+        limits = [most * n + just for n, just in zip(self._servers, self._just_ended, strict=True)]
         shared = share_out(self._waiting, running, limits, self._ended) if self._rows else [()] * self.engines
         for engine, (rows, given) in enumerate(zip(resumed, shared, strict=True)):
             self.moved += len(set(given).difference(self._waiting[engine]))

@@ -17,10 +17,11 @@ import pytest
 
 from megarl.config import check_config, load_config
 from megarl.weights.cost import KNOWN_MODELS
-from tests.cli.processes import environment, wait_for
+from tests.cli.processes import LIMIT, environment, wait_for
 from tests.rehearsal.fakecuda import pretend
 
 ROOT, GIB = Path(__file__).resolve().parents[2], 2**30
+HANGING = 77.0  # a limit that is over, however slow the machine is, once the stage has come to hang
 MACHINE = dict.fromkeys(("device", "code", "driver", "packages", "host"), "-") | {"has": [], "count": 0}
 # SmolLM2-135M's config.json, beside what it shares with other models of its family.
 SMOLLM2 = {"num_hidden_layers": 30, "hidden_size": 576, "num_attention_heads": 9, "num_key_value_heads": 3}
@@ -72,20 +73,39 @@ def statuses(out: Path) -> dict[str, str]:
     return {one["stage"]: one["status"] for one in json.loads((out / "report.json").read_text())["stages"]}
 
 
-def is_gone(out: Path) -> bool:
-    """Whether the child of HANGS has ended."""
+def await_its_end(out: Path) -> None:
+    """Wait until the child of HANGS has ended; it would keep the GPU."""
     pid = int((out / "child").read_text())
-    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+
+    def is_gone() -> bool:
+        return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+
+    wait_for("the end of the stage's child", is_gone)
+
+
+class UntilItHangs(subprocess.Popen[bytes]):
+    """A stage whose limit HANGING is over when it says that it is still at it."""
+
+    def wait(self, timeout: float | None = None) -> int:
+        if timeout != HANGING:
+            return super().wait(timeout)
+        log = Path(str(self.args[3]), f"{self.args[4]}.log")  # type: ignore[index]
+        wait_for("its hanging", lambda: self.poll() is not None or "still at it" in log.read_text())
+        if self.returncode is None:
+            raise subprocess.TimeoutExpired(self.args, timeout)
+        return self.returncode
 
 
 @pytest.mark.slow
 def test_stages_that_fail_or_hang_stop_none_and_the_next_call_goes_on(
-    hour: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    hour: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("subprocess.Popen", UntilItHangs)
+
     def stages(repaired: bool) -> list[Any]:
         return [
             stage(hour, tmp_path, "fails", COUNTS if repaired else FAILS),
-            stage(hour, tmp_path, "hangs", COUNTS if repaired else HANGS, limit=6),
+            stage(hour, tmp_path, "hangs", COUNTS if repaired else HANGS, limit=HANGING),
             stage(hour, tmp_path, "misses", COUNTS, "not met"),
             stage(hour, tmp_path, "needs", COUNTS, needs=("CUDA", "SGLang")),
             stage(hour, tmp_path, "passes", COUNTS),
@@ -99,7 +119,7 @@ def test_stages_that_fail_or_hang_stop_none_and_the_next_call_goes_on(
     assert call(repaired=False) == 1
     expected = {"fails": "failed", "hangs": "over its limit", "misses": "missed"}
     assert statuses(tmp_path) == expected | {"needs": "skipped", "passes": "passed"}
-    assert is_gone(tmp_path), "it would keep the GPU"
+    await_its_end(tmp_path)
     failed, hung = (json.loads((tmp_path / f"{name}.json").read_text()) for name in ("fails", "hangs"))
     assert failed["tail"] == ["what was wrong"] and failed["why"] == "exit code 3"
     assert hung["tail"] == ["still at it"] and hung["figures"] == {"gb": 3.0}, "what it had found is kept"
@@ -272,10 +292,10 @@ def test_ended_from_outside_it_leaves_no_process_behind(tmp_path: Path) -> None:
             "the stage that hangs", lambda: (tmp_path / "child").exists() and (tmp_path / "child").read_text()
         )
         runner.send_signal(signal.SIGTERM)
-        assert runner.wait(60) == 128 + signal.SIGTERM
+        assert runner.wait(LIMIT) == 128 + signal.SIGTERM
     finally:
         runner.kill()
-    assert is_gone(tmp_path)
+    await_its_end(tmp_path)
     assert statuses(tmp_path) == {"passes": "passed", "hangs": "not begun"}
 
 

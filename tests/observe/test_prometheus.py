@@ -85,7 +85,7 @@ def test_any_name_and_number_is_within_the_grammar(numbers: dict[str, float]) ->
 def test_clients_that_hang_or_leave_hold_nobody_up(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("megarl.observe.prometheus.PATIENCE", 0.3)
+    monkeypatch.setattr("megarl.observe.prometheus.PATIENCE", 1.5)
     exporter = Exporter(0)
     silent = socket.create_connection(("127.0.0.1", exporter.port))
     leaves = socket.create_connection(("127.0.0.1", exporter.port))
@@ -94,7 +94,7 @@ def test_clients_that_hang_or_leave_hold_nobody_up(
     leaves.close()
     started = time.perf_counter()
     exporter.update("train", {"step": 1.0})
-    assert time.perf_counter() - started < 0.1  # not for the silent one
+    assert time.perf_counter() - started < 1.0  # not for the silent one
     assert scrape(exporter.port)["megarl_step", "train"] == 1.0
     exporter.close()
     silent.close()

@@ -84,7 +84,7 @@ def test_the_second_is_refused_until_the_first_has_left(folder: Path) -> None:
     line = str(refused.value)
     here = re.escape(f"{module.socket.gethostname()} (pid {os.getpid()}")
     assert re.match(rf"run_dir: {folder}: megarl test runs there since [-\d]+ [:\d]+ on {here}", line)
-    assert re.search(r"gave its last sign of life \d s ago \(wait for it\)$", line)
+    assert re.search(r"gave its last sign of life \d+ s ago \(wait for it\)$", line)
     assert not list(folder.iterdir())
     (folder / "lease-000007.released").touch()
     with take(folder):
@@ -184,8 +184,8 @@ def of_another_machine(folder: Path, silent: float, machines: int = 1) -> Path:
 
 @pytest.mark.parametrize("machines", [1, 2])
 def test_one_of_another_machine_is_taken_over_when_it_is_silent(folder: Path, machines: int) -> None:
-    of_another_machine(folder, 60.0 + MARGIN - 2.0, machines)
-    with pytest.raises(ConfigError, match=r"on node7 .*last sign of life 6\d s ago"), take(folder):
+    of_another_machine(folder, 60.0 + MARGIN - 30.0, machines)
+    with pytest.raises(ConfigError, match=r"on node7 .*last sign of life \d\d s ago"), take(folder):
         pass
     of_another_machine(folder, 60.0 + MARGIN + 1.0, machines)
     with take(folder):
@@ -223,10 +223,10 @@ def test_whoever_loses_it_ends_at_once(folder: Path, capfd: pytest.CaptureFixtur
 
 def test_it_is_lost_while_ranks_run(folder: Path) -> None:
     """The launcher, which has no thread before it forks, looks for it as it looks at the ranks."""
-    with pytest.raises(LeaseError, match="has taken it over"), take(folder, limit=0.02) as lease:
+    with pytest.raises(LeaseError, match="has taken it over"), take(folder) as lease:
         renew_held()
         lease.path.unlink()
-        time.sleep(0.01)
+        module._held[lease].renewed -= lease.limit / module.RENEWALS  # it is due again
         with pytest.raises(LeaseError, match="is gone"):
             renew_held()
 

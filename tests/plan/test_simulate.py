@@ -258,6 +258,16 @@ def test_lengths_of_a_run(tmp_path: Path) -> None:
     assert {tuple(sorted(set(draw(chance, 50)))) for _ in range(20)} == {(10.0, 20.0), (300.0, 310.0)}
 
 
+@pytest.mark.parametrize(("mean", "truncated"), [(16.0, 1.0), (14.0, 0.7)])
+def test_lengths_of_a_run_that_was_mostly_cut(tmp_path: Path, mean: float, truncated: float) -> None:
+    record = {"stage": "train", "step": 1, "response/length_mean": mean, "response/length_max": 16}
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(record | {"reward/truncated": truncated}) + "\n")
+    for limit in (16, 4000):
+        fitted, draw, _ = recorded(tmp_path, Lengths(1, limit, 20))
+        assert fitted.mean == mean
+        assert fmean(draw(random.Random(0), 1000)) == pytest.approx(mean, rel=0.01)
+
+
 def test_a_run_without_lengths_is_refused(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"stage": "sft", "step": 1}\n')
     with pytest.raises(DataError, match="no step of training with response lengths"):
@@ -269,6 +279,9 @@ def test_a_run_without_lengths_is_refused(tmp_path: Path) -> None:
     [
         ("configs/demo_sft.yaml --simulate", "recipe: sft draws no responses"),
         ("configs/demo_dapo.yaml --simulate --model Qwen2.5-0.5B", "its times are those of GPUs"),
+        ("configs/vapo_7b.yaml --kept 0.5", "--kept: has no effect without --simulate (add it"),
+        ("configs/vapo_7b.yaml --balance queue", "--balance: has no effect without --simulate (add it"),
+        ("configs/vapo_7b.yaml --mean-length 20481", "--mean-length: must be above 0 and at most 20480"),
         ("configs/vapo_7b.yaml --simulate --kept 1.5", "--kept: must be above 0 and at most 1"),
         ("configs/vapo_7b.yaml --simulate --length-deviation 0", "--length-deviation: must be above 0"),
         ("configs/vapo_7b.yaml --simulate --lengths nowhere", "nowhere"),

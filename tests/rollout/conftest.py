@@ -27,10 +27,11 @@ from tests.tiny_models import make_tiny_model
 FAMILIES = ["qwen2", "qwen3", "llama", "glm4"]
 TINIEST = {"layers": 1, "hidden": 16, "heads": 2, "kv_heads": 1, "ffn": 16, "head_dim": 8}
 EOS = 1
+LIMIT = 120  # seconds, of a thread that never comes
 
 
 class Meeting:
-    """all_gather among threads. A thread that never comes breaks the barrier after 20 s instead of hanging
+    """all_gather among threads. A thread that never comes breaks the barrier after LIMIT instead of hanging
     the test."""
 
     def __init__(self, world: int) -> None:
@@ -40,9 +41,9 @@ class Meeting:
     def gather(self, rank: int) -> Callable[[Any], list[Any]]:
         def exchange(value: Any) -> list[Any]:
             self.values[rank] = value
-            self.barrier.wait(20)
+            self.barrier.wait(LIMIT)
             result = list(self.values)
-            self.barrier.wait(20)
+            self.barrier.wait(LIMIT)
             return result
 
         return exchange
@@ -97,7 +98,7 @@ def gather_by_runtime() -> Iterator[None]:
             runtime.post[runtime.rank, to].put(bytes(blob.numpy()))
         found = {}
         for rank, size in incoming.items():
-            blob = runtime.post[rank, runtime.rank].get(timeout=20)
+            blob = runtime.post[rank, runtime.rank].get(timeout=LIMIT)
             assert len(blob) == size
             found[rank] = torch.frombuffer(bytearray(blob), dtype=torch.uint8)
         return found

@@ -34,9 +34,9 @@ from megarl.rewards.pool import VerifierPool
 from megarl.rewards.verdict import Verdict
 from megarl.rollout import engine as engine_module
 from megarl.rollout.batch import Group, RolloutBatch
-from megarl.rollout.controller import Controller
+from megarl.rollout.controller import Controller, GroupRequest
 from megarl.rollout.episode import Policy
-from megarl.rollout.messages import Hello, Hub, Link
+from megarl.rollout.messages import Begin, Hello, Hub, Link
 from megarl.rollout.rank import RolloutRank, joined
 from megarl.rollout.sampling import Completion, SamplingParams, response_seed
 from megarl.rollout.transformers_engine import TransformersEngine
@@ -263,6 +263,25 @@ def test_responses_that_wait_for_a_tool_are_no_work_for_an_engine(world):
         assert facts(found[0][0]) == facts(batches[0][0][0])
         assert bodies([each for (each,) in found]) == bodies([batches[0][0][0]])
         assert all((r.turns, r.calls) == (2, 1) for r in found[0][0].responses)
+
+
+@pytest.mark.parametrize(("in_flight", "each"), [(None, 4), (2, 2)])
+def test_a_client_of_two_servers_is_given_work_for_both(world, in_flight, each):
+    """Three servers and two clients, which have two and one of them."""
+    servers = {"engine": "sglang_url", "urls": [f"http://a:{port}" for port in (1, 2, 3)]}
+    settings_ = config(rollout={**servers, "max_batch": 4, "in_flight": in_flight})
+    given = []
+
+    class Post:
+        expect = staticmethod(lambda: None)
+
+        async def send(self, rank: int, message: Begin) -> None:
+            given.append((rank, len(message.work)))
+
+    controller = Controller(settings_, Post(), 2, True, lambda n: ())  # type: ignore[arg-type]
+    requests = [GroupRequest(prompt, range(3)) for prompt in world[2][:8]]
+    asyncio.run(controller._submit(requests))
+    assert given == [(0, 2 * each), (1, each)]
 
 
 def test_the_longest_begin_first(world, monkeypatch):

@@ -37,6 +37,10 @@ def stand_still():
     time.sleep(600)
 
 rank, limit, silence = int(sys.argv[2]), float(sys.argv[3]), float(sys.argv[4])
+# Together: the limits and the silence of this test begin when both are there.
+(Path(sys.argv[1]) / f"ready-{rank}").touch()
+while not (Path(sys.argv[1]) / f"ready-{1 - rank}").exists():
+    time.sleep(0.01)
 config = WatchdogConfig(limit=600, limits={"rollout": limit}, silence=silence, period=0.2)
 with Watchdog(Path(sys.argv[1]), rank, 2, config) as watchdog:
     watchdog.depths["answers"] = lambda: 7
@@ -62,7 +66,7 @@ def two_ranks(folder: Path, limit: float, silence: float) -> Iterator[list[subpr
     try:
         end = time.monotonic() + 200
         while any((read_beat(folder / "heartbeat", rank) or {}).get("phase") != "rollout" for rank in (0, 1)):
-            assert time.monotonic() < end and all(process.poll() is None for process in started)
+            assert time.monotonic() < end and all(process.poll() in (None, HUNG) for process in started)
             time.sleep(0.05)
         yield started
     finally:
