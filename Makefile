@@ -237,7 +237,7 @@ image: ## the same as a container image, by docker or podman: IMAGE=megarl
 
 lock-gpu: ## requirements-gpu.txt from requirements-gpu.in and pyproject.toml, by uv
 	uv pip compile --quiet --python-version 3.12 --python-platform x86_64-manylinux_2_35 --no-annotate --no-header --no-emit-package megarl \
-		--extra sglang --extra track --output-file requirements-gpu.txt pyproject.toml requirements-gpu.in
+		--extra sglang --extra track --extra muon --output-file requirements-gpu.txt pyproject.toml requirements-gpu.in
 
 HOUR = PYTHONPATH=.:$$PYTHONPATH $(PYTHON) benchmarks/hour.py --minutes $(MINUTES) $(if $(MODEL_7B),--model-7b "$(MODEL_7B)") $(if $(DATA),--data "$(DATA)")
 

@@ -77,6 +77,14 @@ def _problems(c: Config) -> Iterator[str]:
     for name, optimizer in (("actor", c.actor), ("critic", c.critic)):
         if not all(0 <= beta < 1 for beta in optimizer.betas):
             yield f"{name}.betas: both must be in [0, 1) (got {list(optimizer.betas)})"
+        if optimizer.optimizer == "adam":
+            for key in _changed(c, f"{name}.muon"):
+                what = f"has no effect while {name}.optimizer is adam"
+                yield f"{key}: {what} (set it to muon, or leave this out)"
+        elif optimizer.freezes:
+            key = "lora.rank" if optimizer.lora.rank else "frozen" if optimizer.frozen else "frozen_layers"
+            what = f"muon trains whole models, of which {name}.{key} freezes a part"
+            yield f"{name}.optimizer: {what} (set it to adam, or leave {key} out)"
         if optimizer.lora.rank is None:
             keys = (f"{name}.lora.{key}" for key in ("alpha", "rank_stabilized", "targets"))
             for key in _changed(c, *keys):

@@ -258,10 +258,32 @@ class LoraConfig(Section):
         return self.alpha / (math.sqrt(rank) if self.rank_stabilized else rank)
 
 
+class MuonConfig(Section):
+    """Muon (arXiv 2502.16982, algorithm 1 and equation 4): m = momentum m + g; W -= lr (O sqrt(max(rows,
+    columns)) scale + weight_decay W), where O is what Newton-Schulz steps with Jordan's coefficients (3.4445,
+    -4.775, 2.0315) make of g + momentum m: nearly U V^T of its singular value decomposition."""
+
+    momentum: float = field(0.95, "of the gradients' moving sum", source="arXiv 2502.16982", ge=0, lt=1)
+    steps: int = field(5, "Newton-Schulz steps", "steps", "arXiv 2502.16982, section 2.1", ge=1)
+    scale: float = field(
+        0.2,
+        "root mean square of a matrix's update at lr 1: as AdamW's, whose lr and weight_decay then fit",
+        source="arXiv 2502.16982, equation 4",
+        gt=0,
+    )
+
+
 class OptimizerConfig(Section):
     """AdamW in Megatron's distributed optimizer, and its learning-rate schedule. One scheduler step is one
     rollout step."""
 
+    optimizer: Literal["adam", "muon"] = field(
+        "adam",
+        "muon: the layers' matrices by Muon, whole, each on one replica; embeddings, output layer, norms, "
+        "biases and value head by AdamW (algorithms.md)",
+        source="arXiv 2502.16982",
+    )
+    muon: MuonConfig = section(MuonConfig)
     lr: float = field(1e-6, "peak learning rate", "", "DAPO section 4.1, VAPO section 5.1: actor 1e-6", gt=0)
     schedule: Literal["constant", "linear", "cosine"] = field(
         "constant", "after the warm-up", "", "VAPO section 5.1: warm-up-constant"

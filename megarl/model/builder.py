@@ -226,6 +226,8 @@ class Critic(_Body):
             # Each tensor-parallel rank sees its part of the tokens only: Megatron sums such gradients over
             # the ranks.
             self.value_head.weight.sequence_parallel = self.config.sequence_parallel
+            # No matrix to Megatron's Muon, which leaves it to Adam.
+            self.value_head.weight.is_embedding_or_output_parameter = True
 
     def _head(self, hidden: Tensor, indices: Tensor, labels: Tensor) -> Tensor:
         # Without the labels: the value of a state does not depend on the action.

@@ -251,6 +251,16 @@ def transformer_engine_problem(device_type: str) -> str:
     return "" if device_type in device_types else NEEDS_TE
 
 
+def muon_problem() -> str:
+    """Return why Megatron cannot run Muon here; empty where it can."""
+    megatron, needed = version_of("megatron-core") or "0", "pip install 'megarl[muon]'"
+    if _numbers(megatron) < (0, 18):
+        return f"needs megatron-core 0.18 or later, which wants Python 3.12; there is {megatron} ({needed})"
+    if find_spec("emerging_optimizers") is None:
+        return f"needs emerging-optimizers, which is not installed ({needed}, on Python 3.12)"
+    return ""
+
+
 def import_problem(package: str, code: str, limit: float = 300.0) -> str | None:
     """Return why `code`, which imports an installed package, fails in a process of its own; None where it
     does not. limit: seconds."""

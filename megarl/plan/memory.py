@@ -9,11 +9,12 @@ from bisect import bisect
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from operator import mul
 from typing import Any
 
 from megarl.config.errors import ConfigError
 from megarl.config.phases import ROLLOUT, WEIGHT_TRANSFER, Phase, never_offloaded, training_phases
-from megarl.config.schema import Config, LoraConfig
+from megarl.config.schema import Config, LoraConfig, OptimizerConfig
 from megarl.parallel.layout import OVERLAP_ABOVE, Layout
 from megarl.plan.sizes import (
     BYTES,
@@ -26,6 +27,7 @@ from megarl.plan.sizes import (
     Shape,
     activations,
     device_of,
+    fullest,
     in_flight,
     passed_on,
     quantised_bytes,
@@ -146,13 +148,16 @@ class MemoryPlan:
 
     def lora(self, model: str) -> LoraConfig:
         """Return the LoRA adapters of the actor or the critic."""
-        return (self.config.critic if model == "critic" else self.config.actor).lora
+        return self.optimizer(model).lora
+
+    def optimizer(self, model: str) -> OptimizerConfig:
+        """Return the optimizer of the actor or the critic."""
+        return self.config.critic if model == "critic" else self.config.actor
 
     def trained_of(self, model: str, layout: Layout, stage: int) -> Held:
         """Count the parameters of a rank of this layout and stage that have gradients and optimizer state."""
-        critic = model == "critic"
-        optimizer = self.config.critic if critic else self.config.actor
-        return self.shape(model).held(layout, stage, critic=critic, optimizer=optimizer)
+        optimizer = self.optimizer(model)
+        return self.shape(model).held(layout, stage, critic=model == "critic", optimizer=optimizer)
 
     @property
     def engine_tp(self) -> int:
@@ -224,17 +229,50 @@ class MemoryPlan:
         if part == "weights":
             shapes = self.teachers if owner == "teacher" and self.teachers else (self.shape(owner),)
             alone = [self.held(owner, stage, shape) for shape in shapes]
-            sizes = [float((h.shared + h.experts) * itemsize + h.single * SINGLE) for h in alone]
+            filled = self.whole_matrices(owner, stage)[1] * itemsize
+            sizes = [float((h.shared + h.experts) * itemsize + h.single * SINGLE) + filled for h in alone]
             return sum(sizes) if every or name in self.keep else max(sizes)
         held = self.trained_of(owner, layout, stage)
+        turned, filled, of_muon = self.whole_matrices(owner, stage)
         if part == "gradients":  # whole on every rank
-            return float((held.shared + held.experts) * self.gradient_size + held.single * SINGLE)
-        # Adam's two moments, and float32 weights where the model's own are bf16, sharded by Megatron over
-        # data- and context-parallel ranks, an expert's over the ranks that hold the same one.
+            return float((held.shared + held.experts + filled) * self.gradient_size + held.single * SINGLE)
+        # Adam's two moments, or Muon's momentum, and float32 weights where the model's own are bf16, sharded
+        # by Megatron over data- and context-parallel ranks, an expert's over the ranks that hold the same.
         replicas = layout.dp * layout.cp
-        sharded = held.shared / replicas + held.experts / (layout.stage // layout.ep)
+        sharded = (held.shared - turned[0]) / replicas
+        sharded += (held.experts - turned[1]) / (layout.stage // layout.ep)
         single = held.single / replicas
-        return (sharded + single) * 2 * SINGLE + (sharded * SINGLE if itemsize < SINGLE else 0.0)
+        states = (sharded + single) * 2 * SINGLE + of_muon * SINGLE
+        return states + ((sharded + of_muon) * SINGLE if itemsize < SINGLE else 0.0)
+
+    @cached_property
+    def _whole_matrices(self) -> dict[tuple[str, int], tuple[tuple[int, int], int, int]]:
+        return {}  # as `_activations`
+
+    def whole_matrices(self, model: str, stage: int) -> tuple[tuple[int, int], int, int]:
+        """Count, on a rank of this stage, the elements of the matrices that Muon turns, of those that all
+        replicas share and of experts; what fills Megatron's buffers up, in which each is whole in the share
+        of one replica; and those of the fullest replica's share. Zeros with Adam. (Buffers of several
+        buckets, which overlapped messages have, are counted as one.)"""
+        if model not in ("actor", "critic") or self.optimizer(model).optimizer != "muon":
+            return (0, 0), 0, 0
+        if (model, stage) not in self._whole_matrices:
+            layout, both = self.layout, self.shape(model).matrices(self.layout, stage)
+            ranks = layout.dp * layout.cp, layout.stage // layout.ep
+            shares = [fullest(sizes, replicas) for sizes, replicas in zip(both, ranks, strict=True)]
+            turned = sum(both[0]), sum(both[1])
+            filled = sum(map(mul, shares, ranks)) - sum(turned)
+            self._whole_matrices[model, stage] = turned, filled, sum(shares)
+        return self._whole_matrices[model, stage]
+
+    def turning(self, model: str) -> float:
+        """Return the bytes that Muon needs on a rank to turn the largest matrix: its tensor-parallel shards
+        and what they make together, in float32; normalised; and two of its iterates in the model's type."""
+        if self.optimizer(model).optimizer != "muon":
+            return 0.0
+        shape = self.shape(model)
+        largest = max(max(sizes, default=0) for sizes in shape.matrices(Layout(), 0))
+        return largest * (2 * SINGLE * (self.layout.tp > 1) + SINGLE + 2 * shape.itemsize)
 
     @property
     def gradient_size(self) -> int:
@@ -323,6 +361,8 @@ class MemoryPlan:
         during, behind = self.exchange(phase.model, stage)
         if summed := max(during, behind - sum(parts.values())):  # activations make room for what comes then
             parts["summed gradients"] = summed
+        if beyond := max(0.0, self.turning(phase.model) + behind - sum(parts.values())):
+            parts["turned matrix"] = beyond
         return parts
 
     def needs(self, tokens: float | None = None, phases: Sequence[Phase] | None = None) -> Iterator[Need]:
@@ -371,8 +411,10 @@ class MemoryPlan:
             parts[f"{model}.{part}"] = self.group(f"{model}.{part}", stage)
         trained = self.trained_of(model, self.layout, stage)
         copied = float((trained.shared + trained.experts) * self.shape(model).itemsize)
-        # A third of the optimizer: its two moments come with the first step.
-        singles = self.group(f"{model}.optimizer", stage) / 3 if self.shape(model).itemsize < SINGLE else 0.0
+        # Its moments come with the first step: of Adam's three numbers two, of Muon's two one.
+        _, _, of_muon = self.whole_matrices(model, stage)
+        singles = (self.group(f"{model}.optimizer", stage) - 2 * SINGLE * of_muon) / 3 + SINGLE * of_muon
+        singles *= self.shape(model).itemsize < SINGLE
         parts["copied weights"] = max(copied, singles)
         return Need("construction", {**parts, "contexts": OVERHEAD}, stage)
 
@@ -573,7 +615,11 @@ class MemoryPlan:
         """Return the bytes of a rank's host memory while a model is saved or loaded: each replica gathers the
         whole optimizer of its shard, three float32 numbers a parameter. On the way Megatron has two more
         copies of one of them, and the rank's own part of all three."""
-        held = [self.trained_of(m, self.layout, s).all for m in self.trained for s in self.stages]
+        held = [
+            self.trained_of(model, self.layout, stage).all - sum(self.whole_matrices(model, stage)[0])
+            for model in self.trained
+            for stage in self.stages
+        ]
         return max(held) * SINGLE * (3 + 2 + 3 / (self.layout.dp * self.layout.cp))
 
     def checkpoint(self) -> float:
@@ -584,6 +630,11 @@ class MemoryPlan:
             whole = shape.held(Layout(), 0, critic=model == "critic").all
             total += (whole if self.lora(model).rank is None else trained) * shape.itemsize
             total += trained * 3 * SINGLE
+            if (
+                self.optimizer(model).optimizer == "muon"
+            ):  # a momentum, and a float32 copy of what is bfloat16
+                matrices = sum(map(sum, shape.matrices(Layout(), 0)))
+                total -= matrices * (1 if shape.itemsize < SINGLE else 2) * SINGLE
         return total
 
     def problem(self, room: float = 0.0) -> str | None:

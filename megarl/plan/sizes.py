@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, field
 from functools import cached_property, lru_cache
+from heapq import heapreplace
 from math import prod
 from typing import Any, Literal
 
@@ -122,6 +123,18 @@ class Shape:
             elements += copies * self._local(pair, 1 if pair.per_expert else layout.tp)
         self._quantised[key] = elements
         return elements
+
+    def matrices(self, layout: Layout, pp_rank: int) -> tuple[list[int], list[int]]:
+        """Return the elements that a rank of this pipeline stage has of each matrix of its layers, which
+        Muon turns: of those that all replicas share, and of experts."""
+        sizes, found, own = self.sizes, (list[int](), list[int]()), self._layers(layout, pp_rank)
+        for pair in family_of(self.config).layer:
+            if all(len(sizes.shape(dims)) == 2 for _, dims in pair.hf):
+                copies = sizes.count(pair, own) * (sizes.experts // layout.ep if pair.per_expert else 1)
+                found[pair.per_expert].extend(
+                    [self._local(pair, 1 if pair.per_expert else layout.tp)] * copies
+                )
+        return found
 
     def joined(self, layout: Layout, pp_rank: int) -> int:
         """Count the parameters of gate and up projections, which are apart in a checkpoint and one on a rank
@@ -270,6 +283,15 @@ class Activations:
     def forward_only(self, tokens: float, last: bool) -> float:
         """Return the most in a forward pass alone."""
         return tokens * (max(self.forward, self.head) if last else self.forward)
+
+
+def fullest(sizes: Sequence[int], ranks: int) -> int:
+    """Return the most that one of so many ranks has of things that are shared out whole, the largest first,
+    each to the rank that has least, as Megatron shares out the matrices that Muon turns."""
+    loads = [0] * ranks
+    for size in sorted(sizes, reverse=True):
+        heapreplace(loads, loads[0] + size)
+    return max(loads)
 
 
 def in_flight(layout: Layout, stage: int) -> float:

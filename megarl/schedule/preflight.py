@@ -26,6 +26,7 @@ from megarl.parallel.machine import (
     allocator_problem,
     broken_transformer_engine,
     memory_here,
+    muon_problem,
     transformer_engine_problem,
     unmet,
     version_of,
@@ -42,7 +43,7 @@ from megarl.schedule.rollouts import check_pretraining_rollouts
 from megarl.training.checkpoint import check_continues, find_checkpoint, has_finished, settings_of
 from megarl.weights.families import family_of, read_config
 from megarl.weights.hf import ModelFolder
-from megarl.weights.layout import check_frozen, check_layout, check_lora, check_recomputed
+from megarl.weights.layout import check_frozen, check_layout, check_lora, check_muon, check_recomputed
 from megarl.weights.megatron import open_model
 from megarl.weights.plan import engine_targets
 
@@ -78,7 +79,7 @@ def preflight(config: Config, where: str, world: int | None = None) -> list[str]
     _check_machine(config, device.type, world)
     alone = world is None and not is_launched()  # all ranks will be on this machine
     world = world or (launched_world() if is_launched() else ranks_here(config.parallel))
-    layout_for(config.parallel, world)
+    layout = layout_for(config.parallel, world)
     folder = check_model(config.model.path, "model.path", config)
     tokenizer = check_tokenizer(config, folder)
     critic = None
@@ -114,9 +115,11 @@ def preflight(config: Config, where: str, world: int | None = None) -> list[str]
     check_recomputed(folder.config, config.model)
     check_frozen(folder.config, config.actor, "actor")
     check_lora(folder.config, config.actor.lora, config.model, "actor")
+    check_muon(folder.config, config.actor, layout, "actor")
     if config.has_critic:
         check_frozen((critic or folder).config, config.critic, "critic")
         check_lora((critic or folder).config, config.critic.lora, config.model, "critic")
+        check_muon((critic or folder).config, config.critic, layout, "critic")
     if config.has_engine:
         _check_positions(config, where, folder)
         _check_engine_layout(config, folder.config, device, world)
@@ -346,6 +349,9 @@ def _check_machine(config: Config, device: str, world: int | None = None) -> Non
         raise ConfigError(f"model.grouped_experts: {problem} (make install-gpu, or set it to false)")
     if config.model.fp8.format != "none" and (problem := transformer_engine_problem(device)):
         raise ConfigError(f"model.fp8.format: {problem} (make install-gpu, or set it to none)")
+    muon = [key for key, of in (("actor", config.actor), ("critic", config.critic)) if of.optimizer == "muon"]
+    if muon and (problem := muon_problem()):
+        raise ConfigError(f"{muon[0]}.optimizer: muon {problem} (or set it to adam)")
     for package, wanted in (("tensorboard", config.log.tensorboard), ("wandb", config.log.wandb)):
         if wanted and not find_spec(package):
             install = "pip install 'megarl[track]', or set it to false"

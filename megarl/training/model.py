@@ -28,7 +28,7 @@ from torch import Tensor
 
 from megarl.algorithms.losses import loss_metrics
 from megarl.config.errors import NumericalError
-from megarl.config.schema import OptimizerConfig, ParallelConfig
+from megarl.config.schema import MuonConfig, OptimizerConfig, ParallelConfig
 from megarl.data.experience import Experience
 from megarl.model.builder import ModelChunks
 from megarl.model.lora import without_adapters
@@ -175,6 +175,37 @@ class InferenceModel:
         return outputs
 
 
+def _whole_matrices(model: ModelChunks, buckets: DistributedDataParallelConfig) -> list[dict[str, Any]]:
+    """Return where the parameters of each chunk stand in DDP's buffers so that a matrix is whole in the share
+    of one replica, whose Muon turns it; what is left to Adam is cut as ever."""
+    from megatron.core.optimizer import layer_wise_optimizer as layer_wise
+
+    layer_wise.tag_params_for_buffer_routing(model.chunks)
+    replicas = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
+    cut = buckets.overlap_grad_reduce and parallel_state.is_pipeline_first_stage(ignore_virtual=True)
+    size = (buckets.bucket_size or max(40_000_000, 1_000_000 * replicas)) if cut else None  # as DDP's own
+    compute = layer_wise.LayerWiseDistributedOptimizer.compute_full_param_layout
+    of_expert = parallel_state.get_expert_data_parallel_world_size()
+    trained = [[p for p in chunk.parameters() if p.requires_grad] for chunk in model.chunks]
+    return [{"full_param_layout": compute(own, size, replicas, buckets, of_expert)} for own in trained]
+
+
+def _muon_options(muon: MuonConfig, half: bool) -> dict[str, Any]:
+    """Return Megatron's names of the settings of Muon. half: the weights are bfloat16, in which it then
+    multiplies matrices too. Queries, keys and values, one parameter in Megatron, are turned apart."""
+    return {
+        "use_layer_wise_distributed_optimizer": True,
+        "muon_momentum": muon.momentum,
+        "muon_nesterov": True,
+        "muon_num_ns_steps": muon.steps,
+        "muon_coefficient_type": "simple",
+        "muon_scale_mode": "spectral",
+        "muon_extra_scale_factor": muon.scale,
+        "muon_tp_mode": "duplicated",
+        "muon_fp32_matmul_prec": "medium" if half else "highest",
+    }
+
+
 class UpdateResult(NamedTuple):
     """One optimizer step: this rank's statistics as sums (empty but on the last pipeline stage), and the
     global gradient norm before clipping."""
@@ -202,7 +233,8 @@ class TrainableModel(InferenceModel):
             runtime.layout.dp * runtime.layout.cp > OVERLAP_ABOVE if wanted is None else wanted
             for wanted in (parallel.overlap_grad_reduce, parallel.overlap_param_gather)
         )
-        halved = parallel.grad_dtype == "bf16"
+        halved, half = parallel.grad_dtype == "bf16", model.config.params_dtype == torch.bfloat16
+        muon = config.optimizer == "muon"
         with on_cpu():
             buckets = DistributedDataParallelConfig(
                 use_distributed_optimizer=True,
@@ -212,10 +244,15 @@ class TrainableModel(InferenceModel):
                 overlap_param_gather=gather,
                 bucket_size=parallel.overlap_bucket,
             )
-            self.chunks = [DistributedDataParallel(chunk.config, buckets, chunk) for chunk in model.chunks]
+            layouts = _whole_matrices(model, buckets) if muon else [{} for _ in model.chunks]
+            self.chunks = [
+                DistributedDataParallel(chunk.config, buckets, chunk, **layout)
+                for chunk, layout in zip(model.chunks, layouts, strict=True)
+            ]
             self.optimizer = get_megatron_optimizer(
                 MegatronOptimizerConfig(
-                    optimizer="adam",
+                    optimizer=config.optimizer,
+                    **(_muon_options(config.muon, half) if muon else {}),
                     lr=config.lr,
                     min_lr=config.lr * config.min_lr_ratio,
                     weight_decay=config.weight_decay,
@@ -223,7 +260,8 @@ class TrainableModel(InferenceModel):
                     adam_beta2=config.betas[1],
                     adam_eps=config.eps,
                     clip_grad=config.clip_grad,
-                    bf16=model.config.params_dtype == torch.bfloat16,
+                    # Megatron wraps Muon for its schedule in bf16 alone; that takes float32 weights too.
+                    bf16=half or muon,
                     params_dtype=model.config.params_dtype,
                     use_distributed_optimizer=True,
                     overlap_param_gather=gather,
@@ -272,8 +310,9 @@ class TrainableModel(InferenceModel):
 
     @property
     def optimizers(self) -> list[Any]:
-        """Return Megatron's distributed optimizers: one for dense models."""
-        return list(getattr(self.optimizer, "chained_optimizers", [self.optimizer]))
+        """Return Megatron's distributed optimizers: one for dense models. Of Muon: its own, and Adam's."""
+        parts = getattr(self.optimizer, "chained_optimizers", [self.optimizer])
+        return [one for part in parts for one in getattr(part, "chained_optimizers", [part])]
 
     @property
     def buffers(self) -> list[Any]:

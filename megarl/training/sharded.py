@@ -11,6 +11,7 @@ import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,14 @@ import torch
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.dist_checkpointing.optimizer import (
+    get_param_id_to_sharded_param_map,
+    make_sharded_optimizer_tensor,
+)
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
 from megatron.core.transformer.module import MegatronModule
+from torch import Tensor
 from torch.distributed.checkpoint import CheckpointException
 
 from megarl.config.errors import CheckpointError, first_line
@@ -49,12 +56,15 @@ def megatron_state(model: TrainableModel, is_loading: bool) -> dict[str, Any]:
             # One tensor of all layers would have holes in it: here each has one of its own.
             trained = model_state(model.model, metadata={"non_homogeneous_layers": True})
         optimizers = {}
-        for optimizer in model.optimizers:
+        for optimizer in filter(_is_adam, model.optimizers):
             _mend(optimizer)
             allocate_moments(optimizer.optimizer)  # the first step may have been skipped
         if model.config.freezes:
             _lend_steps(model)
         for i, optimizer in enumerate(model.optimizers):
+            if not _is_adam(optimizer):
+                optimizers[str(i)] = _matrices(optimizer, weights)
+                continue
             if is_loading:
                 # It would load its own state into itself, so that there is one; there is. And Transformer
                 # Engine's Adam makes new moments for that while it holds the old ones.
@@ -86,7 +96,13 @@ def load_trainable(model: TrainableModel, folder: Path) -> None:
     loaded = _load(wanted, folder, model.model, "remove it to continue from an older one")
     with quiet_warnings(), on_cpu():
         for i, optimizer in enumerate(model.optimizers):
-            _load_optimizer(optimizer, loaded["optimizer"][str(i)])
+            of_file = loaded["optimizer"][str(i)]
+            if _is_adam(optimizer):
+                _load_optimizer(optimizer, of_file)
+                continue
+            for number, (_, parts) in enumerate(_of_matrices(optimizer)):
+                for key, tensor in parts.items():
+                    tensor.detach().copy_(of_file[str(number)][key])
     model.schedule.num_steps = loaded["schedule_steps"]
 
 
@@ -200,6 +216,36 @@ def _adapters(chunk: Any) -> dict[str, ShardedTensor]:
         else:
             number = 0, tp[0], replica
             state[name] = ShardedTensor.from_rank_offsets(key, parameter, replica_id=number)
+    return state
+
+
+def _is_adam(optimizer: Any) -> bool:
+    """Return whether it is a distributed optimizer, which cuts parameters; Muon's has whole ones."""
+    return isinstance(optimizer, DistributedOptimizer)
+
+
+def _of_matrices(muon: Any) -> list[tuple[Any, dict[str, Tensor]]]:
+    """Return each matrix of this rank with what Muon keeps of it: its momentum, and a float32 copy where the
+    model's own weight is bfloat16."""
+    muon.init_state_fn(muon.optimizer, muon.config)  # the first step may have been skipped
+    groups = zip(muon.float16_groups, muon.fp32_from_float16_groups, strict=True)
+    kept = [(own, {"fp32_param": copy}, copy) for pair in groups for own, copy in zip(*pair, strict=True)]
+    kept += [(own, {}, own) for group in muon.fp32_from_fp32_groups for own in group]
+    return [(own, copies | muon.optimizer.state[main]) for own, copies, main in kept]
+
+
+def _matrices(muon: Any, weights: dict[str, Any]) -> dict[str, Any]:
+    """Return the sharded state of `_of_matrices`, by the matrix's place among them: in the file it has its
+    matrix's name and shape. weights: of the model, sharded."""
+    kept, state = _of_matrices(muon), dict[str, Any]()
+    shards = get_param_id_to_sharded_param_map(weights, (own for own, _ in kept))
+    for number, (_, parts) in enumerate(kept):
+        # Of data-parallel replicas this one alone has it; 0: of tensor-parallel ones this one writes it.
+        shard = replace(shards[number], replica_id=int(any(shards[number].replica_id[:2])))
+        state[str(number)] = {
+            key: make_sharded_optimizer_tensor(shard, tensor, f"optimizer.state.{key}")
+            for key, tensor in parts.items()
+        }
     return state
 
 

@@ -140,6 +140,16 @@ def check_lora(hf_config: Mapping[str, Any], lora: LoraConfig, model: ModelConfi
         raise ConfigError(f"{key}.lora.targets: {what} (set model.grouped_experts=false, or name others)")
 
 
+def check_muon(hf_config: Mapping[str, Any], optimizer: OptimizerConfig, layout: Layout, key: str) -> None:
+    """Raise ConfigError if Muon is asked for where tensor-parallel ranks hold the same experts and there is
+    one replica: Megatron's LayerWiseDistributedOptimizer, which finds nothing to share out there, takes each
+    of these ranks for the only owner of their experts."""
+    alone = layout.dp * layout.cp == 1 < layout.stage // layout.ep
+    if optimizer.optimizer == "muon" and family_of(hf_config).is_moe and alone:
+        what = f"muon of experts under tensor parallelism (tp {layout.tp}) needs more than one replica"
+        raise ConfigError(f"{key}.optimizer: {what} (raise parallel.dp, or set it to adam)")
+
+
 def check_recomputed(hf_config: Mapping[str, Any], model: ModelConfig) -> None:
     """Raise ConfigError if a mixture's experts are to be recomputed alone: Megatron then runs their router
     again without the layer around it, from which the router knows its pack (model/routing.py), and other

@@ -92,6 +92,13 @@ class TestKeys:
         "actor.lora.alpha=8": (
             "{x}: actor.lora.alpha: has no effect while actor.lora.rank is null (set it, or leave this out)"
         ),
+        "actor.muon.steps=3": (
+            "{x}: actor.muon.steps: has no effect while actor.optimizer is adam (set it to muon, or leave "
+        ),
+        "actor.optimizer=muon actor.lora.rank=4": (
+            "{x}: actor.optimizer: muon trains whole models, of which actor.lora.rank freezes a part (set it "
+            "to adam, or leave lora.rank out)"
+        ),
         "actor.lora.rank=4 actor.frozen=attention": (
             "{x}: actor.frozen: all of the model is frozen beside LoRA adapters (set it to [])"
         ),

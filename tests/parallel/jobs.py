@@ -717,6 +717,8 @@ def partly_frozen(
     which: str,
     optimizer: dict[str, Any],
     overlap: bool,
+    dtype: str = "fp32",
+    layers: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """As `around_a_checkpoint`, of a model of which parts are frozen, with everything off the device in
     between: this rank's numbers of trained parameters, of those in gradient buffers and in the optimizer, the
@@ -730,7 +732,8 @@ def partly_frozen(
     from tests.checkpoints import save_model
 
     critic = which == "critic"
-    config = make_config(folder, mini_batch=6, optimizer={"lr": 1e-3, "weight_decay": 0.1, **optimizer})
+    given = {"lr": 1e-3, "weight_decay": 0.1, **optimizer}
+    config = make_config(folder, mini_batch=6, optimizer=given, dtype=dtype, model=layers)
     model = (build_critic if critic else build_actor)(config, read_hf_config(folder), runtime)
     load(model, folder, runtime, critic=critic)
     settings = config.critic if critic else config.actor
@@ -779,11 +782,49 @@ def partly_frozen(
         "optimized": sum(
             p.numel() for part in learner.optimizers for g in part.param_groups for p in g["params"]
         ),
-        "steps": {g["step"] for state in written.values() for g in state["optimizer"]["param_groups"]},
+        "steps": {  # Muon counts none
+            group["step"]
+            for state in written.values()
+            for group in state.get("optimizer", {}).get("param_groups", ())
+        },
         "lr": learner.lr,
         "left": left,
         "weights": (before, between, weights()),
     }
+
+
+def updates_with_muon(
+    runtime: Runtime, folder: Path, optimizer: dict[str, Any], updates: int, overlap: bool = False
+) -> list[dict[str, torch.Tensor]]:
+    """Weights before the first of some updates of the actor, and after each its gradient and the weights then
+    (rank 0; {} elsewhere), in Hugging Face's names and shapes."""
+    from megarl.model.builder import build_actor, read_hf_config
+    from megarl.training.batch import distribute
+    from megarl.training.model import TrainableModel
+    from megarl.training.objectives import supervised_loss
+
+    config = make_config(folder, mini_batch=6, optimizer=optimizer)
+    model = build_actor(config, read_hf_config(folder), runtime)
+    load(model, folder, runtime)
+    parallel = ParallelConfig(overlap_grad_reduce=overlap, overlap_param_gather=overlap, overlap_bucket=2000)
+    learner = TrainableModel("actor", model, config.actor, config.steps, runtime, parallel)
+    batch = Experience.build([[3, 9, 4, 5 + i] for i in range(6)], [[7 + i, 8, 1] for i in range(6)])
+    batch["correct"], batch["truncated"] = torch.ones(6, dtype=torch.bool), torch.zeros(6, dtype=torch.bool)
+    local = distribute(batch, config, 6, 3, [model], runtime)
+    loss, found = supervised_loss(local.experience), []
+
+    def whole(of: Any) -> dict[str, torch.Tensor]:
+        return _in_hf_names({n: of(p).clone() for n, p in model.named_parameters()}, folder, runtime, False)
+
+    found.append(whole(lambda parameter: parameter.detach()))
+    for _ in range(updates):
+        learner.begin_step()
+        learner.compute_gradients(local.mini_batches[0], loss)
+        _gather_shards(learner)
+        found.append(whole(lambda parameter: parameter.main_grad))
+        learner.update(local.mini_batches[0], loss)
+        found.append(whole(lambda parameter: parameter.detach()))
+    return found
 
 
 def syncs_of_frozen(runtime: Runtime, folder: Path, optimizer: dict[str, Any]) -> list[dict[str, Any]]:
@@ -836,6 +877,7 @@ def with_adapters(
     responses: list[list[int]],
     out: Path,
     dtype: str = "fp32",
+    model: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Log-probs of the model alone, with its adapters as they begin, with the given ones, and with these
     turned off. Then a weight sync into this rank's engine, one more after B has grown, and both exports."""
@@ -847,7 +889,7 @@ def with_adapters(
     from megarl.weights.hf import export_hf
     from megarl.weights.lora import export_peft, merged
 
-    config = make_config(folder, dtype=dtype, optimizer={"lora": lora})
+    config = make_config(folder, dtype=dtype, optimizer={"lora": lora}, model=model)
     config = config.model_copy(update={"rollout": config.rollout.model_copy(update={"fingerprint": True})})
     experience = Experience.build(prompts, responses)
 
@@ -857,19 +899,19 @@ def with_adapters(
         return inference.logprob_columns(experience, batches)["logprobs"][experience.response_mask]
 
     hf = read_hf_config(folder)
-    alone, model = (build_actor(one, hf, runtime) for one in (config.without_adapters(), config))
-    for one in (alone, model):
+    alone, actor = (build_actor(one, hf, runtime) for one in (config.without_adapters(), config))
+    for one in (alone, actor):
         load(one, folder, runtime)
-    found = {"alone": logprobs_of(alone), "first": logprobs_of(model)}
-    load_adapters(model, folder, runtime, config.actor.lora, given)
-    found |= {"given": logprobs_of(model), "off": logprobs_of(model, adapters=False)}
+    found = {"alone": logprobs_of(alone), "first": logprobs_of(actor)}
+    load_adapters(actor, folder, runtime, config.actor.lora, given)
+    found |= {"given": logprobs_of(actor), "off": logprobs_of(actor, adapters=False)}
     engine = TransformersEngine(folder, dtype=DTYPES[dtype], eos_ids=(1,))
     engine.start()
-    sync = make_weight_sync(config, runtime, read_config(folder), model, engine)
+    sync = make_weight_sync(config, runtime, read_config(folder), actor, engine)
     sync.sync(0)
     found["engine"] = {name: tensor.clone() for name, tensor in engine.parameters().items()}
     place = folder, runtime.layout, runtime.rank
-    named = dict(model.named_parameters())
+    named = dict(actor.named_parameters())
     sources = merged(named, read_config(folder), runtime.layout, runtime.rank, config.actor.lora)
     export_hf(out / "hf", *place, sources, dtype=DTYPES[dtype])
     export_peft(out / "lora", *place, named, config.actor.lora)

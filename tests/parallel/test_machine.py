@@ -33,6 +33,7 @@ from megarl.parallel.machine import (
     import_problem,
     lock_problem,
     memory_saver_problem,
+    muon_problem,
     unmet,
 )
 from megarl.parallel.runtime import choose_device
@@ -446,3 +447,16 @@ def test_what_the_memory_saver_preloads_finds_the_runtime_in_nvidias_wheel(
     runtime.unlink()
     line = memory_saver_problem("13.0")
     assert line is not None and "libcudart.so.99" in line and line.endswith(f"({module.INSTALL})")
+
+
+def test_muon_says_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "version_of", lambda _: "0.16.1")
+    assert muon_problem() == (
+        "needs megatron-core 0.18 or later, which wants Python 3.12; there is 0.16.1 "
+        "(pip install 'megarl[muon]')"
+    )
+    monkeypatch.setattr(module, "version_of", lambda _: "0.18.2")
+    monkeypatch.setattr(module, "find_spec", lambda _: None)
+    assert muon_problem().startswith("needs emerging-optimizers, which is not installed (pip install")
+    monkeypatch.setattr(module, "find_spec", lambda _: object())
+    assert muon_problem() == ""

@@ -109,7 +109,7 @@ def group_sizes(
     weights, gradients = storages(b.param_data for b in buffers), storages(b.grad_data for b in buffers)
     weights |= storages(learner.model.parameters())
     optimizer: dict[int, int] = {}
-    for part in getattr(learner.optimizer, "chained_optimizers", [learner.optimizer]):
+    for part in learner.optimizers:
         held = [p for group in part.optimizer.param_groups for p in group["params"]]
         held += [
             t

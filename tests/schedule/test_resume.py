@@ -412,6 +412,27 @@ def test_a_killed_run_of_adapters_ends_in_the_same_bits(folder: Path) -> None:
     assert size < 5 * 4 * numbers, "weights and three numbers of the optimizer each, and no model"
 
 
+@pytest.mark.slow
+def test_a_killed_run_with_muon_ends_in_the_same_bits(folder: Path) -> None:
+    pytest.importorskip("emerging_optimizers", reason="pip install 'megarl[muon]' (Python 3.12)")
+
+    def config_of(name: str) -> Config:
+        actor, residency = {"optimizer": "muon", "lr": 1e-3}, {"offload": True}
+        keys: dict[str, Any] = {"checkpoint": {"every": 1}, "parallel": {"tp": 2}, "residency": residency}
+        return make_config(folder, folder / name, actor=actor, **keys)
+
+    straight, killed = config_of("muon"), config_of("muon-killed")
+    train(straight)
+    start_and_kill(killed)
+    checkpoint, _ = find_checkpoint(killed.run_dir)
+    assert checkpoint is not None and checkpoint.step < killed.steps, "it was done before it was killed"
+    assert f"continues from {checkpoint.path}" in train(killed)
+    assert_same_export(killed.run_dir / "hf", straight.run_dir / "hf")
+    assert records(killed.run_dir) == records(straight.run_dir)
+    names = FileSystemReader(checkpoint.path / "actor").read_metadata().state_dict_metadata
+    assert any("momentum_buffer" in name for name in names)
+
+
 @pytest.fixture(scope="module")
 def vapo(folder: Path) -> Iterator[Callable[[str, int], Config]]:
     def make(name: str, steps: int) -> Config:
