@@ -81,7 +81,8 @@ def _sums(loss: Tensor, loss_name: str, **sums: Tensor) -> Stats:
 class Tokens(NamedTuple):
     """What a surrogate sees of the tokens, float64 [T]; advantage and log-probs are 0 where one does not
     count. low, high: the interval of the clip, 1 - clip_low and 1 + clip_high. selected: bool [T], the tokens
-    of high covariance, for clip_cov and kl_cov."""
+    of high covariance, for clip_cov and kl_cov. likeliest: log pi and log pi_old of further tokens at each
+    place, [T, k] each, for dppo_tv and dppo_kl."""
 
     ratio: Tensor
     advantage: Tensor
@@ -90,6 +91,7 @@ class Tokens(NamedTuple):
     high: float
     old_logprobs: Tensor
     selected: Tensor | None = None
+    likeliest: tuple[Tensor, Tensor] | None = None
 
 
 # Gives J_t, and the tokens whose ratio is too low and too high, bool [T], which are only counted. What it
@@ -118,26 +120,35 @@ def masked(t: Tokens) -> tuple[Tensor, Tensor, Tensor]:
 
 def dppo_tv(t: Tokens, ratio_cap: float) -> tuple[Tensor, Tensor, Tensor]:
     """Return min(r_t, ratio_cap) A_t log pi_t, no gradient through the ratio, and 0 where A_t has moved the
-    token's probability far enough: pi - pi_old > clip_high for A_t > 0, < -clip_low else. That difference is
-    the total variation of the two policies where all other tokens are taken as one (DPPO-Binary-TV, arXiv
+    token far enough: it is likelier than under pi_old, A_t > 0, and the policies' total variation exceeds
+    clip_high; or it is less likely, A_t <= 0, and it exceeds clip_low. They are compared over the token,
+    those of `likeliest`, and all others as one: DPPO-Binary-TV without any, else DPPO-TopK-TV (arXiv
     2602.04879, as its authors' code has it, sail-sg/Stable-RL)."""
-    moved = (t.logprobs.exp() - t.old_logprobs.exp()).detach()
-    return _trusted(t, ratio_cap, moved < t.low - 1, moved > t.high - 1)
+    new, old = (logs.exp() for logs in _told_apart(t))
+    return _trusted(t, ratio_cap, (new - old).abs().sum(-1) / 2)
 
 
 def dppo_kl(t: Tokens, ratio_cap: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Return as `dppo_tv`, by the divergence KL(pi_old || pi) over the token and all others as one, which
-    must not be above clip_high where pi > pi_old, and clip_low where it is less (DPPO-Binary-KL)."""
-    new, old = t.logprobs.detach(), t.old_logprobs
-    other_new, other_old = (-torch.expm1(x) for x in (new, old))
-    of_others = other_old.clamp(min=1e-8).log() - other_new.clamp(min=1e-8).log()
-    divergence = old.exp() * (old - new) + other_old * of_others
-    low = (divergence > 1 - t.low) & (new < old)
-    return _trusted(t, ratio_cap, low, (divergence > t.high - 1) & (new > old))
+    """Return as `dppo_tv`, by the divergence KL(pi_old || pi) (DPPO-Binary-KL, DPPO-TopK-KL)."""
+    new, old = _told_apart(t)
+    return _trusted(t, ratio_cap, (old.exp() * (old - new)).sum(-1))
 
 
-def _trusted(t: Tokens, ratio_cap: float, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    low, high = low & (t.advantage <= 0), high & (t.advantage > 0)
+def _told_apart(t: Tokens) -> list[Tensor]:
+    """Return log pi and log pi_old, [T, 2 + k], of the token, those of `likeliest`, and all others as one,
+    whose probability is at least 1e-8: rounding would leave less than none."""
+    both = []
+    for own, further in zip((t.logprobs.detach(), t.old_logprobs), t.likeliest or (None, None), strict=True):
+        logs = own[:, None] if further is None else torch.cat([own[:, None], further], -1)
+        others = (1 - logs.exp().sum(-1, keepdim=True)).clamp(min=1e-8).log()
+        both.append(torch.cat([logs, others], -1))
+    return both
+
+
+def _trusted(t: Tokens, ratio_cap: float, divergence: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    moved = t.logprobs.detach() - t.old_logprobs
+    low = (divergence > 1 - t.low) & (moved < 0) & (t.advantage <= 0)
+    high = (divergence > t.high - 1) & (moved > 0) & (t.advantage > 0)
     objective = t.ratio.clamp(max=ratio_cap).detach() * t.advantage * t.logprobs
     return torch.where(low | high, 0.0, objective), low, high
 
@@ -226,6 +237,7 @@ def policy_loss(
     dual_clip: float = 0.0,
     sequence_ids: Tensor | None = None,
     selected: Tensor | None = None,
+    likeliest: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Stats]:
     """Return sum_t w_t * -J_t and its statistics. J_t is what the surrogate makes of r_t = pi / pi_old, A_t
     and the interval [1 - clip_low, 1 + clip_high] (SURROGATES).
@@ -236,6 +248,8 @@ def policy_loss(
                   of its tokens' log r), for each of its tokens (arXiv 2507.18071, eq. 5 to 7); and for fipo,
                   whose A_t are multiplied by `future_factors`
     selected      bool [T], for clip_cov and kl_cov
+    likeliest     for dppo_tv and dppo_kl: log pi and log pi_old of the tokens that were likeliest to pi_old,
+                  [T, k] each; the least finite number where one is the token itself
 
     All tensors are [T]; old_logprobs and advantages carry no gradient. Tokens of weight 0 do not count,
     whatever they hold. Beyond r = e^20, and below e^-20, the gradient is 0.
@@ -258,7 +272,10 @@ def policy_loss(
     else:
         ratio = difference.exp()
     logprob, old = (torch.where(counted, x.double(), 0.0) for x in (logprobs, old_logprobs.detach()))
-    tokens = Tokens(ratio, advantage, logprob, 1.0 - clip_low, 1.0 + clip_high, old, selected)
+    if likeliest is not None:
+        further = [torch.where(counted[:, None], x.detach().double(), 0.0) for x in likeliest]
+        likeliest = further[0], further[1]
+    tokens = Tokens(ratio, advantage, logprob, 1.0 - clip_low, 1.0 + clip_high, old, selected, likeliest)
     objective, too_low, too_high = SURROGATES[surrogate](tokens, **options)
     if dual_clip:
         lowest = torch.where(advantage < 0, dual_clip * advantage, -torch.inf)

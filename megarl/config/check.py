@@ -252,6 +252,9 @@ def _algorithm_problems(c: Config) -> Iterator[str]:
     if a.surrogate in ("kl_cov", "fipo") and a.old_logprobs == "trainer" and once:
         what = f"{a.surrogate} has no effect in the first update of a rollout, and there is one alone"
         yield f"algorithm.surrogate: {what} (lower update.mini_batch)"
+    if a.old_logprobs == "engine" and a.dppo.top_k:
+        what = "no engine here gives the log-probs of its likeliest tokens"
+        yield f"algorithm.dppo.top_k: {what} (set algorithm.old_logprobs=trainer, or it to 0)"
     if a.old_logprobs == "engine" and a.mismatch.enabled:
         what = "has nothing to correct with algorithm.old_logprobs engine, whose ratio holds the difference"
         yield f"algorithm.mismatch: {what} (set weight and mask to none)"

@@ -237,6 +237,9 @@ OLD_LOGPROBS = declare(
     writes="old_logprobs entropy policy_loss_weights",
     on_gpu="actor.weights",
 )
+OLD_TOP_K = declare(
+    "old_top_k", reads="tokens", writes="old_top_logprobs old_top_tokens", on_gpu="actor.weights"
+)
 # In no list: the trainer puts it into the first step of each start (`with_parity`).
 PARITY = declare(
     "parity",
@@ -311,6 +314,8 @@ def training_phases(config: Config) -> tuple[Phase, ...]:
         before[0] = replace(ROLLOUT, writes=ROLLOUT.writes | more | sources)
     if a.old_logprobs == "trainer":  # else the ratio is taken to the engine's own (SAO)
         before.append(OLD_LOGPROBS)
+    if a.dppo.top_k:
+        before.append(OLD_TOP_K)
     if a.has_reference:  # the KL to the initial policy: GRPO, REINFORCE++
         shared = config.actor.lora.rank is not None  # it is the actor without its adapters
         on_gpu = OLD_LOGPROBS.on_gpu if shared else REFERENCE_LOGPROBS.on_gpu
@@ -344,6 +349,8 @@ def training_phases(config: Config) -> tuple[Phase, ...]:
     loss_columns = {a.old_column} | ({"ref_logprobs"} if a.kl_weight else set())
     if a.selects_tokens:  # by numbers that are drawn for each response
         loss_columns |= {"group_ids", "response_index"}
+    if a.dppo.top_k:
+        loss_columns |= OLD_TOP_K.writes
     if config.teacher.top_k:
         loss_columns |= TEACHER_TOP_K.writes
     actor_update = replace(ACTOR_UPDATE, reads=ACTOR_UPDATE.reads | loss_columns)

@@ -759,11 +759,19 @@ class MismatchConfig(Section):
 
 
 class DppoConfig(Section):
-    """DPPO's own number. Its thresholds are clip_low and clip_high, of probabilities (dppo_tv) or of their
+    """DPPO's own numbers. Its thresholds are clip_low and clip_high, of probabilities (dppo_tv) or of their
     divergence (dppo_kl)."""
 
     ratio_cap: float = field(
         20.0, "largest ratio that a token is weighted with", "", "arXiv 2602.04879", gt=0
+    )
+    top_k: int = field(
+        0,
+        "likeliest tokens of pi_old that the divergence tells apart, beside the sampled one; 0: it alone "
+        "against all others",
+        "tokens",
+        "arXiv 2602.04879, DPPO-TopK: 20",
+        ge=0,
     )
 
 
@@ -905,7 +913,7 @@ class AlgorithmConfig(Section):
         """Return the numbers that the surrogate's function takes, by name."""
         match self.surrogate:
             case "dppo_tv" | "dppo_kl":
-                return self.dppo.model_dump()
+                return {"ratio_cap": self.dppo.ratio_cap}
             case "sapo":
                 return self.sapo.model_dump()
             case "fipo":
@@ -1114,8 +1122,8 @@ class GuardConfig(Section):
 # The parts of a run by the names of its heartbeat: the phases, and what the trainer does beside them.
 WatchedPhase = Literal[
     "start", "choose a checkpoint", "resume", "rollout", "group_advantages", "distribute", "old_logprobs",
-    "parity", "reference_logprobs", "reward_model", "values", "gae_advantages", "return_advantages",
-    "tracked_advantages", "prompt_advantages", "teacher_advantages", "teacher_top_k",
+    "old_top_k", "parity", "reference_logprobs", "reward_model", "values", "gae_advantages",
+    "return_advantages", "tracked_advantages", "prompt_advantages", "teacher_advantages", "teacher_top_k",
     "monte_carlo_returns", "critic_update", "actor_update", "weight_transfer", "read_pairs",
     "supervised_update", "residency", "evaluation", "checkpoint", "export actor", "export critic",
 ]  # fmt: skip

@@ -42,8 +42,8 @@ HOST_PROCESS = 4 * GIB  # a rank with torch, Megatron and its engine's processes
 # Of a run on a CPU, found in runs of up to 128 ranks: the launcher with what it has imported, and what a rank
 # that is forked from it owns besides tensors.
 LAUNCHER, FORKED = 0.5 * GIB, 0.15 * GIB
-# Bytes of each of a teacher's likeliest tokens, where they are looked for (56, found with the tests'
-# LiveMemory) and in an update (60).
+# Bytes of each of a policy's or teacher's likeliest tokens, where they are looked for (56, found with the
+# tests' LiveMemory) and in an update (60).
 SEVERAL = 60
 NEAR = 0.9  # share of a machine's memory from which on a plan warns
 
@@ -347,16 +347,17 @@ class MemoryPlan:
             return {}
         found = self.activations(phase.model)
         tokens /= self.layout.cp  # of each sequence a rank has its part
-        # What the head makes of a teacher's likeliest tokens.
-        several = SEVERAL * tokens * (self.config.teacher.top_k or 0) * last * FRAGMENTATION
+        # What the head makes of likeliest tokens.
+        of_old, of_teacher = self.config.algorithm.dppo.top_k, self.config.teacher.top_k or 0
+        ks = {"old_top_k": of_old, "teacher_top_k": of_teacher, "actor_update": of_old + of_teacher}
+        several = SEVERAL * tokens * ks.get(phase.name, 0) * last * FRAGMENTATION
         if not phase.updates_weights:
-            whole = found.forward_only(tokens, last) * FRAGMENTATION
-            return {"activations": whole + several * (phase.model == "teacher")}
+            return {"activations": found.forward_only(tokens, last) * FRAGMENTATION + several}
         layers = self.shape(phase.model).sizes.layers // pp
         begun = in_flight(self.layout, stage)
         outputs = passed_on(self.layout, begun, last)
         whole, without_head = (found.training(tokens, layers, begun, head, outputs) for head in (last, False))
-        head = (whole - without_head) * FRAGMENTATION + several * (phase.model == "actor")
+        head = (whole - without_head) * FRAGMENTATION + several
         parts = {"activations": without_head * FRAGMENTATION, "head": head}
         during, behind = self.exchange(phase.model, stage)
         if summed := max(during, behind - sum(parts.values())):  # activations make room for what comes then
@@ -482,9 +483,10 @@ class MemoryPlan:
         columns = frozenset[str]().union(*(phase.writes for phase in training_phases(config))) - {"tokens"}
         # At most: a rank has its replica's share of the batch, and what its engine drew.
         batch = self.step_tokens(self.longest) * (8 + 1 + SINGLE * len(columns))
-        # Of its replica's share: a teacher's likeliest tokens and their log-probs, and while they are put
-        # together twice more; the engine's choice of experts, once more in the micro-batches.
-        several, sizes = 3 * 2 * SINGLE * (config.teacher.top_k or 0), self.actor.sizes
+        # Of its replica's share: likeliest tokens and their log-probs, and while they are put together twice
+        # more; the engine's choice of experts, once more in the micro-batches.
+        likeliest, sizes = (config.teacher.top_k or 0) + config.algorithm.dppo.top_k, self.actor.sizes
+        several = 3 * 2 * SINGLE * likeliest
         if config.rollout.routing_replay and sizes.experts:
             numbers = sizes.layers * int(self.actor.config["num_experts_per_tok"])
             several += 2 * numbers * (1 if sizes.experts < 256 else 2)

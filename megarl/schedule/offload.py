@@ -32,7 +32,7 @@ ADVICE = {
     "old_logprobs": LOGPROB_ADVICE,
     "parity": LOGPROB_ADVICE,
     "reference_logprobs": LOGPROB_ADVICE,
-    **dict.fromkeys(("teacher_advantages", "teacher_top_k"), LOGPROB_ADVICE),
+    **dict.fromkeys(("old_top_k", "teacher_advantages", "teacher_top_k"), LOGPROB_ADVICE),
     "reward_model": "lower update.tokens_per_micro_batch, or raise parallel.tp",
     "values": "lower update.tokens_per_micro_batch, or raise parallel.tp",
     "weight_transfer": "lower rollout.transfer_bucket or rollout.engine_memory",

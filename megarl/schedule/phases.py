@@ -36,7 +36,7 @@ from megarl.training.columns import (
     turn_rewards,
 )
 from megarl.training.model import InferenceModel
-from megarl.training.objectives import actor_loss, critic_loss, select_tokens, supervised_loss
+from megarl.training.objectives import actor_loss, critic_loss, other_tokens, select_tokens, supervised_loss
 
 
 def rollout(run: Run, step: Step) -> None:
@@ -81,6 +81,14 @@ def old_logprobs(run: Run, step: Step) -> None:
         without, _ = mismatch(experience, own, version, run.runtime)
         step.metrics |= {f"mismatch/unreplayed_{name[9:]}": value for name, value in without.items()}
     step.metrics |= correct_mismatch(run.config.algorithm.mismatch, experience, run.runtime)
+
+
+def old_top_k(run: Run, step: Step) -> None:
+    """Find the old policy's likeliest tokens at each place, by which a trust region compares it (DPPO)."""
+    experience, k = step.local.experience, run.config.algorithm.dppo.top_k
+    step.count_tokens(passes=1)
+    found = run.actor.top_k_columns(experience, step.local.micro_batches, k, run.hf.vocab_size)
+    experience["old_top_logprobs"], experience["old_top_tokens"] = found["logprobs"], found["tokens"].int()
 
 
 def parity(run: Run, step: Step) -> None:
@@ -244,8 +252,7 @@ def actor_update(run: Run, step: Step) -> None:
     step.count_tokens(epochs if selected is None else 2 * epochs)
     loss = actor_loss(algorithm, experience, selected, run.config.teacher)
     mini_batches, before = step.local.mini_batches, None if selected is None else select
-    if run.config.teacher.top_k:
-        others = experience["teacher_tokens"]
+    if (others := other_tokens(experience)) is not None:
         mini_batches = [[replace(one, others=others) for one in some] for some in mini_batches]
     updates = run.actor.update_mini_batches(mini_batches, loss, epochs, "policy", before)
     # Entropy and mean probability: those before the updates, where a pass has computed them.

@@ -101,9 +101,11 @@ def preflight(config: Config, where: str, world: int | None = None) -> list[str]
         _check_vocabulary(teacher, key, tokenizer)
         _check_same_tokenizer(teacher.path, key, tokenizer)
         _check_positions(config, where, teacher)
-    if config.teacher.top_k and config.teacher.top_k > len(tokenizer):
-        what = f"{config.teacher.top_k} is more than the {len(tokenizer)} tokens that there are (lower it)"
-        raise ConfigError(f"{where}: teacher.top_k: {what}")
+    of_top_k = {"teacher.top_k": config.teacher.top_k, "algorithm.dppo.top_k": config.algorithm.dppo.top_k}
+    for key, k in of_top_k.items():
+        if k and k > len(tokenizer):
+            what = f"{k} is more than the {len(tokenizer)} tokens that there are (lower it)"
+            raise ConfigError(f"{where}: {key}: {what}")
     of_mixtures = {
         "rollout.routing_replay": config.rollout.routing_replay,
         "model.grouped_experts": config.model.grouped_experts,

@@ -61,7 +61,7 @@ ADDED |= {f"{model}.lora.rank": None for model in ("actor", "critic")}
 ADDED |= {f"{model}.optimizer": "adam" for model in ("actor", "critic")}
 ADDED |= {"rollout.routing_replay": False, "rollout.window": None}
 ADDED |= {"teacher.path": None, "teacher.by_source": {}, "teacher.top_k": None}
-ADDED |= {"algorithm.lambda_floor": 0.0, "algorithm.window_tail": 0}
+ADDED |= {"algorithm.lambda_floor": 0.0, "algorithm.window_tail": 0, "algorithm.dppo.top_k": 0}
 
 
 @dataclass(frozen=True)

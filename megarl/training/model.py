@@ -79,7 +79,10 @@ class InferenceModel:
         `logprob_columns`."""
         for chunk in self.model.chunks:
             chunk.likeliest = k, limit
-        return self._columns(("logprobs", "tokens"), experience, micro_batches, k)
+        found = self._columns(("logprobs", "tokens"), experience, micro_batches, k)
+        for chunk in self.model.chunks:
+            chunk.likeliest = None
+        return found
 
     def routing_metrics(self) -> dict[str, float]:
         """Return what the routers of a mixture have chosen since `start_counting`; {} for a dense model.

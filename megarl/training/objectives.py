@@ -41,14 +41,22 @@ def actor_loss(
     their place), advantages, and where their factor is not 0 nll_loss_weights and ref_logprobs.
 
     selected: bool [T], for clip_cov and kl_cov, what `select_tokens` gives for the mini-batch of an update.
-    teacher: with top_k, teacher_logprobs [T, k] are read, and micro-batches have teacher_tokens as
-    `others`."""
-    sequence_ids = experience.sequence_ids
+    With algorithm.dppo.top_k, old_top_logprobs and old_top_tokens are read, with teacher.top_k
+    teacher_logprobs, [T, k] each; micro-batches then have what `other_tokens` gives as `others`."""
+    sequence_ids, old_k = experience.sequence_ids, config.dppo.top_k
 
     def loss(output: Any, batch: MicroBatch) -> tuple[Tensor, Stats]:
         logprobs, entropy = output
+        likeliest = None
         if batch.others is not None:
-            logprobs, of_others = logprobs[:, 0], logprobs[:, 1:]
+            logprobs, of_old, of_teacher = logprobs.tensor_split((1, 1 + old_k), 1)
+            logprobs = logprobs[:, 0]
+        if old_k:  # the sampled token is one of its own
+            sampled = experience.tokens[batch.token_indices].to(of_old.device)
+            same = batch.column(experience, "old_top_tokens") == sampled[:, None]
+            old = batch.column(experience, "old_top_logprobs")
+            least = torch.finfo(old.dtype).min
+            likeliest = of_old.masked_fill(same, least), old.masked_fill(same, least)
         weights = batch.column(experience, "policy_loss_weights")
         total, stats = policy_loss(
             logprobs,
@@ -63,6 +71,7 @@ def actor_loss(
             dual_clip=config.dual_clip,
             sequence_ids=sequence_ids[batch.token_indices].to(weights.device),
             selected=None if selected is None else selected[batch.token_indices].to(weights.device),
+            likeliest=likeliest,
         )
         if config.nll_weight:
             nll, nll_stats = nll_loss(logprobs, batch.column(experience, "nll_loss_weights"))
@@ -74,11 +83,18 @@ def actor_loss(
             bonus, entropy_stats = entropy_loss(entropy, weights)
             total, stats = total + config.entropy_weight * bonus, stats | entropy_stats
         if teacher is not None and teacher.top_k:
-            kl, kl_stats = top_k_loss(of_others, batch.column(experience, "teacher_logprobs"), weights)
+            kl, kl_stats = top_k_loss(of_teacher, batch.column(experience, "teacher_logprobs"), weights)
             total, stats = total + teacher.weight * kl, stats | kl_stats
         return total, stats
 
     return loss
+
+
+def other_tokens(experience: Experience) -> Tensor | None:
+    """Return the tokens whose log-probs `actor_loss` wants at each place beside the sampled one's, int32 [T,
+    k]: pi_old's likeliest and a teacher's; None without any."""
+    names = [name for name in ("old_top_tokens", "teacher_tokens") if name in experience]
+    return torch.cat([experience[name] for name in names], 1) if names else None
 
 
 def select_tokens(

@@ -68,6 +68,14 @@ def make_batch(shapes: list[tuple[int, int]], seed: int, include: list[bool] | N
     of_teacher = torch.randn(total, 6, generator=generator, dtype=torch.float64).log_softmax(-1)
     untaught = experience.sequence_ids % 3 == 2
     experience["teacher_logprobs"] = of_teacher[:, :3].masked_fill(untaught[:, None], -torch.inf)
+    # Of three tokens beside the sampled one, what that leaves; the first may be the sampled one itself.
+    several, same = normal().new_zeros(total, 4).normal_(generator=generator), torch.arange(total) % 4 == 0
+    for name, moved_by in (("logprobs", 0.0), ("old_logprobs", 0.3)):
+        drawn = several + moved_by * torch.randn(total, 4, generator=generator, dtype=torch.float64)
+        left = torch.log1p(-columns[name].clamp(max=-1e-3).exp())
+        further = (left[:, None] + drawn.log_softmax(-1))[:, :3]
+        further[same, 0] = torch.finfo(torch.float32).min
+        experience[f"further_{name}"] = further
     return Batch(experience, spans, torch.tensor(flags, dtype=torch.bool))
 
 
@@ -173,14 +181,21 @@ OPTIONS = {
 
 
 def loop_policy(
-    batch: Batch, weights: list[float], low: float, high: float, kind: str = "ppo", dual: float = 0.0
+    batch: Batch,
+    weights: list[float],
+    low: float,
+    high: float,
+    kind: str = "ppo",
+    dual: float = 0.0,
+    further: bool = False,
 ) -> tuple[Term, dict[str, float]]:
     """DAPO eq. 8: -min(r A, clip(r, 1-low, 1+high) A), and the statistics; or another surrogate by its own
     formula: gspo (arXiv 2507.18071 eq. 5), cispo (arXiv 2506.13585 eq. 4), masked (SAO), ppo with dual clip
-    (arXiv 1912.09729 eq. 5), and those of OPTIONS: dppo_tv and dppo_kl (arXiv 2602.04879), sapo (arXiv
-    2511.20347), clip_cov and kl_cov (arXiv 2505.22617; the selected tokens are given), fipo (arXiv
-    2603.19835)."""
+    (arXiv 1912.09729 eq. 5), and those of OPTIONS: dppo_tv and dppo_kl (arXiv 2602.04879, with or without
+    further tokens), sapo (arXiv 2511.20347), clip_cov and kl_cov (arXiv 2505.22617; the selected tokens are
+    given), fipo (arXiv 2603.19835)."""
     columns = ("logprobs", "old_logprobs", "advantages", "entropy", "selected")
+    columns += ("further_logprobs", "further_old_logprobs")
     x = {k: batch.experience[k].tolist() for k in columns}
     names = ["tokens", "clip_fraction_low", "clip_fraction_high", "approx_kl", "mean_prob", "entropy"]
     more = {"fipo": ["future_factor"], "clip_cov": ["selected"], "kl_cov": ["selected"]}.get(kind, [])
@@ -201,12 +216,17 @@ def loop_policy(
             elif kind == "masked":
                 loss[t], d_new = (0.0, 0.0) if outside else (-r * a, -r * a)
             elif kind in ("dppo_tv", "dppo_kl"):
-                p, mu = math.exp(new), math.exp(x["old_logprobs"][t])
-                moved = p - mu
+                ps, mus = [math.exp(new)], [math.exp(x["old_logprobs"][t])]
+                if further:
+                    ps += [math.exp(y) for y in x["further_logprobs"][t] if y > -1e30]
+                    mus += [math.exp(y) for y in x["further_old_logprobs"][t] if y > -1e30]
+                pairs = list(zip([*ps, 1 - math.fsum(ps)], [*mus, 1 - math.fsum(mus)], strict=True))
+                divergence = math.fsum(abs(p - mu) for p, mu in pairs) / 2
                 if kind == "dppo_kl":
-                    divergence = mu * math.log(mu / p) + (1 - mu) * math.log((1 - mu) / (1 - p))
-                    moved = math.copysign(divergence, moved)
-                outside = moved > high if a > 0 else moved < -low
+                    divergence = math.fsum(mu * math.log(mu / p) for p, mu in pairs)
+                outside = (
+                    divergence > high and ps[0] > mus[0] if a > 0 else divergence > low and ps[0] < mus[0]
+                )
                 capped = min(r, o["ratio_cap"])
                 loss[t], d_new = (0.0, 0.0) if outside else (-capped * a * new, -capped * a)
             elif kind == "sapo":

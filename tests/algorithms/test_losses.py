@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -35,8 +35,10 @@ from tests.algorithms.loops import (
 
 LOW, HIGH, CLIP, DUAL, LIMIT = 0.2, 0.28, 0.5, 1.5, 30
 AGGREGATIONS = st.sampled_from(["token", "sample", "constant"])
-# Test name -> the surrogate and its dual clip.
-SURROGATES: dict[str, tuple[str, float]] = {
+TOP_K = ("dppo_tv, top k", "dppo_kl, top k")
+# Test name -> the surrogate, its dual clip, and whether it sees further tokens.
+SURROGATES: dict[str, tuple[Any, ...]] = {
+    **{name: (name[:7], 0.0, True) for name in TOP_K},
     "policy": ("ppo", 0.0),
     "dual": ("ppo", DUAL),
     "gspo": ("gspo", 0.0),
@@ -47,6 +49,9 @@ SURROGATES: dict[str, tuple[str, float]] = {
 }
 INPUTS = {
     **dict.fromkeys(SURROGATES, ("logprobs", "old_logprobs", "advantages")),
+    **dict.fromkeys(
+        TOP_K, ("logprobs", "old_logprobs", "advantages", "further_logprobs", "further_old_logprobs")
+    ),
     "entropy": ("entropy",),
     "nll": ("logprobs",),
     "kl": ("logprobs", "ref_logprobs"),
@@ -58,7 +63,7 @@ Loss = Callable[[Experience, Tensor], tuple[Tensor, losses.Stats]]
 
 
 def surrogate(name: str) -> Loss:
-    kind, dual = SURROGATES[name]
+    kind, dual, *further = SURROGATES[name]
     return lambda e, w: losses.policy_loss(
         *(e["logprobs"], e["old_logprobs"], e["advantages"], w, LOW, HIGH),
         entropy=e["entropy"],
@@ -67,6 +72,7 @@ def surrogate(name: str) -> Loss:
         dual_clip=dual,
         sequence_ids=e.sequence_ids,
         selected=e["selected"].bool() if kind in ("clip_cov", "kl_cov") else None,
+        likeliest=(e["further_logprobs"], e["further_old_logprobs"]) if further else None,
     )
 
 
@@ -218,8 +224,11 @@ def test_statistics_share_nothing_with_the_loss(term, dtype):
     )
 
 
+HELD = {"dppo_tv", "dppo_kl", *TOP_K}
+
+
 # Not of what is held fixed: the ratio, the factor. kl_cov has a kink where the ratio is 1.
-@pytest.mark.parametrize("term", sorted(set(LOSSES) - {"cispo", "dppo_tv", "dppo_kl", "fipo", "kl_cov"}))
+@pytest.mark.parametrize("term", sorted(set(LOSSES) - {"cispo", "fipo", "kl_cov"} - HELD))
 def test_gradcheck(term):
     batch = make_batch([(2, 6), (1, 3)], 7, [True, True])
     e = batch.experience

@@ -571,6 +571,13 @@ class TestModelFolder:
         tokenizer.unlink()
         assert scene.train_refused(f"{key}={scorer}").startswith(f"{key}: {scorer}: its tokenizer cannot be")
 
+    def test_top_k(self, scene: Scene) -> None:
+        trainers = "recipe=dppo", "algorithm.old_logprobs=trainer"
+        line = scene.train_refused(*trainers, "algorithm.dppo.top_k=4000")
+        assert re.search(
+            r"x\.yaml: algorithm\.dppo\.top_k: 4000 is more than the \d+ tokens that there", line
+        )
+
     def test_teacher(self, scene: Scene, model_copy: Path) -> None:
         key = "teacher.path"
         assert scene.train_refused(f"{key}=/no/model").startswith(f"{key}: /no/model: no such folder")

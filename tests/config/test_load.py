@@ -570,6 +570,13 @@ class TestContradictions:
             "alone (lower update.mini_batch)"
         ),
         "recipe=kl_cov update.mini_batch=8192": "algorithm.surrogate: kl_cov has no effect in the first",
+        "recipe=dppo algorithm.dppo.top_k=20": (
+            "algorithm.dppo.top_k: no engine here gives the log-probs of its likeliest tokens "
+            "(set algorithm.old_logprobs=trainer, or it to 0)"
+        ),
+        "recipe=dapo algorithm.dppo.top_k=20": (
+            "algorithm.dppo.top_k: has no effect with algorithm.surrogate ppo"
+        ),
         "recipe=dppo algorithm.mismatch.weight=token": (
             "algorithm.mismatch: has nothing to correct with algorithm.old_logprobs engine"
         ),

@@ -133,6 +133,10 @@ CRITIC_FREE: dict[str, tuple[float | None, dict[str, Any]]] = {
         None,
         {**DPPO, "algorithm.surrogate": "dppo_kl", "algorithm.clip_low": 0.05, "algorithm.clip_high": 0.05},
     ),
+    "DPPO by top K": (
+        None,
+        {**DPPO, "algorithm.old_logprobs": "trainer", "algorithm.dppo.top_k": 20},
+    ),
     "SAPO": (None, {**GRPO, "recipe": "sapo", "algorithm.surrogate": "sapo"}),
     "Clip-Cov": (
         None,

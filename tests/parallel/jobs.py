@@ -238,7 +238,7 @@ def gradients(
     from megarl.training.batch import distribute
     from megarl.training.columns import correct_mismatch
     from megarl.training.model import TrainableModel
-    from megarl.training.objectives import actor_loss, critic_loss, select_tokens
+    from megarl.training.objectives import actor_loss, critic_loss, other_tokens, select_tokens
 
     config = make_config(folder, mini_batch=batch.num_sequences, **options)
     build = build_critic if which == "critic" else build_actor
@@ -276,8 +276,7 @@ def gradients(
         loss = actor_loss(algorithm, experience, found)
     else:
         loss = actor_loss(algorithm, experience, teacher=config.teacher)
-        if config.teacher.top_k:
-            others = experience["teacher_tokens"]
+        if (others := other_tokens(experience)) is not None:
             micro_batches = [replace(one, others=others) for one in micro_batches]
     sums = sum_stats(runtime, learner.compute_gradients(micro_batches, loss))
     with on_cpu():

@@ -47,6 +47,14 @@ TERMS: dict[str, tuple[str, dict[str, Any]]] = {
     "SAO": ("actor", {"surrogate": "masked", "old_logprobs": "engine", "clip_low": 0.8, "clip_high": 3.0}),
     "DPPO": ("actor", {"surrogate": "dppo_tv", "old_logprobs": "engine", "aggregation": "constant", **FAR}),
     "DPPO by KL": ("actor", {"surrogate": "dppo_kl", "clip_low": 3e-4, "clip_high": 3e-4}),
+    "DPPO by top k": (
+        "actor",
+        {"surrogate": "dppo_tv", "dppo": {"top_k": 5}, "clip_low": 0.5, "clip_high": 0.5},
+    ),
+    "DPPO by top k, KL": (
+        "actor",
+        {"surrogate": "dppo_kl", "dppo": {"top_k": 5}, "clip_low": 1.0, "clip_high": 1.0},
+    ),
     "SAPO": ("actor", {"surrogate": "sapo", "aggregation": "sample"}),
     "Clip-Cov": ("actor", {"surrogate": "clip_cov", "covariance": {"share": 0.05, "low": 0.02}}),
     "KL-Cov": ("actor", {"surrogate": "kl_cov", "covariance": {"share": 0.1}}),
@@ -65,10 +73,10 @@ TERMS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 ACTS = {  # the statistic of the tokens that a surrogate is about
     **dict.fromkeys(("Clip-Cov", "KL-Cov"), "selected"),
-    **dict.fromkeys(("DPPO", "DPPO by KL"), "clip_fraction_high"),
+    **dict.fromkeys(("DPPO", "DPPO by KL", "DPPO by top k", "DPPO by top k, KL"), "clip_fraction_high"),
     "teacher's top k": "taught",
 }
-FAST = {"DAPO", "VAPO", "Clip-Cov", "entropy", "teacher's top k", "value", "T-PPO"}
+FAST = {"DAPO", "VAPO", "Clip-Cov", "DPPO by top k", "entropy", "teacher's top k", "value", "T-PPO"}
 """The terms of both recipes, two that they do not hold, and one that looks at all ranks; the others are two
 seconds each, of six layouts."""
 
@@ -108,6 +116,14 @@ def make_batch_of(term: str, turns: bool = False) -> Experience:
         judged = batch.spread((torch.arange(8) % 4 != 1).float())[:, None] > 0
         batch["teacher_logprobs"] = likeliest.values.masked_fill(~judged, -torch.inf)
         batch["teacher_tokens"] = likeliest.indices.int()
+    if "top k" in term and "DPPO" in term:  # of some places the sampled token is among them
+        g = torch.Generator().manual_seed(15)
+        logits = 2 * torch.randn(batch.num_tokens, VOCAB, generator=g)
+        logits[::2].scatter_(-1, batch.tokens[::2, None], 3.0)
+        of_old = logits.log_softmax(-1)
+        batch["old_logprobs"] = of_old.gather(-1, batch.tokens[:, None])[:, 0] * batch.response_mask
+        likeliest = of_old.topk(5, -1)
+        batch["old_top_logprobs"], batch["old_top_tokens"] = likeliest.values, likeliest.indices.int()
     batch["group_ids"], batch["response_index"] = torch.arange(8) // 2, torch.arange(8) % 2
     return batch
 

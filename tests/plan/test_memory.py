@@ -223,6 +223,22 @@ def test_several_teachers_are_planned(tmp_path: Path) -> None:
     assert more == pytest.approx(tokens * 8 * (32 * 24), rel=0.1)
 
 
+def test_likeliest_tokens_of_the_old_policy_are_planned() -> None:
+    """A pass as long as that for the old log-probs, room in the head of it and of the update, and of the
+    batch."""
+    keys = "recipe=dppo", "algorithm.old_logprobs=trainer", "parallel.tp=4", "parallel.pp=4", "parallel.dp=8"
+    binary, apart = (plan_32b(*keys, f"algorithm.dppo.top_k={k}") for k in (0, 20))
+    phases = {phase.name: phase for phase in apart.phases}
+    for phase, part in (("old_top_k", "activations"), ("actor_update", "head")):
+        of_binary = phases["old_logprobs" if part == "activations" else phase]
+        more = apart.work(phases[phase], 3, 1e4)[part] - binary.work(of_binary, 3, 1e4)[part]
+        assert 20 * 1e4 * 40 < more < 20 * 1e4 * 80
+    times = estimate(apart, default_lengths(apart)).parts
+    assert times["old_top_k"] == pytest.approx(times["old_logprobs"])
+    more = apart.host()["rollouts"] - binary.host()["rollouts"]
+    assert more == pytest.approx(apart.step_tokens(apart.longest) * (20 * 24 + 8 * 2 * 4))
+
+
 def test_a_pass_before_each_update_takes_its_time() -> None:
     """That by which Clip-Cov selects tokens: of one update, as long as the pass for the old log-probs."""
     plans = [

@@ -298,6 +298,14 @@ def test_a_phase_is_held_to_its_declaration() -> None:
             ["policy/selected"],
         ),
         ("dppo", [], ["policy/clip_fraction_low", "policy/clip_fraction_high"]),
+        (
+            "dppo",
+            [
+                *("parallel.tp=1", "parallel.pp=2", "algorithm.old_logprobs=trainer"),
+                *("algorithm.dppo.top_k=5", "algorithm.clip_low=0.001", "algorithm.clip_high=0.001"),
+            ],
+            ["policy/clip_fraction_low", "policy/clip_fraction_high"],
+        ),
         ("fipo", ["parallel.tp=1"], ["policy/future_factor", "policy/clip_fraction_dual"]),
         (
             "gdpo",
@@ -354,7 +362,9 @@ def test_recipe(recipe: str, overrides: list[str], expected: list[str], warm: Pa
         assert math.isfinite(last[name]), name
     shares = "update.share_prompts=true" in overrides
     assert (0 < last.get("train/shared_tokens", 0.0) < 1) == shares
-    if recipe in ("sao", "dppo"):
+    if "algorithm.dppo.top_k=5" in overrides:
+        assert last["time/old_top_k"] > 0 and last["policy/clip_fraction_high"] > 0
+    if recipe in ("sao", "dppo") and "algorithm.old_logprobs=trainer" not in overrides:
         assert "time/old_logprobs" not in last and abs(last["policy/approx_kl"]) < 0.1
     else:
         assert last["mismatch/logprob_abs_max"] <= 1e-4

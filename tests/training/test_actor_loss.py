@@ -17,7 +17,16 @@ from megarl.parallel.runtime import Runtime
 from megarl.training.batch import MicroBatch
 from megarl.training.columns import correct_mismatch
 from megarl.training.objectives import actor_loss
-from tests.algorithms.loops import Batch, batches, loop_kl, loop_nll, loop_policy, loop_teacher, loop_weights
+from tests.algorithms.loops import (
+    OPTIONS,
+    Batch,
+    batches,
+    loop_kl,
+    loop_nll,
+    loop_policy,
+    loop_teacher,
+    loop_weights,
+)
 from tests.algorithms.test_mismatch import loop_factors
 
 NO_GROUP: Any = None
@@ -34,9 +43,20 @@ def whole(batch: Batch) -> MicroBatch:
 def loss_of(config: AlgorithmConfig, batch: Batch, teacher: TeacherConfig | None = None) -> float:
     e, micro = batch.experience, whole(batch)
     logprobs = e["logprobs"]
+    beside = []
+    if config.dppo.top_k:  # the sampled token is 2, which every fourth place has among the likeliest
+        same = torch.arange(e.num_tokens) % 4 == 0
+        e["old_top_tokens"] = torch.tensor([[7, 8, 9]]).repeat(e.num_tokens, 1).int()
+        e["old_top_tokens"][same, 0] = 2
+        of_both = [e[f"further_{name}"].clone() for name in ("logprobs", "old_logprobs")]
+        for further, name in zip(of_both, ("logprobs", "old_logprobs"), strict=True):
+            further[same, 0] = e[name][same]
+        beside, e["old_top_logprobs"] = of_both[:1], of_both[1]
     if teacher is not None:
+        beside.append(e["several"])
+    if beside:
         micro.others = torch.zeros(0)
-        logprobs = torch.cat([logprobs[:, None], e["several"]], 1)
+        logprobs = torch.cat([logprobs[:, None], *beside], 1)
     loss, _ = actor_loss(config, e, teacher=teacher)(
         (logprobs[micro.token_indices], e["entropy"][micro.token_indices]), micro
     )
@@ -53,14 +73,19 @@ def add_columns(batch: Batch) -> tuple[list[float], list[float]]:
 
 
 @settings(max_examples=60, deadline=None)
-@given(batches(), st.sampled_from([0.0, 0.1, 2.0]), st.sampled_from([0.0, 0.3]), st.booleans())
-def test_is_the_weighted_sum_of_its_terms(batch: Batch, mu: float, beta: float, taught: bool) -> None:
+@given(batches(), st.sampled_from([0.0, 0.1, 2.0]), st.sampled_from([0.0, 0.3]), st.booleans(), st.booleans())
+def test_is_the_weighted_sum_of_its_terms(
+    batch: Batch, mu: float, beta: float, taught: bool, apart: bool
+) -> None:
     """VAPO eq. 10: L_PPO + mu L_NLL, GRPO's beta KL, and that to a teacher; the NLL over the correct
-    responses alone."""
+    responses alone. apart: DPPO's loss, which sees the likeliest tokens."""
     policy_loss_weights, nll_loss_weights = add_columns(batch)
     config = AlgorithmConfig(clip_low=0.2, clip_high=0.28, nll_weight=mu, kl_weight=beta)
+    if apart:
+        options = {"surrogate": "dppo_kl", "dppo": {**OPTIONS["dppo_kl"], "top_k": 3}}
+        config = AlgorithmConfig(**{**config.model_dump(), **options})
     policy, nll, kl = (
-        loop_policy(batch, policy_loss_weights, 0.2, 0.28)[0],
+        loop_policy(batch, policy_loss_weights, 0.2, 0.28, config.surrogate, further=apart)[0],
         loop_nll(batch, nll_loss_weights),
         loop_kl(batch, policy_loss_weights),
     )
