@@ -13,7 +13,6 @@ from torch import Tensor
 from transformers import AutoTokenizer
 
 from megarl.algorithms.advantages import SuccessTracker
-from megarl.config.errors import ConfigError
 from megarl.config.files import Dispensable
 from megarl.config.phases import never_offloaded
 from megarl.config.schema import PRETRAINING, Config
@@ -120,7 +119,7 @@ class Run:
         self.actor: TrainableModel = self._settled("actor")
         self.critic: TrainableModel | None = None
         if config.has_critic:
-            self.critic = self._settled("critic", "critic.path", config.critic.path)
+            self.critic = self._settled("critic", config.critic.path)
         self.reference: InferenceModel | None = None
         if config.algorithm.has_reference and config.actor.lora.rank is None:
             self.reference = self._settled("reference")
@@ -128,9 +127,9 @@ class Run:
             self.reference = InferenceModel("reference", self.actor.model, runtime, adapters=False)
         self.reward_model: InferenceModel | None = None
         if config.has_reward_model:
-            self.reward_model = self._settled("reward", "reward.model.path", config.reward.model.path)
-        folders = config.teacher.folders if config.has_teacher else {}
-        self.teachers: list[InferenceModel] = [self._settled("teacher", *one) for one in folders.items()]
+            self.reward_model = self._settled("reward", config.reward.model.path)
+        folders = config.teacher.folders.values() if config.has_teacher else ()
+        self.teachers: list[InferenceModel] = [self._settled("teacher", path) for path in folders]
         # The same on every rank.
         tracks, rho = config.algorithm.advantage == "tracked", config.algorithm.tracker_rho
         self.tracker = SuccessTracker(rho) if tracks else None
@@ -156,20 +155,15 @@ class Run:
             self.offload.register({f"engine.{tag}": memory})
         return generation
 
-    def _settled(self, name: str, key: str = "", path: Path | None = None) -> Any:
+    def _settled(self, name: str, path: Path | None = None) -> Any:
         """Build the actor, critic, reference, reward model or a teacher with its weights, and offload it.
-        key, path: of a model that may have a folder of its own."""
+        path: its folder where that is not the actor's."""
         config, runtime, folder, hf = self.config, self.runtime, self.folder, self.hf
         with self.offload.explained("start"):
             scalar = name in ("critic", "reward")  # the head gives one number
-            if key:
+            if scalar or path is not None:
                 folder = open_model(path or config.model.path, critic=scalar)
                 hf = read_hf_config(folder.path)
-                if hf.vocab_size < len(self.tokenizer):
-                    raise ConfigError(
-                        f"{key}: {folder.path}: its vocabulary of {hf.vocab_size} does not hold the "
-                        f"{len(self.tokenizer)} tokens of the actor"
-                    )
             of = config if name in ("actor", "critic") else config.without_adapters()
             built = (build_critic if scalar else build_actor)(of, hf, runtime)
             load_weights(built, folder, runtime, critic=scalar)

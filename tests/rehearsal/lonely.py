@@ -165,7 +165,7 @@ class LonelyRun(Run):
         self.actor = self._settled("actor")
         self.critic = None
         if config.has_critic:
-            self.critic = self._settled("critic", "critic.path", config.critic.path)
+            self.critic = self._settled("critic", config.critic.path)
         self.reference = self.reward_model = None
         self.teachers: list[Any] = []
         self.source: Any = None
