@@ -1172,7 +1172,7 @@ class Config(Section):
         "vc_ppo", "orz", "r1_zero", "dr_grpo", "rloo", "reinforce_pp", "gspo", "cispo",
         "dppo", "sapo", "clip_cov", "kl_cov", "fipo",
         "gdpo", "spo", "sppo",
-    ] = field(..., "algorithm; sets the defaults of the switches (see config/phases.py)")  # fmt: skip
+    ] = field(..., "algorithm; sets the defaults of the switches (see config/recipes.py)")  # fmt: skip
     run_dir: Path = field(..., "folder of this run: config, metrics, samples, checkpoints, report")
     steps: int = field(..., "rollout steps", "rollout steps", ge=1)
     seed: int = field(0, "seed of everything that is random", ge=0, lt=2**63)

@@ -12,7 +12,7 @@ from functools import cached_property
 from typing import Any
 
 from megarl.config.errors import ConfigError
-from megarl.config.phases import ROLLOUT, WEIGHT_TRANSFER, Phase, never_offloaded, training_phases
+from megarl.config.recipes import ROLLOUT, WEIGHT_TRANSFER, Phase, never_offloaded, training_phases
 from megarl.config.schema import Config, LoraConfig
 from megarl.parallel.layout import OVERLAP_ABOVE, Layout
 from megarl.plan.sizes import (

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from megarl.config.errors import ConfigError, MegarlError, StorageError
-from megarl.config.phases import PHASES
+from megarl.config.recipes import PHASES
 from megarl.config.schema import EVALUATION
 from megarl.observe.prometheus import Exporter
 from megarl.observe.run_log import RunLog, Sample

@@ -1,7 +1,7 @@
 """A run from its first step to its end. Read this file first: `Trainer.train` is the whole run,
 `Trainer.step` a step.
 
-The phases and their order are declared in config/phases.py; what each does is in schedule/phases.py; what is
+The phases and their order are declared in config/recipes.py; what each does is in schedule/phases.py; what is
 recorded, shown, traced and watched meanwhile is in schedule/listeners.py.
 """
 
@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megarl.config.errors import DeviceMemoryError, NumericalError
-from megarl.config.phases import (
+from megarl.config.recipes import (
     WEIGHT_TRANSFER,
     Phase,
     check_phases,

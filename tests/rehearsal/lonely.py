@@ -25,7 +25,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megarl.config.phases import never_offloaded, pretraining_phases, training_phases
+from megarl.config.recipes import never_offloaded, pretraining_phases, training_phases
 from megarl.config.schema import PRETRAINING, Config
 from megarl.data.experience import Experience
 from megarl.model.builder import read_hf_config

@@ -19,8 +19,8 @@ from typing import get_args
 import psutil
 import pytest
 
-from megarl.config import phases
-from megarl.config.phases import Phase
+from megarl.config import recipes
+from megarl.config.recipes import Phase
 from megarl.config.schema import WatchedPhase
 from megarl.parallel.launch import HUNG
 from megarl.schedule import recovery, trainer
@@ -145,7 +145,7 @@ def test_reports_survive_json() -> None:
 def test_limits_can_be_set_for_all_that_a_run_does_and_for_nothing_else() -> None:
     """The schema, which knows no phases, names them once more; here is what the trainer and its phases call
     themselves."""
-    names = {phase.name for phase in vars(phases).values() if isinstance(phase, Phase)} | {"start"}
+    names = {phase.name for phase in vars(recipes).values() if isinstance(phase, Phase)} | {"start"}
     sources = [Path(module.__file__).read_text() for module in (trainer, recovery)]
     nodes = [node for source in sources for node in ast.walk(ast.parse(source))]
     for call in (node for node in nodes if isinstance(node, ast.Call)):
