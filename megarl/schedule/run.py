@@ -106,6 +106,7 @@ class Run:
     batches, and what brings weights to the engines.
 
     engine       of this rank; None where there is none, or on ranks of its own
+    elsewhere    those on ranks of their own, which are the source then; None: there are none
     weight_sync  to the engines; only where there are any"""
 
     def __init__(self, config: Config, runtime: Runtime) -> None:
@@ -133,7 +134,8 @@ class Run:
         # The same on every rank.
         tracks, rho = config.algorithm.advantage == "tracked", config.algorithm.tracker_rho
         self.tracker = SuccessTracker(rho) if tracks else None
-        self.engine: RolloutEngine | None = None  # of this rank
+        self.engine: RolloutEngine | None = None
+        self.elsewhere: Elsewhere | None = None
         self.source = self._source()
         self.data_reports = self.source.reports
 
@@ -145,7 +147,8 @@ class Run:
         to_engines = config, runtime, self.folder.config, self.actor.model
         if runtime.rollout_ranks:
             self.weight_sync = make_weight_sync(*to_engines, make_engine(config, self.tokenizer, runtime))
-            return Elsewhere(config, runtime, self.weight_sync)
+            self.elsewhere = Elsewhere(config, runtime, self.weight_sync)
+            return self.elsewhere
         generation = Generation(config, runtime, self.tokenizer, self._recover)
         self.engine = generation.engine
         self.weight_sync = make_weight_sync(*to_engines, self.engine)
@@ -184,17 +187,17 @@ class Run:
     def publish(self, version: int) -> dict[str, float]:
         """Have the engines take the actor's present weights as `version`; return the transfer's metrics. Both
         must be on the device."""
-        if self.engine is None:
-            return self.source.publish(version)
+        if self.elsewhere is not None:
+            return self.elsewhere.publish(version)
         return self.weight_sync.sync(version).metrics()
 
     def meet(self, *, wait: bool) -> dict[str, float]:
         """Transfer the pending weights if the engines on ranks of their own are free now, or with `wait` as
         soon as they are; return the transfer's metrics."""
-        if self.source.pending is None or not self.source.free(wait=wait):
+        if self.elsewhere is None or self.elsewhere.pending is None or not self.elsewhere.free(wait=wait):
             return {}
         self.onload("weight_transfer", {"actor.weights"})
-        return self.source.meet(wait=wait)
+        return self.elsewhere.meet(wait=wait)
 
     def onload(self, phase: str, groups: Collection[str]) -> None:
         """Have the tensor groups on the device, and nothing else. An engine whose weights were lost gets the
