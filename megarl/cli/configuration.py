@@ -17,7 +17,7 @@ from megarl.cli.arguments import ConfigFile, Overrides, PublicModel
 from megarl.config import Config, check_config, dump_config, load_config
 from megarl.config.errors import ConfigError
 from megarl.config.load import dump_yaml
-from megarl.config.phases import AHEAD_PRESET, PRESETS
+from megarl.config.recipes import AHEAD_PRESET, PRESETS
 from megarl.config.schema import fields, held_section_of
 
 KINDS = {

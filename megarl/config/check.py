@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.config.errors import ConfigError
+from megarl.config.recipes import WATCHED
 from megarl.config.schema import Config, RolloutConfig, Section
 
 # Keys and whole sections that only a run with a critic has, and that only a run that samples has.
@@ -95,6 +96,9 @@ def _problems(c: Config) -> Iterator[str]:
         elif c.model.fp8.format != "none":
             what = f"LoRA adapters are not for layers in FP8 (model.fp8.format {c.model.fp8.format})"
             yield f"{name}.lora.rank: {what} (set model.fp8.format=none, or rank to null)"
+
+    for name in c.watchdog.limits.keys() - set(WATCHED):
+        yield f"watchdog.limits: {name} is nothing that a run does (one of {', '.join(WATCHED)})"
 
     # A run never writes into the folder of a model that it reads.
     written = {"run_dir": c.run_dir, "value_pretraining.rollouts": c.value_pretraining.rollouts}

@@ -28,7 +28,7 @@ from ruamel.yaml.representer import SafeRepresenter
 from ruamel.yaml.resolver import VersionedResolver
 
 from megarl.config.errors import ConfigError, first_line
-from megarl.config.phases import AHEAD_PRESET, PRESETS
+from megarl.config.recipes import AHEAD_PRESET, PRESETS
 from megarl.config.schema import (
     Config,
     DataEntry,

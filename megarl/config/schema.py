@@ -1119,22 +1119,12 @@ class GuardConfig(Section):
     )
 
 
-# The parts of a run by the names of its heartbeat: the phases, and what the trainer does beside them.
-WatchedPhase = Literal[
-    "start", "choose a checkpoint", "resume", "rollout", "group_advantages", "distribute", "old_logprobs",
-    "old_top_k", "parity", "reference_logprobs", "reward_model", "values", "gae_advantages",
-    "return_advantages", "tracked_advantages", "prompt_advantages", "teacher_advantages", "teacher_top_k",
-    "monte_carlo_returns", "critic_update", "actor_update", "weight_transfer", "read_pairs",
-    "supervised_update", "residency", "evaluation", "checkpoint", "export actor", "export critic",
-]  # fmt: skip
-
-
 class WatchdogConfig(Section):
     """A thread on each rank that looks for hangs. It writes run_dir/heartbeat/, and reports into
     run_dir/hang-*.txt."""
 
     limit: float = field(3600.0, "longest time of a phase before the run ends with a report", "seconds", gt=0)
-    limits: dict[WatchedPhase, Annotated[float, Field(gt=0)]] = field(
+    limits: dict[str, Annotated[float, Field(gt=0)]] = field(
         {}, "of single phases, e.g. {rollout: 7200, weight_transfer: 300}", "seconds"
     )
     silence: float = field(
@@ -1202,7 +1192,7 @@ class Config(Section):
         "vc_ppo", "orz", "r1_zero", "dr_grpo", "rloo", "reinforce_pp", "gspo", "cispo",
         "dppo", "sapo", "clip_cov", "kl_cov", "fipo",
         "gdpo", "spo", "sppo",
-    ] = field(..., "algorithm; sets the defaults of the switches (see config/phases.py)")  # fmt: skip
+    ] = field(..., "algorithm; sets the defaults of the switches (see config/recipes.py)")  # fmt: skip
     run_dir: Path = field(..., "folder of this run: config, metrics, samples, checkpoints, report")
     steps: int = field(..., "rollout steps", "rollout steps", ge=1)
     seed: int = field(0, "seed of everything that is random", ge=0, lt=2**63)

@@ -13,7 +13,7 @@ from operator import mul
 from typing import Any
 
 from megarl.config.errors import ConfigError
-from megarl.config.phases import ROLLOUT, WEIGHT_TRANSFER, Phase, never_offloaded, training_phases
+from megarl.config.recipes import ROLLOUT, WEIGHT_TRANSFER, Phase, never_offloaded, training_phases
 from megarl.config.schema import Config, LoraConfig, OptimizerConfig
 from megarl.parallel.layout import OVERLAP_ABOVE, Layout
 from megarl.plan.sizes import (

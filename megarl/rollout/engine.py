@@ -1,6 +1,6 @@
-"""The protocol of a rollout engine, and the client by which a worker's coroutines use one.
+"""What every rollout engine is, and the client by which a worker's coroutines use one.
 
-A new engine needs: a class with this protocol, in a file of its own; its name and its kind in
+A new engine needs: a subclass of RolloutEngine, in a file of its own; its name and its kind in
 config/engines.py, of which checks, planner and weight transfers know what they must; and a case in
 `make_engine` (schedule/generation.py). docs/extending.md has an example, and what a kind cannot say.
 """
@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Executor
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor
 
@@ -26,7 +26,7 @@ TURN = 0.001  # seconds of theirs: messages come through several wake-ups
 WAIT = 0.2  # seconds for which an engine in processes of its own is listened to at once
 
 
-class RolloutEngine(Protocol):
+class RolloutEngine(ABC):
     """An engine over one or several ranks of the training job, each of which has such an object. All of them
     call the methods of start, stop, updates, sleep and wake. The first of them, the leader, alone is given
     requests, and alone can meet an EngineFailure.
@@ -73,6 +73,7 @@ class RolloutEngine(Protocol):
     def begin_update(self) -> None:
         """Prepare for new weights, and refuse requests until `end_update`. Called before the first bucket;
         what no bucket brings stays."""
+        return None
 
     def load_bucket(self, bucket: int, handles: Sequence[Any], version: int) -> None:
         """Load a bucket that all ranks have written. `handles`: of all ranks of the job, by rank."""
@@ -97,7 +98,7 @@ class RolloutEngine(Protocol):
         """Return the number of requests that have not come back."""
 
     def generate(self, requests: Sequence[Request], params: SamplingParams) -> list[Completion]:
-        """Return one completion per request, in the order of the requests."""
+        """Return one completion per request, in the order of the requests, for tests and benchmarks."""
         self.submit(dict(enumerate(requests)), params)
         ended: dict[int, Completion] = {}
         while self.running:

@@ -8,7 +8,6 @@ room for the next.
 from __future__ import annotations
 
 import math
-import threading
 import time
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial
@@ -64,7 +63,6 @@ class TransformersEngine(RolloutEngine):
         self.weight_version = -1
         self._model: Any = None
         self._has_weights = self._asleep = False
-        self._aborted = threading.Event()
         # Of what was submitted, one for each params; the first decodes next.
         self._loops: list[DecodeLoop] = []
         self._stopping: dict[tuple[str, ...], Stopping] = {}
@@ -118,7 +116,6 @@ class TransformersEngine(RolloutEngine):
         raise EngineError("rollout engine: the transformers engine has no process that could be started anew")
 
     def stop(self) -> None:
-        self._aborted.set()
         self._loops.clear()
         self._model, self._has_weights, self._asleep = None, False, False
         self._stopping.clear()
@@ -164,7 +161,7 @@ class TransformersEngine(RolloutEngine):
 
     def sleep(self, tags: Sequence[str] = ("weights",)) -> None:
         """Free the storage of the weights; the tensors of `parameters` stay the same objects. The KV cache
-        ends with `generate`."""
+        ends with the requests."""
         if self._model is None or self._asleep or "weights" not in tags:
             return
         self._asleep, self._has_weights = True, False
@@ -220,8 +217,9 @@ class TransformersEngine(RolloutEngine):
         return {**found, (last + 1, HEAD): F.linear(hidden, head.weight.cpu().float())}
 
     def submit(self, requests: Mapping[int, Request], params: SamplingParams) -> None:
-        """Let requests wait for `poll`, beside what runs. Raises EngineError without valid weights and for a
-        request that does not fit the model."""
+        """Let requests wait for `poll`, beside what runs. A stop text stays in the response, up to the end of
+        the token that completed it. Raises EngineError without valid weights and for a request that does not
+        fit the model."""
         if not requests:
             return
         loop = next((loop for loop in self._loops if loop.params == params), None) or self._loop(params)
@@ -239,7 +237,6 @@ class TransformersEngine(RolloutEngine):
         """Generate for `seconds`, or until all has ended; return what has ended. Requests of one params are
         decoded together, those of different params in turns, a call each. Raises EngineError for NaN logits.
         """
-        self._aborted.clear()
         ended: list[tuple[int, Completion]] = []
         end = time.monotonic() + seconds
         while self._loops and not (ended and time.monotonic() >= end):
@@ -251,34 +248,17 @@ class TransformersEngine(RolloutEngine):
         return ended
 
     def abort(self) -> list[tuple[int, Completion]]:
-        """Forget what was submitted; end a `generate` in another thread after its current step."""
-        self._aborted.set()
+        """Forget what was submitted."""
         forgotten = [(key, Completion()) for loop in self._loops for key in loop.requests]
         self._loops.clear()
         return forgotten
-
-    @torch.inference_mode()
-    def generate(self, requests: Sequence[Request], params: SamplingParams) -> list[Completion]:
-        """Return one completion per request, in their order. A stop text stays in the response, up to the end
-        of the token that completed it.
-
-        Raises EngineError without valid weights, for a request that does not fit the model, and for NaN
-        logits."""
-        loop = self._loop(params)
-        self._aborted.clear()
-        if not requests:
-            return []
-        self._check(requests, params)
-        loop.add(dict(enumerate(requests)))
-        ended = dict(self._run(loop, math.inf))
-        return [ended[i] for i in range(len(requests))]
 
     def _loop(self, params: SamplingParams) -> DecodeLoop:
         if not self._has_weights:
             state = "without weights: an update must follow start and wake"
             if self._model is None or self._asleep:
                 state = "asleep" if self._asleep else "not started"
-            raise EngineError(f"rollout engine: generate was called while it is {state}")
+            raise EngineError(f"rollout engine: asked for responses while it is {state}")
         if params.stop not in self._stopping:  # about a second for a vocabulary of 150,000
             self._stopping[params.stop] = Stopping(
                 params.stop, self._model.config.vocab_size, self.eos_ids, self.tokenizer, self.device
@@ -296,7 +276,7 @@ class TransformersEngine(RolloutEngine):
 
     def _run(self, loop: DecodeLoop, seconds: float) -> list[tuple[int, Completion]]:
         try:
-            return loop.run(seconds, self._aborted)
+            return loop.run(seconds)
         except FloatingPointError as error:
             raise EngineError(
                 f"rollout: NaN logits in {error}, with weight version {self.weight_version} (the weights or "
@@ -394,9 +374,8 @@ class DecodeLoop:
         new = [(p, keys[i : i + most]) for p, keys in groups.items() for i in range(0, len(keys), most)]
         self.waiting = new[::-1] + self.waiting
 
-    def run(self, seconds: float, aborted: threading.Event) -> list[tuple[int, Completion]]:
-        """Return what ends within `seconds`; where `aborted` is set, what has not ended too, as far as it is.
-        Raises FloatingPointError at NaN logits, with the place."""
+    def run(self, seconds: float) -> list[tuple[int, Completion]]:
+        """Return what ends within `seconds`. Raises FloatingPointError at NaN logits, with the place."""
         hooks = [
             layer.mlp.gate.register_forward_hook(lambda _gate, _inputs, output: self.chosen.append(output[2]))
             for layer in (self.body.layers if self.experts else ())
@@ -405,7 +384,7 @@ class DecodeLoop:
         ended: list[tuple[int, Completion]] = []
         end = time.monotonic() + seconds
         try:
-            while self.requests and not aborted.is_set():
+            while self.requests:
                 # Rows are filled where enough of them are free to pay for a prefill, or the batch has run
                 # empty.
                 free = self.max_batch - self.used
@@ -421,10 +400,6 @@ class DecodeLoop:
         finally:
             for hook in hooks:
                 hook.remove()
-        if aborted.is_set():
-            ended += self._take(torch.arange(self.used, device=self.device))
-            ended += [(key, Completion()) for key in self.requests]
-            self.requests.clear()
         return ended
 
     def _admit(self) -> None:
@@ -556,20 +531,18 @@ class DecodeLoop:
         return ended
 
     def _take(self, rows: Tensor) -> list[tuple[int, Completion]]:
-        """Return the responses of rows, which are to be given up: with finish "abort" where they live."""
+        """Return the responses of rows, which have ended and are to be given up."""
         cache, columns = self.cache, self.longest + 1
         tokens, logprobs = cache.tokens[rows, :columns].cpu(), cache.logprobs[rows, :columns].cpu()
         chosen = cache.chosen[rows].cpu().numpy() if self.experts else None
-        state = torch.stack([*self.state[[0, 3, 4, 5]][:, rows], self.live[rows]]).T.tolist()
         taken = []
-        for row, (key, end, count, limit, live) in enumerate(state):
+        for row, (key, end, count, limit) in enumerate(self.state[[0, 3, 4, 5]][:, rows].T.tolist()):
             span = slice(end + 1 - count, end + 1)
-            completion = Completion(tokens[row, span].tolist(), logprobs[row, span].tolist(), "abort")
+            completion = Completion(tokens[row, span].tolist(), logprobs[row, span].tolist())
             if (partial := self.requests[key].partial) is not None:
                 completion.logprobs[: len(partial.logprobs)] = partial.logprobs
-            if not live:
-                by_itself = count < limit or self.stopping.ends(completion.tokens)
-                completion.finish = "stop" if by_itself else "length"
+            by_itself = count < limit or self.stopping.ends(completion.tokens)
+            completion.finish = "stop" if by_itself else "length"
             if chosen is not None:
                 completion.routing = routing_array(chosen[row, :end], end + 1, self.experts)
             del self.requests[key]

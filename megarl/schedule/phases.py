@@ -1,4 +1,4 @@
-"""The code of each phase: the function of the name under which config/phases.py declares it, called as
+"""The code of each phase: the function of the name under which config/recipes.py declares it, called as
 phase(run, step); and `run_phase`, which holds it to what it declares.
 """
 
@@ -11,7 +11,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from megarl.config.phases import PARITY, PHASES, Phase
+from megarl.config.recipes import PARITY, PHASES, Phase
 from megarl.config.schema import PRETRAINING
 from megarl.data.experience import Experience, StepBatch
 from megarl.model.routing import start_counting

@@ -50,7 +50,7 @@ class Recovery:
 
     A run leaves after a step, or within one before any weight has changed: its samples are dropped.
 
-    kept        what a checkpoint holds besides the models and where the source of the batches stands
+    stateful    what a checkpoint holds besides the models and where the source of the batches stands
     checkpoint  what the run continues from; None: it begins anew"""
 
     def __init__(

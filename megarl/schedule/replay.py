@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 import torch
 
 from megarl.config.errors import CheckpointError, ConfigError, DataError
-from megarl.config.phases import ROLLOUT, WEIGHT_TRANSFER, training_phases
+from megarl.config.recipes import ROLLOUT, WEIGHT_TRANSFER, training_phases
 from megarl.config.schema import PRETRAINING, Config
 from megarl.observe.run_log import plain
 from megarl.observe.runs import read_metrics

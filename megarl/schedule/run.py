@@ -13,9 +13,8 @@ from torch import Tensor
 from transformers import AutoTokenizer
 
 from megarl.algorithms.advantages import SuccessTracker
-from megarl.config.errors import ConfigError
 from megarl.config.files import Dispensable
-from megarl.config.phases import never_offloaded
+from megarl.config.recipes import never_offloaded
 from megarl.config.schema import PRETRAINING, Config
 from megarl.data.experience import Experience, StepBatch
 from megarl.model.builder import DTYPES, build_actor, build_critic, read_hf_config
@@ -107,6 +106,7 @@ class Run:
     batches, and what brings weights to the engines.
 
     engine       of this rank; None where there is none, or on ranks of its own
+    elsewhere    those on ranks of their own, which are the source then; None: there are none
     weight_sync  to the engines; only where there are any"""
 
     def __init__(self, config: Config, runtime: Runtime) -> None:
@@ -120,7 +120,7 @@ class Run:
         self.actor: TrainableModel = self._settled("actor")
         self.critic: TrainableModel | None = None
         if config.has_critic:
-            self.critic = self._settled("critic", "critic.path", config.critic.path)
+            self.critic = self._settled("critic", config.critic.path)
         self.reference: InferenceModel | None = None
         if config.algorithm.has_reference and config.actor.lora.rank is None:
             self.reference = self._settled("reference")
@@ -128,13 +128,14 @@ class Run:
             self.reference = InferenceModel("reference", self.actor.model, runtime, adapters=False)
         self.reward_model: InferenceModel | None = None
         if config.has_reward_model:
-            self.reward_model = self._settled("reward", "reward.model.path", config.reward.model.path)
-        folders = config.teacher.folders if config.has_teacher else {}
-        self.teachers: list[InferenceModel] = [self._settled("teacher", *one) for one in folders.items()]
+            self.reward_model = self._settled("reward", config.reward.model.path)
+        folders = config.teacher.folders.values() if config.has_teacher else ()
+        self.teachers: list[InferenceModel] = [self._settled("teacher", path) for path in folders]
         # The same on every rank.
         tracks, rho = config.algorithm.advantage == "tracked", config.algorithm.tracker_rho
         self.tracker = SuccessTracker(rho) if tracks else None
-        self.engine: RolloutEngine | None = None  # of this rank
+        self.engine: RolloutEngine | None = None
+        self.elsewhere: Elsewhere | None = None
         self.source = self._source()
         self.data_reports = self.source.reports
 
@@ -146,7 +147,8 @@ class Run:
         to_engines = config, runtime, self.folder.config, self.actor.model
         if runtime.rollout_ranks:
             self.weight_sync = make_weight_sync(*to_engines, make_engine(config, self.tokenizer, runtime))
-            return Elsewhere(config, runtime, self.weight_sync)
+            self.elsewhere = Elsewhere(config, runtime, self.weight_sync)
+            return self.elsewhere
         generation = Generation(config, runtime, self.tokenizer, self._recover)
         self.engine = generation.engine
         self.weight_sync = make_weight_sync(*to_engines, self.engine)
@@ -156,20 +158,15 @@ class Run:
             self.offload.register({f"engine.{tag}": memory})
         return generation
 
-    def _settled(self, name: str, key: str = "", path: Path | None = None) -> Any:
+    def _settled(self, name: str, path: Path | None = None) -> Any:
         """Build the actor, critic, reference, reward model or a teacher with its weights, and offload it.
-        key, path: of a model that may have a folder of its own."""
+        path: its folder where that is not the actor's."""
         config, runtime, folder, hf = self.config, self.runtime, self.folder, self.hf
         with self.offload.explained("start"):
             scalar = name in ("critic", "reward")  # the head gives one number
-            if key:
+            if scalar or path is not None:
                 folder = open_model(path or config.model.path, critic=scalar)
                 hf = read_hf_config(folder.path)
-                if hf.vocab_size < len(self.tokenizer):
-                    raise ConfigError(
-                        f"{key}: {folder.path}: its vocabulary of {hf.vocab_size} does not hold the "
-                        f"{len(self.tokenizer)} tokens of the actor"
-                    )
             of = config if name in ("actor", "critic") else config.without_adapters()
             built = (build_critic if scalar else build_actor)(of, hf, runtime)
             load_weights(built, folder, runtime, critic=scalar)
@@ -190,17 +187,17 @@ class Run:
     def publish(self, version: int) -> dict[str, float]:
         """Have the engines take the actor's present weights as `version`; return the transfer's metrics. Both
         must be on the device."""
-        if self.engine is None:
-            return self.source.publish(version)
+        if self.elsewhere is not None:
+            return self.elsewhere.publish(version)
         return self.weight_sync.sync(version).metrics()
 
     def meet(self, *, wait: bool) -> dict[str, float]:
         """Transfer the pending weights if the engines on ranks of their own are free now, or with `wait` as
         soon as they are; return the transfer's metrics."""
-        if self.source.pending is None or not self.source.free(wait=wait):
+        if self.elsewhere is None or self.elsewhere.pending is None or not self.elsewhere.free(wait=wait):
             return {}
         self.onload("weight_transfer", {"actor.weights"})
-        return self.source.meet(wait=wait)
+        return self.elsewhere.meet(wait=wait)
 
     def onload(self, phase: str, groups: Collection[str]) -> None:
         """Have the tensor groups on the device, and nothing else. An engine whose weights were lost gets the

@@ -36,13 +36,11 @@ class Rollout:
 
 class BatchSource(ABC):
     """What the trainer asks for batches. Every rank that trains has one and calls it alike. The methods with
-    a body are for sources that draw ahead of the trainer; any other inherits that they do nothing.
+    a body are for sources that draw ahead of the trainer or have an engine.
 
-    reports  what was read of the data files
-    pending  the version of the weights that the source still waits for, see Run.meet"""
+    reports  what was read of the data files"""
 
     reports: Mapping[str, ReadReport]
-    pending: int | None = None
 
     @abstractmethod
     def rollout(self, stage: str, number: int) -> Rollout:
@@ -79,32 +77,6 @@ class BatchSource(ABC):
         """Return the seconds, since the last call, in which this rank waited for the source or other ranks'
         engines."""
         return 0.0
-
-    def continue_after(self, step: int, stage: str) -> None:
-        """Have ranks that only generate drop what they have recorded after a step; 0: all of it."""
-        return None
-
-    def begin(self, done: int, checkpoint: Path | None) -> None:
-        """Have the first steps after `done` drawn, or taken from the checkpoint that holds them."""
-        return None
-
-    def draw_next(self, done: int, unfinished: int | None) -> None:
-        """Order the step that is to be drawn with the weights after step `done`. unfinished: the step of a
-        checkpoint that is not whole yet, and needs the batches after it."""
-        return None
-
-    def publish(self, version: int) -> dict[str, float]:
-        """Have the actor's present weights transferred to engines that are on other ranks; return the
-        transfer's metrics, if there was one."""
-        raise NotImplementedError
-
-    def free(self, *, wait: bool) -> bool:
-        """Return whether those engines could take the pending version now, or `wait` until they can."""
-        return True
-
-    def meet(self, *, wait: bool) -> dict[str, float]:
-        """Transfer the pending version if they can take it; return the transfer's metrics."""
-        return {}
 
     def files(self, step: int) -> list[Path]:
         """Return the files of the batches that a checkpoint after `step` holds, once they are there; called

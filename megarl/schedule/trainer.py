@@ -1,7 +1,7 @@
 """A run from its first step to its end. Read this file first: `Trainer.train` is the whole run,
 `Trainer.step` a step.
 
-The phases and their order are declared in config/phases.py; what each does is in schedule/phases.py; what is
+The phases and their order are declared in config/recipes.py; what each does is in schedule/phases.py; what is
 recorded, shown, traced and watched meanwhile is in schedule/listeners.py.
 """
 
@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megarl.config.errors import DeviceMemoryError, NumericalError
-from megarl.config.phases import (
+from megarl.config.recipes import (
     WEIGHT_TRANSFER,
     Phase,
     check_phases,
@@ -72,11 +72,13 @@ class Trainer:
                 self.evaluate(0)
             if pretrains and critic is not None:
                 self.pretrain_values(critic)
-            run.source.begin(done, checkpoint.path if done and checkpoint else None)
+            if run.elsewhere is not None:
+                run.elsewhere.begin(done, checkpoint.path if done and checkpoint else None)
             for number in range(done + 1, config.steps + 1):
                 self.step(Step(self.stage, number), self.phases)
                 self.evaluate(number)
-                run.source.draw_next(number, self.recovery.writer.step)
+                if run.elsewhere is not None:
+                    run.elsewhere.draw_next(number, self.recovery.writer.step)
                 self.recovery.after_step(self.stage, number, last=number == config.steps)
             self.recovery.finish()
             if config.checkpoint.export_hf:
@@ -132,7 +134,7 @@ class Trainer:
             self.recovery.check(weights_changed=weights_changed)
             weights_changed |= phase.updates_weights
             try:
-                if run.source.pending is not None:
+                if run.elsewhere is not None and run.elsewhere.pending is not None:
                     with self.listeners.phase("weight_transfer", step):
                         step.metrics |= run.meet(wait="actor.gradients" in phase.on_gpu)
                 with run.offload.explained(phase.name):

@@ -138,7 +138,9 @@ class TestKeys:
         ),
         "model.layers=te": "model.layers: te needs a CUDA device and transformer-engine",
         "data.train=[]": "{x}: data.train: must name at least one file",
-        "watchdog.limits.rolout=5": "command line: watchdog.limits: must be 'start', 'choose a checkpoint'",
+        "watchdog.limits.rolout=5": (
+            "{x}: watchdog.limits: rolout is nothing that a run does (one of start, choose a checkpoint, "
+        ),
         "watchdog.limits.rollout=-5": "command line: watchdog.limits: must be greater than 0 (got -5)",
         "run_dir={folder}/model": (
             "{x}: run_dir: {folder}/model is in model.path {folder}/model, where nothing is to be written"

@@ -13,7 +13,7 @@ import pytest
 from megarl.config import Config, check_config, dump_config, load_config
 from megarl.config.engines import ENGINES, EngineName
 from megarl.config.errors import ConfigError
-from megarl.config.phases import PRESETS
+from megarl.config.recipes import PRESETS
 from megarl.config.schema import Section, fields
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"

@@ -19,7 +19,7 @@ import pytest
 from megarl.cli.main import Command, main
 from megarl.config import Config, check_config, load_config
 from megarl.config.load import parse_yaml
-from megarl.config.phases import PRESETS
+from megarl.config.recipes import PRESETS
 from megarl.config.schema import RewardConfig, fields
 
 ROOT = Path(__file__).parents[2]

@@ -13,6 +13,7 @@ import pytest
 
 from megarl.config.load import parse_yaml
 from megarl.rollout.chat import ChatTurns, play, schemas, tool_calls
+from megarl.rollout.endpoint import Endpoint
 from megarl.rollout.tools import ToolPool, environment_class
 from tests.docs.test_docs import ROOT, blocks, written
 from tests.rollout.talk import (
@@ -104,7 +105,6 @@ def test_shop() -> None:
 @pytest.mark.slow
 def test_shop_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Beside a function, in real processes."""
-    pytest.importorskip("mcp")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", str(Path(sys.executable).parent), prepend=":")
     tools = schemas(["shop:price", SHOP_SERVER])
@@ -161,9 +161,6 @@ def test_guess_is_played(chat: bool) -> None:
 
 
 def agent_of(policy: ScriptedPolicy, agent: Any) -> Any:
-    pytest.importorskip("aiohttp")
-    from megarl.rollout.endpoint import Endpoint
-
     async def run() -> Any:
         endpoint = Endpoint(policy.tokenizer, 30.0)
         try:
@@ -175,7 +172,6 @@ def agent_of(policy: ScriptedPolicy, agent: Any) -> Any:
 
 
 def test_agent() -> None:
-    pytest.importorskip("openai")
     policy = policy_of(["2", "3 it is"])
     assert agent_of(policy, example("agent:agent")) is True
     asked = "<|im_start|>user\nAre you sure?<|im_end|>\n<|im_start|>assistant\n3 it is<|im_end|>"

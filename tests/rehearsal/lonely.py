@@ -25,7 +25,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megarl.config.phases import never_offloaded, pretraining_phases, training_phases
+from megarl.config.recipes import never_offloaded, pretraining_phases, training_phases
 from megarl.config.schema import PRETRAINING, Config
 from megarl.data.experience import Experience
 from megarl.model.builder import read_hf_config
@@ -165,11 +165,12 @@ class LonelyRun(Run):
         self.actor = self._settled("actor")
         self.critic = None
         if config.has_critic:
-            self.critic = self._settled("critic", "critic.path", config.critic.path)
+            self.critic = self._settled("critic", config.critic.path)
         self.reference = self.reward_model = None
         self.teachers: list[Any] = []
         self.source: Any = None
         self.engine: Any = None
+        self.elsewhere = None
 
     def connect(self) -> None:
         """Adds what is there for the engine."""

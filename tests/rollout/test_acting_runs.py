@@ -150,8 +150,6 @@ def check(records: list[dict[str, Any]], turns: tuple[float, float]) -> None:
 def test_an_openai_agent_is_trained(folder: Path) -> None:
     """Two turns each; those to prompts that begin with 3 are left out, and end nothing. What others leave
     running is ended, and said once."""
-    pytest.importorskip("openai")
-    pytest.importorskip("aiohttp")
     records, said = run(folder, "talker", agent="talker:agent")
     check(records, (2, 2))
     left = "rollout.agent: it returned before these tasks of its own had ended, which are cancelled: log ("

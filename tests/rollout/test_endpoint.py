@@ -9,11 +9,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import aiohttp
 import numpy as np
+import openai
 import pytest
 
 from megarl.config.errors import ConfigError, EngineError
 from megarl.rollout.chat import opening
+from megarl.rollout.endpoint import Endpoint
 from megarl.rollout.episode import EpisodeAborted, EpisodeTruncated
 from megarl.rollout.sampling import Completion
 from tests.rollout.talk import (
@@ -26,10 +29,6 @@ from tests.rollout.talk import (
     prompt_of,
     trained_on,
 )
-
-aiohttp = pytest.importorskip("aiohttp")
-
-from megarl.rollout.endpoint import Endpoint  # noqa: E402
 
 TOOL = {
     "type": "function",
@@ -101,7 +100,6 @@ def user(*texts: str) -> list[dict[str, str]]:
 
 
 def test_an_openai_agent_is_captured():
-    pytest.importorskip("openai")
     policy = policy_of([f"an {CALL}", "3"], QWEN25)
     tokenizer = policy.tokenizer
     assert run(policy, openai_agent) == 1.0
@@ -119,8 +117,6 @@ def test_an_openai_agent_is_captured():
 
 
 def test_a_stream_is_one_piece():
-    openai = pytest.importorskip("openai")
-
     async def agent(base_url: str, api_key: str, row: dict[str, Any]) -> Any:
         async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
             asked = {"model": "x", "messages": user("one"), "tools": [TOOL]}

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import random
 import re
-import threading
 from dataclasses import replace
 
 import pytest
@@ -401,25 +400,6 @@ def test_what_was_begun_goes_on(make_engine):
     assert straight.finish == "stop" and len(straight.tokens) == 5
     (cut_through,) = engine.generate([begun(longest, 4)], stopped)
     assert (cut_through.tokens, cut_through.finish) == (straight.tokens, "stop")
-
-
-def test_abort_from_another_thread(make_engine):
-    engine = make_engine(max_batch=4, eos_ids=[])
-    steps = []
-
-    def abort_after_ten(module, args) -> None:
-        steps.append(0)
-        if len(steps) == 10:
-            thread = threading.Thread(target=engine.abort)
-            thread.start()
-            thread.join()
-
-    hook = engine._model.get_output_embeddings().register_forward_pre_hook(abort_after_ten)
-    completions = engine.generate(requests(4), SamplingParams(max_tokens=400))
-    hook.remove()
-    assert [len(c.tokens) for c in completions] == [10] * 4 + [0] * 4
-    assert {c.finish for c in completions} == {"abort"} and len(steps) == 10
-    assert [c.finish for c in engine.generate(requests(1), SamplingParams(max_tokens=2))] == ["length"] * 2
 
 
 def test_sleep_frees_and_wake_needs_an_update(make_engine):

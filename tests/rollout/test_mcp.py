@@ -22,7 +22,6 @@ from megarl.rollout.chat import ChatTurns, schemas, tool_calls
 from megarl.rollout.tools import Result, ToolPool
 from tests.rollout.talk import QWEN25, ScriptedPolicy, merging_tokenizer, prompt_of
 
-pytest.importorskip("mcp")
 SERVER = '''
 import os, sys, time
 from pathlib import Path

@@ -33,10 +33,8 @@ from megarl.weights.layout import hf_shapes
 from megarl.weights.plan import Plan, engine_plan, engine_targets
 from megarl.weights.transfer import Staging
 from tests.docs.test_docs import ROOT
-from tests.tiny_models import make_tiny_model
-
-pytest.importorskip("aiohttp")
 from tests.rollout.servers import WAIT, Router, Server, make_engine
+from tests.tiny_models import make_tiny_model
 
 PARAMS = SamplingParams(12)
 UPDATE = (

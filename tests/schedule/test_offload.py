@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from megarl.config.errors import ConfigError, DeviceMemoryError
-from megarl.config.phases import (
+from megarl.config.recipes import (
     ACTOR_UPDATE,
     GROUPS,
     ROLLOUT,

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from megarl.config import dump_config
-from megarl.config.phases import (
+from megarl.config.recipes import (
     DISTRIBUTE,
     OLD_LOGPROBS,
     PARITY,

@@ -14,8 +14,8 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
-import megarl.config.phases as config_phases
-from megarl.config.phases import Phase, check_phases, declare
+import megarl.config.recipes as config_recipes
+from megarl.config.recipes import Phase, check_phases, declare
 from megarl.data.experience import Experience, join, read_experience
 from megarl.observe.runs import load_run
 from megarl.schedule.phases import FUNCTIONS, enforced
@@ -185,7 +185,7 @@ def test_a_column_is_written_before_it_is_read(order: tuple[Phase, ...]) -> None
 
 
 def test_every_declared_phase_has_its_function() -> None:
-    declared = {phase.name for phase in vars(config_phases).values() if isinstance(phase, Phase)}
+    declared = {phase.name for phase in vars(config_recipes).values() if isinstance(phase, Phase)}
     assert declared == set(FUNCTIONS)
 
 

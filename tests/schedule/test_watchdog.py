@@ -14,14 +14,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import get_args
 
 import psutil
 import pytest
 
-from megarl.config import phases
-from megarl.config.phases import Phase
-from megarl.config.schema import WatchedPhase
+from megarl.config import recipes
 from megarl.parallel.launch import HUNG
 from megarl.schedule import recovery, trainer
 from megarl.schedule.watchdog import Report, culprit, read_beat
@@ -143,9 +140,7 @@ def test_reports_survive_json() -> None:
 
 
 def test_limits_can_be_set_for_all_that_a_run_does_and_for_nothing_else() -> None:
-    """The schema, which knows no phases, names them once more; here is what the trainer and its phases call
-    themselves."""
-    names = {phase.name for phase in vars(phases).values() if isinstance(phase, Phase)} | {"start"}
+    names = {*recipes.PHASES, "start"}
     sources = [Path(module.__file__).read_text() for module in (trainer, recovery)]
     nodes = [node for source in sources for node in ast.walk(ast.parse(source))]
     for call in (node for node in nodes if isinstance(node, ast.Call)):
@@ -155,4 +150,4 @@ def test_limits_can_be_set_for_all_that_a_run_does_and_for_nothing_else() -> Non
                 for part in call.args[:2]
                 if isinstance(part, ast.Constant) and isinstance(part.value, str)
             }
-    assert set(get_args(WatchedPhase)) == names | {"export actor", "export critic"}
+    assert set(recipes.WATCHED) == names | {"export actor", "export critic"}

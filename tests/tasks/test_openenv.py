@@ -9,12 +9,12 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
+from aiohttp import web
 
 from megarl.config.errors import ConfigError
 from megarl.rewards.verdict import Verdict
 from megarl.rollout.tools import Answer, Result, ToolPool, environment_class
 
-web = pytest.importorskip("aiohttp.web")
 PATH = "megarl_tasks.openenv:OpenEnvironment"
 
 

@@ -75,7 +75,7 @@ def make_batch(turns: bool = False) -> Experience:
 
 def advantages_of(runtime: Runtime, folder: Path, algorithm: dict[str, Any], turns: bool) -> Any:
     """Number of a response -> its advantages (and returns), of this rank's share; and the metrics."""
-    from megarl.config.phases import training_phases
+    from megarl.config.recipes import training_phases
     from megarl.model.builder import build_actor, read_hf_config
     from megarl.training import columns
     from megarl.training.batch import distribute

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import gguf
 import numpy as np
 import pytest
 import torch
@@ -18,8 +19,6 @@ from megarl.config.errors import CheckpointError
 from megarl.weights.gguf import GGUFFile, gguf_to_hf
 from tests.tiny_models import CHAT_TEMPLATE, Family, make_tiny_model
 from tests.weights.folders import folder_tensors
-
-gguf = pytest.importorskip("gguf", reason="the package gguf is not installed")
 
 ARCHITECTURES = {
     "llama": "llama",

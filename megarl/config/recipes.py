@@ -4,8 +4,7 @@ writes, and what it needs on the GPU.
 The code of a phase is the function of the same name in megarl/schedule/phases.py. The trainer enforces the
 declarations while it runs a phase, the planner computes memory and time from them, `megarl replay` follows
 the same lists. To add a phase: declare it here, put it in its place in `training_phases` (or
-`pretraining_phases`), write its function there, and name it in WatchedPhase (megarl/config/schema.py).
-docs/extending.md has an example."""
+`pretraining_phases`), and write its function there. docs/extending.md has an example."""
 
 from __future__ import annotations
 
@@ -281,6 +280,12 @@ SUPERVISED_UPDATE = declare(
     on_gpu="actor.weights actor.gradients actor.optimizer",
 )
 
+
+# What `watchdog.limits` can limit: phases, and what a run does between them.
+WATCHED = (
+    *("start", "choose a checkpoint", "resume", *PHASES),
+    *("residency", "evaluation", "checkpoint", "export actor", "export critic"),
+)
 
 # Columns that a rollout has for these advantages alone.
 OF_ADVANTAGES = {"per_reward": frozenset({"reward_parts"}), "tracked": frozenset({"prompt_uids"})}
