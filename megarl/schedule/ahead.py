@@ -1,6 +1,6 @@
 """Rollouts on ranks of their own (`parallel.rollout_ranks`), beside the trainers' steps (`schedule.ahead`).
 
-The trainers give orders (`Elsewhere`), which the ranks with engines carry out one after the other
+The trainers give orders (`GenerationApart`), which the ranks with engines carry out one after the other
 (`serve_orders`): take the weights of a version, draw the responses of a step, evaluate. They are messages
 from the first trainer to the controller of rollouts, which passes them on to its ranks, and answers. A batch
 goes through run_dir/rollouts: it is written in any case, since a checkpoint holds what is in flight.
@@ -105,9 +105,9 @@ class ControllerLink:
         self._loop.close()
 
 
-class Elsewhere(BatchSource):
-    """The generation of responses as the trainers see it, who have no engines: it stands where a run without
-    `parallel.rollout_ranks` has a `Generation`. Every trainer has one and calls it alike.
+class GenerationApart(BatchSource):
+    """What trainers without engines have in place of a `Generation`: has the ranks with engines draw, and
+    reads what they have drawn. Every trainer has one and calls it alike.
 
     Its waits are limited by the watchdog, as parts of a phase (watchdog.limit).
 

@@ -121,7 +121,7 @@ class InTimeline(Listener):
 
     def __init__(self, run: Run) -> None:
         self.timeline = Timeline(run.config.run_dir, run.runtime.rank, run.dispensable)
-        self.source, self.elsewhere, self.main_stage = run.source, run.elsewhere, run.config.main_stage
+        self.source, self.apart, self.main_stage = run.source, run.apart, run.config.main_stage
 
     @contextmanager
     def listening(self) -> Iterator[None]:
@@ -141,13 +141,13 @@ class InTimeline(Listener):
     def begins(self, *, anew: bool) -> None:
         if anew:
             self.timeline.clear()
-            if self.elsewhere is not None:
-                self.elsewhere.continue_after(0, self.main_stage)
+            if self.apart is not None:
+                self.apart.continue_after(0, self.main_stage)
 
     def goes_back(self, stage: str, number: int) -> None:
         self.timeline.truncate_after(number, stage)
-        if self.elsewhere is not None:
-            self.elsewhere.continue_after(number, stage)
+        if self.apart is not None:
+            self.apart.continue_after(number, stage)
 
 
 class Watched(Listener):

@@ -24,7 +24,7 @@ from megarl.parallel.movable import HostPool, empty_cache
 from megarl.parallel.runtime import Runtime
 from megarl.rollout.engine import RolloutEngine
 from megarl.rollout.weight_sync import Failures, WeightSync
-from megarl.schedule.ahead import Elsewhere, serve_orders
+from megarl.schedule.ahead import GenerationApart, serve_orders
 from megarl.schedule.generation import Generation, make_engine
 from megarl.schedule.offload import EngineMemory, OffloadManager
 from megarl.schedule.profiler import Profiler
@@ -106,7 +106,7 @@ class Run:
     batches, and what brings weights to the engines.
 
     engine       of this rank; None where there is none, or on ranks of its own
-    elsewhere    those on ranks of their own, which are the source then; None: there are none
+    apart        the source where engines are on ranks of their own; else None
     weight_sync  to the engines; only where there are any"""
 
     def __init__(self, config: Config, runtime: Runtime) -> None:
@@ -135,7 +135,7 @@ class Run:
         tracks, rho = config.algorithm.advantage == "tracked", config.algorithm.tracker_rho
         self.tracker = SuccessTracker(rho) if tracks else None
         self.engine: RolloutEngine | None = None
-        self.elsewhere: Elsewhere | None = None
+        self.apart: GenerationApart | None = None
         self.source = self._source()
         self.data_reports = self.source.reports
 
@@ -147,8 +147,8 @@ class Run:
         to_engines = config, runtime, self.folder.config, self.actor.model
         if runtime.rollout_ranks:
             self.weight_sync = make_weight_sync(*to_engines, make_engine(config, self.tokenizer, runtime))
-            self.elsewhere = Elsewhere(config, runtime, self.weight_sync)
-            return self.elsewhere
+            self.apart = GenerationApart(config, runtime, self.weight_sync)
+            return self.apart
         generation = Generation(config, runtime, self.tokenizer, self._recover)
         self.engine = generation.engine
         self.weight_sync = make_weight_sync(*to_engines, self.engine)
@@ -187,17 +187,17 @@ class Run:
     def publish(self, version: int) -> dict[str, float]:
         """Have the engines take the actor's present weights as `version`; return the transfer's metrics. Both
         must be on the device."""
-        if self.elsewhere is not None:
-            return self.elsewhere.publish(version)
+        if self.apart is not None:
+            return self.apart.publish(version)
         return self.weight_sync.sync(version).metrics()
 
     def meet(self, *, wait: bool) -> dict[str, float]:
         """Transfer the pending weights if the engines on ranks of their own are free now, or with `wait` as
         soon as they are; return the transfer's metrics."""
-        if self.elsewhere is None or self.elsewhere.pending is None or not self.elsewhere.free(wait=wait):
+        if self.apart is None or self.apart.pending is None or not self.apart.free(wait=wait):
             return {}
         self.onload("weight_transfer", {"actor.weights"})
-        return self.elsewhere.meet(wait=wait)
+        return self.apart.meet(wait=wait)
 
     def onload(self, phase: str, groups: Collection[str]) -> None:
         """Have the tensor groups on the device, and nothing else. An engine whose weights were lost gets the

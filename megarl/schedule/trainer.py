@@ -72,13 +72,13 @@ class Trainer:
                 self.evaluate(0)
             if pretrains and critic is not None:
                 self.pretrain_values(critic)
-            if run.elsewhere is not None:
-                run.elsewhere.begin(done, checkpoint.path if done and checkpoint else None)
+            if run.apart is not None:
+                run.apart.begin(done, checkpoint.path if done and checkpoint else None)
             for number in range(done + 1, config.steps + 1):
                 self.step(Step(self.stage, number), self.phases)
                 self.evaluate(number)
-                if run.elsewhere is not None:
-                    run.elsewhere.draw_next(number, self.recovery.writer.step)
+                if run.apart is not None:
+                    run.apart.draw_next(number, self.recovery.writer.step)
                 self.recovery.after_step(self.stage, number, last=number == config.steps)
             self.recovery.finish()
             if config.checkpoint.export_hf:
@@ -134,7 +134,7 @@ class Trainer:
             self.recovery.check(weights_changed=weights_changed)
             weights_changed |= phase.updates_weights
             try:
-                if run.elsewhere is not None and run.elsewhere.pending is not None:
+                if run.apart is not None and run.apart.pending is not None:
                     with self.listeners.phase("weight_transfer", step):
                         step.metrics |= run.meet(wait="actor.gradients" in phase.on_gpu)
                 with run.offload.explained(phase.name):

@@ -170,7 +170,7 @@ class LonelyRun(Run):
         self.teachers: list[Any] = []
         self.source: Any = None
         self.engine: Any = None
-        self.elsewhere = None
+        self.apart = None
 
     def connect(self) -> None:
         """Adds what is there for the engine."""

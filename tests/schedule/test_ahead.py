@@ -23,7 +23,7 @@ from megarl.rollout import messages as m
 from megarl.rollout import weight_sync
 from megarl.rollout.weight_sync import WeightSync
 from megarl.schedule import ahead
-from megarl.schedule.ahead import ControllerLink, Elsewhere
+from megarl.schedule.ahead import ControllerLink, GenerationApart
 from megarl.weights.transfer import TransferStats
 from tests.schedule.demo import make_warm_model, train
 from tests.schedule.test_profiler import events
@@ -115,7 +115,7 @@ def test_each_step_is_drawn_with_its_own_version(steps_ahead: int, steps: int, d
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ahead, "ControllerLink", engines.link)
         patch.setattr(ahead, "from_rank_0", lambda ranks, value: value)
-        there = Elsewhere(config, runtime, SimpleNamespace(sync=engines.sync))  # type: ignore[arg-type]
+        there = GenerationApart(config, runtime, SimpleNamespace(sync=engines.sync))  # type: ignore[arg-type]
         there.publish(done)
         there.begin(done, None)
         for number in range(done + 1, steps + 1):
