@@ -54,6 +54,19 @@ class Body(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     rewards: np.ndarray | None = None
     journal: list[Any] = msgspec.field(default_factory=list)
 
+    @staticmethod
+    def of(lists: Mapping[str, Any], routing: np.ndarray | None, journal: Sequence[Any] = ()) -> Body:
+        """Return a body whose columns of tokens are given as lists; where one is missing it is None."""
+        columns: dict[str, Any] = {name: lists.get(name) for name in BODY}
+        for name, column in columns.items():
+            columns[name] = None if column is None else np.array(column, BODY[name])
+        return Body(**columns, routing=routing, journal=[*journal])
+
+    @property
+    def lists(self) -> dict[str, Any]:
+        """Return the columns of tokens as lists."""
+        return {name: None if (c := getattr(self, name)) is None else c.tolist() for name in BODY}
+
     def without_tokens(self, prompt: int) -> Body:
         """Return the body of no response to a prompt of so many tokens."""
         routing = None if self.routing is None else self.routing[:prompt]
@@ -205,9 +218,8 @@ class Group:
         for response in self.responses:
             assert response.body is not None
             facts = {name: v for name, v in asdict(response).items() if name not in DERIVED}
-            body = {name: getattr(response.body, name) for name in BODY}
-            body = {name: None if column is None else column.tolist() for name, column in body.items()}
-            responses.append(facts | body | {"routing": routing_state(response.body.routing)})
+            routing = routing_state(response.body.routing)
+            responses.append(facts | response.body.lists | {"routing": routing})
         return {"prompt": prompt_state(self.prompt), "responses": responses, "version": self.version}
 
     @staticmethod
@@ -215,12 +227,9 @@ class Group:
         """Undo `state_dict`, for a group that from now on lies on `owner`. here: whether that is this
         rank."""
         responses = []
-        for facts in state["responses"]:
-            facts, arrays = dict(facts), dict[str, Any]()
-            for name, kind in BODY.items():
-                given = facts.pop(name, None)
-                arrays[name] = None if given is None else np.array(given, dtype=kind)
-            body = Body(**arrays, routing=routing_from_state(facts.pop("routing", None)))
+        for saved in state["responses"]:
+            body = Body.of(saved, routing_from_state(saved.get("routing")))
+            facts = {name: v for name, v in saved.items() if name not in (*BODY, "routing")}
             response = Response.of(body, owner, **facts)
             responses.append(response if here else msgspec.structs.replace(response, body=None))
         return Group(prompt_from_state(state["prompt"]), responses, state["version"])

@@ -27,7 +27,7 @@ from megarl.data.prompts import Prompt
 from megarl.rewards.shaping import soft_overlong_punishment
 from megarl.rewards.verdict import UnusableError, Verdict, as_verdict, imported, short
 from megarl.rollout import messages as m
-from megarl.rollout.batch import BODY, Body, Response
+from megarl.rollout.batch import Body, Response
 from megarl.rollout.chat import ChatTurns, check_template, play, schemas, tool_calls
 from megarl.rollout.endpoint import Endpoint
 from megarl.rollout.engine import EngineClient, RolloutEngine
@@ -396,15 +396,12 @@ class Worker:
                 terms = sum(reward.terms[name].weight * value for name, value in verdict.terms.items())
                 total = reward.weight * verdict.reward(reward.correct, reward.incorrect) + terms + penalty
                 total += math.fsum(completion.rewards or ())
-            columns: dict[str, Any] = {
-                name: None if (column := getattr(completion, name)) is None else np.array(column, kind)
-                for name, kind in BODY.items()
-            }
-            if (columns["versions"] == version).all():
-                columns["versions"] = None
+            body = Body.of(vars(completion), completion.routing, completion.journal)
+            if np.all(body.versions == version):
+                body.versions = None
             responses.append(
                 Response.of(
-                    Body(**columns, routing=completion.routing, journal=completion.journal),
+                    body,
                     self.rank,
                     number=one.number,
                     finish="window" if one.goes_on else completion.finish,
@@ -527,9 +524,7 @@ def as_completion(response: Response, version: int) -> Completion:
     """Return a verified response as its episode gave it. version: of the weights of a body without any."""
     body = response.body
     assert body is not None
-    columns: dict[str, Any] = {
-        name: None if (c := getattr(body, name)) is None else c.tolist() for name in BODY
-    }
+    columns = body.lists
     columns["versions"] = columns["versions"] or [version] * body.tokens.size
     finish: Any = "abort" if response.finish == "window" else response.finish
     return Completion(**columns, finish=finish, routing=body.routing, journal=body.journal)
