@@ -158,7 +158,8 @@ def _train_launched(config: Config, end: float | None, lease: Lease) -> int:
 
 def _train(config: Config, stop: StopRequest, lease: Lease | None, *, launched: bool) -> int:
     def job(runtime: Runtime) -> None:
-        from megarl.schedule.run import EngineRank, Run
+        from megarl.schedule.ahead import EngineRank
+        from megarl.schedule.run import Run
         from megarl.schedule.trainer import Trainer
         from megarl.schedule.watchdog import Watchdog
 

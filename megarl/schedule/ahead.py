@@ -1,7 +1,7 @@
 """Rollouts on ranks of their own (`parallel.rollout_ranks`), beside the trainers' steps (`schedule.ahead`).
 
 The trainers give orders (`GenerationApart`), which the ranks with engines carry out one after the other
-(`serve_orders`): take the weights of a version, draw the responses of a step, evaluate. They are messages
+(`EngineRank`): take the weights of a version, draw the responses of a step, evaluate. They are messages
 from the first trainer to the controller of rollouts, which passes them on to its ranks, and answers. A batch
 goes through run_dir/rollouts: it is written in any case, since a checkpoint holds what is in flight.
 
@@ -25,7 +25,7 @@ import msgspec
 import zmq.asyncio
 
 from megarl.config.errors import CheckpointError, StorageError
-from megarl.config.files import essential
+from megarl.config.files import Dispensable, essential
 from megarl.config.schema import PRETRAINING, TRAIN, Config
 from megarl.data.experience import StepBatch
 from megarl.observe.run_log import Sample
@@ -34,7 +34,7 @@ from megarl.parallel.comm import from_rank_0
 from megarl.parallel.runtime import Runtime
 from megarl.rollout import messages as m
 from megarl.rollout.weight_sync import WeightSync
-from megarl.schedule.generation import Generation
+from megarl.schedule.generation import Generation, load_tokenizer, make_weight_sync
 from megarl.schedule.profiler import Profiler
 from megarl.schedule.rollouts import (
     FOLDER,
@@ -48,6 +48,7 @@ from megarl.schedule.rollouts import (
 from megarl.schedule.source import BatchSource, Rollout
 from megarl.schedule.watchdog import Watchdog
 from megarl.training.checkpoint import BATCHES
+from megarl.weights.megatron import open_model
 
 SLICE = (
     5.0  # seconds that the first trainer waits for an answer before it tells the others that there is none
@@ -296,79 +297,89 @@ def remove(folder: Path, first: int, last: float = math.inf) -> None:
             shutil.rmtree(path)
 
 
-def serve_orders(
-    config: Config,
-    runtime: Runtime,
-    generation: Generation,
-    weight_sync: WeightSync,
-    watchdog: Watchdog,
-    profiler: Profiler,
-    timeline: Timeline,
-) -> None:
-    """Carry out the trainers' orders on a rank with an engine, until they let it go."""
-    watchdog.depths |= generation.depths
-    ranks, folder, rank = runtime.engines, rollouts_folder(config), generation.rank
-    if ranks.rank == 0:
-        assert runtime.store is not None
-        runtime.store.set(ADDRESS, msgspec.json.encode(rank.address).decode())
+class EngineRank:
+    """What lives for the whole run on a rank that has an engine and does not train."""
 
-    def enter(phase: str, *place: Any) -> None:
-        watchdog.phase(phase, *place)
-        if place:
-            timeline.step(*place)
-        timeline.enter(phase)
+    def __init__(self, config: Config, runtime: Runtime) -> None:
+        self.config, self.runtime, self.dispensable = config, runtime, Dispensable()
+        tokenizer = load_tokenizer(config.model.path)
+        self.generation = Generation(config, runtime, tokenizer, lambda f: self.weight_sync.recover(f))
+        hf_config = open_model(config.model.path).config
+        self.layers = hf_config["num_hidden_layers"]
+        self.weight_sync = make_weight_sync(config, runtime, hf_config, None, self.generation.engine)
 
-    timeline.enter("wait for orders")
-    while True:
-        watchdog.phase("wait for orders")  # again and again: the trainers' watchdogs limit their steps
-        match rank.next_order(SLICE):
-            case None:
-                continue
-            case m.SendReports():
-                rank.answer(m.Reports(dict(generation.reports)))
-            case m.Sync(version):
-                enter("weight_transfer", TRAIN, version)
-                with profiler.phase("weight_transfer"):
-                    weight_sync.sync(version)
-            case m.Draw(stage, number, done):
-                enter("rollout", stage, number)
-                started = time.perf_counter()
-                with profiler.step(stage, number), profiler.phase("rollout"):
-                    found = generation.rollout(stage, number)
-                metrics = {name: value for name, value in found.metrics.items() if name.startswith("inside/")}
-                metrics["inside/rollout"] = time.perf_counter() - started
-                events = found.events + weight_sync.take_events() + profiler.dispensable.take()
-                if stage == PRETRAINING:
-                    metrics["rollout/reused"] = found.metrics["rollout/reused"]
-                elif ranks.rank == 0 and not config.checkpoint.rollouts:
-                    remove(folder, 0, done)
-                rank.answer(m.Drawn(stage, number, metrics, found.errors, events))
-            case m.Take(source, number):
-                failure, place = None, folder / FOLDER.format(number)
-                try:
-                    if ranks.rank == 0:
-                        aside = folder / f".{FOLDER.format(number)}"
-                        with essential(place):
-                            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-                            shutil.rmtree(aside, ignore_errors=True)
-                            shutil.copytree(source, aside)
-                            aside.rename(place)
-                except StorageError as error:
-                    failure = error
-                if (failure := from_rank_0(ranks, failure)) is not None:
-                    raise failure
-                state = read_manifest(stored(Path(source).parent, number))["state"]
-                rank.answer(m.Drawn(TRAIN, number, {"inside/rollout": 0.0}, state["errors"], []))
-            case m.Continue(step, stage):
-                timeline.truncate_after(step, stage) if step else timeline.clear()
-            case m.Load(state):
-                generation.load_state_dict(json.loads(state))
-            case m.Evaluate(step):
-                enter("evaluation")
-                stats, answers = generation.evaluate(step)
-                rank.answer(m.Evaluated(stats, list(answers) if ranks.rank == 0 else []))
-            case m.Leave():
-                timeline.close()
-                return
-        timeline.waited(generation.take_waited())
+    def serve(self, watchdog: Watchdog) -> None:
+        """Carry out the trainers' orders until they let this rank go."""
+        config, runtime, generation = self.config, self.runtime, self.generation
+        profiler = Profiler(config, runtime, self.layers, self.dispensable)
+        timeline = Timeline(config.run_dir, runtime.rank, self.dispensable)
+        watchdog.depths |= generation.depths
+        ranks, folder, rank = runtime.engines, rollouts_folder(config), generation.rank
+        if ranks.rank == 0:
+            assert runtime.store is not None
+            runtime.store.set(ADDRESS, msgspec.json.encode(rank.address).decode())
+
+        def enter(phase: str, *place: Any) -> None:
+            watchdog.phase(phase, *place)
+            if place:
+                timeline.step(*place)
+            timeline.enter(phase)
+
         timeline.enter("wait for orders")
+        while True:
+            watchdog.phase("wait for orders")  # again and again: the trainers' watchdogs limit their steps
+            match rank.next_order(SLICE):
+                case None:
+                    continue
+                case m.SendReports():
+                    rank.answer(m.Reports(dict(generation.reports)))
+                case m.Sync(version):
+                    enter("weight_transfer", TRAIN, version)
+                    with profiler.phase("weight_transfer"):
+                        self.weight_sync.sync(version)
+                case m.Draw(stage, number, done):
+                    enter("rollout", stage, number)
+                    started = time.perf_counter()
+                    with profiler.step(stage, number), profiler.phase("rollout"):
+                        found = generation.rollout(stage, number)
+                    metrics = {name: v for name, v in found.metrics.items() if name.startswith("inside/")}
+                    metrics["inside/rollout"] = time.perf_counter() - started
+                    events = found.events + self.weight_sync.take_events() + self.dispensable.take()
+                    if stage == PRETRAINING:
+                        metrics["rollout/reused"] = found.metrics["rollout/reused"]
+                    elif ranks.rank == 0 and not config.checkpoint.rollouts:
+                        remove(folder, 0, done)
+                    rank.answer(m.Drawn(stage, number, metrics, found.errors, events))
+                case m.Take(source, number):
+                    failure, place = None, folder / FOLDER.format(number)
+                    try:
+                        if ranks.rank == 0:
+                            aside = folder / f".{FOLDER.format(number)}"
+                            with essential(place):
+                                folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+                                shutil.rmtree(aside, ignore_errors=True)
+                                shutil.copytree(source, aside)
+                                aside.rename(place)
+                    except StorageError as error:
+                        failure = error
+                    if (failure := from_rank_0(ranks, failure)) is not None:
+                        raise failure
+                    state = read_manifest(stored(Path(source).parent, number))["state"]
+                    rank.answer(m.Drawn(TRAIN, number, {"inside/rollout": 0.0}, state["errors"], []))
+                case m.Continue(step, stage):
+                    timeline.truncate_after(step, stage) if step else timeline.clear()
+                case m.Load(state):
+                    generation.load_state_dict(json.loads(state))
+                case m.Evaluate(step):
+                    enter("evaluation")
+                    stats, answers = generation.evaluate(step)
+                    rank.answer(m.Evaluated(stats, list(answers) if ranks.rank == 0 else []))
+                case m.Leave():
+                    timeline.close()
+                    return
+            timeline.waited(generation.take_waited())
+            timeline.enter("wait for orders")
+
+    def close(self) -> None:
+        """End the engine and the verifiers."""
+        self.generation.close()

@@ -17,8 +17,8 @@ from megarl.rewards.pool import VerifierPool
 from megarl.rollout.batch import EvaluationResult
 from megarl.rollout.chat import prompting
 from megarl.rollout.rank import RolloutRank
-from megarl.schedule.generation import make_engine, start_engine
-from megarl.schedule.run import load_tokenizer, load_weights, make_weight_sync
+from megarl.schedule.generation import load_tokenizer, make_engine, make_weight_sync, start_engine
+from megarl.schedule.run import load_weights
 from megarl.training.checkpoint import (
     FOLDER,
     MANIFEST,

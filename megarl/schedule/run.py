@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoTokenizer
 
 from megarl.algorithms.advantages import SuccessTracker
 from megarl.config.files import Dispensable
@@ -19,17 +18,14 @@ from megarl.config.schema import PRETRAINING, Config
 from megarl.data.experience import Experience, StepBatch
 from megarl.model.builder import DTYPES, build_actor, build_critic, read_hf_config
 from megarl.observe.run_log import Sample
-from megarl.observe.timeline import Timeline
-from megarl.parallel.movable import HostPool, empty_cache
+from megarl.parallel.movable import HostPool
 from megarl.parallel.runtime import Runtime
 from megarl.rollout.engine import RolloutEngine
-from megarl.rollout.weight_sync import Failures, WeightSync
-from megarl.schedule.ahead import GenerationApart, serve_orders
-from megarl.schedule.generation import Generation, make_engine
+from megarl.rollout.weight_sync import Failures
+from megarl.schedule.ahead import GenerationApart
+from megarl.schedule.generation import Generation, load_tokenizer, make_engine, make_weight_sync
 from megarl.schedule.offload import EngineMemory, OffloadManager
-from megarl.schedule.profiler import Profiler
 from megarl.schedule.source import BatchSource, Rollout, SupervisedPairs
-from megarl.schedule.watchdog import Watchdog
 from megarl.training.batch import LocalBatch
 from megarl.training.columns import Tables
 from megarl.training.model import InferenceModel, TrainableModel, tensor_groups
@@ -39,13 +35,6 @@ from megarl.weights.hf import ModelFolder, export_hf, load_into
 from megarl.weights.layout import megatron_layout
 from megarl.weights.lora import export_peft, merged
 from megarl.weights.megatron import open_model
-from megarl.weights.plan import engine_plan, frozen_targets
-from megarl.weights.transfer import Staging, Transfer
-
-
-def load_tokenizer(folder: Path) -> Any:
-    """Load the model's tokenizer; its end-of-sequence token ends responses."""
-    return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
 
 
 def load_weights(
@@ -57,48 +46,6 @@ def load_weights(
     Processes(runtime.cpu_group).run(
         lambda: load_into(model_weights(dict(model.named_parameters())), shards, folder)
     )
-
-
-def make_weight_sync(
-    config: Config,
-    runtime: Runtime,
-    hf_config: Mapping[str, Any],
-    model: torch.nn.Module | None,
-    engine: RolloutEngine,
-) -> WeightSync:
-    """Make the weight sync from the actor `model` to every engine. hf_config: its config.json; model: None on
-    a rank that does not train. The engine of a rank that has none is only asked for its parts."""
-    plan = engine_plan(config, hf_config, runtime.layout, cpu=runtime.device.type == "cpu")
-    named = {} if model is None else dict(model.named_parameters())
-    sources = merged(named, hf_config, runtime.layout, runtime.rank, config.actor.lora) if named else {}
-    dtype, size = DTYPES[config.model.dtype], config.rollout.transfer_bucket * 2**20
-    staging, memory = Staging(runtime.device), Staging(runtime.device)
-    # A server that comes back has none of its weights: it is brought all of them each time.
-    remote = config.rollout.engine_kind.remote
-    frozen = frozenset[str]() if remote else frozen_targets(plan, hf_config, config.actor)
-    names = engine.split(plan, frozen)
-    parts = [plan.part(part) for part in names] if len(names) > 1 else [plan]
-    has_engine = runtime.rank >= runtime.first_engine
-    targets = engine.buckets(parts, memory) if has_engine else [{} for _ in parts]
-    transfers = [
-        Transfer(
-            part,
-            runtime.rank,
-            sources,
-            tensors,
-            size,
-            dtype=dtype,
-            group=runtime.transfer_group,
-            staging=staging,
-        )
-        for part, tensors in zip(parts, targets, strict=True)
-    ]
-    constant = sum(frozen.issuperset(part) for part in names)
-    shared, ours = (staging, memory), engine if has_engine else None
-    weight_sync = WeightSync(config.rollout, runtime, ours, transfers, shared, constant)
-    # The engine, which is starting, needs the memory in which the buckets were laid out.
-    empty_cache(runtime.device)
-    return weight_sync
 
 
 class Run:
@@ -247,30 +194,6 @@ class Run:
     def close(self) -> None:
         """End the engine and the verifiers."""
         self.source.close()
-
-
-class EngineRank:
-    """What lives for the whole run on a rank that has an engine and does not train."""
-
-    def __init__(self, config: Config, runtime: Runtime) -> None:
-        self.config, self.runtime, self.dispensable = config, runtime, Dispensable()
-        tokenizer = load_tokenizer(config.model.path)
-        self.generation = Generation(config, runtime, tokenizer, lambda f: self.weight_sync.recover(f))
-        hf_config = open_model(config.model.path).config
-        self.layers = hf_config["num_hidden_layers"]
-        self.weight_sync = make_weight_sync(config, runtime, hf_config, None, self.generation.engine)
-
-    def serve(self, watchdog: Watchdog) -> None:
-        """Carry out the trainers' orders until they let this rank go."""
-        profiler = Profiler(self.config, self.runtime, self.layers, self.dispensable)
-        timeline = Timeline(self.config.run_dir, self.runtime.rank, self.dispensable)
-        serve_orders(
-            self.config, self.runtime, self.generation, self.weight_sync, watchdog, profiler, timeline
-        )
-
-    def close(self) -> None:
-        """End the engine and the verifiers."""
-        self.generation.close()
 
 
 @dataclass

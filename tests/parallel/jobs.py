@@ -832,7 +832,7 @@ def syncs_of_frozen(runtime: Runtime, folder: Path, optimizer: dict[str, Any]) -
     weights (on rank 0) and the engine's."""
     from megarl.model.builder import build_actor, read_hf_config
     from megarl.rollout.transformers_engine import TransformersEngine
-    from megarl.schedule.run import make_weight_sync
+    from megarl.schedule.generation import make_weight_sync
     from megarl.weights.families import read_config
 
     config = make_config(folder, optimizer=optimizer)
@@ -882,7 +882,7 @@ def with_adapters(
     turned off. Then a weight sync into this rank's engine, one more after B has grown, and both exports."""
     from megarl.model.builder import DTYPES, build_actor, read_hf_config
     from megarl.rollout.transformers_engine import TransformersEngine
-    from megarl.schedule.run import make_weight_sync
+    from megarl.schedule.generation import make_weight_sync
     from megarl.training.model import InferenceModel
     from megarl.weights.families import read_config
     from megarl.weights.hf import export_hf

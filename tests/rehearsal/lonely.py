@@ -37,9 +37,10 @@ from megarl.plan.memory import MemoryPlan, Need, plan_of
 from megarl.plan.sizes import GIB
 from megarl.rollout.sglang import SGLangEngine
 from megarl.schedule import run as scheduled
+from megarl.schedule.generation import make_weight_sync
 from megarl.schedule.offload import EngineMemory, OffloadManager
 from megarl.schedule.phases import FUNCTIONS, enforced
-from megarl.schedule.run import Run, Step, make_weight_sync
+from megarl.schedule.run import Run, Step
 from megarl.training import sharded
 from megarl.training.model import InferenceModel
 from megarl.training.saving import HostCopier

@@ -30,7 +30,7 @@ from megarl.plan.memory import plan_of
 from megarl.rollout.sglang import SGLangEngine
 from megarl.rollout.weight_sync import WeightSync
 from megarl.schedule import evaluation, generation, preflight, run
-from megarl.schedule.run import make_weight_sync
+from megarl.schedule.generation import make_weight_sync
 from megarl.weights.cost import KNOWN_MODELS
 from megarl.weights.layout import Region, Shard, full_box
 from megarl.weights.plan import Plan, engine_plan, engine_targets

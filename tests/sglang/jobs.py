@@ -47,8 +47,7 @@ class Scene:
         from transformers import AutoTokenizer
 
         from megarl.model.builder import build_actor, read_hf_config
-        from megarl.schedule.generation import make_engine
-        from megarl.schedule.run import make_weight_sync
+        from megarl.schedule.generation import make_engine, make_weight_sync
         from megarl.training.model import TrainableModel
         from megarl.weights.families import read_config
 
