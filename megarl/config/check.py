@@ -93,9 +93,9 @@ def _problems(c: Config) -> Iterator[str]:
         elif optimizer.frozen or optimizer.frozen_layers:
             key, none = ("frozen", "[]") if optimizer.frozen else ("frozen_layers", "0")
             yield f"{name}.{key}: all of the model is frozen beside LoRA adapters (set it to {none})"
-        elif c.model.fp8.format != "none":
-            what = f"LoRA adapters are not for layers in FP8 (model.fp8.format {c.model.fp8.format})"
-            yield f"{name}.lora.rank: {what} (set model.fp8.format=none, or rank to null)"
+        elif c.model.fp8.format != "none" and c.model.fp8.recipe == "delayed":
+            what = "checkpoints of adapters alone lack the histories that model.fp8.recipe delayed goes by"
+            yield f"{name}.lora.rank: {what} (choose another recipe, or set rank to null)"
 
     for name in c.watchdog.limits.keys() - set(WATCHED):
         yield f"watchdog.limits: {name} is nothing that a run does (one of {', '.join(WATCHED)})"

@@ -81,10 +81,18 @@ def attach_adapters(
         if not sizes.has(pair, layer.layer_number - 1):
             continue
         path = pair.megatron.removeprefix("decoder.layers.{l}.").removesuffix(".weight")
+        made = []
         for expert in range(own) if pair.per_expert else (0,):
-            linear = layer.get_submodule(path.format(e=expert))
             place = layer.layer_number - 1, layout.ep_rank(runtime.rank) * own + expert
-            linear.lora = _adapters_of(pair, place, sizes, lora, seed, chunk.config, runtime)
+            made.append(_adapters_of(pair, place, sizes, lora, seed, chunk.config, runtime))
+        if pair.per_expert and chunk.config.moe_grouped_gemm:
+            linear = layer.get_submodule(path.replace("local_experts.{e}.", ""))
+            linear.lora = torch.nn.ModuleList(made)
+            linear.register_forward_hook(_add_grouped)
+            continue
+        for expert, one in enumerate(made):
+            linear = layer.get_submodule(path.format(e=expert))
+            linear.lora = one
             linear.register_forward_hook(_add)
 
 
@@ -129,6 +137,15 @@ def _adapters_of(
 
 def _add(linear: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Any]) -> tuple[Tensor, Any]:
     return (output[0] + linear.lora(inputs[0]), output[1]) if linear.lora.enabled else output
+
+
+def _add_grouped(linear: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Any]) -> tuple[Tensor, Any]:
+    """As `_add`, of all experts of a rank: x, and how many of its rows are each one's."""
+    if not linear.lora[0].enabled:
+        return output
+    parts = inputs[0].split([int(rows) for rows in inputs[1]])
+    added = [expert(part) for expert, part in zip(linear.lora, parts, strict=True)]
+    return output[0] + torch.cat(added), output[1]
 
 
 @contextmanager

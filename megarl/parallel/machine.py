@@ -253,12 +253,10 @@ def transformer_engine_problem(device_type: str) -> str:
 
 def muon_problem() -> str:
     """Return why Megatron cannot run Muon here; empty where it can."""
-    megatron, needed = version_of("megatron-core") or "0", "pip install 'megarl[muon]'"
+    megatron = version_of("megatron-core") or "0"
     if _numbers(megatron) < (0, 18):
-        return f"needs megatron-core 0.18 or later, which wants Python 3.12; there is {megatron} ({needed})"
-    if find_spec("emerging_optimizers") is None:
-        return f"needs emerging-optimizers, which is not installed ({needed}, on Python 3.12)"
-    return ""
+        return f"needs megatron-core 0.18 or later, and there is {megatron}"
+    return "" if find_spec("emerging_optimizers") else "needs emerging-optimizers, which is not installed"
 
 
 def import_problem(package: str, code: str, limit: float = 300.0) -> str | None:

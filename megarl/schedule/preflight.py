@@ -116,11 +116,11 @@ def preflight(config: Config, where: str, world: int | None = None) -> list[str]
         raise ConfigError(f"{name}: {kind} (set it to false)")
     check_recomputed(folder.config, config.model)
     check_frozen(folder.config, config.actor, "actor")
-    check_lora(folder.config, config.actor.lora, config.model, "actor")
+    check_lora(folder.config, config.actor.lora, "actor")
     check_muon(folder.config, config.actor, layout, "actor")
     if config.has_critic:
         check_frozen((critic or folder).config, config.critic, "critic")
-        check_lora((critic or folder).config, config.critic.lora, config.model, "critic")
+        check_lora((critic or folder).config, config.critic.lora, "critic")
         check_muon((critic or folder).config, config.critic, layout, "critic")
     if config.has_engine:
         _check_positions(config, where, folder)
@@ -353,7 +353,8 @@ def _check_machine(config: Config, device: str, world: int | None = None) -> Non
         raise ConfigError(f"model.fp8.format: {problem} (make install-gpu, or set it to none)")
     muon = [key for key, of in (("actor", config.actor), ("critic", config.critic)) if of.optimizer == "muon"]
     if muon and (problem := muon_problem()):
-        raise ConfigError(f"{muon[0]}.optimizer: muon {problem} (or set it to adam)")
+        remedy = "pip install 'megarl[muon]' on Python 3.12, or set it to adam"
+        raise ConfigError(f"{muon[0]}.optimizer: muon {problem} ({remedy})")
     for package, wanted in (("tensorboard", config.log.tensorboard), ("wandb", config.log.wandb)):
         if wanted and not find_spec(package):
             install = "pip install 'megarl[track]', or set it to false"

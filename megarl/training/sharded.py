@@ -37,6 +37,7 @@ from megarl.parallel.comm import gather_objects
 from megarl.parallel.cpu_platform import on_cpu
 from megarl.training.checkpoint import Checkpoint
 from megarl.training.model import TrainableModel
+from megarl.weights.families import table_name
 
 # Every state tensor has its parameter's shape in the file, so that any layout can read it.
 # Not Megatron's variant that spares the GPU (distrib_optim_fully_reshardable_mem_efficient): it gathers over
@@ -203,7 +204,8 @@ def _adapters(chunk: Any) -> dict[str, ShardedTensor]:
     for name, parameter in chunk.named_parameters():
         if not _is_beside(name):
             continue
-        key = LAYER.sub(lambda match: str(chunk.decoder.layers[int(match[0])].layer_number - 1), name)
+        in_layer = table_name(name)
+        key = LAYER.sub(lambda match: str(chunk.decoder.layers[int(match[0])].layer_number - 1), in_layer)
         if ".experts." in name:
             key = EXPERT.sub(lambda match: str(int(match[0]) + first), key)
             number = 0, 0, parallel_state.get_expert_data_parallel_rank()

@@ -371,7 +371,9 @@ def table_name(name: str) -> str:
     for alias, ours in TE_ALIASES.items():
         if name.endswith("." + alias):
             return name.removesuffix(alias) + ours
-    return re.sub(r"\.experts\.(linear_fc[12])\.weight(\d+)$", r".experts.local_experts.\2.\1.weight", name)
+    return re.sub(
+        r"\.experts\.(linear_fc[12])\.(weight|lora)\.?(\d+)", r".experts.local_experts.\3.\1.\2", name
+    )
 
 
 def table_names(tensors: Mapping[str, T]) -> dict[str, T]:

@@ -124,9 +124,9 @@ def check_frozen(hf_config: Mapping[str, Any], optimizer: OptimizerConfig, model
         raise ConfigError(f"{model}.frozen_layers: {frozen}, but the model has {layers} layers ({remedy})")
 
 
-def check_lora(hf_config: Mapping[str, Any], lora: LoraConfig, model: ModelConfig, key: str) -> None:
+def check_lora(hf_config: Mapping[str, Any], lora: LoraConfig, key: str) -> None:
     """Raise ConfigError if LoRA adapters are asked for where the model (actor or critic: `key`) has no such
-    matrix, or has experts in grouped products, beside which there is no place for any."""
+    matrix."""
     if lora.rank is None:
         return
     everywhere = lora.model_copy(update={"targets": ()})
@@ -135,9 +135,6 @@ def check_lora(hf_config: Mapping[str, Any], lora: LoraConfig, model: ModelConfi
     if unknown := [name for name in lora.targets if name not in names]:
         what = f"a {hf_config.get('model_type')} model has no {unknown[0]}"
         raise ConfigError(f"{key}.lora.targets: {what} (it has {', '.join(names)})")
-    if model.grouped_experts and any(pair.per_expert and adapters(pair, lora) for pair in pairs):
-        what = "adapters of experts need experts that are modules of their own"
-        raise ConfigError(f"{key}.lora.targets: {what} (set model.grouped_experts=false, or name others)")
 
 
 def check_muon(hf_config: Mapping[str, Any], optimizer: OptimizerConfig, layout: Layout, key: str) -> None:

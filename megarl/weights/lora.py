@@ -88,13 +88,15 @@ def export_peft(
             for name, shard in shards.items()
         }
     Transfer(plan, rank, halves, target, bucket_bytes, dtype=first.dtype, group=group).run()
+    # Where PEFT joins experts' gate and up it doubles rank and alpha, which is right for alpha / rank alone.
+    joins = any(".experts." in name for name in shards)
     described = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": str(source),
         "r": lora.rank,
-        "lora_alpha": lora.alpha,
-        "use_rslora": lora.rank_stabilized,
+        "lora_alpha": lora.scale * (lora.rank or 1) if joins else lora.alpha,
+        "use_rslora": lora.rank_stabilized and not joins,
         "target_modules": sorted({name.split(".")[-3] for name in shards}),
         "lora_dropout": 0.0,
         "bias": "none",

@@ -102,8 +102,9 @@ class TestKeys:
         "actor.lora.rank=4 actor.frozen=attention": (
             "{x}: actor.frozen: all of the model is frozen beside LoRA adapters (set it to [])"
         ),
-        "actor.lora.rank=4 model.dtype=bf16 model.fp8.format=hybrid": (
-            "{x}: actor.lora.rank: LoRA adapters are not for layers in FP8 (model.fp8.format hybrid)"
+        "actor.lora.rank=4 model.dtype=bf16 model.fp8.format=hybrid model.fp8.recipe=delayed": (
+            "{x}: actor.lora.rank: checkpoints of adapters alone lack the histories that model.fp8.recipe "
+            "delayed goes by (choose another recipe, or set rank to null)"
         ),
         "reward.verifier=maths": (
             "reward.verifier: unknown verifier 'maths' (use dapo, math or package.module:function)"

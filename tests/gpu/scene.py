@@ -133,7 +133,9 @@ class Scene:
         named = table_names(dict(self.actor.model.named_parameters()))
         # Copies, for the buffer that these are views of is emptied when it leaves the device.
         return {
-            name: parameter.main_grad.to("cpu", torch.float32, copy=True) for name, parameter in named.items()
+            name: parameter.main_grad.to("cpu", torch.float32, copy=True)
+            for name, parameter in named.items()
+            if parameter.requires_grad
         }
 
     def update(self, local: LocalBatch) -> UpdateResult:

@@ -191,10 +191,19 @@ def test_the_model_the_engine_and_both_exports_are_the_merged_model(
 
 
 @pytest.mark.parametrize(
-    ("family", "lora"), [("qwen3", ALL), ("llama", FEW), pytest.param("glm4", FUSED, marks=SLOW)], ids=str
+    ("family", "lora"),
+    [
+        ("qwen3", ALL),
+        ("llama", FEW),
+        pytest.param("glm4", FUSED, marks=SLOW),
+        pytest.param("qwen3_moe", ALL, marks=SLOW),
+        pytest.param("qwen3_moe", {"rank": 4, "alpha": 8.0, "rank_stabilized": True}, marks=SLOW),
+    ],
+    ids=str,
 )
 def test_peft_loads_the_folder(family: Any, lora: dict[str, Any], ranks: Ranks, tmp_path: Path) -> None:
-    """Log-probs of PEFT's model of it are ours."""
+    """Log-probs of PEFT's model of it are ours. Experts, which are one tensor in transformers 5, PEFT joins
+    as it reads them."""
     peft = pytest.importorskip("peft", reason="PEFT is not installed (pip install peft)")
     folder = make_tiny_model(tmp_path / "model", family, vocab=VOCAB, layers=2)
     prompts, responses = sequences(VOCAB)

@@ -451,12 +451,9 @@ def test_what_the_memory_saver_preloads_finds_the_runtime_in_nvidias_wheel(
 
 def test_muon_says_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "version_of", lambda _: "0.16.1")
-    assert muon_problem() == (
-        "needs megatron-core 0.18 or later, which wants Python 3.12; there is 0.16.1 "
-        "(pip install 'megarl[muon]')"
-    )
+    assert muon_problem() == "needs megatron-core 0.18 or later, and there is 0.16.1"
     monkeypatch.setattr(module, "version_of", lambda _: "0.18.2")
     monkeypatch.setattr(module, "find_spec", lambda _: None)
-    assert muon_problem().startswith("needs emerging-optimizers, which is not installed (pip install")
+    assert muon_problem() == "needs emerging-optimizers, which is not installed"
     monkeypatch.setattr(module, "find_spec", lambda _: object())
     assert muon_problem() == ""

@@ -40,10 +40,18 @@ MIXTURE = {
 
 
 def make_scene(runtime: Runtime, folder: Path, model: Mapping[str, Any], **overrides: Any) -> Scene:
-    """model: as in the schema, and `mixture`: whether it has experts."""
+    """model: as in the schema, and `mixture`: whether it has experts; `lora`: the actor's adapters, whose B
+    are random here."""
     model = dict(model)
-    sizes = dict(MIXTURE if model.pop("mixture", False) else DENSE)
-    return Scene(runtime, folder, sizes_of("tiny", **sizes), model=model, **overrides)
+    sizes, lora = dict(MIXTURE if model.pop("mixture", False) else DENSE), model.pop("lora", None)
+    if lora is None:
+        return Scene(runtime, folder, sizes_of("tiny", **sizes), model=model, **overrides)
+    scene = Scene(runtime, folder, sizes_of("tiny", **sizes), model=model, actor={"lora": lora}, **overrides)
+    generator = torch.Generator().manual_seed(5)
+    for name, parameter in sorted(scene.actor.model.named_parameters()):
+        if name.endswith("_b"):
+            parameter.data.copy_(0.1 * torch.randn(parameter.shape, generator=generator))
+    return scene
 
 
 def emulation() -> Any:

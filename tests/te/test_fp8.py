@@ -88,6 +88,27 @@ def test_recipes_are_near_bf16(layout: tuple[int, int, int], ranks: Ranks, tmp_p
         assert 1e-3 < logprobs <= LOGPROBS and 1e-2 < gradients <= GRADIENTS
 
 
+@pytest.mark.parametrize("layout", [(1, 1, 1), (2, 1, 1)], ids="tp{0[0]}-pp{0[1]}-dp{0[2]}".format)
+def test_adapters_beside_weights_in_fp8(layout: tuple[int, int, int], ranks: Ranks, tmp_path: Path) -> None:
+    """Which have no gradients: their products in FP8 are those of the forward pass and of the input's
+    gradient."""
+    lora = {"rank": 8, "alpha": 16.0}
+    kinds = {"fp8": fp8("tensorwise", lora=lora), "blocks": fp8("blockwise", "full", lora=lora)}
+    if layout == (1, 1, 1):
+        kinds |= {"experts": fp8("tensorwise", mixture=True, lora=lora)}
+        kinds |= {"experts in bf16": {**BF16, "mixture": True, "lora": lora}}
+    models = {"bf16": {**BF16, "lora": lora}, **kinds}
+    found = ranks(*layout).run(jobs.measure, folder=tmp_path, models=models)
+    for name in kinds if layout == (2, 1, 1) else ("fp8", "blocks", "experts"):
+        reference = "experts in bf16" if name == "experts" else "bf16"
+        logprobs, gradients = differences(found, name, reference)
+        print(f"{name}: log-probs {logprobs:.1e} of {LOGPROBS}, gradients {gradients:.1e} of {GRADIENTS}")
+        assert 1e-3 < logprobs <= LOGPROBS and 1e-2 < gradients <= GRADIENTS, name
+        calls = found[0][name]["calls"]
+        assert any(key.startswith("gemm NN") for key in calls), (name, "the input's gradient", calls)
+        assert not any(key.startswith("gemm NT") for key in calls), (name, "the weights' gradient", calls)
+
+
 def test_mxfp8_is_near_bf16(blackwell: RankPool, tmp_path: Path) -> None:
     """And a recipe with one scale for a tensor, on a device whose products take operands in either
     orientation."""
