@@ -13,6 +13,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
+    DeepseekV3Config,
     GenerationConfig,
     Glm4Config,
     Glm4MoeConfig,
@@ -24,7 +25,7 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-Family = Literal["qwen2", "qwen3", "qwen3_moe", "llama", "mistral", "glm4", "glm4_moe"]
+Family = Literal["qwen2", "qwen3", "qwen3_moe", "llama", "mistral", "glm4", "glm4_moe", "deepseek_v3"]
 CONFIGS = {
     "qwen2": Qwen2Config,
     "qwen3": Qwen3Config,
@@ -33,6 +34,7 @@ CONFIGS = {
     "mistral": MistralConfig,
     "glm4": Glm4Config,
     "glm4_moe": Glm4MoeConfig,
+    "deepseek_v3": DeepseekV3Config,
 }
 # What a family's configuration must say besides sizes (megarl/weights/families.py, `requires`).
 SWITCHES: dict[str, dict[str, Any]] = {
@@ -48,6 +50,22 @@ SWITCHES: dict[str, dict[str, Any]] = {
         "n_shared_experts": 1,
         "routed_scaling_factor": 2.5,
         "num_nextn_predict_layers": 0,
+    },
+    # The widths of a head's parts, of latents and of what is rotated all differ.
+    "deepseek_v3": {
+        "first_k_dense_replace": 1,
+        "n_shared_experts": 2,
+        "routed_scaling_factor": 2.446,
+        "num_nextn_predict_layers": 0,
+        "n_group": 1,
+        "topk_group": 1,
+        "q_lora_rank": 12,
+        "kv_lora_rank": 16,
+        "qk_nope_head_dim": 8,
+        "qk_rope_head_dim": 4,
+        "v_head_dim": 10,
+        "scoring_func": "sigmoid",  # this and the next one for SGLang, as published
+        "topk_method": "noaux_tc",
     },
 }
 MODELS = {
@@ -114,8 +132,7 @@ def make_config(
         pad_token_id=0,
         eos_token_id=1,
         bos_token_id=2,
-        rope_parameters=rope_parameters,
-        **{**SWITCHES.get(family, {}), **sizes},
+        **{"rope_parameters": rope_parameters, **SWITCHES.get(family, {}), **sizes},
     )
 
 
@@ -159,16 +176,16 @@ def make_tiny_model(
         "intermediate_size": ffn,
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
+        "num_key_value_heads": heads if family == "deepseek_v3" else kv_heads,
         "max_position_embeddings": max_positions,
     }
-    if head_dim is not None and family != "qwen2":
+    if head_dim is not None and family not in ("qwen2", "deepseek_v3"):
         sizes["head_dim"] = head_dim
     elif family in ("qwen3", "qwen3_moe", "glm4", "glm4_moe"):
         sizes["head_dim"] = hidden // heads
-    if family in ("qwen3_moe", "glm4_moe"):
+    if family in ("qwen3_moe", "glm4_moe", "deepseek_v3"):
         sizes |= {
-            "n_routed_experts" if family == "glm4_moe" else "num_experts": experts,
+            "num_experts" if family == "qwen3_moe" else "n_routed_experts": experts,
             "num_experts_per_tok": active,
             "norm_topk_prob": norm_topk_prob,
             "moe_intermediate_size": ffn // 2,

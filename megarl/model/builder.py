@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from megatron.core.models.common.embeddings import RotaryEmbedding
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
@@ -30,9 +31,10 @@ from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
 )
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from torch import Tensor
 from torch.nn.utils import skip_init
 from transformers import PretrainedConfig
@@ -40,11 +42,18 @@ from transformers import PretrainedConfig
 from megarl.config.errors import ConfigError
 from megarl.config.schema import Config, ModelConfig, OptimizerConfig
 from megarl.model.fp8 import check_device, fp8_options
-from megarl.model.hf_config import head_dim, rope_frequencies
 from megarl.model.hf_config import read_hf_config as read_hf_config
+from megarl.model.hf_config import rope_frequencies, yarn_softmax
 from megarl.model.logprob_head import vocab_parallel_logprobs, vocab_parallel_top_k
 from megarl.model.lora import attach_adapters
-from megarl.model.portable import AddToResidual, PackedAttention, PackedPlan, Prompts, RMSNorm
+from megarl.model.portable import (
+    AddToResidual,
+    LatentAttention,
+    PackedAttention,
+    PackedPlan,
+    Prompts,
+    RMSNorm,
+)
 from megarl.model.routing import Routing, watch_routers
 from megarl.parallel.cpu_platform import on_cpu
 from megarl.parallel.layout import padded_vocab
@@ -55,6 +64,8 @@ from megarl.weights.layout import parameters
 
 LAYER = re.compile(r"(?<=decoder\.layers\.)\d+")
 MODULES = {"attention": "core_attn", "mlp": "mlp"}  # model.recompute_modules in Megatron's words
+# Of the norms of latents, whatever rms_norm_eps is (DeepseekV3RMSNorm in transformers and in published code).
+LATENT_EPS = 1e-6
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
@@ -120,6 +131,19 @@ class _Body(GPTModel):
             raise ConfigError(f"update.share_prompts: {what} here (set it to false, or layers to portable)")
         self.layers_kind = layers
         self.input_needs_gradient = False  # see _prepare
+        if family.is_latent:  # Megatron's attention has rotary embeddings of its own, layer by layer
+            self.rotary_pos_emb = RotaryEmbedding(
+                hf.qk_rope_head_dim,
+                1.0,
+                use_cpu_initialization=megatron.use_cpu_initialization,
+                cp_group=self.pg_collection.cp,
+            )
+            for attention in (layer.self_attention for layer in self.decoder.layers):
+                if layers == "te":
+                    attention.rotary_pos_emb = self.rotary_pos_emb
+                for norm in (attention.kv_layernorm, getattr(attention, "q_layernorm", None)):
+                    if norm is not None:
+                        norm.eps = LATENT_EPS
         self.rotary_pos_emb.inv_freq = rope_frequencies(hf).to(runtime.device)
         # Angles of all positions: `_preprocess`, or Transformer Engine, picks this context-parallel rank's.
         self.rotary_pos_emb.cp_group = None
@@ -170,6 +194,11 @@ class _Body(GPTModel):
             outputs[0].requires_grad_()
         if self.layers_kind == "portable":
             # One row of angles per token: Megatron then rotates all sequences of the pack in one operation.
+            if isinstance(self.config, MLATransformerConfig):
+                packed = kwargs["packed_seq_params"]
+                angles = self.rotary_pos_emb(packed.max_seqlen_q)
+                packed.angles = angles.index_select(0, position_ids.flatten()).squeeze(1)
+                return outputs
             angles = outputs[1].index_select(0, position_ids.flatten())
             outputs = (outputs[0], angles, *outputs[2:])
         return outputs
@@ -329,6 +358,10 @@ def _prepare(
             parameter.tensor_model_parallel = True
             parameter.partition_dim = 1 if ".linear_fc2." in name else 0
             parameter.partition_stride = 1
+        if name.endswith("_down_proj.weight"):
+            # Whole on every tensor-parallel rank. Transformer Engine marks it as a part nevertheless, and the
+            # gradient norm would count it once for each rank.
+            parameter.tensor_model_parallel = False
     if optimizer.freezes:
         # Before Megatron's DDP and optimizer are built, which pass over what needs no gradient.
         critic = isinstance(model.chunks[0], Critic)
@@ -401,15 +434,30 @@ def _transformer_config(
         }
         if hf.n_group > 1:
             mlp |= {"moe_router_num_groups": hf.n_group, "moe_router_group_topk": hf.topk_group}
-    return TransformerConfig(
+    kind: type[TransformerConfig] = TransformerConfig
+    if family.is_latent:
+        kind, (factor, power) = MLATransformerConfig, yarn_softmax(hf)
+        mlp |= {
+            "q_lora_rank": hf.q_lora_rank,
+            "kv_lora_rank": hf.kv_lora_rank,
+            "qk_head_dim": hf.qk_nope_head_dim,
+            "qk_pos_emb_head_dim": hf.qk_rope_head_dim,
+            "v_head_dim": hf.v_head_dim,
+            # Frequencies are Hugging Face's whatever they are (`_Body`). Of YaRN that leaves the scale of the
+            # softmax, which Megatron takes from these two.
+            "rope_type": "rope",
+            "rotary_scaling_factor": factor,
+            "mscale_all_dim": power,
+        }
+    return kind(
         num_layers=hf.num_hidden_layers,
         hidden_size=hf.hidden_size,
         num_attention_heads=hf.num_attention_heads,
         num_query_groups=hf.num_key_value_heads,
-        kv_channels=head_dim(hf),
+        kv_channels=sizes.head_dim,
         layernorm_epsilon=hf.rms_norm_eps,
         normalization="RMSNorm",
-        qk_layernorm=family.has("q_layernorm.weight"),
+        qk_layernorm=family.has("q_layernorm.weight") or family.is_latent,
         add_qkv_bias=family.has("linear_qkv.bias"),
         add_bias_linear=False,
         gated_linear_unit=True,
@@ -450,7 +498,7 @@ def _transformer_config(
         rotary_interleaved=family.rotary_pairs,
         # megatron-core 0.16 does not tell Transformer Engine's kernel for packed sequences that pairs are to
         # be turned; later ones do.
-        apply_rope_fusion=layers == "te" and not family.rotary_pairs,
+        apply_rope_fusion=layers == "te" and not family.rotary_pairs and not family.is_latent,
         masked_softmax_fusion=False,
         **mlp,
         **fp8_options(config),
@@ -467,6 +515,7 @@ def _block_spec(
         from megatron.core.extensions.transformer_engine import TEColumnParallelLinear, TENorm
 
         norm = TENorm
+    of_queries = norm if family.has("q_layernorm.weight") else IdentityOp
     specs = {}
     for mixture in set(mixtures):
         experts = config.num_moe_experts if mixture else None
@@ -475,27 +524,40 @@ def _block_spec(
                 qk_layernorm=config.qk_layernorm,
                 num_experts=experts,
                 moe_grouped_gemm=config.moe_grouped_gemm and mixture,
+                multi_latent_attention=family.is_latent,
             )
             parts = layer.submodules
+            if family.is_latent:  # with norms of their own, as the portable layers have
+                attention, parts.self_attention.module = parts.self_attention.submodules, LatentAttention
+                attention.q_layernorm, attention.kv_layernorm = of_queries, TENorm
+                attention.linear_q_up_proj = attention.linear_kv_up_proj = TEColumnParallelLinear
             if adapters:  # whose input is the norm's output, which the fused layers do not show
                 parts.input_layernorm = parts.pre_mlp_layernorm = TENorm
-                parts.self_attention.submodules.linear_qkv = TEColumnParallelLinear
+                if not family.is_latent:
+                    parts.self_attention.submodules.linear_qkv = TEColumnParallelLinear
                 if not mixture:
                     parts.mlp.submodules.linear_fc1 = TEColumnParallelLinear
         else:
             layer = get_gpt_layer_local_spec(
-                normalization="RMSNorm", qk_layernorm=config.qk_layernorm, num_experts=experts
+                normalization="RMSNorm",
+                qk_layernorm=config.qk_layernorm,
+                num_experts=experts,
+                multi_latent_attention=family.is_latent,
             )
             parts = layer.submodules
             parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
+            attention = parts.self_attention.submodules
+            attention.core_attention = PackedAttention
+            if family.is_latent:
+                parts.self_attention.module = LatentAttention
+                attention.q_layernorm, attention.kv_layernorm = of_queries, RMSNorm
+                parts.sharded_state_dict_keys_map = {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
+            elif config.qk_layernorm:
+                attention.q_layernorm = attention.k_layernorm = RMSNorm
             if mixture:
                 # Transformer Engine fuses this norm with dense layers only: in a checkpoint it has the name
                 # that it has there.
                 del parts.sharded_state_dict_keys_map["pre_mlp_layernorm."]
-            attention = parts.self_attention.submodules
-            attention.core_attention = PackedAttention
-            if config.qk_layernorm:
-                attention.q_layernorm = attention.k_layernorm = RMSNorm
         if family.has("_bda.output_norm.weight"):
             block = ModuleSpec(module=AddToResidual, params={"config": config, "norm": norm})
             parts.self_attn_bda = parts.mlp_bda = block

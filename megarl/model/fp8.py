@@ -80,6 +80,11 @@ def check_sizes(config: Config, hf_config: Mapping[str, Any], key: str = "model.
         "the width of attention": sizes.q // tp,
         "the height of q, k and v": (sizes.q + 2 * sizes.kv) // tp,
     }
+    if sizes.latent:
+        del sides["the height of q, k and v"]
+        sides |= {"the width of attention": sizes.out // tp, "the height of q": sizes.q // tp}
+        sides |= {"kv_lora_rank": sizes.kv_rank, "the height of kv_a_proj_with_mqa": sizes.latent}
+        sides |= {"the height of kv_b_proj": sizes.kv_up // tp, "q_lora_rank": sizes.q_rank}
     if sizes.experts:  # which are whole on their rank (parallel/layout.py)
         sides["moe_intermediate_size"] = sizes.expert_ffn
     if sizes.shared_ffn:

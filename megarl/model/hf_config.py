@@ -13,7 +13,7 @@ from transformers import AutoConfig, PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from megarl.config.errors import CheckpointError
-from megarl.weights.families import FAMILIES, Sizes, family_of, is_tied, read_config
+from megarl.weights.families import FAMILIES, Sizes, family_of, is_on, is_tied, read_config
 
 
 def read_hf_config(folder: Path) -> PretrainedConfig:
@@ -37,14 +37,18 @@ def check_buildable(folder: Path) -> None:
     taken: dict[str, tuple[Any, Any]] = {
         "num_hidden_layers": (sizes.layers, hf.num_hidden_layers),
         "num_key_value_heads": (sizes.kv_heads, hf.num_key_value_heads),
-        "head_dim": (sizes.head_dim, head_dim(hf)),
         "tie_word_embeddings": (is_tied(described), hf.tie_word_embeddings),
     }
+    if family_of(described).is_latent:
+        taken["v_head_dim"] = (sizes.out // sizes.heads, hf.v_head_dim)
+    else:
+        taken["head_dim"] = (sizes.head_dim, head_dim(hf))
     for key, value in family_of(described).requires:
         found = getattr(hf, key, None)
         taken[key] = (value, value if found is None else found)
-    for key in {pair.switch for pair in FAMILIES[hf.model_type].layer} - {""}:
-        taken[key] = (described.get(key) is not False, getattr(hf, key))
+    switches = {pair.switch.removeprefix("not ") for pair in FAMILIES[hf.model_type].layer}
+    for key in switches - {""}:
+        taken[key] = (is_on(key, described), getattr(hf, key) not in (None, False))
     try:
         for key, (ours, theirs) in taken.items():
             if ours != theirs:  # left out, and transformers' default is not that of the weights' table
@@ -84,6 +88,14 @@ def rope_frequencies(hf: PretrainedConfig) -> Tensor:
     return frequencies.float()
 
 
+def yarn_softmax(hf: PretrainedConfig) -> tuple[float, float]:
+    """Return s and a, with which multi-latent attention multiplies the scale of its softmax by (0.1 a ln s +
+    1)^2 where YaRN stretches positions (arXiv 2309.00071, section 3.4); (1, 0): it does not."""
+    rope = hf.rope_parameters
+    stretched = rope.get("rope_type", "default") != "default" and rope.get("mscale_all_dim")
+    return (rope["factor"], rope["mscale_all_dim"]) if stretched else (1.0, 0.0)
+
+
 def head_dim(hf: PretrainedConfig) -> int:
-    """Return the width of one attention head."""
+    """Return the width of one attention head; in multi-latent attention that of the part that is rotated."""
     return getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads

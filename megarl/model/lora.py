@@ -112,7 +112,7 @@ def _adapters_of(
         module, (start, stop) = region.hf_name.split(".")[-2], region.hf_box[0]
         rows[module] = rows.get(module, 0) + stop - start
     groups = sizes.kv_heads // tp if pair.operation == "qkv" else 0
-    columns = pair.operation == "row" if tp > 1 else None
+    columns = pair.operation == "row" if tp > 1 and pair.operation != "replicated" else None
     made = Adapters(lora.scale, rows, groups, columns, config.sequence_parallel)
     for half in adapters(pair, lora):
         shard, ((name, dims),) = pair_shard(sizes, half, *place, tp, tp_rank), half.hf

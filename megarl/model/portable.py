@@ -7,6 +7,7 @@ on any device.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,7 +16,9 @@ import torch
 import torch.nn.functional as F
 from megatron.core import tensor_parallel
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from torch import Tensor
 
 from megarl.data.experience import cut
@@ -257,12 +260,13 @@ def _attend_behind(
 
 class PackedPlan(PackedSeqParams):
     """Packed sequences for portable layers: cu_seqlens and the attention plan, made once per micro-batch for
-    all layers.
+    all layers. angles: float32 [t, 1, width], by which multi-latent attention rotates this rank's tokens.
 
     `qkv_format` is not "thd", so that Megatron rotates q and k by one row of angles per token instead of
     sequence by sequence."""
 
     plan: AttentionPlan
+    angles: Tensor | None = None
 
     @staticmethod
     def of(
@@ -281,11 +285,13 @@ class PackedPlan(PackedSeqParams):
 
 
 class PackedAttention(MegatronModule):
-    """Causal self-attention of packs: q [t, 1, heads, d], k and v [t, 1, groups, d] -> [t, 1, heads * d]."""
+    """Causal self-attention of packs: q [t, 1, heads, d], k and v [t, 1, groups, d] -> [t, 1, heads * d]. Of
+    multi-latent attention they come without the second dimension, values may be narrower than keys, and
+    `softmax_scale` is another than 1 / sqrt(d) where YaRN stretches positions."""
 
-    def __init__(self, config: Any, pg_collection: Any, **_: Any) -> None:
+    def __init__(self, config: Any, pg_collection: Any, softmax_scale: float | None = None, **_: Any) -> None:
         super().__init__(config)
-        self.group = pg_collection.cp
+        self.group, self.scale = pg_collection.cp, softmax_scale
 
     def forward(
         self,
@@ -299,10 +305,16 @@ class PackedAttention(MegatronModule):
     ) -> Tensor:
         assert packed_seq_params is not None, "portable attention takes packed sequences only"
         plan = packed_seq_params.plan
+        query, key, value = (x if x.ndim == 3 else x.squeeze(1) for x in (query, key, value))
+        width, narrow = query.shape[-1], value.shape[-1]
+        if self.scale is not None and not math.isclose(self.scale, width**-0.5):
+            query = query * (self.scale * width**0.5)
+        if narrow < width:  # torch's attention that keeps no scores wants them as wide
+            value = F.pad(value, (0, width - narrow))
         if plan.keys is not None:
-            local = (x.squeeze(1) for x in (query, key, value))
-            return _AttendOverRanks.apply(*local, plan, self.group).flatten(1).unsqueeze(1)
-        q, k, v = (_Pad.apply(x.squeeze(1), plan) for x in (query, key, value))
+            attended = _AttendOverRanks.apply(query, key, value, plan, self.group)
+            return attended[..., :narrow].flatten(1).unsqueeze(1)
+        q, k, v = (_Pad.apply(x, plan) for x in (query, key, value))
         outputs = []
         for bucket in plan.buckets:
             part = slice(bucket.start, bucket.start + bucket.rows * bucket.width)
@@ -314,9 +326,55 @@ class PackedAttention(MegatronModule):
                 )
             else:
                 attended = _attend_behind(k[bucket.prompt], v[bucket.prompt], queries, keys, values)
-            outputs.append(attended.transpose(1, 2).flatten(2).flatten(0, 1))
+            outputs.append(attended[..., :narrow].transpose(1, 2).flatten(2).flatten(0, 1))
         output = torch.cat(outputs) if len(outputs) > 1 else outputs[0]
         return _Unpad.apply(output, plan).unsqueeze(1)
+
+
+class LatentAttention(MLASelfAttention):
+    """Megatron's multi-latent attention with norms and linears as its spec has them, and angles that come
+    with the pack (`PackedPlan`).
+
+    In portable layers the two projections to latents are whole on every tensor-parallel rank, for its part of
+    the tokens, as Transformer Engine has them. Megatron's local spec cuts them by columns instead, and the
+    gradient of its input is then wrong under sequence parallelism (seen in megatron-core 0.16.1 and
+    0.18.2)."""
+
+    def __init__(self, config: Any, submodules: Any, *args: Any, **kwargs: Any) -> None:
+        super().__init__(config, submodules, *args, **kwargs)
+        self.rotary_pos_emb = AnglesOfPack()
+        for name in ("linear_q_down_proj", "linear_kv_down_proj"):
+            if isinstance(cut := getattr(self, name, None), ColumnParallelLinear):
+                rows = config.tensor_model_parallel_size * cut.weight.shape[0]
+                setattr(self, name, WholeLinear(config, cut.weight.new_empty(rows, config.hidden_size)))
+
+    def _resolve_qk_norm_config(self, submodules: Any) -> dict[str, Any]:
+        # 0.19 would put a norm before linear_q_proj, where queries have no latents.
+        return vars(submodules)
+
+
+class AnglesOfPack(torch.nn.Module):
+    """Stands for Megatron's rotary embedding in multi-latent attention, which asks it for the number of
+    positions and then for their angles."""
+
+    def get_rotary_seq_len(self, _context: Any, _block: Any, _hidden: Any, _config: Any, packed: Any) -> Any:
+        return packed.angles
+
+    def forward(self, angles: Tensor, packed_seq: bool) -> Tensor:
+        return angles
+
+
+class WholeLinear(torch.nn.Module):
+    """A linear layer that is whole on each tensor-parallel rank, which has a part of the tokens: Megatron
+    sums its gradient."""
+
+    def __init__(self, config: Any, weight: Tensor) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(weight)
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, x: Tensor) -> tuple[Tensor, None]:
+        return F.linear(x, self.weight), None
 
 
 class RMSNorm(torch.nn.Module):

@@ -151,6 +151,7 @@ def install() -> None:
     import megatron.core.tensor_parallel.random as megatron_random
     import megatron.core.transformer.moe.moe_utils as moe_utils
     import megatron.core.transformer.moe.token_dispatcher as token_dispatcher
+    import megatron.core.transformer.multi_latent_attention as latent_attention
 
     # total_num_tokens = torch.zeros([], device="cuda"), once a schedule.
     schedules.torch = _TorchWithoutCuda("torch")
@@ -159,6 +160,9 @@ def install() -> None:
     if not hasattr(moe_utils, "te_general_gemm"):
         # RouterGatingLinearFunction compares it with None, but it is only there with Transformer Engine.
         moe_utils.te_general_gemm = None
+    if not isinstance(latent_attention.TELinear, type):
+        # 0.16 asks isinstance(self.linear_proj, TELinear) without Transformer Engine too: a MagicMock.
+        latent_attention.HAVE_TE = False
     # Theirs leaves a tensor that is on the CPU as it is.
     token_dispatcher.maybe_move_tensor_to_cpu = _as_counts
     _installed = True

@@ -347,16 +347,20 @@ class MemoryPlan:
             return {}
         found = self.activations(phase.model)
         tokens /= self.layout.cp  # of each sequence a rank has its part
+        sizes = self.shape(phase.model).sizes
+        layers = sizes.layers // pp
+        dense = sum(layer < sizes.dense for layer in self.layout.layers(sizes.layers, stage)[:layers])
         # What the head makes of likeliest tokens.
         of_old, of_teacher = self.config.algorithm.dppo.top_k, self.config.teacher.top_k or 0
         ks = {"old_top_k": of_old, "teacher_top_k": of_teacher, "actor_update": of_old + of_teacher}
         several = SEVERAL * tokens * ks.get(phase.name, 0) * last * FRAGMENTATION
         if not phase.updates_weights:
-            return {"activations": found.forward_only(tokens, last) * FRAGMENTATION + several}
-        layers = self.shape(phase.model).sizes.layers // pp
+            return {"activations": found.forward_only(tokens, last, dense) * FRAGMENTATION + several}
         begun = in_flight(self.layout, stage)
         outputs = passed_on(self.layout, begun, last)
-        whole, without_head = (found.training(tokens, layers, begun, head, outputs) for head in (last, False))
+        whole, without_head = (
+            found.training(tokens, layers, begun, head, outputs, dense) for head in (last, False)
+        )
         head = (whole - without_head) * FRAGMENTATION + several
         parts = {"activations": without_head * FRAGMENTATION, "head": head}
         during, behind = self.exchange(phase.model, stage)

@@ -117,7 +117,7 @@ class Shape:
             layers -= {0, sizes.layers - 1}
         elements = 0
         for pair in family_of(self.config).layer:
-            if pair.operation == "replicated" or any(len(sizes.shape(dims)) < 2 for _, dims in pair.hf):
+            if ".router." in pair.megatron or any(len(sizes.shape(dims)) < 2 for _, dims in pair.hf):
                 continue
             copies = sizes.count(pair, layers) * (sizes.experts // layout.ep if pair.per_expert else 1)
             elements += copies * self._local(pair, 1 if pair.per_expert else layout.tp)
@@ -195,7 +195,19 @@ class Shape:
         dense = sizes.dense if chosen else sizes.layers
         columns = sizes.experts + 3 * (sizes.expert_ffn * chosen + sizes.shared_ffn)
         mlps = dense * 3 * sizes.ffn + (sizes.layers - dense) * columns
-        return sizes.hidden * (sizes.layers * (2 * sizes.q + 2 * sizes.kv) + mlps + sizes.vocab)
+        attention = sum(m * n for m, n in self.attention_matrices)
+        return sizes.layers * attention + sizes.hidden * (mlps + sizes.vocab)
+
+    @cached_property
+    def attention_matrices(self) -> list[tuple[int, int]]:
+        """Return (in, out) of the matrices of a layer's attention; q, k and v are one."""
+        found = []
+        for pair in family_of(self.config).layer:
+            if pair.megatron.rpartition(".layers.{l}.")[2].startswith("self_attention.linear_"):
+                shapes = [self.sizes.shape(dims) for _, dims in pair.hf]
+                if len(shapes[0]) == 2:
+                    found.append((shapes[0][1], sum(rows for rows, _ in shapes)))
+        return found
 
     @cached_property
     def chosen_share(self) -> float:
@@ -209,7 +221,10 @@ class Shape:
 
     def cache_bytes(self, tp: int) -> int:
         """Return the bytes of one token's keys and values on one rank of an engine. A key/value head is not
-        cut: where there are fewer of them than ranks, each is held by several."""
+        cut: where there are fewer of them than ranks, each is held by several. Multi-latent attention's are
+        latents, and the part of a key that is rotated, once for all heads, on every rank."""
+        if self.sizes.latent:
+            return self.sizes.layers * self.sizes.latent * self.itemsize
         heads = max(1, self.sizes.kv_heads // tp)
         return 2 * self.sizes.layers * heads * self.sizes.head_dim * self.itemsize
 
@@ -251,7 +266,8 @@ class Activations:
     forward      the most in a layer without gradients
     moved        what norms, attention and activation functions write in a layer, in the weights' type
     recomputed   with recompute full: layers of a rank that are recomputed; None: all
-    selected     with recompute selective: what the backward pass of a layer has of it again"""
+    selected     with recompute selective: what the backward pass of a layer has of it again
+    dense        of the layers without experts, where some come before the others, which are these"""
 
     layer: float
     one_layer: float
@@ -264,25 +280,29 @@ class Activations:
     recompute: Recompute
     recomputed: int | None = None
     selected: float = 0.0
+    dense: Activations | None = None
 
     def training(
-        self, tokens: float, layers: int, in_flight: float, last: bool, outputs: float = 0.0
+        self, tokens: float, layers: int, in_flight: float, last: bool, outputs: float = 0.0, dense: int = 0
     ) -> float:
         """Return the most in forward and backward of a stage with so many layers.
         in_flight: micro-batches of `tokens` whose backward pass is still to come; last: the last stage;
-        outputs: hidden states that are kept for other stages (`passed_on`)."""
+        outputs: hidden states that are kept for other stages (`passed_on`); dense: how many of the layers,
+        the first ones, have no experts."""
         full = self.recompute == "full"
         whole = layers - min(layers, self.recomputed or layers) if full else 0
-        kept = tokens * (self.layer * (layers - whole) + self.one_layer * whole) * in_flight
-        kept += tokens * self.hidden * outputs
+        kinds = [self.dense or self] * dense + [self] * (layers - dense)
+        kept = sum(kind.layer if n < layers - whole else kind.one_layer for n, kind in enumerate(kinds))
+        kept = tokens * (kept * in_flight + self.hidden * outputs)
         # The highest layers are the first to go back: what they kept makes room for a lower one's recompute.
-        again = self.one_layer if full and not whole else self.selected
-        inside = tokens * (again + self.work)
+        again = full and not whole
+        inside = tokens * max((k.one_layer if again else k.selected) + k.work for k in kinds)
         return kept + (max(inside, tokens * self.head + self.head_fixed) if last else inside)
 
-    def forward_only(self, tokens: float, last: bool) -> float:
+    def forward_only(self, tokens: float, last: bool, dense: int = 0) -> float:
         """Return the most in a forward pass alone."""
-        return tokens * (max(self.forward, self.head) if last else self.forward)
+        inside = max(self.forward, self.dense.forward) if self.dense and dense else self.forward
+        return tokens * (max(inside, self.head) if last else inside)
 
 
 def fullest(sizes: Sequence[int], ranks: int) -> int:
@@ -338,17 +358,21 @@ class Passes:
     trains_head: bool = True
 
 
-def activations(shape: Shape, passes: Passes, *, critic: bool) -> Activations:
-    """Count the activations of a model, for each token of a context-parallel rank's share."""
+def activations(shape: Shape, passes: Passes, *, critic: bool, mixture: bool = True) -> Activations:
+    """Count the activations of a model, for each token of a context-parallel rank's share. mixture: of the
+    layers with experts, where there are any."""
     sizes, b, tp, cp = shape.sizes, shape.itemsize, passes.tp, passes.cp
     layers, recompute, modules, fp8 = passes.layers, passes.recompute, passes.modules, passes.fp8
     h, heads = sizes.hidden / (tp if passes.sequence_parallel else 1), sizes.heads / tp
     q, kv = sizes.q / tp, 2 * sizes.kv / tp
     # Feed-forward columns of a token on a rank, and those of its copies that go to its experts. These are on
     # other ranks, but as many tokens come from there (expert parallelism does not change it; an uneven router
-    # does). Dense layers before mixtures count as these, which keep as much or more.
-    chosen = shape.config["num_experts_per_tok"] if sizes.experts else 0
-    f, copies = (chosen * sizes.expert_ffn + sizes.shared_ffn or sizes.ffn) / tp, chosen * sizes.hidden / tp
+    # does).
+    experts = sizes.experts if mixture else 0
+    chosen = shape.config["num_experts_per_tok"] if experts else 0
+    f, copies = sizes.ffn / tp, chosen * sizes.hidden / tp
+    if experts:
+        f = (chosen * sizes.expert_ffn + sizes.shared_ffn) / tp
     if layers == "portable":
         # Twice: input, normalised input (both float32), output.
         norms = 2 * (2 * SINGLE * h + b * h) + 2 * SINGLE
@@ -367,13 +391,23 @@ def activations(shape: Shape, passes: Passes, *, critic: bool) -> Activations:
         qk_norms = b * (q + kv / 2)
         output_norms = 2 * b * h + 2 * SINGLE
     family = family_of(shape.config)
-    if family.has("q_layernorm.weight"):
+    if family.is_latent:
+        latents = sizes.kv_rank + sizes.q_rank
+        out, rotated = sizes.out / tp, sizes.latent - sizes.kv_rank
+        if layers == "portable":
+            # Padded q, k and v and the output, all as wide as keys; sums; the projection's input; cosine and
+            # sine for q and k; of latents' norms input, normalised input (both float32) and output.
+            attention = b * (4 * q + out + 4 * rotated) + SINGLE * heads
+            attention += (2 * SINGLE + b) * latents / tp
+        else:  # q, k and v, also as wide; output; the projection's input; sums; norms' inputs and outputs
+            attention = b * (4 * q + out) + SINGLE * heads + 2 * b * latents / tp
+    if family.has("k_layernorm.weight"):
         attention += qk_norms
     if family.has("_bda.output_norm.weight"):
         norms += output_norms
     mlp += b * copies  # what the experts take, in their order
-    if sizes.experts:  # a router's scores in the order of the experts, and whom they go to
-        mlp += sizes.experts * (BYTES[passes.router] + 1) / tp
+    if experts:  # a router's scores in the order of the experts, and whom they go to
+        mlp += experts * (BYTES[passes.router] + 1) / tp
     one_layer = norms + attention + mlp
     # Besides what is kept: q and k as they come, and the residual's sums.
     moved = one_layer - b * copies + (0.0 if layers == "portable" else b * (q + kv / 2) + 2 * h)
@@ -381,19 +415,19 @@ def activations(shape: Shape, passes: Passes, *, critic: bool) -> Activations:
         # A product in FP8 keeps its input as the backward pass wants it: the norms' outputs (of a mixture the
         # router has one as it is), the experts' input and that of the second half of an MLP are a byte each;
         # the projection's is one besides the output that attention keeps.
-        one_layer += q - (b - 1) * (h * (1 if sizes.experts else 2) + copies + f)
+        one_layer += q - (b - 1) * (h * (1 if experts else 2) + copies + f)
     # Recomputed attention keeps q, k, v as they come instead of padded, and neither its output nor its sums;
     # Transformer Engine's projection keeps the output.
     attention_again = -SINGLE * heads
     if layers == "portable":
-        attention_again += b * (2 * q + 1.5 * kv) - b * (2 * q + kv)
+        attention_again += b * (out - 2 * q if family.is_latent else 0.5 * kv)
     elif fp8:
         attention_again -= b * q
     gathered_keys = cp > 1 and layers == "portable"
     if gathered_keys:
         # Attention over gathered keys is always recomputed. (v as it comes lies in what q and k were made of,
         # which their norms keep anyway.)
-        counted = family.has("q_layernorm.weight")
+        counted = family.has("k_layernorm.weight")
         one_layer += attention_again - (b * (q + kv) if counted else 0.0)
         moved = one_layer - b * copies
     # A recomputed MLP keeps its input: in portable layers the normalised one, which Transformer Engine's
@@ -434,8 +468,10 @@ def activations(shape: Shape, passes: Passes, *, critic: bool) -> Activations:
         work = max(work, attended - mlp)
     if recompute != "selective":
         selected = 0.0
+    dense = activations(shape, passes, critic=critic, mixture=False) if sizes.dense and mixture else None
     return Activations(
-        layer, one_layer, work, b * h, head, fixed, passing, moved, recompute, passes.recomputed, selected
+        *(layer, one_layer, work, b * h, head, fixed, passing, moved, recompute, passes.recomputed, selected),
+        dense,
     )
 
 

@@ -238,7 +238,8 @@ def _token_seconds(plan: MemoryPlan, name: str, update: bool, whole: list[float]
         return sum(2 * m * n * (1 + NARROW / min(m, n)) for m, n in shapes) / peak
 
     h = sizes.hidden
-    layer, mlp = products((h, (sizes.q + 2 * sizes.kv) / tp), (sizes.q / tp, h)), 0.0
+    # A matrix is cut over tensor-parallel ranks on its longer side, or (to latents) its tokens are.
+    layer, mlp = products(*((m / tp, n) if n == h else (m, n / tp) for m, n in shape.attention_matrices)), 0.0
     dense = sizes.dense / sizes.layers if sizes.experts else 1.0  # share of the layers
     if sizes.experts:
         # Whole experts, to which the tensor-parallel ranks of a token's replica send their parts of it.
@@ -251,7 +252,7 @@ def _token_seconds(plan: MemoryPlan, name: str, update: bool, whole: list[float]
         layer += mlp
     # Causal attention: a token looks at half of its sequence, which is a longer one the more tokens it has.
     square = fmean(length**2 for length in whole) / fmean(whole)
-    attention = 2 * square * sizes.q / tp / peak
+    attention = square * (sizes.q + sizes.out) / tp / peak  # scores, and sums of values
     head = products((h, sizes.vocab / tp)) if name in ("actor", "reference", "teacher") else 0.0
 
     node, network = cluster.node_speed * 1e9 * LINKS, cluster.network_speed * 1e9 * LINKS
@@ -284,7 +285,8 @@ def _token_seconds(plan: MemoryPlan, name: str, update: bool, whole: list[float]
             selected += (mlp + around / 2 + read * kept.selected) * ("mlp" in modules)
         head *= 4 / 3  # backward computes the logits again
     # Norms, rotations and activation functions write what a layer keeps, and it is read again.
-    body = (passes + again) * (layer + attention + talk + read * kept.moved) + selected
+    moved = kept.moved if kept.dense is None else (1 - dense) * kept.moved + dense * kept.dense.moved
+    body = (passes + again) * (layer + attention + talk + read * moved) + selected
     return (layers * body + passes * (head + between)) / cp
 
 

@@ -35,7 +35,7 @@ from megarl.parallel.launch import environment_of_children
 from megarl.parallel.machine import cuda_runtime_folders
 from megarl.rollout.engine import RolloutEngine, check_positions
 from megarl.rollout.sampling import Completion, Request, SamplingParams, routing_array
-from megarl.weights.families import EXPERT_KEYS, Sizes
+from megarl.weights.families import EXPERT_KEYS, Sizes, family_of
 from megarl.weights.plan import Plan
 from megarl.weights.transfer import Staging
 
@@ -274,8 +274,13 @@ class SGLangEngine(RolloutEngine):
             "n_shared_experts"
         ):  # else they may be rows behind the experts that routers choose
             arguments["disable_shared_experts_fusion"] = True
+        overrides: dict[str, Any] = {}
         if rollout.weights_dtype == "fp8_block":
-            arguments["json_model_override_args"] = json.dumps({"quantization_config": FP8_CONFIG})
+            overrides["quantization_config"] = FP8_CONFIG
+        if family_of(self.hf_config).is_latent:  # which transformers knows one of, and does not write
+            overrides |= {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
+        if overrides:
+            arguments["json_model_override_args"] = json.dumps(overrides)
         if self.device.type == "cpu":
             # SGLang would give most of the machine's memory to the KV cache.
             longest = config.data.max_prompt_tokens + rollout.max_extent

@@ -93,6 +93,10 @@ class TransformersEngine(RolloutEngine):
         # The rotary frequencies are buffers outside the checkpoint, which to_empty left undefined.
         body = model.get_decoder()
         body.rotary_emb = type(body.rotary_emb)(config=config).to(self.device)
+        for name, bias in list(model.named_buffers()):
+            if name.endswith(BIAS):  # in float32 where a folder is loaded, but not where a model is made
+                place, _, kind = name.rpartition(".")
+                setattr(model.get_submodule(place), kind, bias.float())
         others = [n for n, _ in model.named_buffers() if "rotary_emb" not in n and not n.endswith(BIAS)]
         if others:
             raise CheckpointError(
@@ -560,8 +564,9 @@ class DecodeLoop:
 
 
 class KVCache:
-    """Keys and values per layer [rows, kv_heads, columns, dim]; and of each position its token, that token's
-    log-probability and, where routing is wanted, its experts. A row's token of position p stands in column p.
+    """Keys and values per layer [rows, kv_heads, columns, dim], in multi-latent attention latents and rotated
+    keys, one head of each; and of each position its token, that token's log-probability and, where routing is
+    wanted, its experts. A row's token of position p stands in column p.
 
     Passed to transformers' forward as `past_key_values`, whose attention layers call only `update`. While
     `prefilling`, keys and values are set aside for `place`; otherwise the one new column of each row is
@@ -571,10 +576,14 @@ class KVCache:
         config, dtype, device = model.config, model.dtype, model.device
         heads, layers = config.num_attention_heads, config.num_hidden_layers
         kv_heads = getattr(config, "num_key_value_heads", None) or heads
-        dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+        widths = (getattr(config, "head_dim", None) or config.hidden_size // heads,) * 2
+        if hasattr(config, "kv_lora_rank"):
+            kv_heads, widths = 1, (config.kv_lora_rank, config.qk_rope_head_dim)
         self.rows = self.columns = 0
-        self.keys = [torch.zeros(0, kv_heads, 0, dim, dtype=dtype, device=device) for _ in range(layers)]
-        self.values = [torch.zeros_like(k) for k in self.keys]
+        self.keys, self.values = (
+            [torch.zeros(0, kv_heads, 0, width, dtype=dtype, device=device) for _ in range(layers)]
+            for width in widths
+        )
         self.tokens = torch.zeros(0, 0, dtype=torch.int64, device=device)
         self.logprobs = torch.zeros(0, 0, device=device)
         routed = layers, config.num_experts_per_tok if experts else 0
@@ -591,9 +600,10 @@ class KVCache:
             self._aside.append((key, value))
             return key, value
         keys, values = self.keys[layer], self.values[layer]
-        rows, dim = len(key) * key.shape[2], keys.shape[3]
-        keys.view(-1, dim).index_copy_(0, self._at, key.transpose(1, 2).reshape(-1, dim))
-        values.view(-1, dim).index_copy_(0, self._at, value.transpose(1, 2).reshape(-1, dim))
+        rows = len(key) * key.shape[2]
+        for cache, fresh in ((keys, key), (values, value)):
+            dim = fresh.shape[3]
+            cache.view(-1, dim).index_copy_(0, self._at, fresh.transpose(1, 2).reshape(-1, dim))
         return keys[:rows, :, : self._seen], values[:rows, :, : self._seen]
 
     def attend(self, position: Tensor, longest: int) -> Tensor:
@@ -718,18 +728,20 @@ def attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, None]:
     """Implement transformers' attention interface: query [rows, heads, q, dim], key and value [rows,
-    kv_heads, k, dim] -> [rows, q, heads, dim].
+    kv_heads, k, dim] -> [rows, q, heads, dim]. Values may be narrower; the output then is.
 
     Without a mask (prefill) attention is causal. With one (a step of decoding) query is [blocks, heads, rows,
     dim], one query of each row; the query heads that share a key head are treated as queries of one head, so
     that grouped keys are never repeated."""
-    scale = kwargs["scaling"]
+    scale, narrow = kwargs["scaling"], value.shape[3]
+    if narrow < key.shape[3]:  # torch's attention that keeps no scores wants them as wide
+        value = F.pad(value, (0, key.shape[3] - narrow))
     if attention_mask is None:
         grouped = query.shape[1] != key.shape[1]
         out = F.scaled_dot_product_attention(
             query, key, value, is_causal=True, scale=scale, enable_gqa=grouped
         )
-        return out.transpose(1, 2), None
+        return out.transpose(1, 2)[..., :narrow], None
     rows, kv_heads, _, dim = key.shape
     blocks, heads, block, _ = query.shape
     query = query.transpose(1, 2).reshape(rows, kv_heads, heads // kv_heads, dim)
@@ -737,7 +749,7 @@ def attention(
         out = decode_attention(query, key, value, attention_mask, scale)
     else:
         out = F.scaled_dot_product_attention(query, key, value, attn_mask=attention_mask, scale=scale)
-    return out.reshape(blocks, block, heads, dim), None
+    return out.reshape(blocks, block, heads, dim)[..., :narrow], None
 
 
 def decode_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> Tensor:

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.transformer.transformer_config import MLATransformerConfig
 from torch import Tensor
 
 from megarl.algorithms.losses import token_weights
@@ -305,7 +306,14 @@ def matrix_shape(model: ModelChunks) -> tuple[int, int]:
         columns = c.moe_ffn_hidden_size * c.moe_router_topk + (c.moe_shared_expert_intermediate_size or 0)
         dense = c.moe_layer_freq.count(0) if isinstance(c.moe_layer_freq, list) else 0
         mlps = dense * 3 * c.ffn_hidden_size + (c.num_layers - dense) * (c.num_moe_experts + 3 * columns)
-    return c.hidden_size * (c.num_layers * (2 * queries + 2 * keys) + mlps), c.num_layers * queries
+    attention = c.hidden_size * (2 * queries + 2 * keys)
+    if isinstance(c, MLATransformerConfig):  # kv_channels is the width of a key there
+        values, unrotated = c.num_attention_heads * c.v_head_dim, c.num_attention_heads * c.qk_head_dim
+        attention = c.hidden_size * (c.kv_lora_rank + c.qk_pos_emb_head_dim + values)
+        attention += c.kv_lora_rank * (unrotated + values)
+        attention += (c.q_lora_rank * (c.hidden_size + queries)) if c.q_lora_rank else c.hidden_size * queries
+        queries = (queries + values) // 2  # scores are as wide as keys, sums as values
+    return c.num_layers * attention + c.hidden_size * mlps, c.num_layers * queries
 
 
 def locate(

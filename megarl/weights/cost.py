@@ -163,6 +163,9 @@ _KNOWN: dict[str, tuple[str | int | bool, ...]] = {
     "GLM-4.5-Air": ("glm4_moe", 46, 4096, 96, 8, 128, 10944, 151552, False, 128, 8, 1408),
     "GLM-4.5": ("glm4_moe", 92, 5120, 96, 8, 128, 12288, 151552, False, 160, 8, 1536),
     "GLM-4.6": ("glm4_moe", 92, 5120, 96, 8, 128, 12288, 151552, False, 160, 8, 1536),
+    "Moonlight-16B-A3B": ("deepseek_v3", 27, 2048, 16, 16, 64, 11264, 163840, False, 64, 6, 1408),
+    "DeepSeek-V3": ("deepseek_v3", 61, 7168, 128, 128, 64, 18432, 129280, False, 256, 8, 2048),
+    "DeepSeek-R1": ("deepseek_v3", 61, 7168, 128, 128, 64, 18432, 129280, False, 256, 8, 2048),
 }
 _KEYS = (
     *("model_type", "num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads"),
@@ -177,6 +180,24 @@ for _name in ("GLM-4-32B", "GLM-Z1-32B"):
 for _name, _dense in (("GLM-4.5-Air", 1), ("GLM-4.5", 3), ("GLM-4.6", 3)):
     KNOWN_MODELS[_name] |= {"first_k_dense_replace": _dense, "n_shared_experts": 1}
     KNOWN_MODELS[_name] |= {"attention_bias": True, "use_qk_norm": _name != "GLM-4.5-Air"}
+
+
+for _name, _dense, _shared, _rank in (
+    ("Moonlight-16B-A3B", 1, 2, None),
+    ("DeepSeek-V3", 3, 1, 1536),
+    ("DeepSeek-R1", 3, 1, 1536),
+):
+    KNOWN_MODELS[_name] |= {
+        "first_k_dense_replace": _dense,
+        "n_shared_experts": _shared,
+        "q_lora_rank": _rank,
+    }
+    KNOWN_MODELS[_name] |= {
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+    }
 
 
 def planning_config(path: Path, name: str | None = None) -> tuple[str, Mapping[str, Any]]:

@@ -55,6 +55,13 @@ class Sizes:
     shared_ffn: int = 0  # columns of the experts that every token goes through, which are one matrix
     dense: int = 0  # the first layers, which are dense where the others are mixtures
     gate_up: int = 0  # rows of a gate_up_proj: 2 * ffn
+    out: int = 0  # columns of o_proj: heads * the width of a value
+    # Of multi-latent attention: widths of what queries, and keys and values, are made of (0: queries are made
+    # of the hidden states), of the latter with the part of a key that is rotated, and rows of kv_b_proj.
+    q_rank: int = 0
+    kv_rank: int = 0
+    latent: int = 0
+    kv_up: int = 0
     rank: int = 0  # of LoRA adapters, which config.json does not know
     one: int = 1
 
@@ -83,6 +90,17 @@ class Sizes:
         shares = family is not None and family.has("shared_experts.linear_fc1.weight")
         differ = family is not None and any(pair.kind == "dense" for pair in family.layer)
         layers = get("num_hidden_layers", most=MAX_LAYERS)
+        of_latents = {}
+        if family is not None and family.is_latent:
+            rotated, value, kv_rank = get("qk_rope_head_dim"), get("v_head_dim"), get("kv_lora_rank")
+            head_dim = get("qk_nope_head_dim") + rotated
+            of_latents = {
+                "q_rank": get("q_lora_rank") if is_on("q_lora_rank", hf_config) else 0,
+                "kv_rank": kv_rank,
+                "latent": kv_rank + rotated,
+                "kv_up": heads * (head_dim - rotated + value),
+                "out": heads * value,
+            }
         return Sizes(
             layers=layers,
             hidden=hidden,
@@ -98,6 +116,7 @@ class Sizes:
             shared_ffn=get("n_shared_experts") * get("moe_intermediate_size") if shares else 0,
             dense=get("first_k_dense_replace", most=layers - 1, least=0) if differ else 0,
             gate_up=2 * get("intermediate_size"),
+            **{"out": heads * head_dim, **of_latents},
         )
 
     def shape(self, dims: str) -> Shape:
@@ -117,15 +136,22 @@ class Sizes:
 class Pair:
     """A Megatron parameter and the Hugging Face tensors in it, each with its dimensions. `{l}` is the index
     of the layer and `{e}` that of the expert: global ones in Hugging Face names, those within the rank in
-    Megatron's. switch: the key of config.json that takes the parameter away where it is false. kind: of the
-    layers that have it, where the first ones are dense and the others mixtures. float32: where it is in
-    float32 whatever the model's dtype: in Megatron, transformers and SGLang, or in SGLang alone."""
+    Megatron's.
+
+    switch   the key of config.json that takes the parameter away where it is false or null; with "not "
+             before it, where it is neither
+    kind     of the layers that have it, where the first ones are dense and the others mixtures
+    apart    of a norm that Transformer Engine fuses into no linear, as it does other families' of this name
+    float32  where it is in float32 whatever the model's dtype: in Megatron, transformers and SGLang, or in
+             SGLang alone
+    """
 
     megatron: str
     operation: Operation
     hf: tuple[tuple[str, str], ...]
     switch: str = ""
     kind: Literal["every", "dense", "mixture"] = "every"
+    apart: bool = False
     float32: Literal["nowhere", "everywhere", "sglang"] = "nowhere"
 
     @property
@@ -158,6 +184,46 @@ ATTENTION_LAYER = (
     ),
     _layer("self_attention.linear_proj.weight", "row", ("self_attn.o_proj.weight", "hidden q")),
     _layer("pre_mlp_layernorm.weight", "replicated", ("post_attention_layernorm.weight", "hidden")),
+)
+# Multi-latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1): keys and values are made of one narrow
+# vector a token, and so may queries be. A part of each head is rotated, of the keys one for all heads.
+LATENT_ATTENTION = (
+    replace(ATTENTION_LAYER[0], apart=True),
+    replace(
+        _layer("self_attention.linear_q_proj.weight", "column", ("self_attn.q_proj.weight", "q hidden")),
+        switch="not q_lora_rank",
+    ),
+    *(
+        replace(pair, switch="q_lora_rank")
+        for pair in (
+            _layer(
+                "self_attention.linear_q_down_proj.weight",
+                "replicated",
+                ("self_attn.q_a_proj.weight", "q_rank hidden"),
+            ),
+            _layer(
+                "self_attention.q_layernorm.weight",
+                "replicated",
+                ("self_attn.q_a_layernorm.weight", "q_rank"),
+            ),
+            _layer(
+                "self_attention.linear_q_up_proj.weight", "column", ("self_attn.q_b_proj.weight", "q q_rank")
+            ),
+        )
+    ),
+    _layer(
+        "self_attention.linear_kv_down_proj.weight",
+        "replicated",
+        ("self_attn.kv_a_proj_with_mqa.weight", "latent hidden"),
+    ),
+    _layer(
+        "self_attention.kv_layernorm.weight", "replicated", ("self_attn.kv_a_layernorm.weight", "kv_rank")
+    ),
+    _layer(
+        "self_attention.linear_kv_up_proj.weight", "column", ("self_attn.kv_b_proj.weight", "kv_up kv_rank")
+    ),
+    _layer("self_attention.linear_proj.weight", "row", ("self_attn.o_proj.weight", "hidden out")),
+    ATTENTION_LAYER[-1],
 )
 DOWN = _layer("mlp.linear_fc2.weight", "row", ("mlp.down_proj.weight", "hidden ffn"))
 DENSE_MLP = (
@@ -230,6 +296,15 @@ EXPERT_BIAS = replace(
 )
 
 
+# Dense layers before mixtures whose routers have a bias, and experts for every token.
+DENSE_THEN_MIXTURES = (
+    *(replace(pair, kind="dense") for pair in DENSE_MLP),
+    replace(EXPERTS[0], kind="mixture", float32="sglang"),
+    EXPERT_BIAS,
+    *(replace(pair, kind="mixture") for pair in (*EXPERTS[1:], *SHARED_EXPERTS)),
+)
+
+
 @dataclass(frozen=True)
 class Family:
     """A model family, with `model_type` and `prefix` as in config.json ("qwen2", "Qwen2ForCausalLM").
@@ -253,6 +328,11 @@ class Family:
         return any(pair.megatron.endswith(parameter) for pair in self.layer)
 
     @cached_property
+    def is_latent(self) -> bool:
+        """Return whether its attention is multi-latent."""
+        return self.has("self_attention.linear_kv_up_proj.weight")
+
+    @cached_property
     def is_moe(self) -> bool:
         """Return whether its layers are mixtures of experts."""
         return any(pair.per_expert for pair in self.layer)
@@ -265,12 +345,16 @@ def adapters(pair: Pair, lora: LoraConfig) -> tuple[Pair, ...]:
     halves: list[Pair] = []
     for name, dims in pair.hf if lora.rank is not None else ():
         *_, module, kind = name.split(".")
-        if not module.endswith("_proj") or kind != "weight" or module not in (lora.targets or (module,)):
+        if (
+            not module.endswith(("_proj", "_proj_with_mqa"))
+            or kind != "weight"
+            or module not in (lora.targets or (module,))
+        ):
             continue
         (rows, columns), stem = dims.split(), name.removesuffix("weight")
         own = f"{pair.megatron.removesuffix('weight')}lora.{module}"
         by_columns = pair.operation == "row"
-        cut: Operation = "halves" if pair.operation == "halves" else "column"
+        cut: Operation = pair.operation if pair.operation in ("halves", "replicated") else "column"
         a = (stem + "lora_A.weight", f"rank {columns}")
         b = (stem + "lora_B.weight", f"{rows} rank")
         halves.append(Pair(f"{own}_a", "row" if by_columns else "replicated", (a,), kind=pair.kind))
@@ -309,7 +393,7 @@ ROPE_NEEDS: dict[str, tuple[str, ...]] = {
     "longrope": ("short_factor", "long_factor"),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
 }
-ROPE_NUMBERS = ("rope_theta", *ROPE_NEEDS["llama3"])
+ROPE_NUMBERS = ("rope_theta", *ROPE_NEEDS["llama3"], "mscale", "mscale_all_dim", "beta_fast", "beta_slow")
 
 # What every family here is built as (megarl/model/builder.py): SwiGLU layers with full attention.
 SWIGLU = (("hidden_act", "silu"), ("use_sliding_window", False))
@@ -345,15 +429,30 @@ FAMILIES = {
                 *ATTENTION_LAYER,
                 replace(QKV_BIAS, switch="attention_bias"),
                 *(replace(norm, switch="use_qk_norm") for norm in QK_NORMS),
-                *(replace(pair, kind="dense") for pair in DENSE_MLP),
-                replace(EXPERTS[0], kind="mixture", float32="sglang"),
-                EXPERT_BIAS,
-                *(replace(pair, kind="mixture") for pair in (*EXPERTS[1:], *SHARED_EXPERTS)),
+                *DENSE_THEN_MIXTURES,
             ),
             # Megatron's router divides sigmoid scores by their sum, whenever there are several.
             (*SWIGLU, ("norm_topk_prob", True)),
             partial_rotary=True,
             sglang_unties=True,
+        ),
+        Family(
+            "deepseek_v3",
+            "DeepseekV3",
+            # SGLang has the weight of a router in the model's dtype.
+            (
+                *LATENT_ATTENTION,
+                *(replace(p, float32="nowhere") if p.float32 == "sglang" else p for p in DENSE_THEN_MIXTURES),
+            ),
+            (
+                *SWIGLU,
+                ("norm_topk_prob", True),
+                ("attention_bias", False),
+                ("rope_interleave", True),
+                ("scoring_func", "sigmoid"),
+                ("topk_method", "noaux_tc"),
+                ("moe_layer_freq", 1),
+            ),
         ),
     )
 }
@@ -404,8 +503,15 @@ def family_of(hf_config: Mapping[str, Any]) -> Family:
         found = hf_config.get(key)
         if found is not None and found != value:
             raise _bad(key, f"{found!r} is not supported for {model_type} (only {value!r} is)")
-    layer = tuple(pair for pair in family.layer if not pair.switch or hf_config.get(pair.switch) is not False)
+    layer = tuple(pair for pair in family.layer if is_on(pair.switch, hf_config))
     return family if layer == family.layer else replace(family, layer=layer)
+
+
+def is_on(switch: str, hf_config: Mapping[str, Any]) -> bool:
+    """Return whether config.json leaves a parameter with this switch (see `Pair`); "": it has none."""
+    key = switch.removeprefix("not ")
+    value = hf_config.get(key, True)
+    return not key or (value is not None and value is not False) is (key == switch)
 
 
 def is_tied(hf_config: Mapping[str, Any]) -> bool:
@@ -437,8 +543,14 @@ def _check_description(hf_config: Mapping[str, Any]) -> None:
         value = hf_config.get(key)
         if key in hf_config and not (fits(value) or (value is None and may_be_null)):
             raise _bad(key, f"must be {meant} (got {_short(value)})")
-    if sizes.head_dim % 2:
+    if family.is_latent:
+        _check_latent(hf_config, sizes)
+    elif sizes.head_dim % 2:
         raise _bad("head_dim", f"must be even for rotary embeddings (got {sizes.head_dim})")
+    if (quantised := hf_config.get("quantization_config")) is not None:
+        kind = quantised.get("quant_method") if isinstance(quantised, Mapping) else quantised
+        remedy = "convert its weights to bf16, and remove the key"
+        raise _bad("quantization_config", f"a quantised folder ({_short(kind)}) is not read ({remedy})")
     pad = hf_config.get("pad_token_id")
     if isinstance(pad, int) and not -sizes.vocab <= pad < sizes.vocab:
         raise _bad("pad_token_id", f"is outside the vocabulary of {sizes.vocab} (got {_short(pad)})")
@@ -478,6 +590,21 @@ def _check_rotated(family: Family, sizes: Sizes, place: str, keys: Mapping[str, 
     if not (_is_positive(share) and share < 1 and sizes.head_dim * share % 2 == 0):
         what = f"must leave an even number of a head's {sizes.head_dim} to be rotated"
         raise _bad(key, f"{what} (got {_short(share)})")
+
+
+def _check_latent(hf_config: Mapping[str, Any], sizes: Sizes) -> None:
+    """Check the widths of multi-latent attention's heads."""
+    rotated, given, value = sizes.latent - sizes.kv_rank, hf_config.get("head_dim"), sizes.out // sizes.heads
+    if rotated % 2:
+        raise _bad("qk_rope_head_dim", f"must be even for rotary embeddings (got {rotated})")
+    if given not in (None, rotated):
+        what = f"must be qk_rope_head_dim = {rotated}, by which transformers rotates, or be left out"
+        raise _bad("head_dim", f"{what} (got {_short(given)})")
+    if sizes.kv_heads != sizes.heads:
+        what = f"must be num_attention_heads = {sizes.heads}, as each has keys of its own"
+        raise _bad("num_key_value_heads", f"{what} (got {sizes.kv_heads})")
+    if value > sizes.head_dim:
+        raise _bad("v_head_dim", f"must be at most {sizes.head_dim}, the width of a key (got {value})")
 
 
 def _check_groups(hf_config: Mapping[str, Any], sizes: Sizes, active: int) -> None:

@@ -96,6 +96,9 @@ def check_layout(hf_config: Mapping[str, Any], tp: int, pp: int, ep: int = 1, vp
         dividable["feed-forward columns"] = sizes.ffn
     if sizes.shared_ffn:
         dividable["columns of shared experts"] = sizes.shared_ffn
+    if sizes.latent:  # Megatron's attention is built with these cut (model/portable.py)
+        dividable |= {"rows of kv_a_proj_with_mqa": sizes.latent}
+        dividable |= {"rows of q_a_proj": sizes.q_rank} if sizes.q_rank else {}
     experts = {"experts": sizes.experts} if moe else {}
     layers = {"layers": sizes.layers}
     of_stage = {"layers of a pipeline stage": sizes.layers // pp}
@@ -140,9 +143,14 @@ def check_lora(hf_config: Mapping[str, Any], lora: LoraConfig, key: str) -> None
 def check_muon(hf_config: Mapping[str, Any], optimizer: OptimizerConfig, layout: Layout, key: str) -> None:
     """Raise ConfigError if Muon is asked for where tensor-parallel ranks hold the same experts and there is
     one replica: Megatron's LayerWiseDistributedOptimizer, which finds nothing to share out there, takes each
-    of these ranks for the only owner of their experts."""
-    alone = layout.dp * layout.cp == 1 < layout.stage // layout.ep
-    if optimizer.optimizer == "muon" and family_of(hf_config).is_moe and alone:
+    of these ranks for the only owner of their experts. Nor has it been tried on multi-latent attention."""
+    if optimizer.optimizer != "muon":
+        return
+    family, alone = family_of(hf_config), layout.dp * layout.cp == 1 < layout.stage // layout.ep
+    if family.is_latent:
+        what = f"muon is not supported for a {family.model_type} model"
+        raise ConfigError(f"{key}.optimizer: {what} (set it to adam)")
+    if family.is_moe and alone:
         what = f"muon of experts under tensor parallelism (tp {layout.tp}) needs more than one replica"
         raise ConfigError(f"{key}.optimizer: {what} (raise parallel.dp, or set it to adam)")
 
@@ -314,8 +322,9 @@ def pair_shard(sizes: Sizes, pair: Pair, layer: int, expert: int, tp: int, tp_ra
 
 def sglang_shards(hf_config: Mapping[str, Any], tp: int, tp_rank: int, *, cpu: bool = False) -> Shards:
     """Return the parameters of one rank of an SGLang engine, by SGLang's names. qkv_proj = [q; k; v] of the
-    rank's heads, gate_up_proj = [gate; up], columns of o_proj and down_proj, rows of the padded vocabulary,
-    norms and routers whole. With tied embeddings there is no lm_head (`Family.sglang_unties`: there is).
+    rank's heads, gate_up_proj = [gate; up], columns of o_proj and down_proj, rows of the padded vocabulary.
+    Norms, routers and what makes latents are whole, and fused_qkv_a_proj_with_mqa = [q_a; kv_a]. With tied
+    embeddings there is no lm_head (`Family.sglang_unties`: there is).
     Experts: `experts.w13_weight.{e}` [2 * ffn / tp, hidden] and `experts.w2_weight.{e}` stand for row e of
     SGLang's stacked tensors.
     cpu: SGLang's CPU engine, which pads heads and columns where they do not divide. Raises ConfigError,
@@ -334,7 +343,9 @@ def sglang_shards(hf_config: Mapping[str, Any], tp: int, tp_rank: int, *, cpu: b
             start, stop, width = cuts.get(dims.split()[axis], (0, shape[0], shape[0]))
             for first in (0, shape[0] // 2) if pair.operation == "halves" else (0,):
                 parts.append(_Part(name, first + start, first + stop, width))
-        name = parts[0].name.replace("self_attn.q_proj", "self_attn.qkv_proj")
+        name = parts[0].name
+        if pair.operation == "qkv":
+            name = name.replace("self_attn.q_proj", "self_attn.qkv_proj")
         name = name.replace(".gate_proj", ".gate_up_proj")
         if pair.per_expert:
             fused = "w2" if "down_proj" in name else "w13"
@@ -346,6 +357,12 @@ def sglang_shards(hf_config: Mapping[str, Any], tp: int, tp_rank: int, *, cpu: b
         name, shard = of_pair(pair)
         regions = [one._replace(hf_name=one.hf_name.format(l=layer, e=expert)) for one in shard.regions]
         shards[name.format(l=layer, e=expert)] = shard._replace(regions=tuple(regions))
+    for layer in range(sizes.layers if sizes.q_rank else 0):
+        stem = f"model.layers.{layer}.self_attn."
+        names = [f"{stem}{part}.weight" for part in ("q_a_proj", "kv_a_proj_with_mqa")]
+        rows = [shards.pop(name).shape[0] for name in names]
+        parts = [_Part(name, 0, width, width) for name, width in zip(names, rows, strict=True)]
+        shards[f"{stem}fused_qkv_a_proj_with_mqa.weight"] = _joined(parts, (rows[0], sizes.hidden))
     if is_tied(hf_config) and family_of(hf_config).sglang_unties:
         shards[OUTPUT.hf[0][0]] = shards[EMBEDDED[0]]
     return shards
@@ -364,7 +381,7 @@ def _sglang_cuts(sizes: Sizes, tp: int, rank: int, cpu: bool) -> dict[str, tuple
         return start, min(start + width, size), width
 
     if cpu:
-        if heads % tp or kv_heads % tp:
+        if (heads % tp or kv_heads % tp) and not sizes.latent:
             kv_heads = multiple(kv_heads, tp)
             heads = kv_heads * (sizes.heads // sizes.kv_heads)
         ffn, expert_ffn = multiple(ffn, CPU_FFN_MULTIPLE * tp), multiple(expert_ffn, CPU_FFN_MULTIPLE * tp)
@@ -385,6 +402,8 @@ def _sglang_cuts(sizes: Sizes, tp: int, rank: int, cpu: bool) -> dict[str, tuple
     return {
         "q": cut(sizes.q, heads * sizes.head_dim),
         "kv": cut(sizes.kv, kv_heads * sizes.head_dim, kv_ranks, kv_rank),
+        "out": cut(sizes.out, sizes.out // sizes.heads * heads),
+        "kv_up": cut(sizes.kv_up, sizes.kv_up),
         "ffn": cut(sizes.ffn, ffn),
         "gate_up": cut(sizes.ffn, ffn),  # of either half
         "expert_ffn": cut(sizes.expert_ffn, expert_ffn),

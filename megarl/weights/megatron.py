@@ -98,7 +98,7 @@ def keys_of(pair: Pair, layer: int | None = None) -> tuple[str, ...]:
     name = pair.megatron.replace("{l}.", "" if layer is None else f"{layer}.")
     name = name.replace("local_experts.{e}", "experts")
     for alias, ours in TE_ALIASES.items():
-        if name.endswith("." + ours):
+        if name.endswith("." + ours) and not pair.apart:
             return name.removesuffix(ours) + alias, name
     return (name,)
 

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from megarl.config.errors import ConfigError
 from megarl.config.schema import Config, OptimizerConfig
 from megarl.parallel.layout import Layout
-from megarl.weights.families import Shape, adapters, is_frozen
+from megarl.weights.families import Shape, adapters, family_of, is_frozen
 from megarl.weights.layout import (
     Box,
     Region,
@@ -472,6 +472,9 @@ def engine_plan(config: Config, hf_config: Mapping[str, Any], layout: Layout, *,
     single = float32_tensors(hf_config, sglang=config.rollout.engine_kind.sharded)
     formats = dict.fromkeys(single, FP32)
     if config.rollout.weights_dtype == "fp8_block":
+        if family_of(hf_config).is_latent:
+            what = f"fp8_block is not supported for a {hf_config.get('model_type')} model"
+            raise ConfigError(f"rollout.weights_dtype: {what} (leave it out)")
         sources, targets, quantised = fp8_block(sources, targets, hf_shapes(hf_config))
         formats |= quantised
     return make_plan(sources, targets, formats=formats, gpus_per_node=config.cluster.gpus_per_node)

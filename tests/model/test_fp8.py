@@ -84,11 +84,13 @@ def test_published_models_fit_every_recipe_at_tp_2(name: str) -> None:
         ("Qwen2.5-72B", 8, "tensorwise", ""),
         ("GLM-4-9B", 2, "blockwise", "intermediate_size"),
         ("GLM-4-32B", 4, "blockwise", ""),
+        ("DeepSeek-V3", 8, "mxfp8", ""),
+        ("Moonlight-16B-A3B", 1, "blockwise", "the height of kv_a_proj_with_mqa"),
     ],
 )
 def test_sizes(name: str, tp: int, recipe: str, side: str) -> None:
     """The first side that is no multiple, by hand: 0.5B has 14 heads of 64, so 448 on a rank; 72B has 29568 /
-    8 = 3696 = 16 * 231, GLM-4-9B 13696 / 2 = 6848 = 64 * 107."""
+    8 = 3696 = 16 * 231, GLM-4-9B 13696 / 2 = 6848 = 64 * 107; Moonlight's latents have 576 rows."""
     config = make_config(tp, fp8={"format": "hybrid", "recipe": recipe})
     if not side:
         check_sizes(config, KNOWN_MODELS[name])

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from safetensors.torch import load_file
 
 from megarl.data.experience import Experience
@@ -150,6 +150,30 @@ def test_of_dense_layers_before_mixtures_each_counts_as_what_it_is() -> None:
     assert matrix_shape(SimpleNamespace(config=config)) == (layers, 2 * 12288)
     planned = Shape({**KNOWN_MODELS["GLM-4.5-Air"], "num_hidden_layers": 2}, "bf16")
     assert planned.active == layers + 4096 * 151552
+
+
+def test_of_latent_attention_each_matrix_counts() -> None:
+    """Counted by hand: DeepSeek-V3 with two layers, and Moonlight, which has no latents of queries."""
+    for name, hidden, heads, rank in (
+        ("DeepSeek-V3", 7168, 128, 1536),
+        ("Moonlight-16B-A3B", 2048, 16, None),
+    ):
+        sizes = {"hidden_size": hidden, "num_attention_heads": heads, "kv_channels": 192, "q_lora_rank": rank}
+        known = {**KNOWN_MODELS[name], "num_hidden_layers": 2, "first_k_dense_replace": 1}
+        experts, active, ffn = (
+            known[key] for key in ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
+        )
+        shared = ffn * known["n_shared_experts"]
+        more = {"num_moe_experts": experts, "moe_router_topk": active, "moe_ffn_hidden_size": ffn}
+        more |= {"moe_shared_expert_intermediate_size": shared, "moe_layer_freq": [0, 1]}
+        more |= {"ffn_hidden_size": known["intermediate_size"], "add_bias_linear": False}
+        config = MLATransformerConfig(num_layers=2, rope_type="rope", **sizes, **more)
+        queries = rank * (hidden + heads * 192) if rank else hidden * heads * 192
+        attention = queries + hidden * 576 + 512 * heads * 256 + heads * 128 * hidden
+        dense = 3 * hidden * known["intermediate_size"]
+        layers = 2 * attention + dense + hidden * experts + 3 * hidden * (active * ffn + shared)
+        assert matrix_shape(SimpleNamespace(config=config)) == (layers, 2 * heads * 160)
+        assert Shape(known, "bf16").active == layers + hidden * known["vocab_size"]
 
 
 @pytest.mark.parametrize("critic_mini_batch", [None, 2, 4, 16])

@@ -50,7 +50,12 @@ def draw_adapters(folder: Path, lora: dict[str, Any]) -> dict[str, torch.Tensor]
     for name, weight in sorted(weights.items()):
         module = name.split(".")[-2] if "." in name else ""
         targeted = module in lora.get("targets", [module])
-        if ".layers." in name and module.endswith("_proj") and name.endswith(".weight") and targeted:
+        if (
+            ".layers." in name
+            and module.endswith(("_proj", "_mqa"))
+            and name.endswith(".weight")
+            and targeted
+        ):
             stem, (rows, columns) = name.removesuffix("weight"), weight.shape
             found[f"{stem}lora_A.weight"] = 0.2 * torch.randn(lora["rank"], columns, generator=generator)
             found[f"{stem}lora_B.weight"] = 0.2 * torch.randn(rows, lora["rank"], generator=generator)
@@ -101,6 +106,7 @@ def projected(
         pytest.param("qwen3_moe", "actor", ALL, (2, 1, 1), {}, marks=SLOW),
         pytest.param("qwen3_moe", "actor", FEW, (1, 2, 2, 2), {}, marks=SLOW),
         pytest.param("glm4_moe", "actor", ALL, (2, 1, 1, 2), {}, marks=SLOW),
+        pytest.param("deepseek_v3", "actor", ALL, (2, 1, 1, 2), {}, marks=SLOW),
     ],
     ids=str,
 )

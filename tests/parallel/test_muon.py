@@ -190,3 +190,6 @@ def test_experts_that_tensor_parallel_ranks_share_need_a_second_replica(tmp_path
         check_muon(config, muon, Layout(tp=2), "actor")
     for fine in (Layout(tp=2, dp=2), Layout(tp=2, ep=2), Layout(pp=2)):
         check_muon(config, muon, fine, "actor")
+    config = read_config(make_tiny_model(tmp_path / "latent", "deepseek_v3", vocab=VOCAB))
+    with pytest.raises(ConfigError, match=r"^critic\.optimizer: muon is not supported for a deepseek_v3"):
+        check_muon(config, muon, Layout(), "critic")

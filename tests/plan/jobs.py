@@ -17,6 +17,7 @@ from megarl.plan.memory import MemoryPlan, plan_of
 from megarl.plan.sizes import Passes, Shape, activations, in_flight, passed_on
 from megarl.training.batch import make_micro_batches
 from megarl.training.model import TrainableModel
+from megarl.weights.families import Sizes
 from tests.checkpoints import save_model
 from tests.parallel.memory import LiveMemory
 from tests.tiny_models import CONFIGS
@@ -193,7 +194,9 @@ def measure(
     kept = min(micro_batches, in_flight(layout, runtime.pp_rank))
     layers, last = hf.num_hidden_layers // layout.pp, runtime.is_last_stage
     outputs = passed_on(layout, kept, last)
-    return float(memory.peak), predicted.training(tokens, layers, kept, last, outputs)
+    own = layout.layers(hf.num_hidden_layers, runtime.pp_rank)
+    dense = sum(layer < Sizes.of(hf.to_dict()).dense for layer in own)
+    return float(memory.peak), predicted.training(tokens, layers, kept, last, outputs, dense)
 
 
 def long_sequence(runtime: Runtime, length: int) -> tuple[int, float, float]:

@@ -106,3 +106,30 @@ def check(pool: RankPool, case: dict[str, Any]) -> None:
         assert abs(predicted / measured - 1) < TOLERANCE, (
             f"predicted {predicted:,.0f}, measured {measured:,.0f}: {predicted / measured:.3f}"
         )
+
+
+LATENT = {
+    "family": "deepseek_v3",
+    "num_hidden_layers": 4,
+    "first_k_dense_replace": 3,
+    "num_key_value_heads": 8,
+}
+LATENT |= {"n_routed_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 256, "n_group": 1}
+LATENT |= {
+    "topk_group": 1,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 16,
+    "head_dim": 16,
+    "v_head_dim": 32,
+    "kv_lora_rank": 64,
+}
+
+
+@pytest.mark.parametrize(
+    "case",
+    [{"q_lora_rank": None}, {"q_lora_rank": 96, "recompute": "selective"}, {"recompute": "full"}],
+    ids=str,
+)
+def test_prediction_of_latent_attention(ranks: Callable[..., RankPool], case: dict[str, Any]) -> None:
+    """Three dense layers and a small mixture."""
+    check(ranks(1, 1, 1), {"q_lora_rank": 96, **LATENT, **case})

@@ -17,6 +17,7 @@ from torch.distributed.checkpoint import FileSystemReader
 from megarl.config import load_config
 from megarl.config.errors import ConfigError
 from megarl.plan.memory import MemoryPlan, plan_of
+from megarl.plan.sizes import Passes, Shape, activations
 from megarl.plan.times import LINKS, default_lengths, estimate
 from megarl.schedule.preflight import check_fits
 from megarl.weights.cost import KNOWN_MODELS
@@ -113,6 +114,22 @@ def other_checkpoint(plan: MemoryPlan, model: str) -> float:
     return plan.checkpoint() - actors if model == "actor" else actors
 
 
+LATENT = {"num_key_value_heads": 8, "head_dim": 64, "n_group": 1, "topk_group": 1}
+
+
+def test_dense_layers_before_mixtures_keep_what_dense_layers_keep() -> None:
+    """GLM-4.5-Air's first layer is, to activations, one of a dense model of the same sizes."""
+    config = {**KNOWN_MODELS["GLM-4.5-Air"], "num_hidden_layers": 4}
+    for recompute in ("none", "full", "selective"):
+        passes = Passes(tp=2, chunk=256, layers="te", recompute=recompute, sequence_parallel=True)
+        found = activations(Shape(config, "bf16"), passes, critic=False)
+        plain = activations(Shape({**config, "model_type": "qwen2"}, "bf16"), passes, critic=False)
+        assert (found.dense == plain and found.layer != plain.layer) or recompute == "full"
+        fewer = found.training(100.0, 4, 1.0, False, dense=1)
+        saved = 100 * (found.layer - plain.layer)
+        assert fewer == pytest.approx(found.training(100.0, 4, 1.0, False) - saved)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("more", "layout"),
@@ -120,6 +137,7 @@ def other_checkpoint(plan: MemoryPlan, model: str) -> float:
         ({"family": "qwen3_moe", "num_experts": 4}, (2, 1, 1, 2)),
         ({"family": "glm4_moe", "n_routed_experts": 4}, (2, 1, 1, 2)),
         ({"family": "glm4_moe", "n_routed_experts": 4}, (1, 2, 2, 2)),
+        ({"family": "deepseek_v3", "n_routed_experts": 4, **LATENT}, (2, 1, 1, 2)),
     ],
     ids=str,
 )

@@ -169,7 +169,7 @@ def test_an_engine_that_dies_before_it_sleeps_sleeps_nevertheless(one: RankPool)
     assert (torch.tensor([x for c in completions for x in c.logprobs]) - ours).abs().max() <= 1e-4
 
 
-@pytest.mark.parametrize("family", ["qwen2", "glm4", "mistral", "glm4_moe"])
+@pytest.mark.parametrize("family", ["qwen2", "glm4", "mistral", "glm4_moe", "deepseek_v3"])
 def test_an_engine_over_two_ranks(family: Any, ranks: Callable[..., RankPool], tmp_path: Path) -> None:
     """Untied, a vocabulary that is padded, biases; several buckets; the trainer at TP 2 as well. GLM-4 has
     gate and up in one tensor, either half of which is padded on a rank; GLM-4.5 a dense layer, and a mixture

@@ -91,14 +91,16 @@ def test_gradients_equal_those_of_portable_layers_on_one_rank(
         check(found, expected, layout)
 
 
-@pytest.mark.parametrize("family", ["qwen2", "llama", "qwen3_moe", "glm4"])
+@pytest.mark.parametrize("family", ["qwen2", "llama", "qwen3_moe", "glm4", "deepseek_v3"])
 def test_gradients_of_the_other_families(family: Any, ranks: Ranks, tmp_path: Path) -> None:
     """With VAPO's whole loss; mixtures also where expert-parallel ranks share them."""
-    folder = make_tiny_model(tmp_path / "model", family, vocab=VOCAB, layers=2)
+    layers = 4 if family == "deepseek_v3" else 2  # whose stages have a mixture each
+    folder = make_tiny_model(tmp_path / "model", family, vocab=VOCAB, layers=layers)
     arguments = {"folder": folder, "which": "actor", "batch": make_batch()}
     options = TERMS["VAPO"][1]
     expected = ranks(1, 1, 1).run(jobs.gradients, **arguments, options={**options, "budget": 10_000})[0]
-    layouts = test_families.LAYOUTS if family == "qwen3_moe" else [(1, 1, 1, 1), (2, 1, 1, 1), (1, 2, 1, 1)]
+    mixture = family in ("qwen3_moe", "deepseek_v3")
+    layouts = test_families.LAYOUTS if mixture else [(1, 1, 1, 1), (2, 1, 1, 1), (1, 2, 1, 1)]
     for number, layout in enumerate(layouts):
         chosen = {**options, "budget": 34, "model": te(RECOMPUTE[number % 3])}
         check(ranks(*layout).run(jobs.gradients, **arguments, options=chosen)[0], expected, layout)

@@ -54,6 +54,10 @@ PUBLISHED = {
     "GLM-4.5-Air": 106.852,
     "GLM-4.5": 352.798,
     "GLM-4.6": 352.798,
+    # Transformers' own counts; DeepSeek-V3 is published as 671, without the layer that predicts further.
+    "Moonlight-16B-A3B": 15.960,
+    "DeepSeek-V3": 671.026,
+    "DeepSeek-R1": 671.026,
 }
 
 

@@ -196,6 +196,7 @@ def test_a_switch_that_is_left_out_is_read_as_transformers_reads_it(
     assert str(refused.value) == f"{folder}/config.json: {message}"
 
 
+YARN = {"type": "yarn", "factor": 40, "mscale_all_dim": 1.0, "original_max_position_embeddings": 16}
 GLM: dict[str, Any] = {"n_routed_experts": 8, "num_experts_per_tok": 4, "moe_intermediate_size": 5}
 GLM |= {"first_k_dense_replace": 1, "n_shared_experts": 1}
 
@@ -222,6 +223,76 @@ def test_glm_mixtures_that_cannot_be_built(change: dict[str, Any], message: str,
     with pytest.raises(CheckpointError) as refused:
         read_config(tmp_path)
     assert str(refused.value) == f"{tmp_path}/config.json: {message}"
+
+
+LATENT: dict[str, Any] = {**GLM, "kv_lora_rank": 6, "qk_nope_head_dim": 4, "qk_rope_head_dim": 2}
+LATENT |= {"v_head_dim": 4, "q_lora_rank": None}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"q_lora_rank": 0}, "q_lora_rank: must be a positive integer (got 0)"),
+        ({"qk_rope_head_dim": 3}, "qk_rope_head_dim: must be even for rotary embeddings (got 3)"),
+        (
+            {"head_dim": 6},
+            "head_dim: must be qk_rope_head_dim = 2, by which transformers rotates, or be left out (got 6)",
+        ),
+        ({"v_head_dim": 7}, "v_head_dim: must be at most 6, the width of a key (got 7)"),
+        (
+            {"num_key_value_heads": 2},
+            "num_key_value_heads: must be num_attention_heads = 4, as each has keys of its own (got 2)",
+        ),
+        (
+            {"rope_interleave": False},
+            "rope_interleave: False is not supported for deepseek_v3 (only True is)",
+        ),
+        (
+            {"topk_method": "greedy"},
+            "topk_method: 'greedy' is not supported for deepseek_v3 (only 'noaux_tc' is)",
+        ),
+        (
+            {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}},
+            "quantization_config: a quantised folder ('fp8') is not read (convert its weights to bf16, and "
+            "remove the key)",
+        ),
+        (
+            {"rope_scaling": {"type": "yarn", "factor": 40, "mscale_all_dim": "one"}},
+            "rope_scaling.mscale_all_dim: must be a number > 0 (got 'one')",
+        ),
+    ],
+)
+def test_latent_attention_that_cannot_be_built(change: dict[str, Any], message: str, tmp_path: Path) -> None:
+    config = described("deepseek_v3", 2, 16, 4, 4, 7, 11, **{**LATENT, **change})
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError) as refused:
+        read_config(tmp_path)
+    assert str(refused.value) == f"{tmp_path}/config.json: {message}"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            {"q_lora_rank": ...},
+            "q_lora_rank: must be a positive integer (got None)",
+        ),
+        (
+            {"rope_scaling": {**YARN, "mscale": 0.7}},
+            "rope_type: 'yarn' scales attention by 0.9191",
+        ),
+    ],
+)
+def test_latent_attention_as_transformers_reads_it(
+    change: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    folder = make_tiny_model(tmp_path, "deepseek_v3", vocab=101)
+    check_buildable(folder)
+    config = json.loads((folder / "config.json").read_text())
+    config = {key: value for key, value in {**config, **change}.items() if value is not ...}
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match=re.escape(f"{folder}/config.json: {message}")):
+        check_buildable(folder)
 
 
 def test_each_stage_has_a_mixture() -> None:
@@ -322,6 +393,7 @@ def names(runtime: Runtime, folder: Path, critic: bool) -> dict[str, Any]:
     [
         *(("qwen2", False), ("qwen3", True), ("llama", False), ("qwen3_moe", False), ("glm4", False)),
         ("glm4_moe", False),
+        ("deepseek_v3", False),
     ],
 )
 def test_one_table_and_one_checkpoint_for_both(
@@ -330,23 +402,26 @@ def test_one_table_and_one_checkpoint_for_both(
     kind = "token" if critic else None
     folder = make_tiny_model(tmp_path, family, classification=kind)
     [found] = ranks(1, 1, 1).run(names, folder=folder, critic=critic)
-    mixtures = {"qwen3_moe": (0, 1), "glm4_moe": (1,)}.get(family, ())
-    assert {f"{long}weight": f"{short}weight" for short, long in found["fused"].items()} == TE_ALIASES
+    mixtures = {"qwen3_moe": (0, 1), "glm4_moe": (1,), "deepseek_v3": (1,)}.get(family, ())
+    fused = found["fused"]
+    assert {f"{long}weight": f"{short}weight" for short, long in fused.items()} == TE_ALIASES
+    if family == "deepseek_v3":  # Megatron has the norm before multi-latent attention apart
+        del fused["input_layernorm."]
 
     def in_te(name: str) -> str:
-        for short, long in found["fused"].items():
+        for short, long in fused.items():
             if not (short == "pre_mlp_layernorm." and any(f".{layer}." in name for layer in mixtures)):
                 name = name.replace(f".{short}", f".{long}")
         return name
 
     theirs = [in_te(name) for name in found["portable"]]
     changed = sum(name != mine for name, mine in zip(theirs, found["portable"], strict=True))
-    assert changed == 4 - len(mixtures), "two norms of two layers"
+    assert changed == 2 * len(fused) - len(mixtures), "one or two norms of two layers"
     for wrapped in (theirs, [f"module.module.{name}" for name in theirs]):
         mapped = table_names(dict(zip(wrapped, found["portable"], strict=True)))
         assert mapped == {name: name for name in found["portable"]}
     assert set(mapped) == set(megatron_layout(read_config(folder), Layout(), critic=critic)[0][1])
-    alike = family != "glm4_moe"  # else each layer has keys of its own
+    alike = family not in ("glm4_moe", "deepseek_v3")  # else each layer has keys of its own
     collapsed = {
         name.replace("layers.0.", "layers.").replace("layers.1.", "layers.") if alike else name
         for name in theirs

@@ -286,6 +286,8 @@ def test_layouts_that_do_not_fit_are_refused(sizes: dict[str, int], tp: int, pp:
 
 NORMS = ["self_attn.q_norm.weight", "self_attn.k_norm.weight"]
 BIASES = [f"self_attn.{part}_proj.bias" for part in "qkv"]
+OF_LATENTS = ("q_a_proj", "q_a_layernorm", "q_b_proj", "kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj")
+LATENT = [f"self_attn.{part}.weight" for part in OF_LATENTS]
 
 
 @pytest.mark.parametrize(
@@ -298,6 +300,7 @@ BIASES = [f"self_attn.{part}_proj.bias" for part in "qkv"]
         ("mistral", []),
         ("glm4", [*BIASES, "post_self_attn_layernorm.weight"]),
         ("glm4_moe", [*NORMS, *BIASES]),
+        ("deepseek_v3", LATENT),
     ],
 )
 @pytest.mark.parametrize("tied", [False, True])
@@ -317,14 +320,15 @@ def test_what_is_frozen_in_each_family(family: str, more: list[str], tied: bool)
             for name in hf_names(pair, layer, expert)
         }
 
-    projections = [f"self_attn.{part}_proj.weight" for part in "qkvo"]
+    parts = "o" if family == "deepseek_v3" else "qkvo"
+    projections = [f"self_attn.{part}_proj.weight" for part in parts]
     attention = {
         f"model.layers.{layer}.{name}"
         for layer in range(3)
         for name in ["input_layernorm.weight", *projections, *more]
     }
     biases = {name for name in everything if name.endswith(EXPERT_BIAS)}
-    assert frozen() == biases and bool(biases) is (family == "glm4_moe")
+    assert frozen() == biases and bool(biases) is (family in ("glm4_moe", "deepseek_v3"))
     attention |= biases
     assert frozen(frozen="attention") == attention
     assert frozen(frozen="embeddings") == {"model.embed_tokens.weight", *biases}

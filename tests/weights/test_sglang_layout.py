@@ -176,6 +176,42 @@ def test_glm_parameters_are_those_of_sglangs_model() -> None:
         assert plan.formats == {f"model.layers.1.mlp.gate.{name}": "float32" for name in single}
 
 
+@pytest.mark.parametrize("q_rank", [None, 6])
+def test_deepseek_parameters_are_those_of_sglangs_model(q_rank: int | None) -> None:
+    """By hand from its source (srt/models/deepseek_v2.py, 0.5.23), on the second of two ranks: names and
+    shapes of attention, what stands where, and what it has in float32 (MoEGate)."""
+    config = {**UNEVEN, "model_type": "deepseek_v3", "num_key_value_heads": 4, "q_lora_rank": q_rank}
+    config |= {"kv_lora_rank": 10, "qk_nope_head_dim": 3, "qk_rope_head_dim": 2, "v_head_dim": 4}
+    of_queries = {"q_proj": (10, 8), "kv_a_proj_with_mqa": (12, 8)}
+    if q_rank:
+        of_queries = {"fused_qkv_a_proj_with_mqa": (18, 8), "q_a_layernorm": (6,), "q_b_proj": (10, 6)}
+    parts = {**of_queries, "kv_a_layernorm": (10,), "kv_b_proj": (14, 10), "o_proj": (8, 8)}
+    shards = sglang_shards(config, 2, 1)
+    stem = "model.layers.1.self_attn."
+    found = {name.removeprefix(stem): shard.shape for name, shard in shards.items() if stem in name}
+    assert found == {f"{name}.weight": shape for name, shape in parts.items()}
+    hf = numbered(config)
+    expected = {"kv_b_proj.weight": hf[f"{stem}kv_b_proj.weight"].chunk(2)[1]}
+    expected["o_proj.weight"] = hf[f"{stem}o_proj.weight"].chunk(2, 1)[1]
+    if q_rank:
+        latents = [hf[f"{stem}{part}.weight"] for part in ("q_a_proj", "kv_a_proj_with_mqa")]
+        expected["fused_qkv_a_proj_with_mqa.weight"] = torch.cat(latents)
+    for layout in (Layout(tp=2, dp=2, ep=4), Layout(dp=2, ep=2)):
+        plan = make_plan(megatron_layout(config, layout), [(0, shards)])
+        plan.verify()
+        local = execute(plan, {rank: sliced(part, hf) for rank, part in plan.sources.items()})[0]
+        for name, tensor in expected.items():
+            assert torch.equal(local[stem + name], tensor), name
+    settings: dict[str, Any] = {"recipe": "dapo", "run_dir": "run", "steps": 1, "model": {"path": "model"}}
+    plan = engine_plan(Config(**settings, rollout={"engine": "sglang"}), config, Layout())
+    assert plan.formats == {"model.layers.1.mlp.gate.e_score_correction_bias": "float32"}
+    quantised = Config(**settings, rollout={"engine": "sglang", "weights_dtype": "fp8_block"})
+    with pytest.raises(
+        ConfigError, match="weights_dtype: fp8_block is not supported for a deepseek_v3 model"
+    ):
+        engine_plan(quantised, config, Layout())
+
+
 def test_heads_that_are_copied() -> None:
     """Two key/value heads on eight ranks: ranks 0 to 3 have the first, 4 to 7 the second."""
     config = {**MOE, "model_type": "llama", "num_attention_heads": 8}
