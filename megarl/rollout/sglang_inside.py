@@ -129,8 +129,8 @@ def load_shards(model: torch.nn.Module, named_tensors: list[tuple[str, Tensor]])
                 raise ValueError(f"parameters that megarl and SGLang do not share: {others}")
             for name in kv_scales:
                 parameters[name].data.fill_(1.0)
-            if hasattr(model, "post_load_weights"):  # multi-latent attention has kv_b_proj in parts, too
-                model.post_load_weights()
+            if finish := getattr(model, "post_load_weights", None):
+                finish()  # multi-latent attention has kv_b_proj in parts, too
         torch.get_device_module(memory.device).synchronize()
 
 
