@@ -52,7 +52,7 @@ READ_WITH = {
 
 # Folders that a run makes in its run_dir, and may replace (metrics, reports and the like are files).
 RUN_WRITES = (
-    *("checkpoints", "critic_pretrained", "eval", "failed"),
+    *("checkpoints", "critic_pretrained", "critic_2_pretrained", "eval", "failed"),
     *("heartbeat", "hf", "lora", "parity", "profile", "rollouts", "timeline", "value_pretraining"),
 )
 
@@ -232,6 +232,10 @@ def _algorithm_problems(c: Config) -> Iterator[str]:
             yield f"value_pretraining.steps: there is no critic to pretrain ({remedy})"
         for key in _changed(c, *CRITICS):
             yield f"{key}: there is no critic (leave it out, or set algorithm.advantage=gae)"
+    elif c.critic.count > max(1, group * (a.advantage == "gae")):
+        what = "each learns from responses of its own of every group, with algorithm.advantage gae"
+        got = f"got {c.critic.count} of groups of {group} with {a.advantage}"
+        yield f"critic.count: {what} ({got}; set it to 1)"
     if isinstance(a.lambda_policy, float) and not 0 <= a.lambda_policy <= 1:
         yield f"algorithm.lambda_policy: must be in [0, 1] or length_adaptive (got {a.lambda_policy})"
 

@@ -284,7 +284,7 @@ SUPERVISED_UPDATE = declare(
 # What `watchdog.limits` can limit: phases, and what a run does between them.
 WATCHED = (
     *("start", "choose a checkpoint", "resume", *PHASES),
-    *("residency", "evaluation", "checkpoint", "export actor", "export critic"),
+    *("residency", "evaluation", "checkpoint", "export actor", "export critic", "export critic_2"),
 )
 
 # Columns that a rollout has for these advantages alone.
@@ -292,9 +292,17 @@ OF_ADVANTAGES = {"per_reward": frozenset({"reward_parts"}), "tracked": frozenset
 
 
 def _distribution(config: Config) -> Phase:
-    if config.update.share_prompts:
-        return replace(DISTRIBUTE, reads=DISTRIBUTE.reads | {"group_ids"})
-    return DISTRIBUTE
+    more = {"group_ids"} if config.update.share_prompts else set[str]()
+    more |= {"response_index"} if config.critic.count > 1 else set()  # which critic learns from it
+    return replace(DISTRIBUTE, reads=DISTRIBUTE.reads | more)
+
+
+def _of_critics(phase: Phase, config: Config) -> Phase:
+    """Return a phase of the critics, with the values of each where there are several."""
+    own = frozenset({"critic_values"} if config.critic.count > 1 else ())
+    if phase.name == VALUES.name:
+        return replace(phase, writes=phase.writes | own)
+    return replace(phase, reads=phase.reads | own)
 
 
 def pretraining_phases(config: Config) -> tuple[Phase, ...]:
@@ -304,7 +312,8 @@ def pretraining_phases(config: Config) -> tuple[Phase, ...]:
     targets = MONTE_CARLO_RETURNS
     if config.values_prompts:
         targets = replace(targets, reads=frozenset({"correct", "values"}))
-    return (ROLLOUT, _distribution(config), *scored, VALUES, targets, CRITIC_UPDATE)
+    values, critic_update = _of_critics(VALUES, config), _of_critics(CRITIC_UPDATE, config)
+    return (ROLLOUT, _distribution(config), *scored, values, targets, critic_update)
 
 
 def training_phases(config: Config) -> tuple[Phase, ...]:
@@ -340,7 +349,8 @@ def training_phases(config: Config) -> tuple[Phase, ...]:
         before += [VALUES, PROMPT_ADVANTAGES, *taught, CRITIC_UPDATE]
     elif config.has_critic:  # PPO and VAPO: advantages from a critic, which is updated first
         gae_advantages = replace(GAE_ADVANTAGES, reads=GAE_ADVANTAGES.reads | kl_columns)
-        before += [VALUES, gae_advantages, *taught, CRITIC_UPDATE]
+        values, critic_update = _of_critics(VALUES, config), _of_critics(CRITIC_UPDATE, config)
+        before += [values, gae_advantages, *taught, critic_update]
     else:  # GRPO and DAPO: advantages within the group; REINFORCE++: none; SPO: by the prompt's history
         of_kind = {"return": RETURN_ADVANTAGES, "tracked": TRACKED_ADVANTAGES}
         advantages = of_kind.get(a.advantage, GROUP_ADVANTAGES)

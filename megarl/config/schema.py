@@ -327,6 +327,15 @@ class CriticConfig(OptimizerConfig):
     head_std: float = field(
         0.0, "standard deviation of a new value head (a folder without score.weight); 0: zeros", ge=0
     )
+    count: int = field(
+        1,
+        "critics, alike but for what they learn from: each from its own share of every group's responses; "
+        "the mean of their values counts",
+        "critics",
+        "AsyPPO, arXiv 2510.01656: 2",
+        ge=1,
+        le=2,
+    )
     epochs: int = field(1, "passes over each rollout", "epochs", ge=1)
     mini_batch: int | None = field(
         None, "responses per update; null: update.mini_batch; one must divide the other", "responses", ge=1

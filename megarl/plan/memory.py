@@ -219,15 +219,17 @@ class MemoryPlan:
 
     def group(self, name: str, stage: int, *, every: bool = False) -> float:
         """Return the bytes of a tensor group, such as actor.weights, on a rank of this stage. Of several
-        teachers one is there at a time, the largest at most; `every`, and where they never leave: all."""
+        teachers or critics one is there at a time, the largest at most; `every`, and where they never leave:
+        all."""
         owner, _, part = name.partition(".")
         if owner == "engine":
             if self.config.rollout.engine_kind.remote:
                 return 0.0  # its servers have GPUs of their own
             return self.engine_weights if part == "weights" else self.cache
         itemsize, layout = self.shape(owner).itemsize, self.layout
+        alike = self.config.critic.count if owner == "critic" and (every or name in self.keep) else 1
         if part == "weights":
-            shapes = self.teachers if owner == "teacher" and self.teachers else (self.shape(owner),)
+            shapes = self.teachers if owner == "teacher" and self.teachers else (self.shape(owner),) * alike
             alone = [self.held(owner, stage, shape) for shape in shapes]
             filled = self.whole_matrices(owner, stage)[1] * itemsize
             sizes = [float((h.shared + h.experts) * itemsize + h.single * SINGLE) + filled for h in alone]
@@ -235,7 +237,8 @@ class MemoryPlan:
         held = self.trained_of(owner, layout, stage)
         turned, filled, of_muon = self.whole_matrices(owner, stage)
         if part == "gradients":  # whole on every rank
-            return float((held.shared + held.experts + filled) * self.gradient_size + held.single * SINGLE)
+            size = (held.shared + held.experts + filled) * self.gradient_size + held.single * SINGLE
+            return float(alike * size)
         # Adam's two moments, or Muon's momentum, and float32 weights where the model's own are bf16, sharded
         # by Megatron over data- and context-parallel ranks, an expert's over the ranks that hold the same.
         replicas = layout.dp * layout.cp
@@ -243,7 +246,7 @@ class MemoryPlan:
         sharded += (held.experts - turned[1]) / (layout.stage // layout.ep)
         single = held.single / replicas
         states = (sharded + single) * 2 * SINGLE + of_muon * SINGLE
-        return states + ((sharded + of_muon) * SINGLE if itemsize < SINGLE else 0.0)
+        return alike * (states + ((sharded + of_muon) * SINGLE if itemsize < SINGLE else 0.0))
 
     @cached_property
     def _whole_matrices(self) -> dict[tuple[str, int], tuple[tuple[int, int], int, int]]:
@@ -631,7 +634,7 @@ class MemoryPlan:
     def checkpoint(self) -> float:
         """Return the bytes of one checkpoint, without padding."""
         total = 0.0  # of weights, the optimizer's own float32 weights, Adam's moments
-        for model in self.trained:
+        for model in (*self.trained, *["critic"] * (self.config.critic.count - 1)):
             shape, trained = self.shape(model), self.trained_of(model, Layout(), 0).all
             whole = shape.held(Layout(), 0, critic=model == "critic").all
             total += (whole if self.lora(model).rank is None else trained) * shape.itemsize

@@ -185,6 +185,9 @@ def estimate(plan: MemoryPlan, lengths: Lengths) -> Estimate:
         read, passed = whole, own
         if phase.model == "critic" and config.values_prompts:
             read, passed = [lengths.prompt + 1], plan.step_tokens(lengths.prompt + 1)
+        critics = config.critic.count if phase.model == "critic" else 1  # one after the other
+        if phase.updates_weights:  # each learns from its own part
+            passed /= critics
         # Each optimizer step begins and ends a pipeline of its own, and waits for the replica whose longest
         # sequence is more than an even share.
         share = passed / updates / layout.dp
@@ -200,14 +203,14 @@ def estimate(plan: MemoryPlan, lengths: Lengths) -> Estimate:
             # A forward pass before each update.
             seconds += share * uneven * _token_seconds(plan, phase.model, False, whole)
             seconds += packs * _pack_seconds(plan, phase.model, False)
-        parts[phase.name] = epochs * updates * seconds * bubble
+        parts[phase.name] = critics * epochs * updates * seconds * bubble
         if phase.updates_weights:
             # Gradients between replicas, and weights back. Nothing of it is hidden.
             replicas = layout.dp * layout.cp
             link = cluster.node_speed if layout.stage <= cluster.gpus_per_node else cluster.network_speed
             held = max(plan.trained_of(phase.model, layout, stage).all for stage in plan.stages)
             exchanged = held * (plan.gradient_size + model.itemsize) * (replicas - 1) / replicas
-            parts[phase.name] += epochs * updates * exchanged / (link * 1e9 * LINKS)
+            parts[phase.name] += critics * epochs * updates * exchanged / (link * 1e9 * LINKS)
     if config.has_engine:
         # Every GPU gets its engine's shard: from its own node where that holds all of the model.
         within = layout.tp * layout.pp <= cluster.gpus_per_node

@@ -49,8 +49,8 @@ def distribute(run: Run, step: Step) -> None:
     """Distribute the batch over mini-batches with their global denominators, and bring each replica its part
     from the ranks that drew it."""
     config = run.config
-    models = [run.critic] if step.stage == PRETRAINING else [run.actor, run.critic]
-    networks = [model.model for model in models if model is not None]
+    models = [*([] if step.stage == PRETRAINING else [run.actor]), *run.critics[:1]]  # all critics are alike
+    networks = [model.model for model in models]
     seed = shuffle_seed(config.seed, step.index)
     step.local = local = batch.distribute(step.batch, config, config.mini_batch, seed, networks, run.runtime)
     if config.update.share_prompts:
@@ -128,12 +128,16 @@ def reward_model(run: Run, step: Step) -> None:
 
 
 def values(run: Run, step: Step) -> None:
-    """Compute V(s_t) before the critic is updated."""
-    assert run.critic is not None
-    local, experience = step.local, step.local.experience
-    step.count_tokens(1, batch.critic_lengths(step.batch, run.config))
+    """Compute V(s_t) before the critics are updated: of several the mean, and each one's own."""
+    local, experience, found = step.local, step.local.experience, list[Tensor]()
+    step.count_tokens(len(run.critics), batch.critic_lengths(step.batch, run.config))
     read = local.critic_micro_batches if run.config.values_prompts else local.micro_batches
-    experience["values"] = run.critic.value_columns(experience, read)["values"]
+    for name in run.critic_names:
+        run.onload_model("values", name, "weights")
+        found.append(run.models[name].value_columns(experience, read)["values"])
+    experience["values"] = torch.stack(found).mean(0)
+    if len(found) > 1:
+        experience["critic_values"] = torch.stack(found, 1)
 
 
 def group_advantages(run: Run, step: Step) -> None:
@@ -221,20 +225,23 @@ def monte_carlo_returns(run: Run, step: Step) -> None:
 
 
 def critic_update(run: Run, step: Step) -> None:
-    """Update the critic over its mini-batches; with `rollout.window` there may be none, as no response has
-    ended."""
-    assert run.critic is not None
-    config, mini_batches = run.config, step.local.critic_mini_batches
-    if not mini_batches:
-        run.critic.begin_step()
-        return
+    """Update each critic over its own mini-batches; with `rollout.window` there may be none, as no response
+    has ended. Metrics are means over the critics."""
+    config, found = run.config, list[dict[str, float]]()
     epochs = config.value_pretraining.epochs if step.stage == PRETRAINING else config.critic.epochs
-    loss = critic_loss(config.algorithm, step.local.experience)
     read = batch.critic_lengths(step.batch, config)
     if "unfinished" in step.batch:
         read = read.masked_fill(step.batch["unfinished"], 0)
     step.count_tokens(epochs, read)
-    step.metrics |= run.critic.update_mini_batches(mini_batches, loss, epochs, "value")
+    for number, name in enumerate(run.critic_names):
+        run.onload_model("critic_update", name, "weights", "gradients", "optimizer")
+        if mini_batches := step.local.critic_mini_batches[number]:
+            loss = critic_loss(config.algorithm, step.local.experience, number)
+            found.append(run.models[name].update_mini_batches(mini_batches, loss, epochs, "value"))
+        else:
+            run.models[name].begin_step()
+    names = found[0] if found else ()
+    step.metrics |= {name: sum(of_one[name] for of_one in found) / len(found) for name in names}
 
 
 def actor_update(run: Run, step: Step) -> None:

@@ -149,7 +149,7 @@ class Recovery:
         assert self._last_step is not None
         started = time.perf_counter()
         stage, step, state = self._last_step
-        parts = ("critic",) if stage == PRETRAINING else tuple(self.run.models)
+        parts = self.run.critic_names if stage == PRETRAINING else tuple(self.run.models)
         self.writer.save(stage, step, parts, state, now=now)
         self._last_saved = stage, step
         self._spent += time.perf_counter() - started

@@ -89,8 +89,8 @@ def replay(config: Config, number: int, runtime: Runtime, tolerance: float | Non
         if runtime.device.type == "cuda":
             remarks.append("attention's backward pass on CUDA does not give the same bits twice")
         exact = not remarks
-        if run.critic is not None and number == 1:
-            run.critic.start_schedule(config.steps)
+        for critic in run.critics if number == 1 else ():
+            critic.start_schedule(config.steps)
         step, phases = Step(config.main_stage, number), training_phases(config)
         if WEIGHT_TRANSFER in phases:
             run.onload(WEIGHT_TRANSFER.name, WEIGHT_TRANSFER.on_gpu)

@@ -65,9 +65,9 @@ class Run:
         self.offload, self.host = OffloadManager(runtime.device, stays), HostPool(runtime.device)
         # One after the other, each offloaded before the next is made.
         self.actor: TrainableModel = self._settled("actor")
-        self.critic: TrainableModel | None = None
-        if config.has_critic:
-            self.critic = self._settled("critic", config.critic.path)
+        wanted = config.critic.count if config.has_critic else 0
+        of_critic = "critic", config.critic.path
+        self.critics: list[TrainableModel] = [self._settled(*of_critic) for _ in range(wanted)]
         self.reference: InferenceModel | None = None
         if config.algorithm.has_reference and config.actor.lora.rank is None:
             self.reference = self._settled("reference")
@@ -163,24 +163,37 @@ class Run:
             with self.offload.also(phase, {"actor.weights"}):
                 self.weight_sync.sync(self.weight_sync.version)
 
+    def onload_model(self, phase: str, name: str, *parts: str) -> None:
+        """Have these parts of a model of `models` on the device: weights, gradients, optimizer."""
+        model = self.models[name]
+        groups = {f"{model.name}.{part}" for part in parts}
+        self.onload(phase, groups)
+        for group in sorted(groups) if model in self.critics else ():
+            self.offload.turn(phase, group, self.critics.index(model))
+
     def onload_for_checkpoint(self, name: str) -> None:
         """Have a model and its optimizer on the device, to be saved or loaded."""
-        self.onload("checkpoint", {f"{name}.weights", f"{name}.optimizer"})
+        self.onload_model("checkpoint", name, "weights", "optimizer")
 
     @property
     def models(self) -> dict[str, TrainableModel]:
-        """Return the models whose weights and optimizers a checkpoint holds."""
-        return {"actor": self.actor} if self.critic is None else {"actor": self.actor, "critic": self.critic}
+        """Return the models whose weights and optimizers a checkpoint holds: actor, critic, critic_2."""
+        return {"actor": self.actor, **dict(zip(("critic", "critic_2"), self.critics, strict=False))}
+
+    @property
+    def critic_names(self) -> tuple[str, ...]:
+        """Return the critics' names in `models`."""
+        return tuple(name for name in self.models if name != "actor")
 
     def megatron_seconds(self) -> float:
         """Return this rank's seconds in Megatron's forward and backward passes and optimizers so far."""
-        models = (self.actor, self.critic, self.reference, self.reward_model, *self.teachers)
+        models = (self.actor, *self.critics, self.reference, self.reward_model, *self.teachers)
         return sum(model.megatron_seconds for model in models if model is not None)
 
     def export(self, which: str, out: Path, *, adapters: bool = False) -> None:
-        """Write `actor` or `critic` as a Hugging Face folder, or its adapters as a folder of PEFT's; every
+        """Write a model of `models` as a Hugging Face folder, or its adapters as a folder of PEFT's; every
         rank takes part."""
-        config, critic, control = self.config, which == "critic", self.runtime.cpu_group
+        config, critic, control = self.config, which != "actor", self.runtime.cpu_group
         source = config.critic.path if critic and config.critic.path else config.model.path
         lora, place = self.models[which].config.lora, (self.runtime.layout, self.runtime.rank)
         named = dict(self.models[which].model.named_parameters())

@@ -31,7 +31,6 @@ from megarl.schedule.phases import run_phase
 from megarl.schedule.recovery import Progress, Recovery, Stateful
 from megarl.schedule.run import Run, Step
 from megarl.schedule.watchdog import Watchdog
-from megarl.training.model import TrainableModel
 
 
 class Trainer:
@@ -58,10 +57,10 @@ class Trainer:
     def train(self) -> None:
         """Train to the last step, from the newest checkpoint. Errors are also written to events.jsonl."""
         run, config, checkpoint = self.run, self.config, self.recovery.checkpoint
-        pretraining, critic = config.value_pretraining, run.critic
+        pretraining = config.value_pretraining
         with self.listeners.listening():
             pretrains = pretraining.steps > 0 and (checkpoint is None or checkpoint.pretraining)
-            if pretrains and critic is not None:
+            for critic in run.critics if pretrains else ():
                 # Before resume(): of the learning rate's schedule a checkpoint holds only how far it is.
                 critic.start_schedule(pretraining.steps, constant_lr=pretraining.lr or config.critic.lr)
             done = self.recovery.resume()
@@ -70,8 +69,8 @@ class Trainer:
                 run.publish(done)
             if checkpoint is None:
                 self.evaluate(0)
-            if pretrains and critic is not None:
-                self.pretrain_values(critic)
+            if pretrains and run.critics:
+                self.pretrain_values()
             if run.apart is not None:
                 run.apart.begin(done, checkpoint.path if done and checkpoint else None)
             for number in range(done + 1, config.steps + 1):
@@ -87,7 +86,7 @@ class Trainer:
                     folder, changed = config.run_dir / "lora", done < config.steps
                     self.export("actor", folder, changed=changed, adapters=True)
 
-    def pretrain_values(self, critic: TrainableModel) -> None:
+    def pretrain_values(self) -> None:
         """Fit the critic to the frozen policy's returns (VAPO section 4.1): until the step limit, or until a
         fresh rollout's explained variance is good enough."""
         config, progress = self.config.value_pretraining, self.pretraining
@@ -101,8 +100,10 @@ class Trainer:
                 reached = f"explained variance {explained:.3f}"
                 self.listeners.event(f"value pretraining ends at step {step.number}: {reached}")
             self.recovery.after_step(PRETRAINING, step.number, last=progress.done)
-        critic.start_schedule(self.config.steps)
-        self.export("critic", self.config.run_dir / "critic_pretrained", changed=True)
+        for critic in self.run.critics:
+            critic.start_schedule(self.config.steps)
+        for name in self.run.critic_names:
+            self.export(name, self.config.run_dir / f"{name}_pretrained", changed=True)
 
     def step(self, step: Step, phases: Sequence[Phase]) -> None:
         """Run the phases of a step; after a number that is not finite the rest of them is skipped, but for
@@ -172,7 +173,7 @@ class Trainer:
                 shutil.rmtree(out)
             barrier(self.run.runtime)
         with self.listeners.phase(f"export {which}"):
-            self.run.onload("export", {f"{which}.weights"})
+            self.run.onload_model("export", which, "weights")
             self.run.export(which, out, adapters=adapters)
             barrier(self.run.runtime)
         what = f"adapters of the {which}" if adapters else which

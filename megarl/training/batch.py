@@ -99,15 +99,15 @@ class MicroBatch:
 @dataclass
 class LocalBatch:
     """The sequences that this data-parallel replica trains on, where they stand in the whole batch (int64
-    [n]), and its micro-batches of each mini-batch of the actor and of the critic, in update order. The
-    actor's cover all of the sequences, the critic's all but those that go on in the next step. They are the
-    same lists, unless there are such sequences, `critic.mini_batch` is set, or the critic reads prompts
-    alone."""
+    [n]), and its micro-batches of each mini-batch of the actor and of each critic, in update order. The
+    actor's cover all of the sequences, the critics' all but those that go on in the next step, each critic's
+    its own of every group. They are the same lists for one critic, unless there are such sequences,
+    `critic.mini_batch` is set, or the critic reads prompts alone."""
 
     experience: Experience
     rows: Tensor
     mini_batches: list[list[MicroBatch]]
-    critic_mini_batches: list[list[MicroBatch]]
+    critic_mini_batches: list[list[list[MicroBatch]]]
 
     @property
     def micro_batches(self) -> list[MicroBatch]:
@@ -116,8 +116,8 @@ class LocalBatch:
 
     @property
     def critic_micro_batches(self) -> list[MicroBatch]:
-        """Return those of all of the critic's mini-batches."""
-        return [batch for mini_batch in self.critic_mini_batches for batch in mini_batch]
+        """Return those of all of the critics' mini-batches."""
+        return [batch for of_one in self.critic_mini_batches for some in of_one for batch in some]
 
     def gather(self, of_responses: Tensor, whole: Experience | StepBatch, runtime: Runtime) -> Tensor:
         """Return one number per response [n] of every replica's share, in the order of the whole batch, on
@@ -202,16 +202,29 @@ def distribute(
             made.append(make_micro_batches(read, own, budget, models[0], at_least, prompts_of))
         return made
 
-    critics = mini_batches = micro_batches_of(mini_batch, local, batch.lengths, torch.ones_like(ended))
+    mini_batches = micro_batches_of(mini_batch, local, batch.lengths, torch.ones_like(ended))
+    critics = [mini_batches]
     if config.values_prompts:
         read, places = prompts_alone(local)
-        critics = micro_batches_of(critic_mini_batch, read, critic_lengths(batch, config), ended)
+        alone = micro_batches_of(critic_mini_batch, read, critic_lengths(batch, config), ended)
         critics = [
-            [replace(one, token_indices=places[one.token_indices]) for one in some] for some in critics
+            [[replace(one, token_indices=places[one.token_indices]) for one in some] for some in alone]
         ]
-    elif critic_mini_batch != mini_batch or not ended.all():
-        critics = micro_batches_of(critic_mini_batch, local, batch.lengths, ended)
+    elif config.critic.count > 1 or critic_mini_batch != mini_batch or not ended.all():
+        learners = critic_of(batch, config)
+        critics = [
+            micro_batches_of(critic_mini_batch, local, batch.lengths, ended & (learners == number))
+            for number in range(config.critic.count)
+        ]
     return LocalBatch(local, rows, mini_batches, critics)
+
+
+def critic_of(batch: Experience | StepBatch, config: Config) -> Tensor:
+    """Return which critic learns from each sequence, int64 [n]: the responses of a group go to the critics in
+    turn, so that each sees every prompt and none the same response (AsyPPO, arXiv 2510.01656)."""
+    if config.critic.count == 1:
+        return torch.zeros_like(batch.lengths)
+    return batch["response_index"] % config.critic.count
 
 
 def micro_batches_of(
@@ -287,10 +300,11 @@ def loss_weights(
     drawn = lengths - batch["begun"] if "begun" in batch else lengths
     valued = lengths.clamp(max=1) if config.values_prompts else lengths
     ended = kept & ~batch["unfinished"] if "unfinished" in batch else kept
+    of_critics = critic_ids * config.critic.count + critic_of(batch, config)  # their mini-batches are apart
     return {
         "policy_loss_weights": token_weights(drawn, aggregation, ids, kept, longest),
         "nll_loss_weights": token_weights(lengths, "token", ids, ended & batch["correct"]),
-        "value_loss_weights": token_weights(valued, "token", critic_ids, ended),
+        "value_loss_weights": token_weights(valued, "token", of_critics, ended),
     }
 
 

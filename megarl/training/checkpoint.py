@@ -1,6 +1,6 @@
 """Checkpoints on disk: which are complete, from which one a run continues, and whether it may.
 
-run_dir/checkpoints/step-000012/ holds actor/ and critic/ (training/sharded.py), state.json and
+run_dir/checkpoints/step-000012/ holds actor/, critic/ and critic_2/ (training/sharded.py), state.json and
 state.safetensors (samplers, generators, counters), rollouts/ where some were drawn ahead, and manifest.json,
 which is written last: it lists every other file with its size and SHA-256. A checkpoint of value pretraining
 is pretraining-000012/ and has no actor, which stands still. training/saving.py writes them. The checks before
@@ -61,7 +61,8 @@ ADDED |= {f"{model}.lora.rank": None for model in ("actor", "critic")}
 ADDED |= {f"{model}.optimizer": "adam" for model in ("actor", "critic")}
 ADDED |= {"rollout.routing_replay": False, "rollout.window": None}
 ADDED |= {"teacher.path": None, "teacher.by_source": {}, "teacher.top_k": None}
-ADDED |= {"algorithm.lambda_floor": 0.0, "algorithm.window_tail": 0, "algorithm.dppo.top_k": 0}
+ADDED |= {"algorithm.lambda_floor": 0.0, "algorithm.window_tail": 0}
+ADDED |= {"algorithm.dppo.top_k": 0, "critic.count": 1}
 
 
 @dataclass(frozen=True)

@@ -134,12 +134,14 @@ def select_tokens(
     return selected
 
 
-def critic_loss(config: AlgorithmConfig, experience: Experience) -> Loss:
+def critic_loss(config: AlgorithmConfig, experience: Experience, number: int = 0) -> Loss:
     """Return the squared error to the returns, of a critic of the prompt the cross-entropy to them. It reads
-    value_loss_weights, values, returns."""
+    value_loss_weights, returns, and values or, of the critic `number` of several, critic_values."""
 
     def loss(output: Any, batch: MicroBatch) -> tuple[Tensor, Stats]:
         old, target = batch.column(experience, "values"), batch.column(experience, "returns")
+        if "critic_values" in experience:
+            old = batch.column(experience, "critic_values")[:, number]
         weights = batch.column(experience, "value_loss_weights")
         if config.advantage == "prompt_value":
             return chance_loss(output, target, weights)

@@ -47,10 +47,10 @@ def start_training(runtime: Runtime, config: Config) -> list[torch.Tensor]:
     transfer."""
     run = Run(config, runtime)
     run.weight_sync.sync(0)
-    assert run.critic is not None and run.engine is not None
+    assert run.engine is not None
     weights = [
         *run.actor.model.parameters(),
-        *run.critic.model.parameters(),
+        *run.critics[0].model.parameters(),
         *run.engine.parameters().values(),
     ]
     run.close()

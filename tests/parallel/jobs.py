@@ -45,6 +45,7 @@ def make_config(
     share_prompts: bool = False,
     model: Mapping[str, Any] | None = None,
     optimizer: Mapping[str, Any] | None = None,
+    critics: int = 1,
     teacher: Mapping[str, Any] | None = None,
     **algorithm: Any,
 ) -> Config:
@@ -59,7 +60,7 @@ def make_config(
             sequence_parallel=sequence_parallel, overlap_warmup_flush=overlap_warmup_flush
         ),
         actor=OptimizerConfig(**(optimizer or {})),
-        critic=CriticConfig(**{"lr": 1e-3, **(optimizer or {})}),
+        critic=CriticConfig(**{"lr": 1e-3, "count": critics, **(optimizer or {})}),
         reward=RewardConfig(overlong=OverlongConfig(filter=overlong)),
         algorithm=AlgorithmConfig(**{"advantage": "gae", **algorithm}),
         teacher=TeacherConfig(**(teacher or {})),
@@ -231,7 +232,8 @@ def gradients(
 ) -> Any:
     """Gradients of one mini-batch in Hugging Face names and shapes (on rank 0; {} elsewhere), and the
     statistics' sums. prompts: tokens of each prompt, of a batch that rank 0 has drawn, and delivers.
-    adapters: LoRA's, to begin with; their gradients come by PEFT's names."""
+    adapters: LoRA's, to begin with; their gradients come by PEFT's names. which: actor, critic or
+    critic_2."""
     from megarl.model.builder import build_actor, build_critic, read_hf_config
     from megarl.parallel.comm import sum_stats
     from megarl.schedule.phases import draw_tokens
@@ -241,6 +243,8 @@ def gradients(
     from megarl.training.objectives import actor_loss, critic_loss, other_tokens, select_tokens
 
     config = make_config(folder, mini_batch=batch.num_sequences, **options)
+    which, _, last = which.partition("_")
+    critic = int(last or 1) - 1
     build = build_critic if which == "critic" else build_actor
     model = build(config, read_hf_config(folder), runtime)
     load(model, folder, runtime, critic=which == "critic")
@@ -265,10 +269,10 @@ def gradients(
     local = distribute(given, config, config.update.mini_batch, 3, [model], runtime)
     correct_mismatch(config.algorithm.mismatch, local.experience, runtime)
     learner.replays_routing = "routing" in batch
-    [micro_batches] = local.critic_mini_batches if which == "critic" else local.mini_batches
+    [micro_batches] = local.critic_mini_batches[critic] if which == "critic" else local.mini_batches
     algorithm, experience = config.algorithm, local.experience
     if which == "critic":
-        loss = critic_loss(algorithm, experience)
+        loss = critic_loss(algorithm, experience, critic)
     elif algorithm.selects_tokens:
         of_policy = learner.logprob_columns(experience, micro_batches)["logprobs"]
         draws = draw_tokens(experience, 0, 1, 1)

@@ -73,6 +73,7 @@ def divide(
     mini_batch: int,
     critic_mini_batch: int | None,
     batch: Experience | None = None,
+    critics: int = 1,
 ) -> dict[str, Any]:
     """The shapes of actor and critic, and this rank's responses of each mini-batch of either."""
     from megarl.model.builder import build_actor, build_critic, read_hf_config
@@ -81,7 +82,9 @@ def divide(
     actor, critic = folders
     config = make_config(actor, mini_batch=mini_batch, overlong=batch is None)
     config = config.model_copy(
-        update={"critic": config.critic.model_copy(update={"mini_batch": critic_mini_batch})}
+        update={
+            "critic": config.critic.model_copy(update={"mini_batch": critic_mini_batch, "count": critics})
+        }
     )
     models = [
         build_actor(config, read_hf_config(actor), runtime),
@@ -103,7 +106,8 @@ def divide(
     return {
         "shapes": [matrix_shape(model) for model in models],
         "actor": members(local.mini_batches),
-        "critic": members(local.critic_mini_batches),
+        "critic": members(local.critic_mini_batches[0]),
+        "critics": [members(of_one) for of_one in local.critic_mini_batches],
         "weights": {name: by_number(f"{name}_loss_weights") for name in ("policy", "nll", "value")},
         "forward": sum(micro.token_indices.numel() for micro in local.micro_batches),
         "local": int(local.experience.response_mask.sum()),
@@ -203,6 +207,35 @@ def test_mini_batches_of_the_critic(
                 for n in own:
                     mine = weights[n][2:].double().tolist()
                     assert mine == pytest.approx([1 / tokens if kept[n] else 0.0] * lengths[n], rel=1e-6)
+
+
+@pytest.mark.parametrize("critic_mini_batch", [None, 8])
+def test_two_critics_learn_from_responses_of_their_own(
+    critic_mini_batch: int | None, folders: tuple[Path, Path], ranks: Callable[[int, int, int], RankPool]
+) -> None:
+    """Of every group each has every other response, in mini-batches that are those of one critic but for what
+    the other learns from, with denominators of their own; at one or two replicas the same."""
+    batch = make_batch()
+    batch["response_index"] = torch.arange(RESPONSES) % 4
+    batch["truncated"] = torch.zeros(RESPONSES, dtype=torch.bool)
+    lengths, size = batch.response_lengths.tolist(), critic_mini_batch or 4
+    sizes = {"mini_batch": 4, "critic_mini_batch": critic_mini_batch, "batch": batch}
+    of_one = ranks(1, 1, 1).run(divide, folders=folders, **sizes)[0]["critic"]
+    assert {len(members) for members in of_one} == {size}
+    for layout in ((1, 1, 1), (1, 1, 2)):
+        found = ranks(*layout).run(divide, folders=folders, **sizes, critics=2)
+        weights = {n: own for rank in found for n, own in rank["weights"]["value"].items()}
+        for critic in range(2):
+            expected = [[n for n in members if n % 2 == critic] for members in of_one]
+            expected = [members for members in expected if members]
+            mini_batches = [
+                sorted(n for rank in found for n in rank["critics"][critic][k]) for k in range(len(expected))
+            ]
+            assert mini_batches == expected
+            for members in expected:
+                tokens = sum(lengths[n] for n in members)
+                for n in members:
+                    assert weights[n][2:].tolist() == pytest.approx([1 / tokens] * lengths[n], rel=1e-6)
 
 
 @pytest.mark.parametrize("layout", [(1, 1, 1), (1, 1, 2)], ids=str)

@@ -66,6 +66,7 @@ TERMS: dict[str, tuple[str, dict[str, Any]]] = {
     "teacher's top k": ("actor", {"teacher": {"top_k": 4, "weight": 0.5}}),
     "value": ("critic", {}),
     "value, clipped": ("critic", {"value_clip": 0.1}),
+    "AsyPPO, value": ("critic_2", {"critics": 2, "value_clip": 0.1}),
     "T-PPO": ("actor", {"clip_high": 0.28, "dual_clip": 10.0, "nll_weight": 0.1}),
     "T-PPO, value": ("critic", {}),
     "value of prompts": ("critic", {"advantage": "prompt_value"}),
@@ -76,7 +77,10 @@ ACTS = {  # the statistic of the tokens that a surrogate is about
     **dict.fromkeys(("DPPO", "DPPO by KL", "DPPO by top k", "DPPO by top k, KL"), "clip_fraction_high"),
     "teacher's top k": "taught",
 }
-FAST = {"DAPO", "VAPO", "Clip-Cov", "DPPO by top k", "entropy", "teacher's top k", "value", "T-PPO"}
+FAST = {
+    *("DAPO", "VAPO", "Clip-Cov", "DPPO by top k", "entropy", "teacher's top k", "value", "AsyPPO, value"),
+    "T-PPO",
+}
 """The terms of both recipes, two that they do not hold, and one that looks at all ranks; the others are two
 seconds each, of six layouts."""
 
@@ -124,6 +128,9 @@ def make_batch_of(term: str, turns: bool = False) -> Experience:
         batch["old_logprobs"] = of_old.gather(-1, batch.tokens[:, None])[:, 0] * batch.response_mask
         likeliest = of_old.topk(5, -1)
         batch["old_top_logprobs"], batch["old_top_tokens"] = likeliest.values, likeliest.indices.int()
+    if "AsyPPO" in term:
+        g = torch.Generator().manual_seed(16)
+        batch["critic_values"] = torch.randn(batch.num_tokens, 2, generator=g)
     batch["group_ids"], batch["response_index"] = torch.arange(8) // 2, torch.arange(8) % 2
     return batch
 
@@ -150,7 +157,7 @@ def test_gradients_do_not_depend_on_the_layout(
         vocab=VOCAB,
         layers=2,
         tied=True,
-        classification="token" if which == "critic" else None,
+        classification="token" if "critic" in which else None,
     )
     batch = make_batch_of(term)
 

@@ -16,6 +16,7 @@ from torch.distributed.checkpoint import FileSystemReader
 
 from megarl.config import load_config
 from megarl.config.errors import ConfigError
+from megarl.parallel.layout import Layout
 from megarl.plan.memory import MemoryPlan, plan_of
 from megarl.plan.sizes import Passes, Shape, activations
 from megarl.plan.times import LINKS, default_lengths, estimate
@@ -239,6 +240,32 @@ def test_several_teachers_are_planned(tmp_path: Path) -> None:
     tokens = two.step_tokens(two.longest) / 8
     more = several.host()["rollouts"] - two.host()["rollouts"]
     assert more == pytest.approx(tokens * 8 * (32 * 24), rel=0.1)
+
+
+def test_two_critics_are_planned() -> None:
+    """One is on the GPU at a time, or both where they stay; both are in host memory, in checkpoints, and
+    travel. Values take twice their time, updates the same for the tokens, each critic's being half."""
+    keys = "recipe=vapo", "parallel.tp=4", "parallel.pp=4", "parallel.dp=8"
+    one, two, kept = (
+        plan_32b(*keys, *more)
+        for more in ([], ["critic.count=2"], ["critic.count=2", "residency.keep=[critic.weights]"])
+    )
+    name = "critic.weights"
+    assert two.group(name, 0) == one.group(name, 0) == kept.group(name, 0) / 2
+    needs = [{need.phase: need.total for need in plan.needs()} for plan in (one, two)]
+    assert needs[0] == needs[1]
+    more = sum(one.group(f"critic.{part}", 0) for part in ("weights", "optimizer"))
+    assert two.host()["pinned buffers"] - one.host()["pinned buffers"] == pytest.approx(8 * more, rel=0.2)
+    critic = one.trained_of("critic", Layout(), 0).all
+    assert two.checkpoint() - one.checkpoint() == pytest.approx(critic * (2 + 3 * 4))
+    times = [estimate(plan, default_lengths(plan)).parts for plan in (one, two)]
+    assert times[1]["values"] == pytest.approx(2 * times[0]["values"])
+    assert times[0]["critic_update"] < times[1]["critic_update"] < 1.5 * times[0]["critic_update"]
+    moved = "on and off the device"
+    assert times[1][moved] > times[0][moved]
+    assert {key: times[1][key] for key in ("rollout", "actor_update")} == {
+        key: times[0][key] for key in ("rollout", "actor_update")
+    }
 
 
 def test_likeliest_tokens_of_the_old_policy_are_planned() -> None:

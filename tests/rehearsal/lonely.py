@@ -164,9 +164,8 @@ class LonelyRun(Run):
         self.offload = OffloadManager(runtime.device, never_offloaded(config, gpu=True))
         self.host = HostPool(runtime.device)
         self.actor = self._settled("actor")
-        self.critic = None
-        if config.has_critic:
-            self.critic = self._settled("critic", config.critic.path)
+        wanted = config.critic.count if config.has_critic else 0
+        self.critics = [self._settled("critic", config.critic.path) for _ in range(wanted)]
         self.reference = self.reward_model = None
         self.teachers: list[Any] = []
         self.source: Any = None

@@ -375,6 +375,44 @@ def test_a_partly_frozen_run_goes_on_with_more_steps(
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1500)  # three runs, each with a limit of its own
+def test_a_killed_run_of_two_critics_ends_in_the_same_bits(
+    folder: Path, vapo: Callable[[str, int], Config]
+) -> None:
+    """They take turns on the device in the run that is killed, and stay there in the other. Each has learned
+    something else."""
+
+    def config_of(name: str, offload: bool) -> Config:
+        settings = vapo(name, 4).model_dump()
+        settings["residency"]["offload"] = offload
+        settings["critic"]["count"] = 2
+        return Config.model_validate(settings)
+
+    straight, killed = config_of("two-critics", False), config_of("two-critics-killed", True)
+    train(straight)
+    start_and_kill(killed)
+    checkpoint, _ = find_checkpoint(killed.run_dir)
+    assert checkpoint is not None and checkpoint.done < killed.steps, "it was done before it was killed"
+    assert f"continues from {checkpoint.path}" in train(killed)
+    for what in ("hf", "critic_pretrained", "critic_2_pretrained"):
+        assert_same_export(killed.run_dir / what, straight.run_dir / what)
+    of_both = [
+        [{k: v for k, v in record.items() if not k.startswith("memory")} for record in records(run_dir)]
+        for run_dir in (killed.run_dir, straight.run_dir)
+    ]
+    assert of_both[0] == of_both[1]
+    for part in ("actor", "critic", "critic_2"):
+        one, other = (
+            stored(config.run_dir / "checkpoints/step-000004" / part, folder / f"{config.run_dir.name}.pt")
+            for config in (straight, killed)
+        )
+        assert_same_tensors(one, other)
+    critics = (load_file(straight.run_dir / f"critic{n}_pretrained/model.safetensors") for n in ("", "_2"))
+    first, second = (of_one["score.weight"] for of_one in critics)
+    assert not torch.equal(first, second)
+
+
+@pytest.mark.slow
 def test_a_killed_run_of_adapters_ends_in_the_same_bits(folder: Path) -> None:
     """Its reference is the actor without them, whose weights no checkpoint holds."""
 
