@@ -32,7 +32,7 @@ from megarl_tasks.pretrained import SMOLLM2, fetch
 
 Model = Literal["tiny", "smollm2"]
 Recipe = Literal[
-    "vapo", "dapo", "tppo", "sao", "vc_ppo", "rloo", "dr_grpo", "gdpo", "spo", "sppo",
+    "vapo", "dapo", "tppo", "sao", "vc_ppo", "asyppo", "rloo", "dr_grpo", "gdpo", "spo", "sppo",
     "dppo", "sapo", "clip_cov", "kl_cov", "fipo",
 ]  # fmt: skip
 Task = Literal["sums", "calculator"]

@@ -27,7 +27,7 @@ SAMPLED = (
     "teacher",
     *(f"algorithm.{key}" for key in ("surrogate", "old_logprobs", "dual_clip", "whiten")),
     *(f"algorithm.{key}" for key in ("kl_weight", "kl_reward", "entropy_weight")),
-    *(f"algorithm.{section}" for section in ("mismatch", "dppo", "sapo", "covariance", "fipo")),
+    *(f"algorithm.{section}" for section in ("mismatch", "dppo", "sapo", "covariance", "fipo", "agreement")),
     "update.share_prompts",
     "guard.parity",
     "guard.parity_layers",
@@ -236,6 +236,11 @@ def _algorithm_problems(c: Config) -> Iterator[str]:
         what = "each learns from responses of its own of every group, with algorithm.advantage gae"
         got = f"got {c.critic.count} of groups of {group} with {a.advantage}"
         yield f"critic.count: {what} ({got}; set it to 1)"
+    for key in _changed(c, "algorithm.agreement") if not c.has_critic or c.critic.count == 1 else ():
+        yield f"{key}: one critic has none to agree with (set critic.count=2, or it to 0)"
+    if a.agreement.filter and not a.entropy_weight:
+        what = "has no effect without an entropy term"
+        yield f"algorithm.agreement.filter: {what} (set algorithm.entropy_weight, or it to 0)"
     if isinstance(a.lambda_policy, float) and not 0 <= a.lambda_policy <= 1:
         yield f"algorithm.lambda_policy: must be in [0, 1] or length_adaptive (got {a.lambda_policy})"
 

@@ -81,6 +81,19 @@ PRESETS: dict[str, dict[str, Any]] = {
         "value_pretraining": {"steps": 10},
     },
     # The baselines that the papers and surveys name: docs/algorithms.md, "Other methods".
+    # arXiv 2510.01656; of the paper the abstract and a summary could be read. Shares, entropy and lambdas are
+    # those of a reimplementation for slime.
+    "asyppo": {
+        "algorithm": {
+            "advantage": "gae",
+            "lambda_critic": 1.0,
+            "lambda_policy": 1.0,
+            "clip_high": 0.28,
+            "entropy_weight": 0.001,
+            "agreement": {"mask": 0.1, "filter": 0.2},
+        },
+        "critic": {"count": 2},
+    },
     "vc_ppo": {  # arXiv 2503.01491: PPO with value pretraining and decoupled GAE
         "algorithm": {
             "advantage": "gae",
@@ -321,6 +334,7 @@ def training_phases(config: Config) -> tuple[Phase, ...]:
     if not config.has_engine:
         return (READ_PAIRS, DISTRIBUTE, SUPERVISED_UPDATE)
     a = config.algorithm
+    of_entropy = frozenset({"entropy_weights"} if a.agreement.filter else ())
     before: list[Phase] = [ROLLOUT, _distribution(config)]
     more = OF_ADVANTAGES.get(a.advantage, frozenset())
     sources = frozenset({"teachers"} if config.teacher.by_source else ())  # which teacher a response has
@@ -349,6 +363,10 @@ def training_phases(config: Config) -> tuple[Phase, ...]:
         before += [VALUES, PROMPT_ADVANTAGES, *taught, CRITIC_UPDATE]
     elif config.has_critic:  # PPO and VAPO: advantages from a critic, which is updated first
         gae_advantages = replace(GAE_ADVANTAGES, reads=GAE_ADVANTAGES.reads | kl_columns)
+        gae_advantages = _of_critics(gae_advantages, config)
+        if config.critic.count > 1:
+            reads = gae_advantages.reads | {"policy_loss_weights"}
+            gae_advantages = replace(gae_advantages, reads=reads, writes=gae_advantages.writes | of_entropy)
         values, critic_update = _of_critics(VALUES, config), _of_critics(CRITIC_UPDATE, config)
         before += [values, gae_advantages, *taught, critic_update]
     else:  # GRPO and DAPO: advantages within the group; REINFORCE++: none; SPO: by the prompt's history
@@ -361,7 +379,7 @@ def training_phases(config: Config) -> tuple[Phase, ...]:
         windowed = {phase.name for phase in seeing}
         seen = frozenset({"begun", "unfinished"})
         before = [replace(one, reads=one.reads | seen) if one.name in windowed else one for one in before]
-    loss_columns = {a.old_column} | ({"ref_logprobs"} if a.kl_weight else set())
+    loss_columns = {a.old_column} | of_entropy | ({"ref_logprobs"} if a.kl_weight else set())
     if a.selects_tokens:  # by numbers that are drawn for each response
         loss_columns |= {"group_ids", "response_index"}
     if a.dppo.top_k:

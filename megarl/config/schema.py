@@ -803,6 +803,27 @@ class CovarianceConfig(Section):
     kl_weight: float = field(1.0, "kl_cov: of |log ratio|", "", "arXiv 2505.22617", ge=0)
 
 
+class AgreementConfig(Section):
+    """What is made of how far the values of two critics are apart, as shares of a step's tokens."""
+
+    mask: float = field(
+        0.0,
+        "those on which they agree most, which have no advantage",
+        "",
+        "AsyPPO, arXiv 2510.01656; 0.1 in a reimplementation",
+        ge=0,
+        lt=1,
+    )
+    filter: float = field(
+        0.0,
+        "those on which they agree least, which the entropy term leaves out",
+        "",
+        "AsyPPO; 0.2 in a reimplementation",
+        ge=0,
+        lt=1,
+    )
+
+
 class FipoConfig(Section):
     """The factors of FIPO's advantages."""
 
@@ -911,6 +932,7 @@ class AlgorithmConfig(Section):
     sapo: SapoConfig = section(SapoConfig)
     covariance: CovarianceConfig = section(CovarianceConfig)
     fipo: FipoConfig = section(FipoConfig)
+    agreement: AgreementConfig = section(AgreementConfig)
 
     @property
     def compares(self) -> bool:
@@ -1198,7 +1220,7 @@ class Config(Section):
 
     recipe: Literal[
         "sft", "grpo", "dapo", "ppo", "vapo", "tppo", "sao",
-        "vc_ppo", "orz", "r1_zero", "dr_grpo", "rloo", "reinforce_pp", "gspo", "cispo",
+        "vc_ppo", "asyppo", "orz", "r1_zero", "dr_grpo", "rloo", "reinforce_pp", "gspo", "cispo",
         "dppo", "sapo", "clip_cov", "kl_cov", "fipo",
         "gdpo", "spo", "sppo",
     ] = field(..., "algorithm; sets the defaults of the switches (see config/recipes.py)")  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -162,6 +163,15 @@ def among_largest(runtime: Runtime, first: Tensor, then: Tensor, wanted: int) ->
         return torch.zeros(first.shape, dtype=torch.bool)
     (least, of_equal), (first_of, then_of) = kept[:, -1], own
     return torch.from_numpy((first_of > least) | (first_of == least) & (then_of >= of_equal))
+
+
+def among_smallest(runtime: Runtime, keys: Tensor, wanted: int) -> Tensor:
+    """Return which of this replica's keys, int32 [m] and not negative, are among the smallest of all
+    replicas': below the highest bound that at most `wanted` are below; bool [m]. Of one sum for each bit, as
+    a share of a step's tokens is too much to be gathered."""
+    every = range(torch.iinfo(keys.dtype).max)
+    bound = bisect_right(every, wanted, key=lambda x: int(sum_over_replicas(runtime, (keys < x).sum()))) - 1
+    return keys < bound
 
 
 def sum_over_ranks(ranks: Ranks, counts: Tensor) -> Tensor:

@@ -21,6 +21,7 @@ from megarl.schedule.parity import check_parity
 from megarl.schedule.run import Run, Step
 from megarl.training import batch
 from megarl.training.columns import (
+    add_agreement,
     add_gae,
     add_group_advantages,
     add_per_reward_advantages,
@@ -160,10 +161,13 @@ def return_advantages(run: Run, step: Step) -> None:
 
 
 def gae_advantages(run: Run, step: Step) -> None:
-    """Compute decoupled and length-adaptive GAE (VAPO eq. 3 and 5), of windows EGAE (T-PPO)."""
+    """Compute decoupled and length-adaptive GAE (VAPO eq. 3 and 5), of windows EGAE (T-PPO); of two critics
+    heed where they agree (AsyPPO)."""
     rollout, experience = run.config.rollout, step.local.experience
     longest, window = rollout.max_response_tokens, rollout.window or 0
     step.add(*add_gae(run.config.algorithm, experience, longest, run.runtime, window))
+    if run.config.critic.count > 1:
+        step.metrics |= add_agreement(run.config.algorithm.agreement, experience, run.runtime)
 
 
 def teacher_advantages(run: Run, step: Step) -> None:

@@ -63,6 +63,7 @@ ADDED |= {"rollout.routing_replay": False, "rollout.window": None}
 ADDED |= {"teacher.path": None, "teacher.by_source": {}, "teacher.top_k": None}
 ADDED |= {"algorithm.lambda_floor": 0.0, "algorithm.window_tail": 0}
 ADDED |= {"algorithm.dppo.top_k": 0, "critic.count": 1}
+ADDED |= {"algorithm.agreement.mask": 0.0, "algorithm.agreement.filter": 0.0}
 
 
 @dataclass(frozen=True)

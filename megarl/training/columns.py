@@ -28,9 +28,9 @@ from megarl.algorithms.advantages import (
 )
 from megarl.algorithms.evaluation import explained_variance, variance_sums
 from megarl.algorithms.mismatch import difference_histogram, mismatch_factors, mismatch_metrics, mismatch_sums
-from megarl.config.schema import AlgorithmConfig, Config, MismatchConfig, RewardConfig
+from megarl.config.schema import AgreementConfig, AlgorithmConfig, Config, MismatchConfig, RewardConfig
 from megarl.data.experience import Experience, StepBatch
-from megarl.parallel.comm import max_over_ranks, sum_over_replicas
+from megarl.parallel.comm import among_smallest, max_over_ranks, sum_over_replicas
 from megarl.parallel.runtime import Runtime
 from megarl.training.batch import LocalBatch
 
@@ -194,6 +194,35 @@ def add_gae(
         "lambda": dict(zip(("responses", "lambda"), by_length, strict=True)),
         **tables,
     }
+
+
+def add_agreement(config: AgreementConfig, experience: Experience, runtime: Runtime) -> dict[str, float]:
+    """Set the advantages [T] to 0 at that share of the step's tokens on whose values, critic_values [T, m],
+    the critics agree most, and with a filter write entropy_weights [T]: policy_loss_weights, but 0 at the
+    share on which they agree least (AsyPPO, arXiv 2510.01656). Denominators stay as they are.
+
+    How far apart they are is their standard deviation in float32. Of tokens that are alike in it all are
+    taken or none, so that a share is at most what it says. Return value/spread, its mean, and the shares
+    policy/agreed and policy/disputed."""
+    weights = experience["policy_loss_weights"]
+    counted = weights > 0
+    spread = experience["critic_values"].double().std(-1, correction=0).float()
+    keys = spread.view(torch.int32)[counted]  # floats that are not negative are ordered as their bits are
+    sums = torch.stack([counted.sum().double(), spread[counted].double().sum()])
+    tokens, total = sum_over_replicas(runtime, sums).tolist()
+    metrics, taken = {"value/spread": total / max(tokens, 1)}, {}
+    for name, share, order in (
+        ("agreed", config.mask, keys),
+        ("disputed", config.filter, torch.iinfo(keys.dtype).max - keys),
+    ):
+        taken[name] = counted.clone()
+        taken[name][counted] = among_smallest(runtime, order, int(share * tokens))
+        count = float(sum_over_replicas(runtime, taken[name].sum()))
+        metrics[f"policy/{name}"] = count / max(tokens, 1)
+    experience["advantages"] = experience["advantages"].masked_fill(taken["agreed"], 0.0)
+    if config.filter:
+        experience["entropy_weights"] = weights.masked_fill(taken["disputed"], 0.0)
+    return metrics
 
 
 def add_teacher(

@@ -38,7 +38,8 @@ def actor_loss(
 ) -> Loss:
     """Return the policy loss + mu * positive-example NLL (VAPO eq. 10) + beta * KL - factor * entropy + c *
     KL to a teacher's likeliest tokens. It reads policy_loss_weights, old_logprobs (or engine_logprobs in
-    their place), advantages, and where their factor is not 0 nll_loss_weights and ref_logprobs.
+    their place), advantages, and where their factor is not 0 nll_loss_weights and ref_logprobs;
+    with algorithm.agreement.filter, entropy_weights.
 
     selected: bool [T], for clip_cov and kl_cov, what `select_tokens` gives for the mini-batch of an update.
     With algorithm.dppo.top_k, old_top_logprobs and old_top_tokens are read, with teacher.top_k
@@ -80,7 +81,10 @@ def actor_loss(
             kl, kl_stats = kl_loss(logprobs, batch.column(experience, "ref_logprobs"), weights)
             total, stats = total + config.kl_weight * kl, stats | kl_stats
         if config.entropy_weight:
-            bonus, entropy_stats = entropy_loss(entropy, weights)
+            filtered = config.agreement.filter > 0
+            bonus, entropy_stats = entropy_loss(
+                entropy, batch.column(experience, "entropy_weights") if filtered else weights
+            )
             total, stats = total + config.entropy_weight * bonus, stats | entropy_stats
         if teacher is not None and teacher.top_k:
             kl, kl_stats = top_k_loss(of_teacher, batch.column(experience, "teacher_logprobs"), weights)

@@ -196,7 +196,7 @@ class TestConfig:
         assert said["actor.betas"] == "    list of 2 numbers; default [0.9, 0.999]; source: our choice"
         assert said["parallel.dp"] == "    whole number or null, in devices; default null; source: our choice"
         assert said["recipe"].startswith(
-            "    sft or grpo or dapo or ppo or vapo or tppo or sao or vc_ppo or "
+            "    sft or grpo or dapo or ppo or vapo or tppo or sao or vc_ppo or asyppo or "
         )
         assert said["recipe"].endswith("; required; source: our choice")
         assert said["actor.lr"].startswith("    number; default 1.0e-06 (tppo 8.0e-07); source: DAPO")

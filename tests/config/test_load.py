@@ -14,7 +14,7 @@ from megarl.config import Config, check_config, dump_config, load_config
 from megarl.config.engines import ENGINES, EngineName
 from megarl.config.errors import ConfigError
 from megarl.config.recipes import PRESETS
-from megarl.config.schema import Section, fields
+from megarl.config.schema import AgreementConfig, Section, fields
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 MINIMUM = "recipe: grpo\nrun_dir: runs/x\nsteps: 3\nmodel: {path: m}\n"
@@ -156,6 +156,14 @@ class TestPresets:
             "nll_weight": 0.1,
         },
         "vc_ppo": {"advantage": "gae", "aggregation": "sample", "lambda_critic": 1.0, "lambda_policy": 0.95},
+        "asyppo": {
+            "advantage": "gae",
+            "lambda_critic": 1.0,
+            "lambda_policy": 1.0,
+            "clip_high": 0.28,
+            "entropy_weight": 0.001,
+            "agreement": AgreementConfig(mask=0.1, filter=0.2),
+        },
         "orz": {"advantage": "gae", "lambda_critic": 1.0, "lambda_policy": 1.0, "kl_weight": 0.0},
         "r1_zero": {"advantage": "group", "aggregation": "sample", "kl_weight": 0.001, "kl_reward": 0.0},
         "dr_grpo": {"advantage": "group_mean", "aggregation": "constant", "kl_weight": 0.0},
@@ -205,7 +213,9 @@ class TestPresets:
         assert config.rollout.window == (8192 if recipe == "tppo" else None)
         assert config.value_pretraining.steps == self.PRETRAINED.get(recipe, 0)
         assert config.responses == 8192
-        assert config.has_critic == (recipe in ("ppo", "vapo", "vc_ppo", "orz", "tppo", "sao", "sppo"))
+        with_critic = ("ppo", "vapo", "vc_ppo", "asyppo", "orz", "tppo", "sao", "sppo")
+        assert config.has_critic == (recipe in with_critic)
+        assert config.critic.count == (2 if recipe == "asyppo" else 1)
 
     def test_a_file_turns_a_switch_of_its_recipe_off(self, minimum: Path) -> None:
         config = load_config(minimum, ["recipe=vapo", "algorithm.clip_high=0.2", "value_pretraining.steps=0"])
@@ -573,6 +583,21 @@ class TestContradictions:
         "recipe=dppo algorithm.dppo.top_k=20": (
             "algorithm.dppo.top_k: no engine here gives the log-probs of its likeliest tokens "
             "(set algorithm.old_logprobs=trainer, or it to 0)"
+        ),
+        "recipe=vapo critic.count=2 rollout.group_size=1": (
+            "critic.count: each learns from responses of its own of every group, with algorithm.advantage "
+            "gae (got 2 of groups of 1 with gae; set it to 1)"
+        ),
+        "recipe=sppo critic.count=2 rollout.prompts=512 rollout.group_size=16": (
+            "critic.count: each learns from responses of its own of every group"
+        ),
+        "recipe=dapo critic.count=2": "critic.count: there is no critic",
+        "recipe=vapo algorithm.agreement.mask=0.1": (
+            "algorithm.agreement.mask: one critic has none to agree with (set critic.count=2, or it to 0)"
+        ),
+        "recipe=asyppo algorithm.entropy_weight=0": (
+            "algorithm.agreement.filter: has no effect without an entropy term "
+            "(set algorithm.entropy_weight, or it to 0)"
         ),
         "recipe=dapo algorithm.dppo.top_k=20": (
             "algorithm.dppo.top_k: has no effect with algorithm.surrogate ppo"

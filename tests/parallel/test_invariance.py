@@ -66,6 +66,7 @@ TERMS: dict[str, tuple[str, dict[str, Any]]] = {
     "teacher's top k": ("actor", {"teacher": {"top_k": 4, "weight": 0.5}}),
     "value": ("critic", {}),
     "value, clipped": ("critic", {"value_clip": 0.1}),
+    "AsyPPO, entropy": ("actor", {"entropy_weight": 0.5, "agreement": {"filter": 0.2}}),
     "AsyPPO, value": ("critic_2", {"critics": 2, "value_clip": 0.1}),
     "T-PPO": ("actor", {"clip_high": 0.28, "dual_clip": 10.0, "nll_weight": 0.1}),
     "T-PPO, value": ("critic", {}),
@@ -130,6 +131,7 @@ def make_batch_of(term: str, turns: bool = False) -> Experience:
         batch["old_top_logprobs"], batch["old_top_tokens"] = likeliest.values, likeliest.indices.int()
     if "AsyPPO" in term:
         g = torch.Generator().manual_seed(16)
+        batch["entropy_weights"] = (torch.rand(batch.num_tokens, generator=g) < 0.7) / batch.num_tokens
         batch["critic_values"] = torch.randn(batch.num_tokens, 2, generator=g)
     batch["group_ids"], batch["response_index"] = torch.arange(8) // 2, torch.arange(8) % 2
     return batch

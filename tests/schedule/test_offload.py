@@ -43,6 +43,10 @@ def make_config(**keys: object) -> Config:
 
 
 SCORED: dict[str, object] = {"algorithm": {"advantage": "gae"}, "reward": {"model": {"path": Path("m")}}}
+ASYPPO: dict[str, Any] = {
+    "algorithm": {"advantage": "gae", "agreement": {"filter": 0.2}},
+    "critic": {"count": 2},
+}
 ORDERS = {
     "grpo": training_phases(make_config(recipe="grpo")),
     "grpo with kl": training_phases(make_config(recipe="grpo", algorithm={"kl_weight": 0.1})),
@@ -82,6 +86,8 @@ ORDERS = {
     "dapo with teachers' likeliest tokens": training_phases(
         make_config(recipe="dapo", teacher={"by_source": {"a": Path("m")}, "top_k": 4})
     ),
+    "asyppo": training_phases(make_config(recipe="asyppo", **ASYPPO)),
+    "value pretraining of two critics": pretraining_phases(make_config(recipe="asyppo", **ASYPPO)),
     "value pretraining": pretraining_phases(make_config(recipe="vapo")),
     "value pretraining with a reward model": pretraining_phases(make_config(recipe="vapo", **SCORED)),
     "sft": training_phases(make_config(recipe="sft")),

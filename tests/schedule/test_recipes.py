@@ -306,6 +306,11 @@ def test_a_phase_is_held_to_its_declaration() -> None:
             ],
             ["policy/clip_fraction_low", "policy/clip_fraction_high"],
         ),
+        (
+            "asyppo",
+            ["parallel.tp=1", "parallel.dp=2", "critic.mini_batch=16", "algorithm.lambda_policy=0.95"],
+            ["value/loss", "value/spread", "policy/agreed", "policy/disputed", "policy/entropy_loss"],
+        ),
         ("fipo", ["parallel.tp=1"], ["policy/future_factor", "policy/clip_fraction_dual"]),
         (
             "gdpo",

@@ -384,8 +384,9 @@ def test_a_killed_run_of_two_critics_ends_in_the_same_bits(
 
     def config_of(name: str, offload: bool) -> Config:
         settings = vapo(name, 4).model_dump()
-        settings["residency"]["offload"] = offload
+        settings["recipe"], settings["residency"]["offload"] = "asyppo", offload
         settings["critic"]["count"] = 2
+        settings["algorithm"] |= {"entropy_weight": 0.01, "agreement": {"mask": 0.2, "filter": 0.2}}
         return Config.model_validate(settings)
 
     straight, killed = config_of("two-critics", False), config_of("two-critics-killed", True)
@@ -410,6 +411,8 @@ def test_a_killed_run_of_two_critics_ends_in_the_same_bits(
     critics = (load_file(straight.run_dir / f"critic{n}_pretrained/model.safetensors") for n in ("", "_2"))
     first, second = (of_one["score.weight"] for of_one in critics)
     assert not torch.equal(first, second)
+    steps = [record for record in records(straight.run_dir) if record["stage"] == "train"]
+    assert all(0.1 < record["policy/agreed"] <= 0.2 for record in steps)
 
 
 @pytest.mark.slow

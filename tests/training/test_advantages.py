@@ -248,6 +248,57 @@ def test_equal_the_loop_on_every_layout(
                 )
 
 
+def agreement_of(runtime: Runtime, folder: Path, batch: Experience) -> Any:
+    """Number of a response -> its advantages and entropy weights, of this rank's share; and the metrics."""
+    from megarl.model.builder import build_actor, read_hf_config
+    from megarl.training import columns
+    from megarl.training.batch import distribute
+
+    config = make_config(folder, mini_batch=6, agreement={"mask": 0.3, "filter": 0.2})
+    model = build_actor(config, read_hf_config(folder), runtime)
+    experience = distribute(batch, config, 6, 1, [model], runtime).experience
+    metrics = columns.add_agreement(config.algorithm.agreement, experience, runtime)
+    names = "advantages", "policy_loss_weights", "entropy_weights"
+    of_responses = [experience[name].split(experience.lengths.tolist()) for name in names]
+    return dict(zip(experience["number"].tolist(), zip(*of_responses, strict=True), strict=True)), metrics
+
+
+@pytest.mark.parametrize("alike", [False, True])
+def test_agreement_equals_the_loop_on_every_layout(
+    alike: bool, ranks: Callable[[int, int, int], RankPool], tmp_path: Path
+) -> None:
+    """Of the whole step's tokens the three tenths on which two critics agree most have no advantage, and the
+    entropy term leaves out the two tenths on which they agree least; none where all are alike."""
+    folder = make_tiny_model(tmp_path / "model", "qwen3", vocab=61, layers=2)
+    batch = make_batch()
+    g = torch.Generator().manual_seed(8)
+    of_critics = torch.tensor([[0.0, 1.0]]) if alike else torch.randn(batch.num_tokens, 2, generator=g)
+    batch["critic_values"] = of_critics * batch.response_mask[:, None]
+    batch["advantages"] = torch.where(batch.response_mask, torch.randn(batch.num_tokens, generator=g), 0.0)
+    pairs, mask = batch["critic_values"].tolist(), batch.response_mask.tolist()
+    apart = {t: abs(a - b) / 2 for t, (a, b) in enumerate(pairs) if mask[t]}
+    order = sorted(apart, key=lambda t: apart[t])
+    agreed, disputed = int(0.3 * len(order)), int(0.2 * len(order))
+    least, most = (set(), set()) if alike else (set(order[:agreed]), set(order[-disputed:]))
+    ends, given = batch.cu_seqlens.tolist(), batch["advantages"].tolist()
+    for layout in ((1, 1, 1), (1, 1, 2), (1, 2, 1)):
+        found: dict[int, Any] = {}
+        for shares, metrics in ranks(*layout).run(agreement_of, folder=folder, batch=batch):
+            found |= shares
+            assert metrics == pytest.approx(
+                {
+                    "value/spread": statistics.fmean(apart.values()),
+                    "policy/agreed": len(least) / len(order),
+                    "policy/disputed": len(most) / len(order),
+                }
+            )
+        for number, (start, end) in enumerate(itertools.pairwise(ends)):
+            advantages, weights, of_entropy = (column.tolist() for column in found[number])
+            for t in range(start, end):
+                assert advantages[t - start] == (0.0 if t in least else pytest.approx(given[t]))
+                assert of_entropy[t - start] == (0.0 if t in most else weights[t - start])
+
+
 WINDOW = 4
 WINDOWED: dict[str, Any] = {
     "advantage": "gae",
