@@ -7,6 +7,7 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from itertools import islice
 from typing import TYPE_CHECKING, Any
@@ -108,8 +109,14 @@ class RolloutRank:
         try:
             return self._loop.run_until_complete(job)
         except KeyboardInterrupt:
-            # What it leaves of a rollout is ended with the connections, and has nothing to say of that.
+            # What it leaves of a rollout is ended while connections are there, and says nothing of that.
             self._loop.set_exception_handler(lambda _loop, _context: None)
+            for _ in range(3):  # whoever waits for the task that met it meets it once more
+                if left := asyncio.all_tasks(self._loop):
+                    for task in left:
+                        task.cancel()
+                    with suppress(KeyboardInterrupt):
+                        self._loop.run_until_complete(asyncio.wait(left, timeout=1.0))
             raise
         except SystemExit as error:  # which a loop lets through from any task
             what = f"a task of its own has called sys.exit({error})"

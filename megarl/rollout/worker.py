@@ -10,7 +10,7 @@ import math
 import re
 import sys
 import time
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext, suppress
 from contextvars import ContextVar
@@ -140,7 +140,7 @@ class Worker:
                 async with asyncio.TaskGroup() as group:
                     self._group = group
                     if self.leads:
-                        jobs = self._generate(), self._verify(), self._tell_unseated()
+                        jobs = self._generate, self._verify, self._tell_unseated
                         self._tasks += map(group.create_task, map(self._reporting_errors, jobs))
                     await self._obey()
                     for task in self._tasks:
@@ -186,7 +186,7 @@ class Worker:
                 case m.Begin():
                     self._begin(message)
                 case m.Abort(numbers):  # beside signs of life: engine, verdicts and episodes take their time
-                    ending = self._reporting_errors(self._abort(numbers))
+                    ending = self._reporting_errors(self._abort, numbers)
                     self._tasks.append(self._group.create_task(ending))
                 case m.Fetch(numbers):
                     there = {n: body for n in numbers if (body := self.drawn[n].body) is not None}
@@ -209,10 +209,10 @@ class Worker:
                             await self.client.abort()
                     return
 
-    async def _reporting_errors(self, job: Coroutine[Any, Any, None]) -> None:
+    async def _reporting_errors(self, job: Callable[..., Awaitable[None]], *arguments: Any) -> None:
         """Do something, and send its error to the controller."""
         try:
-            await job
+            await job(*arguments)
         except MegarlError as error:
             await self.link.send(m.Failed(type(error).__name__, str(error)))
 
@@ -235,7 +235,7 @@ class Worker:
                 turned=self._turned.set,
             )
             self._running[work.number] = policy, work.index, time.monotonic()
-            running = asyncio.create_task(self._reporting_errors(self._run(work.number, policy)))
+            running = asyncio.create_task(self._reporting_errors(self._run, work.number, policy))
             self._episodes[work.number] = running
             # Not in the group itself, which would wait for an episode that cannot be cancelled for ever.
             self._tasks.append(self._group.create_task(_end_of(running)))

@@ -6,6 +6,7 @@ import asyncio
 import gc
 import inspect
 import io
+import signal
 import sys
 import time
 from collections.abc import AsyncIterator
@@ -429,6 +430,29 @@ def test_an_episode_is_a_coroutine(episode: str) -> None:
     rollout = RolloutConfig(episode=f"{__name__}:{episode}")
     with pytest.raises(ConfigError, match=rf"rollout\.episode: \S+:{episode} is no coroutine function"):
         episode_of(SimpleNamespace(rollout=rollout), None, None)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("within", ["a task", "the loop"])
+def test_ctrl_c_leaves_nothing_that_speaks_later(
+    folder: Path, within: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """What a rollout has begun is ended while its connections are there."""
+    said: list[Any] = []
+    monkeypatch.setattr(sys, "unraisablehook", said.append)
+
+    class Interrupted(OutOfOrder):
+        streams = False
+
+        def poll(self, seconds: float) -> list[tuple[int, Completion]]:
+            if within == "the loop":
+                asyncio.get_running_loop().call_soon(signal.raise_signal, signal.SIGINT)
+                return []
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        drawn(folder, "waits_for_something_else", Interrupted)
+    gc.collect()
+    assert not said and capfd.readouterr().err == ""
 
 
 def test_a_tools_own_timeout_is_not_the_limit() -> None:
