@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import math
 import random
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -46,8 +47,10 @@ class OutOfOrder(TransformersEngine):
     def submit(self, requests: Mapping[int, Request], params: SamplingParams) -> None:
         if not hasattr(self, "ready_made"):
             self.ready_made: dict[int, Completion] = {}
-        wholes = self.generate([replace(request, partial=None) for request in requests.values()], params)
-        for (number, request), whole in zip(requests.items(), wholes, strict=True):
+        super().submit({number: replace(one, partial=None) for number, one in requests.items()}, params)
+        wholes = dict(super().poll(math.inf))
+        for number, request in requests.items():
+            whole = wholes[number]
             whole.versions = [self.weight_version] * len(whole.tokens)
             if request.partial is not None:
                 assert whole.tokens[: len(request.partial.tokens)] == request.partial.tokens
