@@ -374,7 +374,7 @@ def test_each_request_brings_its_own_limit(tmp_path: Path) -> None:
     config = Config(
         recipe="dapo", run_dir=tmp_path, steps=1, model={"path": tmp_path}, rollout={"engine": "sglang"}
     )
-    model = {"vocab_size": 307, "max_position_embeddings": 30}
+    model = {"model_type": "qwen3", "vocab_size": 307, "max_position_embeddings": 30}
     engine = SGLangEngine(config, model, 0, torch.device("cpu"), (1,))  # never started
     sent: list[Any] = []
     engine.process = SimpleNamespace(submit=lambda rows, params: sent.extend(rows))  # type: ignore[assignment]
