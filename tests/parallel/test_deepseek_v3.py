@@ -92,11 +92,9 @@ def test_recomputing_and_sharing_prompts_change_no_gradient(
 
 def test_sglang_on_a_cpu_needs_yarn(tmp_path: Path) -> None:
     """Its `get_rope_cpu` (0.5.23) asserts it when the engine starts."""
-    settings = {"recipe": "dapo", "run_dir": "run", "steps": 1, "model": {"path": "x"}}
+    settings: dict[str, Any] = {"recipe": "dapo", "run_dir": "run", "steps": 1, "model": {"path": "x"}}
     config = Config(**settings, rollout={"engine": "sglang"})
     cpu = torch.device("cpu")
     _check_engine_layout(config, read_config(tiny(tmp_path / "yarn", rope_parameters=YARN)), cpu, 1)
-    with pytest.raises(
-        ConfigError, match=r"^rollout\.engine: on a CPU SGLang .*transformers\)$"
-    ):
+    with pytest.raises(ConfigError, match=r"^rollout\.engine: on a CPU SGLang .*transformers\)$"):
         _check_engine_layout(config, read_config(tiny(tmp_path / "plain")), cpu, 1)

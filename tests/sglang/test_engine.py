@@ -175,7 +175,7 @@ def test_an_engine_over_two_ranks(family: Any, ranks: Callable[..., RankPool], t
     gate and up in one tensor, either half of which is padded on a rank; GLM-4.5 a dense layer, and a mixture
     with a router in float32, a bias that nobody trains and a shared expert."""
     # SGLang's CPU engine has no rotary embedding for latent attention but YaRN's.
-    keys = {"rope_parameters": YARN} if family == "deepseek_v3" else {}
+    keys: dict[str, Any] = {"rope_parameters": YARN} if family == "deepseek_v3" else {}
     folder = make_tiny_model(
         tmp_path / "model", family, vocab=4099, hidden=128, ffn=160, heads=4, kv_heads=2, **keys
     )
