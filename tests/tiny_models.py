@@ -88,6 +88,9 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
+# Of the kind of DeepSeek-V3 (factor 40, both mscale 1), with fewer positions.
+YARN = {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32, "beta_slow": 1, "mscale": 1.0}
+YARN |= {"mscale_all_dim": 1.0, "original_max_position_embeddings": 16, "rope_theta": 10000.0}
 
 
 def make_tokenizer(vocab: int, *, chat_template: bool = True) -> PreTrainedTokenizerFast:

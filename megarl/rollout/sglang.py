@@ -277,8 +277,8 @@ class SGLangEngine(RolloutEngine):
         overrides: dict[str, Any] = {}
         if rollout.weights_dtype == "fp8_block":
             overrides["quantization_config"] = FP8_CONFIG
-        if family_of(self.hf_config).is_latent:  # which transformers knows one of, and does not write
-            overrides |= {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
+        if family_of(self.hf_config).is_latent:  # which transformers knows one of each, and does not write
+            overrides |= {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1}
         if overrides:
             arguments["json_model_override_args"] = json.dumps(overrides)
         if self.device.type == "cpu":

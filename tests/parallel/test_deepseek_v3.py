@@ -10,18 +10,19 @@ from typing import Any
 import pytest
 import torch
 
+from megarl.config.errors import ConfigError
+from megarl.config.schema import Config
 from megarl.data.experience import Experience
+from megarl.schedule.preflight import _check_engine_layout
+from megarl.weights.families import read_config
 from tests.parallel import jobs
 from tests.parallel.test_glm4_moe import LAYOUTS, hf_gradients
 from tests.parallel.test_invariance import VOCAB, make_batch
 from tests.parallel.test_parity import hf_logprobs, sequences
 from tests.ranks import RankPool
-from tests.tiny_models import make_tiny_model
+from tests.tiny_models import YARN, make_tiny_model
 
 Ranks = Callable[..., RankPool]
-# Of the kind of DeepSeek-V3 (factor 40, both mscale 1), with fewer positions.
-YARN = {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32, "beta_slow": 1, "mscale": 1.0}
-YARN |= {"mscale_all_dim": 1.0, "original_max_position_embeddings": 16, "rope_theta": 10000.0}
 # Moonlight, with an epsilon that its latents do not have; DeepSeek-V3, with groups of experts; a layer like
 # the others first, values as wide as keys.
 MODELS: list[dict[str, Any]] = [
@@ -87,3 +88,13 @@ def test_recomputing_and_sharing_prompts_change_no_gradient(
             expected = whole if expected is None else expected
             assert (whole - expected).norm() <= 1e-6 * expected.norm(), (shared, recompute)
     assert batch.num_tokens - found["computed"] > 20
+
+
+def test_sglang_on_a_cpu_needs_yarn(tmp_path: Path) -> None:
+    """Its `get_rope_cpu` (0.5.23) asserts it when the engine starts."""
+    settings: dict[str, Any] = {"recipe": "dapo", "run_dir": "run", "steps": 1, "model": {"path": "x"}}
+    config = Config(**settings, rollout={"engine": "sglang"})
+    cpu = torch.device("cpu")
+    _check_engine_layout(config, read_config(tiny(tmp_path / "yarn", rope_parameters=YARN)), cpu, 1)
+    with pytest.raises(ConfigError, match=r"^rollout\.engine: on a CPU SGLang .*transformers\)$"):
+        _check_engine_layout(config, read_config(tiny(tmp_path / "plain")), cpu, 1)
