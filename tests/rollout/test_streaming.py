@@ -46,8 +46,12 @@ class OutOfOrder(TransformersEngine):
     def submit(self, requests: Mapping[int, Request], params: SamplingParams) -> None:
         if not hasattr(self, "ready_made"):
             self.ready_made: dict[int, Completion] = {}
-        wholes = self.generate([replace(request, partial=None) for request in requests.values()], params)
-        for (number, request), whole in zip(requests.items(), wholes, strict=True):
+        super().submit({n: replace(request, partial=None) for n, request in requests.items()}, params)
+        wholes: dict[int, Completion] = {}
+        while super().running:
+            wholes |= super().poll(1.0)
+        for number, request in requests.items():
+            whole = wholes[number]
             whole.versions = [self.weight_version] * len(whole.tokens)
             if request.partial is not None:
                 assert whole.tokens[: len(request.partial.tokens)] == request.partial.tokens
@@ -371,7 +375,7 @@ def test_each_request_brings_its_own_limit(tmp_path: Path) -> None:
     config = Config(
         recipe="dapo", run_dir=tmp_path, steps=1, model={"path": tmp_path}, rollout={"engine": "sglang"}
     )
-    model = {"vocab_size": 307, "max_position_embeddings": 30}
+    model = {"model_type": "qwen2", "vocab_size": 307, "max_position_embeddings": 30}
     engine = SGLangEngine(config, model, 0, torch.device("cpu"), (1,))  # never started
     sent: list[Any] = []
     engine.process = SimpleNamespace(submit=lambda rows, params: sent.extend(rows))  # type: ignore[assignment]
