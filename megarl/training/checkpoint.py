@@ -249,7 +249,9 @@ def damage_of(checkpoint: Checkpoint, runtime: Runtime) -> list[str]:
 
 
 def choose_checkpoint(runtime: Runtime, run_dir: Path) -> tuple[Checkpoint | None, list[str]]:
-    """Return what `find_checkpoint` does, on every rank, every file's content compared with its checksum."""
+    """Return what `find_checkpoint` does, on every rank, every file's content compared with its checksum.
+    Raises CheckpointError on every rank where each that is complete is damaged: to begin anew would lose all
+    that the run has recorded."""
     damaged: list[Path] = []
     lines: list[str] = []
     while True:
@@ -258,6 +260,9 @@ def choose_checkpoint(runtime: Runtime, run_dir: Path) -> tuple[Checkpoint | Non
             runtime, find_checkpoint(run_dir, damaged) if runtime.rank == 0 else None
         )
         lines += [line for line in skipped if line not in lines]
+        if found is None and damaged:
+            what = "all of its checkpoints are damaged (restore one, or choose another folder)"
+            raise CheckpointError(f"run_dir: {run_dir}: {what}: {lines[0].removesuffix(' (skipped)')}")
         if found is None:
             return None, lines
         wrong = damage_of(found, runtime)

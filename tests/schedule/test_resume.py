@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -27,7 +28,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from megarl.cli.main import main
 from megarl.config import dump_config
-from megarl.config.errors import ConfigError
+from megarl.config.errors import CheckpointError, ConfigError
 from megarl.config.schema import Config
 from megarl.observe.runs import load_run
 from megarl.schedule.preflight import claim_run_dir
@@ -36,6 +37,7 @@ from megarl.training.checkpoint import (
     Checkpoint,
     check_continues,
     check_same_adapters,
+    choose_checkpoint,
     find_checkpoint,
     read_state,
     seal,
@@ -596,6 +598,25 @@ def test_a_damaged_checkpoint_is_named_and_an_older_one_taken(
         return
     assert found is not None and found.path == older
     assert len(skipped) == 1 and str(file) in skipped[0] and "\n" not in skipped[0]
+
+
+def test_a_run_all_of_whose_checkpoints_are_damaged_does_not_begin_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of each a bit has changed, which only a look at all of the content finds."""
+    alone: Any = SimpleNamespace(rank=0, world=1)
+    monkeypatch.setattr("megarl.training.checkpoint.from_rank_0", lambda _, value: value)
+    monkeypatch.setattr("megarl.training.checkpoint.gather_objects", lambda _, value: [value])
+    assert choose_checkpoint(alone, tmp_path) == (None, [])
+    older, newer = (write_folder(tmp_path, step, {}) for step in (4, 12))
+    for damaged in (newer, older):
+        found, _ = choose_checkpoint(alone, tmp_path)
+        assert found is not None and found.path == damaged
+        content = bytearray((damaged / "state.json").read_bytes())
+        content[-1] ^= 1
+        (damaged / "state.json").write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"^run_dir: .*: all of its checkpoints are damaged \(.*000012"):
+        choose_checkpoint(alone, tmp_path)
 
 
 @given(st.sampled_from(["actor/__0_0.distcp", "state.json", "manifest.json"]), st.integers(0, 10**6))
