@@ -2,8 +2,9 @@
 
     python benchmarks/history.py     # figures whose last run is worse than those before, by more than a tenth
 
-Each run appends one line for each of its figures to history.jsonl, with date, commit and kind of machine.
-A figure is compared with the median of the last five before it on machines of its kind.
+Each run appends one line for each of its figures to history.jsonl, with date, commit, kind of machine and its
+load before. A figure is compared with the median of the last five before it on machines of its kind, by the
+same arguments. The file is committed with the change that was measured; git joins what two branches appended.
 """
 
 from __future__ import annotations
@@ -34,29 +35,43 @@ def machine_kind() -> str:
     return f"{told.get('model name', 'unknown')}, {widest}, {os.cpu_count()} cores"
 
 
-def records(benchmark: str, verdicts: Iterable[str]) -> Iterator[dict[str, Any]]:
-    """Yield a run's figures, of the verdicts that a benchmark printed."""
-    git = ["git", "-C", str(FILE.parent), "describe", "--always", "--dirty", "--exclude=*"]
-    commit = subprocess.run(git, capture_output=True, text=True, timeout=60).stdout.strip()
-    common = {"date": f"{datetime.date.today()}", "commit": commit, "machine": machine_kind()}
+def commit() -> str:
+    """Return the commit that is measured, with "-dirty" where tracked files are not as it has them; but for
+    the history itself, to which the run before has appended."""
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(FILE.parent), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, timeout=60).stdout.strip()
+
+    changed = git("status", "--porcelain", "--untracked-files=no", "--", ":/", f":(exclude){FILE.name}")
+    return git("rev-parse", "--short", "HEAD") + ("-dirty" if changed else "")
+
+
+def records(
+    benchmark: str, verdicts: Iterable[str], load: float, arguments: str = ""
+) -> Iterator[dict[str, Any]]:
+    """Yield a run's figures, of the verdicts that a benchmark printed. load: of the machine, before it."""
+    common = {"date": f"{datetime.date.today()}", "commit": commit(), "machine": machine_kind()}
     for found in filter(None, map(VERDICT.match, verdicts)):
         what, figure, bound = found.groups()
-        value = float(figure.replace(",", ""))
-        yield {**common, "benchmark": benchmark, "what": what, "figure": value, "at": bound}
+        value, asked = float(figure.replace(",", "")), {"benchmark": benchmark, "arguments": arguments}
+        yield {**common, "load": round(load, 1), **asked, "what": what, "figure": value, "at": bound}
 
 
 def worse(history: Sequence[dict[str, Any]]) -> Iterator[str]:
     """Yield a line for each figure whose last run is worse than the median before, by more than a tenth."""
     series: dict[tuple[str, ...], list[dict[str, Any]]] = {}
+    same = ("machine", "benchmark", "arguments", "what")
     for record in history:
-        series.setdefault(tuple(record[key] for key in ("machine", "benchmark", "what")), []).append(record)
-    for (machine, benchmark, what), runs in series.items():
+        series.setdefault(tuple(record[key] for key in same), []).append(record)
+    for (machine, benchmark, _, what), runs in series.items():
         *before, last = [run["figure"] for run in runs[-BEFORE - 1 :]]
         if len(before) < FEWEST or min(last, *before) <= 0:
             continue
         usual = median(before)
         if (last / usual if runs[-1]["at"] == "most" else usual / last) > WORSE:
-            said = f"{last:.4g} at {runs[-1]['commit']}, {usual:.4g} in the {len(before)} runs before"
+            at = f"{last:.4g} at {runs[-1]['commit']} and load {runs[-1]['load']}"
+            said = f"{at}, {usual:.4g} in the {len(before)} runs before"
             yield f"worse   | {benchmark}, {what}: {said} ({machine})"
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -70,7 +71,9 @@ def main() -> int:
         parser.error(
             f"step, real or growth takes more arguments, and one of them must be named: {' '.join(more)}"
         )
-    results = {name: run(name, more if name in ("step", *LONG) else []) for name in names}
+    given_to = {name: more if name in ("step", *LONG) else [] for name in names}
+    load = os.getloadavg()[0]
+    results = {name: run(name, given_to[name]) for name in names}
     print("\n=== summary")
     for name, (verdicts, code) in results.items():
         print("\n".join(verdicts))
@@ -78,7 +81,8 @@ def main() -> int:
             print(f"WRONG   | {name}: exit code {code}")
     with history.FILE.open("a", encoding="utf-8") as file:
         for name, (verdicts, _) in results.items():
-            file.writelines(json.dumps(record) + "\n" for record in history.records(name, verdicts))
+            found = history.records(name, verdicts, load, " ".join(given_to[name]))
+            file.writelines(json.dumps(record) + "\n" for record in found)
     print("\n".join(history.worse(history.read())))
     return int(any(code for _, code in results.values()))
 

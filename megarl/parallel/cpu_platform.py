@@ -95,6 +95,16 @@ def _as_counts(tensor: Any, as_numpy: bool = False, record_stream: bool = False)
     return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
 
+def _sum_gradients(part: torch.Tensor, whole: torch.Tensor, op: Any, group: Any, async_op: bool) -> Any:
+    """Sum `whole` over the ranks where it stands; `part`, this rank's, is a view of it. gloo's reduce_scatter
+    makes the same sums in a copy of all gradients, and copies the part back."""
+    if async_op:  # whose handle Megatron's coalescing has to know
+        return distributed.reduce_scatter_tensor(part, whole, op=op, group=group, async_op=True)
+    options = distributed.AllreduceOptions()
+    options.reduceOp = op
+    return group.allreduce([whole], options).wait()
+
+
 LARGE = 64  # ranks of a group
 
 
@@ -147,12 +157,15 @@ def install() -> None:
     torch.Tensor.cuda = lambda self, *args, **kwargs: self  # type: ignore[method-assign]
     _share_gloo_devices()
 
+    import megatron.core.distributed.param_and_grad_buffer as gradients
     import megatron.core.pipeline_parallel.schedules as schedules
     import megatron.core.tensor_parallel.random as megatron_random
     import megatron.core.transformer.moe.moe_utils as moe_utils
     import megatron.core.transformer.moe.token_dispatcher as token_dispatcher
     import megatron.core.transformer.multi_latent_attention as latent_attention
 
+    # start_grad_sync, with `part` in `whole`: shard_buffer(bucket.grad_data, ...).
+    gradients.dist_reduce_scatter_func = _sum_gradients
     # total_num_tokens = torch.zeros([], device="cuda"), once a schedule.
     schedules.torch = _TorchWithoutCuda("torch")
     megatron_random._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)

@@ -548,8 +548,8 @@ class MemoryPlan:
         found: dict[str, dict[str, float]] = {}
         for phase in self.phases:
             parts = {"activations": most}
-            if phase.updates_weights and self.layout.dp * self.layout.cp > 1:
-                # gloo sums a copy of Megatron's buffer of gradients.
+            if phase.updates_weights and self.overlaps:
+                # Beside the computation gloo sums a copy of Megatron's buffer of gradients.
                 stages = range(self.layout.pp)
                 sums = max(self.group(f"{phase.model}.gradients", stage) for stage in stages)
                 parts["summed gradients"] = sums * world

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import signal
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -91,7 +92,7 @@ def test_what_has_become_worse_is_printed(
         verdicts.at_most("time of TRL's", seconds, 0.33, " x")
         verdicts.at_least("tokens a second", speed, 1e4)
         verdicts.holds("the same bits", True)
-        return list(history.records("step", capsys.readouterr().out.splitlines()))
+        return list(history.records("step", capsys.readouterr().out.splitlines(), 2.25))
 
     usual = [*run(0.5, 2000.0), *run(0.7, 2200.0), *run(0.51, 1950.0)]
     assert [(one["what"], one["figure"], one["at"]) for one in usual[:2]] == [
@@ -102,6 +103,43 @@ def test_what_has_become_worse_is_printed(
     assert [line.split(":")[0] for line in slower] == [
         "worse   | step, time of TRL's", "worse   | step, tokens a second",
     ]  # fmt: skip
-    assert "0.57 at" in slower[0] and "0.51 in the 3 runs before" in slower[0]
-    elsewhere = [{**one, "machine": "another"} for one in run(5.0, 1.0)]
-    assert not list(history.worse([*usual, *elsewhere])) and not list(history.worse(run(1.0, 1.0)))
+    assert "0.57 at" in slower[0] and "load 2.2, 0.51 in the 3 runs before" in slower[0]
+    for other in ({"machine": "another"}, {"arguments": "--steps 8"}):
+        assert not list(history.worse([*usual, *({**one, **other} for one in run(5.0, 1.0))]))
+    assert not list(history.worse(run(1.0, 1.0)))
+    # Of eight runs the last is compared with five: what was usual before these does not count.
+    eight = [record for seconds in (0.1, 0.1, 0.5, 0.5, 0.5, 0.5, 0.5) for record in run(seconds, 2000.0)]
+    assert not list(history.worse([*eight, *run(0.54, 2000.0)])) and list(history.worse(eight[:6]))
+
+
+def test_a_run_appends_to_the_history(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A real benchmark, twice, in a repository whose history is committed: that it has grown makes no commit
+    "-dirty", another change does."""
+    monkeypatch.syspath_prepend(str(Path(__file__).resolve().parents[2] / "benchmarks"))
+    history, bench = importlib.import_module("history"), importlib.import_module("run")
+    file, code = tmp_path / "history.jsonl", tmp_path / "code.py"
+    file.touch()
+    code.touch()
+
+    def git(*arguments: str) -> str:
+        known = ("-c", "user.name=somebody", "-c", "user.email=somebody@example.org")
+        command = ["git", "-C", str(tmp_path), *known, *arguments]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+    for arguments in (["init"], ["add", "."], ["commit", "-m", "begin"]):
+        git(*arguments)
+    monkeypatch.setattr(history, "FILE", file)
+    monkeypatch.setattr(sys, "argv", ["run.py", "--only", "packing"])
+    assert bench.main() == 0
+    code.write_text("pass")
+    assert bench.main() == 0
+    found, head = history.read(), git("rev-parse", "--short", "HEAD")
+    assert [one["commit"] for one in found] == [head] * 3 + [f"{head}-dirty"] * 3
+    assert {one["what"] for one in found} == {
+        "packing, token budget left empty", "packing, slowest rank / mean", "packing, time to plan",
+    }  # fmt: skip
+    assert all(one["machine"] == history.machine_kind() and one["load"] >= 0 for one in found)
+    file.write_text("")
+    assert history.commit() == f"{head}-dirty"
+    code.write_text("")
+    assert history.commit() == head

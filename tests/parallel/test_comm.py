@@ -1,4 +1,5 @@
-"""Objects that ranks exchange by way of rank 0, of any length; and the sockets that a rank holds open."""
+"""Objects that ranks exchange by way of rank 0, of any length; the sockets that a rank holds open; and how
+gradients are summed."""
 
 from __future__ import annotations
 
@@ -6,6 +7,9 @@ from collections.abc import Callable
 from typing import Any
 
 import psutil
+import pytest
+import torch
+import torch.distributed as dist
 
 from megarl.parallel.comm import INLINE, any_of, from_rank_0, gather_objects, gather_on_0
 from megarl.parallel.runtime import Runtime
@@ -42,3 +46,35 @@ def test_every_rank_gets_what_each_has_sent(ranks: Callable[..., RankPool]) -> N
         # One gloo device for all of Megatron's groups, each of which has a thread that wakes a hundred times
         # a second.
         assert found["listening"] == 1
+
+
+def summed(runtime: Runtime) -> dict[str, Any]:
+    """Gradients of this rank summed as Megatron does it, at once and beside other work, and by torch's own
+    reduce_scatter: the rank's part of each, and the first as a whole."""
+    from megatron.core import parallel_state
+    from megatron.core.distributed import param_and_grad_buffer as buffers
+
+    group = parallel_state.get_data_parallel_group()
+    own = torch.randn(4 * 3001, generator=torch.Generator().manual_seed(runtime.rank))
+    theirs = torch.empty(len(own) // group.size())
+    dist.reduce_scatter_tensor(theirs, own.clone(), group=group)
+    found: dict[str, Any] = {"theirs": theirs}
+    for name, beside in (("at once", False), ("beside", True)):
+        whole = own.clone()
+        part = whole.chunk(group.size())[group.rank()]
+        with buffers._coalescing_manager(group, async_ops=beside) as handle:
+            buffers.dist_reduce_scatter_func(part, whole, op=dist.ReduceOp.SUM, group=group, async_op=beside)
+        if beside:
+            handle.wait()
+        found |= {name: part.clone(), f"{name}, whole": whole}
+    return found
+
+
+@pytest.mark.parametrize("dp", [1, 2, 4])
+def test_gradients_are_summed_where_they_stand(ranks: Callable[..., RankPool], dp: int) -> None:
+    """To the bits of torch's reduce_scatter over gloo, which sums a copy: in place the other ranks' parts
+    hold their sums too."""
+    found = ranks(1, 1, dp).run(summed)
+    for rank in found:
+        assert torch.equal(rank["at once"], rank["theirs"]) and torch.equal(rank["beside"], rank["theirs"])
+        assert torch.equal(rank["at once, whole"], torch.cat([other["theirs"] for other in found]))
