@@ -21,11 +21,15 @@ from transformers import (
     MistralConfig,
     PreTrainedTokenizerFast,
     Qwen2Config,
+    Qwen3_5ForTokenClassification,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
 )
 
-Family = Literal["qwen2", "qwen3", "qwen3_moe", "llama", "mistral", "glm4", "glm4_moe", "deepseek_v3"]
+Family = Literal[
+    "qwen2", "qwen3", "qwen3_moe", "llama", "mistral", "glm4", "glm4_moe", "deepseek_v3", "qwen3_5_text"
+]
 CONFIGS = {
     "qwen2": Qwen2Config,
     "qwen3": Qwen3Config,
@@ -35,6 +39,7 @@ CONFIGS = {
     "glm4": Glm4Config,
     "glm4_moe": Glm4MoeConfig,
     "deepseek_v3": DeepseekV3Config,
+    "qwen3_5_text": Qwen3_5TextConfig,
 }
 # What a family's configuration must say besides sizes (megarl/weights/families.py, `requires`).
 SWITCHES: dict[str, dict[str, Any]] = {
@@ -66,6 +71,14 @@ SWITCHES: dict[str, dict[str, Any]] = {
         "v_head_dim": 10,
         "scoring_func": "sigmoid",  # this and the next one for SGLang, as published
         "topk_method": "noaux_tc",
+    },
+    # Every other layer has full attention, and three values' heads share one of keys.
+    "qwen3_5_text": {
+        "full_attention_interval": 2,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 6,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 4,
     },
 }
 MODELS = {
@@ -139,6 +152,12 @@ def make_config(
     )
 
 
+def model_class(family: str, classification: str | None) -> Any:
+    """The class of a family's models; transformers has no automatic one of Qwen3.5's token classifiers."""
+    by_name = family == "qwen3_5_text" and classification == "token"
+    return Qwen3_5ForTokenClassification if by_name else MODELS[classification]
+
+
 def make_tiny_model(
     folder: Path,
     family: Family,
@@ -184,7 +203,7 @@ def make_tiny_model(
     }
     if head_dim is not None and family not in ("qwen2", "deepseek_v3"):
         sizes["head_dim"] = head_dim
-    elif family in ("qwen3", "qwen3_moe", "glm4", "glm4_moe"):
+    elif family in ("qwen3", "qwen3_moe", "glm4", "glm4_moe", "qwen3_5_text"):
         sizes["head_dim"] = hidden // heads
     if family in ("qwen3_moe", "glm4_moe", "deepseek_v3"):
         sizes |= {
@@ -196,7 +215,8 @@ def make_tiny_model(
     if classification:
         sizes["num_labels"] = 1
     config = make_config(family, tied=tied, rope=rope, **sizes, **keys)
-    model = MODELS[classification].from_config(config)
+    found = model_class(family, classification)
+    model: Any = found.from_config(config) if hasattr(found, "from_config") else found(config)
     randomise(model, seed)
     biases = {name: bias.clone() for name, bias in model.named_buffers() if name.endswith(EXPERT_BIAS)}
     model = model.to(dtype)
@@ -218,7 +238,8 @@ def randomise(model: torch.nn.Module, seed: int) -> None:
     weights."""
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
-        centre = 1.0 if "norm" in name else 0.0
+        centred = model.config.model_type == "qwen3_5_text" and "linear_attn" not in name
+        centre = 1.0 if "norm" in name and not centred else 0.0
         parameter.copy_(centre + 0.1 * torch.randn(parameter.shape, generator=generator))
         if name == "score.bias":
             parameter.zero_()

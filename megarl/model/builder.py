@@ -48,6 +48,8 @@ from megarl.model.logprob_head import vocab_parallel_logprobs, vocab_parallel_to
 from megarl.model.lora import attach_adapters
 from megarl.model.portable import (
     AddToResidual,
+    GatedAttention,
+    GatedDeltaNet,
     LatentAttention,
     PackedAttention,
     PackedPlan,
@@ -102,21 +104,18 @@ class _Body(GPTModel):
     def __init__(
         self, config: Config, hf: PretrainedConfig, runtime: Runtime, vp_stage: int, *, tied: bool
     ) -> None:
-        layers = choose_layers(config.model, runtime.device)
         family = family_of(hf.to_dict())
+        layers = "portable" if family.is_linear else choose_layers(config.model, runtime.device)
         sizes = Sizes.of(hf.to_dict())
         megatron = _transformer_config(config, hf, runtime, layers, family, sizes)
         lora = config.critic.lora if isinstance(self, Critic) else config.actor.lora
         own = runtime.layout.layers(sizes.layers, runtime.pp_rank)
         chunk = len(own) // runtime.layout.vpp
-        mixtures = [
-            sizes.experts > 0 and layer >= sizes.dense
-            for layer in own[chunk * vp_stage : chunk * (vp_stage + 1)]
-        ]
+        own = own[chunk * vp_stage : chunk * (vp_stage + 1)]
         super().__init__(
             config=megatron,
             transformer_layer_spec=_block_spec(
-                megatron, layers, family, mixtures, adapters=lora.rank is not None
+                megatron, layers, family, sizes, own, adapters=lora.rank is not None
             ),
             vocab_size=padded_vocab(hf.vocab_size, runtime.layout.tp),
             max_sequence_length=hf.max_position_embeddings,
@@ -434,6 +433,8 @@ def _transformer_config(
         }
         if hf.n_group > 1:
             mlp |= {"moe_router_num_groups": hf.n_group, "moe_router_group_topk": hf.topk_group}
+    if sizes.linear:
+        mlp["linear_attention_freq"] = [int(layer in sizes.linear) for layer in range(sizes.layers)]
     kind: type[TransformerConfig] = TransformerConfig
     if family.is_latent:
         kind, (factor, power) = MLATransformerConfig, yarn_softmax(hf)
@@ -458,6 +459,8 @@ def _transformer_config(
         layernorm_epsilon=hf.rms_norm_eps,
         normalization="RMSNorm",
         qk_layernorm=family.has("q_layernorm.weight") or family.is_latent,
+        layernorm_zero_centered_gamma=family.zero_centred,
+        attention_output_gate=family.is_linear,
         add_qkv_bias=family.has("linear_qkv.bias"),
         add_bias_linear=False,
         gated_linear_unit=True,
@@ -507,9 +510,15 @@ def _transformer_config(
 
 
 def _block_spec(
-    config: TransformerConfig, kind: str, family: Family, mixtures: Sequence[bool], *, adapters: bool
+    config: TransformerConfig,
+    kind: str,
+    family: Family,
+    sizes: Sizes,
+    own: Sequence[int],
+    *,
+    adapters: bool,
 ) -> TransformerBlockSubmodules:
-    """Return the specs of a chunk's layers. mixtures: which of them are mixtures of experts."""
+    """Return the specs of a chunk's layers. own: which layers of the model they are."""
     norm: Any = RMSNorm
     if kind == "te":
         from megatron.core.extensions.transformer_engine import TEColumnParallelLinear, TENorm
@@ -517,7 +526,8 @@ def _block_spec(
         norm = TENorm
     of_queries = norm if family.has("q_layernorm.weight") else IdentityOp
     specs = {}
-    for mixture in set(mixtures):
+    kinds = [(sizes.experts > 0 and layer >= sizes.dense, layer in sizes.linear) for layer in own]
+    for mixture, linear in set(kinds):
         experts = config.num_moe_experts if mixture else None
         if kind == "te":
             layer = get_gpt_layer_with_transformer_engine_spec(
@@ -558,8 +568,12 @@ def _block_spec(
                 # Transformer Engine fuses this norm with dense layers only: in a checkpoint it has the name
                 # that it has there.
                 del parts.sharded_state_dict_keys_map["pre_mlp_layernorm."]
+        if config.attention_output_gate:
+            parts.self_attention.module = GatedAttention
+        if linear:
+            parts.self_attention = ModuleSpec(module=GatedDeltaNet, params={"sizes": sizes})
         if family.has("_bda.output_norm.weight"):
             block = ModuleSpec(module=AddToResidual, params={"config": config, "norm": norm})
             parts.self_attn_bda = parts.mlp_bda = block
-        specs[mixture] = layer
-    return TransformerBlockSubmodules(layer_specs=[specs[mixture] for mixture in mixtures], layer_norm=norm)
+        specs[mixture, linear] = layer
+    return TransformerBlockSubmodules(layer_specs=[specs[kind] for kind in kinds], layer_norm=norm)

@@ -1,8 +1,8 @@
 """Portable layers: plain torch in the places where Megatron's own layer spec needs Transformer Engine or
 apex.
 
-Packed attention over `scaled_dot_product_attention` and an RMSNorm that knows sequence parallelism. They run
-on any device.
+Packed attention over `scaled_dot_product_attention`, linear attention by the gated delta rule and an RMSNorm
+that knows sequence parallelism. They run on any device.
 """
 
 from __future__ import annotations
@@ -16,12 +16,21 @@ import torch
 import torch.nn.functional as F
 from megatron.core import tensor_parallel
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+from megatron.core.tensor_parallel.layers import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    set_tensor_model_parallel_attributes,
+)
+from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint, sharded_state_dict_default
 from torch import Tensor
+from torch.nn.utils import skip_init
 
 from megarl.data.experience import cut
+from megarl.model.delta_net import convolve, delta_rule, gated_norm, gates
+from megarl.weights.families import Sizes
 
 MAX_PADDING = 0.10  # of a bucket's tokens, before shorter sequences get a bucket of their own
 MASK = 2**22  # pairs of queries and keys that are masked at once
@@ -377,6 +386,119 @@ class WholeLinear(torch.nn.Module):
         return F.linear(x, self.weight), None
 
 
+class GatedAttention(SelfAttention):
+    """Megatron's attention with an output gate (`attention_output_gate`), which it would have torch compile:
+    on a CPU that takes a compiler of C++."""
+
+    def _apply_output_gate(self, x: Tensor, gate: Tensor) -> Tensor:
+        return (x * gate.reshape(x.shape).float().sigmoid()).to(x.dtype)
+
+
+class GatedDeltaNet(MegatronModule):
+    """Linear attention of packs by the gated delta rule, as Qwen3.5 has it, in the place of a layer's
+    attention: [t, 1, hidden] -> [t, 1, hidden]. Each sequence begins with an empty state, and with zeros
+    before the convolution; what is behind its end, in a padded row, reaches nothing before it.
+
+    Rows of in_proj and channels of the convolution lie together by key head (its query and key, the values,
+    beta, alpha and output gates of the heads that share it), so that a tensor-parallel rank has whole heads.
+    Under context parallelism ranks exchange tokens for heads, and each goes through whole sequences with its
+    part of the heads (as arXiv 2309.14509 does for attention)."""
+
+    def __init__(self, config: Any, sizes: Sizes, pg_collection: Any, **_: Any) -> None:
+        super().__init__(config)
+        self.group, self.tp = pg_collection.cp, pg_collection.tp
+        self.heads, self.shared = sizes.key_heads // self.tp.size(), sizes.value_heads // sizes.key_heads
+        self.key_dim, self.value_dim = sizes.key // sizes.key_heads, sizes.value_dim
+        options = {"config": config, "bias": False, "tp_group": self.tp}
+        self.in_proj = ColumnParallelLinear(
+            sizes.hidden,
+            sizes.mixed + sizes.value + 2 * sizes.value_heads,
+            init_method=config.init_method,
+            gather_output=False,
+            **options,
+        )
+        self.out_proj = RowParallelLinear(
+            sizes.value,
+            sizes.hidden,
+            init_method=config.output_layer_init_method,
+            input_is_parallel=True,
+            skip_bias_add=True,
+            **options,
+        )
+        channels, heads = sizes.mixed // self.tp.size(), self.heads * self.shared
+        kind = config.params_dtype
+        self.conv1d: Any = skip_init(
+            torch.nn.Conv1d, channels, channels, sizes.conv, groups=channels, bias=False, dtype=kind
+        )
+        self.A_log, self.dt_bias = (torch.nn.Parameter(torch.zeros(heads, dtype=kind)) for _ in range(2))
+        self.out_norm = torch.nn.RMSNorm(self.value_dim, config.layernorm_epsilon, dtype=kind)
+        for parameter in (self.conv1d.weight, self.A_log, self.dt_bias):
+            set_tensor_model_parallel_attributes(parameter, is_parallel=True, dim=0, stride=1)
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        packed_seq_params: PackedPlan | None = None,
+        **_: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        assert packed_seq_params is not None, "linear attention takes packed sequences only"
+        plan, cp = packed_seq_params.plan, self.group.size()
+        mixed = self.in_proj(hidden_states)[0].squeeze(1).unflatten(-1, (self.heads, -1))
+        mixed, gate = mixed.tensor_split([-self.shared * self.value_dim], -1)
+        if plan.keys is None:
+            out = _Unpad.apply(self._attend(_Pad.apply(mixed, plan), plan, 0), plan)
+        else:
+            # [t, heads, n] of this rank's tokens -> [cp * t, heads / cp, n] of all, rank by rank
+            part = mixed.unflatten(1, (cp, -1)).transpose(0, 1).flatten(0, 1)
+            whole = tensor_parallel.all_to_all(self.group, part.contiguous())
+            out = self._attend(whole.index_select(0, plan.keys), plan, self.group.rank())
+            numbers = torch.arange(len(plan.keys), device=out.device)
+            # Padding repeats a row's last token: the first place of each is its own.
+            own = torch.full((len(whole),), len(numbers), device=out.device)
+            own.scatter_reduce_(0, plan.keys, numbers, "amin")
+            out = tensor_parallel.all_to_all(self.group, out.index_select(0, own))
+            out = out.unflatten(0, (cp, -1)).transpose(0, 1).flatten(1, 2)
+        # Each tensor-parallel rank has seen its heads alone: the weight's gradients are summed up.
+        weight = tensor_parallel.copy_to_tensor_model_parallel_region(self.out_norm.weight, self.tp)
+        out = gated_norm(out, gate.reshape(out.shape), weight, self.config.layernorm_epsilon)
+        return self.out_proj(out.flatten(1).unsqueeze(1))
+
+    def _attend(self, mixed: Tensor, plan: AttentionPlan, part: int) -> Tensor:
+        """Attend within the rows of a plan's buckets, with the heads of the `part`-th context-parallel rank:
+        [padded, heads, n] -> [padded, value heads, dv]."""
+        heads, cp, outputs = mixed.shape[1], self.heads // mixed.shape[1], []
+        weight = self.conv1d.weight.chunk(cp)[part]
+        rate, bias = (x.chunk(cp)[part] for x in (self.A_log, self.dt_bias))
+        sizes = self.key_dim, self.key_dim, self.shared * self.value_dim
+        for bucket in plan.buckets:
+            rows, width = bucket.rows, cp * bucket.width
+            own = mixed[cp * bucket.start :][: rows * width].unflatten(0, (rows, width))
+            channels, beta, alpha = own.split([sum(sizes), self.shared, self.shared], -1)
+            query, key, value = (
+                convolve(channels.flatten(2), weight).unflatten(-1, (heads, -1)).split(sizes, -1)
+            )
+            value = value.reshape(rows, width, -1, self.value_dim)
+            found, _ = delta_rule(query, key, value, *gates(alpha.flatten(2), beta.flatten(2), rate, bias))
+            outputs.append(found.flatten(0, 1))
+        return torch.cat(outputs) if len(outputs) > 1 else outputs[0]
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: Any = None
+    ) -> Any:
+        state: dict[str, Tensor] = {}
+        self._save_to_state_dict(state, "", keep_vars=True)
+        state["conv1d.weight"] = self.conv1d.weight
+        axes = dict.fromkeys(state, 0)
+        state["out_norm.weight"] = self.out_norm.weight  # the same on every rank
+        sharded = make_sharded_tensors_for_checkpoint(state, prefix, axes, sharded_offsets)
+        for name in ("in_proj", "out_proj"):
+            sharded |= sharded_state_dict_default(
+                getattr(self, name), f"{prefix}{name}.", sharded_offsets, metadata
+            )
+        return sharded
+
+
 class RMSNorm(torch.nn.Module):
     """Root-mean-square norm, whose weight's gradient Megatron sums under sequence parallelism."""
 
@@ -384,9 +506,11 @@ class RMSNorm(torch.nn.Module):
         super().__init__()
         self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
-        self.eps = eps
+        self.eps, self.zero_centred = eps, config.layernorm_zero_centered_gamma
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.zero_centred:
+            return F.rms_norm(x.float(), self.weight.shape, 1 + self.weight.float(), self.eps).to(x.dtype)
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 

@@ -32,8 +32,8 @@ from megarl.plan.sizes import (
     passed_on,
     quantised_bytes,
 )
-from megarl.weights.families import OUTPUT, TIED_OUTPUT, is_frozen, is_tied, read_config
-from megarl.weights.layout import check_frozen, check_layout, check_lora, check_recomputed
+from megarl.weights.families import OUTPUT, TIED_OUTPUT, family_of, is_frozen, is_tied, read_config
+from megarl.weights.layout import check_frozen, check_layout, check_linear, check_lora, check_recomputed
 
 # Our estimates:
 OVERHEAD = 4 * GIB  # of each GPU: CUDA contexts of the rank and its engine, buffers of communicators
@@ -194,15 +194,17 @@ class MemoryPlan:
         """Return the bytes of an engine's KV cache on one rank."""
         rollout = self.config.rollout
         if not rollout.engine_kind.apart:  # what a batch fills; others take what their share leaves
-            return rollout.max_batch * self.longest * self.actor.cache_bytes(1)
+            return rollout.max_batch * (self.longest * self.actor.cache_bytes(1) + self.actor.state_bytes(1))
         left = rollout.engine_memory * self.device.memory - self.engine_weights
         # A server has as much room as it has, which check_servers looks at: at least that of its weights.
         return max(self.engine_weights if rollout.engine_kind.remote else 0.0, left)
 
     @property
     def cache_tokens(self) -> float:
-        """Return the tokens that one engine's KV cache holds."""
-        return self.cache / self.actor.cache_bytes(self.engine_tp)
+        """Return the tokens that one engine's KV cache holds, beside the states of responses of the greatest
+        length."""
+        tp = self.engine_tp
+        return self.cache / (self.actor.cache_bytes(tp) + self.actor.state_bytes(tp) / self.longest)
 
     @cached_property
     def transfer_memory(self) -> float:
@@ -556,7 +558,8 @@ class MemoryPlan:
             if phase.name == ROLLOUT.name and not config.rollout.engine_kind.apart:
                 engines = config.parallel.rollout_ranks or world
                 decoded = min(config.rollout.max_batch, -(-config.responses // engines))
-                parts["KV cache"] = decoded * self.longest * self.actor.cache_bytes(1) * engines
+                each = self.longest * self.actor.cache_bytes(1) + self.actor.state_bytes(1)
+                parts["KV cache"] = decoded * each * engines
             found[phase.name] = parts
         if config.checkpoint.every:
             # What is saved is written from a copy while the run goes on.
@@ -720,7 +723,7 @@ def plan_of(
         sizes = config.parallel
         dp = (world - sizes.rollout_ranks) // (sizes.tp * sizes.pp * sizes.cp)
         config = config.model_copy(update={"parallel": sizes.model_copy(update={"dp": dp})})
-    if cpu:
+    if cpu or family_of(actor).is_linear:
         config = config.model_copy(update={"model": config.model.model_copy(update={"layers": "portable"})})
     parallel, dtype = config.parallel, config.model.dtype
     reward, *teachers = (
@@ -730,6 +733,7 @@ def plan_of(
     for described in (actor, critic or actor, reward, *teachers):
         check_layout(described, parallel.tp, parallel.pp, parallel.ep, parallel.vpp)
         check_recomputed(described, config.model)
+        check_linear(described, config)
     check_frozen(actor, config.actor, "actor")
     check_frozen(critic or actor, config.critic, "critic")
     check_lora(actor, config.actor.lora, "actor")

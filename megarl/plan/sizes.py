@@ -32,6 +32,7 @@ from megarl.weights.layout import float32_tensors, sglang_shards, sizes_of
 GIB = 2**30
 BYTES = {"bf16": 2, "fp32": 4}
 SINGLE = 4  # bytes of a float32
+CHUNK = 64  # tokens of a chunk of linear attention (model/delta_net.py, which imports torch)
 
 
 @dataclass(frozen=True)
@@ -196,11 +197,14 @@ class Shape:
         columns = sizes.experts + 3 * (sizes.expert_ffn * chosen + sizes.shared_ffn)
         mlps = dense * 3 * sizes.ffn + (sizes.layers - dense) * columns
         attention = sum(m * n for m, n in self.attention_matrices)
-        return sizes.layers * attention + sizes.hidden * (mlps + sizes.vocab)
+        of_linear = sizes.hidden * (sizes.mixed + 2 * sizes.value + 2 * sizes.value_heads)
+        mixing = (sizes.layers - len(sizes.linear)) * attention + len(sizes.linear) * of_linear
+        return mixing + sizes.hidden * (mlps + sizes.vocab)
 
     @cached_property
     def attention_matrices(self) -> list[tuple[int, int]]:
-        """Return (in, out) of the matrices of a layer's attention; q, k and v are one."""
+        """Return (in, out) of the matrices of a layer's attention, where that is not linear; q, k and v
+        are one."""
         found = []
         for pair in family_of(self.config).layer:
             if pair.megatron.rpartition(".layers.{l}.")[2].startswith("self_attention.linear_"):
@@ -225,8 +229,17 @@ class Shape:
         latents, and the part of a key that is rotated, once for all heads, on every rank."""
         if self.sizes.latent:
             return self.sizes.layers * self.sizes.latent * self.itemsize
-        heads = max(1, self.sizes.kv_heads // tp)
-        return 2 * self.sizes.layers * heads * self.sizes.head_dim * self.itemsize
+        heads, layers = max(1, self.sizes.kv_heads // tp), self.sizes.layers - len(self.sizes.linear)
+        return 2 * layers * heads * self.sizes.head_dim * self.itemsize
+
+    def state_bytes(self, tp: int) -> float:
+        """Return the bytes of what one rank of an engine keeps of a response, however long it is: the states
+        of linear attention, in float32, and the newest inputs of its convolutions."""
+        sizes = self.sizes
+        if not sizes.linear:
+            return 0.0
+        state = SINGLE * sizes.value * sizes.key // sizes.key_heads
+        return len(sizes.linear) * (state + self.itemsize * sizes.mixed * (sizes.conv - 1)) / tp
 
     @lru_cache(maxsize=64)  # noqa: B019 (a planner has a few models, and ends)
     def engine_tensors(self, tp: int, weights: str) -> tuple[float, ...]:
@@ -405,10 +418,22 @@ def activations(shape: Shape, passes: Passes, *, critic: bool, mixture: bool = T
         attention += qk_norms
     if family.has("_bda.output_norm.weight"):
         norms += output_norms
+    share, delta = len(sizes.linear) / sizes.layers, 0.0
+    if sizes.linear:
+        # Beside it attention keeps its output, the gate's sigmoid, and their product.
+        attention += (SINGLE + b) * q
+        heads_here, values, channels = sizes.value_heads / tp, sizes.value / tp, sizes.mixed / tp
+        keys = heads_here * sizes.key / sizes.key_heads
+        # In float32: five matrices of a chunk's tokens by themselves; queries and keys, as they are, decayed,
+        # written and solved for; values likewise, and as normalised, with the gate; a state for each chunk.
+        # The convolution's input, output and what SiLU makes of it; the output before and behind its norm.
+        delta = SINGLE * (5 * CHUNK * heads_here + 6 * keys + 5 * values + keys * sizes.value_dim / CHUNK)
+        delta += b * (3 * channels + 4 * values)
     mlp += b * copies  # what the experts take, in their order
     if experts:  # a router's scores in the order of the experts, and whom they go to
         mlp += experts * (BYTES[passes.router] + 1) / tp
-    one_layer = norms + attention + mlp
+    mixed = attention + share * (delta - attention)  # layers are counted alike
+    one_layer = norms + mixed + mlp
     # Besides what is kept: q and k as they come, and the residual's sums.
     moved = one_layer - b * copies + (0.0 if layers == "portable" else b * (q + kv / 2) + 2 * h)
     if fp8:
@@ -418,7 +443,7 @@ def activations(shape: Shape, passes: Passes, *, critic: bool, mixture: bool = T
         one_layer += q - (b - 1) * (h * (1 if experts else 2) + copies + f)
     # Recomputed attention keeps q, k, v as they come instead of padded, and neither its output nor its sums;
     # Transformer Engine's projection keeps the output.
-    attention_again = -SINGLE * heads
+    attention_again = -SINGLE * heads  # (of linear attention, nothing)
     if layers == "portable":
         attention_again += b * (out - 2 * q if family.is_latent else 0.5 * kv)
     elif fp8:
@@ -428,14 +453,15 @@ def activations(shape: Shape, passes: Passes, *, critic: bool, mixture: bool = T
         # Attention over gathered keys is always recomputed. (v as it comes lies in what q and k were made of,
         # which their norms keep anyway.)
         counted = family.has("k_layernorm.weight")
-        one_layer += attention_again - (b * (q + kv) if counted else 0.0)
+        one_layer += (1 - share) * (attention_again - (b * (q + kv) if counted else 0.0))
         moved = one_layer - b * copies
     # A recomputed MLP keeps its input: in portable layers the normalised one, which Transformer Engine's
     # fused layer makes again too; in FP8 that, and the second product's input, are a byte each.
     selected = 0.0
     if "mlp" in modules:
         selected = mlp + (0.0 if layers == "portable" else b * h + SINGLE) - (b - 1) * (h + f) * fp8
-    selective = one_layer - selected + attention_again * ("attention" in modules and not gathered_keys)
+    again = (1 - share) * attention_again
+    selective = one_layer - selected + again * ("attention" in modules and not gathered_keys)
     layer = {"none": one_layer, "full": b * h, "selective": selective}[recompute]
     # Norms compute in float32, and keep what they made of a bf16 input.
     final_norm = h * (3 * b + 2 * (SINGLE - b))
@@ -466,8 +492,14 @@ def activations(shape: Shape, passes: Passes, *, critic: bool, mixture: bool = T
         # Transformer Engine passes keys, values and their gradients on in buffers of one rank's share.
         attended = 4 * b * (cp * kv + q) if layers == "portable" else b * (4 * kv + 2 * q)
         work = max(work, attended - mlp)
+    if sizes.linear:
+        # Backward through a chunked rule: gradients of its matrices, and of what they are made of.
+        work = max(work, delta / 2 - mlp)
+        passing = max(passing, delta / 2)
     if recompute != "selective":
         selected = 0.0
+    if recompute == "full":  # the largest layer is recomputed as well
+        one_layer += max(attention, delta) - mixed if share else 0.0
     dense = activations(shape, passes, critic=critic, mixture=False) if sizes.dense and mixture else None
     return Activations(
         *(layer, one_layer, work, b * h, head, fixed, passing, moved, recompute, passes.recomputed, selected),

@@ -243,6 +243,10 @@ def _token_seconds(plan: MemoryPlan, name: str, update: bool, whole: list[float]
     h = sizes.hidden
     # A matrix is cut over tensor-parallel ranks on its longer side, or (to latents) its tokens are.
     layer, mlp = products(*((m / tp, n) if n == h else (m, n / tp) for m, n in shape.attention_matrices)), 0.0
+    share = len(sizes.linear) / sizes.layers
+    if share:
+        projected = (sizes.mixed + sizes.value + 2 * sizes.value_heads) / tp
+        layer = (1 - share) * layer + share * products((h, projected), (sizes.value / tp, h))
     dense = sizes.dense / sizes.layers if sizes.experts else 1.0  # share of the layers
     if sizes.experts:
         # Whole experts, to which the tensor-parallel ranks of a token's replica send their parts of it.
@@ -255,7 +259,7 @@ def _token_seconds(plan: MemoryPlan, name: str, update: bool, whole: list[float]
         layer += mlp
     # Causal attention: a token looks at half of its sequence, which is a longer one the more tokens it has.
     square = fmean(length**2 for length in whole) / fmean(whole)
-    attention = square * (sizes.q + sizes.out) / tp / peak  # scores, and sums of values
+    attention = (1 - share) * square * (sizes.q + sizes.out) / tp / peak  # scores, and sums of values
     head = products((h, sizes.vocab / tp)) if name in ("actor", "reference", "teacher") else 0.0
 
     node, network = cluster.node_speed * 1e9 * LINKS, cluster.network_speed * 1e9 * LINKS

@@ -18,8 +18,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
+from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5GatedDeltaNet
 
 from megarl.config.errors import CheckpointError, EngineError, first_line
+from megarl.model.delta_net import convolve, delta_rule, delta_step, gated_norm, gates
 from megarl.rollout.engine import RolloutEngine, check_positions
 from megarl.rollout.sampling import Completion, Request, SamplingParams, choose, routing_array, stop_window
 from megarl.weights.families import EXPERT_BIAS, Sizes
@@ -103,6 +105,9 @@ class TransformersEngine(RolloutEngine):
                 f"{self.folder}: the model has buffers that nothing defines: {', '.join(others)} "
                 "(use another model family)"
             )
+        for module in model.modules():
+            if type(module) is Qwen3_5GatedDeltaNet:
+                module.__class__ = CachedDeltaNet
         self._model = model.eval().requires_grad_(False)
         if in_fixed_order(next(model.parameters())):
             for module in model.modules():
@@ -207,7 +212,8 @@ class TransformersEngine(RolloutEngine):
 
         for number, layer in enumerate(body.layers):
             watch(layer.input_layernorm, (number, "norm before attention"))
-            watch(layer.self_attn, (number, "attention"))
+            mixer = layer.linear_attn if hasattr(layer, "linear_attn") else layer.self_attn
+            watch(mixer, (number, "attention"))
             watch(layer.post_attention_layernorm, (number, "norm before MLP"))
             watch(layer.mlp, (number, "MLP"))
             watch(layer, (number, OUTPUT), (number - 1, OUTPUT) if number else (-1, "embedding"))
@@ -341,7 +347,7 @@ class DecodeLoop:
     depends on its company: linear layers multiply rows in blocks of one size (`Block`), attention adds
     chunks of COLUMNS keys in their order (`decode_attention`), each row from its own column 0 on, and a
     prompt is padded to a width of its own, not to the longest of its neighbours. (Mixtures are not: the
-    tokens of an expert are multiplied as many as there are.)"""
+    tokens of an expert are multiplied as many as there are.) Linear attention takes a step row by row."""
 
     def __init__(self, model: Any, max_batch: int, params: SamplingParams, stopping: Stopping) -> None:
         self.params, self.stopping, self.max_batch = params, stopping, max_batch
@@ -435,7 +441,7 @@ class DecodeLoop:
         source = torch.repeat_interleave(
             torch.arange(len(groups)), torch.tensor([len(keys) for _, keys in groups])
         ).to(device)
-        cache.prefilling = True
+        cache.prefilling, cache.lengths = True, lengths
         position = torch.arange(tokens.shape[1], device=device)[None]
         hidden = self.body(
             input_ids=tokens, position_ids=position, past_key_values=cache, use_cache=True
@@ -567,6 +573,7 @@ class KVCache:
     """Keys and values per layer [rows, kv_heads, columns, dim], in multi-latent attention latents and rotated
     keys, one head of each; and of each position its token, that token's log-probability and, where routing is
     wanted, its experts. A row's token of position p stands in column p.
+    A layer of linear attention has a state of each row instead (`CachedDeltaNet`), behind its newest token.
 
     Passed to transformers' forward as `past_key_values`, whose attention layers call only `update`. While
     `prefilling`, keys and values are set aside for `place`; otherwise the one new column of each row is
@@ -580,16 +587,27 @@ class KVCache:
         if hasattr(config, "kv_lora_rank"):
             kv_heads, widths = 1, (config.kv_lora_rank, config.qk_rope_head_dim)
         self.rows = self.columns = 0
+        sizes = Sizes.of(config.to_dict())
+        # A layer of linear attention has no heads here.
+        heads_of = [0 if layer in sizes.linear else kv_heads for layer in range(layers)]
+        self.kv_heads = kv_heads
         self.keys, self.values = (
-            [torch.zeros(0, kv_heads, 0, width, dtype=dtype, device=device) for _ in range(layers)]
+            [torch.zeros(0, heads, 0, width, dtype=dtype, device=device) for heads in heads_of]
             for width in widths
         )
+        # Of those layers: the newest inputs of the convolution, and the delta rule's state.
+        self.inputs = {
+            n: torch.zeros(0, sizes.mixed, sizes.conv - 1, dtype=dtype, device=device) for n in sizes.linear
+        }
+        shape = 0, sizes.value_heads, sizes.key // max(sizes.key_heads, 1), sizes.value_dim
+        self.states = {n: torch.zeros(shape, device=device) for n in sizes.linear}
         self.tokens = torch.zeros(0, 0, dtype=torch.int64, device=device)
         self.logprobs = torch.zeros(0, 0, device=device)
         routed = layers, config.num_experts_per_tok if experts else 0
         self.chosen = torch.zeros(0, 0, *routed, dtype=torch.int16, device=device)
         self.prefilling = False
-        self._aside: list[tuple[Tensor, Tensor]] = []
+        self.lengths = torch.zeros(0, dtype=torch.int64, device=device)  # of the prompts while prefilling
+        self._aside: dict[int, tuple[Tensor, Tensor]] = {}
 
     def update(
         self, key: Tensor, value: Tensor, layer: int, *args: Any, **kwargs: Any
@@ -597,7 +615,7 @@ class KVCache:
         """Add a layer's new keys and values, [prompts, kv_heads, tokens, dim] or of a step [blocks, kv_heads,
         rows, dim]; return all that it attends to, [rows, kv_heads, columns, dim]."""
         if self.prefilling:
-            self._aside.append((key, value))
+            self._aside[layer] = key, value
             return key, value
         keys, values = self.keys[layer], self.values[layer]
         rows = len(key) * key.shape[2]
@@ -605,6 +623,14 @@ class KVCache:
             dim = fresh.shape[3]
             cache.view(-1, dim).index_copy_(0, self._at, fresh.transpose(1, 2).reshape(-1, dim))
         return keys[:rows, :, : self._seen], values[:rows, :, : self._seen]
+
+    def keep(self, layer: int, inputs: Tensor, state: Tensor) -> None:
+        """Take what a layer of linear attention has behind the newest tokens: of prompts, or of the first
+        rows."""
+        if self.prefilling:
+            self._aside[layer] = inputs, state
+            return
+        self.inputs[layer][: len(inputs)], self.states[layer][: len(state)] = inputs, state
 
     def attend(self, position: Tensor, longest: int) -> Tensor:
         """Prepare a step whose new tokens have these positions, int64 [rows], none above `longest`; return
@@ -619,7 +645,10 @@ class KVCache:
         """Write rows from `first` on, one per entry of `source`, int64 [rows]: prompt source[i] of the
         prefill just run, at most `longest` tokens long, and its experts [prompts, tokens, layers, topk]."""
         new = slice(first, first + source.numel())
-        for layer, pair in enumerate(self._aside):
+        for layer, pair in self._aside.items():
+            if layer in self.states:
+                self.inputs[layer][new], self.states[layer][new] = (fresh[source] for fresh in pair)
+                continue
             for cache, fresh in zip((self.keys[layer], self.values[layer]), pair, strict=True):
                 cache[new, :, :longest] = fresh[source, :, :longest]
         self._aside.clear()
@@ -630,6 +659,8 @@ class KVCache:
         """Copy the first `columns` columns of rows `source` over rows `target`."""
         for cache in (*self.keys, *self.values):
             cache[target, :, :columns] = cache[source, :, :columns]
+        for of_rows in (*self.inputs.values(), *self.states.values()):
+            of_rows[target] = of_rows[source]
         for of_tokens in (self.tokens, self.logprobs, self.chosen):
             of_tokens[target, :columns] = of_tokens[source, :columns]
 
@@ -648,10 +679,13 @@ class KVCache:
         for caches in (self.keys, self.values):
             for layer, old in enumerate(caches):
                 caches[layer] = grown(old, 2)
+        for states in (self.inputs, self.states):
+            for layer, old in states.items():
+                states[layer] = F.pad(old, (0, 0) * (old.dim() - 1) + (0, self.rows - old_rows))
         self.tokens, self.logprobs = grown(self.tokens, 1), grown(self.logprobs, 1)
         self.chosen = grown(self.chosen, 1)
         # Of the flattened tensors: where rows, and heads of rows, begin.
-        heads, device = self.keys[0].shape[1], self.tokens.device
+        heads, device = self.kv_heads, self.tokens.device
         self.starts = torch.arange(self.rows, device=device) * self.columns
         self._starts_of_heads = torch.arange(self.rows * heads, device=device).view(-1, heads) * self.columns
         self._numbers = torch.arange(self.columns, device=device)
@@ -722,6 +756,52 @@ class BlockLinear(nn.Linear):
             return out
         shape = *input.shape[:-1], self.out_features
         return out.view(-1, self.out_features)[: math.prod(shape[:-1])].view(shape)
+
+
+class CachedDeltaNet(Qwen3_5GatedDeltaNet):
+    """Linear attention whose state of each row is in a KVCache."""
+
+    def forward(
+        self, hidden_states: Tensor, cache_params: Any = None, attention_mask: Any = None, **_: Any
+    ) -> Tensor:
+        """hidden_states [prompts, tokens, hidden] while prefilling, where each prompt ends at its length; in
+        a step [blocks, rows, hidden], a token of each row -> the same."""
+        cache, layer, kernel = cache_params, self.layer_idx, self.conv1d.weight
+        channels, gate = self.in_proj_qkv(hidden_states), self.in_proj_z(hidden_states)
+        alpha, beta = self.in_proj_a(hidden_states), self.in_proj_b(hidden_states)
+        decay, beta = gates(alpha, beta, self.A_log, self.dt_bias)
+        sizes = self.key_dim, self.key_dim, self.value_dim
+        dims = self.head_k_dim, self.head_k_dim, self.head_v_dim
+
+        def heads_of(mixed: Tensor) -> list[Tensor]:
+            parts = zip(mixed.split(sizes, -1), dims, strict=True)
+            return [part.unflatten(-1, (-1, dim)) for part, dim in parts]
+
+        if cache is None or cache.prefilling:
+            if cache is not None:
+                # A prompt's state stays as it is behind its end.
+                ended = torch.arange(alpha.shape[1], device=alpha.device) >= cache.lengths[:, None]
+                decay, beta = (x.masked_fill(ended[..., None], 0) for x in (decay, beta))
+            query, key, value = heads_of(convolve(channels, kernel))
+            out, state = delta_rule(query, key, value, decay, beta)
+            if cache is not None:
+                before = kernel.shape[2] - 1
+                last = cache.lengths[:, None] + torch.arange(before, device=alpha.device)
+                inputs = F.pad(channels.transpose(1, 2), (before, 0))
+                inputs = inputs.gather(2, last[:, None].expand(-1, inputs.shape[1], -1))
+                cache.keep(layer, inputs, state)
+        else:
+            flat, rows = channels.flatten(0, 1), channels.shape[0] * channels.shape[1]
+            inputs = torch.cat([cache.inputs[layer][:rows], flat[..., None]], -1)
+            query, key, value = heads_of(F.silu((inputs * kernel[:, 0]).sum(-1)))
+            state, decay, beta = cache.states[layer][:rows], decay.flatten(0, 1), beta.flatten(0, 1)
+            out, state = delta_step(state, query, key, value, decay, beta)
+            cache.keep(layer, inputs[..., 1:], state)
+            out = out.unflatten(0, channels.shape[:2])
+        out = gated_norm(
+            out, gate.unflatten(-1, (-1, self.head_v_dim)), self.norm.weight, self.layer_norm_epsilon
+        )
+        return self.out_proj(out.flatten(2))
 
 
 def attention(

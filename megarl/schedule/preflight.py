@@ -43,7 +43,14 @@ from megarl.schedule.rollouts import check_pretraining_rollouts
 from megarl.training.checkpoint import check_continues, find_checkpoint, has_finished, settings_of
 from megarl.weights.families import family_of, read_config
 from megarl.weights.hf import ModelFolder
-from megarl.weights.layout import check_frozen, check_layout, check_lora, check_muon, check_recomputed
+from megarl.weights.layout import (
+    check_frozen,
+    check_layout,
+    check_linear,
+    check_lora,
+    check_muon,
+    check_recomputed,
+)
 from megarl.weights.megatron import open_model
 from megarl.weights.plan import engine_targets
 
@@ -181,6 +188,7 @@ def preflight_evaluation(
         folder = Described(config.model.path, read_config(config.model.path))
     sizes = config.parallel
     check_layout(folder.config, sizes.tp, sizes.pp, sizes.ep, sizes.vpp)
+    check_linear(folder.config, config)
     _check_buildable(folder.path, key)
     tokenizer = check_tokenizer(config, folder, key)
     _check_positions(config, where, folder)
@@ -200,6 +208,7 @@ def check_model(path: Path, key: str, config: Config, *, critic: bool = False) -
     sizes = config.parallel
     check_layout(folder.config, sizes.tp, sizes.pp, sizes.ep, sizes.vpp)
     check_sizes(config, folder.config, key)
+    check_linear(folder.config, config)
     _check_buildable(folder.path, key)
     return folder
 

@@ -166,6 +166,8 @@ _KNOWN: dict[str, tuple[str | int | bool, ...]] = {
     "Moonlight-16B-A3B": ("deepseek_v3", 27, 2048, 16, 16, 64, 11264, 163840, False, 64, 6, 1408),
     "DeepSeek-V3": ("deepseek_v3", 61, 7168, 128, 128, 64, 18432, 129280, False, 256, 8, 2048),
     "DeepSeek-R1": ("deepseek_v3", 61, 7168, 128, 128, 64, 18432, 129280, False, 256, 8, 2048),
+    "Qwen3.5-9B": ("qwen3_5_text", 32, 4096, 16, 4, 256, 12288, 248320, False),  # without the part for images
+    "Qwen3.5-27B": ("qwen3_5_text", 64, 5120, 24, 4, 256, 17408, 248320, False),
 }
 _KEYS = (
     *("model_type", "num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads"),
@@ -180,6 +182,10 @@ for _name in ("GLM-4-32B", "GLM-Z1-32B"):
 for _name, _dense in (("GLM-4.5-Air", 1), ("GLM-4.5", 3), ("GLM-4.6", 3)):
     KNOWN_MODELS[_name] |= {"first_k_dense_replace": _dense, "n_shared_experts": 1}
     KNOWN_MODELS[_name] |= {"attention_bias": True, "use_qk_norm": _name != "GLM-4.5-Air"}
+for _name, _heads in (("Qwen3.5-9B", 32), ("Qwen3.5-27B", 48)):
+    KNOWN_MODELS[_name] |= {"linear_num_key_heads": 16, "linear_num_value_heads": _heads}
+    KNOWN_MODELS[_name] |= {"linear_key_head_dim": 128, "linear_value_head_dim": 128}
+    KNOWN_MODELS[_name] |= {"linear_conv_kernel_dim": 4, "full_attention_interval": 4}
 
 
 for _name, _dense, _shared, _rank in (

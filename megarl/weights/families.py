@@ -25,7 +25,8 @@ Shape = tuple[int, ...]
 #   replicated  every rank holds all of it
 #   column      a rank's rows of each Hugging Face tensor, stacked (gate over up)
 #   halves      a rank's rows of either half of one Hugging Face tensor, stacked (gate over up in one tensor)
-#   qkv         as column, but per query group: [queries of a group, its key, its value], group after group
+#   qkv         as column, but per query group: [queries of a group, its key, its value], group after group;
+#               of linear attention per key head: [query, key, values, ... of a head], head after head
 #   row         a rank's columns
 #   vocabulary  a rank's rows, padded with zero rows to a multiple of the tensor-parallel size
 # A pair with `{e}` in its names stands for one expert: whole on each rank that has it, never cut.
@@ -64,6 +65,17 @@ class Sizes:
     kv_up: int = 0
     rank: int = 0  # of LoRA adapters, which config.json does not know
     one: int = 1
+    gated_q: int = 0  # rows of a q_proj that has a head's gate behind each query: 2 * q
+    # Linear attention: its layers, which are the others of a model; their heads, several of values to one of
+    # keys; the width of the convolution over tokens, and its channels: of queries, keys and values.
+    linear: frozenset[int] = frozenset()
+    key_heads: int = 0
+    value_heads: int = 0
+    value_dim: int = 0  # of a head
+    key: int = 0  # of all heads together
+    value: int = 0
+    conv: int = 0
+    mixed: int = 0
 
     @staticmethod
     def of(hf_config: Mapping[str, Any]) -> Sizes:
@@ -90,7 +102,7 @@ class Sizes:
         shares = family is not None and family.has("shared_experts.linear_fc1.weight")
         differ = family is not None and any(pair.kind == "dense" for pair in family.layer)
         layers = get("num_hidden_layers", most=MAX_LAYERS)
-        of_latents = {}
+        of_latents: dict[str, Any] = {}
         if family is not None and family.is_latent:
             rotated, value, kv_rank = get("qk_rope_head_dim"), get("v_head_dim"), get("kv_lora_rank")
             head_dim = get("qk_nope_head_dim") + rotated
@@ -100,6 +112,24 @@ class Sizes:
                 "latent": kv_rank + rotated,
                 "kv_up": heads * (head_dim - rotated + value),
                 "out": heads * value,
+            }
+        linear: dict[str, Any] = {}
+        if family is not None and family.is_linear:
+            key_heads, value_heads = get("linear_num_key_heads"), get("linear_num_value_heads")
+            key, value_dim = key_heads * get("linear_key_head_dim"), get("linear_value_head_dim")
+            value = value_heads * value_dim
+            if value_heads % key_heads:
+                what = f"{key_heads} does not divide linear_num_value_heads = {value_heads}"
+                raise _bad("linear_num_key_heads", what)
+            linear = {
+                "linear": _linear_layers(hf_config, layers, get("full_attention_interval", 4)),
+                "key_heads": key_heads,
+                "value_heads": value_heads,
+                "value_dim": value_dim,
+                "key": key,
+                "value": value,
+                "conv": get("linear_conv_kernel_dim"),
+                "mixed": 2 * key + value,
             }
         return Sizes(
             layers=layers,
@@ -116,7 +146,9 @@ class Sizes:
             shared_ffn=get("n_shared_experts") * get("moe_intermediate_size") if shares else 0,
             dense=get("first_k_dense_replace", most=layers - 1, least=0) if differ else 0,
             gate_up=2 * get("intermediate_size"),
+            gated_q=2 * heads * head_dim,
             **{"out": heads * head_dim, **of_latents},
+            **linear,
         )
 
     def shape(self, dims: str) -> Shape:
@@ -125,7 +157,17 @@ class Sizes:
 
     def has(self, pair: Pair, layer: int) -> bool:
         """Return whether a layer has a parameter of the table's layers."""
-        return pair.kind == "every" or (pair.kind == "dense") == (layer < self.dense)
+        match pair.kind:
+            case "dense" | "mixture":
+                return (pair.kind == "dense") == (layer < self.dense)
+            case "attention" | "linear":
+                return (pair.kind == "linear") == (layer in self.linear)
+        return True
+
+    @property
+    def alike(self) -> bool:
+        """Return whether all layers have the same parameters."""
+        return not self.dense and not self.linear
 
     def count(self, pair: Pair, layers: Iterable[int]) -> int:
         """Return how many of these layers have a parameter of the table's layers."""
@@ -140,7 +182,8 @@ class Pair:
 
     switch   the key of config.json that takes the parameter away where it is false or null; with "not "
              before it, where it is neither
-    kind     of the layers that have it, where the first ones are dense and the others mixtures
+    kind     of the layers that have it, where the first ones are dense and the others mixtures, or
+             some have full attention and the others linear attention
     apart    of a norm that Transformer Engine fuses into no linear, as it does other families' of this name
     float32  where it is in float32 whatever the model's dtype: in Megatron, transformers and SGLang, or in
              SGLang alone
@@ -150,7 +193,7 @@ class Pair:
     operation: Operation
     hf: tuple[tuple[str, str], ...]
     switch: str = ""
-    kind: Literal["every", "dense", "mixture"] = "every"
+    kind: Literal["every", "dense", "mixture", "attention", "linear"] = "every"
     apart: bool = False
     float32: Literal["nowhere", "everywhere", "sglang"] = "nowhere"
 
@@ -303,6 +346,34 @@ DENSE_THEN_MIXTURES = (
     EXPERT_BIAS,
     *(replace(pair, kind="mixture") for pair in (*EXPERTS[1:], *SHARED_EXPERTS)),
 )
+# What the rows of a Hugging Face matrix are made of, one after the other, where that is several things.
+SECTIONS = {"gate_up": ("ffn", "ffn"), "mixed": ("key", "key", "value")}
+# Attention whose output is multiplied by the sigmoid of a gate, in layers beside linear attention.
+GATED_ATTENTION = (
+    replace(
+        ATTENTION_LAYER[1],
+        hf=(("model.layers.{l}.self_attn.q_proj.weight", "gated_q hidden"), *ATTENTION_LAYER[1].hf[1:]),
+    ),
+    ATTENTION_LAYER[2],
+    *QK_NORMS,
+)
+# The gated delta net (arXiv 2412.06464) of model/portable.py, which has a projection where the files have
+# four: of queries, keys and values, of beta, of alpha, and of the output's gate.
+DELTA_NET = (
+    _layer(
+        "self_attention.in_proj.weight",
+        "qkv",
+        ("linear_attn.in_proj_qkv.weight", "mixed hidden"),
+        ("linear_attn.in_proj_b.weight", "value_heads hidden"),
+        ("linear_attn.in_proj_a.weight", "value_heads hidden"),
+        ("linear_attn.in_proj_z.weight", "value hidden"),
+    ),
+    _layer("self_attention.conv1d.weight", "qkv", ("linear_attn.conv1d.weight", "mixed one conv")),
+    replace(_layer("self_attention.A_log", "column", ("linear_attn.A_log", "value_heads")), float32="sglang"),
+    _layer("self_attention.dt_bias", "column", ("linear_attn.dt_bias", "value_heads")),
+    _layer("self_attention.out_norm.weight", "replicated", ("linear_attn.norm.weight", "value_dim")),
+    _layer("self_attention.out_proj.weight", "row", ("linear_attn.out_proj.weight", "hidden value")),
+)
 
 
 @dataclass(frozen=True)
@@ -313,7 +384,10 @@ class Family:
     rotary_pairs: rotary embeddings turn neighbouring numbers of a head, instead of one of each half.
     partial_rotary: config.json may say what share of a head they turn, its first numbers
     (`partial_rotary_factor`).
-    sglang_unties: SGLang's model has an output layer of its own where embeddings are tied, too."""
+    sglang_unties: SGLang's model has an output layer of its own where embeddings are tied, too.
+    sglang_flat: SGLang's layers have the matrices of attention themselves, without `self_attn`.
+    zero_centred: the weights of norms are what is added to 1, but for those of linear attention.
+    other_heads: names of its classes besides `prefix` + ForCausalLM and the like."""
 
     model_type: str
     prefix: str
@@ -322,6 +396,9 @@ class Family:
     rotary_pairs: bool = False
     partial_rotary: bool = False
     sglang_unties: bool = False
+    sglang_flat: bool = False
+    zero_centred: bool = False
+    other_heads: tuple[str, ...] = ()
 
     def has(self, parameter: str) -> bool:
         """Return whether its layers have a Megatron parameter whose name ends so."""
@@ -336,6 +413,11 @@ class Family:
     def is_moe(self) -> bool:
         """Return whether its layers are mixtures of experts."""
         return any(pair.per_expert for pair in self.layer)
+
+    @cached_property
+    def is_linear(self) -> bool:
+        """Return whether it has layers of linear attention."""
+        return any(pair.kind == "linear" for pair in self.layer)
 
 
 def adapters(pair: Pair, lora: LoraConfig) -> tuple[Pair, ...]:
@@ -454,8 +536,27 @@ FAMILIES = {
                 ("moe_layer_freq", 1),
             ),
         ),
+        Family(
+            "qwen3_5_text",
+            "Qwen3_5",
+            (
+                ATTENTION_LAYER[0],
+                *(replace(pair, kind="attention") for pair in GATED_ATTENTION),
+                *(replace(pair, kind="linear") for pair in DELTA_NET),
+                ATTENTION_LAYER[3],
+                *DENSE_MLP,
+            ),
+            (*SWIGLU, ("attention_bias", False), ("attn_output_gate", True), ("output_gate_type", "silu")),
+            partial_rotary=True,
+            sglang_flat=True,
+            zero_centred=True,
+            other_heads=("Qwen3_5TextForSequenceClassification",),
+        ),
     )
 }
+
+# Published folders of a family that have a part for images, too.
+COMPOSITE = ("qwen3_5",)
 
 # Transformer Engine's layer spec fuses the norms into the linears that follow them.
 TE_ALIASES = {
@@ -490,10 +591,13 @@ def family_of(hf_config: Mapping[str, Any]) -> Family:
     table describes it."""
     model_type = hf_config.get("model_type")
     family = FAMILIES.get(str(model_type))
+    if model_type in COMPOSITE:
+        remedy = "save its language model alone: docs/families.md, Qwen3.5"
+        raise _bad("model_type", f"{model_type!r} is a model of images and text ({remedy})")
     if family is None:
         raise _bad("model_type", f"{model_type!r} is not a known family (known: {', '.join(FAMILIES)})")
     suffixes = ("ForCausalLM", "ForSequenceClassification", "ForTokenClassification")
-    heads = [family.prefix + suffix for suffix in suffixes]
+    heads = [*(family.prefix + suffix for suffix in suffixes), *family.other_heads]
     architectures = hf_config.get("architectures") or heads[:1]
     if not isinstance(architectures, list) or not architectures:
         raise _bad("architectures", f"must be a list of names (got {architectures!r})")
@@ -541,6 +645,8 @@ def _check_description(hf_config: Mapping[str, Any]) -> None:
     family, sizes = family_of(hf_config), Sizes.of(hf_config)
     for key, (fits, meant, may_be_null) in VALUES.items():
         value = hf_config.get(key)
+        if key == "layer_types" and family.is_linear:
+            continue  # `Sizes.of` has read them
         if key in hf_config and not (fits(value) or (value is None and may_be_null)):
             raise _bad(key, f"must be {meant} (got {_short(value)})")
     if family.is_latent:
@@ -577,6 +683,18 @@ def _check_description(hf_config: Mapping[str, Any]) -> None:
         if kind == "llama3" and rope["low_freq_factor"] >= rope["high_freq_factor"]:
             low = _short(rope["low_freq_factor"])
             raise _bad(f"{key}.low_freq_factor", f"must be below high_freq_factor (got {low})")
+
+
+def _linear_layers(hf_config: Mapping[str, Any], layers: int, interval: int) -> frozenset[int]:
+    """Return which layers have linear attention: all but every `interval`-th where config.json does not say
+    (as transformers has it)."""
+    kinds, known = hf_config.get("layer_types"), ("full_attention", "linear_attention")
+    if kinds is None:
+        kinds = [known[(layer + 1) % interval > 0] for layer in range(layers)]
+    if not (isinstance(kinds, list) and len(kinds) == layers and all(kind in known for kind in kinds)):
+        what = f"must be a list of {layers}, each of them {known[0]} or {known[1]}"
+        raise _bad("layer_types", f"{what} (got {_short(kinds)})")
+    return frozenset(layer for layer, kind in enumerate(kinds) if kind == known[1])
 
 
 def _check_rotated(family: Family, sizes: Sizes, place: str, keys: Mapping[str, Any]) -> None:

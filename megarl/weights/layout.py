@@ -6,19 +6,21 @@ proofs know nothing else: another layout is another function that returns `Shard
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from typing import Any, NamedTuple
 
 from megarl.config.errors import ConfigError
-from megarl.config.schema import LoraConfig, ModelConfig, OptimizerConfig
+from megarl.config.schema import Config, LoraConfig, ModelConfig, OptimizerConfig
 from megarl.parallel.layout import Layout, padded_vocab
 from megarl.weights.families import (
     EMBEDDED,
     EMBEDDING,
     FINAL_NORM,
     OUTPUT,
+    SECTIONS,
     TIED_OUTPUT,
     VALUE_HEAD,
     Pair,
@@ -32,6 +34,16 @@ from megarl.weights.families import (
 Box = tuple[tuple[int, int], ...]  # (start, stop) of every dimension
 VOCABULARY_MULTIPLE = 64  # SGLang pads the vocabulary to a multiple of this
 CPU_FFN_MULTIPLE = 32  # SGLang's CPU engine pads the feed-forward columns of a rank to a multiple of this
+
+
+# Projections (a pattern) that SGLang has in one matrix, and what it calls that; the first where they are one
+# for Megatron too (not in multi-latent attention).
+FUSED = (
+    ("[qkv]_proj", "qkv_proj"),
+    ("(gate|up)_proj", "gate_up_proj"),
+    ("in_proj_(qkv|z)", "in_proj_qkvz"),
+    ("in_proj_[ba]", "in_proj_ba"),
+)
 
 
 class Region(NamedTuple):
@@ -94,6 +106,8 @@ def check_layout(hf_config: Mapping[str, Any], tp: int, pp: int, ep: int = 1, vp
     dividable = {"attention heads": sizes.heads, "key/value heads": sizes.kv_heads}
     if not moe or sizes.dense:
         dividable["feed-forward columns"] = sizes.ffn
+    if sizes.key_heads:
+        dividable["key heads of linear attention"] = sizes.key_heads
     if sizes.shared_ffn:
         dividable["columns of shared experts"] = sizes.shared_ffn
     if sizes.latent:  # Megatron's attention is built with these cut (model/portable.py)
@@ -132,6 +146,9 @@ def check_lora(hf_config: Mapping[str, Any], lora: LoraConfig, key: str) -> None
     matrix."""
     if lora.rank is None:
         return
+    if family_of(hf_config).is_linear:
+        what = f"adapters beside linear and gated attention ({hf_config.get('model_type')}) are not there"
+        raise ConfigError(f"{key}.lora.rank: {what} (leave it out)")
     everywhere = lora.model_copy(update={"targets": ()})
     pairs = [pair for pair in family_of(hf_config).layer if adapters(pair, everywhere)]
     names = dict.fromkeys(name.split(".")[-2] for pair in pairs for name, _ in pair.hf)
@@ -143,16 +160,37 @@ def check_lora(hf_config: Mapping[str, Any], lora: LoraConfig, key: str) -> None
 def check_muon(hf_config: Mapping[str, Any], optimizer: OptimizerConfig, layout: Layout, key: str) -> None:
     """Raise ConfigError if Muon is asked for where tensor-parallel ranks hold the same experts and there is
     one replica: Megatron's LayerWiseDistributedOptimizer, which finds nothing to share out there, takes each
-    of these ranks for the only owner of their experts. Nor has it been tried on multi-latent attention."""
+    of these ranks for the only owner of their experts. Nor has it been tried on multi-latent and linear
+    attention."""
     if optimizer.optimizer != "muon":
         return
     family, alone = family_of(hf_config), layout.dp * layout.cp == 1 < layout.stage // layout.ep
-    if family.is_latent:
+    if family.is_latent or family.is_linear:
         what = f"muon is not supported for a {family.model_type} model"
         raise ConfigError(f"{key}.optimizer: {what} (set it to adam)")
     if family.is_moe and alone:
         what = f"muon of experts under tensor parallelism (tp {layout.tp}) needs more than one replica"
         raise ConfigError(f"{key}.optimizer: {what} (raise parallel.dp, or set it to adam)")
+
+
+def check_linear(hf_config: Mapping[str, Any], config: Config) -> None:
+    """Raise ConfigError for what layers of linear attention are not there with."""
+    if not family_of(hf_config).is_linear:
+        return
+    heads = Sizes.of(hf_config).key_heads // config.parallel.tp
+    if heads % config.parallel.cp:
+        good = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
+        what = f"does not divide the {heads} key heads of linear attention on a rank (possible: {good})"
+        raise ConfigError(f"parallel.cp: {config.parallel.cp} {what}")
+    asked = {
+        "model.layers: te": (config.model.layers == "te", "set it to portable"),
+        "model.fp8.format": (config.model.fp8.format != "none", "set it to none"),
+        "update.share_prompts": (config.update.share_prompts, "set it to false"),
+        "rollout.weights_dtype": (config.rollout.weights_dtype != "model", "set it to model"),
+    }
+    for key in (key for key, (wanted, _) in asked.items() if wanted):
+        what = f"is not there for linear attention, which {hf_config.get('model_type')} has"
+        raise ConfigError(f"{key}: {what} ({asked[key][1]})")
 
 
 def check_recomputed(hf_config: Mapping[str, Any], model: ModelConfig) -> None:
@@ -307,12 +345,29 @@ def pair_shard(sizes: Sizes, pair: Pair, layer: int, expert: int, tp: int, tp_ra
             start = min(tp_rank * width, shape[0])
             parts = [_Part(name, start, min(start + width, shape[0]), width)]
         case "qkv":
-            parts, groups = [], sizes.kv_heads // tp
-            for group in range(tp_rank * groups, (tp_rank + 1) * groups):
-                for name, shape in hf:
-                    rows = shape[0] // sizes.kv_heads
-                    parts.append(_Part(name, group * rows, (group + 1) * rows, rows))
+            parts, groups = [], sizes.key_heads if pair.kind == "linear" else sizes.kv_heads
+            whole = [(name, dims[0].split()[0]) for (name, _), (_, *dims) in zip(hf, pair.hf, strict=True)]
+            for group in range(tp_rank * groups // tp, (tp_rank + 1) * groups // tp):
+                for name, dim in whole:
+                    parts += _group_of(sizes, name, dim, group, groups)
     return _joined(parts, hf[0][1], axis)
+
+
+def _group_of(sizes: Sizes, name: str, dim: str, group: int, groups: int) -> list[_Part]:
+    """Return one group's rows of a Hugging Face tensor, section by section. Where a gate stands behind each
+    query Megatron has the group's queries, and then their gates."""
+    if dim == "gated_q":
+        rows, width = sizes.gated_q // groups, sizes.head_dim
+        begin, end = group * rows, (group + 1) * rows
+        starts = [first for half in (0, width) for first in range(begin + half, end, 2 * width)]
+        return [_Part(name, start, start + width, width) for start in starts]
+    parts, first = [], 0
+    for section in SECTIONS.get(dim, (dim,)):
+        size = getattr(sizes, section)
+        rows = size // groups
+        parts.append(_Part(name, first + group * rows, first + (group + 1) * rows, rows))
+        first += size
+    return parts
 
 
 # SGLang: fused tensors under tensor parallelism. Proved bit for bit against SGLang 0.5.23 on a CPU, at TP 1
@@ -330,33 +385,29 @@ def sglang_shards(hf_config: Mapping[str, Any], tp: int, tp_rank: int, *, cpu: b
     cpu: SGLang's CPU engine, which pads heads and columns where they do not divide. Raises ConfigError,
     naming `rollout.engine_tp`, if the model cannot be divided so."""
     sizes = Sizes.of(hf_config)
-    cuts = _sglang_cuts(sizes, tp, tp_rank, cpu)
+    cuts, flat = _sglang_cuts(sizes, tp, tp_rank, cpu), family_of(hf_config).sglang_flat
 
     @cache
-    def of_pair(pair: Pair) -> tuple[str, Shard]:
-        """Return a pair's name and shard, the same in all layers {l} and experts {e}."""
+    def of_pair(pair: Pair) -> list[tuple[str, Shard]]:
+        """Return names and shards of what a pair is there, the same in all layers {l} and experts {e}."""
         axis = 1 if pair.operation == "row" else 0
-        parts = []
+        fused: dict[str, list[_Part]] = {}
         for name, dims in pair.hf:
-            shape = sizes.shape(dims)
-            # A dimension without a cut is whole.
-            start, stop, width = cuts.get(dims.split()[axis], (0, shape[0], shape[0]))
-            for first in (0, shape[0] // 2) if pair.operation == "halves" else (0,):
-                parts.append(_Part(name, first + start, first + stop, width))
-        name = parts[0].name
-        if pair.operation == "qkv":
-            name = name.replace("self_attn.q_proj", "self_attn.qkv_proj")
-        name = name.replace(".gate_proj", ".gate_up_proj")
-        if pair.per_expert:
-            fused = "w2" if "down_proj" in name else "w13"
-            name = f"{name.partition('.experts.')[0]}.experts.{fused}_weight.{{e}}"
-        return name, _joined(parts, sizes.shape(pair.hf[0][1]), axis)
+            first = 0
+            for section in SECTIONS.get(dims.split()[axis], (dims.split()[axis],)):
+                size = getattr(sizes, section)
+                start, stop, width = cuts.get(section, (0, size, size))  # without a cut it is whole
+                part = _Part(name, first + start, first + stop, width)
+                fused.setdefault(_sglang_name(pair, name, flat), []).append(part)
+                first += size
+        shape = sizes.shape(pair.hf[0][1])
+        return [(name, _joined(parts, shape, axis)) for name, parts in fused.items()]
 
     shards: Shards = {}
     for pair, layer, expert in whole_model(hf_config):
-        name, shard = of_pair(pair)
-        regions = [one._replace(hf_name=one.hf_name.format(l=layer, e=expert)) for one in shard.regions]
-        shards[name.format(l=layer, e=expert)] = shard._replace(regions=tuple(regions))
+        for name, shard in of_pair(pair):
+            regions = [one._replace(hf_name=one.hf_name.format(l=layer, e=expert)) for one in shard.regions]
+            shards[name.format(l=layer, e=expert)] = shard._replace(regions=tuple(regions))
     for layer in range(sizes.layers if sizes.q_rank else 0):
         stem = f"model.layers.{layer}.self_attn."
         names = [f"{stem}{part}.weight" for part in ("q_a_proj", "kv_a_proj_with_mqa")]
@@ -368,8 +419,21 @@ def sglang_shards(hf_config: Mapping[str, Any], tp: int, tp_rank: int, *, cpu: b
     return shards
 
 
+def _sglang_name(pair: Pair, name: str, flat: bool) -> str:
+    """Return the name of the tensor in which a Hugging Face tensor lies, fused with those after it."""
+    if pair.per_expert:
+        fused = "w2" if "down_proj" in name else "w13"
+        return f"{name.partition('.experts.')[0]}.experts.{fused}_weight.{{e}}"
+    for one, together in FUSED[pair.operation != "qkv" :]:
+        name = re.sub(rf"\b{one}\b", together, name)
+    return name.replace(".self_attn", "") if flat else name
+
+
 def _sglang_cuts(sizes: Sizes, tp: int, rank: int, cpu: bool) -> dict[str, tuple[int, int, int]]:
     """Return (start, stop, padded width) of one rank's part of every dimension that SGLang cuts."""
+    if cpu and sizes.linear:
+        what = "sglang has no kernels of linear attention for a CPU (set it to transformers)"
+        raise ConfigError(f"rollout.engine: {what}")
     heads, kv_heads, ffn, expert_ffn = sizes.heads, sizes.kv_heads, sizes.ffn, sizes.expert_ffn
 
     def multiple(number: int, of: int) -> int:
@@ -387,7 +451,8 @@ def _sglang_cuts(sizes: Sizes, tp: int, rank: int, cpu: bool) -> dict[str, tuple
         ffn, expert_ffn = multiple(ffn, CPU_FFN_MULTIPLE * tp), multiple(expert_ffn, CPU_FFN_MULTIPLE * tp)
     shared_ffn = expert_ffn * (sizes.shared_ffn // sizes.expert_ffn) if sizes.shared_ffn else 0
     columns = (ffn,) if not sizes.experts else (expert_ffn, ffn) if sizes.dense else (expert_ffn,)
-    for what, number in (("attention heads", heads), *(("feed-forward columns", c) for c in columns)):
+    counts = [("attention heads", heads), *(("feed-forward columns", c) for c in columns)]
+    for what, number in (*counts, ("key heads of linear attention", sizes.key_heads)):
         if number % tp:
             problem = f"does not divide the model's {number} {what} (choose one that does)"
             raise ConfigError(f"rollout.engine_tp: {tp} {problem}")
@@ -405,8 +470,9 @@ def _sglang_cuts(sizes: Sizes, tp: int, rank: int, cpu: bool) -> dict[str, tuple
         "out": cut(sizes.out, sizes.out // sizes.heads * heads),
         "kv_up": cut(sizes.kv_up, sizes.kv_up),
         "ffn": cut(sizes.ffn, ffn),
-        "gate_up": cut(sizes.ffn, ffn),  # of either half
         "expert_ffn": cut(sizes.expert_ffn, expert_ffn),
         "shared_ffn": cut(sizes.shared_ffn, shared_ffn),
         "vocab": cut(sizes.vocab, vocab),
+        "gated_q": cut(sizes.gated_q, 2 * heads * sizes.head_dim),
+        **{name: cut(getattr(sizes, name), getattr(sizes, name)) for name in ("key", "value", "value_heads")},
     }

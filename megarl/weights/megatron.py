@@ -1,7 +1,7 @@
 """Megatron's distributed checkpoints (torch_dist): read as Hugging Face tensors, and converted, bit for bit.
 
 A key is a parameter over all layers, and over all experts; a chunk is what one rank has of it in one layer.
-(Where dense layers come before mixtures, each layer has keys of its own.)
+(Where layers are not alike, each has keys of its own.)
 Keys and shapes depend on the model alone, so any layout reads what any other one wrote; the layout decides
 how chunks are cut. Conversions are done by one process or many, with a few blocks of a tensor in memory; the
 folder appears under its name only when it is whole, on disk, and (if asked) compared with its source.
@@ -105,12 +105,12 @@ def keys_of(pair: Pair, layer: int | None = None) -> tuple[str, ...]:
 
 def _own_layer(sizes: Sizes, layer: int) -> int | None:
     """Return the layer that a key is of, or None where a key is of all layers, as these are alike."""
-    return layer if sizes.dense else None
+    return None if sizes.alike else layer
 
 
 def _lead(pair: Pair, sizes: Sizes, layer: int, expert: int) -> Shape:
     """Return the dimensions of a key before the parameter's own: (layer, expert), where it has them."""
-    return (layer,) * ("{l}" in pair.megatron and not sizes.dense) + (expert,) * pair.per_expert
+    return (layer,) * ("{l}" in pair.megatron and sizes.alike) + (expert,) * pair.per_expert
 
 
 def _key_shape(pair: Pair, sizes: Sizes, tp: int) -> Shape:
@@ -480,7 +480,8 @@ def _extra_states(hf_config: Mapping[str, Any]) -> Iterator[str]:
         lead = (_lead(pair, sizes, layer, expert), _lead(pair, sizes, sizes.layers, sizes.experts))
         place = "_".join(".".join(map(str, numbers)) for numbers in lead if numbers) or "0_1"
         module, kind = keys_of(pair, _own_layer(sizes, layer))[0].rsplit(".", 1)
-        if kind == "weight" and module.rsplit(".", 1)[-1].startswith("linear_"):
+        last = module.rsplit(".", 1)[-1]
+        if kind == "weight" and (last.startswith("linear_") or last in ("in_proj", "out_proj")):
             yield f"{module}._extra_state/shard_{place}"
         if module.endswith("linear_proj"):
             yield f"{module.removesuffix('linear_proj')}core_attention._extra_state/shard_{place}"

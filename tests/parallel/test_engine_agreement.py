@@ -28,6 +28,7 @@ CASES = [
     ((2, 1, 1), "glm4", {"head_dim": 12}),
     ((2, 1, 1, 2), "glm4_moe", {}),
     ((2, 1, 1, 2), "deepseek_v3", {}),
+    ((2, 1, 1), "qwen3_5_text", {"head_dim": 16}),
 ]
 
 
@@ -67,7 +68,9 @@ def test_transfer_is_exact(
 
 
 @pytest.mark.parametrize(
-    ("layout", "family"), [((2, 1, 1), "qwen3"), ((1, 2, 1), "qwen3"), ((1, 1, 2, 2), "glm4_moe")], ids=str
+    ("layout", "family"),
+    [((2, 1, 1), "qwen3"), ((1, 2, 1), "qwen3"), ((1, 1, 2, 2), "glm4_moe"), ((1, 2, 1), "qwen3_5_text")],
+    ids=str,
 )
 def test_transfer_is_exact_in_bf16(
     layout: tuple, family: str, ranks: Callable[..., RankPool], tmp_path: Path

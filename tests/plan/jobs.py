@@ -32,6 +32,9 @@ SIZES = {
     "head_dim": 32,
 }
 PACK, LENGTH = 8, 64  # sequences of a micro-batch, and their tokens
+# A model in which every other layer has linear attention.
+LINEAR: dict[str, Any] = {"family": "qwen3_5_text", "full_attention_interval": 2, "linear_key_head_dim": 32}
+LINEAR |= {"linear_num_key_heads": 4, "linear_num_value_heads": 8, "linear_value_head_dim": 32}
 
 
 def hf_of(family: str, **keys: Any) -> Any:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.plan.jobs import measure
+from tests.plan.jobs import LINEAR, measure
 from tests.ranks import RankPool
 
 TOLERANCE = 0.15
@@ -26,6 +26,9 @@ CASES: list[Any] = [
     {"family": "qwen3"},
     {"family": "glm4"},
     pytest.param({"family": "glm4", "recompute": "full", "dtype": "bf16"}, marks=pytest.mark.slow),
+    LINEAR,
+    {**LINEAR, "recompute": "full"},
+    pytest.param({**LINEAR, "dtype": "bf16"}, marks=pytest.mark.slow),
     {"num_hidden_layers": 1, "vocab_size": 4096},  # the head is most of it
     {"num_hidden_layers": 1, "vocab_size": 4096, "optimizer": {"lora": {"rank": 1}}},
     {"num_hidden_layers": 1, "chunk": 2048},

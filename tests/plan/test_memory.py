@@ -22,7 +22,7 @@ from megarl.plan.sizes import Passes, Shape, activations
 from megarl.plan.times import LINKS, default_lengths, estimate
 from megarl.schedule.preflight import check_fits
 from megarl.weights.cost import KNOWN_MODELS
-from tests.plan.jobs import construction, group_sizes, hf_of, largest_bucket, plan_for
+from tests.plan.jobs import LINEAR, construction, group_sizes, hf_of, largest_bucket, plan_for
 from tests.ranks import RankPool
 
 ROOT = Path(__file__).parents[2]
@@ -139,6 +139,7 @@ def test_dense_layers_before_mixtures_keep_what_dense_layers_keep() -> None:
         ({"family": "glm4_moe", "n_routed_experts": 4}, (2, 1, 1, 2)),
         ({"family": "glm4_moe", "n_routed_experts": 4}, (1, 2, 2, 2)),
         ({"family": "deepseek_v3", "n_routed_experts": 4, **LATENT}, (2, 1, 1, 2)),
+        (LINEAR, (2, 2, 1, 1)),
     ],
     ids=str,
 )

@@ -24,7 +24,7 @@ from megarl.rollout.transformers_engine import TransformersEngine
 from tests.engines import load_folder
 from tests.tiny_models import make_tiny_model
 
-FAMILIES = ["qwen2", "qwen3", "llama", "glm4"]
+FAMILIES = ["qwen2", "qwen3", "llama", "glm4", "qwen3_5_text"]
 TINIEST = {"layers": 1, "hidden": 16, "heads": 2, "kv_heads": 1, "ffn": 16, "head_dim": 8}
 EOS = 1
 LIMIT = 120  # seconds, of a thread that never comes
@@ -120,6 +120,7 @@ def folders(tmp_path_factory) -> dict[str, Path]:
         "qwen3": make_tiny_model(root / "qwen3", "qwen3", tied=True, head_dim=16),
         "llama": make_tiny_model(root / "llama", "llama", kv_heads=4, rope="llama3"),
         "glm4": make_tiny_model(root / "glm4", "glm4", head_dim=12),
+        "qwen3_5_text": make_tiny_model(root / "qwen3_5", "qwen3_5_text", head_dim=16),
         "grouped": make_tiny_model(root / "grouped", "qwen3", heads=8, kv_heads=2, head_dim=32),
     }
 

@@ -87,7 +87,7 @@ def test_logprobs_of_sampled_tokens(family, make_engine, reference):
 @given(
     chance=st.integers(0, 2**32),
     max_batch=st.integers(1, 40),
-    family=st.sampled_from(["grouped", "qwen3", "glm4"]),
+    family=st.sampled_from(["grouped", "qwen3", "glm4", "qwen3_5_text"]),
 )
 @example(chance=0, max_batch=1, family="grouped")
 def test_a_response_is_the_same_to_the_bit_in_any_company(make_engine, chance, max_batch, family):

@@ -18,7 +18,9 @@ from megarl.weights.hf import HFFolder, load_into
 from megarl.weights.layout import Shards, hf_shapes
 from megarl.weights.plan import Plan
 
-PREFIX = {name: family.prefix for name, family in FAMILIES.items() if not family.is_moe}
+PREFIX = {
+    name: family.prefix for name, family in FAMILIES.items() if not family.is_moe and not family.is_linear
+}
 
 
 def described(

@@ -17,6 +17,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
+from transformers import AutoConfig
 
 from megarl.config.errors import CheckpointError
 from megarl.parallel.layout import Layout
@@ -25,8 +26,7 @@ from megarl.weights.hf import HFFolder, load_into
 from megarl.weights.layout import full_box, megatron_layout
 from megarl.weights.megatron import MegatronFolder, conversion_layout, hf_to_megatron, megatron_to_hf
 from tests.ranks import RankPool
-from tests.tiny_models import MODELS as MODEL_CLASSES
-from tests.tiny_models import make_tiny_model
+from tests.tiny_models import make_tiny_model, model_class
 from tests.weights import jobs
 from tests.weights.folders import folder_tensors, same_bits
 
@@ -48,6 +48,8 @@ MODELS: list[tuple[str, dict[str, Any], tuple[int, int, int]]] = [
     ("glm4_moe", {"tied": True, "use_qk_norm": False, "first_k_dense_replace": 0}, (1, 2, 2)),
     ("deepseek_v3", {"dtype": BF16, "layers": 4, "max_shard_bytes": 20_000}, (2, 2, 3)),
     ("deepseek_v3", {"tied": True, "q_lora_rank": None, "first_k_dense_replace": 0}, (1, 2, 2)),
+    ("qwen3_5_text", {"dtype": BF16, "head_dim": 16, "vocab": 101, "max_shard_bytes": 20_000}, (2, 2, 1)),
+    ("qwen3_5_text", {"tied": True, "layers": 4, "full_attention_interval": 4}, (1, 4, 1)),
 ]
 CRITICS: list[tuple[str, dict[str, Any], tuple[int, int, int]]] = [
     ("qwen2", {"classification": "token", "dtype": BF16}, (2, 2, 1)),
@@ -55,6 +57,7 @@ CRITICS: list[tuple[str, dict[str, Any], tuple[int, int, int]]] = [
     ("qwen3", {"classification": "sequence", "tied": True}, (1, 2, 1)),
     ("qwen3_moe", {"classification": "token"}, (1, 1, 2)),
     ("glm4", {"classification": "token"}, (2, 1, 1)),
+    ("qwen3_5_text", {"classification": "token"}, (2, 1, 1)),
 ]
 CARRIED = (
     "config.json",
@@ -105,9 +108,10 @@ def test_numbers_that_are_not_numbers_survive(tmp_path: Path) -> None:
 
 
 @torch.no_grad()
-def hf_outputs(folder: Path, classification: str | None, sequence: list[int]) -> Tensor:
+def hf_outputs(folder: Path, family: str, classification: str | None, sequence: list[int]) -> Tensor:
     """Hugging Face's logits, or values, of a sequence: [tokens, vocabulary or 1]."""
-    model = MODEL_CLASSES[classification].from_pretrained(folder, dtype=torch.float32)
+    config = AutoConfig.from_pretrained(folder)
+    model = model_class(family, classification).from_pretrained(folder, config=config, dtype=torch.float32)
     hidden = model.model(torch.tensor([sequence])).last_hidden_state[0]
     return (model.score if classification else model.lm_head)(hidden)
 
@@ -135,7 +139,7 @@ def test_megatron_loads_what_was_converted(
         folder = make_tiny_model(tmp_path / str(number), family, **options)  # type: ignore[arg-type]
         kind, checkpoint = options.get("classification"), tmp_path / f"{number}m"
         hf_to_megatron(folder, checkpoint, conversion_layout(*sizes), critic=kind is not None)
-        expected = [hf_outputs(folder, kind, sequence) for sequence in sequences]
+        expected = [hf_outputs(folder, family, kind, sequence) for sequence in sequences]
         arguments = {"folder": folder, "checkpoint": checkpoint, "sequences": sequences}
         for wrong, outputs in ranks(*layout).run(jobs.load_checkpoint, critic=kind is not None, **arguments):
             assert wrong == [], (family, options)

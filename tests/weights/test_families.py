@@ -17,11 +17,12 @@ import torch
 from transformers import AutoModelForTokenClassification, SeedOssConfig
 
 from megarl.config.errors import CheckpointError, ConfigError
+from megarl.config.schema import Config, LoraConfig
 from megarl.model.hf_config import check_buildable
 from megarl.parallel.layout import Layout
 from megarl.parallel.runtime import Runtime
-from megarl.weights.families import FAMILIES, TE_ALIASES, family_of, read_config, table_names
-from megarl.weights.layout import check_layout, megatron_layout
+from megarl.weights.families import FAMILIES, TE_ALIASES, Sizes, family_of, read_config, table_names
+from megarl.weights.layout import check_layout, check_linear, check_lora, megatron_layout, sglang_shards
 from megarl.weights.megatron import conversion_layout, hf_to_megatron, megatron_to_hf
 from tests.parallel import jobs
 from tests.parallel.test_invariance import VOCAB, make_batch, relative_difference
@@ -394,6 +395,7 @@ def names(runtime: Runtime, folder: Path, critic: bool) -> dict[str, Any]:
         *(("qwen2", False), ("qwen3", True), ("llama", False), ("qwen3_moe", False), ("glm4", False)),
         ("glm4_moe", False),
         ("deepseek_v3", False),
+        ("qwen3_5_text", False),
     ],
 )
 def test_one_table_and_one_checkpoint_for_both(
@@ -421,10 +423,72 @@ def test_one_table_and_one_checkpoint_for_both(
         mapped = table_names(dict(zip(wrapped, found["portable"], strict=True)))
         assert mapped == {name: name for name in found["portable"]}
     assert set(mapped) == set(megatron_layout(read_config(folder), Layout(), critic=critic)[0][1])
-    alike = family not in ("glm4_moe", "deepseek_v3")  # else each layer has keys of its own
+    # else each layer has keys of its own
+    alike = family not in ("glm4_moe", "deepseek_v3", "qwen3_5_text")
     collapsed = {
         name.replace("layers.0.", "layers.").replace("layers.1.", "layers.") if alike else name
         for name in theirs
         if "experts" not in name
     }
     assert {key for key in found["checkpoint"] if "experts" not in key} == collapsed
+
+
+LINEAR = {"linear_num_key_heads": 4, "linear_num_value_heads": 8, "linear_conv_kernel_dim": 4}
+LINEAR |= {"linear_key_head_dim": 3, "linear_value_head_dim": 2}
+KINDS = "each of them full_attention or linear_attention"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"linear_num_value_heads": 6}, "linear_num_key_heads: 4 does not divide linear_num_value_heads = 6"),
+        ({"linear_conv_kernel_dim": 0}, "linear_conv_kernel_dim: must be a positive integer (got 0)"),
+        (
+            {"layer_types": ["full_attention"]},
+            f"layer_types: must be a list of 2, {KINDS} (got ['full_attention'])",
+        ),
+        ({"layer_types": ["sliding_attention"] * 2}, f"layer_types: must be a list of 2, {KINDS} (got "),
+        (
+            {"attn_output_gate": False},
+            "attn_output_gate: False is not supported for qwen3_5_text (only True is)",
+        ),
+        ({"model_type": "qwen3_5"}, "model_type: 'qwen3_5' is a model of images and text (save its language"),
+    ],
+)
+def test_linear_attention_that_cannot_be_built(change: dict[str, Any], message: str, tmp_path: Path) -> None:
+    config = described("qwen3_5_text", 2, 16, 4, 2, 8, 11, **LINEAR)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert Sizes.of(read_config(tmp_path)).linear == {0, 1}, "the fourth would be the first of full attention"
+    (tmp_path / "config.json").write_text(json.dumps({**config, **change}))
+    with pytest.raises(CheckpointError) as refused:
+        read_config(tmp_path)
+    assert str(refused.value).startswith(f"{tmp_path}/config.json: {message}")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            {"parallel": {"cp": 4, "tp": 2}},
+            "parallel.cp: 4 does not divide the 2 key heads of linear attention",
+        ),
+        ({"model": {"path": "m", "layers": "te"}}, "model.layers: te: is not there for linear attention"),
+        ({"update": {"share_prompts": True}}, "update.share_prompts: is not there for linear attention"),
+    ],
+)
+def test_what_linear_attention_is_not_there_with(change: dict[str, Any], message: str) -> None:
+    linear = described("qwen3_5_text", 2, 16, 4, 2, 8, 11, **LINEAR)
+    given: dict[str, Any] = {"recipe": "dapo", "run_dir": "run", "steps": 1, "model": {"path": "m"}}
+    check_linear(linear, Config(**given))
+    changed = Config(**{**given, **change})
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        check_linear(linear, changed)
+    with pytest.raises(ConfigError, match=r"actor\.lora\.rank: adapters beside linear and gated attention"):
+        check_lora(linear, LoraConfig(rank=2), "actor")
+    with pytest.raises(ConfigError, match=r"rollout\.engine: sglang has no kernels of linear attention"):
+        sglang_shards(linear, 1, 0, cpu=True)
+    uneven = {**linear, "linear_num_key_heads": 3, "linear_num_value_heads": 3}
+    with pytest.raises(
+        ConfigError, match=r"parallel\.tp: 2 does not divide the model's 3 key heads of linear"
+    ):
+        check_layout(uneven, 2, 1)

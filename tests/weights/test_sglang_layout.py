@@ -239,3 +239,76 @@ def test_heads_that_are_copied() -> None:
 def test_what_cannot_be_divided(changes: dict[str, int], tp: int, message: str) -> None:
     with pytest.raises(ConfigError, match=rf"rollout.engine_tp: {tp}.*{message}"):
         sglang_shards({**MOE, "model_type": "llama", **changes}, tp, 0)
+
+
+LINEAR: dict[str, Any] = {
+    "head_dim": 6,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 3,
+    "linear_value_head_dim": 2,
+    "linear_conv_kernel_dim": 4,
+    "full_attention_interval": 2,
+}
+QWEN3_5 = described("qwen3_5_text", 2, 8, 4, 2, 8, 11, tie_word_embeddings=False, **LINEAR)
+
+
+def of_sglangs_rank(hf: dict[str, Tensor], rank: int) -> dict[str, Tensor]:
+    """Qwen3.5's tensors of one of two ranks by hand, from SGLang's source (srt/models/qwen3_5.py, 0.5.23):
+    its MergedColumnParallelLinear cuts each part by itself, and a query's gate is a head behind it."""
+
+    def half(tensor: Tensor, axis: int = 0) -> Tensor:
+        return tensor.chunk(2, axis)[rank]
+
+    out = {"model.norm.weight": hf["model.norm.weight"]}
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        out[name] = half(pad(hf[name], (0, 0, 0, 64 - 11)))
+    for layer in (0, 1):
+        place = f"model.layers.{layer}."
+        own = {name.removeprefix(place): tensor for name, tensor in hf.items() if name.startswith(place)}
+        made = {name: own[name] for name in ("input_layernorm.weight", "post_attention_layernorm.weight")}
+        gate_up = [half(own[f"mlp.{part}_proj.weight"]) for part in ("gate", "up")]
+        made |= {"mlp.gate_up_proj.weight": torch.cat(gate_up)}
+        made |= {"mlp.down_proj.weight": half(own["mlp.down_proj.weight"], 1)}
+        if layer == 0:
+            linear = {name.removeprefix("linear_attn."): tensor for name, tensor in own.items()}
+            mixed = [half(part) for part in linear["in_proj_qkv.weight"].split([12, 12, 16])]
+            channels = [half(part) for part in linear["conv1d.weight"].split([12, 12, 16])]
+            of_linear = {
+                "in_proj_qkvz.weight": torch.cat([*mixed, half(linear["in_proj_z.weight"])]),
+                "in_proj_ba.weight": torch.cat([half(linear[f"in_proj_{part}.weight"]) for part in "ba"]),
+                "conv1d.weight": torch.cat(channels),
+                "A_log": half(linear["A_log"]),
+                "dt_bias": half(linear["dt_bias"]),
+                "norm.weight": linear["norm.weight"],
+                "out_proj.weight": half(linear["out_proj.weight"], 1),
+            }
+            made |= {f"linear_attn.{name}": tensor for name, tensor in of_linear.items()}
+        else:
+            qkv = [half(own[f"self_attn.{part}_proj.weight"]) for part in "qkv"]
+            made |= {
+                "qkv_proj.weight": torch.cat(qkv),
+                "o_proj.weight": half(own["self_attn.o_proj.weight"], 1),
+            }
+            made |= {f"{part}_norm.weight": own[f"self_attn.{part}_norm.weight"] for part in "qk"}
+        out |= {place + name: tensor for name, tensor in made.items()}
+    return out
+
+
+@pytest.mark.parametrize("layout", [Layout(), Layout(tp=2, pp=2), Layout(tp=2, dp=2)], ids=str)
+def test_layers_of_linear_attention(layout: Layout) -> None:
+    hf = numbered(QWEN3_5)
+    plan = make_plan(
+        megatron_layout(QWEN3_5, layout), [(rank, sglang_shards(QWEN3_5, 2, rank)) for rank in range(2)]
+    )
+    plan.verify()
+    written = execute(plan, {rank: sliced(shards, hf) for rank, shards in plan.sources.items()})
+    for rank in range(2):
+        wanted = of_sglangs_rank(hf, rank)
+        assert written[rank].keys() == wanted.keys()
+        for name, tensor in wanted.items():
+            assert torch.equal(written[rank][name].nan_to_num(0.0), tensor), name
+    config = Config(
+        recipe="dapo", run_dir="run", steps=1, model={"path": "model"}, rollout={"engine": "sglang"}
+    )
+    assert engine_plan(config, QWEN3_5, Layout()).formats == {"model.layers.0.linear_attn.A_log": "float32"}

@@ -1,0 +1,95 @@
+"""The gated delta rule (Gated DeltaNet, arXiv 2412.06464) in plain torch, for training and for rollouts."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+CHUNK = 64  # tokens that are multiplied at once
+EPSILON = 1e-6  # of the norms of queries and keys
+
+
+def convolve(x: Tensor, weight: Tensor) -> Tensor:
+    """Convolve each channel over the tokens up to its own, and apply SiLU: x [rows, tokens, channels], weight
+    [channels, 1, width] -> like x."""
+    width = weight.shape[2]
+    out = F.conv1d(F.pad(x.transpose(1, 2), (width - 1, 0)), weight, groups=len(weight))
+    return F.silu(out).transpose(1, 2)
+
+
+def gates(alpha: Tensor, beta: Tensor, log_rate: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the logarithm of what a token leaves of the state, and how much of its own it writes there:
+    float32 [..., heads] each. log_rate, bias: A_log and dt_bias [heads]."""
+    return -log_rate.float().exp() * F.softplus(alpha.float() + bias), beta.sigmoid().float()
+
+
+def delta_rule(
+    query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Read a state S [dk, dv] of each head, which is zero at first and into which the tokens of a row write
+    one after the other (equation 10 of the paper, transposed):
+
+        S_t = e^g_t (S_t-1 - beta_t k_t k_t^T S_t-1) + beta_t k_t v_t^T,   o_t = S_t^T q_t / sqrt(dk)
+
+    with queries and keys of length 1. Chunks of tokens are multiplied at once: within one the recurrence is a
+    triangular system (section 3.3 and its appendix).
+
+    query, key [rows, t, key heads, dk]; value [rows, t, heads, dv], of which several share a key head; decay
+    (g), beta [rows, t, heads], float32 -> outputs like value, and S behind the last token, float32 [rows,
+    heads, dk, dv]. A token with g = beta = 0 leaves S as it is."""
+    tokens, kind = value.shape[1], value.dtype
+    shared = value.shape[2] // key.shape[2]
+    query, key = (_unit(x).repeat_interleave(shared, 2) for x in (query, key))
+    query = query * query.shape[-1] ** -0.5
+    chunk = min(CHUNK, tokens)
+    query, key, value, decay, beta = (
+        F.pad(x.float().transpose(1, 2), (0, 0) * (x.dim() - 3) + (0, -tokens % chunk)).unflatten(
+            2, (-1, chunk)
+        )
+        for x in (query, key, value, decay, beta)
+    )  # [rows, heads, chunks, chunk, ...]
+    decay = decay.cumsum(-1)
+    later = torch.ones(chunk, chunk, dtype=torch.bool, device=value.device).triu(1)
+    between = (decay[..., :, None] - decay[..., None, :]).masked_fill(later, -torch.inf).exp()
+    since, until = decay.exp()[..., None], (decay[..., -1:] - decay).exp()[..., None]
+    written = beta[..., None] * key
+    # Of each chunk: what its tokens write where the state is zero, and what of the state they take away.
+    system = written @ key.mT * between
+    both = torch.cat([beta[..., None] * value, written * since], -1)
+    fresh, taken = torch.linalg.solve_triangular(system, both, upper=False, unitriangular=True).split(
+        [value.shape[-1], key.shape[-1]], -1
+    )
+    seen, query, key, whole = query @ key.mT * between, query * since, key * until, since[..., -1:, :]
+    state = value.new_zeros(*value.shape[:2], key.shape[-1], value.shape[-1])
+    outputs = []
+    for n in range(value.shape[2]):
+        change = fresh[:, :, n] - taken[:, :, n] @ state
+        outputs.append(query[:, :, n] @ state + seen[:, :, n] @ change)
+        state = state * whole[:, :, n] + key[:, :, n].mT @ change
+    return torch.cat(outputs, 2)[:, :, :tokens].transpose(1, 2).to(kind), state
+
+
+def delta_step(
+    state: Tensor, query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Take one token of each row through the recurrence of `delta_rule`: state [rows, heads, dk, dv], query
+    and key [rows, key heads, dk], value [rows, heads, dv], decay, beta [rows, heads] -> (outputs, state).
+    Sums are over a dimension of fixed size, so that they do not depend on the other rows."""
+    shared = value.shape[1] // key.shape[1]
+    query, key = (x.repeat_interleave(shared, 1)[..., None] for x in (_unit(query), _unit(key)))
+    state = state * decay.exp()[..., None, None]
+    change = beta[..., None] * (value.float() - (state * key).sum(-2))
+    state = state + key * change[..., None, :]
+    return (state * query).sum(-2).mul(query.shape[-2] ** -0.5).to(value.dtype), state
+
+
+def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    """Normalise the output of each head, and multiply it by SiLU of its gate: [..., dv] each."""
+    normalised = F.rms_norm(x.float(), weight.shape, eps=epsilon).to(x.dtype)
+    return (weight * normalised * F.silu(gate.float())).to(x.dtype)
+
+
+def _unit(x: Tensor) -> Tensor:
+    x = x.float()
+    return x * (x.square().sum(-1, keepdim=True) + EPSILON).rsqrt()
