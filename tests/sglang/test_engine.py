@@ -23,7 +23,7 @@ from megarl.weights.layout import sglang_shards
 from tests.engines import load_folder
 from tests.ranks import RankPool
 from tests.sglang import jobs
-from tests.tiny_models import YARN, make_tiny_model
+from tests.tiny_models import make_tiny_model
 
 START = 1500  # seconds
 pytestmark = pytest.mark.timeout(1800)  # a start takes 20 s, and minutes where the machine is busy
@@ -169,16 +169,12 @@ def test_an_engine_that_dies_before_it_sleeps_sleeps_nevertheless(one: RankPool)
     assert (torch.tensor([x for c in completions for x in c.logprobs]) - ours).abs().max() <= 1e-4
 
 
-@pytest.mark.parametrize("family", ["qwen2", "glm4", "mistral", "glm4_moe", "deepseek_v3"])
+@pytest.mark.parametrize("family", ["qwen2", "glm4", "mistral", "glm4_moe"])
 def test_an_engine_over_two_ranks(family: Any, ranks: Callable[..., RankPool], tmp_path: Path) -> None:
     """Untied, a vocabulary that is padded, biases; several buckets; the trainer at TP 2 as well. GLM-4 has
     gate and up in one tensor, either half of which is padded on a rank; GLM-4.5 a dense layer, and a mixture
     with a router in float32, a bias that nobody trains and a shared expert."""
-    # SGLang's CPU engine has no rotary embedding for latent attention but YaRN's.
-    keys: dict[str, Any] = {"rope_parameters": YARN} if family == "deepseek_v3" else {}
-    folder = make_tiny_model(
-        tmp_path / "model", family, vocab=4099, hidden=128, ffn=160, heads=4, kv_heads=2, **keys
-    )
+    folder = make_tiny_model(tmp_path / "model", family, vocab=4099, hidden=128, ffn=160, heads=4, kv_heads=2)
     pool = ranks(2, 1, 1)
     begin(pool, "two", folder, engine_tp=2, transfer_bucket=1)
     for version in (0, 1):
