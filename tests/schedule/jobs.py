@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-import megarl.schedule.run as schedule_run
+import megarl.schedule.generation as generation
 from megarl.cli.ranks import spared_output
 from megarl.config.errors import CheckpointError, MegarlError, NumericalError, StorageError
 from megarl.config.schema import Config
@@ -142,7 +142,7 @@ def train_with_swapped(runtime: Runtime, config: Config, swapped: tuple[str, ...
     """Runs `config` with an engine in which two tensors have each other's weights, or, where both names are
     one, the two heads of it have. Gives the error with which it ends, if any, and which models were
     updated."""
-    plan_of = schedule_run.engine_plan
+    plan_of = generation.engine_plan
 
     def plan(*arguments: Any, **options: Any) -> Plan:
         made = plan_of(*arguments, **options)
@@ -162,11 +162,11 @@ def train_with_swapped(runtime: Runtime, config: Config, swapped: tuple[str, ...
 
         return replace(made, copies=tuple(map(moved, made.copies)))
 
-    schedule_run.engine_plan = plan
+    generation.engine_plan = plan
     try:
         run = Run(config, runtime)
     finally:
-        schedule_run.engine_plan = plan_of
+        generation.engine_plan = plan_of
     error, updated = "", list[str]()
     for name, model in run.models.items():
 
