@@ -210,7 +210,7 @@ def test_the_model_the_engine_and_both_exports_are_the_merged_model(
 def test_peft_loads_the_folder(family: Any, lora: dict[str, Any], ranks: Ranks, tmp_path: Path) -> None:
     """Log-probs of PEFT's model of it are ours. Experts, which are one tensor in transformers 5, PEFT joins
     as it reads them."""
-    peft = pytest.importorskip("peft", reason="PEFT is not installed (pip install peft)")
+    peft = pytest.importorskip("peft", reason="make install has it")
     folder = make_tiny_model(tmp_path / "model", family, vocab=VOCAB, layers=2)
     prompts, responses = sequences(VOCAB)
     (out := tmp_path / "out").mkdir()
