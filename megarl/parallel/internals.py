@@ -13,6 +13,8 @@ from importlib.util import find_spec, resolve_name
 from pathlib import Path
 from typing import NamedTuple
 
+from packaging.version import Version
+
 from megarl.config.load import parse_yaml
 
 
@@ -22,13 +24,15 @@ class Internal(NamedTuple):
     how          replaces: a function of ours takes its place, with `parameters` first, in this order; calls:
                  we call it with `parameters`, by name; reads: it exists
     parameters   separated by spaces
-    user         the file of ours"""
+    user         the file of ours
+    since        the first version of the package in which it must be there"""
 
     module: str
     name: str
     how: str
     parameters: str
     user: str
+    since: str = "0"
 
 
 class Package(NamedTuple):
@@ -48,8 +52,9 @@ def read_table() -> dict[str, Package]:
         for module, listed in package["modules"].items():
             for entry in listed:
                 how = next(how for how in ("replaces", "calls", "reads") if how in entry)
-                parts = (package["prefix"] + module, entry[how], how, entry.get("with", ""), entry["by"])
-                entries.append(Internal(*parts))
+                names = package["prefix"] + module, entry[how]
+                rest = entry.get("with", ""), entry["by"], entry.get("since", "0")
+                entries.append(Internal(*names, how, *rest))
         table[name] = Package(package["known"], entries)
     return table
 
@@ -63,7 +68,7 @@ def changed(package: str) -> list[str]:
     known, internals = read_table()[package]
     lines = []
     for entry in internals:
-        if problem := _problem(entry):
+        if Version(version) >= Version(entry.since) and (problem := _problem(entry)):
             what = f"{package} {version}: {entry.module}.{entry.name}: {problem}"
             lines.append(f"{what}, which {entry.user} relies on (run with {known})")
     return lines

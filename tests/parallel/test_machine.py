@@ -320,6 +320,8 @@ def test_the_table_of_internals_holds_for_what_is_installed() -> None:
         (Internal("lib", "Made.there", "reads", "", "x.py"), ""),
         (Internal("lib", "Made.inherited", "calls", "self", "x.py"), ""),
         (Internal("lib", "Made.gone", "reads", "", "x.py"), "is not there"),
+        (Internal("lib", "Made.gone", "reads", "", "x.py", "3.1"), "is not there"),
+        (Internal("lib", "Made.gone", "reads", "", "x.py", "3.2"), ""),
     ],
 )
 def test_the_check_of_the_table(
