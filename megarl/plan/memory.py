@@ -134,9 +134,9 @@ class MemoryPlan:
 
     def shape(self, model: str) -> Shape:
         """Return a model's sizes; of several teachers, which take turns, those of the largest."""
-        largest = max(self.teachers, key=lambda shape: shape.parameters, default=None)
-        others = {"critic": self.critic, "reward": self.reward, "teacher": largest}
-        return others.get(model) or self.actor
+        if model == "teacher" and self.teachers:
+            return max(self.teachers, key=lambda shape: shape.parameters)
+        return {"critic": self.critic, "reward": self.reward}.get(model) or self.actor
 
     def held(self, model: str, stage: int, shape: Shape | None = None) -> Held:
         """Count the parameters of a rank of this stage; shape: of one of several teachers."""
@@ -251,6 +251,11 @@ class MemoryPlan:
         return alike * (states + ((sharded + of_muon) * SINGLE if itemsize < SINGLE else 0.0))
 
     @cached_property
+    def of_muon(self) -> frozenset[str]:
+        """Return the models whose matrices Muon turns."""
+        return frozenset(model for model in self.trained if self.optimizer(model).optimizer == "muon")
+
+    @cached_property
     def _whole_matrices(self) -> dict[tuple[str, int], tuple[tuple[int, int], int, int]]:
         return {}  # as `_activations`
 
@@ -259,7 +264,7 @@ class MemoryPlan:
         replicas share and of experts; what fills Megatron's buffers up, in which each is whole in the share
         of one replica; and those of the fullest replica's share. Zeros with Adam. (Buffers of several
         buckets, which overlapped messages have, are counted as one.)"""
-        if model not in ("actor", "critic") or self.optimizer(model).optimizer != "muon":
+        if model not in self.of_muon:
             return (0, 0), 0, 0
         if (model, stage) not in self._whole_matrices:
             layout, both = self.layout, self.shape(model).matrices(self.layout, stage)
@@ -273,7 +278,7 @@ class MemoryPlan:
     def turning(self, model: str) -> float:
         """Return the bytes that Muon needs on a rank to turn the largest matrix: its tensor-parallel shards
         and what they make together, in float32; normalised; and two of its iterates in the model's type."""
-        if self.optimizer(model).optimizer != "muon":
+        if model not in self.of_muon:
             return 0.0
         shape = self.shape(model)
         largest = max(max(sizes, default=0) for sizes in shape.matrices(Layout(), 0))
@@ -354,7 +359,8 @@ class MemoryPlan:
         tokens /= self.layout.cp  # of each sequence a rank has its part
         sizes = self.shape(phase.model).sizes
         layers = sizes.layers // pp
-        dense = sum(layer < sizes.dense for layer in self.layout.layers(sizes.layers, stage)[:layers])
+        own = self.layout.layers(sizes.layers, stage)[:layers] if found.dense else ()
+        dense = sum(layer < sizes.dense for layer in own)
         # What the head makes of likeliest tokens.
         of_old, of_teacher = self.config.algorithm.dppo.top_k, self.config.teacher.top_k or 0
         ks = {"old_top_k": of_old, "teacher_top_k": of_teacher, "actor_update": of_old + of_teacher}
@@ -642,9 +648,7 @@ class MemoryPlan:
             whole = shape.held(Layout(), 0, critic=model == "critic").all
             total += (whole if self.lora(model).rank is None else trained) * shape.itemsize
             total += trained * 3 * SINGLE
-            if (
-                self.optimizer(model).optimizer == "muon"
-            ):  # a momentum, and a float32 copy of what is bfloat16
+            if model in self.of_muon:  # a momentum, and a float32 copy of what is bfloat16
                 matrices = sum(map(sum, shape.matrices(Layout(), 0)))
                 total -= matrices * (1 if shape.itemsize < SINGLE else 2) * SINGLE
         return total

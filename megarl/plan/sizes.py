@@ -78,6 +78,11 @@ class Shape:
             self._held[key] = self._count(layout, pp_rank, critic, optimizer)
         return self._held[key]
 
+    @cached_property
+    def pairs(self) -> tuple[Pair, ...]:
+        """Return the parameters of a layer, each for the kinds of layers that have it."""
+        return family_of(self.config).layer
+
     def _layers(self, layout: Layout, pp_rank: int) -> list[int]:
         """Return the layers of a pipeline stage; where pp does not divide them (a published run's), as many
         as the others have."""
@@ -95,13 +100,13 @@ class Shape:
 
     def largest_tensor(self, tp: int) -> int:
         """Count the elements of the largest parameter on one of `tp` ranks."""
-        pairs = (EMBEDDING, *family_of(self.config).layer)
+        pairs = (EMBEDDING, *self.pairs)
         return max(self._local(pair, 1 if pair.per_expert else tp) for pair in pairs)
 
     def adapted(self, lora: LoraConfig, tp: int) -> tuple[int, int]:
         """Count the elements of weights with LoRA adapters on one of `tp` ranks: of all, of the largest."""
         held, sizes = list[tuple[int, int]](), self.sizes
-        for pair in (pair for pair in family_of(self.config).layer if adapters(pair, lora)):
+        for pair in (pair for pair in self.pairs if adapters(pair, lora)):
             copies = sizes.count(pair, range(sizes.layers)) * (sizes.experts if pair.per_expert else 1)
             held.append((copies, self._local(pair, 1 if pair.per_expert else tp)))
         return sum(map(prod, held)), max((size for _, size in held), default=0)
@@ -117,7 +122,7 @@ class Shape:
         if ends_in_bf16:
             layers -= {0, sizes.layers - 1}
         elements = 0
-        for pair in family_of(self.config).layer:
+        for pair in self.pairs:
             if ".router." in pair.megatron or any(len(sizes.shape(dims)) < 2 for _, dims in pair.hf):
                 continue
             copies = sizes.count(pair, layers) * (sizes.experts // layout.ep if pair.per_expert else 1)
@@ -129,7 +134,7 @@ class Shape:
         """Return the elements that a rank of this pipeline stage has of each matrix of its layers, which
         Muon turns: of those that all replicas share, and of experts."""
         sizes, found, own = self.sizes, (list[int](), list[int]()), self._layers(layout, pp_rank)
-        for pair in family_of(self.config).layer:
+        for pair in self.pairs:
             if all(len(sizes.shape(dims)) == 2 for _, dims in pair.hf):
                 copies = sizes.count(pair, own) * (sizes.experts // layout.ep if pair.per_expert else 1)
                 found[pair.per_expert].extend(
@@ -142,7 +147,7 @@ class Shape:
         of this pipeline stage."""
         elements, sizes = 0, self.sizes
         own = self._layers(layout, pp_rank)
-        for pair in family_of(self.config).layer:
+        for pair in self.pairs:
             if pair.megatron.endswith("linear_fc1.weight"):
                 copies = sizes.count(pair, own) * (sizes.experts // layout.ep if pair.per_expert else 1)
                 elements += copies * self._local(pair, 1 if pair.per_expert else layout.tp)
@@ -154,7 +159,7 @@ class Shape:
         first, last = pp_rank == 0, pp_rank == layout.pp - 1
         if optimizer is not None and optimizer.lora.rank is not None:
             lora = optimizer.lora
-            halves = [half for pair in family_of(self.config).layer for half in adapters(pair, lora)]
+            halves = [half for pair in self.pairs for half in adapters(pair, lora)]
             shared, each = (
                 sum(sizes.count(h, own) * local(h, tp, lora) for h in halves if h.per_expert is per_expert)
                 for per_expert, tp in ((False, layout.tp), (True, 1))
@@ -165,7 +170,7 @@ class Shape:
             return optimizer is None or not is_frozen(pair, layer, optimizer)
 
         # Frozen layers are the lowest: what is trained in any is trained in the uppermost.
-        pairs = [pair for pair in family_of(self.config).layer if counts(pair, top)]
+        pairs = [pair for pair in self.pairs if counts(pair, top)]
         if optimizer is not None:
             own = [n for n in layout.layers(sizes.layers, pp_rank) if n >= optimizer.frozen_layers]
         single = sum(sizes.count(p, own) * local(p, 1) for p in pairs if p.float32 == "everywhere")
@@ -206,7 +211,7 @@ class Shape:
         """Return (in, out) of the matrices of a layer's attention, where that is not linear; q, k and v
         are one."""
         found = []
-        for pair in family_of(self.config).layer:
+        for pair in self.pairs:
             if pair.megatron.rpartition(".layers.{l}.")[2].startswith("self_attention.linear_"):
                 shapes = [self.sizes.shape(dims) for _, dims in pair.hf]
                 if len(shapes[0]) == 2:
@@ -304,11 +309,13 @@ class Activations:
         the first ones, have no experts."""
         full = self.recompute == "full"
         whole = layers - min(layers, self.recomputed or layers) if full else 0
-        kinds = [self.dense or self] * dense + [self] * (layers - dense)
-        kept = sum(kind.layer if n < layers - whole else kind.one_layer for n, kind in enumerate(kinds))
+        first, others = self.dense or self, self
+        lowest = min(dense, layers - whole)
+        kept = first.layer * lowest + first.one_layer * (dense - lowest)
+        kept += others.layer * (layers - whole - lowest) + others.one_layer * (whole - dense + lowest)
         kept = tokens * (kept * in_flight + self.hidden * outputs)
         # The highest layers are the first to go back: what they kept makes room for a lower one's recompute.
-        again = full and not whole
+        again, kinds = full and not whole, [first] * (dense > 0) + [others] * (dense < layers)
         inside = tokens * max((k.one_layer if again else k.selected) + k.work for k in kinds)
         return kept + (max(inside, tokens * self.head + self.head_fixed) if last else inside)
 

@@ -7,7 +7,7 @@ adding a table. Imports without torch.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -169,9 +169,9 @@ class Sizes:
         """Return whether all layers have the same parameters."""
         return not self.dense and not self.linear
 
-    def count(self, pair: Pair, layers: Iterable[int]) -> int:
+    def count(self, pair: Pair, layers: Collection[int]) -> int:
         """Return how many of these layers have a parameter of the table's layers."""
-        return sum(self.has(pair, layer) for layer in layers)
+        return len(layers) if self.alike else sum(self.has(pair, layer) for layer in layers)
 
 
 @dataclass(frozen=True)
@@ -607,15 +607,15 @@ def family_of(hf_config: Mapping[str, Any]) -> Family:
         found = hf_config.get(key)
         if found is not None and found != value:
             raise _bad(key, f"{found!r} is not supported for {model_type} (only {value!r} is)")
-    layer = tuple(pair for pair in family.layer if is_on(pair.switch, hf_config))
+    layer = tuple(pair for pair in family.layer if not pair.switch or is_on(pair.switch, hf_config))
     return family if layer == family.layer else replace(family, layer=layer)
 
 
 def is_on(switch: str, hf_config: Mapping[str, Any]) -> bool:
-    """Return whether config.json leaves a parameter with this switch (see `Pair`); "": it has none."""
+    """Return whether config.json leaves a parameter with this switch (see `Pair`)."""
     key = switch.removeprefix("not ")
     value = hf_config.get(key, True)
-    return not key or (value is not None and value is not False) is (key == switch)
+    return (value is not None and value is not False) is (key == switch)
 
 
 def is_tied(hf_config: Mapping[str, Any]) -> bool:

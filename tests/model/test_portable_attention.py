@@ -11,6 +11,14 @@ from hypothesis import strategies as st
 from megarl.model.portable import MAX_PADDING, PackedAttention, PackedPlan, plan_attention
 
 
+def unscaled() -> PackedAttention:
+    """One that needs neither Megatron's configuration nor its groups."""
+    attention = PackedAttention.__new__(PackedAttention)
+    torch.nn.Module.__init__(attention)
+    attention.scale = None
+    return attention
+
+
 def make_cu_seqlens(lengths: list[int]) -> torch.Tensor:
     return torch.tensor([0, *lengths]).cumsum(0)
 
@@ -36,8 +44,7 @@ def test_equals_one_by_one(lengths: list[int], heads: tuple[int, int]) -> None:
         torch.randn(total, 1, n, width, generator=g).requires_grad_() for n in (heads[0], heads[1], heads[1])
     )
     packed = PackedPlan.of(make_cu_seqlens(lengths), torch.device("cpu"))
-    attention = PackedAttention.__new__(PackedAttention)
-    torch.nn.Module.__init__(attention)
+    attention = unscaled()
     found = attention(query, key, value, None, packed_seq_params=packed)
     factors = torch.randn(found.shape, generator=g)
     grads = torch.autograd.grad((found * factors).sum(), (query, key, value))
@@ -94,8 +101,7 @@ def test_a_shared_prompt_is_attended_to_by_each_response(
     prompts = (torch.tensor(begins), torch.tensor(skipped))
     packed = PackedPlan.of(make_cu_seqlens(lengths), torch.device("cpu"), prompts=prompts)
     assert packed.plan.packed_from_padded.unique().numel() == total
-    attention = PackedAttention.__new__(PackedAttention)
-    torch.nn.Module.__init__(attention)
+    attention = unscaled()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("megarl.model.portable.MASK", at_once)
         found = attention(query, key, value, None, packed_seq_params=packed)
