@@ -53,7 +53,7 @@ MODELS: list[tuple[str, dict[str, Any], tuple[int, int, int]]] = [
 ]
 CRITICS: list[tuple[str, dict[str, Any], tuple[int, int, int]]] = [
     ("qwen2", {"classification": "token", "dtype": BF16}, (2, 2, 1)),
-    ("deepseek_v3", {"classification": "token"}, (2, 1, 2)),
+    ("deepseek_v3", {"classification": "token", "layers": 4}, (2, 1, 2)),
     ("qwen3", {"classification": "sequence", "tied": True}, (1, 2, 1)),
     ("qwen3_moe", {"classification": "token"}, (1, 1, 2)),
     ("glm4", {"classification": "token"}, (2, 1, 1)),
