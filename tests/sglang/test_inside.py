@@ -154,6 +154,6 @@ def test_sglang_knows_all_that_it_is_told_on_a_gpu() -> None:
         config = load_config(
             Path(__file__).parents[2] / "configs/vapo_32b.yaml", [f"rollout.weights_dtype={weights}"]
         )
-        mixture = {"n_routed_experts": 2, "n_shared_experts": 1}
+        mixture = {"model_type": "glm4_moe", "n_routed_experts": 2, "n_shared_experts": 1}
         arguments = SGLangEngine(config, mixture, 0, torch.device("cuda", 0), (1,))._arguments()
         assert not arguments.keys() - inspect.signature(ServerArgs).parameters.keys()
