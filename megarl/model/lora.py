@@ -140,7 +140,7 @@ def _add(linear: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Any]) ->
 
 
 def _add_grouped(linear: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Any]) -> tuple[Tensor, Any]:
-    """As `_add`, of all experts of a rank: x, and how many of its rows are each one's."""
+    """Add what adapters make of the rows of x, expert after expert. inputs: x, and how many rows each has."""
     if not linear.lora[0].enabled:
         return output
     parts = inputs[0].split([int(rows) for rows in inputs[1]])
