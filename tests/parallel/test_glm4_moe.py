@@ -65,16 +65,21 @@ def test_logprobs_equal_hugging_face(layout: tuple[int, ...], ranks: Ranks, tmp_
             assert (entropies - entropy).abs().max() <= 1e-5, options
 
 
-def hf_gradients(folder: Path, batch: Any) -> dict[str, torch.Tensor]:
-    """Of the mean negative log-probability of all responses' tokens, in float64, by the files' names."""
-    # Its grouped products have no float64.
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, experts_implementation="eager")
+def fill_gradients(model: Any, batch: Any) -> None:
+    """Backward of Hugging Face's mean negative log-probability of all responses' tokens."""
     loss, ends = torch.zeros((), dtype=torch.float64), batch.cu_seqlens.tolist()
     for start, stop in itertools.pairwise(ends):
         tokens, mask = batch.tokens[start:stop], batch.response_mask[start:stop]
         logprobs = model(tokens[None]).logits[0, :-1].log_softmax(-1)
         loss -= logprobs.gather(-1, tokens[1:, None])[mask[1:], 0].sum()
     (loss / batch.response_mask.sum()).backward()
+
+
+def hf_gradients(folder: Path, batch: Any) -> dict[str, torch.Tensor]:
+    """Of the mean negative log-probability of all responses' tokens, in float64, by the files' names."""
+    # Its grouped products have no float64.
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, experts_implementation="eager")
+    fill_gradients(model, batch)
     found = {}
     for name, parameter in model.named_parameters():
         layer, of_experts, kind = name.rpartition(".experts.")

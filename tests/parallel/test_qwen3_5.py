@@ -3,7 +3,6 @@ Hugging Face's over every kind of parallelism, sequences that know nothing of ea
 
 from __future__ import annotations
 
-import itertools
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -28,6 +27,7 @@ from megarl.model.hf_config import check_buildable
 from megarl.weights.families import read_config
 from megarl.weights.hf import HFFolder
 from tests.parallel import jobs
+from tests.parallel.test_glm4_moe import fill_gradients
 from tests.parallel.test_invariance import VOCAB, make_batch
 from tests.parallel.test_parity import hf_logprobs, sequences
 from tests.ranks import RankPool
@@ -77,12 +77,7 @@ def hf_gradients(folder: Path, batch: Any) -> dict[str, Tensor]:
     """Of the mean negative log-probability of all responses' tokens, by the files' names. In float64, but for
     the delta rule, which transformers computes in float32."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
-    loss, ends = torch.zeros((), dtype=torch.float64), batch.cu_seqlens.tolist()
-    for start, stop in itertools.pairwise(ends):
-        tokens, mask = batch.tokens[start:stop], batch.response_mask[start:stop]
-        logprobs = model(tokens[None]).logits[0, :-1].log_softmax(-1)
-        loss -= logprobs.gather(-1, tokens[1:, None])[mask[1:], 0].sum()
-    (loss / batch.response_mask.sum()).backward()
+    fill_gradients(model, batch)
     return {name: parameter.grad for name, parameter in model.named_parameters()}
 
 
