@@ -81,7 +81,7 @@ def free_order() -> Iterator[None]:
         patch.object(transformers_engine, "decode_attention", plain),
         patch.object(transformers_engine, "COLUMNS", 16),
         patch.object(transformers_engine.BlockLinear, "forward", torch.nn.Linear.forward),
-        patch.object(block, "of", staticmethod(lambda hidden: block(16, 1))),
+        patch.object(block, "of", staticmethod(lambda weight, hidden: block(16, 1))),
     ):
         yield
 

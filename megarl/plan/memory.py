@@ -193,7 +193,7 @@ class MemoryPlan:
     def cache(self) -> float:
         """Return the bytes of an engine's KV cache on one rank."""
         rollout = self.config.rollout
-        if not rollout.engine_kind.apart:  # what a batch fills; others take what their share leaves
+        if not rollout.engine_kind.streams:  # what a batch fills; others take what their share leaves
             return rollout.max_batch * (self.longest * self.actor.cache_bytes(1) + self.actor.state_bytes(1))
         left = rollout.engine_memory * self.device.memory - self.engine_weights
         # A server has as much room as it has, which check_servers looks at: at least that of its weights.
@@ -213,7 +213,7 @@ class MemoryPlan:
         bucket = float(rollout.transfer_bucket * 2**20)
         if self.lora("actor").rank is not None:  # a weight is merged with its adapters when it is sent
             bucket += self.actor.adapted(self.lora("actor"), self.layout.tp)[1] * self.actor.itemsize
-        if not rollout.engine_kind.apart:
+        if not rollout.engine_kind.streams:
             return bucket
         # What SGLang's ranks copy from, or servers are sent, holds at least the largest tensor.
         largest = max(self.actor.engine_tensors(self.engine_tp, rollout.weights_dtype))
@@ -561,7 +561,7 @@ class MemoryPlan:
                 stages = range(self.layout.pp)
                 sums = max(self.group(f"{phase.model}.gradients", stage) for stage in stages)
                 parts["summed gradients"] = sums * world
-            if phase.name == ROLLOUT.name and not config.rollout.engine_kind.apart:
+            if phase.name == ROLLOUT.name and not config.rollout.engine_kind.streams:
                 engines = config.parallel.rollout_ranks or world
                 decoded = min(config.rollout.max_batch, -(-config.responses // engines))
                 each = self.longest * self.actor.cache_bytes(1) + self.actor.state_bytes(1)

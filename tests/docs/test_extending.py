@@ -131,7 +131,7 @@ TWICE: dict[str, Any] = {"episode": "twice:again", "turns": {"max_tokens": 40}}
 OURS: dict[str, Any] = {
     "rollout": {"engine": "plain", "prompts": 4, "group_size": 4, "max_response_tokens": 12, **TWICE},
     "reward": {"verifier": "nearness:near"},
-    "algorithm": {"surrogate": "spo", "advantage_limit": 0.5},
+    "algorithm": {"surrogate": "simple", "advantage_limit": 0.5},
     "update": {"mini_batch": 8},
 }
 
@@ -300,7 +300,7 @@ def test_a_policy_loss(tree: Path) -> None:
     for away, sign in ((0.0, 0), (0.1, 1), (-0.1, -1)):
         logprobs = (old + ends + away).requires_grad_()
         loss, stats = losses.policy_loss(
-            logprobs, old, advantages, torch.ones(3) / 3, 0.2, 0.2, surrogate="spo"
+            logprobs, old, advantages, torch.ones(3) / 3, 0.2, 0.2, surrogate="simple"
         )
         [gradient] = torch.autograd.grad(loss, logprobs)
         assert torch.equal(gradient.sign(), torch.full((3,), float(sign))) or (
