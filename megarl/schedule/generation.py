@@ -17,7 +17,7 @@ from megarl.data.prompts import Prompt, PromptSampler, read_problem_sets, read_p
 from megarl.model.builder import DTYPES
 from megarl.observe.run_log import Sample
 from megarl.parallel.comm import barrier, shares_on_0
-from megarl.parallel.movable import empty_cache
+from megarl.parallel.device_memory import empty_cache
 from megarl.parallel.runtime import Runtime
 from megarl.rewards.pool import VerifierPool
 from megarl.rollout.chat import prompting
