@@ -317,7 +317,7 @@ def _make_anew(folder: Path, mark: str) -> None:
 def _print_result(config: Config, model: Model, task: Task) -> None:
     """Print accuracy before and after, for the tiny model how the shares of the kinds of answers moved (what
     the policy learned besides being right more often), and where report and model are."""
-    from megarl.algorithms.evaluation import interval
+    from megarl.algorithms.scores import interval
     from megarl.observe.run_log import ANSWERS_FILE
     from megarl.observe.runs import read_jsonl
     from megarl_tasks.arithmetic import Style, style_shares

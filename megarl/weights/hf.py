@@ -23,17 +23,6 @@ from megarl.config.errors import CheckpointError
 from megarl.config.files import read_json
 from megarl.parallel.layout import Layout
 from megarl.weights.families import EMBEDDING, OUTPUT, Shape, family_of, is_tied, read_config
-from megarl.weights.files import (
-    FileTensor,
-    Processes,
-    as_bytes,
-    blocks,
-    carry_along,
-    damaged,
-    new_folder,
-    write_json,
-    write_tensors,
-)
 from megarl.weights.layout import (
     Box,
     Shards,
@@ -44,6 +33,17 @@ from megarl.weights.layout import (
     megatron_layout,
 )
 from megarl.weights.plan import FP32, make_plan
+from megarl.weights.tensor_files import (
+    FileTensor,
+    Processes,
+    as_bytes,
+    blocks,
+    carry_along,
+    damaged,
+    new_folder,
+    write_json,
+    write_tensors,
+)
 from megarl.weights.transfer import Source, Transfer, view
 
 INDEX = "model.safetensors.index.json"
