@@ -182,7 +182,7 @@ def _check_folders(config: Config, folder: Path, place: Path) -> None:
 def _make_tiny(place: Path, seed: int, layers: int, experts: int, config: Config, *, data_only: bool) -> int:
     """Write the tiny model and its task, and warm-start it; return the exit code."""
     from megarl.weights.families import read_config
-    from megarl.weights.layout import check_layout
+    from megarl.weights.shards import check_layout
     from megarl_tasks.arithmetic import write_demo
 
     shutil.rmtree(place / "model", ignore_errors=True)

@@ -62,7 +62,7 @@ from megarl.parallel.layout import padded_vocab
 from megarl.parallel.machine import transformer_engine_problem
 from megarl.parallel.runtime import Runtime
 from megarl.weights.families import Family, Sizes, family_of, is_frozen, table_names
-from megarl.weights.layout import parameters
+from megarl.weights.shards import parameters
 
 LAYER = re.compile(r"(?<=decoder\.layers\.)\d+")
 MODULES = {"attention": "core_attn", "mlp": "mlp"}  # model.recompute_modules in Megatron's words
@@ -298,7 +298,7 @@ class ModelChunks(torch.nn.Module):
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Any]]:
         """Yield the parameters as if the chunks were one model, the rank's layers numbered through
-        (weights/layout.py:parameters)."""
+        (weights/shards.py:parameters)."""
         before = 0
         for chunk in self.chunks:
             for name, parameter in chunk.named_parameters(*args, **kwargs):

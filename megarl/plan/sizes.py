@@ -27,7 +27,7 @@ from megarl.weights.families import (
     is_frozen,
     is_tied,
 )
-from megarl.weights.layout import float32_tensors, sglang_shards, sizes_of
+from megarl.weights.shards import float32_tensors, sglang_shards, sizes_of
 
 GIB = 2**30
 BYTES = {"bf16": 2, "fp32": 4}

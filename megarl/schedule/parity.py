@@ -26,8 +26,8 @@ from megarl.rollout.transformers_engine import HEAD, OUTPUT, Part, TransformersE
 from megarl.schedule.run import Run, Step
 from megarl.training.batch import MicroBatch, make_micro_batches
 from megarl.weights.hf import load_into
-from megarl.weights.layout import hf_shards
 from megarl.weights.megatron import open_model
+from megarl.weights.shards import hf_shards
 from megarl.weights.tensor_files import Processes
 
 # Of the mean |difference| of log-probs, nats. A mean: single tokens are off by whole nats where nothing is

@@ -23,7 +23,8 @@ from megarl.config.errors import CheckpointError
 from megarl.config.files import read_json
 from megarl.parallel.layout import Layout
 from megarl.weights.families import EMBEDDING, OUTPUT, Shape, family_of, is_tied, read_config
-from megarl.weights.layout import (
+from megarl.weights.plan import FP32, make_plan
+from megarl.weights.shards import (
     Box,
     Shards,
     float32_tensors,
@@ -32,7 +33,6 @@ from megarl.weights.layout import (
     hf_shards,
     megatron_layout,
 )
-from megarl.weights.plan import FP32, make_plan
 from megarl.weights.tensor_files import (
     FileTensor,
     Processes,

@@ -57,7 +57,8 @@ from megarl.weights.hf import (
     named_files,
     write_index,
 )
-from megarl.weights.layout import (
+from megarl.weights.plan import intersect, shift, volume
+from megarl.weights.shards import (
     Box,
     Region,
     float32_tensors,
@@ -67,7 +68,6 @@ from megarl.weights.layout import (
     parameters,
     whole_model,
 )
-from megarl.weights.plan import intersect, shift, volume
 from megarl.weights.tensor_files import (
     SMALL,
     FileTensor,
