@@ -63,8 +63,8 @@ def make_engine(folder: Path, responses: int, tokens: int) -> Any:
 def deliver(engine: Any, folder: Path) -> None:
     """The folder's weights, as version 0."""
     from megarl.weights.hf import HFFolder, load_into
-    from megarl.weights.layout import sglang_shards
     from megarl.weights.plan import Plan
+    from megarl.weights.shards import sglang_shards
     from megarl.weights.transfer import Staging
 
     source = HFFolder(folder)

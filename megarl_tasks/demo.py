@@ -182,7 +182,7 @@ def _check_folders(config: Config, folder: Path, place: Path) -> None:
 def _make_tiny(place: Path, seed: int, layers: int, experts: int, config: Config, *, data_only: bool) -> int:
     """Write the tiny model and its task, and warm-start it; return the exit code."""
     from megarl.weights.families import read_config
-    from megarl.weights.layout import check_layout
+    from megarl.weights.shards import check_layout
     from megarl_tasks.arithmetic import write_demo
 
     shutil.rmtree(place / "model", ignore_errors=True)
@@ -317,7 +317,7 @@ def _make_anew(folder: Path, mark: str) -> None:
 def _print_result(config: Config, model: Model, task: Task) -> None:
     """Print accuracy before and after, for the tiny model how the shares of the kinds of answers moved (what
     the policy learned besides being right more often), and where report and model are."""
-    from megarl.algorithms.evaluation import interval
+    from megarl.algorithms.scores import interval
     from megarl.observe.run_log import ANSWERS_FILE
     from megarl.observe.runs import read_jsonl
     from megarl_tasks.arithmetic import Style, style_shares

@@ -14,7 +14,7 @@ class EngineKind:
     """A kind of engine.
 
     sharded  it is divided over rollout.engine_tp ranks, each of which has SGLang's tensors (`sglang_shards`
-             in weights/layout.py), in block FP8 where that is wanted; else each rank has a whole one, with
+             in weights/shards.py), in block FP8 where that is wanted; else each rank has a whole one, with
              the tensors of Hugging Face's files
     streams  it has processes of its own, which may hang and be started again: requests end one by one, its
              KV cache is what rollout.engine_memory leaves, weights go through staging memory; else it decodes

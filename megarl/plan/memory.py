@@ -33,7 +33,7 @@ from megarl.plan.sizes import (
     quantised_bytes,
 )
 from megarl.weights.families import OUTPUT, TIED_OUTPUT, family_of, is_frozen, is_tied, read_config
-from megarl.weights.layout import check_frozen, check_layout, check_linear, check_lora, check_recomputed
+from megarl.weights.shards import check_frozen, check_layout, check_linear, check_lora, check_recomputed
 
 # Our estimates:
 OVERHEAD = 4 * GIB  # of each GPU: CUDA contexts of the rank and its engine, buffers of communicators

@@ -50,7 +50,7 @@ FP8_CONFIG = {
     "activation_scheme": "dynamic",
     "weight_block_size": [128, 128],
 }
-MOE_RUNNER = "triton"  # the runner of experts whose weights lie as `weights/layout.py` writes them
+MOE_RUNNER = "triton"  # the runner of experts whose weights lie as `weights/shards.py` writes them
 POLL = 0.2  # seconds between checks that the process is alive, while waiting
 KILL_WAIT = 30.0  # seconds for the kernel to end what was killed
 LOG_LINES = 4  # of the engine's own log, in an error

@@ -41,8 +41,8 @@ from megarl.rollout.engine import RolloutEngine, check_positions
 from megarl.rollout.sampling import Completion, Request, SamplingParams
 from megarl.rollout.sglang import TAGS, completion_of
 from megarl.weights.families import read_config
-from megarl.weights.layout import Shard, hf_shapes
 from megarl.weights.plan import Plan, staged
+from megarl.weights.shards import Shard, hf_shapes
 from megarl.weights.transfer import FORMAT_DTYPES, Staging
 
 if TYPE_CHECKING:

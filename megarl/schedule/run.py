@@ -30,11 +30,11 @@ from megarl.training.batch import LocalBatch
 from megarl.training.columns import Tables
 from megarl.training.model import InferenceModel, TrainableModel, tensor_groups
 from megarl.weights.families import model_weights, read_config
-from megarl.weights.files import Processes
 from megarl.weights.hf import ModelFolder, export_hf, load_into
-from megarl.weights.layout import megatron_layout
 from megarl.weights.lora import export_peft, merged
 from megarl.weights.megatron import open_model
+from megarl.weights.shards import megatron_layout
+from megarl.weights.tensor_files import Processes
 
 
 def load_weights(

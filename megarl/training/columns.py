@@ -26,8 +26,8 @@ from megarl.algorithms.advantages import (
     whiten,
     window_tail,
 )
-from megarl.algorithms.evaluation import explained_variance, variance_sums
 from megarl.algorithms.mismatch import difference_histogram, mismatch_factors, mismatch_metrics, mismatch_sums
+from megarl.algorithms.scores import explained_variance, variance_sums
 from megarl.config.schema import AgreementConfig, AlgorithmConfig, Config, MismatchConfig, RewardConfig
 from megarl.data.experience import Experience, StepBatch
 from megarl.parallel.comm import among_smallest, max_over_ranks, sum_over_replicas

@@ -21,10 +21,10 @@ from torch import Tensor
 
 from megarl.config.errors import CheckpointError, ConfigError, first_line
 from megarl.weights.families import Sizes, family_of, read_config
-from megarl.weights.files import damaged, write_json
 from megarl.weights.hf import ModelFolder, exported_config
-from megarl.weights.layout import Box, full_box, hf_shapes
 from megarl.weights.megatron import Conversion, Watch, unwatched, write_hf
+from megarl.weights.shards import Box, full_box, hf_shapes
+from megarl.weights.tensor_files import damaged, write_json
 
 # llama.cpp's names of architectures, and of these whether the rows of q and k stand in its own order: the
 # two numbers that a rotation turns side by side, where Hugging Face has them half a head apart. Mistral's

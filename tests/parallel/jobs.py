@@ -77,7 +77,7 @@ def load(model: torch.nn.Module, folder: Path, runtime: Runtime, critic: bool = 
     """The weights of a Hugging Face folder into this rank's model."""
     from megarl.weights.families import model_weights
     from megarl.weights.hf import HFFolder, load_into
-    from megarl.weights.layout import megatron_layout
+    from megarl.weights.shards import megatron_layout
 
     source = HFFolder(folder, critic=critic)
     shards = megatron_layout(source.config, runtime.layout, critic=critic)[runtime.rank][1]
@@ -89,7 +89,7 @@ def load_adapters(
 ) -> None:
     """Whole adapters, by PEFT's names without its prefix, into this rank's parts of them."""
     from megarl.weights.families import read_config, table_names
-    from megarl.weights.layout import megatron_layout
+    from megarl.weights.shards import megatron_layout
     from megarl.weights.transfer import view
 
     named = table_names(dict(model.named_parameters()))
@@ -337,8 +337,8 @@ def _in_hf_names(
     lora: adapters alone."""
     from megarl.weights.families import table_names
     from megarl.weights.hf import HFFolder
-    from megarl.weights.layout import hf_shards, megatron_layout
     from megarl.weights.plan import make_plan
+    from megarl.weights.shards import hf_shards, megatron_layout
     from megarl.weights.transfer import Transfer
 
     hf_config = HFFolder(folder, critic=critic).config

@@ -28,8 +28,8 @@ from megarl.schedule import preflight
 from megarl.schedule.offload import EngineMemory, OffloadManager
 from megarl.weights import transfer
 from megarl.weights.families import read_config
-from megarl.weights.layout import Box, Region, Shard
 from megarl.weights.plan import make_plan
+from megarl.weights.shards import Box, Region, Shard
 from tests.gpu.scene import TINY, sizes_of
 from tests.rehearsal.fakecuda import FREE, TOTAL, pretend
 from tests.tiny_models import make_tokenizer

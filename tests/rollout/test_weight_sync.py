@@ -32,8 +32,8 @@ from megarl.rollout.weight_sync import WeightSync
 from megarl.schedule import evaluation, generation, preflight, run
 from megarl.schedule.generation import make_weight_sync
 from megarl.weights.cost import KNOWN_MODELS
-from megarl.weights.layout import Region, Shard, full_box
 from megarl.weights.plan import Plan, engine_plan, engine_targets
+from megarl.weights.shards import Region, Shard, full_box
 from megarl.weights.transfer import Staging, Transfer, TransferStats
 
 ROOT = Path(__file__).parents[2]

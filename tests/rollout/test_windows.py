@@ -16,8 +16,8 @@ from transformers import AutoTokenizer
 
 from megarl.config.schema import Config
 from megarl.data.prompts import Prompt
-from megarl.rollout.batch import Body
 from megarl.rollout.rank import RolloutRank
+from megarl.rollout.responses import Body
 from megarl.rollout.sampling import Request, SamplingParams, response_seed
 from megarl.rollout.transformers_engine import TransformersEngine
 from tests.engines import load_folder
