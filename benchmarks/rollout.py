@@ -23,9 +23,9 @@ from measure import Verdicts, machine
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-from megarl.rollout import transformers_engine
+from megarl.rollout.engines import transformers_engine
+from megarl.rollout.engines.transformers_engine import TransformersEngine
 from megarl.rollout.sampling import Request, SamplingParams, response_seed
-from megarl.rollout.transformers_engine import TransformersEngine
 
 VOCAB, EOS = 40, 1
 

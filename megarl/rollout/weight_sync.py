@@ -16,7 +16,7 @@ from megarl.config.errors import EngineError, EngineFailure
 from megarl.config.schema import RolloutConfig
 from megarl.parallel.comm import gather_objects
 from megarl.parallel.runtime import Ranks, Runtime
-from megarl.rollout.engine import RolloutEngine
+from megarl.rollout.engines.engine import RolloutEngine
 from megarl.weights.transfer import Staging, Transfer, TransferStats
 
 READY_WAIT = 10.0  # seconds that a rank waits for its engine before it exchanges with the others

@@ -21,11 +21,11 @@ from megarl.parallel.device_memory import empty_cache
 from megarl.parallel.runtime import Runtime
 from megarl.rewards.pool import VerifierPool
 from megarl.rollout.chat import prompting
-from megarl.rollout.engine import RolloutEngine
+from megarl.rollout.engines.engine import RolloutEngine
+from megarl.rollout.engines.sglang import SGLangEngine
+from megarl.rollout.engines.sglang_servers import SGLangServers
+from megarl.rollout.engines.transformers_engine import TransformersEngine
 from megarl.rollout.rank import RolloutRank, joined
-from megarl.rollout.sglang import SGLangEngine
-from megarl.rollout.sglang_servers import SGLangServers
-from megarl.rollout.transformers_engine import TransformersEngine
 from megarl.rollout.weight_sync import Failures, WeightSync
 from megarl.schedule.rollouts import RolloutStore, pretraining_rollouts, rollouts_folder
 from megarl.schedule.source import BatchSource, Rollout

@@ -20,7 +20,7 @@ from megarl.model.builder import DTYPES, build_actor, build_critic, read_hf_conf
 from megarl.observe.run_log import Sample
 from megarl.parallel.movable import HostPool
 from megarl.parallel.runtime import Runtime
-from megarl.rollout.engine import RolloutEngine
+from megarl.rollout.engines.engine import RolloutEngine
 from megarl.rollout.weight_sync import Failures
 from megarl.schedule.ahead import GenerationApart
 from megarl.schedule.generation import Generation, load_tokenizer, make_engine, make_weight_sync

@@ -29,10 +29,10 @@ from megarl.data.experience import Experience
 from megarl.parallel.layout import Layout
 from megarl.rewards.pool import VerifierPool
 from megarl.rewards.verdict import verifier_path
-from megarl.rollout.engine import EngineClient
+from megarl.rollout.engines.engine import EngineClient
+from megarl.rollout.engines.transformers_engine import TransformersEngine
 from megarl.rollout.episode import EpisodeAborted, Policy
 from megarl.rollout.sampling import Completion, Request, SamplingParams, turn_seed
-from megarl.rollout.transformers_engine import TransformersEngine
 from megarl.weights import families
 from megarl.weights.plan import engine_plan
 from tests.engines import load_folder
@@ -236,7 +236,7 @@ def test_a_batch_source_goes_on_from_where_it_stood(sums: Path) -> None:
 @pytest.fixture(scope="module")
 def engines(sums: Path) -> list[TransformersEngine]:
     """The page's engine and the transformers one, with the same weights."""
-    made = module_of("plain_engine", FILES["rollout/plain_engine.py"]).PlainEngine
+    made = module_of("plain_engine", FILES["rollout/engines/plain_engine.py"]).PlainEngine
     tokenizer = AutoTokenizer.from_pretrained(sums / "model")
     found = [kind(sums / "model", eos_ids=[1], tokenizer=tokenizer) for kind in (made, TransformersEngine)]
     for engine in found:

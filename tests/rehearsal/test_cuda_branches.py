@@ -22,8 +22,8 @@ from megarl.model import builder
 from megarl.parallel import device_memory, machine, movable, node_checks
 from megarl.parallel import runtime as parallel
 from megarl.parallel.node_checks import NodeNeeds
-from megarl.rollout.sglang import SGLangEngine
-from megarl.rollout.transformers_engine import TransformersEngine
+from megarl.rollout.engines.sglang import SGLangEngine
+from megarl.rollout.engines.transformers_engine import TransformersEngine
 from megarl.schedule import preflight
 from megarl.schedule.offload import EngineMemory, OffloadManager
 from megarl.weights import transfer
@@ -204,7 +204,7 @@ class TestResidency:
 
 
 class TestEngines:
-    """rollout/sglang.py, rollout/transformers_engine.py"""
+    """rollout/engines/sglang.py, rollout/engines/transformers_engine.py"""
 
     def test_sglang_on_cuda(self, tmp_path: Path, calls: list[Any]) -> None:
         config = make_config(
