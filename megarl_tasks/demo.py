@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import shutil
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from statistics import fmean
 from typing import Annotated, Any, Literal, NamedTuple
@@ -342,7 +342,10 @@ def _print_result(config: Config, model: Model, task: Task) -> None:
         without = ", without the calculator" if named else ""
         print(f"accuracy on {len(right)} held-out problems{without} (95 % confidence): {accuracy}")
         if task == "calculator" and not named:
-            calls = [_calls(answers[step]) for step in (first, last)]
+            calls = [  # as often as the policy was shown a result
+                fmean(sum(who == OBSERVED for who, _ in one["turns"] or ()) for one in answers[step])
+                for step in (first, last)
+            ]
             print(f"calls of the calculator a response: {calls[0]:.2f} before, {calls[1]:.2f} after")
         if model == "tiny":
             before, after = (
@@ -360,9 +363,3 @@ def _print_result(config: Config, model: Model, task: Task) -> None:
     for name, path in (("report:  ", config.run_dir / "report.html"), ("HF model:", config.run_dir / "hf")):
         if path.exists():
             print(f"{name}   {path}")
-
-
-def _calls(answers: Sequence[Mapping[str, Any]]) -> float:
-    """Return how often the policy was shown a result, on average."""
-    shown = [[who for who, _ in answer["turns"] or () if who == OBSERVED] for answer in answers]
-    return fmean(map(len, shown))

@@ -27,7 +27,6 @@ import zmq.asyncio
 from megarl.config.errors import CheckpointError, StorageError
 from megarl.config.files import Dispensable, essential
 from megarl.config.schema import PRETRAINING, TRAIN, Config
-from megarl.data.experience import StepBatch
 from megarl.observe.run_log import Sample
 from megarl.observe.timeline import Timeline
 from megarl.parallel.comm import from_rank_0
@@ -212,18 +211,15 @@ class GenerationApart(BatchSource):
         if stage == PRETRAINING:
             self._order(m.Draw(stage, number, 0))
         told = self._hear(m.Drawn, stage, number)
-        batch, state = self._read(stage, number)
+        visible(self._path(stage, number), VISIBLE)
+        # Its files are shared out among the trainers, who deliver it.
+        batch, state = read_rollout(self._folder(stage), number, self.runtime)
         samples = {int(row): Sample(**sample) for row, sample in state["samples"].items()}
         staleness = (number - 1 - batch["policy_version"]).float() if stage != PRETRAINING else None
         metrics = state["stats"] | told.metrics
         if staleness is not None:
             metrics |= {"staleness/mean": float(staleness.mean()), "staleness/max": float(staleness.max())}
         return Rollout(batch, metrics, told.errors, samples, told.events)
-
-    def _read(self, stage: str, number: int) -> tuple[StepBatch, dict[str, Any]]:
-        """Read a batch: its files are shared out among the trainers, who deliver it."""
-        visible(self._path(stage, number), VISIBLE)
-        return read_rollout(self._folder(stage), number, self.runtime)
 
     def _folder(self, stage: str) -> Path:
         return (pretraining_folder if stage == PRETRAINING else rollouts_folder)(self.config)
