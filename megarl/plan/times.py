@@ -211,6 +211,12 @@ def estimate(plan: MemoryPlan, lengths: Lengths) -> Estimate:
             held = max(plan.trained_of(phase.model, layout, stage).all for stage in plan.stages)
             exchanged = held * (plan.gradient_size + model.itemsize) * (replicas - 1) / replicas
             parts[phase.name] += critics * epochs * updates * exchanged / (link * 1e9 * LINKS)
+            if phase.model in plan.of_muon:  # shared out over replicas, the same on all of their ranks
+                turning = max(model.turning(layout, stage) for stage in plan.stages) / replicas
+                turning *= plan.optimizer(phase.model).muon.steps
+                parts[phase.name] += (
+                    critics * epochs * updates * turning / (plan.device.tflops * 1e12 * PRODUCTS)
+                )
     if config.has_engine:
         # Every GPU gets its engine's shard: from its own node where that holds all of the model.
         within = layout.tp * layout.pp <= cluster.gpus_per_node
