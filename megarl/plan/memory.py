@@ -506,8 +506,8 @@ class MemoryPlan:
         }
 
     def batch(self) -> float:
-        """Return the bytes of host memory that a step's batch takes of a rank, at most: its replica's share, and
-        what its engine drew."""
+        """Return the bytes of host memory that a step's batch takes of a rank, at most: its replica's share,
+        and what its engine drew."""
         config = self.config
         columns = frozenset[str]().union(*(phase.writes for phase in training_phases(config))) - {"tokens"}
         batch = self.step_tokens(self.longest) * (8 + 1 + SINGLE * len(columns))
