@@ -30,7 +30,7 @@ def make_engine(folder: Path, responses: int, tokens: int) -> Any:
     """An engine with undefined weights of the demo's shape; finite ones, as SGLang's dummy weights are
     small."""
     from megarl.config.schema import Config
-    from megarl.rollout.sglang import SGLangEngine
+    from megarl.rollout.engines.sglang import SGLangEngine
     from megarl.weights.families import read_config
     from tests.tiny_models import make_tiny_model
 

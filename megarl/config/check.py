@@ -328,7 +328,7 @@ def _algorithm_problems(c: Config) -> Iterator[str]:
 
 def _rollout_problems(c: Config) -> Iterator[str]:
     r, limit = c.rollout, c.parallel.timeout
-    if r.engine_kind.apart and r.engine_timeout >= limit:
+    if r.engine_kind.streams and r.engine_timeout >= limit:
         what = f"must be < parallel.timeout {limit:g}, as other ranks wait"
         yield f"rollout.engine_timeout: {what} (got {r.engine_timeout:g})"
     kind = r.engine_kind

@@ -142,6 +142,18 @@ class Shape:
                 )
         return found
 
+    def turning(self, layout: Layout, pp_rank: int) -> float:
+        """Return the operations of one iteration by which Muon turns the matrices of this pipeline stage,
+        each whole: of m x n, m <= n, X X^T, its square, and what both make of X (arXiv 2502.16982)."""
+        sizes, total, own = self.sizes, 0.0, self._layers(layout, pp_rank)
+        for pair in self.pairs:
+            shapes = [sizes.shape(dims) for _, dims in pair.hf]
+            if all(len(shape) == 2 for shape in shapes):
+                m, n = sorted((sum(shape[0] for shape in shapes), shapes[0][1]))
+                copies = sizes.count(pair, own) * (sizes.experts // layout.ep if pair.per_expert else 1)
+                total += copies * (4 * m * m * n + 2 * m**3)
+        return total
+
     def joined(self, layout: Layout, pp_rank: int) -> int:
         """Count the parameters of gate and up projections, which are apart in a checkpoint and one on a rank
         of this pipeline stage."""

@@ -24,7 +24,7 @@ from megarl.parallel.comm import from_rank_0
 from megarl.parallel.runtime import Ranks
 from megarl.rollout import messages as m
 from megarl.rollout.controller import Controller, GroupRequest, with_bodies
-from megarl.rollout.engine import RolloutEngine
+from megarl.rollout.engines.engine import RolloutEngine
 from megarl.rollout.responses import (
     EvaluationResult,
     Facts,

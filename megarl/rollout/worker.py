@@ -29,7 +29,7 @@ from megarl.rewards.verdict import UnusableError, Verdict, as_verdict, imported,
 from megarl.rollout import messages as m
 from megarl.rollout.chat import ChatTurns, check_template, play, schemas, tool_calls
 from megarl.rollout.endpoint import Endpoint
-from megarl.rollout.engine import EngineClient, RolloutEngine
+from megarl.rollout.engines.engine import EngineClient, RolloutEngine
 from megarl.rollout.episode import Episode, EpisodeAborted, EpisodeTruncated, Policy, ToolError, single_turn
 from megarl.rollout.loop_watch import LoopWatch
 from megarl.rollout.responses import Body, Response

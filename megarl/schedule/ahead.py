@@ -160,27 +160,28 @@ class GenerationApart(BatchSource):
 
     def publish(self, version: int) -> dict[str, float]:
         """Have the actor's present weights transferred: now, or with ahead 2 as soon as the engines have
-        drawn what they are at (`meet`). Return the transfer's metrics, if there was one."""
+        drawn what they are at (`due`). Return the transfer's metrics, if there was one."""
         self.pending = version
-        return self.meet(wait=self.ahead < 2)
+        return self.transfer() if self.due(wait=self.ahead < 2) else {}
 
-    def meet(self, *, wait: bool) -> dict[str, float]:
-        """Transfer the pending version if the engines are free, or once they are; return the transfer's
-        metrics. The actor's weights must be on the device."""
-        if self.pending is None or not self.free(wait=wait):
-            return {}
+    def due(self, *, wait: bool) -> bool:
+        """Return whether a version is pending and the engines have drawn all that they were told to; with
+        `wait` once they have."""
+        while self.pending is not None and self.drawn < self.ordered:
+            if not self._listen(SLICE if wait else 0.0) and not wait:
+                return False
+        return self.pending is not None
+
+    def transfer(self) -> dict[str, float]:
+        """Transfer the version that is due; return the transfer's metrics. The actor's weights must be on the
+        device."""
+        assert self.pending is not None
         self._order(m.Sync(self.pending))
         metrics = self.weight_sync.sync(self.pending).metrics()
         self.pending, due, self._due = None, self._due, []
         for order in due:
             self._order(order)
         return metrics
-
-    def free(self, *, wait: bool) -> bool:
-        """Return whether the engines have drawn all that they were told to."""
-        while self.drawn < self.ordered and (self._listen(SLICE if wait else 0.0) or wait):
-            pass
-        return self.drawn >= self.ordered
 
     def begin(self, done: int, checkpoint: Path | None) -> None:
         """Have the steps drawn that come after `done`, with the weights that were published last. checkpoint:
@@ -310,10 +311,10 @@ class EngineRank:
         profiler = Profiler(config, runtime, self.layers, self.dispensable)
         timeline = Timeline(config.run_dir, runtime.rank, self.dispensable)
         watchdog.depths |= generation.depths
-        ranks, folder, rank = runtime.engines, rollouts_folder(config), generation.rank
+        ranks, folder, trainers = runtime.engines, rollouts_folder(config), generation.rollout_rank
         if ranks.rank == 0:
             assert runtime.store is not None
-            runtime.store.set(ADDRESS, msgspec.json.encode(rank.address).decode())
+            runtime.store.set(ADDRESS, msgspec.json.encode(trainers.address).decode())
 
         def enter(phase: str, *place: Any) -> None:
             watchdog.phase(phase, *place)
@@ -324,11 +325,11 @@ class EngineRank:
         timeline.enter("wait for orders")
         while True:
             watchdog.phase("wait for orders")  # again and again: the trainers' watchdogs limit their steps
-            match rank.next_order(SLICE):
+            match trainers.next_order(SLICE):
                 case None:
                     continue
                 case m.SendReports():
-                    rank.answer(m.Reports(dict(generation.reports)))
+                    trainers.answer(m.Reports(dict(generation.reports)))
                 case m.Sync(version):
                     enter("weight_transfer", TRAIN, version)
                     with profiler.phase("weight_transfer"):
@@ -345,7 +346,7 @@ class EngineRank:
                         metrics["rollout/reused"] = found.metrics["rollout/reused"]
                     elif ranks.rank == 0 and not config.checkpoint.rollouts:
                         remove(folder, 0, done)
-                    rank.answer(m.Drawn(stage, number, metrics, found.errors, events))
+                    trainers.answer(m.Drawn(stage, number, metrics, found.errors, events))
                 case m.Take(source, number):
                     failure, place = None, folder / FOLDER.format(number)
                     try:
@@ -361,7 +362,7 @@ class EngineRank:
                     if (failure := from_rank_0(ranks, failure)) is not None:
                         raise failure
                     state = read_manifest(stored(Path(source).parent, number))["state"]
-                    rank.answer(m.Drawn(TRAIN, number, {"inside/rollout": 0.0}, state["errors"], []))
+                    trainers.answer(m.Drawn(TRAIN, number, {"inside/rollout": 0.0}, state["errors"], []))
                 case m.Continue(step, stage):
                     timeline.truncate_after(step, stage) if step else timeline.clear()
                 case m.Load(state):
@@ -369,7 +370,7 @@ class EngineRank:
                 case m.Evaluate(step):
                     enter("evaluation")
                     stats, answers = generation.evaluate(step)
-                    rank.answer(m.Evaluated(stats, list(answers) if ranks.rank == 0 else []))
+                    trainers.answer(m.Evaluated(stats, list(answers) if ranks.rank == 0 else []))
                 case m.Leave():
                     timeline.close()
                     return

@@ -37,7 +37,7 @@ from megarl.rewards import VerifierPool
 from megarl.rewards.pool import Item
 from megarl.rewards.verdict import Reference, get_term, get_verifier
 from megarl.rollout.chat import prompting
-from megarl.rollout.sglang_servers import check_servers
+from megarl.rollout.engines.sglang_servers import check_servers
 from megarl.rollout.worker import endpoint_of, episode_of
 from megarl.schedule.rollouts import check_pretraining_rollouts
 from megarl.training.checkpoint import check_continues, find_checkpoint, has_finished, settings_of

@@ -362,8 +362,8 @@ def rollout_after_update(
     Gives the engine's parameters, its completions, and the trainer's log-probabilities of the sampled
     tokens."""
     from megarl.model.builder import DTYPES, build_actor, read_hf_config
+    from megarl.rollout.engines.transformers_engine import TransformersEngine
     from megarl.rollout.sampling import Request, SamplingParams
-    from megarl.rollout.transformers_engine import TransformersEngine
     from megarl.training.batch import distribute
     from megarl.training.model import TrainableModel
     from megarl.training.objectives import supervised_loss
@@ -835,7 +835,7 @@ def syncs_of_frozen(runtime: Runtime, folder: Path, optimizer: dict[str, Any]) -
     before the second, and a third after a sleep in which it lost everything. What each has moved, the actor's
     weights (on rank 0) and the engine's."""
     from megarl.model.builder import build_actor, read_hf_config
-    from megarl.rollout.transformers_engine import TransformersEngine
+    from megarl.rollout.engines.transformers_engine import TransformersEngine
     from megarl.schedule.generation import make_weight_sync
     from megarl.weights.families import read_config
 
@@ -885,7 +885,7 @@ def with_adapters(
     """Log-probs of the model alone, with its adapters as they begin, with the given ones, and with these
     turned off. Then a weight sync into this rank's engine, one more after B has grown, and both exports."""
     from megarl.model.builder import DTYPES, build_actor, read_hf_config
-    from megarl.rollout.transformers_engine import TransformersEngine
+    from megarl.rollout.engines.transformers_engine import TransformersEngine
     from megarl.schedule.generation import make_weight_sync
     from megarl.training.model import InferenceModel
     from megarl.weights.families import read_config
