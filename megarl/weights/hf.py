@@ -263,7 +263,6 @@ def export_hf(
     dtype: torch.dtype | None = None,
     max_shard_bytes: int = 4 << 30,
     bucket_bytes: int = 256 << 20,
-    group: dist.ProcessGroup | None = None,
     control: dist.ProcessGroup | None = None,
 ) -> None:
     """Write the model that all ranks of `layout` hold together into the folder `out`; every rank calls this.
@@ -272,7 +271,7 @@ def export_hf(
     tensors   this rank's parameters by the table's names
     critic    whether it becomes a one-label token classifier
     dtype     to write, by default that of the first tensor; a router's bias stays in float32
-    group     carries tensors; `control` (gloo, if the default group is NCCL) a line of text per file
+    control   gloo, if the default group, which carries tensors, is NCCL; carries a line of text per file
 
     Rank 0 needs memory for one bucket and one file of at most `max_shard_bytes` (or one tensor, if that is
     larger), which is staged where the tensors are. The folder appears under its name only when it is complete
@@ -301,7 +300,7 @@ def export_hf(
             if rank == 0:
                 for name, shard in part.items():
                     target[name] = torch.empty(shard.shape, dtype=kinds[name], device=first.device)
-            Transfer(plan, rank, tensors, target, bucket_bytes, dtype=kind, group=group).run()
+            Transfer(plan, rank, tensors, target, bucket_bytes, dtype=kind).run()
             if "score.weight" in part:
                 names.append(SCORE_BIAS)
                 target[SCORE_BIAS] = torch.zeros(1, dtype=kind)
