@@ -257,7 +257,9 @@ def agreement_of(runtime: Runtime, folder: Path, batch: Experience) -> Any:
     config = make_config(folder, mini_batch=6, overlong=True, agreement={"mask": 0.3, "filter": 0.2})
     model = build_actor(config, read_hf_config(folder), runtime)
     experience = distribute(batch, config, 6, 1, [model], runtime).experience
+    of_policy = experience["policy_loss_weights"].clone()
     metrics = columns.add_agreement(config.algorithm.agreement, experience, runtime)
+    assert torch.equal(experience["policy_loss_weights"], of_policy)
     names = "advantages", "policy_loss_weights", "entropy_weights"
     of_responses = [experience[name].split(experience.lengths.tolist()) for name in names]
     return dict(zip(experience["number"].tolist(), zip(*of_responses, strict=True), strict=True)), metrics
