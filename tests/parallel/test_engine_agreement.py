@@ -29,6 +29,8 @@ CASES = [
     ((2, 1, 1, 2), "glm4_moe", {}),
     ((2, 1, 1, 2), "deepseek_v3", {}),
     ((2, 1, 1), "qwen3_5_text", {"head_dim": 16}),
+    ((2, 1, 1, 2), "qwen3_5_moe_text", {"head_dim": 16}),
+    ((1, 2, 1), "qwen3_next", {}),
 ]
 
 
