@@ -280,7 +280,7 @@ def of_sglangs_rank(hf: dict[str, Tensor], rank: int) -> dict[str, Tensor]:
         made |= {f"{mlp}.gate_up_proj.weight": torch.cat(gate_up)}
         made |= {f"{mlp}.down_proj.weight": half(own[f"{mlp}.down_proj.weight"], 1)}
         for expert in range(4 if mixture else 0):
-            parts = {p: half(own[f"mlp.experts.{expert}.{p}_proj.weight"], p == "down") for p in PARTS}
+            parts = {p: half(own[f"mlp.experts.{expert}.{p}_proj.weight"], int(p == "down")) for p in PARTS}
             made[f"mlp.experts.w13_weight.{expert}"] = torch.cat([parts["gate"], parts["up"]])
             made[f"mlp.experts.w2_weight.{expert}"] = parts["down"]
         if mixture:
