@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 from megarl.config.errors import ConfigError
 from megarl.config.schema import ClusterConfig
 from megarl.weights.families import Shape, read_config
-from megarl.weights.layout import Box
 from megarl.weights.plan import Plan, placed, volume
+from megarl.weights.shards import Box
 
 
 class RankCost(NamedTuple):

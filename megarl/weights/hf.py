@@ -24,7 +24,17 @@ from megarl.config.errors import CheckpointError
 from megarl.config.files import read_json
 from megarl.parallel.layout import Layout
 from megarl.weights.families import EMBEDDING, OUTPUT, Shape, family_of, is_tied, read_config
-from megarl.weights.files import (
+from megarl.weights.plan import FP32, make_plan
+from megarl.weights.shards import (
+    Box,
+    Shards,
+    float32_tensors,
+    full_box,
+    hf_shapes,
+    hf_shards,
+    megatron_layout,
+)
+from megarl.weights.tensor_files import (
     FileTensor,
     Processes,
     as_bytes,
@@ -35,16 +45,6 @@ from megarl.weights.files import (
     write_json,
     write_tensors,
 )
-from megarl.weights.layout import (
-    Box,
-    Shards,
-    float32_tensors,
-    full_box,
-    hf_shapes,
-    hf_shards,
-    megatron_layout,
-)
-from megarl.weights.plan import FP32, make_plan
 from megarl.weights.transfer import Source, Transfer, view
 
 INDEX = "model.safetensors.index.json"

@@ -13,9 +13,9 @@ from torch import Tensor
 from megarl.config.schema import LoraConfig
 from megarl.parallel.layout import Layout
 from megarl.weights.families import model_weights, read_config, table_names
-from megarl.weights.files import Processes, new_folder, write_json, write_tensors
-from megarl.weights.layout import Box, Region, hf_shards, megatron_layout
 from megarl.weights.plan import make_plan
+from megarl.weights.shards import Box, Region, hf_shards, megatron_layout
+from megarl.weights.tensor_files import Processes, new_folder, write_json, write_tensors
 from megarl.weights.transfer import Merged, Source, Transfer
 
 PREFIX = "base_model.model."  # of PEFT's names, before the model's own

@@ -46,17 +46,6 @@ from megarl.weights.families import (
     is_tied,
     read_config,
 )
-from megarl.weights.files import (
-    SMALL,
-    FileTensor,
-    HashedFile,
-    Processes,
-    as_bytes,
-    blocks,
-    carry_along,
-    damaged,
-    new_folder,
-)
 from megarl.weights.hf import (
     DTYPES,
     OUTPUT_NAME,
@@ -68,7 +57,8 @@ from megarl.weights.hf import (
     named_files,
     write_index,
 )
-from megarl.weights.layout import (
+from megarl.weights.plan import intersect, shift, volume
+from megarl.weights.shards import (
     Box,
     Region,
     float32_tensors,
@@ -78,7 +68,17 @@ from megarl.weights.layout import (
     parameters,
     whole_model,
 )
-from megarl.weights.plan import intersect, shift, volume
+from megarl.weights.tensor_files import (
+    SMALL,
+    FileTensor,
+    HashedFile,
+    Processes,
+    as_bytes,
+    blocks,
+    carry_along,
+    damaged,
+    new_folder,
+)
 from megarl.weights.transfer import view
 
 METADATA, COMMON, CONFIG, EXTRA = ".metadata", "common.pt", "metadata.json", "extra_state.distcp"

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from megarl.algorithms import evaluation
 from megarl.data.prompts import Prompt
-from megarl.rollout.batch import Group, Response, Scores
+from megarl.rollout.responses import Group, Response, Scores
 from tests.algorithms.loops import batches
 
 

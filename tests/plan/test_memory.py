@@ -162,7 +162,7 @@ def test_parameters_of_public_models(name: str) -> None:
     from math import prod
 
     from megarl.plan.sizes import Shape
-    from megarl.weights.layout import hf_shapes
+    from megarl.weights.shards import hf_shapes
 
     assert Shape(KNOWN_MODELS[name], "bf16").parameters == sum(
         map(prod, hf_shapes(KNOWN_MODELS[name]).values())

@@ -18,8 +18,8 @@ from megarl.config.schema import ClusterConfig
 from megarl.parallel.layout import Layout
 from megarl.weights.cost import KNOWN_MODELS, direct_cost, gather_cost, planning_config
 from megarl.weights.families import family_of
-from megarl.weights.layout import Region, Shard, check_layout, hf_shapes, megatron_layout, sglang_shards
 from megarl.weights.plan import make_plan
+from megarl.weights.shards import Region, Shard, check_layout, hf_shapes, megatron_layout, sglang_shards
 from tests.weights.folders import hf_configs
 
 # Billions of parameters, as published with the models.

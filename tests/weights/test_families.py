@@ -22,8 +22,8 @@ from megarl.model.hf_config import check_buildable
 from megarl.parallel.layout import Layout
 from megarl.parallel.runtime import Runtime
 from megarl.weights.families import FAMILIES, TE_ALIASES, Sizes, family_of, read_config, table_names
-from megarl.weights.layout import check_layout, check_linear, check_lora, megatron_layout, sglang_shards
 from megarl.weights.megatron import conversion_layout, hf_to_megatron, megatron_to_hf
+from megarl.weights.shards import check_layout, check_linear, check_lora, megatron_layout, sglang_shards
 from tests.parallel import jobs
 from tests.parallel.test_invariance import VOCAB, make_batch, relative_difference
 from tests.parallel.test_parity import hf_logprobs, sequences

@@ -17,7 +17,7 @@ from megarl.config.schema import OptimizerConfig
 from megarl.parallel.layout import Layout, padded_vocab
 from megarl.weights.families import Pair, Sizes, family_of, is_frozen, table_name, table_names
 from megarl.weights.hf import HFFolder
-from megarl.weights.layout import check_layout, hf_shapes, megatron_layout, parameters, whole_model
+from megarl.weights.shards import check_layout, hf_shapes, megatron_layout, parameters, whole_model
 from tests.ranks import in_a_fork
 from tests.tiny_models import CONFIGS, EXPERT_BIAS, HYBRID, SWITCHES, make_tiny_model
 from tests.weights.folders import PREFIX, described, hf_configs, loaded, numbered, write_folder

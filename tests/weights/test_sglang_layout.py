@@ -16,8 +16,8 @@ from torch.nn.functional import pad
 from megarl.config.errors import ConfigError
 from megarl.config.schema import Config
 from megarl.parallel.layout import Layout
-from megarl.weights.layout import megatron_layout, sglang_shards
 from megarl.weights.plan import engine_plan, make_plan
+from megarl.weights.shards import megatron_layout, sglang_shards
 from tests.weights.folders import described, execute, hf_configs, numbered, sliced
 
 EXPERTS = {"moe_intermediate_size": 4, "num_experts": 4, "num_experts_per_tok": 2}

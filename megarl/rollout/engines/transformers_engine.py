@@ -24,7 +24,7 @@ from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDel
 
 from megarl.config.errors import CheckpointError, EngineError, first_line
 from megarl.model.delta_net import convolve, delta_rule, delta_step, gated_norm, gates
-from megarl.rollout.engine import RolloutEngine, check_positions
+from megarl.rollout.engines.engine import RolloutEngine, check_positions
 from megarl.rollout.sampling import Completion, Request, SamplingParams, choose, routing_array, stop_window
 from megarl.weights.families import EXPERT_BIAS, Sizes
 from megarl.weights.plan import Plan
