@@ -13,7 +13,12 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import GenerationConfig, Qwen3_5MoeConfig, Qwen3_5MoeForConditionalGeneration
+from transformers import (
+    AutoModelForTokenClassification,
+    GenerationConfig,
+    Qwen3_5MoeConfig,
+    Qwen3_5MoeForConditionalGeneration,
+)
 
 from megarl.config.errors import CheckpointError
 from megarl.model.hf_config import check_buildable
@@ -90,6 +95,20 @@ def test_gradients_equal_hugging_face(layout: tuple[int, ...], ranks: Ranks, tmp
         for name, gradient in theirs.items():
             difference = (found["gradients"][name] - gradient).abs().max()
             assert difference <= 1e-5 * norm, (model, name, difference / norm)
+
+
+@pytest.mark.parametrize("layout", [pytest.param((1, 1, 1), marks=SLOW), (2, 1, 1, 2)], ids=str)
+def test_values_equal_hugging_face(layout: tuple[int, ...], ranks: Ranks, tmp_path: Path) -> None:
+    prompts, responses = sequences(101)
+    folder = tiny(tmp_path, family="qwen3_next", vocab=101, classification="token")
+    model = AutoModelForTokenClassification.from_pretrained(folder, dtype=torch.float32)
+    expected = []
+    for prompt, response in zip(prompts, responses, strict=True):
+        with torch.no_grad():
+            logits = model(torch.tensor([prompt + response])).logits
+            expected.append(logits[0, len(prompt) - 1 : -1, 0])
+    for found in ranks(*layout).run(jobs.values, folder=folder, prompts=prompts, responses=responses):
+        assert (found - torch.cat(expected)).abs().max() <= 1e-5
 
 
 @pytest.mark.slow
