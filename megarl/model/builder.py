@@ -418,17 +418,17 @@ def _mlp_options(
     model: ModelConfig, hf: PretrainedConfig, ep: int, family: Family, sizes: Sizes
 ) -> dict[str, Any]:
     """Return the fields of Megatron's TransformerConfig of MLPs and of mixtures of experts."""
-    mlp = {"ffn_hidden_size": hf.intermediate_size}
+    mlp = {"ffn_hidden_size": sizes.ffn}
     if family.is_moe:
         # Dropless and without auxiliary loss, so that a token's output does not depend on other tokens.
         mlp = {
             "num_moe_experts": sizes.experts,
-            "ffn_hidden_size": hf.intermediate_size if sizes.dense else hf.moe_intermediate_size,
-            "moe_ffn_hidden_size": hf.moe_intermediate_size,
+            "ffn_hidden_size": sizes.ffn if sizes.dense else sizes.expert_ffn,
+            "moe_ffn_hidden_size": sizes.expert_ffn,
             "moe_router_topk": hf.num_experts_per_tok,
             # The softmax over the chosen experts is that over all of them, normalised to 1 over the chosen
             # ones.
-            "moe_router_pre_softmax": not hf.norm_topk_prob,
+            "moe_router_pre_softmax": not getattr(hf, "norm_topk_prob", True),
             "moe_router_load_balancing_type": "none",
             "moe_aux_loss_coeff": 0.0,
             "expert_model_parallel_size": ep,
@@ -443,6 +443,7 @@ def _mlp_options(
         mlp["moe_layer_freq"] = [0] * sizes.dense + [1] * (sizes.layers - sizes.dense)
     if sizes.shared_ffn:
         mlp["moe_shared_expert_intermediate_size"] = sizes.shared_ffn
+        mlp["moe_shared_expert_gate"] = family.has("shared_experts.gate_weight")
     if family.has("router.expert_bias"):
         mlp |= {
             "moe_router_score_function": "sigmoid",

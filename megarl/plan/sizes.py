@@ -437,6 +437,8 @@ def activations(shape: Shape, passes: Passes, *, critic: bool, mixture: bool = T
     mlp += b * copies  # what the experts take, in their order
     if experts:  # a router's scores in the order of the experts, and whom they go to
         mlp += experts * (BYTES[passes.router] + 1) / tp
+        if family.has("shared_experts.gate_weight"):  # what it multiplies
+            mlp += b * h
     mixed = attention + share * (delta - attention)  # layers are counted alike
     one_layer = norms + mixed + mlp
     # Besides what is kept: q and k as they come, and the residual's sums.

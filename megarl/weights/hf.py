@@ -10,6 +10,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from functools import partial
+from itertools import product
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -53,6 +54,7 @@ DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 # heads of another use of the body.
 HARMLESS = re.compile(r".*rotary_emb\.inv_freq|lm_head\.weight|score\.(weight|bias)")
 LAYER = re.compile(r"model\.layers\.(\d+)\.")
+STACKED = re.compile(r"(.+\.experts)\.(gate_up_proj|down_proj)")
 SCORE_BIAS = "score.bias"  # transformers' token classifier has one; ours is zero
 EMBEDDING_NAME, OUTPUT_NAME = EMBEDDING.hf[0][0], OUTPUT.hf[0][0]
 
@@ -122,7 +124,7 @@ class HFFolder(ModelFolder):
         self.path = Path(path)
         self.config = read_config(self.path)
         self.shapes = hf_shapes(self.config, critic=critic)
-        self._entries = self._open()
+        self._entries = _unstacked(self._open())
         self._check(critic)
         self.missing = tuple(name for name in self.shapes if name not in self._entries)
         self.extra = tuple(name for name in self._entries if name not in self.shapes)
@@ -187,10 +189,33 @@ class HFFolder(ModelFolder):
 
     def _predicts_several(self, name: str) -> bool:
         """Return whether a tensor is of the layers behind the model that predict tokens after the next
-        (`num_nextn_predict_layers`). Nothing trains them here; nor does transformers read them."""
+        (`num_nextn_predict_layers`; Qwen3.5's `mtp`). Nothing trains them here; nor does transformers read
+        them."""
+        if name.startswith("mtp.") and family_of(self.config).is_linear:
+            return True
         layers, found = int(self.config["num_hidden_layers"]), LAYER.match(name)
         beyond = self.config.get("num_nextn_predict_layers") or 0
         return found is not None and layers <= int(found[1]) < layers + beyond
+
+
+def _unstacked(entries: Mapping[str, _Entry]) -> dict[str, _Entry]:
+    """Return the tensors of a folder, those of all experts of a layer in one ([experts, rows, columns], gate
+    over up) as the tensors of each expert, whose bytes follow one another there. Published Qwen3.5 mixtures
+    are so, and what transformers 5 writes without `save_original_format`."""
+    found: dict[str, _Entry] = {}
+    for name, entry in entries.items():
+        stacked = STACKED.fullmatch(name)
+        parts = ("gate_proj", "up_proj") if stacked and stacked[2] == "gate_up_proj" else ("down_proj",)
+        if stacked is None or len(entry.shape) != 3 or entry.shape[1] % len(parts):
+            found[name] = entry
+            continue
+        experts, rows, columns = entry.shape[0], entry.shape[1] // len(parts), entry.shape[2]
+        size = rows * columns * DTYPES.get(entry.dtype, torch.float32).itemsize
+        for number, (expert, part) in enumerate(product(range(experts), parts)):
+            found[f"{stacked[1]}.{expert}.{part}.weight"] = entry._replace(
+                offset=entry.offset + number * size, shape=(rows, columns)
+            )
+    return found
 
 
 def _read_header(path: Path) -> dict[str, _Entry]:

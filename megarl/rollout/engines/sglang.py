@@ -270,9 +270,8 @@ class SGLangEngine(RolloutEngine):
         }
         if rollout.routing_replay:
             arguments["enable_return_routed_experts"] = True
-        if self.hf_config.get(
-            "n_shared_experts"
-        ):  # else they may be rows behind the experts that routers choose
+        if family_of(self.hf_config).has("shared_experts.linear_fc1.weight"):
+            # Else they may be rows behind the experts that routers choose.
             arguments["disable_shared_experts_fusion"] = True
         overrides: dict[str, Any] = {}
         if rollout.weights_dtype == "fp8_block":
