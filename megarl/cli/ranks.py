@@ -82,7 +82,7 @@ class _Spared(FileIO):
                 left = left[super().write(left) :]
         except BrokenPipeError:
             os.dup2(os.open(os.devnull, os.O_WRONLY), self.fileno())
-            if self.fileno() != sys.__stderr__.fileno():
+            if self.fileno() != 2:
                 print(
                     "megarl: nobody reads this output any more; the run goes on", file=sys.stderr, flush=True
                 )

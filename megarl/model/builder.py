@@ -418,7 +418,7 @@ def _mlp_options(
     model: ModelConfig, hf: PretrainedConfig, ep: int, family: Family, sizes: Sizes
 ) -> dict[str, Any]:
     """Return the fields of Megatron's TransformerConfig of MLPs and of mixtures of experts."""
-    mlp = {"ffn_hidden_size": sizes.ffn}
+    mlp: dict[str, Any] = {"ffn_hidden_size": sizes.ffn}
     if family.is_moe:
         # Dropless and without auxiliary loss, so that a token's output does not depend on other tokens.
         mlp = {
