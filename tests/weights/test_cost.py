@@ -62,7 +62,7 @@ PUBLISHED = {
     # transformers' own counts of Qwen3_5ForCausalLM.
     "Qwen3.5-9B": 8.954,
     "Qwen3.5-27B": 26.896,
-    # Without the parts for images, and without layers that predict further.
+    # transformers' own counts, without parts for images and layers that predict further.
     "Qwen3.5-35B-A3B": 34.661,
     "Qwen3.5-122B-A10B": 122.112,
     "Qwen3.5-397B-A17B": 396.347,
