@@ -87,11 +87,23 @@ class SeededSampler(Sampler):
 
 
 def run_scheduler(*arguments: Any, **options: Any) -> None:
-    """Run SGLang's scheduler process with our sampler."""
+    """Run SGLang's scheduler process with our sampler, and on a CPU with what runs there."""
     from sglang.srt.managers.scheduler import run_scheduler_process
 
     register_sampler_backend(BACKEND, SeededSampler)
+    if not torch.cuda.is_available():
+        _prepare_cpu()
     run_scheduler_process(*arguments, **options)
+
+
+def _prepare_cpu() -> None:
+    """Take prompts through latents where attention is multi-latent, as each token behind them goes anyway:
+    SGLang would make keys and values of each head, and leave the latents alone in the cache, which is what
+    its torch-native attention reads."""
+    from sglang.srt.models.deepseek_common.attention_backend_handler import AttentionBackendRegistry
+    from sglang.srt.models.deepseek_common.attention_forward_methods.forward_methods import AttnForwardMethod
+
+    AttentionBackendRegistry.register("torch_native", lambda attention, batch: AttnForwardMethod.MLA)
 
 
 @torch.no_grad()
@@ -131,6 +143,9 @@ def load_shards(model: torch.nn.Module, named_tensors: list[tuple[str, Tensor]])
                 parameters[name].data.fill_(1.0)
             if finish := getattr(model, "post_load_weights", None):
                 finish()  # multi-latent attention has kv_b_proj in parts, too
+            for module in model.modules():
+                if refresh := getattr(module, "refresh_gemma_weight", None):
+                    refresh()  # and norms around zero have 1 + weight, which fused kernels read
         torch.get_device_module(memory.device).synchronize()
 
 

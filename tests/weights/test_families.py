@@ -485,6 +485,12 @@ def test_what_linear_attention_is_not_there_with(change: dict[str, Any], message
         check_linear(linear, changed)
     with pytest.raises(ConfigError, match=r"actor\.lora\.rank: adapters beside linear and gated attention"):
         check_lora(linear, LoraConfig(rank=2), "actor")
+    other = {**linear, "layer_types": ["full_attention", "linear_attention"]}
+    sglang = Config(**given, rollout={"engine": "sglang"})
+    check_linear(linear, sglang)
+    check_linear(other, Config(**given))
+    with pytest.raises(ConfigError, match=r"rollout\.engine: SGLang has full attention in every n-th layer"):
+        check_linear(other, sglang)
     with pytest.raises(ConfigError, match=r"rollout\.engine: sglang has no kernels of linear attention"):
         sglang_shards(linear, 1, 0, cpu=True)
     uneven = {**linear, "linear_num_key_heads": 3, "linear_num_value_heads": 3}
