@@ -13,7 +13,7 @@ import torch
 
 from megarl.config.schema import Config
 from megarl.data.experience import Experience
-from megarl.rollout.sglang import SGLangEngine
+from megarl.rollout.engines.sglang import SGLangEngine
 from megarl.weights.families import read_config
 from tests.parallel import jobs
 from tests.parallel.test_glm4_moe import LAYOUTS, hf_gradients
