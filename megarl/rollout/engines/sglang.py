@@ -291,10 +291,14 @@ class SGLangEngine(RolloutEngine):
         if overrides:
             arguments["json_model_override_args"] = json.dumps(overrides)
         if cpu:
-            # SGLang would give most of the machine's memory to the KV cache.
+            # SGLang would give most of the machine's memory to its caches.
             longest = config.data.max_prompt_tokens + rollout.max_extent
             arguments |= {"device": "cpu", "attention_backend": "torch_native", "disable_cuda_graph": True}
             arguments |= {"max_total_tokens": rollout.max_batch * longest}
+            if family.is_linear:
+                # Three states for a request, with those of prefixes; other ways to keep these need a GPU.
+                arguments |= {"max_mamba_cache_size": 3 * rollout.max_batch}
+                arguments |= {"mamba_radix_cache_strategy": "no_buffer", "disable_overlap_schedule": True}
         else:
             arguments |= {"base_gpu_id": self.device.index, "mem_fraction_static": rollout.engine_memory}
             arguments |= {"enable_memory_saver": True, "disable_prefill_cuda_graph": True}  # see _environment

@@ -15,6 +15,7 @@ from sglang.srt.layers.sampler import Sampler, register_sampler_backend
 from sglang.srt.sampling.custom_logit_processor import CustomLogitProcessor
 from torch import Tensor
 
+from megarl.rollout.engines.sglang_kernels import gated_norm_of
 from megarl.rollout.sampling import SamplingParams, choose
 
 BACKEND = "pytorch"  # SGLang insists on this name on a CPU
@@ -97,13 +98,18 @@ def run_scheduler(*arguments: Any, **options: Any) -> None:
 
 
 def _prepare_cpu() -> None:
-    """Take prompts through latents where attention is multi-latent, as each token behind them goes anyway:
-    SGLang would make keys and values of each head, and leave the latents alone in the cache, which is what
-    its torch-native attention reads."""
+    """Have two of SGLang's families call what a CPU has.
+
+    multi-latent attention  In a prompt SGLang would make keys and values of each head and leave the latents
+                            alone in the cache; its torch-native attention reads the cache. So prompts go
+                            through latents too, as each token behind them does anyway.
+    Qwen3.5                 The norm behind the delta rule is a Triton kernel."""
     from sglang.srt.models.deepseek_common.attention_backend_handler import AttentionBackendRegistry
     from sglang.srt.models.deepseek_common.attention_forward_methods.forward_methods import AttnForwardMethod
+    from sglang.srt.models.qwen3_5 import RMSNormGated
 
     AttentionBackendRegistry.register("torch_native", lambda attention, batch: AttnForwardMethod.MLA)
+    RMSNormGated.forward = gated_norm_of  # type: ignore[method-assign]
 
 
 @torch.no_grad()
