@@ -109,7 +109,7 @@ def _prepare_cpu() -> None:
     from sglang.srt.models.qwen3_5 import RMSNormGated
 
     AttentionBackendRegistry.register("torch_native", lambda attention, batch: AttnForwardMethod.MLA)
-    RMSNormGated.forward = gated_norm_of  # type: ignore[method-assign]
+    RMSNormGated.forward = gated_norm_of
 
 
 @torch.no_grad()

@@ -89,8 +89,9 @@ def chunk_gated_delta_rule_cpu(
     gdn_triton.py, TritonGDNKernel.extend."""
     out = torch.empty_like(v)
     for slot, some in _requests(initial_state_indices, cu_seqlens):
-        tokens = [part[:, some] for part in (q, k, v, g, beta)]
-        out[:, some], state = delta_rule(*tokens, initial_state[None, slot].mT.float())
+        query, key, value, decay, written = (part[:, some] for part in (q, k, v, g, beta))
+        before = initial_state[None, slot].mT.float()
+        out[:, some], state = delta_rule(query, key, value, decay, written, before)
         initial_state[slot] = state[0].mT.to(initial_state.dtype)
     return out, None, None
 
