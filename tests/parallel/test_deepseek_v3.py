@@ -3,6 +3,7 @@ over every kind of parallelism, with latents of queries and without, with YaRN a
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,10 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from megarl.config.errors import ConfigError
 from megarl.config.schema import Config
 from megarl.data.experience import Experience
-from megarl.schedule.preflight import _check_engine_layout
+from megarl.rollout.engines.sglang import SGLangEngine
 from megarl.weights.families import read_config
 from tests.parallel import jobs
 from tests.parallel.test_glm4_moe import LAYOUTS, hf_gradients
@@ -90,11 +90,15 @@ def test_recomputing_and_sharing_prompts_change_no_gradient(
     assert batch.num_tokens - found["computed"] > 20
 
 
-def test_sglang_on_a_cpu_needs_yarn(tmp_path: Path) -> None:
-    """Its `get_rope_cpu` (0.5.23) asserts it when the engine starts."""
+def test_sglang_on_a_cpu_rotates_by_yarn(tmp_path: Path) -> None:
+    """Its `get_rope_cpu` (0.5.23) has nothing else: a model without it is given YaRN that stretches by 1."""
     settings: dict[str, Any] = {"recipe": "dapo", "run_dir": "run", "steps": 1, "model": {"path": "x"}}
     config = Config(**settings, rollout={"engine": "sglang"})
-    cpu = torch.device("cpu")
-    _check_engine_layout(config, read_config(tiny(tmp_path / "yarn", rope_parameters=YARN)), cpu, 1)
-    with pytest.raises(ConfigError, match=r"^rollout\.engine: on a CPU SGLang .*transformers\)$"):
-        _check_engine_layout(config, read_config(tiny(tmp_path / "plain")), cpu, 1)
+    for name, device, keys, told in (
+        ("yarn", "cpu", {"rope_parameters": YARN}, None),
+        ("plain", "cpu", {}, {"rope_type": "yarn", "factor": 1.0, "original_max_position_embeddings": 512}),
+        ("cuda", "cuda:0", {}, None),
+    ):
+        hf_config = read_config(tiny(tmp_path / name, **keys))
+        given = SGLangEngine(config, hf_config, 0, torch.device(device), (1,))._arguments()
+        assert json.loads(given["json_model_override_args"]).get("rope_parameters") == told

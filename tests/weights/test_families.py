@@ -23,7 +23,7 @@ from megarl.parallel.layout import Layout
 from megarl.parallel.runtime import Runtime
 from megarl.weights.families import FAMILIES, TE_ALIASES, Sizes, family_of, read_config, table_names
 from megarl.weights.megatron import conversion_layout, hf_to_megatron, megatron_to_hf
-from megarl.weights.shards import check_layout, check_linear, check_lora, megatron_layout, sglang_shards
+from megarl.weights.shards import check_layout, check_linear, check_lora, megatron_layout
 from tests.parallel import jobs
 from tests.parallel.test_invariance import VOCAB, make_batch, relative_difference
 from tests.parallel.test_parity import hf_logprobs, sequences
@@ -515,8 +515,12 @@ def test_what_linear_attention_is_not_there_with(change: dict[str, Any], message
         check_linear(linear, changed)
     with pytest.raises(ConfigError, match=r"actor\.lora\.rank: adapters beside linear and gated attention"):
         check_lora(linear, LoraConfig(rank=2), "actor")
-    with pytest.raises(ConfigError, match=r"rollout\.engine: sglang has no kernels of linear attention"):
-        sglang_shards(linear, 1, 0, cpu=True)
+    other = {**linear, "layer_types": ["full_attention", "linear_attention"]}
+    sglang = Config(**given, rollout={"engine": "sglang"})
+    check_linear(linear, sglang)
+    check_linear(other, Config(**given))
+    with pytest.raises(ConfigError, match=r"rollout\.engine: SGLang has full attention in every n-th layer"):
+        check_linear(other, sglang)
     uneven = {**linear, "linear_num_key_heads": 3, "linear_num_value_heads": 3}
     with pytest.raises(
         ConfigError, match=r"parallel\.tp: 2 does not divide the model's 3 key heads of linear"

@@ -339,3 +339,9 @@ def test_layers_of_linear_attention(layout: Layout, family: str) -> None:
     )
     formats = engine_plan(config, model, Layout()).formats
     assert formats == {"model.layers.0.linear_attn.A_log": "float32"}
+
+
+def test_mixtures_with_linear_attention_are_refused_on_a_cpu() -> None:
+    sglang_shards(QWEN3_5, 2, 1, cpu=True)
+    with pytest.raises(ConfigError, match=r"^rollout\.engine: mixtures with linear attention were not tried"):
+        sglang_shards({**WITH_EXPERTS, "model_type": "qwen3_next"}, 2, 1, cpu=True)
