@@ -22,13 +22,25 @@ from transformers import (
     PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen3_5ForTokenClassification,
+    Qwen3_5MoeTextConfig,
     Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
+    Qwen3NextConfig,
 )
 
 Family = Literal[
-    "qwen2", "qwen3", "qwen3_moe", "llama", "mistral", "glm4", "glm4_moe", "deepseek_v3", "qwen3_5_text"
+    "qwen2",
+    "qwen3",
+    "qwen3_moe",
+    "llama",
+    "mistral",
+    "glm4",
+    "glm4_moe",
+    "deepseek_v3",
+    "qwen3_5_text",
+    "qwen3_5_moe_text",
+    "qwen3_next",
 ]
 CONFIGS = {
     "qwen2": Qwen2Config,
@@ -40,7 +52,10 @@ CONFIGS = {
     "glm4_moe": Glm4MoeConfig,
     "deepseek_v3": DeepseekV3Config,
     "qwen3_5_text": Qwen3_5TextConfig,
+    "qwen3_5_moe_text": Qwen3_5MoeTextConfig,
+    "qwen3_next": Qwen3NextConfig,
 }
+HYBRID = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")  # with layers of linear attention
 # What a family's configuration must say besides sizes (megarl/weights/families.py, `requires`).
 SWITCHES: dict[str, dict[str, Any]] = {
     "qwen3": {"attention_bias": False},
@@ -81,6 +96,9 @@ SWITCHES: dict[str, dict[str, Any]] = {
         "linear_value_head_dim": 4,
     },
 }
+# The shared expert is as wide as no other.
+for _family in HYBRID[1:]:
+    SWITCHES[_family] = {**SWITCHES["qwen3_5_text"], "shared_expert_intermediate_size": 20}
 MODELS = {
     None: AutoModelForCausalLM,
     "sequence": AutoModelForSequenceClassification,
@@ -203,15 +221,17 @@ def make_tiny_model(
     }
     if head_dim is not None and family not in ("qwen2", "deepseek_v3"):
         sizes["head_dim"] = head_dim
-    elif family in ("qwen3", "qwen3_moe", "glm4", "glm4_moe", "qwen3_5_text"):
+    elif family in ("qwen3", "qwen3_moe", "glm4", "glm4_moe", *HYBRID):
         sizes["head_dim"] = hidden // heads
-    if family in ("qwen3_moe", "glm4_moe", "deepseek_v3"):
+    if family in ("qwen3_moe", "glm4_moe", "deepseek_v3", *HYBRID[1:]):
         sizes |= {
-            "num_experts" if family == "qwen3_moe" else "n_routed_experts": experts,
+            "num_experts" if family.startswith("qwen3") else "n_routed_experts": experts,
             "num_experts_per_tok": active,
             "norm_topk_prob": norm_topk_prob,
             "moe_intermediate_size": ffn // 2,
         }
+    if family == "qwen3_5_moe_text":  # as published
+        del sizes["intermediate_size"], sizes["norm_topk_prob"]
     if classification:
         sizes["num_labels"] = 1
     config = make_config(family, tied=tied, rope=rope, **sizes, **keys)
@@ -238,7 +258,7 @@ def randomise(model: torch.nn.Module, seed: int) -> None:
     weights."""
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
-        centred = model.config.model_type == "qwen3_5_text" and "linear_attn" not in name
+        centred = model.config.model_type in HYBRID and "linear_attn" not in name
         centre = 1.0 if "norm" in name and not centred else 0.0
         parameter.copy_(centre + 0.1 * torch.randn(parameter.shape, generator=generator))
         if name == "score.bias":

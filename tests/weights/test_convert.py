@@ -21,10 +21,11 @@ from transformers import AutoConfig
 
 from megarl.config.errors import CheckpointError
 from megarl.parallel.layout import Layout
-from megarl.weights.files import BLOCK, FileTensor, blocks
+from megarl.weights.families import FAMILIES
 from megarl.weights.hf import HFFolder, load_into
-from megarl.weights.layout import full_box, megatron_layout
 from megarl.weights.megatron import MegatronFolder, conversion_layout, hf_to_megatron, megatron_to_hf
+from megarl.weights.shards import full_box, megatron_layout
+from megarl.weights.tensor_files import BLOCK, FileTensor, blocks
 from tests.ranks import RankPool
 from tests.tiny_models import make_tiny_model, model_class
 from tests.weights import jobs
@@ -50,6 +51,8 @@ MODELS: list[tuple[str, dict[str, Any], tuple[int, int, int]]] = [
     ("deepseek_v3", {"tied": True, "q_lora_rank": None, "first_k_dense_replace": 0}, (1, 2, 2)),
     ("qwen3_5_text", {"dtype": BF16, "head_dim": 16, "vocab": 101, "max_shard_bytes": 20_000}, (2, 2, 1)),
     ("qwen3_5_text", {"tied": True, "layers": 4, "full_attention_interval": 4}, (1, 4, 1)),
+    ("qwen3_5_moe_text", {"dtype": BF16, "head_dim": 16, "vocab": 101, "max_shard_bytes": 20_000}, (2, 2, 3)),
+    ("qwen3_next", {"dtype": BF16, "tied": True, "vocab": 101, "max_shard_bytes": 20_000}, (2, 2, 2)),
 ]
 CRITICS: list[tuple[str, dict[str, Any], tuple[int, int, int]]] = [
     ("qwen2", {"classification": "token", "dtype": BF16}, (2, 2, 1)),
@@ -58,6 +61,7 @@ CRITICS: list[tuple[str, dict[str, Any], tuple[int, int, int]]] = [
     ("qwen3_moe", {"classification": "token"}, (1, 1, 2)),
     ("glm4", {"classification": "token"}, (2, 1, 1)),
     ("qwen3_5_text", {"classification": "token"}, (2, 1, 1)),
+    ("qwen3_next", {"classification": "token"}, (1, 2, 2)),
 ]
 CARRIED = (
     "config.json",
@@ -134,7 +138,7 @@ def test_megatron_loads_what_was_converted(
         for size in (2, 24)
     ]
     for number, (family, options, sizes) in enumerate(MODELS + CRITICS):
-        if layout[3] > 1 and "moe" not in family and family != "deepseek_v3":
+        if layout[3] > 1 and not FAMILIES[family].is_moe:
             continue
         folder = make_tiny_model(tmp_path / str(number), family, **options)  # type: ignore[arg-type]
         kind, checkpoint = options.get("classification"), tmp_path / f"{number}m"
