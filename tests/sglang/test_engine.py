@@ -95,6 +95,7 @@ def test_samples_as_the_transformers_engine(one: RankPool, params: SamplingParam
     check_samples(one, "one", tmp_path, params, 0)
 
 
+@pytest.mark.shows("SGLang", family="qwen3")
 def test_weights_after_an_update_are_the_exported_ones(one: RankPool, tmp_path: Path) -> None:
     [(before, _)] = one.run(jobs.sample, name="one", params=SamplingParams(24))
     assert one.run(jobs.update, name="one")[0] > 0
@@ -106,6 +107,7 @@ def test_weights_after_an_update_are_the_exported_ones(one: RankPool, tmp_path: 
     assert any(a.logprobs != b.logprobs for a, b in zip(before, after, strict=True))
 
 
+@pytest.mark.shows("SGLang", family="llama")
 def test_a_pretrained_model(smollm2: Path, ranks: Callable[..., RankPool], tmp_path: Path) -> None:
     """Nine heads and three for keys, its own chat template: SGLang's shards are the folder's, and its
     log-probabilities those of Megatron."""
@@ -169,6 +171,7 @@ def test_an_engine_that_dies_before_it_sleeps_sleeps_nevertheless(one: RankPool)
     assert (torch.tensor([x for c in completions for x in c.logprobs]) - ours).abs().max() <= 1e-4
 
 
+@pytest.mark.shows("SGLang")
 @pytest.mark.parametrize("family", ["qwen2", "glm4", "mistral", "glm4_moe"])
 def test_an_engine_over_two_ranks(family: Any, ranks: Callable[..., RankPool], tmp_path: Path) -> None:
     """Untied, a vocabulary that is padded, biases; several buckets; the trainer at TP 2 as well. GLM-4 has
