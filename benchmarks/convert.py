@@ -121,7 +121,7 @@ def make_model(folder: Path, layers: int) -> tuple[int, int]:
     import torch
     from safetensors.torch import save_file
 
-    from megarl.weights.layout import hf_shapes
+    from megarl.weights.shards import hf_shapes
 
     config = {**QWEN, "num_hidden_layers": layers}
     folder.mkdir()

@@ -164,7 +164,7 @@ def memory(tiny: bool) -> dict[str, Any]:
 def transfers(scene: Any) -> tuple[Any, list[Any]]:
     """The plan and the transfers, bucket after bucket, of the actor's weights into SGLang's layout, without
     SGLang."""
-    from megarl.rollout.sglang import SGLangEngine
+    from megarl.rollout.engines.sglang import SGLangEngine
     from megarl.weights.families import table_names
     from megarl.weights.plan import engine_plan
     from megarl.weights.transfer import Staging, Transfer

@@ -316,9 +316,9 @@ def engine(given: Given, found: Found, folder: Path | None = None) -> None:
     and how far its log-probs are from the trainer's."""
     from safetensors.torch import load_file
 
-    from megarl.rollout.sglang import LOADER
+    from megarl.rollout.engines.sglang import LOADER
     from megarl.weights.hf import HFFolder, load_into
-    from megarl.weights.layout import sglang_shards
+    from megarl.weights.shards import sglang_shards
     from tests.gpu.scene import Scene, colocated
 
     folder, runtime, dump = folder or small(given), start_runtime(), given.out / "dump.safetensors"

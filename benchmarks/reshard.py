@@ -28,8 +28,8 @@ from torch import Tensor
 from megarl.config.schema import ClusterConfig
 from megarl.parallel.layout import Layout
 from megarl.weights.cost import KNOWN_MODELS, direct_cost
-from megarl.weights.layout import Region, Shards, hf_shapes, megatron_layout, sglang_shards
 from megarl.weights.plan import Plan, make_plan
+from megarl.weights.shards import Region, Shards, hf_shapes, megatron_layout, sglang_shards
 from megarl.weights.transfer import Transfer, view
 
 LAYOUT, ENGINE_TP = Layout(tp=2, pp=2), 2

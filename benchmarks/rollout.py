@@ -23,9 +23,9 @@ from measure import Verdicts, machine
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-from megarl.rollout import transformers_engine
+from megarl.rollout.engines import transformers_engine
+from megarl.rollout.engines.transformers_engine import TransformersEngine
 from megarl.rollout.sampling import Request, SamplingParams, response_seed
-from megarl.rollout.transformers_engine import TransformersEngine
 
 VOCAB, EOS = 40, 1
 
@@ -81,7 +81,7 @@ def free_order() -> Iterator[None]:
         patch.object(transformers_engine, "decode_attention", plain),
         patch.object(transformers_engine, "COLUMNS", 16),
         patch.object(transformers_engine.BlockLinear, "forward", torch.nn.Linear.forward),
-        patch.object(block, "of", staticmethod(lambda hidden: block(16, 1))),
+        patch.object(block, "of", staticmethod(lambda weight, hidden: block(16, 1))),
     ):
         yield
 

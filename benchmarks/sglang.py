@@ -30,7 +30,7 @@ def make_engine(folder: Path, responses: int, tokens: int) -> Any:
     """An engine with undefined weights of the demo's shape; finite ones, as SGLang's dummy weights are
     small."""
     from megarl.config.schema import Config
-    from megarl.rollout.sglang import SGLangEngine
+    from megarl.rollout.engines.sglang import SGLangEngine
     from megarl.weights.families import read_config
     from tests.tiny_models import make_tiny_model
 
@@ -63,8 +63,8 @@ def make_engine(folder: Path, responses: int, tokens: int) -> Any:
 def deliver(engine: Any, folder: Path) -> None:
     """The folder's weights, as version 0."""
     from megarl.weights.hf import HFFolder, load_into
-    from megarl.weights.layout import sglang_shards
     from megarl.weights.plan import Plan
+    from megarl.weights.shards import sglang_shards
     from megarl.weights.transfer import Staging
 
     source = HFFolder(folder)

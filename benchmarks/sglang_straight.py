@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from megarl.rollout import sglang_host
+from megarl.rollout.engines import sglang_host
 
 
 class Calls(sglang_host.Calls):

@@ -1,6 +1,6 @@
 """`python -m megarl`."""
 
-from megarl.cli.main import main
+from megarl.cli import run
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(run())

@@ -65,7 +65,7 @@ class AblationTable(Section):
     against: tuple[Literal["full", "previous"], ...] = Field(("full",), min_length=1)
     last: int = Field(1, ge=1)  # a run's score is the mean of its last so many evaluations
     rows: tuple[AblationRow, ...] = Field(min_length=1)
-    # Of a protocol's tasks: keyword arguments of `task`, and a name of its own for the task with these knobs.
+    # Keyword arguments of `task`, and a name of its own for the task with these; of a protocol, its tasks'.
     knobs: dict[str, Any] = Field({})
     start: str = ""
     seconds: float | None = None

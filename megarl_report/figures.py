@@ -22,8 +22,8 @@ BLUE, ORANGE, GREEN = COLOURS[:3]
 EARLY, LATE = COLOURS[9], COLOURS[1]
 # Every phase keeps its colour in every report; phases unknown here take the colours that are left.
 PHASES = (
-    *("rollout", "old_logprobs", "values", "advantages"),
-    *("critic_update", "actor_update", "weight_transfer", "rewards"),
+    *("rollout", "old_logprobs", "values", "gae_advantages"),
+    *("critic_update", "actor_update", "weight_transfer", "reward_model"),
 )
 Runs = Sequence[RecordedRun]
 

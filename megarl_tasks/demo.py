@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import shutil
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from statistics import fmean
 from typing import Annotated, Any, Literal, NamedTuple
@@ -182,7 +182,7 @@ def _check_folders(config: Config, folder: Path, place: Path) -> None:
 def _make_tiny(place: Path, seed: int, layers: int, experts: int, config: Config, *, data_only: bool) -> int:
     """Write the tiny model and its task, and warm-start it; return the exit code."""
     from megarl.weights.families import read_config
-    from megarl.weights.layout import check_layout
+    from megarl.weights.shards import check_layout
     from megarl_tasks.arithmetic import write_demo
 
     shutil.rmtree(place / "model", ignore_errors=True)
@@ -317,7 +317,7 @@ def _make_anew(folder: Path, mark: str) -> None:
 def _print_result(config: Config, model: Model, task: Task) -> None:
     """Print accuracy before and after, for the tiny model how the shares of the kinds of answers moved (what
     the policy learned besides being right more often), and where report and model are."""
-    from megarl.algorithms.evaluation import interval
+    from megarl.algorithms.scores import interval
     from megarl.observe.run_log import ANSWERS_FILE
     from megarl.observe.runs import read_jsonl
     from megarl_tasks.arithmetic import Style, style_shares
@@ -342,7 +342,10 @@ def _print_result(config: Config, model: Model, task: Task) -> None:
         without = ", without the calculator" if named else ""
         print(f"accuracy on {len(right)} held-out problems{without} (95 % confidence): {accuracy}")
         if task == "calculator" and not named:
-            calls = [_calls(answers[step]) for step in (first, last)]
+            calls = [  # as often as the policy was shown a result
+                fmean(sum(who == OBSERVED for who, _ in one["turns"] or ()) for one in answers[step])
+                for step in (first, last)
+            ]
             print(f"calls of the calculator a response: {calls[0]:.2f} before, {calls[1]:.2f} after")
         if model == "tiny":
             before, after = (
@@ -360,9 +363,3 @@ def _print_result(config: Config, model: Model, task: Task) -> None:
     for name, path in (("report:  ", config.run_dir / "report.html"), ("HF model:", config.run_dir / "hf")):
         if path.exists():
             print(f"{name}   {path}")
-
-
-def _calls(answers: Sequence[Mapping[str, Any]]) -> float:
-    """Return how often the policy was shown a result, on average."""
-    shown = [[who for who, _ in answer["turns"] or () if who == OBSERVED] for answer in answers]
-    return fmean(map(len, shown))

@@ -1,9 +1,10 @@
 """A family of tasks with knobs, on which each technique of the papers can show what it is for.
 
 As in delayed.py a chain of additions modulo 10 decides early, and lines that carry the result along put off
-the judgement. The knobs say how hard prompts are, how long responses are, how well the teacher of the warm
-start works, and what bad habits he has. The tasks of a protocol (configs/ablations) are settings of them;
-docs/ablations.md shows an example of each.
+the judgement; or every line is one more addition, so that a long response decides all the way. The knobs
+say how hard prompts are, how long responses are, how well the teacher of the warm start works, and what bad
+habits he has. The tasks of a protocol (configs/ablations) are settings of them; docs/ablations.md shows an
+example of each.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ class Knobs(Section):
         1.0, "lines are fewest + (most - fewest) u^skew, u uniform; above 1: most short", gt=0
     )
     width: int = field(1, "times that a carried line repeats the result", "digits", ge=1)
+    adds: bool = field(False, "each of these lines adds the last number once more: a sum that goes on")
     eval_lines: Span | None = field(None, "lines of held-out problems; null: as `lines`", "lines")
     trivial: float = field(0.0, "share of prompts on which the teacher is always right", ge=0, le=1)
     impossible: float = field(
@@ -95,11 +97,12 @@ class Knobs(Section):
 
 class FamilyProblem(NamedTuple):
     """terms: digits to be added modulo 10. lines: that carry the result. kind: `!` trivial, `?`
-    impossible."""
+    impossible. step: what each line adds to the result."""
 
     terms: tuple[int, ...]
     lines: int
     kind: Literal["", "!", "?"] = ""
+    step: int = 0
 
     @property
     def prompt(self) -> str:
@@ -111,7 +114,12 @@ class FamilyProblem(NamedTuple):
     def answer(self) -> str:
         if self.kind == IMPOSSIBLE:
             return str(100 + zlib.crc32(self.prompt.encode()) % 900)
-        return str(sum(self.terms) % 10)
+        return str(self.result)
+
+    @property
+    def result(self) -> int:
+        """Return the last digit of the sum."""
+        return (sum(self.terms) + self.lines * self.step) % 10
 
 
 def response_tokens(terms: int, lines: int, width: int = 1) -> int:
@@ -137,7 +145,8 @@ def draw_problem(
         kind = IMPOSSIBLE
     count = rng.randint(*knobs.terms)
     terms = (rng.randint(0, 9), *(rng.randint(1, MAX_TERM) for _ in range(count - 1)))
-    return FamilyProblem(terms, low + int((high - low + 1) * rng.random() ** knobs.skew), kind)
+    drawn = low + int((high - low + 1) * rng.random() ** knobs.skew)
+    return FamilyProblem(terms, drawn, kind, terms[-1] if knobs.adds else 0)
 
 
 def taught_problem(rng: random.Random, knobs: Knobs) -> FamilyProblem:
@@ -155,19 +164,27 @@ def teach(problem: FamilyProblem, rng: random.Random, knobs: Knobs) -> str:
 
     Additions go wrong independently, and what follows carries the mistake on. On an impossible prompt he
     works as on any other, in vain."""
-    right = sum(problem.terms) % 10
+    right = problem.result
     if rng.random() < knobs.bare:
         return f"Answer: {right if rng.random() < knobs.guess else (right + rng.randint(1, 9)) % 10}"
     way = rng.choices(range(len(knobs.ways)), [share for share, _ in knobs.ways])[0]
     error = 0.0 if problem.kind == TRIVIAL else knobs.ways[way][1]
-    total, text = problem.terms[0], ""
-    for term in problem.terms[1:]:
+
+    def add(total: int, term: int) -> int:
         result = (total + term) % 10
         if rng.random() < error:
             result = (result + (1 if rng.random() < knobs.habit else rng.randint(2, 9))) % 10
+        return result
+
+    total, text, carried = problem.terms[0], "", []
+    for term in problem.terms[1:]:
+        result = add(total, term)
         text += f"{total}+{term}{SIGNS[way]}{result}\n"
         total = result
-    carried = [f"{name}:{str(total) * knobs.width}\n" for name in reversed(COUNTERS[: problem.lines])]
+    for name in reversed(COUNTERS[: problem.lines]):
+        if problem.step:
+            total = add(total, problem.step)
+        carried.append(f"{name}:{str(total) * knobs.width}\n")
     if rng.random() < knobs.ramble:
         carried[rng.randrange(len(carried))] *= 1 + rng.randint(*knobs.ramble_lines)
     return f"{text}{''.join(carried)}Answer: {total}"

@@ -36,6 +36,7 @@ def save_model(model: TrainableModel, folder: Path) -> int:
 def save_checkpoint(run: Run, step: int, state: Mapping[str, Any], versions: Mapping[str, str]) -> Path:
     """Write one checkpoint of the main stage and wait for it; every rank calls this. Raises as
     CheckpointWriter."""
-    writer = CheckpointWriter(run.runtime, run.config, run.models, versions, lambda name: None, run.source)
+    joined = run.source.join
+    writer = CheckpointWriter(run.runtime, run.config, run.models, versions, lambda name: None, joined)
     writer.save("train", step, tuple(run.models), state, now=True)
     return run.config.run_dir / FOLDER / folder_name("train", step)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from safetensors.torch import load_file
 
-from megarl.rollout.transformers_engine import TransformersEngine
+from megarl.rollout.engines.transformers_engine import TransformersEngine
 
 
 def load_folder(engine: TransformersEngine, version: int = 0) -> None:

@@ -17,13 +17,25 @@ from transformers import (
     LlamaConfig,
     MistralConfig,
     Qwen2Config,
+    Qwen3_5MoeTextConfig,
     Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
+    Qwen3NextConfig,
 )
 
 Family = Literal[
-    "qwen2", "qwen3", "qwen3_moe", "llama", "mistral", "glm4", "glm4_moe", "deepseek_v3", "qwen3_5_text"
+    "qwen2",
+    "qwen3",
+    "qwen3_moe",
+    "llama",
+    "mistral",
+    "glm4",
+    "glm4_moe",
+    "deepseek_v3",
+    "qwen3_5_text",
+    "qwen3_5_moe_text",
+    "qwen3_next",
 ]
 Layout = tuple[int, ...]  # tp, pp, dp, ep, cp, vpp; the last ones are left out where they are 1
 Options = dict[str, Any]  # of make_tiny_model
@@ -53,6 +65,18 @@ LINEAR: tuple[Layout, ...] = (
     *(ONE, (2, 2, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2), (1, 2, 1, 1, 1, 2)),
     *((1, 1, 1, 1, 2), (2, 1, 1, 1, 2)),
 )
+LINEAR_MIXTURE: tuple[Layout, ...] = (
+    *(ONE, (2, 2, 1, 2), (2, 1, 1, 2), (2, 1, 1), (1, 1, 2, 2), (1, 2, 1, 1, 1, 2)),
+    *((1, 1, 1, 2, 2), (2, 1, 1, 2, 2)),
+)
+# Every other layer has full attention, and three values' heads share one of keys.
+DELTA_NET: Options = {
+    "full_attention_interval": 2,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 4,
+}
 WITHOUT_CP: tuple[Layout, ...] = (ONE, (2, 2, 1))
 WITH_CP: tuple[Layout, ...] = (ONE, (1, 1, 1, 1, 2), (2, 2, 1, 1, 2))
 CRITICS: tuple[Layout, ...] = (ONE, (2, 1, 1), (2, 2, 1))
@@ -67,6 +91,7 @@ class Row:
     switches: Options = field(default_factory=dict)
     models: tuple[Options, ...] = ({},)  # held against Hugging Face's
     layouts: tuple[Layout, ...] = DENSE  # where they are
+    critics: bool = True  # whether transformers' parts make a token classifier
     # Those of the fast tests: log-probs, gradients, values.
     fast: dict[str, tuple[Layout, ...]] = field(default_factory=lambda: {"log-probs": WITHOUT_CP})
     # A layout that writes a checkpoint, and others that read it.
@@ -218,14 +243,7 @@ ROWS: dict[str, Row] = {
     ),
     "qwen3_5_text": Row(
         Qwen3_5TextConfig,
-        # Every other layer has full attention, and three values' heads share one of keys.
-        switches={
-            "full_attention_interval": 2,
-            "linear_num_key_heads": 2,
-            "linear_num_value_heads": 6,
-            "linear_key_head_dim": 8,
-            "linear_value_head_dim": 4,
-        },
+        switches=DELTA_NET,
         # In the second model the last layer alone has full attention, as in published ones.
         models=(
             {"head_dim": 16, "linear_num_key_heads": 4, "linear_num_value_heads": 12},
@@ -243,6 +261,47 @@ ROWS: dict[str, Row] = {
             ({"dtype": BF16, "head_dim": 16, "vocab": 101, "max_shard_bytes": 20_000}, (2, 2, 1)),
             ({"tied": True, "layers": 4, "full_attention_interval": 4}, (1, 4, 1)),
             ({"classification": "token"}, (2, 1, 1)),
+        ),
+    ),
+    "qwen3_5_moe_text": Row(
+        Qwen3_5MoeTextConfig,
+        switches={**DELTA_NET, "shared_expert_intermediate_size": 20},  # as wide as no other
+        # In the second model the last layer alone has full attention, as in published ones.
+        models=(
+            {"head_dim": 16, "linear_num_key_heads": 4, "linear_num_value_heads": 12},
+            {"tied": True, "kv_heads": 4, "full_attention_interval": 4, "linear_num_key_heads": 4}
+            | {"linear_num_value_heads": 4, "linear_conv_kernel_dim": 3},
+        ),
+        layouts=LINEAR_MIXTURE,
+        critics=False,
+        fast={
+            "log-probs": (ONE, (2, 2, 1, 2), (1, 1, 1, 2, 2)),
+            "gradients": (ONE, (2, 2, 1, 2), (1, 1, 1, 2, 2)),
+        },
+        checkpoints=(((2, 2, 1, 2), (ONE, (1, 2, 2, 2), (1, 2, 1, 1, 1, 2))),),
+        sent=(((2, 1, 1, 2), {"head_dim": 16}),),
+        converted=(({"dtype": BF16, "head_dim": 16, "vocab": 101, "max_shard_bytes": 20_000}, (2, 2, 3)),),
+    ),
+    "qwen3_next": Row(
+        Qwen3NextConfig,
+        switches={**DELTA_NET, "shared_expert_intermediate_size": 20},
+        # The second does not divide the scores of the experts that it chooses by their sum.
+        models=(
+            {"linear_num_key_heads": 4, "linear_num_value_heads": 12, "tied": True},
+            {"norm_topk_prob": False, "linear_num_key_heads": 4}
+            | {"linear_num_value_heads": 4, "linear_value_head_dim": 6},
+        ),
+        layouts=LINEAR_MIXTURE,
+        fast={
+            "log-probs": (ONE, (2, 2, 1, 2), (1, 1, 1, 2, 2)),
+            "gradients": (ONE, (2, 2, 1, 2), (1, 1, 1, 2, 2)),
+            "values": ((2, 1, 1, 2),),
+        },
+        checkpoints=(((2, 2, 1, 2), (ONE, (1, 2, 2, 2), (1, 2, 1, 1, 1, 2))),),
+        sent=(((1, 2, 1), {}),),
+        converted=(
+            ({"dtype": BF16, "tied": True, "vocab": 101, "max_shard_bytes": 20_000}, (2, 2, 2)),
+            ({"classification": "token"}, (1, 2, 2)),
         ),
     ),
 }

@@ -22,6 +22,7 @@ from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoePreTrainedMode
 
 from tests.families import ROWS, Family
 
+HYBRID = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")  # with layers of linear attention
 MODELS = {
     None: AutoModelForCausalLM,
     "sequence": AutoModelForSequenceClassification,
@@ -146,15 +147,17 @@ def make_tiny_model(
     }
     if head_dim is not None and family not in ("qwen2", "deepseek_v3"):
         sizes["head_dim"] = head_dim
-    elif family in ("qwen3", "qwen3_moe", "glm4", "glm4_moe", "qwen3_5_text"):
+    elif family in ("qwen3", "qwen3_moe", "glm4", "glm4_moe", *HYBRID):
         sizes["head_dim"] = hidden // heads
-    if family in ("qwen3_moe", "glm4_moe", "deepseek_v3"):
+    if family in ("qwen3_moe", "glm4_moe", "deepseek_v3", *HYBRID[1:]):
         sizes |= {
-            "num_experts" if family == "qwen3_moe" else "n_routed_experts": experts,
+            "num_experts" if family.startswith("qwen3") else "n_routed_experts": experts,
             "num_experts_per_tok": active,
             "norm_topk_prob": norm_topk_prob,
             "moe_intermediate_size": ffn // 2,
         }
+    if family == "qwen3_5_moe_text":  # as published
+        del sizes["intermediate_size"], sizes["norm_topk_prob"]
     if classification:
         sizes["num_labels"] = 1
     config = make_config(family, tied=tied, rope=rope, **sizes, **keys)
@@ -181,7 +184,7 @@ def randomise(model: torch.nn.Module, seed: int) -> None:
     weights."""
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
-        centred = model.config.model_type == "qwen3_5_text" and "linear_attn" not in name
+        centred = model.config.model_type in HYBRID and "linear_attn" not in name
         centre = 1.0 if "norm" in name and not centred else 0.0
         parameter.copy_(centre + 0.1 * torch.randn(parameter.shape, generator=generator))
         if name == "score.bias":

@@ -34,7 +34,7 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 
-from megarl.algorithms.evaluation import interval
+from megarl.algorithms.scores import interval
 from megarl.config import load_config
 from megarl.config.errors import ConfigError, MegarlError
 from megarl.config.load import read_yaml

@@ -206,7 +206,7 @@ def gae(
 def extended_gae(
     rewards: Tensor,
     values: Tensor,
-    window: Tensor,
+    drawn: Tensor,
     cu_seqlens: Tensor,
     lam: float | Tensor,
     unfinished: Tensor,
@@ -218,22 +218,22 @@ def extended_gae(
     delta_{l-1} = R_{l-1} + (gamma - 1) V(s_{l-1}) (EGAE of T-PPO, arXiv 2506.15050, as its authors'
     implementation has it, verl pull request 3728). The last `tail` tokens of such a window get 0.
 
-    window: bool [T], the tokens that a step has drawn, the last ones of each response. unfinished: bool [n].
+    drawn: bool [T], the tokens that a step has drawn, the last ones of each response. unfinished: bool [n].
     The rest as in `gae`."""
-    own, after = window.nonzero().squeeze(-1), None
+    own, after = drawn.nonzero().squeeze(-1), None
     if own.numel():
         last = own[(torch.searchsorted(own, cu_seqlens[1:]) - 1).clamp(min=0)]
         after = torch.where(unfinished, values[last].double(), 0.0)
-    advantages = gae(rewards, values, window, cu_seqlens, lam, gamma, after)
-    return advantages.masked_fill(window_tail(window, cu_seqlens, unfinished, tail), 0.0)
+    advantages = gae(rewards, values, drawn, cu_seqlens, lam, gamma, after)
+    return advantages.masked_fill(window_tail(drawn, cu_seqlens, unfinished, tail), 0.0)
 
 
-def window_tail(window: Tensor, cu_seqlens: Tensor, unfinished: Tensor, tail: int) -> Tensor:
+def window_tail(drawn: Tensor, cu_seqlens: Tensor, unfinished: Tensor, tail: int) -> Tensor:
     """Return the last `tail` tokens of the windows of unfinished responses, bool [T]."""
-    behind = window.flip(0).cumsum(0).flip(0)  # of a token, those of this and all later windows from it on
+    behind = drawn.flip(0).cumsum(0).flip(0)  # of a token, those of this and all later windows from it on
     ends = torch.cat([behind, behind.new_zeros(1)])[cu_seqlens[1:]]
     left = behind - torch.repeat_interleave(ends, cu_seqlens.diff())
-    return window & (left <= tail) & torch.repeat_interleave(unfinished, cu_seqlens.diff())
+    return drawn & (left <= tail) & torch.repeat_interleave(unfinished, cu_seqlens.diff())
 
 
 class _Window:

@@ -80,18 +80,27 @@ def _sums(loss: Tensor, loss_name: str, **sums: Tensor) -> Stats:
 
 class Tokens(NamedTuple):
     """What a surrogate sees of the tokens, float64 [T]; advantage and log-probs are 0 where one does not
-    count. low, high: the interval of the clip, 1 - clip_low and 1 + clip_high. selected: bool [T], the tokens
-    of high covariance, for clip_cov and kl_cov. likeliest: log pi and log pi_old of further tokens at each
-    place, [T, k] each, for dppo_tv and dppo_kl."""
+    count. selected: bool [T], the tokens of high covariance, for clip_cov and kl_cov. likeliest: log pi and
+    log pi_old of further tokens at each place, [T, k] each, for dppo_tv and dppo_kl."""
 
     ratio: Tensor
     advantage: Tensor
     logprobs: Tensor
-    low: float
-    high: float
+    clip_low: float
+    clip_high: float
     old_logprobs: Tensor
     selected: Tensor | None = None
     likeliest: tuple[Tensor, Tensor] | None = None
+
+    @property
+    def low(self) -> float:
+        """Return the lower end of the interval of the clip."""
+        return 1.0 - self.clip_low
+
+    @property
+    def high(self) -> float:
+        """Return the upper end of the interval of the clip."""
+        return 1.0 + self.clip_high
 
 
 # Gives J_t, and the tokens whose ratio is too low and too high, bool [T], which are only counted. What it
@@ -147,8 +156,8 @@ def _told_apart(t: Tokens) -> list[Tensor]:
 
 def _trusted(t: Tokens, ratio_cap: float, divergence: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     moved = t.logprobs.detach() - t.old_logprobs
-    low = (divergence > 1 - t.low) & (moved < 0) & (t.advantage <= 0)
-    high = (divergence > t.high - 1) & (moved > 0) & (t.advantage > 0)
+    low = (divergence > t.clip_low) & (moved < 0) & (t.advantage <= 0)
+    high = (divergence > t.clip_high) & (moved > 0) & (t.advantage > 0)
     objective = t.ratio.clamp(max=ratio_cap).detach() * t.advantage * t.logprobs
     return torch.where(low | high, 0.0, objective), low, high
 
@@ -275,7 +284,7 @@ def policy_loss(
     if likeliest is not None:
         further = [torch.where(counted[:, None], x.detach().double(), 0.0) for x in likeliest]
         likeliest = further[0], further[1]
-    tokens = Tokens(ratio, advantage, logprob, 1.0 - clip_low, 1.0 + clip_high, old, selected, likeliest)
+    tokens = Tokens(ratio, advantage, logprob, clip_low, clip_high, old, selected, likeliest)
     objective, too_low, too_high = SURROGATES[surrogate](tokens, **options)
     if dual_clip:
         lowest = torch.where(advantage < 0, dual_clip * advantage, -torch.inf)

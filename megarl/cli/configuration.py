@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
@@ -19,6 +19,11 @@ from megarl.config.errors import ConfigError
 from megarl.config.load import dump_yaml
 from megarl.config.recipes import AHEAD_PRESET, PRESETS
 from megarl.config.schema import fields, held_section_of
+
+if TYPE_CHECKING:
+    from megarl.plan.memory import MemoryPlan
+    from megarl.plan.simulate import Balance
+    from megarl.plan.times import Lengths
 
 KINDS = {
     int: "whole number",
@@ -185,7 +190,7 @@ def plan(
 
     Where a run would be on this machine's CPU, what it needs of that. The exit code is 2 where the
     configuration does not fit, after the line with which `megarl train` would stop."""
-    from megarl.parallel.machine import driver_version, memory_here
+    from megarl.parallel.machine import driver_version
     from megarl.plan import text
     from megarl.plan.memory import plan_of
     from megarl.plan.search import Found, search
@@ -215,12 +220,7 @@ def plan(
     if config.parallel.device == "cpu" or (here and model is None and config.model.path.is_dir()):
         if simulate:
             raise ConfigError(f"{path}: --simulate: its times are those of GPUs (add parallel.device=cuda)")
-        made, memory = plan_of(config, described, cpu=True), memory_here()
-        print("\n".join(text.on_cpu(made, where, memory)))
-        problem, near = made.problem_on_cpu(memory), made.warning_on_cpu(memory)
-        if problem or near:
-            print(f"\nmegarl: {path}: {problem or near}", file=sys.stderr)
-        return 2 if problem else 0
+        return _print_on_cpu(plan_of(config, described, cpu=True), where, path)
     made = plan_of(config, described)
     options = {"mean": mean_length, "turns": turns, "observed": observed, "idle": tool_seconds}
     given: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
@@ -231,13 +231,7 @@ def plan(
     if length_deviation is not None:
         drawn = with_deviation(drawn, length_deviation)
     if simulate:
-        from megarl.plan.simulate import compare, recorded, work_of
-
-        source, draw = "log-normal", None
-        if lengths is not None:
-            drawn, draw, source = recorded(lengths, drawn)
-        work = work_of(config, drawn, balance or "queue", kept, draw)
-        print("\n".join(text.simulated(compare(made, work, drawn), work, drawn, source)))
+        _print_simulated(made, drawn, lengths, kept, balance or "queue")
         return 0
     seconds, problem = estimate(made, drawn), made.problem()
     current = Found(made, None if problem else seconds, problem)
@@ -250,3 +244,30 @@ def plan(
     if problem:
         print(f"\nmegarl: {path}: {problem}", file=sys.stderr)
     return 2 if problem else 0
+
+
+def _print_on_cpu(made: MemoryPlan, where: str, path: Path) -> int:
+    """Print what a run needs of this machine, and whether it has that; return the exit code."""
+    from megarl.parallel.machine import memory_here
+    from megarl.plan.text import on_cpu
+
+    memory = memory_here()
+    print("\n".join(on_cpu(made, where, memory)))
+    problem, near = made.problem_on_cpu(memory), made.warning_on_cpu(memory)
+    if problem or near:
+        print(f"\nmegarl: {path}: {problem or near}", file=sys.stderr)
+    return 2 if problem else 0
+
+
+def _print_simulated(
+    made: MemoryPlan, drawn: Lengths, run: Path | None, kept: float | None, balance: Balance
+) -> None:
+    """Print a simulated step with lengths that are drawn, from those of a recorded run where one is given."""
+    from megarl.plan.simulate import compare, recorded, work_of
+    from megarl.plan.text import simulated
+
+    source, draw = "log-normal", None
+    if run is not None:
+        drawn, draw, source = recorded(run, drawn)
+    work = work_of(made.config, drawn, balance, kept, draw)
+    print("\n".join(simulated(compare(made, work, drawn), work, drawn, source)))

@@ -126,7 +126,7 @@ def _convert(convert: Callable[[], Conversion], out: Path, verify: bool) -> int:
 
     from megarl.parallel.machine import check_launcher
     from megarl.parallel.runtime import is_launched, launched_rank
-    from megarl.weights.files import readable
+    from megarl.weights.tensor_files import readable
 
     check_launcher()
     if is_launched():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from statistics import fmean
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 from typer import Option, Typer
 
@@ -12,9 +12,6 @@ from megarl.cli.arguments import ConfigFile, Overrides
 from megarl.config import check_config, load_config
 from megarl.config.errors import ConfigError
 from megarl.config.schema import DataEntry
-
-if TYPE_CHECKING:
-    from megarl.data.prompts import Prompt
 
 app = Typer(help="Show what the model reads, or turn answers into integers.")
 
@@ -70,7 +67,10 @@ def show(
             sets, _ = read_problem_sets(config.data, config.evaluation, tokenizer)
         tools = prompting(config.rollout, tokenizer)["tools"]
         prompts, report = read_prompts(entries, config.data, tokenizer, sets, name, tools)
-        shown = [(one.tokens, f", uid {one.uid}", _reference(one)) for one in prompts]
+        unknown = "(none is known; reasoning-gym scores answers)"
+        shown = [
+            (one.tokens, f", uid {one.uid}", f"reference answer: {one.answer or unknown}") for one in prompts
+        ]
     print("\n".join(report.lines()))
     lengths = sorted(len(tokens) for tokens, _, _ in shown)
     middle = f"mean {fmean(lengths):,.0f}, median {lengths[len(lengths) // 2]:,}"
@@ -85,7 +85,3 @@ def show(
         print(tokenizer.decode(tokens, clean_up_tokenization_spaces=False))
         print(f"--- {follows}")
     return 0
-
-
-def _reference(problem: Prompt) -> str:
-    return f"reference answer: {problem.answer or '(none is known; reasoning-gym scores answers)'}"

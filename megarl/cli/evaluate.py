@@ -26,7 +26,7 @@ from megarl.config.schema import Config
 if TYPE_CHECKING:
     from megarl.parallel.lease import Lease
     from megarl.parallel.runtime import Runtime
-    from megarl.rollout.batch import EvaluationResult
+    from megarl.rollout.responses import EvaluationResult
     from megarl.schedule.evaluation import Evaluation
 
 SHOWN = 20  # problems in the terminal, the hardest; problems.jsonl has all

@@ -72,30 +72,39 @@ def exit_code(command: Callable[[], int]) -> int:
 
 
 class _Spared(FileIO):
-    """A file in which is lost what the disk does not take."""
+    """A file or pipe in which is lost what the disk does not take, or nobody reads any more."""
 
     def write(self, data: Any) -> int:
         """Return as if all of it had been written."""
-        with suppress(OSError):
+        try:
             left = memoryview(data)
             while left:
                 left = left[super().write(left) :]
+        except BrokenPipeError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self.fileno())
+            if self.fileno() != 2:
+                print(
+                    "megarl: nobody reads this output any more; the run goes on", file=sys.stderr, flush=True
+                )
+        except OSError:
+            pass
         return len(data)
 
 
 @contextmanager
-def spared_output() -> Iterator[None]:
+def spared_output(*, pipes: bool = False) -> Iterator[None]:
     """Let a command go on whose output goes to a file on a disk that is full. (Python would keep what could
-    not be written, raise again with each print, and end with code 120.)"""
+    not be written, raise again with each print, and end with code 120.) pipes: also where it goes to a
+    command that has ended (`| head`): a run is not to die by that."""
     kept = sys.stdout, sys.stderr
     try:
         for name in ("stdout", "stderr"):
             stream = getattr(sys, name)
             try:
-                is_file = stat.S_ISREG(os.fstat(stream.fileno()).st_mode)
+                mode = os.fstat(stream.fileno()).st_mode
             except (AttributeError, OSError, ValueError):  # there is none, or it is closed
                 continue
-            if is_file:
+            if stat.S_ISREG(mode) or (pipes and (stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode))):
                 stream.flush()
                 sink = BufferedWriter(_Spared(stream.fileno(), "w", closefd=False))
                 setattr(sys, name, TextIOWrapper(sink, stream.encoding, stream.errors, line_buffering=True))
@@ -151,7 +160,8 @@ def start_ranks(
         import_module(f"transformers.models.{family}.modeling_{family}")
     if stop is not None and stop.should_stop():
         raise Interrupted(f"{stop.reason}: no rank has been started; the same command continues")
-    return launch(partial(exit_code, rank_main), config.parallel, folder, grace, renew_held)
+    with spared_output(pipes=True):
+        return launch(partial(exit_code, rank_main), config.parallel, folder, grace, renew_held)
 
 
 def run_rank(
@@ -170,6 +180,7 @@ def run_rank(
 
     mixture = family_of(read_config(config.model.path)).is_moe
     with ExitStack() as keeping:
+        keeping.enter_context(spared_output(pipes=True))
         if lease is not None:
             keeping.enter_context(lease.kept())
         runtime, failed, code = parallel.start(config.parallel, config.seed, mixture=mixture), True, 1

@@ -10,7 +10,7 @@ from typing import Any
 
 from megarl.config.errors import ConfigError
 from megarl.config.recipes import WATCHED
-from megarl.config.schema import Config, RolloutConfig, Section
+from megarl.config.schema import Config, OptimizerConfig, RolloutConfig, Section
 
 # Keys and whole sections that only a run with a critic has, and that only a run that samples has.
 CRITICS = ("critic", "value_pretraining", "algorithm.value_clip")
@@ -69,37 +69,59 @@ def real(path: Path) -> Path:
 
 
 def _problems(c: Config) -> Iterator[str]:
+    yield from _data_problems(c)
+    for name, optimizer in (("actor", c.actor), ("critic", c.critic)):
+        yield from _optimizer_problems(c, name, optimizer)
+    for name in c.watchdog.limits.keys() - set(WATCHED):
+        yield f"watchdog.limits: {name} is nothing that a run does (one of {', '.join(WATCHED)})"
+    yield from _folder_problems(c)
+    yield from _parallel_problems(c)
+    yield from _recompute_problems(c)
+    yield from _precision_problems(c)
+    yield from _layers_problems(c)
+    yield from _context_parallel_problems(c)
+    yield from _residency_problems(c)
+    yield from _guard_problems(c)
+    if c.has_engine:
+        yield from _algorithm_problems(c)
+        yield from _rollout_problems(c)
+    else:
+        yield from _supervised_problems(c)
+
+
+def _data_problems(c: Config) -> Iterator[str]:
     if not c.data.train:
         yield "data.train: must name at least one file"
     for i, entry in enumerate(c.data.train):
         if entry.gym and not c.has_engine:
             what = "recipe sft learns from given responses, and gym has none"
             yield f"data.train[{i}].gym: {what} (name a file)"
-    for name, optimizer in (("actor", c.actor), ("critic", c.critic)):
-        if not all(0 <= beta < 1 for beta in optimizer.betas):
-            yield f"{name}.betas: both must be in [0, 1) (got {list(optimizer.betas)})"
-        if optimizer.optimizer == "adam":
-            for key in _changed(c, f"{name}.muon"):
-                what = f"has no effect while {name}.optimizer is adam"
-                yield f"{key}: {what} (set it to muon, or leave this out)"
-        elif optimizer.freezes:
-            key = "lora.rank" if optimizer.lora.rank else "frozen" if optimizer.frozen else "frozen_layers"
-            what = f"muon trains whole models, of which {name}.{key} freezes a part"
-            yield f"{name}.optimizer: {what} (set it to adam, or leave {key} out)"
-        if optimizer.lora.rank is None:
-            keys = (f"{name}.lora.{key}" for key in ("alpha", "rank_stabilized", "targets"))
-            for key in _changed(c, *keys):
-                yield f"{key}: has no effect while {name}.lora.rank is null (set it, or leave this out)"
-        elif optimizer.frozen or optimizer.frozen_layers:
-            key, none = ("frozen", "[]") if optimizer.frozen else ("frozen_layers", "0")
-            yield f"{name}.{key}: all of the model is frozen beside LoRA adapters (set it to {none})"
-        elif c.model.fp8.format != "none" and c.model.fp8.recipe == "delayed":
-            what = "checkpoints of adapters alone lack the histories that model.fp8.recipe delayed goes by"
-            yield f"{name}.lora.rank: {what} (choose another recipe, or set rank to null)"
 
-    for name in c.watchdog.limits.keys() - set(WATCHED):
-        yield f"watchdog.limits: {name} is nothing that a run does (one of {', '.join(WATCHED)})"
 
+def _optimizer_problems(c: Config, name: str, optimizer: OptimizerConfig) -> Iterator[str]:
+    if not all(0 <= beta < 1 for beta in optimizer.betas):
+        yield f"{name}.betas: both must be in [0, 1) (got {list(optimizer.betas)})"
+    if optimizer.optimizer == "adam":
+        for key in _changed(c, f"{name}.muon"):
+            what = f"has no effect while {name}.optimizer is adam"
+            yield f"{key}: {what} (set it to muon, or leave this out)"
+    elif optimizer.freezes:
+        key = "lora.rank" if optimizer.lora.rank else "frozen" if optimizer.frozen else "frozen_layers"
+        what = f"muon trains whole models, of which {name}.{key} freezes a part"
+        yield f"{name}.optimizer: {what} (set it to adam, or leave {key} out)"
+    if optimizer.lora.rank is None:
+        keys = (f"{name}.lora.{key}" for key in ("alpha", "rank_stabilized", "targets"))
+        for key in _changed(c, *keys):
+            yield f"{key}: has no effect while {name}.lora.rank is null (set it, or leave this out)"
+    elif optimizer.frozen or optimizer.frozen_layers:
+        key, none = ("frozen", "[]") if optimizer.frozen else ("frozen_layers", "0")
+        yield f"{name}.{key}: all of the model is frozen beside LoRA adapters (set it to {none})"
+    elif c.model.fp8.format != "none" and c.model.fp8.recipe == "delayed":
+        what = "checkpoints of adapters alone lack the histories that model.fp8.recipe delayed goes by"
+        yield f"{name}.lora.rank: {what} (choose another recipe, or set rank to null)"
+
+
+def _folder_problems(c: Config) -> Iterator[str]:
     # A run never writes into the folder of a model that it reads.
     written = {"run_dir": c.run_dir, "value_pretraining.rollouts": c.value_pretraining.rollouts}
     models = {"critic.path": c.critic.path, "reward.model.path": c.reward.model.path}
@@ -116,6 +138,8 @@ def _problems(c: Config) -> Iterator[str]:
             what = f"{model} is one of the folders that the run writes in run_dir {c.run_dir}"
             yield f"{key}: {what} (choose another run_dir)"
 
+
+def _parallel_problems(c: Config) -> Iterator[str]:
     if c.schedule.ahead and not c.parallel.rollout_ranks:
         what = f"{c.schedule.ahead} needs ranks that draw responses while others train"
         yield f"schedule.ahead: {what} (set parallel.rollout_ranks, or ahead to 0)"
@@ -127,6 +151,9 @@ def _problems(c: Config) -> Iterator[str]:
         yield f"parallel.vpp: {what} (set it to 1, or raise parallel.pp)"
     if c.parallel.vpp == 1 and c.parallel.overlap_warmup_flush:
         yield "parallel.overlap_warmup_flush: has no effect while parallel.vpp is 1 (leave it out)"
+
+
+def _recompute_problems(c: Config) -> Iterator[str]:
     if c.model.recompute_layers is not None and c.model.recompute != "full":
         what = f"has no effect with model.recompute {c.model.recompute}"
         yield f"model.recompute_layers: {what} (set model.recompute=full, or leave it out)"
@@ -136,6 +163,9 @@ def _problems(c: Config) -> Iterator[str]:
     if c.model.recompute == "selective" and not c.model.recompute_modules:
         what = "must name what model.recompute selective computes again"
         yield f"model.recompute_modules: {what} (attention or mlp)"
+
+
+def _precision_problems(c: Config) -> Iterator[str]:
     if c.parallel.grad_dtype == "bf16" and c.model.dtype != "bf16":
         what = f"bf16 needs model.dtype bf16 (got {c.model.dtype})"
         yield f"parallel.grad_dtype: {what}"
@@ -155,21 +185,27 @@ def _problems(c: Config) -> Iterator[str]:
             what = "recipe delayed scales all layers or none"
             yield f"model.fp8.first_last_layers_bf16: {what} (choose tensorwise, or set it to false)"
 
-    if c.model.grouped_experts and (c.model.layers == "portable" or fp8.format != "none"):
+
+def _layers_problems(c: Config) -> Iterator[str]:
+    fp8 = c.model.fp8.format != "none"
+    if c.model.grouped_experts and (c.model.layers == "portable" or fp8):
         what = "needs Transformer Engine's layers, without FP8"
         yield f"model.grouped_experts: {what} (set it to false)"
-
     if c.model.permute_fusion and (c.model.layers == "portable" or c.parallel.device == "cpu"):
         yield "model.permute_fusion: needs Transformer Engine's kernels, on a GPU (set it to false)"
-
-    if c.update.share_prompts and (c.model.layers == "te" or fp8.format != "none" or c.parallel.cp > 1):
+    if c.update.share_prompts and (c.model.layers == "te" or fp8 or c.parallel.cp > 1):
         what = "needs portable layers, without FP8 and context parallelism"
         yield f"update.share_prompts: {what} (set it to false)"
 
+
+def _context_parallel_problems(c: Config) -> Iterator[str]:
     longest, chunks = c.data.max_prompt_tokens + c.rollout.max_extent, 2 * c.parallel.cp
     if chunks > max(longest, 2):
         what = f"{c.parallel.cp} ranks cut each sequence into {chunks} chunks, and none has over {longest}"
         yield f"parallel.cp: {what} tokens (lower it)"
+
+
+def _residency_problems(c: Config) -> Iterator[str]:
     if c.residency.keep and c.residency.offload is False:
         what = "has no effect with residency.offload false, with which everything stays"
         yield f"residency.keep: {what} (leave one of them out)"
@@ -177,15 +213,16 @@ def _problems(c: Config) -> Iterator[str]:
         if not c.has_group(group):
             yield f"residency.keep: {group}: this run has none (leave it out)"
 
+
+def _guard_problems(c: Config) -> Iterator[str]:
     if isinstance(c.guard.parity, float) and c.guard.parity < 0:
         yield f"guard.parity: must be >= 0, auto or none (got {c.guard.parity:g})"
     if c.guard.parity == "none" and c.guard.parity_layers:
         what = "has no effect with guard.parity none, with which nothing is compared"
         yield f"guard.parity_layers: {what} (set one of the two otherwise)"
-    if c.has_engine:
-        yield from _algorithm_problems(c)
-        yield from _rollout_problems(c)
-        return
+
+
+def _supervised_problems(c: Config) -> Iterator[str]:
     if c.algorithm.nll_weight != 1:
         what = f"must be 1 for recipe sft, which has no other loss (got {c.algorithm.nll_weight:g})"
         yield f"algorithm.nll_weight: {what}"
@@ -291,7 +328,7 @@ def _algorithm_problems(c: Config) -> Iterator[str]:
 
 def _rollout_problems(c: Config) -> Iterator[str]:
     r, limit = c.rollout, c.parallel.timeout
-    if r.engine_kind.apart and r.engine_timeout >= limit:
+    if r.engine_kind.streams and r.engine_timeout >= limit:
         what = f"must be < parallel.timeout {limit:g}, as other ranks wait"
         yield f"rollout.engine_timeout: {what} (got {r.engine_timeout:g})"
     kind = r.engine_kind

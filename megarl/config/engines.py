@@ -14,9 +14,9 @@ class EngineKind:
     """A kind of engine.
 
     sharded  it is divided over rollout.engine_tp ranks, each of which has SGLang's tensors (`sglang_shards`
-             in weights/layout.py), in block FP8 where that is wanted; else each rank has a whole one, with
+             in weights/shards.py), in block FP8 where that is wanted; else each rank has a whole one, with
              the tensors of Hugging Face's files
-    apart    it has processes of its own, which may hang and be started again: requests end one by one, its
+    streams  it has processes of its own, which may hang and be started again: requests end one by one, its
              KV cache is what rollout.engine_memory leaves, weights go through staging memory; else it decodes
              in the rank, rollout.max_batch responses at once, and weights are written in place
     remote   it is servers that somebody else runs, at rollout.urls, and takes nothing of the ranks: the first
@@ -26,7 +26,7 @@ class EngineKind:
     install  how"""
 
     sharded: bool = False
-    apart: bool = False
+    streams: bool = False
     remote: bool = False
     package: str = ""
     install: str = ""
@@ -34,8 +34,8 @@ class EngineKind:
 
 ENGINES: dict[EngineName, EngineKind] = {
     "transformers": EngineKind(),
-    "sglang": EngineKind(sharded=True, apart=True, package="sglang", install="make install-gpu"),
+    "sglang": EngineKind(sharded=True, streams=True, package="sglang", install="make install-gpu"),
     "sglang_url": EngineKind(
-        apart=True, remote=True, package="aiohttp", install="pip install 'megarl[agents]'"
+        streams=True, remote=True, package="aiohttp", install="pip install 'megarl[agents]'"
     ),
 }

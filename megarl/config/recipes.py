@@ -215,9 +215,13 @@ class Phase:
         owners = {group.partition(".")[0] for group in self.on_gpu}
         return None if "engine" in owners else next(iter(owners), None)
 
+    def updates(self, model: str) -> bool:
+        """Return whether the model learns; a phase with a model is a forward pass or an update."""
+        return f"{model}.gradients" in self.on_gpu
+
     @cached_property
     def updates_weights(self) -> bool:
-        """True where the model learns; a phase with a model is a forward pass or an update."""
+        """Return whether any model learns."""
         return any(group.endswith(".gradients") for group in self.on_gpu)
 
 

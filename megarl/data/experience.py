@@ -101,14 +101,14 @@ class Experience:
         return torch.minimum(own[torch.searchsorted(own, start)], end) - start
 
     @property
-    def window(self) -> Tensor:
+    def drawn(self) -> Tensor:
         """Return the response tokens that the step's rollout has drawn, bool [T]: all but, where a column
         `begun` [n] says so, the first of each response, which earlier steps drew (`rollout.window`)."""
         if "begun" not in self:
             return self.response_mask
-        drawn = torch.cat([self.cu_seqlens[:1], self.response_mask.cumsum(0)])
-        before = drawn[self.cu_seqlens[:-1]] + self["begun"]
-        return self.response_mask & (drawn[1:] > torch.repeat_interleave(before, self.lengths))
+        so_far = torch.cat([self.cu_seqlens[:1], self.response_mask.cumsum(0)])
+        before = so_far[self.cu_seqlens[:-1]] + self["begun"]
+        return self.response_mask & (so_far[1:] > torch.repeat_interleave(before, self.lengths))
 
     @property
     def unfinished(self) -> Tensor:
@@ -118,8 +118,8 @@ class Experience:
         return self["unfinished"]
 
     @property
-    def window_lengths(self) -> Tensor:
-        """Return the tokens of each response in `window`, int64 [n]."""
+    def drawn_lengths(self) -> Tensor:
+        """Return the tokens of each response in `drawn`, int64 [n]."""
         return self.response_lengths - self["begun"] if "begun" in self else self.response_lengths
 
     def spread(self, values: Tensor) -> Tensor:

@@ -62,7 +62,7 @@ from megarl.parallel.layout import padded_vocab
 from megarl.parallel.machine import transformer_engine_problem
 from megarl.parallel.runtime import Runtime
 from megarl.weights.families import Family, Sizes, family_of, is_frozen, table_names
-from megarl.weights.layout import parameters
+from megarl.weights.shards import parameters
 
 LAYER = re.compile(r"(?<=decoder\.layers\.)\d+")
 MODULES = {"attention": "core_attn", "mlp": "mlp"}  # model.recompute_modules in Megatron's words
@@ -298,7 +298,7 @@ class ModelChunks(torch.nn.Module):
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Any]]:
         """Yield the parameters as if the chunks were one model, the rank's layers numbered through
-        (weights/layout.py:parameters)."""
+        (weights/shards.py:parameters)."""
         before = 0
         for chunk in self.chunks:
             for name, parameter in chunk.named_parameters(*args, **kwargs):
@@ -379,66 +379,27 @@ def _prepare(
     return model.to(runtime.device)
 
 
-def _transformer_config(
-    config: Config, hf: PretrainedConfig, runtime: Runtime, layers: str, family: Family, sizes: Sizes
-) -> TransformerConfig:
-    layout, dtype = runtime.layout, DTYPES[config.model.dtype]
-    sequence_parallel = layout.tp > 1 and config.parallel.sequence_parallel is not False
-    recompute: dict[str, dict[str, Any]] = {
-        "none": {},
-        "selective": {
-            "recompute_granularity": "selective",
-            "recompute_modules": [MODULES[name] for name in config.model.recompute_modules],
-        },
-        "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
-    }
-    if config.model.recompute_layers is not None:  # Megatron's block: the first layers of a stage alone
-        recompute["full"] |= {
-            "recompute_method": "block",
-            "recompute_num_layers": config.model.recompute_layers,
-        }
-    mlp = {"ffn_hidden_size": hf.intermediate_size}
-    if family.is_moe:
-        if layout.tp > 1 and not sequence_parallel:
-            problem = "false, but experts under tensor parallelism need it (leave it out)"
-            raise ConfigError(f"parallel.sequence_parallel: {problem}")
-        # Dropless and without auxiliary loss, so that a token's output does not depend on other tokens.
-        mlp = {
-            "num_moe_experts": sizes.experts,
-            "ffn_hidden_size": hf.intermediate_size if sizes.dense else hf.moe_intermediate_size,
-            "moe_ffn_hidden_size": hf.moe_intermediate_size,
-            "moe_router_topk": hf.num_experts_per_tok,
-            # The softmax over the chosen experts is that over all of them, normalised to 1 over the chosen
-            # ones.
-            "moe_router_pre_softmax": not hf.norm_topk_prob,
-            "moe_router_load_balancing_type": "none",
-            "moe_aux_loss_coeff": 0.0,
-            "expert_model_parallel_size": layout.ep,
-            "expert_tensor_parallel_size": 1,
-            "moe_grouped_gemm": config.model.grouped_experts,
-            # Else logits and what experts are weighed by are rounded to model.dtype, and near ties decided by
-            # the rounding.
-            "moe_router_dtype": "fp32" if config.model.router_dtype == "fp32" else None,
-            "moe_permute_fusion": config.model.permute_fusion,
-        }
-    if sizes.dense:
-        mlp["moe_layer_freq"] = [0] * sizes.dense + [1] * (sizes.layers - sizes.dense)
-    if sizes.shared_ffn:
-        mlp["moe_shared_expert_intermediate_size"] = sizes.shared_ffn
-    if family.has("router.expert_bias"):
-        mlp |= {
-            "moe_router_score_function": "sigmoid",
-            "moe_router_pre_softmax": False,
-            "moe_router_topk_scaling_factor": hf.routed_scaling_factor,
-        }
-        if hf.n_group > 1:
-            mlp |= {"moe_router_num_groups": hf.n_group, "moe_router_group_topk": hf.topk_group}
+def _recompute_options(model: ModelConfig) -> dict[str, Any]:
+    """Return the fields of Megatron's TransformerConfig of what is computed again."""
+    if model.recompute == "none":
+        return {}
+    if model.recompute == "selective":
+        modules = [MODULES[name] for name in model.recompute_modules]
+        return {"recompute_granularity": "selective", "recompute_modules": modules}
+    method, layers = "uniform", 1
+    if model.recompute_layers is not None:
+        method, layers = "block", model.recompute_layers  # Megatron's word: the first layers of a stage alone
+    return {"recompute_granularity": "full", "recompute_method": method, "recompute_num_layers": layers}
+
+
+def _attention_options(hf: PretrainedConfig, family: Family, sizes: Sizes) -> dict[str, Any]:
+    """Return the fields of Megatron's TransformerConfig of linear and of multi-latent attention."""
+    options: dict[str, Any] = {}
     if sizes.linear:
-        mlp["linear_attention_freq"] = [int(layer in sizes.linear) for layer in range(sizes.layers)]
-    kind: type[TransformerConfig] = TransformerConfig
+        options["linear_attention_freq"] = [int(layer in sizes.linear) for layer in range(sizes.layers)]
     if family.is_latent:
-        kind, (factor, power) = MLATransformerConfig, yarn_softmax(hf)
-        mlp |= {
+        factor, power = yarn_softmax(hf)
+        options |= {
             "q_lora_rank": hf.q_lora_rank,
             "kv_lora_rank": hf.kv_lora_rank,
             "qk_head_dim": hf.qk_nope_head_dim,
@@ -450,6 +411,59 @@ def _transformer_config(
             "rotary_scaling_factor": factor,
             "mscale_all_dim": power,
         }
+    return options
+
+
+def _mlp_options(
+    model: ModelConfig, hf: PretrainedConfig, ep: int, family: Family, sizes: Sizes
+) -> dict[str, Any]:
+    """Return the fields of Megatron's TransformerConfig of MLPs and of mixtures of experts."""
+    mlp: dict[str, Any] = {"ffn_hidden_size": sizes.ffn}
+    if family.is_moe:
+        # Dropless and without auxiliary loss, so that a token's output does not depend on other tokens.
+        mlp = {
+            "num_moe_experts": sizes.experts,
+            "ffn_hidden_size": sizes.ffn if sizes.dense else sizes.expert_ffn,
+            "moe_ffn_hidden_size": sizes.expert_ffn,
+            "moe_router_topk": hf.num_experts_per_tok,
+            # The softmax over the chosen experts is that over all of them, normalised to 1 over the chosen
+            # ones.
+            "moe_router_pre_softmax": not getattr(hf, "norm_topk_prob", True),
+            "moe_router_load_balancing_type": "none",
+            "moe_aux_loss_coeff": 0.0,
+            "expert_model_parallel_size": ep,
+            "expert_tensor_parallel_size": 1,
+            "moe_grouped_gemm": model.grouped_experts,
+            # Else logits and what experts are weighed by are rounded to model.dtype, and near ties decided by
+            # the rounding.
+            "moe_router_dtype": "fp32" if model.router_dtype == "fp32" else None,
+            "moe_permute_fusion": model.permute_fusion,
+        }
+    if sizes.dense:
+        mlp["moe_layer_freq"] = [0] * sizes.dense + [1] * (sizes.layers - sizes.dense)
+    if sizes.shared_ffn:
+        mlp["moe_shared_expert_intermediate_size"] = sizes.shared_ffn
+        mlp["moe_shared_expert_gate"] = family.has("shared_experts.gate_weight")
+    if family.has("router.expert_bias"):
+        mlp |= {
+            "moe_router_score_function": "sigmoid",
+            "moe_router_pre_softmax": False,
+            "moe_router_topk_scaling_factor": hf.routed_scaling_factor,
+        }
+        if hf.n_group > 1:
+            mlp |= {"moe_router_num_groups": hf.n_group, "moe_router_group_topk": hf.topk_group}
+    return mlp
+
+
+def _transformer_config(
+    config: Config, hf: PretrainedConfig, runtime: Runtime, layers: str, family: Family, sizes: Sizes
+) -> TransformerConfig:
+    layout, dtype = runtime.layout, DTYPES[config.model.dtype]
+    sequence_parallel = layout.tp > 1 and config.parallel.sequence_parallel is not False
+    if family.is_moe and layout.tp > 1 and not sequence_parallel:
+        problem = "false, but experts under tensor parallelism need it (leave it out)"
+        raise ConfigError(f"parallel.sequence_parallel: {problem}")
+    kind = MLATransformerConfig if family.is_latent else TransformerConfig
     return kind(
         num_layers=hf.num_hidden_layers,
         hidden_size=hf.hidden_size,
@@ -503,9 +517,10 @@ def _transformer_config(
         # be turned; later ones do.
         apply_rope_fusion=layers == "te" and not family.rotary_pairs and not family.is_latent,
         masked_softmax_fusion=False,
-        **mlp,
+        **_attention_options(hf, family, sizes),
+        **_mlp_options(config.model, hf, layout.ep, family, sizes),
+        **_recompute_options(config.model),
         **fp8_options(config),
-        **recompute[config.model.recompute],
     )
 
 

@@ -57,7 +57,8 @@ def check_buildable(folder: Path) -> None:
         if not bool(rope_frequencies(hf).isfinite().all()):
             problem = "gives frequencies that are not finite (is it, or a factor, very small?)"
             raise CheckpointError(f"config.json: rope_theta: {problem}")
-        if family_of(described).is_moe and hf.norm_topk_prob and hf.num_experts_per_tok == 1:
+        normalised = family_of(described).is_moe and getattr(hf, "norm_topk_prob", True)
+        if normalised and hf.num_experts_per_tok == 1:
             what = "true with num_experts_per_tok 1 would leave the router without a gradient"
             raise CheckpointError(f"config.json: norm_topk_prob: {what}")
     except CheckpointError as error:

@@ -28,7 +28,7 @@ from torch import Tensor
 from megarl.config.schema import LoraConfig
 from megarl.parallel.runtime import Runtime
 from megarl.weights.families import Pair, Sizes, adapters, family_of
-from megarl.weights.layout import pair_shard, sizes_of
+from megarl.weights.shards import pair_shard, sizes_of
 from megarl.weights.transfer import view
 
 

@@ -44,7 +44,7 @@ LOCKED_FIRST = (
 INSTALL = "make install-gpu"
 NEEDS_TE = "needs a CUDA device and transformer-engine"
 # megarl's module stands for what a CPU lacks.
-SGLANG_IMPORT = "import megarl.rollout.sglang_host, sglang.srt.entrypoints.engine"
+SGLANG_IMPORT = "import megarl.rollout.engines.sglang_host, sglang.srt.entrypoints.engine"
 # Products of the shape of a small model's layers, half a second in each precision.
 MATRIX_RATES = """
 import time, torch

@@ -33,7 +33,7 @@ from megarl.plan.sizes import (
     quantised_bytes,
 )
 from megarl.weights.families import OUTPUT, TIED_OUTPUT, family_of, is_frozen, is_tied, read_config
-from megarl.weights.layout import check_frozen, check_layout, check_linear, check_lora, check_recomputed
+from megarl.weights.shards import check_frozen, check_layout, check_linear, check_lora, check_recomputed
 
 # Our estimates:
 OVERHEAD = 4 * GIB  # of each GPU: CUDA contexts of the rank and its engine, buffers of communicators
@@ -42,6 +42,7 @@ HOST_PROCESS = 4 * GIB  # a rank with torch, Megatron and its engine's processes
 # Of a run on a CPU, found in runs of up to 128 ranks: the launcher with what it has imported, and what a rank
 # that is forked from it owns besides tensors.
 LAUNCHER, FORKED = 0.5 * GIB, 0.15 * GIB
+FACTS = 256  # bytes that any response takes of the process that shares them out, however short it is
 # Bytes of each of a policy's or teacher's likeliest tokens, where they are looked for (56, found with the
 # tests' LiveMemory) and in an update (60).
 SEVERAL = 60
@@ -193,7 +194,7 @@ class MemoryPlan:
     def cache(self) -> float:
         """Return the bytes of an engine's KV cache on one rank."""
         rollout = self.config.rollout
-        if not rollout.engine_kind.apart:  # what a batch fills; others take what their share leaves
+        if not rollout.engine_kind.streams:  # what a batch fills; others take what their share leaves
             return rollout.max_batch * (self.longest * self.actor.cache_bytes(1) + self.actor.state_bytes(1))
         left = rollout.engine_memory * self.device.memory - self.engine_weights
         # A server has as much room as it has, which check_servers looks at: at least that of its weights.
@@ -213,7 +214,7 @@ class MemoryPlan:
         bucket = float(rollout.transfer_bucket * 2**20)
         if self.lora("actor").rank is not None:  # a weight is merged with its adapters when it is sent
             bucket += self.actor.adapted(self.lora("actor"), self.layout.tp)[1] * self.actor.itemsize
-        if not rollout.engine_kind.apart:
+        if not rollout.engine_kind.streams:
             return bucket
         # What SGLang's ranks copy from, or servers are sent, holds at least the largest tensor.
         largest = max(self.actor.engine_tensors(self.engine_tp, rollout.weights_dtype))
@@ -495,8 +496,20 @@ class MemoryPlan:
             for phase in self.phases
             for stage in self.stages
         )
+        return {
+            "pinned buffers": away * per_node,
+            "rollouts": self.batch() * per_node,
+            "checkpoint staging": self.checkpoint() / self.nodes if config.checkpoint.every else 0.0,
+            "gathered optimizer": self.gathered_optimizer() * per_node if config.checkpoint.every else 0.0,
+            "processes": HOST_PROCESS * per_node,
+            "verifiers": config.reward.workers * 0.3 * GIB * per_node if config.has_engine else 0.0,
+        }
+
+    def batch(self) -> float:
+        """Return the bytes of host memory that a step's batch takes of a rank, at most: its replica's share,
+        and what its engine drew."""
+        config = self.config
         columns = frozenset[str]().union(*(phase.writes for phase in training_phases(config))) - {"tokens"}
-        # At most: a rank has its replica's share of the batch, and what its engine drew.
         batch = self.step_tokens(self.longest) * (8 + 1 + SINGLE * len(columns))
         # Of its replica's share: likeliest tokens and their log-probs, and while they are put together twice
         # more; the engine's choice of experts, once more in the micro-batches.
@@ -505,15 +518,7 @@ class MemoryPlan:
         if config.rollout.routing_replay and sizes.experts:
             numbers = sizes.layers * int(self.actor.config["num_experts_per_tok"])
             several += 2 * numbers * (1 if sizes.experts < 256 else 2)
-        batch += self.step_tokens(self.longest) / self.layout.dp * several
-        return {
-            "pinned buffers": away * per_node,
-            "rollouts": batch * per_node,
-            "checkpoint staging": self.checkpoint() / self.nodes if config.checkpoint.every else 0.0,
-            "gathered optimizer": self.gathered_optimizer() * per_node if config.checkpoint.every else 0.0,
-            "processes": HOST_PROCESS * per_node,
-            "verifiers": config.reward.workers * 0.3 * GIB * per_node if config.has_engine else 0.0,
-        }
+        return batch + self.step_tokens(self.longest) / self.layout.dp * several
 
     @cached_property
     def on_cpu(self) -> dict[str, float]:
@@ -555,13 +560,13 @@ class MemoryPlan:
         most = max(sum(self.work(*pair, self.cpu_pack).values()) for pair in pairs) * world
         found: dict[str, dict[str, float]] = {}
         for phase in self.phases:
-            parts = {"activations": most}
+            parts = {"activations": most, "batch": self.batch() * world}
             if phase.updates_weights and self.overlaps:
                 # Beside the computation gloo sums a copy of Megatron's buffer of gradients.
                 stages = range(self.layout.pp)
                 sums = max(self.group(f"{phase.model}.gradients", stage) for stage in stages)
                 parts["summed gradients"] = sums * world
-            if phase.name == ROLLOUT.name and not config.rollout.engine_kind.apart:
+            if phase.name == ROLLOUT.name and not config.rollout.engine_kind.streams:
                 engines = config.parallel.rollout_ranks or world
                 decoded = min(config.rollout.max_batch, -(-config.responses // engines))
                 each = self.longest * self.actor.cache_bytes(1) + self.actor.state_bytes(1)
@@ -580,6 +585,12 @@ class MemoryPlan:
         held = sum(self.on_cpu.values())
         # Of what a save takes, the three numbers of each parameter are surely there.
         saved = sum(self.on_cpu_by_phase.get("checkpoint", {}).values()) * 3 / 5
+        if (facts := self.config.responses * FACTS) + held + saved > memory >= held + saved:
+            return (
+                f"{self.config.responses:,} responses a step need at least {facts / GIB:,.1f} GiB of this "
+                f"machine's {memory / GIB:.1f} (lower "
+                f"{'rollout.prompts' if self.config.has_engine else 'supervised.batch'})"
+            )
         if held + saved <= memory:
             return None
         parts = [*self.on_cpu.items(), *([("a checkpoint", saved)] if saved else [])]
@@ -611,6 +622,7 @@ class MemoryPlan:
         what = f"up to {total / GIB:.1f} GiB of this machine's {memory / GIB:.1f} in phase {phase}"
         change = {
             "activations": "lower update.tokens_per_micro_batch or rollout.max_response_tokens",
+            "batch": "lower rollout.prompts or rollout.max_response_tokens",
             "summed gradients": "start fewer ranks",
             "KV cache": "lower rollout.max_batch",
             "copy of a checkpoint": "set checkpoint.background=false or checkpoint.every=0",

@@ -27,7 +27,7 @@ from megarl.weights.families import (
     is_frozen,
     is_tied,
 )
-from megarl.weights.layout import float32_tensors, sglang_shards, sizes_of
+from megarl.weights.shards import float32_tensors, sglang_shards, sizes_of
 
 GIB = 2**30
 BYTES = {"bf16": 2, "fp32": 4}
@@ -141,6 +141,18 @@ class Shape:
                     [self._local(pair, 1 if pair.per_expert else layout.tp)] * copies
                 )
         return found
+
+    def turning(self, layout: Layout, pp_rank: int) -> float:
+        """Return the operations of one iteration by which Muon turns the matrices of this pipeline stage,
+        each whole: of m x n, m <= n, X X^T, its square, and what both make of X (arXiv 2502.16982)."""
+        sizes, total, own = self.sizes, 0.0, self._layers(layout, pp_rank)
+        for pair in self.pairs:
+            shapes = [sizes.shape(dims) for _, dims in pair.hf]
+            if all(len(shape) == 2 for shape in shapes):
+                m, n = sorted((sum(shape[0] for shape in shapes), shapes[0][1]))
+                copies = sizes.count(pair, own) * (sizes.experts // layout.ep if pair.per_expert else 1)
+                total += copies * (4 * m * m * n + 2 * m**3)
+        return total
 
     def joined(self, layout: Layout, pp_rank: int) -> int:
         """Count the parameters of gate and up projections, which are apart in a checkpoint and one on a rank
@@ -412,15 +424,7 @@ def activations(shape: Shape, passes: Passes, *, critic: bool, mixture: bool = T
         output_norms = 2 * b * h + 2 * SINGLE
     family = family_of(shape.config)
     if family.is_latent:
-        latents = sizes.kv_rank + sizes.q_rank
-        out, rotated = sizes.out / tp, sizes.latent - sizes.kv_rank
-        if layers == "portable":
-            # Padded q, k and v and the output, all as wide as keys; sums; the projection's input; cosine and
-            # sine for q and k; of latents' norms input, normalised input (both float32) and output.
-            attention = b * (4 * q + out + 4 * rotated) + SINGLE * heads
-            attention += (2 * SINGLE + b) * latents / tp
-        else:  # q, k and v, also as wide; output; the projection's input; sums; norms' inputs and outputs
-            attention = b * (4 * q + out) + SINGLE * heads + 2 * b * latents / tp
+        attention = _latent_attention(shape, passes)
     if family.has("k_layernorm.weight"):
         attention += qk_norms
     if family.has("_bda.output_norm.weight"):
@@ -429,16 +433,12 @@ def activations(shape: Shape, passes: Passes, *, critic: bool, mixture: bool = T
     if sizes.linear:
         # Beside it attention keeps its output, the gate's sigmoid, and their product.
         attention += (SINGLE + b) * q
-        heads_here, values, channels = sizes.value_heads / tp, sizes.value / tp, sizes.mixed / tp
-        keys = heads_here * sizes.key / sizes.key_heads
-        # In float32: five matrices of a chunk's tokens by themselves; queries and keys, as they are, decayed,
-        # written and solved for; values likewise, and as normalised, with the gate; a state for each chunk.
-        # The convolution's input, output and what SiLU makes of it; the output before and behind its norm.
-        delta = SINGLE * (5 * CHUNK * heads_here + 6 * keys + 5 * values + keys * sizes.value_dim / CHUNK)
-        delta += b * (3 * channels + 4 * values)
+        delta = _delta_net(shape, tp)
     mlp += b * copies  # what the experts take, in their order
     if experts:  # a router's scores in the order of the experts, and whom they go to
         mlp += experts * (BYTES[passes.router] + 1) / tp
+        if family.has("shared_experts.gate_weight"):  # what it multiplies
+            mlp += b * h
     mixed = attention + share * (delta - attention)  # layers are counted alike
     one_layer = norms + mixed + mlp
     # Besides what is kept: q and k as they come, and the residual's sums.
@@ -452,7 +452,7 @@ def activations(shape: Shape, passes: Passes, *, critic: bool, mixture: bool = T
     # Transformer Engine's projection keeps the output.
     attention_again = -SINGLE * heads  # (of linear attention, nothing)
     if layers == "portable":
-        attention_again += b * (out - 2 * q if family.is_latent else 0.5 * kv)
+        attention_again += b * (sizes.out / tp - 2 * q if family.is_latent else 0.5 * kv)
     elif fp8:
         attention_again -= b * q
     gathered_keys = cp > 1 and layers == "portable"
@@ -470,21 +470,7 @@ def activations(shape: Shape, passes: Passes, *, critic: bool, mixture: bool = T
     again = (1 - share) * attention_again
     selective = one_layer - selected + again * ("attention" in modules and not gathered_keys)
     layer = {"none": one_layer, "full": b * h, "selective": selective}[recompute]
-    # Norms compute in float32, and keep what they made of a bf16 input.
-    final_norm = h * (3 * b + 2 * (SINGLE - b))
-    if critic:
-        head, fixed = final_norm + h * SINGLE + SINGLE, 0.0
-    else:
-        # A chunk's logits are there while the next one's are made: logits and their exponentials forward,
-        # their gradient backward.
-        whole = sizes.hidden  # the head gathers what sequence parallelism has divided
-        shard = padded_vocab(sizes.vocab, tp) // tp
-        chunk, several = min(passes.chunk, shard), shard > passes.chunk
-        forward = chunk * (3 if several else 2) * SINGLE
-        backward = whole * SINGLE + chunk * (2 if several else 1) * SINGLE
-        gathered = whole * b if passes.sequence_parallel and tp > 1 else 0.0
-        head = final_norm + whole * b - h * b + gathered + max(forward, backward)
-        fixed = float(shard * sizes.hidden * b * passes.trains_head)
+    head, fixed = _head(shape, passes, critic)
     # Around the experts: copies as sent, as received and in their order, the experts' outputs one by one and
     # together; a layer's backward pass has as many gradients.
     work = b * (max(2 * f, 4 * copies) + h)
@@ -512,6 +498,52 @@ def activations(shape: Shape, passes: Passes, *, critic: bool, mixture: bool = T
         *(layer, one_layer, work, b * h, head, fixed, passing, moved, recompute, passes.recomputed, selected),
         dense,
     )
+
+
+def _latent_attention(shape: Shape, passes: Passes) -> float:
+    """Count what a layer of multi-latent attention keeps."""
+    sizes, b, tp = shape.sizes, shape.itemsize, passes.tp
+    q, out, heads = sizes.q / tp, sizes.out / tp, sizes.heads / tp
+    latents, rotated = sizes.kv_rank + sizes.q_rank, sizes.latent - sizes.kv_rank
+    if passes.layers == "portable":
+        # Padded q, k and v and the output, all as wide as keys; sums; the projection's input; cosine and sine
+        # for q and k; of latents' norms input, normalised input (both float32) and output.
+        return b * (4 * q + out + 4 * rotated) + SINGLE * heads + (2 * SINGLE + b) * latents / tp
+    # q, k and v, also as wide; output; the projection's input; sums; norms' inputs and outputs.
+    return b * (4 * q + out) + SINGLE * heads + 2 * b * latents / tp
+
+
+def _delta_net(shape: Shape, tp: int) -> float:
+    """Count what a layer of linear attention keeps."""
+    sizes, b = shape.sizes, shape.itemsize
+    heads, values, channels = sizes.value_heads / tp, sizes.value / tp, sizes.mixed / tp
+    keys = heads * sizes.key / sizes.key_heads
+    # In float32: five matrices of a chunk's tokens by themselves; queries and keys, as they are, decayed,
+    # written and solved for; values likewise, and as normalised, with the gate; a state for each chunk. The
+    # convolution's input, output and what SiLU makes of it; the output before and behind its norm.
+    single = SINGLE * (5 * CHUNK * heads + 6 * keys + 5 * values + keys * sizes.value_dim / CHUNK)
+    return single + b * (3 * channels + 4 * values)
+
+
+def _head(shape: Shape, passes: Passes, critic: bool) -> tuple[float, float]:
+    """Count what the last stage's head needs, with the norm before it: for each token, and however many there
+    are."""
+    sizes, b, tp = shape.sizes, shape.itemsize, passes.tp
+    h = sizes.hidden / (tp if passes.sequence_parallel else 1)
+    # Norms compute in float32, and keep what they made of a bf16 input.
+    norm = h * (3 * b + 2 * (SINGLE - b))
+    if critic:
+        return norm + h * SINGLE + SINGLE, 0.0
+    # A chunk's logits are there while the next one's are made: logits and their exponentials forward, their
+    # gradient backward.
+    whole = sizes.hidden  # the head gathers what sequence parallelism has divided
+    shard = padded_vocab(sizes.vocab, tp) // tp
+    chunk, several = min(passes.chunk, shard), shard > passes.chunk
+    forward = chunk * (3 if several else 2) * SINGLE
+    backward = whole * SINGLE + chunk * (2 if several else 1) * SINGLE
+    gathered = whole * b if passes.sequence_parallel and tp > 1 else 0.0
+    needed = norm + whole * b - h * b + gathered + max(forward, backward)
+    return needed, float(shard * sizes.hidden * b * passes.trains_head)
 
 
 def quantised_bytes(recipe: str, device: Device) -> float:

@@ -211,6 +211,12 @@ def estimate(plan: MemoryPlan, lengths: Lengths) -> Estimate:
             held = max(plan.trained_of(phase.model, layout, stage).all for stage in plan.stages)
             exchanged = held * (plan.gradient_size + model.itemsize) * (replicas - 1) / replicas
             parts[phase.name] += critics * epochs * updates * exchanged / (link * 1e9 * LINKS)
+            if phase.model in plan.of_muon:  # shared out over replicas, the same on all of their ranks
+                turning = max(model.turning(layout, stage) for stage in plan.stages) / replicas
+                turning *= plan.optimizer(phase.model).muon.steps
+                parts[phase.name] += (
+                    critics * epochs * updates * turning / (plan.device.tflops * 1e12 * PRODUCTS)
+                )
     if config.has_engine:
         # Every GPU gets its engine's shard: from its own node where that holds all of the model.
         within = layout.tp * layout.pp <= cluster.gpus_per_node
@@ -359,7 +365,7 @@ def decoded_at_once(plan: MemoryPlan, lengths: Lengths) -> int:
     """Return how many responses an engine decodes at once: as many as its cache holds of mean length. One
     that waits for a tool is not among them: its keys and values go where there is no room."""
     rollout = plan.config.rollout
-    limit = 1 << 30 if rollout.engine_kind.apart else rollout.max_batch
+    limit = 1 << 30 if rollout.engine_kind.streams else rollout.max_batch
     return max(1, min(int(plan.cache_tokens / cached_tokens(lengths)), limit))
 
 
@@ -374,7 +380,7 @@ def rollout_seconds(plan: MemoryPlan, lengths: Lengths) -> float:
     sampled = config.responses / (GROUPS_KEPT if config.rollout.dynamic_sampling.enabled else 1.0)
     each = max(1, round(sampled / max(1, plan.engines(ranks))))
     at_once = min(decoded_at_once(plan, lengths), each)
-    costs, cached = decoding(plan), config.rollout.engine_kind.apart
+    costs, cached = decoding(plan), config.rollout.engine_kind.streams
     # The weights are new: what was drawn before is read again.
     prefilled = lengths.prefilled(cached=cached) + lengths.begun
     return _decode(costs, each, at_once, lengths) + each * prefilled * costs.prefill

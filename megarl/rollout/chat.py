@@ -81,7 +81,8 @@ class ChatTurns:
                 list(messages), tools=self.tools, add_generation_prompt=generate, tokenize=False
             )
         except Exception as error:  # its own errors, and whatever Python raises in a template
-            raise ValueError(f"the chat template refuses {_roles(messages)}: {first_line(error)}") from error
+            roles = ", ".join(str(message.get("role")) for message in messages)
+            raise ValueError(f"the chat template refuses {roles}: {first_line(error)}") from error
         return str(text)
 
     def text_behind(self, messages: Sequence[Message]) -> str:
@@ -141,10 +142,6 @@ class ChatTurns:
         if len(text) > 1 and not self._control.keys().isdisjoint(tokens):  # none that is split by this option
             return [*self._plain(text[0]), *self._plain(text[1:])]
         return list(tokens)
-
-
-def _roles(messages: Sequence[Message]) -> str:
-    return ", ".join(str(message.get("role")) for message in messages)
 
 
 def opening(tokenizer: Any) -> tuple[int, ...]:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from megarl.config.errors import ConfigError, DataError
 from megarl.config.schema import DynamicSamplingConfig
-from megarl.rollout.batch import Group
+from megarl.rollout.responses import Group
 
 SAME = 1e-6  # rewards of a smaller standard deviation count as one: group_advantages adds this to it
 

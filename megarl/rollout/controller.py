@@ -17,8 +17,8 @@ from megarl.config.schema import Config
 from megarl.data.prompts import Prompt
 from megarl.rollout import messages as m
 from megarl.rollout.balance import share_out
-from megarl.rollout.batch import Body, Group, Response, RolloutBatch, response_stats, source_stats
 from megarl.rollout.collector import GroupCollector
+from megarl.rollout.responses import Body, Group, Response, RolloutBatch, response_stats, source_stats
 from megarl.rollout.sampling import SamplingParams, response_seed
 
 

@@ -21,7 +21,7 @@ from megarl.config.errors import EngineError
 from megarl.config.schema import TurnsConfig
 from megarl.data.prompts import Prompt
 from megarl.rewards.verdict import Verdict
-from megarl.rollout.engine import EngineClient
+from megarl.rollout.engines.engine import EngineClient
 from megarl.rollout.sampling import Completion, SamplingParams, environment_seed, stop_window, turn_seed
 from megarl.rollout.tools import Result, State, ToolPool, described, observation
 

@@ -22,7 +22,7 @@ import zmq.asyncio
 
 from megarl.config.errors import EngineError, WaitTimeout
 from megarl.data.prompts import Prompt, ReadReport
-from megarl.rollout.batch import Body, Facts
+from megarl.rollout.responses import Body, Facts
 from megarl.rollout.sampling import SamplingParams
 
 TRAINER = -1  # the first trainer's number, where trainers are other ranks; ranks with engines count from 0

@@ -23,7 +23,9 @@ from megarl.observe.run_log import Sample
 from megarl.parallel.comm import from_rank_0
 from megarl.parallel.runtime import Ranks
 from megarl.rollout import messages as m
-from megarl.rollout.batch import (
+from megarl.rollout.controller import Controller, GroupRequest, with_bodies
+from megarl.rollout.engines.engine import RolloutEngine
+from megarl.rollout.responses import (
     EvaluationResult,
     Facts,
     Group,
@@ -33,8 +35,6 @@ from megarl.rollout.batch import (
     routing_from_state,
     routing_state,
 )
-from megarl.rollout.controller import Controller, GroupRequest, with_bodies
-from megarl.rollout.engine import RolloutEngine
 from megarl.rollout.sampling import Completion, SamplingParams, evaluation_seed
 from megarl.rollout.weight_sync import Failures
 from megarl.rollout.worker import Worker

@@ -16,7 +16,7 @@ from megarl.config.errors import EngineError, EngineFailure
 from megarl.config.schema import RolloutConfig
 from megarl.parallel.comm import gather_objects
 from megarl.parallel.runtime import Ranks, Runtime
-from megarl.rollout.engine import RolloutEngine
+from megarl.rollout.engines.engine import RolloutEngine
 from megarl.weights.transfer import Staging, Transfer, TransferStats
 
 READY_WAIT = 10.0  # seconds that a rank waits for its engine before it exchanges with the others
@@ -69,7 +69,7 @@ class WeightSync:
         self.asleep: set[str] = set()
         # Where the actor is on other ranks, which go on: what an engine that is started anew gets.
         self._copies: list[dict[str, Tensor]] = []
-        self._keeps = engine is not None and runtime.rollout_ranks > 0 and config.engine_kind.apart
+        self._keeps = engine is not None and runtime.rollout_ranks > 0 and config.engine_kind.streams
         self._events: list[str] = []
         self._restarted = False  # this rank's engine was started again, and nothing of it sleeps
         for staging in memory:

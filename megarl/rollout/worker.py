@@ -27,12 +27,12 @@ from megarl.data.prompts import Prompt
 from megarl.rewards.shaping import soft_overlong_punishment
 from megarl.rewards.verdict import UnusableError, Verdict, as_verdict, imported, short
 from megarl.rollout import messages as m
-from megarl.rollout.batch import Body, Response
 from megarl.rollout.chat import ChatTurns, check_template, play, schemas, tool_calls
 from megarl.rollout.endpoint import Endpoint
-from megarl.rollout.engine import EngineClient, RolloutEngine
+from megarl.rollout.engines.engine import EngineClient, RolloutEngine
 from megarl.rollout.episode import Episode, EpisodeAborted, EpisodeTruncated, Policy, ToolError, single_turn
 from megarl.rollout.loop_watch import LoopWatch
+from megarl.rollout.responses import Body, Response
 from megarl.rollout.sampling import Completion
 from megarl.rollout.tools import ToolPool, described, environment_class
 from megarl.rollout.weight_sync import Failures

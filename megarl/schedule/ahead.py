@@ -27,7 +27,6 @@ import zmq.asyncio
 from megarl.config.errors import CheckpointError, StorageError
 from megarl.config.files import Dispensable, essential
 from megarl.config.schema import PRETRAINING, TRAIN, Config
-from megarl.data.experience import StepBatch
 from megarl.observe.run_log import Sample
 from megarl.observe.timeline import Timeline
 from megarl.parallel.comm import from_rank_0
@@ -161,27 +160,28 @@ class GenerationApart(BatchSource):
 
     def publish(self, version: int) -> dict[str, float]:
         """Have the actor's present weights transferred: now, or with ahead 2 as soon as the engines have
-        drawn what they are at (`meet`). Return the transfer's metrics, if there was one."""
+        drawn what they are at (`due`). Return the transfer's metrics, if there was one."""
         self.pending = version
-        return self.meet(wait=self.ahead < 2)
+        return self.transfer() if self.due(wait=self.ahead < 2) else {}
 
-    def meet(self, *, wait: bool) -> dict[str, float]:
-        """Transfer the pending version if the engines are free, or once they are; return the transfer's
-        metrics. The actor's weights must be on the device."""
-        if self.pending is None or not self.free(wait=wait):
-            return {}
+    def due(self, *, wait: bool) -> bool:
+        """Return whether a version is pending and the engines have drawn all that they were told to; with
+        `wait` once they have."""
+        while self.pending is not None and self.drawn < self.ordered:
+            if not self._listen(SLICE if wait else 0.0) and not wait:
+                return False
+        return self.pending is not None
+
+    def transfer(self) -> dict[str, float]:
+        """Transfer the version that is due; return the transfer's metrics. The actor's weights must be on the
+        device."""
+        assert self.pending is not None
         self._order(m.Sync(self.pending))
         metrics = self.weight_sync.sync(self.pending).metrics()
         self.pending, due, self._due = None, self._due, []
         for order in due:
             self._order(order)
         return metrics
-
-    def free(self, *, wait: bool) -> bool:
-        """Return whether the engines have drawn all that they were told to."""
-        while self.drawn < self.ordered and (self._listen(SLICE if wait else 0.0) or wait):
-            pass
-        return self.drawn >= self.ordered
 
     def begin(self, done: int, checkpoint: Path | None) -> None:
         """Have the steps drawn that come after `done`, with the weights that were published last. checkpoint:
@@ -211,18 +211,15 @@ class GenerationApart(BatchSource):
         if stage == PRETRAINING:
             self._order(m.Draw(stage, number, 0))
         told = self._hear(m.Drawn, stage, number)
-        batch, state = self._read(stage, number)
+        visible(self._path(stage, number), VISIBLE)
+        # Its files are shared out among the trainers, who deliver it.
+        batch, state = read_rollout(self._folder(stage), number, self.runtime)
         samples = {int(row): Sample(**sample) for row, sample in state["samples"].items()}
         staleness = (number - 1 - batch["policy_version"]).float() if stage != PRETRAINING else None
         metrics = state["stats"] | told.metrics
         if staleness is not None:
             metrics |= {"staleness/mean": float(staleness.mean()), "staleness/max": float(staleness.max())}
         return Rollout(batch, metrics, told.errors, samples, told.events)
-
-    def _read(self, stage: str, number: int) -> tuple[StepBatch, dict[str, Any]]:
-        """Read a batch: its files are shared out among the trainers, who deliver it."""
-        visible(self._path(stage, number), VISIBLE)
-        return read_rollout(self._folder(stage), number, self.runtime)
 
     def _folder(self, stage: str) -> Path:
         return (pretraining_folder if stage == PRETRAINING else rollouts_folder)(self.config)
@@ -314,10 +311,10 @@ class EngineRank:
         profiler = Profiler(config, runtime, self.layers, self.dispensable)
         timeline = Timeline(config.run_dir, runtime.rank, self.dispensable)
         watchdog.depths |= generation.depths
-        ranks, folder, rank = runtime.engines, rollouts_folder(config), generation.rank
+        ranks, folder, trainers = runtime.engines, rollouts_folder(config), generation.rollout_rank
         if ranks.rank == 0:
             assert runtime.store is not None
-            runtime.store.set(ADDRESS, msgspec.json.encode(rank.address).decode())
+            runtime.store.set(ADDRESS, msgspec.json.encode(trainers.address).decode())
 
         def enter(phase: str, *place: Any) -> None:
             watchdog.phase(phase, *place)
@@ -328,11 +325,11 @@ class EngineRank:
         timeline.enter("wait for orders")
         while True:
             watchdog.phase("wait for orders")  # again and again: the trainers' watchdogs limit their steps
-            match rank.next_order(SLICE):
+            match trainers.next_order(SLICE):
                 case None:
                     continue
                 case m.SendReports():
-                    rank.answer(m.Reports(dict(generation.reports)))
+                    trainers.answer(m.Reports(dict(generation.reports)))
                 case m.Sync(version):
                     enter("weight_transfer", TRAIN, version)
                     with profiler.phase("weight_transfer"):
@@ -349,7 +346,7 @@ class EngineRank:
                         metrics["rollout/reused"] = found.metrics["rollout/reused"]
                     elif ranks.rank == 0 and not config.checkpoint.rollouts:
                         remove(folder, 0, done)
-                    rank.answer(m.Drawn(stage, number, metrics, found.errors, events))
+                    trainers.answer(m.Drawn(stage, number, metrics, found.errors, events))
                 case m.Take(source, number):
                     failure, place = None, folder / FOLDER.format(number)
                     try:
@@ -365,7 +362,7 @@ class EngineRank:
                     if (failure := from_rank_0(ranks, failure)) is not None:
                         raise failure
                     state = read_manifest(stored(Path(source).parent, number))["state"]
-                    rank.answer(m.Drawn(TRAIN, number, {"inside/rollout": 0.0}, state["errors"], []))
+                    trainers.answer(m.Drawn(TRAIN, number, {"inside/rollout": 0.0}, state["errors"], []))
                 case m.Continue(step, stage):
                     timeline.truncate_after(step, stage) if step else timeline.clear()
                 case m.Load(state):
@@ -373,7 +370,7 @@ class EngineRank:
                 case m.Evaluate(step):
                     enter("evaluation")
                     stats, answers = generation.evaluate(step)
-                    rank.answer(m.Evaluated(stats, list(answers) if ranks.rank == 0 else []))
+                    trainers.answer(m.Evaluated(stats, list(answers) if ranks.rank == 0 else []))
                 case m.Leave():
                     timeline.close()
                     return

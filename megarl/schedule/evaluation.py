@@ -14,9 +14,9 @@ from megarl.model.builder import build_actor, read_hf_config
 from megarl.parallel.comm import from_rank_0
 from megarl.parallel.runtime import Runtime
 from megarl.rewards.pool import VerifierPool
-from megarl.rollout.batch import EvaluationResult
 from megarl.rollout.chat import prompting
 from megarl.rollout.rank import RolloutRank
+from megarl.rollout.responses import EvaluationResult
 from megarl.schedule.generation import load_tokenizer, make_engine, make_weight_sync, start_engine
 from megarl.schedule.run import load_weights
 from megarl.training.checkpoint import (

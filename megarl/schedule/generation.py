@@ -17,15 +17,15 @@ from megarl.data.prompts import Prompt, PromptSampler, read_problem_sets, read_p
 from megarl.model.builder import DTYPES
 from megarl.observe.run_log import Sample
 from megarl.parallel.comm import barrier, shares_on_0
-from megarl.parallel.movable import empty_cache
+from megarl.parallel.device_memory import empty_cache
 from megarl.parallel.runtime import Runtime
 from megarl.rewards.pool import VerifierPool
 from megarl.rollout.chat import prompting
-from megarl.rollout.engine import RolloutEngine
+from megarl.rollout.engines.engine import RolloutEngine
+from megarl.rollout.engines.sglang import SGLangEngine
+from megarl.rollout.engines.sglang_servers import SGLangServers
+from megarl.rollout.engines.transformers_engine import TransformersEngine
 from megarl.rollout.rank import RolloutRank, joined
-from megarl.rollout.sglang import SGLangEngine
-from megarl.rollout.sglang_servers import SGLangServers
-from megarl.rollout.transformers_engine import TransformersEngine
 from megarl.rollout.weight_sync import Failures, WeightSync
 from megarl.schedule.rollouts import RolloutStore, pretraining_rollouts, rollouts_folder
 from megarl.schedule.source import BatchSource, Rollout
@@ -138,7 +138,7 @@ class Generation(BatchSource):
         )
         self.engine = make_engine(config, tokenizer, runtime)
         start_engine(self.engine, runtime)
-        self.rank = RolloutRank(
+        self.rollout_rank = RolloutRank(
             config, runtime.engines, self.engine, self.verifiers, tokenizer, recover, self._draw
         )
         # Every step's rollout on disk.
@@ -152,7 +152,7 @@ class Generation(BatchSource):
     @property
     def depths(self) -> dict[str, Callable[[], int | str]]:
         """Return what may wait here, for reports about a hang."""
-        worker, tools = self.rank.worker, self.rank.worker.tools
+        worker, tools = self.rollout_rank.worker, self.rollout_rank.worker.tools
         of_tools: dict[str, Callable[[], int | str]] = {
             "calls of tools and environments": lambda: len(tools.waiting),
             "is the oldest of them": lambda: tools.oldest,
@@ -177,7 +177,7 @@ class Generation(BatchSource):
         time."""
         compared = self.config.algorithm.compares
         if stage != PRETRAINING:
-            found = self.rank.collect(number, self.config.log.samples)
+            found = self.rollout_rank.collect(number, self.config.log.samples)
             batch = found.to_step_batch(compared=compared)
             if self.config.algorithm.advantage == "per_reward":
                 batch["reward_parts"] = found.reward_parts(self.config.reward)
@@ -194,12 +194,12 @@ class Generation(BatchSource):
                 self.load_state_dict(state["samplers"])
                 samples = {int(row): Sample(**sample) for row, sample in state.get("samples", {}).items()}
                 return Rollout(batch, {"rollout/reused": 1.0, **state["stats"]}, {}, samples, events)
-            found = self.rank.collect(-number, self.config.log.samples)  # seeds of its own
+            found = self.rollout_rank.collect(-number, self.config.log.samples)  # seeds of its own
             metrics = {"rollout/reused": 0.0, **found.stats}
             batch = found.to_step_batch(compared=compared)
             rollout = Rollout(batch, metrics, found.errors, {}, events)
         self._waited += found.seconds["gather"]
-        rollout.samples = self.rank.samples(found, self.config.log.samples)
+        rollout.samples = self.rollout_rank.samples(found, self.config.log.samples)
         rollout.metrics |= {f"inside/{part}": seconds for part, seconds in found.seconds.items()}
         apart = self.runtime.rollout_ranks > 0  # trainers read the batch, and a checkpoint keeps it
         if stage == PRETRAINING or apart:
@@ -216,8 +216,10 @@ class Generation(BatchSource):
     def evaluate(self, step: int) -> tuple[dict[str, float], Iterable[dict[str, Any]]]:
         """Answer the held-out problems that are due after a step; return eval/* and every answer, decoded on
         demand."""
-        result = self.rank.evaluate([one for one in self.sets if self.config.evaluates(step, one.every)])
-        self._waited += self.rank.seconds["gather"]
+        result = self.rollout_rank.evaluate(
+            [one for one in self.sets if self.config.evaluates(step, one.every)]
+        )
+        self._waited += self.rollout_rank.seconds["gather"]
         return result.stats(), result.answers(self.tokenizer)
 
     def take_waited(self) -> float:
@@ -229,7 +231,7 @@ class Generation(BatchSource):
     def snapshot(self) -> dict[str, Any]:
         """Return this rank's share of where the samplers stand now, which the next draw needs besides the
         weights; `join` makes a whole of all ranks' shares. Cheap: references to what never changes."""
-        return {"prompts": self.prompt_sampler.state(), "rollout": self.rank.snapshot()}
+        return {"prompts": self.prompt_sampler.state(), "rollout": self.rollout_rank.snapshot()}
 
     def join(self, shares: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Return all ranks' snapshots as one, on rank 0, in any thread: JSON."""
@@ -238,10 +240,10 @@ class Generation(BatchSource):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from what `join` gave. Raises CheckpointError where the data files have changed."""
         self.prompt_sampler.load_state(state["prompts"])
-        self.rank.load_state_dict(state["rollout"])
+        self.rollout_rank.load_state_dict(state["rollout"])
 
     def close(self) -> None:
         """End the engine and the verifiers."""
-        self.rank.close()
+        self.rollout_rank.close()
         self.engine.stop()
         self.verifiers.close()

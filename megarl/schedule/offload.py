@@ -11,14 +11,14 @@ import torch
 
 from megarl.config.errors import DeviceMemoryError
 from megarl.config.recipes import GROUPS
-from megarl.parallel.movable import (
-    Movable,
+from megarl.parallel.device_memory import (
     ProcessPeak,
     device_peak,
     empty_cache,
     free_memory,
     reset_device_peak,
 )
+from megarl.parallel.movable import Movable
 from megarl.rollout.weight_sync import WeightSync
 
 GIB = 2**30
@@ -164,7 +164,7 @@ class OffloadManager:
     @contextmanager
     def measured(self, phase: str, metrics: dict[str, float]) -> Iterator[None]:
         """Add memory/<phase>, in bytes: on a GPU the peak of this process (also memory_reserved/ and
-        memory_device/, see parallel/movable.py), on a CPU the size of the groups that are there, and
+        memory_device/, see parallel/device_memory.py), on a CPU the size of the groups that are there, and
         memory_all/<phase>, the peak of this process's memory."""
         reset_device_peak(self.device)
         if self.device.type == "cpu":

@@ -22,13 +22,13 @@ from megarl.config.schema import PRETRAINING, Config
 from megarl.data.experience import Experience
 from megarl.model.builder import DTYPES
 from megarl.parallel.comm import from_rank_0, gather_objects, gather_on_0, max_over_ranks, sum_over_replicas
-from megarl.rollout.transformers_engine import HEAD, OUTPUT, Part, TransformersEngine
+from megarl.rollout.engines.transformers_engine import HEAD, OUTPUT, Part, TransformersEngine
 from megarl.schedule.run import Run, Step
 from megarl.training.batch import MicroBatch, make_micro_batches
-from megarl.weights.files import Processes
 from megarl.weights.hf import load_into
-from megarl.weights.layout import hf_shards
 from megarl.weights.megatron import open_model
+from megarl.weights.shards import hf_shards
+from megarl.weights.tensor_files import Processes
 
 # Of the mean |difference| of log-probs, nats. A mean: single tokens are off by whole nats where nothing is
 # wrong. What was measured, with and without faults: docs/reliability.md.

@@ -110,21 +110,21 @@ def reference_logprobs(run: Run, step: Step) -> None:
 def reward_model(run: Run, step: Step) -> None:
     """Add the reward model's score of each response, by its weight, to the rewards of the whole batch."""
     assert run.reward_model is not None
-    local, batch = step.local, step.batch
+    local, whole = step.local, step.batch
     step.count_tokens(passes=1)
     own = run.reward_model.sequence_scores(local.experience, local.micro_batches)
-    scores = local.gather(own, batch, run.runtime)
-    batch["rewards"] = batch["rewards"] + run.config.reward.model.weight * scores
-    local.experience["rewards"] = batch["rewards"][local.rows]
+    scores = local.gather(own, whole, run.runtime)
+    whole["rewards"] = whole["rewards"] + run.config.reward.model.weight * scores
+    local.experience["rewards"] = whole["rewards"][local.rows]
     if run.config.algorithm.advantage == "per_reward" and run.config.reward.model.weight:
-        batch["reward_parts"] = torch.cat([batch["reward_parts"], scores[:, None]], 1)
-        local.experience["reward_parts"] = batch["reward_parts"][local.rows]
-    scores = scores[batch.response_lengths > 0]
+        whole["reward_parts"] = torch.cat([whole["reward_parts"], scores[:, None]], 1)
+        local.experience["reward_parts"] = whole["reward_parts"][local.rows]
+    scores = scores[whole.response_lengths > 0]
     step.metrics |= {
         "reward/model_mean": float(scores.double().mean()),
         "reward/model_std": float(scores.double().std(correction=0)),
     }
-    rewards = batch["rewards"].tolist()
+    rewards = whole["rewards"].tolist()
     step.samples = {row: replace(sample, reward=rewards[row]) for row, sample in step.samples.items()}
 
 
@@ -163,8 +163,8 @@ def return_advantages(run: Run, step: Step) -> None:
 def gae_advantages(run: Run, step: Step) -> None:
     """Compute decoupled and length-adaptive GAE (VAPO eq. 3 and 5), of windows EGAE (T-PPO); of two critics
     heed where they agree (AsyPPO)."""
-    rollout, experience = run.config.rollout, step.local.experience
-    longest, window = rollout.max_response_tokens, rollout.window or 0
+    settings, experience = run.config.rollout, step.local.experience
+    longest, window = settings.max_response_tokens, settings.window or 0
     step.add(*add_gae(run.config.algorithm, experience, longest, run.runtime, window))
     if run.config.critic.count > 1:
         step.metrics |= add_agreement(run.config.algorithm.agreement, experience, run.runtime)
@@ -333,8 +333,8 @@ def enforced(phase: Phase, step: Step) -> Iterator[None]:
     does not write one that it declares."""
 
     def experiences() -> dict[int, Experience | StepBatch]:
-        local, batch = getattr(step, "local", None), getattr(step, "batch", None)
-        found = (batch, getattr(batch, "own", None), local and local.experience)
+        local, whole = getattr(step, "local", None), getattr(step, "batch", None)
+        found = (whole, getattr(whole, "own", None), local and local.experience)
         return {id(experience): experience for experience in found if experience is not None}
 
     before = experiences()

@@ -37,13 +37,15 @@ from megarl.rewards import VerifierPool
 from megarl.rewards.pool import Item
 from megarl.rewards.verdict import Reference, get_term, get_verifier
 from megarl.rollout.chat import prompting
-from megarl.rollout.sglang_servers import check_servers
+from megarl.rollout.engines.sglang_servers import check_servers
 from megarl.rollout.worker import endpoint_of, episode_of
 from megarl.schedule.rollouts import check_pretraining_rollouts
 from megarl.training.checkpoint import check_continues, find_checkpoint, has_finished, settings_of
 from megarl.weights.families import family_of, read_config
 from megarl.weights.hf import ModelFolder
-from megarl.weights.layout import (
+from megarl.weights.megatron import open_model
+from megarl.weights.plan import engine_targets
+from megarl.weights.shards import (
     check_frozen,
     check_layout,
     check_linear,
@@ -51,8 +53,6 @@ from megarl.weights.layout import (
     check_muon,
     check_recomputed,
 )
-from megarl.weights.megatron import open_model
-from megarl.weights.plan import engine_targets
 
 # JSON files of a tokenizer, and one for engines, which an export contains too.
 TOKENIZER_FILES = (

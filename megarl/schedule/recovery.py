@@ -62,7 +62,13 @@ class Recovery:
             self.checkpoint, self._skipped = choose_checkpoint(run.runtime, run.config.run_dir)
             listeners.begins(anew=self.checkpoint is None)
         self.writer = CheckpointWriter(
-            run.runtime, run.config, run.models, versions(), run.onload_for_checkpoint, run.source
+            run.runtime,
+            run.config,
+            run.models,
+            versions(),
+            run.onload_for_checkpoint,
+            run.source.join,
+            run.apart,
         )
         self._spent = 0.0
         self._last_saved: tuple[str, int] | None = None

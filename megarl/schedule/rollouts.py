@@ -317,7 +317,7 @@ def token_worth(local: LocalBatch, rows: Iterable[int]) -> dict[int, dict[str, T
     share. What earlier steps drew of a response (`rollout.window`) has no advantage in this one: NaN."""
     places = {row: i for i, row in enumerate(local.rows.tolist())}
     experience, found = local.experience, {}
-    drawn = experience.window
+    drawn = experience.drawn
     for row in rows:
         if row in places:
             tokens = response_indices(experience, places[row])

@@ -20,7 +20,7 @@ from megarl.model.builder import DTYPES, build_actor, build_critic, read_hf_conf
 from megarl.observe.run_log import Sample
 from megarl.parallel.movable import HostPool
 from megarl.parallel.runtime import Runtime
-from megarl.rollout.engine import RolloutEngine
+from megarl.rollout.engines.engine import RolloutEngine
 from megarl.rollout.weight_sync import Failures
 from megarl.schedule.ahead import GenerationApart
 from megarl.schedule.generation import Generation, load_tokenizer, make_engine, make_weight_sync
@@ -30,11 +30,11 @@ from megarl.training.batch import LocalBatch
 from megarl.training.columns import Tables
 from megarl.training.model import InferenceModel, TrainableModel, tensor_groups
 from megarl.weights.families import model_weights, read_config
-from megarl.weights.files import Processes
 from megarl.weights.hf import ModelFolder, export_hf, load_into
-from megarl.weights.layout import megatron_layout
 from megarl.weights.lora import export_peft, merged
 from megarl.weights.megatron import open_model
+from megarl.weights.shards import megatron_layout
+from megarl.weights.tensor_files import Processes
 
 
 def load_weights(
@@ -141,10 +141,10 @@ class Run:
     def meet(self, *, wait: bool) -> dict[str, float]:
         """Transfer the pending weights if the engines on ranks of their own are free now, or with `wait` as
         soon as they are; return the transfer's metrics."""
-        if self.apart is None or self.apart.pending is None or not self.apart.free(wait=wait):
+        if self.apart is None or not self.apart.due(wait=wait):
             return {}
         self.onload("weight_transfer", {"actor.weights"})
-        return self.apart.meet(wait=wait)
+        return self.apart.transfer()
 
     def onload(self, phase: str, groups: Collection[str]) -> None:
         """Have the tensor groups on the device, and nothing else. An engine whose weights were lost gets the

@@ -7,7 +7,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -36,7 +35,7 @@ class Rollout:
 
 class BatchSource(ABC):
     """What the trainer asks for batches. Every rank that trains has one and calls it alike. The methods with
-    a body are for sources that draw ahead of the trainer or have an engine.
+    a body are for sources that wait for an engine.
 
     reports  what was read of the data files"""
 
@@ -77,15 +76,6 @@ class BatchSource(ABC):
         """Return the seconds, since the last call, in which this rank waited for the source or other ranks'
         engines."""
         return 0.0
-
-    def files(self, step: int) -> list[Path]:
-        """Return the files of the batches that a checkpoint after `step` holds, once they are there; called
-        in a thread of rank 0."""
-        return []
-
-    def wait_for_files(self, step: int) -> None:
-        """Wait until those have been drawn."""
-        return None
 
 
 class SupervisedPairs(BatchSource):

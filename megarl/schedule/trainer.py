@@ -137,7 +137,7 @@ class Trainer:
             try:
                 if run.apart is not None and run.apart.pending is not None:
                     with self.listeners.phase("weight_transfer", step):
-                        step.metrics |= run.meet(wait="actor.gradients" in phase.on_gpu)
+                        step.metrics |= run.meet(wait=phase.updates("actor"))
                 with run.offload.explained(phase.name):
                     if phase.on_gpu and run.offload.enabled:
                         with self.listeners.phase("residency", step):

@@ -177,7 +177,7 @@ def distribute(
     for name, of_responses in loss_weights(batch, ids, critic_ids, config).items():
         local[name] = local.spread(of_responses[rows])
     if "begun" in batch:
-        local["policy_loss_weights"] = torch.where(local.window, local["policy_loss_weights"], 0.0)
+        local["policy_loss_weights"] = torch.where(local.drawn, local["policy_loss_weights"], 0.0)
     ended = ~batch["unfinished"] if "unfinished" in batch else torch.ones_like(batch["truncated"])
     stops = torch.tensor([0, *map(len, mine)]).cumsum(0).tolist()
 

@@ -26,8 +26,8 @@ from megarl.algorithms.advantages import (
     whiten,
     window_tail,
 )
-from megarl.algorithms.evaluation import explained_variance, variance_sums
 from megarl.algorithms.mismatch import difference_histogram, mismatch_factors, mismatch_metrics, mismatch_sums
+from megarl.algorithms.scores import explained_variance, variance_sums
 from megarl.config.schema import AgreementConfig, AlgorithmConfig, Config, MismatchConfig, RewardConfig
 from megarl.data.experience import Experience, StepBatch
 from megarl.parallel.comm import among_smallest, max_over_ranks, sum_over_replicas
@@ -121,7 +121,7 @@ def token_rewards(
     rewards = turn_rewards(experience)
     if not config.kl_reward:
         return rewards, {}
-    mask, drawn = experience.response_mask, experience.window
+    mask, drawn = experience.response_mask, experience.drawn
     kl = torch.where(mask, experience[config.old_column] - experience["ref_logprobs"], 0.0)
     sums = torch.stack([drawn.sum().double(), kl[drawn].double().sum()])
     tokens, total = sum_over_replicas(runtime, sums).tolist()
@@ -150,7 +150,7 @@ def _write_advantages(
     """Write advantages [T], whitened over the tokens of all replicas that were drawn in this step where
     `whiten` says so; not over those that have none (`window_tail`)."""
     if config.whiten:
-        mask = experience.window
+        mask = experience.drawn
         if config.window_tail:
             unfinished = experience.unfinished
             mask = mask & ~window_tail(mask, experience.cu_seqlens, unfinished, config.window_tail)
@@ -166,7 +166,7 @@ def add_gae(
     of windows of at most `window` tokens EGAE (T-PPO), for whose lambda an unfinished response is taken to be
     half a window longer than it is. Return gae/* and what `add_returns` does, with a table of lambda by
     response length (at most `longest` tokens)."""
-    mask, lengths, unfinished = experience.window, experience.response_lengths, experience.unfinished
+    mask, lengths, unfinished = experience.drawn, experience.response_lengths, experience.unfinished
     if config.lambda_policy == "length_adaptive":  # VAPO eq. 5
         expected = lengths + unfinished * (window // 2)
         lam = length_adaptive_lambda(expected, config.alpha, config.lambda_floor)
@@ -235,7 +235,7 @@ def add_teacher(
 
     On-policy distillation (Thinking Machines, 2025): a token's own log-ratio, without what follows it, and no
     gradient through it. (The gradient of the log-ratio itself is 0 on average: nothing would be learned.)"""
-    drawn = experience.window
+    drawn = experience.drawn
     mask = drawn & (teacher > -torch.inf)
     kl = torch.where(mask, old - teacher, 0.0)
     experience["advantages"] = experience["advantages"] - weight * kl
@@ -290,12 +290,12 @@ def add_returns(
 def policy_statistics(experience: Experience, runtime: Runtime) -> tuple[dict[str, float], Tables]:
     """Return the mean entropy and the mean probability of the tokens that the step has drawn, and a table of
     entropy by position (`sums_by_position`)."""
-    mask = experience.window
+    mask = experience.drawn
     probabilities = experience["old_logprobs"][mask].double().exp()
     sums = torch.stack([mask.sum().double(), experience["entropy"][mask].double().sum(), probabilities.sum()])
     tokens, entropy, probability = sum_over_replicas(runtime, sums).tolist()
     metrics = {"policy/entropy": entropy / max(tokens, 1), "policy/mean_prob": probability / max(tokens, 1)}
-    by_position = sums_by_position(mask, experience.window_lengths, experience["entropy"])
+    by_position = sums_by_position(mask, experience.drawn_lengths, experience["entropy"])
     table = dict(zip(("tokens", "entropy"), sum_over_replicas(runtime, by_position).tolist(), strict=True))
     return metrics, {"entropy": table}
 
@@ -309,7 +309,7 @@ def mismatch(
 
     Dynamic sampling's surplus of the step before was drawn with older weights, and is left out; so are
     earlier windows."""
-    engine, drawn_now = experience["engine_logprobs"], experience.window
+    engine, drawn_now = experience["engine_logprobs"], experience.drawn
     if "begun" not in experience:
         drawn_now = drawn_now & (experience["policy_version"] == version)[experience.sequence_ids]
     sums, largest = mismatch_sums(trainer, engine, drawn_now)
@@ -330,7 +330,7 @@ def correct_mismatch(config: MismatchConfig, experience: Experience, runtime: Ru
     factors, counts = mismatch_factors(
         experience["old_logprobs"],
         experience["engine_logprobs"],
-        experience.window,
+        experience.drawn,
         experience.sequence_ids,
         weight=config.weight,
         cap=config.cap,

@@ -128,7 +128,7 @@ def select_tokens(
     if config.surrogate == "clip_cov":
         old = experience[config.old_column][at].double()
         ratio = log_ratio(new, old, torch.ones_like(at, dtype=torch.bool)).exp()
-        clipped = ppo(Tokens(ratio, advantage, new, 1 - config.clip_low, 1 + config.clip_high, old))[1:]
+        clipped = ppo(Tokens(ratio, advantage, new, config.clip_low, config.clip_high, old))[1:]
         inside = (covariance > config.covariance.low) & (covariance < config.covariance.high)
         at = at[inside & ~clipped[0] & ~clipped[1]]
         order = draws[at]

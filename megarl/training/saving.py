@@ -66,17 +66,16 @@ PATIENCE = 0.8  # of parallel.timeout, for which the other ranks wait
 Entries = dict[str, tuple[int, str]]  # file -> (bytes, SHA-256)
 
 
-class Samplers(Protocol):
-    """What draws the batches, and what a checkpoint keeps of it."""
+# Makes one state, of numbers and texts, of all ranks' shares; called in a thread of rank 0.
+Join = Callable[[Sequence[Mapping[str, Any]]], Mapping[str, Any]]
 
-    @abstractmethod
-    def join(self, shares: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-        """Return all ranks' snapshots as one, of numbers and texts; called in a thread of rank 0."""
+
+class DrawnAhead(Protocol):
+    """What gives the batches that were drawn ahead of a step, which its checkpoint holds too."""
 
     @abstractmethod
     def files(self, step: int) -> list[Path]:
-        """Return the batches that were drawn ahead of a step, which its checkpoint holds too, once they are
-        there; called in a thread of rank 0."""
+        """Return them once they are there; called in a thread of rank 0."""
 
     @abstractmethod
     def wait_for_files(self, step: int) -> None:
@@ -87,7 +86,8 @@ class CheckpointWriter:
     """Writes the checkpoints of a run. Every rank has one and calls it alike.
 
     prepare   called with a model's name before its weights and optimizer are read
-    samplers  makes one state of the ranks' shares, and gives the batches that were drawn ahead
+    join      makes one state of the ranks' shares of where the source of the batches stands
+    ahead     where steps are drawn ahead (schedule.ahead)
     seconds   the longest time that a save has kept the run from its work so far"""
 
     def __init__(
@@ -97,10 +97,11 @@ class CheckpointWriter:
         models: Mapping[str, TrainableModel],
         versions: Mapping[str, str],
         prepare: Callable[[str], None],
-        samplers: Samplers,
+        join: Join,
+        ahead: DrawnAhead | None = None,
     ) -> None:
         self.runtime, self.config, self.models, self.versions = runtime, config, models, dict(versions)
-        self.prepare, self.samplers, self.seconds = prepare, samplers, 0.0
+        self.prepare, self.join, self.ahead, self.seconds = prepare, join, ahead, 0.0
         self.settings = settings_of(config)
         self._copiers = {name: HostCopier(runtime) for name in models}
         self._writing: _Writing | None = None
@@ -154,7 +155,7 @@ class CheckpointWriter:
         except CheckpointError as error:
             raise CheckpointError(f"{final}: {error}") from None
         self._writing = writing
-        writing.in_thread(lambda: writing.write_own(self.samplers))
+        writing.in_thread(lambda: writing.write_own(self.join, self.ahead))
         if now or not self.config.checkpoint.background:
             self.finish()
         self.seconds = max(self.seconds, time.perf_counter() - started)
@@ -210,8 +211,8 @@ class CheckpointWriter:
 
     def finish(self) -> None:
         """Advance to the end, waiting for each rank at most `checkpoint.timeout`."""
-        if self._writing is not None:
-            self.samplers.wait_for_files(self._writing.manifest["step"])
+        if self._writing is not None and self.ahead is not None:
+            self.ahead.wait_for_files(self._writing.manifest["step"])
         while self._writing is not None:
             limit = min(self.config.checkpoint.timeout, PATIENCE * self.runtime.timeout)
             if self._writing.thread is not None:
@@ -254,15 +255,17 @@ class _Writing:
         self.thread = threading.Thread(target=run, name="checkpoint", daemon=True)
         self.thread.start()
 
-    def write_own(self, samplers: Samplers) -> None:
+    def write_own(self, join: Join, ahead: DrawnAhead | None) -> None:
         """Write this rank's files; on rank 0 also the state, and the batches that were drawn ahead."""
         for name, copy in self.copies.items():
             self._add(copy.write(self.partial / name))
         if self.state is None:
             return
-        whole = {**self.state, "samplers": samplers.join(self.state["samplers"])}
+        whole = {**self.state, "samplers": join(self.state["samplers"])}
         self._add(write_state(self.partial, whole))
-        for path in samplers.files(self.manifest["step"]) if self.manifest["stage"] != PRETRAINING else ():
+        if ahead is None or self.manifest["stage"] == PRETRAINING:
+            return
+        for path in ahead.files(self.manifest["step"]):
             folder = self.partial / BATCHES / path.parent.name
             folder.mkdir(parents=True, exist_ok=True)
             self._add([Path(shutil.copy(path, folder))])

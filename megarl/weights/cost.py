@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 from megarl.config.errors import ConfigError
 from megarl.config.schema import ClusterConfig
 from megarl.weights.families import Shape, read_config
-from megarl.weights.layout import Box
 from megarl.weights.plan import Plan, placed, volume
+from megarl.weights.shards import Box
 
 
 class RankCost(NamedTuple):
@@ -132,7 +132,7 @@ def gather_cost(
 # Public models, from the config.json of each model's repository: layers, hidden size, heads, key/value heads,
 # head_dim, feed-forward columns, vocabulary, tied embeddings; of a mixture also experts, experts per token,
 # columns of an expert. (Sizes of GLM-4.5 and 4.6 are without the layer that predicts a token more.)
-_KNOWN: dict[str, tuple[str | int | bool, ...]] = {
+_KNOWN: dict[str, tuple[str | int | bool | None, ...]] = {
     "Qwen2.5-0.5B": ("qwen2", 24, 896, 14, 2, 64, 4864, 151936, True),
     "Qwen2.5-1.5B": ("qwen2", 28, 1536, 12, 2, 128, 8960, 151936, True),
     "Qwen2.5-3B": ("qwen2", 36, 2048, 16, 2, 128, 11008, 151936, True),
@@ -168,6 +168,10 @@ _KNOWN: dict[str, tuple[str | int | bool, ...]] = {
     "DeepSeek-R1": ("deepseek_v3", 61, 7168, 128, 128, 64, 18432, 129280, False, 256, 8, 2048),
     "Qwen3.5-9B": ("qwen3_5_text", 32, 4096, 16, 4, 256, 12288, 248320, False),  # without the part for images
     "Qwen3.5-27B": ("qwen3_5_text", 64, 5120, 24, 4, 256, 17408, 248320, False),
+    "Qwen3.5-35B-A3B": ("qwen3_5_moe_text", 40, 2048, 16, 2, 256, None, 248320, False, 256, 8, 512),
+    "Qwen3.5-122B-A10B": ("qwen3_5_moe_text", 48, 3072, 32, 2, 256, None, 248320, False, 256, 8, 1024),
+    "Qwen3.5-397B-A17B": ("qwen3_5_moe_text", 60, 4096, 32, 2, 256, None, 248320, False, 512, 10, 1024),
+    "Qwen3-Next-80B-A3B": ("qwen3_next", 48, 2048, 16, 2, 256, 5120, 151936, False, 512, 10, 512),
 }
 _KEYS = (
     *("model_type", "num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads"),
@@ -182,10 +186,15 @@ for _name in ("GLM-4-32B", "GLM-Z1-32B"):
 for _name, _dense in (("GLM-4.5-Air", 1), ("GLM-4.5", 3), ("GLM-4.6", 3)):
     KNOWN_MODELS[_name] |= {"first_k_dense_replace": _dense, "n_shared_experts": 1}
     KNOWN_MODELS[_name] |= {"attention_bias": True, "use_qk_norm": _name != "GLM-4.5-Air"}
-for _name, _heads in (("Qwen3.5-9B", 32), ("Qwen3.5-27B", 48)):
+for _name, _heads in (
+    *(("Qwen3.5-9B", 32), ("Qwen3.5-27B", 48), ("Qwen3-Next-80B-A3B", 32)),
+    *(("Qwen3.5-35B-A3B", 32), ("Qwen3.5-122B-A10B", 64), ("Qwen3.5-397B-A17B", 64)),
+):
     KNOWN_MODELS[_name] |= {"linear_num_key_heads": 16, "linear_num_value_heads": _heads}
     KNOWN_MODELS[_name] |= {"linear_key_head_dim": 128, "linear_value_head_dim": 128}
     KNOWN_MODELS[_name] |= {"linear_conv_kernel_dim": 4, "full_attention_interval": 4}
+    if _expert := KNOWN_MODELS[_name].get("moe_intermediate_size"):  # as wide as the shared one
+        KNOWN_MODELS[_name]["shared_expert_intermediate_size"] = _expert
 
 
 for _name, _dense, _shared, _rank in (

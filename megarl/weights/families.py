@@ -76,6 +76,8 @@ class Sizes:
     value: int = 0
     conv: int = 0
     mixed: int = 0
+    qkvz: int = 0  # rows of projections that are by key head: mixed + value, and 2 * value_heads
+    ba: int = 0
 
     @staticmethod
     def of(hf_config: Mapping[str, Any]) -> Sizes:
@@ -99,7 +101,11 @@ class Sizes:
         family = FAMILIES.get(str(hf_config.get("model_type")))
         moe = family is not None and family.is_moe
         experts = next((key for key in EXPERT_KEYS if hf_config.get(key) is not None), EXPERT_KEYS[0])
-        shares = family is not None and family.has("shared_experts.linear_fc1.weight")
+        shared = 0
+        if family is not None and family.has("shared_experts.gate_weight"):
+            shared = get("shared_expert_intermediate_size")
+        elif family is not None and family.has("shared_experts.linear_fc1.weight"):
+            shared = get("n_shared_experts") * get("moe_intermediate_size")
         differ = family is not None and any(pair.kind == "dense" for pair in family.layer)
         layers = get("num_hidden_layers", most=MAX_LAYERS)
         of_latents: dict[str, Any] = {}
@@ -130,22 +136,26 @@ class Sizes:
                 "value": value,
                 "conv": get("linear_conv_kernel_dim"),
                 "mixed": 2 * key + value,
+                "qkvz": 2 * (key + value),
+                "ba": 2 * value_heads,
             }
+        # Qwen3.5's mixtures say nothing of dense layers, which they do not have.
+        ffn = get("intermediate_size", get("moe_intermediate_size") if moe and not differ else None)
         return Sizes(
             layers=layers,
             hidden=hidden,
             heads=heads,
             kv_heads=kv_heads,
             head_dim=head_dim,
-            ffn=get("intermediate_size"),
+            ffn=ffn,
             vocab=get("vocab_size"),
             q=heads * head_dim,
             kv=kv_heads * head_dim,
             experts=get(experts, most=MAX_EXPERTS) if moe else 0,
             expert_ffn=get("moe_intermediate_size") if moe else 0,
-            shared_ffn=get("n_shared_experts") * get("moe_intermediate_size") if shares else 0,
+            shared_ffn=shared,
             dense=get("first_k_dense_replace", most=layers - 1, least=0) if differ else 0,
-            gate_up=2 * get("intermediate_size"),
+            gate_up=2 * ffn,
             gated_q=2 * heads * head_dim,
             **{"out": heads * head_dim, **of_latents},
             **linear,
@@ -330,6 +340,14 @@ SHARED_EXPERTS = (
         ("mlp.shared_experts.down_proj.weight", "hidden shared_ffn"),
     ),
 )
+# One whose output is multiplied by the sigmoid of a gate.
+GATED_SHARED_EXPERT = (
+    *(
+        replace(pair, hf=tuple((name.replace("_experts.", "_expert."), dims) for name, dims in pair.hf))
+        for pair in SHARED_EXPERTS
+    ),
+    _layer("mlp.shared_experts.gate_weight", "replicated", ("mlp.shared_expert_gate.weight", "one hidden")),
+)
 # What is added to the router's scores where it chooses, and not where it weighs. Pretraining balanced the
 # experts with it; nothing here changes it.
 EXPERT_BIAS = replace(
@@ -374,6 +392,26 @@ DELTA_NET = (
     _layer("self_attention.out_norm.weight", "replicated", ("linear_attn.norm.weight", "value_dim")),
     _layer("self_attention.out_proj.weight", "row", ("linear_attn.out_proj.weight", "hidden value")),
 )
+# In Qwen3-Next's files those are two, and lie by key head as well.
+FUSED_DELTA_NET = (
+    _layer(
+        "self_attention.in_proj.weight",
+        "qkv",
+        ("linear_attn.in_proj_qkvz.weight", "qkvz hidden"),
+        ("linear_attn.in_proj_ba.weight", "ba hidden"),
+    ),
+    *DELTA_NET[1:],
+)
+
+
+def _hybrid(delta_net: tuple[Pair, ...]) -> tuple[Pair, ...]:
+    """Return what is before the MLP in layers of which each has linear attention, or gated attention."""
+    return (
+        ATTENTION_LAYER[0],
+        *(replace(pair, kind="attention") for pair in GATED_ATTENTION),
+        *(replace(pair, kind="linear") for pair in delta_net),
+        ATTENTION_LAYER[3],
+    )
 
 
 @dataclass(frozen=True)
@@ -479,6 +517,7 @@ ROPE_NUMBERS = ("rope_theta", *ROPE_NEEDS["llama3"], "mscale", "mscale_all_dim",
 
 # What every family here is built as (megarl/model/builder.py): SwiGLU layers with full attention.
 SWIGLU = (("hidden_act", "silu"), ("use_sliding_window", False))
+HYBRID = (*SWIGLU, ("attention_bias", False), ("attn_output_gate", True), ("output_gate_type", "silu"))
 
 FAMILIES = {
     family.model_type: family
@@ -539,24 +578,37 @@ FAMILIES = {
         Family(
             "qwen3_5_text",
             "Qwen3_5",
-            (
-                ATTENTION_LAYER[0],
-                *(replace(pair, kind="attention") for pair in GATED_ATTENTION),
-                *(replace(pair, kind="linear") for pair in DELTA_NET),
-                ATTENTION_LAYER[3],
-                *DENSE_MLP,
-            ),
-            (*SWIGLU, ("attention_bias", False), ("attn_output_gate", True), ("output_gate_type", "silu")),
+            (*_hybrid(DELTA_NET), *DENSE_MLP),
+            HYBRID,
             partial_rotary=True,
             sglang_flat=True,
             zero_centred=True,
             other_heads=("Qwen3_5TextForSequenceClassification",),
         ),
+        Family(
+            "qwen3_5_moe_text",
+            "Qwen3_5Moe",
+            (*_hybrid(DELTA_NET), *EXPERTS, *GATED_SHARED_EXPERT),
+            # transformers always normalises, and takes no layer for a dense one.
+            (*HYBRID, ("norm_topk_prob", True), ("mlp_only_layers", []), ("decoder_sparse_step", 1)),
+            partial_rotary=True,
+            sglang_flat=True,
+            zero_centred=True,
+        ),
+        Family(
+            "qwen3_next",
+            "Qwen3Next",
+            (*_hybrid(FUSED_DELTA_NET), *EXPERTS, *GATED_SHARED_EXPERT),
+            (*HYBRID, ("mlp_only_layers", []), ("decoder_sparse_step", 1)),
+            partial_rotary=True,
+            sglang_flat=True,
+            zero_centred=True,
+        ),
     )
 }
 
 # Published folders of a family that have a part for images, too.
-COMPOSITE = ("qwen3_5",)
+COMPOSITE = ("qwen3_5", "qwen3_5_moe")
 
 # Transformer Engine's layer spec fuses the norms into the linears that follow them.
 TE_ALIASES = {

@@ -21,10 +21,10 @@ from torch import Tensor
 
 from megarl.config.errors import CheckpointError, ConfigError, first_line
 from megarl.weights.families import Sizes, family_of, read_config
-from megarl.weights.files import damaged, write_json
 from megarl.weights.hf import ModelFolder, exported_config
-from megarl.weights.layout import Box, full_box, hf_shapes
 from megarl.weights.megatron import Conversion, Watch, unwatched, write_hf
+from megarl.weights.shards import Box, full_box, hf_shapes
+from megarl.weights.tensor_files import damaged, write_json
 
 # llama.cpp's names of architectures, and of these whether the rows of q and k stand in its own order: the
 # two numbers that a rotation turns side by side, where Hugging Face has them half a head apart. Mistral's
@@ -42,7 +42,11 @@ class GGUFFile(ModelFolder):
     tensors that are missing, superfluous or of another shape."""
 
     def __init__(self, path: Path) -> None:
-        self._gguf = _package()
+        try:
+            self._gguf: Any = import_module("gguf")
+        except ImportError as error:
+            missing = "the package gguf is not installed (pip install 'megarl[gguf]')"
+            raise ConfigError(f"GGUF files: {missing}") from error
         self.path = Path(path)
         self._reader = self._open()
         self.architecture = self._known_architecture()
@@ -252,12 +256,3 @@ def gguf_to_hf(
         config = exported_config(model.config, False, dtype)
         write_json(Path(beside) / "config.json", config)
         return write_hf(model, out, kinds, config, Path(beside), max_shard_bytes, verify, watch)
-
-
-def _package() -> Any:
-    try:
-        return import_module("gguf")
-    except ImportError as error:
-        raise ConfigError(
-            "GGUF files: the package gguf is not installed (pip install 'megarl[gguf]')"
-        ) from error

@@ -10,6 +10,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from functools import partial
+from itertools import product
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,7 +24,17 @@ from megarl.config.errors import CheckpointError
 from megarl.config.files import read_json
 from megarl.parallel.layout import Layout
 from megarl.weights.families import EMBEDDING, OUTPUT, Shape, family_of, is_tied, read_config
-from megarl.weights.files import (
+from megarl.weights.plan import FP32, make_plan
+from megarl.weights.shards import (
+    Box,
+    Shards,
+    float32_tensors,
+    full_box,
+    hf_shapes,
+    hf_shards,
+    megatron_layout,
+)
+from megarl.weights.tensor_files import (
     FileTensor,
     Processes,
     as_bytes,
@@ -34,16 +45,6 @@ from megarl.weights.files import (
     write_json,
     write_tensors,
 )
-from megarl.weights.layout import (
-    Box,
-    Shards,
-    float32_tensors,
-    full_box,
-    hf_shapes,
-    hf_shards,
-    megatron_layout,
-)
-from megarl.weights.plan import FP32, make_plan
 from megarl.weights.transfer import Source, Transfer, view
 
 INDEX = "model.safetensors.index.json"
@@ -53,6 +54,7 @@ DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 # heads of another use of the body.
 HARMLESS = re.compile(r".*rotary_emb\.inv_freq|lm_head\.weight|score\.(weight|bias)")
 LAYER = re.compile(r"model\.layers\.(\d+)\.")
+STACKED = re.compile(r"(.+\.experts)\.(gate_up_proj|down_proj)")
 SCORE_BIAS = "score.bias"  # transformers' token classifier has one; ours is zero
 EMBEDDING_NAME, OUTPUT_NAME = EMBEDDING.hf[0][0], OUTPUT.hf[0][0]
 
@@ -122,7 +124,7 @@ class HFFolder(ModelFolder):
         self.path = Path(path)
         self.config = read_config(self.path)
         self.shapes = hf_shapes(self.config, critic=critic)
-        self._entries = self._open()
+        self._entries = _unstacked(self._open())
         self._check(critic)
         self.missing = tuple(name for name in self.shapes if name not in self._entries)
         self.extra = tuple(name for name in self._entries if name not in self.shapes)
@@ -187,10 +189,33 @@ class HFFolder(ModelFolder):
 
     def _predicts_several(self, name: str) -> bool:
         """Return whether a tensor is of the layers behind the model that predict tokens after the next
-        (`num_nextn_predict_layers`). Nothing trains them here; nor does transformers read them."""
+        (`num_nextn_predict_layers`; Qwen3.5's `mtp`). Nothing trains them here; nor does transformers read
+        them."""
+        if name.startswith("mtp.") and family_of(self.config).is_linear:
+            return True
         layers, found = int(self.config["num_hidden_layers"]), LAYER.match(name)
         beyond = self.config.get("num_nextn_predict_layers") or 0
         return found is not None and layers <= int(found[1]) < layers + beyond
+
+
+def _unstacked(entries: Mapping[str, _Entry]) -> dict[str, _Entry]:
+    """Return the tensors of a folder, those of all experts of a layer in one ([experts, rows, columns], gate
+    over up) as the tensors of each expert, whose bytes follow one another there. Published Qwen3.5 mixtures
+    are so, and what transformers 5 writes without `save_original_format`."""
+    found: dict[str, _Entry] = {}
+    for name, entry in entries.items():
+        stacked = STACKED.fullmatch(name)
+        parts = ("gate_proj", "up_proj") if stacked and stacked[2] == "gate_up_proj" else ("down_proj",)
+        if stacked is None or len(entry.shape) != 3 or entry.shape[1] % len(parts):
+            found[name] = entry
+            continue
+        experts, rows, columns = entry.shape[0], entry.shape[1] // len(parts), entry.shape[2]
+        size = rows * columns * DTYPES.get(entry.dtype, torch.float32).itemsize
+        for number, (expert, part) in enumerate(product(range(experts), parts)):
+            found[f"{stacked[1]}.{expert}.{part}.weight"] = entry._replace(
+                offset=entry.offset + number * size, shape=(rows, columns)
+            )
+    return found
 
 
 def _read_header(path: Path) -> dict[str, _Entry]:
@@ -263,7 +288,6 @@ def export_hf(
     dtype: torch.dtype | None = None,
     max_shard_bytes: int = 4 << 30,
     bucket_bytes: int = 256 << 20,
-    group: dist.ProcessGroup | None = None,
     control: dist.ProcessGroup | None = None,
 ) -> None:
     """Write the model that all ranks of `layout` hold together into the folder `out`; every rank calls this.
@@ -272,7 +296,7 @@ def export_hf(
     tensors   this rank's parameters by the table's names
     critic    whether it becomes a one-label token classifier
     dtype     to write, by default that of the first tensor; a router's bias stays in float32
-    group     carries tensors; `control` (gloo, if the default group is NCCL) a line of text per file
+    control   gloo, if the default group, which carries tensors, is NCCL; carries a line of text per file
 
     Rank 0 needs memory for one bucket and one file of at most `max_shard_bytes` (or one tensor, if that is
     larger), which is staged where the tensors are. The folder appears under its name only when it is complete
@@ -301,7 +325,7 @@ def export_hf(
             if rank == 0:
                 for name, shard in part.items():
                     target[name] = torch.empty(shard.shape, dtype=kinds[name], device=first.device)
-            Transfer(plan, rank, tensors, target, bucket_bytes, dtype=kind, group=group).run()
+            Transfer(plan, rank, tensors, target, bucket_bytes, dtype=kind).run()
             if "score.weight" in part:
                 names.append(SCORE_BIAS)
                 target[SCORE_BIAS] = torch.zeros(1, dtype=kind)

@@ -13,9 +13,9 @@ from torch import Tensor
 from megarl.config.schema import LoraConfig
 from megarl.parallel.layout import Layout
 from megarl.weights.families import model_weights, read_config, table_names
-from megarl.weights.files import Processes, new_folder, write_json, write_tensors
-from megarl.weights.layout import Box, Region, hf_shards, megatron_layout
 from megarl.weights.plan import make_plan
+from megarl.weights.shards import Box, Region, hf_shards, megatron_layout
+from megarl.weights.tensor_files import Processes, new_folder, write_json, write_tensors
 from megarl.weights.transfer import Merged, Source, Transfer
 
 PREFIX = "base_model.model."  # of PEFT's names, before the model's own
@@ -69,11 +69,10 @@ def export_peft(
     lora: LoraConfig,
     *,
     bucket_bytes: int = 256 << 20,
-    group: dist.ProcessGroup | None = None,
     control: dist.ProcessGroup | None = None,
 ) -> None:
     """Write the adapters that all ranks of `layout` hold together as a folder that PEFT loads; every rank
-    calls this. source: the folder of the model; tensors: this rank's parameters; group, control: as
+    calls this. source: the folder of the model; tensors: this rank's parameters; control: as
     `export_hf`, also in what is raised."""
     processes, config = Processes(control), read_config(source)
     halves = {name: tensor for name, tensor in table_names(tensors).items() if ".lora." in name}
@@ -87,7 +86,7 @@ def export_peft(
             name: torch.empty(shard.shape, dtype=first.dtype, device=first.device)
             for name, shard in shards.items()
         }
-    Transfer(plan, rank, halves, target, bucket_bytes, dtype=first.dtype, group=group).run()
+    Transfer(plan, rank, halves, target, bucket_bytes, dtype=first.dtype).run()
     # Where PEFT joins experts' gate and up it doubles rank and alpha, which is right for alpha / rank alone.
     joins = any(".experts." in name for name in shards)
     described = {

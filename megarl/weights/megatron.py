@@ -46,17 +46,6 @@ from megarl.weights.families import (
     is_tied,
     read_config,
 )
-from megarl.weights.files import (
-    SMALL,
-    FileTensor,
-    HashedFile,
-    Processes,
-    as_bytes,
-    blocks,
-    carry_along,
-    damaged,
-    new_folder,
-)
 from megarl.weights.hf import (
     DTYPES,
     OUTPUT_NAME,
@@ -68,7 +57,8 @@ from megarl.weights.hf import (
     named_files,
     write_index,
 )
-from megarl.weights.layout import (
+from megarl.weights.plan import intersect, shift, volume
+from megarl.weights.shards import (
     Box,
     Region,
     float32_tensors,
@@ -78,7 +68,17 @@ from megarl.weights.layout import (
     parameters,
     whole_model,
 )
-from megarl.weights.plan import intersect, shift, volume
+from megarl.weights.tensor_files import (
+    SMALL,
+    FileTensor,
+    HashedFile,
+    Processes,
+    as_bytes,
+    blocks,
+    carry_along,
+    damaged,
+    new_folder,
+)
 from megarl.weights.transfer import view
 
 METADATA, COMMON, CONFIG, EXTRA = ".metadata", "common.pt", "metadata.json", "extra_state.distcp"
@@ -593,7 +593,7 @@ def megatron_to_hf(
     if model.critic and heads[0].endswith("Classification"):  # which stays what it is
         config = {**model.config, **{key: config[key] for key in ("dtype", "torch_dtype") if key in config}}
     carried = source or checkpoint
-    return write_hf(model, out, kinds, config, carried, max_shard_bytes, verify, watch, critic=model.critic)
+    return write_hf(model, out, kinds, config, carried, max_shard_bytes, verify, watch)
 
 
 def write_hf(
@@ -605,14 +605,12 @@ def write_hf(
     max_shard_bytes: int,
     verify: bool,
     watch: Watch,
-    *,
-    critic: bool = False,
 ) -> Conversion:
     """Write a model, whatever its files are, as a Hugging Face folder.
     kinds: the dtype of each tensor. config: config.json. carried: the folder of tokenizer and the like. Else
     as `megatron_to_hf`."""
     began, processes = time.perf_counter(), Processes()
-    shapes, kinds = dict(model.shapes), dict(kinds)
+    shapes, kinds, critic = dict(model.shapes), dict(kinds), "score.weight" in model.shapes
     if critic and config["architectures"][0].endswith("ForTokenClassification"):
         shapes[SCORE_BIAS], kinds[SCORE_BIAS] = (1,), kinds["score.weight"]
     sizes = {name: prod(shape) * kinds[name].itemsize for name, shape in shapes.items()}

@@ -19,7 +19,7 @@ from megarl.config.errors import ConfigError
 from megarl.config.schema import Config, OptimizerConfig
 from megarl.parallel.layout import Layout
 from megarl.weights.families import Shape, adapters, family_of, is_frozen
-from megarl.weights.layout import (
+from megarl.weights.shards import (
     Box,
     Region,
     Shard,

@@ -16,7 +16,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megarl.config.errors import TransferError, WaitTimeout
-from megarl.weights.layout import Box, Region, full_box
 from megarl.weights.plan import (
     BLOCK,
     FP8,
@@ -32,6 +31,7 @@ from megarl.weights.plan import (
     staged,
     to_hf,
 )
+from megarl.weights.shards import Box, Region, full_box
 
 FORMAT_DTYPES = {FP8: torch.float8_e4m3fn, FP32: torch.float32}
 E4M3_MAX = 448.0

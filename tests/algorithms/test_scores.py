@@ -13,9 +13,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.algorithms import evaluation
+from megarl.algorithms.scores import (
+    _student,
+    avg_at_k,
+    explained_variance,
+    interval,
+    ks_up_to,
+    majority_at_k,
+    pass_at_k,
+    variance_sums,
+)
 from megarl.data.prompts import Prompt
-from megarl.rollout.batch import Group, Response, Scores
+from megarl.rollout.responses import Group, Response, Scores
 from tests.algorithms.loops import batches
 
 
@@ -24,16 +33,16 @@ from tests.algorithms.loops import batches
 def test_pass_at_k_is_the_share_of_subsets_with_a_right_answer(correct, data):
     k = data.draw(st.integers(1, len(correct)))
     subsets = list(itertools.combinations(correct, k))
-    assert evaluation.pass_at_k(len(correct), sum(correct), k) == pytest.approx(
+    assert pass_at_k(len(correct), sum(correct), k) == pytest.approx(
         sum(map(any, subsets)) / len(subsets), abs=1e-12
     )
-    assert evaluation.pass_at_k(len(correct), sum(correct), 1) == pytest.approx(evaluation.avg_at_k(correct))
+    assert pass_at_k(len(correct), sum(correct), 1) == pytest.approx(avg_at_k(correct))
 
 
 @pytest.mark.parametrize("n, c, k", [(4, 5, 1), (4, -1, 1), (4, 2, 0), (4, 2, 5)])
 def test_pass_at_k_refuses(n, c, k):
     with pytest.raises(ValueError, match="pass@k needs"):
-        evaluation.pass_at_k(n, c, k)
+        pass_at_k(n, c, k)
 
 
 @settings(max_examples=60, deadline=None)
@@ -45,23 +54,20 @@ def test_majority_is_the_mean_over_ways_to_break_ties(answers, random):
     correct = [a == "2" for a in answers]
     votes = [a for a in answers if a is not None]
     expected = statistics.fmean(a == "2" for a in statistics.multimode(votes)) if votes else 0.0
-    assert evaluation.majority_at_k(answers, correct) == pytest.approx(expected)
+    assert majority_at_k(answers, correct) == pytest.approx(expected)
     pairs = list(zip(answers, correct, strict=True))
     random.shuffle(pairs)
-    assert evaluation.majority_at_k([a for a, _ in pairs], [c for _, c in pairs]) == pytest.approx(expected)
+    assert majority_at_k([a for a, _ in pairs], [c for _, c in pairs]) == pytest.approx(expected)
 
 
 def test_majority_by_hand():
-    assert (
-        evaluation.majority_at_k(["7", "7", "8", None, None, None], [True, True, False, False, False, False])
-        == 1.0
-    )
-    assert evaluation.majority_at_k(["7", "8"], [True, False]) == 0.5
-    assert evaluation.majority_at_k(["7", "7"], [True, False]) == 0.5
-    assert evaluation.majority_at_k([None, None], [False, False]) == 0.0
-    assert evaluation.avg_at_k([]) == 0.0
+    assert majority_at_k(["7", "7", "8", None, None, None], [True, True, False, False, False, False]) == 1.0
+    assert majority_at_k(["7", "8"], [True, False]) == 0.5
+    assert majority_at_k(["7", "7"], [True, False]) == 0.5
+    assert majority_at_k([None, None], [False, False]) == 0.0
+    assert avg_at_k([]) == 0.0
     with pytest.raises(ValueError, match="2 answers, but 1 verdicts"):
-        evaluation.majority_at_k(["1", "2"], [True])
+        majority_at_k(["1", "2"], [True])
 
 
 @settings(max_examples=50, deadline=None)
@@ -69,7 +75,7 @@ def test_majority_by_hand():
 def test_explained_variance_from_parts(batch):
     e = batch.experience
     parts = [e.select([i]) for i in range(e.num_sequences)]
-    total = sum(evaluation.variance_sums(p["returns"], p["values"], p.response_mask) for p in parts)
+    total = sum(variance_sums(p["returns"], p["values"], p.response_mask) for p in parts)
     target, value = e["returns"][e.response_mask].tolist(), e["values"][e.response_mask].tolist()
     variance = statistics.pvariance(target)
     expected = (
@@ -77,7 +83,7 @@ def test_explained_variance_from_parts(batch):
         if len(target) > 1
         else 0.0
     )
-    assert evaluation.explained_variance(total) == pytest.approx(expected, rel=1e-6, abs=1e-6)
+    assert explained_variance(total) == pytest.approx(expected, rel=1e-6, abs=1e-6)
 
 
 def test_explained_variance_at_its_ends():
@@ -85,7 +91,7 @@ def test_explained_variance_at_its_ends():
     returns = torch.tensor([1.0, -1.0, 1.0, -1.0])
 
     def of(returns: torch.Tensor, values: torch.Tensor, mask: torch.Tensor = mask) -> float:
-        return evaluation.explained_variance(evaluation.variance_sums(returns, values, mask))
+        return explained_variance(variance_sums(returns, values, mask))
 
     assert of(returns, returns + 3) == 1.0
     assert of(returns, torch.zeros(4)) == 0.0
@@ -119,15 +125,15 @@ def _wilson_by_bisection(mean: float, size: float, t: float) -> tuple[float, flo
     [(1, 12.7062), (2, 4.30265), (3, 3.18245), (5, 2.57058), (29, 2.04523), (1000, 1.96234)],
 )
 def test_student_quantiles_are_the_tables(freedom, quantile):
-    assert evaluation._student(freedom) == pytest.approx(quantile, rel=1.3e-3)
+    assert _student(freedom) == pytest.approx(quantile, rel=1.3e-3)
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(2, 60), st.data())
 def test_of_right_or_wrong_problems_it_is_wilsons_interval(n, data):
     c = data.draw(st.integers(0, n))
-    low, high = evaluation.interval([1.0] * c + [0.0] * (n - c), 1)
-    assert (low, high) == pytest.approx(_wilson_by_bisection(c / n, n, evaluation._student(n - 1)), abs=1e-9)
+    low, high = interval([1.0] * c + [0.0] * (n - c), 1)
+    assert (low, high) == pytest.approx(_wilson_by_bisection(c / n, n, _student(n - 1)), abs=1e-9)
 
 
 @settings(max_examples=60, deadline=None)
@@ -138,21 +144,19 @@ def test_problems_are_the_unit(right):
     size = (
         min(max(mean * (1 - mean) / (variance / n), n), 8 * n) if variance else 8 * n if 0 < mean < 1 else n
     )
-    low, high = evaluation.interval(scores, 8)
-    assert (low, high) == pytest.approx(
-        _wilson_by_bisection(mean, size, evaluation._student(n - 1)), abs=1e-9
-    )
+    low, high = interval(scores, 8)
+    assert (low, high) == pytest.approx(_wilson_by_bisection(mean, size, _student(n - 1)), abs=1e-9)
     assert 0 <= low <= mean <= high <= 1 and low < high
 
 
 def test_intervals_at_their_ends():
-    assert evaluation.interval([0.3], 32) == (0.0, 1.0)
-    assert evaluation.interval([1.0] * 30, 32) == (pytest.approx(30 / (30 + 2.04523**2), abs=1e-4), 1.0)
-    assert evaluation.interval([0.0] * 30, 32) == (0.0, pytest.approx(1 - 30 / (30 + 2.04523**2), abs=1e-4))
-    same = evaluation.interval([0.5] * 4, 32)
+    assert interval([0.3], 32) == (0.0, 1.0)
+    assert interval([1.0] * 30, 32) == (pytest.approx(30 / (30 + 2.04523**2), abs=1e-4), 1.0)
+    assert interval([0.0] * 30, 32) == (0.0, pytest.approx(1 - 30 / (30 + 2.04523**2), abs=1e-4))
+    same = interval([0.5] * 4, 32)
     assert same[0] < 0.5 < same[1], "problems that happen to score alike are not certainty"
     with pytest.raises(ValueError, match="at least one score"):
-        evaluation.interval([], 1)
+        interval([], 1)
 
 
 @pytest.mark.parametrize("n, k", [(10, 8), (30, 32), (30, 1), (200, 8)])
@@ -164,7 +168,7 @@ def test_the_interval_covers_the_truth_as_often_as_it_says(n, k, a, b):
     truth = a / (a + b)
     hits = 0
     for _ in range(trials):
-        low, high = evaluation.interval((draw.binomial(k, draw.beta(a, b, n)) / k).tolist(), k)
+        low, high = interval((draw.binomial(k, draw.beta(a, b, n)) / k).tolist(), k)
         hits += low <= truth <= high
     # Three standard errors of a count at 95 % are 2.3 points; heavy tails of few problems cost about one
     # more.
@@ -172,7 +176,7 @@ def test_the_interval_covers_the_truth_as_often_as_it_says(n, k, a, b):
 
 
 def test_the_k_of_pass_at_k():
-    assert [evaluation.ks_up_to(n) for n in (1, 2, 5, 8, 32)] == [
+    assert [ks_up_to(n) for n in (1, 2, 5, 8, 32)] == [
         [1],
         [1, 2],
         [1, 2, 4, 5],

@@ -143,3 +143,13 @@ def test_a_run_appends_to_the_history(tmp_path: Path, monkeypatch: pytest.Monkey
     assert history.commit() == f"{head}-dirty"
     code.write_text("")
     assert history.commit() == head
+
+
+@pytest.mark.slow
+def test_the_rollout_benchmark_measures_both_orders_of_sums() -> None:
+    """It patches the engine's own parts, which may have changed."""
+    benchmark = Path(__file__).resolve().parents[2] / "benchmarks" / "rollout.py"
+    few = ["--repeats", "1", "--prompts", "2", "--group", "2", "--max-batch", "4", "--max-tokens", "8"]
+    run = subprocess.run([sys.executable, benchmark, *few], capture_output=True, text=True, timeout=300)
+    assert run.returncode == 0, run.stderr
+    assert "an order of sums that company does not change" in run.stdout

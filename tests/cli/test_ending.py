@@ -6,6 +6,8 @@ from __future__ import annotations
 import json
 import re
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -316,3 +318,35 @@ class TestRealJob:
             errors.startswith("megarl: rollout.dynamic_sampling.max_batches: after 1 generation batches")
             and errors.count("\n") == 1
         )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_run_goes_on_whose_output_nobody_reads(scene: Scene, ranks: int) -> None:
+    """As `megarl train ... | head -1`."""
+    quick = ("steps=4", "data.eval=[]", *ENDLESS[1:3], f"parallel.tp={ranks}", "log.report=false")
+    command = [sys.executable, "-m", "megarl", "train", str(scene.config), *quick]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as run:
+        assert run.stdout is not None and run.stderr is not None
+        assert run.stdout.readline()
+        run.stdout.close()
+        said = run.stderr.read()
+        assert run.wait(300) == 0, said
+    assert said.count("nobody reads this output any more; the run goes on") == 1, said
+    lines = (scene.folder / "run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [1, 2, 3, 4]
+
+
+def test_ctrl_c_while_the_command_is_imported_is_one_line() -> None:
+    code = (
+        "import sys\n"
+        "class Impatient:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name == 'typer':\n"
+        "            raise KeyboardInterrupt\n"
+        "sys.meta_path.insert(0, Impatient())\n"
+        "from megarl.cli import run\n"
+        "sys.exit(run())\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "megarl: interrupted\n")

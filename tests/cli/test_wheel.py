@@ -84,7 +84,8 @@ def test_demo_and_configurations_of_a_wheel(tmp_path: Path) -> None:
     assert run(empty, sys.executable, "-c", where, PYTHONPATH=str(site)).strip() == str(
         site / "megarl/__init__.py"
     )
-    assert "no such table (one of critic, critic_free, dapo, vapo, or" in megarl("ablate", "nosuch", code=2)
+    tables = "critic, critic_free, dapo, tppo, vapo"
+    assert f"no such table (one of {tables}, or" in megarl("ablate", "nosuch", code=2)
     assert f"{site}/megarl/configs/ablations/" in megarl("ablate", "vapo", "rollout.group_size=7", code=2)
     assert "configs/vapo_32b.yaml: the configuration holds" in megarl(
         "config", "check", "configs/vapo_32b.yaml"

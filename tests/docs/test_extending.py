@@ -29,10 +29,10 @@ from megarl.data.experience import Experience
 from megarl.parallel.layout import Layout
 from megarl.rewards.pool import VerifierPool
 from megarl.rewards.verdict import verifier_path
-from megarl.rollout.engine import EngineClient
+from megarl.rollout.engines.engine import EngineClient
+from megarl.rollout.engines.transformers_engine import TransformersEngine
 from megarl.rollout.episode import EpisodeAborted, Policy
 from megarl.rollout.sampling import Completion, Request, SamplingParams, turn_seed
-from megarl.rollout.transformers_engine import TransformersEngine
 from megarl.weights import families
 from megarl.weights.plan import engine_plan
 from tests.engines import load_folder
@@ -132,7 +132,7 @@ TWICE: dict[str, Any] = {"episode": "twice:again", "turns": {"max_tokens": 40}}
 OURS: dict[str, Any] = {
     "rollout": {"engine": "plain", "prompts": 4, "group_size": 4, "max_response_tokens": 12, **TWICE},
     "reward": {"verifier": "nearness:near"},
-    "algorithm": {"surrogate": "spo", "advantage_limit": 0.5},
+    "algorithm": {"surrogate": "simple", "advantage_limit": 0.5},
     "update": {"mini_batch": 8},
 }
 
@@ -237,7 +237,7 @@ def test_a_batch_source_goes_on_from_where_it_stood(sums: Path) -> None:
 @pytest.fixture(scope="module")
 def engines(sums: Path) -> list[TransformersEngine]:
     """The page's engine and the transformers one, with the same weights."""
-    made = module_of("plain_engine", FILES["rollout/plain_engine.py"]).PlainEngine
+    made = module_of("plain_engine", FILES["rollout/engines/plain_engine.py"]).PlainEngine
     tokenizer = AutoTokenizer.from_pretrained(sums / "model")
     found = [kind(sums / "model", eos_ids=[1], tokenizer=tokenizer) for kind in (made, TransformersEngine)]
     for engine in found:
@@ -301,7 +301,7 @@ def test_a_policy_loss(tree: Path) -> None:
     for away, sign in ((0.0, 0), (0.1, 1), (-0.1, -1)):
         logprobs = (old + ends + away).requires_grad_()
         loss, stats = losses.policy_loss(
-            logprobs, old, advantages, torch.ones(3) / 3, 0.2, 0.2, surrogate="spo"
+            logprobs, old, advantages, torch.ones(3) / 3, 0.2, 0.2, surrogate="simple"
         )
         [gradient] = torch.autograd.grad(loss, logprobs)
         assert torch.equal(gradient.sign(), torch.full((3,), float(sign))) or (

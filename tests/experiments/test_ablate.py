@@ -53,7 +53,7 @@ def table(tmp_path: Path) -> Path:
 
 class TestRefusals:
     CASES: dict[str, str] = {
-        "nosuch": "TABLE: nosuch: no such table (one of critic, critic_free, dapo, vapo, or the path",
+        "nosuch": "TABLE: nosuch: no such table (one of critic, critic_free, dapo, tppo, vapo, or the path",
         "gone.table.yaml": "gone.table.yaml: no such file",
         "{table} --rows vapo nosuch": (
             "--rows: nosuch: no such row (one of vapo, without_clip_higher, broken)"

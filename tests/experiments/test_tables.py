@@ -16,7 +16,8 @@ from megarl_experiments.tables import AblationRow, AblationTable, load_table
 
 FOLDER = Path(__file__).resolve().parents[2] / "configs" / "ablations"
 TABLES = {
-    name: load_table(str(FOLDER / f"{name}.table.yaml")) for name in ("vapo", "dapo", "critic_free", "critic")
+    name: load_table(str(FOLDER / f"{name}.table.yaml"))
+    for name in ("vapo", "dapo", "critic_free", "critic", "tppo")
 }
 ROWS = [(table, row) for table in TABLES.values() for row in table.rows]
 
@@ -256,7 +257,26 @@ CRITIC: dict[str, tuple[float | None, dict[str, Any]]] = {
         },
     ),
 }
-FULL = {"vapo": "vapo", "dapo": "dapo", "critic_free": "dapo", "critic": "vapo"}  # the 32B file of a table
+TPPO: dict[str, tuple[float | None, dict[str, Any]]] = {
+    "VAPO": (60, {}),
+    "T-PPO": (
+        None,
+        {
+            "recipe": "tppo",
+            "rollout.window": 8192,
+            "algorithm.lambda_floor": 0.95,
+            "algorithm.window_tail": 8,
+            "algorithm.whiten": True,
+            "algorithm.dual_clip": 10.0,
+            "value_pretraining.steps": 10,
+            "actor.lr": 8e-7,
+            "actor.weight_decay": 0.1,
+            "critic.weight_decay": 0.1,
+        },
+    ),
+}
+FULL = {"vapo": "vapo", "dapo": "dapo", "critic_free": "dapo", "critic": "vapo", "tppo": "vapo"}
+"""The 32B file of a table."""
 
 
 def leaves(config: Config) -> dict[str, Any]:
@@ -273,7 +293,8 @@ def changes(config: Config, base: Config) -> dict[str, Any]:
 class TestRows:
     def expected(self, table: AblationTable, row: AblationRow) -> tuple[float | None, dict[str, Any]]:
         if table.name != "dapo":
-            return {"vapo": VAPO, "critic_free": CRITIC_FREE, "critic": CRITIC}[table.name][row.name]
+            rows = {"vapo": VAPO, "critic_free": CRITIC_FREE, "critic": CRITIC, "tppo": TPPO}
+            return rows[table.name][row.name]
         points, values = DAPO[row.name]
         return points, dict(zip(SWITCHES, values, strict=True))
 
@@ -316,6 +337,7 @@ def test_every_file_of_the_folder_is_a_row() -> None:
         assert files == {row.config.name for _, row in ROWS if row.config.parent == folder}
     assert [row.name for row in TABLES["critic_free"].rows] == list(CRITIC_FREE)
     assert [row.name for row in TABLES["critic"].rows] == list(CRITIC)
+    assert [row.name for row in TABLES["tppo"].rows] == list(TPPO)
     assert {row.name for row in TABLES["vapo"].rows} == set(VAPO) and [
         row.name for row in TABLES["dapo"].rows
     ] == list(DAPO)

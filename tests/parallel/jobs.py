@@ -77,7 +77,7 @@ def load(model: torch.nn.Module, folder: Path, runtime: Runtime, critic: bool = 
     """The weights of a Hugging Face folder into this rank's model."""
     from megarl.weights.families import model_weights
     from megarl.weights.hf import HFFolder, load_into
-    from megarl.weights.layout import megatron_layout
+    from megarl.weights.shards import megatron_layout
 
     source = HFFolder(folder, critic=critic)
     shards = megatron_layout(source.config, runtime.layout, critic=critic)[runtime.rank][1]
@@ -89,7 +89,7 @@ def load_adapters(
 ) -> None:
     """Whole adapters, by PEFT's names without its prefix, into this rank's parts of them."""
     from megarl.weights.families import read_config, table_names
-    from megarl.weights.layout import megatron_layout
+    from megarl.weights.shards import megatron_layout
     from megarl.weights.transfer import view
 
     named = table_names(dict(model.named_parameters()))
@@ -337,8 +337,8 @@ def _in_hf_names(
     lora: adapters alone."""
     from megarl.weights.families import table_names
     from megarl.weights.hf import HFFolder
-    from megarl.weights.layout import hf_shards, megatron_layout
     from megarl.weights.plan import make_plan
+    from megarl.weights.shards import hf_shards, megatron_layout
     from megarl.weights.transfer import Transfer
 
     hf_config = HFFolder(folder, critic=critic).config
@@ -362,8 +362,8 @@ def rollout_after_update(
     Gives the engine's parameters, its completions, and the trainer's log-probabilities of the sampled
     tokens."""
     from megarl.model.builder import DTYPES, build_actor, read_hf_config
+    from megarl.rollout.engines.transformers_engine import TransformersEngine
     from megarl.rollout.sampling import Request, SamplingParams
-    from megarl.rollout.transformers_engine import TransformersEngine
     from megarl.training.batch import distribute
     from megarl.training.model import TrainableModel
     from megarl.training.objectives import supervised_loss
@@ -835,7 +835,7 @@ def syncs_of_frozen(runtime: Runtime, folder: Path, optimizer: dict[str, Any]) -
     before the second, and a third after a sleep in which it lost everything. What each has moved, the actor's
     weights (on rank 0) and the engine's."""
     from megarl.model.builder import build_actor, read_hf_config
-    from megarl.rollout.transformers_engine import TransformersEngine
+    from megarl.rollout.engines.transformers_engine import TransformersEngine
     from megarl.schedule.generation import make_weight_sync
     from megarl.weights.families import read_config
 
@@ -885,7 +885,7 @@ def with_adapters(
     """Log-probs of the model alone, with its adapters as they begin, with the given ones, and with these
     turned off. Then a weight sync into this rank's engine, one more after B has grown, and both exports."""
     from megarl.model.builder import DTYPES, build_actor, read_hf_config
-    from megarl.rollout.transformers_engine import TransformersEngine
+    from megarl.rollout.engines.transformers_engine import TransformersEngine
     from megarl.schedule.generation import make_weight_sync
     from megarl.training.model import InferenceModel
     from megarl.weights.families import read_config

@@ -1,21 +1,26 @@
 """A critic's learning rate at each step, against the formula. The first weights of its head where its folder
-has none: zeros, or drawn from the run's seed, alike on all ranks."""
+has none: zeros, or drawn from the run's seed, alike on all ranks. What two critics say, and learn from."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from megarl.algorithms.losses import token_weights
 from megarl.data.experience import Experience
 from megarl.parallel.runtime import Runtime
+from tests.algorithms.loops import Batch, loop_value, loop_weights
+from tests.algorithms.loops import make_batch as make_columns
 from tests.parallel.jobs import learning_rates, load, make_config
 from tests.ranks import RankPool
 from tests.tiny_models import make_tiny_model
+from tests.training.test_actor_loss import whole
 
 
 def head(runtime: Runtime, folder: Path, std: float, seed: int) -> Tensor | None:
@@ -109,3 +114,62 @@ def test_a_critic_of_prompts_is_one_that_reads_all(
             torch.testing.assert_close(alone[4:5], whole[4:5], rtol=1e-5, atol=1e-6)
             assert not alone[:4].any() and not alone[5:].any()
             assert number == 5 or whole[4] != 0
+
+
+def test_two_critics_give_their_mean_and_learn_from_their_own() -> None:
+    """V is the mean of what they say, one after the other. Each learns over its own mini-batches, and is
+    clipped to what it had said itself; what is recorded are means over those that have learned."""
+    from megarl.schedule import phases
+    from megarl.schedule.run import Step
+
+    columns = make_columns([(2, 5), (1, 7), (3, 1)], seed=3)
+    experience, weights = columns.experience, loop_weights(columns, "token", [True] * 3)
+    said = {"critic": experience["values"], "critic_2": experience["old_values"]}
+    now = {"critic": experience["advantages"], "critic_2": experience["rewards"]}
+    experience["value_loss_weights"] = experience.spread(token_weights(experience.response_lengths, "token"))
+    config = make_config(Path("model"), critics=2, value_clip=0.3)
+    mini_batches = [[[whole(columns)]], [[whole(columns)]]]
+    step, turns, skipped = Step("train", 1), list[str](), list[str]()
+    step.batch = experience
+    step.local = SimpleNamespace(  # type: ignore[assignment]
+        experience=experience, micro_batches=[], critic_mini_batches=mini_batches
+    )
+
+    def critic(number: int, name: str) -> Any:
+        def update(given: Any, loss: Any, epochs: int, prefix: str) -> dict[str, float]:
+            assert given is mini_batches[number] and (epochs, prefix) == (config.critic.epochs, "value")
+            [[batch]] = given
+            value, _ = loss(now[name][batch.token_indices], batch)
+            return {"value/loss": float(value)}
+
+        return SimpleNamespace(
+            value_columns=lambda experience, read: {"values": said[name]},
+            update_mini_batches=update,
+            begin_step=lambda: skipped.append(name),
+        )
+
+    run: Any = SimpleNamespace(
+        config=config,
+        critics=[critic(number, name) for number, name in enumerate(said)],
+        critic_names=tuple(said),
+        onload_model=lambda phase, name, *parts: turns.append(f"{phase} {name}"),
+    )
+    run.models = dict(zip(said, run.critics, strict=True))
+    expected = []
+    for name in said:
+        own = experience.select(range(3))
+        own["values"], own["old_values"] = now[name], said[name]
+        term, clipped = loop_value(Batch(own, columns.spans, columns.include), weights, 0.3)
+        assert clipped
+        expected.append(term.loss)
+
+    phases.values(run, step)
+    both = zip(said["critic"].tolist(), said["critic_2"].tolist(), strict=True)
+    assert experience["values"].tolist() == pytest.approx([(one + other) / 2 for one, other in both])
+    assert torch.equal(experience["critic_values"], torch.stack([*said.values()], 1))
+    phases.critic_update(run, step)
+    assert turns == [f"{phase} {name}" for phase in ("values", "critic_update") for name in said]
+    assert step.metrics["value/loss"] == pytest.approx(sum(expected) / 2, rel=1e-6)
+    mini_batches[1].clear()
+    phases.critic_update(run, step)
+    assert skipped == ["critic_2"] and step.metrics["value/loss"] == pytest.approx(expected[0], rel=1e-6)

@@ -59,7 +59,10 @@ def test_transfer_is_exact(
 
 @pytest.mark.parametrize(
     ("layout", "family"),
-    [((2, 1, 1), "qwen3"), ((1, 2, 1), "qwen3"), ((1, 1, 2, 2), "glm4_moe"), ((1, 2, 1), "qwen3_5_text")],
+    [
+        *(((2, 1, 1), "qwen3"), ((1, 2, 1), "qwen3"), ((1, 1, 2, 2), "glm4_moe")),
+        *(((1, 2, 1), "qwen3_5_text"), ((1, 1, 2, 2), "qwen3_5_moe_text")),
+    ],
     ids=str,
 )
 def test_transfer_is_exact_in_bf16(

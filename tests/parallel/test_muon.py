@@ -16,7 +16,7 @@ from megarl.config.errors import ConfigError
 from megarl.config.schema import OptimizerConfig
 from megarl.parallel.layout import Layout
 from megarl.weights.families import read_config
-from megarl.weights.layout import check_muon
+from megarl.weights.shards import check_muon
 from tests.parallel import jobs
 from tests.parallel.test_invariance import VOCAB
 from tests.plan.jobs import group_sizes, plan_for

@@ -16,7 +16,7 @@ from megarl.config.errors import ConfigError
 from megarl.config.schema import ModelConfig, ParallelConfig
 from megarl.data.experience import Experience
 from megarl.parallel.runtime import Runtime
-from megarl.weights.layout import check_recomputed
+from megarl.weights.shards import check_recomputed
 from tests.parallel import jobs
 from tests.parallel.test_experts import mixture
 from tests.parallel.test_invariance import VOCAB, make_batch, relative_difference

@@ -16,8 +16,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from megarl.model.routing import routing_metrics
+from megarl.rollout.engines.transformers_engine import TransformersEngine
 from megarl.rollout.sampling import Request, SamplingParams
-from megarl.rollout.transformers_engine import TransformersEngine
 from tests.parallel import jobs
 from tests.parallel.test_experts import LAYOUTS, NAMES, mixture
 from tests.parallel.test_invariance import VOCAB, make_batch, relative_difference

@@ -29,6 +29,8 @@ CASES: list[Any] = [
     LINEAR,
     {**LINEAR, "recompute": "full"},
     pytest.param({**LINEAR, "dtype": "bf16"}, marks=pytest.mark.slow),
+    {**LINEAR, "family": "qwen3_5_moe_text", "num_experts": 4, "num_experts_per_tok": 2}
+    | {"moe_intermediate_size": 256, "shared_expert_intermediate_size": 512},
     {"num_hidden_layers": 1, "vocab_size": 4096},  # the head is most of it
     {"num_hidden_layers": 1, "vocab_size": 4096, "optimizer": {"lora": {"rank": 1}}},
     {"num_hidden_layers": 1, "chunk": 2048},

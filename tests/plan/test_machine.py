@@ -82,6 +82,11 @@ def test_a_run_that_the_kernel_ended_is_refused() -> None:
     assert half_b().problem_on_cpu(100e9) is None and half_b().warning_on_cpu(100e9) is None
     with pytest.raises(ConfigError, match=r"^x.yaml: 2 ranks on this machine's CPU need"):
         check_fits(plan_of(plan.config, HALF_B, world=2, cpu=True), "x.yaml", memory)
+    for changes in (["rollout.prompts=1000000000000"], ["rollout.prompts=20000000", "rollout.group_size=16"]):
+        batch = half_b(*changes, "checkpoint.every=0").problem_on_cpu(100e9)
+        assert batch and re.search(
+            r"^[\d,]+ responses a step need at least [\d,.]+ GiB .*rollout.prompts", batch
+        )
     assert half_b().warning_on_cpu(100e9, free=90e9) is None
     busy = half_b().warning_on_cpu(100e9, free=9 * GIB)
     assert busy and re.search(

@@ -150,6 +150,7 @@ def test_dense_layers_before_mixtures_keep_what_dense_layers_keep() -> None:
             ({"family": "glm4_moe", "n_routed_experts": 4}, (1, 2, 2, 2)),
             ({"family": "deepseek_v3", "n_routed_experts": 4, **LATENT}, (2, 1, 1, 2)),
             (LINEAR, (2, 2, 1, 1)),
+            ({**LINEAR, "family": "qwen3_5_moe_text", "num_experts": 4}, (2, 2, 1, 2)),
         )
     ],
     ids=str,
@@ -172,7 +173,7 @@ def test_parameters_of_public_models(name: str) -> None:
     from math import prod
 
     from megarl.plan.sizes import Shape
-    from megarl.weights.layout import hf_shapes
+    from megarl.weights.shards import hf_shapes
 
     assert Shape(KNOWN_MODELS[name], "bf16").parameters == sum(
         map(prod, hf_shapes(KNOWN_MODELS[name]).values())

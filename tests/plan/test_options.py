@@ -8,6 +8,8 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from megarl.config.errors import ConfigError
 from megarl.parallel.layout import Layout
@@ -17,7 +19,7 @@ from megarl.plan.memory import MemoryPlan
 from megarl.plan.search import ROOM, with_keys
 from megarl.plan.sizes import GIB
 from megarl.plan.text import clock
-from megarl.plan.times import default_lengths, estimate
+from megarl.plan.times import PRODUCTS, default_lengths, estimate
 from tests.plan.jobs import batches, learner_of, storages
 from tests.plan.test_memory import ROOT
 from tests.plan.test_search import plan_for
@@ -163,3 +165,27 @@ def test_a_mixtures_experts_are_not_planned_to_be_recomputed_alone() -> None:
 
 if __name__ == "__main__":
     print(*table(), sep="\n")
+
+
+def test_muons_iterations_take_time() -> None:
+    """As many operations as torch counts in the iteration over Qwen2.5-32B's matrices, one replica's share of
+    them for each update."""
+    adam = plan_for("dapo_32b")
+    muon = with_keys(adam, actor__optimizer="muon")
+    with torch.device("meta"):  # of the paper's table, in Megatron's joined form: rows, columns
+        matrices = [
+            torch.empty(size)
+            for size in ((5120 + 2 * 1024, 5120), (5120, 5120), (2 * 27648, 5120), (5120, 27648))
+        ]
+    with FlopCounterMode(display=False) as counted:
+        for x in (x if x.shape[0] <= x.shape[1] else x.T for x in matrices):
+            a = x @ x.T
+            _ = (a @ a) @ x
+    layers, dp, updates = (
+        64 // adam.layout.pp,
+        adam.layout.dp,
+        adam.config.responses // adam.config.mini_batch,
+    )
+    operations = counted.get_total_flops() * layers * muon.config.actor.muon.steps / dp * updates
+    before, after = (estimate(plan, default_lengths(plan)).parts["actor_update"] for plan in (adam, muon))
+    assert after - before == pytest.approx(operations / (adam.device.tflops * 1e12 * PRODUCTS), rel=1e-6)

@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from megarl.algorithms.evaluation import interval
+from megarl.algorithms.scores import interval
 from megarl.config import load_config
 from megarl.data.experience import Experience
 from megarl.plan.memory import LAUNCHER, plan_of

@@ -35,7 +35,7 @@ from megarl.parallel.movable import HostPool
 from megarl.parallel.runtime import Runtime
 from megarl.plan.memory import MemoryPlan, Need, plan_of
 from megarl.plan.sizes import GIB
-from megarl.rollout.sglang import SGLangEngine
+from megarl.rollout.engines.sglang import SGLangEngine
 from megarl.schedule import run as scheduled
 from megarl.schedule.generation import make_weight_sync
 from megarl.schedule.offload import EngineMemory, OffloadManager

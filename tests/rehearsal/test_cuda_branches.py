@@ -19,17 +19,17 @@ from megarl.cli.nodes import node_versions
 from megarl.config.errors import ConfigError
 from megarl.config.schema import Config, ParallelConfig
 from megarl.model import builder
-from megarl.parallel import machine, movable, node_checks
+from megarl.parallel import device_memory, machine, movable, node_checks
 from megarl.parallel import runtime as parallel
 from megarl.parallel.node_checks import NodeNeeds
-from megarl.rollout.sglang import SGLangEngine
-from megarl.rollout.transformers_engine import TransformersEngine
+from megarl.rollout.engines.sglang import SGLangEngine
+from megarl.rollout.engines.transformers_engine import TransformersEngine
 from megarl.schedule import preflight
 from megarl.schedule.offload import EngineMemory, OffloadManager
 from megarl.weights import transfer
 from megarl.weights.families import read_config
-from megarl.weights.layout import Box, Region, Shard
 from megarl.weights.plan import make_plan
+from megarl.weights.shards import Box, Region, Shard
 from tests.gpu.scene import TINY, sizes_of
 from tests.rehearsal.fakecuda import FREE, TOTAL, pretend
 from tests.tiny_models import make_tokenizer
@@ -138,7 +138,7 @@ class TestStart:
 
 
 class TestResidency:
-    """parallel/movable.py, schedule/offload.py"""
+    """parallel/movable.py, parallel/device_memory.py, schedule/offload.py"""
 
     def test_pools_are_pinned_and_bring_back_what_left(self, calls: list[Any], pinned: list[bool]) -> None:
         pool = movable.HostPool(CUDA, chunk=1024)
@@ -151,9 +151,9 @@ class TestResidency:
         assert torch.equal(tensor, expected)
 
     def test_memory_is_given_back_after_what_still_runs(self, calls: list[Any]) -> None:
-        movable.empty_cache(CUDA)
+        device_memory.empty_cache(CUDA)
         assert [name for name, *_ in calls] == ["synchronize", "empty_cache"]
-        assert movable.free_memory(CUDA) == FREE
+        assert device_memory.free_memory(CUDA) == FREE
 
     def test_figures_of_a_phase(self, calls: list[Any]) -> None:
         offload, metrics = OffloadManager(CUDA, ()), dict[str, float]()
@@ -204,7 +204,7 @@ class TestResidency:
 
 
 class TestEngines:
-    """rollout/sglang.py, rollout/transformers_engine.py"""
+    """rollout/engines/sglang.py, rollout/engines/transformers_engine.py"""
 
     def test_sglang_on_cuda(self, tmp_path: Path, calls: list[Any]) -> None:
         config = make_config(

@@ -20,7 +20,7 @@ from torch.multiprocessing import reductions
 from megarl.config.schema import Config
 from megarl.parallel.internals import changed
 from megarl.parallel.machine import cuda_runtime_folders
-from megarl.rollout.sglang import LOADER, TAGS, SGLangEngine
+from megarl.rollout.engines.sglang import LOADER, TAGS, SGLangEngine
 from tests.gpu.scene import sizes_of
 from tests.rehearsal.fakecuda import pretend
 from tests.tiny_models import make_tokenizer
@@ -33,7 +33,7 @@ LENGTHS = {"max_response_tokens": 20480}
 def node() -> Iterator[None]:
     """8 H100, before the first import of sglang, which asks what there is. Its kernels are stood for where
     they are not installed."""
-    from megarl.rollout import sglang_host  # noqa: F401 (installs the stubs)
+    from megarl.rollout.engines import sglang_host  # noqa: F401 (installs the stubs)
 
     patch = pytest.MonkeyPatch()
     pretend(patch)
@@ -121,10 +121,10 @@ def test_parameters_of_fp8_blocks_are_those_of_the_plan(model_type: str) -> None
     from sglang.srt.layers.quantization.fp8 import Fp8Config, Fp8LinearMethod, Fp8MoEMethod
     from sglang.srt.layers.quantization.kv_cache import BaseKVCacheMethod
 
-    from megarl.rollout.sglang import FP8_CONFIG
-    from megarl.rollout.sglang_inside import KV_SCALES
-    from megarl.weights.layout import hf_shapes, sglang_shards
+    from megarl.rollout.engines.sglang import FP8_CONFIG
+    from megarl.rollout.engines.sglang_inside import KV_SCALES
     from megarl.weights.plan import fp8_block
+    from megarl.weights.shards import hf_shapes, sglang_shards
 
     sizes = {"model_type": model_type, "num_hidden_layers": 1, "hidden_size": 256, "num_attention_heads": 2}
     sizes |= {"num_key_value_heads": 2, "intermediate_size": 512, "vocab_size": 320, "head_dim": 128}

@@ -22,7 +22,7 @@ PHASES = {
     "rollout": 0.41,
     "old_logprobs": 0.06,
     "values": 0.05,
-    "advantages": 0.004,
+    "gae_advantages": 0.004,
     "critic_update": 0.17,
     "actor_update": 0.19,
     "weight_transfer": 0.02,

@@ -16,10 +16,11 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megarl.config import recipes
 from megarl.config.errors import ConfigError, DataError
 from megarl.observe.run_log import RunLog, Sample
 from megarl.observe.runs import RecordedRun, kept_share, load_run
-from megarl_report.figures import SECTIONS, families, mean_course
+from megarl_report.figures import PHASES, SECTIONS, families, mean_course
 from megarl_report.plots import MAX_POINTS, Line, draw_lines, moving_average, spread, thin, value_text
 from megarl_report.report import LEVELS, flatten, headline, level, pick_steps, render, sources, write_report
 
@@ -171,6 +172,10 @@ def test_several_runs_lie_over_each_other(vapo: Path, dapo: Path, tmp_path: Path
     configuration = html[html.index("<h2>Configuration") :]
     before_fold = configuration[: configuration.index("<details>")]
     assert "recipe" in before_fold and "seed" in before_fold and "actor.lr" not in before_fold
+
+
+def test_phases_that_keep_their_colours_are_phases() -> None:
+    assert not {*PHASES} - {*recipes.PHASES}
 
 
 def test_colours_are_left_to_the_page(vapo: Path, tmp_path: Path) -> None:

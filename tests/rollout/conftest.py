@@ -18,9 +18,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megarl.data.experience import Experience
 from megarl.parallel.delivery import deliver
-from megarl.rollout.batch import RolloutBatch
+from megarl.rollout.engines.transformers_engine import TransformersEngine
 from megarl.rollout.rank import RolloutRank, joined
-from megarl.rollout.transformers_engine import TransformersEngine
+from megarl.rollout.responses import RolloutBatch
 from tests.engines import load_folder
 from tests.tiny_models import make_tiny_model
 

@@ -16,8 +16,8 @@ from aiohttp import ClientSession, web
 from torch import Tensor
 from transformers import AutoTokenizer
 
+from megarl.rollout.engines.transformers_engine import TransformersEngine
 from megarl.rollout.sampling import Completion, Request, SamplingParams
-from megarl.rollout.transformers_engine import TransformersEngine
 
 # What a tensor with its bytes is made of, and SGLang 0.5.23 takes (SafeUnpickler, srt/utils/common.py).
 ALLOWED = {

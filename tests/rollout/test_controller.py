@@ -32,14 +32,14 @@ from megarl.data.experience import Experience
 from megarl.data.prompts import ProblemSet, Prompt
 from megarl.rewards.pool import VerifierPool
 from megarl.rewards.verdict import Verdict
-from megarl.rollout import engine as engine_module
-from megarl.rollout.batch import Group, RolloutBatch
 from megarl.rollout.controller import Controller, GroupRequest
+from megarl.rollout.engines import engine as engine_module
+from megarl.rollout.engines.transformers_engine import TransformersEngine
 from megarl.rollout.episode import Policy
 from megarl.rollout.messages import Begin, Hello, Hub, Link
 from megarl.rollout.rank import RolloutRank, joined
+from megarl.rollout.responses import Group, RolloutBatch
 from megarl.rollout.sampling import Completion, SamplingParams, response_seed
-from megarl.rollout.transformers_engine import TransformersEngine
 from megarl.training.batch import loss_weights
 from tests.engines import load_folder
 from tests.rollout.conftest import TINIEST, experience_of, state_of, threads

@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megarl.config.errors import CheckpointError, EngineError
-from megarl.rollout.sampling import Completion, Request, SamplingParams
-from megarl.rollout.transformers_engine import (
+from megarl.rollout.engines.transformers_engine import (
     COLUMNS,
     DecodeLoop,
     KVCache,
@@ -24,6 +23,7 @@ from megarl.rollout.transformers_engine import (
     _width,
     decode_attention,
 )
+from megarl.rollout.sampling import Completion, Request, SamplingParams
 from tests.engines import load_folder
 from tests.rollout.conftest import EOS, FAMILIES
 
@@ -176,7 +176,7 @@ def shapes_of(monkeypatch, engine, asked, params) -> set[tuple[str, str, str]]:
 def test_no_shape_that_a_response_meets_depends_on_its_company(make_engine, monkeypatch, family, wide):
     """On every processor: what a library may choose the order of a sum by is the same alone and among others,
     fewer and more of them, with shorter and longer prompts, while the cache grows."""
-    monkeypatch.setattr("megarl.rollout.transformers_engine.NARROW", 0 if wide else 256)
+    monkeypatch.setattr("megarl.rollout.engines.transformers_engine.NARROW", 0 if wide else 256)
     sizes = (3, 30, 31, 70, 100, 140, 5, 12, 9, 180)
     asked = [
         Request(p, 10 * i + j) for i, n in enumerate(sizes) for p in prompts(1, i, n, n) for j in range(9)
@@ -201,9 +201,11 @@ def test_the_shapes_show_what_depends_on_company(make_engine, monkeypatch, what)
         def plain(query, key, value, mask, scale):
             return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)
 
-        monkeypatch.setattr("megarl.rollout.transformers_engine.decode_attention", plain)
+        monkeypatch.setattr("megarl.rollout.engines.transformers_engine.decode_attention", plain)
     else:
-        monkeypatch.setattr("megarl.rollout.transformers_engine.BlockLinear.forward", torch.nn.Linear.forward)
+        monkeypatch.setattr(
+            "megarl.rollout.engines.transformers_engine.BlockLinear.forward", torch.nn.Linear.forward
+        )
     asked = [Request(p, 10 * i + j) for i, p in enumerate(prompts(9, high=100)) for j in range(9)]
     engine, params = make_engine(eos_ids=()), SamplingParams(max_tokens=70)
     company = shapes_of(monkeypatch, engine, asked, params)
@@ -348,7 +350,7 @@ def test_prompts_are_prefilled_once(make_engine, monkeypatch):
 def test_a_long_prefill_is_cut(make_engine, monkeypatch):
     asked, params = requests(12), SamplingParams(max_tokens=12)
     whole = make_engine().generate(asked, params)
-    monkeypatch.setattr("megarl.rollout.transformers_engine.PREFILL_TOKENS", 40)
+    monkeypatch.setattr("megarl.rollout.engines.transformers_engine.PREFILL_TOKENS", 40)
     assert [c.tokens for c in make_engine().generate(asked, params)] == [c.tokens for c in whole]
 
 

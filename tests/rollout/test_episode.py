@@ -22,11 +22,11 @@ from megarl.config.errors import ConfigError, EngineError
 from megarl.config.schema import Config, RolloutConfig, TurnsConfig
 from megarl.data.prompts import Prompt
 from megarl.rewards.verdict import Verdict
+from megarl.rollout.engines.transformers_engine import TransformersEngine
 from megarl.rollout.episode import EpisodeAborted, Policy, row_of
 from megarl.rollout.rank import RolloutRank
 from megarl.rollout.sampling import Completion, SamplingParams
 from megarl.rollout.tools import ToolPool
-from megarl.rollout.transformers_engine import TransformersEngine
 from megarl.rollout.worker import episode_of
 from tests.engines import load_folder
 from tests.rollout.conftest import TINIEST, threads

@@ -19,8 +19,8 @@ from megarl.config.errors import ConfigError, DataError
 from megarl.config.schema import AlgorithmConfig, DynamicSamplingConfig
 from megarl.data.prompts import Prompt
 from megarl.rollout import messages as m
-from megarl.rollout.batch import DERIVED, Body, Facts, Group, Response, RolloutBatch, response_stats
 from megarl.rollout.collector import GroupCollector
+from megarl.rollout.responses import DERIVED, Body, Facts, Group, Response, RolloutBatch, response_stats
 from megarl.rollout.sampling import SamplingParams
 from megarl.rollout.worker import words_pattern
 from tests.rollout.conftest import experience_of

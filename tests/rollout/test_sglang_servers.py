@@ -24,13 +24,13 @@ from megarl.parallel.layout import Layout
 from megarl.plan.memory import plan_of
 from megarl.plan.text import lines
 from megarl.plan.times import default_lengths, estimate, rollout_seconds
-from megarl.rollout import sglang_servers
+from megarl.rollout.engines import sglang_servers
+from megarl.rollout.engines.sglang_servers import SGLangServers, check_servers
 from megarl.rollout.sampling import Completion, Request, SamplingParams
-from megarl.rollout.sglang_servers import SGLangServers, check_servers
 from megarl.weights.cost import KNOWN_MODELS
 from megarl.weights.families import read_config
-from megarl.weights.layout import hf_shapes
 from megarl.weights.plan import Plan, engine_plan, engine_targets
+from megarl.weights.shards import hf_shapes
 from megarl.weights.transfer import Staging
 from tests.docs.test_docs import ROOT
 from tests.rollout.servers import WAIT, Router, Server, make_engine

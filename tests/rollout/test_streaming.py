@@ -24,11 +24,11 @@ from megarl.config.errors import EngineError, EngineFailure
 from megarl.config.schema import Config
 from megarl.data.prompts import Prompt
 from megarl.rewards.verdict import Verdict
+from megarl.rollout.engines.sglang import SGLangEngine
+from megarl.rollout.engines.transformers_engine import TransformersEngine
 from megarl.rollout.episode import Policy
 from megarl.rollout.rank import RolloutRank
 from megarl.rollout.sampling import Completion, Request, SamplingParams
-from megarl.rollout.sglang import SGLangEngine
-from megarl.rollout.transformers_engine import TransformersEngine
 from megarl.rollout.weight_sync import Failures
 from tests.engines import load_folder
 from tests.rollout.conftest import TINIEST, state_of, threads

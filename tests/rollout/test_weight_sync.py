@@ -27,13 +27,13 @@ from megarl.parallel import cpu_platform, runtime
 from megarl.parallel.layout import Layout
 from megarl.parallel.machine import allocator_problem
 from megarl.plan.memory import plan_of
-from megarl.rollout.sglang import SGLangEngine
+from megarl.rollout.engines.sglang import SGLangEngine
 from megarl.rollout.weight_sync import WeightSync
 from megarl.schedule import evaluation, generation, preflight, run
 from megarl.schedule.generation import make_weight_sync
 from megarl.weights.cost import KNOWN_MODELS
-from megarl.weights.layout import Region, Shard, full_box
 from megarl.weights.plan import Plan, engine_plan, engine_targets
+from megarl.weights.shards import Region, Shard, full_box
 from megarl.weights.transfer import Staging, Transfer, TransferStats
 
 ROOT = Path(__file__).parents[2]
@@ -237,7 +237,7 @@ def test_a_handle_is_of_memory_that_is_shared_once(monkeypatch: pytest.MonkeyPat
         shared.append(value[0][1])
         return pickle.dumps(value[0][0])
 
-    monkeypatch.setattr("megarl.rollout.sglang.ForkingPickler.dumps", dumps)
+    monkeypatch.setattr("megarl.rollout.engines.sglang.ForkingPickler.dumps", dumps)
     config, _, _ = planned(2, 1, 4, 2)
     engine = SGLangEngine(config, HF, 1, torch.device("cuda", 1), (1,))
     box = full_box((8, 4))

@@ -16,10 +16,10 @@ from transformers import AutoTokenizer
 
 from megarl.config.schema import Config
 from megarl.data.prompts import Prompt
-from megarl.rollout.batch import Body
+from megarl.rollout.engines.transformers_engine import TransformersEngine
 from megarl.rollout.rank import RolloutRank
+from megarl.rollout.responses import Body
 from megarl.rollout.sampling import Request, SamplingParams, response_seed
-from megarl.rollout.transformers_engine import TransformersEngine
 from tests.engines import load_folder
 from tests.rollout.conftest import TINIEST, experience_of, state_of, threads
 from tests.rollout.test_streaming import OddText, OutOfOrder
@@ -209,11 +209,11 @@ def test_the_batch_tells_windows_apart(drawn: Any) -> None:
         for one, length in zip(rows, batch.lengths.tolist(), strict=True):
             prompt = length - one.body.tokens.size
             expected += [False] * (prompt + one.begun) + [True] * (one.body.tokens.size - one.begun)
-        assert batch.window.tolist() == expected
+        assert batch.drawn.tolist() == expected
         if "token_versions" in batch:  # what was drawn now is of the newest weights, the rest of older ones
             versions = batch["token_versions"]
-            assert set(versions[batch.window].tolist()) == {number}
-            assert (versions[batch.response_mask & ~batch.window] < number).all()
+            assert set(versions[batch.drawn].tolist()) == {number}
+            assert (versions[batch.response_mask & ~batch.drawn] < number).all()
 
 
 @pytest.mark.parametrize("order", [0, 1])

@@ -17,9 +17,9 @@ from megarl.parallel.delivery import deliver, row_bytes
 from megarl.parallel.layout import Layout
 from megarl.parallel.runtime import Ranks
 from megarl.rewards.verdict import Verdict
-from megarl.rollout.batch import RolloutBatch
 from megarl.rollout.controller import GroupRequest
 from megarl.rollout.rank import RolloutRank
+from megarl.rollout.responses import RolloutBatch
 from megarl.rollout.sampling import Completion, Request, SamplingParams
 
 GROUP = 16  # responses to a prompt

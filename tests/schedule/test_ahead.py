@@ -103,6 +103,11 @@ class Engines:
         return TransferStats(0, 0, 0, 0.0)
 
 
+def meet(there: GenerationApart, *, wait: bool) -> None:
+    if there.due(wait=wait):
+        there.transfer()
+
+
 @given(st.integers(0, 2), st.integers(1, 8), st.integers(0, 7), st.data())
 def test_each_step_is_drawn_with_its_own_version(steps_ahead: int, steps: int, done: int, data: Any) -> None:
     """Whatever time drawing and training take: step k with the weights after step k - 1 - ahead."""
@@ -121,12 +126,12 @@ def test_each_step_is_drawn_with_its_own_version(steps_ahead: int, steps: int, d
         for number in range(done + 1, steps + 1):
             there._hear(m.Drawn, "train", number)
             for _ in range(data.draw(st.integers(0, 3))):  # phases before the actor's update
-                there.meet(wait=False)
-            there.meet(wait=True)  # the weights are about to change
+                meet(there, wait=False)
+            meet(there, wait=True)  # the weights are about to change
             assert there.pending is None
             there.publish(number)
             if data.draw(st.booleans()):
-                there.meet(wait=True)  # an evaluation
+                meet(there, wait=True)  # an evaluation
             there.draw_next(number, None)
             if data.draw(st.booleans()):
                 there.wait_for_files(number)  # for a checkpoint

@@ -35,6 +35,7 @@ NORMS = ("model.layers.1.input_layernorm.weight", "model.layers.3.input_layernor
 EXPERTS = ("model.layers.1.mlp.experts.1.down_proj.weight", "model.layers.1.mlp.experts.4.down_proj.weight")
 
 SHARED = tuple(f"model.layers.1.mlp.shared_experts.{part}_proj.weight" for part in ("gate", "up"))
+GATED = tuple(name.replace("experts", "expert") for name in SHARED)
 GATES = tuple(f"model.layers.2.linear_attn.in_proj_{part}.weight" for part in "ab")
 
 
@@ -46,6 +47,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     make_tiny_model(folder / "experts", "qwen3_moe", layers=2)
     make_tiny_model(folder / "uneven", "glm4_moe", layers=4)
     make_tiny_model(folder / "linear", "qwen3_5_text", layers=4)
+    make_tiny_model(folder / "mixture", "qwen3_next", layers=4)
     return folder
 
 
@@ -86,6 +88,7 @@ FAULTS = [
     pytest.param((2, 1, 1, 2), "experts", EXPERTS, "layer 1 (of 0 to 1), MLP: by ", marks=pytest.mark.slow),
     pytest.param((2, 1, 1, 2), "uneven", SHARED, "layer 1 (of 0 to 3), MLP: by ", marks=pytest.mark.slow),
     pytest.param((2, 1, 1), "linear", GATES, "layer 2 (of 0 to 3), attention: by ", marks=pytest.mark.slow),
+    pytest.param((2, 1, 1, 2), "mixture", GATED, "layer 1 (of 0 to 3), MLP: by ", marks=pytest.mark.slow),
 ]
 
 

@@ -125,4 +125,4 @@ def test_pairs_go_on_from_where_they_stood(pairs: tuple[Config, Any]) -> None:
     assert taken(resumed, 5) == straight[2:]
     with pytest.raises(CheckpointError, match=r"data\.train"):
         resumed.load_state_dict({"pairs": {**share["pairs"], "num_prompts": 8}})
-    assert source.files(1) == [] and source.take_waited() == 0 and source.depths == {}
+    assert source.take_waited() == 0 and source.depths == {}

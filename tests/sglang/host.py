@@ -6,7 +6,7 @@ from multiprocessing.reduction import ForkingPickler
 
 import torch
 
-from megarl.rollout import sglang_host
+from megarl.rollout.engines import sglang_host
 
 DUMP = "tests.sglang.inside.dump"
 

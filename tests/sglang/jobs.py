@@ -27,9 +27,9 @@ from megarl.parallel.comm import gather_objects
 from megarl.parallel.runtime import Runtime
 from megarl.rewards.verdict import Verdict
 from megarl.rollout.controller import GroupRequest
+from megarl.rollout.engines.sglang import SGLangEngine
 from megarl.rollout.rank import RolloutRank
 from megarl.rollout.sampling import Completion, Request, SamplingParams
-from megarl.rollout.sglang import SGLangEngine
 from tests.parallel import jobs as parallel_jobs
 
 SCENES: dict[str, Any] = {}  # of this rank's process
@@ -51,7 +51,7 @@ class Scene:
         from megarl.training.model import TrainableModel
         from megarl.weights.families import read_config
 
-        inside = {"custom_weight_loader": ["megarl.rollout.sglang_inside.load_shards", DUMP]}
+        inside = {"custom_weight_loader": ["megarl.rollout.engines.sglang_inside.load_shards", DUMP]}
         rollout = {
             "engine": "sglang",
             "max_response_tokens": 64,

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import sys
 
-from megarl.rollout import sglang_host  # noqa: F401 (stands for what a CPU lacks, before sglang is imported)
+from megarl.rollout.engines import sglang_host  # noqa: F401 (stands for what a CPU lacks, before sglang is imported)
 
 if __name__ == "__main__":
     from sglang.launch_server import run_server

@@ -16,10 +16,10 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
+from megarl.rollout.engines.transformers_engine import TransformersEngine
 from megarl.rollout.sampling import Request, SamplingParams
-from megarl.rollout.transformers_engine import TransformersEngine
 from megarl.weights.hf import HFFolder, load_into
-from megarl.weights.layout import sglang_shards
+from megarl.weights.shards import sglang_shards
 from tests.engines import load_folder
 from tests.ranks import RankPool
 from tests.sglang import jobs

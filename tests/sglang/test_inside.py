@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megarl.rollout.sampling import SamplingParams, choose
 
 if find_spec("sglang") is not None:  # else conftest.py skips what is here
-    from megarl.rollout import sglang_host  # noqa: F401 (installs the stubs)
+    from megarl.rollout.engines import sglang_host  # noqa: F401 (installs the stubs)
 # Anything made from Python numbers, and anything that Python reads of a tensor: on a GPU a copy, and one that
 # waits.
 BLOCKING = {
@@ -39,7 +39,7 @@ class Watch(TorchDispatchMode):
 
 
 def make_sampler() -> Any:
-    from megarl.rollout.sglang_inside import SeededSampler
+    from megarl.rollout.engines.sglang_inside import SeededSampler
 
     sampler = SeededSampler.__new__(SeededSampler)  # its constructor asks for a running scheduler
     torch.nn.Module.__init__(sampler)
@@ -88,7 +88,7 @@ def test_nothing_is_copied_from_token_to_token(changes: dict[str, Any]) -> None:
 
 def test_the_device_has_read_a_bucket_when_its_loader_returns(monkeypatch: pytest.MonkeyPatch) -> None:
     """The memory is written anew as soon as SGLang has answered."""
-    from megarl.rollout.sglang_inside import load_shards
+    from megarl.rollout.engines.sglang_inside import load_shards
 
     model = torch.nn.Linear(4, 3, bias=False)
     values = torch.arange(12.0).view(3, 4)
@@ -103,7 +103,7 @@ def test_the_device_has_read_a_bucket_when_its_loader_returns(monkeypatch: pytes
 
 def test_scales_of_a_kv_cache_are_the_engines_own_and_one() -> None:
     """Attention has them as parameters wherever weights are FP8; a sleep leaves anything in them."""
-    from megarl.rollout.sglang_inside import load_shards
+    from megarl.rollout.engines.sglang_inside import load_shards
 
     model = torch.nn.Module()
     model.weight = torch.nn.Parameter(torch.zeros(3, 4))
@@ -124,7 +124,7 @@ def test_scales_of_a_kv_cache_are_the_engines_own_and_one() -> None:
 
 def test_sleep_ends_when_all_ranks_have_freed_their_memory() -> None:
     """SGLang answers for its first rank; a call that ends in a barrier follows."""
-    from megarl.rollout.sglang_host import Calls
+    from megarl.rollout.engines.sglang_host import Calls
 
     order: list[Any] = []
 
@@ -148,7 +148,7 @@ def test_sglang_knows_all_that_it_is_told_on_a_gpu() -> None:
     from sglang.srt.server_args import ServerArgs
 
     from megarl.config import load_config
-    from megarl.rollout.sglang import SGLangEngine
+    from megarl.rollout.engines.sglang import SGLangEngine
 
     for weights in ("model", "fp8_block"):
         config = load_config(

@@ -21,8 +21,8 @@ from transformers import AutoModelForCausalLM
 
 from megarl.config.errors import ConfigError, EngineFailure
 from megarl.config.schema import Config, DataConfig, ModelConfig, RolloutConfig
+from megarl.rollout.engines.sglang_servers import SGLangServers, check_servers
 from megarl.rollout.sampling import Completion, Request, SamplingParams
-from megarl.rollout.sglang_servers import SGLangServers, check_servers
 from megarl.weights.families import read_config
 from megarl.weights.plan import Plan, engine_targets
 from megarl.weights.transfer import Staging
@@ -218,7 +218,7 @@ def test_another_model_is_found_out(server: Server, tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match="tensors differ"):
             check_servers(client.config, read_config(folder), 1)
         # By its answer alone, as where its folder is on another machine.
-        from megarl.rollout import sglang_servers
+        from megarl.rollout.engines import sglang_servers
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(sglang_servers, "_differs", lambda *_: "")

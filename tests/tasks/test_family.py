@@ -29,6 +29,7 @@ KNOBS = [
     Knobs(terms=(5, 6), lines=(2, 6), ways=((0.5, 0.9), (0.3, 0.5), (0.15, 0.1), (0.05, 0.0))),
     Knobs(lines=(2, 20), skew=3.0, bare=0.3, ramble=0.5, ramble_lines=(20, 60)),
     Knobs(lines=(0, 20), trivial=0.4, impossible=0.4),
+    Knobs(lines=(2, 52), skew=3.0, adds=True),
 ]
 knobs_and_seed = st.tuples(st.sampled_from(KNOBS), st.integers(0, 2**32))
 
@@ -89,7 +90,9 @@ def test_work_without_mistakes_is_judged_right(drawn: tuple[Knobs, int]) -> None
     assert {off for _, off in additions(response)} == {0}
     assert len(additions(response)) == len(problem.terms) - 1
     assert [line[0] for line in carried(response)] == list(family.COUNTERS[: problem.lines])[::-1]
-    assert {line[1:] for line in carried(response)} <= {f":{str(sum(problem.terms) % 10) * knobs.width}"}
+    step = problem.terms[-1] if knobs.adds else 0
+    results = [(sum(problem.terms) + step * n) % 10 for n in range(1, problem.lines + 1)]
+    assert [line[1:] for line in carried(response)] == [f":{str(one) * knobs.width}" for one in results]
 
 
 def test_shares_of_difficulty_and_what_the_kinds_mean() -> None:
@@ -136,6 +139,19 @@ def test_ways_have_their_shares_and_mistakes() -> None:
     assert near(offs["="][1] / wrong, 0.8, wrong)
     rare = [right(p, text) for p, text in drawn if ";" in text]
     assert all(rare), "the rare way is the reliable one: exploring pays"
+
+
+def test_lines_that_add_go_wrong_as_additions_do() -> None:
+    drawn = texts(Knobs(lines=(2, 52), skew=3.0, adds=True, ways=((1.0, 0.2),), habit=0.8), 300)
+    offs: Counter[int] = Counter()
+    for problem, text in drawn:
+        total = int(text.split("\n")[len(problem.terms) - 2][-1])
+        for line in carried(text):
+            offs[(int(line[2]) - total - problem.terms[-1]) % 10] += 1
+            total = int(line[2])
+        assert text.endswith(f"Answer: {total}")
+    wrong = offs.total() - offs[0]
+    assert near(wrong / offs.total(), 0.2, offs.total()) and near(offs[1] / wrong, 0.8, wrong)
 
 
 def test_bare_guesses() -> None:

@@ -21,6 +21,7 @@ from tests.algorithms.loops import (
     OPTIONS,
     Batch,
     batches,
+    loop_entropy,
     loop_kl,
     loop_nll,
     loop_policy,
@@ -73,24 +74,39 @@ def add_columns(batch: Batch) -> tuple[list[float], list[float]]:
 
 
 @settings(max_examples=60, deadline=None)
-@given(batches(), st.sampled_from([0.0, 0.1, 2.0]), st.sampled_from([0.0, 0.3]), st.booleans(), st.booleans())
+@given(
+    batches(),
+    st.sampled_from([0.0, 0.1, 2.0]),
+    st.sampled_from([0.0, 0.3]),
+    st.sampled_from([None, 0.0, 0.2]),
+    st.booleans(),
+    st.booleans(),
+)
 def test_is_the_weighted_sum_of_its_terms(
-    batch: Batch, mu: float, beta: float, taught: bool, apart: bool
+    batch: Batch, mu: float, beta: float, disputed: float | None, taught: bool, apart: bool
 ) -> None:
-    """VAPO eq. 10: L_PPO + mu L_NLL, GRPO's beta KL, and that to a teacher; the NLL over the correct
-    responses alone. apart: DPPO's loss, which sees the likeliest tokens."""
+    """VAPO eq. 10: L_PPO + mu L_NLL, GRPO's beta KL, an entropy term, and the KL to a teacher; the NLL over
+    the correct responses alone. disputed: AsyPPO's share, whose tokens the entropy term leaves out; None:
+    there is no such term. apart: DPPO's loss, which sees the likeliest tokens."""
     policy_loss_weights, nll_loss_weights = add_columns(batch)
-    config = AlgorithmConfig(clip_low=0.2, clip_high=0.28, nll_weight=mu, kl_weight=beta)
+    eta, of_entropy = 0.0 if disputed is None else 0.4, policy_loss_weights
+    options: dict[str, Any] = {"entropy_weight": eta, "agreement": {"filter": disputed or 0.0}}
     if apart:
-        options = {"surrogate": "dppo_kl", "dppo": {**OPTIONS["dppo_kl"], "top_k": 3}}
-        config = AlgorithmConfig(**{**config.model_dump(), **options})
-    policy, nll, kl = (
+        options |= {"surrogate": "dppo_kl", "dppo": {**OPTIONS["dppo_kl"], "top_k": 3}}
+    config = AlgorithmConfig(clip_low=0.2, clip_high=0.28, nll_weight=mu, kl_weight=beta, **options)
+    if disputed:
+        left_out = torch.arange(batch.total) % 3 == 1
+        of_entropy = [0.0 if out else w for w, out in zip(policy_loss_weights, left_out, strict=True)]
+        e = batch.experience
+        e["entropy_weights"] = e["policy_loss_weights"].masked_fill(left_out, 0.0)
+    policy, nll, kl, entropy = (
         loop_policy(batch, policy_loss_weights, 0.2, 0.28, config.surrogate, further=apart)[0],
         loop_nll(batch, nll_loss_weights),
         loop_kl(batch, policy_loss_weights),
+        loop_entropy(batch, of_entropy),
     )
-    size = policy.size + mu * nll.size + beta * kl.size
-    expected, teacher = policy.loss + mu * nll.loss + beta * kl.loss, None
+    size = policy.size + mu * nll.size + beta * kl.size + eta * entropy.size
+    expected, teacher = policy.loss + mu * nll.loss + beta * kl.loss + eta * entropy.loss, None
     if taught:
         teacher, (term, _) = TeacherConfig(top_k=3, weight=0.7), loop_teacher(batch, policy_loss_weights)
         size, expected = size + 0.7 * term.size, expected + 0.7 * term.loss

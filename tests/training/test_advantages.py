@@ -254,10 +254,12 @@ def agreement_of(runtime: Runtime, folder: Path, batch: Experience) -> Any:
     from megarl.training import columns
     from megarl.training.batch import distribute
 
-    config = make_config(folder, mini_batch=6, agreement={"mask": 0.3, "filter": 0.2})
+    config = make_config(folder, mini_batch=6, overlong=True, agreement={"mask": 0.3, "filter": 0.2})
     model = build_actor(config, read_hf_config(folder), runtime)
     experience = distribute(batch, config, 6, 1, [model], runtime).experience
+    of_policy = experience["policy_loss_weights"].clone()
     metrics = columns.add_agreement(config.algorithm.agreement, experience, runtime)
+    assert torch.equal(experience["policy_loss_weights"], of_policy)
     names = "advantages", "policy_loss_weights", "entropy_weights"
     of_responses = [experience[name].split(experience.lengths.tolist()) for name in names]
     return dict(zip(experience["number"].tolist(), zip(*of_responses, strict=True), strict=True)), metrics
@@ -268,14 +270,17 @@ def test_agreement_equals_the_loop_on_every_layout(
     alike: bool, ranks: Callable[[int, int, int], RankPool], tmp_path: Path
 ) -> None:
     """Of the whole step's tokens the three tenths on which two critics agree most have no advantage, and the
-    entropy term leaves out the two tenths on which they agree least; none where all are alike."""
+    entropy term leaves out the two tenths on which they agree least; none where all are alike. Tokens of
+    which no loss hears, as overlong filtering has it, are not among them."""
     folder = make_tiny_model(tmp_path / "model", "qwen3", vocab=61, layers=2)
     batch = make_batch()
     g = torch.Generator().manual_seed(8)
     of_critics = torch.tensor([[0.0, 1.0]]) if alike else torch.randn(batch.num_tokens, 2, generator=g)
     batch["critic_values"] = of_critics * batch.response_mask[:, None]
     batch["advantages"] = torch.where(batch.response_mask, torch.randn(batch.num_tokens, generator=g), 0.0)
-    pairs, mask = batch["critic_values"].tolist(), batch.response_mask.tolist()
+    batch["truncated"] = batch["number"] % 5 == 0
+    counted = batch.response_mask & (batch.spread(batch["truncated"].float()) == 0)
+    pairs, mask = batch["critic_values"].tolist(), counted.tolist()
     apart = {t: abs(a - b) / 2 for t, (a, b) in enumerate(pairs) if mask[t]}
     order = sorted(apart, key=lambda t: apart[t])
     agreed, disputed = int(0.3 * len(order)), int(0.2 * len(order))

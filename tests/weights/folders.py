@@ -15,8 +15,8 @@ from torch import Tensor
 from megarl.parallel.layout import Layout
 from megarl.weights.families import FAMILIES
 from megarl.weights.hf import HFFolder, load_into
-from megarl.weights.layout import Shards, hf_shapes
 from megarl.weights.plan import Plan
+from megarl.weights.shards import Shards, hf_shapes
 
 PREFIX = {
     name: family.prefix for name, family in FAMILIES.items() if not family.is_moe and not family.is_linear

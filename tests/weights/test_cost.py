@@ -18,8 +18,8 @@ from megarl.config.schema import ClusterConfig
 from megarl.parallel.layout import Layout
 from megarl.weights.cost import KNOWN_MODELS, direct_cost, gather_cost, planning_config
 from megarl.weights.families import family_of
-from megarl.weights.layout import Region, Shard, check_layout, hf_shapes, megatron_layout, sglang_shards
 from megarl.weights.plan import make_plan
+from megarl.weights.shards import Region, Shard, check_layout, hf_shapes, megatron_layout, sglang_shards
 from tests.weights.folders import hf_configs
 
 # Billions of parameters, as published with the models.
@@ -62,6 +62,11 @@ PUBLISHED = {
     # transformers' own counts of Qwen3_5ForCausalLM.
     "Qwen3.5-9B": 8.954,
     "Qwen3.5-27B": 26.896,
+    # Without the parts for images, and without layers that predict further.
+    "Qwen3.5-35B-A3B": 34.661,
+    "Qwen3.5-122B-A10B": 122.112,
+    "Qwen3.5-397B-A17B": 396.347,
+    "Qwen3-Next-80B-A3B": 79.674,
 }
 
 

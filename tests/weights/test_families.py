@@ -22,14 +22,14 @@ from megarl.model.hf_config import check_buildable
 from megarl.parallel.layout import Layout
 from megarl.parallel.runtime import Runtime
 from megarl.weights.families import FAMILIES, TE_ALIASES, Sizes, family_of, read_config, table_names
-from megarl.weights.layout import check_layout, check_linear, check_lora, megatron_layout, sglang_shards
 from megarl.weights.megatron import conversion_layout, hf_to_megatron, megatron_to_hf
+from megarl.weights.shards import check_layout, check_linear, check_lora, megatron_layout, sglang_shards
 from tests.families import ROWS, Row
 from tests.parallel import jobs
 from tests.parallel.test_invariance import VOCAB, make_batch, relative_difference
 from tests.parallel.test_parity import hf_logprobs, sequences
 from tests.ranks import RankPool, in_a_fork
-from tests.tiny_models import make_tiny_model
+from tests.tiny_models import HYBRID, make_tiny_model
 from tests.weights.folders import described, folder_tensors, same_bits
 
 Ranks = Callable[..., RankPool]
@@ -367,6 +367,8 @@ def names(runtime: Runtime, folder: Path, critic: bool) -> dict[str, Any]:
         ("glm4_moe", False),
         ("deepseek_v3", False),
         ("qwen3_5_text", False),
+        ("qwen3_5_moe_text", False),
+        ("qwen3_next", True),
     ],
 )
 def test_one_table_and_one_checkpoint_for_both(
@@ -375,7 +377,8 @@ def test_one_table_and_one_checkpoint_for_both(
     kind = "token" if critic else None
     folder = make_tiny_model(tmp_path, family, classification=kind)
     [found] = ranks(1, 1, 1).run(names, folder=folder, critic=critic)
-    mixtures = {"qwen3_moe": (0, 1), "glm4_moe": (1,), "deepseek_v3": (1,)}.get(family, ())
+    every = dict.fromkeys(("qwen3_moe", "qwen3_5_moe_text", "qwen3_next"), (0, 1))
+    mixtures = {**every, "glm4_moe": (1,), "deepseek_v3": (1,)}.get(family, ())
     fused = found["fused"]
     assert {f"{long}weight": f"{short}weight" for short, long in fused.items()} == TE_ALIASES
     if family == "deepseek_v3":  # Megatron has the norm before multi-latent attention apart
@@ -395,7 +398,7 @@ def test_one_table_and_one_checkpoint_for_both(
         assert mapped == {name: name for name in found["portable"]}
     assert set(mapped) == set(megatron_layout(read_config(folder), Layout(), critic=critic)[0][1])
     # else each layer has keys of its own
-    alike = family not in ("glm4_moe", "deepseek_v3", "qwen3_5_text")
+    alike = family not in ("glm4_moe", "deepseek_v3", *HYBRID)
     collapsed = {
         name.replace("layers.0.", "layers.").replace("layers.1.", "layers.") if alike else name
         for name in theirs
@@ -407,6 +410,8 @@ def test_one_table_and_one_checkpoint_for_both(
 LINEAR = {"linear_num_key_heads": 4, "linear_num_value_heads": 8, "linear_conv_kernel_dim": 4}
 LINEAR |= {"linear_key_head_dim": 3, "linear_value_head_dim": 2}
 KINDS = "each of them full_attention or linear_attention"
+MIXTURE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 6}
+MIXTURE |= {"shared_expert_intermediate_size": 4}
 
 
 @pytest.mark.parametrize(
@@ -424,6 +429,27 @@ KINDS = "each of them full_attention or linear_attention"
             "attn_output_gate: False is not supported for qwen3_5_text (only True is)",
         ),
         ({"model_type": "qwen3_5"}, "model_type: 'qwen3_5' is a model of images and text (save its language"),
+        *(
+            ({"model_type": family, **MIXTURE, **change}, message.format(family))
+            for family, change, message in (
+                ("qwen3_5_moe", {}, "model_type: '{}' is a model of images and text (save its"),
+                (
+                    "qwen3_5_moe_text",
+                    {"shared_expert_intermediate_size": None},
+                    "shared_expert_intermediate_size: must be a positive integer (got None)",
+                ),
+                (
+                    "qwen3_5_moe_text",
+                    {"norm_topk_prob": False},
+                    "norm_topk_prob: False is not supported for {} (only True is)",
+                ),
+                (
+                    "qwen3_next",
+                    {"mlp_only_layers": [1]},
+                    "mlp_only_layers: [1] is not supported for {} (only [] is)",
+                ),
+            )
+        ),
     ],
 )
 def test_linear_attention_that_cannot_be_built(change: dict[str, Any], message: str, tmp_path: Path) -> None:
@@ -445,6 +471,10 @@ def test_linear_attention_that_cannot_be_built(change: dict[str, Any], message: 
         ),
         ({"model": {"path": "m", "layers": "te"}}, "model.layers: te: is not there for linear attention"),
         ({"update": {"share_prompts": True}}, "update.share_prompts: is not there for linear attention"),
+        (
+            {"model": {"path": "m", "grouped_experts": True}},
+            "model.grouped_experts: is not there for linear attention",
+        ),
     ],
 )
 def test_what_linear_attention_is_not_there_with(change: dict[str, Any], message: str) -> None:

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from megarl.config.errors import TransferError
 from megarl.parallel.layout import Layout
-from megarl.weights.layout import full_box, megatron_layout, sglang_shards
 from megarl.weights.plan import make_plan
+from megarl.weights.shards import full_box, megatron_layout, sglang_shards
 from megarl.weights.transfer import Transfer, fingerprint
 from tests.ranks import RankPool
 from tests.weights.folders import described, sliced

@@ -18,9 +18,9 @@ from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, 
 from megarl.config.errors import CheckpointError
 from megarl.config.files import read_json
 from megarl.parallel.layout import Layout
-from megarl.weights.files import write_tensors
 from megarl.weights.hf import INDEX, HFFolder, export_hf, load_into
-from megarl.weights.layout import megatron_layout
+from megarl.weights.shards import megatron_layout
+from megarl.weights.tensor_files import write_tensors
 from tests.ranks import RankPool
 from tests.tiny_models import make_tiny_model
 from tests.weights import jobs

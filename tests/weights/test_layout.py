@@ -17,10 +17,10 @@ from megarl.config.schema import OptimizerConfig
 from megarl.parallel.layout import Layout, padded_vocab
 from megarl.weights.families import Pair, Sizes, family_of, is_frozen, table_name, table_names
 from megarl.weights.hf import HFFolder
-from megarl.weights.layout import check_layout, hf_shapes, megatron_layout, parameters, whole_model
+from megarl.weights.shards import check_layout, hf_shapes, megatron_layout, parameters, whole_model
 from tests.families import ROWS
 from tests.ranks import in_a_fork
-from tests.tiny_models import EXPERT_BIAS, make_tiny_model
+from tests.tiny_models import EXPERT_BIAS, HYBRID, make_tiny_model
 from tests.weights.folders import PREFIX, described, hf_configs, loaded, numbered, write_folder
 
 CONFIG = described("qwen2", 6, 32, 8, 4, 24, 31, architectures=["Qwen2ForCausalLM"])
@@ -288,6 +288,8 @@ def test_layouts_that_do_not_fit_are_refused(sizes: dict[str, int], tp: int, pp:
 NORMS = ["self_attn.q_norm.weight", "self_attn.k_norm.weight"]
 LINEAR = [f"{name}.weight" for name in ("in_proj_qkv", "in_proj_b", "in_proj_a", "in_proj_z")]
 LINEAR += ["A_log", "dt_bias", "conv1d.weight", "norm.weight", "out_proj.weight"]
+LINEAR = [f"linear_attn.{name}" for name in LINEAR]
+FUSED = ["linear_attn.in_proj_qkvz.weight", "linear_attn.in_proj_ba.weight", *LINEAR[4:]]
 BIASES = [f"self_attn.{part}_proj.bias" for part in "qkv"]
 OF_LATENTS = ("q_a_proj", "q_a_layernorm", "q_b_proj", "kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj")
 LATENT = [f"self_attn.{part}.weight" for part in OF_LATENTS]
@@ -304,7 +306,9 @@ LATENT = [f"self_attn.{part}.weight" for part in OF_LATENTS]
         ("glm4", [*BIASES, "post_self_attn_layernorm.weight"]),
         ("glm4_moe", [*NORMS, *BIASES]),
         ("deepseek_v3", LATENT),
-        ("qwen3_5_text", [*NORMS, *(f"linear_attn.{name}" for name in LINEAR)]),
+        ("qwen3_5_text", [*NORMS, *LINEAR]),
+        ("qwen3_5_moe_text", [*NORMS, *LINEAR]),
+        ("qwen3_next", [*NORMS, *FUSED]),
     ],
 )
 @pytest.mark.parametrize("tied", [False, True])
@@ -329,7 +333,7 @@ def test_what_is_frozen_in_each_family(family: str, more: list[str], tied: bool)
         f"model.layers.{layer}.{name}"
         for layer in range(3)
         for name in ["input_layernorm.weight", *projections, *more]
-        if f"model.layers.{layer}.{name}" in everything or family != "qwen3_5_text"
+        if f"model.layers.{layer}.{name}" in everything or family not in HYBRID
     }
     biases = {name for name in everything if name.endswith(EXPERT_BIAS)}
     assert frozen() == biases and bool(biases) is (family in ("glm4_moe", "deepseek_v3"))

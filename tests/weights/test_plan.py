@@ -17,7 +17,8 @@ from megarl.config.schema import ClusterConfig
 from megarl.parallel.layout import Layout
 from megarl.weights.cost import KNOWN_MODELS, direct_cost
 from megarl.weights.hf import HFFolder
-from megarl.weights.layout import (
+from megarl.weights.plan import Copy, Plan, PlanError, make_plan
+from megarl.weights.shards import (
     Region,
     Shard,
     Shards,
@@ -27,7 +28,6 @@ from megarl.weights.layout import (
     megatron_layout,
     sglang_shards,
 )
-from megarl.weights.plan import Copy, Plan, PlanError, make_plan
 from tests.weights.folders import described, execute, hf_configs, loaded, numbered, write_folder
 
 Drawn = tuple[dict[str, Any], list[Layout]]

@@ -3,6 +3,7 @@ and copied heads included."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,8 +16,8 @@ from torch.nn.functional import pad
 from megarl.config.errors import ConfigError
 from megarl.config.schema import Config
 from megarl.parallel.layout import Layout
-from megarl.weights.layout import megatron_layout, sglang_shards
 from megarl.weights.plan import engine_plan, make_plan
+from megarl.weights.shards import megatron_layout, sglang_shards
 from tests.weights.folders import PREFIX, described, execute, hf_configs, numbered, sliced
 
 EXPERTS = {"moe_intermediate_size": 4, "num_experts": 4, "num_experts_per_tok": 2}
@@ -255,11 +256,17 @@ LINEAR: dict[str, Any] = {
     "full_attention_interval": 2,
 }
 QWEN3_5 = described("qwen3_5_text", 2, 8, 4, 2, 8, 11, tie_word_embeddings=False, **LINEAR)
+WITH_EXPERTS = {**QWEN3_5, **EXPERTS, "shared_expert_intermediate_size": 6}
+
+
+PARTS, FUSED = ("gate", "up", "down"), ("qkvz", "ba")
 
 
 def of_sglangs_rank(hf: dict[str, Tensor], rank: int) -> dict[str, Tensor]:
-    """Qwen3.5's tensors of one of two ranks by hand, from SGLang's source (srt/models/qwen3_5.py, 0.5.23):
-    its MergedColumnParallelLinear cuts each part by itself, and a query's gate is a head behind it."""
+    """Qwen3.5's tensors of one of two ranks by hand, from SGLang's source (srt/models/qwen3_5.py and, of
+    experts, qwen2_moe.py, 0.5.23): its MergedColumnParallelLinear cuts each part by itself, and a query's
+    gate is a head behind it. Qwen3-Next's fused projections, which are by key head, are cut as they are
+    (qwen3_next.py, _make_packed_weight_loader)."""
 
     def half(tensor: Tensor, axis: int = 0) -> Tensor:
         return tensor.chunk(2, axis)[rank]
@@ -271,16 +278,32 @@ def of_sglangs_rank(hf: dict[str, Tensor], rank: int) -> dict[str, Tensor]:
         place = f"model.layers.{layer}."
         own = {name.removeprefix(place): tensor for name, tensor in hf.items() if name.startswith(place)}
         made = {name: own[name] for name in ("input_layernorm.weight", "post_attention_layernorm.weight")}
-        gate_up = [half(own[f"mlp.{part}_proj.weight"]) for part in ("gate", "up")]
-        made |= {"mlp.gate_up_proj.weight": torch.cat(gate_up)}
-        made |= {"mlp.down_proj.weight": half(own["mlp.down_proj.weight"], 1)}
+        mixture = "mlp.gate.weight" in own
+        mlp = "mlp.shared_expert" if mixture else "mlp"
+        gate_up = [half(own[f"{mlp}.{part}_proj.weight"]) for part in ("gate", "up")]
+        made |= {f"{mlp}.gate_up_proj.weight": torch.cat(gate_up)}
+        made |= {f"{mlp}.down_proj.weight": half(own[f"{mlp}.down_proj.weight"], 1)}
+        for expert in range(4 if mixture else 0):
+            parts = {p: half(own[f"mlp.experts.{expert}.{p}_proj.weight"], int(p == "down")) for p in PARTS}
+            made[f"mlp.experts.w13_weight.{expert}"] = torch.cat([parts["gate"], parts["up"]])
+            made[f"mlp.experts.w2_weight.{expert}"] = parts["down"]
+        if mixture:
+            made |= {name: own[name] for name in ("mlp.gate.weight", "mlp.shared_expert_gate.weight")}
         if layer == 0:
             linear = {name.removeprefix("linear_attn."): tensor for name, tensor in own.items()}
-            mixed = [half(part) for part in linear["in_proj_qkv.weight"].split([12, 12, 16])]
+            if "in_proj_qkvz.weight" in linear:
+                projections = {f"in_proj_{part}.weight": linear[f"in_proj_{part}.weight"] for part in FUSED}
+                projections = {name: half(tensor) for name, tensor in projections.items()}
+            else:
+                mixed = [half(part) for part in linear["in_proj_qkv.weight"].split([12, 12, 16])]
+                beta_alpha = [half(linear[f"in_proj_{part}.weight"]) for part in "ba"]
+                projections = {
+                    "in_proj_qkvz.weight": torch.cat([*mixed, half(linear["in_proj_z.weight"])]),
+                    "in_proj_ba.weight": torch.cat(beta_alpha),
+                }
             channels = [half(part) for part in linear["conv1d.weight"].split([12, 12, 16])]
             of_linear = {
-                "in_proj_qkvz.weight": torch.cat([*mixed, half(linear["in_proj_z.weight"])]),
-                "in_proj_ba.weight": torch.cat([half(linear[f"in_proj_{part}.weight"]) for part in "ba"]),
+                **projections,
                 "conv1d.weight": torch.cat(channels),
                 "A_log": half(linear["A_log"]),
                 "dt_bias": half(linear["dt_bias"]),
@@ -299,12 +322,15 @@ def of_sglangs_rank(hf: dict[str, Tensor], rank: int) -> dict[str, Tensor]:
     return out
 
 
-@pytest.mark.shows("SGLang's names", family="qwen3_5_text")
+@pytest.mark.shows("SGLang's names")
+@pytest.mark.parametrize("family", ["qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"])
 @pytest.mark.parametrize("layout", [Layout(), Layout(tp=2, pp=2), Layout(tp=2, dp=2)], ids=str)
-def test_layers_of_linear_attention(layout: Layout) -> None:
-    hf = numbered(QWEN3_5)
+def test_layers_of_linear_attention(layout: Layout, family: str) -> None:
+    model = QWEN3_5 if family == "qwen3_5_text" else {**WITH_EXPERTS, "model_type": family}
+    layout = layout if model is QWEN3_5 else replace(layout, ep=layout.dp * layout.tp)
+    hf = numbered(model)
     plan = make_plan(
-        megatron_layout(QWEN3_5, layout), [(rank, sglang_shards(QWEN3_5, 2, rank)) for rank in range(2)]
+        megatron_layout(model, layout), [(rank, sglang_shards(model, 2, rank)) for rank in range(2)]
     )
     plan.verify()
     written = execute(plan, {rank: sliced(shards, hf) for rank, shards in plan.sources.items()})
@@ -316,4 +342,5 @@ def test_layers_of_linear_attention(layout: Layout) -> None:
     config = Config(
         recipe="dapo", run_dir="run", steps=1, model={"path": "model"}, rollout={"engine": "sglang"}
     )
-    assert engine_plan(config, QWEN3_5, Layout()).formats == {"model.layers.0.linear_attn.A_log": "float32"}
+    formats = engine_plan(config, model, Layout()).formats
+    assert formats == {"model.layers.0.linear_attn.A_log": "float32"}

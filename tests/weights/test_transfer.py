@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from megarl.parallel.layout import Layout
 from megarl.weights.hf import HFFolder
-from megarl.weights.layout import Region, Shard, full_box, hf_shards, megatron_layout
 from megarl.weights.plan import Copy, Plan, make_plan, rounds_of, split, volume
+from megarl.weights.shards import Region, Shard, full_box, hf_shards, megatron_layout
 from megarl.weights.transfer import Staging, Transfer
 from tests.ranks import RankPool
 from tests.tiny_models import make_tiny_model

@@ -31,7 +31,7 @@ from megarl.config.errors import CheckpointError, MegarlError
 from megarl.config.files import fsync
 from megarl.parallel.comm import gather_over
 from megarl.weights.families import Shape
-from megarl.weights.layout import Box, full_box
+from megarl.weights.shards import Box, full_box
 
 T = TypeVar("T")
 BLOCK = 2 << 20  # bytes to read, convert, hash and write at a time: they stay in a processor's cache

@@ -37,12 +37,12 @@ from torch import Tensor
 
 from megarl.config.errors import ConfigError, EngineError, EngineFailure, MegarlError
 from megarl.config.schema import Config
-from megarl.rollout.engine import RolloutEngine, check_positions
+from megarl.rollout.engines.engine import RolloutEngine, check_positions
+from megarl.rollout.engines.sglang import TAGS, completion_of
 from megarl.rollout.sampling import Completion, Request, SamplingParams
-from megarl.rollout.sglang import TAGS, completion_of
 from megarl.weights.families import read_config
-from megarl.weights.layout import Shard, hf_shapes
 from megarl.weights.plan import Plan, staged
+from megarl.weights.shards import Shard, hf_shapes
 from megarl.weights.transfer import FORMAT_DTYPES, Staging
 
 if TYPE_CHECKING:

@@ -19,10 +19,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5GatedDeltaNet
+from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import Qwen3_5MoeGatedDeltaNet
+from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDeltaNet
 
 from megarl.config.errors import CheckpointError, EngineError, first_line
 from megarl.model.delta_net import convolve, delta_rule, delta_step, gated_norm, gates
-from megarl.rollout.engine import RolloutEngine, check_positions
+from megarl.rollout.engines.engine import RolloutEngine, check_positions
 from megarl.rollout.sampling import Completion, Request, SamplingParams, choose, routing_array, stop_window
 from megarl.weights.families import EXPERT_BIAS, Sizes
 from megarl.weights.plan import Plan
@@ -106,8 +108,10 @@ class TransformersEngine(RolloutEngine):
                 "(use another model family)"
             )
         for module in model.modules():
-            if type(module) is Qwen3_5GatedDeltaNet:
+            if type(module) in (Qwen3_5GatedDeltaNet, Qwen3_5MoeGatedDeltaNet):  # the same, line by line
                 module.__class__ = CachedDeltaNet
+            elif type(module) is Qwen3NextGatedDeltaNet:
+                module.__class__ = CachedFusedDeltaNet
         self._model = model.eval().requires_grad_(False)
         if in_fixed_order(next(model.parameters())):
             for module in model.modules():
@@ -761,14 +765,19 @@ class BlockLinear(nn.Linear):
 class CachedDeltaNet(Qwen3_5GatedDeltaNet):
     """Linear attention whose state of each row is in a KVCache."""
 
+    def project(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return what the convolution takes, the output's gates, alpha and beta, [..., tokens, n] each."""
+        layers = self.in_proj_qkv, self.in_proj_z, self.in_proj_a, self.in_proj_b
+        channels, gate, alpha, beta = (layer(hidden_states) for layer in layers)
+        return channels, gate, alpha, beta
+
     def forward(
         self, hidden_states: Tensor, cache_params: Any = None, attention_mask: Any = None, **_: Any
     ) -> Tensor:
         """hidden_states [prompts, tokens, hidden] while prefilling, where each prompt ends at its length; in
         a step [blocks, rows, hidden], a token of each row -> the same."""
         cache, layer, kernel = cache_params, self.layer_idx, self.conv1d.weight
-        channels, gate = self.in_proj_qkv(hidden_states), self.in_proj_z(hidden_states)
-        alpha, beta = self.in_proj_a(hidden_states), self.in_proj_b(hidden_states)
+        channels, gate, alpha, beta = self.project(hidden_states)
         decay, beta = gates(alpha, beta, self.A_log, self.dt_bias)
         sizes = self.key_dim, self.key_dim, self.value_dim
         dims = self.head_k_dim, self.head_k_dim, self.head_v_dim
@@ -802,6 +811,15 @@ class CachedDeltaNet(Qwen3_5GatedDeltaNet):
             out, gate.unflatten(-1, (-1, self.head_v_dim)), self.norm.weight, self.layer_norm_epsilon
         )
         return self.out_proj(out.flatten(2))
+
+
+class CachedFusedDeltaNet(CachedDeltaNet, Qwen3NextGatedDeltaNet):
+    """That of Qwen3-Next, with a projection for four things, and one for two."""
+
+    def project(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        fused = self.in_proj_qkvz(hidden_states), self.in_proj_ba(hidden_states)
+        query, key, value, gate, beta, alpha = self.fix_query_key_value_ordering(*fused)
+        return torch.cat([x.flatten(2) for x in (query, key, value)], -1), gate.flatten(2), alpha, beta
 
 
 def attention(

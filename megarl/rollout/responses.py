@@ -16,7 +16,7 @@ import torch
 from msgspec.structs import asdict, astuple
 from torch import Tensor
 
-from megarl.algorithms.evaluation import avg_at_k, interval, ks_up_to, majority_at_k, pass_at_k
+from megarl.algorithms.scores import avg_at_k, interval, ks_up_to, majority_at_k, pass_at_k
 from megarl.config.schema import RewardConfig, TeacherConfig
 from megarl.data.experience import Experience, StepBatch
 from megarl.data.prompts import ProblemSet, Prompt

@@ -33,13 +33,13 @@ from megarl.config.errors import EngineError, EngineFailure
 from megarl.config.schema import Config
 from megarl.parallel.launch import environment_of_children
 from megarl.parallel.machine import cuda_runtime_folders
-from megarl.rollout.engine import RolloutEngine, check_positions
+from megarl.rollout.engines.engine import RolloutEngine, check_positions
 from megarl.rollout.sampling import Completion, Request, SamplingParams, routing_array
 from megarl.weights.families import EXPERT_KEYS, Sizes, family_of
 from megarl.weights.plan import Plan
 from megarl.weights.transfer import Staging
 
-LOADER = "megarl.rollout.sglang_inside.load_shards"
+LOADER = "megarl.rollout.engines.sglang_inside.load_shards"
 TAGS = ("weights", "kv_cache")  # device memory that can sleep
 GRAPHS = "cuda_graph"  # SGLang's tag of the memory of captured graphs, which only decoding needs
 ALIGN = 256  # bytes; tensors of a bucket begin at multiples of this
@@ -50,7 +50,7 @@ FP8_CONFIG = {
     "activation_scheme": "dynamic",
     "weight_block_size": [128, 128],
 }
-MOE_RUNNER = "triton"  # the runner of experts whose weights lie as `weights/layout.py` writes them
+MOE_RUNNER = "triton"  # the runner of experts whose weights lie as `weights/shards.py` writes them
 POLL = 0.2  # seconds between checks that the process is alive, while waiting
 KILL_WAIT = 30.0  # seconds for the kernel to end what was killed
 LOG_LINES = 4  # of the engine's own log, in an error
@@ -67,7 +67,7 @@ class EngineProcess:
     children     process ids of SGLang's own processes
     """
 
-    module = "megarl.rollout.sglang_host"
+    module = "megarl.rollout.engines.sglang_host"
 
     def __init__(
         self, arguments: Mapping[str, Any], environment: Mapping[str, str], limit: float, start_limit: float
@@ -270,9 +270,8 @@ class SGLangEngine(RolloutEngine):
         }
         if rollout.routing_replay:
             arguments["enable_return_routed_experts"] = True
-        if self.hf_config.get(
-            "n_shared_experts"
-        ):  # else they may be rows behind the experts that routers choose
+        if family_of(self.hf_config).has("shared_experts.linear_fc1.weight"):
+            # Else they may be rows behind the experts that routers choose.
             arguments["disable_shared_experts_fusion"] = True
         overrides: dict[str, Any] = {}
         if rollout.weights_dtype == "fp8_block":

@@ -1,5 +1,5 @@
-"""The process that holds one SGLang engine: `python -m megarl.rollout.sglang_host FD PID`. Messages come and
-go through a socket from the rank with that process id.
+"""The process that holds one SGLang engine: `python -m megarl.rollout.engines.sglang_host FD PID`. Messages
+come and go through a socket from the rank with that process id.
 
 It is a process of its own because SGLang kills the process that made an engine when one of the engine's
 children fails. SGLang's children import this module first (multiprocessing's spawn does), so that the stubs
@@ -59,7 +59,7 @@ class _Missing:
         self.__name__ = name
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        where = "megarl/rollout/sglang_host.py stands for it"
+        where = "megarl/rollout/engines/sglang_host.py stands for it"
         raise NotImplementedError(f"{self.__name__} is not there on a CPU: {where}")
 
     def __getattr__(self, name: str) -> Any:
@@ -125,7 +125,7 @@ class Calls:
 
     async def load(self, payloads: list[bytes], version: int, last: bool) -> None:
         """Load a bucket, a payload per rank. The `last` drops the prefix cache and sets `version`."""
-        from megarl.rollout.sglang_inside import LOADER
+        from megarl.rollout.engines.sglang_inside import LOADER
 
         request = self.io.UpdateWeightsFromTensorReqInput(
             serialized_named_tensors=payloads,
@@ -166,7 +166,7 @@ class Host:
     """
 
     def __init__(self, engine: Any, connection: Connection, calls: Calls) -> None:
-        from megarl.rollout.sglang_inside import KeepParams
+        from megarl.rollout.engines.sglang_inside import KeepParams
 
         self.engine, self.connection, self.calls = engine, connection, calls
         self.processor = KeepParams.to_str()
@@ -290,7 +290,7 @@ def main(calls: type[Calls] = Calls) -> None:
     arguments = connection.recv()
     from sglang.srt.entrypoints.engine import Engine
 
-    from megarl.rollout.sglang_inside import run_scheduler
+    from megarl.rollout.engines.sglang_inside import run_scheduler
 
     class SeededEngine(Engine):
         run_scheduler_process_func = staticmethod(run_scheduler)

@@ -185,6 +185,8 @@ def check_linear(hf_config: Mapping[str, Any], config: Config) -> None:
     asked = {
         "model.layers: te": (config.model.layers == "te", "set it to portable"),
         "model.fp8.format": (config.model.fp8.format != "none", "set it to none"),
+        "model.grouped_experts": (config.model.grouped_experts, "set it to false"),
+        "model.permute_fusion": (config.model.permute_fusion, "set it to false"),
         "update.share_prompts": (config.update.share_prompts, "set it to false"),
         "rollout.weights_dtype": (config.rollout.weights_dtype != "model", "set it to model"),
     }
@@ -348,8 +350,10 @@ def pair_shard(sizes: Sizes, pair: Pair, layer: int, expert: int, tp: int, tp_ra
             parts, groups = [], sizes.key_heads if pair.kind == "linear" else sizes.kv_heads
             whole = [(name, dims[0].split()[0]) for (name, _), (_, *dims) in zip(hf, pair.hf, strict=True)]
             for group in range(tp_rank * groups // tp, (tp_rank + 1) * groups // tp):
-                for name, dim in whole:
-                    parts += _group_of(sizes, name, dim, group, groups)
+                own = [part for name, dim in whole for part in _group_of(sizes, name, dim, group, groups)]
+                if whole[0][1] == "qkvz":  # its gates are the last of all
+                    own.append(own.pop(1))
+                parts += own
     return _joined(parts, hf[0][1], axis)
 
 
@@ -361,6 +365,10 @@ def _group_of(sizes: Sizes, name: str, dim: str, group: int, groups: int) -> lis
         begin, end = group * rows, (group + 1) * rows
         starts = [first for half in (0, width) for first in range(begin + half, end, 2 * width)]
         return [_Part(name, start, start + width, width) for start in starts]
+    if dim == "qkvz":  # a head's query, key and values, and their gates, which are together in the file
+        rows, width = sizes.qkvz // groups, sizes.value // groups
+        begin, gates, end = group * rows, (group + 1) * rows - width, (group + 1) * rows
+        return [_Part(name, begin, gates, gates - begin), _Part(name, gates, end, width)]
     parts, first = [], 0
     for section in SECTIONS.get(dim, (dim,)):
         size = getattr(sizes, section)
@@ -434,7 +442,8 @@ def _sglang_cuts(sizes: Sizes, tp: int, rank: int, cpu: bool) -> dict[str, tuple
     if cpu and sizes.linear:
         what = "sglang has no kernels of linear attention for a CPU (set it to transformers)"
         raise ConfigError(f"rollout.engine: {what}")
-    heads, kv_heads, ffn, expert_ffn = sizes.heads, sizes.kv_heads, sizes.ffn, sizes.expert_ffn
+    heads, kv_heads = sizes.heads, sizes.kv_heads
+    ffn, expert_ffn, shared_ffn = sizes.ffn, sizes.expert_ffn, sizes.shared_ffn
 
     def multiple(number: int, of: int) -> int:
         return -(-number // of) * of
@@ -449,9 +458,9 @@ def _sglang_cuts(sizes: Sizes, tp: int, rank: int, cpu: bool) -> dict[str, tuple
             kv_heads = multiple(kv_heads, tp)
             heads = kv_heads * (sizes.heads // sizes.kv_heads)
         ffn, expert_ffn = multiple(ffn, CPU_FFN_MULTIPLE * tp), multiple(expert_ffn, CPU_FFN_MULTIPLE * tp)
-    shared_ffn = expert_ffn * (sizes.shared_ffn // sizes.expert_ffn) if sizes.shared_ffn else 0
+        shared_ffn = expert_ffn * (shared_ffn // sizes.expert_ffn) if shared_ffn else 0
     columns = (ffn,) if not sizes.experts else (expert_ffn, ffn) if sizes.dense else (expert_ffn,)
-    counts = [("attention heads", heads), *(("feed-forward columns", c) for c in columns)]
+    counts = [("attention heads", heads), *(("feed-forward columns", c) for c in (*columns, shared_ffn))]
     for what, number in (*counts, ("key heads of linear attention", sizes.key_heads)):
         if number % tp:
             problem = f"does not divide the model's {number} {what} (choose one that does)"
@@ -474,5 +483,8 @@ def _sglang_cuts(sizes: Sizes, tp: int, rank: int, cpu: bool) -> dict[str, tuple
         "shared_ffn": cut(sizes.shared_ffn, shared_ffn),
         "vocab": cut(sizes.vocab, vocab),
         "gated_q": cut(sizes.gated_q, 2 * heads * sizes.head_dim),
-        **{name: cut(getattr(sizes, name), getattr(sizes, name)) for name in ("key", "value", "value_heads")},
+        **{
+            name: cut(getattr(sizes, name), getattr(sizes, name))
+            for name in ("key", "value", "value_heads", "qkvz", "ba")
+        },
     }
