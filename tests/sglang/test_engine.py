@@ -101,6 +101,7 @@ def test_samples_as_the_transformers_engine(one: RankPool, params: SamplingParam
     check_samples(one, "one", tmp_path, params, 0)
 
 
+@pytest.mark.shows("SGLang", family="qwen3")
 def test_weights_after_an_update_are_the_exported_ones(one: RankPool, tmp_path: Path) -> None:
     [(before, _)] = one.run(jobs.sample, name="one", params=SamplingParams(24))
     assert one.run(jobs.update, name="one")[0] > 0
@@ -112,6 +113,7 @@ def test_weights_after_an_update_are_the_exported_ones(one: RankPool, tmp_path: 
     assert any(a.logprobs != b.logprobs for a, b in zip(before, after, strict=True))
 
 
+@pytest.mark.shows("SGLang", family="llama")
 def test_a_pretrained_model(smollm2: Path, ranks: Callable[..., RankPool], tmp_path: Path) -> None:
     """Nine heads and three for keys, its own chat template: SGLang's shards are the folder's, and its
     log-probabilities those of Megatron."""
@@ -187,6 +189,7 @@ def check_own_loading(pool: RankPool, name: str, dump: Path, other: Path, tp: in
             assert torch.equal(tensor, theirs[parameter]), (rank, parameter)
 
 
+@pytest.mark.shows("SGLang")
 @pytest.mark.parametrize(
     ("family", "keys"),
     [

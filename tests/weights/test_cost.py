@@ -138,7 +138,13 @@ def test_a_wait_for_another_rank_counts() -> None:
     assert [one_by_one[rank].seconds for rank in (0, 1, 2)] == [2.0, 6.0, 6.0]
 
 
-@pytest.mark.parametrize("name", KNOWN_MODELS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.shows("planner", family=config["model_type"]))
+        for name, config in KNOWN_MODELS.items()
+    ],
+)
 def test_known_models_have_their_published_sizes(name: str) -> None:
     config = KNOWN_MODELS[name]
     family_of(config)
