@@ -21,10 +21,11 @@ from megarl.rollout.sampling import Request, SamplingParams
 from megarl.weights.hf import HFFolder, load_into
 from megarl.weights.shards import sglang_shards
 from tests.engines import load_folder
+from tests.families import YARN
 from tests.parallel.test_parity import hf_logprobs
 from tests.ranks import RankPool
 from tests.sglang import jobs
-from tests.tiny_models import YARN, make_tiny_model
+from tests.tiny_models import make_tiny_model
 
 START = 1500  # seconds
 # Of the kind that published Qwen3.5 has, whose text has the same position in all three.
