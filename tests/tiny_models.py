@@ -13,92 +13,16 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
-    DeepseekV3Config,
     GenerationConfig,
-    Glm4Config,
-    Glm4MoeConfig,
-    LlamaConfig,
-    MistralConfig,
     PreTrainedTokenizerFast,
-    Qwen2Config,
     Qwen3_5ForTokenClassification,
-    Qwen3_5MoeTextConfig,
-    Qwen3_5TextConfig,
-    Qwen3Config,
-    Qwen3MoeConfig,
-    Qwen3NextConfig,
 )
+from transformers.modeling_layers import GenericForTokenClassification
+from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoePreTrainedModel
 
-Family = Literal[
-    "qwen2",
-    "qwen3",
-    "qwen3_moe",
-    "llama",
-    "mistral",
-    "glm4",
-    "glm4_moe",
-    "deepseek_v3",
-    "qwen3_5_text",
-    "qwen3_5_moe_text",
-    "qwen3_next",
-]
-CONFIGS = {
-    "qwen2": Qwen2Config,
-    "qwen3": Qwen3Config,
-    "qwen3_moe": Qwen3MoeConfig,
-    "llama": LlamaConfig,
-    "mistral": MistralConfig,
-    "glm4": Glm4Config,
-    "glm4_moe": Glm4MoeConfig,
-    "deepseek_v3": DeepseekV3Config,
-    "qwen3_5_text": Qwen3_5TextConfig,
-    "qwen3_5_moe_text": Qwen3_5MoeTextConfig,
-    "qwen3_next": Qwen3NextConfig,
-}
+from tests.families import ROWS, Family
+
 HYBRID = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")  # with layers of linear attention
-# What a family's configuration must say besides sizes (megarl/weights/families.py, `requires`).
-SWITCHES: dict[str, dict[str, Any]] = {
-    "qwen3": {"attention_bias": False},
-    "qwen3_moe": {"attention_bias": False},
-    "llama": {"attention_bias": False},
-    "mistral": {"sliding_window": None},
-    # As published, and both layers of a tiny model are of their own kind.
-    "glm4_moe": {
-        "attention_bias": True,
-        "use_qk_norm": True,
-        "first_k_dense_replace": 1,
-        "n_shared_experts": 1,
-        "routed_scaling_factor": 2.5,
-        "num_nextn_predict_layers": 0,
-    },
-    # The widths of a head's parts, of latents and of what is rotated all differ.
-    "deepseek_v3": {
-        "first_k_dense_replace": 1,
-        "n_shared_experts": 2,
-        "routed_scaling_factor": 2.446,
-        "num_nextn_predict_layers": 0,
-        "n_group": 1,
-        "topk_group": 1,
-        "q_lora_rank": 12,
-        "kv_lora_rank": 16,
-        "qk_nope_head_dim": 8,
-        "qk_rope_head_dim": 4,
-        "v_head_dim": 10,
-        "scoring_func": "sigmoid",  # this and the next one for SGLang, as published
-        "topk_method": "noaux_tc",
-    },
-    # Every other layer has full attention, and three values' heads share one of keys.
-    "qwen3_5_text": {
-        "full_attention_interval": 2,
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 6,
-        "linear_key_head_dim": 8,
-        "linear_value_head_dim": 4,
-    },
-}
-# The shared expert is as wide as no other.
-for _family in HYBRID[1:]:
-    SWITCHES[_family] = {**SWITCHES["qwen3_5_text"], "shared_expert_intermediate_size": 20}
 MODELS = {
     None: AutoModelForCausalLM,
     "sequence": AutoModelForSequenceClassification,
@@ -119,9 +43,6 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
-# Of the kind of DeepSeek-V3 (factor 40, both mscale 1), with fewer positions.
-YARN = {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32, "beta_slow": 1, "mscale": 1.0}
-YARN |= {"mscale_all_dim": 1.0, "original_max_position_embeddings": 16, "rope_theta": 10000.0}
 
 
 def make_tokenizer(vocab: int, *, chat_template: bool = True) -> PreTrainedTokenizerFast:
@@ -161,19 +82,24 @@ def make_config(
         if rope == "default"
         else {"rope_theta": 500000.0, **LLAMA3_ROPE}
     )
-    return CONFIGS[family](
+    row = ROWS[family]
+    return row.config(
         tie_word_embeddings=tied,
         pad_token_id=0,
         eos_token_id=1,
         bos_token_id=2,
-        **{"rope_parameters": rope_parameters, **SWITCHES.get(family, {}), **sizes},
+        **{"rope_parameters": rope_parameters, **row.switches, **sizes},
     )
 
 
+class Glm4MoeForTokenClassification(GenericForTokenClassification, Glm4MoePreTrainedModel):  # type: ignore[misc]
+    """GLM-4.5's, which transformers leaves out, made as it makes DeepSeek-V3's."""
+
+
 def model_class(family: str, classification: str | None) -> Any:
-    """The class of a family's models; transformers has no automatic one of Qwen3.5's token classifiers."""
-    by_name = family == "qwen3_5_text" and classification == "token"
-    return Qwen3_5ForTokenClassification if by_name else MODELS[classification]
+    """The class of a family's models; transformers has no automatic one of these token classifiers."""
+    by_name = {"qwen3_5_text": Qwen3_5ForTokenClassification, "glm4_moe": Glm4MoeForTokenClassification}
+    return by_name.get(family, MODELS["token"]) if classification == "token" else MODELS[classification]
 
 
 def make_tiny_model(

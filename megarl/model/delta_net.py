@@ -25,10 +25,10 @@ def gates(alpha: Tensor, beta: Tensor, log_rate: Tensor, bias: Tensor) -> tuple[
 
 
 def delta_rule(
-    query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor
+    query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, state: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Read a state S [dk, dv] of each head, which is zero at first and into which the tokens of a row write
-    one after the other (equation 10 of the paper, transposed):
+    """Read a state S [dk, dv] of each head, which is `state` at first, or zero, and into which the tokens of
+    a row write one after the other (equation 10 of the paper, transposed):
 
         S_t = e^g_t (S_t-1 - beta_t k_t k_t^T S_t-1) + beta_t k_t v_t^T,   o_t = S_t^T q_t / sqrt(dk)
 
@@ -61,7 +61,8 @@ def delta_rule(
         [value.shape[-1], key.shape[-1]], -1
     )
     seen, query, key, whole = query @ key.mT * between, query * since, key * until, since[..., -1:, :]
-    state = value.new_zeros(*value.shape[:2], key.shape[-1], value.shape[-1])
+    if state is None:
+        state = value.new_zeros(*value.shape[:2], key.shape[-1], value.shape[-1])
     outputs = []
     for n in range(value.shape[2]):
         change = fresh[:, :, n] - taken[:, :, n] @ state

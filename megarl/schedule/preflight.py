@@ -389,10 +389,6 @@ def _check_engine_layout(
         raise ConfigError(
             f"rollout.engine_tp: {tp} does not divide {devices} (an engine lies within one node)"
         )
-    stretched = (hf_config.get("rope_scaling") or hf_config.get("rope_parameters") or {}).get("factor")
-    if cpu and config.rollout.engine == "sglang" and family_of(hf_config).is_latent and not stretched:
-        what = "on a CPU SGLang rotates multi-latent attention by YaRN alone, which this model has not"
-        raise ConfigError(f"rollout.engine: {what} (set it to transformers)")
     if config.rollout.weights_dtype == "fp8_block" and not cpu:
         capability = torch.cuda.get_device_capability(device)
         problem = ""

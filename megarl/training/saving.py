@@ -151,7 +151,7 @@ class CheckpointWriter:
         try:
             for name in parts:
                 self.prepare(name)
-                writing.copies[name] = self._copiers[name].copy_model(self.models[name])
+                writing.models[name] = self._copiers[name].copy_model(self.models[name])
         except CheckpointError as error:
             raise CheckpointError(f"{final}: {error}") from None
         self._writing = writing
@@ -163,7 +163,7 @@ class CheckpointWriter:
     @property
     def pending(self) -> int:
         """Return the bytes of copies that wait to be written."""
-        return sum(copy.nbytes for copy in self._writing.copies.values()) if self._writing is not None else 0
+        return sum(copy.nbytes for copy in self._writing.models.values()) if self._writing is not None else 0
 
     @property
     def busy(self) -> bool:
@@ -189,7 +189,7 @@ class CheckpointWriter:
         writing = self._writing
         if writing is None:
             return
-        results = {name: copy.results for name, copy in writing.copies.items()}
+        results = {name: copy.results for name, copy in writing.models.items()}
         ranks = gather_on_0(self.runtime, (writing.failure, writing.files, results))
         failures = [
             f"rank {rank}: {text}" for rank, (text, _, _) in enumerate(ranks or []) if text is not None
@@ -200,14 +200,13 @@ class CheckpointWriter:
             if self.runtime.rank == 0:
                 shutil.rmtree(writing.partial, ignore_errors=True)
             raise CheckpointError(f"{writing.final}: {cannot_be_written(failures[0])}")
-        if not writing.copies:
+        if writing.parts_written:
             self._writing = None
-        elif ranks is not None:
-            copies, writing.copies = writing.copies, {}
+            return
+        models, writing.models, writing.parts_written = writing.models, {}, True
+        if ranks is not None:
             reports = [(files, results) for _, files, results in ranks]
-            writing.in_thread(lambda: writing.complete(copies, reports, self.config))
-        else:
-            writing.copies = {}
+            writing.in_thread(lambda: writing.complete(models, reports, self.config))
 
     def finish(self) -> None:
         """Advance to the end, waiting for each rank at most `checkpoint.timeout`."""
@@ -224,13 +223,17 @@ class CheckpointWriter:
 
 @dataclass
 class _Writing:
-    """A checkpoint on its way to the disk, as one rank sees it. state: on rank 0 alone, its `samplers` the
-    shares of all ranks."""
+    """A checkpoint on its way to the disk, as one rank sees it.
+
+    state          on rank 0 alone, its `samplers` the shares of all ranks
+    models         the copies that this rank has still to write
+    parts_written  whether all ranks have; what is left is rank 0's index and manifest"""
 
     final: Path
     manifest: dict[str, Any]
     state: Mapping[str, Any] | None = None
-    copies: dict[str, HostCopy] = field(default_factory=dict)
+    models: dict[str, HostCopy] = field(default_factory=dict)
+    parts_written: bool = False
     files: Entries = field(default_factory=dict)
     failure: str | None = None
     thread: threading.Thread | None = None
@@ -257,7 +260,7 @@ class _Writing:
 
     def write_own(self, join: Join, ahead: DrawnAhead | None) -> None:
         """Write this rank's files; on rank 0 also the state, and the batches that were drawn ahead."""
-        for name, copy in self.copies.items():
+        for name, copy in self.models.items():
             self._add(copy.write(self.partial / name))
         if self.state is None:
             return
@@ -272,13 +275,13 @@ class _Writing:
 
     def complete(
         self,
-        copies: Mapping[str, HostCopy],
+        models: Mapping[str, HostCopy],
         reports: list[tuple[Entries, dict[str, Any]]],
         config: Config,
     ) -> None:
         """Add, on rank 0, the index of each model and the manifest, then name the folder."""
         partial, final = self.partial, self.final
-        for name, copy in copies.items():
+        for name, copy in models.items():
             self._add(copy.write_index(partial / name, [results[name] for _, results in reports]))
         for files, _ in reports:
             self.files |= files

@@ -193,6 +193,19 @@ def check_linear(hf_config: Mapping[str, Any], config: Config) -> None:
     for key in (key for key, (wanted, _) in asked.items() if wanted):
         what = f"is not there for linear attention, which {hf_config.get('model_type')} has"
         raise ConfigError(f"{key}: {what} ({asked[key][1]})")
+    if config.rollout.engine == "sglang":
+        full_attention_interval(hf_config)
+
+
+def full_attention_interval(hf_config: Mapping[str, Any]) -> int:
+    """Return n of a model in which every n-th layer has full attention and the others linear attention: all
+    that SGLang knows. Raises ConfigError where they stand otherwise."""
+    sizes = Sizes.of(hf_config)
+    interval = next((n for n in range(sizes.layers) if n not in sizes.linear), sizes.layers) + 1
+    if sizes.linear != {n for n in range(sizes.layers) if (n + 1) % interval}:
+        what = "SGLang has full attention in every n-th layer, and this model's layer_types say otherwise"
+        raise ConfigError(f"rollout.engine: {what} (set it to transformers)")
+    return interval
 
 
 def check_recomputed(hf_config: Mapping[str, Any], model: ModelConfig) -> None:
@@ -379,8 +392,8 @@ def _group_of(sizes: Sizes, name: str, dim: str, group: int, groups: int) -> lis
 
 
 # SGLang: fused tensors under tensor parallelism. Proved bit for bit against SGLang 0.5.23 on a CPU, at TP 1
-# for Qwen3 and at TP 2 for Qwen2, GLM-4 and Mistral; the copies of key/value heads that a GPU build makes
-# when there are fewer of them than ranks, and experts, follow its source and are unverified.
+# and 2 (tests/sglang/test_engine.py); the copies of key/value heads that a GPU build makes when there are
+# fewer of them than ranks follow its source and are unverified.
 
 
 def sglang_shards(hf_config: Mapping[str, Any], tp: int, tp_rank: int, *, cpu: bool = False) -> Shards:
@@ -439,8 +452,8 @@ def _sglang_name(pair: Pair, name: str, flat: bool) -> str:
 
 def _sglang_cuts(sizes: Sizes, tp: int, rank: int, cpu: bool) -> dict[str, tuple[int, int, int]]:
     """Return (start, stop, padded width) of one rank's part of every dimension that SGLang cuts."""
-    if cpu and sizes.linear:
-        what = "sglang has no kernels of linear attention for a CPU (set it to transformers)"
+    if cpu and sizes.linear and sizes.experts:
+        what = "mixtures with linear attention were not tried in sglang on a CPU (set it to transformers)"
         raise ConfigError(f"rollout.engine: {what}")
     heads, kv_heads = sizes.heads, sizes.kv_heads
     ffn, expert_ffn, shared_ffn = sizes.ffn, sizes.expert_ffn, sizes.shared_ffn

@@ -36,7 +36,8 @@ from megarl.rollout.sampling import Completion, Request, SamplingParams, turn_se
 from megarl.weights import families
 from megarl.weights.plan import engine_plan
 from tests.engines import load_folder
-from tests.tiny_models import CONFIGS, make_tiny_model
+from tests.families import ROWS, Row
+from tests.tiny_models import make_tiny_model
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "extending.md").read_text(encoding="utf-8")
@@ -312,7 +313,7 @@ def test_a_policy_loss(tree: Path) -> None:
 @pytest.fixture
 def ernie(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A tiny model of the page's family, which no table describes yet."""
-    monkeypatch.setitem(CONFIGS, "ernie4_5", Ernie4_5Config)
+    monkeypatch.setitem(ROWS, "ernie4_5", Row(Ernie4_5Config))
     return make_tiny_model(tmp_path / "model", "ernie4_5", vocab=101, head_dim=12)  # type: ignore[arg-type]
 
 

@@ -293,8 +293,9 @@ def changes(config: Config, base: Config) -> dict[str, Any]:
 class TestRows:
     def expected(self, table: AblationTable, row: AblationRow) -> tuple[float | None, dict[str, Any]]:
         if table.name != "dapo":
-            rows = {"vapo": VAPO, "critic_free": CRITIC_FREE, "critic": CRITIC, "tppo": TPPO}
-            return rows[table.name][row.name]
+            rows: dict[str, Any] = {"vapo": VAPO, "critic_free": CRITIC_FREE, "critic": CRITIC, "tppo": TPPO}
+            found: tuple[float | None, dict[str, Any]] = rows[table.name][row.name]
+            return found
         points, values = DAPO[row.name]
         return points, dict(zip(SWITCHES, values, strict=True))
 

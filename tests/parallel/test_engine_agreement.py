@@ -12,26 +12,13 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from tests.families import ROWS
 from tests.parallel import jobs
 from tests.ranks import RankPool
 from tests.tiny_models import EXPERT_BIAS, make_tiny_model
 
 PROMPTS = [[3, 9, 4], [7] * 11, [20], [3, 9, 4], [5, 6, 7, 8, 9, 10]]
-CASES = [
-    ((1, 1, 1), "qwen3", {"tied": True}),
-    ((2, 1, 1), "qwen2", {"tied": True}),
-    ((1, 2, 1), "qwen3", {"tied": True}),
-    ((2, 2, 1), "llama", {"rope": "llama3"}),
-    ((1, 1, 2), "qwen2", {}),
-    ((2, 1, 1, 2), "qwen3_moe", {}),
-    ((1, 2, 1), "mistral", {"kv_heads": 1}),
-    ((2, 1, 1), "glm4", {"head_dim": 12}),
-    ((2, 1, 1, 2), "glm4_moe", {}),
-    ((2, 1, 1, 2), "deepseek_v3", {}),
-    ((2, 1, 1), "qwen3_5_text", {"head_dim": 16}),
-    ((2, 1, 1, 2), "qwen3_5_moe_text", {"head_dim": 16}),
-    ((1, 2, 1), "qwen3_next", {}),
-]
+CASES = [(layout, family, options) for family, row in ROWS.items() for layout, options in row.sent]
 
 
 def changed_tensors(out: Path, folder: Path) -> dict[str, Tensor]:
@@ -46,6 +33,7 @@ def changed_tensors(out: Path, folder: Path) -> dict[str, Tensor]:
     return exported
 
 
+@pytest.mark.shows("transfer")
 @pytest.mark.parametrize(("layout", "family", "options"), CASES, ids=lambda x: str(x))
 def test_transfer_is_exact(
     layout: tuple, family: str, options: dict, ranks: Callable[..., RankPool], tmp_path: Path

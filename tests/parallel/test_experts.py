@@ -1,5 +1,5 @@
-"""Mixtures of experts in training: log-probabilities and values against Hugging Face's, gradients of whole
-losses, and checkpoints, over expert, tensor, pipeline and data parallelism."""
+"""Mixtures of experts in training: gradients of whole losses over expert, tensor, pipeline, data and context
+parallelism. (The family's row in tests/families.py: against Hugging Face, and checkpoints.)"""
 
 from __future__ import annotations
 
@@ -9,11 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForTokenClassification
 
 from tests.parallel import jobs
 from tests.parallel.test_invariance import VOCAB, make_batch, relative_difference
-from tests.parallel.test_parity import hf_logprobs, sequences
 from tests.ranks import RankPool
 from tests.tiny_models import make_tiny_model
 
@@ -35,26 +33,6 @@ LOSSES: dict[str, tuple[str, dict[str, Any]]] = {
 
 def mixture(folder: Path, **options: Any) -> Path:
     return make_tiny_model(folder, "qwen3_moe", **{"layers": 2, "experts": 8, "active": 3, **options})
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("layout", LAYOUTS, ids=NAMES)
-def test_mixtures_equal_hugging_face(layout: Layout, ranks: Ranks, tmp_path: Path) -> None:
-    prompts, responses = sequences(101)
-    for number, options in enumerate(({"head_dim": 12}, {"norm_topk_prob": False, "tied": True})):
-        folder = mixture(tmp_path / str(number), vocab=101, **options)
-        expected, entropy = hf_logprobs(folder, prompts, responses, 1.0)
-        found = ranks(*layout).run(jobs.logprobs, folder=folder, prompts=prompts, responses=responses)
-        for logprobs, entropies in found:
-            assert (logprobs - expected).abs().max() <= 1e-5, options
-            assert (entropies - entropy).abs().max() <= 1e-5, options
-    folder = mixture(tmp_path / "critic", vocab=101, classification="token")
-    model = AutoModelForTokenClassification.from_pretrained(folder, dtype=torch.float32)
-    with torch.no_grad():
-        rows = zip(prompts, responses, strict=True)
-        values = torch.cat([model(torch.tensor([p + r])).logits[0, len(p) - 1 : -1, 0] for p, r in rows])
-    for found_values in ranks(*layout).run(jobs.values, folder=folder, prompts=prompts, responses=responses):
-        assert (found_values - values).abs().max() <= 1e-5
 
 
 @pytest.mark.parametrize(
@@ -93,24 +71,3 @@ def test_gradients_of_vapo_in_every_layout(ranks: Ranks, tmp_path: Path) -> None
                 jobs.gradients, **arguments, options={**options, **model, "budget": 34}
             )
             assert relative_difference(found[0]["gradients"], expected["gradients"]) <= 1e-5, layout
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("which", ["actor", "critic"])
-def test_a_checkpoint_of_one_ep_is_read_at_another(which: str, ranks: Ranks, tmp_path: Path) -> None:
-    """Weights and both of Adam's moments, to the bit."""
-    kind = "token" if which == "critic" else None
-    folder = mixture(tmp_path / "model", vocab=VOCAB, classification=kind)
-    arguments: dict[str, Any] = {"folder": folder, "batch": make_batch(), "which": which}
-    for written in ((2, 2, 1, 2), (2, 1, 2, 4)):
-        checkpoint = tmp_path / "-".join(map(str, written))
-        checkpoint.mkdir()
-        arguments["checkpoint"] = checkpoint
-        saved = ranks(*written).run(jobs.optimizer_around_a_checkpoint, read=False, **arguments)[0]
-        expert = next(name for name in saved if name.startswith("exp_avg ") and "experts.5" in name)
-        assert saved[expert].norm() > 0
-        for layout in ((1, 1, 1, 1), (1, 2, 2, 2), (2, 1, 2, 2)):
-            read = ranks(*layout).run(jobs.optimizer_around_a_checkpoint, read=True, **arguments)[0]
-            assert read.keys() == saved.keys()
-            different = [name for name in saved if not torch.equal(saved[name], read[name])]
-            assert not different, (written, layout, different[:3])

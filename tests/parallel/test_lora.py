@@ -91,6 +91,7 @@ def projected(
     return found
 
 
+@pytest.mark.shows("LoRA")
 @pytest.mark.parametrize(
     ("family", "which", "lora", "layout", "model"),
     [

@@ -11,9 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megarl.parallel.movable import HostPool, Movable
+from tests.families import Family
 from tests.parallel import jobs
 from tests.ranks import RankPool
-from tests.tiny_models import Family, make_tiny_model
+from tests.tiny_models import make_tiny_model
 
 CPU = torch.device("cpu")
 DTYPES = (torch.float32, torch.bfloat16, torch.uint8, torch.float64)

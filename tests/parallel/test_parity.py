@@ -1,7 +1,9 @@
-"""Megatron against Hugging Face on the same weights, for every family and layout."""
+"""Megatron against Hugging Face on the same weights: every family of tests/families.py over its layouts; then
+scores, and what is learned from several turns."""
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable
 from pathlib import Path
@@ -9,29 +11,29 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
 )
 
 from megarl.data.experience import Experience
+from megarl.weights.families import FAMILIES
+from tests.families import ROWS, Layout
 from tests.parallel import jobs
+from tests.parallel.test_invariance import VOCAB, make_batch
 from tests.ranks import RankPool
-from tests.tiny_models import make_tiny_model
+from tests.tiny_models import EXPERT_BIAS, make_tiny_model, model_class
+from tests.weights.folders import folder_tensors
 
-LAYOUTS = [(1, 1, 1), (2, 1, 1), (1, 2, 1), (2, 2, 1), (1, 1, 2)]
-FAST = ((1, 1, 1), (2, 2, 1))
-FAMILIES = [
-    ("qwen2", {}),
-    ("qwen2", {"tied": True}),
-    ("qwen3", {"head_dim": 12}),
-    ("qwen3", {"tied": True}),
-    ("llama", {"rope": "llama3"}),
-    ("mistral", {"head_dim": 12}),
-    ("glm4", {"head_dim": 12}),
-    ("glm4", {"tied": True, "attention_bias": False, "partial_rotary_factor": 0.25, "head_dim": 16}),
-]
+Ranks = Callable[..., RankPool]
+
+
+def tiny(folder: Path, family: Any, **options: Any) -> Path:
+    """Four layers: two for each of two stages, or one for each of their virtual ones."""
+    return make_tiny_model(folder, family, **{"layers": 4, "experts": 8, "active": 3, **options})
 
 
 def sequences(vocab: int) -> tuple[list[list[int]], list[list[int]]]:
@@ -59,67 +61,187 @@ def hf_logprobs(
     return torch.cat(found), torch.cat(entropies)
 
 
+@torch.no_grad()
+def hf_values(
+    folder: Path, family: str, prompts: list[list[int]], responses: list[list[int]]
+) -> torch.Tensor:
+    config = AutoConfig.from_pretrained(folder)  # else transformers takes Qwen3.5 for a model of images
+    model = model_class(family, "token").from_pretrained(folder, config=config, dtype=torch.float32)
+    rows = zip(prompts, responses, strict=True)
+    return torch.cat([model(torch.tensor([p + r])).logits[0, len(p) - 1 : -1, 0] for p, r in rows])
+
+
+def hf_gradients(folder: Path, family: str, batch: Experience) -> dict[str, Tensor]:
+    """Of the mean negative log-probability of all responses' tokens, by the files' names. In float64, but for
+    Qwen3.5's delta rule, which transformers computes in float32."""
+    # The grouped products of experts have no float64.
+    kind = {"experts_implementation": "eager"} if FAMILIES[family].is_moe else {}
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, **kind)
+    loss, ends = torch.zeros((), dtype=torch.float64), batch.cu_seqlens.tolist()
+    for start, stop in itertools.pairwise(ends):
+        tokens, mask = batch.tokens[start:stop], batch.response_mask[start:stop]
+        logprobs = model(tokens[None]).logits[0, :-1].log_softmax(-1)
+        loss -= logprobs.gather(-1, tokens[1:, None])[mask[1:], 0].sum()
+    (loss / batch.response_mask.sum()).backward()
+    found = {}
+    for name, parameter in model.named_parameters():
+        layer, of_experts, kind_of = name.rpartition(".experts.")
+        if not of_experts:
+            found[name] = parameter.grad
+        parts = ("gate_proj", "up_proj") if kind_of == "gate_up_proj" else (kind_of,)
+        for expert, gradient in enumerate(parameter.grad) if of_experts else ():
+            for part, own in zip(parts, gradient.chunk(len(parts)), strict=True):
+                found[f"{layer}.experts.{expert}.{part}.weight"] = own
+    return found
+
+
+def over_families(quantity: str) -> pytest.MarkDecorator:
+    """Every family at each of its layouts; slow, but for those that its row calls fast."""
+    cases = [
+        pytest.param(
+            family,
+            layout,
+            marks=() if layout in row.fast.get(quantity, ()) else pytest.mark.slow,
+            id=f"{family}-{layout}",
+        )
+        for family, row in ROWS.items()
+        for layout in row.layouts
+        if row.critics or quantity != "values"
+    ]
+    return pytest.mark.parametrize(("family", "layout"), cases)
+
+
+def nll_batch() -> Experience:
+    """Whose loss is the mean negative log-probability of all responses' tokens."""
+    batch = make_batch()
+    batch.tokens = batch.tokens.clamp(min=1)  # Hugging Face gives the padding token, 0, no gradient
+    batch["correct"] = torch.ones(8, dtype=torch.bool)
+    batch["advantages"] = torch.zeros(batch.num_tokens)
+    return batch
+
+
+Theirs = Callable[[str, str], list[tuple[dict[str, Any], Any]]]
+
+
+@pytest.fixture(scope="module")
+def theirs(tmp_path_factory: pytest.TempPathFactory) -> Theirs:
+    """`theirs(quantity, family)`: of each model of the family a job's arguments, and what Hugging Face gives;
+    once for all layouts."""
+    root = tmp_path_factory.mktemp("theirs")
+
+    @functools.cache
+    def of(quantity: str, family: str) -> list[tuple[dict[str, Any], Any]]:
+        kind, vocab = "token" if quantity == "values" else None, 307  # which tp does not divide
+        prompts, responses = sequences(vocab)
+        prompts[5] = prompts[5] * 9  # several chunks of the delta rule, and more than a pack may hold
+        found = []
+        for number, options in enumerate(ROWS[family].models):
+            folder = root / f"{quantity} of {family} {number}"
+            if quantity == "gradients":
+                tiny(folder, family, vocab=VOCAB, **options)
+                batch = nll_batch()
+                found.append(({"folder": folder, "batch": batch}, hf_gradients(folder, family, batch)))
+                continue
+            tiny(folder, family, vocab=vocab, classification=kind, **options)
+            given: dict[str, Any] = {"folder": folder, "prompts": prompts, "responses": responses}
+            if quantity == "values":
+                found.append((given, hf_values(folder, family, prompts, responses)))
+            else:
+                given["temperature"] = 1.0 if number % 2 else 0.7
+                found.append((given, hf_logprobs(**given)))
+        return found
+
+    return of
+
+
+@pytest.mark.shows("log-probs")
+@over_families("log-probs")
+def test_logprobs_equal_hugging_face(family: str, layout: Layout, theirs: Theirs, ranks: Ranks) -> None:
+    # Megatron has no experts under tensor parallelism without sequence parallelism.
+    either = layout[0] > 1 and not FAMILIES[family].is_moe
+    for number, (given, (expected, entropy)) in enumerate(theirs("log-probs", family)):
+        for sequence_parallel in (None, False) if either else (None,):
+            answers = ranks(*layout).run(jobs.logprobs, sequence_parallel=sequence_parallel, **given)
+            for found, found_entropy in answers:
+                assert (found - expected).abs().max() <= 1e-5, (number, sequence_parallel)
+                assert (found_entropy - entropy).abs().max() <= 1e-5, (number, sequence_parallel)
+
+
+@pytest.mark.shows("gradients")
+@over_families("gradients")
+def test_gradients_equal_hugging_face(family: str, layout: Layout, theirs: Theirs, ranks: Ranks) -> None:
+    """And so does the norm that clips them. A router's bias has none."""
+    options: dict[str, Any] = {"nll_weight": 1.0, "budget": 34}
+    if layout[0] > 1 and not FAMILIES[family].is_moe:
+        options["sequence_parallel"] = layout[1] > 1
+    for number, (given, expected) in enumerate(theirs("gradients", family)):
+        found = ranks(*layout).run(jobs.gradients, which="actor", options=options, **given)[0]
+        norm = torch.cat([x.flatten() for x in expected.values()]).norm()
+        assert found["norm"] == pytest.approx(float(norm), rel=1e-4), number
+        for name, gradient in expected.items():
+            difference = (found["gradients"][name] - gradient).abs().max()
+            assert difference <= 1e-5 * norm, (number, name, difference / norm)
+        biases = {name for name in folder_tensors(given["folder"]) if name.endswith(EXPERT_BIAS)}
+        assert found["gradients"].keys() - expected.keys() == biases
+        assert not any(found["gradients"][name].any() for name in biases)
+
+
+@pytest.mark.shows("critic")
+@over_families("values")
+def test_values_equal_hugging_face(family: str, layout: Layout, theirs: Theirs, ranks: Ranks) -> None:
+    """A reward model with one label becomes a critic whose values are that model's scores."""
+    for number, (given, expected) in enumerate(theirs("values", family)):
+        for found in ranks(*layout).run(jobs.values, **given):
+            assert (found - expected).abs().max() <= 1e-5, number
+
+
+@pytest.mark.slow
+@pytest.mark.shows("checkpoints")
 @pytest.mark.parametrize(
-    "layout",
-    [pytest.param(layout, marks=[] if layout in FAST else pytest.mark.slow) for layout in LAYOUTS],
-    ids="tp{0[0]}-pp{0[1]}-dp{0[2]}".format,
+    ("family", "which"),
+    [
+        (family, which)
+        for family, row in ROWS.items()
+        for which in ("actor", "critic")
+        if row.critics or which == "actor"
+    ],
 )
-def test_logprobs_equal_hugging_face(
-    layout: tuple[int, int, int], ranks: Callable[[int, int, int], RankPool], tmp_path: Path
+def test_a_checkpoint_of_one_layout_is_read_at_another(
+    family: str, which: str, ranks: Ranks, tmp_path: Path
 ) -> None:
-    tp, pp, dp = layout
-    for number, (family, options) in enumerate(FAMILIES):
-        # A vocabulary that tp does not divide, and more layers than stages.
-        folder = make_tiny_model(tmp_path / str(number), family, vocab=307, layers=2 * pp, **options)
-        prompts, responses = sequences(307)
-        temperature = 1.0 if number % 2 else 0.7
-        expected, entropy = hf_logprobs(folder, prompts, responses, temperature)
-        for sequence_parallel in (None, False) if tp > 1 else (None,):
-            arguments = {
-                "folder": folder,
-                "prompts": prompts,
-                "responses": responses,
-                "temperature": temperature,
-            }
-            for found, found_entropy in ranks(tp, pp, dp).run(
-                jobs.logprobs, sequence_parallel=sequence_parallel, **arguments
-            ):
-                assert (found - expected).abs().max() <= 1e-5, (family, options, sequence_parallel)
-                assert (found_entropy - entropy).abs().max() <= 1e-5
+    """Weights, biases of routers and both of Adam's moments, to the bit."""
+    kind = "token" if which == "critic" else None
+    arguments: dict[str, Any] = {"folder": tiny(tmp_path / "model", family, vocab=VOCAB, classification=kind)}
+    arguments |= {"which": which, "batch": make_batch()}
+    for written, others in ROWS[family].checkpoints:
+        arguments["checkpoint"] = tmp_path / str(written)
+        arguments["checkpoint"].mkdir()
+        saved = ranks(*written).run(jobs.optimizer_around_a_checkpoint, read=False, **arguments)[0]
+        # Each weight and each moment is something, but for what nothing trains.
+        nothing = {name for name, tensor in saved.items() if not tensor.any()}
+        assert all(name.endswith((EXPERT_BIAS, "score.bias")) for name in nothing), nothing
+        assert not any(name.startswith("weights ") and name.endswith(EXPERT_BIAS) for name in nothing)
+        for layout in others:
+            read = ranks(*layout).run(jobs.optimizer_around_a_checkpoint, read=True, **arguments)[0]
+            assert read.keys() == saved.keys()
+            different = [name for name in saved if not torch.equal(saved[name], read[name])]
+            assert not different, (written, layout, different[:3])
 
 
 @pytest.mark.parametrize("layout", [(1, 1, 1), (2, 1, 1), (2, 2, 1)], ids="tp{0[0]}-pp{0[1]}-dp{0[2]}".format)
-def test_values_equal_hugging_face(
-    layout: tuple[int, int, int], ranks: Callable[[int, int, int], RankPool], tmp_path: Path
+def test_values_of_a_sequence_classifier_equal_hugging_face(
+    layout: tuple[int, int, int], ranks: Ranks, tmp_path: Path
 ) -> None:
-    """A reward model with one label becomes a critic whose values are that model's scores."""
-    tp, pp, dp = layout
+    """It scores the last token of what it is given: the state in which the last response token was chosen."""
     prompts, responses = sequences(101)
-    for family, tied in (("qwen2", True), ("glm4", False)):
-        folder = make_tiny_model(
-            tmp_path / family, family, vocab=101, layers=2 * pp, tied=tied, classification="token"
-        )
-        model = AutoModelForTokenClassification.from_pretrained(folder, dtype=torch.float32)
-        expected = []
-        for prompt, response in zip(prompts, responses, strict=True):
-            with torch.no_grad():
-                logits = model(torch.tensor([prompt + response])).logits
-                expected.append(logits[0, len(prompt) - 1 : -1, 0])
-        for found in ranks(tp, pp, dp).run(jobs.values, folder=folder, prompts=prompts, responses=responses):
-            assert (found - torch.cat(expected)).abs().max() <= 1e-5, family
-
-    # A sequence classifier scores the last token of what it is given: the state in which the last response
-    # token was chosen.
-    folder = make_tiny_model(
-        tmp_path / "sequence", "qwen3", vocab=101, layers=2 * pp, classification="sequence"
-    )
+    folder = tiny(tmp_path, "qwen3", vocab=101, classification="sequence")
     model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32)
     with torch.no_grad():
         scores = torch.cat(
             [model(torch.tensor([p + r[:-1]])).logits[:, 0] for p, r in zip(prompts, responses, strict=True)]
         )
     last = torch.tensor([len(r) for r in responses]).cumsum(0) - 1
-    for found in ranks(tp, pp, dp).run(jobs.values, folder=folder, prompts=prompts, responses=responses):
+    for found in ranks(*layout).run(jobs.values, folder=folder, prompts=prompts, responses=responses):
         assert (found[last] - scores).abs().max() <= 1e-5
 
 
@@ -129,7 +251,7 @@ def test_values_equal_hugging_face(
     ids="tp{0[0]}-pp{0[1]}-dp{0[2]}".format,
 )
 def test_a_reward_models_scores_equal_hugging_face(
-    layout: tuple[int, int, int], ranks: Callable[[int, int, int], RankPool], tmp_path: Path
+    layout: tuple[int, int, int], ranks: Ranks, tmp_path: Path
 ) -> None:
     """Of whole responses, packed, in the order of the batch whichever replica has scored them."""
     prompts, responses = sequences(101)
@@ -175,7 +297,7 @@ def two_turns(vocab: int) -> Experience:
 
 @pytest.mark.parametrize("layout", [(1, 1, 1), (2, 1, 1)], ids="tp{0[0]}-pp{0[1]}-dp{0[2]}".format)
 def test_two_turns_are_learned_from_as_hugging_face_would(
-    layout: tuple[int, int, int], ranks: Callable[[int, int, int], RankPool], tmp_path: Path
+    layout: tuple[int, int, int], ranks: Ranks, tmp_path: Path
 ) -> None:
     """Values, advantages, returns, losses and gradients: the models in float64 over whole sequences, the
     formulas over the policy's tokens, one by one."""

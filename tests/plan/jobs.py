@@ -19,8 +19,8 @@ from megarl.training.batch import make_micro_batches
 from megarl.training.model import TrainableModel
 from megarl.weights.families import Sizes
 from tests.checkpoints import save_model
+from tests.families import ROWS
 from tests.parallel.memory import LiveMemory
-from tests.tiny_models import CONFIGS
 
 SIZES = {
     "vocab_size": 2048,
@@ -39,7 +39,9 @@ LINEAR |= {"linear_num_key_heads": 4, "linear_num_value_heads": 8, "linear_value
 
 def hf_of(family: str, **keys: Any) -> Any:
     """A Hugging Face configuration."""
-    return CONFIGS[family](**{**SIZES, "max_position_embeddings": 512, "tie_word_embeddings": False, **keys})
+    return ROWS[family].config(
+        **{**SIZES, "max_position_embeddings": 512, "tie_word_embeddings": False, **keys}
+    )
 
 
 def config_of(

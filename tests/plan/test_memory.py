@@ -68,6 +68,10 @@ def is_slow(case: dict[str, Any], layout: tuple[int, ...]) -> bool:
     return layout in ((2, 1, 2, 1), (1, 1, 1, 1, 2)) or (bool(case.get("critic")) and layout != (1, 1, 1, 1))
 
 
+def planned(family: str) -> pytest.MarkDecorator:
+    return pytest.mark.shows("planner", family=family)
+
+
 def name(case: dict[str, Any]) -> str:
     return "-".join(map(str, case.values()))
 
@@ -75,7 +79,11 @@ def name(case: dict[str, Any]) -> str:
 @pytest.mark.parametrize(
     ("case", "layout"),
     [
-        pytest.param(case, layout, marks=[pytest.mark.slow] if is_slow(case, layout) else [])
+        pytest.param(
+            case,
+            layout,
+            marks=[planned(case["family"]), *([pytest.mark.slow] if is_slow(case, layout) else [])],
+        )
         for case in MODELS
         for layout in LAYOUTS
     ],
@@ -135,12 +143,15 @@ def test_dense_layers_before_mixtures_keep_what_dense_layers_keep() -> None:
 @pytest.mark.parametrize(
     ("more", "layout"),
     [
-        ({"family": "qwen3_moe", "num_experts": 4}, (2, 1, 1, 2)),
-        ({"family": "glm4_moe", "n_routed_experts": 4}, (2, 1, 1, 2)),
-        ({"family": "glm4_moe", "n_routed_experts": 4}, (1, 2, 2, 2)),
-        ({"family": "deepseek_v3", "n_routed_experts": 4, **LATENT}, (2, 1, 1, 2)),
-        (LINEAR, (2, 2, 1, 1)),
-        ({**LINEAR, "family": "qwen3_5_moe_text", "num_experts": 4}, (2, 2, 1, 2)),
+        pytest.param(more, layout, marks=planned(more["family"]))
+        for more, layout in (
+            ({"family": "qwen3_moe", "num_experts": 4}, (2, 1, 1, 2)),
+            ({"family": "glm4_moe", "n_routed_experts": 4}, (2, 1, 1, 2)),
+            ({"family": "glm4_moe", "n_routed_experts": 4}, (1, 2, 2, 2)),
+            ({"family": "deepseek_v3", "n_routed_experts": 4, **LATENT}, (2, 1, 1, 2)),
+            (LINEAR, (2, 2, 1, 1)),
+            ({**LINEAR, "family": "qwen3_5_moe_text", "num_experts": 4}, (2, 2, 1, 2)),
+        )
     ],
     ids=str,
 )

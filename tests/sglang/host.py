@@ -1,4 +1,5 @@
-"""The engine's process with one call more, for tests: what SGLang's ranks really hold."""
+"""The engine's process with two calls more, for tests: what SGLang's ranks really hold, and its own loading
+of a folder."""
 
 from __future__ import annotations
 
@@ -21,6 +22,12 @@ class Calls(sglang_host.Calls):
         )
         self._check("dump", await self.manager.update_weights_from_tensor(request, None))
         await self.end()
+
+    async def read(self, folder: str) -> None:
+        """Hugging Face's tensors in `folder` through SGLang's own loader."""
+        request = self.io.UpdateWeightFromDiskReqInput(model_path=folder, load_format="auto")
+        success, message, _ = await self.manager.update_weights_from_disk(request, None)
+        self._check("read", (success, message))
 
 
 if __name__ == "__main__":

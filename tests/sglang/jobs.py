@@ -121,6 +121,16 @@ def deliver(runtime: Runtime, name: str, version: int, dump: Path) -> dict[str, 
     }
 
 
+def read(runtime: Runtime, name: str, folder: Path, dump: Path) -> None:
+    """What SGLang's ranks hold once SGLang has loaded a folder itself goes to files."""
+    scene = SCENES[name]
+    if runtime.rank == 0:
+        scene.engine.process.call("read", str(folder))
+        scene.engine.process.call(
+            "dump", str(dump / "rank{rank}.safetensors"), scene.config.rollout.engine_tp
+        )
+
+
 def update(runtime: Runtime, name: str) -> float:
     """One optimizer step of the actor; gives the gradient's norm."""
     from megarl.training.batch import distribute

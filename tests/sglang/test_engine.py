@@ -21,11 +21,16 @@ from megarl.rollout.sampling import Request, SamplingParams
 from megarl.weights.hf import HFFolder, load_into
 from megarl.weights.shards import sglang_shards
 from tests.engines import load_folder
+from tests.families import YARN
+from tests.parallel.test_parity import hf_logprobs
 from tests.ranks import RankPool
 from tests.sglang import jobs
 from tests.tiny_models import make_tiny_model
 
 START = 1500  # seconds
+# Of the kind that published Qwen3.5 has, whose text has the same position in all three.
+MROPE = {"rope_theta": 10000.0, "rope_type": "default", "partial_rotary_factor": 0.25}
+MROPE |= {"mrope_section": [2, 1, 1], "mrope_interleaved": True}
 pytestmark = pytest.mark.timeout(1800)  # a start takes 20 s, and minutes where the machine is busy
 
 
@@ -67,17 +72,19 @@ def check_weights(dump: Path, tp: int) -> None:
 
 
 def check_samples(pool: RankPool, name: str, dump: Path, params: SamplingParams, version: int) -> None:
-    """The trainer's log-probabilities, and the transformers engine's tokens, from the exported folder and the
-    same seeds."""
+    """The trainer's log-probabilities, Hugging Face's of the same tokens, and the transformers engine's
+    tokens, from the exported folder and the same seeds."""
     (completions, ours), *_ = pool.run(jobs.sample, name=name, params=params)
     theirs = torch.tensor([x for c in completions for x in c.logprobs])
     assert {v for c in completions for v in c.versions} == {version}
+    prompts = [prompt for prompt in jobs.PROMPTS for _ in range(3)]
     if params.temperature == 1:
         assert (theirs - ours).abs().max() <= 1e-4
+        exact, _ = hf_logprobs(dump / "hf", [list(p) for p in prompts], [c.tokens for c in completions], 1.0)
+        assert (theirs - exact).abs().max() <= 1e-4
     engine = TransformersEngine(dump / "hf", eos_ids=(1,))
     engine.start()
     load_folder(engine)
-    prompts = [prompt for prompt in jobs.PROMPTS for _ in range(3)]
     reference = engine.generate([Request(prompt, seed) for seed, prompt in enumerate(prompts)], params)
     same = [a.tokens == b.tokens for a, b in zip(completions, reference, strict=True)]
     assert sum(same) >= len(same) - 1  # rounding may turn one draw in some thousand
@@ -95,6 +102,7 @@ def test_samples_as_the_transformers_engine(one: RankPool, params: SamplingParam
     check_samples(one, "one", tmp_path, params, 0)
 
 
+@pytest.mark.shows("SGLang", family="qwen3")
 def test_weights_after_an_update_are_the_exported_ones(one: RankPool, tmp_path: Path) -> None:
     [(before, _)] = one.run(jobs.sample, name="one", params=SamplingParams(24))
     assert one.run(jobs.update, name="one")[0] > 0
@@ -106,6 +114,7 @@ def test_weights_after_an_update_are_the_exported_ones(one: RankPool, tmp_path: 
     assert any(a.logprobs != b.logprobs for a, b in zip(before, after, strict=True))
 
 
+@pytest.mark.shows("SGLang", family="llama")
 def test_a_pretrained_model(smollm2: Path, ranks: Callable[..., RankPool], tmp_path: Path) -> None:
     """Nine heads and three for keys, its own chat template: SGLang's shards are the folder's, and its
     log-probabilities those of Megatron."""
@@ -169,12 +178,43 @@ def test_an_engine_that_dies_before_it_sleeps_sleeps_nevertheless(one: RankPool)
     assert (torch.tensor([x for c in completions for x in c.logprobs]) - ours).abs().max() <= 1e-4
 
 
-@pytest.mark.parametrize("family", ["qwen2", "glm4", "mistral", "glm4_moe"])
-def test_an_engine_over_two_ranks(family: Any, ranks: Callable[..., RankPool], tmp_path: Path) -> None:
+def check_own_loading(pool: RankPool, name: str, dump: Path, other: Path, tp: int) -> None:
+    """A transfer has left in SGLang's parameters what SGLang itself makes of the exported folder, which is
+    read over other weights."""
+    other.mkdir()
+    pool.run(jobs.read, name=name, folder=dump / "hf", dump=other)
+    for rank in range(tp):
+        ours, theirs = (load_file(folder / f"rank{rank}.safetensors") for folder in (dump, other))
+        assert ours.keys() == theirs.keys()
+        for parameter, tensor in ours.items():
+            assert torch.equal(tensor, theirs[parameter]), (rank, parameter)
+
+
+@pytest.mark.shows("SGLang")
+@pytest.mark.parametrize(
+    ("family", "keys"),
+    [
+        ("qwen2", {}),
+        ("glm4", {}),
+        ("mistral", {}),
+        ("glm4_moe", {}),
+        ("deepseek_v3", {"rope_parameters": YARN}),
+        ("deepseek_v3", {"q_lora_rank": None}),
+        ("qwen3_5_text", {"rope_style": "parameters", "rope_parameters": MROPE}),
+    ],
+    ids=["qwen2", "glm4", "mistral", "glm4_moe", "deepseek_v3", "moonlight", "qwen3_5_text"],
+)
+def test_an_engine_over_two_ranks(
+    family: Any, keys: dict[str, Any], ranks: Callable[..., RankPool], tmp_path: Path
+) -> None:
     """Untied, a vocabulary that is padded, biases; several buckets; the trainer at TP 2 as well. GLM-4 has
     gate and up in one tensor, either half of which is padded on a rank; GLM-4.5 a dense layer, and a mixture
-    with a router in float32, a bias that nobody trains and a shared expert."""
-    folder = make_tiny_model(tmp_path / "model", family, vocab=4099, hidden=128, ffn=160, heads=4, kv_heads=2)
+    with a router in float32, a bias that nobody trains and a shared expert. DeepSeek-V3's attention is by
+    latents, with YaRN, Moonlight's without it and without latents of queries; Qwen3.5 has a layer of linear
+    attention."""
+    folder = make_tiny_model(
+        tmp_path / "model", family, vocab=4099, hidden=128, ffn=160, heads=4, kv_heads=2, **keys
+    )
     pool = ranks(2, 1, 1)
     begin(pool, "two", folder, engine_tp=2, transfer_bucket=1)
     for version in (0, 1):
@@ -185,11 +225,42 @@ def test_an_engine_over_two_ranks(family: Any, ranks: Callable[..., RankPool], t
         check_weights(dump, 2)
         check_samples(pool, "two", dump, SamplingParams(24), version)
         pool.run(jobs.update, name="two")
+    check_own_loading(pool, "two", tmp_path / "0", tmp_path / "read", 2)
     children = reports[0]["children"]
     assert len(children) >= 3
     assert jobs.alive(children[:1])
     pool.run(jobs.stop, name="two")
     assert jobs.alive(children) == []
+
+
+@pytest.mark.parametrize(
+    ("family", "keys"),
+    [
+        ("deepseek_v3", {"rope_parameters": YARN}),
+        ("qwen3_5_text", {"linear_num_value_heads": 4, "rope_style": "parameters"}),
+    ],
+    ids=["deepseek_v3", "qwen3_5_text"],
+)
+def test_an_engine_of_one_rank(
+    family: Any, keys: dict[str, Any], ranks: Callable[..., RankPool], tmp_path: Path
+) -> None:
+    """Of families that SGLang runs by other code than the others. Two values' heads to one of keys, as in
+    Qwen3.5-9B, lie otherwise in what SGLang projects."""
+    folder = make_tiny_model(tmp_path / "model", family, hidden=64, layers=4, **keys)
+    pool = ranks(1, 1, 1)
+    begin(pool, "alone", folder)
+    try:
+        for version in (0, 1):
+            dump = tmp_path / str(version)
+            dump.mkdir()
+            pool.run(jobs.deliver, name="alone", version=version, dump=dump)
+            check_weights(dump, 1)
+            check_samples(pool, "alone", dump, SamplingParams(24), version)
+            pool.run(jobs.update, name="alone")
+        check_own_loading(pool, "alone", tmp_path / "0", tmp_path / "read", 1)
+    finally:
+        if pool.alive:
+            pool.run(jobs.stop, name="alone")
 
 
 @pytest.mark.parametrize("harm", ["kill", "stop"])

@@ -122,6 +122,22 @@ def test_scales_of_a_kv_cache_are_the_engines_own_and_one() -> None:
         load_shards(layer, [(json.dumps(part), memory)])
 
 
+def test_what_sglang_derives_from_weights_follows_them() -> None:
+    """Norms around zero have a buffer with 1 + weight, which the kernels read that add up ranks' outputs and
+    normalise at once."""
+    from sglang.srt.layers.layernorm import GemmaRMSNorm
+
+    from megarl.rollout.engines.sglang_inside import load_shards
+
+    model = torch.nn.Module()
+    model.norm = GemmaRMSNorm(4)
+    values = torch.tensor([0.5, -1.0, 0.0, 2.0])
+    part = {"tensors": {"norm.weight": (0, [4], "float32")}, "complete": ["norm.weight"]}
+    load_shards(model, [(json.dumps(part), values.view(torch.uint8))])
+    assert torch.equal(model.norm.weight, values)
+    assert torch.equal(model.norm.gemma_weight, 1 + values)
+
+
 def test_sleep_ends_when_all_ranks_have_freed_their_memory() -> None:
     """SGLang answers for its first rank; a call that ends in a barrier follows."""
     from megarl.rollout.engines.sglang_host import Calls

@@ -64,6 +64,7 @@ def check(found: list[dict[str, Any]], name: str, recipe: str) -> None:
         assert any(key.endswith(STORAGE[recipe]) for key in products), (name, layout, products)
 
 
+@pytest.mark.shows("FP8", family=["qwen2", "qwen3_moe"])
 @pytest.mark.parametrize("layout", [(1, 1, 1), (2, 1, 1), (1, 2, 1)], ids="tp{0[0]}-pp{0[1]}-dp{0[2]}".format)
 def test_recipes_are_near_bf16(layout: tuple[int, int, int], ranks: Ranks, tmp_path: Path) -> None:
     """With packs that have to be filled up; at TP 2 with sequence parallelism, where each rank quantises its

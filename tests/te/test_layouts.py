@@ -1,5 +1,5 @@
-"""Transformer Engine's layers in float32 against Hugging Face and against portable layers, over the tables of
-tests/parallel."""
+"""Transformer Engine's layers in float32 against Hugging Face and against portable layers, over the rows of
+tests/families.py."""
 
 from __future__ import annotations
 
@@ -9,67 +9,67 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForTokenClassification
 
-from tests.parallel import jobs, test_invariance, test_parity
+from megarl.weights import families
+from tests.families import ROWS, Layout
+from tests.parallel import jobs, test_invariance
 from tests.parallel.test_invariance import TERMS, VOCAB, make_batch, make_batch_of, relative_difference
 from tests.parallel.test_lora import draw_adapters
-from tests.parallel.test_parity import FAMILIES, hf_logprobs, sequences
+from tests.parallel.test_parity import hf_logprobs, hf_values, sequences, tiny
 from tests.ranks import RankPool
 from tests.tiny_models import make_tiny_model
-from tests.weights import test_families
 
 Ranks = Callable[..., RankPool]
 RECOMPUTE = ("none", "selective", "full")
-EXPERTS = ({"head_dim": 12}, {"norm_topk_prob": False, "active": 3, "tied": True})
-# (tp, pp, dp, ep); the tables of the dense families have no ep.
-LAYOUTS = sorted({(*layout, 1) for layout in test_parity.LAYOUTS} | set(test_families.LAYOUTS))
+# Of linear attention there are no such layers.
+FAMILIES = [family for family in ROWS if not families.FAMILIES[family].is_linear]
+DENSE = [(1, 1, 1), (2, 1, 1), (1, 2, 1), (2, 2, 1), (1, 1, 2)]
+MIXTURE = [(1, 1, 1), (2, 1, 1), (2, 1, 1, 2), (1, 1, 2, 2), (1, 2, 1)]  # tp, pp, dp, ep
 
 
 def te(recompute: str = "none") -> dict[str, Any]:
     return {"layers": "te", "recompute": recompute}
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids="tp{0[0]}-pp{0[1]}-dp{0[2]}-ep{0[3]}".format)
+def layouts_of(family: str) -> list[tuple[int, ...]]:
+    return MIXTURE if families.FAMILIES[family].is_moe else DENSE
+
+
+@pytest.mark.shows("TE layers")
+@pytest.mark.parametrize(
+    ("family", "layout"), [(family, layout) for family in FAMILIES for layout in layouts_of(family)], ids=str
+)
 def test_logprobs_equal_hugging_face_and_portable_layers(
-    layout: tuple[int, int, int, int], ranks: Ranks, tmp_path: Path
+    family: str, layout: Layout, ranks: Ranks, tmp_path: Path
 ) -> None:
-    tp, pp, _, ep = layout
-    dense = FAMILIES if ep == 1 else []
-    mixtures = [("qwen3_moe", options) for options in EXPERTS] if layout in test_families.LAYOUTS else []
     prompts, responses = sequences(307)
-    for number, (family, options) in enumerate([*dense, *mixtures]):
-        folder = make_tiny_model(tmp_path / str(number), family, vocab=307, layers=2 * pp, **options)
+    for number, options in enumerate(ROWS[family].models):
+        folder = tiny(tmp_path / str(number), family, vocab=307, **options)
         temperature = 1.0 if number % 2 else 0.7
         expected = hf_logprobs(folder, prompts, responses, temperature)
         arguments = {"folder": folder, "prompts": prompts, "responses": responses, "temperature": temperature}
-        for sequence_parallel in (None, False) if tp > 1 and family != "qwen3_moe" else (None,):
+        dense = not families.FAMILIES[family].is_moe
+        for sequence_parallel in (None, False) if layout[0] > 1 and dense else (None,):
             arguments["sequence_parallel"] = sequence_parallel
             portable = ranks(*layout).run(jobs.logprobs, **arguments)
             # Recompute changes backward passes alone: each kind once, with gradients below.
             found = ranks(*layout).run(jobs.logprobs, **arguments, model=te(RECOMPUTE[number % 3]))
             for mine, theirs in zip(found, portable, strict=True):
                 for quantity, other, exact in zip(mine, theirs, expected, strict=True):
-                    assert (quantity - other).abs().max() <= 1e-5, (family, options, sequence_parallel)
-                    assert (quantity - exact).abs().max() <= 1e-5, (family, options, sequence_parallel)
+                    assert (quantity - other).abs().max() <= 1e-5, (options, sequence_parallel)
+                    assert (quantity - exact).abs().max() <= 1e-5, (options, sequence_parallel)
 
 
+@pytest.mark.shows("TE layers")
 @pytest.mark.parametrize("layout", [(1, 1, 1), (2, 1, 1), (2, 2, 1)], ids="tp{0[0]}-pp{0[1]}-dp{0[2]}".format)
-def test_values_equal_hugging_face(layout: tuple[int, int, int], ranks: Ranks, tmp_path: Path) -> None:
-    folder = make_tiny_model(
-        tmp_path, "qwen2", vocab=101, layers=2 * layout[1], tied=True, classification="token"
-    )
+@pytest.mark.parametrize("family", ["qwen2", "glm4_moe"])
+def test_values_equal_hugging_face(family: str, layout: Layout, ranks: Ranks, tmp_path: Path) -> None:
+    folder = tiny(tmp_path, family, vocab=101, tied=True, classification="token")
     prompts, responses = sequences(101)
-    model = AutoModelForTokenClassification.from_pretrained(folder, dtype=torch.float32)
-    with torch.no_grad():
-        expected = [
-            model(torch.tensor([p + r])).logits[0, len(p) - 1 : -1, 0]
-            for p, r in zip(prompts, responses, strict=True)
-        ]
-    for found in ranks(*layout).run(
-        jobs.values, folder=folder, prompts=prompts, responses=responses, model=te()
-    ):
-        assert (found - torch.cat(expected)).abs().max() <= 1e-5
+    expected = hf_values(folder, family, prompts, responses)
+    arguments = {"folder": folder, "prompts": prompts, "responses": responses}
+    for found in ranks(*layout).run(jobs.values, **arguments, model=te()):
+        assert (found - expected).abs().max() <= 1e-5
 
 
 @pytest.mark.parametrize("term", TERMS)
@@ -91,16 +91,15 @@ def test_gradients_equal_those_of_portable_layers_on_one_rank(
         check(found, expected, layout)
 
 
-@pytest.mark.parametrize("family", ["qwen2", "llama", "qwen3_moe", "glm4", "deepseek_v3"])
-def test_gradients_of_the_other_families(family: Any, ranks: Ranks, tmp_path: Path) -> None:
+@pytest.mark.shows("TE layers")
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family != "qwen3"])
+def test_gradients_of_the_other_families(family: str, ranks: Ranks, tmp_path: Path) -> None:
     """With VAPO's whole loss; mixtures also where expert-parallel ranks share them."""
-    layers = 4 if family == "deepseek_v3" else 2  # whose stages have a mixture each
-    folder = make_tiny_model(tmp_path / "model", family, vocab=VOCAB, layers=layers)
+    folder = tiny(tmp_path / "model", family, vocab=VOCAB)
     arguments = {"folder": folder, "which": "actor", "batch": make_batch()}
     options = TERMS["VAPO"][1]
     expected = ranks(1, 1, 1).run(jobs.gradients, **arguments, options={**options, "budget": 10_000})[0]
-    mixture = family in ("qwen3_moe", "deepseek_v3")
-    layouts = test_families.LAYOUTS if mixture else [(1, 1, 1, 1), (2, 1, 1, 1), (1, 2, 1, 1)]
+    layouts = MIXTURE if families.FAMILIES[family].is_moe else [(1, 1, 1), (2, 1, 1), (1, 2, 1)]
     for number, layout in enumerate(layouts):
         chosen = {**options, "budget": 34, "model": te(RECOMPUTE[number % 3])}
         check(ranks(*layout).run(jobs.gradients, **arguments, options=chosen)[0], expected, layout)

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.families import Family
 from tests.parallel import jobs as jobs_of_layouts
 from tests.parallel.jobs import updates_with_moves
 from tests.parallel.test_offload import bits
@@ -20,7 +21,7 @@ from tests.ranks import RankPool
 from tests.schedule import test_resume
 from tests.te import jobs
 from tests.te.test_fp8 import fp8
-from tests.tiny_models import Family, make_tiny_model
+from tests.tiny_models import make_tiny_model
 
 Ranks = Callable[..., RankPool]
 

@@ -26,43 +26,15 @@ from megarl.weights.hf import HFFolder, load_into
 from megarl.weights.megatron import MegatronFolder, conversion_layout, hf_to_megatron, megatron_to_hf
 from megarl.weights.shards import full_box, megatron_layout
 from megarl.weights.tensor_files import BLOCK, FileTensor, blocks
+from tests.families import BF16, FP16, ROWS
 from tests.ranks import RankPool
 from tests.tiny_models import make_tiny_model, model_class
 from tests.weights import jobs
 from tests.weights.folders import folder_tensors, same_bits
 
 Ranks = Callable[..., RankPool]
-BF16, FP16 = torch.bfloat16, torch.float16
-# (family, options of the tiny model, (tp, pp, ep) that the checkpoint is cut for): odd shapes, each dtype,
-# each head.
-MODELS: list[tuple[str, dict[str, Any], tuple[int, int, int]]] = [
-    ("qwen2", {"dtype": BF16, "hidden": 56, "heads": 14, "kv_heads": 2, "vocab": 307}, (2, 1, 1)),
-    ("qwen2", {"dtype": FP16, "tied": True, "vocab": 263, "layers": 4}, (1, 4, 1)),
-    ("qwen3", {"tied": True, "head_dim": 12, "vocab": 307, "max_shard_bytes": 20_000}, (2, 2, 1)),
-    ("llama", {"rope": "llama3", "head_dim": 10, "dtype": BF16, "heads": 8, "kv_heads": 4}, (4, 1, 1)),
-    ("mistral", {"head_dim": 12, "dtype": BF16, "vocab": 101}, (1, 2, 1)),
-    ("glm4", {"dtype": BF16, "head_dim": 12, "vocab": 307, "max_shard_bytes": 20_000}, (2, 2, 1)),
-    ("glm4", {"tied": True, "attention_bias": False, "layers": 4}, (1, 4, 1)),
-    ("qwen3_moe", {"dtype": BF16, "vocab": 101, "max_shard_bytes": 20_000}, (2, 2, 3)),
-    ("qwen3_moe", {"tied": True, "head_dim": 6}, (1, 1, 1)),
-    ("glm4_moe", {"dtype": BF16, "layers": 4, "n_shared_experts": 2, "max_shard_bytes": 20_000}, (2, 2, 3)),
-    ("glm4_moe", {"tied": True, "use_qk_norm": False, "first_k_dense_replace": 0}, (1, 2, 2)),
-    ("deepseek_v3", {"dtype": BF16, "layers": 4, "max_shard_bytes": 20_000}, (2, 2, 3)),
-    ("deepseek_v3", {"tied": True, "q_lora_rank": None, "first_k_dense_replace": 0}, (1, 2, 2)),
-    ("qwen3_5_text", {"dtype": BF16, "head_dim": 16, "vocab": 101, "max_shard_bytes": 20_000}, (2, 2, 1)),
-    ("qwen3_5_text", {"tied": True, "layers": 4, "full_attention_interval": 4}, (1, 4, 1)),
-    ("qwen3_5_moe_text", {"dtype": BF16, "head_dim": 16, "vocab": 101, "max_shard_bytes": 20_000}, (2, 2, 3)),
-    ("qwen3_next", {"dtype": BF16, "tied": True, "vocab": 101, "max_shard_bytes": 20_000}, (2, 2, 2)),
-]
-CRITICS: list[tuple[str, dict[str, Any], tuple[int, int, int]]] = [
-    ("qwen2", {"classification": "token", "dtype": BF16}, (2, 2, 1)),
-    ("deepseek_v3", {"classification": "token", "layers": 4}, (2, 1, 2)),
-    ("qwen3", {"classification": "sequence", "tied": True}, (1, 2, 1)),
-    ("qwen3_moe", {"classification": "token"}, (1, 1, 2)),
-    ("glm4", {"classification": "token"}, (2, 1, 1)),
-    ("qwen3_5_text", {"classification": "token"}, (2, 1, 1)),
-    ("qwen3_next", {"classification": "token"}, (1, 2, 2)),
-]
+# (family, options of the tiny model, (tp, pp, ep) that the checkpoint is cut for)
+MODELS = [(family, *case) for family, row in ROWS.items() for case in row.converted]
 CARRIED = (
     "config.json",
     "generation_config.json",
@@ -72,7 +44,8 @@ CARRIED = (
 )
 
 
-@pytest.mark.parametrize(("family", "options", "sizes"), MODELS + CRITICS)
+@pytest.mark.shows("converters")
+@pytest.mark.parametrize(("family", "options", "sizes"), MODELS)
 def test_there_and_back_changes_no_bit(
     family: Any, options: dict[str, Any], sizes: tuple[int, int, int], tmp_path: Path
 ) -> None:
@@ -137,7 +110,7 @@ def test_megatron_loads_what_was_converted(
         torch.randint(0, 101, (size,), generator=torch.Generator().manual_seed(size)).tolist()
         for size in (2, 24)
     ]
-    for number, (family, options, sizes) in enumerate(MODELS + CRITICS):
+    for number, (family, options, sizes) in enumerate(MODELS):
         if layout[3] > 1 and not FAMILIES[family].is_moe:
             continue
         folder = make_tiny_model(tmp_path / str(number), family, **options)  # type: ignore[arg-type]
@@ -157,7 +130,8 @@ def test_megatron_loads_what_was_converted(
 def test_checkpoints_of_training_become_hugging_face_folders(ranks: Ranks, tmp_path: Path) -> None:
     """A training run's keys and shapes are those that the converter writes, and its checkpoint goes back to
     where it came from."""
-    for number, (family, options, _) in enumerate((MODELS[2], MODELS[5], CRITICS[0])):
+    for number, (family, case) in enumerate((("qwen3", 0), ("glm4", 0), ("qwen2", 2))):
+        options, _ = ROWS[family].converted[case]
         single: dict[str, Any] = {**options, "dtype": torch.float32}
         folder = make_tiny_model(tmp_path / str(number), family, **single)  # type: ignore[arg-type]
         critic, trained, converted = (

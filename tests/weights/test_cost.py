@@ -62,7 +62,7 @@ PUBLISHED = {
     # transformers' own counts of Qwen3_5ForCausalLM.
     "Qwen3.5-9B": 8.954,
     "Qwen3.5-27B": 26.896,
-    # Without the parts for images, and without layers that predict further.
+    # transformers' own counts, without parts for images and layers that predict further.
     "Qwen3.5-35B-A3B": 34.661,
     "Qwen3.5-122B-A10B": 122.112,
     "Qwen3.5-397B-A17B": 396.347,
@@ -138,7 +138,13 @@ def test_a_wait_for_another_rank_counts() -> None:
     assert [one_by_one[rank].seconds for rank in (0, 1, 2)] == [2.0, 6.0, 6.0]
 
 
-@pytest.mark.parametrize("name", KNOWN_MODELS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.shows("planner", family=config["model_type"]))
+        for name, config in KNOWN_MODELS.items()
+    ],
+)
 def test_known_models_have_their_published_sizes(name: str) -> None:
     config = KNOWN_MODELS[name]
     family_of(config)

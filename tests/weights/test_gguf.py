@@ -17,7 +17,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from megarl.cli.main import main
 from megarl.config.errors import CheckpointError
 from megarl.weights.gguf import GGUFFile, gguf_to_hf
-from tests.tiny_models import CHAT_TEMPLATE, Family, make_tiny_model
+from tests.families import Family
+from tests.tiny_models import CHAT_TEMPLATE, make_tiny_model
 from tests.weights.folders import folder_tensors
 
 ARCHITECTURES = {

@@ -18,8 +18,9 @@ from megarl.parallel.layout import Layout, padded_vocab
 from megarl.weights.families import Pair, Sizes, family_of, is_frozen, table_name, table_names
 from megarl.weights.hf import HFFolder
 from megarl.weights.shards import check_layout, hf_shapes, megatron_layout, parameters, whole_model
+from tests.families import ROWS
 from tests.ranks import in_a_fork
-from tests.tiny_models import CONFIGS, EXPERT_BIAS, HYBRID, SWITCHES, make_tiny_model
+from tests.tiny_models import EXPERT_BIAS, HYBRID, make_tiny_model
 from tests.weights.folders import PREFIX, described, hf_configs, loaded, numbered, write_folder
 
 CONFIG = described("qwen2", 6, 32, 8, 4, 24, 31, architectures=["Qwen2ForCausalLM"])
@@ -313,9 +314,8 @@ LATENT = [f"self_attn.{part}.weight" for part in OF_LATENTS]
 @pytest.mark.parametrize("tied", [False, True])
 def test_what_is_frozen_in_each_family(family: str, more: list[str], tied: bool) -> None:
     """Every other tensor learns, but for a router's bias."""
-    config = CONFIGS[family](
-        num_hidden_layers=3, tie_word_embeddings=tied, **SWITCHES.get(family, {})
-    ).to_dict()
+    row = ROWS[family]
+    config = row.config(num_hidden_layers=3, tie_word_embeddings=tied, **row.switches).to_dict()
     everything = {n for pair, la, e in whole_model(config) for n in hf_names(pair, la, e)}
 
     def frozen(**keys: Any) -> set[str]:

@@ -18,7 +18,7 @@ from megarl.config.schema import Config
 from megarl.parallel.layout import Layout
 from megarl.weights.plan import engine_plan, make_plan
 from megarl.weights.shards import megatron_layout, sglang_shards
-from tests.weights.folders import described, execute, hf_configs, numbered, sliced
+from tests.weights.folders import PREFIX, described, execute, hf_configs, numbered, sliced
 
 EXPERTS = {"moe_intermediate_size": 4, "num_experts": 4, "num_experts_per_tok": 2}
 MOE = described("qwen3_moe", 2, 8, 4, 2, 8, 11, head_dim=3, tie_word_embeddings=False, **EXPERTS)
@@ -101,6 +101,7 @@ def check(config: dict[str, Any], layout: Layout, tp: int, engines: int, cpu: bo
             assert torch.equal(tensors[name].nan_to_num(0.0), tensor), name
 
 
+@pytest.mark.shows("SGLang's names", family=list(PREFIX))
 @settings(max_examples=60, deadline=None)
 @given(
     hf_configs(),
@@ -121,6 +122,7 @@ def test_shards_are_those_of_whole_tensors(drawn: Any, tp: int, engines: int, cp
     check(config, layout, tp, engines, cpu, node)
 
 
+@pytest.mark.shows("SGLang's names", family="qwen3_moe")
 @pytest.mark.parametrize(
     "layout", [Layout(ep=1), Layout(dp=4, ep=4), Layout(tp=2, dp=2, ep=2), Layout(tp=2, pp=2, dp=2, ep=4)]
 )
@@ -135,6 +137,7 @@ def test_dense_layers_before_mixtures(layout: Layout, tp: int, cpu: bool) -> Non
     check(UNEVEN, layout, tp, 2, cpu, 2)
 
 
+@pytest.mark.shows("SGLang's names", family="glm4_moe")
 def test_glm_parameters_are_those_of_sglangs_model() -> None:
     """By hand from its source (srt/models/glm4_moe.py, 0.5.23), on the second of two ranks: names and shapes,
     and what it has in float32 (Glm4MoeGate)."""
@@ -177,6 +180,7 @@ def test_glm_parameters_are_those_of_sglangs_model() -> None:
         assert plan.formats == {f"model.layers.1.mlp.gate.{name}": "float32" for name in single}
 
 
+@pytest.mark.shows("SGLang's names", family="deepseek_v3")
 @pytest.mark.parametrize("q_rank", [None, 6])
 def test_deepseek_parameters_are_those_of_sglangs_model(q_rank: int | None) -> None:
     """By hand from its source (srt/models/deepseek_v2.py, 0.5.23), on the second of two ranks: names and
@@ -318,6 +322,7 @@ def of_sglangs_rank(hf: dict[str, Tensor], rank: int) -> dict[str, Tensor]:
     return out
 
 
+@pytest.mark.shows("SGLang's names")
 @pytest.mark.parametrize("family", ["qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"])
 @pytest.mark.parametrize("layout", [Layout(), Layout(tp=2, pp=2), Layout(tp=2, dp=2)], ids=str)
 def test_layers_of_linear_attention(layout: Layout, family: str) -> None:
@@ -339,3 +344,9 @@ def test_layers_of_linear_attention(layout: Layout, family: str) -> None:
     )
     formats = engine_plan(config, model, Layout()).formats
     assert formats == {"model.layers.0.linear_attn.A_log": "float32"}
+
+
+def test_mixtures_with_linear_attention_are_refused_on_a_cpu() -> None:
+    sglang_shards(QWEN3_5, 2, 1, cpu=True)
+    with pytest.raises(ConfigError, match=r"^rollout\.engine: mixtures with linear attention were not tried"):
+        sglang_shards({**WITH_EXPERTS, "model_type": "qwen3_next"}, 2, 1, cpu=True)

@@ -37,6 +37,7 @@ from megarl.rollout.engines.engine import RolloutEngine, check_positions
 from megarl.rollout.sampling import Completion, Request, SamplingParams, routing_array
 from megarl.weights.families import EXPERT_KEYS, Sizes, family_of
 from megarl.weights.plan import Plan
+from megarl.weights.shards import full_attention_interval
 from megarl.weights.transfer import Staging
 
 LOADER = "megarl.rollout.engines.sglang_inside.load_shards"
@@ -273,18 +274,31 @@ class SGLangEngine(RolloutEngine):
         if family_of(self.hf_config).has("shared_experts.linear_fc1.weight"):
             # Else they may be rows behind the experts that routers choose.
             arguments["disable_shared_experts_fusion"] = True
+        cpu, family = self.device.type == "cpu", family_of(self.hf_config)
         overrides: dict[str, Any] = {}
         if rollout.weights_dtype == "fp8_block":
             overrides["quantization_config"] = FP8_CONFIG
-        if family_of(self.hf_config).is_latent:  # which transformers knows one of each, and does not write
+        if family.is_latent:  # of the first three transformers knows one each, and does not write it
             overrides |= {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1}
+            rope = self.hf_config.get("rope_scaling") or self.hf_config.get("rope_parameters") or {}
+            if cpu and not rope.get("factor"):
+                # SGLang has YaRN alone there (get_rope_cpu), which leaves positions as they are at 1.
+                positions = self.hf_config["max_position_embeddings"]
+                plain = {"rope_type": "yarn", "factor": 1.0, "original_max_position_embeddings": positions}
+                overrides["rope_parameters"] = plain
+        if family.is_linear:  # SGLang reads no `layer_types`
+            overrides["full_attention_interval"] = full_attention_interval(self.hf_config)
         if overrides:
             arguments["json_model_override_args"] = json.dumps(overrides)
-        if self.device.type == "cpu":
-            # SGLang would give most of the machine's memory to the KV cache.
+        if cpu:
+            # SGLang would give most of the machine's memory to its caches.
             longest = config.data.max_prompt_tokens + rollout.max_extent
             arguments |= {"device": "cpu", "attention_backend": "torch_native", "disable_cuda_graph": True}
             arguments |= {"max_total_tokens": rollout.max_batch * longest}
+            if family.is_linear:
+                # Three states for a request, with those of prefixes; other ways to keep these need a GPU.
+                arguments |= {"max_mamba_cache_size": 3 * rollout.max_batch}
+                arguments |= {"mamba_radix_cache_strategy": "no_buffer", "disable_overlap_schedule": True}
         else:
             arguments |= {"base_gpu_id": self.device.index, "mem_fraction_static": rollout.engine_memory}
             arguments |= {"enable_memory_saver": True, "disable_prefill_cuda_graph": True}  # see _environment
@@ -296,6 +310,8 @@ class SGLangEngine(RolloutEngine):
 
     def _environment(self) -> dict[str, str]:
         """Return the environment variables of SGLang's processes, besides the rank's own."""
+        # Else the newest inputs of linear attention's convolutions are kept in bf16 whatever the model is.
+        of_states = {"SGLANG_MAMBA_CONV_DTYPE": self._dtype} if family_of(self.hf_config).is_linear else {}
         if self.device.type != "cpu":
             # Graphs can sleep only where SGLang's memory saver manages their memory from the start. It
             # refuses to start with "breakable" graphs, the default for prefill
@@ -310,10 +326,10 @@ class SGLangEngine(RolloutEngine):
             found["SYNC_TOKEN_IDS_ACROSS_TP"] = "1"
             # What the memory saver preloads needs CUDA's runtime before Python could say where it is.
             paths = [*cuda_runtime_folders(), os.environ.get("LD_LIBRARY_PATH", "")]
-            return found | {"LD_LIBRARY_PATH": os.pathsep.join(filter(None, paths))}
+            return found | of_states | {"LD_LIBRARY_PATH": os.pathsep.join(filter(None, paths))}
         cores = sorted(os.sched_getaffinity(0))
         ranks = range(self.rank, self.rank + self.config.rollout.engine_tp)
-        return {
+        return of_states | {
             "SGLANG_USE_CPU_ENGINE": "1",
             "SGLANG_CPU_OMP_THREADS_BIND": "|".join(str(cores[rank % len(cores)]) for rank in ranks),
             "OMP_NUM_THREADS": str(self.config.parallel.threads),

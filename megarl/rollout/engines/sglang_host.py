@@ -25,8 +25,9 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from torch import Tensor
 from transformers.utils import is_torchvision_available
+
+from megarl.rollout.engines.sglang_kernels import MODULES, OPS
 
 PROGRESS = 0.5  # seconds between signs of progress
 KERNELS, VISION = "sgl_kernel", "torchvision"
@@ -34,13 +35,12 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def install_cpu_stubs() -> None:
-    """Install import stubs of two packages of which SGLang imports names and then uses none. Must run before
+    """Install import stubs of two packages of which SGLang imports names and then uses few. Must run before
     the first import of sglang, in each of its processes; does nothing where there is CUDA. Calling a stub
     raises.
 
     sgl_kernel    Imported at the top of many modules (srt/mem_cache/allocation.py, srt/layers/moe/topk.py)
-                  whose torch-native code then runs. Nothing is registered in `torch.ops.sgl_kernel`, by which
-                  SGLang sees that there are no CPU kernels (srt/utils/common.py).
+                  whose torch-native code then runs; where there is none, sglang_kernels.py has some.
     torchvision   srt/multimodal/internvl_utils.py, which srt/configs imports. The package index has a build
                   for CUDA alone, which cannot be imported beside a CPU torch and would break transformers.
     """
@@ -50,6 +50,10 @@ def install_cpu_stubs() -> None:
     for package in (KERNELS, VISION):
         if package not in sys.modules and find_spec(package) is None:
             sys.meta_path.append(_Stub(package))
+            if package == KERNELS:
+                # One that SGLang looks up as it is imported, for attention without gates, is not there.
+                missing = "fused_qk_gemma_rmsnorm_cpu"
+                vars(torch.ops.sgl_kernel).update(OPS, **{missing: _Missing(missing)})
 
 
 class _Missing:
@@ -81,19 +85,9 @@ class _Stub(MetaPathFinder, Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         vars(module)["__getattr__"] = _Missing(module.__name__).__getattr__
+        vars(module).update(MODULES.get(module.__name__, {}))
         if module.__name__ == KERNELS:
-            vars(module).update(__version__="0", assign_req_to_token_pool_cpu=_assign_req_to_token_pool)
-
-
-def _assign_req_to_token_pool(
-    requests: Tensor, pool: Tensor, starts: Tensor, ends: Tensor, slots: Tensor, pool_len: int
-) -> None:
-    """Write each request's new cache slots, one request after the other in `slots`, into its row of `pool`:
-    the one kernel that a generation calls (srt/mem_cache/allocation.py, assign_req_to_token_pool_func)."""
-    taken = 0
-    for row, start, end in zip(requests.tolist(), starts.tolist(), ends.tolist(), strict=True):
-        pool[row, start:end] = slots[taken : taken + end - start].to(pool.dtype)
-        taken += end - start
+            vars(module).update(__version__="0")
 
 
 install_cpu_stubs()

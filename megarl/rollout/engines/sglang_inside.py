@@ -15,6 +15,7 @@ from sglang.srt.layers.sampler import Sampler, register_sampler_backend
 from sglang.srt.sampling.custom_logit_processor import CustomLogitProcessor
 from torch import Tensor
 
+from megarl.rollout.engines.sglang_kernels import gated_norm_of
 from megarl.rollout.sampling import SamplingParams, choose
 
 BACKEND = "pytorch"  # SGLang insists on this name on a CPU
@@ -87,11 +88,28 @@ class SeededSampler(Sampler):
 
 
 def run_scheduler(*arguments: Any, **options: Any) -> None:
-    """Run SGLang's scheduler process with our sampler."""
+    """Run SGLang's scheduler process with our sampler, and on a CPU with what runs there."""
     from sglang.srt.managers.scheduler import run_scheduler_process
 
     register_sampler_backend(BACKEND, SeededSampler)
+    if not torch.cuda.is_available():
+        _prepare_cpu()
     run_scheduler_process(*arguments, **options)
+
+
+def _prepare_cpu() -> None:
+    """Have two of SGLang's families call what a CPU has.
+
+    multi-latent attention  In a prompt SGLang would make keys and values of each head and leave the latents
+                            alone in the cache; its torch-native attention reads the cache. So prompts go
+                            through latents too, as each token behind them does anyway.
+    Qwen3.5                 The norm behind the delta rule is a Triton kernel."""
+    from sglang.srt.models.deepseek_common.attention_backend_handler import AttentionBackendRegistry
+    from sglang.srt.models.deepseek_common.attention_forward_methods.forward_methods import AttnForwardMethod
+    from sglang.srt.models.qwen3_5 import RMSNormGated
+
+    AttentionBackendRegistry.register("torch_native", lambda attention, batch: AttnForwardMethod.MLA)
+    RMSNormGated.forward = gated_norm_of
 
 
 @torch.no_grad()
@@ -131,6 +149,9 @@ def load_shards(model: torch.nn.Module, named_tensors: list[tuple[str, Tensor]])
                 parameters[name].data.fill_(1.0)
             if finish := getattr(model, "post_load_weights", None):
                 finish()  # multi-latent attention has kv_b_proj in parts, too
+            for module in model.modules():
+                if refresh := getattr(module, "refresh_gemma_weight", None):
+                    refresh()  # and norms around zero have 1 + weight, which fused kernels read
         torch.get_device_module(memory.device).synchronize()
 
 
