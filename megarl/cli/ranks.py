@@ -53,8 +53,12 @@ def quiet_libraries() -> None:
 def exit_code(command: Callable[[], int]) -> int:
     """Call a command and return its exit code. An error that the user can mend is printed as one line."""
     with spared_output():
+        code = 0
         try:
-            return command()
+            code = command()
+            if sys.stdout is not None:
+                sys.stdout.flush()  # here, where a pipe's end is no traceback of Python's, and no code 120
+            return code
         except MegarlError as error:
             print(f"megarl: {error}", file=sys.stderr, flush=True)
             return error.code
@@ -63,7 +67,7 @@ def exit_code(command: Callable[[], int]) -> int:
             return 130
         except BrokenPipeError:  # whoever read the output (`| head`) has enough
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            return 0
+            return code
         except OSError as error:
             if (known := unforeseen(error)) is None:
                 raise

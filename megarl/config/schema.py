@@ -1128,10 +1128,15 @@ class GuardConfig(Section):
         lt=1,
     )
     length_collapse: float | None = field(
-        0.5, "alarm where mean response length / the longest of the run falls below; null: none", gt=0, lt=1
+        0.5,
+        "alarm where mean response length / the longest of the run is below, by more than noise; null: none",
+        gt=0,
+        lt=1,
     )
     length_growth: float | None = field(
-        2.0, "alarm where mean response length / the last step's is above; null: none", gt=1
+        2.0,
+        "alarm where mean response length / the last steps' is above, by more than noise; null: none",
+        gt=1,
     )
     clip_fraction: float | None = field(
         0.3, "alarm where the share of clipped tokens is above; null: none", gt=0, le=1

@@ -229,6 +229,10 @@ def estimate(plan: MemoryPlan, lengths: Lengths) -> Estimate:
         for name in sorted(before ^ after):
             if not name.startswith("engine.") and not name.endswith(".gradients"):
                 moved += max(plan.group(name, stage, every=True) for stage in plan.stages)
+        # Of several critics the last is there at the end of a phase, and the first again in the next.
+        for name in sorted((before & after) - plan.keep) if config.critic.count > 1 else ():
+            if name.startswith("critic."):
+                moved += 2 * max(plan.group(name, stage, every=True) for stage in plan.stages)
     if moved:
         parts["on and off the device"] = moved / (plan.device.host_speed * 1e9 * LINKS)
     return Estimate(parts, tokens)

@@ -18,7 +18,15 @@ from megarl.data.prompts import Prompt
 from megarl.rollout import messages as m
 from megarl.rollout.balance import share_out
 from megarl.rollout.collector import GroupCollector
-from megarl.rollout.responses import Body, Group, Response, RolloutBatch, response_stats, source_stats
+from megarl.rollout.responses import (
+    Body,
+    Group,
+    Response,
+    RolloutBatch,
+    length_error,
+    response_stats,
+    source_stats,
+)
 from megarl.rollout.sampling import SamplingParams, response_seed
 
 
@@ -187,6 +195,7 @@ class Controller:
         stats = {
             **stats,
             **(response_stats(responses) if responses else {}),
+            **length_error(ended),
             **source_stats(ended),
             "rollout/moved": self.moved,
         }

@@ -305,6 +305,20 @@ def response_stats(responses: Sequence[Response]) -> dict[str, float]:
     return stats
 
 
+def length_error(groups: Sequence[Group]) -> dict[str, float]:
+    """Return response/length_error: the standard error of response/length_mean, in tokens. Responses to one
+    prompt are alike, so that what is drawn at random is prompts: the sum over them of the squares of their
+    responses' deviations together. Nothing where fewer than two prompts have responses that were judged."""
+    of_each = [[r.length for r in group.responses if r.judged] for group in groups]
+    of_each = [lengths for lengths in of_each if lengths]
+    prompts, count = len(of_each), sum(map(len, of_each))
+    if prompts < 2:
+        return {}
+    mean = sum(map(sum, of_each)) / count
+    squares = sum((sum(lengths) - mean * len(lengths)) ** 2 for lengths in of_each)
+    return {"response/length_error": math.sqrt(squares * prompts / (prompts - 1)) / count}
+
+
 def of_sources(groups: Iterable[Group]) -> dict[str, list[Group]]:
     """Return the groups by their prompts' data_source, as metrics name it."""
     found: dict[str, list[Group]] = {}

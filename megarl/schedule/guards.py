@@ -4,6 +4,7 @@ about metrics.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from io import BytesIO
 from typing import Any
@@ -16,6 +17,10 @@ from megarl.config.schema import GuardConfig
 from megarl.parallel.comm import any_rank
 from megarl.schedule.run import Run, Step
 
+# Mean lengths differ by more than noise where the logarithm of their ratio is more than so many of its
+# standard errors (docs/reliability.md has what that finds and misses).
+STANDARD_ERRORS = 3.0
+
 
 class Guards:
     """Counts of steps in a row, which end the run when there are too many.
@@ -24,25 +29,34 @@ class Guards:
                  have had time for have not ended, and lengths say nothing
     skipped      steps in a row whose updates were not applied
     unverified   steps in a row without a verdict
-    length       mean response length of the last step that had one, in tokens
+    length       mean response length of the steps so far, in tokens, each of which counts half as much as the
+                 next, and its standard error
+    longer       steps in a row since then whose mean was beyond `guard.length_growth` times that: how many,
+                 the sum of their means, that of their squared standard errors
     highest      metrics that may collapse: their highest value so far
+    longest      standard error of the highest mean length
     collapsed    those of them that were below their share of it in the last step"""
 
     def __init__(self, config: GuardConfig, windows: int = 1) -> None:
         self.config, self.windows = config, windows
         self.skipped = self.unverified = 0
-        self.length: float | None = None
+        self.length: tuple[float, float] | None = None
+        self.longer, self.longest = (0, 0.0, 0.0), 0.0
         self.highest: dict[str, float] = {}
         self.collapsed: set[str] = set()
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint keeps."""
-        kept = {name: getattr(self, name) for name in ("skipped", "unverified", "length")}
+        names = "skipped", "unverified", "length", "longer", "longest"
+        kept = {name: getattr(self, name) for name in names}
         return {**kept, "highest": dict(self.highest), "collapsed": sorted(self.collapsed)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Set what `state_dict` returned."""
-        self.skipped, self.length = state["skipped"], state["length"]
+        self.skipped, length = state["skipped"], state["length"]
+        # A number alone in checkpoints from before there were standard errors.
+        self.length = (length, 0.0) if isinstance(length, float) else length and tuple(length)
+        self.longer, self.longest = tuple(state.get("longer", (0, 0.0, 0.0))), state.get("longest", 0.0)
         self.unverified = state.get("unverified", 0)
         self.highest = dict(state.get("highest", {}))
         self.collapsed = set(state.get("collapsed", ()))
@@ -84,23 +98,30 @@ class Guards:
         self.skipped = 0
         if number < self.windows:
             metrics = {name: value for name, value in metrics.items() if name != "response/length_mean"}
-        limits, growth, lines = self.config, self.config.length_growth, []
+        limits, lines = self.config, list[str]()
         entropy, length = metrics.get("policy/entropy"), metrics.get("response/length_mean")
+        error = metrics.get("response/length_error", 0.0)  # unknown with one prompt
         if entropy is not None and limits.entropy_low is not None and entropy < limits.entropy_low:
             low = f"{entropy:.4g} is below guard.entropy_low {limits.entropy_low:g}"
             lines.append(f"alarm: policy/entropy {low}: the policy collapses")
-        if growth is not None and length is not None and self.length and length > growth * self.length:
-            more = f"{length:.4g} is more than guard.length_growth {growth:g} x {self.length:.4g}"
-            lines.append(f"alarm: response/length_mean {more}, the step before: responses explode")
+        if limits.length_growth is not None and length is not None:
+            lines += self._grown(length, error, limits.length_growth)
         for key, limit, share in (
             ("policy/entropy", "entropy_collapse", limits.entropy_collapse),
             ("response/length_mean", "length_collapse", limits.length_collapse),
         ):
             if (value := metrics.get(key)) is None:
                 continue
-            highest = self.highest[key] = max(value, self.highest.get(key, value))
+            of_length = key == "response/length_mean"
+            if value >= self.highest.get(key, value):
+                self.highest[key] = value
+                self.longest = error if of_length else self.longest
+            highest = self.highest[key]
             collapsed = share is not None and value < share * highest
-            if collapsed and key not in self.collapsed:  # once, and not in each of the steps that stay there
+            # Once, and not in each of the steps that stay there.
+            if collapsed and key not in self.collapsed:
+                if of_length and not _differ((value, error), (highest, self.longest)):
+                    continue
                 below = f"{value:.4g} has fallen below guard.{limit} {share:g} x {highest:.4g}"
                 lines.append(f"alarm: {key} {below}, the highest of the run: it collapses")
             (self.collapsed.add if collapsed else self.collapsed.discard)(key)
@@ -108,8 +129,33 @@ class Guards:
             if limits.clip_fraction is not None and metrics.get(key, 0.0) > limits.clip_fraction:
                 above = f"{metrics[key]:.4g} is above guard.clip_fraction {limits.clip_fraction:g}"
                 lines.append(f"alarm: {key} {above}: updates leave the trust region")
-        self.length = self.length if length is None else length
         return lines
+
+    def _grown(self, length: float, error: float, growth: float) -> list[str]:
+        """Count a step's mean length and its standard error; return the alarm if responses explode. What is
+        beyond the limit and may be noise is looked at together with the steps that follow."""
+        before, lines = self.length, list[str]()
+        if before is not None and length > growth * before[0] > 0:
+            steps, total, squares = self.longer
+            self.longer = steps, total, squares = steps + 1, total + length, squares + error**2
+            mean = total / steps
+            if not _differ((mean, math.sqrt(squares) / steps), before):
+                return []
+            more = f"{mean:.4g} is more than guard.length_growth {growth:g} x {before[0]:.4g}"
+            lines.append(f"alarm: response/length_mean {more}, the steps before: responses explode")
+            before = None
+        self.longer = 0, 0.0, 0.0
+        of_both = before and ((length + before[0]) / 2, math.hypot(error, before[1]) / 2)
+        self.length = of_both or (length, error)
+        return lines
+
+
+def _differ(one: tuple[float, float], other: tuple[float, float]) -> bool:
+    """Return whether two mean lengths with their standard errors differ by more than noise."""
+    (a, of_a), (b, of_b) = one, other
+    if not a or not b:
+        return a != b
+    return abs(math.log(a / b)) > STANDARD_ERRORS * math.hypot(of_a / a, of_b / b)
 
 
 def keep_failed_batch(run: Run, step: Step, phase: str, error: NumericalError) -> NumericalError:

@@ -4,6 +4,7 @@ behind."""
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 import subprocess
@@ -350,3 +351,20 @@ def test_ctrl_c_while_the_command_is_imported_is_one_line() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "megarl: interrupted\n")
+
+
+@pytest.mark.parametrize("command", ["plan configs/vapo_32b.yaml", "config docs"])
+def test_a_command_ends_quietly_whose_output_nobody_reads(command: str) -> None:
+    """Also where all of it is in Python's buffer until the end, which Python itself reports with code 120."""
+    read, write = os.pipe()
+    os.close(read)
+    done = subprocess.run(
+        [sys.executable, "-m", "megarl", *command.split()],
+        stdout=write,
+        stderr=subprocess.PIPE,
+        text=True,
+        check=False,
+        cwd=Path(__file__).parents[2],
+    )
+    os.close(write)
+    assert (done.returncode, done.stderr) == (0, "")

@@ -96,13 +96,21 @@ def test_waits_for_the_first(folder: Path, capfd: pytest.CaptureFixture[str]) ->
     def work() -> None:
         with take(folder):
             (folder / "written").touch()
-            time.sleep(2.0)
+            until(lambda: (folder / "heard").exists())
+
+    said: list[str] = []
+
+    def hear() -> bool:
+        said.append(capfd.readouterr().err)
+        if "; waits at most 60 s for it" in "".join(said):
+            (folder / "heard").touch()
+        return False
 
     child = forked(work)
     until(lambda: (folder / "written").exists())
-    with take(folder, wait=WAIT):
+    with take(folder, wait=WAIT, stop=hear):
         assert ended(child) == 0
-    assert "; waits at most 60 s for it" in capfd.readouterr().err
+    assert (folder / "heard").exists()
 
 
 def test_told_to_stop_while_it_waits(folder: Path) -> None:
@@ -159,12 +167,16 @@ def test_a_process_that_is_left_of_the_first_keeps_it(folder: Path) -> None:
 
 
 def test_a_stopped_owner_is_dead_before_the_next_has_it(folder: Path) -> None:
-    """Its own timer, of the kernel, kills it: once woken it would go on writing."""
+    """Its own timer, of the kernel, kills it: once woken it would go on writing. Before that it has it."""
+    child = holder(folder, limit=3600.0)
+    os.kill(child, signal.SIGSTOP)
+    with pytest.raises(ConfigError, match="megarl test runs there"), take(folder, limit=3600.0):
+        pass
+    end(child)
+    (folder / "written").unlink()
     child = holder(folder, limit=3.0)
     os.kill(child, signal.SIGSTOP)
     written = (folder / "written").read_text()
-    with pytest.raises(ConfigError, match="megarl test runs there"), take(folder, limit=3600.0):
-        pass
     with take(folder, wait=WAIT):
         assert os.waitstatus_to_exitcode(os.waitpid(child, os.WNOHANG)[1]) == -signal.SIGKILL
         assert (folder / "written").read_text() == written
@@ -212,8 +224,11 @@ def test_half_written_one(folder: Path, text: str) -> None:
         assert [one.name for one in folder.iterdir()] == ["lease-000005.json"]
 
 
-def test_whoever_loses_it_ends_at_once(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    child = holder(folder, limit=4.0)
+def test_whoever_loses_it_ends_at_once(
+    folder: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "RENEWALS", 300)  # a look every 0.2 s, and no limit within the test
+    child = holder(folder)
     (path,) = folder.glob("lease-*")
     path.unlink()
     assert ended(child) == LeaseError.code

@@ -53,6 +53,9 @@ def acts(response, answer):
     if response == "environment": return Verdict(True, ",".join(sorted(os.environ)))
     if response == "modules": return Verdict(True, ",".join(sorted(sys.modules)))
     if response == "pid": time.sleep(0.2); return Verdict(True, str(os.getpid()))
+    if response == "first":  # whoever has it first waits for its end
+        if not os.path.exists(answer): open(answer, "w").close(); signal.pause()
+        return True
     if response == "long": return Verdict(True, "x" * 10**6)
     if response.startswith("both"): return Verdict(True, response[4:])
     return response == answer
@@ -79,9 +82,9 @@ def user_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return "pool_test_verifiers:acts"
 
 
-def gone(pid: int, limit: float) -> bool:
-    """Whether the process ends within `limit` seconds."""
-    end = time.monotonic() + limit
+def gone(pid: int) -> bool:
+    """Whether the process ends within a minute."""
+    end = time.monotonic() + 60
     while time.monotonic() < end:
         try:
             if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
@@ -102,7 +105,7 @@ def test_order_and_plain_bools(user_module: str) -> None:
         assert pool.verify(items[:3]) == [Verdict(False), Verdict(True), Verdict(True)]
         assert pool.pids == pids and len(pids) == 2
         assert pool.verify([(f"both{i}", "") for i in range(9)]) == [Verdict(True, str(i)) for i in range(9)]
-    assert pool.pids == [] and all(gone(pid, 5) for pid in pids)
+    assert pool.pids == [] and all(gone(pid) for pid in pids)
     assert pool.verify(items[1:2]) == [Verdict(True)]  # a closed pool starts again
     pool.close()
 
@@ -231,18 +234,16 @@ def test_terms_in_a_worker(user_module: str) -> None:
         "format": RewardTerm(function="megarl.rewards.shaping:matches", arguments={"pattern": "^a.b$"}),
         "acts": RewardTerm(function="pool_test_verifiers:term"),
     }
-    with VerifierPool(user_module, workers=1, timeout=2.0, terms=terms) as pool:
+    with VerifierPool(user_module, workers=1, timeout=60, terms=terms) as pool:
         found = pool.verify([("a\nb", "a\nb", 3, 8, False), ("ab", "c", 2, 8, True), ("a", "a")])
         assert found == [
             Verdict(True, terms={"format": 1.0, "acts": 3 / 8}),
             Verdict(False, terms={"format": 0.0, "acts": 2 / 8}),
             Verdict(True),
         ]
-        late = pool.verify([("slow term", "", 1, 8, False), ("a", "a", 8, 8, False)])
-        assert late == [
-            Verdict(False, error="timeout after 2 s"),
-            Verdict(True, terms={"format": 0.0, "acts": 1.0}),
-        ]
+    with VerifierPool(user_module, workers=1, timeout=2.0, terms=terms) as pool:
+        late = pool.verify([("slow term", "", 1, 8, False)])
+        assert late == [Verdict(False, error="timeout after 2 s")]
     with pytest.raises(ConfigError, match=r"^reward.terms.x.function: pool_test_verifiers has no function"):
         VerifierPool("dapo", terms={"x": RewardTerm(function="pool_test_verifiers:no")})
     with pytest.raises(ConfigError, match=r"^reward.terms.x.function: 'dapo' names no function"):
@@ -272,7 +273,7 @@ def test_workers_that_cannot_be_started_any_more_leave_answers_unjudged(
         (tmp_path / "pool_test_verifiers.py").write_text("raise RuntimeError('gone')")
         for pid in pool.pids:
             os.kill(pid, signal.SIGKILL)
-            assert gone(pid, 5)
+            assert gone(pid)
         later = pool.verify([("a", "a")] * 6)
         assert not any(verdict.judged or verdict.correct for verdict in later)
         assert all("cannot be imported: RuntimeError: gone" in str(verdict.error) for verdict in later)
@@ -293,14 +294,21 @@ def test_a_machine_that_starts_no_process_leaves_answers_unjudged(
         assert pool.verify([("a", "a")]) == [Verdict(True)]
 
 
-def test_a_worker_killed_from_outside_while_it_works(user_module: str) -> None:
-    with VerifierPool(user_module, workers=1, timeout=20) as pool:
+def test_a_worker_killed_from_outside_while_it_works(user_module: str, tmp_path: Path) -> None:
+    with VerifierPool(user_module, workers=1, timeout=60) as pool:
         pool.verify([("a", "a")])
         (pid,) = pool.pids
-        killer = threading.Timer(0.1, os.kill, (pid, signal.SIGKILL))
+        begun = tmp_path / "begun"
+
+        def kill() -> None:
+            while not begun.exists():
+                time.sleep(0.01)
+            os.kill(pid, signal.SIGKILL)
+
+        killer = threading.Thread(target=kill, daemon=True)
         killer.start()
-        verdicts = pool.verify([*[("pid", "")] * 5, *[("a", "a")] * 20])
-        killer.join()
+        verdicts = pool.verify([*[("first", str(begun))] * 5, *[("a", "a")] * 20])
+        killer.join(60)
         assert [verdict.correct for verdict in verdicts] == [
             True
         ] * 25  # another worker has judged what it had
@@ -313,7 +321,7 @@ def test_an_idle_worker_that_was_killed_costs_nothing(user_module: str) -> None:
         killed = pool.pids
         for pid in killed:
             os.kill(pid, signal.SIGKILL)
-            assert gone(pid, 5)
+            assert gone(pid)
         assert pool.verify([("a", "a")] * 50) == [Verdict(True)] * 50
         assert not set(killed) & set(pool.pids)
 
@@ -325,11 +333,9 @@ def test_a_stopped_worker_cannot_block_the_pool(user_module: str) -> None:
         pool.verify([("a", "a")])
         (pid,) = pool.pids
         os.kill(pid, signal.SIGSTOP)
-        start = time.monotonic()
-        verdicts = pool.verify([("x" * 5_000_000, "a"), ("a", "a")])
+        verdicts = pool.verify([("x" * 5_000_000, "a"), ("a", "a")])  # pytest's own limit ends what hangs
         assert verdicts == [Verdict(False), Verdict(True)]  # another worker's
-        assert time.monotonic() - start < 100
-        assert gone(pid, 5)
+        assert gone(pid)
 
 
 def test_large_and_odd_texts_travel(user_module: str) -> None:
@@ -382,7 +388,7 @@ def test_workers_end_when_their_parent_is_killed(user_module: str, tmp_path: Pat
     parent.kill()
     parent.wait(10)
     parent.stdout.close()
-    assert gone(pid, 15)
+    assert gone(pid)
 
 
 def test_verifiers_that_cannot_be_had_are_refused_by_name(user_module: str) -> None:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
+import random
+import statistics
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,7 +14,9 @@ import torch
 
 from megarl.config.errors import ConfigError, NumericalError
 from megarl.config.schema import GuardConfig, RolloutConfig
+from megarl.data.prompts import Prompt
 from megarl.observe.runs import read_metrics
+from megarl.rollout.responses import Group, Response, length_error, response_stats
 from megarl.schedule.guards import Guards
 from tests.chaos.harness import make_config, prepare
 from tests.ranks import RankPool
@@ -131,8 +136,80 @@ def test_windows_of_responses_are_no_change_of_length() -> None:
     whole = [guards.passed({"response/length_mean": 30.0}, number) for number in (1, 2, 3)]
     ended = enumerate([7.0, 22.0, 40.0, 31.0], 1)
     assert whole + [guards.passed({"response/length_mean": mean}, n) for n, mean in ended] == [[]] * 7
-    (line,) = guards.passed({"response/length_mean": 63.0}, 5)
-    assert "guard.length_growth 2 x 31" in line
+    (line,) = guards.passed({"response/length_mean": 67.0}, 5)
+    assert "guard.length_growth 2 x 33" in line
+
+
+def drawn(rng: random.Random, scale: float, prompts: int, size: int, between: float) -> dict[str, float]:
+    """Return the metrics of `size` responses to each of some prompts, of lengths about `scale`."""
+    groups = []
+    for uid in range(prompts):
+        of_prompt = scale * rng.lognormvariate(0, between)
+        lengths = [max(1, round(of_prompt * rng.lognormvariate(0, 0.6))) for _ in range(size)]
+        responses = [
+            Response(0, length, "stop", True, None, None, reward=1.0, penalty=0.0) for length in lengths
+        ]
+        groups.append(Group(Prompt(uid, str(uid), (1,), ""), responses, 0))
+    every = [response for group in groups for response in group.responses]
+    return response_stats(every) | length_error(groups)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "size", "between"), [(8, 4, 0.6), (8, 4, 1.0), (32, 1, 0.6), (16, 16, 1.0)]
+)
+def test_noise_of_few_responses_is_no_alarm_and_a_change_is_one(
+    prompts: int, size: int, between: float
+) -> None:
+    """A policy that stays as it is, over a thousand steps: the limit without a look at standard errors is
+    crossed tens of times in them. Responses four times as long, or a sixth as long: found within six steps
+    in nine cases of ten at least."""
+    rng = random.Random(0)
+
+    def step(scale: float = 300.0) -> dict[str, float]:
+        return drawn(rng, scale, prompts, size, between)
+
+    guards, blind = Guards(GuardConfig()), Guards(GuardConfig())
+    lines, of_blind = list[str](), list[str]()
+    for number in range(1, 1001):
+        metrics = step()
+        lines += guards.passed(metrics, number)
+        of_blind += blind.passed({"response/length_mean": metrics["response/length_mean"]}, number)
+    for limit in ("length_growth", "length_collapse"):
+        cried, alone = (sum(limit in line for line in some) for some in (lines, of_blind))
+        assert cried <= (12 if limit == "length_growth" else alone), (cried, alone)
+        assert between < 1 or limit == "length_collapse" or cried < alone / 4, (cried, alone)
+    for scale in (1200.0, 50.0):
+        found = 0
+        for _ in range(60):
+            guards = Guards(GuardConfig())
+            for number in range(1, 7):
+                guards.passed(step(), number)
+            resumed = Guards(GuardConfig())
+            resumed.load_state_dict(json.loads(json.dumps(guards.state_dict())))
+            found += any(resumed.passed(step(scale), number) for number in range(7, 13))
+        assert found >= 54, (scale, found)
+
+
+def test_the_standard_error_of_lengths_by_hand() -> None:
+    """Of prompts, not of responses: with one response each it is that of any mean, and responses that repeat
+    their prompt's length add nothing."""
+
+    def of(*lengths: tuple[int, ...]) -> float | None:
+        made = [
+            Group(
+                Prompt(uid, str(uid), (1,), ""),
+                [Response(0, n, "stop", True, None, None, reward=1.0, penalty=0.0) for n in some],
+                0,
+            )
+            for uid, some in enumerate(lengths)
+        ]
+        return length_error(made).get("response/length_error")
+
+    single = [3, 8, 1, 20, 7]
+    expected = statistics.stdev(single) / math.sqrt(5)
+    assert of(*((n,) for n in single)) == pytest.approx(expected)
+    assert of(*((n,) * 16 for n in single)) == pytest.approx(expected)
+    assert of((3, 5)) is None and of() is None and of((3, 5), ()) is None
 
 
 def test_a_record_that_finds_no_room_ends_the_run_on_every_rank(

@@ -24,8 +24,10 @@ from megarl.config.recipes import (
 )
 from megarl.config.schema import Config
 from megarl.parallel.movable import HostPool, Movable
+from megarl.plan.times import LINKS, default_lengths, estimate
 from megarl.schedule.offload import OffloadManager
 from megarl.schedule.run import Run
+from tests.plan.test_memory import plan_32b
 from tests.schedule.demo import make_warm_model, train
 
 CPU = torch.device("cpu")
@@ -185,6 +187,30 @@ def test_guests_leave_again() -> None:
         assert offload.present == {"engine.weights", "engine.kv_cache", "actor.weights"}
     assert offload.present == {"engine.weights", "engine.kv_cache"}
     assert not tensors["actor.weights"].untyped_storage().nbytes()
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_critics_travel_as_often_as_is_planned(count: int) -> None:
+    """A step as ranks make it: of two critics the second is there when the values are known, and the first is
+    fetched again for its update."""
+    plan = plan_32b("recipe=vapo", f"critic.count={count}", "parallel.tp=4", "parallel.pp=4", "parallel.dp=8")
+    moves: list[tuple[str, bool]] = []
+    offload, pool = OffloadManager(CPU, plan.keep), HostPool(CPU, 1024)
+    for name in sorted(plan.groups):
+        for _ in range(count if name.startswith("critic.") else 1):
+            offload.register({name: Group(name, torch.ones(4), pool, moves)})
+            offload.onload("start", ())
+    for _ in range(2):  # the second begins as it ends
+        moves.clear()
+        for phase in plan.phases:
+            for number in range(count if phase.model == "critic" else 1):
+                offload.onload(phase.name, phase.on_gpu)
+                for name in sorted(phase.on_gpu):
+                    offload.turn(phase.name, name, number)
+    travelled = [name for name, _ in moves if not name.startswith("engine.") and "gradients" not in name]
+    moved = sum(max(plan.group(name, stage) for stage in plan.stages) for name in travelled)
+    seconds = estimate(plan, default_lengths(plan)).parts["on and off the device"]
+    assert seconds * plan.device.host_speed * 1e9 * LINKS == pytest.approx(moved)
 
 
 @pytest.mark.parametrize("stay", [False, True])

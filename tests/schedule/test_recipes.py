@@ -383,6 +383,40 @@ def test_recipe(recipe: str, overrides: list[str], expected: list[str], warm: Pa
 
 
 @pytest.mark.slow
+def test_two_critics_smaller_than_the_actor(warm: Path, tmp_path: Path) -> None:
+    """Of one layer and half its width, of the actor's tokenizer: they take turns on the device in the one run
+    and stay there in the other, which ends in the same numbers and the same two critics."""
+    actor = AutoConfig.from_pretrained(warm / "sft" / "hf")
+    small = {"num_hidden_layers": 1, "hidden_size": actor.hidden_size // 2, "num_labels": 1}
+    keys = {**actor.to_dict(), **small, "layer_types": ["full_attention"], "pad_token_id": 0}
+    torch.manual_seed(2)
+    critic = AutoModelForSequenceClassification.from_config(type(actor)(**keys), dtype=torch.float32)
+    critic.save_pretrained(tmp_path / "small")
+    AutoTokenizer.from_pretrained(warm / "sft" / "hf").save_pretrained(tmp_path / "small")
+    options = [f"critic.path={tmp_path}/small", "value_pretraining.steps=1", "algorithm.lambda_policy=0.95"]
+    runs = []
+    for name, offload in (("turns", "true"), ("stay", "false")):
+        own = ["parallel.tp=1", "parallel.dp=2", f"residency.offload={offload}"]
+        runs.append(
+            [r for r in train(warm, "asyppo", tmp_path / name, *options, *own) if r["stage"] == "train"]
+        )
+        weights = [
+            AutoModelForSequenceClassification.from_pretrained(tmp_path / name / f"critic{n}_pretrained")
+            for n in ("", "_2")
+        ]
+        for model in weights:
+            shape = model.config.num_hidden_layers, model.config.hidden_size
+            assert shape == (1, actor.hidden_size // 2)
+        first, second = (model.score.weight for model in weights)
+        assert not torch.equal(first, second)
+    for one, other in zip(*runs, strict=True):
+        assert one["value/spread"] > 0
+        assert {k: one[k] for k in one if k.startswith(("value/", "policy/"))} == {
+            k: other[k] for k in other if k.startswith(("value/", "policy/"))
+        }
+
+
+@pytest.mark.slow
 def test_a_seed_gives_the_same_run_and_the_layout_the_same_responses(warm: Path, tmp_path: Path) -> None:
     def numbers(name: str, *overrides: str) -> list[dict]:
         records = train(warm, "dapo", tmp_path / name, *overrides)
