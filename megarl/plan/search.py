@@ -56,12 +56,12 @@ class Found(NamedTuple):
 def with_keys(plan: MemoryPlan, **keys: Any) -> MemoryPlan:
     """Return the plan of the same run with other values of these keys; __ stands for the dot. Values are not
     checked."""
-    config = plan.config
+    config, sections = plan.config, dict[str, dict[str, Any]]()
     for dotted, value in keys.items():
         section, _, key = dotted.partition("__")
-        changed = getattr(config, section).model_copy(update={key: value})
-        config = config.model_copy(update={section: changed})
-    return replace(plan, config=config)
+        sections.setdefault(section, {})[key] = value
+    changed = {name: getattr(config, name).model_copy(update=own) for name, own in sections.items()}
+    return replace(plan, config=config.model_copy(update=changed))
 
 
 def search(plan: MemoryPlan, lengths: Lengths) -> list[Found]:
