@@ -427,8 +427,11 @@ def sglang_shards(hf_config: Mapping[str, Any], tp: int, tp_rank: int, *, cpu: b
     shards: Shards = {}
     for pair, layer, expert in whole_model(hf_config):
         for name, shard in of_pair(pair):
-            regions = [one._replace(hf_name=one.hf_name.format(l=layer, e=expert)) for one in shard.regions]
-            shards[name.format(l=layer, e=expert)] = shard._replace(regions=tuple(regions))
+            regions = tuple(
+                Region(hf_name.format(l=layer, e=expert), hf_box, local_box)
+                for hf_name, hf_box, local_box in shard.regions
+            )
+            shards[name.format(l=layer, e=expert)] = Shard(shard.shape, regions, shard.padding)
     for layer in range(sizes.layers if sizes.q_rank else 0):
         stem = f"model.layers.{layer}.self_attn."
         names = [f"{stem}{part}.weight" for part in ("q_a_proj", "kv_a_proj_with_mqa")]

@@ -72,7 +72,7 @@ def make_batch(shapes: list[tuple[int, int]], seed: int, include: list[bool] | N
     several, same = normal().new_zeros(total, 4).normal_(generator=generator), torch.arange(total) % 4 == 0
     for name, moved_by in (("logprobs", 0.0), ("old_logprobs", 0.3)):
         drawn = several + moved_by * torch.randn(total, 4, generator=generator, dtype=torch.float64)
-        left = torch.log1p(-columns[name].clamp(max=-1e-3).exp())
+        left = torch.log1p(-columns[name].clamp(max=-1e-6).exp())
         further = (left[:, None] + drawn.log_softmax(-1))[:, :3]
         further[same, 0] = torch.finfo(torch.float32).min
         experience[f"further_{name}"] = further
