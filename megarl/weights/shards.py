@@ -391,9 +391,9 @@ def _group_of(sizes: Sizes, name: str, dim: str, group: int, groups: int) -> lis
     return parts
 
 
-# SGLang: fused tensors under tensor parallelism. Proved bit for bit against SGLang 0.5.23 on a CPU, at TP 1
-# and 2 (tests/sglang/test_engine.py); the copies of key/value heads that a GPU build makes when there are
-# fewer of them than ranks follow its source and are unverified.
+# SGLang: fused tensors under tensor parallelism. Proved bit for bit against SGLang 0.5.23 on a CPU, whose own
+# loader makes the same of a folder, at TP 1 and 2 (tests/sglang/test_engine.py); the copies of key/value
+# heads that a GPU build makes when there are fewer of them than ranks follow its source and are unverified.
 
 
 def sglang_shards(hf_config: Mapping[str, Any], tp: int, tp_rank: int, *, cpu: bool = False) -> Shards:
