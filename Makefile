@@ -107,10 +107,11 @@ test: $(STAMP) $(GYM) ## the fast tests: JOBS=2, ARGS='-k name'
 	$(PYTEST) -m 'not slow' -n $(JOBS) --dist loadfile $(JUNIT) $(ARGS)
 
 # The packages that call Megatron. What starts commands of its own finds the same megatron-core: it is the environment's.
+test-megatron: SLOW = megatron_versions parity invariance overlap
 test-megatron: $(VENV)-megatron-$(MEGATRON)/installed ## tests of what calls Megatron, on another version: MEGATRON=0.18.2
 	$(<D)/bin/python -m pytest $(or $(ARGS),-m 'not slow' -n $(JOBS) --dist loadfile tests/model tests/parallel tests/training tests/weights)
 	OTHER_PYTHON=$(BIN)/python $(<D)/bin/python -m pytest -m slow \
-		$(addprefix tests/parallel/test_,megatron_versions.py parity.py invariance.py overlap.py)
+		$(patsubst %,tests/parallel/test_%.py,$(SLOW))
 
 # An environment over $(VENV) that has its own megatron-core, and nothing else. (Wheels for Python 3.11 of 0.17 and later are there and
 # work, though these ask for 3.12. From 0.18 on triton is imported, which the CPU build of torch leaves out.)

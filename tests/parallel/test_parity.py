@@ -217,9 +217,11 @@ def test_a_checkpoint_of_one_layout_is_read_at_another(
         arguments["checkpoint"] = tmp_path / str(written)
         arguments["checkpoint"].mkdir()
         saved = ranks(*written).run(jobs.optimizer_around_a_checkpoint, read=False, **arguments)[0]
-        # Each weight and each moment is something, but for what nothing trains.
+        # All weights and moments are something, but for what nothing trains, and experts that no token chose.
         nothing = {name for name, tensor in saved.items() if not tensor.any()}
-        assert all(name.endswith((EXPERT_BIAS, "score.bias")) for name in nothing), nothing
+        idle = {name for name in nothing if ".mlp.experts." in name and not name.startswith("weights ")}
+        assert len(idle) < len(saved) / 10
+        assert all(name.endswith((EXPERT_BIAS, "score.bias")) for name in nothing - idle), nothing
         assert not any(name.startswith("weights ") and name.endswith(EXPERT_BIAS) for name in nothing)
         for layout in others:
             read = ranks(*layout).run(jobs.optimizer_around_a_checkpoint, read=True, **arguments)[0]
