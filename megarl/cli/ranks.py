@@ -85,7 +85,9 @@ class _Spared(FileIO):
             while left:
                 left = left[super().write(left) :]
         except BrokenPipeError:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), self.fileno())
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, self.fileno())
+            os.close(nowhere)
             if self.fileno() != 2:
                 print(
                     "megarl: nobody reads this output any more; the run goes on", file=sys.stderr, flush=True
