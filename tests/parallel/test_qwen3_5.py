@@ -53,6 +53,15 @@ def test_no_state_of_one_response_reaches_another(
         assert not torch.equal(after[own], before[own]), changed
 
 
+def take_language_model(source: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run what docs/families.md says to do with a published folder."""
+    page = (Path(__file__).parents[2] / "docs/families.md").read_text()
+    program = dedent(page.partition("Qwen3.5-9B-text <<'EOF'\n")[2].partition("  EOF\n")[0])
+    monkeypatch.setattr(sys, "argv", ["-", str(source), str(out)])
+    exec(compile(program, "docs/families.md", "exec"), {})
+    check_buildable(out)
+
+
 def test_the_language_model_of_a_published_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """What docs/families.md says to do with one makes a folder that can be trained, bit for bit."""
     source, out = tmp_path / "published", tmp_path / "text"
@@ -64,11 +73,7 @@ def test_the_language_model_of_a_published_folder(monkeypatch: pytest.MonkeyPatc
     GenerationConfig(eos_token_id=[1]).save_pretrained(source)
     with pytest.raises(CheckpointError, match="model_type: 'qwen3_5' is a model of images and text"):
         read_config(source)
-    page = (Path(__file__).parents[2] / "docs/families.md").read_text()
-    program = dedent(page.partition("Qwen3.5-9B-text <<'EOF'\n")[2].partition("  EOF\n")[0])
-    monkeypatch.setattr(sys, "argv", ["-", str(source), str(out)])
-    exec(compile(program, "docs/families.md", "exec"), {})
-    check_buildable(out)
+    take_language_model(source, out, monkeypatch)
     assert HFFolder(out).extra == () and (out / "tokenizer.json").is_file()
     prefix = "model.language_model."
     published = load_file(source / "model.safetensors")

@@ -3,9 +3,7 @@ tests/families.py: log-probabilities, gradients, values, checkpoints.)"""
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
-from textwrap import dedent
 
 import pytest
 import torch
@@ -13,11 +11,11 @@ from safetensors.torch import load_file, save_file
 from transformers import GenerationConfig, Qwen3_5MoeConfig, Qwen3_5MoeForConditionalGeneration
 
 from megarl.config.errors import CheckpointError
-from megarl.model.hf_config import check_buildable
 from megarl.weights.families import read_config
 from megarl.weights.hf import HFFolder
 from megarl.weights.megatron import conversion_layout, hf_to_megatron, megatron_to_hf
 from tests.parallel.test_parity import tiny
+from tests.parallel.test_qwen3_5 import take_language_model
 from tests.tiny_models import make_tokenizer
 from tests.weights.folders import folder_tensors
 
@@ -34,11 +32,7 @@ def test_the_language_model_of_a_published_folder(monkeypatch: pytest.MonkeyPatc
     GenerationConfig(eos_token_id=[1]).save_pretrained(source)
     with pytest.raises(CheckpointError, match="model_type: 'qwen3_5_moe' is a model of images and text"):
         read_config(source)
-    page = (Path(__file__).parents[2] / "docs/families.md").read_text()
-    program = dedent(page.partition("Qwen3.5-9B-text <<'EOF'\n")[2].partition("  EOF\n")[0])
-    monkeypatch.setattr(sys, "argv", ["-", str(source), str(out)])
-    exec(compile(program, "docs/families.md", "exec"), {})
-    check_buildable(out)
+    take_language_model(source, out, monkeypatch)
     assert HFFolder(out).extra == ()
     prefix, wanted = "model.language_model.", {}
     for name, tensor in load_file(source / "model.safetensors").items():
