@@ -28,7 +28,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, median
 from typing import Any
 
 import numpy as np
@@ -42,14 +42,14 @@ from megarl.observe.run_log import ANSWERS_FILE
 from megarl.observe.runs import read_jsonl, read_metrics
 from megarl.parallel.machine import cores, matrix_rates
 from megarl.schedule.preflight import versions
-from megarl_experiments.result import compare, corrected, score_text
+from megarl_experiments.result import Comparison, compare, corrected, score_text
 from megarl_report import plots
 
 ROOT = Path(__file__).resolve().parents[1]
 MODELS = ("smollm2",)
 SEEDS = (1, 2, 3)
 RATES = (5e-6, 1e-5, 2e-5)  # learning rates of the actor that --tune tries, on a seed that no table counts
-TUNING = ("steps=24", "evaluation.every=8", "checkpoint.export_hf=false")
+TUNING = ("checkpoint.every=0", "checkpoint.export_hf=false")
 STEP = (  # figures of a step that are kept
     *("reward/accuracy", "reward/score", "response/length_mean", "policy/entropy", "policy/grad_norm"),
     *("policy/clip_fraction_low", "policy/clip_fraction_high", "value/explained_variance"),
@@ -149,10 +149,13 @@ def check(old: dict[str, Any], new: dict[str, Any]) -> str:
     return f"within its intervals ({new['processor']}, {new['dtype']}; committed: {old['processor']})"
 
 
-def tune(rows: Mapping[str, Sequence[str]], runs: Path, found: Path, dtype: str, end: float) -> None:
-    """Try RATES with each row, and write to `found` the accuracy on the held-out problems that decides: the
-    mean of the last two evaluations. end: of time.time(), after which no run begins."""
-    tried: dict[str, dict[str, float]] = json.loads(found.read_text("utf-8")) if found.is_file() else {}
+def tune(
+    rows: Mapping[str, Sequence[str]], steps: int, runs: Path, found: Path, dtype: str, end: float
+) -> None:
+    """Try RATES with each row, for as many steps as the table has, and write to `found` what decides, the
+    accuracy of the evaluations after the start, with the median of the seconds of a step and those of value
+    pretraining. end: of time.time(), after which no run begins."""
+    tried = json.loads(found.read_text("utf-8")) if found.is_file() else {}
     for row, given in rows.items():
         for rate in RATES:
             if f"{rate:g}" in tried.get(row, {}):
@@ -162,16 +165,29 @@ def tune(rows: Mapping[str, Sequence[str]], runs: Path, found: Path, dtype: str,
                 return
             print(f"\n{row}, learning rate {rate:g}", flush=True)
             run_dir = runs / "tuning" / f"{row}-{rate:g}"
-            curve = train(row, [*given, f"actor.lr={rate:g}", *TUNING], 0, run_dir, dtype)
-            right = [each["right"] for each in curve["evaluations"] if each["of"] == "all"]
-            tried.setdefault(row, {})[f"{rate:g}"] = fmean(right[-2:])
+            shutil.rmtree(run_dir, ignore_errors=True)  # without checkpoints a run is whole or begins anew
+            curve = train(row, [*given, f"steps={steps}", f"actor.lr={rate:g}", *TUNING], 0, run_dir, dtype)
+            right = [each["right"] for each in curve["evaluations"] if each["of"] == "all" and each["step"]]
+            tried.setdefault(row, {})[f"{rate:g}"] = {
+                "right": right,
+                "step_seconds": median(step["time/step"] for step in curve["steps"]),
+                "value_pretraining_seconds": curve["value_pretraining"]["time/step"],
+            }
             found.write_text(json.dumps(tried, indent=1) + "\n", encoding="utf-8")
-            shutil.rmtree(run_dir / "checkpoints", ignore_errors=True)
+            shutil.rmtree(run_dir / "critic_pretrained", ignore_errors=True)
 
 
-def best_rate(tried: Mapping[str, float]) -> float:
+def best_rate(tried: Mapping[str, Mapping[str, Any]]) -> float:
     """Return the learning rate with the highest accuracy; of equals the lowest."""
-    return max(sorted(map(float, tried)), key=lambda rate: tried[f"{rate:g}"])
+    return max(sorted(map(float, tried)), key=lambda rate: fmean(tried[f"{rate:g}"]["right"]))
+
+
+def first_steps(curve: Mapping[str, Any], last: int) -> dict[str, Any]:
+    """Return a run's curve up to step `last`."""
+    return {
+        **curve,
+        **{kept: [e for e in curve[kept] if e["step"] <= last] for kept in ("evaluations", "steps")},
+    }
 
 
 def until(curve: Mapping[str, Any], what: str) -> tuple[list[float], list[float]]:
@@ -184,72 +200,106 @@ def until(curve: Mapping[str, Any], what: str) -> tuple[list[float], list[float]
     return spent, [each["right"] for each in points]
 
 
-def table(curves: Mapping[str, Sequence[dict[str, Any]]]) -> str:
-    """Return a Markdown table of rows, each with its runs: accuracy at the end, where all have drawn as many
-    tokens, and where all have taken as long, between evaluations on a straight line; and the difference to
-    the first row there, in tokens, with the 95 % interval of the paired t-test over seeds, corrected after
-    Holm. Of the curves of 2026-11-24, which do not say how many tokens were drawn, the end alone."""
-    full = {row: [curve for curve in runs if "value_pretraining" in curve] for row, runs in curves.items()}
-    spent = {what: [until(curve, what)[0][-1] for runs in full.values() for curve in runs] for what in SPENT}
-    budgets = {what: min(all_of_them, default=0.0) for what, all_of_them in spent.items()}
+def timed(curve: Mapping[str, Any], took: Mapping[str, float]) -> dict[str, Any]:
+    """Return a curve whose steps took as long as those of its row's tuning, which all rows had alone on one
+    machine; a run's own seconds tell what else ran beside it."""
+    pretraining = {**curve["value_pretraining"], "time/step": took["value_pretraining_seconds"]}
+    steps = [{**step, "time/step": took["step_seconds"]} for step in curve["steps"]]
+    return {**curve, "value_pretraining": pretraining, "steps": steps}
 
-    def scores(row: str, what: str) -> dict[int, float]:
-        return {curve["seed"]: float(np.interp(budgets[what], *until(curve, what))) for curve in full[row]}
+
+def at_equal(
+    curves: Mapping[str, Sequence[dict[str, Any]]], what: str
+) -> tuple[float, dict[str, dict[int, float]]]:
+    """Return the least that a run has spent, and row -> seed -> accuracy where it had spent that, between
+    evaluations on a straight line. what: one of SPENT. Curves of 2026-11-24 do not say what they spent, and
+    are left out."""
+    full = {row: [curve for curve in runs if "value_pretraining" in curve] for row, runs in curves.items()}
+    spent = {row: {run["seed"]: until(run, what) for run in runs} for row, runs in full.items()}
+    least = min((points[-1] for runs in spent.values() for points, _ in runs.values()), default=0.0)
+    return least, {
+        row: {seed: float(np.interp(least, *points)) for seed, points in runs.items()}
+        for row, runs in spent.items()
+    }
+
+
+def differences(scores: Mapping[str, Mapping[int, float]]) -> dict[str, Comparison]:
+    """Return row -> its difference to the first row, paired by seed, corrected after Holm over the rows."""
+    first, *others = scores
+    compared = {row: compare(scores[row], scores[first], first) for row in others}
+    known = {row: found for row, found in compared.items() if found is not None}
+    return dict(zip(known, corrected([*known.values()]), strict=True))
+
+
+def table(curves: Mapping[str, Sequence[dict[str, Any]]], *, minutes: bool) -> str:
+    """Return a Markdown table of rows, each with its runs: accuracy at the end, where all have drawn as many
+    tokens, and (`minutes`) where all have taken as long; and the difference to the first row at equal tokens,
+    with the 95 % interval of the paired t-test over seeds."""
 
     def last(runs: Sequence[dict[str, Any]], of: str) -> str:
         found = {c["seed"]: [each["right"] for each in c["evaluations"] if each["of"] == of] for c in runs}
         return score_text({seed: right[-1] for seed, right in found.items()})
 
-    first, *others = curves
-    at_tokens = {row: scores(row, "rollout/tokens") for row in curves}
-    compared = {row: compare(at_tokens[row], at_tokens[first], first) for row in others}
-    known = {row: found for row, found in compared.items() if found is not None}
-    differences = dict(zip(known, corrected([*known.values()]), strict=True))
+    tokens, at_tokens = at_equal(curves, "rollout/tokens")
+    seconds, at_seconds = at_equal(curves, "time/step")
+    found = differences(at_tokens)
     heads = [
         "",
         "after the last step",
-        f"at {budgets['rollout/tokens'] / 1000:.0f}k tokens",
-        f"at {budgets['time/step'] / 60:.0f} minutes",
-        f"difference to {first} at equal tokens",
+        f"at {tokens / 1000:.1f}k tokens",
+        *([f"at {seconds / 60:.1f} minutes"] if minutes else ()),
+        f"difference to {next(iter(curves))} at equal tokens",
         "verdict",
         "held-out family",
     ]
     lines = [f"| {' | '.join(heads)} |", f"|{'---|' * len(heads)}"]
     for row, runs in curves.items():
-        found = differences.get(row)
-        interval = "" if found is None or found.low is None else f" [{found.low:+.3f}, {found.high:+.3f}]"
+        one = found.get(row)
+        interval = "" if one is None or one.low is None else f" [{one.low:+.3f}, {one.high:+.3f}]"
         cells = [
             row.replace("_", " "),
             last(runs, "all"),
             score_text(at_tokens[row]),
-            score_text(scores(row, "time/step")),
-            "" if found is None else f"{found.mean:+.3f}{interval}",
-            "" if found is None else found.verdict,
+            *([score_text(at_seconds[row])] if minutes else ()),
+            "" if one is None else f"{one.mean:+.3f}{interval}",
+            "" if one is None else one.verdict,
             last(runs, "basic_arithmetic"),
         ]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 
-def draw_spent(curves: Mapping[str, Sequence[dict[str, Any]]], path: Path) -> None:
-    """Draw each row's accuracy, mean of its seeds, over the tokens drawn and over its steps' minutes."""
-    figure = Figure(figsize=(10, 4), layout="constrained")
-    for axes, (what, unit, label) in zip(
-        figure.subplots(1, 2, sharey=True),
-        (("rollout/tokens", 1000, "thousand tokens drawn"), ("time/step", 60, "minutes")),
-        strict=True,
-    ):
-        for number, (row, runs) in enumerate(curves.items()):
-            full = [curve for curve in runs if "value_pretraining" in curve]
-            if not full:
-                continue
-            spent, right = np.mean([until(curve, what) for curve in full], axis=0)
-            style = {"color": plots.COLOURS[number % len(plots.COLOURS)], "linewidth": 1.5}
-            dashes = "-" if number < len(plots.COLOURS) else "--"
-            axes.plot(spent / unit, right, dashes, label=f"{row.replace('_', ' ')} ({len(full)})", **style)
-        axes.set(xlabel=label, ylim=(0, None))
+def draw_table(curves: Mapping[str, Sequence[dict[str, Any]]], path: Path) -> None:
+    """Draw each row's accuracy over the tokens drawn, mean of its seeds; beside it each seed at equal tokens,
+    and the difference to the first row with its 95 % interval."""
+    figure = Figure(figsize=(11, 4.5), layout="constrained")
+    over, each, apart = figure.subplots(1, 3, width_ratios=(3, 2, 2))
+    tokens, at_tokens = at_equal(curves, "rollout/tokens")
+    names = [row.replace("_", " ") for row in curves]
+    for number, (row, runs) in enumerate(curves.items()):
+        full = [until(curve, "rollout/tokens") for curve in runs if curve["seed"] in at_tokens[row]]
+        if not full:
+            continue
+        spent, right = np.mean(full, axis=0)
+        style = {"color": plots.COLOURS[number % len(plots.COLOURS)], "linewidth": 1.5}
+        dashes = "-" if number < len(plots.COLOURS) else "--"
+        over.plot(spent / 1000, right, dashes, label=f"{names[number]} ({len(full)})", **style)
+        scores = [*at_tokens[row].values()]
+        each.plot(scores, [number] * len(scores), "o", color=style["color"], alpha=0.5, markersize=4)
+        each.plot(fmean(scores), number, "|", color=style["color"], markersize=16)
+    for number, row in enumerate(curves):
+        if (found := differences(at_tokens).get(row)) and found.low is not None and found.high is not None:
+            reach = [[found.mean - found.low], [found.high - found.mean]]
+            apart.errorbar(found.mean, number, xerr=reach, fmt="o", color=plots.INK, markersize=4, capsize=3)
+    over.set(xlabel="thousand tokens drawn", ylabel="right answers, held-out problems", ylim=(0, None))
+    over.legend(fontsize=7)
+    each.set(xlabel=f"each seed and the mean, at {tokens / 1000:.1f}k tokens")
+    apart.set(xlabel=f"difference to {names[0]}, 95 % interval")
+    apart.axvline(0, color=plots.MUTED, linewidth=0.8)
+    for axes, labels in ((each, names), (apart, [""] * len(names))):
+        axes.set(ylim=(len(names) - 0.5, -0.5), yticks=range(len(names)), yticklabels=labels)
+    for axes in (over, each, apart):
         axes.grid(color=plots.GRID)
-    axes.legend(fontsize=8)
     figure.savefig(path, dpi=150)
     print(path)
 
@@ -300,9 +350,10 @@ def main() -> int:
     committed.mkdir(parents=True, exist_ok=True)
     tuned = committed / "tuned.json"
     end = math.inf if given.hours is None else time.time() + 3600 * given.hours
+    tried: dict[str, Any] = {}
     try:
         listed = read_yaml(configs / f"{given.model}.table.yaml")
-        names = listed["tables"][given.table]
+        names, last = listed["tables"][given.table], listed["steps"][given.table]
         if unknown := {*(given.rows or ())} - {*names}:
             raise ConfigError(f"--rows: {min(unknown)}: no such row (one of {', '.join(names)})")
         rows = {
@@ -314,9 +365,10 @@ def main() -> int:
             rates = matrix_rates(min(2, cores()))
             dtype = "bf16" if rates["bf16"] > 2 * rates["fp32"] else "fp32"
         if given.tune:
-            tune(rows, runs, tuned, dtype, end)
+            tune(rows, last, runs, tuned, dtype, end)
             return 0
         files = {(row, seed): committed / f"{row}-{seed}.json" for seed in given.seeds for row in rows}
+        shared = {f"{row}-{seed}" for row in listed["tables"]["recipes"] for seed in given.seeds}
         if given.table == "methods":
             tried = json.loads(tuned.read_text(encoding="utf-8")) if tuned.is_file() else {}
             for row, settings in rows.items():
@@ -332,7 +384,8 @@ def main() -> int:
                 raise ConfigError(f"--check: {path} is not there (one of ROW-SEED that is)")
             old = json.loads(path.read_text(encoding="utf-8"))
             shutil.rmtree(runs / "check", ignore_errors=True)
-            again = train(old["recipe"], rows[old["recipe"]], old["seed"], runs / "check", dtype)
+            settings = [*rows[old["recipe"]], f"steps={len(old['steps'])}"]
+            again = train(old["recipe"], settings, old["seed"], runs / "check", dtype)
             print(f"{given.check}: {check(old, again)}")
             return 0
         for (row, seed), path in files.items() if not given.figures else ():
@@ -343,7 +396,8 @@ def main() -> int:
                 break
             print(f"\n{row}, seed {seed}", flush=True)
             run_dir = runs / path.stem
-            curve = train(row, rows[row], seed, run_dir, dtype)
+            length = listed["steps"]["recipes"] if path.stem in shared else last
+            curve = train(row, [*rows[row], f"steps={length}"], seed, run_dir, dtype)
             if given.gsm8k:
                 weights = {"before": ROOT / "runs" / given.model / "model", "after": run_dir / "hf"}
                 outs = {"before": runs / "gsm8k", "after": run_dir / "gsm8k"}
@@ -359,14 +413,19 @@ def main() -> int:
     found: dict[str, list[dict[str, Any]]] = {}
     for (row, _), path in files.items():
         if path.is_file():
-            found.setdefault(row, []).append(json.loads(path.read_text(encoding="utf-8")))
-    if found and given.table == "recipes":
+            curve = first_steps(json.loads(path.read_text(encoding="utf-8")), last)
+            if row in tried and "value_pretraining" in curve:
+                curve = timed(curve, tried[row][f"{best_rate(tried[row]):g}"])
+            found.setdefault(row, []).append(curve)
+    if not found:
+        return 0
+    if given.table == "recipes":
         draw([curve for curves in found.values() for curve in curves], committed)
-    elif found:
-        draw_spent(found, committed / f"{given.table}.png")
-    if found:
-        (committed / f"{given.table}.md").write_text(table(found), encoding="utf-8")
-        print(f"\n{table(found)}")
+    else:
+        draw_table(found, committed / f"{given.table}.png")
+    written = table(found, minutes=bool(tried))
+    (committed / f"{given.table}.md").write_text(written, encoding="utf-8")
+    print(f"\n{written}")
     return 0
 
 

@@ -104,25 +104,52 @@ def test_a_table_compares_at_equal_cost(results: ModuleType, tmp_path: Path) -> 
         run["value_pretraining"] = {"rollout/tokens": 0, "time/step": 0}
         run["steps"] = [{**step, "rollout/tokens": 360} for step in run["steps"]]
     assert results.until(vapo[0], "rollout/tokens") == ([0, 900], [0.05, 21 / 40])
-    *_, first, second = results.table({"vapo": vapo, "dapo": dapo}).splitlines()
+    *_, first, second = results.table({"vapo": vapo, "dapo": dapo}, minutes=False).splitlines()
     assert "| vapo | 0.550 ± 0.025 (n = 3) | 0.550 ± 0.025 (n = 3) |" in first
     halves = [(0.05 + (30 + 2 * seed) / 40) / 2 for seed in (1, 2, 3)]
     mean = sum(halves) / 3
     assert f"| dapo | 0.850 ± 0.050 (n = 3) | {mean:.3f} ± 0.025 (n = 3) |" in second
     assert f"| {mean - 0.55:+.3f}" in second
+    results.draw_table({"vapo": vapo, "dapo": dapo}, tmp_path / "table.png")
+    assert (tmp_path / "table.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_minutes_are_those_of_tuning(results: ModuleType, tmp_path: Path) -> None:
+    """What a step took while its row was tuned, and not what it took beside other work."""
+    slow, fast = (
+        [curve(results, tmp_path / f"{row}{seed}", right=20, seed=seed) for seed in (1, 2, 3)] for row in "sf"
+    )
+    took = {"step_seconds": 6.0, "value_pretraining_seconds": 30.0}
+    slow = [results.timed(run, took) for run in slow]  # 60 seconds
+    fast = [results.timed(run, {**took, "value_pretraining_seconds": 0.0}) for run in fast]  # 30
+    table = results.table({"slow": slow, "fast": fast}, minutes=True).splitlines()
+    assert "at 0.5 minutes" in table[0]
+    assert "| slow | 0.500 ± 0.000 (n = 3) | 0.500 ± 0.000 (n = 3) | 0.275 ± 0.000 (n = 3) |" in table[2]
+    assert "| fast | 0.500 ± 0.000 (n = 3) | 0.500 ± 0.000 (n = 3) | 0.500 ± 0.000 (n = 3) |" in table[3]
+
+
+def test_a_longer_run_counts_up_to_the_tables_last_step(results: ModuleType, tmp_path: Path) -> None:
+    whole = curve(results, tmp_path / "run", right=30)
+    cut = results.first_steps(whole, 4)
+    assert [step["step"] for step in cut["steps"]] == [1, 2, 3, 4]
+    assert {each["step"] for each in cut["evaluations"]} == {0}
+    assert results.first_steps(whole, 5) == whole
 
 
 def test_no_learning_rate_is_tried_when_time_is_up(
     results: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    results.tune({"vapo": ["x.yaml"]}, tmp_path, tmp_path / "tuned.json", "fp32", end=0.0)
+    results.tune({"vapo": ["x.yaml"]}, 20, tmp_path, tmp_path / "tuned.json", "fp32", end=0.0)
     assert capsys.readouterr().out == "vapo at 5e-06 and what follows is left: --hours have passed\n"
     assert not (tmp_path / "tuned.json").exists()
 
 
 def test_the_best_learning_rate(results: ModuleType) -> None:
-    assert results.best_rate({"5e-06": 0.3, "1e-05": 0.4, "2e-05": 0.2}) == 1e-5
-    assert results.best_rate({"2e-05": 0.4, "5e-06": 0.3, "1e-05": 0.4}) == 1e-5
+    def tried(right: dict[str, list[float]]) -> dict[str, Any]:
+        return {rate: {"right": found} for rate, found in right.items()}
+
+    assert results.best_rate(tried({"5e-06": [0.3, 0.3], "1e-05": [0.2, 0.5], "2e-05": [0.4, 0.0]})) == 1e-5
+    assert results.best_rate(tried({"2e-05": [0.4], "5e-06": [0.3], "1e-05": [0.4]})) == 1e-5
 
 
 @pytest.mark.parametrize("table", ["recipes", "methods", "vapo"])
