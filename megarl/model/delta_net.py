@@ -44,9 +44,9 @@ def delta_rule(
     query = query * query.shape[-1] ** -0.5
     chunk = min(CHUNK, tokens)
     query, key, value, decay, beta = (
-        F.pad(x.float().transpose(1, 2), (0, 0) * (x.dim() - 3) + (0, -tokens % chunk)).unflatten(
-            2, (-1, chunk)
-        )
+        F.pad(x.float().transpose(1, 2), (0, 0) * (x.dim() - 3) + (0, -tokens % chunk))
+        .contiguous()  # else a single row is multiplied transposed, which rounds otherwise than several
+        .unflatten(2, (-1, chunk))
         for x in (query, key, value, decay, beta)
     )  # [rows, heads, chunks, chunk, ...]
     decay = decay.cumsum(-1)

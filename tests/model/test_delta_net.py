@@ -30,8 +30,8 @@ def recurrence(query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: T
     return outputs
 
 
-def drawn(tokens: int) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(tokens)
+def drawn(tokens: int, seed: int = 0) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1000 * seed + tokens)
     query, key, value, decay, beta = (
         torch.randn(2, tokens, *shape, generator=generator, dtype=torch.float64)
         for shape in ((KEY_HEADS, DK), (KEY_HEADS, DK), (HEADS, DV), (HEADS,), (HEADS,))
@@ -56,6 +56,18 @@ def test_chunks_are_the_recurrence(tokens: int) -> None:
         outputs.append(output)
     assert (torch.stack(outputs, 1) - expected).abs().max() <= 1e-5
     assert (own - state).abs().max() <= 1e-5
+
+
+@pytest.mark.parametrize("tokens", [8, 48, CHUNK, 2 * CHUNK])
+def test_a_row_is_the_same_to_the_bit_in_any_company(tokens: int) -> None:
+    """Read from tensors of several rows, or made for it alone."""
+    rows = [[x.float() for x in drawn(tokens, seed)] for seed in range(3)]
+    outputs, states = delta_rule(*(torch.cat(x) for x in zip(*rows, strict=True)))
+    for n, x in enumerate(rows):
+        for row in range(2):
+            output, state = delta_rule(*(each[row : row + 1] for each in x))
+            assert torch.equal(output[0], outputs[2 * n + row])
+            assert torch.equal(state[0], states[2 * n + row])
 
 
 def test_tokens_that_write_and_forget_nothing_leave_the_state() -> None:
