@@ -235,9 +235,13 @@ class ResidencyConfig(Section):
     )
 
 
+# fmt: off
 LoraTarget = Literal[
-    "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "gate_up_proj"
+    "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "gate_up_proj",
+    "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj",  # multi-latent attention
+    "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "in_proj_qkvz", "in_proj_ba", "out_proj",  # linear
 ]
+# fmt: on
 
 
 class LoraConfig(Section):

@@ -37,15 +37,23 @@ class Adapters(torch.nn.Module):
     [out, rank], of which this rank has its part. forward: input of the linear -> what its output lacks.
 
     rows     this rank's rows of each matrix in the linear, whether it has adapters or not
-    groups   query groups on this rank, whose rows lie together; 0: each matrix's rows do
+    groups   query groups, or key heads of linear attention, on this rank, whose rows lie together; 0: each
+             matrix's rows do
+    gates    rows of a group's first matrix that lie behind those of the others
     columns  whether the linear is cut over tensor-parallel ranks by columns; None: it is not cut
     """
 
     def __init__(
-        self, scale: float, rows: dict[str, int], groups: int, columns: bool | None, sequence_parallel: bool
+        self,
+        scale: float,
+        rows: dict[str, int],
+        groups: int,
+        gates: int,
+        columns: bool | None,
+        sequence_parallel: bool,
     ) -> None:
         super().__init__()
-        self.scale, self.rows, self.groups, self.enabled = scale, rows, groups, True
+        self.scale, self.rows, self.groups, self.gates, self.enabled = scale, rows, groups, gates, True
         self.columns, self.sequence_parallel = columns, sequence_parallel
 
     def forward(self, x: Tensor) -> Tensor:
@@ -66,7 +74,11 @@ class Adapters(torch.nn.Module):
             for name, rows in self.rows.items()
         ]
         if self.groups:
-            return torch.cat([one.unflatten(-1, (self.groups, -1)) for one in added], -1).flatten(-2)
+            added = [one.unflatten(-1, (self.groups, -1)) for one in added]
+            if self.gates:
+                added[0], gates = added[0].tensor_split([-self.gates], -1)
+                added.append(gates)
+            return torch.cat(added, -1).flatten(-2)
         return torch.cat(added, -1)
 
 
@@ -111,9 +123,12 @@ def _adapters_of(
     for region in pair_shard(sizes, pair, *place, tp, tp_rank).regions:
         module, (start, stop) = region.hf_name.split(".")[-2], region.hf_box[0]
         rows[module] = rows.get(module, 0) + stop - start
-    groups = sizes.kv_heads // tp if pair.operation == "qkv" else 0
+    groups, gates = 0, 0
+    if pair.operation == "qkv":
+        groups = (sizes.key_heads if pair.kind == "linear" else sizes.kv_heads) // tp
+        gates = sizes.value // sizes.key_heads if pair.hf[0][1].startswith("qkvz") else 0
     columns = pair.operation == "row" if tp > 1 and pair.operation != "replicated" else None
-    made = Adapters(lora.scale, rows, groups, columns, config.sequence_parallel)
+    made = Adapters(lora.scale, rows, groups, gates, columns, config.sequence_parallel)
     for half in adapters(pair, lora):
         shard, ((name, dims),) = pair_shard(sizes, half, *place, tp, tp_rank), half.hf
         values = torch.zeros(shard.shape, dtype=config.params_dtype)

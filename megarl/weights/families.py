@@ -21,7 +21,7 @@ from megarl.config.schema import LoraConfig, OptimizerConfig
 T = TypeVar("T")
 Shape = tuple[int, ...]
 
-# How a Megatron tensor is cut over tensor-parallel ranks; the functions are in layout.py.
+# How a Megatron tensor is cut over tensor-parallel ranks; the functions are in shards.py.
 #   replicated  every rank holds all of it
 #   column      a rank's rows of each Hugging Face tensor, stacked (gate over up)
 #   halves      a rank's rows of either half of one Hugging Face tensor, stacked (gate over up in one tensor)
@@ -460,25 +460,21 @@ class Family:
 
 def adapters(pair: Pair, lora: LoraConfig) -> tuple[Pair, ...]:
     """Return the LoRA adapters of a parameter: for each Hugging Face matrix in it that gets some A [rank, in]
-    and B [out, rank], under PEFT's names. B is cut over tensor-parallel ranks as the matrix is by rows, or A
-    as it is by columns; the other half is whole on every rank."""
+    and B [out, rank], under PEFT's names. B is cut over tensor-parallel ranks as the matrix is by rows, and
+    lies as its rows do, or A as it is by columns; the other half is whole on every rank."""
     halves: list[Pair] = []
     for name, dims in pair.hf if lora.rank is not None else ():
         *_, module, kind = name.split(".")
-        if (
-            not module.endswith(("_proj", "_proj_with_mqa"))
-            or kind != "weight"
-            or module not in (lora.targets or (module,))
-        ):
+        is_matrix = kind == "weight" and re.search(r"_proj(_\w+)?$", module)
+        if not is_matrix or module not in (lora.targets or (module,)):
             continue
         (rows, columns), stem = dims.split(), name.removesuffix("weight")
         own = f"{pair.megatron.removesuffix('weight')}lora.{module}"
         by_columns = pair.operation == "row"
-        cut: Operation = pair.operation if pair.operation in ("halves", "replicated") else "column"
         a = (stem + "lora_A.weight", f"rank {columns}")
         b = (stem + "lora_B.weight", f"{rows} rank")
         halves.append(Pair(f"{own}_a", "row" if by_columns else "replicated", (a,), kind=pair.kind))
-        halves.append(Pair(f"{own}_b", "replicated" if by_columns else cut, (b,), kind=pair.kind))
+        halves.append(Pair(f"{own}_b", "replicated" if by_columns else pair.operation, (b,), kind=pair.kind))
     return tuple(halves)
 
 

@@ -146,9 +146,6 @@ def check_lora(hf_config: Mapping[str, Any], lora: LoraConfig, key: str) -> None
     matrix."""
     if lora.rank is None:
         return
-    if family_of(hf_config).is_linear:
-        what = f"adapters beside linear and gated attention ({hf_config.get('model_type')}) are not there"
-        raise ConfigError(f"{key}.lora.rank: {what} (leave it out)")
     everywhere = lora.model_copy(update={"targets": ()})
     pairs = [pair for pair in family_of(hf_config).layer if adapters(pair, everywhere)]
     names = dict.fromkeys(name.split(".")[-2] for pair in pairs for name, _ in pair.hf)

@@ -34,6 +34,7 @@ FEW = {
     "targets": ["q_proj", "v_proj", "up_proj", "down_proj"],
 }
 FUSED = {"rank": 2, "targets": ["k_proj", "gate_up_proj"]}
+LINEAR = {"rank": 2, "targets": ["q_proj", "in_proj_qkvz", "out_proj"]}
 DOWN = {"rank": 2, "targets": ["down_proj"]}  # nothing before a layer's MLP has a gradient
 
 
@@ -52,7 +53,7 @@ def draw_adapters(folder: Path, lora: dict[str, Any]) -> dict[str, torch.Tensor]
         targeted = module in lora.get("targets", [module])
         if (
             ".layers." in name
-            and module.endswith(("_proj", "_mqa"))
+            and re.search("_proj$|_mqa$|^in_proj_", module)
             and name.endswith(".weight")
             and targeted
         ):
@@ -99,6 +100,8 @@ def projected(
         ("qwen2", "critic", FEW, (1, 2, 1), {"recompute": "full"}),
         ("glm4", "actor", FUSED, (2, 1, 1), {"sequence_parallel": False}),
         ("qwen2", "critic", DOWN, (1, 1, 1), {"recompute": "selective", "recompute_modules": ["mlp"]}),
+        ("qwen3_5_text", "actor", ALL, (2, 1, 1), {}),
+        ("qwen3_next", "actor", LINEAR, (2, 1, 1, 2), {}),
         pytest.param("qwen3", "actor", ALL, (1, 1, 1), {}, marks=SLOW),
         pytest.param("llama", "actor", FEW, (2, 2, 1), {"recompute": "selective"}, marks=SLOW),
         pytest.param("mistral", "critic", ALL, (2, 1, 2), {"recompute": "full"}, marks=SLOW),
@@ -108,6 +111,10 @@ def projected(
         pytest.param("qwen3_moe", "actor", FEW, (1, 2, 2, 2), {}, marks=SLOW),
         pytest.param("glm4_moe", "actor", ALL, (2, 1, 1, 2), {}, marks=SLOW),
         pytest.param("deepseek_v3", "actor", ALL, (2, 1, 1, 2), {}, marks=SLOW),
+        pytest.param("qwen3_5_text", "critic", FEW, (1, 2, 1), {"recompute": "full"}, marks=SLOW),
+        pytest.param("qwen3_5_text", "actor", ALL, (1, 1, 1, 1, 2), {}, marks=SLOW),
+        pytest.param("qwen3_5_moe_text", "actor", ALL, (2, 1, 1, 2), {}, marks=SLOW),
+        pytest.param("qwen3_next", "critic", ALL, (1, 2, 1), {}, marks=SLOW),
     ],
     ids=str,
 )
@@ -154,6 +161,8 @@ def fused(name: str) -> str:
     [
         ("qwen3", ALL, (2, 1, 1)),
         ("glm4", FUSED, (1, 2, 1)),
+        pytest.param("qwen3_5_text", ALL, (2, 1, 1), marks=SLOW),
+        pytest.param("qwen3_next", ALL, (2, 1, 1), marks=SLOW),
         pytest.param("qwen2", FEW, (1, 1, 1), marks=SLOW),
         pytest.param("llama", ALL, (2, 2, 1), marks=SLOW),
         pytest.param("qwen3_moe", ALL, (2, 1, 1), marks=SLOW),
@@ -203,6 +212,8 @@ def test_the_model_the_engine_and_both_exports_are_the_merged_model(
         ("qwen3", ALL),
         ("llama", FEW),
         pytest.param("glm4", FUSED, marks=SLOW),
+        pytest.param("qwen3_5_text", ALL, marks=SLOW),
+        pytest.param("qwen3_next", LINEAR, marks=SLOW),
         pytest.param("qwen3_moe", ALL, marks=SLOW),
         pytest.param("qwen3_moe", {"rank": 4, "alpha": 8.0, "rank_stabilized": True}, marks=SLOW),
     ],
@@ -230,6 +241,8 @@ def test_peft_loads_the_folder(family: Any, lora: dict[str, Any], ranks: Ranks, 
     [
         ("qwen3", "actor", ALL, (2, 1, 1), [(1, 2, 1)]),
         ("glm4", "critic", FUSED, (1, 1, 2), [(2, 1, 1)]),
+        pytest.param("qwen3_5_text", "actor", ALL, (2, 1, 1), [(1, 2, 1)], marks=SLOW),
+        pytest.param("qwen3_next", "critic", ALL, (2, 1, 2), [(1, 1, 1)], marks=SLOW),
         pytest.param("qwen2", "critic", FEW, (1, 2, 2), [(2, 2, 1), (1, 1, 1)], marks=SLOW),
         pytest.param("glm4", "actor", FUSED, (2, 1, 1), [(1, 2, 2)], marks=SLOW),
         pytest.param("qwen3_moe", "actor", ALL, (1, 2, 2, 2), [(2, 1, 1, 2), (1, 1, 1)], marks=SLOW),

@@ -17,13 +17,13 @@ import torch
 from transformers import SeedOssConfig
 
 from megarl.config.errors import CheckpointError, ConfigError
-from megarl.config.schema import Config, LoraConfig
+from megarl.config.schema import Config
 from megarl.model.hf_config import check_buildable
 from megarl.parallel.layout import Layout
 from megarl.parallel.runtime import Runtime
 from megarl.weights.families import FAMILIES, TE_ALIASES, Sizes, family_of, read_config, table_names
 from megarl.weights.megatron import conversion_layout, hf_to_megatron, megatron_to_hf
-from megarl.weights.shards import check_layout, check_linear, check_lora, megatron_layout
+from megarl.weights.shards import check_layout, check_linear, megatron_layout
 from tests.families import ROWS, Row
 from tests.parallel import jobs
 from tests.parallel.test_invariance import VOCAB, make_batch, relative_difference
@@ -484,8 +484,6 @@ def test_what_linear_attention_is_not_there_with(change: dict[str, Any], message
     changed = Config(**{**given, **change})
     with pytest.raises(ConfigError, match=re.escape(message)):
         check_linear(linear, changed)
-    with pytest.raises(ConfigError, match=r"actor\.lora\.rank: adapters beside linear and gated attention"):
-        check_lora(linear, LoraConfig(rank=2), "actor")
     other = {**linear, "layer_types": ["full_attention", "linear_attention"]}
     sglang = Config(**given, rollout={"engine": "sglang"})
     check_linear(linear, sglang)
