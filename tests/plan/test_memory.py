@@ -59,6 +59,7 @@ MODELS: list[dict[str, Any]] = [
         "optimizer": {"lora": {"rank": 24, "targets": ["v_proj", "down_proj"]}},
     },
     {"family": "qwen3", "dtype": "bf16", "critic": True, "optimizer": {"lora": {"rank": 32}}},
+    {"family": "qwen3_5_text", "dtype": "bf16", "optimizer": {"lora": {"rank": 16}}},
 ]
 
 
