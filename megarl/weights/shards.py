@@ -452,9 +452,6 @@ def _sglang_name(pair: Pair, name: str, flat: bool) -> str:
 
 def _sglang_cuts(sizes: Sizes, tp: int, rank: int, cpu: bool) -> dict[str, tuple[int, int, int]]:
     """Return (start, stop, padded width) of one rank's part of every dimension that SGLang cuts."""
-    if cpu and sizes.linear and sizes.experts:
-        what = "mixtures with linear attention were not tried in sglang on a CPU (set it to transformers)"
-        raise ConfigError(f"rollout.engine: {what}")
     heads, kv_heads = sizes.heads, sizes.kv_heads
     ffn, expert_ffn, shared_ffn = sizes.ffn, sizes.expert_ffn, sizes.shared_ffn
 
@@ -471,7 +468,10 @@ def _sglang_cuts(sizes: Sizes, tp: int, rank: int, cpu: bool) -> dict[str, tuple
             kv_heads = multiple(kv_heads, tp)
             heads = kv_heads * (sizes.heads // sizes.kv_heads)
         ffn, expert_ffn = multiple(ffn, CPU_FFN_MULTIPLE * tp), multiple(expert_ffn, CPU_FFN_MULTIPLE * tp)
-        shared_ffn = expert_ffn * (shared_ffn // sizes.expert_ffn) if shared_ffn else 0
+        if sizes.linear:  # one shared expert, with a width of its own
+            shared_ffn = multiple(shared_ffn, CPU_FFN_MULTIPLE * tp)
+        elif shared_ffn:
+            shared_ffn = expert_ffn * (shared_ffn // sizes.expert_ffn)
     columns = (ffn,) if not sizes.experts else (expert_ffn, ffn) if sizes.dense else (expert_ffn,)
     counts = [("attention heads", heads), *(("feed-forward columns", c) for c in (*columns, shared_ffn))]
     for what, number in (*counts, ("key heads of linear attention", sizes.key_heads)):

@@ -201,8 +201,9 @@ def check_own_loading(pool: RankPool, name: str, dump: Path, other: Path, tp: in
         ("deepseek_v3", {"rope_parameters": YARN}),
         ("deepseek_v3", {"q_lora_rank": None}),
         ("qwen3_5_text", {"rope_style": "parameters", "rope_parameters": MROPE}),
+        ("qwen3_next", {}),
     ],
-    ids=["qwen2", "glm4", "mistral", "glm4_moe", "deepseek_v3", "moonlight", "qwen3_5_text"],
+    ids=["qwen2", "glm4", "mistral", "glm4_moe", "deepseek_v3", "moonlight", "qwen3_5_text", "qwen3_next"],
 )
 def test_an_engine_over_two_ranks(
     family: Any, keys: dict[str, Any], ranks: Callable[..., RankPool], tmp_path: Path
@@ -211,7 +212,7 @@ def test_an_engine_over_two_ranks(
     gate and up in one tensor, either half of which is padded on a rank; GLM-4.5 a dense layer, and a mixture
     with a router in float32, a bias that nobody trains and a shared expert. DeepSeek-V3's attention is by
     latents, with YaRN, Moonlight's without it and without latents of queries; Qwen3.5 has a layer of linear
-    attention."""
+    attention, and Qwen3-Next a mixture behind it whose shared expert has a gate."""
     folder = make_tiny_model(
         tmp_path / "model", family, vocab=4099, hidden=128, ffn=160, heads=4, kv_heads=2, **keys
     )
@@ -233,13 +234,16 @@ def test_an_engine_over_two_ranks(
     assert jobs.alive(children) == []
 
 
+@pytest.mark.shows("SGLang")
 @pytest.mark.parametrize(
     ("family", "keys"),
     [
         ("deepseek_v3", {"rope_parameters": YARN}),
         ("qwen3_5_text", {"linear_num_value_heads": 4, "rope_style": "parameters"}),
+        ("qwen3_5_moe_text", {"rope_style": "parameters"}),
+        ("qwen3_next", {}),
     ],
-    ids=["deepseek_v3", "qwen3_5_text"],
+    ids=["deepseek_v3", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"],
 )
 def test_an_engine_of_one_rank(
     family: Any, keys: dict[str, Any], ranks: Callable[..., RankPool], tmp_path: Path

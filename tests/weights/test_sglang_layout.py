@@ -346,7 +346,11 @@ def test_layers_of_linear_attention(layout: Layout, family: str) -> None:
     assert formats == {"model.layers.0.linear_attn.A_log": "float32"}
 
 
-def test_mixtures_with_linear_attention_are_refused_on_a_cpu() -> None:
-    sglang_shards(QWEN3_5, 2, 1, cpu=True)
-    with pytest.raises(ConfigError, match=r"^rollout\.engine: mixtures with linear attention were not tried"):
-        sglang_shards({**WITH_EXPERTS, "model_type": "qwen3_next"}, 2, 1, cpu=True)
+def test_a_shared_expert_of_its_own_width_is_padded_by_itself_on_a_cpu() -> None:
+    """To 32 for each of two ranks, of which the first has all of its 20 columns."""
+    model = {**WITH_EXPERTS, "model_type": "qwen3_next", "shared_expert_intermediate_size": 20}
+    down = "model.layers.0.mlp.shared_expert.down_proj.weight"
+    for rank, columns in enumerate([(0, 20), (20, 20)]):
+        shard = sglang_shards(model, 2, rank, cpu=True)[down]
+        assert shard.shape[1] == 32
+        assert [region.hf_box[1] for region in shard.regions] == [c for c in [columns] if c[0] < c[1]]

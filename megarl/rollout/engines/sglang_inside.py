@@ -15,7 +15,7 @@ from sglang.srt.layers.sampler import Sampler, register_sampler_backend
 from sglang.srt.sampling.custom_logit_processor import CustomLogitProcessor
 from torch import Tensor
 
-from megarl.rollout.engines.sglang_kernels import gated_norm_of
+from megarl.rollout.engines.sglang_kernels import add_shared_expert, gated_norm_of
 from megarl.rollout.sampling import SamplingParams, choose
 
 BACKEND = "pytorch"  # SGLang insists on this name on a CPU
@@ -98,18 +98,21 @@ def run_scheduler(*arguments: Any, **options: Any) -> None:
 
 
 def _prepare_cpu() -> None:
-    """Have two of SGLang's families call what a CPU has.
+    """Have some of SGLang's families call what a CPU has.
 
     multi-latent attention  In a prompt SGLang would make keys and values of each head and leave the latents
                             alone in the cache; its torch-native attention reads the cache. So prompts go
                             through latents too, as each token behind them does anyway.
-    Qwen3.5                 The norm behind the delta rule is a Triton kernel."""
+    linear attention        The norm behind the delta rule is a Triton kernel, and so is the gate of a
+                            mixture's shared expert."""
+    from sglang.srt.models import qwen2_moe, qwen3_next
     from sglang.srt.models.deepseek_common.attention_backend_handler import AttentionBackendRegistry
     from sglang.srt.models.deepseek_common.attention_forward_methods.forward_methods import AttnForwardMethod
     from sglang.srt.models.qwen3_5 import RMSNormGated
 
     AttentionBackendRegistry.register("torch_native", lambda attention, batch: AttnForwardMethod.MLA)
-    RMSNormGated.forward = gated_norm_of
+    RMSNormGated.forward = qwen3_next.FusedRMSNormGated.forward = gated_norm_of
+    qwen2_moe.fused_gate_sigmoid_mul_add = add_shared_expert
 
 
 @torch.no_grad()

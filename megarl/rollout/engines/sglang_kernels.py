@@ -159,9 +159,16 @@ def fused_sigmoid_mul_cpu(x: Tensor, gate: Tensor) -> None:
 
 
 def gated_norm_of(module: Any, x: Tensor, z: Tensor) -> Tensor:
-    """Do what RMSNorm.forward of sglang/kernels/ops/attention/fla/layernorm_gated.py does by a Triton kernel
-    on any processor without AMX."""
+    """Do what RMSNorm.forward of sglang/kernels/ops/attention/fla/layernorm_gated.py and
+    FusedRMSNormGated.forward of fused_norm_gate.py beside it do by Triton kernels on any processor without
+    AMX."""
     return gated_norm(x, z, module.weight, module.eps)
+
+
+def add_shared_expert(hidden: Tensor, gate_weight: Tensor, shared: Tensor, routed: Tensor) -> None:
+    """Add what a mixture's shared expert makes of tokens [tokens, hidden], times the sigmoid of its gate
+    [hidden], to what the others make, in place: fused_gate_sigmoid_mul_add of srt/models/qwen2_moe.py."""
+    routed.add_((hidden @ gate_weight).sigmoid()[:, None] * shared)
 
 
 # By SGLang's module, or in torch.ops.sgl_kernel, where SGLang looks names up as it is imported. It sees by
