@@ -242,9 +242,8 @@ def test_an_engine_over_two_ranks(
         ("qwen3_5_text", {"linear_num_value_heads": 4, "rope_style": "parameters"}),
         ("qwen3_5_moe_text", {"rope_style": "parameters"}),
         ("qwen3_moe", {}),
-        ("qwen3_next", {}),
     ],
-    ids=["deepseek_v3", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_moe", "qwen3_next"],
+    ids=["deepseek_v3", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_moe"],
 )
 def test_an_engine_of_one_rank(
     family: Any, keys: dict[str, Any], ranks: Callable[..., RankPool], tmp_path: Path
