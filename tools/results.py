@@ -182,6 +182,14 @@ def best_rate(tried: Mapping[str, Mapping[str, Any]]) -> float:
     return max(sorted(map(float, tried)), key=lambda rate: fmean(tried[f"{rate:g}"]["right"]))
 
 
+def quickest(tried: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
+    """Return the seconds of a row's runs with the least beside them: the least of each."""
+    return {
+        what: min(run[what] for run in tried.values())
+        for what in ("step_seconds", "value_pretraining_seconds")
+    }
+
+
 def first_steps(curve: Mapping[str, Any], last: int) -> dict[str, Any]:
     """Return a run's curve up to step `last`."""
     return {
@@ -415,7 +423,7 @@ def main() -> int:
         if path.is_file():
             curve = first_steps(json.loads(path.read_text(encoding="utf-8")), last)
             if row in tried and "value_pretraining" in curve:
-                curve = timed(curve, tried[row][f"{best_rate(tried[row]):g}"])
+                curve = timed(curve, quickest(tried[row]))
             found.setdefault(row, []).append(curve)
     if not found:
         return 0

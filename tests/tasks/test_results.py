@@ -128,6 +128,14 @@ def test_minutes_are_those_of_tuning(results: ModuleType, tmp_path: Path) -> Non
     assert "| fast | 0.500 ± 0.000 (n = 3) | 0.500 ± 0.000 (n = 3) | 0.500 ± 0.000 (n = 3) |" in table[3]
 
 
+def test_what_ran_beside_a_run_does_not_count(results: ModuleType) -> None:
+    tried = {
+        "1e-05": {"step_seconds": 9.0, "value_pretraining_seconds": 40.0},
+        "2e-05": {"step_seconds": 12.0, "value_pretraining_seconds": 30.0},
+    }
+    assert results.quickest(tried) == {"step_seconds": 9.0, "value_pretraining_seconds": 30.0}
+
+
 def test_a_longer_run_counts_up_to_the_tables_last_step(results: ModuleType, tmp_path: Path) -> None:
     whole = curve(results, tmp_path / "run", right=30)
     cut = results.first_steps(whole, 4)
