@@ -183,7 +183,7 @@ def best_rate(tried: Mapping[str, Mapping[str, Any]]) -> float:
 
 
 def quickest(tried: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
-    """Return the seconds of a row's runs with the least beside them: the least of each."""
+    """Return the least seconds of a row's runs: of that with the least work beside it."""
     return {
         what: min(run[what] for run in tried.values())
         for what in ("step_seconds", "value_pretraining_seconds")
@@ -209,8 +209,8 @@ def until(curve: Mapping[str, Any], what: str) -> tuple[list[float], list[float]
 
 
 def timed(curve: Mapping[str, Any], took: Mapping[str, float]) -> dict[str, Any]:
-    """Return a curve whose steps took as long as those of its row's tuning, which all rows had alone on one
-    machine; a run's own seconds tell what else ran beside it."""
+    """Return a curve whose steps took as long as its row's while learning rates were looked for (`quickest`);
+    a run's own seconds tell what else ran beside it."""
     pretraining = {**curve["value_pretraining"], "time/step": took["value_pretraining_seconds"]}
     steps = [{**step, "time/step": took["step_seconds"]} for step in curve["steps"]]
     return {**curve, "value_pretraining": pretraining, "steps": steps}
@@ -283,6 +283,7 @@ def draw_table(curves: Mapping[str, Sequence[dict[str, Any]]], path: Path) -> No
     figure = Figure(figsize=(11, 4.5), layout="constrained")
     over, each, apart = figure.subplots(1, 3, width_ratios=(3, 2, 2))
     tokens, at_tokens = at_equal(curves, "rollout/tokens")
+    compared = differences(at_tokens)
     names = [row.replace("_", " ") for row in curves]
     for number, (row, runs) in enumerate(curves.items()):
         full = [until(curve, "rollout/tokens") for curve in runs if curve["seed"] in at_tokens[row]]
@@ -296,7 +297,7 @@ def draw_table(curves: Mapping[str, Sequence[dict[str, Any]]], path: Path) -> No
         each.plot(scores, [number] * len(scores), "o", color=style["color"], alpha=0.5, markersize=4)
         each.plot(fmean(scores), number, "|", color=style["color"], markersize=16)
     for number, row in enumerate(curves):
-        if (found := differences(at_tokens).get(row)) and found.low is not None and found.high is not None:
+        if (found := compared.get(row)) and found.low is not None and found.high is not None:
             reach = [[found.mean - found.low], [found.high - found.mean]]
             apart.errorbar(found.mean, number, xerr=reach, fmt="o", color=plots.INK, markersize=4, capsize=3)
     over.set(xlabel="thousand tokens drawn", ylabel="right answers, held-out problems", ylim=(0, None))
