@@ -30,8 +30,8 @@ def recurrence(query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: T
     return outputs
 
 
-def drawn(tokens: int, seed: int = 0) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(1000 * seed + tokens)
+def drawn(tokens: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(tokens)
     query, key, value, decay, beta = (
         torch.randn(2, tokens, *shape, generator=generator, dtype=torch.float64)
         for shape in ((KEY_HEADS, DK), (KEY_HEADS, DK), (HEADS, DV), (HEADS,), (HEADS,))
@@ -58,16 +58,19 @@ def test_chunks_are_the_recurrence(tokens: int) -> None:
     assert (own - state).abs().max() <= 1e-5
 
 
-@pytest.mark.parametrize("tokens", [8, 48, CHUNK, 2 * CHUNK])
+@pytest.mark.parametrize("tokens", [16, 48, CHUNK, 2 * CHUNK])
 def test_a_row_is_the_same_to_the_bit_in_any_company(tokens: int) -> None:
-    """Read from tensors of several rows, or made for it alone."""
-    rows = [[x.float() for x in drawn(tokens, seed)] for seed in range(3)]
-    outputs, states = delta_rule(*(torch.cat(x) for x in zip(*rows, strict=True)))
-    for n, x in enumerate(rows):
-        for row in range(2):
-            output, state = delta_rule(*(each[row : row + 1] for each in x))
-            assert torch.equal(output[0], outputs[2 * n + row])
-            assert torch.equal(state[0], states[2 * n + row])
+    """One of several rows, or by itself; of sizes by which every matrix of a batch begins at a cache line."""
+    generator = torch.Generator().manual_seed(tokens)
+    query, key, value, decay, beta = (
+        torch.randn(7, tokens, *shape, generator=generator)
+        for shape in ((2, 16), (2, 16), (4, 8), (4,), (4,))
+    )
+    given = [query, key, value, -decay.abs(), beta.sigmoid()]
+    outputs, states = delta_rule(*given)
+    for row in range(7):
+        output, state = delta_rule(*(x[row : row + 1] for x in given))
+        assert torch.equal(output[0], outputs[row]) and torch.equal(state[0], states[row])
 
 
 def test_tokens_that_write_and_forget_nothing_leave_the_state() -> None:
