@@ -262,6 +262,7 @@ class SGLangEngine(RolloutEngine):
             "max_running_requests": rollout.max_batch,
             "random_seed": 0,
             "skip_server_warmup": True,
+            "sleep_on_idle": True,  # else its scheduler keeps a core busy while the trainer has the machine
             "skip_tokenizer_init": not (rollout.stop or rollout.acts),
             "sampling_backend": "pytorch",
             "enable_custom_logit_processor": True,
