@@ -144,6 +144,17 @@ def test_a_longer_run_counts_up_to_the_tables_last_step(results: ModuleType, tmp
     assert results.first_steps(whole, 5) == whole
 
 
+def test_precision_is_that_of_the_committed_runs(
+    results: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a table could mix two, on processors that multiply bf16 about twice as fast as fp32."""
+    monkeypatch.setattr(results, "matrix_rates", lambda _: {"fp32": 100.0, "bf16": 201.0})
+    (tmp_path / "tuned.json").write_text("{}")
+    assert results.precision(tmp_path) == "bf16"
+    (tmp_path / "vapo-1.json").write_text(json.dumps({"dtype": "fp32"}))
+    assert results.precision(tmp_path) == "fp32"
+
+
 def test_no_learning_rate_is_tried_when_time_is_up(
     results: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
