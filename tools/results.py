@@ -177,11 +177,7 @@ def tune(
             shutil.rmtree(run_dir, ignore_errors=True)  # without checkpoints a run is whole or begins anew
             curve = train(row, [*given, f"steps={steps}", f"actor.lr={rate:g}", *TUNING], 0, run_dir, dtype)
             right = [each["right"] for each in curve["evaluations"] if each["of"] == "all" and each["step"]]
-            tried.setdefault(row, {})[f"{rate:g}"] = {
-                "right": right,
-                "step_seconds": median(step["time/step"] for step in curve["steps"]),
-                "value_pretraining_seconds": curve["value_pretraining"]["time/step"],
-            }
+            tried.setdefault(row, {})[f"{rate:g}"] = {"right": right, **seconds(curve)}
             found.write_text(json.dumps(tried, indent=1) + "\n", encoding="utf-8")
             shutil.rmtree(run_dir / "critic_pretrained", ignore_errors=True)
 
@@ -191,12 +187,17 @@ def best_rate(tried: Mapping[str, Mapping[str, Any]]) -> float:
     return max(sorted(map(float, tried)), key=lambda rate: fmean(tried[f"{rate:g}"]["right"]))
 
 
-def quickest(tried: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
-    """Return the least seconds of a row's runs: of that with the least work beside it."""
+def seconds(curve: Mapping[str, Any]) -> dict[str, float]:
+    """Return the median of the seconds of a run's steps, and those of its value pretraining."""
     return {
-        what: min(run[what] for run in tried.values())
-        for what in ("step_seconds", "value_pretraining_seconds")
+        "step_seconds": median(step["time/step"] for step in curve["steps"]),
+        "value_pretraining_seconds": curve["value_pretraining"]["time/step"],
     }
+
+
+def quickest(runs: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Return the least `seconds` of a row's runs: of that with the least work beside it."""
+    return {what: min(run[what] for run in runs) for what in ("step_seconds", "value_pretraining_seconds")}
 
 
 def first_steps(curve: Mapping[str, Any], last: int) -> dict[str, Any]:
@@ -218,8 +219,8 @@ def until(curve: Mapping[str, Any], what: str) -> tuple[list[float], list[float]
 
 
 def timed(curve: Mapping[str, Any], took: Mapping[str, float]) -> dict[str, Any]:
-    """Return a curve whose steps took as long as its row's while learning rates were looked for (`quickest`);
-    a run's own seconds tell what else ran beside it."""
+    """Return a curve whose steps took as long as those of the `quickest` of its row: a run's own seconds tell
+    what else ran beside it."""
     pretraining = {**curve["value_pretraining"], "time/step": took["value_pretraining_seconds"]}
     steps = [{**step, "time/step": took["step_seconds"]} for step in curve["steps"]]
     return {**curve, "value_pretraining": pretraining, "steps": steps}
@@ -431,9 +432,10 @@ def main() -> int:
     for (row, _), path in files.items():
         if path.is_file():
             curve = first_steps(json.loads(path.read_text(encoding="utf-8")), last)
-            if row in tried and "value_pretraining" in curve:
-                curve = timed(curve, quickest(tried[row]))
             found.setdefault(row, []).append(curve)
+    for row in tried.keys() & found.keys():
+        took = quickest([*tried[row].values(), *map(seconds, found[row])])
+        found[row] = [timed(curve, took) for curve in found[row]]
     if not found:
         return 0
     if given.table == "recipes":
