@@ -102,6 +102,8 @@ def main() -> int:
     parser.add_argument("--model-7b", type=Path, metavar="FOLDER", help="Hugging Face's, e.g. Qwen2.5-7B")
     text = "prompts for vapo_20 with a 7B model, as data.train; default: sums in words"
     parser.add_argument("--data", type=Path, metavar="FILE", help=text)
+    text = 'JSON, more arguments of SGLang in the stages that start it, e.g. {"attention_backend": "triton"}'
+    parser.add_argument("--engine-options", type=json.loads, default={}, metavar="OPTIONS", help=text)
     given = parser.parse_args()
     for path in (given.model_7b and given.model_7b / "config.json", given.data):
         if path and not path.is_file():
@@ -117,6 +119,7 @@ def main() -> int:
     options = ["--tiny"] * given.tiny
     options += ["--model-7b", str(given.model_7b.resolve())] if given.model_7b else []
     options += ["--data", str(given.data.resolve())] if given.data else []
+    options += ["--engine-options", json.dumps(given.engine_options)] if given.engine_options else []
     stages = ONE_GPU if given.gpus == 1 else EIGHT_GPUS
     chosen = [stage for stage in stages if not given.only or stage.name in given.only]
     if given.fresh:

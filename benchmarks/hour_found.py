@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +23,14 @@ class SkipStage(Exception):
 
 @dataclass
 class Given:
-    """The command line. machine: what `look` gave."""
+    """The command line. machine: what `look` gave; engine_options: more arguments of SGLang."""
 
     out: Path
     tiny: bool
     model_7b: Path | None
     data: Path | None
     machine: dict[str, Any]
+    engine_options: dict[str, Any] = field(default_factory=dict)
 
     def has(self, what: str) -> bool:
         return what in self.machine["has"]

@@ -74,6 +74,7 @@ def on_device(given: Given, folder: Path, dp: int = 1) -> list[str]:
         *(f"model.layers={'te' if te else 'portable'}", f"model.dtype={'bf16' if cuda or te else 'fp32'}"),
         *(f"rollout.engine={engine}", "rollout.engine_memory=0.4", "rollout.dynamic_sampling.enabled=false"),
         *(["update.share_prompts=false"] if te else []),
+        *([f"rollout.engine_options={json.dumps(given.engine_options)}"] if given.engine_options else []),
         *described(given),
     ]
 

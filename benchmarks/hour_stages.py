@@ -33,7 +33,6 @@ import torch
 from hour import CUDA, NODE, SGLANG, TE
 from hour_found import (
     ENGINE_LOGPROBS,
-    FP8_LOGPROBS,
     GIB,
     ROOT,
     Found,
@@ -220,11 +219,16 @@ def theirs(
     responses: list[list[int]],
     dtype: torch.dtype,
     device: torch.device,
+    fp8: bool = False,
 ) -> torch.Tensor:
-    """Hugging Face's log-probs of the responses."""
+    """Hugging Face's log-probs of the responses. fp8: with the inputs of the layers' products rounded."""
     from transformers import AutoModelForCausalLM
 
+    from tests.gpu.scene import round_products
+
     network = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(device)
+    if fp8:
+        round_products(network)
     found = []
     for prompt, response in zip(prompts, responses, strict=True):
         with torch.no_grad():
@@ -235,16 +239,19 @@ def theirs(
 
 
 def parity(given: Given, found: Found, folder: Path | None = None, kinds: Sequence[str] = ()) -> None:
-    """Log-probs beside Hugging Face's in float32, whose own in bf16 are the yardstick for ours."""
+    """Log-probs beside Hugging Face's in float32, whose own in bf16, and with what is multiplied rounded to
+    e4m3, are the yardsticks for ours."""
     from tests.parallel import jobs
 
     folder, runtime = folder or small(given), start_runtime()
     prompts, responses = some_text(folder, *((4, 40) if given.tiny else (8, 400)))
     exact = theirs(folder, prompts, responses, torch.float32, runtime.device)
-    yardstick = float(
-        (theirs(folder, prompts, responses, torch.bfloat16, runtime.device) - exact).abs().mean()
-    )
-    found.figures["Hugging Face bf16"] = yardstick
+    yardsticks = {
+        "bf16": theirs(folder, prompts, responses, torch.bfloat16, runtime.device),
+        "e4m3": theirs(folder, prompts, responses, torch.float32, runtime.device, fp8=True),
+    }
+    off = {name: float((theirs - exact).abs().mean()) for name, theirs in yardsticks.items()}
+    found.figures["Hugging Face"] = off
     ways: dict[str, dict[str, Any]] = {
         "portable fp32": {"layers": "portable", "dtype": "fp32"},
         "portable bf16": {"layers": "portable", "dtype": "bf16"},
@@ -254,7 +261,7 @@ def parity(given: Given, found: Found, folder: Path | None = None, kinds: Sequen
     if given.has("FP8"):
         fp8 = {"format": "hybrid", "recipe": "tensorwise"}
         ways["Transformer Engine FP8 tensorwise"] = {"layers": "te", "dtype": "bf16", "fp8": fp8}
-    rows: list[list[Any]] = [["Hugging Face bf16", yardstick, None]]
+    rows: list[list[Any]] = [[f"Hugging Face {name}", mean, None] for name, mean in off.items()]
     for name, settings in ways.items():
         if kinds and not any(kind in name for kind in kinds):
             continue
@@ -278,10 +285,10 @@ def parity(given: Given, found: Found, folder: Path | None = None, kinds: Sequen
         found.table("Log-probs beside Hugging Face fp32, |difference|", ("", "mean", "largest"), rows)
         if "fp32" in name:
             found.at_most(f"{name}: largest difference from Hugging Face", most, 1e-3, " nats", must=True)
-        elif "FP8" in name:
-            found.at_most(f"{name}: mean difference from Hugging Face", mean, FP8_LOGPROBS, " nats")
         else:
-            found.at_most(f"{name}: mean difference / that of Hugging Face in bf16", mean / yardstick, 1.5)
+            format = "e4m3" if "FP8" in name else "bf16"
+            what = f"{name}: mean difference / that of Hugging Face in {format}"
+            found.at_most(what, mean / off[format], 1.5)
 
 
 def tests(given: Given, found: Found, *arguments: str) -> None:
@@ -323,7 +330,10 @@ def engine(given: Given, found: Found, folder: Path | None = None) -> None:
 
     folder, runtime, dump = folder or small(given), start_runtime(), given.out / "dump.safetensors"
     rollout = {"engine": "sglang", "fingerprint": True, "engine_memory": 0.4}
-    rollout["engine_options"] = {"custom_weight_loader": (LOADER, "tests.sglang.inside.dump")}
+    rollout["engine_options"] = {
+        **given.engine_options,
+        "custom_weight_loader": (LOADER, "tests.sglang.inside.dump"),
+    }
     actor = {"lr": 1e-3}
     if folder == given.model_7b:
         actor = {"lr": 1e-4, **given_frozen(given)}
@@ -481,6 +491,7 @@ def main() -> int:
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--model-7b", type=Path)
     parser.add_argument("--data", type=Path)
+    parser.add_argument("--engine-options", type=json.loads, default={})
     parser.add_argument("--with", type=json.loads, default={}, dest="arguments", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.name == "look":
@@ -490,7 +501,9 @@ def main() -> int:
         parser.error("--out is needed")
     machine_file = options.out / "machine.json"
     machine = json.loads(machine_file.read_text()) if machine_file.is_file() else look(options.tiny)
-    given = Given(options.out.resolve(), options.tiny, options.model_7b, options.data, machine)
+    given = Given(
+        options.out.resolve(), options.tiny, options.model_7b, options.data, machine, options.engine_options
+    )
     if options.name in PARTS:
         print(json.dumps(PARTS[options.name](given, **options.arguments)))
         return 0

@@ -120,9 +120,11 @@ def _share_gloo_devices() -> None:
     shared: list[Any] = []
 
     class OnSharedDevice(original):
-        def __init__(self, store: Any, rank: int, size: int, timeout: Any) -> None:
+        def __init__(self, store: Any, rank: int, size: int, timeout: Any, **more: bool) -> None:
             options = original._Options()
             options._timeout = timeout
+            for name, value in more.items():  # torch 2.14 has enable_reconfigure
+                setattr(options, name, value)
             if size <= LARGE and not shared:
                 shared.append(original.create_default_device(lazy_init=False))
             options._devices = shared if size <= LARGE else [original.create_default_device(lazy_init=True)]

@@ -74,6 +74,21 @@ def fill(model: torch.nn.Module) -> None:
                 parameter.copy_(0.02 * drawn)
 
 
+def round_products(model: torch.nn.Module) -> None:
+    """Round what goes into the layers' matrix products, weights and activations, to e4m3 with one scale a
+    tensor, as FP8's forward pass does, in plain torch: how far FP8 may be off, whatever its kernels."""
+
+    def rounded(tensor: torch.Tensor) -> torch.Tensor:
+        scale = 448 / tensor.abs().amax().float()
+        return ((tensor.float() * scale).to(torch.float8_e4m3fn).float() / scale).to(tensor.dtype)
+
+    for name, module in model.named_modules():
+        weight = getattr(module, "weight", None)
+        if ".layers." in f".{name}" and weight is not None and weight.dim() == 2:
+            weight.data.copy_(rounded(weight.data))
+            module.register_forward_pre_hook(lambda _, inputs: (rounded(inputs[0]), *inputs[1:]))
+
+
 class Scene:
     """sizes: a config.json, or a Hugging Face folder with the weights; overrides: sections of the
     configuration."""

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from megarl.parallel.runtime import Runtime
-from tests.gpu.scene import ENGINE, UPDATE, Scene, colocated, sizes_of
+from tests.gpu.scene import ENGINE, UPDATE, Scene, colocated, round_products, sizes_of
 from tests.ranks import RankPool
 
 
@@ -20,7 +20,10 @@ def scenes(runtime: Runtime, folder: Path) -> dict[str, Any]:
     before = scene.logprobs(local)
     gradients = scene.gradients(local)
     found = colocated(scene)
-    return {**found, "before": before, "after": scene.logprobs(local), "gradients": gradients}
+    after = scene.logprobs(local)
+    round_products(scene.actor.model)
+    rounded = scene.logprobs(local) - after
+    return {**found, "rounded": rounded, "before": before, "after": after, "gradients": gradients}
 
 
 def test_a_colocated_scene(ranks: Callable[..., RankPool], tmp_path: Path) -> None:
@@ -32,3 +35,4 @@ def test_a_colocated_scene(ranks: Callable[..., RankPool], tmp_path: Path) -> No
     assert found["before"].mean() < found["after"].mean(), "two updates towards these responses"
     assert all(gradient.abs().sum() > 0 for gradient in found["gradients"].values())
     assert torch.isfinite(found["before"]).all()
+    assert 0 < found["rounded"].abs().mean() < 0.5, "what FP8 would round is rounded"
