@@ -61,7 +61,8 @@ def _text(figure: float) -> str:
 def in_fresh_process(script: str, *arguments: str) -> dict[str, Any]:
     """The JSON object that `script` prints last; nothing that ran before is in its memory."""
     command = [sys.executable, script, *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT)
+    # CUDA libraries write what is no UTF-8 too.
+    done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=LIMIT)
     if done.returncode:
         raise SystemExit(f"{' '.join(command)}: exit code {done.returncode}\n{done.stderr[-3000:]}")
     result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])

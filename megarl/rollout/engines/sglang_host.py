@@ -2,8 +2,8 @@
 come and go through a socket from the rank with that process id.
 
 It is a process of its own because SGLang kills the process that made an engine when one of the engine's
-children fails. SGLang's children import this module first (multiprocessing's spawn does), so that the stubs
-that a CPU needs are in place in each of them. Written against SGLang 0.5.23.
+children fails. SGLang's children import this module first (multiprocessing's spawn does), so that Megatron
+is out of reach and the stubs that a CPU needs are in place in each of them. Written against SGLang 0.5.23.
 """
 
 from __future__ import annotations
@@ -90,7 +90,16 @@ class _Stub(MetaPathFinder, Loader):
             vars(module).update(__version__="0")
 
 
+def leave_out_megatron() -> None:
+    """Keep SGLang's processes from importing Megatron. SGLang's dumper does where it is installed, which takes
+    seconds, and Megatron sets the mode of SGLang's memory saver (inference/contexts/dynamic_context.py) to
+    one in which CUDA graphs cannot sleep, so that SGLang ends as it captures the first."""
+    sys.modules.setdefault("megatron.core", None)  # type: ignore[arg-type]
+
+
 install_cpu_stubs()
+if multiprocessing.parent_process():  # SGLang's child; in the first process main does
+    leave_out_megatron()
 
 
 class Calls:
@@ -282,6 +291,7 @@ def main(calls: type[Calls] = Calls) -> None:
         raise SystemExit("the rank that started this engine has ended")
     connection = Connection(int(sys.argv[1]))
     arguments = connection.recv()
+    leave_out_megatron()
     from sglang.srt.entrypoints.engine import Engine
 
     from megarl.rollout.engines.sglang_inside import run_scheduler
