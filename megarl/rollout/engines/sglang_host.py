@@ -98,7 +98,7 @@ def leave_out_megatron() -> None:
 
 
 install_cpu_stubs()
-if multiprocessing.parent_process():  # SGLang's child; in the first process main does
+if multiprocessing.current_process().name != "MainProcess":  # SGLang's child; in the first process main does
     leave_out_megatron()
 
 
