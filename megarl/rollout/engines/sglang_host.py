@@ -91,9 +91,9 @@ class _Stub(MetaPathFinder, Loader):
 
 
 def leave_out_megatron() -> None:
-    """Keep SGLang's processes from importing Megatron. SGLang's dumper does where it is installed, which takes
-    seconds, and Megatron sets the mode of SGLang's memory saver (inference/contexts/dynamic_context.py) to
-    one in which CUDA graphs cannot sleep, so that SGLang ends as it captures the first."""
+    """Keep SGLang's processes from importing Megatron. SGLang's dumper does where it is installed, and
+    Megatron sets the mode of SGLang's memory saver (inference/contexts/dynamic_context.py) to one in which
+    CUDA graphs cannot sleep, so that SGLang ends as it captures the first. It takes seconds, too."""
     sys.modules.setdefault("megatron.core", None)  # type: ignore[arg-type]
 
 
