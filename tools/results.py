@@ -72,10 +72,15 @@ def processor() -> str:
 
 def precision(committed: Path) -> str:
     """Return the precision of the committed runs, which the runs of a table share; where there is none yet,
-    bf16 on a processor that multiplies it more than twice as fast as fp32, else fp32."""
-    for path in sorted(committed.glob("*-*.json")):
-        return str(json.loads(path.read_text(encoding="utf-8"))["dtype"])
+    bf16 on a processor that multiplies it more than twice as fast as fp32, else fp32. A processor that is
+    slow in it is named."""
     rates = matrix_rates(min(2, cores()))
+    for path in sorted(committed.glob("*-*.json")):
+        shared = str(json.loads(path.read_text(encoding="utf-8"))["dtype"])
+        if rates[shared] < max(rates.values()) / 4:
+            said = ", ".join(f"{rate:.0f} GFLOP/s a core in {dtype}" for dtype, rate in rates.items())
+            print(f"the committed runs are {shared}, in which this processor is slow ({said}): take another")
+        return shared
     return "bf16" if rates["bf16"] > 2 * rates["fp32"] else "fp32"
 
 

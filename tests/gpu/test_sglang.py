@@ -32,9 +32,7 @@ def test_colocated(weights_dtype: str, runtime: Runtime, tmp_path: Path) -> None
         scene.offload.onload("nothing", ())
         free = torch.cuda.mem_get_info()[0]
         scene.offload.onload("rollout", ENGINE)
-        assert free - torch.cuda.mem_get_info()[0] > 0.2 * torch.cuda.get_device_properties(0).total_memory, (
-            "the KV cache came back"
-        )
+        came_back = free - torch.cuda.mem_get_info()[0]
     finally:
         scene.engine.stop()
     assert found["present"] == [set(ENGINE), set(UPDATE)] * 2
@@ -42,3 +40,5 @@ def test_colocated(weights_dtype: str, runtime: Runtime, tmp_path: Path) -> None
     for difference in found["differences"]:
         print(f"mean |difference of log-probs| {float(difference.mean()):.4f}")
         assert difference.mean() <= (0.05 if weights_dtype == "model" else 0.2)
+    total = torch.cuda.get_device_properties(0).total_memory
+    assert came_back > 0.2 * total, "the KV cache came back (it is smaller where the GPU is shared)"

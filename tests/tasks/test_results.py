@@ -144,7 +144,7 @@ def test_a_longer_run_counts_up_to_the_tables_last_step(results: ModuleType, tmp
 
 
 def test_precision_is_that_of_the_committed_runs(
-    results: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    results: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Else a table could mix two, on processors that multiply bf16 about twice as fast as fp32."""
     monkeypatch.setattr(results, "matrix_rates", lambda _: {"fp32": 100.0, "bf16": 201.0})
@@ -152,6 +152,11 @@ def test_precision_is_that_of_the_committed_runs(
     assert results.precision(tmp_path) == "bf16"
     (tmp_path / "vapo-1.json").write_text(json.dumps({"dtype": "fp32"}))
     assert results.precision(tmp_path) == "fp32"
+    assert capsys.readouterr().out == ""
+    (tmp_path / "vapo-1.json").write_text(json.dumps({"dtype": "bf16"}))
+    monkeypatch.setattr(results, "matrix_rates", lambda _: {"fp32": 29.0, "bf16": 1.0})
+    assert results.precision(tmp_path) == "bf16"
+    assert "1 GFLOP/s a core in bf16" in capsys.readouterr().out
 
 
 def test_no_learning_rate_is_tried_when_time_is_up(
