@@ -35,16 +35,16 @@ UNUSED = """Cryptodome anthropic cryptography cudnn datasets deep_ep deepseek_re
     hf_xet jedi mistral_common modelscope nccl nvshmem pycountry tilelang timm torchcodec wandb z3
     zstandard"""
 LEFT_OUT = (
-    *("sgl_kernel/flash_ops", "sgl_kernel/infllm_ops", "sglang/multimodal_gen", "sglang/test"),
     *(
-        "sglang/srt/rust_extensions/_bench",
-        "sglang/srt/rust_extensions/_server",
-        "torch/include",
-        "torch/test",
+        "sgl_kernel/flash_ops",
+        "sgl_kernel/infllm_ops",
+        "sglang/multimodal_gen/",
+        "sglang/test/",
+        "torch/include/",
     ),
-    *("triton/_C/libproton", "triton/backends/amd/lib", "triton/backends/nvidia/lib/cupti"),
-    *("triton/instrumentation", "nvidia_cutlass_dsl/cu12"),
-    "nvidia_cutlass_dsl/dsl_packages/cutlass/_mlir/_mlir_libs/_cutlass_ir.cu12",
+    *("sglang/srt/rust_extensions/_bench", "sglang/srt/rust_extensions/_server", "triton/_C/libproton"),
+    *("triton/backends/amd/lib", "triton/backends/nvidia/lib/cupti", "triton/instrumentation"),
+    *("nvidia_cutlass_dsl/cu12", "nvidia_cutlass_dsl/dsl_packages/cutlass/_mlir/_mlir_libs/_cutlass_ir.cu12"),
 )
 ARCHIVES = {
     "torch": "torch torchgen functorch",
