@@ -102,7 +102,7 @@ def main() -> int:
     parser.add_argument("--model-7b", type=Path, metavar="FOLDER", help="Hugging Face's, e.g. Qwen2.5-7B")
     text = "prompts for vapo_20 with a 7B model, as data.train; default: sums in words"
     parser.add_argument("--data", type=Path, metavar="FILE", help=text)
-    text = 'JSON, more arguments of SGLang in the stages that start it, e.g. {"attention_backend": "triton"}'
+    text = 'JSON, more arguments of SGLang in `engine` and in runs, e.g. {"attention_backend": "triton"}'
     parser.add_argument("--engine-options", type=json.loads, default={}, metavar="OPTIONS", help=text)
     given = parser.parse_args()
     for path in (given.model_7b and given.model_7b / "config.json", given.data):

@@ -159,9 +159,13 @@ def main() -> int:
     parser.add_argument("--piece", type=float, default=56, help="MB of a piece (default: 56)")
     given = parser.parse_args()
     sites = sorted(given.environment.glob("lib/python3.*/site-packages"))
-    if not sites or not shutil.which("readelf"):
-        what = "no environment (make install-gpu)" if not sites else "readelf is not there (binutils)"
-        parser.error(f"{given.environment}: {what}")
+    if not sites:
+        parser.error(f"{given.environment}: no environment (make install-gpu)")
+    for tool in ("readelf", "xz", "split"):
+        if not shutil.which(tool):
+            parser.error(f"{tool} is not there (packages binutils, xz-utils, coreutils)")
+    if given.kit.exists():
+        parser.error(f"{given.kit}: is there already (delete it, or name another folder)")
     given.kit.mkdir(parents=True)
     (given.kit / "environment.sh").write_text(ENVIRONMENT)
     pack(sites[0], given.kit, given.arch, int(given.piece * 1e6))
