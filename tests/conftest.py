@@ -58,13 +58,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """Tests go file by file to the processes of the tests, those of all files that need ranks to one, which
     starts each layout's ranks once. (xdist's own --dist loadgroup cannot: 3.8.0 writes a test's group where
-    pytest 9.2 does not read it.)"""
+    pytest 9.2 does not read it.) In tests/te nearly all need ranks: there the other process would wait."""
     from xdist.scheduler import LoadFileScheduling
 
     class OneForRanks(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
             file = nodeid.split("::", 1)[0]
-            return "ranks" if _needs_ranks(config.rootpath / file) else file
+            alone = file.startswith("tests/te/") or not _needs_ranks(config.rootpath / file)
+            return file if alone else "ranks"
 
     return OneForRanks(config, log)
 

@@ -21,6 +21,7 @@ import sys
 import traceback
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -111,15 +112,27 @@ class RankPool:
 
 def in_a_fork(job: Callable[..., Any], *arguments: Any, limit: float = LIMIT) -> Any:
     """What the job gives in a process of its own, which has imported everything. limit: seconds."""
-    with ProcessPoolExecutor(1, mp_context=FORK) as pool:
+    with ProcessPoolExecutor(1, mp_context=FORK, initializer=end_with_the_tests) as pool:
         return pool.submit(job, *arguments).result(limit)
+
+
+def end_with_the_tests() -> None:
+    """Have this process killed when the one ends that it was forked from, which ends with the tests, however
+    they end: a rank that is stopped cannot see to it.
+
+    Python hands down to forked processes what keeps the one that they are forked from alive: let go of it, or
+    each would wait for the other."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    server: Any = forkserver._forkserver
+    if server._forkserver_alive_fd is not None:
+        os.close(server._forkserver_alive_fd)
+        server._forkserver_alive_fd = None
 
 
 def _serve(
     rank: int, world: int, port: int, config: ParallelConfig, pipe: Connection, path: list[str]
 ) -> None:
-    # a rank that is stopped cannot see that the tests have gone
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    end_with_the_tests()
     sys.path[:] = path
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world))
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo")
