@@ -391,7 +391,7 @@ class TestCommand:
         assert "was run with other settings: rollout.max_response_tokens" in capsys.readouterr().err
 
     CASES = {
-        "nosuch.protocol": "TABLE: nosuch.protocol: no such protocol (one of dapo.protocol, vapo.protocol",
+        "nosuch.protocol": "TABLE: nosuch.protocol: no such protocol (one of critic_lambda.protocol",
         "{path} --seeds 3 100": "--seeds: of a protocol, only tuning seeds, below 100",
         "{path} steps=3": "steps=3: a protocol's final run has its own settings",
         "{path} --base x.yaml": "--base: a protocol's final run",
@@ -476,6 +476,17 @@ def test_every_technique_has_its_row() -> None:
             of_all
         }
         assert SHIPPED[name].seeds >= 20
+
+
+def test_the_undecided_row_is_asked_again_as_it_was() -> None:
+    first, again = SHIPPED["vapo"], load_protocol("critic_lambda.protocol")
+    [row] = again.rows
+    assert row in first.rows and not {*first.fresh_seeds} & {*again.fresh_seeds}
+    before, now = (plan.tables()["long"] for plan in (first, again))
+    assert before.start == now.start
+    for name in (row.row, row.against):
+        [[one], [other]] = [[own for own in table.rows if own.name == name] for table in (before, now)]
+        assert before.config(one, ()) == now.config(other, ())
 
 
 def test_tasks_are_what_they_are_for() -> None:
