@@ -391,7 +391,8 @@ class TestCommand:
         assert "was run with other settings: rollout.max_response_tokens" in capsys.readouterr().err
 
     CASES = {
-        "nosuch.protocol": "TABLE: nosuch.protocol: no such protocol (one of critic_lambda.protocol",
+        "nosuch.protocol": "TABLE: nosuch.protocol: no such protocol "
+        "(one of critic_lambda.protocol, dapo.protocol, vapo.protocol",
         "{path} --seeds 3 100": "--seeds: of a protocol, only tuning seeds, below 100",
         "{path} steps=3": "steps=3: a protocol's final run has its own settings",
         "{path} --base x.yaml": "--base: a protocol's final run",

@@ -39,6 +39,9 @@ def test_none_is_left_where_the_tests_are_killed() -> None:
         left = [int(word) for word in tests.stdout.readline().split()]
         assert tests.wait(60) == -signal.SIGKILL and len(left) == 4
     end = time.monotonic() + 60
-    while any(Path(f"/proc/{pid}").exists() for pid in left):
-        assert time.monotonic() < end, f"of {left} some are still there a minute later"
+    while there := [pid for pid in left if Path(f"/proc/{pid}").exists()]:
+        if time.monotonic() > end:
+            for pid in there:
+                os.kill(pid, signal.SIGKILL)
+            pytest.fail(f"still there a minute later: {there}")
         time.sleep(0.1)
