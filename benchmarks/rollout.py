@@ -1,6 +1,7 @@
 """Speed of the transformers engine at the demo's size: Qwen3, hidden 64, 2 layers, 32 prompts x 8 responses,
 one thread; and what it costs that a response does not depend on its company, beside torch's own linear layers
-and attention in the same engine, in turns.
+and attention in the same engine, in turns. The same with wide layers, hidden 576, and 32 responses; there
+also what it gains that products may have few rows.
 
 python benchmarks/rollout.py [--repeats 5] [--profile]
 """
@@ -12,8 +13,9 @@ import random
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from pathlib import Path
 from unittest.mock import patch
 
@@ -28,22 +30,29 @@ from megarl.rollout.engines.transformers_engine import TransformersEngine
 from megarl.rollout.sampling import Request, SamplingParams, response_seed
 
 VOCAB, EOS = 40, 1
+DEMO = {
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "intermediate_size": 192,
+}
+WIDE = {  # SmolLM2-135M's layers
+    "hidden_size": 576, "num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 64,
+    "intermediate_size": 1536,
+}
 
 
-def make_engine(folder: Path, max_batch: int) -> TransformersEngine:
-    """A random model of the demo's shape. Its logits are nearly flat, so `EOS` comes at a rate of about 1/40:
+def make_engine(folder: Path, max_batch: int, sizes: Mapping[str, int] = DEMO) -> TransformersEngine:
+    """A random model of two layers. Its logits are nearly flat, so `EOS` comes at a rate of about 1/40:
     lengths are geometric with mean 35 cut at 80, which is harder on a batch than the demo's lengths."""
     config = Qwen3Config(
         vocab_size=VOCAB,
-        hidden_size=64,
         num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        intermediate_size=192,
         tie_word_embeddings=True,
         max_position_embeddings=256,
         initializer_range=0.02,
+        **sizes,
     )
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
@@ -81,18 +90,28 @@ def free_order() -> Iterator[None]:
         patch.object(transformers_engine, "decode_attention", plain),
         patch.object(transformers_engine, "COLUMNS", 16),
         patch.object(transformers_engine.BlockLinear, "forward", torch.nn.Linear.forward),
-        patch.object(block, "of", staticmethod(lambda weight, hidden: block(16, 1))),
+        patch.object(block, "of", staticmethod(lambda weights, hidden: block(16))),
     ):
         yield
 
 
-def cost(measured: Callable[[], float], repeats: int) -> float:
-    """Return the median ratio of CPU times, with the fixed order / without, one after the other."""
+@contextmanager
+def large_products() -> Iterator[None]:
+    """Have engines that are made here multiply wide layers as on a processor that adds up the rows of smaller
+    products in other orders."""
+    with patch.object(transformers_engine, "fewest_rows", lambda weights: transformers_engine.LARGEST):
+        yield
+
+
+def cost(
+    measured: Callable[[], float], other: Callable[[], AbstractContextManager[None]], repeats: int
+) -> float:
+    """Return the median ratio of CPU times, as it is / within `other`, one after the other."""
     ratios = []
     for _ in range(repeats + 1):
-        fixed = measured()
-        with free_order():
-            ratios.append(fixed / measured())
+        ours = measured()
+        with other():
+            ratios.append(ours / measured())
     return statistics.median(ratios[1:])
 
 
@@ -126,16 +145,22 @@ def main() -> None:
                 "tokens/CPU s"
             )
 
-        def generation() -> float:
+        def generation(sizes: Mapping[str, int], asked: Sequence[Request]) -> float:
             with tempfile.TemporaryDirectory() as other:
-                of_its_own = make_engine(Path(other), args.max_batch)  # made as it is patched now
-            of_its_own.generate(requests[:8], params)
+                of_its_own = make_engine(Path(other), args.max_batch, sizes)  # made as it is patched now
+            of_its_own.generate(asked[:8], params)
             cpu = time.process_time()
-            of_its_own.generate(requests, params)
+            of_its_own.generate(asked, params)
             return time.process_time() - cpu
 
+        verdicts, repeats = Verdicts(), 2 * args.repeats
+        narrow = partial(generation, DEMO, requests)
+        wide = partial(generation, WIDE, requests[:32])
         what = "CPU time of generation, with / without an order of sums that company does not change"
-        Verdicts().at_most(what, cost(generation, 2 * args.repeats), 1.10)
+        verdicts.at_most(what, cost(narrow, free_order, repeats), 1.10)
+        verdicts.at_most(f"{what}, wide layers", cost(wide, free_order, repeats), 1.10)
+        what = f"wide layers: products of few rows / of {transformers_engine.LARGEST} alone"
+        verdicts.at_most(what, cost(wide, large_products, repeats), 1.0)
         if args.profile:
             with torch.profiler.profile() as profile:
                 engine.generate(requests, params)

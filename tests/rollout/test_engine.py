@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import random
 import re
+from collections.abc import Sequence
 from dataclasses import replace
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -15,13 +17,18 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megarl.config.errors import CheckpointError, EngineError
+from megarl.rollout.engines import transformers_engine
 from megarl.rollout.engines.transformers_engine import (
     COLUMNS,
+    LARGEST,
+    Block,
+    BlockLinear,
     DecodeLoop,
     KVCache,
     TransformersEngine,
     _width,
     decode_attention,
+    fewest_rows,
 )
 from megarl.rollout.sampling import Completion, Request, SamplingParams
 from tests.engines import load_folder
@@ -38,7 +45,8 @@ def requests(count: int, group: int = 2, **kwargs) -> list[Request]:
 
 
 COMPANY = [Request(p, 100 * i + j) for i, p in enumerate([*prompts(9, high=40), (7,)]) for j in range(3)]
-TOGETHER: dict[str, list[Completion]] = {}  # by family, what COMPANY is answered as one batch
+# By family, and whether its layers count as wide, what COMPANY is answered as one batch.
+TOGETHER: dict[tuple[str, bool], list[Completion]] = {}
 
 
 def assert_logprobs(reference, completions, asked, temperature: float = 1.0) -> None:
@@ -88,25 +96,29 @@ def test_logprobs_of_sampled_tokens(family, make_engine, reference):
     chance=st.integers(0, 2**32),
     max_batch=st.integers(1, 40),
     family=st.sampled_from(["grouped", "qwen3", "glm4", "qwen3_5_text"]),
+    wide=st.booleans(),
 )
-@example(chance=0, max_batch=1, family="grouped")
-@example(chance=0, max_batch=1, family="qwen3_5_text")
-def test_a_response_is_the_same_to_the_bit_in_any_company(make_engine, chance, max_batch, family):
+@example(chance=0, max_batch=1, family="grouped", wide=False)
+@example(chance=0, max_batch=1, family="qwen3_5_text", wide=False)
+@example(chance=0, max_batch=1, family="grouped", wide=True)
+def test_a_response_is_the_same_to_the_bit_in_any_company(make_engine, chance, max_batch, family, wide):
     """Its log-probabilities too: with others or alone, in any order, in one batch or one after another, and
     where others come while it runs."""
     asked, params, rng = COMPANY, SamplingParams(max_tokens=20), random.Random(chance)
-    if family not in TOGETHER:
-        TOGETHER[family] = make_engine(family).generate(asked, params)
+    with patch.object(transformers_engine, "NARROW", 0 if wide else 256):
+        if (family, wide) not in TOGETHER:
+            TOGETHER[family, wide] = make_engine(family).generate(asked, params)
+        engine = make_engine(family, max_batch=max_batch)
+    together = TOGETHER[family, wide]
     some = rng.sample(range(len(asked)), rng.randint(1, 20))
-    engine = make_engine(family, max_batch=max_batch)
     completions = engine.generate([asked[i] for i in some], params)
-    assert completions == [TOGETHER[family][i] for i in some]
+    assert completions == [together[i] for i in some]
     later, ended = list(some), {}
     while later or engine.running:
         now = [later.pop() for _ in range(rng.randint(0, min(3, len(later))))]
         engine.submit({i: asked[i] for i in now}, params)
         ended |= engine.poll(0.0)  # one step
-    assert ended == {i: TOGETHER[family][i] for i in some}
+    assert ended == {i: together[i] for i in some}
 
 
 def test_a_long_response_is_the_same_to_the_bit_in_any_company(make_engine):
@@ -119,6 +131,52 @@ def test_a_long_response_is_the_same_to_the_bit_in_any_company(make_engine):
     assert [engine.generate([request], params)[0] for request in asked] == together
 
 
+@settings(max_examples=20, deadline=None)
+@given(
+    seed=st.integers(0, 2**32),
+    count=st.integers(1, 200),
+    wide_in=st.sampled_from([256, 448, 576, 1536]),
+    wide_out=st.sampled_from([1, 192, 1000]),
+    bias=st.booleans(),
+)
+def test_a_row_of_a_wide_layer_is_multiplied_alike_in_any_company(seed, count, wide_in, wide_out, bias):
+    generator = torch.Generator().manual_seed(seed)
+    layer = BlockLinear(wide_in, wide_out, bias=bias).requires_grad_(False)
+    layer.block = Block.of([layer.weight], wide_in)
+    for parameter in layer.parameters():
+        parameter.normal_(generator=generator)
+    rows = torch.randn(count, wide_in, generator=generator)
+    together = layer(rows)
+    torch.testing.assert_close(together, F.linear(rows, layer.weight, layer.bias), atol=1e-3, rtol=1e-4)
+    for row in {0, count // 2, count - 1}:
+        assert torch.equal(layer(rows[row]), together[row])
+
+
+@pytest.mark.parametrize(
+    ("other", "fewest"), [((), 8), ((8,), 16), ((16,), 32), ((8, 16), 32), ((32,), 64), ((8, 32), 64)]
+)
+def test_products_that_add_in_another_order_are_found(monkeypatch, other, fewest):
+    """other: the numbers of rows of which one of two matrices is multiplied in halves."""
+
+    def linear(rows, weight):
+        if weight.shape == (300, 512) and len(rows) in other:
+            return rows[:, :256] @ weight[:, :256].T + rows[:, 256:] @ weight[:, 256:].T
+        return (rows[:, None] * weight).sum(-1)  # one order for all
+
+    monkeypatch.setattr(F, "linear", linear)
+    assert fewest_rows([torch.empty(20, 64), torch.empty(300, 512)]) == fewest
+
+
+@given(rows=st.integers(1, 600), fewest=st.sampled_from([8, 16, 32, 64]))
+def test_products_of_a_batch(rows, fewest):
+    block = Block(fewest, largest=LARGEST)
+    whole = block.whole(rows)
+    assert 0 <= whole - rows < max(fewest, rows % LARGEST)
+    assert {len(part) for part in torch.empty(whole).split(LARGEST)} <= {fewest, 8, 16, 32, LARGEST}
+    assert whole % fewest == 0 and whole == block.whole(whole)
+    assert all(begin + block.whole(rows - begin) <= block.room(rows) for begin in range(rows))
+
+
 ORDERED = re.compile(
     r"mm|linear|matmul|solve|attention|sum|mean|norm|softmax|cumsum|sort|topk|argmax|searchsorted"
 )
@@ -128,11 +186,11 @@ class Shapes(TorchDispatchMode):
     """The products and reductions of floating-point numbers, each with what decides the order of its sums:
     the shape of one matrix of a batch, how it lies in memory (and whether it is one of several), or the
     length of a reduced row. By phase: a prompt's prefill, named by its width, and the steps. (The largest
-    number is the same in any order.)"""
+    number is the same in any order.) Products of `alike` rows count as one shape."""
 
-    def __init__(self) -> None:
+    def __init__(self, alike: Sequence[int] = ()) -> None:
         super().__init__()
-        self.phase, self.found = "", set()
+        self.phase, self.found, self.alike = "", set(), alike
 
     def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -148,7 +206,8 @@ class Shapes(TorchDispatchMode):
                 lies = [(tuple(t.shape[1:]), t[0].is_contiguous()) for t in folded]
                 shape = [*lies, len(folded[-1]) > 1]
             elif re.search("mm|linear", name):
-                shape = [tuple(t.shape) for t in tensors[:2]]
+                rows, *matrix = [tuple(t.shape) for t in tensors[:2]]
+                shape = [(max(self.alike), *rows[1:]) if rows[0] in self.alike else rows, *matrix]
             elif name in ("sum", "mean"):
                 shape = [tensors[0].shape[d] for d in args[1]]
             else:
@@ -157,9 +216,9 @@ class Shapes(TorchDispatchMode):
         return operation(*args, **kwargs)
 
 
-def shapes_of(monkeypatch, engine, asked, params) -> set[tuple[str, str, str]]:
+def shapes_of(monkeypatch, engine, asked, params, alike: Sequence[int] = ()) -> set[tuple[str, str, str]]:
     """Returns what Shapes finds while these requests are answered."""
-    shapes = Shapes()
+    shapes = Shapes(alike)
     step, prefill = DecodeLoop._step, DecodeLoop._prefill
 
     def named_step(loop):
@@ -178,26 +237,38 @@ def shapes_of(monkeypatch, engine, asked, params) -> set[tuple[str, str, str]]:
 
 
 @pytest.mark.parametrize(
-    ("family", "wide"), [("grouped", False), ("qwen3", True), ("glm4", True), ("qwen3_5_text", True)]
+    ("family", "alike"),
+    [
+        ("grouped", ()),
+        ("qwen3", (64,)),
+        ("qwen3", (8, 16, 32, 64)),
+        ("glm4", (16, 32, 64)),
+        ("qwen3_5_text", (64,)),
+        ("qwen3_5_text", (8, 16, 32, 64)),
+    ],
 )
-def test_no_shape_that_a_response_meets_depends_on_its_company(make_engine, monkeypatch, family, wide):
+def test_no_shape_that_a_response_meets_depends_on_its_company(make_engine, monkeypatch, family, alike):
     """On every processor: what a library may choose the order of a sum by is the same alone and among others,
-    fewer and more of them, with shorter and longer prompts, while the cache grows."""
-    monkeypatch.setattr("megarl.rollout.engines.transformers_engine.NARROW", 0 if wide else 256)
+    fewer and more of them, with shorter and longer prompts, while the cache grows. alike: the rows of wide
+    products that the processor multiplies in one order, for which nothing else may depend on company."""
+    monkeypatch.setattr(transformers_engine, "NARROW", 0 if alike else 256)
+    monkeypatch.setattr(transformers_engine, "fewest_rows", lambda weights: min(alike))
     sizes = (3, 30, 31, 70, 100, 140, 5, 12, 9, 180)
     asked = [
         Request(p, 10 * i + j) for i, n in enumerate(sizes) for p in prompts(1, i, n, n) for j in range(9)
     ]
     params = SamplingParams(max_tokens=70, top_p=0.9, top_k=40)
     engine = make_engine(family, eos_ids=())
-    company = shapes_of(monkeypatch, engine, asked, params)
+    company = shapes_of(monkeypatch, engine, asked, params, alike)
     for i in (0, 12, 39):
-        alone = shapes_of(monkeypatch, engine, asked[i : i + 1], params)
+        alone = shapes_of(monkeypatch, engine, asked[i : i + 1], params, alike)
         own = {"step", f"prefill {_width(asked[i].prompt)}"}
         assert alone == {shape for shape in company if shape[0] in own}
         assert {phase for phase, *_ in alone} == own and len(alone) > 15
-    few = shapes_of(monkeypatch, engine, asked[:9], params)
+    few = shapes_of(monkeypatch, engine, asked[:9], params, alike)
     assert few <= company
+    if len(alike) > 1:  # and they are what differs
+        assert shapes_of(monkeypatch, engine, asked[:9], params) != few
 
 
 @pytest.mark.parametrize("what", ["attention", "linear"])

@@ -7,9 +7,8 @@ room for the next.
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -35,6 +34,7 @@ BIAS = EXPERT_BIAS.hf[0][0].partition("{l}")[2]  # how the names of the buffers 
 COLUMNS = 64  # keys of a chunk of attention: see DecodeLoop
 # (Also, torch's memory-efficient kernel on CUDA refuses a bf16 mask whose rows are not a multiple of 8.)
 NARROW = 256  # hidden size below which calling a product costs more than multiplying
+LARGEST = 64  # rows of a product of a wide layer
 PREFILL_TOKENS = 16384  # padded prompt tokens in one forward pass
 # A layer's number (-1 before the first, their count behind the last), and what part of it; its whole output.
 Part = tuple[int, str]
@@ -113,11 +113,11 @@ class TransformersEngine(RolloutEngine):
             elif type(module) is Qwen3NextGatedDeltaNet:
                 module.__class__ = CachedFusedDeltaNet
         self._model = model.eval().requires_grad_(False)
-        if in_fixed_order(next(model.parameters())):
-            for module in model.modules():
-                if type(module) is nn.Linear:
-                    module.__class__ = BlockLinear
-                    cast(BlockLinear, module).block = Block.of(module.weight, config.hidden_size)
+        linear = [module for module in model.modules() if type(module) is nn.Linear]
+        self._block = Block.of([module.weight for module in linear], config.hidden_size)
+        for module in linear if in_fixed_order(linear[0].weight) else ():
+            module.__class__ = BlockLinear
+            cast(BlockLinear, module).block = self._block
         self._has_weights = self._asleep = False
         self.weight_version = -1
 
@@ -277,7 +277,7 @@ class TransformersEngine(RolloutEngine):
             self._stopping[params.stop] = Stopping(
                 params.stop, self._model.config.vocab_size, self.eos_ids, self.tokenizer, self.device
             )
-        return DecodeLoop(self._model, self.max_batch, params, self._stopping[params.stop])
+        return DecodeLoop(self._model, self._block, self.max_batch, params, self._stopping[params.stop])
 
     def _check(self, requests: Collection[Request], params: SamplingParams) -> None:
         """Raise EngineError for a request that does not fit the model."""
@@ -353,10 +353,11 @@ class DecodeLoop:
     prompt is padded to a width of its own, not to the longest of its neighbours. (Mixtures are not: the
     tokens of an expert are multiplied as many as there are.) Linear attention takes a step row by row."""
 
-    def __init__(self, model: Any, max_batch: int, params: SamplingParams, stopping: Stopping) -> None:
-        self.params, self.stopping, self.max_batch = params, stopping, max_batch
+    def __init__(
+        self, model: Any, block: Block, max_batch: int, params: SamplingParams, stopping: Stopping
+    ) -> None:
+        self.params, self.stopping, self.max_batch, self.block = params, stopping, max_batch, block
         self.body, self.head, self.device = model.get_decoder(), model.get_output_embeddings(), model.device
-        self.block = Block.of(self.head.weight, model.config.hidden_size)
         self.requests: dict[int, Request] = {}  # that have not come back
         self.waiting: list[tuple[tuple[int, ...], list[int]]] = []  # the next one is popped from the end
         # Of a mixture whose routing is wanted: what the routers of the layers have just chosen, [tokens,
@@ -713,53 +714,81 @@ def in_fixed_order(tensor: Tensor) -> bool:
 
 
 class Block(NamedTuple):
-    """The rows that a linear layer multiplies at once, and how many blocks there are at least."""
+    """In which shapes linear layers multiply.
+
+    rows     a batch has a whole number of so many
+    fewest   blocks of `rows` in a batch
+    largest  rows of a product, of which a batch takes as many as it needs and a last one of a power of two;
+             0: of all blocks at once
+    """
 
     rows: int
-    fewest: int
+    fewest: int = 1
+    largest: int = 0
 
     @staticmethod
-    def of(weight: Tensor, hidden: int) -> Block:
-        """Return the block for a model of such weights and this width. In a narrow one blocks are small and
-        go into one batched product, for which MKL has another path where there is but one; in a wide one each
-        is a product of its own. Where no order is fixed they only keep the number of shapes small."""
-        if not in_fixed_order(weight):
-            return Block(8, 1)
-        return Block(16, 2) if hidden < NARROW else Block(64, 1)
+    def of(weights: Sequence[Tensor], hidden: int) -> Block:
+        """Return the block for a model of such weights, whose values are undefined and may be overwritten,
+        and this width. In a narrow one blocks are small and go into one batched product, for which MKL has
+        another path where there is but one. Where no order is fixed they only keep the number of shapes
+        small."""
+        if not in_fixed_order(weights[0]):
+            return Block(8)
+        return Block(16, 2) if hidden < NARROW else Block(fewest_rows(weights), largest=LARGEST)
 
     def whole(self, rows: int) -> int:
         """Return the rows of as many blocks as these rows need."""
-        return max(_whole(rows, self.rows), self.rows * self.fewest)
+        if not self.largest:
+            return max(_whole(rows, self.rows), self.rows * self.fewest)
+        rest = rows % self.largest
+        return rows - rest + (max(self.rows, 1 << (rest - 1).bit_length()) if rest or not rows else 0)
 
     def room(self, rows: int) -> int:
         """Return the rows that tensors need for so many responses, of which the newest may begin anywhere."""
-        return self.whole(rows) + self.whole(0)
+        return self.whole(rows) + (self.largest or self.whole(0))
+
+
+def fewest_rows(weights: Iterable[Tensor]) -> int:
+    """Return from how many rows on, a power of two of at least 8, products with such matrices add up a row in
+    the order of those of LARGEST rows, on this processor and with its library: LARGEST where none smaller
+    does. Tried with equal rows, of random numbers, whose results are equal where the order is. The values of
+    the weights are overwritten."""
+    random, fewest = torch.Generator().manual_seed(0), 8
+    for weight in {weight.shape: weight for weight in weights}.values():
+        weight.normal_(generator=random)
+        rows = torch.randn(1, weight.shape[1], generator=random).repeat(LARGEST, 1)
+        expected, size = F.linear(rows, weight)[0], LARGEST // 2
+        while size >= fewest and bool((F.linear(rows[:size], weight) == expected).all()):
+            size //= 2
+        fewest = max(fewest, 2 * size)
+    return fewest
 
 
 class BlockLinear(nn.Linear):
-    """A linear layer that multiplies rows block by block: the order in which the products of a row are added
-    depends on the block's shape alone."""
+    """A linear layer that multiplies rows in products of the shapes of `block`: the order in which the
+    products of a row are added depends on nothing else."""
 
     block: Block
 
     def forward(self, input: Tensor) -> Tensor:
-        """input [blocks, rows, in], or any [..., in] -> [..., out]."""
-        blocks, (rows, fewest) = input, self.block
-        if input.dim() != 3 or input.shape[1] != rows or len(input) < fewest:
-            flat = input.reshape(-1, self.in_features)
-            flat = F.pad(flat, (0, 0, 0, self.block.whole(len(flat)) - len(flat)))
-            blocks = flat.view(-1, rows, self.in_features)
-        if fewest == 1:
-            out = torch.stack([F.linear(one, self.weight, self.bias) for one in blocks])
+        """input [..., in] -> [..., out]."""
+        shape, block = (*input.shape[:-1], self.out_features), self.block
+        count = input.numel() // self.in_features
+        if padding := block.whole(count) - count:
+            input = F.pad(input.reshape(-1, self.in_features), (0, 0, 0, padding))
+        if block.largest:
+            rows = input.reshape(-1, self.in_features)
+            parts = [F.linear(part, self.weight, self.bias) for part in rows.split(block.largest)]
+            out = parts[0] if len(parts) == 1 else torch.cat(parts)
         else:
-            weight = self.weight.t().expand(len(blocks), -1, -1)
-            out = torch.bmm(blocks, weight)
+            if input.dim() != 3 or input.shape[1] != block.rows:
+                input = input.reshape(-1, block.rows, self.in_features)
+            out = torch.bmm(input, self.weight.t().expand(len(input), -1, -1))
             if self.bias is not None:
                 out += self.bias
-        if blocks is input:
-            return out
-        shape = *input.shape[:-1], self.out_features
-        return out.view(-1, self.out_features)[: math.prod(shape[:-1])].view(shape)
+        if padding:
+            out = out.view(-1, self.out_features)[:count]
+        return out if out.shape == shape else out.view(shape)
 
 
 class CachedDeltaNet(Qwen3_5GatedDeltaNet):
