@@ -38,7 +38,10 @@ DEMO = {
     "intermediate_size": 192,
 }
 WIDE = {  # SmolLM2-135M's layers
-    "hidden_size": 576, "num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 64,
+    "hidden_size": 576,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "head_dim": 64,
     "intermediate_size": 1536,
 }
 

@@ -312,13 +312,18 @@ class MemoryPlan:
         wanted = (parallel.overlap_grad_reduce, parallel.overlap_param_gather)
         return any(usual if value is None else value for value in wanted)
 
+    @property
+    def in_fp8(self) -> bool:
+        """Return whether layers multiply in FP8."""
+        return self.config.model.fp8.format != "none" and self.layers == "te"
+
     def quantised(self, model: str, stage: int, *, forward_only: bool = False) -> float:
         """Return the bytes of the FP8 copies that Transformer Engine keeps of a model's weights on a rank of
         this stage. They are made in the first pass after an update, or after the weights have come to the
         GPU, and leave it with them. forward_only: of rows alone, which is all that a pass without gradients
         makes."""
         fp8 = self.config.model.fp8
-        if fp8.format == "none" or self.layers == "portable":
+        if not self.in_fp8:
             return 0.0
         elements = self.shape(model).quantised(self.layout, stage, fp8.first_last_layers_bf16)
         both = quantised_bytes(fp8.recipe, self.device)
@@ -342,7 +347,7 @@ class MemoryPlan:
             recomputed=(config.model.recompute_layers or 0) * self.layout.vpp or None,
             modules=config.model.recompute_modules,
             router="fp32" if config.model.router_dtype == "fp32" else config.model.dtype,
-            fp8=config.model.fp8.format != "none" and self.layers == "te",
+            fp8=self.in_fp8,
             trains_head=not is_frozen(TIED_OUTPUT if tied else OUTPUT, 0, config.actor),
         )
         found = activations(self.shape(model), passes, critic=model in SCALAR)

@@ -24,6 +24,9 @@ ITERATION = 4e-3  # seconds of a decoding step on the host: scheduling, launchin
 SEQUENCE = 80e-6  # seconds of the host for each sequence of that step: sampling, tokens back to text
 LAYER = 60e-6  # seconds of a layer in a decoding step that are no reading: starts of its kernels
 DISPATCH = 2e-3  # seconds in which a mixture's layer waits for the host to count each expert's tokens
+# Speed of a layer's products in FP8, casts included, to that in bf16: from one step on an H100
+# (docs/planning.md). A recipe that was not measured takes bf16's time.
+FP8 = {"tensorwise": 1.55, "delayed": 1.55}
 # Our estimates:
 READING = 0.75  # of the memory's speed
 PREFILL = 0.40  # of peak FLOP/s
@@ -246,9 +249,12 @@ def _token_seconds(plan: MemoryPlan, name: str, update: bool, whole: list[float]
     sizes, tp, cp, b = shape.sizes, layout.tp, layout.cp, shape.itemsize
     layers = sizes.layers / layout.pp
     peak = plan.device.tflops * 1e12 * PRODUCTS
+    fp8 = config.model.fp8
+    in_fp8 = plan.in_fp8 * (1 - 2 * fp8.first_last_layers_bf16 / sizes.layers)  # share of the layers
+    of_layers = peak / (1 - in_fp8 + in_fp8 / FP8.get(fp8.recipe, 1.0))  # of their products, on average
 
-    def products(*shapes: tuple[float, float]) -> float:
-        return sum(2 * m * n * (1 + NARROW / min(m, n)) for m, n in shapes) / peak
+    def products(*shapes: tuple[float, float], speed: float = of_layers) -> float:
+        return sum(2 * m * n * (1 + NARROW / min(m, n)) for m, n in shapes) / speed
 
     h = sizes.hidden
     # A matrix is cut over tensor-parallel ranks on its longer side, or (to latents) its tokens are.
@@ -270,7 +276,7 @@ def _token_seconds(plan: MemoryPlan, name: str, update: bool, whole: list[float]
     # Causal attention: a token looks at half of its sequence, which is a longer one the more tokens it has.
     square = fmean(length**2 for length in whole) / fmean(whole)
     attention = (1 - share) * square * (sizes.q + sizes.out) / tp / peak  # scores, and sums of values
-    head = products((h, sizes.vocab / tp)) if name in ("actor", "reference", "teacher") else 0.0
+    head = products((h, sizes.vocab / tp), speed=peak) if name in ("actor", "reference", "teacher") else 0.0
 
     node, network = cluster.node_speed * 1e9 * LINKS, cluster.network_speed * 1e9 * LINKS
 

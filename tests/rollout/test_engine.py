@@ -136,7 +136,7 @@ def test_a_long_response_is_the_same_to_the_bit_in_any_company(make_engine):
     seed=st.integers(0, 2**32),
     count=st.integers(1, 200),
     wide_in=st.sampled_from([256, 448, 576, 1536]),
-    wide_out=st.sampled_from([1, 192, 1000]),
+    wide_out=st.sampled_from([192, 576, 1000]),
     bias=st.booleans(),
 )
 def test_a_row_of_a_wide_layer_is_multiplied_alike_in_any_company(seed, count, wide_in, wide_out, bias):
