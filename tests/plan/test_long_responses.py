@@ -99,7 +99,7 @@ def changed() -> Iterator[tuple[str, MemoryPlan, Estimate]]:
     with mock.patch.object(times, "FP8", {}):
         yield "FP8's products at bf16's speed", plan, estimate(plan, LONG)
     with mock.patch.object(times, "FP8", {plan.config.model.fp8.recipe: 2.0}):
-        yield "at twice bf16's, as in the data sheet", plan, estimate(plan, LONG)
+        yield "FP8's products at twice bf16's speed, as in the data sheet", plan, estimate(plan, LONG)
     quarter = with_keys(plan, update__mini_batch=2048)
     yield "4 updates a step instead of 16 (another algorithm)", quarter, estimate(quarter, LONG)
     eight = with_keys(plan, rollout__weights_dtype="fp8_block")

@@ -72,16 +72,12 @@ def test_an_update_on_an_h100() -> None:
     shape = Shape(sizes, "bf16")
 
     def seconds(layers: str, *fp8: str) -> float:
-        keys = (
-            *(
-                "recipe=dapo",
-                f"model.layers={layers}",
-                "model.recompute=selective",
-                "model.recompute_layers=null",
-            ),
+        keys = [
+            *("recipe=dapo", f"model.layers={layers}", *fp8),
+            *("model.recompute=selective", "model.recompute_layers=null", "update.mini_batch=8"),
             *("rollout.prompts=1", "rollout.group_size=8", "rollout.max_response_tokens=4092"),
-            *("data.max_prompt_tokens=64", "update.mini_batch=8", "update.tokens_per_micro_batch=8192", *fp8),
-        )
+            *("data.max_prompt_tokens=64", "update.tokens_per_micro_batch=8192"),
+        ]
         config = load_config(ROOT / TABLE["base"], keys)
         config = config.model_copy(update={"parallel": ParallelConfig(dp=1, device="cuda")})
         plan = MemoryPlan(config, shape, shape, device_of(config.cluster))
