@@ -1,7 +1,7 @@
 """Speed of the transformers engine at the demo's size: Qwen3, hidden 64, 2 layers, 32 prompts x 8 responses,
 one thread; and what it costs that a response does not depend on its company, beside torch's own linear layers
 and attention in the same engine, in turns. The same with wide layers, hidden 576, and 32 responses; there
-also what it gains that products may have few rows.
+also what it gains that products may have few rows, and that prompts share what they begin with.
 
 python benchmarks/rollout.py [--repeats 5] [--profile]
 """
@@ -98,6 +98,22 @@ def free_order() -> Iterator[None]:
         yield
 
 
+def with_examples(prompts: int) -> list[Request]:
+    """Prompts of four tasks, each with 140 tokens of examples before 20 to 50 of its own; a request each."""
+    rng = random.Random(0)
+    examples = [tuple(rng.randrange(2, VOCAB) for _ in range(140)) for _ in range(4)]
+    questions = [tuple(rng.randrange(2, VOCAB) for _ in range(rng.randint(20, 50))) for _ in range(prompts)]
+    return [Request(examples[i % 4] + question, i) for i, question in enumerate(questions)]
+
+
+@contextmanager
+def prompts_apart() -> Iterator[None]:
+    """Have engines prefill each prompt by itself."""
+    cut = transformers_engine.segments_of
+    with patch.object(transformers_engine, "segments_of", lambda prompts, shared: cut(prompts, False)):
+        yield
+
+
 @contextmanager
 def large_products() -> Iterator[None]:
     """Have engines that are made here multiply wide layers as on a processor that adds up the rows of smaller
@@ -148,7 +164,9 @@ def main() -> None:
                 "tokens/CPU s"
             )
 
-        def generation(sizes: Mapping[str, int], asked: Sequence[Request]) -> float:
+        def generation(
+            sizes: Mapping[str, int], asked: Sequence[Request], params: SamplingParams = params
+        ) -> float:
             with tempfile.TemporaryDirectory() as other:
                 of_its_own = make_engine(Path(other), args.max_batch, sizes)  # made as it is patched now
             of_its_own.generate(asked[:8], params)
@@ -164,6 +182,10 @@ def main() -> None:
         verdicts.at_most(f"{what}, wide layers", cost(wide, free_order, repeats), 1.10)
         what = f"wide layers: products of few rows / of {transformers_engine.LARGEST} alone"
         verdicts.at_most(what, cost(wide, large_products, repeats), 1.0)
+        for name, sizes, most in (("narrow", DEMO, 0.7), ("wide", WIDE, 0.5)):
+            prefill = partial(generation, sizes, with_examples(64), SamplingParams(max_tokens=1))
+            what = f"{name} layers: prefill of 64 prompts with the examples of 4 tasks, shared / apart"
+            verdicts.at_most(what, cost(prefill, prompts_apart, args.repeats), most)
         if args.profile:
             with torch.profiler.profile() as profile:
                 engine.generate(requests, params)

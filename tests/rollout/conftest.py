@@ -113,7 +113,7 @@ def gather_by_runtime() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def folders(tmp_path_factory) -> dict[str, Path]:
     """qwen3 is tied with a head size of its own, llama has llama3's rope and equal numbers of heads; grouped:
-    four queries for each key."""
+    four queries for each key; experts and latents: a mixture, and multi-latent attention with one."""
     root = tmp_path_factory.mktemp("rollout-models")
     return {
         "qwen2": make_tiny_model(root / "qwen2", "qwen2"),
@@ -122,6 +122,8 @@ def folders(tmp_path_factory) -> dict[str, Path]:
         "glm4": make_tiny_model(root / "glm4", "glm4", head_dim=12),
         "qwen3_5_text": make_tiny_model(root / "qwen3_5", "qwen3_5_text", head_dim=16),
         "grouped": make_tiny_model(root / "grouped", "qwen3", heads=8, kv_heads=2, head_dim=32),
+        "experts": make_tiny_model(root / "experts", "qwen3_moe"),
+        "latents": make_tiny_model(root / "latents", "deepseek_v3"),
     }
 
 

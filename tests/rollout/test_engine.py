@@ -3,6 +3,7 @@ life cycle."""
 
 from __future__ import annotations
 
+import itertools
 import random
 import re
 from collections.abc import Sequence
@@ -29,6 +30,8 @@ from megarl.rollout.engines.transformers_engine import (
     _width,
     decode_attention,
     fewest_rows,
+    prefill_attention,
+    segments_of,
 )
 from megarl.rollout.sampling import Completion, Request, SamplingParams
 from tests.engines import load_folder
@@ -225,9 +228,9 @@ def shapes_of(monkeypatch, engine, asked, params, alike: Sequence[int] = ()) -> 
         shapes.phase = "step"
         step(loop)
 
-    def named_prefill(loop, groups):
-        shapes.phase = f"prefill {_width(groups[0][0])}"
-        prefill(loop, groups)
+    def named_prefill(loop, segments, *more):
+        shapes.phase = f"prefill {segments[0].width}"
+        prefill(loop, segments, *more)
 
     with monkeypatch.context() as patched, shapes:
         patched.setattr(DecodeLoop, "_step", named_step)
@@ -411,11 +414,11 @@ def test_prompts_are_prefilled_once(make_engine, monkeypatch):
     engine = make_engine(max_batch=64)
     seen, prefill = [], DecodeLoop._prefill
 
-    def spy(loop, groups):
+    def spy(loop, *given):
         hook = loop.body.embed_tokens.register_forward_pre_hook(
             lambda module, args: seen.append(args[0].shape)
         )
-        prefill(loop, groups)
+        prefill(loop, *given)
         hook.remove()
 
     monkeypatch.setattr(DecodeLoop, "_prefill", spy)
@@ -423,6 +426,123 @@ def test_prompts_are_prefilled_once(make_engine, monkeypatch):
     widths = [16 if len(p) <= 16 else 32 for p in prompts(6)]  # with padding
     shapes = sorted((widths.count(width), width) for width in set(widths))
     assert sorted(map(tuple, seen)) == shapes
+
+
+def branches(seed: int, count: int) -> list[tuple[int, ...]]:
+    """Prompts that begin alike in part: each goes on behind the beginning of an earlier one."""
+    rng, made = random.Random(seed), [(5,) * COLUMNS + (6,)]
+    while len(made) < count:
+        whole = rng.choice(made)
+        begin = whole[: rng.choice((0, 20, COLUMNS - 1, COLUMNS, COLUMNS + 1, 2 * COLUMNS, 3 * COLUMNS))]
+        prompt = begin + tuple(rng.randrange(5, 9) for _ in range(rng.choice((1, 2, 30, COLUMNS, 90, 150))))
+        if prompt not in made:
+            made.append(prompt)
+    return made
+
+
+@given(seed=st.integers(0, 2**32), count=st.integers(1, 30))
+def test_what_prompts_begin_with_in_common_is_one_segment(seed, count):
+    """Each token that follows others is computed once, but for those of a prompt's last chunk."""
+    asked, computed = branches(seed, count), {}
+    for segment in segments_of(asked, shared=True):
+        for prompt in segment.prompts:
+            computed.setdefault(prompt, []).append(segment)
+        stop, first = segment.start + segment.width, asked[segment.prompts[0]]
+        assert segment.start % COLUMNS == 0 and all(asked[i][:stop] == first[:stop] for i in segment.prompts)
+        if not segment.ends:
+            assert segment.width % COLUMNS == 0 and all(len(asked[i]) > stop for i in segment.prompts)
+    for i, prompt in enumerate(asked):
+        *begin, end = segments = computed[i]
+        assert end.ends and end.prompts == [i] and not any(segment.ends for segment in begin)
+        assert [segment.start for segment in segments] == [
+            0,
+            *(segment.start + segment.width for segment in begin),
+        ]
+        assert end.start + end.width == _width(prompt) >= len(prompt)
+    for a, b in itertools.combinations(range(count), 2):
+        pairs = zip(asked[a][:-1], asked[b][:-1], strict=False)
+        alike = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+        both = sum(segment.width for segment in computed[a] if b in segment.prompts)
+        assert both == alike // COLUMNS * COLUMNS
+    apart = segments_of(asked, shared=False)
+    assert sorted(segment.prompts for segment in apart) == [[i] for i in range(count)]
+    assert all(segment.start == 0 and segment.ends for segment in apart)
+
+
+@pytest.mark.parametrize("family", ["grouped", "wide", "glm4", "qwen3_5_text", "experts", "latents"])
+def test_prompts_that_begin_alike_are_answered_as_alone(family, make_engine, reference, monkeypatch):
+    """To the bit, but for mixtures; and what they share goes through the model once."""
+    mixture = family in ("experts", "latents")
+    monkeypatch.setattr(transformers_engine, "NARROW", 0 if family == "wide" else 256)
+    engine = make_engine(family := "grouped" if family == "wide" else family, eos_ids=())
+    asked = [Request(p, 10 * i + j) for i, p in enumerate(branches(2, 14)) for j in range(2)]
+    params, tokens = SamplingParams(max_tokens=6, routing=mixture), []
+    embed = engine._model.get_input_embeddings()
+    hook = embed.register_forward_pre_hook(lambda _, args: tokens.append(args[0].shape))
+    together = engine.generate(asked, params)
+    hook.remove()
+    whole = sum(_width(request.prompt) for request in asked[::2])
+    prefilled = sum(shape.numel() for shape in tokens[: -(params.max_tokens - 1)])
+    assert prefilled == whole if family == "qwen3_5_text" else prefilled < 0.7 * whole
+    assert_logprobs(reference(family), together, asked)
+    for request, answer in zip(asked, together, strict=True):
+        alone = engine.generate([request], params)[0]
+        if mixture:
+            assert alone.tokens == answer.tokens and (alone.routing == answer.routing).all()
+        else:
+            assert alone == answer
+
+
+def test_no_shape_depends_on_what_prompts_share(make_engine, monkeypatch):
+    """On every processor: what is prefilled in segments meets the shapes of what is prefilled as one."""
+    asked = [Request(prompt, i) for i, prompt in enumerate(branches(2, 14))]
+    engine, params = make_engine("grouped", eos_ids=()), SamplingParams(max_tokens=1)
+
+    def shapes(requests: Sequence[Request]) -> set[tuple[str, str]]:
+        return {found[1:] for found in shapes_of(monkeypatch, engine, requests, params)}
+
+    assert shapes(asked) == set.union(*(shapes([request]) for request in asked))
+
+
+def test_prompts_that_begin_alike_in_bfloat16(make_engine, reference):
+    asked = [Request(prompt, i) for i, prompt in enumerate(branches(3, 9))]
+    completions = make_engine("grouped", dtype=torch.bfloat16).generate(asked, SamplingParams(max_tokens=20))
+    apart = Request(tuple(reversed(asked[-1].prompt)), 0)  # shares nothing
+    completions += make_engine("grouped", dtype=torch.bfloat16).generate(
+        [apart], SamplingParams(max_tokens=20)
+    )
+    errors = []
+    for request, completion in zip([*asked, apart], completions, strict=True):
+        ids = torch.tensor([[*request.prompt, *completion.tokens]])
+        with torch.no_grad():
+            logits = reference("grouped")(input_ids=ids).logits[0, len(request.prompt) - 1 : -1]
+        expected = logits.log_softmax(-1).gather(1, torch.tensor(completion.tokens)[:, None])[:, 0]
+        errors.append(float((torch.tensor(completion.logprobs) - expected).abs().mean()))
+    assert max(errors[:-1]) < 3 * errors[-1] + 1e-3
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    seed=st.integers(0, 2**32),
+    chunks=st.integers(0, 4),
+    queries=st.integers(1, 150),
+    heads=st.sampled_from([(1, 1), (4, 2), (9, 3)]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+)
+def test_attention_of_a_segment_is_causal(seed, chunks, queries, heads, dtype):
+    generator, (query_heads, kv_heads), dim = torch.Generator().manual_seed(seed), heads, 16
+    count = chunks * COLUMNS + queries
+    query = torch.randn(2, query_heads, queries, dim, generator=generator).to(dtype)
+    key, value = (torch.randn(2, kv_heads, count, dim, generator=generator).to(dtype) for _ in "kv")
+    found = prefill_attention(query, key, value, 0.25)
+    key, value = (x.double().repeat_interleave(query_heads // kv_heads, 1) for x in (key, value))
+    expected = torch.empty(query.shape, dtype=torch.float64)
+    for i in range(queries):
+        seen = slice(count - queries + i + 1)
+        scores = (query[:, :, i, None].double() * key[:, :, seen]).sum(-1) * 0.25
+        expected[:, :, i] = (scores.softmax(-1)[..., None] * value[:, :, seen]).sum(2)
+    bound = 1e-5 if dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(found.double(), expected, atol=bound, rtol=0)
 
 
 def test_a_long_prefill_is_cut(make_engine, monkeypatch):
@@ -480,6 +600,18 @@ def test_what_was_begun_goes_on(make_engine):
     assert straight.finish == "stop" and len(straight.tokens) == 5
     (cut_through,) = engine.generate([begun(longest, 4)], stopped)
     assert (cut_through.tokens, cut_through.finish) == (straight.tokens, "stop")
+
+
+def test_what_was_begun_alike_goes_on(make_engine):
+    """Two responses to a prompt that have parted behind a chunk, beside one that begins between its prefill
+    and theirs."""
+    engine, params = make_engine(eos_ids=()), SamplingParams(max_tokens=2 * COLUMNS)
+    common = tuple(range(10, 10 + COLUMNS))
+    cut = [Completion([*common, 5 + i], [-0.5] * (COLUMNS + 1)) for i in range(2)]
+    asked = [Request((7,), i, partial=given) for i, given in enumerate(cut)]
+    found = engine.generate([Request((8,) * 70, 3), *asked], params)[1:]
+    assert [answer.tokens[: COLUMNS + 1] for answer in found] == [given.tokens for given in cut]
+    assert [engine.generate([request], params)[0] for request in asked] == found
 
 
 def test_sleep_frees_and_wake_needs_an_update(make_engine):

@@ -1,14 +1,15 @@
 """The rollout engine on Hugging Face transformers: the default on a CPU, and the reference for other engines.
 
 A weight transfer writes its weights in place (`parameters`). Decoding is a loop of our own over the
-transformers model: each response has its own seed, equal prompts share one prefill, and rows that end make
-room for the next.
+transformers model: each response has its own seed, what prompts begin with in common is prefilled once, and
+rows that end make room for the next.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -344,14 +345,17 @@ class DecodeLoop:
 
     A row of the batch is one response. Requests with equal prompts share one prefill (unless they are more
     than `max_batch`) and join together, in the order in which their prompts first appear, whenever rows are
-    free. Everything per row lives in tensors and becomes Python lists once, when it ends.
+    free. Prompts that join together and begin alike, with the same examples, say, share that of their
+    beginning (`segments_of`). Everything per row lives in tensors and becomes Python lists once, when it
+    ends.
 
     On a CPU, in float32, a response and its log-probabilities are the same to the bit in any company. How a
     library orders the sum of a product or a reduction depends on its shape, so no shape that a response meets
     depends on its company: linear layers multiply rows in blocks of one size (`Block`), attention adds
-    chunks of COLUMNS keys in their order (`decode_attention`), each row from its own column 0 on, and a
-    prompt is padded to a width of its own, not to the longest of its neighbours. (Mixtures are not: the
-    tokens of an expert are multiplied as many as there are.) Linear attention takes a step row by row."""
+    chunks of COLUMNS keys in their order (`decode_attention`), each row from its own column 0 on, and takes a
+    prompt's queries in such chunks (`prefill_attention`); a prompt is padded to a width of its own, not to
+    the longest of its neighbours. (Mixtures are not: the tokens of an expert are multiplied as many as there
+    are.) Linear attention takes a step row by row."""
 
     def __init__(
         self, model: Any, block: Block, max_batch: int, params: SamplingParams, stopping: Stopping
@@ -423,54 +427,69 @@ class DecodeLoop:
         while self.waiting and len(self.waiting[-1][1]) <= free:
             taken.append(self.waiting.pop())
             free -= len(taken[-1][1])
-        taken.sort(key=lambda group: len(group[0]))
-        self.longest = max(self.longest, len(taken[-1][0]))
+        self.longest = max(self.longest, *(len(prompt) for prompt, _ in taken))
         self._make_room(self.max_batch - free)
-        chunk: list[tuple[tuple[int, ...], list[int]]] = []
-        for group in taken:
-            width = _width(group[0])
-            if chunk and (width != _width(chunk[0][0]) or (len(chunk) + 1) * width > PREFILL_TOKENS):
-                self._prefill(chunk)
-                chunk = []
-            chunk.append(group)
-        self._prefill(chunk)
+        # A state of linear attention would have to be handed on, as keys and values are.
+        segments = segments_of([prompt for prompt, _ in taken], shared=not self.cache.states)
+        rows, first = dict[int, range](), self.used  # of each prompt's responses
+        for prompt in (segment.prompts[0] for segment in segments if segment.ends):
+            rows[prompt] = range(first, first + len(taken[prompt][1]))
+            first = rows[prompt].stop
+        together: list[Segment] = []
+        for segment in segments:
+            alike = together and together[0][:2] == segment[:2]
+            if together and not (alike and (len(together) + 1) * segment.width <= PREFILL_TOKENS):
+                self._prefill(together, taken, rows)
+                together = []
+            together.append(segment)
+        self._prefill(together, taken, rows)
 
-    def _prefill(self, groups: list[tuple[tuple[int, ...], list[int]]]) -> None:
-        cache, device = self.cache, self.device
-        tokens = torch.zeros(len(groups), _width(groups[0][0]), dtype=torch.int64)
-        for row, (prompt, _) in zip(tokens, groups, strict=True):
-            row[: len(prompt)] = torch.tensor(prompt)
-        tokens = tokens.to(device)
-        lengths = torch.tensor([len(p) for p, _ in groups], device=device)
-        keys = torch.tensor([key for _, keys in groups for key in keys])
-        source = torch.repeat_interleave(
-            torch.arange(len(groups)), torch.tensor([len(keys) for _, keys in groups])
-        ).to(device)
-        cache.prefilling, cache.lengths = True, lengths
-        position = torch.arange(tokens.shape[1], device=device)[None]
-        hidden = self.body(
-            input_ids=tokens, position_ids=position, past_key_values=cache, use_cache=True
-        ).last_hidden_state
-        cache.prefilling = False
-        chosen = self._take_chosen().unflatten(0, tokens.shape) if self.experts else None
-        cache.place(self.used, len(groups[-1][0]), source, chosen)
-        rows = slice(self.used, self.used + source.numel())
-        self.key[rows], self.live[rows] = keys.to(device), True
-        asked = [self.requests[key] for _, keys in groups for key in keys]
-        self.seed[rows], self.limit[rows] = torch.tensor(
+    def _prefill(
+        self,
+        segments: Sequence[Segment],
+        groups: Sequence[tuple[tuple[int, ...], list[int]]],
+        rows_of: Mapping[int, range],
+    ) -> None:
+        """Take segments of one start and width through the model, and begin the responses to the prompts that
+        end in them, whose rows are the next ones."""
+        cache, device, (start, width) = self.cache, self.device, segments[0][:2]
+        stop = start + width
+        prompts = [groups[segment.prompts[0]][0][:stop] for segment in segments]
+        tokens = torch.tensor([prompt + (0,) * (stop - len(prompt)) for prompt in prompts]).to(device)
+        lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
+        rows = [[row for prompt in segment.prompts for row in rows_of[prompt]] for segment in segments]
+        with cache.prefill(start, torch.tensor([some[0] for some in rows], device=device), lengths):
+            hidden = self.body(
+                input_ids=tokens[:, start:],
+                position_ids=torch.arange(start, stop, device=device)[None],
+                past_key_values=cache,
+                use_cache=True,
+            ).last_hidden_state
+        chosen = self._take_chosen().unflatten(0, hidden.shape[:2]) if self.experts else None
+        source = torch.tensor([i for i, some in enumerate(rows) for _ in some], device=device)
+        cache.place(torch.tensor([row for some in rows for row in some], device=device), source, chosen)
+        ending = [i for i, segment in enumerate(segments) if segment.ends]
+        if not ending:
+            return
+        keys = [key for i in ending for key in groups[segments[i].prompts[0]][1]]
+        asked = [self.requests[key] for key in keys]
+        new = slice(self.used, self.used + len(keys))
+        source = torch.tensor([i for i in ending for _ in rows[i]], device=device)
+        self.key[new], self.live[new] = torch.tensor(keys).to(device), True
+        self.seed[new], self.limit[new] = torch.tensor(
             [[request.seed for request in asked], [request.limit(self.params) for request in asked]]
         ).to(device)
-        self.position[rows] = lengths[source] - 1
-        self.count[rows] = torch.tensor([request.begun for request in asked], device=device)
-        longest = len(groups[-1][0])
-        cache.tokens[rows, :longest] = tokens[source, :longest]
-        self.used = rows.stop
+        self.position[new] = lengths[source] - 1
+        self.count[new] = torch.tensor([request.begun for request in asked], device=device)
+        cache.tokens[new, :stop] = tokens[source]
+        self.used = new.stop
         # The head, and what draws from its logits, see whole blocks too.
-        last = hidden.new_zeros(self.block.whole(len(groups)), hidden.shape[2])
-        last[: len(groups)] = hidden[torch.arange(len(groups), device=device), lengths - 1]
-        padded = source.new_zeros(self.block.whole(source.numel()))
-        padded[: source.numel()] = source
-        self._choose(slice(rows.start, rows.start + padded.numel()), self.head(last)[padded])
+        ends = torch.tensor(ending, device=device)
+        last = hidden.new_zeros(self.block.whole(len(ends)), hidden.shape[2])
+        last[: len(ends)] = hidden[ends, lengths[ends] - 1 - start]
+        padded = source.new_zeros(self.block.whole(len(keys)))
+        padded[: len(keys)] = torch.searchsorted(ends, source)
+        self._choose(slice(new.start, new.start + len(padded)), self.head(last)[padded])
 
     def _step(self) -> None:
         """Feed every row's newest token and choose the next."""
@@ -610,17 +629,23 @@ class KVCache:
         self.logprobs = torch.zeros(0, 0, device=device)
         routed = layers, config.num_experts_per_tok if experts else 0
         self.chosen = torch.zeros(0, 0, *routed, dtype=torch.int16, device=device)
-        self.prefilling = False
-        self.lengths = torch.zeros(0, dtype=torch.int64, device=device)  # of the prompts while prefilling
+        # While prefilling: where the segments begin, a row that holds what stands before each, and where the
+        # prompts end, or the segments.
+        self.prefilling, self.start = False, 0
+        self.before = self.lengths = torch.zeros(0, dtype=torch.int64, device=device)
         self._aside: dict[int, tuple[Tensor, Tensor]] = {}
 
     def update(
         self, key: Tensor, value: Tensor, layer: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Add a layer's new keys and values, [prompts, kv_heads, tokens, dim] or of a step [blocks, kv_heads,
-        rows, dim]; return all that it attends to, [rows, kv_heads, columns, dim]."""
+        """Add a layer's new keys and values, [segments, kv_heads, tokens, dim] or of a step [blocks,
+        kv_heads, rows, dim]; return all that it attends to, [rows, kv_heads, columns, dim]."""
         if self.prefilling:
             self._aside[layer] = key, value
+            if not self.start:
+                return key, value
+            both = zip((self.keys[layer], self.values[layer]), (key, value), strict=True)
+            key, value = (torch.cat([old[self.before, :, : self.start], new], 2) for old, new in both)
             return key, value
         keys, values = self.keys[layer], self.values[layer]
         rows = len(key) * key.shape[2]
@@ -628,6 +653,17 @@ class KVCache:
             dim = fresh.shape[3]
             cache.view(-1, dim).index_copy_(0, self._at, fresh.transpose(1, 2).reshape(-1, dim))
         return keys[:rows, :, : self._seen], values[:rows, :, : self._seen]
+
+    @contextmanager
+    def prefill(self, start: int, before: Tensor, lengths: Tensor) -> Iterator[None]:
+        """Set aside, for `place`, what a forward pass gives of segments that begin at `start`. before,
+        lengths: int64 [segments], a row that holds what stands before each, and how many tokens of the prompt
+        there are with it."""
+        self.prefilling, self.start, self.before, self.lengths = True, start, before, lengths
+        try:
+            yield
+        finally:
+            self.prefilling = False
 
     def keep(self, layer: int, inputs: Tensor, state: Tensor) -> None:
         """Take what a layer of linear attention has behind the newest tokens: of prompts, or of the first
@@ -646,19 +682,18 @@ class KVCache:
         mask = torch.zeros(rows, self._seen, dtype=self.keys[0].dtype, device=position.device)
         return mask.masked_fill_(self._numbers[: self._seen] > position, -torch.inf)[:, None, None]
 
-    def place(self, first: int, longest: int, source: Tensor, chosen: Tensor | None) -> None:
-        """Write rows from `first` on, one per entry of `source`, int64 [rows]: prompt source[i] of the
-        prefill just run, at most `longest` tokens long, and its experts [prompts, tokens, layers, topk]."""
-        new = slice(first, first + source.numel())
+    def place(self, rows: Tensor, source: Tensor, chosen: Tensor | None) -> None:
+        """Write into `rows` what the prefill just run has set aside of the segments `source`, int64 [n] each,
+        and of the segments' experts, [segments, tokens, layers, topk]."""
         for layer, pair in self._aside.items():
             if layer in self.states:
-                self.inputs[layer][new], self.states[layer][new] = (fresh[source] for fresh in pair)
+                self.inputs[layer][rows], self.states[layer][rows] = (fresh[source] for fresh in pair)
                 continue
             for cache, fresh in zip((self.keys[layer], self.values[layer]), pair, strict=True):
-                cache[new, :, :longest] = fresh[source, :, :longest]
+                cache[rows, :, self.start : self.start + fresh.shape[2]] = fresh[source]
         self._aside.clear()
         if chosen is not None:
-            self.chosen[new, :longest] = chosen[source, :longest]
+            self.chosen[rows, self.start : self.start + chosen.shape[1]] = chosen[source]
 
     def move(self, source: Tensor, target: Tensor, columns: int) -> None:
         """Copy the first `columns` columns of rows `source` over rows `target`."""
@@ -700,11 +735,52 @@ def _whole(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple
 
 
+class Segment(NamedTuple):
+    """What goes through the model at once of a prompt, or of several that begin alike.
+
+    start, width  its first token, and how many they are, with padding
+    prompts       their numbers
+    ends          whether a prompt ends in it, which is then the only one
+    """
+
+    start: int
+    width: int
+    prompts: list[int]
+    ends: bool
+
+
+def segments_of(prompts: Sequence[tuple[int, ...]], shared: bool) -> list[Segment]:
+    """Cut prompts into segments, each behind those that stand before it. shared: whole chunks of COLUMNS
+    tokens that several of them begin with are a segment of their own; else each prompt is one."""
+
+    def chunk(number: int, start: int) -> object:
+        """Return what others must have there too; where it is the prompt's end, nobody has."""
+        tokens = prompts[number][start : start + COLUMNS + 1]
+        return tokens[:-1] if shared and len(tokens) > COLUMNS else number
+
+    segments, left = list[Segment](), [(0, list(range(len(prompts))))]
+    while left:
+        start, those = left.pop()
+        alike: dict[object, list[int]] = {}
+        for number in those:
+            alike.setdefault(chunk(number, start), []).append(number)
+        for numbers in alike.values():
+            if len(numbers) == 1:
+                segments.append(Segment(start, _width(prompts[numbers[0]]) - start, numbers, True))
+                continue
+            stop = start + COLUMNS
+            while len({chunk(number, stop) for number in numbers}) == 1:
+                stop += COLUMNS
+            segments.append(Segment(start, stop - start, numbers, False))
+            left.append((stop, numbers))
+    return sorted(segments, key=lambda segment: segment[:2])
+
+
 def _width(prompt: tuple[int, ...]) -> int:
-    """Return the tokens to which a prompt is padded, at most a quarter more: torch's attention works in
-    blocks whose size depends on it, so it must not depend on other prompts; and prompts of few widths go
-    through the model together."""
-    return _whole(len(prompt), max(16, (1 << (len(prompt) - 1).bit_length()) // 8))
+    """Return the tokens to which a prompt is padded, at most a quarter more and less than COLUMNS: torch's
+    attention works in blocks whose size depends on it, so it must not depend on other prompts; and prompts of
+    few widths go through the model together."""
+    return _whole(len(prompt), min(COLUMNS, max(16, (1 << (len(prompt) - 1).bit_length()) // 8)))
 
 
 def in_fixed_order(tensor: Tensor) -> bool:
@@ -857,18 +933,14 @@ def attention(
     """Implement transformers' attention interface: query [rows, heads, q, dim], key and value [rows,
     kv_heads, k, dim] -> [rows, q, heads, dim]. Values may be narrower; the output then is.
 
-    Without a mask (prefill) attention is causal. With one (a step of decoding) query is [blocks, heads, rows,
-    dim], one query of each row; the query heads that share a key head are treated as queries of one head, so
-    that grouped keys are never repeated."""
+    Without a mask (prefill) attention is causal, and the queries are those of the last keys. With one (a step
+    of decoding) query is [blocks, heads, rows, dim], one query of each row; the query heads that share a key
+    head are treated as queries of one head, so that grouped keys are never repeated."""
     scale, narrow = kwargs["scaling"], value.shape[3]
     if narrow < key.shape[3]:  # torch's attention that keeps no scores wants them as wide
         value = F.pad(value, (0, key.shape[3] - narrow))
     if attention_mask is None:
-        grouped = query.shape[1] != key.shape[1]
-        out = F.scaled_dot_product_attention(
-            query, key, value, is_causal=True, scale=scale, enable_gqa=grouped
-        )
-        return out.transpose(1, 2)[..., :narrow], None
+        return prefill_attention(query, key, value, scale).transpose(1, 2)[..., :narrow], None
     rows, kv_heads, _, dim = key.shape
     blocks, heads, block, _ = query.shape
     query = query.transpose(1, 2).reshape(rows, kv_heads, heads // kv_heads, dim)
@@ -877,6 +949,35 @@ def attention(
     else:
         out = F.scaled_dot_product_attention(query, key, value, attn_mask=attention_mask, scale=scale)
     return out.reshape(blocks, block, heads, dim)[..., :narrow], None
+
+
+def prefill_attention(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    """Attend causally with the queries of the last keys. Where sums have an order, COLUMNS queries are taken
+    at once, so that it does not depend on how many keys stand before the first query: what a prompt shares
+    with others may be computed apart.
+
+    query [rows, heads, q, dim]; key, value [rows, kv_heads, k, dim], k - q a multiple of COLUMNS -> [rows,
+    heads, q, dim]."""
+    queries, before, ordered = query.shape[2], key.shape[2] - query.shape[2], in_fixed_order(query)
+    if ordered:  # lying in memory alike
+        key, value = key.contiguous(), value.contiguous()
+    at, step, parts = torch.arange(key.shape[2], device=key.device), COLUMNS if ordered else queries, []
+    for first in range(0, queries, step):
+        stop = min(first + step, queries)
+        seen = slice(before + stop)
+        mask = at[seen] <= at[before + first : before + stop, None] if before + first else None
+        parts.append(
+            F.scaled_dot_product_attention(
+                query[:, :, first:stop],
+                key[:, :, seen],
+                value[:, :, seen],
+                attn_mask=mask,
+                is_causal=mask is None,
+                scale=scale,
+                enable_gqa=query.shape[1] != key.shape[1],
+            )
+        )
+    return torch.cat(parts, 2) if len(parts) > 1 else parts[0]
 
 
 def decode_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> Tensor:
