@@ -25,7 +25,7 @@ from measure import Verdicts, machine
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-from megarl.rollout.engines import transformers_engine
+from megarl.rollout.engines import transformers_decode, transformers_layers
 from megarl.rollout.engines.transformers_engine import TransformersEngine
 from megarl.rollout.sampling import Request, SamplingParams, response_seed
 
@@ -88,11 +88,12 @@ def free_order() -> Iterator[None]:
     def plain(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> Tensor:
         return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)
 
-    block = transformers_engine.Block
+    block = transformers_layers.Block
     with (
-        patch.object(transformers_engine, "decode_attention", plain),
-        patch.object(transformers_engine, "COLUMNS", 16),
-        patch.object(transformers_engine.BlockLinear, "forward", torch.nn.Linear.forward),
+        patch.object(transformers_layers, "decode_attention", plain),
+        patch.object(transformers_layers, "COLUMNS", 16),
+        patch.object(transformers_decode, "COLUMNS", 16),
+        patch.object(transformers_layers.BlockLinear, "forward", torch.nn.Linear.forward),
         patch.object(block, "of", staticmethod(lambda weights, hidden: block(16))),
     ):
         yield
@@ -109,8 +110,8 @@ def with_examples(prompts: int) -> list[Request]:
 @contextmanager
 def prompts_apart() -> Iterator[None]:
     """Have engines prefill each prompt by itself."""
-    cut = transformers_engine.segments_of
-    with patch.object(transformers_engine, "segments_of", lambda prompts, shared: cut(prompts, False)):
+    cut = transformers_decode.segments_of
+    with patch.object(transformers_decode, "segments_of", lambda prompts, shared: cut(prompts, False)):
         yield
 
 
@@ -118,7 +119,7 @@ def prompts_apart() -> Iterator[None]:
 def large_products() -> Iterator[None]:
     """Have engines that are made here multiply wide layers as on a processor that adds up the rows of smaller
     products in other orders."""
-    with patch.object(transformers_engine, "fewest_rows", lambda weights: transformers_engine.LARGEST):
+    with patch.object(transformers_layers, "fewest_rows", lambda weights: transformers_layers.LARGEST):
         yield
 
 
@@ -180,7 +181,7 @@ def main() -> None:
         what = "CPU time of generation, with / without an order of sums that company does not change"
         verdicts.at_most(what, cost(narrow, free_order, repeats), 1.10)
         verdicts.at_most(f"{what}, wide layers", cost(wide, free_order, repeats), 1.10)
-        what = f"wide layers: products of few rows / of {transformers_engine.LARGEST} alone"
+        what = f"wide layers: products of few rows / of {transformers_layers.LARGEST} alone"
         verdicts.at_most(what, cost(wide, large_products, repeats), 1.0)
         for name, sizes, most in (("narrow", DEMO, 0.7), ("wide", WIDE, 0.5)):
             prefill = partial(generation, sizes, with_examples(64), SamplingParams(max_tokens=1))

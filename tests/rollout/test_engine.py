@@ -18,20 +18,17 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megarl.config.errors import CheckpointError, EngineError
-from megarl.rollout.engines import transformers_engine
-from megarl.rollout.engines.transformers_engine import (
+from megarl.rollout.engines import transformers_decode, transformers_layers
+from megarl.rollout.engines.transformers_decode import DecodeLoop, KVCache, _width, segments_of
+from megarl.rollout.engines.transformers_engine import TransformersEngine
+from megarl.rollout.engines.transformers_layers import (
     COLUMNS,
     LARGEST,
     Block,
     BlockLinear,
-    DecodeLoop,
-    KVCache,
-    TransformersEngine,
-    _width,
     decode_attention,
     fewest_rows,
     prefill_attention,
-    segments_of,
 )
 from megarl.rollout.sampling import Completion, Request, SamplingParams
 from tests.engines import load_folder
@@ -108,7 +105,7 @@ def test_a_response_is_the_same_to_the_bit_in_any_company(make_engine, chance, m
     """Its log-probabilities too: with others or alone, in any order, in one batch or one after another, and
     where others come while it runs."""
     asked, params, rng = COMPANY, SamplingParams(max_tokens=20), random.Random(chance)
-    with patch.object(transformers_engine, "NARROW", 0 if wide else 256):
+    with patch.object(transformers_layers, "NARROW", 0 if wide else 256):
         if (family, wide) not in TOGETHER:
             TOGETHER[family, wide] = make_engine(family).generate(asked, params)
         engine = make_engine(family, max_batch=max_batch)
@@ -254,8 +251,8 @@ def test_no_shape_that_a_response_meets_depends_on_its_company(make_engine, monk
     """On every processor: what a library may choose the order of a sum by is the same alone and among others,
     fewer and more of them, with shorter and longer prompts, while the cache grows. alike: the rows of wide
     products that the processor multiplies in one order, for which nothing else may depend on company."""
-    monkeypatch.setattr(transformers_engine, "NARROW", 0 if alike else 256)
-    monkeypatch.setattr(transformers_engine, "fewest_rows", lambda weights: min(alike))
+    monkeypatch.setattr(transformers_layers, "NARROW", 0 if alike else 256)
+    monkeypatch.setattr(transformers_layers, "fewest_rows", lambda weights: min(alike))
     sizes = (3, 30, 31, 70, 100, 140, 5, 12, 9, 180)
     asked = [
         Request(p, 10 * i + j) for i, n in enumerate(sizes) for p in prompts(1, i, n, n) for j in range(9)
@@ -282,11 +279,9 @@ def test_the_shapes_show_what_depends_on_company(make_engine, monkeypatch, what)
         def plain(query, key, value, mask, scale):
             return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)
 
-        monkeypatch.setattr("megarl.rollout.engines.transformers_engine.decode_attention", plain)
+        monkeypatch.setattr(transformers_layers, "decode_attention", plain)
     else:
-        monkeypatch.setattr(
-            "megarl.rollout.engines.transformers_engine.BlockLinear.forward", torch.nn.Linear.forward
-        )
+        monkeypatch.setattr(BlockLinear, "forward", torch.nn.Linear.forward)
     asked = [Request(p, 10 * i + j) for i, p in enumerate(prompts(9, high=100)) for j in range(9)]
     engine, params = make_engine(eos_ids=()), SamplingParams(max_tokens=70)
     company = shapes_of(monkeypatch, engine, asked, params)
@@ -473,7 +468,7 @@ def test_what_prompts_begin_with_in_common_is_one_segment(seed, count):
 def test_prompts_that_begin_alike_are_answered_as_alone(family, make_engine, reference, monkeypatch):
     """To the bit, but for mixtures; and what they share goes through the model once."""
     mixture = family in ("experts", "latents")
-    monkeypatch.setattr(transformers_engine, "NARROW", 0 if family == "wide" else 256)
+    monkeypatch.setattr(transformers_layers, "NARROW", 0 if family == "wide" else 256)
     engine = make_engine(family := "grouped" if family == "wide" else family, eos_ids=())
     asked = [Request(p, 10 * i + j) for i, p in enumerate(branches(2, 14)) for j in range(2)]
     params, tokens = SamplingParams(max_tokens=6, routing=mixture), []
@@ -548,7 +543,7 @@ def test_attention_of_a_segment_is_causal(seed, chunks, queries, heads, dtype):
 def test_a_long_prefill_is_cut(make_engine, monkeypatch):
     asked, params = requests(12), SamplingParams(max_tokens=12)
     whole = make_engine().generate(asked, params)
-    monkeypatch.setattr("megarl.rollout.engines.transformers_engine.PREFILL_TOKENS", 40)
+    monkeypatch.setattr(transformers_decode, "PREFILL_TOKENS", 40)
     assert [c.tokens for c in make_engine().generate(asked, params)] == [c.tokens for c in whole]
 
 

@@ -1,0 +1,501 @@
+"""Decoding with a transformers model: each response has its own seed, what prompts begin with in common is
+prefilled once, and rows that end make room for the next."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megarl.config.errors import EngineError
+from megarl.rollout.engines.transformers_layers import COLUMNS, Block, round_up
+from megarl.rollout.sampling import Completion, Request, SamplingParams, choose, routing_array, stop_window
+from megarl.weights.families import Sizes
+
+PREFILL_TOKENS = 16384  # padded prompt tokens in one forward pass
+_NAN = 1 << 40  # added to the count of live rows where one holds NaN: one device-to-host copy carries both
+
+
+class Stopping:
+    """What ends a response.
+
+    eos         the tokens that end it, bool [vocab]
+    candidates  the tokens that may complete one of the stop texts, bool [vocab]
+    window      newest tokens that can hold a stop text; 0 without texts
+    """
+
+    def __init__(
+        self, texts: tuple[str, ...], vocab: int, eos_ids: Sequence[int], tokenizer: Any, device: torch.device
+    ) -> None:
+        self.texts, self.tokenizer, self.eos_ids = texts, tokenizer, frozenset(eos_ids)
+        self.window = stop_window(texts)
+        eos, candidates = torch.zeros(vocab, dtype=torch.bool), torch.ones(vocab, dtype=torch.bool)
+        eos[[i for i in eos_ids if i < vocab]] = True
+        if texts:
+            if tokenizer is None:
+                raise EngineError(
+                    "rollout.stop: stop texts need a tokenizer, and the engine was made without one"
+                )
+            known = min(vocab, len(tokenizer))
+            last = {text[-1] for text in texts}
+            # A token of part of a character decodes to U+FFFD; a lone space may be stripped: both are
+            # candidates.
+            pieces = tokenizer.batch_decode([[i] for i in range(known)], skip_special_tokens=True)
+            candidates[:known] = torch.tensor(
+                [" " in last or "\ufffd" in piece or not last.isdisjoint(piece) for piece in pieces]
+            )
+        self.eos, self.candidates = eos.to(device), candidates.to(device)
+
+    def found_in(self, tokens: list[int]) -> bool:
+        """Return whether these tokens hold one of the texts."""
+        text = self.tokenizer.decode(tokens, skip_special_tokens=True)
+        return any(stop in text for stop in self.texts)
+
+    def ends(self, tokens: list[int]) -> bool:
+        """Return whether a response ends behind these tokens, of which all but the last did not end it."""
+        return tokens[-1] in self.eos_ids or (bool(self.texts) and self.found_in(tokens[-self.window :]))
+
+
+class DecodeLoop:
+    """Requests that are decoded together: it admits waiting prompts, decodes at most `max_batch` responses at
+    once, and gives back those that have ended, until its time is up.
+
+    A row of the batch is one response. Requests with equal prompts share one prefill (unless they are more
+    than `max_batch`) and join together, in the order in which their prompts first appear, whenever rows are
+    free. Prompts that join together and begin alike, with the same examples, say, share that of their
+    beginning (`segments_of`). Everything per row lives in tensors and becomes Python lists once, when it
+    ends.
+
+    On a CPU, in float32, a response and its log-probabilities are the same to the bit in any company. How a
+    library orders the sum of a product or a reduction depends on its shape, so no shape that a response meets
+    depends on its company: linear layers multiply rows in blocks of one size (`Block`), attention adds
+    chunks of COLUMNS keys in their order (`decode_attention`), each row from its own column 0 on, and takes a
+    prompt's queries in such chunks (`prefill_attention`); a prompt is padded to a width of its own, not to
+    the longest of its neighbours. (Mixtures are not: the tokens of an expert are multiplied as many as there
+    are.) Linear attention takes a step row by row."""
+
+    def __init__(
+        self, model: Any, block: Block, max_batch: int, params: SamplingParams, stopping: Stopping
+    ) -> None:
+        self.params, self.stopping, self.max_batch, self.block = params, stopping, max_batch, block
+        self.body, self.head, self.device = model.get_decoder(), model.get_output_embeddings(), model.device
+        self.requests: dict[int, Request] = {}  # that have not come back
+        self.waiting: list[tuple[tuple[int, ...], list[int]]] = []  # the next one is popped from the end
+        # Of a mixture whose routing is wanted: what the routers of the layers have just chosen, [tokens,
+        # topk] each.
+        self.experts = Sizes.of(model.config.to_dict()).experts if params.routing else 0
+        self.chosen: list[Tensor] = []
+        self.cache = KVCache(model, self.experts)
+        # Per row: the key of its request (-1: none), its seed, newest token, that token's position, the
+        # number of response tokens so far, and how many there may be. Rows up to `used` are responses, of
+        # which some have ended; those behind them, up to a whole number of blocks, are computed but mean
+        # nothing.
+        self.state = torch.zeros(6, self.block.room(max_batch), dtype=torch.int64, device=self.device)
+        self.key, self.seed, self.token, self.position, self.count, self.limit = self.state
+        self.highest = 0  # no row's limit is higher
+        self.live = torch.zeros_like(self.key, dtype=torch.bool)
+        self.nan = torch.zeros_like(self.live)
+        self.key.fill_(-1)
+        self.used = 0
+        self.longest = 0  # no row's newest token has a higher position
+
+    def add(self, requests: Mapping[int, Request]) -> None:
+        """Let requests wait for free rows. The keys must be free."""
+        self.requests |= requests
+        self.highest = max(self.highest, *(request.limit(self.params) for request in requests.values()))
+        groups: dict[tuple[int, ...], list[int]] = {}
+        for key, request in requests.items():
+            groups.setdefault(request.text, []).append(key)
+        most = self.max_batch
+        new = [(p, keys[i : i + most]) for p, keys in groups.items() for i in range(0, len(keys), most)]
+        self.waiting = new[::-1] + self.waiting
+
+    def run(self, seconds: float) -> list[tuple[int, Completion]]:
+        """Return what ends within `seconds`. Raises FloatingPointError at NaN logits, with the place."""
+        hooks = [
+            layer.mlp.gate.register_forward_hook(lambda _gate, _inputs, output: self.chosen.append(output[2]))
+            for layer in (self.body.layers if self.experts else ())
+            if hasattr(layer.mlp, "gate")
+        ]
+        ended: list[tuple[int, Completion]] = []
+        end = time.monotonic() + seconds
+        try:
+            while self.requests:
+                # Rows are filled where enough of them are free to pay for a prefill, or the batch has run
+                # empty.
+                free = self.max_batch - self.used
+                enough = max(len(self.waiting[-1][1]), self.max_batch // 4) if self.waiting else free + 1
+                if not self.used or free >= enough:
+                    self._admit()
+                else:
+                    self._step()
+                late = time.monotonic() >= end
+                ended += self._sweep(at_once=late)
+                if late:
+                    break
+        finally:
+            for hook in hooks:
+                hook.remove()
+        return ended
+
+    def _admit(self) -> None:
+        """Prefill waiting prompts while their responses fit, and choose each response's first token."""
+        taken, free = [], self.max_batch - self.used
+        while self.waiting and len(self.waiting[-1][1]) <= free:
+            taken.append(self.waiting.pop())
+            free -= len(taken[-1][1])
+        self.longest = max(self.longest, *(len(prompt) for prompt, _ in taken))
+        self._make_room(self.max_batch - free)
+        # A state of linear attention would have to be handed on, as keys and values are.
+        segments = segments_of([prompt for prompt, _ in taken], shared=not self.cache.states)
+        rows, first = dict[int, range](), self.used  # of each prompt's responses
+        for prompt in (segment.prompts[0] for segment in segments if segment.ends):
+            rows[prompt] = range(first, first + len(taken[prompt][1]))
+            first = rows[prompt].stop
+        together: list[Segment] = []
+        for segment in segments:
+            alike = together and together[0][:2] == segment[:2]
+            if together and not (alike and (len(together) + 1) * segment.width <= PREFILL_TOKENS):
+                self._prefill(together, taken, rows)
+                together = []
+            together.append(segment)
+        self._prefill(together, taken, rows)
+
+    def _prefill(
+        self,
+        segments: Sequence[Segment],
+        groups: Sequence[tuple[tuple[int, ...], list[int]]],
+        rows_of: Mapping[int, range],
+    ) -> None:
+        """Take segments of one start and width through the model, and begin the responses to the prompts that
+        end in them, whose rows are the next ones."""
+        cache, device, (start, width) = self.cache, self.device, segments[0][:2]
+        stop = start + width
+        prompts = [groups[segment.prompts[0]][0][:stop] for segment in segments]
+        tokens = torch.tensor([prompt + (0,) * (stop - len(prompt)) for prompt in prompts]).to(device)
+        lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
+        rows = [[row for prompt in segment.prompts for row in rows_of[prompt]] for segment in segments]
+        with cache.prefill(start, torch.tensor([some[0] for some in rows], device=device), lengths):
+            hidden = self.body(
+                input_ids=tokens[:, start:],
+                position_ids=torch.arange(start, stop, device=device)[None],
+                past_key_values=cache,
+                use_cache=True,
+            ).last_hidden_state
+        chosen = self._take_chosen().unflatten(0, hidden.shape[:2]) if self.experts else None
+        source = torch.tensor([i for i, some in enumerate(rows) for _ in some], device=device)
+        cache.place(torch.tensor([row for some in rows for row in some], device=device), source, chosen)
+        ending = [i for i, segment in enumerate(segments) if segment.ends]
+        if not ending:
+            return
+        keys = [key for i in ending for key in groups[segments[i].prompts[0]][1]]
+        asked = [self.requests[key] for key in keys]
+        new = slice(self.used, self.used + len(keys))
+        source = torch.tensor([i for i in ending for _ in rows[i]], device=device)
+        self.key[new], self.live[new] = torch.tensor(keys).to(device), True
+        self.seed[new], self.limit[new] = torch.tensor(
+            [[request.seed for request in asked], [request.limit(self.params) for request in asked]]
+        ).to(device)
+        self.position[new] = lengths[source] - 1
+        self.count[new] = torch.tensor([request.begun for request in asked], device=device)
+        cache.tokens[new, :stop] = tokens[source]
+        self.used = new.stop
+        # The head, and what draws from its logits, see whole blocks too.
+        ends = torch.tensor(ending, device=device)
+        last = hidden.new_zeros(self.block.whole(len(ends)), hidden.shape[2])
+        last[: len(ends)] = hidden[ends, lengths[ends] - 1 - start]
+        padded = source.new_zeros(self.block.whole(len(keys)))
+        padded[: len(keys)] = torch.searchsorted(ends, source)
+        self._choose(slice(new.start, new.start + len(padded)), self.head(last)[padded])
+
+    def _step(self) -> None:
+        """Feed every row's newest token and choose the next."""
+        self._make_room(self.used)
+        cache, rows = self.cache, slice(0, self.block.whole(self.used))
+        mask = cache.attend(self.position[rows], self.longest)
+        # In blocks, as `BlockLinear` multiplies them: what looks like a sequence is a block of responses.
+        hidden = self.body(
+            input_ids=self.token[rows].view(-1, self.block.rows),
+            position_ids=self.position[rows].view(-1, self.block.rows),
+            attention_mask=mask,
+            past_key_values=cache,
+            use_cache=True,
+        ).last_hidden_state
+        if self.experts:
+            at = torch.arange(rows.stop, device=self.device)
+            cache.chosen[at, self.position[rows]] = self._take_chosen()
+        self.longest += 1
+        self._choose(rows, self.head(hidden).flatten(0, 1))
+
+    def _take_chosen(self) -> Tensor:
+        """Return the experts of the forward pass just run, int16 [tokens, layers, topk]; of the first layers,
+        where these are dense, 0."""
+        chosen = torch.stack(self.chosen, dim=1).short()
+        self.chosen.clear()
+        return F.pad(chosen, (0, 0, len(self.body.layers) - chosen.shape[1], 0))
+
+    def _choose(self, rows: slice, logits: Tensor) -> None:
+        """Choose the next token of `rows` from logits [rows, vocab]."""
+        cache, live, count = self.cache, self.live[rows], self.count[rows]
+        token, logprob = choose(logits, self.seed[rows], count, self.params)
+        self.token[rows] = token
+        self.nan[rows] = logprob.isnan() & live
+        self.position[rows] += live
+        count += live
+        # A row that has ended stays where it is: what is computed for it goes behind its end.
+        at = cache.starts[rows] + self.position[rows] + ~live
+        cache.tokens.view(-1).index_copy_(0, at, token)
+        cache.logprobs.view(-1).index_copy_(0, at, logprob)
+        if self.stopping.texts:
+            self._stop_texts(rows, token)
+        live &= ~self.stopping.eos[token] & (count < self.limit[rows])
+
+    def _stop_texts(self, rows: slice, token: Tensor) -> None:
+        """End rows whose newest tokens hold a stop text. Only those that may complete one are decoded."""
+        look = (self.stopping.candidates[token] & self.live[rows]).nonzero()[:, 0] + rows.start
+        ends, counts = self.position[look].tolist(), self.count[look].tolist()
+        for row, end, count in zip(look.tolist(), ends, counts, strict=True):
+            first = end + 1 - min(count, self.stopping.window)
+            if self.stopping.found_in(self.cache.tokens[row, first : end + 1].tolist()):
+                self.live[row] = False
+
+    def _sweep(self, at_once: bool) -> list[tuple[int, Completion]]:
+        """Return the rows that have ended once they are over a sixteenth, or `at_once`: live rows from the
+        end take their places."""
+        used = self.used
+        live = self.live[:used]
+        status = int(live.sum() + self.nan.any() * _NAN)
+        if status >= _NAN:
+            row = int(self.nan.nonzero()[0])
+            raise FloatingPointError(f"row {int(self.key[row])}, response token {int(self.count[row]) - 1}")
+        if status == used or (not at_once and used - status <= used // 16):
+            return []
+        ended = self._take((~live).nonzero()[:, 0])
+        target = (~live[:status]).nonzero()[:, 0]
+        source = live[status:].nonzero()[:, 0] + status
+        self.cache.move(source, target, self.longest + 1)
+        self.state[:, target] = self.state[:, source]
+        self.live[:status], self.live[status:used] = True, False
+        self.position[status:used] = 0
+        self.used = status
+        self.longest = int(self.position[:status].max()) if status else 0
+        return ended
+
+    def _take(self, rows: Tensor) -> list[tuple[int, Completion]]:
+        """Return the responses of rows, which have ended and are to be given up."""
+        cache, columns = self.cache, self.longest + 1
+        tokens, logprobs = cache.tokens[rows, :columns].cpu(), cache.logprobs[rows, :columns].cpu()
+        chosen = cache.chosen[rows].cpu().numpy() if self.experts else None
+        taken = []
+        for row, (key, end, count, limit) in enumerate(self.state[[0, 3, 4, 5]][:, rows].T.tolist()):
+            span = slice(end + 1 - count, end + 1)
+            completion = Completion(tokens[row, span].tolist(), logprobs[row, span].tolist())
+            if (partial := self.requests[key].partial) is not None:
+                completion.logprobs[: len(partial.logprobs)] = partial.logprobs
+            by_itself = count < limit or self.stopping.ends(completion.tokens)
+            completion.finish = "stop" if by_itself else "length"
+            if chosen is not None:
+                completion.routing = routing_array(chosen[row, :end], end + 1, self.experts)
+            del self.requests[key]
+            taken.append((key, completion))
+        return taken
+
+    def _make_room(self, rows: int) -> None:
+        """Let the cache hold `rows` rows, and the next token of each. Growth is geometric, but never beyond
+        what the live rows can still need."""
+        # Behind a row's newest token there is a place for what is computed after its end.
+        rows, columns = self.block.room(rows), self.longest + 3
+        if rows > self.cache.rows or columns > self.cache.columns:
+            grown = min(columns * 3 // 2 + 128, columns + self.highest)
+            self.cache.reserve(rows, grown if columns > self.cache.columns else 0)
+
+
+class KVCache:
+    """Keys and values per layer [rows, kv_heads, columns, dim], in multi-latent attention latents and rotated
+    keys, one head of each; and of each position its token, that token's log-probability and, where routing is
+    wanted, its experts. A row's token of position p stands in column p.
+    A layer of linear attention has a state of each row instead (`CachedDeltaNet`), behind its newest token.
+
+    Passed to transformers' forward as `past_key_values`, whose attention layers call only `update`. While
+    `prefilling`, keys and values are set aside for `place`; otherwise the one new column of each row is
+    written where `attend` says."""
+
+    def __init__(self, model: Any, experts: int) -> None:
+        config, dtype, device = model.config, model.dtype, model.device
+        heads, layers = config.num_attention_heads, config.num_hidden_layers
+        kv_heads = getattr(config, "num_key_value_heads", None) or heads
+        widths = (getattr(config, "head_dim", None) or config.hidden_size // heads,) * 2
+        if hasattr(config, "kv_lora_rank"):
+            kv_heads, widths = 1, (config.kv_lora_rank, config.qk_rope_head_dim)
+        self.rows = self.columns = 0
+        sizes = Sizes.of(config.to_dict())
+        # A layer of linear attention has no heads here.
+        heads_of = [0 if layer in sizes.linear else kv_heads for layer in range(layers)]
+        self.kv_heads = kv_heads
+        self.keys, self.values = (
+            [torch.zeros(0, heads, 0, width, dtype=dtype, device=device) for heads in heads_of]
+            for width in widths
+        )
+        # Of those layers: the newest inputs of the convolution, and the delta rule's state.
+        self.inputs = {
+            n: torch.zeros(0, sizes.mixed, sizes.conv - 1, dtype=dtype, device=device) for n in sizes.linear
+        }
+        shape = 0, sizes.value_heads, sizes.key // max(sizes.key_heads, 1), sizes.value_dim
+        self.states = {n: torch.zeros(shape, device=device) for n in sizes.linear}
+        self.tokens = torch.zeros(0, 0, dtype=torch.int64, device=device)
+        self.logprobs = torch.zeros(0, 0, device=device)
+        routed = layers, config.num_experts_per_tok if experts else 0
+        self.chosen = torch.zeros(0, 0, *routed, dtype=torch.int16, device=device)
+        # While prefilling: where the segments begin, a row that holds what stands before each, and where the
+        # prompts end, or the segments.
+        self.prefilling, self.start = False, 0
+        self.before = self.lengths = torch.zeros(0, dtype=torch.int64, device=device)
+        self._aside: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def update(
+        self, key: Tensor, value: Tensor, layer: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Add a layer's new keys and values, [segments, kv_heads, tokens, dim] or of a step [blocks,
+        kv_heads, rows, dim]; return all that it attends to, [rows, kv_heads, columns, dim]."""
+        if self.prefilling:
+            self._aside[layer] = key, value
+            if not self.start:
+                return key, value
+            both = zip((self.keys[layer], self.values[layer]), (key, value), strict=True)
+            key, value = (torch.cat([old[self.before, :, : self.start], new], 2) for old, new in both)
+            return key, value
+        keys, values = self.keys[layer], self.values[layer]
+        rows = len(key) * key.shape[2]
+        for cache, fresh in ((keys, key), (values, value)):
+            dim = fresh.shape[3]
+            cache.view(-1, dim).index_copy_(0, self._at, fresh.transpose(1, 2).reshape(-1, dim))
+        return keys[:rows, :, : self._seen], values[:rows, :, : self._seen]
+
+    @contextmanager
+    def prefill(self, start: int, before: Tensor, lengths: Tensor) -> Iterator[None]:
+        """Set aside, for `place`, what a forward pass gives of segments that begin at `start`. before,
+        lengths: int64 [segments], a row that holds what stands before each, and how many tokens of the prompt
+        there are with it."""
+        self.prefilling, self.start, self.before, self.lengths = True, start, before, lengths
+        try:
+            yield
+        finally:
+            self.prefilling = False
+
+    def keep(self, layer: int, inputs: Tensor, state: Tensor) -> None:
+        """Take what a layer of linear attention has behind the newest tokens: of prompts, or of the first
+        rows."""
+        if self.prefilling:
+            self._aside[layer] = inputs, state
+            return
+        self.inputs[layer][: len(inputs)], self.states[layer][: len(state)] = inputs, state
+
+    def attend(self, position: Tensor, longest: int) -> Tensor:
+        """Prepare a step whose new tokens have these positions, int64 [rows], none above `longest`; return
+        its additive mask [rows, 1, 1, columns that attention sees]."""
+        self._seen = round_up(longest + 1, COLUMNS)
+        rows, position = len(position), position[:, None]
+        self._at = (self._starts_of_heads[:rows] + position).view(-1)
+        mask = torch.zeros(rows, self._seen, dtype=self.keys[0].dtype, device=position.device)
+        return mask.masked_fill_(self._numbers[: self._seen] > position, -torch.inf)[:, None, None]
+
+    def place(self, rows: Tensor, source: Tensor, chosen: Tensor | None) -> None:
+        """Write into `rows` what the prefill just run has set aside of the segments `source`, int64 [n] each,
+        and of the segments' experts, [segments, tokens, layers, topk]."""
+        for layer, pair in self._aside.items():
+            if layer in self.states:
+                self.inputs[layer][rows], self.states[layer][rows] = (fresh[source] for fresh in pair)
+                continue
+            for cache, fresh in zip((self.keys[layer], self.values[layer]), pair, strict=True):
+                cache[rows, :, self.start : self.start + fresh.shape[2]] = fresh[source]
+        self._aside.clear()
+        if chosen is not None:
+            self.chosen[rows, self.start : self.start + chosen.shape[1]] = chosen[source]
+
+    def move(self, source: Tensor, target: Tensor, columns: int) -> None:
+        """Copy the first `columns` columns of rows `source` over rows `target`."""
+        for cache in (*self.keys, *self.values):
+            cache[target, :, :columns] = cache[source, :, :columns]
+        for of_rows in (*self.inputs.values(), *self.states.values()):
+            of_rows[target] = of_rows[source]
+        for of_tokens in (self.tokens, self.logprobs, self.chosen):
+            of_tokens[target, :columns] = of_tokens[source, :columns]
+
+    def reserve(self, rows: int, columns: int) -> None:
+        """Grow to at least these sizes; what is there stays."""
+        old_rows, old_columns = self.rows, self.columns
+        self.rows, self.columns = max(rows, old_rows), max(round_up(columns, COLUMNS), old_columns)
+
+        def grown(old: Tensor, dim: int) -> Tensor:
+            shape = [self.rows, *old.shape[1:dim], self.columns, *old.shape[dim + 1 :]]
+            # Zeros, not empty: masked columns get weight 0, and 0 times an uninitialised NaN is NaN.
+            fresh = old.new_zeros(shape)
+            fresh[:old_rows].narrow(dim, 0, old_columns).copy_(old)
+            return fresh
+
+        for caches in (self.keys, self.values):
+            for layer, old in enumerate(caches):
+                caches[layer] = grown(old, 2)
+        for states in (self.inputs, self.states):
+            for layer, old in states.items():
+                states[layer] = F.pad(old, (0, 0) * (old.dim() - 1) + (0, self.rows - old_rows))
+        self.tokens, self.logprobs = grown(self.tokens, 1), grown(self.logprobs, 1)
+        self.chosen = grown(self.chosen, 1)
+        # Of the flattened tensors: where rows, and heads of rows, begin.
+        heads, device = self.kv_heads, self.tokens.device
+        self.starts = torch.arange(self.rows, device=device) * self.columns
+        self._starts_of_heads = torch.arange(self.rows * heads, device=device).view(-1, heads) * self.columns
+        self._numbers = torch.arange(self.columns, device=device)
+
+
+class Segment(NamedTuple):
+    """What goes through the model at once of a prompt, or of several that begin alike.
+
+    start, width  its first token, and how many they are, with padding
+    prompts       their numbers
+    ends          whether a prompt ends in it, which is then the only one
+    """
+
+    start: int
+    width: int
+    prompts: list[int]
+    ends: bool
+
+
+def segments_of(prompts: Sequence[tuple[int, ...]], shared: bool) -> list[Segment]:
+    """Cut prompts into segments, each behind those that stand before it. shared: whole chunks of COLUMNS
+    tokens that several of them begin with are a segment of their own; else each prompt is one."""
+
+    def chunk(number: int, start: int) -> object:
+        """Return what others must have there too; where it is the prompt's end, nobody has."""
+        tokens = prompts[number][start : start + COLUMNS + 1]
+        return tokens[:-1] if shared and len(tokens) > COLUMNS else number
+
+    segments, left = list[Segment](), [(0, list(range(len(prompts))))]
+    while left:
+        start, those = left.pop()
+        alike: dict[object, list[int]] = {}
+        for number in those:
+            alike.setdefault(chunk(number, start), []).append(number)
+        for numbers in alike.values():
+            if len(numbers) == 1:
+                segments.append(Segment(start, _width(prompts[numbers[0]]) - start, numbers, True))
+                continue
+            stop = start + COLUMNS
+            while len({chunk(number, stop) for number in numbers}) == 1:
+                stop += COLUMNS
+            segments.append(Segment(start, stop - start, numbers, False))
+            left.append((stop, numbers))
+    return sorted(segments, key=lambda segment: segment[:2])
+
+
+def _width(prompt: tuple[int, ...]) -> int:
+    """Return the tokens to which a prompt is padded, at most a quarter more and less than COLUMNS: torch's
+    attention works in blocks whose size depends on it, so it must not depend on other prompts; and prompts of
+    few widths go through the model together."""
+    return round_up(len(prompt), min(COLUMNS, max(16, (1 << (len(prompt) - 1).bit_length()) // 8)))

@@ -1,0 +1,248 @@
+"""Layers of transformers' models whose sums are in an order of their own: linear layers, attention and linear
+attention that read and write a KVCache (transformers_decode.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AttentionInterface
+from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5GatedDeltaNet
+from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDeltaNet
+
+from megarl.model.delta_net import convolve, delta_rule, delta_step, gated_norm, gates
+
+ATTENTION = "megarl_rollout"  # the name under which `attention` is registered with transformers
+COLUMNS = 64  # keys of a chunk of attention: see DecodeLoop
+# (Also, torch's memory-efficient kernel on CUDA refuses a bf16 mask whose rows are not a multiple of 8.)
+NARROW = 256  # hidden size below which calling a product costs more than multiplying
+LARGEST = 64  # rows of a product of a wide layer
+
+
+def round_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
+
+
+def in_fixed_order(tensor: Tensor) -> bool:
+    """Return whether the sums of products with it are taken in an order that company does not change: in
+    float32 on a CPU. (bf16 would have to round the scores, or to keep its keys in float32.)"""
+    return tensor.device.type == "cpu" and tensor.dtype == torch.float32
+
+
+class Block(NamedTuple):
+    """In which shapes linear layers multiply.
+
+    rows     a batch has a whole number of so many
+    fewest   blocks of `rows` in a batch
+    largest  rows of a product, of which a batch takes as many as it needs and a last one of a power of two;
+             0: of all blocks at once
+    """
+
+    rows: int
+    fewest: int = 1
+    largest: int = 0
+
+    @staticmethod
+    def of(weights: Sequence[Tensor], hidden: int) -> Block:
+        """Return the block for a model of such weights, whose values are undefined and may be overwritten,
+        and this width. In a narrow one blocks are small and go into one batched product, for which MKL has
+        another path where there is but one. Where no order is fixed they only keep the number of shapes
+        small."""
+        if not in_fixed_order(weights[0]):
+            return Block(8)
+        return Block(16, 2) if hidden < NARROW else Block(fewest_rows(weights), largest=LARGEST)
+
+    def whole(self, rows: int) -> int:
+        """Return the rows of as many blocks as these rows need."""
+        if not self.largest:
+            return max(round_up(rows, self.rows), self.rows * self.fewest)
+        rest = rows % self.largest
+        return rows - rest + (max(self.rows, 1 << (rest - 1).bit_length()) if rest or not rows else 0)
+
+    def room(self, rows: int) -> int:
+        """Return the rows that tensors need for so many responses, of which the newest may begin anywhere."""
+        return self.whole(rows) + (self.largest or self.whole(0))
+
+
+def fewest_rows(weights: Iterable[Tensor]) -> int:
+    """Return from how many rows on, a power of two of at least 8, products with such matrices add up a row in
+    the order of those of LARGEST rows, on this processor and with its library: LARGEST where none smaller
+    does. Tried with equal rows, of random numbers, whose results are equal where the order is. The values of
+    the weights are overwritten."""
+    random, fewest = torch.Generator().manual_seed(0), 8
+    for weight in {weight.shape: weight for weight in weights}.values():
+        weight.normal_(generator=random)
+        rows = torch.randn(1, weight.shape[1], generator=random).repeat(LARGEST, 1)
+        expected, size = F.linear(rows, weight)[0], LARGEST // 2
+        while size >= fewest and bool((F.linear(rows[:size], weight) == expected).all()):
+            size //= 2
+        fewest = max(fewest, 2 * size)
+    return fewest
+
+
+class BlockLinear(nn.Linear):
+    """A linear layer that multiplies rows in products of the shapes of `block`: the order in which the
+    products of a row are added depends on nothing else."""
+
+    block: Block
+
+    def forward(self, input: Tensor) -> Tensor:
+        """input [..., in] -> [..., out]."""
+        shape, block = (*input.shape[:-1], self.out_features), self.block
+        count = input.numel() // self.in_features
+        if padding := block.whole(count) - count:
+            input = F.pad(input.reshape(-1, self.in_features), (0, 0, 0, padding))
+        if block.largest:
+            rows = input.reshape(-1, self.in_features)
+            parts = [F.linear(part, self.weight, self.bias) for part in rows.split(block.largest)]
+            out = parts[0] if len(parts) == 1 else torch.cat(parts)
+        else:
+            if input.dim() != 3 or input.shape[1] != block.rows:
+                input = input.reshape(-1, block.rows, self.in_features)
+            out = torch.bmm(input, self.weight.t().expand(len(input), -1, -1))
+            if self.bias is not None:
+                out += self.bias
+        if padding:
+            out = out.view(-1, self.out_features)[:count]
+        return out if out.shape == shape else out.view(shape)
+
+
+class CachedDeltaNet(Qwen3_5GatedDeltaNet):
+    """Linear attention whose state of each row is in a KVCache."""
+
+    def project(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return what the convolution takes, the output's gates, alpha and beta, [..., tokens, n] each."""
+        layers = self.in_proj_qkv, self.in_proj_z, self.in_proj_a, self.in_proj_b
+        channels, gate, alpha, beta = (layer(hidden_states) for layer in layers)
+        return channels, gate, alpha, beta
+
+    def forward(
+        self, hidden_states: Tensor, cache_params: Any = None, attention_mask: Any = None, **_: Any
+    ) -> Tensor:
+        """hidden_states [prompts, tokens, hidden] while prefilling, where each prompt ends at its length; in
+        a step [blocks, rows, hidden], a token of each row -> the same."""
+        cache, layer, kernel = cache_params, self.layer_idx, self.conv1d.weight
+        channels, gate, alpha, beta = self.project(hidden_states)
+        decay, beta = gates(alpha, beta, self.A_log, self.dt_bias)
+        sizes = self.key_dim, self.key_dim, self.value_dim
+        dims = self.head_k_dim, self.head_k_dim, self.head_v_dim
+
+        def heads_of(mixed: Tensor) -> list[Tensor]:
+            parts = zip(mixed.split(sizes, -1), dims, strict=True)
+            return [part.unflatten(-1, (-1, dim)) for part, dim in parts]
+
+        if cache is None or cache.prefilling:
+            if cache is not None:
+                # A prompt's state stays as it is behind its end.
+                ended = torch.arange(alpha.shape[1], device=alpha.device) >= cache.lengths[:, None]
+                decay, beta = (x.masked_fill(ended[..., None], 0) for x in (decay, beta))
+            query, key, value = heads_of(convolve(channels, kernel))
+            out, state = delta_rule(query, key, value, decay, beta)
+            if cache is not None:
+                before = kernel.shape[2] - 1
+                last = cache.lengths[:, None] + torch.arange(before, device=alpha.device)
+                inputs = F.pad(channels.transpose(1, 2), (before, 0))
+                inputs = inputs.gather(2, last[:, None].expand(-1, inputs.shape[1], -1))
+                cache.keep(layer, inputs, state)
+        else:
+            flat, rows = channels.flatten(0, 1), channels.shape[0] * channels.shape[1]
+            inputs = torch.cat([cache.inputs[layer][:rows], flat[..., None]], -1)
+            query, key, value = heads_of(F.silu((inputs * kernel[:, 0]).sum(-1)))
+            state, decay, beta = cache.states[layer][:rows], decay.flatten(0, 1), beta.flatten(0, 1)
+            out, state = delta_step(state, query, key, value, decay, beta)
+            cache.keep(layer, inputs[..., 1:], state)
+            out = out.unflatten(0, channels.shape[:2])
+        out = gated_norm(
+            out, gate.unflatten(-1, (-1, self.head_v_dim)), self.norm.weight, self.layer_norm_epsilon
+        )
+        return self.out_proj(out.flatten(2))
+
+
+class CachedFusedDeltaNet(CachedDeltaNet, Qwen3NextGatedDeltaNet):
+    """That of Qwen3-Next, with a projection for four things, and one for two."""
+
+    def project(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        fused = self.in_proj_qkvz(hidden_states), self.in_proj_ba(hidden_states)
+        query, key, value, gate, beta, alpha = self.fix_query_key_value_ordering(*fused)
+        return torch.cat([x.flatten(2) for x in (query, key, value)], -1), gate.flatten(2), alpha, beta
+
+
+def attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
+) -> tuple[Tensor, None]:
+    """Implement transformers' attention interface: query [rows, heads, q, dim], key and value [rows,
+    kv_heads, k, dim] -> [rows, q, heads, dim]. Values may be narrower; the output then is.
+
+    Without a mask (prefill) attention is causal, and the queries are those of the last keys. With one (a step
+    of decoding) query is [blocks, heads, rows, dim], one query of each row; the query heads that share a key
+    head are treated as queries of one head, so that grouped keys are never repeated."""
+    scale, narrow = kwargs["scaling"], value.shape[3]
+    if narrow < key.shape[3]:  # torch's attention that keeps no scores wants them as wide
+        value = F.pad(value, (0, key.shape[3] - narrow))
+    if attention_mask is None:
+        return prefill_attention(query, key, value, scale).transpose(1, 2)[..., :narrow], None
+    rows, kv_heads, _, dim = key.shape
+    blocks, heads, block, _ = query.shape
+    query = query.transpose(1, 2).reshape(rows, kv_heads, heads // kv_heads, dim)
+    if in_fixed_order(query):
+        out = decode_attention(query, key, value, attention_mask, scale)
+    else:
+        out = F.scaled_dot_product_attention(query, key, value, attn_mask=attention_mask, scale=scale)
+    return out.reshape(blocks, block, heads, dim)[..., :narrow], None
+
+
+def prefill_attention(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    """Attend causally with the queries of the last keys. Where sums have an order, COLUMNS queries are taken
+    at once, so that it does not depend on how many keys stand before the first query: what a prompt shares
+    with others may be computed apart.
+
+    query [rows, heads, q, dim]; key, value [rows, kv_heads, k, dim], k - q a multiple of COLUMNS -> [rows,
+    heads, q, dim]."""
+    queries, before, ordered = query.shape[2], key.shape[2] - query.shape[2], in_fixed_order(query)
+    if ordered:  # lying in memory alike
+        key, value = key.contiguous(), value.contiguous()
+    at, step, parts = torch.arange(key.shape[2], device=key.device), COLUMNS if ordered else queries, []
+    for first in range(0, queries, step):
+        stop = min(first + step, queries)
+        seen = slice(before + stop)
+        mask = at[seen] <= at[before + first : before + stop, None] if before + first else None
+        parts.append(
+            F.scaled_dot_product_attention(
+                query[:, :, first:stop],
+                key[:, :, seen],
+                value[:, :, seen],
+                attn_mask=mask,
+                is_causal=mask is None,
+                scale=scale,
+                enable_gqa=query.shape[1] != key.shape[1],
+            )
+        )
+    return torch.cat(parts, 2) if len(parts) > 1 else parts[0]
+
+
+def decode_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> Tensor:
+    """Attend to keys in chunks of COLUMNS, whose results are added in the order of the keys: a row's sums are
+    the same whatever is masked behind its end, since such a chunk adds zeros.
+
+    query [rows, kv_heads, group, dim]; key, value [rows, kv_heads, n * COLUMNS, dim], finite where masked;
+    mask, additive, [rows, 1, 1, n * COLUMNS] -> [rows, kv_heads, group, dim]."""
+    flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    split = key.split(COLUMNS, 2), value.split(COLUMNS, 2), mask.split(COLUMNS, 3)
+    # Of each chunk the result and, float32 [rows, kv_heads, group], the logarithm of the sum of exponentials.
+    found = [flash(query, k, v, attn_mask=m, scale=scale) for k, v, m in zip(*split, strict=True)]
+    if len(found) == 1:
+        return found[0][0]
+    sums = torch.stack([total for _, total in found])
+    sums += mask[:, 0, 0, ::COLUMNS].T[..., None, None]  # of a chunk that is masked whole there is no sum
+    shares = (sums - sums.amax(0)).exp_()[..., None]
+    out, total = found[0][0] * shares[0], shares[0]
+    for (part, _), share in zip(found[1:], shares[1:], strict=True):
+        out = torch.addcmul(out, part, share)
+        total = total + share
+    return out / total
+
+
+AttentionInterface.register(ATTENTION, attention)
