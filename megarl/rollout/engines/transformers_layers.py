@@ -1,5 +1,5 @@
-"""Layers of transformers' models whose sums are in an order of their own: linear layers, attention and linear
-attention that read and write a KVCache (transformers_decode.py)."""
+"""Layers for transformers' models that add up the products of a row in an order which its company does not
+change: linear layers, and attention and linear attention over a KVCache (transformers_decode.py)."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ LARGEST = 64  # rows of a product of a wide layer
 
 
 def round_up(number: int, multiple: int) -> int:
+    """Return the next multiple, or the number itself."""
     return -(-number // multiple) * multiple
 
 
