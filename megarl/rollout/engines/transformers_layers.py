@@ -202,25 +202,22 @@ def prefill_attention(query: Tensor, key: Tensor, value: Tensor, scale: float) -
 
     query [rows, heads, q, dim]; key, value [rows, kv_heads, k, dim], k - q a multiple of COLUMNS -> [rows,
     heads, q, dim]."""
-    queries, before, ordered = query.shape[2], key.shape[2] - query.shape[2], in_fixed_order(query)
+    (rows, heads, queries, dim), (kv_heads, keys) = query.shape, key.shape[1:3]
+    before, ordered, parts = keys - queries, in_fixed_order(query), []
     if ordered:  # lying in memory alike
         key, value = key.contiguous(), value.contiguous()
-    at, step, parts = torch.arange(key.shape[2], device=key.device), COLUMNS if ordered else queries, []
+    at, step = torch.arange(keys, device=key.device), COLUMNS if ordered else queries
     for first in range(0, queries, step):
         stop = min(first + step, queries)
-        seen = slice(before + stop)
-        mask = at[seen] <= at[before + first : before + stop, None] if before + first else None
-        parts.append(
-            F.scaled_dot_product_attention(
-                query[:, :, first:stop],
-                key[:, :, seen],
-                value[:, :, seen],
-                attn_mask=mask,
-                is_causal=mask is None,
-                scale=scale,
-                enable_gqa=query.shape[1] != key.shape[1],
-            )
-        )
+        own, seen = query[:, :, first:stop], (key[:, :, : before + stop], value[:, :, : before + stop])
+        if not before + first:
+            grouped = heads != kv_heads
+            out = F.scaled_dot_product_attention(own, *seen, is_causal=True, scale=scale, enable_gqa=grouped)
+        else:  # a key head's queries as those of one head: kernels that take a mask have no groups
+            mask = at[: before + stop] <= at[before + first : before + stop, None]
+            own, mask = own.reshape(rows, kv_heads, -1, dim), mask.repeat(heads // kv_heads, 1)
+            out = F.scaled_dot_product_attention(own, *seen, attn_mask=mask, scale=scale)
+        parts.append(out.reshape(rows, heads, stop - first, -1))
     return torch.cat(parts, 2) if len(parts) > 1 else parts[0]
 
 
