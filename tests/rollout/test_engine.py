@@ -437,7 +437,7 @@ def branches(seed: int, count: int) -> list[tuple[int, ...]]:
 
 @given(seed=st.integers(0, 2**32), count=st.integers(1, 30))
 def test_what_prompts_begin_with_in_common_is_one_segment(seed, count):
-    """Each token that follows others is computed once, but for those of a prompt's last chunk."""
+    """In whole chunks, and no more than they have in common; all of a prompt is in its segments."""
     asked, computed = branches(seed, count), {}
     for segment in segments_of(asked, shared=True):
         for prompt in segment.prompts:
@@ -545,6 +545,21 @@ def test_a_long_prefill_is_cut(make_engine, monkeypatch):
     whole = make_engine().generate(asked, params)
     monkeypatch.setattr(transformers_decode, "PREFILL_TOKENS", 40)
     assert [c.tokens for c in make_engine().generate(asked, params)] == [c.tokens for c in whole]
+
+
+def test_a_prefill_is_cut_by_what_stands_before_it_too(make_engine, monkeypatch):
+    """Keys and values of what prompts share are gathered for each of them."""
+    asked = [Request((5,) * 2 * COLUMNS + (6 + i,), i) for i in range(20)]
+    sizes, prefill = [], DecodeLoop._prefill
+
+    def spy(loop, segments, *more):
+        sizes.append((len(segments), segments[0].start, segments[0].width))
+        prefill(loop, segments, *more)
+
+    monkeypatch.setattr(DecodeLoop, "_prefill", spy)
+    monkeypatch.setattr(transformers_decode, "PREFILL_TOKENS", 9 * (2 * COLUMNS + 32))
+    make_engine().generate(asked, SamplingParams(max_tokens=1))
+    assert sizes == [(1, 0, 2 * COLUMNS), *((n, 2 * COLUMNS, 32) for n in (9, 9, 2))]
 
 
 def test_stop_texts(make_engine):

@@ -17,7 +17,7 @@ from megarl.rollout.engines.transformers_layers import COLUMNS, Block, round_up
 from megarl.rollout.sampling import Completion, Request, SamplingParams, choose, routing_array, stop_window
 from megarl.weights.families import Sizes
 
-PREFILL_TOKENS = 16384  # padded prompt tokens in one forward pass
+PREFILL_TOKENS = 16384  # padded prompt tokens in one forward pass, with those that stand before its segments
 _NAN = 1 << 40  # added to the count of live rows where one holds NaN: one device-to-host copy carries both
 
 
@@ -159,8 +159,8 @@ class DecodeLoop:
             first = rows[prompt].stop
         together: list[Segment] = []
         for segment in segments:
-            alike = together and together[0][:2] == segment[:2]
-            if together and not (alike and (len(together) + 1) * segment.width <= PREFILL_TOKENS):
+            most = PREFILL_TOKENS // (segment.start + segment.width)
+            if together and (together[0][:2] != segment[:2] or len(together) >= most):
                 self._prefill(together, taken, rows)
                 together = []
             together.append(segment)
@@ -351,8 +351,8 @@ class KVCache:
         self.logprobs = torch.zeros(0, 0, device=device)
         routed = layers, config.num_experts_per_tok if experts else 0
         self.chosen = torch.zeros(0, 0, *routed, dtype=torch.int16, device=device)
-        # While prefilling: where the segments begin, a row that holds what stands before each, and where the
-        # prompts end, or the segments.
+        # While prefilling, of the segments: their first column; a row that holds what stands before each; and
+        # the column behind the last token of each that is not padding.
         self.prefilling, self.start = False, 0
         self.before = self.lengths = torch.zeros(0, dtype=torch.int64, device=device)
         self._aside: dict[int, tuple[Tensor, Tensor]] = {}
@@ -378,9 +378,9 @@ class KVCache:
 
     @contextmanager
     def prefill(self, start: int, before: Tensor, lengths: Tensor) -> Iterator[None]:
-        """Set aside, for `place`, what a forward pass gives of segments that begin at `start`. before,
-        lengths: int64 [segments], a row that holds what stands before each, and how many tokens of the prompt
-        there are with it."""
+        """Set aside, for `place`, what a forward pass gives of segments that begin in column `start`. before,
+        lengths: int64 [segments], a row that holds what stands before each, and the tokens of its prompt up
+        to its end."""
         self.prefilling, self.start, self.before, self.lengths = True, start, before, lengths
         try:
             yield
