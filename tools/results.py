@@ -246,6 +246,24 @@ def at_equal(
     }
 
 
+def at_the_end(runs: Sequence[dict[str, Any]], of: str = "all") -> dict[int, float]:
+    """Return seed -> accuracy of a row's runs in their last evaluation."""
+    return {
+        run["seed"]: [each["right"] for each in run["evaluations"] if each["of"] == of][-1] for run in runs
+    }
+
+
+def judged(
+    curves: Mapping[str, Sequence[dict[str, Any]]], equal: str
+) -> tuple[str, dict[str, dict[int, float]]]:
+    """Return where rows are compared, in words, and row -> seed -> accuracy there.
+    equal: "tokens", or "steps" for the last step, whatever was drawn until then."""
+    if equal == "steps":
+        return "after the last step", {row: at_the_end(runs) for row, runs in curves.items()}
+    tokens, found = at_equal(curves, "rollout/tokens")
+    return f"at {tokens / 1000:.1f}k tokens", found
+
+
 def differences(scores: Mapping[str, Mapping[int, float]]) -> dict[str, Comparison]:
     """Return row -> its difference to the first row, paired by seed, corrected after Holm over the rows."""
     first, *others = scores
@@ -254,24 +272,22 @@ def differences(scores: Mapping[str, Mapping[int, float]]) -> dict[str, Comparis
     return dict(zip(known, corrected([*known.values()]), strict=True))
 
 
-def table(curves: Mapping[str, Sequence[dict[str, Any]]], *, minutes: bool) -> str:
+def table(
+    curves: Mapping[str, Sequence[dict[str, Any]]], *, minutes: bool = False, equal: str = "tokens"
+) -> str:
     """Return a Markdown table of rows, each with its runs: accuracy at the end, where all have drawn as many
-    tokens, and (`minutes`) where all have taken as long; and the difference to the first row at equal tokens,
-    with the 95 % interval of the paired t-test over seeds."""
-
-    def last(runs: Sequence[dict[str, Any]], of: str) -> str:
-        found = {c["seed"]: [each["right"] for each in c["evaluations"] if each["of"] == of] for c in runs}
-        return score_text({seed: right[-1] for seed, right in found.items()})
-
+    tokens, and (`minutes`) where all have taken as long; and the difference to the first row where they are
+    judged (`equal`), with the 95 % interval of the paired t-test over seeds."""
     tokens, at_tokens = at_equal(curves, "rollout/tokens")
     seconds, at_seconds = at_equal(curves, "time/step")
-    found = differences(at_tokens)
+    where, scores = judged(curves, equal)
+    found = differences(scores)
     heads = [
         "",
         "after the last step",
         f"at {tokens / 1000:.1f}k tokens",
         *([f"at {seconds / 60:.1f} minutes"] if minutes else ()),
-        f"difference to {next(iter(curves))} at equal tokens",
+        f"difference to {next(iter(curves))} {where}",
         "verdict",
         "held-out family",
     ]
@@ -281,43 +297,43 @@ def table(curves: Mapping[str, Sequence[dict[str, Any]]], *, minutes: bool) -> s
         interval = "" if one is None or one.low is None else f" [{one.low:+.3f}, {one.high:+.3f}]"
         cells = [
             row.replace("_", " "),
-            last(runs, "all"),
+            score_text(at_the_end(runs)),
             score_text(at_tokens[row]),
             *([score_text(at_seconds[row])] if minutes else ()),
             "" if one is None else f"{one.mean:+.3f}{interval}",
             "" if one is None else one.verdict,
-            last(runs, "basic_arithmetic"),
+            score_text(at_the_end(runs, "basic_arithmetic")),
         ]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 
-def draw_table(curves: Mapping[str, Sequence[dict[str, Any]]], path: Path) -> None:
-    """Draw each row's accuracy over the tokens drawn, mean of its seeds; beside it each seed at equal tokens,
-    and the difference to the first row with its 95 % interval."""
+def draw_table(curves: Mapping[str, Sequence[dict[str, Any]]], path: Path, equal: str = "tokens") -> None:
+    """Draw each row's accuracy over the tokens drawn, mean of its seeds; beside it each seed where rows are
+    judged (`equal`), and the difference to the first row there with its 95 % interval."""
     figure = Figure(figsize=(11, 4.5), layout="constrained")
     over, each, apart = figure.subplots(1, 3, width_ratios=(3, 2, 2))
-    tokens, at_tokens = at_equal(curves, "rollout/tokens")
-    compared = differences(at_tokens)
+    where, scores = judged(curves, equal)
+    compared = differences(scores)
     names = [row.replace("_", " ") for row in curves]
     for number, (row, runs) in enumerate(curves.items()):
-        full = [until(curve, "rollout/tokens") for curve in runs if curve["seed"] in at_tokens[row]]
+        full = [until(curve, "rollout/tokens") for curve in runs if curve["seed"] in scores[row]]
         if not full:
             continue
         spent, right = np.mean(full, axis=0)
         style = {"color": plots.COLOURS[number % len(plots.COLOURS)], "linewidth": 1.5}
         dashes = "-" if number < len(plots.COLOURS) else "--"
         over.plot(spent / 1000, right, dashes, label=f"{names[number]} ({len(full)})", **style)
-        scores = [*at_tokens[row].values()]
-        each.plot(scores, [number] * len(scores), "o", color=style["color"], alpha=0.5, markersize=4)
-        each.plot(fmean(scores), number, "|", color=style["color"], markersize=16)
+        own = [*scores[row].values()]
+        each.plot(own, [number] * len(own), "o", color=style["color"], alpha=0.5, markersize=4)
+        each.plot(fmean(own), number, "|", color=style["color"], markersize=16)
     for number, row in enumerate(curves):
         if (found := compared.get(row)) and found.low is not None and found.high is not None:
             reach = [[found.mean - found.low], [found.high - found.mean]]
             apart.errorbar(found.mean, number, xerr=reach, fmt="o", color=plots.INK, markersize=4, capsize=3)
     over.set(xlabel="thousand tokens drawn", ylabel="right answers, held-out problems", ylim=(0, None))
     over.legend(fontsize=7)
-    each.set(xlabel=f"each seed and the mean, at {tokens / 1000:.1f}k tokens")
+    each.set(xlabel=f"each seed and the mean, {where}")
     apart.set(xlabel=f"difference to {names[0]}, 95 % interval")
     apart.axvline(0, color=plots.MUTED, linewidth=0.8)
     for axes, labels in ((each, names), (apart, [""] * len(names))):
@@ -372,26 +388,32 @@ def main() -> int:
     configs = ROOT / "configs" / "results"
     committed, runs = ROOT / "docs" / "results" / given.model, ROOT / "runs" / "results" / given.model
     committed.mkdir(parents=True, exist_ok=True)
+    kept, equal = committed, "tokens"
     tuned = committed / "tuned.json"
     end = math.inf if given.hours is None else time.time() + 3600 * given.hours
     tried: dict[str, Any] = {}
     try:
         listed = read_yaml(configs / f"{given.model}.table.yaml")
-        names, last = listed["tables"][given.table], listed["steps"][given.table]
+        asked = listed["tables"][given.table]
+        names, last, equal, over = asked["rows"], asked["steps"], asked["equal"], asked.get("settings", [])
+        if over:  # its runs are not those of the other tables
+            runs, kept = runs / given.table, committed / given.table
+            kept.mkdir(exist_ok=True)
         if unknown := {*(given.rows or ())} - {*names}:
             raise ConfigError(f"--rows: {min(unknown)}: no such row (one of {', '.join(names)})")
         rows = {
-            row: [f"configs/results/{listed['rows'][row][0]}", *listed["rows"][row][1:]]
+            row: [f"configs/results/{listed['rows'][row][0]}", *over, *listed["rows"][row][1:]]
             for row in given.rows or names
         }
         if not given.figures:
             megarl("demo", "--model", given.model, "--data-only")
-            dtype = precision(committed)
+            dtype = precision(kept)
         if given.tune:
             tune(rows, last, runs, tuned, dtype, end)
             return 0
-        files = {(row, seed): committed / f"{row}-{seed}.json" for seed in given.seeds for row in rows}
-        shared = {f"{row}-{seed}" for row in listed["tables"]["recipes"] for seed in given.seeds}
+        files = {(row, seed): kept / f"{row}-{seed}.json" for seed in given.seeds for row in rows}
+        longer = {} if over else listed["tables"]["recipes"]
+        shared = {f"{row}-{seed}" for row in longer.get("rows", ()) for seed in given.seeds}
         if given.table == "methods":
             tried = json.loads(tuned.read_text(encoding="utf-8")) if tuned.is_file() else {}
             for row, settings in rows.items():
@@ -400,9 +422,9 @@ def main() -> int:
                 rate = best_rate(tried[row])
                 if rate != load_config(ROOT / settings[0], settings[1:]).actor.lr:
                     rows[row] = [*settings, f"actor.lr={rate:g}"]
-                    files |= {(row, s): committed / f"{row}-{rate:g}-{s}.json" for s in given.seeds}
+                    files |= {(row, s): kept / f"{row}-{rate:g}-{s}.json" for s in given.seeds}
         if given.check:
-            path = committed / f"{given.check}.json"
+            path = kept / f"{given.check}.json"
             if not path.is_file():
                 raise ConfigError(f"--check: {path} is not there (one of ROW-SEED that is)")
             old = json.loads(path.read_text(encoding="utf-8"))
@@ -419,7 +441,7 @@ def main() -> int:
                 break
             print(f"\n{row}, seed {seed}", flush=True)
             run_dir = runs / path.stem
-            length = listed["steps"]["recipes"] if path.stem in shared else last
+            length = longer["steps"] if path.stem in shared else last
             curve = train(row, [*rows[row], f"steps={length}"], seed, run_dir, dtype)
             if given.gsm8k:
                 weights = {"before": ROOT / "runs" / given.model / "model", "after": run_dir / "hf"}
@@ -446,8 +468,8 @@ def main() -> int:
     if given.table == "recipes":
         draw([curve for curves in found.values() for curve in curves], committed)
     else:
-        draw_table(found, committed / f"{given.table}.png")
-    written = table(found, minutes=bool(tried))
+        draw_table(found, committed / f"{given.table}.png", equal)
+    written = table(found, minutes=bool(tried), equal=equal)
     (committed / f"{given.table}.md").write_text(written, encoding="utf-8")
     print(f"\n{written}")
     return 0

@@ -114,6 +114,20 @@ def test_a_table_compares_at_equal_cost(results: ModuleType, tmp_path: Path) -> 
     assert (tmp_path / "table.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_table_compares_after_equal_steps(results: ModuleType, tmp_path: Path) -> None:
+    """Whatever a row's value pretraining has drawn."""
+    vapo = [curve(results, tmp_path / f"v{seed}", right=20 + seed, seed=seed) for seed in (1, 2, 3)]
+    other = [curve(results, tmp_path / f"o{seed}", right=22 + 2 * seed, seed=seed) for seed in (1, 2, 3)]
+    for run in other:
+        run["value_pretraining"] = {"rollout/tokens": 0, "time/step": 0}
+    heads, _, _, second = results.table({"vapo": vapo, "other": other}, equal="steps").splitlines()
+    assert "| difference to vapo after the last step |" in heads
+    # Half of what vapo has spent, and at its end all the same.
+    assert "| 0.650 ± 0.050 (n = 3) | 0.650 ± 0.050 (n = 3) | +0.100 [" in second
+    results.draw_table({"vapo": vapo, "other": other}, tmp_path / "table.png", "steps")
+    assert (tmp_path / "table.png").read_bytes().startswith(b"\x89PNG")
+
+
 def test_minutes_are_those_of_the_quickest_run(results: ModuleType, tmp_path: Path) -> None:
     """Not what a step took beside other work."""
     slow, fast = (
@@ -179,9 +193,10 @@ def test_the_best_learning_rate(results: ModuleType) -> None:
 def test_every_row_is_a_configuration(table: str) -> None:
     listed = read_yaml(ROOT / "configs/results/smollm2.table.yaml")
     configs = {}
-    for row in listed["tables"][table]:
+    over = listed["tables"][table].get("settings", [])
+    for row in listed["tables"][table]["rows"]:
         path, *settings = listed["rows"][row]
-        configs[row] = load_config(ROOT / "configs/results" / path, settings)
+        configs[row] = load_config(ROOT / "configs/results" / path, [*over, *settings])
         check_config(configs[row], row)
     assert {c.rollout.prompts * c.rollout.group_size for c in configs.values()} <= {64}
     assert len({str(c.model_copy(update={"run_dir": None})) for c in configs.values()}) == len(configs)
