@@ -105,6 +105,22 @@ def _sum_gradients(part: torch.Tensor, whole: torch.Tensor, op: Any, group: Any,
     return group.allreduce([whole], options).wait()
 
 
+def _gather_weights(whole: torch.Tensor, part: torch.Tensor, group: Any, async_op: bool) -> Any:
+    """Fill `whole` with the parts of all ranks where it stands; `part`, this rank's, is a view of it. gloo's
+    all_gather makes two copies of all weights, also on one rank; a sum over integers, of which all ranks but
+    one give zeros, keeps the bits."""
+    if async_op:
+        return distributed.all_gather_into_tensor(whole, part, group=group, async_op=True)
+    if group.size() == 1:
+        return None
+    bits = whole.view(torch.int32)  # Megatron pads buffers to a multiple of 128 numbers
+    own = bits.chunk(group.size())[group.rank()]
+    before = own.storage_offset() - bits.storage_offset()
+    bits[:before].zero_()
+    bits[before + len(own) :].zero_()
+    return group.allreduce([bits]).wait()
+
+
 LARGE = 64  # ranks of a group
 
 
@@ -168,6 +184,8 @@ def install() -> None:
 
     # start_grad_sync, with `part` in `whole`: shard_buffer(bucket.grad_data, ...).
     gradients.dist_reduce_scatter_func = _sum_gradients
+    # start_param_sync, with `part` in `whole`: shard_buffer(bucket.param_data, ...).
+    gradients.dist_all_gather_func = _gather_weights
     # total_num_tokens = torch.zeros([], device="cuda"), once a schedule.
     schedules.torch = _TorchWithoutCuda("torch")
     megatron_random._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)

@@ -78,3 +78,37 @@ def test_gradients_are_summed_where_they_stand(ranks: Callable[..., RankPool], d
     for rank in found:
         assert torch.equal(rank["at once"], rank["theirs"]) and torch.equal(rank["beside"], rank["theirs"])
         assert torch.equal(rank["at once, whole"], torch.cat([other["theirs"] for other in found]))
+
+
+def gathered(runtime: Runtime) -> dict[str, torch.Tensor]:
+    """Weights of the ranks' parts gathered as Megatron does it, at once and beside other work: the bits."""
+    from megatron.core import parallel_state
+    from megatron.core.distributed import param_and_grad_buffer as buffers
+
+    group = parallel_state.get_data_parallel_group()
+    found = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        own = torch.randn(128, generator=torch.Generator().manual_seed(runtime.rank)).to(dtype)
+        own[:3] = torch.tensor([-0.0, float("nan"), float("-inf")])
+        for name, beside in (("at once", False), ("beside", True)):
+            whole = torch.full((2 + group.size() * len(own),), 7.0, dtype=dtype)[2:]  # a bucket of a buffer
+            part = whole.chunk(group.size())[group.rank()]
+            part.copy_(own)
+            with buffers._coalescing_manager(group, async_ops=beside) as handle:
+                buffers.dist_all_gather_func(whole, part, group=group, async_op=beside)
+            if beside:
+                handle.wait()
+            found[f"{dtype}, {name}"] = whole.view(torch.int32).clone()
+        found[f"{dtype}, own"] = own.view(torch.int32)
+    return found
+
+
+@pytest.mark.parametrize("dp", [1, 2, 4])
+def test_weights_are_gathered_where_they_stand(ranks: Callable[..., RankPool], dp: int) -> None:
+    """To the bit: the sign of a zero and what is no number too."""
+    found = ranks(1, 1, dp).run(gathered)
+    for dtype in (torch.float32, torch.bfloat16):
+        expected = torch.cat([rank[f"{dtype}, own"] for rank in found])
+        for rank in found:
+            assert torch.equal(rank[f"{dtype}, at once"], expected)
+            assert torch.equal(rank[f"{dtype}, beside"], expected)
