@@ -27,39 +27,78 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean, median
+from statistics import fmean
 from typing import Any
 
-import numpy as np
-from matplotlib.figure import Figure
-
-from megarl.algorithms.scores import interval
 from megarl.config import load_config
 from megarl.config.errors import ConfigError, MegarlError
 from megarl.config.load import read_yaml
-from megarl.observe.run_log import ANSWERS_FILE
-from megarl.observe.runs import read_jsonl, read_metrics
 from megarl.parallel.machine import cores, matrix_rates
 from megarl.schedule.preflight import versions
-from megarl_experiments.result import Comparison, compare, corrected, score_text
-from megarl_report import plots
+from megarl_experiments import held_out
+from megarl_experiments.held_out import Curve
 
 ROOT = Path(__file__).resolve().parents[1]
 MODELS = ("smollm2",)
 SEEDS = (1, 2, 3)
 RATES = (5e-6, 1e-5, 2e-5)  # learning rates of the actor that --tune tries, on a seed that no table counts
 TUNING = ("checkpoint.every=0", "checkpoint.export_hf=false")
-STEP = (  # figures of a step that are kept
-    *("reward/accuracy", "reward/score", "response/length_mean", "policy/entropy", "policy/grad_norm"),
-    *("policy/clip_fraction_low", "policy/clip_fraction_high", "value/explained_variance"),
-    *("rollout/tokens", "time/step"),
-)
-SPENT = ("rollout/tokens", "time/step")
-FIGURES = {  # file -> the set of problems, title
-    "held_out": ("all", "Right answers, held-out problems of the tasks that are trained on"),
-    "transfer": ("basic_arithmetic", "Right answers, basic_arithmetic, which is never trained on"),
-}
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run of a table: its row and seed, its configuration with what is set over it, its own folder, and the
+    file in which its curve is committed."""
+
+    row: str
+    seed: int
+    settings: Sequence[str]
+    folder: Path
+    file: Path
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table of configs/results/MODEL.table.yaml: its rows, with their settings; how many steps count, and
+    where rows are judged; where curves are committed, and where runs are made."""
+
+    name: str
+    rows: Mapping[str, Sequence[str]]
+    steps: int
+    equal: str
+    kept: Path
+    folder: Path
+    longer: Mapping[str, int]  # rows of which a longer run is shared with another table -> its steps
+
+    def runs(self, seeds: Sequence[int], rates: Mapping[str, float]) -> Iterator[Run]:
+        """Yield the runs, seed by seed. rates: learning rates that were found for rows; a row whose
+        configuration has another has runs of its own."""
+        for seed in seeds:
+            for row, settings in self.rows.items():
+                name, more = f"{row}-{seed}", [f"steps={self.longer.get(row, self.steps)}"]
+                rate = rates.get(row)
+                if rate is not None and rate != load_config(ROOT / settings[0], settings[1:]).actor.lr:
+                    name, more = f"{row}-{rate:g}-{seed}", [f"steps={self.steps}", f"actor.lr={rate:g}"]
+                yield Run(row, seed, [*settings, *more], self.folder / name, self.kept / f"{name}.json")
+
+
+def read_table(model: str, name: str, only: Sequence[str]) -> Table:
+    """Read a table. only: rows that are asked for; none: all. Raises ConfigError where one is none of it."""
+    listed = read_yaml(ROOT / "configs" / "results" / f"{model}.table.yaml")
+    table, whole = listed["tables"][name], listed["tables"]["recipes"]
+    if unknown := {*only} - {*table["rows"]}:
+        raise ConfigError(f"--rows: {min(unknown)}: no such row (one of {', '.join(table['rows'])})")
+    over = table.get("settings", [])  # with some, its runs are not those of the other tables
+    rows = {}
+    for row in only or table["rows"]:
+        path, *settings = listed["rows"][row]
+        rows[row] = [f"configs/results/{path}", *over, *settings]
+    kept, folder = ROOT / "docs" / "results" / model, ROOT / "runs" / "results" / model
+    own = name if over else ""
+    longer = {} if over else dict.fromkeys(whole["rows"], whole["steps"])
+    return Table(name, rows, table["steps"], table["equal"], kept / own, folder / own, longer)
 
 
 def processor() -> str:
@@ -104,9 +143,9 @@ def train(row: str, given: Sequence[str], seed: int, run_dir: Path, dtype: str) 
         "processor": processor(),
         "dtype": dtype,
         "versions": versions(),
-        "evaluations": list(evaluations(run_dir)),
-        "value_pretraining": value_pretraining(run_dir),
-        "steps": list(steps(run_dir)),
+        "evaluations": list(held_out.evaluations(run_dir)),
+        "value_pretraining": held_out.value_pretraining(run_dir),
+        "steps": list(held_out.steps(run_dir)),
     }
 
 
@@ -120,32 +159,6 @@ def gsm8k(model: str, problems: Path, weights: Path, out: Path, dtype: str) -> d
     score = found["scores"]["avg@1"]
     right = {"right": score["mean"], "low": score["low"], "high": score["high"]}
     return {"problems": found["problems"], **right}
-
-
-def evaluations(run_dir: Path) -> Iterator[dict[str, Any]]:
-    """Yield, for each evaluation and set of problems, how many are right, with a 95 % interval; for each task
-    of the set too."""
-    found: dict[tuple[int, str], list[float]] = {}
-    for answer in read_jsonl(run_dir / ANSWERS_FILE, lambda record: "step" in record).records:
-        for name in {answer.get("set") or "all", answer.get("data_source") or "all"}:
-            found.setdefault((answer["step"], name), []).append(float(answer["correct"]))
-    for (step, name), right in sorted(found.items()):
-        low, high = interval(right, 1)
-        of = {"step": step, "of": name, "problems": len(right)}
-        yield {**of, "right": fmean(right), "low": low, "high": high}
-
-
-def steps(run_dir: Path) -> Iterator[dict[str, Any]]:
-    """Yield what is kept of each step of training."""
-    for record in read_metrics(run_dir).records:
-        if record["stage"] == "train":
-            yield {"step": record["step"], **{name: record[name] for name in STEP if name in record}}
-
-
-def value_pretraining(run_dir: Path) -> dict[str, float]:
-    """Return what a critic's pretraining has drawn and how long it took."""
-    records = [r for r in read_metrics(run_dir).records if r["stage"] == "value_pretraining"]
-    return {what: sum(record[what] for record in records) for what in SPENT}
 
 
 def check(old: dict[str, Any], new: dict[str, Any]) -> str:
@@ -163,14 +176,12 @@ def check(old: dict[str, Any], new: dict[str, Any]) -> str:
     return f"within its intervals ({new['processor']}, {new['dtype']}; committed: {old['processor']})"
 
 
-def tune(
-    rows: Mapping[str, Sequence[str]], steps: int, runs: Path, found: Path, dtype: str, end: float
-) -> None:
+def tune(table: Table, found: Path, dtype: str, end: float) -> None:
     """Try RATES with each row, for as many steps as the table has, and write to `found` what decides, the
     accuracy of the evaluations after the start, with the median of the seconds of a step and those of value
     pretraining. end: of time.time(), after which no run begins."""
     tried = json.loads(found.read_text("utf-8")) if found.is_file() else {}
-    for row, given in rows.items():
+    for row, given in table.rows.items():
         for rate in RATES:
             if f"{rate:g}" in tried.get(row, {}):
                 continue
@@ -178,13 +189,14 @@ def tune(
                 print(f"{row} at {rate:g} and what follows is left: --hours have passed")
                 return
             print(f"\n{row}, learning rate {rate:g}", flush=True)
-            run_dir = runs / "tuning" / f"{row}-{rate:g}"
-            shutil.rmtree(run_dir, ignore_errors=True)  # without checkpoints a run is whole or begins anew
-            curve = train(row, [*given, f"steps={steps}", f"actor.lr={rate:g}", *TUNING], 0, run_dir, dtype)
+            folder = table.folder / "tuning" / f"{row}-{rate:g}"
+            shutil.rmtree(folder, ignore_errors=True)  # without checkpoints a run is whole or begins anew
+            settings = [*given, f"steps={table.steps}", f"actor.lr={rate:g}", *TUNING]
+            curve = train(row, settings, 0, folder, dtype)
             right = [each["right"] for each in curve["evaluations"] if each["of"] == "all" and each["step"]]
-            tried.setdefault(row, {})[f"{rate:g}"] = {"right": right, **seconds(curve)}
+            tried.setdefault(row, {})[f"{rate:g}"] = {"right": right, **held_out.seconds(curve)}
             found.write_text(json.dumps(tried, indent=1) + "\n", encoding="utf-8")
-            shutil.rmtree(run_dir / "critic_pretrained", ignore_errors=True)
+            shutil.rmtree(folder / "critic_pretrained", ignore_errors=True)
 
 
 def best_rate(tried: Mapping[str, Mapping[str, Any]]) -> float:
@@ -192,190 +204,60 @@ def best_rate(tried: Mapping[str, Mapping[str, Any]]) -> float:
     return max(sorted(map(float, tried)), key=lambda rate: fmean(tried[f"{rate:g}"]["right"]))
 
 
-def seconds(curve: Mapping[str, Any]) -> dict[str, float]:
-    """Return the median of the seconds of a run's steps, and those of its value pretraining."""
-    return {
-        "step_seconds": median(step["time/step"] for step in curve["steps"]),
-        "value_pretraining_seconds": curve["value_pretraining"]["time/step"],
-    }
+def make(run: Run, model: str, dtype: str, problems: Path | None) -> None:
+    """Make a run, or go on with it, and write its curve. problems: GSM8K's, answered before and after too."""
+    print(f"\n{run.row}, seed {run.seed}", flush=True)
+    curve = train(run.row, run.settings, run.seed, run.folder, dtype)
+    if problems:
+        before, after = ROOT / "runs" / model / "model", run.folder / "hf"
+        curve["gsm8k"] = {
+            "before": gsm8k(model, problems, before, run.folder.parent / "gsm8k", dtype),
+            "after": gsm8k(model, problems, after, run.folder / "gsm8k", dtype),
+        }
+    run.file.write_text(json.dumps(curve, indent=1) + "\n", encoding="utf-8")
+    shutil.rmtree(run.folder / "checkpoints", ignore_errors=True)
 
 
-def quickest(runs: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Return the least `seconds` of a row's runs: of that with the least work beside it."""
-    return {what: min(run[what] for run in runs) for what in ("step_seconds", "value_pretraining_seconds")}
+def check_again(table: Table, name: str, dtype: str) -> None:
+    """Do a committed run again, as long as it was, and print how the curves stand to each other."""
+    path = table.kept / f"{name}.json"
+    if not path.is_file():
+        raise ConfigError(f"--check: {path} is not there (one of ROW-SEED that is)")
+    old = json.loads(path.read_text(encoding="utf-8"))
+    shutil.rmtree(table.folder / "check", ignore_errors=True)
+    settings = [*table.rows[old["recipe"]], f"steps={len(old['steps'])}"]
+    print(f"{name}: {check(old, train(old['recipe'], settings, old['seed'], table.folder / 'check', dtype))}")
 
 
-def first_steps(curve: Mapping[str, Any], last: int) -> dict[str, Any]:
-    """Return a run's curve up to step `last`."""
-    return {
-        **curve,
-        **{kept: [e for e in curve[kept] if e["step"] <= last] for kept in ("evaluations", "steps")},
-    }
+def write_up(table: Table, runs: Sequence[Run], tried: Mapping[str, Mapping[str, Any]], out: Path) -> None:
+    """Draw and write the table of the curves that are there. tried: see `tune`."""
+    rows: dict[str, list[Curve]] = {}
+    for run in runs:
+        if run.file.is_file():
+            curve = json.loads(run.file.read_text(encoding="utf-8"))
+            rows.setdefault(run.row, []).append(held_out.first_steps(curve, table.steps))
+    for row in tried.keys() & rows.keys():
+        took = held_out.quickest([*tried[row].values(), *map(held_out.seconds, rows[row])])
+        rows[row] = [held_out.timed(curve, took) for curve in rows[row]]
+    if not rows:
+        return
+    if table.name == "recipes":
+        held_out.draw_curves([curve for curves in rows.values() for curve in curves], out)
+    else:
+        held_out.draw_table(rows, out / f"{table.name}.png", table.equal)
+    written = held_out.table(rows, minutes=bool(tried), equal=table.equal)
+    (out / f"{table.name}.md").write_text(written, encoding="utf-8")
+    print(f"\n{written}\nwritten, with its pictures, to {out}")
 
 
-def until(curve: Mapping[str, Any], what: str) -> tuple[list[float], list[float]]:
-    """Return what a run had spent at each of its evaluations, in total, and its accuracy there.
-    what: one of SPENT."""
-    points = [each for each in curve["evaluations"] if each["of"] == "all"]
-    before = curve["value_pretraining"][what]
-    steps = [[s[what] for s in curve["steps"] if s["step"] <= each["step"]] for each in points]
-    spent = [before * (each["step"] > 0) + sum(some) for each, some in zip(points, steps, strict=True)]
-    return spent, [each["right"] for each in points]
-
-
-def timed(curve: Mapping[str, Any], took: Mapping[str, float]) -> dict[str, Any]:
-    """Return a curve whose steps took as long as those of the `quickest` of its row: a run's own seconds tell
-    what else ran beside it."""
-    pretraining = {**curve["value_pretraining"], "time/step": took["value_pretraining_seconds"]}
-    steps = [{**step, "time/step": took["step_seconds"]} for step in curve["steps"]]
-    return {**curve, "value_pretraining": pretraining, "steps": steps}
-
-
-def at_equal(
-    curves: Mapping[str, Sequence[dict[str, Any]]], what: str
-) -> tuple[float, dict[str, dict[int, float]]]:
-    """Return the least that a run has spent, and row -> seed -> accuracy where it had spent that, between
-    evaluations on a straight line. what: one of SPENT. Curves of 2026-11-24 do not say what they spent, and
-    are left out."""
-    full = {row: [curve for curve in runs if "value_pretraining" in curve] for row, runs in curves.items()}
-    spent = {row: {run["seed"]: until(run, what) for run in runs} for row, runs in full.items()}
-    least = min((points[-1] for runs in spent.values() for points, _ in runs.values()), default=0.0)
-    return least, {
-        row: {seed: float(np.interp(least, *points)) for seed, points in runs.items()}
-        for row, runs in spent.items()
-    }
-
-
-def at_the_end(runs: Sequence[dict[str, Any]], of: str = "all") -> dict[int, float]:
-    """Return seed -> accuracy of a row's runs in their last evaluation."""
-    return {
-        run["seed"]: [each["right"] for each in run["evaluations"] if each["of"] == of][-1] for run in runs
-    }
-
-
-def judged(
-    curves: Mapping[str, Sequence[dict[str, Any]]], equal: str
-) -> tuple[str, dict[str, dict[int, float]]]:
-    """Return where rows are compared, in words, and row -> seed -> accuracy there.
-    equal: "tokens", or "steps" for the last step, whatever was drawn until then."""
-    if equal == "steps":
-        return "after the last step", {row: at_the_end(runs) for row, runs in curves.items()}
-    tokens, found = at_equal(curves, "rollout/tokens")
-    return f"at {tokens / 1000:.1f}k tokens", found
-
-
-def differences(scores: Mapping[str, Mapping[int, float]]) -> dict[str, Comparison]:
-    """Return row -> its difference to the first row, paired by seed, corrected after Holm over the rows."""
-    first, *others = scores
-    compared = {row: compare(scores[row], scores[first], first) for row in others}
-    known = {row: found for row, found in compared.items() if found is not None}
-    return dict(zip(known, corrected([*known.values()]), strict=True))
-
-
-def table(
-    curves: Mapping[str, Sequence[dict[str, Any]]], *, minutes: bool = False, equal: str = "tokens"
-) -> str:
-    """Return a Markdown table of rows, each with its runs: accuracy at the end, where all have drawn as many
-    tokens, and (`minutes`) where all have taken as long; and the difference to the first row where they are
-    judged (`equal`), with the 95 % interval of the paired t-test over seeds."""
-    tokens, at_tokens = at_equal(curves, "rollout/tokens")
-    seconds, at_seconds = at_equal(curves, "time/step")
-    where, scores = judged(curves, equal)
-    found = differences(scores)
-    heads = [
-        "",
-        "after the last step",
-        f"at {tokens / 1000:.1f}k tokens",
-        *([f"at {seconds / 60:.1f} minutes"] if minutes else ()),
-        f"difference to {next(iter(curves))} {where}",
-        "verdict",
-        "held-out family",
-    ]
-    lines = [f"| {' | '.join(heads)} |", f"|{'---|' * len(heads)}"]
-    for row, runs in curves.items():
-        one = found.get(row)
-        interval = "" if one is None or one.low is None else f" [{one.low:+.3f}, {one.high:+.3f}]"
-        cells = [
-            row.replace("_", " "),
-            score_text(at_the_end(runs)),
-            score_text(at_tokens[row]),
-            *([score_text(at_seconds[row])] if minutes else ()),
-            "" if one is None else f"{one.mean:+.3f}{interval}",
-            "" if one is None else one.verdict,
-            score_text(at_the_end(runs, "basic_arithmetic")),
-        ]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
-
-
-def draw_table(curves: Mapping[str, Sequence[dict[str, Any]]], path: Path, equal: str = "tokens") -> None:
-    """Draw each row's accuracy over the tokens drawn, mean of its seeds; beside it each seed where rows are
-    judged (`equal`), and the difference to the first row there with its 95 % interval."""
-    figure = Figure(figsize=(11, 4.5), layout="constrained")
-    over, each, apart = figure.subplots(1, 3, width_ratios=(3, 2, 2))
-    where, scores = judged(curves, equal)
-    compared = differences(scores)
-    names = [row.replace("_", " ") for row in curves]
-    for number, (row, runs) in enumerate(curves.items()):
-        full = [until(curve, "rollout/tokens") for curve in runs if curve["seed"] in scores[row]]
-        if not full:
-            continue
-        spent, right = np.mean(full, axis=0)
-        style = {"color": plots.COLOURS[number % len(plots.COLOURS)], "linewidth": 1.5}
-        dashes = "-" if number < len(plots.COLOURS) else "--"
-        over.plot(spent / 1000, right, dashes, label=f"{names[number]} ({len(full)})", **style)
-        own = [*scores[row].values()]
-        each.plot(own, [number] * len(own), "o", color=style["color"], alpha=0.5, markersize=4)
-        each.plot(fmean(own), number, "|", color=style["color"], markersize=16)
-    for number, row in enumerate(curves):
-        if (found := compared.get(row)) and found.low is not None and found.high is not None:
-            reach = [[found.mean - found.low], [found.high - found.mean]]
-            apart.errorbar(found.mean, number, xerr=reach, fmt="o", color=plots.INK, markersize=4, capsize=3)
-    over.set(xlabel="thousand tokens drawn", ylabel="right answers, held-out problems", ylim=(0, None))
-    over.legend(fontsize=7)
-    each.set(xlabel=f"each seed and the mean, {where}")
-    apart.set(xlabel=f"difference to {names[0]}, 95 % interval")
-    apart.axvline(0, color=plots.MUTED, linewidth=0.8)
-    for axes, labels in ((each, names), (apart, [""] * len(names))):
-        axes.set(ylim=(len(names) - 0.5, -0.5), yticks=range(len(names)), yticklabels=labels)
-    for axes in (over, each, apart):
-        axes.grid(color=plots.GRID)
-    figure.savefig(path, dpi=150)
-    print(path)
-
-
-def draw(curves: Sequence[dict[str, Any]], folder: Path) -> None:
-    """Draw the held-out curves of FIGURES: of each recipe the mean of its seeds, and each seed thin."""
-    for name, (of, title) in FIGURES.items():
-        figure = Figure(figsize=(7, 4), layout="constrained")
-        axes = figure.subplots()
-        for recipe, colour in zip(dict.fromkeys(c["recipe"] for c in curves), plots.COLOURS, strict=False):
-            seeds = [
-                {each["step"]: each["right"] for each in curve["evaluations"] if each["of"] == of}
-                for curve in curves
-                if curve["recipe"] == recipe
-            ]
-            if not seeds:
-                continue
-            for points in seeds:
-                axes.plot(list(points), list(points.values()), color=colour, linewidth=0.7, alpha=0.5)
-            shared = sorted(set.intersection(*map(set, seeds)))
-            mean = [fmean(points[step] for points in seeds) for step in shared]
-            axes.plot(shared, mean, color=colour, linewidth=2, label=f"{recipe.upper()}, {len(seeds)} seeds")
-        axes.set(title=title, xlabel="rollout steps", ylim=(0, None))
-        axes.grid(color=plots.GRID)
-        axes.legend()
-        figure.savefig(folder / f"{name}.png", dpi=150)
-        print(folder / f"{name}.png")
-
-
-def main() -> int:
+def arguments() -> argparse.Namespace:
+    """Return what is asked for."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("model", choices=MODELS)
     parser.add_argument("--table", choices=("recipes", "methods", "vapo"), default="recipes")
-    parser.add_argument("--rows", nargs="*", help="some of the table's; default: all")
+    parser.add_argument("--rows", nargs="*", default=(), help="some of the table's; default: all")
     parser.add_argument("--seeds", nargs="*", type=int, default=SEEDS)
     parser.add_argument(
         "--tune", action="store_true", help="look for the rows' learning rates, and run no more"
@@ -384,94 +266,44 @@ def main() -> int:
     parser.add_argument("--check", metavar="ROW-SEED", help="do one that is committed again")
     parser.add_argument("--gsm8k", metavar="FILE", type=Path, help="answer its problems before and after")
     parser.add_argument("--figures", action="store_true", help="draw what is there, and run nothing")
-    given = parser.parse_args()
-    configs = ROOT / "configs" / "results"
-    committed, runs = ROOT / "docs" / "results" / given.model, ROOT / "runs" / "results" / given.model
-    committed.mkdir(parents=True, exist_ok=True)
-    kept, equal = committed, "tokens"
-    tuned = committed / "tuned.json"
+    return parser.parse_args()
+
+
+def results(given: argparse.Namespace) -> None:
+    """Look for learning rates, do one run again, or make what is missing of a table and write it up."""
     end = math.inf if given.hours is None else time.time() + 3600 * given.hours
+    out = ROOT / "docs" / "results" / given.model
+    table, tuned = read_table(given.model, given.table, given.rows), out / "tuned.json"
+    table.kept.mkdir(parents=True, exist_ok=True)
+    if not given.figures:
+        megarl("demo", "--model", given.model, "--data-only")
+        dtype = precision(table.kept)
+    if given.tune:
+        return tune(table, tuned, dtype, end)
+    if given.check:
+        return check_again(table, given.check, dtype)
     tried: dict[str, Any] = {}
+    if given.table == "methods":
+        tried = json.loads(tuned.read_text(encoding="utf-8")) if tuned.is_file() else {}
+        if missing := [row for row in table.rows if len(tried.get(row, ())) < len(RATES)]:
+            raise ConfigError(f"{missing[0]}: its learning rate is not known ({tuned}: run --tune first)")
+    runs = [*table.runs(given.seeds, {row: best_rate(rates) for row, rates in tried.items()})]
+    for run in () if given.figures else runs:
+        if run.file.is_file():
+            continue
+        if time.time() > end:
+            print(f"{run.file.stem} and what follows is left: --hours have passed")
+            break
+        make(run, given.model, dtype, given.gsm8k)
+    write_up(table, runs, tried, out)
+
+
+def main() -> int:
     try:
-        listed = read_yaml(configs / f"{given.model}.table.yaml")
-        asked = listed["tables"][given.table]
-        names, last, equal, over = asked["rows"], asked["steps"], asked["equal"], asked.get("settings", [])
-        if over:  # its runs are not those of the other tables
-            runs, kept = runs / given.table, committed / given.table
-            kept.mkdir(exist_ok=True)
-        if unknown := {*(given.rows or ())} - {*names}:
-            raise ConfigError(f"--rows: {min(unknown)}: no such row (one of {', '.join(names)})")
-        rows = {
-            row: [f"configs/results/{listed['rows'][row][0]}", *over, *listed["rows"][row][1:]]
-            for row in given.rows or names
-        }
-        if not given.figures:
-            megarl("demo", "--model", given.model, "--data-only")
-            dtype = precision(kept)
-        if given.tune:
-            tune(rows, last, runs, tuned, dtype, end)
-            return 0
-        files = {(row, seed): kept / f"{row}-{seed}.json" for seed in given.seeds for row in rows}
-        longer = {} if over else listed["tables"]["recipes"]
-        shared = {f"{row}-{seed}" for row in longer.get("rows", ()) for seed in given.seeds}
-        if given.table == "methods":
-            tried = json.loads(tuned.read_text(encoding="utf-8")) if tuned.is_file() else {}
-            for row, settings in rows.items():
-                if len(tried.get(row, ())) < len(RATES):
-                    raise ConfigError(f"{row}: its learning rate is not known ({tuned}: run --tune first)")
-                rate = best_rate(tried[row])
-                if rate != load_config(ROOT / settings[0], settings[1:]).actor.lr:
-                    rows[row] = [*settings, f"actor.lr={rate:g}"]
-                    files |= {(row, s): kept / f"{row}-{rate:g}-{s}.json" for s in given.seeds}
-        if given.check:
-            path = kept / f"{given.check}.json"
-            if not path.is_file():
-                raise ConfigError(f"--check: {path} is not there (one of ROW-SEED that is)")
-            old = json.loads(path.read_text(encoding="utf-8"))
-            shutil.rmtree(runs / "check", ignore_errors=True)
-            settings = [*rows[old["recipe"]], f"steps={len(old['steps'])}"]
-            again = train(old["recipe"], settings, old["seed"], runs / "check", dtype)
-            print(f"{given.check}: {check(old, again)}")
-            return 0
-        for (row, seed), path in files.items() if not given.figures else ():
-            if path.is_file():
-                continue
-            if time.time() > end:
-                print(f"{path.stem} and what follows is left: --hours have passed")
-                break
-            print(f"\n{row}, seed {seed}", flush=True)
-            run_dir = runs / path.stem
-            length = longer["steps"] if path.stem in shared else last
-            curve = train(row, [*rows[row], f"steps={length}"], seed, run_dir, dtype)
-            if given.gsm8k:
-                weights = {"before": ROOT / "runs" / given.model / "model", "after": run_dir / "hf"}
-                outs = {"before": runs / "gsm8k", "after": run_dir / "gsm8k"}
-                curve["gsm8k"] = {
-                    when: gsm8k(given.model, given.gsm8k, weights[when], outs[when], dtype)
-                    for when in weights
-                }
-            path.write_text(json.dumps(curve, indent=1) + "\n", encoding="utf-8")
-            shutil.rmtree(run_dir / "checkpoints", ignore_errors=True)
+        results(arguments())
     except MegarlError as error:
         print(f"results: {error}", file=sys.stderr)
         return error.code
-    found: dict[str, list[dict[str, Any]]] = {}
-    for (row, _), path in files.items():
-        if path.is_file():
-            curve = first_steps(json.loads(path.read_text(encoding="utf-8")), last)
-            found.setdefault(row, []).append(curve)
-    for row in tried.keys() & found.keys():
-        took = quickest([*tried[row].values(), *map(seconds, found[row])])
-        found[row] = [timed(curve, took) for curve in found[row]]
-    if not found:
-        return 0
-    if given.table == "recipes":
-        draw([curve for curves in found.values() for curve in curves], committed)
-    else:
-        draw_table(found, committed / f"{given.table}.png", equal)
-    written = table(found, minutes=bool(tried), equal=equal)
-    (committed / f"{given.table}.md").write_text(written, encoding="utf-8")
-    print(f"\n{written}")
     return 0
 
 
