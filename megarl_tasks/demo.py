@@ -48,8 +48,8 @@ ROWS: dict[Task, int] = {
     "calculator": 2 * calculator.EVAL_ROWS,
 }  # that are evaluated
 REACHED = {"fp32": 0.7, "bf16": 0.55}
-ASKED, UPDATE = 5.0, 1.5
-PRETRAINED = {"vapo": (16.0, 4), "dapo": (11.0, 2)}
+ASKED, UPDATE = 4.0, 1.5
+PRETRAINED = {"vapo": (10.0, 4), "dapo": (9.0, 2)}
 LONG = 1140.0  # seconds
 QUICK: dict[Task, float] = {"sums": 330.0, "calculator": 640.0}
 LONGEST: dict[Task, float] = {"sums": LONG, "calculator": 780.0}
