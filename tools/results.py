@@ -12,8 +12,9 @@ the other, their figures, and tables that compare them.
     make results MODEL=smollm2 ARGS='--gsm8k FILE'    # GSM8K's problems too, before and after each run
 
 A run that was interrupted goes on from its checkpoint. A finished one is written to docs/results/MODEL as one
-JSON file: command, versions, processor, every evaluation with its 95 % intervals, every step's figures. The
-rows of the tables are in configs/results/MODEL.table.yaml.
+JSON file (of a table with settings of its own, to a folder there): command, versions, processor, every
+evaluation with its 95 % intervals, every step's figures. The rows of the tables are in
+configs/results/MODEL.table.yaml.
 """
 
 from __future__ import annotations
