@@ -219,15 +219,16 @@ def make(run: Run, model: str, dtype: str, problems: Path | None) -> None:
     shutil.rmtree(run.folder / "checkpoints", ignore_errors=True)
 
 
-def check_again(table: Table, name: str, dtype: str) -> None:
+def check_again(runs: Sequence[Run], name: str, dtype: str) -> None:
     """Do a committed run again, as long as it was, and print how the curves stand to each other."""
-    path = table.kept / f"{name}.json"
-    if not path.is_file():
-        raise ConfigError(f"--check: {path} is not there (one of ROW-SEED that is)")
-    old = json.loads(path.read_text(encoding="utf-8"))
-    shutil.rmtree(table.folder / "check", ignore_errors=True)
-    settings = [*table.rows[old["recipe"]], f"steps={len(old['steps'])}"]
-    print(f"{name}: {check(old, train(old['recipe'], settings, old['seed'], table.folder / 'check', dtype))}")
+    run = next((run for run in runs if run.file.stem == name and run.file.is_file()), None)
+    if run is None:
+        raise ConfigError(f"--check: {name}: no committed run of this table (one of ROW-SEED that is)")
+    old = json.loads(run.file.read_text(encoding="utf-8"))
+    folder = run.folder.parent / "check"
+    shutil.rmtree(folder, ignore_errors=True)
+    again = train(run.row, [*run.settings, f"steps={len(old['steps'])}"], run.seed, folder, dtype)
+    print(f"{name}: {check(old, again)}")
 
 
 def write_up(table: Table, runs: Sequence[Run], tried: Mapping[str, Mapping[str, Any]], out: Path) -> None:
@@ -281,14 +282,14 @@ def results(given: argparse.Namespace) -> None:
         dtype = precision(table.kept)
     if given.tune:
         return tune(table, tuned, dtype, end)
-    if given.check:
-        return check_again(table, given.check, dtype)
     tried: dict[str, Any] = {}
     if given.table == "methods":
         tried = json.loads(tuned.read_text(encoding="utf-8")) if tuned.is_file() else {}
         if missing := [row for row in table.rows if len(tried.get(row, ())) < len(RATES)]:
             raise ConfigError(f"{missing[0]}: its learning rate is not known ({tuned}: run --tune first)")
     runs = [*table.runs(given.seeds, {row: best_rate(rates) for row, rates in tried.items()})]
+    if given.check:
+        return check_again(runs, given.check, dtype)
     for run in () if given.figures else runs:
         if run.file.is_file():
             continue

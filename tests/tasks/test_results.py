@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -49,6 +50,26 @@ def test_the_same_curve(results: ModuleType) -> None:
     assert results.check(one, near | elsewhere).startswith("within its intervals (Q, fp32")
     with pytest.raises(ConfigError, match=r"vapo-1: step 5, all: 0.100 beside 0.750: the intervals do not"):
         results.check(one, far | elsewhere)
+
+
+def test_a_run_is_done_again_with_its_own_learning_rate(
+    results: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And as many steps as it had."""
+    old, asked = {**curve(30), "steps": [{}, {}, {}]}, []
+    monkeypatch.setattr(results, "train", lambda *given: asked.append(given) or old)
+    methods = results.read_table("smollm2", "methods", ["vapo"])
+    (run,) = methods.runs([1], {"vapo": 2e-5})
+    run = replace(run, file=tmp_path / run.file.name)
+    with pytest.raises(ConfigError, match="--check: vapo-2e-05-1: no committed run of this table"):
+        results.check_again([run], "vapo-2e-05-1", "fp32")
+    run.file.write_text(json.dumps(old))
+    results.check_again([run], "vapo-2e-05-1", "fp32")
+    ((row, settings, seed, folder, dtype),) = asked
+    assert (row, seed, folder.name, dtype) == ("vapo", 1, "check", "fp32")
+    config = load_config(ROOT / settings[0], settings[1:])
+    assert (config.actor.lr, config.steps) == (2e-5, 3)
+    assert capsys.readouterr().out == "vapo-2e-05-1: equal to the last digit\n"
 
 
 def test_precision_is_that_of_the_committed_runs(
