@@ -38,16 +38,16 @@ def rounding(
     entropy_factors: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """How far float32 may be from the exact log-probs and entropies, and from the gradients of `hidden` and
-    `weight`: four roundings of the largest sum behind a logit, for each of what is added up from there."""
+    `weight`: four roundings of the largest sum behind a token's logits, for each number made of them."""
     table = (hidden @ weight.T / temperature).log_softmax(-1)
     probs, surprise = table.exp(), table - (table.exp() * table).sum(-1, keepdim=True)
-    largest = (hidden.abs() @ weight.abs().T / temperature).flatten().amax() if len(hidden) else hidden.sum()
+    largest = (hidden.abs() @ weight.abs().T / temperature).amax(-1)
     of_logits = 4 * 2**-23 * largest
     own = torch.zeros_like(table).scatter_(-1, labels[:, None], 1.0)
     factors, entropy_factors = factors[:, None] / temperature, entropy_factors[:, None] / temperature
     d_logits = (factors * (own - probs)).abs() + (entropy_factors * probs * surprise).abs()
     moved = (factors * probs).abs() + (entropy_factors * probs).abs() * (1 + surprise.abs())
-    of_d_logits = of_logits * moved + 4 * 2**-23 * d_logits + 2**-126  # where float32's range ends
+    of_d_logits = of_logits[:, None] * moved + 4 * 2**-23 * d_logits + 2**-126  # where float32's range ends
     return of_logits, of_d_logits @ weight.abs(), of_d_logits.T @ hidden.abs()
 
 
