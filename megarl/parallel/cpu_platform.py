@@ -107,7 +107,7 @@ def _sum_gradients(part: torch.Tensor, whole: torch.Tensor, op: Any, group: Any,
 
 def _gather_weights(whole: torch.Tensor, part: torch.Tensor, group: Any, async_op: bool) -> Any:
     """Fill `whole` with the parts of all ranks where it stands; `part`, this rank's, is a view of it. gloo's
-    all_gather makes two copies of all weights, also on one rank; a sum over integers, of which all ranks but
+    all_gather makes a copy of all weights, also on one rank; a sum over integers, of which all ranks but
     one give zeros, keeps the bits."""
     if async_op:
         return distributed.all_gather_into_tensor(whole, part, group=group, async_op=True)
