@@ -8,7 +8,7 @@ environment, without code for other GPUs.
 
 There must be the same minor version of Python, with a torch for the same CUDA, whose libraries of NVIDIA are
 used (but for NCCL's, which comes along), and the packages of COMMON. FlashAttention's kernels are left out,
-half of all: `make gpu ARGS=--engine-options='{"attention_backend":"triton"}'`.
+half of all: `make gpu ARGS="--engine-options='{\\"attention_backend\\":\\"triton\\"}'"`.
 """
 
 from __future__ import annotations

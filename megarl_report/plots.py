@@ -173,9 +173,16 @@ def finish(axes: Axes, xlabel: str, limits: Limits, log: bool, span: tuple[float
 def draw_lines(lines: Sequence[Line], xlabel: str, limits: Limits = (None, None), log: bool = False) -> str:
     """Draw curves over steps, each labelled at its end with its last value.
 
-    log: a logarithmic scale, on which values of 0 and below cannot be drawn."""
+    log: a logarithmic scale, on which values of 0 and below are left out, and bands that reach there."""
     if log:
-        positive = [replace(line, points={x: y for x, y in line.points.items() if y > 0}) for line in lines]
+        positive = [
+            replace(
+                line,
+                points={x: y for x, y in line.points.items() if y > 0},
+                band={x: (low, high) for x, (low, high) in line.band.items() if low > 0},
+            )
+            for line in lines
+        ]
         drawable = [line for line in positive if line.points]
         lines, log = drawable or lines, bool(drawable)
     courses = []  # of each line steps, values, and the values that the eye is to follow

@@ -8,8 +8,9 @@
 #   MEGARL_HOME          checkout of megarl, on a file system that all nodes share (default: where sbatch was called)
 #   MEGARL_PYTHON        default: of $MEGARL_HOME/.venv-gpu (make install-gpu), else of .venv, where there is one, else python
 #   MEGARL_RANKS         processes of a node (default: its GPUs)
-#   MEGARL_CONTAINER     image: a .sif file for apptainer, anything else for pyxis (srun --container-image); default: none
-#   MEGARL_MOUNTS        SOURCE:TARGET,... into the container (default: $MEGARL_HOME:$MEGARL_HOME)
+#   MEGARL_CONTAINER     image: a .sif file for apptainer, anything else for pyxis (srun --container-image); default: none.
+#                        Pyxis unpacks a registry's image at each srun: use the .sqsh file that `enroot import` makes of it
+#   MEGARL_MOUNTS        SOURCE:TARGET,... that the container sees beside $MEGARL_HOME, which it always does
 #   MEGARL_LOGS          default: $MEGARL_HOME/slurm_logs/JOBID
 #   MEGARL_LIMIT         seconds for each wait of the preflight (60)
 #   MEGARL_HOST_MEMORY, MEGARL_DISK, MEGARL_BANDWIDTH   what a node must have at least: GiB, GiB, GB/s (on
@@ -31,7 +32,7 @@ MEGARL_RANKS=${MEGARL_RANKS:-${SLURM_GPUS_ON_NODE:-1}}
 MEGARL_LOGS=${MEGARL_LOGS:-$MEGARL_HOME/slurm_logs/$SLURM_JOB_ID}
 MEGARL_LIMIT=${MEGARL_LIMIT:-60}
 export PYTHONPATH=$MEGARL_HOME${PYTHONPATH:+:$PYTHONPATH} OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} PYTHONUNBUFFERED=1
-export MEGARL_PYTHON MEGARL_RANKS
+export MEGARL_HOME MEGARL_PYTHON MEGARL_RANKS
 
 megarl_attempt=${SLURM_RESTART_COUNT:-0}
 megarl_first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
@@ -51,7 +52,7 @@ megarl_say() { printf '[%s] %s\n' "$(date '+%F %T')" "$*"; }
 # One process on each node, inside the container if there is one.
 megarl_srun() {
     local flags=(--nodes="$SLURM_JOB_NUM_NODES" --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 --kill-on-bad-exit=1) prefix=()
-    local mounts=${MEGARL_MOUNTS:-$MEGARL_HOME:$MEGARL_HOME}
+    local mounts=$MEGARL_HOME:$MEGARL_HOME${MEGARL_MOUNTS:+,$MEGARL_MOUNTS}
     case ${MEGARL_CONTAINER:-} in
         '') ;;
         *.sif) prefix=(apptainer exec --nv --bind "$mounts" --pwd "$MEGARL_HOME" "$MEGARL_CONTAINER") ;;
@@ -75,7 +76,7 @@ megarl_prepare() {
         "$SLURM_JOB_NUM_NODES" "$megarl_first" "$((megarl_port + 1))" "$MEGARL_LIMIT" \
         "${MEGARL_HOST_MEMORY:-0}" "${MEGARL_DISK:-0}" "${MEGARL_BANDWIDTH:-0}" "$@"
     local code=$?
-    [ "$code" -ne 124 ] || megarl_say "preflight: some node has not even started it (srun hangs: sinfo -R, and ask for other nodes)"
+    [ "$code" -ne 124 ] || megarl_say "preflight: some node has not even started it (srun hangs, sinfo -R: ask for other nodes; or the container's image is still being fetched: give a .sqsh file)"
     if [ "$code" -ne 0 ]; then
         megarl_say "preflight failed: mend the nodes, or leave them out: sbatch --exclude=NODE ..."
         exit 2

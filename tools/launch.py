@@ -1,7 +1,7 @@
 """Runs and sweeps by NeMo-Run (extra `launch`): configurations x seeds, on this machine or on Slurm.
 
     python tools/launch.py configs/vapo_32b.yaml --executor slurm --nodes 16 --account A --partition P
-    python tools/launch.py configs/ablations/dapo_*.yaml --seeds 0 1 2 --executor slurm --nodes 16 steps=100
+    python tools/launch.py configs/ablations/dapo_*.yaml steps=100 --seeds 0 1 --executor slurm --nodes 16
 
 A Slurm job does what slurm/*.sbatch do, by the same slurm/common.sh: preflight, logs per rank, requeue with
 resume.
@@ -77,6 +77,9 @@ def slurm(given: argparse.Namespace, job: Job) -> Any:
         nodes=given.nodes,
         ntasks_per_node=1,
         gpus_per_node=given.gpus or None,
+        # Whole nodes, as in slurm/*.sbatch: else Slurm may give a task one CPU and a share of the memory.
+        exclusive=True if given.gpus else None,
+        mem="0" if given.gpus else None,
         time=given.time,
         container_image=None,
         packager=nemo_run.Packager(),
@@ -115,7 +118,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--name", help="of the experiment; default: the first job's")
     parser.add_argument("--nodes", type=int, default=1, help="of a Slurm job (default: %(default)s)")
     parser.add_argument("--gpus", type=int, default=8, help="of a node; 0: CPUs alone (default: %(default)s)")
-    parser.add_argument("--account", default="none")
+    parser.add_argument("--account", default="none", help="on a Slurm that keeps accounts")
     parser.add_argument("--partition")
     parser.add_argument("--time", default="24:00:00", help="limit of a Slurm job (default: %(default)s)")
     parser.add_argument(

@@ -122,10 +122,12 @@ def test_the_dry_run_shows_the_job_of_the_sbatch_file(tmp_path: Path) -> None:
     options = ["--executor", "slurm", "--nodes", "16", "--account", "A", "--partition", "P", "--dryrun"]
     printed = run(tmp_path, "configs/vapo_32b.yaml", *options, COLUMNS="500")
     written = (ROOT / "slurm" / "vapo_32b.sbatch").read_text()
-    for name in ("nodes", "ntasks-per-node", "gpus-per-node", "time", "signal", "open-mode"):
+    for name in ("nodes", "ntasks-per-node", "gpus-per-node", "mem", "time", "signal", "open-mode"):
         asked = re.search(rf"#SBATCH --{name}=(\S+)", written)
         assert asked and f"#SBATCH --{name}={asked[1]}" in printed, name
-    assert "#SBATCH --requeue" in printed and "megarl_train configs/vapo_32b.yaml" in printed
+    for flag in ("requeue", "exclusive"):
+        assert f"#SBATCH --{flag}\n" in written and re.search(rf"#SBATCH --{flag}\s", printed), flag
+    assert "megarl_train configs/vapo_32b.yaml" in printed
 
 
 @needs_nemo

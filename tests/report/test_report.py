@@ -259,6 +259,14 @@ def test_zero_and_constant_curves_are_drawn() -> None:
         assert "nan" not in svg and f">{value_text(values[-1])}</text>" in svg
 
 
+def test_a_band_down_to_zero_on_a_logarithmic_scale() -> None:
+    """The means of two seeds, of which one is 0 at times."""
+    seeds = ([0.0, 1e-4, 2e-4], [3e-4, 3e-4, 0.0])
+    mean, band = mean_course([dict(enumerate(seed)) for seed in seeds])
+    svg = draw_lines([Line(mean, "#2b6cd4", band=band)], "step", log=True)
+    assert "nan" not in svg and f">{value_text(1e-4)}</text>" in svg
+
+
 def test_errors_of_the_user(tmp_path: Path, vapo: Path) -> None:
     with pytest.raises(DataError, match="no run folder"):
         write_report([], tmp_path)

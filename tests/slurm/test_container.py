@@ -136,7 +136,7 @@ class Pyxis(argparse.ArgumentParser):
 
 
 def srun(folder: Path, code: str, srun: str, **settings: str) -> subprocess.CompletedProcess[str]:
-    """Code after common.sh, in a job of two nodes whose srun is the given script."""
+    """Code after common.sh, in a job of two nodes whose srun is the given script. "" leaves a setting out."""
     program = folder / "srun"
     program.write_text(f"#!/usr/bin/env bash\n{srun}\n")
     program.chmod(0o755)
@@ -155,6 +155,7 @@ def srun(folder: Path, code: str, srun: str, **settings: str) -> subprocess.Comp
         "FOLDER": str(folder),
         **settings,
     }
+    environment = {name: value for name, value in environment.items() if value}
     return subprocess.run(
         ["bash", "-c", f". {ROOT}/slurm/common.sh\n{code}"],
         env=environment,
@@ -186,8 +187,18 @@ def test_pyxis_takes_the_options(settings: dict[str, str], tmp_path: Path) -> No
     assert call.container_image == settings["MEGARL_CONTAINER"]
     assert call.container_workdir == str(ROOT)
     assert call.command == ["bash", "-c", "echo --nodes=9"]
-    if "MEGARL_MOUNTS" not in settings:
-        assert call.container_mounts == [(str(ROOT), str(ROOT))]
+    asked = Pyxis.mounts(settings["MEGARL_MOUNTS"]) if "MEGARL_MOUNTS" in settings else []
+    assert call.container_mounts == [(str(ROOT), str(ROOT)), *asked]
+
+
+def test_the_checkout_is_where_sbatch_was_called(tmp_path: Path) -> None:
+    """The preflight calls srun in a shell of its own, for a time limit: what common.sh sets must reach it."""
+    checkout = tmp_path / "checkout"
+    checkout.mkdir()
+    settings = {"MEGARL_CONTAINER": "org/megarl:1", "MEGARL_HOME": "", "SLURM_SUBMIT_DIR": str(checkout)}
+    [call] = given(tmp_path, "megarl_prepare configs/vapo_32b.yaml", **settings)
+    assert call.container_workdir == str(checkout)
+    assert call.container_mounts == [(str(checkout), str(checkout))]
 
 
 @pytest.mark.parametrize(("settings", "message"), BAD)

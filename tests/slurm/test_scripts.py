@@ -72,7 +72,7 @@ def test_with_apptainer(bin_folder: Path) -> None:
         bin_folder, "megarl_srun echo inside", MEGARL_CONTAINER="image.sif", MEGARL_MOUNTS="/data:/data"
     )
     assert (code, output) == (0, "inside\n")
-    assert f"apptainer exec --nv --bind /data:/data --pwd {ROOT} image.sif echo inside" in calls
+    assert f"apptainer exec --nv --bind {ROOT}:{ROOT},/data:/data --pwd {ROOT} image.sif echo inside" in calls
 
 
 def test_with_pyxis(bin_folder: Path) -> None:
