@@ -220,6 +220,8 @@ def _guard_problems(c: Config) -> Iterator[str]:
     if c.guard.parity == "none" and c.guard.parity_layers:
         what = "has no effect with guard.parity none, with which nothing is compared"
         yield f"guard.parity_layers: {what} (set one of the two otherwise)"
+    for key in () if c.checkpoint.every else _changed(c, "checkpoint.time_limit", "checkpoint.keep_every"):
+        yield f"{key}: has no effect while checkpoint.every is 0, with which nothing is saved (set every)"
 
 
 def _supervised_problems(c: Config) -> Iterator[str]:

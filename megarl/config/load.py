@@ -94,7 +94,11 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), base: Path | No
     if isinstance(recipe, str):
         _merge(merged, Layer("", PRESETS.get(recipe, {})), {})
     preset = {**merged.get("algorithm", {}), **_section(settings, "algorithm")}
-    if _section(settings, "schedule").get("ahead") and preset.get("old_logprobs") != "engine":
+    if (
+        recipe != "sft"
+        and _section(settings, "schedule").get("ahead")
+        and preset.get("old_logprobs") != "engine"
+    ):
         _merge(merged, Layer("", AHEAD_PRESET), {})
     _merge(merged, Layer("", settings), {})
     try:

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from hashlib import blake2b
+from hashlib import blake2b, sha256
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -101,15 +101,24 @@ def epoch_order(num_prompts: int, seed: int, epoch: int) -> list[int]:
     return sorted(range(num_prompts), key=key)
 
 
+def content_of(prompts: Iterable[Prompt]) -> str:
+    """Return the SHA-256 of problems in their order: what is asked, as tokens, and the answer."""
+    digest = sha256()
+    for prompt in prompts:
+        digest.update(repr((prompt.uid, prompt.tokens, prompt.answer)).encode())
+    return digest.hexdigest()
+
+
 class PromptSampler:
     """Hands out the indices 0 .. num_prompts - 1, each once an epoch; without `shuffle` in their own order.
 
-    Raises ValueError if there is no prompt."""
+    content: a checksum of what the indices lead to, which a run must still have when it continues. Raises
+    ValueError if there is no prompt."""
 
-    def __init__(self, num_prompts: int, seed: int = 0, shuffle: bool = True) -> None:
+    def __init__(self, num_prompts: int, seed: int = 0, shuffle: bool = True, content: str = "") -> None:
         if num_prompts < 1:
             raise ValueError(f"num_prompts must be >= 1 (got {num_prompts})")
-        self.num_prompts, self.seed, self.shuffle = num_prompts, seed, shuffle
+        self.num_prompts, self.seed, self.shuffle, self.content = num_prompts, seed, shuffle, content
         self._start_epoch(0)
 
     def _start_epoch(self, epoch: int, position: int = 0) -> None:
@@ -131,7 +140,8 @@ class PromptSampler:
 
     def state(self) -> dict[str, Any]:
         """Return the state that `load_state` continues from, as JSON holds it."""
-        return {name: getattr(self, name) for name in ("num_prompts", "seed", "shuffle", "epoch", "position")}
+        names = ("num_prompts", "seed", "shuffle", "content", "epoch", "position")
+        return {name: getattr(self, name) for name in names}
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Continue where the sampler of `state` stood. Raises CheckpointError if that one drew from other
@@ -142,6 +152,10 @@ class PromptSampler:
                     f"{key}: the checkpoint's prompts were drawn with {name} {state.get(name)}, "
                     f"this run has {getattr(self, name)} (resume with the same data and seed)"
                 )
+        if state.get("content", self.content) != self.content:  # older checkpoints have none
+            what = "its usable rows, or their order, are not those that the checkpoint's were drawn from"
+            why = "put the files back; rows of reasoning-gym depend on its version and on data.eval too"
+            raise CheckpointError(f"data.train: {what} ({why})")
         epoch, position = state.get("epoch"), state.get("position")
         if (
             isinstance(epoch, int)
@@ -417,7 +431,9 @@ def absent_sources(data: DataConfig, names: Iterable[str]) -> list[str]:
             absent.pop(task, None)
         with suppress(DataError):  # of a parquet file without the column
             for _, row in file_rows(entry.path, ["data_source"]) if entry.path and absent else ():
-                absent.pop(row.get("data_source") if isinstance(row, dict) else None, None)
+                named = row.get("data_source") if isinstance(row, dict) else None
+                if isinstance(named, str):
+                    absent.pop(named, None)
                 if not absent:
                     break
     return [*absent]
@@ -672,16 +688,17 @@ def final_answer(solution: str) -> str | None:
 
 def answer_of(row: Mapping[str, Any], data: DataConfig, path: Path) -> tuple[str, str]:
     """Return the column of a problem's reference answer, and the answer as text: of a worked solution (the
-    columns WORKED, of which `solution` comes first) what `final_answer` finds, of another column in GSM8K's
-    form the part after `####`. Raises UnusableRow; DataError if columns are ambiguous."""
+    columns WORKED, of which `solution` comes first; data.answer_key may name one) what `final_answer` finds,
+    of another column in GSM8K's form the part after `####`. Raises UnusableRow; DataError if columns are
+    ambiguous."""
     column, value = _column(row, data.answer_key, (_OTHER_ANSWER,), "data.answer_key", path)
     nothing = UnusableRow(f"no answer in {' or '.join((data.answer_key, _OTHER_ANSWER, *WORKED))}")
     if value is None:
         column, value = _column(row, data.answer_key, (_SOLUTION,), "data.answer_key", path)
-        if value is None:
-            column, value = _reply(row, "data.answer_key", path)
-        if isinstance(value, str):
-            value = final_answer(value)
+    if value is None:
+        column, value = _reply(row, "data.answer_key", path)
+    if isinstance(value, str) and column.lower() in WORKED:
+        value = final_answer(value)
     if value is None:
         raise nothing
     if isinstance(value, float) and value.is_integer():

@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 
 from megarl.config.schema import PRETRAINING, Config
 from megarl.data.generated import own_verifiers
-from megarl.data.prompts import Prompt, PromptSampler, read_problem_sets, read_prompts
+from megarl.data.prompts import Prompt, PromptSampler, content_of, read_problem_sets, read_prompts
 from megarl.model.builder import DTYPES
 from megarl.observe.run_log import Sample
 from megarl.parallel.comm import barrier, shares_on_0
@@ -126,7 +126,9 @@ class Generation(BatchSource):
         self.sets, reports = read_problem_sets(config.data, config.evaluation, tokenizer, **shown)
         self.prompts, report = read_prompts(config.data.train, config.data, tokenizer, self.sets, **shown)
         self.reports = {"train": report, **reports}
-        self.prompt_sampler = PromptSampler(len(self.prompts), config.seed, config.data.shuffle)
+        self.prompt_sampler = PromptSampler(
+            len(self.prompts), config.seed, config.data.shuffle, content_of(self.prompts)
+        )
         reward = config.reward
         self.verifiers = VerifierPool(
             reward.verifier,

@@ -47,7 +47,8 @@ PARTS = {
 
 def precision(config: Config) -> str:
     """Return the coarsest arithmetic in trainer or engine: a key of LIMITS."""
-    options = config.rollout.engine_options
+    # Of the other engines they are not arguments.
+    options = config.rollout.engine_options if config.rollout.engine == "sglang" else {}
     own = {str(value) for key, value in options.items() if key in ("dtype", "kv_cache_dtype")}
     fp8 = config.model.fp8.format != "none" or config.rollout.weights_dtype != "model"
     if fp8 or options.get("quantization") or any(value.startswith("fp8") for value in own):

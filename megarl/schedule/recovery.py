@@ -17,7 +17,7 @@ from megarl.parallel.signals import StopRequest
 from megarl.schedule.listeners import Listeners
 from megarl.schedule.preflight import versions
 from megarl.schedule.run import Run, Step
-from megarl.training.checkpoint import choose_checkpoint
+from megarl.training.checkpoint import choose_checkpoint, moved_schedule
 from megarl.training.saving import CheckpointWriter
 from megarl.training.sharded import load_checkpoint
 
@@ -92,6 +92,8 @@ class Recovery:
                     set_generator_states(state["generators"][run.runtime.rank])
                 self.listeners.goes_back(stage, step)
             self.listeners.event(f"continues from {found.path}")
+            if moved := moved_schedule(run.config, found):
+                self.listeners.event(moved)
             if found.manifest["versions"] != versions():
                 self.listeners.event(
                     "versions have changed since (manifest.json, versions.json): "

@@ -28,7 +28,7 @@ from megarl.config.errors import ConfigError, DataError
 from megarl.config.files import fsync, why, write_whole
 from megarl.config.schema import Config
 from megarl.data.experience import Experience, StepBatch, join, read_experience, write_experience
-from megarl.data.prompts import Prompt
+from megarl.data.prompts import Prompt, content_of
 from megarl.observe.run_log import Sample
 from megarl.parallel.comm import from_rank_0, gather_objects, gather_on_0
 from megarl.parallel.runtime import Ranks, Runtime
@@ -46,6 +46,7 @@ OF_TOKENS = ("engine_logprobs", "token_versions", "turn_rewards", "routing")
 # and not the number of rollouts.
 DECIDING = (
     *("seed", "data.shuffle", "model.dtype", "rollout.engine", "rollout.weights_dtype", "rollout.prompts"),
+    "rollout.engine_options",
     *("rollout.group_size", "rollout.max_response_tokens", "rollout.temperature", "rollout.top_p"),
     *("rollout.top_k", "rollout.stop", "rollout.dynamic_sampling", "rollout.continue_partial"),
     *("rollout.episode", "rollout.tools", "rollout.environment", "rollout.environment_arguments"),
@@ -218,12 +219,9 @@ def pretraining_rollouts(config: Config, prompts: Sequence[Prompt], ranks: Ranks
             digests = [
                 (path.name, text) for path, text in zip(files, pool.map(sha256_of, files), strict=True)
             ]
-        data = hashlib.sha256()
-        for prompt in prompts:
-            data.update(repr((prompt.uid, prompt.tokens, prompt.answer)).encode())
         made_from = _deciding(config) | {
             "model.path (sha256)": hashlib.sha256(repr(digests).encode()).hexdigest(),
-            "data.train (sha256)": data.hexdigest(),
+            "data.train (sha256)": content_of(prompts),
         }
     made_from = from_rank_0(ranks, made_from)
     return RolloutStore(pretraining_folder(config), ranks, KEY, "choose another folder", made_from)

@@ -7,6 +7,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from hashlib import sha256
 from typing import Any
 
 import torch
@@ -85,7 +86,8 @@ class SupervisedPairs(BatchSource):
         report, key = ReadReport(), config.supervised.response_key
         self.reports, self.batch = {"train": report}, config.supervised.batch
         self.pairs = read_pairs(config.data.train, config.data, key, tokenizer, report)
-        self.sampler = PromptSampler(len(self.pairs), config.seed, config.data.shuffle)
+        content = sha256(repr(self.pairs).encode()).hexdigest()
+        self.sampler = PromptSampler(len(self.pairs), config.seed, config.data.shuffle, content)
 
     def rollout(self, stage: str, number: int) -> Rollout:
         """Take the next pairs."""

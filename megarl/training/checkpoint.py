@@ -183,6 +183,17 @@ def check_continues(config: Config, checkpoint: Checkpoint) -> None:
         )
 
 
+def moved_schedule(config: Config, checkpoint: Checkpoint) -> str | None:
+    """Return a line for people where other `steps` than the checkpoint was written with move a learning rate:
+    a linear or cosine schedule goes on as if it had led to the new ones from the start."""
+    then = checkpoint.manifest.get("steps", config.steps)  # older ones do not say
+    models = {"actor": config.actor} | ({"critic": config.critic} if config.has_critic else {})
+    keys = [f"{name}.schedule {one.schedule}" for name, one in models.items() if one.schedule != "constant"]
+    if then == config.steps or not keys:
+        return None
+    return f"steps: {config.steps}, no longer {then}: the learning rate jumps ({', '.join(keys)})"
+
+
 def check_same_adapters(config: Config, checkpoint: Checkpoint) -> None:
     """Raise ConfigError for the first key of the actor's LoRA adapters that is not as in the checkpoint."""
     now = settings_of(config)

@@ -129,6 +129,7 @@ class CheckpointWriter:
             "format": FORMAT,
             "stage": stage,
             "step": step,
+            "steps": self.config.steps,
             "layout": layout,
             "settings": self.settings,
             "versions": self.versions,

@@ -589,6 +589,10 @@ class TestModelFolder:
         assert re.search(
             r"x\.yaml: teacher\.top_k: 4000 is more than the \d+ tokens that there are \(lower", line
         )
+        row = '{"prompt": "1+1=", "answer": "2", "data_source": ["gsm8k"]}\n'
+        (scene.folder / "listed.jsonl").write_text(row)  # a list is nobody's name
+        line = scene.train_refused(named, f"data.train=[{scene.folder / 'listed.jsonl'}]")
+        assert "teacher.by_source.gsm8k: no row of data.train has this data_source, whose" in line
         line = scene.train_refused(named, "teacher.top_k=4")
         assert "x.yaml: teacher.by_source.gsm8k: no row of data.train has this data_source, whose" in line
         config = json.loads((model_copy / "config.json").read_text())

@@ -660,6 +660,10 @@ class TestContradictions:
         "recipe=sft algorithm.mismatch.weight=token": (
             "algorithm.mismatch.weight: recipe sft learns from given responses"
         ),
+        # What the preset of schedule.ahead would set is not held against it.
+        "recipe=sft parallel.rollout_ranks=1 schedule.ahead=1": "parallel.rollout_ranks: recipe sft",
+        "checkpoint.time_limit=60": "checkpoint.time_limit: has no effect while checkpoint.every is 0",
+        "checkpoint.keep_every=5": "checkpoint.keep_every: has no effect while checkpoint.every is 0",
         "recipe=sft rollout.dynamic_sampling.enabled=true": "rollout.dynamic_sampling.enabled: recipe sft",
         "recipe=sft reward.overlong.soft_punishment=true": "reward.overlong.soft_punishment: recipe sft",
         "recipe=sft value_pretraining.steps=3": "value_pretraining.steps: recipe sft",

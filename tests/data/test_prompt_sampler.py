@@ -6,13 +6,14 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from megarl.config.errors import CheckpointError
-from megarl.data.prompts import PromptSampler, epoch_order
+from megarl.data.prompts import Prompt, PromptSampler, content_of, epoch_order
 
 GOLDEN = ([8, 4, 1, 5, 0, 9, 2, 7, 3, 6], [9, 1, 3, 8, 2, 7, 0, 5, 6, 4], [2, 9, 1, 0, 8, 6, 3, 4, 5, 7])
 
@@ -68,6 +69,7 @@ def test_shuffled_epochs_differ_and_are_uniform() -> None:
 @pytest.mark.parametrize(
     ("change", "key"),
     [({"num_prompts": 9}, "data.train"), ({"seed": 1}, "seed"), ({"shuffle": False}, "data.shuffle")]
+    + [({"content": "of a file that was edited"}, "data.train")]
     + [({name: value}, "data.train") for name in ("epoch", "position") for value in (-1, None, "2")]
     + [({"position": 11}, "data.train")],
 )
@@ -77,6 +79,26 @@ def test_a_foreign_state_is_refused(change: dict[str, object], key: str) -> None
         sampler.load_state({**sampler.state(), **change})
     assert str(caught.value).startswith(f"{key}: ") and "\n" not in str(caught.value)
     assert sampler.take(3) == PromptSampler(10).take(3)
+
+
+def test_the_content_depends_on_what_is_asked_on_its_answer_and_on_the_order() -> None:
+    first, second, other = (
+        Prompt(uid=uid, text="", tokens=tokens, answer=answer)
+        for uid, tokens, answer in ((1, (5, 6), "7"), (2, (5,), "8"), (1, (5, 6), "8"))
+    )
+    assert content_of([first, second]) == content_of([replace(first), replace(second)])
+    lists = [[first, second], [second, first], [other, second], [first], []]
+    assert len(set(map(content_of, lists))) == len(lists)
+
+
+def test_a_state_of_an_older_version_says_nothing_of_the_content() -> None:
+    sampler = PromptSampler(10, content="a")
+    sampler.take(3)
+    state = sampler.state()
+    del state["content"]
+    resumed = PromptSampler(10, content="a")
+    resumed.load_state(state)
+    assert resumed.take(10) == sampler.take(10)
 
 
 def test_no_prompts_are_refused() -> None:

@@ -463,6 +463,9 @@ def test_columns_of_public_sets(tmp_path: Path, tokenizer: PreTrainedTokenizerFa
         jsonl(file, row) if kind == "jsonl" else pq.write_table(pa.Table.from_pylist([row]), file)
         [prompt], _ = read_prompts([file], raw(), tokenizer)
         assert (prompt.text, prompt.answer) == ("q", answer), name
+    both = jsonl(tmp_path / "both.jsonl", sets["math500"][0])  # whose key names the solution
+    [prompt], _ = read_prompts([both], raw(answer_key="solution"), tokenizer)
+    assert prompt.answer == r"\frac{1}{2}"
     none = [{"problem": "q", "solution": "no box"}, {"problem": "q", "solution": None}]
     _, report = read_prompts([jsonl(tmp_path / "none.jsonl", *none, sets["math"][0])], raw(), tokenizer)
     assert len(report.rejected) == 2 and "or solution" in report.rejected[0].reason

@@ -232,16 +232,22 @@ def test_tokens_of_other_weights_do_not_count() -> None:
     assert not comparable(batch, 5).any()
 
 
+def sglang(**options: str) -> dict[str, Any]:
+    return {"rollout": {"engine": "sglang", "engine_options": options}}
+
+
 @pytest.mark.parametrize(
     ("kind", "keys"),
     [
         ("fp32", {"model": {"dtype": "fp32"}}),
         ("bf16", {"model": {"dtype": "bf16"}}),
-        ("bf16", {"model": {"dtype": "fp32"}, "rollout": {"engine_options": {"dtype": "bfloat16"}}}),
+        ("bf16", {"model": {"dtype": "fp32"}, **sglang(dtype="bfloat16")}),
         ("fp8", {"model": {"dtype": "bf16"}, "rollout": {"weights_dtype": "fp8_block"}}),
         ("fp8", {"model": {"dtype": "bf16", "fp8": {"format": "hybrid"}}}),
-        ("fp8", {"rollout": {"engine_options": {"kv_cache_dtype": "fp8_e5m2"}}}),
-        ("fp8", {"rollout": {"engine_options": {"quantization": "fp8"}}}),
+        ("fp8", sglang(kv_cache_dtype="fp8_e5m2")),
+        ("fp8", sglang(quantization="fp8")),
+        # Another engine is not given them.
+        ("fp32", {"model": {"dtype": "fp32"}, "rollout": {"engine_options": {"dtype": "bfloat16"}}}),
     ],
 )
 def test_the_coarsest_arithmetic_decides(kind: str, keys: dict[str, Any], tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from megarl.config.errors import ConfigError
 from megarl.config.schema import Config
-from megarl.training.checkpoint import Checkpoint, check_continues, settings_of
+from megarl.training.checkpoint import Checkpoint, check_continues, moved_schedule, settings_of
 
 
 def test_one_term_more_or_less_is_another_reward(tmp_path: Path) -> None:
@@ -51,3 +51,26 @@ def test_a_run_without_a_teacher_does_not_go_on_with_one(tmp_path: Path) -> None
     for more in ({"by_source": {"a": tmp_path}}, {"top_k": 4}):
         with pytest.raises(ConfigError, match=rf"^teacher\.{next(iter(more))}: is .*, the run there has"):
             check_continues(Config(**run, teacher={"path": tmp_path, **more}), checkpoint)
+
+
+def test_other_steps_are_told_where_they_move_a_learning_rate(tmp_path: Path) -> None:
+    def config(actor: str, critic: str, advantage: str = "gae", steps: int = 6) -> Config:
+        run: dict[str, Any] = {
+            "recipe": "vapo",
+            "run_dir": tmp_path,
+            "steps": steps,
+            "model": {"path": tmp_path},
+        }
+        models = {"actor": {"schedule": actor}, "critic": {"schedule": critic}}
+        return Config(**run, **models, algorithm={"advantage": advantage})
+
+    three = Checkpoint(tmp_path, {"steps": 3})
+    assert moved_schedule(config("constant", "constant"), three) is None
+    assert moved_schedule(config("linear", "cosine", steps=3), three) is None
+    assert moved_schedule(config("linear", "cosine"), Checkpoint(tmp_path, {})) is None, "an older one"
+    assert moved_schedule(config("constant", "cosine", "group"), three) is None, "there is no critic"
+    line = moved_schedule(config("linear", "cosine"), three)
+    assert (
+        line
+        == "steps: 6, no longer 3: the learning rate jumps (actor.schedule linear, critic.schedule cosine)"
+    )
