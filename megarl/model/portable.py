@@ -26,7 +26,6 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint, sharded_state_dict_default
 from torch import Tensor
-from torch.nn.utils import skip_init
 
 from megarl.data.experience import cut
 from megarl.model.delta_net import convolve, delta_rule, gated_norm, gates
@@ -394,6 +393,18 @@ class GatedAttention(SelfAttention):
         return (x * gate.reshape(x.shape).float().sigmoid()).to(x.dtype)
 
 
+class Held(torch.nn.Module):
+    """A weight that its owner computes with. It is read by a call, before which Megatron's hook waits for its
+    gather after an update; of a weight that is read in another way nothing says that it is there."""
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(weight)
+
+    def forward(self) -> Tensor:
+        return self.weight
+
+
 class GatedDeltaNet(MegatronModule):
     """Linear attention of packs by the gated delta rule, as Qwen3.5 has it, in the place of a layer's
     attention: [t, 1, hidden] -> [t, 1, hidden]. Each sequence begins with an empty state, and with zeros
@@ -427,11 +438,9 @@ class GatedDeltaNet(MegatronModule):
         )
         channels, heads = sizes.mixed // self.tp.size(), self.heads * self.shared
         kind = config.params_dtype
-        self.conv1d: Any = skip_init(
-            torch.nn.Conv1d, channels, channels, sizes.conv, groups=channels, bias=False, dtype=kind
-        )
+        self.conv1d = Held(torch.empty(channels, 1, sizes.conv, dtype=kind))
         self.A_log, self.dt_bias = (torch.nn.Parameter(torch.zeros(heads, dtype=kind)) for _ in range(2))
-        self.out_norm = torch.nn.RMSNorm(self.value_dim, config.layernorm_epsilon, dtype=kind)
+        self.out_norm = Held(torch.ones(self.value_dim, dtype=kind))
         for parameter in (self.conv1d.weight, self.A_log, self.dt_bias):
             set_tensor_model_parallel_attributes(parameter, is_parallel=True, dim=0, stride=1)
 
@@ -460,7 +469,7 @@ class GatedDeltaNet(MegatronModule):
             out = tensor_parallel.all_to_all(self.group, out.index_select(0, own))
             out = out.unflatten(0, (cp, -1)).transpose(0, 1).flatten(1, 2)
         # Each tensor-parallel rank has seen its heads alone: the weight's gradients are summed up.
-        weight = tensor_parallel.copy_to_tensor_model_parallel_region(self.out_norm.weight, self.tp)
+        weight = tensor_parallel.copy_to_tensor_model_parallel_region(self.out_norm(), self.tp)
         out = gated_norm(out, gate.reshape(out.shape), weight, self.config.layernorm_epsilon)
         return self.out_proj(out.flatten(1).unsqueeze(1))
 
@@ -468,7 +477,7 @@ class GatedDeltaNet(MegatronModule):
         """Attend within the rows of a plan's buckets, with the heads of the `part`-th context-parallel rank:
         [padded, heads, n] -> [padded, value heads, dv]."""
         heads, cp, outputs = mixed.shape[1], self.heads // mixed.shape[1], []
-        weight = self.conv1d.weight.chunk(cp)[part]
+        weight = self.conv1d().chunk(cp)[part]
         rate, bias = (x.chunk(cp)[part] for x in (self.A_log, self.dt_bias))
         sizes = self.key_dim, self.key_dim, self.shared * self.value_dim
         for bucket in plan.buckets:

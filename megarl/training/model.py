@@ -425,8 +425,8 @@ class TrainableModel(InferenceModel):
 
     def _finish_gather(self, chunk: Any, *_: Any) -> None:
         """Wait for a chunk's weights at the end of its decoder, in the first forward pass after an update:
-        Megatron's hooks have waited for every module's but the output layer's, whose weight the actor's head
-        reads without calling the layer. Left on, the hooks would begin gathers in any other pass."""
+        Megatron's hooks wait for a module's weights when it is called: for all but the output layer's, which
+        the actor's head reads without a call. Left on, the hooks would begin gathers in any other pass."""
         if chunk in self._gather_due:
             for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
                 group.finish_param_sync(skip_next_bucket_dispatch=True)

@@ -674,6 +674,37 @@ def updates_with_overlap(runtime: Runtime, folder: Path, checkpoint: Path, **par
     return {"norms": norms, "weights": weights, "back": back, "alike": alike, "buckets": buckets}
 
 
+def read_without_a_call(runtime: Runtime, folder: Path) -> list[str]:
+    """The trainable weights of an actor whose modules are not called in a forward pass of the decoder."""
+    from megarl.config.schema import ParallelConfig
+    from megarl.model.builder import build_actor, read_hf_config
+    from megarl.training.batch import distribute
+    from megarl.training.model import TrainableModel
+    from megarl.training.objectives import supervised_loss
+
+    config = make_config(folder, mini_batch=4, budget=16)
+    model = build_actor(config, read_hf_config(folder), runtime)
+    load(model, folder, runtime)
+    ours = TrainableModel("actor", model, config.critic, config.steps, runtime, ParallelConfig())
+    batch = Experience.build([[3, 9, 4, 5 + i] for i in range(4)], [[7 + i, 8, 1] for i in range(4)])
+    batch["correct"], batch["truncated"] = torch.ones(4, dtype=torch.bool), torch.zeros(4, dtype=torch.bool)
+    local = distribute(batch, config, 4, 3, [ours.model], runtime)
+    called: set[torch.nn.Module] = set()
+    hooks = [
+        module.register_forward_pre_hook(lambda module, _: called.add(module)) for module in model.modules()
+    ]
+    ours.begin_step()
+    ours.update(local.mini_batches[0], supervised_loss(local.experience))
+    for hook in hooks:
+        hook.remove()
+    return [
+        f"{name}.{weight}"
+        for name, module in model.named_modules()
+        for weight, parameter in module.named_parameters(recurse=False)
+        if parameter.requires_grad and module not in called
+    ]
+
+
 def stage_parts(runtime: Runtime, length: int, offset: int) -> str:
     """Has each rank write two of a tensor's `length` numbers, those from rank * `offset` on; what is said of
     it, "" where all is well."""

@@ -5,14 +5,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import torch
 
-from tests.parallel.jobs import updates_with_overlap
+from tests.families import Family
+from tests.parallel.jobs import read_without_a_call, updates_with_overlap
 from tests.ranks import RankPool
 from tests.tiny_models import make_tiny_model
 
+FAMILIES = tuple(get_args(Family))
 SMALL = 1000  # weights of a bucket, so that a tiny model has several
 
 
@@ -24,6 +27,7 @@ SMALL = 1000  # weights of a bucket, so that a tiny model has several
         ((1, 2, 2), "qwen2", True),
         ((1, 1, 4), "qwen3", False),
         ((1, 2, 2), "qwen3_moe", False),
+        ((1, 1, 4), "qwen3_5_text", False),
     ],
     ids=lambda value: "tp{}-pp{}-dp{}".format(*value) if isinstance(value, tuple) else None,
 )
@@ -71,3 +75,14 @@ def test_overlaps_change_nothing(
     # Without the last gather the replicas differ after the first of two updates, and only there.
     assert found["both"][0]["alike"] == [False, True, False, True]
     assert all(found["reduce"][0]["alike"])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_weights_are_read_by_calling_their_modules(
+    family: str, ranks: Callable[[int, int, int], RankPool], tmp_path: Path
+) -> None:
+    """Megarl's layers too: the wait for a weight's gather is a hook before its module's call. A gather over
+    gloo is often quick enough to hide that nobody waited. The output layer's is waited for by itself."""
+    make_tiny_model(tmp_path / "model", family, tied=False)
+    [found] = ranks(1, 1, 1).run(read_without_a_call, folder=tmp_path / "model")
+    assert found == ["chunks.0.output_layer.weight"]
