@@ -37,6 +37,6 @@ def save_checkpoint(run: Run, step: int, state: Mapping[str, Any], versions: Map
     """Write one checkpoint of the main stage and wait for it; every rank calls this. Raises as
     CheckpointWriter."""
     joined = run.source.join
-    writer = CheckpointWriter(run.runtime, run.config, run.models, versions, lambda name: None, joined)
+    writer = CheckpointWriter(run.runtime, run.config, run.models, versions, lambda name: None, joined, print)
     writer.save("train", step, tuple(run.models), state, now=True)
     return run.config.run_dir / FOLDER / folder_name("train", step)

@@ -218,9 +218,9 @@ def future_factors(
     k up to the response's end (FIPO, arXiv 2603.19835, as its authors' code has it): the advantage of what
     led to tokens that have become likelier counts more.
 
-    Tokens of r_k > `limit` are left out of the sum; where A_t < 0, f_t is there within [0.8, 1], so that
-    what is far off already is not pushed further. difference: log r_t, float64 [T], 0 where a token does not
-    count; sequence_ids: int [T], each sequence of one piece."""
+    Tokens of r_k > `limit` are left out of the sum; where A_t < 0, f_t is there within [0.8, 1] (1 where
+    `low` is, as by default), so that what is far off already is not pushed further. difference: log r_t,
+    float64 [T], 0 where a token does not count; sequence_ids: int [T], each sequence of one piece."""
     beyond, decay, step = difference > math.log(limit), 2 ** (-1 / half_life), 1
     future = torch.where(beyond, 0.0, difference)
     # `future` sums over `step` tokens; each round doubles that.

@@ -51,7 +51,8 @@ class NumericalError(MegarlError):
 
 
 class DeviceMemoryError(MegarlError):
-    """The device has no room for what a phase needs; the message says what is on it."""
+    """The device has no room for what a phase needs, or the host for what leaves it; the message says what is
+    there."""
 
     on_every_rank = False
 

@@ -113,7 +113,9 @@ def _gather_weights(whole: torch.Tensor, part: torch.Tensor, group: Any, async_o
         return distributed.all_gather_into_tensor(whole, part, group=group, async_op=True)
     if group.size() == 1:
         return None
-    bits = whole.view(torch.int32)  # Megatron pads buffers to a multiple of 128 numbers
+    if part.nbytes % 4:  # an odd number of 16-bit weights, as each of 128 ranks may have
+        return distributed.all_gather_into_tensor(whole, part, group=group)
+    bits = whole.view(torch.int32)
     own = bits.chunk(group.size())[group.rank()]
     before = own.storage_offset() - bits.storage_offset()
     bits[:before].zero_()

@@ -9,6 +9,8 @@ from typing import Literal
 import torch
 from torch import Tensor, UntypedStorage
 
+from megarl.config.errors import DeviceMemoryError, first_line
+
 # A power of two, to which torch rounds up whatever pinned memory it is asked for.
 CHUNK = 64 * 2**20
 Contents = Literal["kept", "constant", "zero"]
@@ -24,9 +26,18 @@ class HostPool:
         self.nbytes = 0  # of all chunks, in use or not
 
     def take(self, count: int) -> list[Tensor]:
-        """Return `count` chunks, uint8, with undefined contents."""
+        """Return `count` chunks, uint8, with undefined contents. Raises DeviceMemoryError where the host has
+        no room for them."""
         while len(self._free) < count:
-            self._free.append(torch.empty(self.chunk, dtype=torch.uint8, pin_memory=self._pinned))
+            try:
+                chunk = torch.empty(self.chunk, dtype=torch.uint8, pin_memory=self._pinned)
+            except RuntimeError as error:  # CUDA's words for it are those of a full GPU
+                held = f"the {self.nbytes / 2**30:.2f} GiB that this rank has offloaded"
+                remedy = "give the job more memory, or each node fewer ranks, or set residency.keep"
+                raise DeviceMemoryError(
+                    f"host memory: no room beside {held}: {first_line(error)} ({remedy})"
+                ) from error
+            self._free.append(chunk)
             self.nbytes += self.chunk
         return [self._free.pop() for _ in range(count)]
 

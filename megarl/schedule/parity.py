@@ -229,10 +229,8 @@ def _trainer_states(run: Run, prompt: list[int], response: list[int]) -> dict[Pa
     the response as (layers, HEAD), [r]; on rank 0 alone, of its replica. Routers choose for themselves."""
     runtime, actor, few = run.runtime, run.actor, Experience.build([prompt], [response])
     batches = make_micro_batches(few, [0], few.num_tokens, actor.model)
-    replays, actor.replays_routing = actor.replays_routing, False
-    with _noted(actor.model.chunks) as noted:
+    with actor.free_routing(), _noted(actor.model.chunks) as noted:
         logprobs = actor.logprob_columns(few, batches)["logprobs"]
-    actor.replays_routing = replays
     layout, place = runtime.layout, runtime.layout.coords(runtime.rank)
     parts = gather_on_0(runtime, noted if place.dp == 0 else {})
     if parts is None:

@@ -75,9 +75,8 @@ def old_logprobs(run: Run, step: Step) -> None:
     step.add(*policy_statistics(experience, run.runtime))
     step.add(*mismatch(experience, columns["logprobs"], version, run.runtime))
     if run.config.rollout.routing_compare:
-        run.actor.replays_routing = False
-        own = run.actor.logprob_columns(experience, step.local.micro_batches)["logprobs"]
-        run.actor.replays_routing = True
+        with run.actor.free_routing():
+            own = run.actor.logprob_columns(experience, step.local.micro_batches)["logprobs"]
         step.count_tokens(passes=1)
         without, _ = mismatch(experience, own, version, run.runtime)
         step.metrics |= {f"mismatch/unreplayed_{name[9:]}": value for name, value in without.items()}

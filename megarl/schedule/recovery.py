@@ -68,6 +68,7 @@ class Recovery:
             versions(),
             run.onload_for_checkpoint,
             run.source.join,
+            listeners.event,
             run.apart,
         )
         self._spent = 0.0

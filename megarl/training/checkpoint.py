@@ -26,7 +26,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from megarl.config.errors import CheckpointError, ConfigError
-from megarl.config.files import read_json
+from megarl.config.files import read_json, why
 from megarl.config.schema import PRETRAINING, CheckpointConfig, Config, Section, fields
 from megarl.parallel.comm import from_rank_0, gather_objects
 from megarl.parallel.runtime import Runtime
@@ -54,6 +54,8 @@ FREE = (
     "reward.max_unjudged",
     *("update.tokens_per_micro_batch", "update.logprob_chunk", "value_pretraining.rollouts"),
 )
+# But for this one of `parallel`: in bf16 the gradients of micro-batches add up to other sums.
+BOUND = ("parallel.grad_dtype",)
 # Keys that decide the result and that checkpoints of older versions lack, with what those versions did.
 ADDED: dict[str, Any] = {f"{model}.frozen": [] for model in ("actor", "critic")}
 ADDED |= {f"{model}.frozen_layers": 0 for model in ("actor", "critic")}
@@ -142,7 +144,7 @@ def settings_of(config: Config) -> dict[str, Any]:
     found = {
         key: _plain(attrgetter(key)(config))
         for key, _ in fields(Config)
-        if not any(f"{key}.".startswith(f"{free}.") for free in FREE)
+        if key in BOUND or not any(f"{key}.".startswith(f"{free}.") for free in FREE)
     }
     models = {"critic.path": config.critic.path, "reward.model.path": config.reward.model.path}
     models |= config.teacher.folders
@@ -283,9 +285,10 @@ def choose_checkpoint(runtime: Runtime, run_dir: Path) -> tuple[Checkpoint | Non
         lines.append(f"{wrong[0]}{f', and {len(wrong) - 1} files more' if wrong[1:] else ''} (skipped)")
 
 
-def prune(run_dir: Path, keep: CheckpointConfig) -> None:
+def prune(run_dir: Path, keep: CheckpointConfig) -> list[str]:
     """Remove checkpoints, finished or half-written, that are older than the `keep` newest complete ones (0:
-    all are kept), except those of every `keep_every`-th step."""
+    all are kept), except those of every `keep_every`-th step. Return a line for each that cannot be removed,
+    which the next call tries again."""
     complete = []
     for order, path in sorted(_all(run_dir), reverse=True):
         try:
@@ -293,13 +296,21 @@ def prune(run_dir: Path, keep: CheckpointConfig) -> None:
         except CheckpointError:
             continue
         complete.append(order)
+    if not complete:
+        return []
+    left = []
     oldest = complete[-1] if not keep.keep else complete[: keep.keep][-1]
     for (main, step), path in _all(run_dir):
         kept = main and keep.keep_every and step % keep.keep_every == 0 and not path.name.startswith(".")
         if (main, step) < oldest and not kept:
-            # First, so that a removal that is interrupted leaves nothing that looks complete.
-            (path / MANIFEST).unlink(missing_ok=True)
-            shutil.rmtree(path)
+            try:
+                # First, so that a removal that is interrupted leaves nothing that looks complete.
+                (path / MANIFEST).unlink(missing_ok=True)
+                shutil.rmtree(path)
+            except OSError as error:  # another process reads it over NFS, or removes it too
+                if path.exists():
+                    left.append(f"{path}: cannot be removed: {why(error)}")
+    return left
 
 
 def write_state(folder: Path, state: Mapping[str, Any]) -> list[Path]:

@@ -9,7 +9,7 @@ import math
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -77,12 +77,22 @@ class InferenceModel:
         """Compute {"logprobs", "tokens"} of the k likeliest tokens below `limit` at each place, float32 [T,
         k], for the last pipeline stage alone, whose head reads them; [T, 0] on others. As
         `logprob_columns`."""
-        for chunk in self.model.chunks:
-            chunk.likeliest = k, limit
-        found = self._columns(("logprobs", "tokens"), experience, micro_batches, k)
-        for chunk in self.model.chunks:
-            chunk.likeliest = None
-        return found
+        try:
+            for chunk in self.model.chunks:
+                chunk.likeliest = k, limit
+            return self._columns(("logprobs", "tokens"), experience, micro_batches, k)
+        finally:
+            for chunk in self.model.chunks:
+                chunk.likeliest = None
+
+    @contextmanager
+    def free_routing(self) -> Iterator[None]:
+        """Let routers choose for themselves meanwhile, whatever the engine has recorded."""
+        replays, self.replays_routing = self.replays_routing, False
+        try:
+            yield
+        finally:
+            self.replays_routing = replays
 
     def routing_metrics(self) -> dict[str, float]:
         """Return what the routers of a mixture have chosen since `start_counting`; {} for a dense model.

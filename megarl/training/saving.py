@@ -62,6 +62,7 @@ from megarl.weights.megatron import FORMAT as MODEL_FORMAT
 # Seconds after which Python takes the interpreter from the step and gives it to the writing thread. With the
 # default of 5 ms the two starve each other: torch gives the interpreter up in every operation.
 SWITCH_INTERVAL = 2e-4
+NO_ROOM = "make room, or set checkpoint.every to 0"
 PATIENCE = 0.8  # of parallel.timeout, for which the other ranks wait
 Entries = dict[str, tuple[int, str]]  # file -> (bytes, SHA-256)
 
@@ -87,6 +88,7 @@ class CheckpointWriter:
 
     prepare   called with a model's name before its weights and optimizer are read
     join      makes one state of the ranks' shares of where the source of the batches stands
+    tell      called on rank 0 with a line about what went wrong and ends nothing
     ahead     where steps are drawn ahead (schedule.ahead)
     seconds   the longest time that a save has kept the run from its work so far"""
 
@@ -98,10 +100,11 @@ class CheckpointWriter:
         versions: Mapping[str, str],
         prepare: Callable[[str], None],
         join: Join,
+        tell: Callable[[str], None],
         ahead: DrawnAhead | None = None,
     ) -> None:
         self.runtime, self.config, self.models, self.versions = runtime, config, models, dict(versions)
-        self.prepare, self.join, self.ahead, self.seconds = prepare, join, ahead, 0.0
+        self.prepare, self.join, self.tell, self.ahead, self.seconds = prepare, join, tell, ahead, 0.0
         self.settings = settings_of(config)
         self._copiers = {name: HostCopier(runtime) for name in models}
         self._writing: _Writing | None = None
@@ -193,16 +196,20 @@ class CheckpointWriter:
         results = {name: copy.results for name, copy in writing.models.items()}
         ranks = gather_on_0(self.runtime, (writing.failure, writing.files, results))
         failures = [
-            f"rank {rank}: {text}" for rank, (text, _, _) in enumerate(ranks or []) if text is not None
+            (f"rank {rank}: {failure[0]}", failure[1])
+            for rank, (failure, _, _) in enumerate(ranks or [])
+            if failure is not None
         ]
         failures = from_rank_0(self.runtime, failures)
         if failures:
             self._writing = None
             if self.runtime.rank == 0:
                 shutil.rmtree(writing.partial, ignore_errors=True)
-            raise CheckpointError(f"{writing.final}: {cannot_be_written(failures[0])}")
+            raise CheckpointError(f"{writing.final}: {cannot_be_written(*failures[0])}")
         if writing.parts_written:
             self._writing = None
+            for line in writing.left:
+                self.tell(line)
             return
         models, writing.models, writing.parts_written = writing.models, {}, True
         if ranks is not None:
@@ -210,15 +217,19 @@ class CheckpointWriter:
             writing.in_thread(lambda: writing.complete(models, reports, self.config))
 
     def finish(self) -> None:
-        """Advance to the end, waiting for each rank at most `checkpoint.timeout`."""
+        """Advance to the end, waiting for each rank at most `checkpoint.timeout`, and less than the other ranks
+        wait for this one."""
         if self._writing is not None and self.ahead is not None:
             self.ahead.wait_for_files(self._writing.manifest["step"])
         while self._writing is not None:
-            limit = min(self.config.checkpoint.timeout, PATIENCE * self.runtime.timeout)
+            limit, key = min(
+                (self.config.checkpoint.timeout, "checkpoint.timeout"),
+                (PATIENCE * self.runtime.timeout, "parallel.timeout"),
+            )
             if self._writing.thread is not None:
                 self._writing.thread.join(limit)
             if self.busy:
-                self._writing.failure = f"writing took longer than checkpoint.timeout, {limit:g} s"
+                self._writing.failure = f"writing took longer than {limit:g} s", f"raise {key}"
             self.advance()
 
 
@@ -228,7 +239,9 @@ class _Writing:
 
     state          on rank 0 alone, its `samplers` the shares of all ranks
     models         the copies that this rank has still to write
-    parts_written  whether all ranks have; what is left is rank 0's index and manifest"""
+    parts_written  whether all ranks have; what is left is rank 0's index and manifest
+    failure        what went wrong, and what to do
+    left           lines about older checkpoints that could not be removed"""
 
     final: Path
     manifest: dict[str, Any]
@@ -236,7 +249,8 @@ class _Writing:
     models: dict[str, HostCopy] = field(default_factory=dict)
     parts_written: bool = False
     files: Entries = field(default_factory=dict)
-    failure: str | None = None
+    failure: tuple[str, str] | None = None
+    left: list[str] = field(default_factory=list)
     thread: threading.Thread | None = None
 
     @property
@@ -252,7 +266,7 @@ class _Writing:
             try:
                 work()
             except Exception as error:  # noqa: BLE001 (whatever it is, `advance` raises it on every rank)
-                self.failure = reason(error)
+                self.failure = reason(error), NO_ROOM
             finally:
                 sys.setswitchinterval(default)
 
@@ -295,7 +309,7 @@ class _Writing:
             shutil.rmtree(final)
         partial.rename(final)
         fsync(final.parent)
-        prune(config.run_dir, config.checkpoint)
+        self.left = prune(config.run_dir, config.checkpoint)
 
     def _add(self, paths: list[Path]) -> None:
         """Enter files into the manifest, once they are on disk."""
@@ -440,6 +454,6 @@ class HostCopy:
         return [path for path in sorted(folder.iterdir()) if path.suffix != ".distcp"]
 
 
-def cannot_be_written(why: str) -> str:
-    """Return the message for a disk that is full, or gone."""
-    return f"cannot be written: {why} (make room, or set checkpoint.every to 0)"
+def cannot_be_written(why: str, remedy: str = NO_ROOM) -> str:
+    """Return the message for a checkpoint that cannot be written; by default as a disk is full, or gone."""
+    return f"cannot be written: {why} ({remedy})"

@@ -80,6 +80,9 @@ def test_gradients_are_summed_where_they_stand(ranks: Callable[..., RankPool], d
         assert torch.equal(rank["at once, whole"], torch.cat([other["theirs"] for other in found]))
 
 
+NUMBERS = ((torch.float32, 128), (torch.bfloat16, 128), (torch.bfloat16, 127))  # weights of a rank
+
+
 def gathered(runtime: Runtime) -> dict[str, torch.Tensor]:
     """Weights of the ranks' parts gathered as Megatron does it, at once and beside other work: the bits."""
     from megatron.core import parallel_state
@@ -87,8 +90,8 @@ def gathered(runtime: Runtime) -> dict[str, torch.Tensor]:
 
     group = parallel_state.get_data_parallel_group()
     found = {}
-    for dtype in (torch.float32, torch.bfloat16):
-        own = torch.randn(128, generator=torch.Generator().manual_seed(runtime.rank)).to(dtype)
+    for dtype, count in (*NUMBERS,):
+        own = torch.randn(count, generator=torch.Generator().manual_seed(runtime.rank)).to(dtype)
         own[:3] = torch.tensor([-0.0, float("nan"), float("-inf")])
         for name, beside in (("at once", False), ("beside", True)):
             whole = torch.full((2 + group.size() * len(own),), 7.0, dtype=dtype)[2:]  # a bucket of a buffer
@@ -98,8 +101,8 @@ def gathered(runtime: Runtime) -> dict[str, torch.Tensor]:
                 buffers.dist_all_gather_func(whole, part, group=group, async_op=beside)
             if beside:
                 handle.wait()
-            found[f"{dtype}, {name}"] = whole.view(torch.int32).clone()
-        found[f"{dtype}, own"] = own.view(torch.int32)
+            found[f"{count} of {dtype}, {name}"] = whole.view(torch.uint8).clone()
+        found[f"{count} of {dtype}, own"] = own.view(torch.uint8)
     return found
 
 
@@ -107,8 +110,9 @@ def gathered(runtime: Runtime) -> dict[str, torch.Tensor]:
 def test_weights_are_gathered_where_they_stand(ranks: Callable[..., RankPool], dp: int) -> None:
     """To the bit: the sign of a zero and what is no number too."""
     found = ranks(1, 1, dp).run(gathered)
-    for dtype in (torch.float32, torch.bfloat16):
-        expected = torch.cat([rank[f"{dtype}, own"] for rank in found])
+    for dtype, count in NUMBERS:
+        which = f"{count} of {dtype}"
+        expected = torch.cat([rank[f"{which}, own"] for rank in found])
         for rank in found:
-            assert torch.equal(rank[f"{dtype}, at once"], expected)
-            assert torch.equal(rank[f"{dtype}, beside"], expected)
+            assert torch.equal(rank[f"{which}, at once"], expected)
+            assert torch.equal(rank[f"{which}, beside"], expected)

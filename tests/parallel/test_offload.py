@@ -10,6 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megarl.config.errors import DeviceMemoryError
 from megarl.parallel.movable import HostPool, Movable
 from tests.families import Family
 from tests.parallel import jobs
@@ -23,6 +24,14 @@ DTYPES = (torch.float32, torch.bfloat16, torch.uint8, torch.float64)
 def bits(tensor: torch.Tensor) -> bytes:
     # numpy() would pin the storage to its size
     return tensor.clone().flatten().view(torch.uint8).numpy().tobytes()
+
+
+def test_a_host_without_room_is_named() -> None:
+    """On a GPU the words are CUDA's for a full one: "CUDA error: out of memory"."""
+    pool = HostPool(CPU, 2**55)
+    with pytest.raises(DeviceMemoryError, match=r"^host memory: no room beside the 0\.00 GiB that .*\)$"):
+        pool.take(1)
+    assert pool.nbytes == 0
 
 
 @given(

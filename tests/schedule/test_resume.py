@@ -3,6 +3,7 @@ values are the same."""
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import io
 import json
@@ -11,6 +12,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -29,16 +31,19 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from megarl.cli.main import main
 from megarl.config import dump_config
 from megarl.config.errors import CheckpointError, ConfigError
-from megarl.config.schema import Config
+from megarl.config.schema import CheckpointConfig, Config
 from megarl.observe.runs import load_run
 from megarl.schedule.preflight import claim_run_dir
+from megarl.training import saving
 from megarl.training.checkpoint import (
+    BOUND,
     FREE,
     Checkpoint,
     check_continues,
     check_same_adapters,
     choose_checkpoint,
     find_checkpoint,
+    prune,
     read_state,
     seal,
     settings_of,
@@ -634,6 +639,52 @@ def test_a_flipped_bit_is_found(tmp_path_factory: pytest.TempPathFactory, name: 
         assert [line for part in range(3) for line in found.damage(part, 3)] == lines
 
 
+@pytest.mark.parametrize(
+    ("own", "others", "key"), [(0.01, 600.0, "checkpoint.timeout"), (300.0, 0.0125, "parallel.timeout")]
+)
+def test_a_write_that_takes_too_long_names_the_limit(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own: float, others: float, key: str
+) -> None:
+    """The run may wait no longer for the disk than other ranks wait for it."""
+    monkeypatch.setattr(saving, "gather_on_0", lambda _, value: [value])
+    monkeypatch.setattr(saving, "from_rank_0", lambda _, value: value)
+    config = make_config(folder, tmp_path / "run", checkpoint={"every": 1, "timeout": own})
+    alone: Any = SimpleNamespace(rank=0, world=1, timeout=others)
+    writer = saving.CheckpointWriter(alone, config, {}, {}, lambda name: None, lambda shares: {}, print)
+    writing, written = saving._Writing(tmp_path / "step-000001", {"step": 1}), threading.Event()
+    writer._writing = writing
+    writing.in_thread(lambda: bool(written.wait(60)))
+    try:
+        with pytest.raises(CheckpointError) as caught:
+            writer.finish()
+    finally:
+        written.set()
+    slow = "rank 0: writing took longer than 0.01 s"
+    assert str(caught.value) == f"{writing.final}: cannot be written: {slow} (raise {key})"
+
+
+def test_an_old_checkpoint_that_cannot_be_removed_ends_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another process has a file of it open over NFS. It is no checkpoint any more, and goes the next time."""
+    first, second, _ = (write_folder(tmp_path, step, {}) for step in (1, 2, 3))
+    remove = shutil.rmtree
+
+    def busy(path: Path) -> None:
+        if path == first:
+            raise OSError(errno.ENOTEMPTY, "Directory not empty")
+        remove(path)
+
+    monkeypatch.setattr(shutil, "rmtree", busy)
+    keep = CheckpointConfig(every=1, keep=1)
+    assert prune(tmp_path, keep) == [f"{first}: cannot be removed: Directory not empty"]
+    found, skipped = find_checkpoint(tmp_path)
+    assert found is not None and found.step == 3 and not skipped and not second.exists()
+    monkeypatch.setattr(shutil, "rmtree", remove)
+    assert prune(tmp_path, keep) == [] and not first.exists()
+    assert prune(tmp_path / "nowhere", keep) == []
+
+
 numbers = (
     st.lists(st.integers(-(2**62), 2**62), max_size=40)
     | st.lists(st.floats(allow_nan=False), max_size=40)
@@ -664,6 +715,7 @@ def test_every_key_that_decides_the_result_is_compared(folder: Path, tmp_path: P
         "actor.lr",
         "seed",
         "data.train",
+        "parallel.grad_dtype",
     ):
         assert key in settings
     for key in settings:
@@ -672,7 +724,7 @@ def test_every_key_that_decides_the_result_is_compared(folder: Path, tmp_path: P
         assert "\n" not in str(error.value)
     # The settings survive JSON, and the folder from which megarl was started does not matter.
     check_continues(config, made(tmp_path, 1, json.loads(json.dumps(settings))))
-    assert not any(key.split(".")[0] in FREE for key in settings)
+    assert not any(key.split(".")[0] in FREE for key in settings if key not in BOUND)
 
 
 @pytest.mark.parametrize(
