@@ -217,7 +217,7 @@ class CheckpointWriter:
             writing.in_thread(lambda: writing.complete(models, reports, self.config))
 
     def finish(self) -> None:
-        """Advance to the end, waiting for each rank at most `checkpoint.timeout`, and less than the other ranks
+        """Advance to the end, waiting for each rank at most `checkpoint.timeout`, and less than the others
         wait for this one."""
         if self._writing is not None and self.ahead is not None:
             self.ahead.wait_for_files(self._writing.manifest["step"])
