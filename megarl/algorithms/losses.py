@@ -190,8 +190,8 @@ def kl_cov(t: Tokens, kl_weight: float) -> tuple[Tensor, Tensor, Tensor]:
 # What `algorithm.surrogate` may name (config/schema.py has the names once more, as it imports no torch).
 SURROGATES: dict[str, Surrogate] = {
     "ppo": ppo,
-    "gspo": ppo,
-    "fipo": ppo,
+    "gspo": ppo,  # with the ratio of the whole sequence (BY_SEQUENCE)
+    "fipo": ppo,  # with A_t times `future_factors`
     "cispo": cispo,
     "masked": masked,
     "dppo_tv": dppo_tv,
@@ -200,7 +200,7 @@ SURROGATES: dict[str, Surrogate] = {
     "clip_cov": clip_cov,
     "kl_cov": kl_cov,
 }
-BY_SEQUENCE = {"gspo"}  # whose ratio is the sequence's
+BY_SEQUENCE = {"gspo"}
 
 
 @torch.no_grad()

@@ -666,7 +666,7 @@ def test_a_write_that_takes_too_long_names_the_limit(
 def test_an_old_checkpoint_that_cannot_be_removed_ends_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another process has a file of it open over NFS. It is no checkpoint any more, and goes the next time."""
+    """Another process reads it over NFS. It is no checkpoint any more, and goes the next time."""
     first, second, _ = (write_folder(tmp_path, step, {}) for step in (1, 2, 3))
     remove = shutil.rmtree
 
