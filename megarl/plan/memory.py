@@ -703,7 +703,8 @@ class MemoryPlan:
         if self.keep & set(need.parts):
             return f"take {', '.join(sorted(self.keep))} out of residency.keep"
         if need.phase == "rollout":
-            return "lower rollout.engine_memory"
+            key = "engine_memory" if self.config.rollout.engine_kind.streams else "max_batch"
+            return f"lower rollout.{key}"
         if need.phase == "construction":
             return "raise parallel.tp or parallel.pp"
         if need.phase == "checkpoint":

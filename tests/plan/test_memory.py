@@ -492,6 +492,10 @@ def test_larger_budgets_need_more_and_the_largest_is_the_last_that_fits() -> Non
             r"phase \w+ needs .* raise parallel.tp or parallel.pp",
         ),
         (["rollout.engine_memory=0.97"], "phase rollout needs .*; lower rollout.engine_memory"),
+        (
+            ["rollout.engine=transformers", "rollout.engine_tp=1"],
+            "phase rollout needs .*; lower rollout.max_batch",
+        ),
         (["rollout.engine_tp=1"], "holds 0 tokens|phase weight_transfer needs|KV cache of an engine holds"),
         (
             ["update.tokens_per_micro_batch=999424"],
