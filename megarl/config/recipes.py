@@ -3,8 +3,8 @@ writes, and what it needs on the GPU.
 
 The code of a phase is the function of the same name in megarl/schedule/phases.py. The trainer enforces the
 declarations while it runs a phase, the planner computes memory and time from them, `megarl replay` follows
-the same lists. To add a phase: declare it here, put it in its place in `training_phases` (or
-`pretraining_phases`), and write its function there. docs/extending.md has an example."""
+the same lists without the engine. To add a phase: declare it here, put it in its place in `training_phases`
+(or `pretraining_phases`), and write its function there. docs/extending.md has an example."""
 
 from __future__ import annotations
 
@@ -392,6 +392,14 @@ def training_phases(config: Config) -> tuple[Phase, ...]:
         loss_columns |= TEACHER_TOP_K.writes
     actor_update = replace(ACTOR_UPDATE, reads=ACTOR_UPDATE.reads | loss_columns)
     return (*before, actor_update, WEIGHT_TRANSFER)
+
+
+def replay_phases(config: Config) -> tuple[Phase, ...]:
+    """Return the phases of one step of the main stage that is done again, in order: its rollout is read from
+    disk, no engine draws it, and none takes the weights."""
+    of_step = (phase for phase in training_phases(config) if phase.name != WEIGHT_TRANSFER.name)
+    nothing = frozenset[str]()
+    return tuple(replace(one, on_gpu=nothing) if one.name == ROLLOUT.name else one for one in of_step)
 
 
 def with_parity(phases: Sequence[Phase]) -> tuple[Phase, ...]:

@@ -1,15 +1,19 @@
-"""One step of a run, done again from its checkpoint and its rollout, and compared with what was recorded."""
+"""One step of a run, done again from its checkpoint and its rollout, and compared with what was recorded.
+Nothing is drawn: there is no engine, whatever the run had.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 
 from megarl.config.errors import CheckpointError, ConfigError, DataError
-from megarl.config.recipes import ROLLOUT, WEIGHT_TRANSFER, training_phases
+from megarl.config.recipes import ROLLOUT, replay_phases
 from megarl.config.schema import PRETRAINING, Config
 from megarl.observe.run_log import plain
 from megarl.observe.runs import read_metrics
@@ -19,6 +23,7 @@ from megarl.schedule.phases import FUNCTIONS
 from megarl.schedule.preflight import versions
 from megarl.schedule.rollouts import read_rollout, rollout_files, rollouts_folder, stored
 from megarl.schedule.run import Run, Step
+from megarl.schedule.source import BatchSource, Rollout
 from megarl.training.checkpoint import (
     FOLDER,
     Checkpoint,
@@ -61,6 +66,31 @@ class Outcome:
         return names + (["weights"] if self.exact and self.weights else [])
 
 
+class RecordedRollouts(BatchSource):
+    """The rollouts that a run has kept (checkpoint.rollouts), in place of what drew them. Which of them is
+    read depends on the number of the step alone."""
+
+    def __init__(self, config: Config, runtime: Runtime) -> None:
+        self.folder, self.runtime, self.reports = rollouts_folder(config), runtime, {}
+
+    def rollout(self, stage: str, number: int) -> Rollout:
+        """Read the rollout of a step of the main stage. Raises DataError where it is missing or damaged."""
+        batch, state = read_rollout(self.folder, number, self.runtime)
+        return Rollout(batch, state["stats"], {}, {}, [])
+
+    def snapshot(self) -> dict[str, Any]:
+        return {}
+
+    def join(self, shares: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Leave aside where the samplers of the run stood."""
+
+    def close(self) -> None:
+        """End nothing: there are only files."""
+
+
 def replay(config: Config, number: int, runtime: Runtime, tolerance: float | None = None) -> Outcome:
     """Do step `number` of the run in config.run_dir again; every rank calls this. The numbers must be the
     same to the last recorded digit, and the weights to the bit, where layout and versions are those that
@@ -69,7 +99,7 @@ def replay(config: Config, number: int, runtime: Runtime, tolerance: float | Non
     Raises CheckpointError or DataError where its checkpoint, its rollout or its record is missing or
     damaged."""
     recorded = recorded_numbers(config, number)
-    run = Run(config, runtime)
+    run = Run(config, runtime, RecordedRollouts(config, runtime) if config.has_engine else None)
     try:
         checkpoint = before(config, number)
         remarks = []
@@ -91,17 +121,13 @@ def replay(config: Config, number: int, runtime: Runtime, tolerance: float | Non
         exact = not remarks
         for critic in run.critics if number == 1 else ():
             critic.start_schedule(config.steps)
-        step, phases = Step(config.main_stage, number), training_phases(config)
-        if WEIGHT_TRANSFER in phases:
-            run.onload(WEIGHT_TRANSFER.name, WEIGHT_TRANSFER.on_gpu)
-            run.weight_sync.sync(number - 1)
-        for phase in phases:
-            if phase.name == ROLLOUT.name:
-                step.batch, state = read_rollout(rollouts_folder(config), number, runtime)
-                step.metrics |= state["stats"]
-            elif phase.name != WEIGHT_TRANSFER.name:  # nobody asks the engine any more
-                if phase.on_gpu:
-                    run.onload(phase.name, phase.on_gpu)
+        step = Step(config.main_stage, number)
+        for phase in replay_phases(config):
+            if phase.on_gpu:
+                run.onload(phase.name, phase.on_gpu)
+            if phase.name == ROLLOUT.name:  # whose function also asks the engines what has failed
+                step.take(run.source.rollout(step.stage, number))
+            else:
                 FUNCTIONS[phase.name](run, step)
         found = {name: plain(value, name, []) for name, value in step.metrics.items()}
         if missing := sorted(recorded.keys() - found.keys()):

@@ -52,11 +52,12 @@ class Run:
     """What lives for the whole run on a rank that trains: models with their optimizers, the source of the
     batches, and what brings weights to the engines.
 
+    source       of the batches; where none is given: what the configuration asks for, with its engines
     engine       of this rank; None where there is none, or on ranks of its own
     apart        the source where engines are on ranks of their own; else None
     weight_sync  to the engines; only where there are any"""
 
-    def __init__(self, config: Config, runtime: Runtime) -> None:
+    def __init__(self, config: Config, runtime: Runtime, source: BatchSource | None = None) -> None:
         self.config, self.runtime, self.dispensable = config, runtime, Dispensable()
         self.tokenizer = load_tokenizer(config.model.path)
         self.folder = open_model(config.model.path)
@@ -83,7 +84,7 @@ class Run:
         self.tracker = SuccessTracker(rho) if tracks else None
         self.engine: RolloutEngine | None = None
         self.apart: GenerationApart | None = None
-        self.source = self._source()
+        self.source = self._source() if source is None else source
         self.data_reports = self.source.reports
 
     def _source(self) -> BatchSource:

@@ -1,5 +1,5 @@
-"""Where a run's batches come from: responses that engines draw (schedule/generation.py, schedule/ahead.py),
-or pairs that are given.
+"""Where a run's batches come from: responses that engines draw (schedule/generation.py, schedule/ahead.py)
+or have drawn (schedule/replay.py), or pairs that are given.
 """
 
 from __future__ import annotations

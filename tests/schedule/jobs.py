@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 import megarl.schedule.generation as generation
@@ -96,12 +97,20 @@ def _generators() -> dict[str, bytes]:
 
 
 def train_and_replay(runtime: Runtime, config: Config, numbers: tuple[int, ...]) -> list[Outcome]:
-    """Runs `config`, unless it has been run, and replays steps of it."""
+    """Runs `config`, unless it has been run, and replays steps of it, with nothing that draws responses or
+    brings weights to what does."""
     if not (config.run_dir / "hf").exists():
         run = Run(config, runtime)
         Trainer(run).train()
         run.close()
-    return [replay(config, number, runtime) for number in numbers]
+
+    def refuse(self: Any, *arguments: Any, **options: Any) -> None:
+        raise AssertionError(f"a replay makes a {type(self).__name__}")
+
+    with pytest.MonkeyPatch.context() as patch:
+        for kind in ("TransformersEngine", "SGLangEngine", "SGLangServers", "VerifierPool", "WeightSync"):
+            patch.setattr(getattr(generation, kind), "__init__", refuse)
+        return [replay(config, number, runtime) for number in numbers]
 
 
 def train_with_bad_losses(runtime: Runtime, config: Config, bad: tuple[int, ...]) -> tuple[str, list[bool]]:
