@@ -31,14 +31,6 @@ if TYPE_CHECKING:
     from megarl.parallel.lease import Lease
     from megarl.parallel.runtime import Runtime
 
-# A replay needs no engine that must be started: the rollout is on disk, whatever sampled it.
-REPLAY_ENGINE = (
-    "rollout.engine=transformers",
-    "rollout.engine_tp=1",
-    "rollout.weights_dtype=model",
-    "rollout.fingerprint=false",
-)
-
 
 @checks_packages
 def train(
@@ -216,7 +208,7 @@ def replay(
     file = run / "config.yaml"
     if not file.is_file():
         raise ConfigError(f"{run}: no config.yaml there (give the folder of a run)")
-    config = load_config(file, [*REPLAY_ENGINE, set_key("run_dir", run), *overrides])
+    config = load_config(file, [set_key("run_dir", run), *overrides])
     config = config.model_copy(update={"parallel": config.parallel.model_copy(update={"rollout_ranks": 0})})
 
     def check() -> None:
@@ -225,7 +217,7 @@ def replay(
 
         check_replay(config, step)
         in_turn = config.schedule.model_copy(update={"ahead": 0})  # nothing is drawn
-        preflight(config.model_copy(update={"schedule": in_turn}), str(file))
+        preflight(config.model_copy(update={"schedule": in_turn}), str(file), replay=True)
 
     if not passes_on_rank_0(check):
         return 2

@@ -13,7 +13,14 @@ from operator import mul
 from typing import Any
 
 from megarl.config.errors import ConfigError
-from megarl.config.recipes import ROLLOUT, WEIGHT_TRANSFER, Phase, never_offloaded, training_phases
+from megarl.config.recipes import (
+    ROLLOUT,
+    WEIGHT_TRANSFER,
+    Phase,
+    never_offloaded,
+    replay_phases,
+    training_phases,
+)
 from megarl.config.schema import Config, LoraConfig, OptimizerConfig
 from megarl.parallel.layout import OVERLAP_ABOVE, Layout
 from megarl.plan.sizes import (
@@ -67,7 +74,8 @@ class Need:
 @dataclass(frozen=True)
 class MemoryPlan:
     """One layout of a run. config: with the layout in it; actor, critic: their sizes; device: the GPU;
-    reward, teachers: sizes of these models, none: the actor's."""
+    reward, teachers: sizes of these models, none: the actor's; replay: a step is done again from its rollout
+    on disk, without engines, and no checkpoint is written."""
 
     config: Config
     actor: Shape
@@ -75,11 +83,13 @@ class MemoryPlan:
     device: Device
     reward: Shape | None = None
     teachers: tuple[Shape, ...] = ()
+    replay: bool = False
 
     @cached_property
     def phases(self) -> list[Phase]:
         """Return the phases of a step that need something on the GPU; value pretraining needs no more."""
-        return [phase for phase in training_phases(self.config) if phase.on_gpu]
+        phases = (replay_phases if self.replay else training_phases)(self.config)
+        return [phase for phase in phases if phase.on_gpu]
 
     @cached_property
     def groups(self) -> frozenset[str]:
@@ -406,7 +416,7 @@ class MemoryPlan:
                     self.saved(model, stage, read=read)
                     for model in self.trained
                     for stage in self.stages
-                    for read in (False, True)
+                    for read in ((True,) if self.replay else (False, True))
                 ]
             )
         return tuple(max(of_one, key=lambda need: need.total) for of_one in needs)
@@ -494,6 +504,7 @@ class MemoryPlan:
     def host(self) -> dict[str, float]:
         """Return the bytes that a node needs of its memory, by what takes them."""
         config, per_node = self.config, min(self.config.cluster.gpus_per_node, self.layout.world)
+        saves, verifies = config.checkpoint.every and not self.replay, config.has_engine and not self.replay
         # What is off the GPU at any one time; gradients come back as zeros, engines' weights from the actor.
         returning = {n for n in self.groups if not n.startswith("engine.") and not n.endswith(".gradients")}
         away = max(
@@ -504,10 +515,10 @@ class MemoryPlan:
         return {
             "pinned buffers": away * per_node,
             "rollouts": self.batch() * per_node,
-            "checkpoint staging": self.checkpoint() / self.nodes if config.checkpoint.every else 0.0,
+            "checkpoint staging": self.checkpoint() / self.nodes if saves else 0.0,
             "gathered optimizer": self.gathered_optimizer() * per_node if config.checkpoint.every else 0.0,
             "processes": HOST_PROCESS * per_node,
-            "verifiers": config.reward.workers * 0.3 * GIB * per_node if config.has_engine else 0.0,
+            "verifiers": config.reward.workers * 0.3 * GIB * per_node if verifies else 0.0,
         }
 
     def batch(self) -> float:
@@ -579,7 +590,7 @@ class MemoryPlan:
             found[phase.name] = parts
         if config.checkpoint.every:
             # What is saved is written from a copy while the run goes on.
-            for parts in found.values() if config.checkpoint.background else ():
+            for parts in found.values() if config.checkpoint.background and not self.replay else ():
                 parts["copy of a checkpoint"] = self.checkpoint()
             found["checkpoint"] = {"gathered optimizer": self.gathered_optimizer() * world}
         return found
@@ -683,7 +694,7 @@ class MemoryPlan:
                     f"{self.device.name} (stage {need.stage}: {listed}); {self._advice(need)}"
                 )
         too_small = self.cache_tokens < self.longest and not rollout.engine_kind.remote
-        if self.config.has_engine and too_small:
+        if self.config.has_engine and not self.replay and too_small:
             return (
                 f"the KV cache of an engine holds {self.cache_tokens:,.0f} tokens, one sequence has up to "
                 f"{self.longest:,} (raise rollout.engine_tp or rollout.engine_memory "
@@ -732,6 +743,7 @@ def plan_of(
     world: int | None = None,
     cpu: bool = False,
     memory: float | None = None,
+    replay: bool = False,
 ) -> MemoryPlan:
     """Return the plan of a configuration whose models have these config.json; a reward model and teachers
     have their own, or are as large as the actor where they are not on this machine.
@@ -739,6 +751,7 @@ def plan_of(
     world   ranks of the job, which decide parallel.dp
     cpu     the ranks are on CPUs, with portable layers
     memory  bytes of a GPU that is there
+    replay  see MemoryPlan
 
     Raises ConfigError where the model or the ranks cannot be divided as `parallel` says."""
     if world is not None:
@@ -763,7 +776,7 @@ def plan_of(
     shapes = Shape(actor, dtype), Shape(critic or actor, dtype)
     device = device_of(config.cluster, memory)
     of_teachers = tuple(Shape(teacher, dtype) for teacher in teachers)
-    plan = MemoryPlan(config, *shapes, device, Shape(reward, dtype), of_teachers)
+    plan = MemoryPlan(config, *shapes, device, Shape(reward, dtype), of_teachers, replay)
     try:
         _ = plan.layout
     except ValueError as error:

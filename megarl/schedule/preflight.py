@@ -75,15 +75,17 @@ class Described(NamedTuple):
     config: dict[str, Any]
 
 
-def preflight(config: Config, where: str, world: int | None = None) -> list[str]:
+def preflight(config: Config, where: str, world: int | None = None, *, replay: bool = False) -> list[str]:
     """Check everything that a training run needs except its folder (`claim_run_dir`). Return lines that a
     user should see.
 
     where: names the configuration in errors; world: ranks of the job; None: those that were launched, or
-    would be launched here. Raises ConfigError, CheckpointError and DataError."""
+    would be launched here; replay: a step is done again from its rollout on disk, which needs nothing of what
+    draws responses: no engine, tools, verifier or prompts. Raises ConfigError, CheckpointError and
+    DataError."""
     check_config(config, where)
     device = choose_device(config.parallel.device)
-    _check_machine(config, device.type, world)
+    _check_machine(config, device.type, world, replay=replay)
     alone = world is None and not is_launched()  # all ranks will be on this machine
     world = world or (launched_world() if is_launched() else ranks_here(config.parallel))
     layout = layout_for(config.parallel, world)
@@ -131,6 +133,7 @@ def preflight(config: Config, where: str, world: int | None = None) -> list[str]
         check_muon((critic or folder).config, config.critic, layout, "critic")
     if config.has_engine:
         _check_positions(config, where, folder)
+    if config.has_engine and not replay:
         _check_engine_layout(config, folder.config, device, world)
         get_verifier(config.reward.verifier)
         episode_of(config, tokenizer, endpoint_of(config.rollout, tokenizer))
@@ -139,10 +142,13 @@ def preflight(config: Config, where: str, world: int | None = None) -> list[str]
     described, near = (folder.config, critic.config if critic else None), None
     if device.type == "cuda":
         memory = torch.cuda.get_device_properties(device).total_memory
-        check_fits(plan_of(config, *described, world=world, memory=memory), where)
+        check_fits(plan_of(config, *described, world=world, memory=memory, replay=replay), where)
     elif alone:
         free = psutil.virtual_memory().available
-        near = check_fits(plan_of(config, *described, world=world, cpu=True), where, memory_here(), free)
+        plan = plan_of(config, *described, world=world, cpu=True, replay=replay)
+        near = check_fits(plan, where, memory_here(), free)
+    if config.has_engine and replay:  # all below concerns what draws
+        return [near] if near else []
     response_key = config.supervised.response_key if not config.has_engine else None
     with without_tokenizer_threads():
         tools = prompting(config.rollout, tokenizer)["tools"]
@@ -337,13 +343,13 @@ def check_verifier(
         )
 
 
-def _check_machine(config: Config, device: str, world: int | None = None) -> None:
-    """Check that what the configuration asks for is installed and plugged in."""
+def _check_machine(config: Config, device: str, world: int | None = None, *, replay: bool = False) -> None:
+    """Check that what the configuration asks for is installed and plugged in. replay: without its engine."""
     engine, kind = config.rollout.engine, config.rollout.engine_kind
-    if kind.package and not find_spec(kind.package):
+    if not replay and kind.package and not find_spec(kind.package):
         remedy = f"{kind.install}, or use transformers"
         raise ConfigError(f"rollout.engine: {engine} is not installed ({remedy})")
-    if engine == "sglang":
+    if not replay and engine == "sglang":
         if device == "cpu" and config.rollout.routing_replay:
             problem = "SGLang records experts on a GPU only (set it to false, or use transformers)"
             raise ConfigError(f"rollout.routing_replay: {problem}")

@@ -534,6 +534,33 @@ def test_what_does_not_fit_is_said_with_what_to_change(overrides: list[str], wor
     assert str(error.value) == f"x.yaml: {problem}"
 
 
+def test_a_replay_is_planned_without_an_engine() -> None:
+    """Room for its KV cache and its weights is not asked for; the rest is as in the run."""
+    for keys, problem in (
+        ("rollout.engine_memory=0.1", "the KV cache of an engine holds"),
+        ("residency.keep=[engine.weights]", "take engine.weights out of residency.keep"),
+    ):
+        training = plan_32b(keys)
+        plan = plan_of(training.config, training.actor.config, replay=True)
+        assert problem in (training.problem() or "") and plan.problem() is None
+    needs, before = ({need.phase: need for need in of.needs()} for of in (plan, plan_32b()))
+    assert before.keys() - needs.keys() == {"rollout", "weight_transfer"}
+    assert all(before[phase].total == need.total for phase, need in needs.items() if phase != "checkpoint")
+    assert needs["checkpoint"].total <= before["checkpoint"].total  # of which none is written
+    host, of_run = plan.host(), plan_32b().host()
+    assert host["verifiers"] == host["checkpoint staging"] == 0 < min(of_run.values())
+    demo, sizes = (
+        load_config(ROOT / "configs/demo_vapo.yaml", ["checkpoint.every=1"]),
+        KNOWN_MODELS["Qwen2.5-7B"],
+    )
+    on_cpu, again = (plan_of(demo, sizes, world=2, cpu=True, replay=replay) for replay in (False, True))
+    assert on_cpu.on_cpu["engines' weights"] > 0 == again.on_cpu["engines' weights"]
+    assert "rollout" in on_cpu.on_cpu_by_phase and "rollout" not in again.on_cpu_by_phase
+    copied = "copy of a checkpoint"
+    assert copied in on_cpu.on_cpu_by_phase["actor_update"]
+    assert copied not in again.on_cpu_by_phase["actor_update"]
+
+
 def test_the_32b_configurations_fit_their_128_gpus() -> None:
     for recipe in ("vapo", "dapo"):
         config = load_config(ROOT / f"configs/{recipe}_32b.yaml")

@@ -342,19 +342,38 @@ class TestPreflight:
         with pytest.raises(ConfigError, match=r"rollout\.engine: sglang 0\.5\.23 needs torch==2\.14\.1"):
             preflight._check_machine(make_config(rollout={"engine": "sglang"}), "cuda")
 
-    def test_what_does_not_fit_the_device_is_refused(
-        self, calls: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        """The whole of it, up to the memory of the GPU that is there; the model is described by its
-        config.json."""
+    @pytest.fixture
+    def described(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+        """The keys of a model of 32B that is described by its config.json, where nothing else is
+        installed."""
         (tmp_path / "config.json").write_text(json.dumps(sizes_of("Qwen2.5-32B")))
         folder = preflight.Described(tmp_path, read_config(tmp_path))
         monkeypatch.setattr(preflight, "check_model", lambda *a, **k: folder)
         monkeypatch.setattr(preflight, "check_tokenizer", lambda *a, **k: None)
-        monkeypatch.setattr(machine, "find_spec", lambda name: None)
-        changes = {"model": {"path": tmp_path, "dtype": "bf16"}, "parallel": {"tp": 1, "device": "cuda"}}
+        for module in (machine, preflight):
+            monkeypatch.setattr(module, "find_spec", lambda name: None)
+        return {"path": tmp_path, "dtype": "bf16", "recompute": "full"}
+
+    def test_what_does_not_fit_the_device_is_refused(
+        self, calls: list[Any], described: dict[str, Any]
+    ) -> None:
+        """The whole of it, up to the memory of the GPU that is there."""
+        config = make_config(model=described, parallel={"tp": 1, "device": "cuda"})
         with pytest.raises(ConfigError, match=r"x\.yaml: .*GiB"):
-            preflight.preflight(make_config(**changes), "x.yaml", world=8)
+            preflight.preflight(config, "x.yaml", world=8)
+
+    def test_a_replay_asks_for_no_engine(self, calls: list[Any], described: dict[str, Any]) -> None:
+        """Neither for room on the GPUs, nor for its packages, nor for the data."""
+        parallel, rollout = {"tp": 8, "device": "cuda"}, {"engine_memory": 0.05}
+        for engine, refusal in (
+            ("transformers", "phase rollout needs"),
+            ("sglang", r"rollout\.engine: sglang is not installed"),
+        ):
+            keys = {"model": described, "parallel": parallel, "rollout": rollout | {"engine": engine}}
+            config = make_config(**keys)
+            with pytest.raises(ConfigError, match=refusal):
+                preflight.preflight(config, "x.yaml", world=64)
+            assert preflight.preflight(config, "x.yaml", world=64, replay=True) == []
 
 
 def test_doctor_on_such_a_node(

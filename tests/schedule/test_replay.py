@@ -3,16 +3,21 @@ elsewhere nearly so."""
 
 from __future__ import annotations
 
+import hashlib
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from megarl.config import dump_config
 from megarl.config.errors import CheckpointError, DataError
 from megarl.schedule.replay import check_replay, lines
 from tests.chaos.harness import make_config, prepare
 from tests.ranks import RankPool
+from tests.schedule.demo import megarl
 from tests.schedule.jobs import train_and_replay
 
 
@@ -81,3 +86,35 @@ def test_what_an_update_draws_is_drawn_again(
     (outcome,) = ranks(2, 1, 1).run(train_and_replay, config=config, numbers=(2,))[0]
     assert outcome.exact and outcome.different == [] and outcome.weights == 0.0
     assert outcome.numbers["policy/selected"][0] > 0
+
+
+@pytest.mark.slow
+def test_the_command_asks_nothing_of_what_drew_the_step(folder: Path) -> None:
+    """Neither of SGLang, nor of servers at URLs, nor of verifiers and data. The transformers engine has drawn
+    it; then all that a run writes down of its engine says that it was another."""
+    keys: dict[str, Any] = {
+        "steps": 2,
+        "parallel": {"tp": 1},
+        "evaluation": {"every": 0},
+        "checkpoint": {"keep": 0, "rollouts": True},
+        "value_pretraining": {"steps": 1},
+    }
+    config = make_config(folder, "elsewhere", **keys)
+    (folder / "elsewhere.yaml").write_text(dump_config(config))
+    megarl("train", folder / "elsewhere.yaml")
+    pretraining = config.run_dir / "value_pretraining/step-000001/manifest.json"
+    nowhere = {"urls": ["http://127.0.0.1:9"], "router": "http://127.0.0.1:10"}
+    for engine in ({"engine": "sglang"}, {"engine": "sglang_url", **nowhere}):
+        content = json.loads(pretraining.read_text().splitlines()[1])
+        content["made_from"]["rollout.engine"] = engine["engine"]
+        text = json.dumps(content)
+        pretraining.write_text(f"{hashlib.sha256(text.encode()).hexdigest()}\n{text}\n")
+        other = make_config(folder, "elsewhere", **keys, rollout={**engine, "engine_timeout": 60})
+        text = dump_config(other)
+        for there, gone in (("train.jsonl", "gone.jsonl"), ("tests.chaos.verifiers:", "gone:")):
+            assert there in text
+            text = text.replace(there, gone)
+        (config.run_dir / "config.yaml").write_text(text)
+        done = megarl("replay", config.run_dir, "--step", 2)
+        equal = r"(\d+) of \1 numbers equal to the last recorded digit; largest difference of a weight "
+        assert re.search(f"{equal}after the step: 0$", done.stdout.rstrip()), done.stdout
