@@ -400,6 +400,9 @@ class Controller:
             returned.append(GroupRequest(request.prompt, request.seeds, first=first, holders=holders))
         self._requests.clear()
         self._running.clear()
+        # What no engine has begun is not to be begun now, as whoever answers `fetch` has room for it.
+        self._waiting = [[] for _ in self._waiting]
+        self._rows.clear()
         return returned
 
     async def fetch(self, groups: Sequence[Group]) -> list[Group]:

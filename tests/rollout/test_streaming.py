@@ -24,6 +24,7 @@ from megarl.config.errors import EngineError, EngineFailure
 from megarl.config.schema import Config
 from megarl.data.prompts import Prompt
 from megarl.rewards.verdict import Verdict
+from megarl.rollout import messages as m
 from megarl.rollout.engines.sglang import SGLangEngine
 from megarl.rollout.engines.transformers_engine import TransformersEngine
 from megarl.rollout.episode import Policy
@@ -98,7 +99,13 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def collect(
-    world: Any, order: int, steps: int = 4, fail_after: int = 0, ranks: int = 1, **rollout: Any
+    world: Any,
+    order: int,
+    steps: int = 4,
+    fail_after: int = 0,
+    ranks: int = 1,
+    shown: int = 0,
+    **rollout: Any,
 ) -> tuple[list[Any], list[Failures]]:
     """The uids of each step's groups with their responses' tokens, of all ranks together; and the failures
     that were to be recovered from."""
@@ -118,7 +125,14 @@ def collect(
         found = list(
             pool.map(
                 lambda rank: collect_one(
-                    world, config, runtimes[rank], order + 10 * rank, steps, fail_after * (not rank), failures
+                    world,
+                    config,
+                    runtimes[rank],
+                    order + 10 * rank,
+                    steps,
+                    fail_after * (not rank),
+                    failures,
+                    shown,
                 ),
                 range(ranks),
             )
@@ -145,6 +159,7 @@ def collect_one(
     steps: int,
     fail_after: int,
     failures: list[Failures],
+    shown: int,
 ) -> list[Any]:
     """What one rank has of each step: the uids of the groups with their responses' bodies."""
     torch.set_num_threads(1)
@@ -161,7 +176,7 @@ def collect_one(
     steps_ = []
     for step in range(steps):
         engine.weight_version = 7 + step
-        batch = rank.collect(step)
+        batch = rank.collect(step, shown)
         state = state_of(rank)
         if rank.controller is not None:
             rank.controller.returned = []
@@ -239,6 +254,25 @@ def test_over_several_engines(world: Any, ranks: int, keep: bool) -> None:
         assert continued(found) or any(map(continued, runs))
     else:
         assert not continued(found)
+
+
+def test_nothing_begins_behind_an_abort(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Responses still wait for an engine when the step has what it needs, and bodies are fetched then: what
+    an engine begins now it would draw beside the training."""
+    aborted, fetched, begun = False, 0, 0
+    send = m.Hub.send
+
+    async def noted(hub: m.Hub, number: int, message: m.Message) -> None:
+        nonlocal aborted, fetched, begun
+        aborted = isinstance(message, m.Abort) or (aborted and not isinstance(message, m.End))
+        fetched += aborted and isinstance(message, m.Fetch)
+        begun += aborted and isinstance(message, m.Begin)
+        await send(hub, number, message)
+
+    monkeypatch.setattr(m.Hub, "send", noted)
+    wasteful = {"enabled": True, "oversample": 4.0}
+    collect(world, order=1, ranks=2, shown=4, in_flight=1, dynamic_sampling=wasteful)
+    assert fetched and not begun
 
 
 def test_a_failure_costs_nothing_but_time(world: Any) -> None:
@@ -367,6 +401,27 @@ def test_the_experts_of_an_answer(tmp_path: Path) -> None:
     ):
         with pytest.raises(EngineFailure, match=message):
             answered(wrong)
+
+
+def test_only_an_engine_that_was_started_again_is_sent_its_requests_again(tmp_path: Path) -> None:
+    """Another one still has them, and would draw them twice."""
+    config = Config(
+        recipe="dapo", run_dir=tmp_path, steps=1, model={"path": tmp_path}, rollout={"engine": "sglang"}
+    )
+    engine = SGLangEngine(config, {"model_type": "qwen3"}, 0, torch.device("cpu"), (1,))  # never started
+    sent: list[int] = []
+    quiet = dict.fromkeys(("call", "end", "start"), lambda *_: None)
+    process: Any = SimpleNamespace(submit=lambda rows, _: sent.extend(row[0] for row in rows), **quiet)
+    engine.process = process
+    engine.end_update(1)
+    engine.submit({5: Request((7, 8), 5)}, SamplingParams(20))
+    engine.end_update(2)
+    assert sent == [5]
+    engine.restart()
+    engine.end_update(2)
+    assert sent == [5, 5]
+    engine.end_update(3)
+    assert sent == [5, 5] and engine.running == 1
 
 
 def test_each_request_brings_its_own_limit(tmp_path: Path) -> None:

@@ -249,7 +249,7 @@ class SGLangEngine(RolloutEngine):
         self._buckets: list[dict[str, Any]] = []
         self._outstanding: dict[int, tuple[Request, SamplingParams]] = {}
         self._failure: EngineFailure | None = None
-        self._has_weights = False
+        self._has_weights = self._restarted = False
 
     def _arguments(self) -> dict[str, Any]:
         """Return the arguments of sglang.Engine. Its weights are undefined until a transfer."""
@@ -346,6 +346,7 @@ class SGLangEngine(RolloutEngine):
 
     def restart(self) -> None:
         self._has_weights, self._failure, self.weight_version = False, None, -1
+        self._restarted = True
         if self.process is not None:
             self.process.end()
             self.process.start()
@@ -434,12 +435,14 @@ class SGLangEngine(RolloutEngine):
 
     def end_update(self, version: int) -> None:
         """See RolloutEngine; the last bucket has dropped the prefix cache. Requests that were unfinished when
-        the engine failed are sent again."""
+        the engine failed are sent again; those of an engine that was not restarted it still has."""
         self._call("end")
         self._has_weights, self.weight_version = True, version
-        for params in dict.fromkeys(params for _, params in self._outstanding.values()):
-            own = {n: request for n, (request, theirs) in self._outstanding.items() if theirs == params}
+        unfinished = self._outstanding if self._restarted else {}
+        for params in dict.fromkeys(params for _, params in unfinished.values()):
+            own = {n: request for n, (request, theirs) in unfinished.items() if theirs == params}
             self._send(own, params)
+        self._restarted = False
 
     def submit(self, requests: Mapping[int, Request], params: SamplingParams) -> None:
         """Begin generating. The keys must be free. Raises EngineError without weights and for a request that
