@@ -386,6 +386,8 @@ class Controller:
             for number in range(first, first + len(request.seeds)):
                 if number in self._given:
                     wanted.setdefault(self._given[number], []).append(number)
+        for engine, number in self._held():  # an engine keeps what this names, and nothing else
+            wanted.setdefault(engine, []).append(number)
         answers = await self._ask({engine: m.Abort(numbers) for engine, numbers in wanted.items()})
         held = {number for answer in answers if isinstance(answer, m.Aborted) for number in answer.held}
         self._aborting = False
@@ -405,6 +407,16 @@ class Controller:
         self._rows.clear()
         return returned
 
+    def _held(self) -> list[tuple[int, int]]:
+        """Return the responses that go on once their prompts are drawn again: engine and number of each."""
+        return [
+            (holder, request.first + i)
+            for request in self.returned
+            if request.first is not None
+            for i, holder in enumerate(request.holders)
+            if holder is not None
+        ]
+
     async def fetch(self, groups: Sequence[Group]) -> list[Group]:
         """Return the groups with all their bodies."""
         wanted: dict[int, list[int]] = {}
@@ -421,10 +433,8 @@ class Controller:
         keep: dict[int, list[int]] = {}
         for response in (r for group in (*groups, *self.surplus) for r in group.responses):
             keep.setdefault(response.owner, []).append(response.number)
-        for request in self.returned:
-            for i, holder in enumerate(request.holders):
-                if holder is not None and request.first is not None:
-                    keep.setdefault(holder * self.ranks_per_engine, []).append(request.first + i)
+        for engine, number in self._held():
+            keep.setdefault(engine * self.ranks_per_engine, []).append(number)
         for rank in range(self.engines * self.ranks_per_engine):
             await self.hub.send(rank, m.End(keep.get(rank, [])))
 

@@ -209,6 +209,33 @@ def test_partial_responses_go_on_in_the_next_step(world: Any) -> None:
     assert any(mixed), "no response went on under new weights"
 
 
+def test_partial_responses_are_kept_until_they_are_drawn_again(world: Any) -> None:
+    """A run that is continued with less oversampling ends its step before it has drawn all of them."""
+    folder, tokenizer, prompts = world
+    engine = OutOfOrder(folder, eos_ids=range(1, 60))
+    engine.start()
+    load_folder(engine, version=7)
+    runtime, left, state, kept = threads(1)[0], iter(prompts), {}, 0
+    for step in range(8):
+        dynamic = {"enabled": True, "oversample": 1.5 if step % 2 else 8.0}
+        settings = {"prompts": 2, "group_size": 3, "max_response_tokens": 8, "continue_partial": True}
+        rollout = {**settings, "dynamic_sampling": dynamic}
+        config = Config(recipe="dapo", run_dir="runs/x", steps=1, model={"path": folder}, rollout=rollout)
+        draw = lambda n: [next(left) for _ in range(n)]  # noqa: E731
+        rank = RolloutRank(config, runtime, engine, OddText(), tokenizer, draw=draw)
+        assert rank.controller is not None
+        rank.load_state_dict(state or state_of(rank))
+        before = rank.controller.returned
+        rank.collect(step)
+        for request in rank.controller.returned:
+            held = [request.first + i for i, holder in enumerate(request.holders) if holder == 0]
+            assert set(held) <= rank.worker.partials.keys()
+            kept += bool(held) and any(request is one for one in before)
+        state = state_of(rank)
+        rank.close()
+    assert kept, "all of them were drawn again at once"
+
+
 async def twice(prompt: Prompt, policy: Policy) -> None:
     """Three tokens, something that is shown, and the rest."""
     await policy.generate(max_tokens=3)
