@@ -248,9 +248,9 @@ class Controller:
             part = rows[engine * len(rows) // self.engines : (engine + 1) * len(rows) // self.engines]
             self._rows |= {number: (request, i) for number, request, i in part}
             waiting += [number for number, *_ in sorted(part, key=lambda row: -row[1].expected)]
-        await self._begin(held)
+        await self._give_out(held)
 
-    async def _begin(self, resumed: Sequence[list[tuple[int, GroupRequest, int]]]) -> None:
+    async def _give_out(self, resumed: Sequence[list[tuple[int, GroupRequest, int]]]) -> None:
         """Give responses that wait to engines that have room, beside those that are `resumed`, by engine. An
         engine, or server, may have `rollout.in_flight` at once, beside those that wait for a tool, an
         environment or an agent, and as many more as it has just ended, so that it does not run dry before it
@@ -329,7 +329,7 @@ class Controller:
             return
         await self._recover()
         if said:
-            await self._begin([[] for _ in self._waiting])
+            await self._give_out([[] for _ in self._waiting])
 
     async def _recover(self) -> None:
         """Have all ranks with engines start those again that have failed."""

@@ -184,7 +184,7 @@ class Worker:
                 raise WaitTimeout(f"rollout: engine rank {self.rank} has heard from the controller {silence}")
             match message:
                 case m.Begin():
-                    self._begin(message)
+                    self._start_episodes(message)
                 case m.Abort(numbers):  # beside signs of life: engine, verdicts and episodes take their time
                     ending = self._reporting_errors(self._abort, numbers)
                     self._tasks.append(self._group.create_task(ending))
@@ -216,7 +216,7 @@ class Worker:
         except MegarlError as error:
             await self.link.send(m.Failed(type(error).__name__, str(error)))
 
-    def _begin(self, message: m.Begin) -> None:
+    def _start_episodes(self, message: m.Begin) -> None:
         self._params, self._terms = message.params, message.terms
         prompts = [question.prompt for question in message.questions]
         for work in message.work:
