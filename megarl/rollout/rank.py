@@ -61,7 +61,6 @@ class RolloutOutcome(msgspec.Struct, array_like=True):
     stats: dict[str, int | float]
     errors: dict[str, int]
     seconds: dict[str, float]  # of the controller's rank
-    moved: int
     idle: float
 
 
@@ -78,7 +77,6 @@ class RolloutRank:
     draw     the next n prompts of the training data; only the first rank calls it
     seconds  of the rollout that was the last: generate, verify, gather (waiting for others); and idle, see
              Controller. Of the first rank where this one has no engine to itself
-    moved    see Controller
     address  of the controller
     """
 
@@ -94,7 +92,7 @@ class RolloutRank:
     ) -> None:
         self.config, self.ranks, self.engine, self.tokenizer = config, ranks, engine, tokenizer
         self.worker = Worker(config, ranks.rank, ranks.world, engine, verifier, tokenizer, recover)
-        self.seconds, self.moved = dict.fromkeys(("generate", "verify", "gather", "idle"), 0.0), 0
+        self.seconds = dict.fromkeys(("generate", "verify", "gather", "idle"), 0.0)
         self._loop, self._context = asyncio.new_event_loop(), zmq.asyncio.Context()
         self._shown: list[Group] = []
         self.controller: Controller | None = None
@@ -236,8 +234,7 @@ class RolloutRank:
                 )
                 for group in groups
             ]
-            of_others = controller.moved, controller.idle
-            said = msgspec.msgpack.encode(RolloutOutcome(facts, stats, errors, seconds, *of_others))
+            said = msgspec.msgpack.encode(RolloutOutcome(facts, stats, errors, seconds, controller.idle))
         said = from_rank_0(self.ranks, said)
         if isinstance(said, MegarlError):
             raise said
@@ -246,7 +243,6 @@ class RolloutRank:
             seconds = outcome.seconds
         waited = time.perf_counter() - started - seconds["generate"] - seconds["verify"]
         self.seconds = {**seconds, "gather": max(0.0, waited), "idle": outcome.idle}
-        self.moved = outcome.moved
         bodies = {number: response.body for number, response in self.worker.drawn.items() if response.body}
         made = []
         for i, one in enumerate(outcome.groups):
