@@ -105,9 +105,10 @@ class Policy:
 
     def __post_init__(self) -> None:
         self.written = Completion(finish="stop", sampled=[], rewards=[])
-        self._record = list(self.begun.journal) if self.begun is not None else []
-        if self.begun is not None and self.begun.tokens and not self._record:  # of one turn
-            self._record = [["turn", len(self.begun.tokens), self.begun.finish]]
+        self._to_replay = list(self.begun.journal) if self.begun is not None else []
+        if self.begun is not None and self.begun.tokens and not self._to_replay:  # of one turn, see `result`
+            sampled = self.begun.sampled or [True] * len(self.begun.tokens)
+            self._to_replay = [["turn", sum(sampled), self.begun.finish]]
 
     @property
     def tokens(self) -> tuple[int, ...]:
@@ -158,7 +159,7 @@ class Policy:
         older: list[int] = []  # versions of what is gone on with
         if recorded is not None:
             assert self.begun is not None
-            # An observation behind the last recorded turn was never part of the record's tokens.
+            # An observation behind the last recorded turn was never among the begun tokens.
             first = len(written.tokens) + len(self._observed)
             part = slice(first, first + recorded[1])
             routing = self.begun.routing
@@ -171,7 +172,7 @@ class Policy:
             if found.finish == "abort" and recorded[1] >= most:  # nor so many tokens
                 found.finish = "length"
             if list(self.begun.tokens[len(written.tokens) : first]) != self._observed:
-                self._record, found = [], None
+                self._to_replay, found = [], None
                 if not self.lenient:
                     raise self._differs("shows the policy something else")
         if found is None or found.finish == "abort":
@@ -334,11 +335,11 @@ class Policy:
         return value
 
     def _next(self, *expected: Any) -> list[Any] | None:
-        """Return the record's next entry; None at its end. Raises EngineError where the episode does
-        something else than it did then."""
-        if not self._record:
+        """Return the next entry that is to be replayed; None where none is left. Raises EngineError where the
+        episode does something else than it did then."""
+        if not self._to_replay:
             return None
-        entry: list[Any] = self._record.pop(0)
+        entry: list[Any] = self._to_replay.pop(0)
         if entry[: len(expected)] != list(expected):
             raise self._differs(f"wants {' '.join(map(str, expected))} where it was {entry[0]} {entry[1]}")
         return entry
@@ -366,10 +367,10 @@ class Policy:
         await self.generate(max_tokens=1)
 
     def result(self, *, ended: bool = True) -> Completion:
-        """Return what was written, in the form of one turn where it is one; with finish "abort" where the
-        episode has not `ended`, or has caught an EpisodeAborted and ended for that. One that was run again
-        and has not come to where it was yet: what it was begun with."""
-        if self._record and self.begun is not None and not ended:
+        """Return what was written, without a journal where that is one turn and no call; with finish "abort"
+        where the episode has not `ended`, or has caught an EpisodeAborted and ended for that. One that was
+        run again and has not come to where it was yet: what it was begun with."""
+        if self._to_replay and self.begun is not None and not ended:
             return self.begun
         written = self.written
         written.finish = "length" if self.truncated else "stop"

@@ -489,6 +489,35 @@ def test_what_is_aborted_while_it_is_run_again_loses_nothing() -> None:
     assert len(written.journal) == 2 and not any(policy.said for policy in again)
 
 
+def test_a_first_turn_goes_on_behind_what_was_shown_before_it() -> None:
+    """Up to its own limit, of which what was shown is no part."""
+
+    class Client:
+        async def generate(
+            self, tokens: Any, seed: int, params: SamplingParams, begun: Any, max_tokens: int
+        ) -> Completion:
+            made = [*(begun.tokens if begun else ()), 20, 21, 22]
+            finish: Any = "length" if len(made) == max_tokens else "abort"
+            return Completion(made, [-1.0] * len(made), finish, [3] * len(made))
+
+    def policy_of(begun: Completion | None) -> Policy:
+        client: Any = Client()
+        limits = TurnsConfig(max_tokens=20)
+        policy = Policy(prompt_of([5, 6]), client, 5, SamplingParams(6), begun, limits=limits)
+        policy.observe([7, 8, 9, 10])
+        return policy
+
+    first = policy_of(None)
+    with pytest.raises(EpisodeAborted):
+        asyncio.run(first.generate())
+    again = policy_of(first.result(ended=False))
+    turn = asyncio.run(again.generate())
+    assert (turn.tokens, turn.finish) == ((20, 21, 22) * 2, "length")
+    written = again.result()
+    assert (written.tokens, written.finish) == ([7, 8, 9, 10, *turn.tokens], "length")
+    assert written.sampled == [False] * 4 + [True] * 6
+
+
 @pytest.mark.parametrize("aborted_again", [False, True])
 def test_a_stop_text_is_found_wherever_an_abort_has_split_it(aborted_again: bool) -> None:
     """By an engine that looks for it in what it writes itself, as SGLang does."""
