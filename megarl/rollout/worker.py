@@ -369,8 +369,8 @@ class Worker:
 
     def _verified(self, ended: Sequence[Written], version: int) -> list[Response]:
         """Return the responses, with rewards; of one that goes on it is 0. An episode that has judged itself
-        is not verified; the terms of the reward see the verifier's judgement all the same. version: of the
-        engine's weights."""
+        is not verified; the terms of the reward see the verifier's judgement all the same, and their failure
+        counts as with others. version: of the engine's weights."""
         spoken = [turns_of(one.completion) for one in ended]
         texts = iter(
             self.tokenizer.batch_decode([t for turns in spoken for t in turns], skip_special_tokens=True)
@@ -389,7 +389,8 @@ class Worker:
             completion, own, verdict, total, penalty = one.completion, one.verdict, Verdict(False), 0.0, 0.0
             if not one.goes_on:
                 verdict = next(verdicts) if own is None or with_terms else own
-                if own is not None:
+                # Where there are no terms, as one of them or the verifier has failed, that is the verdict.
+                if own is not None and (verdict.error is None or own.error is not None or not own.judged):
                     verdict = replace(own, terms=verdict.terms)
                 if overlong.soft_punishment:
                     penalty = soft_overlong_punishment(one.length, longest, overlong.buffer)

@@ -319,6 +319,22 @@ def test_the_run_ends_where_too_many_are_not_judged(folder: Path) -> None:
         drawn(folder, "raises", reward={"max_unjudged": 0.5})
 
 
+@pytest.mark.parametrize("judged", [False, True])
+def test_terms_that_fail_count_where_an_episode_judges_itself(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, judged: bool
+) -> None:
+    """As where the verifier does: nobody has judged, or it is wrong where the answer has brought it about."""
+    failed = Verdict(False, error="reward.terms.brevity: what happened", judged=judged)
+    monkeypatch.setattr(Right, "verify", lambda _, items: [failed for _ in items])
+    terms = {"brevity": {"function": "m:f", "weight": 1.0}}
+    reward = {"max_unjudged": 1.0, "terms": terms, "incorrect": -1.0}
+    for response in drawn(folder, "asks_from_a_thread", reward=reward):
+        assert (response.error, response.judged, response.correct) == (failed.error, judged, False)
+        assert response.reward == -1.0 and response.terms == {}
+    for response in drawn(folder, "asks_from_a_thread"):
+        assert response.error is None and response.judged and response.correct
+
+
 def test_what_an_episode_says_is_text(folder: Path) -> None:
     found = {(r.correct, r.extracted, r.error) for r in drawn(folder, "says_what_no_message_holds")}
     assert found == {(True, "42", None), (False, "?" * 1000, "?")}
