@@ -331,8 +331,8 @@ class ToolPool:
         if not job.wanted:
             return {}
         if job.key is not None:
-            for other in filter(None, self._slots):
-                other.keys.pop(job.key, None)
+            process.keys.pop(job.key, None)
+            self.forget(job.key)  # in another process, whose copy is told nothing from now on
             process.keys[job.key] = None
         process.send(job.sent)
         limit, importing = START_LIMIT, True

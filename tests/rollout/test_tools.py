@@ -184,6 +184,11 @@ class Big(Kept):
         return "x" * (2 << 20)
 
 
+class Mortal(Walk):
+    def __del__(self):
+        with open(self.row["file"], "a") as out: print(os.getpid(), file=out)
+
+
 class NoStep:
     def reset(self, row, seed): return ""
     def verdict(self): return True
@@ -621,6 +626,25 @@ def test_an_environment_goes_on_where_it_is_kept(tmp_path: Path) -> None:
         return await pool.verdict(1, {"file": "/nowhere"}, 1, ["a"], State(1, {"at": 12.0, "steps": 1}))
 
     assert run(restored, environment=f"{M}:Kept") == Verdict(True, "12.0", score=12.0)
+
+
+def test_an_environment_that_moves_leaves_nothing_behind(tmp_path: Path) -> None:
+    """It may have a session at a server: it ends in the process that it has left, too."""
+    file = tmp_path / "ended"
+
+    async def job(pool: ToolPool) -> None:
+        row = {"file": str(file)}
+        await pool.step(1, row, 1, [])
+        (first,) = pool.pids
+        busy = asyncio.create_task(pool.call(f"{M}:pid", [1.0]))  # in the process that runs
+        await until(lambda: len(pool.waiting) == 1 and pool.waiting[0].running)
+        await pool.step(1, row, 1, ["a"])
+        assert (await busy).value == str(first) and len(pool.pids) == 2
+        await pool.step(1, row, 1, ["a", "b"])  # where it is now
+        assert (await pool.call(f"{M}:pid")).value == str(first)  # which has read what came before
+        assert file.read_text().split() == [str(first)]
+
+    run(job, workers=2, environment=f"{M}:Mortal")
 
 
 @pytest.mark.parametrize(
