@@ -73,6 +73,7 @@ class Policy:
     shared_prompts  update.share_prompts: nothing may be shown before the first turn
     window     the most tokens that are drawn now, of a single turn, which then goes on later; 0: no limit
     lenient    whether an episode may depart from its journal when run again; what follows is drawn afresh
+    key        of the configuration, that such episodes are of: errors begin with it
     turned     called whenever `seated` may have changed
     turns, calls    how many there were; truncated: whether it had no turn or token left
     aborted    whether whatever the episode asks next ends it; windowed: as it has got its window
@@ -90,6 +91,7 @@ class Policy:
     shared_prompts: bool = False
     window: int = 0
     lenient: bool = False
+    key: str = "rollout.episode"
     turned: Callable[[], None] = lambda: None
     turns: int = 0
     calls: int = 0
@@ -238,7 +240,7 @@ class Policy:
         self._refuse_while_generating("observe")
         if not self.turns and self.shared_prompts:
             what = "shows something before the policy's first turn, which makes the prompts of a group differ"
-            raise EngineError(f"rollout.episode: it {what} (set update.share_prompts to false)")
+            raise EngineError(f"{self.key}: it {what} (set update.share_prompts to false)")
         if isinstance(shown, str):
             shown = self.tokenizer(shown, add_special_tokens=False, split_special_tokens=True).input_ids
         self._observed += [int(token) for token in shown]
@@ -247,9 +249,9 @@ class Policy:
         """Reward the newest turn: the value is added to the reward of the response, and is credited to the
         turn's last token."""
         if not math.isfinite(value):
-            raise EngineError(f"rollout.episode: the reward of turn {self.turns - 1} is {value}, not finite")
+            raise EngineError(f"{self.key}: the reward of turn {self.turns - 1} is {value}, not finite")
         if not self.turns:
-            raise EngineError("rollout.episode: a reward before the policy's first turn")
+            raise EngineError(f"{self.key}: a reward before the policy's first turn")
         assert self.written.rewards is not None
         self.written.rewards[-1] += float(value)
 
@@ -296,7 +298,7 @@ class Policy:
     @property
     def _pool(self) -> ToolPool:
         if self.tools is None:
-            raise EngineError("rollout.episode: there are no processes for tools here")
+            raise EngineError(f"{self.key}: there are no processes for tools here")
         return self.tools
 
     @property
@@ -346,7 +348,7 @@ class Policy:
 
     def _differs(self, what: str) -> EngineError:
         remedy = "an episode must do the same when it is run again with the same answers"
-        return EngineError(f"rollout.episode: run again on its journal, it {what} ({remedy})")
+        return EngineError(f"{self.key}: run again on its journal, it {what} ({remedy})")
 
     def _refuse_if_aborted(self) -> None:
         if self.aborted:
@@ -356,7 +358,7 @@ class Policy:
     def _refuse_while_generating(self, what: str) -> None:
         if self.generating:
             raise EngineError(
-                f"rollout.episode: {what} was called while a turn was being written (a response is one "
+                f"{self.key}: {what} was called while a turn was being written (a response is one "
                 "conversation: await one generate before the next, and before observe)"
             )
 

@@ -118,7 +118,7 @@ class RolloutRank:
             raise
         except SystemExit as error:  # which a loop lets through from any task
             what = f"a task of its own has called sys.exit({error})"
-            raise EngineError(f"rollout.episode: {what} (raise an error there)") from error
+            raise EngineError(f"{self.worker.key}: {what} (raise an error there)") from error
 
     async def _listen(self) -> m.Hub:
         return m.Hub(self._context, m.address_here())

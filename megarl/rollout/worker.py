@@ -72,6 +72,7 @@ class Worker:
     """Does what the controller says, over `link`, from the begin of a rollout to its end.
 
     rank      its number among those with engines; leads: whether it is the first of its engine
+    key       of the configuration, that says how responses are made: errors begin with it
     ranks     how many have engines
     recover   restarts engines that have failed, see WeightSync; called on all ranks with engines
     drawn     responses with their bodies that are still wanted, by number
@@ -93,7 +94,8 @@ class Worker:
         self.config, self.rank, self.ranks, self.engine = config, rank, ranks, engine
         self.verifier, self.tokenizer, self.recover = verifier, tokenizer, recover
         self.leads = rank % config.rollout.engine_tp == 0
-        turns = config.rollout.turns
+        turns, ways = config.rollout.turns, ("environment", "agent", "tools")
+        self.key = "rollout." + next((way for way in ways if getattr(config.rollout, way)), "episode")
         self.endpoint = endpoint_of(config.rollout, tokenizer)
         self.episode = episode_of(config, tokenizer, self.endpoint)
         environment = config.rollout.environment, config.rollout.environment_arguments
@@ -158,9 +160,8 @@ class Worker:
         path = rollout.agent or rollout.episode
         if path is None or not self.leads:
             return nullcontext()
-        key = "rollout.agent" if rollout.agent else "rollout.episode"
         home = getattr(sys.modules[path.partition(":")[0]], "__file__", None)
-        return LoopWatch(key, f"engine rank {self.rank}", home, rollout.turns.hold, most)
+        return LoopWatch(self.key, f"engine rank {self.rank}", home, rollout.turns.hold, most)
 
     async def _cancel(self, tasks: Iterable[asyncio.Task[Any]]) -> set[asyncio.Task[Any]]:
         """Cancel tasks, and return those that have not ended `rollout.turns.seconds` after that."""
@@ -233,6 +234,7 @@ class Worker:
                 self.config.update.share_prompts,
                 message.window,
                 turned=self._turned.set,
+                key=self.key,
             )
             self._running[work.number] = policy, work.index, time.monotonic()
             running = asyncio.create_task(self._reporting_errors(self._run, work.number, policy))
@@ -254,6 +256,8 @@ class Worker:
                     raise
                 left = await self._left_behind(policy)
                 verdict = None if result is None else as_verdict(result, "it")
+                if verdict is not None and not verdict.judged:
+                    verdict = replace(verdict, error=f"{self.key}: {verdict.error or 'no verdict'}")
                 if left and not policy.lenient:
                     raise UnusableError(f"it returned before these tasks of its own had ended: {left}")
             except EpisodeTruncated:
@@ -261,9 +265,9 @@ class Worker:
             except asyncio.CancelledError:
                 if policy.aborted or asyncio.current_task().cancelling():  # type: ignore[union-attr]
                     raise
-                verdict = Verdict(False, error="rollout.episode: it was cancelled by itself", judged=False)
+                verdict = Verdict(False, error=f"{self.key}: it was cancelled by itself", judged=False)
             except ToolError as error:
-                verdict = Verdict(False, error=f"a tool failed: {error}")
+                verdict = Verdict(False, error=f"{self.key}: a tool failed: {error}")
             except (MegarlError, EpisodeAborted, KeyboardInterrupt, GeneratorExit):
                 raise
             # Of the user's code: it is recorded, nobody has judged. (A group where it has tasks of its own.)
@@ -275,11 +279,11 @@ class Worker:
                     raise rest from error
                 if rest is not None:
                     line = described(rest).split("\n")[0]
-                    verdict = Verdict(False, error=f"rollout.episode: {line}", judged=False)
+                    verdict = Verdict(False, error=f"{self.key}: {line}", judged=False)
             if not policy.turns and not policy.aborted:
                 if verdict is None or verdict.judged:
                     what = "it ended, or had no room left, before the policy had written anything"
-                    verdict = Verdict(False, error=f"rollout.episode: {what}", judged=False)
+                    verdict = Verdict(False, error=f"{self.key}: {what}", judged=False)
                 await policy.give_up()
             completion = policy.result()
             if completion.finish == "abort" or not completion.tokens:  # an episode that has caught it
@@ -311,14 +315,14 @@ class Worker:
         if await self._cancel(tasks):
             limit = f"{self.config.rollout.turns.seconds:g} s"
             what = f"tasks that it left behind have not ended {limit} after they were cancelled: {names}"
-            raise EngineError(f"rollout.episode: {what} (let CancelledError through)")
+            raise EngineError(f"{self.key}: {what} (let CancelledError through)")
         for task in tasks:
             if not task.cancelled():
                 task.exception()  # it counts no more
         if names and policy.lenient and names not in self._said:
             self._said.add(names)
             what = f"it returned before these tasks of its own had ended, which are cancelled: {names}"
-            print(f"megarl: rollout.agent: {what}", file=sys.stderr, flush=True)
+            print(f"megarl: {self.key}: {what}", file=sys.stderr, flush=True)
         return names
 
     def _note(self, number: int, policy: Policy, completion: Completion, verdict: Verdict | None) -> None:
@@ -441,7 +445,7 @@ class Worker:
             if left:
                 what = f"{len(left)} episodes have not ended {limit:g} s after they were told to"
                 remedy = "let EpisodeAborted and CancelledError through"
-                raise EngineError(f"rollout.episode: {what}: {self.oldest} ({remedy})")
+                raise EngineError(f"{self.key}: {what}: {self.oldest} ({remedy})")
         async with self._verifying:  # until the facts of what is being verified are sent
             version = self.engine.weight_version
             ended = {one.number: one.completion for one in self._ended}

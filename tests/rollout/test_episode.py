@@ -243,6 +243,26 @@ def is_plain(prompt: Prompt, policy: Policy) -> bool:
     return True
 
 
+BROKEN = """
+class Broken:
+    def reset(self, row, seed):
+        return "?" if row["uid"] else row["question"]
+
+    def step(self, text):
+        raise ConnectionError("closed")
+
+    def verdict(self):
+        return True
+
+
+class Unjudged(Broken):
+    def step(self, text):
+        return "", 0.0, True
+
+    def verdict(self):
+        raise ConnectionError("closed")
+"""
+
 # All groups are taken, and twice as many begun.
 DYNAMIC = {"enabled": True, "by": "score", "max_batches": 4, "oversample": 2.0}
 
@@ -307,6 +327,21 @@ def test_nobody_has_judged(folder: Path, episode: str, error: str, length: int) 
         assert not response.judged and not response.correct
         assert response.error.startswith("rollout.episode: ") and error in response.error
         assert response.length == response.extent == length
+
+
+@pytest.mark.parametrize(("name", "where"), [("Broken", "ToolUnavailable: step: "), ("Unjudged", "")])
+def test_errors_begin_with_the_key_that_was_set(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, where: str
+) -> None:
+    (tmp_path / "broken_environment.py").write_text(BROKEN)
+    monkeypatch.syspath_prepend(tmp_path)
+    rollout = {"episode": None, "environment": f"broken_environment:{name}"}
+    settings: dict[str, Any] = {"turns": {"max_tokens": 20}, "rollout": rollout, "data": {"template": "raw"}}
+    error = f"rollout.environment: {where}broken_environment:{name}: ConnectionError: closed"
+    for response in drawn(folder, "", **settings):
+        assert (response.judged, response.error) == (False, error)
+    with pytest.raises(EngineError, match=r"^rollout\.environment: it shows something before the policy's"):
+        drawn(folder, "", **settings, update={"share_prompts": True})
 
 
 def test_what_ran_out_of_room_in_a_group_is_truncated(folder: Path) -> None:
