@@ -43,8 +43,8 @@ class GroupCollector:
         """Return the prompts of the next generation batch; 0 when the step has what it needs or has reached
         its limit.
 
-        Raises DataError (ConfigError where the verifier always failed) at the limit where the configuration
-        says stop."""
+        Raises DataError (ConfigError where nothing was judged) at the limit where the configuration says
+        stop."""
         if not self.missing:
             return 0
         if self.batches >= self.dynamic.max_batches:
@@ -95,15 +95,19 @@ class GroupCollector:
     def _check_limit(self) -> None:
         if self.dynamic.at_limit != "stop":
             return
-        count = len(self.offered)
-        errors = {response.error for group in self.offered for response in group.responses}
-        if errors and None not in errors:
-            first = min(map(str, errors))
+        count, responses = len(self.offered), [r for group in self.offered for r in group.responses]
+        errors = sorted(r.error for r in responses if r.error is not None)
+        first = errors[0] if errors else "no error is known"
+        if responses and not any(r.judged for r in responses):
+            if first.startswith(("rollout.", "reward.")):  # the key of what has failed
+                raise ConfigError(f"{first} (and no response to {count} prompts was judged)")
             raise ConfigError(f"reward.verifier: it failed on every answer of {count} prompts: {first}")
+        all_failed = responses and len(errors) == len(responses)
+        failed = f"; all responses have errors: {first}" if all_failed else ""
         wanted = "right and wrong answers" if self.dynamic.by == "accuracy" else "rewards that differ"
         raise DataError(
             f"rollout.dynamic_sampling.max_batches: after {self.dynamic.max_batches} generation batches "
-            f"({count} prompts) only {len(self.accepted)} of {self.prompts} groups have {wanted} "
+            f"({count} prompts) only {len(self.accepted)} of {self.prompts} groups have {wanted}{failed} "
             "(raise it, choose other prompts, or set rollout.dynamic_sampling.at_limit to continue)"
         )
 

@@ -1,4 +1,4 @@
-"""What ends a run early, numbers that are not finite and a verifier that fails on every answer, and alarms
+"""What ends a run early, numbers that are not finite and answers that get no verdict, and alarms
 about metrics.
 """
 
@@ -70,8 +70,8 @@ class Guards:
         return f"{error}; the rest of the step is skipped ({count})"
 
     def judged(self, metrics: Mapping[str, float], errors: Mapping[str, int]) -> list[str]:
-        """Count a step in which no answer got a verdict, and return the line about it, or about responses
-        that were not judged. errors: the verifier's errors and how often each occurred."""
+        """Count a step in which every response has an error, and return the line about it, or about responses
+        that were not judged. errors: of verifier, terms, episodes and tools, and how often each occurred."""
         share = metrics.get("reward/unverified")
         if share is not None:  # recipe sft has no answers
             self.unverified = self.unverified + 1 if share == 1 else 0
@@ -79,17 +79,16 @@ class Guards:
         if share != 1:
             unjudged = metrics.get("reward/unjudged", 0.0)
             left_out = f"{unjudged:.1%} of the responses were not judged and are left out"
-            return [f"{left_out}; the verifier's most frequent failure: {often}"] if unjudged else []
+            return [f"{left_out}; the most frequent failure: {often}"] if unjudged else []
         count = f"{self.unverified} of at most {self.config.unverified_steps} steps in a row"
-        return [f"the verifier failed on every answer, most often: {often} ({count})"]
+        return [f"no answer got a verdict; the most frequent failure: {often} ({count})"]
 
     def check_judged(self) -> None:
         """Raise ConfigError after `guard.unverified_steps` steps in a row without a verdict."""
         if self.unverified >= self.config.unverified_steps:
             raise ConfigError(
-                f"reward.verifier: it failed on every answer of {self.unverified} steps in a row, "
-                "so that nothing is learned (the last step's events say how; mend it, "
-                "or raise guard.unverified_steps)"
+                f"guard.unverified_steps: no answer of {self.unverified} steps in a row got a verdict, "
+                "so that nothing is learned (the last step's events say how; mend it, or raise the limit)"
             )
 
     def passed(self, metrics: Mapping[str, float], number: int) -> list[str]:

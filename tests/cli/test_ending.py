@@ -167,9 +167,9 @@ class TestRealJob:
         )
         done = megarl("train", str(job_scene.config), *keys, "log.terminal=plain", cwd=job_scene.folder)
         assert done.returncode == 2
-        assert "megarl: reward.verifier: it failed on every answer of 2 steps in a row" in done.stderr
+        assert "megarl: guard.unverified_steps: no answer of 2 steps in a row got a verdict" in done.stderr
         line = (
-            "the verifier failed on every answer, most often: LookupError: no label (2 of at most 2 steps "
+            "no answer got a verdict; the most frequent failure: LookupError: no label (2 of at most 2 steps "
             "in a row)"
         )
         assert line in " ".join(done.stdout.split())

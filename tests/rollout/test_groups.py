@@ -157,12 +157,26 @@ def test_the_limit_stops_with_a_message_where_asked():
         drive(GroupCollector(4, config), [0, 1, 0, 0, SIZE, 0, 0, 0])
     # Full at the limit: no reason to stop.
     assert drive(GroupCollector(4, config), [0, 1, 1, 0, 1, 0, 1]) == [4, 4]
+
+
+@pytest.mark.parametrize(
+    ("error", "judged", "kind", "message"),
+    [
+        ("TypeError: no", False, ConfigError, "reward.verifier: it failed on every answer of 8 prompts: T"),
+        ("rollout.agent: KeyError: 'x'", False, ConfigError, "rollout.agent: KeyError: 'x' (and no response"),
+        ("rollout.tools: a tool failed: no", True, DataError, "rollout.dynamic_sampling.max_batches: after"),
+    ],
+)
+def test_the_limit_names_who_has_failed(error, judged, kind, message):
+    """The verifier where nobody was judged and nobody else is named; what the policy has brought about ends
+    the run as wrong answers do."""
+    config = DynamicSamplingConfig(enabled=True, max_batches=2, at_limit="stop")
     collector = GroupCollector(4, config)
-    failed = [structs.replace(response, error="TypeError: no") for response in group(0, 0).responses]
-    broken = r"^reward\.verifier: it failed on every answer of 8 prompts: TypeError: no"
-    with pytest.raises(ConfigError, match=broken):
+    failed = [structs.replace(response, error=error, judged=judged) for response in group(0, 0).responses]
+    with pytest.raises(kind) as caught:
         while n := collector.next_batch():
             collector.offer([replace(group(i, 0), responses=failed) for i in range(n)])
+    assert str(caught.value).startswith(message) and error in str(caught.value)
 
 
 def test_lengths_and_reflection_by_hand():

@@ -50,19 +50,21 @@ def test_the_run_stops_after_so_many_steps_without_a_verdict() -> None:
     errors = {"ValueError: odd": 2, "TypeError: getcwd() takes no arguments": 6}
     (line,) = guards.judged({"reward/unverified": 1.0}, errors)
     assert (
-        line == "the verifier failed on every answer, most often: TypeError: getcwd() takes no arguments "
+        line == "no answer got a verdict; the most frequent failure: TypeError: getcwd() takes no arguments "
         "(1 of at most 2 steps in a row)"
     )
     assert guards.judged({"reward/unverified": 7 / 8, "reward/unjudged": 0.0}, errors) == []
     (line,) = guards.judged({"reward/unverified": 7 / 8, "reward/unjudged": 0.125}, errors)
-    assert line.startswith("12.5% of the responses were not judged and are left out; the verifier's most")
+    assert line.startswith(
+        "12.5% of the responses were not judged and are left out; the most frequent failure: "
+    )
     assert len(guards.judged({"reward/unverified": 1.0}, {})) == 1 and guards.judged({}, {}) == []
     guards.check_judged()
     resumed = Guards(GuardConfig(unverified_steps=2))
     resumed.load_state_dict(guards.state_dict())
     (line,) = resumed.judged({"reward/unverified": 1.0}, errors)
     with pytest.raises(
-        ConfigError, match=r"^reward\.verifier: it failed on every answer of 2 steps in a row"
+        ConfigError, match=r"^guard\.unverified_steps: no answer of 2 steps in a row got a verdict"
     ):
         resumed.check_judged()
     # of a checkpoint from before there was this count
