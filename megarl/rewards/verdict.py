@@ -93,8 +93,8 @@ class UnusableError(Exception):
 def as_verdict(result: object, who: str) -> Verdict:
     """Return the verdict that `who` means by what it returned; a bare number is a score, and right from 1 on.
     Raises UnusableError for anything else."""
-    if isinstance(result, bool):
-        return Verdict(result)
+    if isinstance(result, bool) or _is_numpy_bool(result):
+        return Verdict(bool(result))
     if isinstance(result, tuple):
         if len(result) != 2:
             raise UnusableError(f"{who} returned a tuple of {len(result)}, not (right, answer)")
@@ -108,14 +108,20 @@ def as_verdict(result: object, who: str) -> Verdict:
     return replace(verdict, score=finite(result.score, f"{who} returned a score:", "not a number"))
 
 
-def finite(value: object, what: str, wanted: str) -> float:
+def finite(value: Any, what: str, wanted: str) -> float:
     """Return a number as float. Raises UnusableError, of the words given, for another type, and for one that
     is not finite."""
-    if not isinstance(value, Real):  # numpy's numbers are
+    if not isinstance(value, Real) and not _is_numpy_bool(value):
         raise UnusableError(f"{what} {type(value).__name__}, {wanted}")
     if not math.isfinite(number := float(value)):
         raise UnusableError(f"{what} {number}, which is not finite")
     return number
+
+
+def _is_numpy_bool(value: Any) -> bool:
+    """Return whether it is numpy's bool, what comparing two of its numbers gives: neither a bool nor, as
+    these numbers are, a Real. No worker imports numpy to ask."""
+    return getattr(value, "shape", None) == () and getattr(value, "dtype", None) == "bool"
 
 
 Term = Callable[[Judged], float]  # with its arguments already bound

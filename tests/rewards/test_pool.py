@@ -164,6 +164,13 @@ class Half:
     [
         (1, Verdict(True, score=1.0)),
         (np.float32(0.25), Verdict(False, score=0.25)),
+        (np.float32(0.25) == np.float32(0.25), Verdict(True)),
+        (np.bool_(False), Verdict(False)),
+        (Verdict(np.bool_(True), score=np.bool_(True)), Verdict(True, score=1.0)),
+        (
+            np.array([True, False]),
+            unjudged("verifier returned ndarray, not bool, number, (right, answer) or Verdict"),
+        ),
         (Fraction(1, 4), Verdict(False, score=0.25)),
         (Verdict(False, score=True), Verdict(False, score=1.0)),
         (Verdict(False, "4", score=3), Verdict(False, "4", score=3.0)),
