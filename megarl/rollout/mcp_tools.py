@@ -127,7 +127,9 @@ class _Connection:
 
 def _text(block: Any) -> str:
     """Return a part of a result as the policy is shown it."""
-    found = getattr(block, "text", None) or getattr(getattr(block, "resource", None), "text", None)
+    found = getattr(block, "text", None)
+    if found is None:
+        found = getattr(getattr(block, "resource", None), "text", None)
     return found if isinstance(found, str) else f"[{block.type}]"
 
 

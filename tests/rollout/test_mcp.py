@@ -12,6 +12,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -225,6 +226,21 @@ def price(fruit: str) -> int:
         fruit: its name
     """
     return len(fruit)
+
+
+@pytest.mark.parametrize(
+    ("block", "shown"),
+    [
+        ({"type": "text", "text": "a pear"}, "a pear"),
+        ({"type": "text", "text": ""}, ""),
+        ({"type": "resource", "resource": SimpleNamespace(text="")}, ""),
+        ({"type": "resource", "resource": SimpleNamespace(blob="AAAA")}, "[resource]"),
+        ({"type": "image", "data": ""}, "[image]"),
+    ],
+)
+def test_parts_of_a_result(block: dict[str, Any], shown: str) -> None:
+    """A text without a letter is one, too."""
+    assert mcp_tools._text(SimpleNamespace(**block)) == shown
 
 
 def test_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
