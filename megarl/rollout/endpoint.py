@@ -97,7 +97,6 @@ class Endpoint:
     async def close(self) -> None:
         """End the server, and the requests that wait."""
         runner, self._runner = self._runner, None
-        self._starting = asyncio.Lock()  # the next rollout has a loop of its own
         if runner is not None:
             await runner.cleanup()
 

@@ -117,8 +117,8 @@ class ToolPool:
     outside is not. More jobs than processes wait in their order; only a job whose environment is kept by a
     process that is busy lets later ones pass.
 
-    For one event loop at a time, without threads; a new loop starts new processes. They end with `close`, or
-    when this process dies."""
+    For one event loop until `close`, without threads. The processes end with that, or when this process
+    dies."""
 
     def __init__(
         self,
@@ -247,10 +247,7 @@ class ToolPool:
     async def _do(self, job: _Job) -> dict[str, Any]:
         """Have a process do a job. Where the caller is cancelled, the process comes to its end with it, or is
         killed at the limit, and then does others."""
-        loop = asyncio.get_running_loop()
-        if self._loop is not loop:
-            self.close()
-            self._loop = loop
+        loop = self._loop = asyncio.get_running_loop()
         self._jobs[id(job)] = job
         try:
             slot = await self._seat(job.key)

@@ -414,21 +414,6 @@ def test_an_agent_that_wants_less_when_it_is_run_again_gets_what_there_is():
     assert answers[0][1]["choices"][0]["finish_reason"] == "length" and policy.result().tokens == tokens
 
 
-def test_an_endpoint_outlives_a_loop():
-    """Each rollout has a loop of its own."""
-    policy = policy_of([])
-    endpoint = Endpoint(policy.tokenizer, 20.0)
-
-    async def once() -> int:
-        policy = policy_of(["two"])
-        agent, answers = asking({"messages": user("one")})
-        await endpoint.episode(agent)(policy.prompt, policy)
-        await endpoint.close()
-        return answers[0][0]
-
-    assert [asyncio.run(once()) for _ in range(2)] == [200, 200]
-
-
 def test_templates_are_checked_first():
     with pytest.raises(ConfigError, match="writes today's date"):
         Endpoint(merging_tokenizer("{{ strftime_now('%d') }}" + CHATML), 20.0)
