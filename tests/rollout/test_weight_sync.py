@@ -8,6 +8,7 @@ import pickle
 from collections.abc import Iterator
 from contextlib import nullcontext
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +17,8 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
 from megatron.core import parallel_state
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -27,7 +30,7 @@ from megarl.parallel import cpu_platform, runtime
 from megarl.parallel.layout import Layout
 from megarl.parallel.machine import allocator_problem
 from megarl.plan.memory import plan_of
-from megarl.rollout.engines.sglang import SGLangEngine
+from megarl.rollout.engines.sglang import SGLangEngine, packed
 from megarl.rollout.weight_sync import WeightSync
 from megarl.schedule import evaluation, generation, preflight, run
 from megarl.schedule.generation import make_weight_sync
@@ -121,6 +124,16 @@ def test_a_weight_sync_takes_what_is_planned_and_gives_it_back(
         assert len(there) == len(made.transfers) and len(set(there)) == 1
         assert 0.45 * plan.transfer_memory <= there[0] <= plan.transfer_memory
         assert sum(memory.nbytes for memory in made.memory) == 0, "after it nothing is left"
+
+
+@given(st.lists(st.integers(0, 9)), st.integers(1, 12))
+def test_tensors_are_packed_in_their_order(sizes: list[int], limit: int) -> None:
+    """As full as they may be: the first tensor of a part would not have fitted into the one before."""
+    parts = packed({str(i): size for i, size in enumerate(sizes)}, limit)
+    assert [int(name) for part in parts for name in part] == list(range(len(sizes))) and all(parts)
+    filled = [[sizes[int(name)] for name in part] for part in parts]
+    assert all(sum(part) <= limit or sum(part) == max(part) for part in filled)
+    assert all(sum(one) + other[0] > limit for one, other in pairwise(filled))
 
 
 @pytest.mark.parametrize("weights", ["model", "fp8_block"])

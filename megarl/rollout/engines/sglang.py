@@ -366,18 +366,11 @@ class SGLangEngine(RolloutEngine):
 
     def split(self, plan: Plan, frozen: Collection[str] = ()) -> list[list[str]]:
         """See RolloutEngine. A part fills `rollout.transfer_bucket`, or is one tensor."""
-        shards = plan.targets[self.rank]
-        limit, used = self.config.rollout.transfer_bucket * 2**20, 0
-        parts: list[list[str]] = [[]]
-        first_changing = next(name for name in shards if name not in frozen)
-        for name in sorted(shards, key=lambda name: name not in frozen):
-            needed = self._bytes(plan, name)
-            if used and (used + needed > limit or name == first_changing):
-                parts.append([])
-                used = 0
-            parts[-1].append(name)
-            used += needed
-        return parts
+        sizes = {name: self._bytes(plan, name) for name in plan.targets[self.rank]}
+        kept = {name: size for name, size in sizes.items() if name in frozen}
+        changing = {name: size for name, size in sizes.items() if name not in frozen}
+        limit = self.config.rollout.transfer_bucket * 2**20
+        return packed(kept, limit) + packed(changing, limit)
 
     def _bytes(self, plan: Plan, name: str) -> int:
         dtype = plan.formats.get(name, self._dtype)
@@ -521,6 +514,19 @@ class SGLangEngine(RolloutEngine):
 
 def _with_graphs(tags: Sequence[str]) -> list[str]:
     return [*tags, GRAPHS] if "kv_cache" in tags else list(tags)
+
+
+def packed(sizes: Mapping[str, int], limit: int) -> list[list[str]]:
+    """Pack tensors of these sizes, in their order, into parts of at most `limit` bytes or of one tensor."""
+    parts: list[list[str]] = []
+    used = 0
+    for name, size in sizes.items():
+        if not parts or (used and used + size > limit):
+            parts.append([])
+            used = 0
+        parts[-1].append(name)
+        used += size
+    return parts
 
 
 def _nbytes(shape: Sequence[int], dtype: str) -> int:

@@ -128,11 +128,11 @@ class Calls:
 
     async def load(self, payloads: list[bytes], version: int, last: bool) -> None:
         """Load a bucket, a payload per rank. The `last` drops the prefix cache and sets `version`."""
-        from megarl.rollout.engines.sglang_inside import LOADER
+        from megarl.rollout.engines.sglang_inside import load_shards
 
         request = self.io.UpdateWeightsFromTensorReqInput(
             serialized_named_tensors=payloads,
-            load_format=LOADER,
+            load_format=f"{load_shards.__module__}.{load_shards.__name__}",
             flush_cache=last,
             weight_version=str(version) if last else None,
         )

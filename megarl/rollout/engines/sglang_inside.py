@@ -19,7 +19,6 @@ from megarl.rollout.engines.sglang_kernels import add_shared_expert, gated_norm_
 from megarl.rollout.sampling import SamplingParams, choose
 
 BACKEND = "pytorch"  # SGLang insists on this name on a CPU
-LOADER = "megarl.rollout.engines.sglang_inside.load_shards"
 # Scales of an FP8 KV cache, which attention has as parameters wherever weights are FP8, whatever its cache is
 # (radix_attention.py and quantization/kv_cache.py, 0.5.23). Nothing scales it here, and a sleep loses them.
 KV_SCALES = (".attn.k_scale", ".attn.v_scale")

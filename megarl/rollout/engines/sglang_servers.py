@@ -38,7 +38,7 @@ from torch import Tensor
 from megarl.config.errors import ConfigError, EngineError, EngineFailure, MegarlError
 from megarl.config.schema import Config
 from megarl.rollout.engines.engine import RolloutEngine, check_positions
-from megarl.rollout.engines.sglang import TAGS, completion_of
+from megarl.rollout.engines.sglang import TAGS, completion_of, packed
 from megarl.rollout.sampling import Completion, Request, SamplingParams
 from megarl.weights.families import read_config
 from megarl.weights.plan import Plan, staged
@@ -457,16 +457,9 @@ class SGLangServers(RolloutEngine):
     def split(self, plan: Plan, frozen: Collection[str] = ()) -> list[list[str]]:
         """See RolloutEngine. A part fills `rollout.transfer_bucket`, or is one tensor. `frozen` is nothing:
         a server that has come back needs all of them."""
-        limit, used = self.config.rollout.transfer_bucket * 2**20, 0
-        parts: list[list[str]] = [[]]
-        for name, shard in plan.targets[min(plan.targets)].items():  # of a client's leader
-            size = self._bytes(plan, name, shard)
-            if used and used + size > limit:
-                parts.append([])
-                used = 0
-            parts[-1].append(name)
-            used += size
-        return parts
+        shards = plan.targets[min(plan.targets)]  # of a client's leader
+        sizes = {name: self._bytes(plan, name, shard) for name, shard in shards.items()}
+        return packed(sizes, self.config.rollout.transfer_bucket * 2**20)
 
     def buckets(self, parts: Sequence[Plan], memory: Staging) -> list[dict[str, Tensor]]:
         """See RolloutEngine; nothing on a rank that leads no client."""
