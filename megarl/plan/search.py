@@ -20,6 +20,7 @@ from megarl.parallel.layout import Layout
 from megarl.plan.memory import MemoryPlan
 from megarl.plan.sizes import GIB
 from megarl.plan.times import Estimate, Lengths, estimate, rollout_seconds
+from megarl.weights.plan import engine_ranks
 from megarl.weights.shards import check_layout
 
 # Keys that are chosen, in the order in which they are printed.
@@ -69,7 +70,7 @@ def search(plan: MemoryPlan, lengths: Lengths) -> list[Found]:
     others those with the least parallelism first."""
     config, world = plan.config, plan.layout.world
     node = min(config.cluster.gpus_per_node, world)
-    engines = [n for n in _powers(node) if world % n == 0]
+    engines = _powers(node)
     if not config.rollout.engine_kind.sharded or not config.has_engine:
         engines = [config.rollout.engine_tp]
     asleep = [with_keys(plan, rollout__engine_tp=tp) for tp in engines]
@@ -126,12 +127,13 @@ def _layouts(plan: MemoryPlan, node: int) -> Iterator[MemoryPlan]:
 
 
 def _possible(plan: MemoryPlan) -> bool:
-    """Return whether the engine divides the model."""
+    """Return whether `megarl train` takes the engine: it divides the ranks, the model and a node's GPUs."""
     try:
+        engine_ranks(plan.config, plan.layout.world)
         _ = plan.engine_weights
     except MegarlError:
         return False
-    return True
+    return plan.config.cluster.gpus_per_node % plan.engine_tp == 0
 
 
 def _judge(plan: MemoryPlan, engines: list[int], lengths: Lengths) -> Found:

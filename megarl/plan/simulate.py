@@ -37,6 +37,7 @@ from megarl.plan.times import (
     rollout_seconds,
     windows_of,
 )
+from megarl.weights.plan import engine_ranks
 
 ALIKE = 0.5  # our estimate: of the variance of log lengths, what the responses to one prompt have in common
 BATCHES, FIRST = 6, 3  # that are simulated, and the step from which on they count
@@ -486,18 +487,19 @@ def log_normal(lengths: Lengths) -> Draw:
 
 def best_split(plan: MemoryPlan, work: RolloutWork, lengths: Lengths, world: int) -> MemoryPlan | None:
     """Return the plan with the quickest split of `world` ranks one step ahead, of those that the layout
-    allows (tp x pp x cp divides the trainers, engine_tp the rest) and that fit. From the best by the estimate
-    of plan/times.py on, a batch is drawn for its neighbours, as long as they are quicker. None where there is
-    no such split."""
+    allows (tp x pp x cp divides the trainers, engine_tp both sides) and that fit. From the best by the
+    estimate of plan/times.py on, a batch is drawn for its neighbours, as long as they are quicker. None where
+    there is no such split."""
     layout, found = plan.layout, []
     unit = layout.tp * layout.pp * layout.cp
     for trainers in range(unit, world, unit):
         ranks = world - trainers
         made = with_keys(plan, parallel__dp=trainers // unit, parallel__rollout_ranks=ranks)
         try:
-            if ranks % plan.engine_tp or trainers // layout.pp % layout.ep or made.problem():
+            if trainers // layout.pp % layout.ep or made.problem():
                 continue
             check_config(made.config, "plan")
+            engine_ranks(made.config, trainers)
         except MegarlError:
             continue
         parts = estimate(made, lengths).parts

@@ -440,29 +440,35 @@ def split(copy: Copy, limit: int) -> Iterator[Copy]:
 # The plan of a run, from its configuration
 
 
-def engine_targets(
-    config: Config, hf_config: Mapping[str, Any], trainers: int, *, cpu: bool = False
-) -> list[tuple[int, Shards]]:
-    """Return (rank, shards) of every rank with an engine: the trainers, or `parallel.rollout_ranks` behind
-    them. The r-th of them holds part r % engine_tp of engine r // engine_tp; of servers at URLs the first one
-    has all, and the others nothing. cpu: SGLang's CPU engine. Raises ConfigError if the ranks or the model
-    cannot be divided so."""
-    tp, apart, kind = config.rollout.engine_tp, config.parallel.rollout_ranks, config.rollout.engine_kind
+def engine_ranks(config: Config, trainers: int) -> range:
+    """Return the ranks with engines: the trainers, or `parallel.rollout_ranks` behind them. Raises
+    ConfigError if `rollout.engine_tp` does not divide them, or those before them."""
+    tp, apart = config.rollout.engine_tp, config.parallel.rollout_ranks
     first, world = (trainers, apart) if apart else (0, trainers)
     if world % tp:
         devices = f"{world} devices (parallel.tp * parallel.pp * parallel.dp * parallel.cp)"
         raise ConfigError(f"rollout.engine_tp: {tp} does not divide the {devices}")
-    if first % tp and not kind.remote:
+    if first % tp and not config.rollout.engine_kind.remote:
         ranks = f"the {first} ranks that train, behind which the engines begin"
         lies = "an engine of several ranks lies within one node"
         raise ConfigError(f"rollout.engine_tp: {tp} does not divide {ranks} ({lies}: change one of the two)")
+    return range(first, first + world)
+
+
+def engine_targets(
+    config: Config, hf_config: Mapping[str, Any], trainers: int, *, cpu: bool = False
+) -> list[tuple[int, Shards]]:
+    """Return (rank, shards) of every rank with an engine (`engine_ranks`). The r-th of them holds part
+    r % engine_tp of engine r // engine_tp; of servers at URLs the first one has all, and the others nothing.
+    cpu: SGLang's CPU engine. Raises ConfigError if the ranks or the model cannot be divided so."""
+    ranks, tp, kind = engine_ranks(config, trainers), config.rollout.engine_tp, config.rollout.engine_kind
     if kind.sharded:
         shards = [sglang_shards(hf_config, tp, rank, cpu=cpu) for rank in range(tp)]
     elif kind.remote:
         shards = [hf_shards(hf_config), *({} for _ in range(tp - 1))]
     else:
         shards = [hf_shards(hf_config)]
-    return [(first + rank, shards[rank % tp]) for rank in range(world)]
+    return [(rank, shards[number % tp]) for number, rank in enumerate(ranks)]
 
 
 def engine_plan(config: Config, hf_config: Mapping[str, Any], layout: Layout, *, cpu: bool = False) -> Plan:

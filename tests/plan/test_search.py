@@ -4,20 +4,27 @@ from __future__ import annotations
 
 import re
 import shlex
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from megarl.cli.main import main
 from megarl.config import load_config
+from megarl.config.check import check_config
+from megarl.config.errors import ConfigError
 from megarl.plan import text
 from megarl.plan.memory import MemoryPlan, plan_of
 from megarl.plan.search import Found, best_of, proven, search, with_keys
-from megarl.plan.times import default_lengths, estimate
-from megarl.weights.cost import planning_config
+from megarl.plan.sizes import Shape
+from megarl.plan.times import default_lengths, estimate, rollout_seconds
+from megarl.weights.cost import KNOWN_MODELS, planning_config
+from megarl.weights.plan import engine_targets
 from tests.plan.test_memory import GIB, ROOT
 
 SHIPPED = ("vapo_7b", "dapo_30b_a3b", "vapo_32b", "dapo_32b", "tppo_32b", "sao_32b", "dapo_72b")
@@ -109,6 +116,38 @@ def test_sizes_that_the_schema_refuses_are_not_tried(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(module, "_allowed", lambda key, sizes: [n for n in sizes if n <= 2])
     found = search(plan, default_lengths(plan))
     assert {(one.plan.layout.cp, one.plan.layout.vpp) for one in found} == {(1, 1), (1, 2), (2, 1), (2, 2)}
+
+
+def is_taken_by_train(plan: MemoryPlan) -> bool:
+    """Whether a run's checks let its engines begin."""
+    try:
+        check_config(plan.config, "x.yaml")
+        engine_targets(plan.config, plan.actor.config, plan.layout.world)
+    except ConfigError:
+        return False
+    return plan.config.cluster.gpus_per_node % plan.engine_tp == 0  # which they ask the machine
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 24), st.integers(0, 24), st.sampled_from([4, 6, 8]), st.sampled_from([1, 2, 4, 8]))
+def test_engines_that_are_tried_are_those_that_train_takes(dp: int, apart: int, node: int, tp: int) -> None:
+    from megarl.plan import search as module
+
+    sizes = {"parallel__tp": 1, "parallel__dp": dp, "parallel__rollout_ranks": apart}
+    tried = with_keys(plan_for("vapo_7b"), **sizes, cluster__gpus_per_node=node, rollout__engine_tp=tp)
+    tried = replace(tried, actor=Shape(KNOWN_MODELS["Qwen3-8B"], "bf16"))
+    assert module._possible(tried) == is_taken_by_train(tried)
+
+
+@pytest.mark.parametrize("apart", [4, 12])
+def test_the_best_engines_divide_the_ranks_that_generate(apart: int) -> None:
+    """An engine of 8 on 4 ranks, which would be the quickest, is none."""
+    sizes = ["parallel.tp=8", "parallel.dp=1", f"parallel.rollout_ranks={apart}", "cluster.gpu=H200"]
+    plan = plan_for("dapo_32b", *sizes, "rollout.prompts=8", "update.mini_batch=128")
+    lengths = default_lengths(plan)
+    best = best_of(search(plan, lengths))
+    taken = [made for tp in (2, 4, 8) if is_taken_by_train(made := with_keys(plan, rollout__engine_tp=tp))]
+    assert best.plan.engine_tp == min(taken, key=lambda made: rollout_seconds(made, lengths)).engine_tp
 
 
 def test_context_parallel_and_virtual_stages_are_planned() -> None:

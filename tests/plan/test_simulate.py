@@ -36,6 +36,7 @@ from megarl.plan.simulate import (
 from megarl.plan.sizes import Shape, device_of
 from megarl.plan.times import Lengths, default_lengths, estimate, with_deviation
 from megarl.weights.cost import KNOWN_MODELS
+from megarl.weights.plan import engine_targets
 from tests.plan.test_published import ROOT, TABLE
 
 
@@ -195,6 +196,16 @@ def test_the_best_split_is_one_that_the_layout_allows(plan: MemoryPlan) -> None:
         if made.problem() is None:
             tried[dp] = simulate(work, costs_of(made, lengths), Split(16 - 2 * dp, 2 * dp, 1)).step
     assert tried[found.layout.dp] <= 1.1 * min(tried.values())
+
+
+def test_the_engines_of_a_split_divide_its_trainers_too(plan: MemoryPlan) -> None:
+    """Else the first of them would lie on two nodes: of 6 trainers and 4 more ranks an engine of 4."""
+    small = with_keys(plan, rollout__prompts=32, update__mini_batch=512, rollout__engine_tp=4)
+    lengths = default_lengths(small)
+    for world in (10, 12, 16):
+        found = best_split(small, work_of(small.config, lengths, "queue"), lengths, world)
+        assert (found is None) == (world == 10)
+        assert found is None or engine_targets(found.config, found.actor.config, found.layout.world)
 
 
 def test_a_job_that_cannot_be_split_is_shown_in_turn(plan: MemoryPlan) -> None:
