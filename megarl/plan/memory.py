@@ -738,15 +738,14 @@ class MemoryPlan:
 def plan_of(
     config: Config,
     actor: Mapping[str, Any],
-    critic: Mapping[str, Any] | None = None,
     *,
     world: int | None = None,
     cpu: bool = False,
     memory: float | None = None,
     replay: bool = False,
 ) -> MemoryPlan:
-    """Return the plan of a configuration whose models have these config.json; a reward model and teachers
-    have their own, or are as large as the actor where they are not on this machine.
+    """Return the plan of a configuration whose actor has this config.json; a critic with a folder of its own,
+    a reward model and teachers have theirs, or are as large as the actor where they are not on this machine.
 
     world   ranks of the job, which decide parallel.dp
     cpu     the ranks are on CPUs, with portable layers
@@ -761,19 +760,20 @@ def plan_of(
     if cpu or family_of(actor).is_linear:
         config = config.model_copy(update={"model": config.model.model_copy(update={"layers": "portable"})})
     parallel, dtype = config.parallel, config.model.dtype
-    reward, *teachers = (
+    of_critic = config.critic.path if config.has_critic else None
+    critic, reward, *teachers = (
         read_config(path) if path and (path / "config.json").is_file() else actor
-        for path in (config.reward.model.path, *config.teacher.folders.values())
+        for path in (of_critic, config.reward.model.path, *config.teacher.folders.values())
     )
-    for described in (actor, critic or actor, reward, *teachers):
+    for described in (actor, critic, reward, *teachers):
         check_layout(described, parallel.tp, parallel.pp, parallel.ep, parallel.vpp)
         check_recomputed(described, config.model)
         check_linear(described, config)
     check_frozen(actor, config.actor, "actor")
-    check_frozen(critic or actor, config.critic, "critic")
+    check_frozen(critic, config.critic, "critic")
     check_lora(actor, config.actor.lora, "actor")
-    check_lora(critic or actor, config.critic.lora, "critic")
-    shapes = Shape(actor, dtype), Shape(critic or actor, dtype)
+    check_lora(critic, config.critic.lora, "critic")
+    shapes = Shape(actor, dtype), Shape(critic, dtype)
     device = device_of(config.cluster, memory)
     of_teachers = tuple(Shape(teacher, dtype) for teacher in teachers)
     plan = MemoryPlan(config, *shapes, device, Shape(reward, dtype), of_teachers, replay)

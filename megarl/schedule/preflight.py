@@ -139,13 +139,13 @@ def preflight(config: Config, where: str, world: int | None = None, *, replay: b
         episode_of(config, tokenizer, endpoint_of(config.rollout, tokenizer))
         for name, term in config.reward.terms.items():
             get_term(name, term.function, term.arguments)
-    described, near = (folder.config, critic.config if critic else None), None
+    near = None
     if device.type == "cuda":
         memory = torch.cuda.get_device_properties(device).total_memory
-        check_fits(plan_of(config, *described, world=world, memory=memory, replay=replay), where)
+        check_fits(plan_of(config, folder.config, world=world, memory=memory, replay=replay), where)
     elif alone:
         free = psutil.virtual_memory().available
-        plan = plan_of(config, *described, world=world, cpu=True, replay=replay)
+        plan = plan_of(config, folder.config, world=world, cpu=True, replay=replay)
         near = check_fits(plan, where, memory_here(), free)
     if config.has_engine and replay:  # all below concerns what draws
         return [near] if near else []

@@ -14,6 +14,8 @@ import pytest
 import torch
 from torch.distributed.checkpoint import FileSystemReader
 
+from megarl.cli.main import main
+from megarl.cli.nodes import planned_needs
 from megarl.config import load_config
 from megarl.config.errors import ConfigError
 from megarl.parallel.layout import Layout
@@ -200,6 +202,27 @@ def test_a_reward_model_is_planned(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(KNOWN_MODELS["Qwen2.5-7B"]))
     smaller = plan_32b(f"reward.model.path={tmp_path}", "parallel.tp=4", "parallel.pp=4", "parallel.dp=8")
     assert 0 < smaller.group("reward.weights", 0) < smaller.group("critic.weights", 0) / 3
+
+
+def test_a_critic_of_its_own_size_is_planned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """By the config.json of its folder, wherever a plan is made: by the command, and for a node's needs."""
+    (tmp_path / "config.json").write_text(json.dumps(KNOWN_MODELS["Qwen2.5-1.5B"]))
+    path, actor = ROOT / "configs/vapo_7b.yaml", KNOWN_MODELS["Qwen2.5-7B"]
+    configs = [load_config(path, [f"critic.path={critic}"]) for critic in ("/no/such/folder", tmp_path)]
+    alike, smaller = (plan_of(config, actor) for config in configs)
+    for part in ("weights", "gradients", "optimizer"):
+        actors, critics = f"actor.{part}", f"critic.{part}"
+        assert 0 < smaller.group(critics, 0) < alike.group(critics, 0) / 3
+        assert smaller.group(actors, 0) == alike.group(actors, 0)
+    before, after = (estimate(plan, default_lengths(plan)).parts for plan in (alike, smaller))
+    assert after["critic_update"] < before["critic_update"] / 3
+    assert after["actor_update"] == before["actor_update"]
+    needs = [planned_needs(config, 8) for config in configs]
+    assert all(less < more for more, less in zip(*needs, strict=True))
+    assert main(["plan", str(path), f"critic.path={tmp_path}"]) == 0
+    assert f"a checkpoint on disk  {smaller.checkpoint() / 1e9:,.1f} GB" in capsys.readouterr().out
+    without = load_config(ROOT / "configs/dapo_32b.yaml", [f"critic.path={tmp_path}"])
+    assert plan_of(without, KNOWN_MODELS["Qwen2.5-32B"]).critic.config == KNOWN_MODELS["Qwen2.5-32B"]
 
 
 def test_a_teacher_is_planned(tmp_path: Path) -> None:
