@@ -74,10 +74,10 @@ def lines(plan: MemoryPlan, where: str, lengths: Lengths, made: Estimate) -> Ite
     head = (found.head * plan.pack + found.head_fixed) / GIB
     yield f"log-prob head at work on a micro-batch  {head:.1f} GiB, at another time than the layers"
     if config.has_engine:
-        full = f"{plan.cache_tokens / plan.longest:,.0f} of full length"
         usual = config.data.max_prompt_tokens + lengths.mean + lengths.shown
-        mean = f"{plan.cache_tokens / usual:,.0f} of mean length"
-        yield f"responses decoded at once by an engine  {full}, {mean}"
+        full, mean = (min(plan.cache_tokens / n, config.rollout.max_batch) for n in (plan.longest, usual))
+        most = f"{full:,.0f} of full length, {mean:,.0f} of mean length"
+        yield f"responses decoded at once by an engine  {most}"
         yield f"weights into a GPU at each transfer  {plan.transferred / 1e9:.2f} GB"
     host, there = plan.host(), config.cluster.host_memory
     listed = ", ".join(f"{name} {size / GIB:.0f}" for name, size in host.items())

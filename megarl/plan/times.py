@@ -372,11 +372,10 @@ def decoding(plan: MemoryPlan) -> Decoding:
 
 
 def decoded_at_once(plan: MemoryPlan, lengths: Lengths) -> int:
-    """Return how many responses an engine decodes at once: as many as its cache holds of mean length. One
-    that waits for a tool is not among them: its keys and values go where there is no room."""
-    rollout = plan.config.rollout
-    limit = 1 << 30 if rollout.engine_kind.streams else rollout.max_batch
-    return max(1, min(int(plan.cache_tokens / cached_tokens(lengths)), limit))
+    """Return how many responses an engine decodes at once: as many as its cache holds of mean length, and
+    rollout.max_batch at most. One that waits for a tool is not among them: its keys and values go where there
+    is no room."""
+    return max(1, min(int(plan.cache_tokens / cached_tokens(lengths)), plan.config.rollout.max_batch))
 
 
 def cached_tokens(lengths: Lengths) -> float:

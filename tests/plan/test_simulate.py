@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import math
 import random
+import re
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean, median
 
@@ -34,7 +36,8 @@ from megarl.plan.simulate import (
     work_of,
 )
 from megarl.plan.sizes import Shape, device_of
-from megarl.plan.times import Lengths, default_lengths, estimate, with_deviation
+from megarl.plan.text import lines
+from megarl.plan.times import Lengths, default_lengths, estimate, rollout_seconds, with_deviation
 from megarl.weights.cost import KNOWN_MODELS
 from megarl.weights.plan import engine_targets
 from tests.plan.test_published import ROOT, TABLE
@@ -316,6 +319,28 @@ def test_a_split_as_it_is_configured_is_simulated(
     printed = capsys.readouterr().out
     assert "4 train, 4 generate, ahead 1" in printed.split("<- the configuration")[0]
     assert "8 ranks in turn" in printed
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.sampled_from(["sglang", "sglang_url", "transformers"]),
+    st.integers(1, 600),
+    st.floats(100, 20000),
+    st.integers(1, 64),
+)
+def test_no_engine_decodes_more_at_once_than_it_is_started_with(
+    plan: MemoryPlan, engine: str, most: int, mean: float, prompts: int
+) -> None:
+    """Whatever its cache would hold; one after the other takes longest."""
+    urls = ("http://a:1", "http://b:1") if engine == "sglang_url" else ()
+    keys = {"rollout__engine": engine, "rollout__urls": urls, "rollout__prompts": prompts}
+    made, alone = (with_keys(plan, **keys, rollout__max_batch=n) for n in (most, 1))
+    lengths = replace(default_lengths(plan), mean=mean)
+    assert 1 <= costs_of(made, lengths).at_once <= most
+    assert rollout_seconds(alone, lengths) >= rollout_seconds(made, lengths) * (1 - 1e-9)
+    printed = "\n".join(lines(made, "here", lengths, estimate(made, lengths)))
+    [shown] = re.findall(r"at once by an engine  ([\d,]+) of full length, ([\d,]+) of mean", printed)
+    assert all(int(count.replace(",", "")) <= most for count in shown)
 
 
 def test_a_critic_of_prompts_takes_its_share_of_the_tokens() -> None:
