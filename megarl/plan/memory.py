@@ -50,6 +50,11 @@ HOST_PROCESS = 4 * GIB  # a rank with torch, Megatron and its engine's processes
 # that is forked from it owns besides tensors.
 LAUNCHER, FORKED = 0.5 * GIB, 0.15 * GIB
 FACTS = 256  # bytes that any response takes of the process that shares them out, however short it is
+# Bytes of a response on every rank: lengths, owner, reward and the like of a StepBatch (docs/scale.md).
+KNOWN = 80
+# Bytes of a token on the rank that drew it: token and log-prob of a Body (rollout/responses.py), and packed
+# in StepBatch.own (data/experience.py) token, mask and log-prob.
+DRAWN = 4 + 4 + 8 + 1 + 4
 # Bytes of each of a policy's or teacher's likeliest tokens, where they are looked for (56, found with the
 # tests' LiveMemory) and in an update (60).
 SEVERAL = 60
@@ -521,20 +526,38 @@ class MemoryPlan:
             "verifiers": config.reward.workers * 0.3 * GIB * per_node if verifies else 0.0,
         }
 
+    @property
+    def routed(self) -> int:
+        """Return the bytes of what is recorded of a token's experts (`rollout.routing_replay`)."""
+        sizes = self.actor.sizes
+        if not (self.config.rollout.routing_replay and sizes.experts):
+            return 0
+        return (
+            sizes.layers * int(self.actor.config["num_experts_per_tok"]) * (1 if sizes.experts < 256 else 2)
+        )
+
+    @property
+    def drawn(self) -> float:
+        """Return the bytes that a step's responses take where they were drawn, of all engines together, until
+        they are delivered: as bodies, and packed."""
+        return self.step_tokens(self.longest) * (DRAWN + 2 * self.routed)
+
     def batch(self) -> float:
-        """Return the bytes of host memory that a step's batch takes of a rank, at most: its replica's share,
-        and what its engine drew."""
-        config = self.config
+        """Return the bytes of host memory that a step's batch takes of a rank, at most: its replica's share
+        of the tokens, with their columns; an even part of what the engines drew, or of its files; and the
+        facts of all responses. Without an engine all ranks have read the whole batch."""
+        config, tokens = self.config, self.step_tokens(self.longest)
+        # Columns of responses are counted as if they were of tokens: micro-batches have indices of 16 bytes.
         columns = frozenset[str]().union(*(phase.writes for phase in training_phases(config))) - {"tokens"}
-        batch = self.step_tokens(self.longest) * (8 + 1 + SINGLE * len(columns))
-        # Of its replica's share: likeliest tokens and their log-probs, and while they are put together twice
-        # more; the engine's choice of experts, once more in the micro-batches.
-        likeliest, sizes = (config.teacher.top_k or 0) + config.algorithm.dppo.top_k, self.actor.sizes
-        several = 3 * 2 * SINGLE * likeliest
-        if config.rollout.routing_replay and sizes.experts:
-            numbers = sizes.layers * int(self.actor.config["num_experts_per_tok"])
-            several += 2 * numbers * (1 if sizes.experts < 256 else 2)
-        return batch + self.step_tokens(self.longest) / self.layout.dp * several
+        each = 8 + 1 + SINGLE * len(columns)
+        if not config.has_engine:
+            return tokens * each
+        # Likeliest tokens and their log-probs, and while they are put together twice more; the engine's
+        # choice of experts, once more in the micro-batches.
+        likeliest = (config.teacher.top_k or 0) + config.algorithm.dppo.top_k
+        each += 3 * 2 * SINGLE * likeliest + 2 * self.routed
+        shared = tokens / self.layout.dp * each + self.drawn / self.layout.world
+        return shared + config.responses * KNOWN
 
     @cached_property
     def on_cpu(self) -> dict[str, float]:
@@ -574,9 +597,10 @@ class MemoryPlan:
         config, world = self.config, self.layout.world
         pairs = [(phase, stage) for phase in self.phases for stage in range(self.layout.pp)]
         most = max(sum(self.work(*pair, self.cpu_pack).values()) for pair in pairs) * world
+        batch = self.batch() * world + (self.drawn if config.parallel.rollout_ranks else 0.0)
         found: dict[str, dict[str, float]] = {}
         for phase in self.phases:
-            parts = {"activations": most, "batch": self.batch() * world}
+            parts = {"activations": most, "batch": batch}
             if phase.updates_weights and self.overlaps:
                 # Beside the computation gloo sums a copy of Megatron's buffer of gradients.
                 stages = range(self.layout.pp)

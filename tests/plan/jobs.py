@@ -6,15 +6,20 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
+from megarl.config.recipes import training_phases
 from megarl.config.schema import Config, OptimizerConfig, ParallelConfig
 from megarl.data.experience import Experience
+from megarl.data.prompts import Prompt
 from megarl.model.builder import build_actor, build_critic
 from megarl.parallel.comm import barrier
+from megarl.parallel.delivery import deliver
 from megarl.parallel.runtime import Runtime
 from megarl.plan.memory import MemoryPlan, plan_of
 from megarl.plan.sizes import Passes, Shape, activations, in_flight, passed_on
+from megarl.rollout.responses import Body, Group, Response, RolloutBatch
 from megarl.training.batch import make_micro_batches
 from megarl.training.model import TrainableModel
 from megarl.weights.families import Sizes
@@ -202,6 +207,40 @@ def measure(
     own = layout.layers(hf.num_hidden_layers, runtime.pp_rank)
     dense = sum(layer < Sizes.of(hf.to_dict()).dense for layer in own)
     return float(memory.peak), predicted.training(tokens, layers, kept, last, outputs, dense)
+
+
+def batch_bytes(runtime: Runtime, prompts: int, group: int, prompt: int, length: int) -> int:
+    """Return the bytes of a step's batch on this rank, with all columns of VAPO's phases: what its engine has
+    drawn, as bodies and packed, what it knows of the whole, and its replica's share, delivered."""
+    tokens, logprobs = np.full(length, 7, dtype=np.int32), np.zeros(length, dtype=np.float32)
+    judged: dict[str, Any] = {"finish": "stop", "correct": True, "extracted": None, "error": None}
+    judged |= {"reward": 1.0, "penalty": 0.0}
+    groups = [Group(Prompt(uid, "", (3,) * prompt, ""), [], 0) for uid in range(prompts)]
+    bodies = []
+    for number in range(prompts * group):
+        owner = number % runtime.world
+        response = Response.of(Body(tokens.copy(), logprobs.copy()), owner, **judged)
+        if owner == runtime.rank:
+            bodies.append(response.body)
+        else:
+            response.body = None
+        groups[number // group].responses.append(response)
+    batch = RolloutBatch(1, groups, {}, {}, {}).to_step_batch()
+    known = [batch.lengths, batch.response_lengths, batch.prompt_lengths, batch.owners]
+    known += batch.columns.values()
+    drawn = [batch.own.tokens, batch.own.response_mask, *batch.own.columns.values()]
+    held = sum(tensor.nbytes for tensor in (*known, *drawn))
+    held += sum(body.tokens.nbytes + body.logprobs.nbytes for body in bodies if body is not None)
+    layout, order = runtime.layout, range(prompts * group)
+    shares = [[i for i in order if i % layout.dp == replica] for replica in range(layout.dp)]
+    ranks = range(layout.world)
+    trained_by = [[rank for rank in ranks if layout.coords(rank).dp == dp] for dp in range(layout.dp)]
+    local = deliver(runtime, batch, shares, trained_by)
+    config = config_of("fp32")
+    written = frozenset[str]().union(*(phase.writes for phase in training_phases(config)))
+    for name in written - local.columns.keys() - {"tokens"}:
+        local[name] = torch.zeros(local.num_tokens)
+    return held + sum(t.nbytes for t in (local.tokens, local.response_mask, *local.columns.values()))
 
 
 def long_sequence(runtime: Runtime, length: int) -> tuple[int, float, float]:

@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch.distributed.checkpoint import FileSystemReader
 
 from megarl.cli.main import main
@@ -19,12 +21,13 @@ from megarl.cli.nodes import planned_needs
 from megarl.config import load_config
 from megarl.config.errors import ConfigError
 from megarl.parallel.layout import Layout
-from megarl.plan.memory import MemoryPlan, plan_of
+from megarl.plan.memory import KNOWN, MemoryPlan, plan_of
+from megarl.plan.search import with_keys
 from megarl.plan.sizes import Passes, Shape, activations
 from megarl.plan.times import LINKS, default_lengths, estimate
 from megarl.schedule.preflight import check_fits
 from megarl.weights.cost import KNOWN_MODELS
-from tests.plan.jobs import LINEAR, construction, group_sizes, hf_of, largest_bucket, plan_for
+from tests.plan.jobs import LINEAR, batch_bytes, construction, group_sizes, hf_of, largest_bucket, plan_for
 from tests.ranks import RankPool
 
 ROOT = Path(__file__).parents[2]
@@ -318,7 +321,7 @@ def test_likeliest_tokens_of_the_old_policy_are_planned() -> None:
     times = estimate(apart, default_lengths(apart)).parts
     assert times["old_top_k"] == pytest.approx(times["old_logprobs"])
     more = apart.host()["rollouts"] - binary.host()["rollouts"]
-    assert more == pytest.approx(apart.step_tokens(apart.longest) * (20 * 24 + 8 * 2 * 4))
+    assert more == pytest.approx(apart.step_tokens(apart.longest) * (20 * 24 + 2 * 4))
 
 
 def test_a_pass_before_each_update_takes_its_time() -> None:
@@ -332,7 +335,8 @@ def test_a_pass_before_each_update_takes_its_time() -> None:
 
 
 def test_the_hosts_hold_the_engines_choice_of_experts() -> None:
-    """8 of 128 in each of 48 layers, a byte each: 384 a token, of each rank's replica and in its packs."""
+    """8 of 128 in each of 48 layers, a byte each: 384 a token, of each rank's replica and in its packs, and
+    of what its engine drew, as it came and to be delivered."""
     without, with_it = (
         plan_of(
             load_config(ROOT / "configs/dapo_30b_a3b.yaml", [f"rollout.routing_replay={replay}"]),
@@ -341,7 +345,35 @@ def test_the_hosts_hold_the_engines_choice_of_experts() -> None:
         for replay in ("false", "true")
     )
     more = with_it.host()["rollouts"] - without.host()["rollouts"]
-    assert more == pytest.approx(8 * 2 * 384 * 256 * 16 * (2048 + 20480) / 32)
+    assert more == pytest.approx(8 * (2 + 2) * 384 * 256 * 16 * (2048 + 20480) / 32)
+
+
+@pytest.mark.parametrize("layout", [(1, 1, 1, 1), (2, 1, 2, 1)], ids=str)
+def test_a_rank_holds_its_share_of_the_batch(ranks: Callable[..., RankPool], layout: tuple[int, ...]) -> None:
+    """And what its engine drew, against the bytes of real bodies and columns; the plan has room for the
+    indices of micro-batches besides."""
+    sizes = {"prompts": 16, "group": 4, "prompt": 4, "length": 400}
+    plan, parts = plan_for(layout, "qwen2", "fp32"), {"data": {"max_prompt_tokens": 4}}
+    parts["rollout"] = {"prompts": 16, "group_size": 4, "max_response_tokens": 400}
+    changed = {name: getattr(plan.config, name).model_copy(update=keys) for name, keys in parts.items()}
+    plan = replace(plan, config=plan.config.model_copy(update=changed))
+    for measured in ranks(*layout).run(batch_bytes, **sizes):
+        assert measured < plan.batch() < 1.5 * measured
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(0, 3), st.integers(0, 3), st.integers(0, 5))
+def test_what_a_rank_holds_of_the_batch_goes_down_with_the_ranks(tp: int, pp: int, dp: int) -> None:
+    """A replica's share by the replicas, what was drawn by the ranks, facts by nothing; pairs that are given
+    are read whole by all."""
+    plan, sizes = plan_32b(), {"tp": 2**tp, "pp": 2**pp, "dp": 2**dp}
+    one = with_keys(plan, **{f"parallel__{name}": size for name, size in sizes.items()})
+    alone = with_keys(plan, parallel__tp=1, parallel__pp=1, parallel__dp=1)
+    facts = KNOWN * plan.config.responses
+    share = alone.batch() - facts - alone.drawn
+    assert one.batch() == pytest.approx(share / 2**dp + alone.drawn / 2 ** (tp + pp + dp) + facts)
+    pairs = plan_of(load_config(ROOT / "configs/demo_sft.yaml"), KNOWN_MODELS["Qwen2.5-0.5B"])
+    assert with_keys(pairs, parallel__dp=2**dp).batch() == pairs.batch()
 
 
 def plan_32b(*overrides: str) -> MemoryPlan:
