@@ -131,7 +131,9 @@ class MemoryPlan:
 
     @property
     def nodes(self) -> int:
-        return -(-self.layout.world // self.config.cluster.gpus_per_node)
+        """Return the nodes of all ranks, those that only generate among them."""
+        ranks = self.layout.world + self.config.parallel.rollout_ranks
+        return -(-ranks // self.config.cluster.gpus_per_node)
 
     @property
     def layers(self) -> str:
@@ -517,10 +519,11 @@ class MemoryPlan:
             for phase in self.phases
             for stage in self.stages
         )
+        written = per_node / self.layout.world  # of a checkpoint, of which each rank writes as much
         return {
             "pinned buffers": away * per_node,
             "rollouts": self.batch() * per_node,
-            "checkpoint staging": self.checkpoint() / self.nodes if saves else 0.0,
+            "checkpoint staging": self.checkpoint() * written if saves else 0.0,
             "gathered optimizer": self.gathered_optimizer() * per_node if config.checkpoint.every else 0.0,
             "processes": HOST_PROCESS * per_node,
             "verifiers": config.reward.workers * 0.3 * GIB * per_node if verifies else 0.0,

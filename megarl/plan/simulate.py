@@ -29,12 +29,10 @@ from megarl.plan.memory import MemoryPlan
 from megarl.plan.search import with_keys
 from megarl.plan.times import (
     GROUPS_KEPT,
-    LINKS,
     Lengths,
     decoded_at_once,
     decoding,
     estimate,
-    rollout_seconds,
     windows_of,
 )
 from megarl.weights.plan import engine_ranks
@@ -436,21 +434,15 @@ def simulate(work: RolloutWork, costs: Costs, split: Split, seed: int = 0) -> Co
 
 def costs_of(plan: MemoryPlan, lengths: Lengths) -> Costs:
     """Return what things cost by plan/times.py. The plan's layout is the trainers'."""
-    parts, engine_ranks = estimate(plan, lengths), plan.config.parallel.rollout_ranks
+    parts = estimate(plan, lengths)
     train = {name: s for name, s in parts.parts.items() if name not in ("rollout", "weight_transfer")}
-    transfer = parts.parts["weight_transfer"]
-    if engine_ranks:
-        # Each engine's rank gets its shard, mostly from another node; a trainer may have several to send.
-        cluster, world = plan.config.cluster, plan.layout.world
-        link = cluster.network_speed if world + engine_ranks > cluster.gpus_per_node else cluster.node_speed
-        transfer = plan.transferred * max(1.0, engine_ranks / world) / (link * 1e9 * LINKS)
     one = decoding(plan)
     return Costs(
         decode=one.step,
         prefill=lengths.prefilled(cached=plan.config.rollout.engine_kind.streams) * one.prefill,
         at_once=decoded_at_once(plan, lengths),
         train=lambda tokens: {name: s * tokens / parts.tokens for name, s in train.items()},
-        transfer=transfer,
+        transfer=parts.parts["weight_transfer"],
     )
 
 
@@ -494,7 +486,8 @@ def best_split(plan: MemoryPlan, work: RolloutWork, lengths: Lengths, world: int
     unit = layout.tp * layout.pp * layout.cp
     for trainers in range(unit, world, unit):
         ranks = world - trainers
-        made = with_keys(plan, parallel__dp=trainers // unit, parallel__rollout_ranks=ranks)
+        keys = {"parallel__dp": trainers // unit, "parallel__rollout_ranks": ranks, "schedule__ahead": 1}
+        made = with_keys(plan, **keys)
         try:
             if trainers // layout.pp % layout.ep or made.problem():
                 continue
@@ -502,19 +495,18 @@ def best_split(plan: MemoryPlan, work: RolloutWork, lengths: Lengths, world: int
             engine_ranks(made.config, trainers)
         except MegarlError:
             continue
-        parts = estimate(made, lengths).parts
-        train = sum(s for name, s in parts.items() if name not in ("rollout", "weight_transfer"))
-        found.append((made, train, max(train, rollout_seconds(made, lengths))))
+        found.append((made, estimate(made, lengths)))
     if not found:
         return None
 
     @cache
     def seconds(place: int) -> float:
-        made, train, _ = found[place]
+        made, times = found[place]
         engines = made.engines(made.config.parallel.rollout_ranks)
-        return max(train, simulate_rollout(work, costs_of(made, lengths), engines, random.Random(0)).seconds)
+        drawn = simulate_rollout(work, costs_of(made, lengths), engines, random.Random(0))
+        return max(times.training, drawn.seconds)
 
-    place = min(range(len(found)), key=lambda i: found[i][2])
+    place = min(range(len(found)), key=lambda i: found[i][1].total)
     while True:
         near = [i for i in (place - 1, place + 1) if 0 <= i < len(found)]
         quickest = min([place, *near], key=seconds)

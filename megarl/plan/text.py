@@ -43,10 +43,12 @@ def lines(plan: MemoryPlan, where: str, lengths: Lengths, made: Estimate) -> Ite
     layout, config, device = plan.layout, plan.config, plan.device
     size = f"{plan.actor.parameters / 1e9:.2f} B parameters, {plan.actor.dtype}"
     yield f"model    {where}: {size}, recompute {config.model.recompute}, {plan.layers} layers"
-    gpus = f"{layout.world} x {device.name} ({device.memory / GIB:.1f} GiB)"
-    yield f"layout   {name_of(layout)}: {gpus} on {plan.nodes} nodes"
+    apart = config.parallel.rollout_ranks
+    gpus = f"{layout.world + apart} x {device.name} ({device.memory / GIB:.1f} GiB)"
+    beside = f", and {apart} ranks that generate" if apart else ""
+    yield f"layout   {name_of(layout)}{beside}: {gpus} on {plan.nodes} nodes"
     if config.has_engine:
-        ranks = config.parallel.rollout_ranks or layout.world
+        ranks = apart or layout.world
         engines = f"{plan.engines(ranks)} of tp {plan.engine_tp} ({config.rollout.engine})"
         cache = f"KV cache of each {plan.cache_tokens:,.0f} tokens"
         if config.rollout.engine_kind.remote:
@@ -94,6 +96,8 @@ def lines(plan: MemoryPlan, where: str, lengths: Lengths, made: Estimate) -> Ite
     )
     for name, seconds in made.parts.items():
         yield f"    {name:24s}{clock(seconds):>10s}  {seconds / made.total:4.0%}"
+    if made.beside:
+        yield "    the rollout runs beside training: the longer of the two counts, and the transfer"
 
 
 def episodes(lengths: Lengths) -> str:
@@ -130,9 +134,12 @@ def layouts(found: Sequence[Found], current: Found, *, everything: bool = False)
     good = [(one, one.estimate) for one in found if one.estimate is not None]
     limit = len(found) if everything else SHOWN
     bad = len(found) - len(good)
+    gpus = f"{current.plan.layout.world} GPUs"
+    if current.plan.config.parallel.rollout_ranks:
+        gpus += " that train"
     yield (
-        f"layouts of {current.plan.layout.world} GPUs, each with its best engines, recomputation, budget and "
-        f"residency: {len(good)} fit, {bad} do not; best first"
+        f"layouts of {gpus}, each with its best engines, recomputation, budget and residency: "
+        f"{len(good)} fit, {bad} do not; best first"
     )
     shown = good[:limit]
     if current.estimate is not None:

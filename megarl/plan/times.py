@@ -133,13 +133,23 @@ class Lengths:
 
 @dataclass(frozen=True)
 class Estimate:
-    """Seconds of each part of a step, and its tokens."""
+    """Seconds of each part of a step, and its tokens. beside: whether rollouts run beside all other parts but
+    the weight transfer, for which both sides wait."""
 
     parts: dict[str, float]
     tokens: float
+    beside: bool = False
+
+    @property
+    def training(self) -> float:
+        """Return the seconds of what the trainers do between a batch and the transfer."""
+        return sum(s for name, s in self.parts.items() if name not in ("rollout", "weight_transfer"))
 
     @property
     def total(self) -> float:
+        """Return the seconds of a step; where rollouts run beside training the longer of the two counts."""
+        if self.beside:
+            return max(self.parts["rollout"], self.training) + self.parts["weight_transfer"]
         return sum(self.parts.values())
 
 
@@ -165,6 +175,7 @@ def with_deviation(lengths: Lengths, deviation: float) -> Lengths:
 def estimate(plan: MemoryPlan, lengths: Lengths) -> Estimate:
     """Estimate a step's time on this layout."""
     config, layout, cluster = plan.config, plan.layout, plan.config.cluster
+    apart = config.parallel.rollout_ranks
     of_all, of_ended = lengths.sequences
     tokens = plan.step_tokens(fmean(of_all))
     parts: dict[str, float] = {}
@@ -221,10 +232,11 @@ def estimate(plan: MemoryPlan, lengths: Lengths) -> Estimate:
                     critics * epochs * updates * turning / (plan.device.tflops * 1e12 * PRODUCTS)
                 )
     if config.has_engine:
-        # Every GPU gets its engine's shard: from its own node where that holds all of the model.
-        within = layout.tp * layout.pp <= cluster.gpus_per_node
+        # Every GPU gets its engine's shard: from its own node where that holds all of the model; on ranks of
+        # its own mostly from another one, and a trainer may have several to send.
+        within = (layout.world + apart if apart else layout.tp * layout.pp) <= cluster.gpus_per_node
         link = cluster.node_speed if within else cluster.network_speed
-        parts["weight_transfer"] = plan.transferred / (link * 1e9 * LINKS)
+        parts["weight_transfer"] = plan.transferred * max(1.0, apart / layout.world) / (link * 1e9 * LINKS)
     # Bytes that a GPU's tensor groups travel in a step, both ways; gradients and engines come back empty.
     moved = 0.0
     sets = [phase.on_gpu | plan.keep for phase in plan.phases]
@@ -238,7 +250,7 @@ def estimate(plan: MemoryPlan, lengths: Lengths) -> Estimate:
                 moved += 2 * max(plan.group(name, stage, every=True) for stage in plan.stages)
     if moved:
         parts["on and off the device"] = moved / (plan.device.host_speed * 1e9 * LINKS)
-    return Estimate(parts, tokens)
+    return Estimate(parts, tokens, beside=bool(apart and config.schedule.ahead))
 
 
 def _token_seconds(plan: MemoryPlan, name: str, update: bool, whole: list[float]) -> float:

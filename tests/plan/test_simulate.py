@@ -20,7 +20,7 @@ from megarl.config import load_config
 from megarl.config.errors import DataError
 from megarl.data.experience import Experience, write_experience
 from megarl.plan.memory import MemoryPlan, plan_of
-from megarl.plan.search import with_keys
+from megarl.plan.search import search, with_keys
 from megarl.plan.simulate import (
     BATCHES,
     Costs,
@@ -36,7 +36,7 @@ from megarl.plan.simulate import (
     work_of,
 )
 from megarl.plan.sizes import Shape, device_of
-from megarl.plan.text import lines
+from megarl.plan.text import clock, lines
 from megarl.plan.times import Lengths, default_lengths, estimate, rollout_seconds, with_deviation
 from megarl.weights.cost import KNOWN_MODELS
 from megarl.weights.plan import engine_targets
@@ -211,6 +211,23 @@ def test_the_engines_of_a_split_divide_its_trainers_too(plan: MemoryPlan) -> Non
         assert found is None or engine_targets(found.config, found.actor.config, found.layout.world)
 
 
+@pytest.mark.parametrize(
+    ("dp", "apart", "ahead"), [(2, 4, 0), (2, 4, 1), (2, 4, 2), (3, 2, 1), (1, 6, 1), (4, 0, 0)]
+)
+def test_a_step_ahead_is_estimated_as_it_is_simulated(
+    plan: MemoryPlan, dp: int, apart: int, ahead: int
+) -> None:
+    """Of responses of one length the simulated step is the estimated one: the longer of rollout and training,
+    and the transfer."""
+    keys = {"parallel__dp": dp, "parallel__rollout_ranks": apart, "schedule__ahead": ahead}
+    made = with_keys(plan, **keys, rollout__prompts=64)
+    lengths = replace(default_lengths(made), spread=0.01)
+    found, work = estimate(made, lengths), work_of(made.config, lengths, "queue")
+    course = simulate(work, costs_of(made, lengths), Split.of(made, ahead))
+    assert found.total == pytest.approx(course.step, rel=0.03)
+    assert (found.total < 0.99 * sum(found.parts.values())) == (ahead > 0)
+
+
 def test_a_job_that_cannot_be_split_is_shown_in_turn(plan: MemoryPlan) -> None:
     one = with_keys(plan, parallel__tp=8, parallel__dp=1, rollout__prompts=16)
     lengths = default_lengths(one)
@@ -319,6 +336,28 @@ def test_a_split_as_it_is_configured_is_simulated(
     printed = capsys.readouterr().out
     assert "4 train, 4 generate, ahead 1" in printed.split("<- the configuration")[0]
     assert "8 ranks in turn" in printed
+
+
+def test_a_split_as_it_is_configured_is_planned(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With all of its ranks in the header, and one time of a step wherever it stands."""
+    monkeypatch.chdir(ROOT)
+    split = ["parallel.dp=2", "parallel.rollout_ranks=4", "schedule.ahead=1", "rollout.prompts=64"]
+    command = ["plan", "configs/vapo_7b.yaml", *split, "cluster.gpus_per_node=4"]
+    assert main(command) == 0
+    printed = capsys.readouterr().out
+    assert "tp 2, pp 1, dp 2, and 4 ranks that generate: 8 x H100 (79.2 GiB) on 2 nodes\n" in printed
+    made = plan_of(load_config("configs/vapo_7b.yaml", split), KNOWN_MODELS["Qwen2.5-7B"])
+    step = clock(estimate(made, default_lengths(made)).total)
+    assert f"a step takes about {step}, " in printed
+    [row] = (line for line in printed.splitlines() if line.endswith("<- the configuration"))
+    assert step in row.split()
+    assert main([*command, "--best"]) == 0
+    assert f"the configuration as it is: {step}, and as good\n" in capsys.readouterr().out
+    times = [one.estimate for one in search(made, default_lengths(made)) if one.estimate]
+    totals = [max(one.parts["rollout"], one.training) + one.parts["weight_transfer"] for one in times]
+    assert totals == sorted(totals) and totals == [one.total for one in times]
 
 
 @settings(max_examples=40, deadline=None)
