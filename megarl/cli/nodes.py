@@ -71,14 +71,13 @@ def preflight(
 
 
 def planned_needs(config: Config, world: int) -> tuple[float, float]:
-    """Return the bytes of a node's memory and of the disk that a run of `world` ranks needs: as `megarl plan`
-    says, and one checkpoint more than are kept, because the oldest goes when the newest is complete."""
+    """Return the bytes of a node's memory and of the disk that a run of `world` ranks needs, as `megarl plan`
+    says."""
     from megarl.plan.memory import plan_of
     from megarl.weights.cost import planning_config
 
     made = plan_of(config, planning_config(config.model.path)[1], world=world)
-    checkpoints = config.checkpoint.keep + 1 if config.checkpoint.every else 0
-    return sum(made.host().values()), made.checkpoint() * checkpoints
+    return sum(made.host().values()), made.disk
 
 
 def node_versions(cuda: bool) -> dict[str, str]:

@@ -9,6 +9,7 @@ from bisect import bisect
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from math import lcm
 from operator import mul
 from typing import Any
 
@@ -695,10 +696,12 @@ class MemoryPlan:
         ]
         return max(held) * SINGLE * (3 + 2 + 3 / (self.layout.dp * self.layout.cp))
 
-    def checkpoint(self) -> float:
-        """Return the bytes of one checkpoint, without padding."""
+    def checkpoint(self, *, pretraining: bool = False) -> float:
+        """Return the bytes of one checkpoint, without padding. pretraining: of value pretraining, which has
+        no actor."""
         total = 0.0  # of weights, the optimizer's own float32 weights, Adam's moments
-        for model in (*self.trained, *["critic"] * (self.config.critic.count - 1)):
+        models = (*self.trained, *["critic"] * (self.config.critic.count - 1))
+        for model in models[1:] if pretraining else models:
             shape, trained = self.shape(model), self.trained_of(model, Layout(), 0).all
             whole = shape.held(Layout(), 0, critic=model == "critic").all
             total += (whole if self.lora(model).rank is None else trained) * shape.itemsize
@@ -707,6 +710,31 @@ class MemoryPlan:
                 matrices = sum(map(sum, shape.matrices(Layout(), 0)))
                 total -= matrices * (1 if shape.itemsize < SINGLE else 2) * SINGLE
         return total
+
+    @property
+    def checkpoints(self) -> tuple[int, int]:
+        """Return the most checkpoints that a run has on disk at once, and those of value pretraining beside
+        them: the `checkpoint.keep` newest, one that is written before the oldest goes, and those of every
+        `keep_every`-th step (`prune` in training/checkpoint.py); with keep 0 all. Not those that a run writes
+        when it is told to leave."""
+        config, settings = self.config, self.config.checkpoint
+        if not settings.every:
+            return 0, 0
+        pretrained = config.value_pretraining.steps if config.has_critic else 0
+        written, before = -(-config.steps // settings.every), -(-pretrained // settings.every)
+        if not settings.keep:
+            return written, before
+        newest = settings.keep + 1
+        kept = min(written, newest)
+        if settings.keep_every:
+            kept += (written - kept) * settings.every // lcm(settings.every, settings.keep_every)
+        return kept, min(before, newest - min(written, newest))
+
+    @property
+    def disk(self) -> float:
+        """Return the bytes of the most checkpoints that a run has on disk at once."""
+        written, before = self.checkpoints
+        return written * self.checkpoint() + before * self.checkpoint(pretraining=True)
 
     def problem(self, room: float = 0.0) -> str | None:
         """Return why the run does not fit, in one line that says what to change; None where it does.

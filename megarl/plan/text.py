@@ -84,10 +84,8 @@ def lines(plan: MemoryPlan, where: str, lengths: Lengths, made: Estimate) -> Ite
     host, there = plan.host(), config.cluster.host_memory
     listed = ", ".join(f"{name} {size / GIB:.0f}" for name, size in host.items())
     yield f"memory of a node  {sum(host.values()) / GIB:.0f} of {there:.0f} GiB: {listed}"
-    checkpoint, keep = plan.checkpoint() / 1e9, config.checkpoint.keep
-    yield f"a checkpoint on disk  {checkpoint:,.1f} GB" + (
-        f", {keep} kept: {checkpoint * keep:,.0f} GB" if keep else ""
-    )
+    most = f", at most {sum(plan.checkpoints)} at once: {plan.disk / 1e9:,.0f} GB" if plan.disk else ""
+    yield f"a checkpoint on disk  {plan.checkpoint() / 1e9:,.1f} GB{most}"
     yield ""
     yield (
         f"a step takes about {clock(made.total)}, estimated from data sheets, with responses of "

@@ -18,6 +18,7 @@ from megarl.parallel.node_checks import Findings, NodeNeeds, NodePlace, check_no
 from tests.ranks import FORK
 
 SAME = {"torch": "2.13.0"}
+CONFIG = Path(__file__).parents[2] / "configs" / "vapo_32b.yaml"
 
 
 def node(place: NodePlace, needs: NodeNeeds, versions: dict[str, str], clock_off: float) -> Findings:
@@ -179,7 +180,9 @@ def test_what_a_large_run_needs_of_its_nodes() -> None:
     that is being written."""
     from megarl.config import load_config
 
-    config = load_config(Path(__file__).parents[2] / "configs" / "vapo_32b.yaml")
+    config = load_config(CONFIG)
     host, disk = planned_needs(config, 128)
     assert 200e9 < host < 1200e9
     assert disk == pytest.approx(3 * 2 * 14 * 32.4e9, rel=0.02)
+    everything = load_config(CONFIG, ["checkpoint.every=100", "checkpoint.keep=0", "steps=1000"])
+    assert planned_needs(everything, 128)[1] == pytest.approx((10 * 2 + 1) * 14 * 32.4e9, rel=0.02)

@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -20,12 +21,14 @@ from megarl.cli.main import main
 from megarl.cli.nodes import planned_needs
 from megarl.config import load_config
 from megarl.config.errors import ConfigError
+from megarl.config.schema import PRETRAINING, TRAIN
 from megarl.parallel.layout import Layout
 from megarl.plan.memory import KNOWN, MemoryPlan, plan_of
 from megarl.plan.search import with_keys
 from megarl.plan.sizes import Passes, Shape, activations
 from megarl.plan.times import LINKS, default_lengths, estimate
 from megarl.schedule.preflight import check_fits
+from megarl.training.checkpoint import FOLDER, FORMAT, MANIFEST, folder_name, prune, seal
 from megarl.weights.cost import KNOWN_MODELS
 from tests.plan.jobs import LINEAR, batch_bytes, construction, group_sizes, hf_of, largest_bucket, plan_for
 from tests.ranks import RankPool
@@ -529,6 +532,43 @@ def test_a_checkpoint_is_a_phase_of_its_own() -> None:
     # The first stage has small buckets.
     bucket = of_72b.bucket("actor", 0)
     assert bucket == 40_000_000 + 8192 * 152064 // 4 < of_72b.bucket("actor", 1) / 20
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    steps=st.integers(1, 12),
+    pretraining=st.integers(0, 5),
+    every=st.integers(1, 5),
+    keep=st.integers(0, 4),
+    keep_every=st.integers(0, 4),
+)
+def test_the_disk_holds_the_checkpoints_that_are_kept(
+    steps: int, pretraining: int, every: int, keep: int, keep_every: int
+) -> None:
+    """As many as lie there at once when each is written, and the older ones are removed, as in a run."""
+    keys = {"every": every, "keep": keep, "keep_every": keep_every}
+    overrides = [f"checkpoint.{name}={value}" for name, value in keys.items()]
+    overrides += [f"steps={steps}", f"value_pretraining.steps={pretraining}"]
+    config = load_config(ROOT / "configs/vapo_7b.yaml", overrides)
+    most = 0.0
+    plan = plan_of(config, KNOWN_MODELS["Qwen2.5-7B"])
+    sizes = {"step": plan.checkpoint(), "pretraining": plan.checkpoint(pretraining=True)}
+    with TemporaryDirectory() as folder:
+        for stage, count in ((PRETRAINING, pretraining), (TRAIN, steps)):
+            for step in range(1, count + 1):
+                if step % every and step < count:
+                    continue
+                place = Path(folder) / FOLDER / folder_name(stage, step)
+                place.mkdir(parents=True)
+                manifest = {"format": FORMAT, "stage": stage, "step": step, "files": {}}
+                (place / MANIFEST).write_text(seal(manifest))
+                there = [sizes[found.name.split("-")[0]] for found in place.parent.iterdir()]
+                most = max(most, sum(there))
+                prune(Path(folder), config.checkpoint)
+    assert plan.disk == pytest.approx(most) and planned_needs(config, 8)[1] == plan.disk
+    assert with_keys(plan, checkpoint__every=0).disk == 0
+    critic = plan.trained_of("critic", Layout(), 0).all
+    assert sizes["pretraining"] == pytest.approx(critic * (2 + 3 * 4))
 
 
 def test_larger_budgets_need_more_and_the_largest_is_the_last_that_fits() -> None:
