@@ -1,4 +1,4 @@
-"""What ends a run early, numbers that are not finite and answers that get no verdict, and alarms
+"""What ends a run early, numbers that are not finite and steps whose responses all have errors, and alarms
 about metrics.
 """
 
@@ -81,13 +81,13 @@ class Guards:
             left_out = f"{unjudged:.1%} of the responses were not judged and are left out"
             return [f"{left_out}; the most frequent failure: {often}"] if unjudged else []
         count = f"{self.unverified} of at most {self.config.unverified_steps} steps in a row"
-        return [f"no answer got a verdict; the most frequent failure: {often} ({count})"]
+        return [f"every response has an error; the most frequent: {often} ({count})"]
 
     def check_judged(self) -> None:
         """Raise ConfigError after `guard.unverified_steps` steps in a row without a verdict."""
         if self.unverified >= self.config.unverified_steps:
             raise ConfigError(
-                f"guard.unverified_steps: no answer of {self.unverified} steps in a row got a verdict, "
+                f"guard.unverified_steps: every response of {self.unverified} steps in a row had an error, "
                 "so that nothing is learned (the last step's events say how; mend it, or raise the limit)"
             )
 

@@ -167,9 +167,11 @@ class TestRealJob:
         )
         done = megarl("train", str(job_scene.config), *keys, "log.terminal=plain", cwd=job_scene.folder)
         assert done.returncode == 2
-        assert "megarl: guard.unverified_steps: no answer of 2 steps in a row got a verdict" in done.stderr
+        assert (
+            "megarl: guard.unverified_steps: every response of 2 steps in a row had an error" in done.stderr
+        )
         line = (
-            "no answer got a verdict; the most frequent failure: LookupError: no label (2 of at most 2 steps "
+            "every response has an error; the most frequent: LookupError: no label (2 of at most 2 steps "
             "in a row)"
         )
         assert line in " ".join(done.stdout.split())

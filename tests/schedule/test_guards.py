@@ -50,7 +50,7 @@ def test_the_run_stops_after_so_many_steps_without_a_verdict() -> None:
     errors = {"ValueError: odd": 2, "TypeError: getcwd() takes no arguments": 6}
     (line,) = guards.judged({"reward/unverified": 1.0}, errors)
     assert (
-        line == "no answer got a verdict; the most frequent failure: TypeError: getcwd() takes no arguments "
+        line == "every response has an error; the most frequent: TypeError: getcwd() takes no arguments "
         "(1 of at most 2 steps in a row)"
     )
     assert guards.judged({"reward/unverified": 7 / 8, "reward/unjudged": 0.0}, errors) == []
@@ -64,7 +64,7 @@ def test_the_run_stops_after_so_many_steps_without_a_verdict() -> None:
     resumed.load_state_dict(guards.state_dict())
     (line,) = resumed.judged({"reward/unverified": 1.0}, errors)
     with pytest.raises(
-        ConfigError, match=r"^guard\.unverified_steps: no answer of 2 steps in a row got a verdict"
+        ConfigError, match=r"^guard\.unverified_steps: every response of 2 steps in a row had an error"
     ):
         resumed.check_judged()
     # of a checkpoint from before there was this count
