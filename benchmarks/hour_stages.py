@@ -384,7 +384,7 @@ def parts(given: Given, found: Found, *names: str) -> None:
 
 
 def one_curve(given: Given, layers: str, recipe: str) -> dict[str, Any]:
-    """The loss of 20 updates, each on other random responses: what it falls by is what all tokens share."""
+    """The loss of 20 updates on the same random responses, which the model learns by heart."""
     from megarl.training.objectives import supervised_loss
     from tests.gpu.scene import UPDATE
 
@@ -392,12 +392,12 @@ def one_curve(given: Given, layers: str, recipe: str) -> dict[str, Any]:
     fp8 = {"format": "none"} if recipe == "none" else {"format": hybrid, "recipe": recipe}
     responses, tokens, steps = (4, 60, 4) if given.tiny else (8, 1020, 20)
     model = {"layers": layers, "fp8": fp8, **({"dtype": "bf16"} if layers == "te" else {})}
-    settings: dict[str, Any] = {"model": model, "actor": {"lr": 2e-4}}
+    settings: dict[str, Any] = {"model": model, "actor": {"lr": 2e-4, "warmup_steps": 0}}
     scene = gpu.make_scene(str(given.out / "curves"), given.tiny, **settings)
     losses, norms = [], []
-    for step in range(steps):
-        local = scene.local(responses, tokens, seed=step)
-        scene.offload.onload("actor_update", UPDATE)
+    local = scene.local(responses, tokens)
+    scene.offload.onload("actor_update", UPDATE)
+    for _ in range(steps):
         loss = supervised_loss(local.experience)
         metrics = scene.actor.update_mini_batches(local.mini_batches, loss, 1, "policy")
         losses.append(metrics["policy/nll_loss"])
@@ -428,13 +428,13 @@ def curves(given: Given, found: Found) -> None:
         )
         drawn[name], found.figures[name] = made["losses"], made
         rows = [[step + 1, *losses] for step, losses in enumerate(zip(*drawn.values(), strict=True))]
-        found.table("Loss of updates on random tokens, 7B-wide layers", ("update", *drawn), rows)
+        found.table("Loss of updates on the same random tokens, 7B-wide layers", ("update", *drawn), rows)
         if recipe != "none":
             pairs = zip(drawn[name], drawn["te"], strict=True)
             apart = statistics.mean(abs(a - b) for a, b in pairs)
             found.at_most(f"loss curve, {name} beside bf16: mean difference", apart, 0.1, " nats")
     first, *_, last = drawn["te" if "te" in drawn else "portable"]
-    found.at_most("loss of the last update / of the first", last / first, 1.0)
+    found.at_most("loss of the last update / of the first", last / first, 0.998)
 
 
 def seven_of(stage: Callable[..., None]) -> Callable[[Given, Found], None]:

@@ -26,9 +26,10 @@ UPDATE_ADVICE = (
     "lower update.tokens_per_micro_batch, set model.recompute=full, or raise parallel.tp or parallel.pp"
 )
 LOGPROB_ADVICE = "lower update.tokens_per_micro_batch or update.logprob_chunk, or raise parallel.tp"
+ENGINE_ADVICE = "lower rollout.engine_memory (sglang) or rollout.max_batch (transformers)"
 ADVICE = {
-    "rollout": "lower rollout.engine_memory",
-    "evaluation": "lower rollout.engine_memory",
+    "rollout": ENGINE_ADVICE,
+    "evaluation": ENGINE_ADVICE,
     "old_logprobs": LOGPROB_ADVICE,
     "parity": LOGPROB_ADVICE,
     "reference_logprobs": LOGPROB_ADVICE,

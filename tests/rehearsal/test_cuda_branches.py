@@ -104,6 +104,7 @@ class TestStart:
         monkeypatch.setenv("LOCAL_RANK", "3")
         monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
         monkeypatch.delenv("TORCHINDUCTOR_COMPILE_THREADS", raising=False)
+        monkeypatch.delenv("NVTE_FLASH_ATTN_V4", raising=False)
         monkeypatch.setattr(inductor, "compile_threads", 8)
         monkeypatch.setattr(random, "model_parallel_cuda_manual_seed", lambda *a, **k: None)
         monkeypatch.setattr(
@@ -115,6 +116,7 @@ class TestStart:
         assert ("set_device", torch.device("cuda", 3)) in calls and ("seed", 7) in calls
         assert not torch.backends.cuda.cudnn_sdp_enabled() and inductor.compile_threads == 1
         assert joined[0][0] == "nccl" and os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
+        assert os.environ["NVTE_FLASH_ATTN_V4"] == "0"
         states = parallel.generator_states()
         assert states["cuda"] == list(range(16))
         monkeypatch.setattr(random.get_cuda_rng_tracker(), "set_states", lambda states: None)

@@ -242,6 +242,41 @@ def test_packed_attention_is_a_loop_over_sequences(dtype: torch.dtype, fused: bo
         close(found.grad, wanted.grad, bound)
 
 
+@pytest.mark.parametrize("allowed", ["1", "0"])
+def test_flash_attention_4_is_not_taken(allowed: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where SGLang has brought it and cuDNN has no kernel, Transformer Engine takes it unless the variable
+    says no, as it does in a rank on CUDA (runtime.start)."""
+    from packaging.version import Version
+    from transformer_engine.pytorch.attention.dot_product_attention import backends, utils
+    from transformer_engine.pytorch.attention.dot_product_attention import dot_product_attention as chooser
+
+    taken = []
+
+    def flash_attn_varlen_func(query: Tensor, *_: Tensor, **options: Any) -> Tensor:
+        taken.append(options["window_size"])
+        return query
+
+    none = tex.NVTE_Fused_Attn_Backend.NVTE_No_Backend, "this shape is not supported"
+    monkeypatch.setattr(tex, "get_fused_attn_backend", lambda parameters: none)
+    monkeypatch.setattr(backends, "flash_attn_varlen_func_v4", flash_attn_varlen_func, raising=False)
+    monkeypatch.setattr(utils.FlashAttentionUtils, "v4_is_installed", True)
+    monkeypatch.setattr(utils.FlashAttentionUtils, "fa4_version", Version("4.0.0b36"))
+    monkeypatch.setattr(utils.FlashAttentionUtils, "v4_validate_head_dims", lambda *sizes: None)
+    monkeypatch.setenv("NVTE_FLASH_ATTN_V4", allowed)
+    anew = {**chooser._attention_backends, "attention_params": None}  # what was chosen last is remembered
+    monkeypatch.setattr(chooser, "_attention_backends", anew)
+    attention = te.DotProductAttention(
+        4, 16, num_gqa_groups=2, qkv_format="thd", attn_mask_type="padding_causal"
+    )
+    cu_seqlens = torch.tensor([0, 9, 24], dtype=torch.int32)
+    q, k, v = (torch.randn(24, heads, 16, dtype=torch.bfloat16) for heads in (4, 2, 2))
+    out = attention(
+        q, k, v, cu_seqlens_q=cu_seqlens, cu_seqlens_kv=cu_seqlens, max_seqlen_q=15, max_seqlen_kv=15
+    )
+    assert taken == ([(-1, 0)] if allowed == "1" else [])
+    assert out.flatten(1)[0].equal(v[0].repeat_interleave(2, 0).flatten()) == (allowed == "0")
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_adam_is_torchs(dtype: torch.dtype) -> None:
     start = [torch.randn(n) for n in (100, 7)]
