@@ -191,6 +191,8 @@ def _layers_problems(c: Config) -> Iterator[str]:
     if c.model.grouped_experts and (c.model.layers == "portable" or fp8):
         what = "needs Transformer Engine's layers, without FP8"
         yield f"model.grouped_experts: {what} (set it to false)"
+    if c.model.attention != "auto" and c.model.layers == "portable":
+        yield "model.attention: needs Transformer Engine's layers (set it to auto)"
     if c.model.permute_fusion and (c.model.layers == "portable" or c.parallel.device == "cpu"):
         yield "model.permute_fusion: needs Transformer Engine's kernels, on a GPU (set it to false)"
     if c.update.share_prompts and (c.model.layers == "te" or fp8 or c.parallel.cp > 1):

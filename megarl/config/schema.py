@@ -125,6 +125,12 @@ class ModelConfig(Section):
     layers: Literal["auto", "portable", "te"] = field(
         "auto", "Transformer Engine's layers or plain torch; auto: te where CUDA and Transformer Engine are"
     )
+    attention: Literal["auto", "flash", "fused", "unfused"] = field(
+        "auto",
+        "kernels of Transformer Engine's layers: FlashAttention 2 or 3, cuDNN's (fused), or plain products; "
+        "auto: cuDNN's, where it has none for a shape FlashAttention's, else plain products",
+        source="Megatron's attention_backend",
+    )
     fp8: Fp8Config = section(Fp8Config)
     grouped_experts: bool = field(
         False,

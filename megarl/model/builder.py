@@ -31,6 +31,7 @@ from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
 )
+from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
@@ -517,6 +518,7 @@ def _transformer_config(
         # be turned; later ones do.
         apply_rope_fusion=layers == "te" and not family.rotary_pairs and not family.is_latent,
         masked_softmax_fusion=False,
+        attention_backend=AttnBackend[config.model.attention],
         **_attention_options(hf, family, sizes),
         **_mlp_options(config.model, hf, layout.ep, family, sizes),
         **_recompute_options(config.model),

@@ -286,6 +286,16 @@ def allocator_problem(environment: Mapping[str, str] = os.environ) -> str | None
     return None
 
 
+def attention_problem(attention: str, environment: Mapping[str, str] = os.environ) -> str | None:
+    """Return that a variable allows or forbids Transformer Engine other kernels than `model.attention`, which
+    ends a run as Megatron makes the model; None where none does."""
+    for kernels in ("flash", "fused", "unfused"):
+        name, wanted = f"NVTE_{kernels.upper()}_ATTN", str(int(attention in ("auto", kernels)))
+        if (found := environment.get(name, wanted)) != wanted:
+            return f"{name}: {found}, and model.attention is {attention} (unset it, and set that instead)"
+    return None
+
+
 def memory_here(root: Path = Path("/")) -> int:
     """Return the bytes of memory that this process and its children may have: the machine's, or less where a
     control group of theirs has a limit (containers, Slurm; version 1 and 2). root: for tests."""

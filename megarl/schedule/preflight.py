@@ -24,6 +24,7 @@ from megarl.model.fp8 import check_sizes
 from megarl.parallel.launch import ranks_here, without_tokenizer_threads
 from megarl.parallel.machine import (
     allocator_problem,
+    attention_problem,
     broken_transformer_engine,
     memory_here,
     muon_problem,
@@ -362,6 +363,8 @@ def _check_machine(config: Config, device: str, world: int | None = None, *, rep
         raise ConfigError(broken)
     if config.model.layers == "te" and (problem := transformer_engine_problem(device)):
         raise ConfigError(f"model.layers: te {problem} (make install-gpu, or use auto or portable)")
+    if problem := attention_problem(config.model.attention):
+        raise ConfigError(problem)
     if config.model.grouped_experts and (problem := transformer_engine_problem(device)):
         raise ConfigError(f"model.grouped_experts: {problem} (make install-gpu, or set it to false)")
     if config.model.fp8.format != "none" and (problem := transformer_engine_problem(device)):

@@ -35,7 +35,8 @@ from megarl.parallel.runtime import Runtime
 @dataclass
 class MicroBatch:
     """One pack of t tokens, r of them response tokens. With `update.share_prompts` a prompt stands in it
-    once, before the responses to it.
+    once, before the responses to it. Of the prompts a b and c with the responses x y and z, not shared:
+    tokens a b x y c z, labels x y z, logit_indices 1 2 4, at 2 3 5.
 
     tokens, positions  int64 [1, t] on the device; t: a multiple of what sequence parallelism and FP8 ask for
     packed             what attention and routers need to know of the sequences
@@ -181,11 +182,11 @@ def distribute(
     ended = ~batch["unfinished"] if "unfinished" in batch else torch.ones_like(batch["truncated"])
     stops = torch.tensor([0, *map(len, mine)]).cumsum(0).tolist()
 
-    def micro_batches_of(
+    def mini_batches_of(
         size: int, read: Experience, read_lengths: Tensor, chosen: Tensor
     ) -> list[list[MicroBatch]]:
-        """Return those of mini-batches of `size`, of the chosen sequences (bool [n]) as `read` has them, with
-        these lengths in the whole batch (int64 [n]); none of a mini-batch without any."""
+        """Return the micro-batches of each mini-batch of `size`, of the chosen sequences (bool [n]) as `read`
+        has them, with these lengths in the whole batch (int64 [n]); none of a mini-batch without any."""
         budget, made = config.update.tokens_per_micro_batch, []
         for first in range(0, len(mine), size // finest):
             stop, at_least = min(first + size // finest, len(mine)), 1
@@ -202,18 +203,18 @@ def distribute(
             made.append(make_micro_batches(read, own, budget, models[0], at_least, prompts_of))
         return made
 
-    mini_batches = micro_batches_of(mini_batch, local, batch.lengths, torch.ones_like(ended))
+    mini_batches = mini_batches_of(mini_batch, local, batch.lengths, torch.ones_like(ended))
     critics = [mini_batches]
     if config.values_prompts:
         read, places = prompts_alone(local)
-        alone = micro_batches_of(critic_mini_batch, read, critic_lengths(batch, config), ended)
+        alone = mini_batches_of(critic_mini_batch, read, critic_lengths(batch, config), ended)
         critics = [
             [[replace(one, token_indices=places[one.token_indices]) for one in some] for some in alone]
         ]
     elif config.critic.count > 1 or critic_mini_batch != mini_batch or not ended.all():
         learners = critic_of(batch, config)
         critics = [
-            micro_batches_of(critic_mini_batch, local, batch.lengths, ended & (learners == number))
+            mini_batches_of(critic_mini_batch, local, batch.lengths, ended & (learners == number))
             for number in range(config.critic.count)
         ]
     return LocalBatch(local, rows, mini_batches, critics)

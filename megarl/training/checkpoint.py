@@ -45,8 +45,8 @@ MARK = "$numbers"  # {MARK: name of the tensor}
 # ends it. All others decide the result.
 FREE = (
     *("run_dir", "steps", "parallel", "cluster", "residency", "log", "guard", "watchdog", "evaluation"),
-    *("checkpoint", "data.eval", "model.layers", "model.recompute", "model.recompute_layers"),
-    "model.recompute_modules",
+    *("checkpoint", "data.eval", "model.layers", "model.attention", "model.recompute"),
+    *("model.recompute_layers", "model.recompute_modules"),
     *("reward.workers", "model.grouped_experts", "model.permute_fusion", "rollout.routing_compare"),
     *("rollout.max_batch", "rollout.engine_memory", "rollout.engine_timeout", "rollout.engine_start_timeout"),
     *("rollout.engine_failures", "rollout.transfer_bucket", "rollout.fingerprint", "rollout.engine_tp"),

@@ -68,6 +68,9 @@ class TestKeys:
         "model.permute_fusion=true model.layers=portable": (
             "{x}: model.permute_fusion: needs Transformer Engine's kernels, on a GPU (set it to false)"
         ),
+        "model.attention=fused model.layers=portable": (
+            "{x}: model.attention: needs Transformer Engine's layers (set it to auto)"
+        ),
         "model.recompute_modules=mlp": (
             "{x}: model.recompute_modules: has no effect with model.recompute none (set model.recompute="
         ),

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from packaging.requirements import Requirement
@@ -24,6 +25,7 @@ from megarl.parallel.machine import (
     MEGATRON,
     SUPPORTED,
     allocator_problem,
+    attention_problem,
     broken_transformer_engine,
     check_launcher,
     cuda_runtime_folders,
@@ -277,6 +279,37 @@ def test_allocators_that_sglang_cannot_sleep_with(name: str, value: str, refused
     assert (problem is not None) == refused and (
         problem is None or problem.startswith(f"{name}: SGLang runs without expandable_segments")
     )
+
+
+@pytest.mark.parametrize(
+    ("attention", "set_to", "refused"),
+    [
+        ("auto", {}, None),
+        ("auto", {"NVTE_FUSED_ATTN": "1"}, None),
+        ("fused", {"NVTE_FLASH_ATTN": "0"}, None),
+        ("auto", {"NVTE_UNFUSED_ATTN": "0"}, "NVTE_UNFUSED_ATTN: 0, and model.attention is auto (unset"),
+        ("unfused", {"NVTE_FLASH_ATTN": "1"}, "NVTE_FLASH_ATTN: 1, and model.attention is unfused (unset"),
+    ],
+)
+def test_variables_that_choose_other_kernels_of_attention(
+    attention: str, set_to: dict[str, str], refused: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As Megatron does, in an AssertionError while it makes the model."""
+    from megatron.core.models.common.language_module.language_module import LanguageModule
+    from megatron.core.transformer.enums import AttnBackend
+
+    for name in ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN"):
+        monkeypatch.setenv(name, set_to.get(name, ""))
+        if name not in set_to:
+            monkeypatch.delenv(name)
+    asked = SimpleNamespace(config=SimpleNamespace(attention_backend=AttnBackend[attention]))
+    if refused is None:
+        assert attention_problem(attention, os.environ) is None
+        LanguageModule._set_attention_backend(asked)  # type: ignore[arg-type]
+    else:
+        assert (attention_problem(attention, os.environ) or "").startswith(refused)
+        with pytest.raises(AssertionError, match="NVTE_"):
+            LanguageModule._set_attention_backend(asked)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ tests/te/compiled; nothing is computed."""
 
 from __future__ import annotations
 
+import os
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -113,6 +114,24 @@ def from_transformer_engine(model: Any) -> None:
     assert all(
         module.fuse_wgrad_accumulation for module in parts if hasattr(module, "fuse_wgrad_accumulation")
     )
+
+
+@pytest.mark.parametrize("attention", ["flash", "fused", "unfused"])
+def test_attention_may_take_the_kernels_that_were_asked_for(
+    attention: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = {kernels: f"NVTE_{kernels.upper()}_ATTN" for kernels in ("flash", "fused", "unfused")}
+    for name in names.values():  # which Megatron sets; what was there is put back
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    config = settings()
+    config = config.model_copy(update={"model": config.model.model_copy(update={"attention": attention})})
+    hf = make_config("qwen2", **SIZES)
+    with rank_of(Layout(tp=1, pp=1, dp=1, ep=1), rank=0) as runtime:
+        for kind in ("actor", "critic"):
+            build(kind, config, hf, runtime, monkeypatch)
+    allowed = {kernels for kernels, name in names.items() if os.environ[name] == "1"}
+    assert allowed == {attention}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
