@@ -286,14 +286,14 @@ def allocator_problem(environment: Mapping[str, str] = os.environ) -> str | None
     return None
 
 
-def attention_problem(attention: str, environment: Mapping[str, str] = os.environ) -> str | None:
+def attention_problem(attention: str, environment: Mapping[str, str] = os.environ) -> str:
     """Return that a variable allows or forbids Transformer Engine other kernels than `model.attention`, which
-    ends a run as Megatron makes the model; None where none does."""
+    ends a run as Megatron makes the model; empty where none does."""
     for kernels in ("flash", "fused", "unfused"):
         name, wanted = f"NVTE_{kernels.upper()}_ATTN", str(int(attention in ("auto", kernels)))
         if (found := environment.get(name, wanted)) != wanted:
             return f"{name}: {found}, and model.attention is {attention} (unset it, and set that instead)"
-    return None
+    return ""
 
 
 def memory_here(root: Path = Path("/")) -> int:
