@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import re
+import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -69,6 +70,7 @@ LAYER = re.compile(r"(?<=decoder\.layers\.)\d+")
 MODULES = {"attention": "core_attn", "mlp": "mlp"}  # model.recompute_modules in Megatron's words
 # Of the norms of latents, whatever rms_norm_eps is (DeepseekV3RMSNorm in transformers and in published code).
 LATENT_EPS = 1e-6
+_ATTENTION = "transformer_engine.pytorch.attention.dot_product_attention.dot_product_attention"
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
@@ -88,6 +90,17 @@ def choose_layers(model: ModelConfig, device: torch.device) -> str:
     if fp8:
         check_device(model.fp8.recipe, device)
     return "portable" if problem else "te"
+
+
+def plain_attention(model: ModelConfig) -> str:
+    """Return that Transformer Engine attended with plain products in its last pass, as it does without a word
+    where cuDNN refuses a shape; empty where it did not, or was to. In float32 it has nothing else."""
+    module = sys.modules.get(_ATTENTION)
+    chosen = module and vars(module)["_attention_backends"]["use_unfused_attention"]
+    if not chosen or model.dtype == "fp32" or model.attention != "auto":
+        return ""
+    what = "attention is plain products, which hold all scores: no faster kernel takes these shapes"
+    return f"{what} (NVTE_DEBUG=1 NVTE_DEBUG_LEVEL=2 says why; with model.attention=fused the run would end)"
 
 
 def _has_apex() -> bool:

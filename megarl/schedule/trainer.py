@@ -23,6 +23,7 @@ from megarl.config.recipes import (
     with_parity,
 )
 from megarl.config.schema import PRETRAINING, TRAIN
+from megarl.model.builder import plain_attention
 from megarl.parallel.comm import barrier, from_rank_0
 from megarl.parallel.signals import StopRequest
 from megarl.schedule.guards import Guards, keep_failed_batch
@@ -44,6 +45,7 @@ class Trainer:
         # Stages whose next step also compares the engine with the trainer: the first one after each start.
         self.parity_due = {TRAIN, PRETRAINING} if self.config.guard.parity != "none" else set[str]()
         self.guards = Guards(self.config.guard, self.config.rollout.windows)
+        self.begun = False  # a step has passed since this start
         self.pretraining = Progress()
         self.listeners = listeners_of(run, watchdog)
         stateful: dict[str, Stateful] = {"guards": self.guards, "value_pretraining": self.pretraining}
@@ -119,6 +121,9 @@ class Trainer:
                     self.run_phases(step, (WEIGHT_TRANSFER,), weights_changed=True)
             else:
                 self.parity_due.discard(step.stage)
+                if not self.begun and (line := plain_attention(self.config.model)):
+                    step.events.append(line)
+                self.begun = True
                 alarms = self.guards.passed(step.metrics, step.number)
                 step.events += alarms
                 step.metrics |= {"guard/skipped": 0.0, "guard/alarms": float(len(alarms))}

@@ -285,6 +285,20 @@ def train(runtime: Runtime, config: Config) -> None:
         run.close()
 
 
+def train_without_cudnn(runtime: Runtime, config: Config) -> None:
+    """The same where cuDNN has no kernel for any shape."""
+    import transformer_engine_torch as tex
+    from transformer_engine.pytorch.attention.dot_product_attention import dot_product_attention
+
+    none = tex.NVTE_Fused_Attn_Backend.NVTE_No_Backend, "no kernel"
+    anew = {**dot_product_attention._attention_backends, "attention_params": None}
+    with (
+        _changed(tex, "get_fused_attn_backend", lambda parameters: none),
+        _changed(dot_product_attention, "_attention_backends", anew),
+    ):
+        train(runtime, config)
+
+
 # Mistakes, each of which the comparison with portable layers must show.
 
 

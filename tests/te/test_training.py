@@ -264,3 +264,16 @@ def test_vapo_in_fp8(recipe: str, ranks: Ranks, folder: Path, tmp_path: Path) ->
         if record["stage"] == "train":
             assert 1e-3 < record["mismatch/logprob_abs_mean"] <= 0.2
             assert record["policy/grad_norm"] > 0 and record["value/loss"] > 0
+
+
+def test_plain_attention_is_told_of(ranks: Ranks, folder: Path, tmp_path: Path) -> None:
+    """Once after each start, where cuDNN has no kernel."""
+    shared = {"steps": 2, "parallel": {"tp": 1, "device": "auto"}, **VAPO}
+    told = {}
+    for name, job in (("taken", jobs.train), ("refused", jobs.train_without_cudnn)):
+        model = {"path": folder / "model", "layers": "te", "dtype": "bf16"}
+        config = test_resume.make_config(folder, tmp_path / name, model=model, **shared)
+        config.run_dir.mkdir()
+        ranks(1, 1, 1).run(job, config=config)
+        told[name] = (config.run_dir / "metrics.jsonl").read_text().count("attention is plain products")
+    assert told == {"taken": 0, "refused": 1}
