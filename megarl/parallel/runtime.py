@@ -212,9 +212,9 @@ def start(config: ParallelConfig, seed: int, *, mixture: bool = False) -> Runtim
         # torch's cuDNN attention builds and keeps a graph for every shape that it meets, in some 0.4 s:
         # decoding has a new shape with each token. (Transformer Engine, SGLang have attention of their own.)
         torch.backends.cuda.enable_cudnn_sdp(False)
-        # For shapes that cuDNN refuses Transformer Engine (2.20) takes FlashAttention 4 if it is installed, as
-        # SGLang asks for, and gives it -1 for a window without bound. From 4.0.0b30 on that is a window
-        # without keys: attention is 0 everywhere, and nothing says so (NVIDIA/TransformerEngine#3528).
+        # For shapes that cuDNN refuses Transformer Engine (2.20) takes FlashAttention 4 if it is there, as
+        # SGLang asks, and gives it -1 for a window without bound. From 4.0.0b30 on that is a window without
+        # keys: attention is 0 everywhere, and nothing says so (NVIDIA/TransformerEngine#3528).
         os.environ.setdefault("NVTE_FLASH_ATTN_V4", "0")
         # Megatron has torch compile its fused activations. For these few small kernels each rank would keep a
         # pool of as many processes as it sees cores, up to 32.
