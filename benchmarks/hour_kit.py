@@ -7,7 +7,8 @@ environment, without code for other GPUs.
     . kit/environment.sh site                                            # PYTHONPATH and LD_LIBRARY_PATH
 
 There must be the same minor version of Python, with a torch for the same CUDA, whose libraries of NVIDIA are
-used (but for NCCL's, which comes along), and the packages of COMMON. FlashAttention's kernels are left out,
+used (but for NCCL and cuDNN, which come along: torch and Transformer Engine want the versions that they were
+compiled with), and the packages of COMMON. FlashAttention's kernels are left out,
 half of all: `make gpu ARGS="--engine-options='{\\"attention_backend\\":\\"triton\\"}'"`.
 """
 
@@ -52,7 +53,8 @@ ARCHIVES = {
 }
 ENVIRONMENT = """# . kit/environment.sh SITE
 site=$(cd "$1" && pwd)
-export LD_LIBRARY_PATH=$site/nvidia/nccl/lib$(printf ':%s' $(python3 -c \\
+export CUDNN_HOME=$site/nvidia/cudnn  # where Transformer Engine looks first
+export LD_LIBRARY_PATH=$site/nvidia/nccl/lib:$CUDNN_HOME/lib$(printf ':%s' $(python3 -c \\
     'import sysconfig; print(sysconfig.get_path("purelib"))')/nvidia/*/lib):$LD_LIBRARY_PATH
 export PYTHONPATH=$site:$site/nvidia_cutlass_dsl/dsl_packages:$PYTHONPATH
 """
@@ -142,11 +144,12 @@ def archive(site: Path, packages: list[str], path: Path, arch: int, piece: int) 
 
 
 def files(path: Path) -> list[Path]:
-    """A file, or those of a folder, without bytecode; of NVIDIA's libraries NCCL alone."""
+    """A file, or those of a folder, without bytecode; of NVIDIA's libraries NCCL and cuDNN."""
     if not path.is_dir():
         return [path]
-    path = path / "nccl" / "lib" if path.name == "nvidia" else path
-    return [file for file in path.rglob("*") if not file.is_dir() and "__pycache__" not in file.parts]
+    folders = [path / name / "lib" for name in ("nccl", "cudnn")] if path.name == "nvidia" else [path]
+    found = (file for folder in folders for file in folder.rglob("*"))
+    return [file for file in found if not file.is_dir() and "__pycache__" not in file.parts]
 
 
 def main() -> int:

@@ -20,6 +20,7 @@ import signal
 import statistics
 import subprocess
 import sys
+import time
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -125,6 +126,13 @@ def environment(given: Given, found: Found) -> None:
             found.notes += said.splitlines() if query[0] != "topo" else []
 
 
+# Two layers whose attention is that of 7B (28 heads of 128 in 4 groups), and of SmolLM2 (9 of 64 in 3).
+SHAPES = {
+    "as of 7B": ("Qwen2.5-7B", {}),
+    "as of SmolLM2": ("tiny", {"hidden_size": 576, "num_attention_heads": 9, "num_key_value_heads": 3}),
+}
+
+
 def kernels(given: Given, found: Found) -> None:
     """What the device does at best, and which attention Transformer Engine takes for packed sequences."""
     found.figures = rates = in_fresh_process(str(Path(gpu.__file__)), "--one=rates", *given.tiny_option)
@@ -139,35 +147,59 @@ def kernels(given: Given, found: Found) -> None:
     if not (given.has(CUDA) and given.has(TE)):
         found.notes.append("Transformer Engine's kernels were left out: they are not there")
         return
-    debug = {"NVTE_DEBUG": "1", "NVTE_DEBUG_LEVEL": "2"}
-    done = subprocess.run(
-        [sys.executable, __file__, "attention", "--out", str(given.out), *given.tiny_option],
-        cwd=ROOT,
-        env=os.environ | debug,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=300,
-    )
-    print(done.stdout, flush=True)
-    found.holds("a pass through Transformer Engine's layers", done.returncode == 0)
-    chosen = sorted(set(re.findall(r"Running with \w+ backend.*|Selected backend = .*", done.stdout)))
-    found.notes += [f"attention: {line}" for line in chosen or ["Transformer Engine does not say which"]]
-    found.holds(
-        "attention over packs is FlashAttention's or cuDNN's",
-        any(re.search("Flash|Fused", line) for line in chosen)
-        and not any("Unfused" in line for line in chosen),
-    )
+    debug, passes = {"NVTE_DEBUG": "1", "NVTE_DEBUG_LEVEL": "2"}, []
+    for shape in SHAPES:
+        command = [sys.executable, __file__, "attention", "--out", str(given.out), *given.tiny_option]
+        done = subprocess.run(
+            [*command, "--with", json.dumps({"shape": shape})],
+            cwd=ROOT,
+            env=os.environ | debug,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=300,
+        )
+        print(done.stdout, flush=True)
+        found.holds(f"a pass through Transformer Engine's layers, {shape}", done.returncode == 0)
+        chosen = sorted(set(re.findall(r"Running with \w+ backend.*|Selected backend = .*", done.stdout)))
+        refused = sorted(set(re.findall(r"Disabling FusedAttention.*", done.stdout)))
+        said = [*chosen, *refused] or ["Transformer Engine does not say which"]
+        found.notes += [f"attention, {shape}: {line}" for line in said]
+        found.holds(
+            f"attention over packs is FlashAttention's or cuDNN's, {shape}",
+            any(re.search("Flash|Fused", line) for line in chosen)
+            and not any("Unfused" in line for line in chosen),
+        )
+        if done.returncode == 0:
+            seconds = json.loads(
+                next(line for line in done.stdout.splitlines()[::-1] if line.startswith("{"))
+            )
+            passes.append([shape, *seconds.values()])
+            found.table("Log-probs of a pack through two layers, s", ("attention", *seconds), passes)
 
 
-def attention(given: Given) -> dict[str, Any]:
-    """One pass of 7B-wide Transformer Engine layers over packs."""
+def attention(given: Given, shape: str) -> dict[str, float]:
+    """An update of Transformer Engine layers over packs, and passes: Transformer Engine asks cuDNN for a plan
+    whenever sequences or tokens are others."""
     from tests.gpu.scene import Scene, sizes_of
 
-    wide = sizes_of("Qwen2.5-7B", num_hidden_layers=2, vocab_size=16000)
-    scene = Scene(start_runtime(), given.out / "attention", wide, model={"layers": "te"})
+    name, changes = SHAPES[shape]
+    sizes = sizes_of(name, num_hidden_layers=2, vocab_size=16000, **changes)
+    scene = Scene(start_runtime(), given.out / "attention", sizes, model={"layers": "te"})
     scene.update(scene.local(6, 300))
-    return {"mean": float(scene.logprobs(scene.local(6, 300)).mean())}
+
+    def seconds(tokens: int) -> float:
+        local = scene.local(6, tokens)
+        begin = time.perf_counter()
+        scene.logprobs(local)
+        return time.perf_counter() - begin
+
+    return {
+        "first": seconds(300),
+        "again": seconds(300),
+        "other lengths": seconds(290),
+        "and again": seconds(290),
+    }
 
 
 def model(given: Given, found: Found) -> None:

@@ -39,7 +39,13 @@ def preflight(
     """Check the nodes of a job before its ranks start: run on each of them, as slurm/ does.
 
     The first one checks the configuration too. The exit code is 2 where something is in the way."""
-    from megarl.parallel.machine import GIB, SGLANG_IMPORT, broken_transformer_engine, import_problem
+    from megarl.parallel.machine import (
+        GIB,
+        SGLANG_IMPORT,
+        broken_transformer_engine,
+        cudnn_problem,
+        import_problem,
+    )
     from megarl.parallel.node_checks import NodeNeeds, NodePlace, check_nodes
     from megarl.parallel.runtime import choose_device
     from megarl.schedule.preflight import preflight as check_run
@@ -59,7 +65,11 @@ def preflight(
     )
     # Packages that are there and cannot be imported: the ranks would find them when they have all started.
     sglang = config.rollout.engine == "sglang" and find_spec("sglang")
-    broken = (import_problem("sglang", SGLANG_IMPORT) if sglang else None, broken_transformer_engine())
+    broken = (
+        import_problem("sglang", SGLANG_IMPORT) if sglang else None,
+        broken_transformer_engine(),
+        cudnn_problem() if cuda else None,
+    )
     findings = check_nodes(place, needs, node_versions(cuda), problems=[line for line in broken if line])
     if node == 0 or any(line.startswith(f"{place.name}: ") for line in findings.problems):
         for line in findings.problems:

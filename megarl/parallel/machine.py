@@ -13,6 +13,7 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Iterator, Mapping
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -130,6 +131,7 @@ def flaws(cuda: str | None) -> Iterator[str]:
     problems = []
     if cuda:
         yield from unmet("sglang")
+        problems.append(cudnn_problem())
         if LOCK.exists():
             problems.append(lock_problem(LOCK.read_text(encoding="utf-8")))
     if find_spec("sglang"):
@@ -249,6 +251,24 @@ def transformer_engine_problem(device_type: str) -> str:
     # Its own kernels are CUDA's; those of tests/te are plain torch and say where they run.
     device_types = getattr(importlib.import_module("transformer_engine_torch"), "device_types", ("cuda",))
     return "" if device_type in device_types else NEEDS_TE
+
+
+@cache  # torch says it at the first question alone
+def cudnn_problem() -> str:
+    """Return that the loader finds an older cuDNN than torch was compiled with, as with one on
+    LD_LIBRARY_PATH; empty where it does not.
+
+    Nothing else says so: Transformer Engine's attention goes without cuDNN's kernels."""
+    torch = importlib.import_module("torch")
+    try:
+        torch.backends.cudnn.version()
+    except RuntimeError as error:
+        versions = [numbers.replace(", ", ".") for numbers in re.findall(r"\((\d+, \d+, \d+)\)", str(error))]
+        if len(versions) < 2:
+            return f"cuDNN cannot be used: {first_line(error)} ({INSTALL})"
+        remedy = f"take another cuDNN off LD_LIBRARY_PATH, or {INSTALL}"
+        return f"cuDNN {versions[1]} is found, and torch was compiled with {versions[0]} ({remedy})"
+    return ""
 
 
 def muon_problem() -> str:

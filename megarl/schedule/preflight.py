@@ -26,6 +26,7 @@ from megarl.parallel.machine import (
     allocator_problem,
     attention_problem,
     broken_transformer_engine,
+    cudnn_problem,
     memory_here,
     muon_problem,
     transformer_engine_problem,
@@ -361,6 +362,8 @@ def _check_machine(config: Config, device: str, world: int | None = None, *, rep
         layout_for(config.parallel, world or launched_world())
     if broken := broken_transformer_engine():
         raise ConfigError(broken)
+    if device == "cuda" and config.model.layers != "portable" and (problem := cudnn_problem()):
+        raise ConfigError(problem)
     if config.model.layers == "te" and (problem := transformer_engine_problem(device)):
         raise ConfigError(f"model.layers: te {problem} (make install-gpu, or use auto or portable)")
     if problem := attention_problem(config.model.attention):

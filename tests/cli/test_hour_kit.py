@@ -75,6 +75,7 @@ def test_what_is_unpacked_is_what_was_installed(kit: Any, tmp_path: Path) -> Non
     for name in (
         "nvidia/nccl/lib/libnccl.so.2",
         "nvidia/cudnn/lib/libcudnn.so.9",
+        "nvidia/cusparselt/lib/libcusparseLt.so.0",
         "wandb/__init__.py",
         "two.py",
     ):
@@ -91,6 +92,7 @@ def test_what_is_unpacked_is_what_was_installed(kit: Any, tmp_path: Path) -> Non
     found = {str(path.relative_to(unpacked)) for path in unpacked.rglob("*") if path.is_file()}
     assert found == {
         *("one/__init__.py", "two.py", "torch/__init__.py", "nvidia/nccl/lib/libnccl.so.2"),
+        "nvidia/cudnn/lib/libcudnn.so.9",
         "transformer_engine/large.so",
     }
     there = (unpacked / "transformer_engine/large.so").read_bytes()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata as metadata
+import importlib.util
 import os
 import shutil
 import socket
@@ -13,6 +14,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
@@ -29,6 +31,7 @@ from megarl.parallel.machine import (
     broken_transformer_engine,
     check_launcher,
     cuda_runtime_folders,
+    cudnn_problem,
     driver_problem,
     driver_version,
     hostname_problem,
@@ -310,6 +313,38 @@ def test_variables_that_choose_other_kernels_of_attention(
         assert attention_problem(attention, os.environ).startswith(refused)
         with pytest.raises(AssertionError, match="NVTE_"):
             LanguageModule._set_attention_backend(asked)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("found", "problem"),
+    [((9, 19, 0), "cuDNN 9.19.0 is found, and torch was compiled with 9.24.0 (take"), ((9, 25, 1), "")],
+)
+def test_an_older_cudnn_than_torchs(
+    found: tuple[int, ...], problem: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Torch's own check, which a build without CUDA leaves out."""
+    library = SimpleNamespace(
+        getVersionInt=lambda: 91900,
+        getRuntimeVersion=lambda: found,
+        getCompileVersion=lambda: (9, 24, 0),
+        is_cuda=True,
+    )
+    monkeypatch.setattr(torch._C, "_cudnn", library, raising=False)
+    name, folder = "torch.backends.cudnn_again", Path(torch.backends.cudnn.__file__).parent
+    spec = importlib.util.spec_from_file_location(
+        name, folder / "__init__.py", submodule_search_locations=[str(folder)]
+    )
+    assert spec is not None and spec.loader is not None
+    again = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, name, again)
+    spec.loader.exec_module(again)
+    monkeypatch.setattr(torch.backends.cudnn, "version", again.version)
+    cudnn_problem.cache_clear()
+    try:
+        said = [cudnn_problem(), cudnn_problem()]
+        assert said[0] == said[1] and said[0].startswith(problem) and bool(said[0]) == bool(problem)
+    finally:
+        cudnn_problem.cache_clear()
 
 
 @pytest.mark.parametrize(

@@ -344,6 +344,13 @@ class TestPreflight:
         with pytest.raises(ConfigError, match=r"rollout\.engine: sglang 0\.5\.23 needs torch==2\.14\.1"):
             preflight._check_machine(make_config(rollout={"engine": "sglang"}), "cuda")
 
+    def test_an_older_cudnn_than_torchs(self, calls: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(preflight, "cudnn_problem", lambda: "cuDNN 9.19.0 is found")
+        with pytest.raises(ConfigError, match=r"cuDNN 9\.19\.0 is found"):
+            preflight._check_machine(make_config(), "cuda")
+        portable = {"path": Path("x"), "layers": "portable"}  # which need none
+        preflight._check_machine(make_config(model=portable), "cuda")
+
     @pytest.fixture
     def described(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         """The keys of a model of 32B that is described by its config.json, where nothing else is
