@@ -128,7 +128,7 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 def flaws(cuda: str | None) -> Iterator[str]:
     """Yield what a run would fail of later: packages that do not fit each other, settings, names."""
-    problems = []
+    problems: list[str | None] = []
     if cuda:
         yield from unmet("sglang")
         problems.append(cudnn_problem())
