@@ -21,7 +21,10 @@ def convolve(x: Tensor, weight: Tensor) -> Tensor:
 def gates(alpha: Tensor, beta: Tensor, log_rate: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
     """Return the logarithm of what a token leaves of the state, and how much of its own it writes there:
     float32 [..., heads] each. log_rate, bias: A_log and dt_bias [heads]."""
-    return -log_rate.float().exp() * F.softplus(alpha.float() + bias), beta.sigmoid().float()
+    # Not torch's softplus and sigmoid, which take the last numbers of a tensor one by one on a CPU, and round
+    # them otherwise: a token's would depend on how many come behind it.
+    softplus = -F.logsigmoid(-(alpha.float() + bias))
+    return -log_rate.float().exp() * softplus, F.logsigmoid(beta.float()).exp()
 
 
 def delta_rule(

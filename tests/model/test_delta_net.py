@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megarl.model.delta_net import CHUNK, convolve, delta_rule, delta_step
+from megarl.model.delta_net import CHUNK, convolve, delta_rule, delta_step, gates
 from megarl.plan import sizes
 
 KEY_HEADS, HEADS, DK, DV = 2, 6, 8, 5
@@ -71,6 +71,24 @@ def test_a_row_is_the_same_to_the_bit_in_any_company(tokens: int) -> None:
     for row in range(7):
         output, state = delta_rule(*(x[row : row + 1] for x in given))
         assert torch.equal(output[0], outputs[row]) and torch.equal(state[0], states[row])
+
+
+@pytest.mark.parametrize("heads", [1, 2, 3, 4])
+def test_gates_are_the_same_to_the_bit_however_many_tokens_there_are(heads: int) -> None:
+    """Torch's softplus and sigmoid are not: of a vector's width of numbers they take what is left over
+    otherwise."""
+    generator = torch.Generator().manual_seed(0)
+    alpha, beta = (4 * torch.randn(512, heads, generator=generator) for _ in range(2))
+    rate, bias = (torch.randn(heads, generator=generator) for _ in range(2))
+    together = gates(alpha, beta, rate, bias)
+    for tokens in (1, 3, 7, 8, 16, 24, 40):
+        for begin in range(0, 512 - tokens, tokens):
+            here = slice(begin, begin + tokens)
+            alone = gates(alpha[here].clone(), beta[here].clone(), rate, bias)
+            assert all(torch.equal(one, all[here]) for one, all in zip(alone, together, strict=True))
+    exact = -rate.double().exp() * F.softplus(alpha.double() + bias), beta.double().sigmoid()
+    for found, expected in zip(together, exact, strict=True):
+        torch.testing.assert_close(found.double(), expected, rtol=2e-6, atol=1e-12)
 
 
 def test_tokens_that_write_and_forget_nothing_leave_the_state() -> None:

@@ -101,6 +101,7 @@ def test_logprobs_of_sampled_tokens(family, make_engine, reference):
 @example(chance=0, max_batch=1, family="grouped", wide=False)
 @example(chance=0, max_batch=1, family="qwen3_5_text", wide=False)
 @example(chance=0, max_batch=1, family="grouped", wide=True)
+@example(chance=0, max_batch=6, family="qwen3_5_text", wide=True)
 def test_a_response_is_the_same_to_the_bit_in_any_company(make_engine, chance, max_batch, family, wide):
     """Its log-probabilities too: with others or alone, in any order, in one batch or one after another, and
     where others come while it runs."""
