@@ -45,6 +45,24 @@ class GroupRequest:
     holders: Sequence[int | None] = ()
 
 
+@dataclass
+class Row:
+    """A response of a request whose group has not been taken.
+
+    index     its number among those of the prompt
+    engine    that draws it, drew it, or holds what an earlier rollout wrote of it; None: it waits for one
+    response  once it has ended"""
+
+    request: GroupRequest
+    index: int
+    engine: int | None = None
+    response: Response | None = None
+
+    @property
+    def runs(self) -> bool:
+        return self.engine is not None and self.response is None
+
+
 class Controller:
     """Decides, from what workers say.
 
@@ -78,16 +96,12 @@ class Controller:
     def _reset(self) -> None:
         self.moved, self.idle, self.version = 0, 0.0, -1
         self._params, self._terms, self._window = SamplingParams(0), True, 0
-        # By the number of the first response, in the order of the prompts, until the group is taken.
+        # By the number of the first response, in the order of the prompts, until the group is taken; and the
+        # rows of these requests by their own numbers.
         self._requests: dict[int, GroupRequest] = {}
-        self._arrived: dict[int, Response] = {}
-        # Responses that no engine has begun: by the engine that an equal division gives them to; and of each
-        # its request and its index there.
+        self._rows: dict[int, Row] = {}
+        # Responses that no engine has begun, by the engine that an equal division gives them to.
         self._waiting: list[list[int]] = [[] for _ in range(self.engines)]
-        self._rows: dict[int, tuple[GroupRequest, int]] = {}
-        # The engine of each response that runs, and of each that was ever given to one.
-        self._running: dict[int, int] = {}
-        self._given: dict[int, int] = {}
         self._unseated = [0] * self.engines  # of those that run, how many do not wait for the engine
         # By engine: how many have ended, how many of them with the newest messages, seconds of work.
         self._ended, self._just_ended = [0] * self.engines, [0] * self.engines
@@ -154,18 +168,17 @@ class Controller:
             waiting += [GroupRequest(request.prompt, [seed]) for seed in request.seeds]
         requests, rest = waiting[:wanted], waiting[wanted:]
         await self._submit(requests)
-        numbers = list(self._requests)
-        while self._running or any(self._waiting):
+        rows = list(self._rows.items())
+        while any(row.response is None for _, row in rows):
             await self._handle_messages()
         responses = [group.responses[0] for group in self._pop_complete(None)]
         groups: list[Group] = []
-        for request, number, response in zip(requests, numbers, responses, strict=True):
+        for request, (number, row), response in zip(requests, rows, responses, strict=True):
             if not groups or groups[-1].prompt.uid != request.prompt.uid:
                 groups.append(Group(request.prompt, [], self.version))
             groups[-1].responses.append(response)
             if response.unfinished:
-                holders = [self._given[number]]
-                self.returned.append(replace(request, first=number, holders=holders))
+                self.returned.append(replace(request, first=number, holders=[row.engine]))
         drawn = sum(r.length - r.begun for r in responses)
         stats = {
             "rollout/prompts": len(groups),
@@ -231,8 +244,8 @@ class Controller:
         into equal stretches, one for each engine, so that a prompt is prefilled on one engine or on
         neighbours; in a stretch the longest expected come first. What an earlier rollout began goes on where
         it lies."""
-        rows: list[tuple[int, GroupRequest, int]] = []
-        held: list[list[tuple[int, GroupRequest, int]]] = [[] for _ in self._waiting]
+        fresh: list[int] = []
+        held: list[list[int]] = [[] for _ in self._waiting]
         for request in requests:
             if request.first is None:
                 request = replace(request, first=self.count)
@@ -240,17 +253,15 @@ class Controller:
             assert request.first is not None
             self._requests[request.first] = request
             for i, holder in enumerate(request.holders or [None] * len(request.seeds)):
-                if holder is None:
-                    rows.append((request.first + i, request, i))
-                else:
-                    held[holder].append((request.first + i, request, i))
+                number = request.first + i
+                self._rows[number] = Row(request, i, holder)
+                (fresh if holder is None else held[holder]).append(number)
         for engine, waiting in enumerate(self._waiting):
-            part = rows[engine * len(rows) // self.engines : (engine + 1) * len(rows) // self.engines]
-            self._rows |= {number: (request, i) for number, request, i in part}
-            waiting += [number for number, *_ in sorted(part, key=lambda row: -row[1].expected)]
+            part = fresh[engine * len(fresh) // self.engines : (engine + 1) * len(fresh) // self.engines]
+            waiting += sorted(part, key=lambda number: -self._rows[number].request.expected)
         await self._give_out(held)
 
-    async def _give_out(self, resumed: Sequence[list[tuple[int, GroupRequest, int]]]) -> None:
+    async def _give_out(self, resumed: Sequence[list[int]]) -> None:
         """Give responses that wait to engines that have room, beside those that are `resumed`, by engine. An
         engine, or server, may have `rollout.in_flight` at once, beside those that wait for a tool, an
         environment or an agent, and as many more as it has just ended, so that it does not run dry before it
@@ -259,33 +270,30 @@ class Controller:
         most = float(self.config.rollout.max_batch if at_once is None else at_once)
         if not most or self.engines == 1:  # 0 is no limit
             most = math.inf
-        for engine, rows in enumerate(resumed):
-            self._running |= {number: engine for number, *_ in rows}
-        running = [0] * self.engines
-        for engine in self._running.values():
-            running[engine] += 1
-        running = [max(0, n - away) for n, away in zip(running, self._unseated, strict=True)]
+        running = Counter(row.engine for row in self._rows.values() if row.runs)
+        seated = [max(0, running[engine] - away) for engine, away in enumerate(self._unseated)]
         limits = [most * n + just for n, just in zip(self._servers, self._just_ended, strict=True)]
-        shared = share_out(self._waiting, running, limits, self._ended) if self._rows else [()] * self.engines
-        for engine, (rows, given) in enumerate(zip(resumed, shared, strict=True)):
+        shared = share_out(self._waiting, seated, limits, self._ended)
+        for engine, (held, given) in enumerate(zip(resumed, shared, strict=True)):
             self.moved += len(set(given).difference(self._waiting[engine]))
-            rows = rows + [(number, *self._rows.pop(number)) for number in given]
-            if not rows:
+            if not held and not given:
                 continue
-            self._running |= {number: engine for number, *_ in rows}
-            self._given |= {number: engine for number, *_ in rows}
             places: dict[int, int] = {}  # of questions in the message, by their prompts' identity
             questions: list[m.Question] = []
             work: list[m.Work] = []
-            for number, request, i in rows:
-                first = id(request.prompt)
-                if first not in places:
-                    places[first] = len(questions)
-                    questions.append(m.Question.of(request.prompt, whole=self.config.rollout.acts))
-                work.append(m.Work(number, places[first], i, request.seeds[i]))
+            for number in (*held, *given):
+                row = self._rows[number]
+                row.engine, prompt = engine, row.request.prompt
+                if id(prompt) not in places:
+                    places[id(prompt)] = len(questions)
+                    questions.append(m.Question.of(prompt, whole=self.config.rollout.acts))
+                work.append(m.Work(number, places[id(prompt)], row.index, row.request.seeds[row.index]))
             await self._tell(engine, m.Begin(self._params, self._terms, self._window, questions, work))
         if any(shared):
-            self._waiting = [[number for number in those if number in self._rows] for those in self._waiting]
+            self._waiting = [
+                [number for number in numbers if self._rows[number].engine is None]
+                for numbers in self._waiting
+            ]
 
     async def _tell(self, engine: int, message: m.Message) -> None:
         await self.hub.send(engine * self.ranks_per_engine, message)
@@ -309,8 +317,7 @@ class Controller:
                     self._ended[engine] += len(facts)
                     self._busy[engine] = busy
                     for fact in facts:
-                        self._arrived[fact.number] = fact.response()
-                        self._running.pop(fact.number, None)
+                        self._rows[fact.number].response = fact.response()
                 case m.Unseated(count):
                     self._unseated[engine] = count
                 case m.Failed("EngineFailure", text):
@@ -340,21 +347,20 @@ class Controller:
     def _silence(self, rank: int) -> str:
         """Return what there is to say of a rank that says nothing."""
         limit = f"has said nothing for {self.config.parallel.timeout:g} s (parallel.timeout)"
-        for number, engine in self._running.items():
-            if engine == rank // self.ranks_per_engine:
-                first = max(n for n in (*self._requests, number) if n <= number)
-                uid = self._requests[first].prompt.uid if first in self._requests else "an earlier step"
-                what = f"its oldest response is number {number - first} to prompt {uid}"
-                return f"rollout: {m.name_of(rank)} {limit}; {what}"
+        for row in self._rows.values():
+            if row.runs and row.engine == rank // self.ranks_per_engine:
+                what = f"response number {row.index} to prompt {row.request.prompt.uid}"
+                return f"rollout: {m.name_of(rank)} {limit}; the first that it draws is {what}"
         return f"rollout: {m.name_of(rank)} {limit}; it has no response to draw"
 
     def _group(self, first: int) -> Group | None:
         """Return the group whose responses begin with number `first`; None while one of them is missing."""
         request = self._requests[first]
-        numbers = range(first, first + len(request.seeds))
-        if not all(number in self._arrived for number in numbers):
+        found = [self._rows[first + i].response for i in range(len(request.seeds))]
+        responses = [response for response in found if response is not None]
+        if len(responses) < len(found):
             return None
-        return Group(request.prompt, [self._arrived[number] for number in numbers], self.version)
+        return Group(request.prompt, responses, self.version)
 
     def _pop_complete(self, most: int | None) -> list[Group]:
         """Remove and return the groups up to the first that is not complete, at most `most`."""
@@ -366,6 +372,8 @@ class Controller:
                 break
             groups.append(group)
             del self._requests[first]
+            for i in range(len(group.responses)):
+                del self._rows[first + i]
         return groups
 
     async def _ask(self, questions: Mapping[int, m.Message]) -> list[m.Aborted | m.Bodies]:
@@ -381,11 +389,10 @@ class Controller:
         """End what runs; return the requests that were not taken, in their order, with
         `rollout.continue_partial` to go on where they are."""
         keep, self._aborting = self.config.rollout.continue_partial, True
-        wanted: dict[int, list[int]] = {engine: [] for engine in self._running.values()}
-        for first, request in self._requests.items() if keep else ():
-            for number in range(first, first + len(request.seeds)):
-                if number in self._given:
-                    wanted.setdefault(self._given[number], []).append(number)
+        wanted: dict[int, list[int]] = {}
+        for number, row in self._rows.items():
+            if row.engine is not None and (keep or row.runs):
+                wanted.setdefault(row.engine, []).extend([number] if keep else [])
         for engine, number in self._held():  # an engine keeps what this names, and nothing else
             wanted.setdefault(engine, []).append(number)
         answers = await self._ask({engine: m.Abort(numbers) for engine, numbers in wanted.items()})
@@ -398,13 +405,12 @@ class Controller:
                 returned.append(GroupRequest(request.prompt, request.seeds))
                 continue
             numbers = range(first, first + len(request.seeds))
-            holders = [self._given[number] if number in held else None for number in numbers]
+            holders = [self._rows[number].engine if number in held else None for number in numbers]
             returned.append(GroupRequest(request.prompt, request.seeds, first=first, holders=holders))
         self._requests.clear()
-        self._running.clear()
+        self._rows.clear()
         # What no engine has begun is not to be begun now, as whoever answers `fetch` has room for it.
         self._waiting = [[] for _ in self._waiting]
-        self._rows.clear()
         return returned
 
     def _held(self) -> list[tuple[int, int]]:

@@ -547,7 +547,7 @@ def test_a_silent_rank_is_reported_with_what_is_waited_for(world, monkeypatch):
     monkeypatch.setattr(engine, "poll", hangs)
     monkeypatch.setattr(Controller, "_silence", told)
     what = "rollout: engine rank 1 has said nothing for 6 s (parallel.timeout); "
-    what += "its oldest response is number 0 to prompt 102"
+    what += "the first that it draws is response number 0 to prompt 102"
     for error in run_ranks(world, config(parallel={"timeout": 6}), 2, steps=1):
         assert isinstance(error, WaitTimeout) and str(error) == what
     engine.abort()
