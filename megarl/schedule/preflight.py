@@ -346,7 +346,8 @@ def check_verifier(
 
 
 def _check_machine(config: Config, device: str, world: int | None = None, *, replay: bool = False) -> None:
-    """Check that what the configuration asks for is installed and plugged in. replay: without its engine."""
+    """Check that what the configuration asks for is installed and plugged in. replay: without its engine
+    and logs."""
     engine, kind = config.rollout.engine, config.rollout.engine_kind
     if not replay and kind.package and not find_spec(kind.package):
         remedy = f"{kind.install}, or use transformers"
@@ -377,7 +378,7 @@ def _check_machine(config: Config, device: str, world: int | None = None, *, rep
         remedy = "pip install 'megarl[muon]' on Python 3.12, or set it to adam"
         raise ConfigError(f"{muon[0]}.optimizer: muon {problem} ({remedy})")
     for package, wanted in (("tensorboard", config.log.tensorboard), ("wandb", config.log.wandb)):
-        if wanted and not find_spec(package):
+        if wanted and not replay and not find_spec(package):
             install = "pip install 'megarl[track]', or set it to false"
             raise ConfigError(f"log.{package}: {package} is not installed ({install})")
     ranks = ranks_here(config.parallel)

@@ -371,8 +371,10 @@ class TestPreflight:
         with pytest.raises(ConfigError, match=r"x\.yaml: .*GiB"):
             preflight.preflight(config, "x.yaml", world=8)
 
-    def test_a_replay_asks_for_no_engine(self, calls: list[Any], described: dict[str, Any]) -> None:
-        """Neither for room on the GPUs, nor for its packages, nor for the data."""
+    def test_a_replay_asks_for_no_engine(
+        self, calls: list[Any], described: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Neither for room on the GPUs, nor for its packages, nor for the data; nor for those of logs."""
         parallel, rollout = {"tp": 8, "device": "cuda"}, {"engine_memory": 0.05}
         for engine, refusal in (
             ("transformers", "phase rollout needs"),
@@ -383,6 +385,11 @@ class TestPreflight:
             with pytest.raises(ConfigError, match=refusal):
                 preflight.preflight(config, "x.yaml", world=64)
             assert preflight.preflight(config, "x.yaml", world=64, replay=True) == []
+        monkeypatch.setattr(preflight, "find_spec", lambda name: None if name == "wandb" else object())
+        config = make_config(model=described, parallel=parallel, log={"wandb": True})
+        with pytest.raises(ConfigError, match=r"log\.wandb: wandb is not installed"):
+            preflight.preflight(config, "x.yaml", world=64)
+        assert preflight.preflight(config, "x.yaml", world=64, replay=True) == []
 
 
 def test_doctor_on_such_a_node(
