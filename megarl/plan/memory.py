@@ -98,6 +98,15 @@ class MemoryPlan:
         return [phase for phase in phases if phase.on_gpu]
 
     @cached_property
+    def residents(self) -> list[frozenset[str]]:
+        """Return the tensor groups that each phase wants on a trainer's GPU, phase after phase. With ranks
+        that only generate the engines' are elsewhere, and a phase that needs no others moves none."""
+        apart = self.config.parallel.rollout_ranks
+        wanted = [phase.on_gpu for phase in self.phases]
+        own = [frozenset(n for n in names if not (apart and n.startswith("engine."))) for names in wanted]
+        return [names for names in own if names]
+
+    @cached_property
     def groups(self) -> frozenset[str]:
         """Return the tensor groups that are on the GPU in any phase."""
         return frozenset[str]().union(*(phase.on_gpu for phase in self.phases))
@@ -510,24 +519,29 @@ class MemoryPlan:
         return larger[fitting - 1] if fitting else self.longest
 
     def host(self) -> dict[str, float]:
-        """Return the bytes that a node needs of its memory, by what takes them."""
-        config, per_node = self.config, min(self.config.cluster.gpus_per_node, self.layout.world)
+        """Return the bytes that a node needs of its memory, by what takes them: the first, which has
+        trainers, and ranks that only generate where these begin there."""
+        config, world = self.config, self.layout.world
+        gpus, apart = config.cluster.gpus_per_node, config.parallel.rollout_ranks
+        trainers, apart_here = min(gpus, world), min(max(0, gpus - world), apart)
         saves, verifies = config.checkpoint.every and not self.replay, config.has_engine and not self.replay
         # What is off the GPU at any one time; gradients come back as zeros, engines' weights from the actor.
         returning = {n for n in self.groups if not n.startswith("engine.") and not n.endswith(".gradients")}
         away = max(
-            sum(self.group(name, stage, every=True) for name in sorted(returning - phase.on_gpu - self.keep))
-            for phase in self.phases
+            sum(self.group(name, stage, every=True) for name in sorted(returning - resident - self.keep))
+            for resident in self.residents
             for stage in self.stages
         )
-        written = per_node / self.layout.world  # of a checkpoint, of which each rank writes as much
+        written = trainers / world  # of a checkpoint, of which each rank writes as much
+        drawn = self.drawn * apart_here / apart if apart else 0.0
+        verifiers = config.reward.workers * (apart_here if apart else trainers)
         return {
-            "pinned buffers": away * per_node,
-            "rollouts": self.batch() * per_node,
+            "pinned buffers": away * trainers,
+            "rollouts": self.batch() * trainers + drawn,
             "checkpoint staging": self.checkpoint() * written if saves else 0.0,
-            "gathered optimizer": self.gathered_optimizer() * per_node if config.checkpoint.every else 0.0,
-            "processes": HOST_PROCESS * per_node,
-            "verifiers": config.reward.workers * 0.3 * GIB * per_node if verifies else 0.0,
+            "gathered optimizer": self.gathered_optimizer() * trainers if config.checkpoint.every else 0.0,
+            "processes": HOST_PROCESS * (trainers + apart_here),
+            "verifiers": verifiers * 0.3 * GIB if verifies else 0.0,
         }
 
     @property

@@ -239,7 +239,7 @@ def estimate(plan: MemoryPlan, lengths: Lengths) -> Estimate:
         parts["weight_transfer"] = plan.transferred * max(1.0, apart / layout.world) / (link * 1e9 * LINKS)
     # Bytes that a GPU's tensor groups travel in a step, both ways; gradients and engines come back empty.
     moved = 0.0
-    sets = [phase.on_gpu | plan.keep for phase in plan.phases]
+    sets = [resident | plan.keep for resident in plan.residents]
     for before, after in zip([sets[-1], *sets[:-1]], sets, strict=True):
         for name in sorted(before ^ after):
             if not name.startswith("engine.") and not name.endswith(".gradients"):

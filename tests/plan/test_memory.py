@@ -311,6 +311,30 @@ def test_two_critics_are_planned() -> None:
     }
 
 
+def test_trainers_without_engines_keep_their_weights_on_the_gpu() -> None:
+    """Beside engines all leaves it for the rollout; where these are on ranks of their own the optimizer
+    alone, for the other phases. Verifiers are beside engines."""
+    layout = "parallel.tp=4", "parallel.pp=4", "parallel.dp=4"
+    beside, apart, mixed = (
+        plan_of(load_config(ROOT / "configs/dapo_32b.yaml", [*layout, *keys]), KNOWN_MODELS["Qwen2.5-32B"])
+        for keys in (
+            (),
+            ("parallel.rollout_ranks=64",),
+            ("parallel.rollout_ranks=64", "cluster.gpus_per_node=72"),
+        )
+    )
+    weights, optimizer = (beside.group(f"actor.{part}", 0) for part in ("weights", "optimizer"))
+    assert apart.residents == [{n for n in names if "actor" in n} for names in beside.residents][1:]
+    hosts = [plan.host() for plan in (beside, apart, mixed)]
+    assert hosts[0]["pinned buffers"] == pytest.approx(8 * (weights + optimizer), rel=1e-4)
+    assert hosts[1]["pinned buffers"] == pytest.approx(8 * optimizer, rel=1e-4)
+    assert hosts[1]["verifiers"] == 0 < hosts[0]["verifiers"] == hosts[2]["verifiers"]
+    assert hosts[2]["processes"] == 9 * hosts[0]["processes"]
+    moved = [estimate(p, default_lengths(p)).parts["on and off the device"] for p in (beside, apart)]
+    bandwidth = apart.device.host_speed * 1e9 * LINKS
+    assert moved[0] - moved[1] == pytest.approx(2 * weights / bandwidth, rel=1e-4)
+
+
 def test_likeliest_tokens_of_the_old_policy_are_planned() -> None:
     """A pass as long as that for the old log-probs, room in the head of it and of the update, and of the
     batch."""
