@@ -195,8 +195,8 @@ def draw_table(rows: Rows, path: Path, equal: str = "tokens") -> None:
             apart.errorbar(found.mean, number, xerr=reach, fmt="o", color=plots.INK, markersize=4, capsize=3)
     over.set(xlabel="thousand tokens drawn", ylabel="right answers, held-out problems", ylim=(0, None))
     over.legend(fontsize=7)
-    each.set(xlabel=f"each seed and the mean, {where}")
-    apart.set(xlabel=f"difference to {names[0]}, 95 % interval")
+    each.set(xlabel=f"each seed and the mean,\n{where}")
+    apart.set(xlabel=f"difference to {names[0]},\n95 % interval")
     apart.axvline(0, color=plots.MUTED, linewidth=0.8)
     for axes, labels in ((each, names), (apart, [""] * len(names))):
         axes.set(ylim=(len(names) - 0.5, -0.5), yticks=range(len(names)), yticklabels=labels)
