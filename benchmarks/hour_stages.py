@@ -128,8 +128,8 @@ def environment(given: Given, found: Found) -> None:
 
 # Two layers whose attention is that of 7B (28 heads of 128 in 4 groups), and of SmolLM2 (9 of 64 in 3).
 SHAPES = {
-    "as of 7B": ("Qwen2.5-7B", {}),
-    "as of SmolLM2": ("tiny", {"hidden_size": 576, "num_attention_heads": 9, "num_key_value_heads": 3}),
+    "7B's heads": ("Qwen2.5-7B", {}),
+    "SmolLM2's heads": ("tiny", {"hidden_size": 576, "num_attention_heads": 9, "num_key_value_heads": 3}),
 }
 
 

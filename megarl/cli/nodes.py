@@ -68,7 +68,7 @@ def preflight(
     broken = (
         import_problem("sglang", SGLANG_IMPORT) if sglang else None,
         broken_transformer_engine(),
-        cudnn_problem() if cuda else None,
+        cudnn_problem() if cuda and config.model.layers != "portable" else None,
     )
     findings = check_nodes(place, needs, node_versions(cuda), problems=[line for line in broken if line])
     if node == 0 or any(line.startswith(f"{place.name}: ") for line in findings.problems):

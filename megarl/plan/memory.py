@@ -519,8 +519,8 @@ class MemoryPlan:
         return larger[fitting - 1] if fitting else self.longest
 
     def host(self) -> dict[str, float]:
-        """Return the bytes that a node needs of its memory, by what takes them: the first, which has
-        trainers, and ranks that only generate where these begin there."""
+        """Return the bytes that a node needs of its memory, by what takes them. It is the first node: it has
+        trainers, and where they do not fill it, ranks that only generate."""
         config, world = self.config, self.layout.world
         gpus, apart = config.cluster.gpus_per_node, config.parallel.rollout_ranks
         trainers, apart_here = min(gpus, world), min(max(0, gpus - world), apart)
