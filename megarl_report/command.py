@@ -7,6 +7,8 @@ from typing import Annotated
 
 from typer import Argument, Option
 
+from megarl.config.text import printable
+
 
 def report(
     runs: Annotated[list[Path], Argument(metavar="RUN", help="run folders")],
@@ -19,5 +21,5 @@ def report(
     """Write report.html of one run, or of several laid over each other."""
     from megarl_report.report import write_report
 
-    print(write_report(runs, out or runs[0]))
+    print(printable(str(write_report(runs, out or runs[0]))))
     return 0

@@ -17,6 +17,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from megarl.config.errors import ConfigError, DataError
 from megarl.config.files import why, write_whole
 from megarl.config.schema import EVALUATION, PRETRAINING, SUPERVISED, TRAIN
+from megarl.config.text import printable
 from megarl.observe.run_log import OBSERVED, Sample, shorten
 from megarl.observe.runs import RecordedRun, layout_text, load_run
 from megarl.observe.terminal import MISSING, duration, evaluated_sources, number
@@ -38,9 +39,16 @@ TRAINED = {"responses": ".0f", "accuracy": ".3f", "score": ".3f", "length": ".0f
 MORE_STEPS, MORE_CHARACTERS = 6, 1500  # folded steps of the sample browser, characters of a response there
 UNFOLDED = 3  # turns of an episode that are all shown; of more all but the last are folded
 
+
+def _printable(value: Any) -> Any:
+    """Return a text of a run without control characters; HTML that is made of such texts stays."""
+    return printable(value) if isinstance(value, str) and not hasattr(value, "__html__") else value
+
+
 _templates = Environment(
     loader=PackageLoader("megarl_report"),
     autoescape=True,
+    finalize=_printable,
     trim_blocks=True,
     lstrip_blocks=True,
     undefined=StrictUndefined,

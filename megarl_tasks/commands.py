@@ -12,6 +12,7 @@ from typer import Argument, Option
 from megarl.config.errors import ConfigError, DataError
 from megarl.config.load import dump_yaml
 from megarl.config.schema import DataConfig
+from megarl.config.text import printable
 from megarl_tasks.gym import INSTALL
 
 DEFAULTS = DataConfig()
@@ -92,7 +93,7 @@ def integers(
     if done.refused:
         write_rows(refused, done.refused)
     print("\n".join(done.report.lines()))
-    print(f"{out}: {len(done.kept):,} rows, {done.turned:,} of them turned into integers")
+    print(f"{printable(str(out))}: {len(done.kept):,} rows, {done.turned:,} of them turned into integers")
     if done.refused:
-        print(f"{refused}: {len(done.refused):,} rows as they were, with the reason")
+        print(f"{printable(str(refused))}: {len(done.refused):,} rows as they were, with the reason")
     return 0

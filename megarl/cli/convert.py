@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from typer import Argument, Option, Typer
 
 from megarl.config.errors import ConfigError, MegarlError
+from megarl.config.text import printable
 
 if TYPE_CHECKING:
     import torch
@@ -143,10 +144,12 @@ def _convert(convert: Callable[[], Conversion], out: Path, verify: bool) -> int:
     if launched_rank() == 0:
         speed = f"{readable(done.size)} in {done.seconds:.1f} s ({done.size / 1e9 / done.seconds:.2f} GB/s)"
         compared = ", compared with the source" if verify else ""
-        print(f"{out}: {speed}, on disk in {done.files} weight files with SHA256SUMS{compared}")
+        print(
+            f"{printable(str(out))}: {speed}, on disk in {done.files} weight files with SHA256SUMS{compared}"
+        )
         if done.left_out:
             names = ", ".join(done.left_out[:8]) + (" ..." if done.left_out[8:] else "")
-            print(f"left out, for the model has no such parameter: {names}")
+            print(f"left out, for the model has no such parameter: {printable(names)}")
     return 0
 
 
@@ -156,6 +159,7 @@ def _progress(what: str, size: int) -> Iterator[Advance]:
     work."""
     from rich import progress
     from rich.console import Console
+    from rich.markup import escape
 
     from megarl.parallel.runtime import launched_rank, launched_world
 
@@ -174,5 +178,5 @@ def _progress(what: str, size: int) -> Iterator[Advance]:
         disable=not sys.stderr.isatty(),
     )
     with bar:
-        task = bar.add_task(f"{what}{of_all}", total=size)
+        task = bar.add_task(escape(printable(f"{what}{of_all}")), total=size)
         yield lambda done: bar.advance(task, done)

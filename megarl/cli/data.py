@@ -12,6 +12,7 @@ from megarl.cli.arguments import ConfigFile, Overrides
 from megarl.config import check_config, load_config
 from megarl.config.errors import ConfigError
 from megarl.config.schema import DataEntry
+from megarl.config.text import printable
 
 app = Typer(help="Show what the model reads, or turn answers into integers.")
 
@@ -82,6 +83,6 @@ def show(
     for index in order:
         tokens, said, follows = shown[index]
         print(f"\n--- {index + 1} of {len(shown):,}: {len(tokens):,} tokens{said}")
-        print(tokenizer.decode(tokens, clean_up_tokenization_spaces=False))
-        print(f"--- {follows}")
+        print(printable(tokenizer.decode(tokens, clean_up_tokenization_spaces=False)))
+        print(printable(f"--- {follows}"))
     return 0

@@ -22,6 +22,7 @@ from megarl.config.check import real
 from megarl.config.errors import ConfigError, StorageError
 from megarl.config.files import essential, whole_file
 from megarl.config.schema import Config
+from megarl.config.text import printable
 
 if TYPE_CHECKING:
     from megarl.parallel.lease import Lease
@@ -100,7 +101,7 @@ def _evaluate(config: Config, weights: Path | None, out: Path, lease: Lease | No
                     print(*(f"{lead} {line}".lstrip() for line in report.lines()), sep="\n")
                 for one in evaluation.sets:
                     answers = f"{len(one.problems):,} problems x {one.samples} answers"
-                    print(f"{one.name} {answers} by {evaluation.policy}".lstrip(), flush=True)
+                    print(printable(f"{one.name} {answers} by {evaluation.policy}".lstrip()), flush=True)
             result = evaluation.answer()
         if runtime.rank == 0:
             _publish(evaluation, result, out)
@@ -157,7 +158,8 @@ def _publish(evaluation: Evaluation, result: EvaluationResult, out: Path) -> Non
         asked = " ".join(row["question"].split())
         asked = asked if len(asked) <= 60 else f"{asked[:38]} ... {asked[-17:]}"
         cells = (asked, row["answer"][:24], f"{row['right']}/{row['samples']}", vote)
-        problems.add_row(*map(Text, cells), f"{row['length_mean']:.0f}", f"{row['truncated']:.0%}")
+        texts = [Text(printable(" ".join(cell.split()))) for cell in cells]
+        problems.add_row(*texts, f"{row['length_mean']:.0f}", f"{row['truncated']:.0%}")
     console.print(problems)
     measured = f"{len(headline.groups):,} problems"
     if len(headline.groups) < total:
@@ -182,8 +184,13 @@ def _publish(evaluation: Evaluation, result: EvaluationResult, out: Path) -> Non
                 means = {measure.partition("@")[0]: mean for measure, mean in means.items()}
                 means["samples"] = str(one.k or "-")
             tokens = "-" if length is None else f"{length:.0f}"
-            by_name.add_row(name, f"{len(one.groups):,}", *(means.get(head, "-") for head in heads), tokens)
+            by_name.add_row(
+                Text(printable(name)),
+                f"{len(one.groups):,}",
+                *(means.get(head, "-") for head in heads),
+                tokens,
+            )
         console.print(by_name)
     if unwritten is not None:
         raise unwritten
-    print(f"answers and scores: {out}")
+    print(printable(f"answers and scores: {out}"))

@@ -223,6 +223,7 @@ def _complaint(error: TyperException) -> str:
     from pydantic import ValidationError
 
     from megarl.config.load import PLAINER
+    from megarl.config.text import printable
 
     where = context.command_path if (context := getattr(error, "ctx", None)) else "megarl"
     text = " ".join(error.format_message().split()).replace("Value error, ", "").rstrip(".")
@@ -233,4 +234,4 @@ def _complaint(error: TyperException) -> str:
     option = getattr(error, "option_name", "")
     if "." in option:
         text += f"; an override has no dashes: {option.lstrip('-')}=..."
-    return f"{where}: {text[:1].lower()}{text[1:]} (see {where} --help)"
+    return printable(f"{where}: {text[:1].lower()}{text[1:]} (see {where} --help)")

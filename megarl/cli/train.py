@@ -25,6 +25,7 @@ from megarl.config.errors import ConfigError
 from megarl.config.files import essential, write_whole
 from megarl.config.load import set_key
 from megarl.config.schema import Config
+from megarl.config.text import printable
 from megarl.parallel.signals import StopRequest, follow_launcher
 
 if TYPE_CHECKING:
@@ -92,7 +93,7 @@ def check_run(config: Config, where: str) -> None:
     from megarl.schedule.preflight import preflight
 
     for line in preflight(config, where):
-        print(f"megarl: {line}", file=sys.stderr, flush=True)
+        print(f"megarl: {printable(line)}", file=sys.stderr, flush=True)
 
 
 def begin_run(config: Config, fresh: bool) -> None:

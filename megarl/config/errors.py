@@ -3,6 +3,8 @@ with code 2."""
 
 from __future__ import annotations
 
+from megarl.config.text import printable
+
 
 class MegarlError(Exception):
     """Base of every error that is reported as one line, without a traceback."""
@@ -11,8 +13,8 @@ class MegarlError(Exception):
     code = 2  # exit code of the command that ends with it
 
     def __str__(self) -> str:
-        """Return one line, whatever a file name or a library's message brings along."""
-        return " ".join(line.strip() for line in super().__str__().splitlines())
+        """Return one printable line, whatever a file name or a library's message brings along."""
+        return printable(" ".join(line.strip() for line in super().__str__().splitlines()))
 
 
 def first_line(error: BaseException) -> str:

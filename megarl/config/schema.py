@@ -464,6 +464,17 @@ class EvaluationSet(DataEntry):
     samples: int | None = field(None, "responses per problem; null: evaluation.samples", "responses", ge=1)
 
 
+# Arguments of transformers' apply_chat_template that are no variables of a template.
+_RENDERING = frozenset(
+    {
+        *("conversation", "messages", "tools", "documents", "chat_template"),
+        *("add_generation_prompt", "continue_final_message", "tokenize", "tokenizer_kwargs"),
+        *("padding", "truncation", "max_length"),
+        *("return_tensors", "return_dict", "return_assistant_tokens_mask"),
+    }
+)
+
+
 class DataConfig(Section):
     """Prompts and reference answers."""
 
@@ -483,9 +494,21 @@ class DataConfig(Section):
         "ends in",
     )
     template: Literal["chat", "raw"] = field("chat", "the tokenizer's chat template; raw: contents joined")
+    chat_template_kwargs: dict[str, Any] = field(
+        {},
+        "variables that the chat template is given, `{enable_thinking: false}` say, wherever it is rendered",
+    )
     prompt_format: str = field("{prompt}", "text put around a plain-text prompt; `{prompt}` is replaced")
     max_prompt_tokens: int = field(2048, "longer prompts are left out and counted", "tokens", ge=1)
     shuffle: bool = field(True, "new order each epoch, from the run's seed")
+
+    @field_validator("chat_template_kwargs")
+    @classmethod
+    def _free_names(cls, value: dict[str, Any]) -> dict[str, Any]:
+        """Refuse names that the conversation itself, or how it is rendered, has."""
+        if taken := sorted(_RENDERING & value.keys()):
+            raise ValueError(f"must not have {taken[0]}, which is set for each conversation")
+        return value
 
     @property
     def has_gym(self) -> bool:
@@ -1085,7 +1108,7 @@ class EvaluationConfig(Section):
 
     every: int = field(0, "steps between evaluations; 0: at start and end only", "rollout steps", ge=0)
     samples: int = field(32, "k: responses per problem", "responses", "DAPO section 4.1: avg@32", ge=1)
-    temperature: float = field(1.0, "sampling temperature", source="DAPO section 4.1", gt=0)
+    temperature: float = field(1.0, "sampling temperature; 0: greedy", source="DAPO section 4.1", ge=0)
     top_p: float = field(0.7, "nucleus", source="DAPO section 4.1", gt=0, le=1)
     max_problems: int = field(
         0,

@@ -4,23 +4,28 @@ handed out epoch after epoch. Rows that cannot be used are listed with their rea
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from decimal import Decimal
 from hashlib import blake2b, sha256
-from itertools import islice
+from itertools import takewhile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from megarl.config.errors import CheckpointError, ConfigError, DataError, first_line
+from megarl.config.errors import CheckpointError, ConfigError, DataError, MegarlError, first_line
 from megarl.config.plugins import plugin
 from megarl.config.schema import DataConfig, DataEntry, EvaluationConfig
+from megarl.config.text import printable
+from megarl.data.chat_template import render_chat
 from megarl.data.generated import GeneratedRow, first_rows, generate, gym_entries, reference_to
+from megarl.data.limits import memory_limit
 from megarl.rewards.verdict import Reference
 
 if TYPE_CHECKING:
@@ -37,7 +42,16 @@ _OTHER_PROMPTS, _OTHER_ANSWER, _SOLUTION = ("question", "problem"), "answer", "s
 _MESSAGES, _COMPLETION = "messages", "completion"
 WORKED = (_SOLUTION, _COMPLETION, _MESSAGES)  # columns that hold the way to an answer, and the answer in it
 _FORMULA = re.compile(r"\$\$([^$]+)\$\$|\$([^$]+)\$|\\\((.+)\\\)|\\\[(.+)\\\]", re.DOTALL)
-_TOKENIZED_AT_ONCE = 1024
+_DIGIT_GROUPS = re.compile(r"(?<![\d,.])\d{1,3}(?:,\d{3})+(?!,?\d)")
+_TOKENIZED_AT_ONCE = 1024  # rows
+_CHARACTERS_AT_ONCE = 1 << 22  # of the rows that are tokenized together
+
+# Limits against files that are made to take all memory.
+MAX_LINE = 16 << 20  # bytes of a line of jsonl
+MAX_RESPONSE = 1 << 22  # characters of a supervised response
+CHARACTERS_PER_TOKEN = 100  # a prompt with more than data.max_prompt_tokens times as many is not tokenized
+DECODED = 1 << 30  # bytes that decoding a batch of parquet rows may take
+_BATCH, _BATCH_BYTES = 4096, 64 << 20  # rows of such a batch, and their bytes by the file's own account
 
 
 @dataclass(frozen=True)
@@ -185,30 +199,38 @@ class ReadReport:
     rows        rows per file
     kept        prompts or pairs that are used
     duplicates  rows with the prompt and answer of an earlier one
-    rejected    rows that cannot be used, in the order of the files"""
+    rejected    rows that cannot be used, in the order of the files
+    warned      rows that are used, and are probably not meant as they are"""
 
     rows: dict[str, int] = field(default_factory=dict)
     kept: int = 0
     duplicates: int = 0
     rejected: list[RejectedRow] = field(default_factory=list)
+    warned: list[RejectedRow] = field(default_factory=list)
 
     def lines(self, shown: int = 3) -> list[str]:
-        """Return the report for people: one line of sums, and one per reason with its first `shown` rows."""
+        """Return printable lines for people: the sums, and each reason with its first `shown` rows."""
         found = [
             f"data: {self.kept:,} of {sum(self.rows.values()):,} rows used, "
             f"{self.duplicates:,} duplicates, {len(self.rejected):,} unusable"
         ]
-        for reason, count in Counter(row.reason for row in self.rejected).most_common():
-            examples = [row for row in self.rejected if row.reason == reason][:shown]
-            places = ", ".join(
-                f"{row.file}:{row.row}" + (f" ({row.detail})" if row.detail else "") for row in examples
-            )
-            found.append(f"data: {count:,} rows: {reason}: {places}{', ...' if count > shown else ''}")
-        return found
+        for lead, rows in (("", self.rejected), ("warning: ", self.warned)):
+            for reason, count in Counter(row.reason for row in rows).most_common():
+                examples = [row for row in rows if row.reason == reason][:shown]
+                places = ", ".join(
+                    f"{row.file}:{row.row}" + (f" ({row.detail})" if row.detail else "") for row in examples
+                )
+                more = ", ..." if count > shown else ""
+                found.append(f"data: {lead}{count:,} rows: {reason}: {places}{more}")
+        return list(map(printable, found))
 
     def reject(self, file: str, number: int, problem: UnusableRow) -> None:
         """List a row as unusable."""
         self.rejected.append(RejectedRow(file, number, problem.reason, problem.detail))
+
+    def warn(self, row: _Row, what: str) -> None:
+        """List a row that is used as one to look at."""
+        self.warned.append(RejectedRow(row.file, row.number, what))
 
     def finish(self, names: Sequence[object], kept: int) -> None:
         """Count what was kept; put the rejected rows in order. Raises DataError where nothing was kept."""
@@ -494,9 +516,7 @@ def _usable_rows(
                     row = _file_row(content, number, source, data, response_key)
                 else:
                     row = _generated_row(content, number, held_out)
-            except (UnusableRow, UnicodeEncodeError) as error:
-                # JSON can spell half a surrogate pair, which no tokenizer takes.
-                problem = error if isinstance(error, UnusableRow) else UnusableRow("text is not Unicode")
+            except UnusableRow as problem:
                 report.reject(name, number, problem)
                 continue
             usable = True
@@ -549,15 +569,33 @@ def file_rows(path: Path, columns: Sequence[str] | None = None) -> Iterator[tupl
 
 def _jsonl(path: Path, _: Sequence[str] | None) -> Iterator[tuple[int, dict[str, Any] | str]]:
     with open(path, "rb") as file:
-        for number, line in enumerate(file, 1):
+        for number, line in enumerate(_lines(file), 1):
+            if line is None:
+                yield number, f"line is longer than {MAX_LINE >> 20} MiB"
+                continue
             if not line.strip():
                 continue
             try:
                 row = json.loads(line)
+                if b"\\u" in line:  # JSON can spell half a surrogate pair, which no tokenizer takes
+                    json.dumps(row, ensure_ascii=False).encode()
+            except UnicodeEncodeError:
+                yield number, "text is not Unicode"
             except (ValueError, RecursionError):  # UnicodeDecodeError is a ValueError
                 yield number, "malformed JSON"
-                continue
-            yield number, row if isinstance(row, dict) else "not a JSON object"
+            else:
+                yield number, row if isinstance(row, dict) else "not a JSON object"
+
+
+def _lines(file: BinaryIO) -> Iterator[bytes | None]:
+    """Yield the lines of a file; None in place of one that is longer than MAX_LINE, which is never held."""
+    while line := file.readline(MAX_LINE + 1):
+        if len(line) <= MAX_LINE or line.endswith(b"\n"):
+            yield line
+            continue
+        while (rest := file.readline(1 << 20)) and not rest.endswith(b"\n"):
+            pass
+        yield None
 
 
 def _parquet(path: Path, columns: Sequence[str] | None) -> Iterator[tuple[int, dict[str, Any] | str]]:
@@ -566,8 +604,35 @@ def _parquet(path: Path, columns: Sequence[str] | None) -> Iterator[tuple[int, d
         present = [name for name in names if columns is None or name in columns or name.lower() in columns]
         if columns and not present:
             raise DataError(f"{path}: none of the columns {', '.join(columns)} (it has: {', '.join(names)})")
-        batches = file.iter_batches(batch_size=4096, columns=present)
-        yield from enumerate((row for batch in batches for row in batch.to_pylist()), 1)
+        groups = [file.metadata.row_group(i) for i in range(file.num_row_groups)]
+        row_bytes = max((group.total_byte_size // max(group.num_rows, 1) for group in groups), default=0)
+        size = min(_BATCH, max(1, _BATCH_BYTES // max(row_bytes, 1)))
+        # In one thread: where memory ends, another one would end the process.
+        batches = file.iter_batches(batch_size=size, columns=present, use_threads=False)
+        number = 0
+        while True:
+            try:
+                with memory_limit(DECODED):
+                    batch = next(batches, None)
+                    rows = [] if batch is None else _rows(batch)
+            except MemoryError:
+                last = min(number + size, file.metadata.num_rows)
+                what = f"rows {number + 1:,} to {last:,} take more than {DECODED >> 20} MiB decoded"
+                raise DataError(f"{path}: {what} (write shorter rows)") from None
+            if batch is None:
+                return
+            yield from enumerate(rows, number + 1)
+            number += batch.num_rows
+
+
+def _rows(batch: pa.RecordBatch) -> list[dict[str, Any] | str]:
+    """Return the rows of a batch; for one with text that is not UTF-8, the reason why it is none."""
+    try:
+        return list(batch.to_pylist())
+    except UnicodeDecodeError:
+        if batch.num_rows == 1:
+            return ["text is not Unicode"]
+        return [row for i in range(batch.num_rows) for row in _rows(batch.slice(i, 1))]
 
 
 # What reads a file, by its suffix: (path, columns that are wanted) -> rows as `file_rows` has them.
@@ -611,11 +676,15 @@ def prompt_of(row: Mapping[str, Any], data: DataConfig, path: Path) -> tuple[str
     if value is None or value == [] or (isinstance(value, str) and not value.strip()):
         raise nothing
     if isinstance(value, str):
+        value = _messages_in(value) or value
+    if isinstance(value, str):
         return column, value
     wrong = "prompt is neither a text nor a list of {role, content}"
     if not isinstance(value, list) or not all(isinstance(message, dict) for message in value):
         raise UnusableRow(wrong, type(value).__name__)
-    messages = [{"role": message.get("role"), "content": message.get("content")} for message in value]
+    messages = [
+        {"role": message.get("role"), "content": _joined(message.get("content"))} for message in value
+    ]
     if not all(isinstance(text, str) for message in messages for text in message.values()):
         raise UnusableRow(wrong, "role or content is not a text")
     if not any(message["content"].strip() for message in messages):
@@ -623,12 +692,33 @@ def prompt_of(row: Mapping[str, Any], data: DataConfig, path: Path) -> tuple[str
     return column, messages
 
 
+def _messages_in(text: str) -> Messages | None:
+    """Return the messages that a text is the JSON of; None where it is none."""
+    if not text.lstrip().startswith("["):
+        return None
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    holds = found and all(isinstance(one, dict) and {"role", "content"} <= one.keys() for one in found)
+    return found if holds else None
+
+
+def _joined(content: Any) -> Any:
+    """Return content in parts, `[{"type": "text", "text": ...}]`, as one text where all parts are texts."""
+    if isinstance(content, list) and content:
+        texts = [part.get("text") if isinstance(part, dict) else None for part in content]
+        if all(isinstance(text, str) for text in texts):
+            return "".join(texts)
+    return content
+
+
 def _without_reply(messages: Any) -> tuple[Any, str | None]:
     """Return a conversation up to its last message, where that is the assistant's, and the text of that."""
     last = messages[-1] if isinstance(messages, list) and messages else None
     if not isinstance(last, dict) or last.get("role") != "assistant":
         return messages, None
-    text = last.get("content")
+    text = _joined(last.get("content"))
     return messages[:-1], text if isinstance(text, str) else None
 
 
@@ -669,7 +759,15 @@ def _response(row: Mapping[str, Any], key: str, path: Path) -> str:
         raise UnusableRow(f"no response in {' or '.join((key, _COMPLETION, _MESSAGES))}")
     if not isinstance(value, str):
         raise UnusableRow("response is not a text", type(value).__name__)
+    if len(value) > MAX_RESPONSE:
+        raise UnusableRow(f"response is longer than {MAX_RESPONSE:,} characters", f"{len(value):,}")
     return value
+
+
+def _after_marker(text: str) -> str:
+    """Return what follows the last `####` of GSM8K's, without the commas between groups of digits."""
+    answer = text.rpartition("####")[2]
+    return _DIGIT_GROUPS.sub(lambda number: number[0].replace(",", ""), answer)
 
 
 def final_answer(solution: str) -> str | None:
@@ -680,7 +778,7 @@ def final_answer(solution: str) -> str | None:
     if (boxed := plugin("megarl.answers", "boxed")(text)) is not None:
         return boxed
     if "####" in text:
-        return text.rpartition("####")[2].replace(",", "")
+        return _after_marker(text)
     if formula := _FORMULA.fullmatch(text):
         return next(part for part in formula.groups() if part is not None)
     return text if text and not re.search(r"\s", text) else None
@@ -701,13 +799,15 @@ def answer_of(row: Mapping[str, Any], data: DataConfig, path: Path) -> tuple[str
         value = final_answer(value)
     if value is None:
         raise nothing
+    if isinstance(value, bool) or not isinstance(value, str | int | float | Decimal):
+        raise UnusableRow("answer is neither a text nor a number", type(value).__name__)
+    if not isinstance(value, str) and not math.isfinite(value):
+        raise UnusableRow("answer is neither a text nor a number", str(value))
     if isinstance(value, float) and value.is_integer():
         value = int(value)
-    if isinstance(value, bool) or not isinstance(value, str | int | float) or value != value:
-        raise UnusableRow("answer is neither a text nor a number", type(value).__name__)
-    text = str(value)
+    text = f"{value:f}" if isinstance(value, Decimal) else str(value)
     if "####" in text:
-        text = text.rpartition("####")[2].replace(",", "")
+        text = _after_marker(text)
     if not text.strip():
         raise nothing
     return column, text.strip()
@@ -723,22 +823,34 @@ def _tokenized(
     """Yield batches of (row, its text as the model reads it, its tokens), none of them empty; rows that
     cannot be used go into `report`. The first batch is of one row: a caller who needs only one pays for no
     other."""
-    # A chat template writes the special tokens itself; a raw prompt gets those that the model was trained
-    # with.
-    special = data.template != "chat"
+    # A chat template writes the special tokens itself; a raw prompt gets those that the tokenizer begins a
+    # text with. What it ends a text with would stand between prompt and response.
+    begin = () if data.template == "chat" else _begin_tokens(tokenizer)
+    longest = data.max_prompt_tokens * CHARACTERS_PER_TOKEN
+    limit = f"longer than data.max_prompt_tokens {data.max_prompt_tokens}"
     at_once = 1
-    while part := list(islice(rows, at_once)):
+    while part := _take(rows, at_once):
         at_once = _TOKENIZED_AT_ONCE
-        texts = [_templated(row.prompt, data, tokenizer, tools) for row in part]
+        texts: list[str | UnusableRow] = []
+        for row in part:
+            text = _templated(row, data, tokenizer, tools, report)
+            if isinstance(text, str) and len(text) > longest:
+                text = UnusableRow(limit, f"{len(text):,} characters")
+            texts.append(text)
         good = [text for text in texts if isinstance(text, str)]
-        tokens = iter(tokenizer(good, add_special_tokens=special)["input_ids"] if good else ())
+        tokens = iter(tokenizer(good, add_special_tokens=False)["input_ids"] if good else ())
         batch = []
         for row, text in zip(part, texts, strict=True):
             ids = tuple(next(tokens)) if isinstance(text, str) else ()
+            if begin and isinstance(text, str):
+                if ids[: len(begin)] == begin:
+                    what = f"the prompt begins with {tokenizer.decode(begin)} already, and gets no other"
+                    report.warn(row, what)
+                else:
+                    ids = (*begin, *ids)
             if isinstance(text, UnusableRow):
                 problem = text
             elif len(ids) > data.max_prompt_tokens:
-                limit = f"longer than data.max_prompt_tokens {data.max_prompt_tokens}"
                 problem = UnusableRow(limit, f"{len(ids)} tokens")
             elif not ids:
                 problem = UnusableRow("no tokens in the prompt")
@@ -750,9 +862,28 @@ def _tokenized(
             yield batch
 
 
+def _take(rows: Iterator[_Row], most: int) -> list[_Row]:
+    """Return the next rows, at most so many, and no more than there may be characters at once."""
+    part, characters = list[_Row](), 0
+    while len(part) < most and characters < _CHARACTERS_AT_ONCE and (row := next(rows, None)) is not None:
+        part.append(row)
+        contents = [row.prompt] if isinstance(row.prompt, str) else [one["content"] for one in row.prompt]
+        characters += sum(map(len, contents)) + len(row.target)
+    return part
+
+
+def _begin_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """Return the special tokens that the tokenizer writes before a text."""
+    probe = tokenizer("0", return_special_tokens_mask=True)
+    pairs = zip(probe["input_ids"], probe["special_tokens_mask"], strict=True)
+    return tuple(token for token, _ in takewhile(lambda pair: pair[1], pairs))
+
+
 def _templated(
-    prompt: str | Messages, data: DataConfig, tokenizer: PreTrainedTokenizerBase, tools: Tools
+    row: _Row, data: DataConfig, tokenizer: PreTrainedTokenizerBase, tools: Tools, report: ReadReport
 ) -> str | UnusableRow:
+    """Return a row's prompt as the model reads it, or why it cannot be rendered."""
+    prompt = row.prompt
     if isinstance(prompt, str):
         prompt = data.prompt_format.replace("{prompt}", prompt)
         if data.template == "raw":
@@ -760,10 +891,15 @@ def _templated(
         prompt = [{"role": "user", "content": prompt}]
     elif data.template == "raw":
         return "\n".join(message["content"] for message in prompt)
+    first = prompt[0]["content"].lstrip()
+    if special := next((one for one in tokenizer.all_special_tokens if first.startswith(one)), None):
+        what = f"the prompt begins with {special}: a chat template has rendered it already"
+        report.warn(row, f"{what} (set data.template=raw)")
+        if special == tokenizer.bos_token:  # which the chat template writes itself
+            prompt = [{**prompt[0], "content": first.removeprefix(special)}, *prompt[1:]]
     try:
-        text = tokenizer.apply_chat_template(
-            prompt, tools=list(tools) or None, add_generation_prompt=True, tokenize=False
-        )
-        return str(text)
+        return render_chat(tokenizer, prompt, tools=tools, variables=data.chat_template_kwargs)
+    except MegarlError:
+        raise
     except Exception as error:  # noqa: BLE001 (its own errors, and whatever Python raises in a template)
         return UnusableRow("refused by the chat template", first_line(error))

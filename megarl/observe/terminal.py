@@ -25,6 +25,7 @@ from rich.text import Text
 from megarl.config.errors import DataError
 from megarl.config.files import read_json
 from megarl.config.schema import EVALUATION, PRETRAINING, SUPERVISED, TRAIN, main_stage
+from megarl.config.text import printable
 from megarl.observe.run_log import METRICS_FILE, Record, is_step, parse
 from megarl.observe.runs import kept_share, layout_text, read_mapping
 
@@ -275,12 +276,12 @@ class TerminalView:
 
     def _printable(self, text: str) -> str:
         """Return `text` on one line, in what the console's encoding can hold."""
-        line = " ".join(text.split())
+        line = printable(" ".join(text.split()))
         return line.encode("ascii", "replace").decode() if self._ascii else line
 
     def _print(self, text: str) -> None:
         if self.mode == "plain":
-            self.console.print(Text(text), soft_wrap=True)
+            self.console.print(Text(printable(text)), soft_wrap=True)
 
     def _print_step(self, record: Mapping[str, Any]) -> None:
         stage, step = record["stage"], record["step"]
@@ -324,7 +325,7 @@ class TerminalView:
         phase = Text.assemble((self._printable(self._phase), "cyan"), f" {elapsed}", **whole)
         if self._evaluation:
             phase.append(f"\nevaluation at step {self._evaluation['step']}  ", "dim")
-            phase.append(evaluation_text(self._evaluation))
+            phase.append(printable(evaluation_text(self._evaluation)))
 
         sparks = Table.grid(padding=(0, 1))
         for name, (_, form) in SPARKS.items():

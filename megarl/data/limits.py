@@ -1,0 +1,49 @@
+"""Limits for work on files of strangers, which may be made to take all memory or never to end."""
+
+from __future__ import annotations
+
+import resource
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NoReturn
+
+from megarl.config.errors import ConfigError
+
+_STATM = Path("/proc/self/statm")
+
+
+@contextmanager
+def memory_limit(size: int) -> Iterator[None]:
+    """Have the block raise MemoryError where it takes more than `size` bytes. Linux only, else no limit."""
+    before = resource.getrlimit(resource.RLIMIT_DATA)
+    if _STATM.exists():
+        used = int(_STATM.read_text().split()[5]) * resource.getpagesize()
+        limits = [limit for limit in (used + size, *before) if limit != resource.RLIM_INFINITY]
+        resource.setrlimit(resource.RLIMIT_DATA, (min(limits), before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, before)
+
+
+@contextmanager
+def time_limit(seconds: float, what: str) -> Iterator[None]:
+    """Have the block raise ConfigError, which begins with `what`, after `seconds`. No limit outside the main
+    thread, as signals reach that one only."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def end(*_: Any) -> NoReturn:
+        raise ConfigError(f"{what} has not ended within {seconds:g} s (it may loop for ever)")
+
+    before = signal.signal(signal.SIGALRM, end)
+    left, _ = signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, left)
+        signal.signal(signal.SIGALRM, before)
