@@ -33,7 +33,8 @@ PAD, EOS, BOS, START, END = "<pad>", "<eos>", "<bos>", "<|im_start|>", "<|im_end
 SPECIALS = (PAD, EOS, BOS, START, END)
 CHARACTERS = "0123456789+-*/=? \nAnswer:WitdbcfghklmopquvxyzSTHE,.!()$\\{}<>|_"
 CHAT_TEMPLATE = (
-    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}"
+    "{{ '<eos>' if m['role'] == 'assistant' else '<|im_end|>' }}\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 LLAMA3_ROPE = {

@@ -27,6 +27,9 @@ def show(
     drawn: Annotated[
         bool, Option("--drawn", help="those that the run draws first, not the first of the files")
     ] = False,
+    mcp: Annotated[
+        bool, Option("--mcp", help="start the MCP servers of rollout.tools, and show their tools too")
+    ] = False,
 ) -> int:
     """Print the first prompts as the model reads them, and which rows are left out and why."""
     from megarl.data.prompts import (
@@ -48,7 +51,8 @@ def show(
         name, entries = "data.eval", config.data.eval
     if not entries:
         raise ConfigError(f"{path}: {name}: names no file")
-    from megarl.rollout.chat import prompting
+    from megarl.rollout.chat import schemas
+    from megarl.rollout.tools import MCP
     from megarl.schedule.preflight import check_tokenizer
     from megarl.weights.megatron import open_model
 
@@ -66,8 +70,12 @@ def show(
         sets: list[ProblemSet] = []
         if config.data.has_gym and not held_out:  # its rows are never those of data.eval
             sets, _ = read_problem_sets(config.data, config.evaluation, tokenizer)
-        tools = prompting(config.rollout, tokenizer)["tools"]
-        prompts, report = read_prompts(entries, config.data, tokenizer, sets, name, tools)
+        # Whoever looks at a configuration has not asked for its commands to be run.
+        unasked = [] if mcp else [path for path in config.rollout.tools if path.startswith(MCP)]
+        tools = schemas(path for path in config.rollout.tools if path not in unasked)
+        for path in unasked:
+            print(printable(f"rollout.tools: {path}: its tools are left out (--mcp starts the server)"))
+        prompts, report = read_prompts(entries, config.data, tokenizer, sets, name, list(tools.values()))
         unknown = "(none is known; reasoning-gym scores answers)"
         shown = [
             (one.tokens, f", uid {one.uid}", f"reference answer: {one.answer or unknown}") for one in prompts

@@ -50,7 +50,7 @@ _CHARACTERS_AT_ONCE = 1 << 22  # of the rows that are tokenized together
 MAX_LINE = 16 << 20  # bytes of a line of jsonl
 MAX_RESPONSE = 1 << 22  # characters of a supervised response
 CHARACTERS_PER_TOKEN = 100  # a prompt with more than data.max_prompt_tokens times as many is not tokenized
-DECODED = 1 << 30  # bytes that decoding a batch of parquet rows may take
+DECODED = 1 << 30  # bytes that decoding a batch of parquet rows, or rendering a prompt, may take
 _BATCH, _BATCH_BYTES = 4096, 64 << 20  # rows of such a batch, and their bytes by the file's own account
 
 
@@ -898,7 +898,8 @@ def _templated(
         if special == tokenizer.bos_token:  # which the chat template writes itself
             prompt = [{**prompt[0], "content": first.removeprefix(special)}, *prompt[1:]]
     try:
-        return render_chat(tokenizer, prompt, tools=tools, variables=data.chat_template_kwargs)
+        with memory_limit(DECODED):
+            return render_chat(tokenizer, prompt, tools=tools, variables=data.chat_template_kwargs)
     except MegarlError:
         raise
     except Exception as error:  # noqa: BLE001 (its own errors, and whatever Python raises in a template)

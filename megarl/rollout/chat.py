@@ -13,141 +13,30 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count, zip_longest
+from types import MappingProxyType
 from typing import Any
 
 from megarl.config.errors import ConfigError, first_line
-from megarl.config.schema import RolloutConfig
+from megarl.config.schema import Config
 from megarl.data.prompts import Prompt
 from megarl.rewards.verdict import Verdict
+from megarl.rollout.chat_turns import ChatTurns, Message, end_tokens, policy_text
 from megarl.rollout.episode import Episode, EpisodeTruncated, Policy, ToolError
 from megarl.rollout.mcp_tools import listed
 from megarl.rollout.tools import MCP, schema
 
-Message = Mapping[str, Any]
-
 _MOST_CALLS = 16  # in one turn; a policy that repeats itself would keep the tools busy for hours
-_MARK = "\ue000"  # the first character that no text has a use for
-_CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
+_CALL_BEGINS, _CALL_ENDS = "<tool_call>", "</tool_call>"
+_THOUGHTS_END = "</think>"
+_SPACE, _SEPARATORS = re.compile(r"\s*"), re.compile(r"[; \n\t,]*")
+_JSON = json.JSONDecoder()
+NONE: Mapping[str, Any] = MappingProxyType({})
 
 
-class ChatTurns:
-    """Makes the tokens that the policy is shown, by the tokenizer's chat template.
-
-    tools  schemas of functions that the template tells the policy of, as `schemas` makes them"""
-
-    def __init__(self, tokenizer: Any, tools: Sequence[Mapping[str, Any]] = ()) -> None:
-        self.tokenizer, self.tools = tokenizer, list(tools) or None
-        source = str(tokenizer.chat_template)
-        # <tool_call> is no special token of Qwen's, but a control token all the same.
-        self._control = {
-            i: token.content
-            for i, token in tokenizer.added_tokens_decoder.items()
-            if token.special or (token.content in source and re.search(r"[^\w\s]", token.content))
-        }
-        names = sorted(filter(None, self._control.values()), key=len, reverse=True)
-        self._named = re.compile("|".join(map(re.escape, names))) if names else None
-        self._closing = self._encode(self._text_behind([], _MARK, generate=False))
-        found = [i for i, token in enumerate(self._closing) if token in self._control]
-        self._closes = found[0] if found else None
-
-    @property
-    def end(self) -> int | None:
-        """Return the control token by which the template ends an assistant's turn, None if it writes none."""
-        return None if self._closes is None else self._closing[self._closes]
-
-    def first(self, messages: Sequence[Message]) -> tuple[int, ...]:
-        """Return the tokens before the policy's first turn. Special tokens in the contents are plain text.
-        Raises ValueError with the template's words where it refuses the messages."""
-        neutral, hidden, mark = self._neutral(messages)
-        return tuple(self._tokens(self.render(neutral), hidden, mark, first=True))
-
-    def after(self, messages: Sequence[Message], ended_with: Sequence[int]) -> tuple[int, ...]:
-        """Return the tokens between the policy's turn and its next one, in which `messages` are shown.
-
-        ended_with: the turn's tokens. Where the last one ends a turn, the template's own end is left out.
-        Special tokens in the contents are plain text. Raises as `first`."""
-        neutral, hidden, mark = self._neutral(messages)
-        tokens = self._tokens(self._text_behind(neutral, mark), hidden, mark)
-        if ended_with and ended_with[-1] in (self.tokenizer.eos_token_id, self.end):
-            until = 0 if self._closes is None else self._closes + 1
-            if tokens[:until] == self._closing[:until]:
-                tokens = tokens[until:]
-        return tuple(tokens)
-
-    def render(self, messages: Sequence[Message], generate: bool = True) -> str:
-        """Return the text of a conversation, with the beginning of the policy's next turn if `generate`."""
-        try:
-            text = self.tokenizer.apply_chat_template(
-                list(messages), tools=self.tools, add_generation_prompt=generate, tokenize=False
-            )
-        except Exception as error:  # its own errors, and whatever Python raises in a template
-            roles = ", ".join(str(message.get("role")) for message in messages)
-            raise ValueError(f"the chat template refuses {roles}: {first_line(error)}") from error
-        return str(text)
-
-    def text_behind(self, messages: Sequence[Message]) -> str:
-        """Return what the template writes behind an assistant's turn up to the next one."""
-        return self._text_behind(messages, _MARK)
-
-    def _text_behind(self, messages: Sequence[Message], mark: str, generate: bool = True) -> str:
-        said = f"{mark}said{mark}"
-        begun = [{"role": "user", "content": "?"}, {"role": "assistant", "content": said}]
-        _, found, behind = self.render([*begun, *messages], generate).partition(said)
-        if not found:
-            raise ValueError("the chat template leaves out what an assistant has written")
-        return behind
-
-    def _neutral(self, messages: Sequence[Message]) -> tuple[list[dict[str, Any]], list[str], str]:
-        """Return the messages with marks in place of what in them looks like a control token, these texts,
-        and the character by which marks are known."""
-        plain = json.dumps(messages, ensure_ascii=False, default=str)
-        mark = next(character for character in map(chr, count(ord(_MARK))) if character not in plain)
-        hidden: list[str] = []
-
-        def hide(found: re.Match[str]) -> str:
-            hidden.append(found[0])
-            return f"{mark}{len(hidden) - 1}{mark}"
-
-        def neutral(value: Any) -> Any:
-            if isinstance(value, str):  # half of a surrogate pair is no text
-                value = value.encode(errors="replace").decode()
-                return self._named.sub(hide, value) if self._named else value
-            if isinstance(value, Mapping):
-                return {neutral(key): neutral(part) for key, part in value.items()}
-            return [neutral(part) for part in value] if isinstance(value, (list, tuple)) else value
-
-        # Roles are the template's to compare.
-        made = [{k: v if k in ("role", "type") else neutral(v) for k, v in m.items()} for m in messages]
-        return made, hidden, mark
-
-    def _tokens(self, text: str, hidden: Sequence[str], mark: str, first: bool = False) -> list[int]:
-        tokens: list[int] = []
-        for i, part in enumerate(re.split(f"{mark}(\\d+){mark}", text)):
-            if i % 2:
-                tokens += self._plain(hidden[int(part)])
-            elif part:
-                tokens += self._encode(part, first and i == 0)
-        return tokens
-
-    def _encode(self, text: str, first: bool = False) -> list[int]:
-        """Return the tokens of a text of the template's; of one that is not `first` as they are behind a
-        control token: some tokenizers begin every text with a blank."""
-        before = "" if first else self.tokenizer.eos_token or ""
-        tokens = self.tokenizer(before + text, add_special_tokens=False).input_ids
-        return list(tokens[1:] if before and tokens[:1] == [self.tokenizer.eos_token_id] else tokens)
-
-    def _plain(self, text: str) -> list[int]:
-        """Return the tokens of a control token's name, none of them a control token."""
-        tokens = self.tokenizer(text, add_special_tokens=False, split_special_tokens=True).input_ids
-        if len(text) > 1 and not self._control.keys().isdisjoint(tokens):  # none that is split by this option
-            return [*self._plain(text[0]), *self._plain(text[1:])]
-        return list(tokens)
-
-
-def opening(tokenizer: Any) -> tuple[int, ...]:
+def opening(tokenizer: Any, variables: Mapping[str, Any] = NONE) -> tuple[int, ...]:
     """Return the token that every conversation begins with, the prompt of agents that bring messages of their
     own. Raises ConfigError where there is none."""
-    chat, user = ChatTurns(tokenizer), {"role": "user", "content": "Why?"}
+    chat, user = ChatTurns(tokenizer, variables=variables), {"role": "user", "content": "Why?"}
     begun = [chat.first([user])[:1], chat.first([{"role": "user", "content": "1 + 1"}])[:1]]
     with suppress(ValueError):  # of a template without a system's turn
         begun.append(chat.first([{"role": "system", "content": "Be brief."}, user])[:1])
@@ -162,6 +51,7 @@ def check_template(
     tools: Sequence[Mapping[str, Any]] = (),
     shown: Collection[str] = ("user",),
     stop: Collection[str] = (),
+    variables: Mapping[str, Any] = NONE,
 ) -> None:
     """Raise ConfigError, which says what the template changes and where, unless it only appends.
 
@@ -169,7 +59,8 @@ def check_template(
     template has no case for them, and compared with what the policy would have before it. White space is not
     compared: templates strip contents, and the policy's own stays in its context.
 
-    shown: the roles of what the policy is shown; stop: texts that end a turn, besides the end-of-sequence"""
+    shown: the roles of what the policy is shown; stop: texts that end a turn, besides the end-of-sequence;
+    variables: data.chat_template_kwargs"""
     if not getattr(tokenizer, "chat_template", None):
         raise ConfigError("data.template: the tokenizer has no chat template (add one to the model's folder)")
     source = tokenizer.chat_template
@@ -179,14 +70,14 @@ def check_template(
             f"data.template: the chat template {what} (put a constant in place of strftime_now)"
         )
     try:
-        chat = ChatTurns(tokenizer, tools)
+        chat = ChatTurns(tokenizer, tools, variables)
         for told in tools:  # of an MCP server they are a stranger's words
-            if chat._named and (found := chat._named.search(json.dumps(told, ensure_ascii=False))):
+            if chat.named and (found := chat.named.search(json.dumps(told, ensure_ascii=False))):
                 name = told.get("function", told).get("name")
                 what = f"tool {name!r}: {found[0]} in its schema would be read as a control token"
                 raise ConfigError(f"rollout.tools, or an agent's: {what} (reword it, or leave the tool out)")
         asked = [{"role": "user", "content": "question 0"}]
-        if tools and chat.render(asked) == ChatTurns(tokenizer).render(asked):
+        if tools and chat.render(asked) == ChatTurns(tokenizer, variables=variables).render(asked):
             what = "does not tell the policy of tools"
             raise ConfigError(f"data.template: the chat template {what} (use one that renders `tools`)")
         knows_thoughts = "think>" in str(source)  # then some write empty ones where there are none
@@ -195,12 +86,23 @@ def check_template(
                 _check_appends(chat, role, thinks)
     except ValueError as error:
         raise ConfigError(f"data.template: {error} (use a template that only appends)") from error
-    if chat.end not in (None, tokenizer.eos_token_id) and tokenizer.decode([chat.end]) not in stop:
-        what = (
-            f"the chat template ends a turn with {tokenizer.decode([chat.end])}, which does not end what the"
-        )
+    _check_end(chat, stop)
+
+
+def check_end_of_turn(tokenizer: Any, stop: Collection[str], variables: Mapping[str, Any] = NONE) -> None:
+    """Raise ConfigError where what ends a turn in the chat template does not end what the policy writes."""
+    with suppress(ValueError):  # a template that cannot show an assistant's turn ends none
+        _check_end(ChatTurns(tokenizer, variables=variables), stop)
+
+
+def _check_end(chat: ChatTurns, stop: Collection[str]) -> None:
+    if chat.end is None or chat.end in end_tokens(chat.tokenizer):
+        return
+    end = chat.tokenizer.decode([chat.end])
+    if end not in stop:
+        what = f"the chat template ends a turn with {end}, which does not end what the policy writes"
         remedy = "make it the tokenizer's eos_token, or add it to rollout.stop"
-        raise ConfigError(f"data.template: {what} policy writes ({remedy})")
+        raise ConfigError(f"data.template: {what} ({remedy})")
 
 
 def _check_appends(chat: ChatTurns, role: str, thinks: bool) -> None:
@@ -269,33 +171,62 @@ def parse_calls(tokens: Sequence[int], tokenizer: Any, form: str, prefix: str = 
         try:
             message = tokenizer.parse_response(list(tokens), prefix=prefix)
         except Exception as error:  # noqa: BLE001 (whatever it raises about what the policy wrote)
-            return tokenizer.decode(tokens, skip_special_tokens=True), [_failed(first_line(error))]
+            return policy_text(tokenizer, tokens), [_failed(first_line(error))]
         found = [one.get("function") for one in message.get("tool_calls") or ()]
         return str(message.get("content") or ""), [_call(one) for one in found]
-    text = tokenizer.decode(tokens, skip_special_tokens=True)
+    text = policy_text(tokenizer, tokens)
     if form == "hermes":
-        parts = [part.strip() for part in _CALL.split(text)]
-        return "\n".join(filter(None, parts[::2])), [_parsed(part) for part in parts[1::2]]
+        return _hermes_calls(text)
     assert form == "json"
-    left = text.strip()
-    if not re.match(r"\[?\s*\{\s*\"(?:name|type|function)\"", left):
+    at = _SPACE.match(text, _thoughts_end(text)).end()  # type: ignore[union-attr]
+    if not re.compile(r"\[?\s*\{\s*\"(?:name|type|function)\"").match(text, at):
         return text, []
     calls: list[Call] = []
-    while left := left.lstrip("; \n\t,"):
+    while (at := _SEPARATORS.match(text, at).end()) < len(text):  # type: ignore[union-attr]
         try:
-            value, end = json.JSONDecoder().raw_decode(left)
+            value, at = _JSON.raw_decode(text, at)
         except (ValueError, RecursionError) as error:
-            return "", [*calls, _failed(f"not JSON: {error}")]
+            return text[: _thoughts_end(text)].strip(), [*calls, _failed(f"not JSON: {error}")]
         calls += [_call(one) for one in (value if isinstance(value, list) else [value])]
-        left = left[end:]
-    return "", calls
+    return text[: _thoughts_end(text)].strip(), calls
 
 
-def _parsed(text: str) -> Call:
-    try:
-        return _call(json.loads(text))
-    except (ValueError, RecursionError) as error:
-        return _failed(f"not JSON: {error}")
+def _hermes_calls(text: str) -> tuple[str, list[Call]]:
+    """Return what stands around `<tool_call>JSON</tool_call>`, and these calls. A tag within JSON is text."""
+    begin = _thoughts_end(text)
+    said, calls = [text[:begin]], list[Call]()
+    while (tag := text.find(_CALL_BEGINS, begin)) >= 0:
+        said.append(text[begin:tag])
+        try:
+            value, end = _json_behind(text, tag)
+            end = _SPACE.match(text, end).end()  # type: ignore[union-attr]
+            if end < len(text) and not text.startswith((_CALL_ENDS, _CALL_BEGINS), end):
+                raise ValueError("something follows it")
+            calls.append(_call(value))
+            begin = end + len(_CALL_ENDS) * text.startswith(_CALL_ENDS, end)
+        except (ValueError, RecursionError) as error:
+            calls.append(_failed(f"not JSON: {error}"))
+            end = text.find(_CALL_ENDS, tag)
+            begin = len(text) if end < 0 else end + len(_CALL_ENDS)
+    said.append(text[begin:])
+    return "\n".join(filter(None, map(str.strip, said))), calls
+
+
+def _thoughts_end(text: str) -> int:
+    """Return where the thoughts of a turn end: behind the first `</think>`, unless a call holds that as text.
+    Tags in thoughts are no calls."""
+    end = text.find(_THOUGHTS_END)
+    tag = text.find(_CALL_BEGINS)
+    if 0 <= tag < end and not text.lstrip().startswith("<think>"):
+        with suppress(ValueError, RecursionError):
+            if _json_behind(text, tag)[1] > end:
+                return 0
+    return 0 if end < 0 else end + len(_THOUGHTS_END)
+
+
+def _json_behind(text: str, tag: int) -> tuple[Any, int]:
+    """Return the JSON value behind a tag, and where it ends. Raises ValueError and RecursionError."""
+    return _JSON.raw_decode(text, _SPACE.match(text, tag + len(_CALL_BEGINS)).end())  # type: ignore[union-attr]
 
 
 def _call(value: Any) -> Call:
@@ -331,10 +262,11 @@ def schemas(tools: Iterable[str]) -> dict[str, dict[str, Any]]:
     return found
 
 
-def prompting(rollout: RolloutConfig, tokenizer: Any) -> dict[str, Any]:
+def prompting(config: Config, tokenizer: Any) -> dict[str, Any]:
     """Return what of a run's episodes decides how prompts are read: the arguments `tools` and `opening` of
     megarl.data.prompts.read_prompts. Raises as `schemas` and `opening`."""
-    begun = opening(tokenizer) if rollout.agent else ()
+    rollout, variables = config.rollout, config.data.chat_template_kwargs
+    begun = opening(tokenizer, variables) if rollout.agent else ()
     return {"tools": list(schemas(rollout.tools).values()), "opening": begun}
 
 

@@ -9,17 +9,20 @@ from __future__ import annotations
 
 import asyncio
 import json
+import resource
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextvars import Context
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from megarl.config.errors import ConfigError, EngineError, MegarlError
 from megarl.data.prompts import Prompt
 from megarl.rewards.verdict import Verdict
-from megarl.rollout.chat import Call, ChatTurns, call_format, call_id, check_template, parse_calls
+from megarl.rollout.chat import NONE, Call, call_format, call_id, check_template, parse_calls
+from megarl.rollout.chat_turns import ChatTurns
 from megarl.rollout.episode import Episode, EpisodeAborted, EpisodeTruncated, Policy, row_of
 from megarl.rollout.tools import described
 
@@ -29,6 +32,10 @@ if TYPE_CHECKING:
 Agent = Callable[[str, str, dict[str, Any]], Awaitable[Verdict | bool | float | None]]
 
 _MOST_BYTES = 4 << 20  # of a request: a history of a million tokens
+# Any user of the machine can connect. Connections without a request that has an api_key may not take all file
+# descriptors: one more than so many closes the oldest of them.
+_STRANGERS = 4096  # or a quarter of the process's file descriptors
+_STRANGER_SECONDS = 10.0  # that such a connection may last
 # How tokens are drawn is the run's to say, and agents have these written into them.
 _IGNORED = {
     "model", "temperature", "top_p", "top_k", "min_p", "seed", "user", "metadata", "store", "stream_options",
@@ -65,16 +72,21 @@ class Endpoint:
 
     tokenizer  with a chat template
     seconds    longest time in which an agent asks nothing
-    stop       rollout.stop"""
+    stop       rollout.stop
+    variables  data.chat_template_kwargs"""
 
-    def __init__(self, tokenizer: Any, seconds: float, stop: Sequence[str] = ()) -> None:
+    def __init__(
+        self, tokenizer: Any, seconds: float, stop: Sequence[str] = (), variables: Mapping[str, Any] = NONE
+    ) -> None:
         check_installed()
-        check_template(tokenizer, stop=stop)
-        self.tokenizer, self.seconds, self.stop = tokenizer, seconds, stop
+        check_template(tokenizer, stop=stop, variables=variables)
+        self.tokenizer, self.seconds, self.stop, self.variables = tokenizer, seconds, stop, variables
         self.sessions: dict[str, Session] = {}
         self._runner: web.AppRunner | None = None
         self._starting = asyncio.Lock()
         self._chats: dict[str, ChatTurns] = {}
+        self._strangers: dict[web.RequestHandler[Any], asyncio.TimerHandle] = {}  # the oldest first
+        self._most_strangers = min(_STRANGERS, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4)
 
     async def address(self) -> str:
         """Return http://127.0.0.1:port; start the server if none runs."""
@@ -87,17 +99,38 @@ class Endpoint:
                 app.router.add_get("/s/{session}/v1/models", self._models)
                 runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
                 await runner.setup()
+                loop = asyncio.get_running_loop()
                 # Its connections are none of the first episode's tasks, which its context would say.
-                start = web.TCPSite(runner, "127.0.0.1", 0).start()
-                await asyncio.get_running_loop().create_task(start, context=Context())
+                start = loop.create_server(partial(self._accept, runner), "127.0.0.1", 0)
+                self._server = await loop.create_task(start, context=Context())
                 self._runner = runner
-        host, port = self._runner.addresses[0][:2]
+        host, port = self._server.sockets[0].getsockname()
         return f"http://{host}:{port}"
+
+    def _accept(self, runner: web.AppRunner) -> web.RequestHandler[Any]:
+        """Return what serves a new connection, which is a stranger's until a request has an api_key."""
+        assert runner.server is not None
+        while len(self._strangers) >= self._most_strangers:
+            self._close(next(iter(self._strangers)))
+        handler = runner.server()
+        self._strangers[handler] = asyncio.get_running_loop().call_later(
+            _STRANGER_SECONDS, self._close, handler
+        )
+        return handler
+
+    def _close(self, handler: web.RequestHandler[Any]) -> None:
+        """Close a stranger's connection."""
+        self._strangers.pop(handler).cancel()
+        if handler.transport is not None:
+            handler.transport.abort()
 
     async def close(self) -> None:
         """End the server, and the requests that wait."""
         runner, self._runner = self._runner, None
         if runner is not None:
+            self._server.close()
+            for stranger in list(self._strangers):
+                self._close(stranger)
             await runner.cleanup()
 
     def chat(self, tools: Sequence[Mapping[str, Any]]) -> ChatTurns:
@@ -105,10 +138,12 @@ class Endpoint:
         rewrites history, or cannot tell of tools."""
         key = json.dumps(tools, sort_keys=True)
         if key not in self._chats:
-            check_template(self.tokenizer, tools, ("tool", "user") if tools else ("user",), self.stop)
+            shown = ("tool", "user") if tools else ("user",)
+            check_template(self.tokenizer, tools, shown, self.stop, self.variables)
             if tools:
                 call_format(self.tokenizer)
-            self._chats = {**dict(list(self._chats.items())[-99:]), key: ChatTurns(self.tokenizer, tools)}
+            made = ChatTurns(self.tokenizer, tools, self.variables)
+            self._chats = {**dict(list(self._chats.items())[-99:]), key: made}
         return self._chats[key]
 
     def episode(self, agent: Agent) -> Episode:
@@ -133,6 +168,8 @@ class Endpoint:
             return _error(404, Refused("there is no such session, or it has ended", "not_found"))
         if request.headers.get("Authorization") != f"Bearer {session.key}":
             return _error(401, Refused("use the api_key that the agent was given", "invalid_api_key"))
+        if (timer := self._strangers.pop(request.protocol, None)) is not None:
+            timer.cancel()
         return session
 
     async def _models(self, request: web.Request) -> web.Response:
@@ -279,7 +316,7 @@ class Session:
         messages, tools, stop, most = _read(body)
         if self.chat is None:
             self.chat = self.endpoint.chat(tools)
-        elif tools != list(self.chat.tools or []):
+        elif tools != self.chat.tools:
             raise Refused("the tools are not those of this session's first request", unjudged=True)
         chat, known = self.chat, len(self.history)
         for i, (was, now) in enumerate(zip(self.history, messages, strict=False)):

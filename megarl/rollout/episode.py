@@ -21,6 +21,7 @@ from megarl.config.errors import EngineError
 from megarl.config.schema import TurnsConfig
 from megarl.data.prompts import Prompt
 from megarl.rewards.verdict import Verdict
+from megarl.rollout.chat_turns import policy_text
 from megarl.rollout.engines.engine import EngineClient
 from megarl.rollout.sampling import Completion, SamplingParams, environment_seed, stop_window, turn_seed
 from megarl.rollout.tools import Result, State, ToolPool, described, observation
@@ -55,8 +56,8 @@ class Turn:
 
     @property
     def text(self) -> str:
-        """Return what was written, without special tokens."""
-        return str(self.tokenizer.decode(self.tokens, skip_special_tokens=True))
+        """Return what was written, without the token that ends the turn."""
+        return policy_text(self.tokenizer, self.tokens)
 
 
 @dataclass
@@ -227,7 +228,7 @@ class Policy:
         window = stop_window(stop)
         for end in range(begun + 1, min(begun + window, len(found.tokens)) + 1):
             newest = found.tokens[max(0, end - window) : end]
-            text = self.tokenizer.decode(newest, skip_special_tokens=True)
+            text = policy_text(self.tokenizer, newest)
             if any(one in text for one in stop):
                 of_tokens = {name: getattr(found, name)[:end] for name in ("tokens", "logprobs", "versions")}
                 routing = None if found.routing is None else found.routing[: len(self.tokens) + end]

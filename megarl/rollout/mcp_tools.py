@@ -116,13 +116,33 @@ class _Connection:
             raise
         except Exception as error:  # of the transport
             raise ServerError(f"{type(error).__name__}: {error}", gone=True) from error
-        texts = [_text(block) for block in result.content]
-        if not texts and result.structured_content is not None:
-            texts = [json.dumps(result.structured_content, ensure_ascii=False)]
-        text = "\n".join(texts)
+        text = _shown(result)
         if result.is_error:
             raise ServerError(text)
         return text
+
+
+def _shown(result: Any) -> str:
+    """Return a result as the policy is shown it: its content, and its structured content where the content
+    does not say the same. Many servers send both: the structured content for programs, as JSON for models."""
+    texts = [_text(block) for block in result.content]
+    data = result.structured_content
+    if data is not None:
+        # Servers wrap what is no object as {"result": ...}, and send a list as one text an item.
+        value = data["result"] if data.keys() == {"result"} else data
+        items = value if isinstance(value, list) else [value]
+        same = [data], [value], items
+        if not any(len(texts) == len(one) and all(map(_says, texts, one)) for one in same):
+            texts.append(json.dumps(data, ensure_ascii=False))
+    return "\n".join(texts)
+
+
+def _says(text: str, value: Any) -> bool:
+    """Return whether a text is this value, plain or as JSON."""
+    try:
+        return text == value or json.loads(text) == value
+    except (ValueError, RecursionError):
+        return False
 
 
 def _text(block: Any) -> str:

@@ -21,6 +21,7 @@ from megarl.config.schema import RewardConfig, TeacherConfig
 from megarl.data.experience import Experience, StepBatch
 from megarl.data.prompts import ProblemSet, Prompt
 from megarl.observe.run_log import OBSERVED, POLICY, Sample, choose_samples
+from megarl.rollout.chat_turns import policy_texts
 
 # Fields of a response that its state has not.
 DERIVED = ("number", "body", "owner", "length", "extent", "oldest", "routed", "rewarded")
@@ -196,7 +197,7 @@ class Group:
         """Return each response whose body is here with its text."""
         here = [r for r in self.responses if r.body is not None]
         tokens = [r.body.tokens.tolist() for r in here if r.body is not None]
-        return zip(here, tokenizer.batch_decode(tokens, skip_special_tokens=True), strict=True)
+        return zip(here, policy_texts(tokenizer, tokens), strict=True)
 
     @staticmethod
     def turns(response: Response, tokenizer: Any) -> list[list[str]] | None:
@@ -207,7 +208,7 @@ class Group:
             return None
         ends = [*(np.flatnonzero(np.diff(body.sampled)) + 1).tolist(), body.tokens.size]
         stretches = [(begin, body.tokens[begin:end].tolist()) for begin, end in pairwise([0, *ends])]
-        texts = tokenizer.batch_decode([tokens for _, tokens in stretches], skip_special_tokens=True)
+        texts = policy_texts(tokenizer, [tokens for _, tokens in stretches])
         who = [POLICY if body.sampled[begin] else OBSERVED for begin, _ in stretches]
         return [[name, text] for name, text in zip(who, texts, strict=True)]
 

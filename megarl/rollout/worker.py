@@ -22,12 +22,13 @@ import numpy as np
 from msgspec import structs
 
 from megarl.config.errors import ConfigError, EngineError, EngineFailure, MegarlError, WaitTimeout
-from megarl.config.schema import Config, RolloutConfig
+from megarl.config.schema import Config
 from megarl.data.prompts import Prompt
 from megarl.rewards.shaping import soft_overlong_punishment
 from megarl.rewards.verdict import UnusableError, Verdict, as_verdict, imported, short
 from megarl.rollout import messages as m
-from megarl.rollout.chat import ChatTurns, check_template, play, schemas, tool_calls
+from megarl.rollout.chat import check_end_of_turn, check_template, play, schemas, tool_calls
+from megarl.rollout.chat_turns import ChatTurns, policy_texts
 from megarl.rollout.endpoint import Endpoint
 from megarl.rollout.engines.engine import EngineClient, RolloutEngine
 from megarl.rollout.episode import Episode, EpisodeAborted, EpisodeTruncated, Policy, ToolError, single_turn
@@ -96,7 +97,7 @@ class Worker:
         self.leads = rank % config.rollout.engine_tp == 0
         turns, ways = config.rollout.turns, ("environment", "agent", "tools")
         self.key = "rollout." + next((way for way in ways if getattr(config.rollout, way)), "episode")
-        self.endpoint = endpoint_of(config.rollout, tokenizer)
+        self.endpoint = endpoint_of(config, tokenizer)
         self.episode = episode_of(config, tokenizer, self.endpoint)
         environment = config.rollout.environment, config.rollout.environment_arguments
         self.tools = ToolPool(turns.calls, turns.seconds, turns.memory, turns.observation, *environment)
@@ -376,9 +377,7 @@ class Worker:
         is not verified; the terms of the reward see the verifier's judgement all the same, and their failure
         counts as with others. version: of the engine's weights."""
         spoken = [turns_of(one.completion) for one in ended]
-        texts = iter(
-            self.tokenizer.batch_decode([t for turns in spoken for t in turns], skip_special_tokens=True)
-        )
+        texts = iter(policy_texts(self.tokenizer, [turn for turns in spoken for turn in turns]))
         said = ["\n".join(islice(texts, len(turns))) for turns in spoken]
         reward, overlong, longest = self.config.reward, self.config.reward.overlong, self._params.max_tokens
         with_terms = self._terms and bool(reward.terms)
@@ -489,31 +488,34 @@ async def _end_of(task: asyncio.Task[None]) -> None:
         task.result()
 
 
-def endpoint_of(rollout: RolloutConfig, tokenizer: Any) -> Endpoint | None:
+def endpoint_of(config: Config, tokenizer: Any) -> Endpoint | None:
     """Return the endpoint for `rollout.agent`. Raises ConfigError as Endpoint."""
-    return Endpoint(tokenizer, rollout.turns.seconds, rollout.stop) if rollout.agent else None
+    rollout, variables = config.rollout, config.data.chat_template_kwargs
+    return Endpoint(tokenizer, rollout.turns.seconds, rollout.stop, variables) if rollout.agent else None
 
 
 def episode_of(config: Config, tokenizer: Any, endpoint: Endpoint | None) -> Episode:
     """Return how responses are made. Raises ConfigError where what the configuration names cannot be imported
     or is no coroutine function, and where the chat template rewrites history or cannot tell of tools."""
-    rollout = config.rollout
+    rollout, variables = config.rollout, config.data.chat_template_kwargs
     if rollout.environment:
         environment_class(rollout.environment, rollout.environment_arguments)
         if config.data.template != "chat":
             return play(None)
-        check_template(tokenizer, stop=rollout.stop)
-        return play(ChatTurns(tokenizer))
+        check_template(tokenizer, stop=rollout.stop, variables=variables)
+        return play(ChatTurns(tokenizer, variables=variables))
     if rollout.agent:
         assert endpoint is not None
         return endpoint.episode(_coroutine("rollout.agent", rollout.agent, "base_url, api_key, row"))
+    if config.data.template == "chat":
+        check_end_of_turn(tokenizer, rollout.stop, variables)
     if rollout.episode:
         return _coroutine("rollout.episode", rollout.episode, "prompt, policy")
     if rollout.tools:
         known = schemas(rollout.tools)
-        check_template(tokenizer, [*known.values()], ("tool",), rollout.stop)
+        check_template(tokenizer, [*known.values()], ("tool",), rollout.stop, variables)
         paths = {one["function"]["name"]: path for path, one in known.items()}
-        return tool_calls(ChatTurns(tokenizer, [*known.values()]), paths)
+        return tool_calls(ChatTurns(tokenizer, [*known.values()], variables), paths)
     return single_turn
 
 

@@ -91,7 +91,7 @@ class Evaluation:
         # A run may be writing there: all ranks read what rank 0 has found.
         self.weights = from_rank_0(runtime, weights)
         self.tokenizer = load_tokenizer(config.model.path)
-        shown = prompting(config.rollout, self.tokenizer)
+        shown = prompting(config, self.tokenizer)
         self.sets, self.reports = read_problem_sets(config.data, config.evaluation, self.tokenizer, **shown)
         self.engine = make_engine(config, self.tokenizer, runtime)
         # Load the weights into Megatron's actor at this job's layout, sync them into the engine, drop the

@@ -21,6 +21,7 @@ from megarl.parallel.device_memory import empty_cache
 from megarl.parallel.runtime import Runtime
 from megarl.rewards.pool import VerifierPool
 from megarl.rollout.chat import prompting
+from megarl.rollout.chat_turns import end_tokens
 from megarl.rollout.engines.engine import RolloutEngine
 from megarl.rollout.engines.sglang import SGLangEngine
 from megarl.rollout.engines.sglang_servers import SGLangServers
@@ -36,7 +37,7 @@ from megarl.weights.transfer import Staging, Transfer
 
 
 def load_tokenizer(folder: Path) -> Any:
-    """Load the model's tokenizer; its end-of-sequence token ends responses."""
+    """Load the model's tokenizer."""
     return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
 
 
@@ -44,7 +45,7 @@ def make_engine(config: Config, tokenizer: Any, runtime: Runtime) -> RolloutEngi
     """Make the engine that `rollout.engine` names, not started. A trainer that has none gets that of the
     first rank with one, which it never starts, to know its parts."""
     rank = max(runtime.rank, runtime.first_engine)
-    eos_ids = (tokenizer.eos_token_id,)
+    eos_ids = end_tokens(tokenizer)
     match config.rollout.engine:
         case "sglang":
             hf_config = read_config(config.model.path)
@@ -122,7 +123,7 @@ class Generation(BatchSource):
     ) -> None:
         self.config, self.runtime, self.tokenizer = config, runtime, tokenizer
         self._waited = 0.0
-        shown = prompting(config.rollout, tokenizer)
+        shown = prompting(config, tokenizer)
         self.sets, reports = read_problem_sets(config.data, config.evaluation, tokenizer, **shown)
         self.prompts, report = read_prompts(config.data.train, config.data, tokenizer, self.sets, **shown)
         self.reports = {"train": report, **reports}

@@ -15,11 +15,13 @@ import psutil
 import torch
 
 from megarl.config.check import check_config, evaluation_problems
-from megarl.config.errors import CheckpointError, ConfigError, first_line
+from megarl.config.errors import CheckpointError, ConfigError, MegarlError, first_line
 from megarl.config.files import essential, read_json, write_whole
 from megarl.config.schema import Config, RewardConfig
+from megarl.data.chat_template import render_chat
 from megarl.data.generated import own_verifiers
-from megarl.data.prompts import absent_sources, validate_files
+from megarl.data.limits import memory_limit
+from megarl.data.prompts import DECODED, absent_sources, validate_files
 from megarl.model.fp8 import check_sizes
 from megarl.parallel.launch import ranks_here, without_tokenizer_threads
 from megarl.parallel.machine import (
@@ -138,7 +140,7 @@ def preflight(config: Config, where: str, world: int | None = None, *, replay: b
     if config.has_engine and not replay:
         _check_engine_layout(config, folder.config, device, world)
         get_verifier(config.reward.verifier)
-        episode_of(config, tokenizer, endpoint_of(config.rollout, tokenizer))
+        episode_of(config, tokenizer, endpoint_of(config, tokenizer))
         for name, term in config.reward.terms.items():
             get_term(name, term.function, term.arguments)
     near = None
@@ -153,7 +155,7 @@ def preflight(config: Config, where: str, world: int | None = None, *, replay: b
         return [near] if near else []
     response_key = config.supervised.response_key if not config.has_engine else None
     with without_tokenizer_threads():
-        tools = prompting(config.rollout, tokenizer)["tools"]
+        tools = prompting(config, tokenizer)["tools"]
         references = validate_files(config.data, response_key, tokenizer, tools)
     for source in absent_sources(config.data, config.teacher.by_source):
         what = "no row of data.train has this data_source, whose teacher would judge nothing"
@@ -202,10 +204,10 @@ def preflight_evaluation(
     _check_positions(config, where, folder)
     _check_engine_layout(config, folder.config, device)
     get_verifier(config.reward.verifier)
-    episode_of(config, tokenizer, endpoint_of(config.rollout, tokenizer))
+    episode_of(config, tokenizer, endpoint_of(config, tokenizer))
     with without_tokenizer_threads():
         held_out = config.data.model_copy(update={"train": ()})
-        tools = prompting(config.rollout, tokenizer)["tools"]
+        tools = prompting(config, tokenizer)["tools"]
         references = validate_files(held_out, tokenizer=tokenizer, tools=tools)
     check_verifier(config.reward.model_copy(update={"terms": {}}), references, own_verifiers(held_out))
 
@@ -284,7 +286,10 @@ def check_tokenizer(config: Config, folder: ModelFolder | Described, key: str = 
             )
         try:
             example = [{"role": "user", "content": "1 + 1 = ?"}]
-            tokenizer.apply_chat_template(example, add_generation_prompt=True, tokenize=False)
+            with memory_limit(DECODED):
+                render_chat(tokenizer, example, variables=config.data.chat_template_kwargs)
+        except MegarlError:
+            raise
         except Exception as error:  # noqa: BLE001 (jinja's errors, and whatever its expressions raise)
             fails = f"the tokenizer's chat template fails: {type(error).__name__}: {error}"
             raise ConfigError(f"data.template: {fails} (mend it, or set data.template=raw)") from None

@@ -19,7 +19,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from megarl.config.errors import ConfigError, EngineError
-from megarl.config.schema import Config, RolloutConfig, TurnsConfig
+from megarl.config.schema import Config, DataConfig, RolloutConfig, TurnsConfig
 from megarl.data.prompts import Prompt
 from megarl.rewards.verdict import Verdict
 from megarl.rollout.engines.transformers_engine import TransformersEngine
@@ -480,7 +480,8 @@ def test_who_holds_the_loop_is_named_once_and_the_rollout_goes_on(
 def test_an_episode_is_a_coroutine(episode: str) -> None:
     rollout = RolloutConfig(episode=f"{__name__}:{episode}")
     with pytest.raises(ConfigError, match=rf"rollout\.episode: \S+:{episode} is no coroutine function"):
-        episode_of(SimpleNamespace(rollout=rollout), None, None)  # type: ignore[arg-type]
+        config: Any = SimpleNamespace(rollout=rollout, data=DataConfig(template="raw"))
+        episode_of(config, None, None)
 
 
 @pytest.mark.parametrize("within", ["a task", "the loop"])

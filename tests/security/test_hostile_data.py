@@ -54,7 +54,9 @@ def test_a_thousand_bytes_of_parquet_that_become_80_gigabytes(
     file = repeated(tmp_path / "bomb.parquet", ["x" * (20 * MIB), "1"], 4096)
     before = resource.getrlimit(resource.RLIMIT_DATA)
     start = peak()
-    with pytest.raises(DataError, match=r"bomb\.parquet: rows 1 to 4,096 take more than 256 MiB dec") as error:
+    with pytest.raises(
+        DataError, match=r"bomb\.parquet: rows 1 to 4,096 take more than 256 MiB dec"
+    ) as error:
         read_prompts([file], RAW, tokenizer)
     assert "\n" not in str(error.value)
     assert peak() - start < 1600 * MIB and resource.getrlimit(resource.RLIMIT_DATA) == before

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megarl.config.errors import EngineError
+from megarl.rollout.chat_turns import policy_text, policy_texts
 from megarl.rollout.engines.transformers_layers import COLUMNS, Block, round_up
 from megarl.rollout.sampling import Completion, Request, SamplingParams, choose, routing_array, stop_window
 from megarl.weights.families import Sizes
@@ -45,7 +46,7 @@ class Stopping:
             last = {text[-1] for text in texts}
             # A token of part of a character decodes to U+FFFD; a lone space may be stripped: both are
             # candidates.
-            pieces = tokenizer.batch_decode([[i] for i in range(known)], skip_special_tokens=True)
+            pieces = policy_texts(tokenizer, [[i] for i in range(known)])
             candidates[:known] = torch.tensor(
                 [" " in last or "\ufffd" in piece or not last.isdisjoint(piece) for piece in pieces]
             )
@@ -53,7 +54,7 @@ class Stopping:
 
     def found_in(self, tokens: list[int]) -> bool:
         """Return whether these tokens hold one of the texts."""
-        text = self.tokenizer.decode(tokens, skip_special_tokens=True)
+        text = policy_text(self.tokenizer, tokens)
         return any(stop in text for stop in self.texts)
 
     def ends(self, tokens: list[int]) -> bool:
