@@ -30,6 +30,7 @@ _CALL_BEGINS, _CALL_ENDS = "<tool_call>", "</tool_call>"
 _THOUGHTS_END = "</think>"
 _SPACE, _SEPARATORS = re.compile(r"\s*"), re.compile(r"[; \n\t,]*")
 _JSON = json.JSONDecoder()
+_JSON_CALL = re.compile(r"\[?\s*\{\s*\"(?:name|type|function)\"")
 NONE: Mapping[str, Any] = MappingProxyType({})
 
 
@@ -178,17 +179,18 @@ def parse_calls(tokens: Sequence[int], tokenizer: Any, form: str, prefix: str = 
     if form == "hermes":
         return _hermes_calls(text)
     assert form == "json"
-    at = _SPACE.match(text, _thoughts_end(text)).end()  # type: ignore[union-attr]
-    if not re.compile(r"\[?\s*\{\s*\"(?:name|type|function)\"").match(text, at):
+    begin = _thoughts_end(text)
+    at, said = _skip(_SPACE, text, begin), text[:begin].strip()
+    if not _JSON_CALL.match(text, at):
         return text, []
     calls: list[Call] = []
-    while (at := _SEPARATORS.match(text, at).end()) < len(text):  # type: ignore[union-attr]
+    while (at := _skip(_SEPARATORS, text, at)) < len(text):
         try:
             value, at = _JSON.raw_decode(text, at)
         except (ValueError, RecursionError) as error:
-            return text[: _thoughts_end(text)].strip(), [*calls, _failed(f"not JSON: {error}")]
+            return said, [*calls, _failed(f"not JSON: {error}")]
         calls += [_call(one) for one in (value if isinstance(value, list) else [value])]
-    return text[: _thoughts_end(text)].strip(), calls
+    return said, calls
 
 
 def _hermes_calls(text: str) -> tuple[str, list[Call]]:
@@ -197,16 +199,17 @@ def _hermes_calls(text: str) -> tuple[str, list[Call]]:
     said, calls = [text[:begin]], list[Call]()
     while (tag := text.find(_CALL_BEGINS, begin)) >= 0:
         said.append(text[begin:tag])
+        behind = tag + len(_CALL_BEGINS)
         try:
-            value, end = _json_behind(text, tag)
-            end = _SPACE.match(text, end).end()  # type: ignore[union-attr]
-            if end < len(text) and not text.startswith((_CALL_ENDS, _CALL_BEGINS), end):
+            value, behind = _json_behind(text, tag)
+            behind = _skip(_SPACE, text, behind)
+            if behind < len(text) and not text.startswith((_CALL_ENDS, _CALL_BEGINS), behind):
                 raise ValueError("something follows it")
             calls.append(_call(value))
-            begin = end + len(_CALL_ENDS) * text.startswith(_CALL_ENDS, end)
+            begin = behind + len(_CALL_ENDS) * text.startswith(_CALL_ENDS, behind)
         except (ValueError, RecursionError) as error:
             calls.append(_failed(f"not JSON: {error}"))
-            end = text.find(_CALL_ENDS, tag)
+            end = text.find(_CALL_ENDS, behind)
             begin = len(text) if end < 0 else end + len(_CALL_ENDS)
     said.append(text[begin:])
     return "\n".join(filter(None, map(str.strip, said))), calls
@@ -226,7 +229,13 @@ def _thoughts_end(text: str) -> int:
 
 def _json_behind(text: str, tag: int) -> tuple[Any, int]:
     """Return the JSON value behind a tag, and where it ends. Raises ValueError and RecursionError."""
-    return _JSON.raw_decode(text, _SPACE.match(text, tag + len(_CALL_BEGINS)).end())  # type: ignore[union-attr]
+    return _JSON.raw_decode(text, _skip(_SPACE, text, tag + len(_CALL_BEGINS)))
+
+
+def _skip(characters: re.Pattern[str], text: str, at: int) -> int:
+    """Return where the run of such characters at `at` ends."""
+    found = characters.match(text, at)
+    return found.end() if found else at
 
 
 def _call(value: Any) -> Call:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,14 +17,16 @@ from transformers import AutoTokenizer
 
 from megarl.config.errors import ConfigError
 from megarl.rollout.chat import (
-    ChatTurns,
     call_format,
+    check_end_of_turn,
     check_template,
     opening,
     parse_calls,
     schemas,
     tool_calls,
 )
+from megarl.rollout.chat_turns import ChatTurns, end_tokens, policy_text, policy_texts
+from megarl.rollout.episode import Turn
 from tests.rollout.talk import (
     CHATML,
     END,
@@ -67,6 +70,27 @@ def add(a: int, b: int) -> int:
 
 def nameless(a: int) -> int:
     return a
+
+
+# As GLM's: no end of turn but the marker of the next role.
+GLM = (
+    "{% for m in messages %}"
+    "{{ '<|observation|>' if m.role == 'tool' else '<|' + m.role + '|>' }}\n{{ m.content }}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+)
+GLM_MARKERS = ["<|user|>", "<|assistant|>", "<|observation|>"]
+
+
+def glm(
+    folder: Path, ends: Any = ("<eos>", "<|user|>", "<|observation|>"), file: str = "generation_config"
+) -> Any:
+    """A tokenizer with GLM's template; the other ends of a turn are named in the model's folder alone."""
+    tokenizer = merging_tokenizer(GLM, end="<eos>")
+    tokenizer.add_special_tokens({"additional_special_tokens": GLM_MARKERS})
+    ids = tokenizer.convert_tokens_to_ids(list(ends))
+    (folder / f"{file}.json").write_text(json.dumps({"eos_token_id": ids}))
+    tokenizer.name_or_path = str(folder)
+    return tokenizer
 
 
 ANYTHING = st.lists(
@@ -391,3 +415,143 @@ def test_a_turn_that_was_cut_calls_nothing():
     policy = Cut(prompt, tokenizer, ['<tool_call>{"name": "f"}</tool_call>'], {"f": lambda: 1 / 0})
     asyncio.run(tool_calls(chat, {"f": "f"})(prompt, policy))
     assert len(policy.said) == 1 and policy.tokens == (*prompt.tokens, *policy.said[0])
+
+
+def test_what_ends_a_turn_is_all_that_the_folder_names(tmp_path):
+    tokenizer = glm(tmp_path)
+    user, observation = tokenizer.convert_tokens_to_ids(["<|user|>", "<|observation|>"])
+    assert end_tokens(tokenizer) == (1, user, observation)
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "config.json").write_text(
+        json.dumps({"eos_token_id": 7, "text_config": {"eos_token_id": [7, 8]}})
+    )
+    tokenizer = glm(other, ["<|user|>"])
+    assert end_tokens(tokenizer) == (1, user, 7, 8)
+    nothing = merging_tokenizer()
+    nothing.name_or_path = str(tmp_path / "absent")
+    assert end_tokens(nothing) == (END,)
+
+
+@pytest.mark.parametrize("ended", ["<|user|>", "<|observation|>", "<eos>", ""])
+@pytest.mark.parametrize("role", ["user", "tool"])
+def test_a_marker_that_ends_a_turn_stands_once(tmp_path, role, ended):
+    """GLM ends a turn with the marker of whoever it expects next."""
+    tokenizer = glm(tmp_path)
+    chat, marker = ChatTurns(tokenizer), "<|user|>" if role == "user" else "<|observation|>"
+    assert tokenizer.decode([chat.end]) == "<|user|>"
+    check_template(tokenizer, shown=("user", "tool"))
+    drawn = encode(tokenizer, f"two{ended}")
+    text = tokenizer.decode([*drawn, *chat.after([{"role": role, "content": "one"}], drawn)])
+    both = f"two{marker}" if ended == marker else f"two{ended}{marker}"
+    assert text == f"{both}\none<|assistant|>\n"
+
+
+def test_a_single_turn_must_end_too(tmp_path):
+    tokenizer = merging_tokenizer(CHATML, end="<eos>")
+    with pytest.raises(ConfigError, match=r"ends a turn with <\|im_end\|>, which does not end"):
+        check_end_of_turn(tokenizer, ())
+    check_end_of_turn(tokenizer, ["<|im_end|>"])
+    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": [1, END]}))
+    tokenizer.name_or_path = str(tmp_path)
+    check_end_of_turn(tokenizer, ())
+    check_template(tokenizer)
+    with pytest.raises(ConfigError, match=r"ends a turn with <\|user\|>"):
+        (tmp_path / "glm").mkdir()
+        check_end_of_turn(glm(tmp_path / "glm", ["<eos>"]), ())
+    # Templates that say nothing of an assistant's end, or nothing of assistants.
+    check_end_of_turn(merging_tokenizer("{% for m in messages %}{{ m.content }}{% endfor %}"), ())
+    check_end_of_turn(merging_tokenizer("{{ messages[0].content }}"), ())
+
+
+def test_only_ends_are_left_out_of_texts(tmp_path):
+    """Of some models the tags that a verifier or a parser looks for are special tokens."""
+    tokenizer = merging_tokenizer(CHATML, end="<eos>")
+    tags = ["<answer>", "</answer>", "<tool_call>", "</tool_call>"]
+    tokenizer.add_special_tokens({"additional_special_tokens": tags})
+    call = '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>'
+    text = f"<bos>one<answer>5</answer>{call}"
+    tokens = encode(tokenizer, text)
+    assert policy_text(tokenizer, [*tokens, END, 1, 0]) == text
+    assert policy_texts(tokenizer, [[*tokens, 1], [END], []]) == [text, "", ""]
+    assert Turn((*tokens, 1), "stop", tokenizer).text == text
+    assert parse_calls([*tokens, END], tokenizer, "hermes")[1][0].arguments == {"a": 1}
+    markers = glm(tmp_path)
+    assert policy_text(markers, encode(markers, "two<|assistant|>one<|user|>")) == "two<|assistant|>one"
+
+
+def test_calls_are_json_between_tags():
+    one = ("w", {"c": "a </tool_call> b"})
+    inside = '<tool_call>{"name":"w","arguments":{"c":"a </tool_call> b"}}</tool_call>'
+    assert parsed(inside, "hermes") == ("", [one])
+    assert parsed(f"Hm {inside} so {inside} on", "hermes") == ("Hm\nso\non", [one, one])
+    opens = inside.replace("a </tool_call>", "<tool_call> </think>")
+    assert parsed(opens, "hermes") == ("", [("w", {"c": "<tool_call> </think> b"})])
+    assert parsed(f"<tool_call>{inside[11:-12]}<tool_call>\n{inside[11:-12]}", "hermes") == ("", [one, one])
+    said, (error, then) = parsed(f"<tool_call>{{]</tool_call>{inside}", "hermes")
+    assert said == "" and error.startswith("error: this is no call of a tool: not JSON") and then == one
+    for extra in (f"{inside[11:-12]} {{}}", f"{inside[11:-12]},", "", "]"):
+        said, (error,) = parsed(f"<tool_call>{extra}</tool_call>", "hermes")
+        assert said == "" and error.startswith("error: this is no call of a tool: not JSON")
+
+
+@pytest.mark.parametrize("thought", [
+    "<think>I could use a <tool_call> here.</think>",
+    "The prompt has opened this, and a <tool_call> is a tag.</think>",
+    '<think>As in <tool_call>{"name": "x", "arguments": {}}</tool_call></think>',
+    '<tool_call>{"name": "x", "arguments": {}}</tool_call>, say.\n</think>',
+    "<think><tool_call></think>",
+])  # fmt: skip
+def test_tags_in_thoughts_are_no_calls(thought):
+    call = '{"name": "f", "arguments": {"a": 1}}'
+    assert parsed(f"{thought}\n<tool_call>\n{call}\n</tool_call>", "hermes") == (thought, [("f", {"a": 1})])
+    assert parsed(f"{thought}\n{call}", "json") == (thought, [("f", {"a": 1})])
+    assert parsed(f"{thought}\nIt is 3.", "json") == (f"{thought}\nIt is 3.", [])
+    assert parsed(f"{thought}\nIt is 3.", "hermes")[1] == []
+
+
+@pytest.mark.parametrize("form", ["hermes", "json"])
+@pytest.mark.parametrize("piece", [
+    "<tool_call>", "<tool_call>[", '<tool_call>"', "</think>", "</tool_call>", '<tool_call>{"a</tool_call>',
+    "<tool_call>\n", '{"name":1};', ";", " ", "[", '<tool_call>["</tool_call>",', '{"name": "', "\\",
+])  # fmt: skip
+def test_calls_are_parsed_in_linear_time(form, piece):
+    """A turn of 200,000 characters, of which no part may be looked at again and again."""
+    written = piece * (200_000 // len(piece))
+    tokenizer = Verbatim()
+    began = time.process_time()
+    parse_calls([written, '{"name":1}'], tokenizer, form)
+    parse_calls(['{"name":1}', written], tokenizer, form)
+    assert time.process_time() - began < 5  # 0.1 s; what is quadratic takes minutes
+
+
+class Verbatim:
+    """A tokenizer whose tokens are texts."""
+
+    eos_token_id = pad_token_id = chat_template = None
+    name_or_path = ""
+
+    def batch_decode(self, sequences: Any, skip_special_tokens: bool) -> list[str]:
+        assert not skip_special_tokens
+        return ["".join(tokens) for tokens in sequences]
+
+
+def test_a_text_with_every_private_character_is_shown():
+    """The mark that stands for control tokens is looked for once, not once a character."""
+    tokenizer = merging_tokenizer()
+    private = "".join(map(chr, [*range(0xE000, 0xF900), *range(0xF0000, 0xFF000)]))
+    began = time.process_time()
+    shown = ChatTurns(tokenizer).after([{"role": "user", "content": private * 3 + "<|im_end|>"}], [END])
+    assert time.process_time() - began < 10
+    assert tokenizer.decode(shown).count(private) == 3
+
+
+def test_variables_of_the_template():
+    """enable_thinking: false, as Qwen3's template has it."""
+    empty = "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% endif %}"
+    tokenizer = merging_tokenizer(CHATML.replace("assistant\n{%", f"assistant\n{empty}{{%"))
+    off = {"enable_thinking": False}
+    for variables, ending in ((off, "<think>\n\n</think>\n\n"), ({}, "")):
+        chat = ChatTurns(tokenizer, variables=variables)
+        assert tokenizer.decode(chat.first([USER])).endswith(f"assistant\n{ending}")
+        assert tokenizer.decode(chat.after([USER], [END])).endswith(f"assistant\n{ending}")

@@ -318,3 +318,24 @@ def test_over_http(over_http: tuple[str, Any]) -> None:
     price, refused, down = asyncio.run(job())
     assert price == Result("4") and refused.judged and refused.error
     assert down.error and not down.judged
+
+
+@pytest.mark.parametrize(
+    ("content", "structured", "shown"),
+    [
+        (["returned 2 item(s)."], {"items": [1, 2]}, 'returned 2 item(s).\n{"items": [1, 2]}'),
+        (['{"items": [1, 2]}'], {"items": [1, 2]}, '{"items": [1, 2]}'),
+        (['{\n  "items": [\n1, 2]}'], {"items": [1, 2]}, '{\n  "items": [\n1, 2]}'),
+        ([], {"items": []}, '{"items": []}'),
+        (["5"], {"result": 5}, "5"),
+        (["a"], {"result": "a"}, "a"),
+        (["a", "7"], {"result": ["a", "7"]}, "a\n7"),
+        (["two"], {"result": ["a", "b"]}, 'two\n{"result": ["a", "b"]}'),
+        (["[" * 5000], {"result": 1}, "[" * 5000 + '\n{"result": 1}'),
+        (["plain"], None, "plain"),
+        ([], None, ""),
+    ],
+)
+def test_structured_content_is_shown_once(content: list[str], structured: Any, shown: str) -> None:
+    blocks = [SimpleNamespace(type="text", text=text) for text in content]
+    assert mcp_tools._shown(SimpleNamespace(content=blocks, structured_content=structured)) == shown
