@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ import pytest
 from megarl.cli.main import main
 from megarl.data.prompts import epoch_order
 from tests.cli.scene import QUESTIONS, Scene, write_jsonl
+from tests.rollout.talk import QWEN25
 
 
 def printed(scene: Scene, *arguments: str) -> str:
@@ -46,6 +48,29 @@ def test_show_prints_what_the_model_reads(scene: Scene, tmp_path: Path) -> None:
     text = printed(scene, "data", "show", str(sft))
     assert "1 + 1 = ?" in text and "--- Answer: 2<eos>\n" in text
     assert not (scene.folder / "run").exists()
+
+
+def test_show_starts_no_command(scene: Scene, tmp_path: Path) -> None:
+    """Whoever looks at a configuration, a stranger's perhaps, has not asked for its commands to be run."""
+    (scene.folder / "tools").mkdir()
+    model = scene.folder / "tools" / "model"
+    shutil.copytree(scene.folder / "model", model)
+    (model / "chat_template.jinja").write_text(QWEN25.replace("<|im_end|>", "<eos>"))
+    given = (f"model.path={model}", f"rollout.tools=['mcp:touch {tmp_path}/started']")
+    text = printed(scene, "data", "show", str(scene.config), *given, "data.max_prompt_tokens=200")
+    assert not (tmp_path / "started").exists() and "What is 0 + 0?" in text
+    line = f"rollout.tools: mcp:touch {tmp_path}/started: its tools are left out (--mcp starts the server)\n"
+    assert text.startswith(line)
+    refused = scene.refused("data", "show", str(scene.config), *given, "--mcp")
+    assert "no MCP server answers" in refused and (tmp_path / "started").exists()
+
+
+def test_show_renders_with_the_variables_of_the_template(scene: Scene, model_copy: Path) -> None:
+    template = model_copy / "chat_template.jinja"
+    template.write_text(template.read_text() + "{% if enable_thinking is false %}<think></think>{% endif %}")
+    given = f"model.path={model_copy}", "data.chat_template_kwargs={enable_thinking: false}"
+    text = printed(scene, "data", "show", str(scene.config), *given, "--rows", "1")
+    assert "<|im_start|>assistant\n<think></think>\n---" in text
 
 
 def test_show_refuses(scene: Scene) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import subprocess
 import sys
 from collections import Counter
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -592,3 +594,177 @@ def test_the_check_before_ranks_needs_neither_torch_nor_transformers(tmp_path: P
         "sys.exit(bool({'torch', 'transformers', 'tokenizers'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+
+
+def answers(tmp_path: Path, tokenizer: Any, *rows: dict[str, Any]) -> list[str]:
+    """The references of rows that are all used."""
+    file = jsonl(tmp_path / "answers.jsonl", *({"question": f"q{i}", **row} for i, row in enumerate(rows)))
+    found, report = read_prompts([file], raw(), tokenizer)
+    assert not report.rejected
+    return [prompt.answer for prompt in found]
+
+
+@pytest.mark.parametrize(
+    ("written", "read"),
+    [
+        (r"#### \frac{1}{2}, 3", r"\frac{1}{2}, 3"),
+        ("#### 1,234", "1234"),
+        ("#### -1,234,567.5", "-1234567.5"),
+        ("#### $12,000", "$12000"),
+        ("#### 1, 2", "1, 2"),
+        ("#### 1,2", "1,2"),
+        ("#### (1,234)", "(1234)"),
+        ("#### 1,2345", "1,2345"),
+        ("#### 1234,567", "1234,567"),
+        ("#### 10,00,000", "10,00,000"),
+        ("#### 1,234,5", "1,234,5"),
+        ("#### 1,234, 5", "1234, 5"),
+        ("#### x,y", "x,y"),
+    ],
+)
+def test_only_commas_between_groups_of_digits_go(
+    tmp_path: Path, tokenizer: Any, written: str, read: str
+) -> None:
+    rows = (
+        {"answer": f"so\n{written}"},
+        {"solution": f"so {written}"},
+        {"reward_model": {"ground_truth": written}},
+    )
+    assert answers(tmp_path, tokenizer, *rows) == [read] * 3
+
+
+def test_numbers_of_every_kind_are_answers(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    """A decimal keeps its digits; what is not finite is no answer."""
+    file = tmp_path / "a.parquet"
+    decimals = pa.array(
+        [Decimal("2.50"), Decimal("-0.05"), Decimal("1000000.00"), None], pa.decimal128(12, 2)
+    )
+    pq.write_table(pa.table({"question": list("abcd"), "answer": decimals}), file)
+    found, report = read_prompts([file], raw(), tokenizer)
+    assert [prompt.answer for prompt in found] == ["2.50", "-0.05", "1000000.00"]
+    assert [row.row for row in report.rejected] == [4]
+    pq.write_table(pa.table({"question": list("abcd"), "answer": [1.5, math.inf, -math.inf, math.nan]}), file)
+    lines = jsonl(
+        tmp_path / "a.jsonl",
+        '{"question": "e", "answer": 1e400}',
+        '{"question": "f", "answer": -1e999}',
+        '{"question": "g", "answer": 2}',
+    )
+    found, report = read_prompts([file, lines], raw(), tokenizer)
+    assert [prompt.answer for prompt in found] == ["1.5", "2"]
+    wrong = "answer is neither a text nor a number"
+    assert [(row.row, row.reason, row.detail) for row in report.rejected] == [
+        *(
+            (row, wrong, detail)
+            for row, detail in ((2, "inf"), (3, "-inf"), (4, "nan"), (1, "inf"), (2, "-inf"))
+        )
+    ]
+
+
+def test_messages_as_json_text(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    messages = [{"role": "system", "content": "S"}, {"role": "user", "content": "U"}]
+    texts = [
+        json.dumps(messages),
+        f" {json.dumps(messages[1:], indent=1)}\n",
+        "[1, 2] is a list",
+        '["a"]',
+        "[]",
+        "[" * 9,
+    ]
+    file = jsonl(tmp_path / "a.jsonl", *({"prompt": text, "answer": str(i)} for i, text in enumerate(texts)))
+    found, report = read_prompts([file], DataConfig(), tokenizer)
+    assert [prompt.text for prompt in found[:2]] == [
+        "<|system|>S<|end|><|user|>U<|end|><|assistant|>",
+        "<|user|>U<|end|><|assistant|>",
+    ]
+    assert [prompt.question for prompt in found] == ["U", "U", *texts[2:]] and not report.rejected
+
+
+def test_content_in_parts(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    def parts(*texts: str) -> list[dict[str, str]]:
+        return [{"type": "text", "text": text} for text in texts]
+
+    picture = [*parts("What is it?"), {"type": "image", "url": "x"}]
+    rows = [
+        {"prompt": [{"role": "user", "content": parts("5", "+2")}], "answer": "7"},
+        {"prompt": [{"role": "user", "content": picture}], "answer": "7"},
+        {
+            "messages": [
+                {"role": "user", "content": parts("6+2")},
+                {"role": "assistant", "content": parts("#### ", "8")},
+            ]
+        },
+    ]
+    found, report = read_prompts([jsonl(tmp_path / "a.jsonl", *rows)], DataConfig(), tokenizer)
+    assert [(prompt.question, prompt.answer) for prompt in found] == [("5+2", "7"), ("6+2", "8")]
+    assert [(row.row, row.detail) for row in report.rejected] == [(2, "role or content is not a text")]
+    pairs = read_pairs([tmp_path / "a.jsonl"], DataConfig(), "response", tokenizer, ReadReport())
+    assert tokenizer.decode(pairs[0][1][:-1]) == "#### 8"
+
+
+def test_a_prompt_that_the_assistant_has_begun_is_continued(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    begun = [{"role": "user", "content": "5+2=?"}, {"role": "assistant", "content": "Let me see. <think>"}]
+    file = jsonl(tmp_path / "a.jsonl", {"prompt": begun, "answer": "7"})
+    (prompt,), report = read_prompts([file], DataConfig(), tokenizer)
+    assert prompt.text == "<|user|>5+2=?<|end|><|assistant|>Let me see. <think>" and not report.rejected
+    assert prompt.question == "5+2=?" and tokenizer.decode(prompt.tokens) == prompt.text
+    (prompt,), _ = read_prompts([file], raw(), tokenizer)
+    assert prompt.text == "5+2=?\nLet me see. <think>"
+
+
+def test_a_prompt_has_one_bos_and_nothing_behind_it(tmp_path: Path) -> None:
+    tokenizer = byte_tokenizer(CHAT, bos=True)
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<bos> $A <eos>", special_tokens=[("<bos>", 257), ("<eos>", 256)]
+    )
+    assert tokenizer("a").input_ids[-1] == 256
+    rows = [{"question": q, "answer": "7"} for q in ("5+2=?", "<bos>5+3=?", "a <bos>", "<bos>5+4=?")]
+    file = jsonl(tmp_path / "a.jsonl", *rows)
+    found, report = read_prompts([file], raw(), tokenizer)
+    assert [prompt.tokens.count(257) for prompt in found] == [1, 1, 2, 1]
+    assert all(prompt.tokens[0] == 257 and 256 not in prompt.tokens for prompt in found)
+    what = "the prompt begins with <bos> already, and gets no other"
+    assert report.lines() == [
+        "data: 4 of 4 rows used, 0 duplicates, 0 unusable",
+        f"data: warning: 2 rows: {what}: {file}:2, {file}:4",
+    ]
+    pairs = read_pairs(
+        [jsonl(tmp_path / "s.jsonl", {"prompt": "q", "response": "r"})], raw(), "response", tokenizer, report
+    )
+    assert pairs[0][0][0] == 257 and 256 not in pairs[0][0] and pairs[0][1].count(256) == 1
+
+
+def test_a_prompt_that_was_rendered_already(tmp_path: Path) -> None:
+    tokenizer = byte_tokenizer("<bos>" + CHAT)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|user|>", "<|end|>", "<|assistant|>"]})
+    rendered = "<bos><|user|>5+2=?<|end|><|assistant|>"
+    rows = [
+        {"prompt": p, "answer": "7"} for p in ("5+2=?", rendered, [{"role": "user", "content": rendered[5:]}])
+    ]
+    file = jsonl(tmp_path / "a.jsonl", *rows)
+    found, report = read_prompts([file], DataConfig(), tokenizer)
+    assert [prompt.text.count("<bos>") for prompt in found] == [1, 1, 1]
+    what = "a chat template has rendered it already (set data.template=raw)"
+    assert [(row.row, row.reason) for row in report.warned] == [
+        (row, f"the prompt begins with {token}: {what}") for row, token in ((2, "<bos>"), (3, "<|user|>"))
+    ]
+    (_, prompt, _), report = read_prompts([file], raw(), tokenizer)
+    assert prompt.text == rendered and prompt.tokens.count(257) == 1
+
+
+def test_variables_of_the_chat_template(tmp_path: Path) -> None:
+    """Qwen3's enable_thinking, wherever data is read; names of the conversation's own are refused."""
+    tokenizer = byte_tokenizer(CHAT + "{% if enable_thinking is false %}<think></think>{% endif %}")
+    file = jsonl(tmp_path / "a.jsonl", {"question": "q", "answer": "7"})
+    data = DataConfig(eval=(file,), chat_template_kwargs={"enable_thinking": False})
+    assert read_prompts([file], data, tokenizer)[0][0].text == "<|user|>q<|end|><|assistant|><think></think>"
+    (held_out,), _ = read_problem_sets(data, EvaluationConfig(), tokenizer)
+    assert held_out.problems[0].text.endswith("<think></think>")
+    assert read_prompts([file], DataConfig(), tokenizer)[0][0].text.endswith("<|assistant|>")
+    pairs = jsonl(tmp_path / "s.jsonl", {"prompt": "q", "response": "r"})
+    (pair,) = read_pairs([pairs], data, "response", tokenizer, ReadReport())
+    assert tokenizer.decode(pair[0]).endswith("<think></think>")
+    with pytest.raises(ValueError, match="must not have tools, which is set for each conversation"):
+        DataConfig(chat_template_kwargs={"tools": []})
