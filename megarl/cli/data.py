@@ -70,7 +70,7 @@ def show(
         sets: list[ProblemSet] = []
         if config.data.has_gym and not held_out:  # its rows are never those of data.eval
             sets, _ = read_problem_sets(config.data, config.evaluation, tokenizer)
-        # Whoever looks at a configuration has not asked for its commands to be run.
+        # To look at a configuration is not to ask for its commands to be run.
         unasked = [] if mcp else [path for path in config.rollout.tools if path.startswith(MCP)]
         tools = schemas(path for path in config.rollout.tools if path not in unasked)
         for path in unasked:

@@ -496,7 +496,7 @@ class DataConfig(Section):
     template: Literal["chat", "raw"] = field("chat", "the tokenizer's chat template; raw: contents joined")
     chat_template_kwargs: dict[str, Any] = field(
         {},
-        "variables that the chat template is given, `{enable_thinking: false}` say, wherever it is rendered",
+        "variables that the chat template is always given, such as `{enable_thinking: false}`",
     )
     prompt_format: str = field("{prompt}", "text put around a plain-text prompt; `{prompt}` is replaced")
     max_prompt_tokens: int = field(2048, "longer prompts are left out and counted", "tokens", ge=1)

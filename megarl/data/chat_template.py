@@ -1,4 +1,4 @@
-"""Rendering of chat templates. A template is a program of whoever made the model's folder."""
+"""Render chat templates. A template is a program that comes with the model's folder, so it has limits."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def render_chat(
     Args:
         tools: schemas of functions that the template presents to the model
         variables: data.chat_template_kwargs
-        generate: whether the model's turn follows: a new one, or a last message of the assistant's, which is
-            left open
+        generate: whether the model writes next. It continues a last message of the assistant's, else it
+            begins a turn.
 
     Raises ConfigError for a template that does not end, and whatever else the template raises."""
     template = tokenizer.chat_template
@@ -55,5 +55,5 @@ def render_chat(
 def _has_power(source: str | None) -> bool:
     try:
         return ("operator", "**") in {token[1:] for token in Environment().lex(source or "")}
-    except TemplateSyntaxError:  # rendering says so
+    except TemplateSyntaxError:  # rendering raises it too
         return False

@@ -1,4 +1,4 @@
-"""Limits for work on files of strangers, which may be made to take all memory or never to end."""
+"""Limits of memory and time for work on files of strangers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _STATM = Path("/proc/self/statm")
 
 @contextmanager
 def memory_limit(size: int) -> Iterator[None]:
-    """Have the block raise MemoryError where it takes more than `size` bytes. Linux only, else no limit."""
+    """Raise MemoryError where the block allocates more than `size` bytes. Linux only, else no limit."""
     before = resource.getrlimit(resource.RLIMIT_DATA)
     if _STATM.exists():
         used = int(_STATM.read_text().split()[5]) * resource.getpagesize()
@@ -31,8 +31,9 @@ def memory_limit(size: int) -> Iterator[None]:
 
 @contextmanager
 def time_limit(seconds: float, what: str) -> Iterator[None]:
-    """Have the block raise ConfigError, which begins with `what`, after `seconds`. No limit outside the main
-    thread, as signals reach that one only."""
+    """Raise ConfigError, which begins with `what`, where the block takes more than `seconds`.
+
+    Outside the main thread there is no limit: signals reach the main thread only."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -49,7 +49,7 @@ _CHARACTERS_AT_ONCE = 1 << 22  # of the rows that are tokenized together
 # Limits against files that are made to take all memory.
 MAX_LINE = 16 << 20  # bytes of a line of jsonl
 MAX_RESPONSE = 1 << 22  # characters of a supervised response
-CHARACTERS_PER_TOKEN = 100  # a prompt with more than data.max_prompt_tokens times as many is not tokenized
+CHARACTERS_PER_TOKEN = 100  # longer prompts than data.max_prompt_tokens * 100 are not tokenized
 DECODED = 1 << 30  # bytes that decoding a batch of parquet rows, or rendering a prompt, may take
 _BATCH, _BATCH_BYTES = 4096, 64 << 20  # rows of such a batch, and their bytes by the file's own account
 
@@ -823,8 +823,8 @@ def _tokenized(
     """Yield batches of (row, its text as the model reads it, its tokens), none of them empty; rows that
     cannot be used go into `report`. The first batch is of one row: a caller who needs only one pays for no
     other."""
-    # A chat template writes the special tokens itself; a raw prompt gets those that the tokenizer begins a
-    # text with. What it ends a text with would stand between prompt and response.
+    # A chat template writes the special tokens itself. A raw prompt gets those that the tokenizer puts before
+    # a text, but none of those behind it: they would separate prompt and response.
     begin = () if data.template == "chat" else _begin_tokens(tokenizer)
     longest = data.max_prompt_tokens * CHARACTERS_PER_TOKEN
     limit = f"longer than data.max_prompt_tokens {data.max_prompt_tokens}"
@@ -863,7 +863,7 @@ def _tokenized(
 
 
 def _take(rows: Iterator[_Row], most: int) -> list[_Row]:
-    """Return the next rows, at most so many, and no more than there may be characters at once."""
+    """Return the next rows: at most `most`, fewer where they reach _CHARACTERS_AT_ONCE."""
     part, characters = list[_Row](), 0
     while len(part) < most and characters < _CHARACTERS_AT_ONCE and (row := next(rows, None)) is not None:
         part.append(row)

@@ -60,7 +60,7 @@ def check_template(
     template has no case for them, and compared with what the policy would have before it. White space is not
     compared: templates strip contents, and the policy's own stays in its context.
 
-    shown: the roles of what the policy is shown; stop: texts that end a turn, besides the end-of-sequence;
+    shown: the roles of what the policy is shown; stop: rollout.stop, texts that end a turn;
     variables: data.chat_template_kwargs"""
     if not getattr(tokenizer, "chat_template", None):
         raise ConfigError("data.template: the tokenizer has no chat template (add one to the model's folder)")
@@ -91,7 +91,7 @@ def check_template(
 
 
 def check_end_of_turn(tokenizer: Any, stop: Collection[str], variables: Mapping[str, Any] = NONE) -> None:
-    """Raise ConfigError where what ends a turn in the chat template does not end what the policy writes."""
+    """Raise ConfigError where the template's end of a turn does not end a response of the policy."""
     with suppress(ValueError):  # a template that cannot show an assistant's turn ends none
         _check_end(ChatTurns(tokenizer, variables=variables), stop)
 
@@ -216,8 +216,9 @@ def _hermes_calls(text: str) -> tuple[str, list[Call]]:
 
 
 def _thoughts_end(text: str) -> int:
-    """Return where the thoughts of a turn end: behind the first `</think>`, unless a call holds that as text.
-    Tags in thoughts are no calls."""
+    """Return where the thoughts of a turn end, 0 without thoughts. Tags in thoughts are no calls.
+
+    That is behind the first `</think>`, unless it stands in the JSON of a call."""
     end = text.find(_THOUGHTS_END)
     tag = text.find(_CALL_BEGINS)
     if 0 <= tag < end and not text.lstrip().startswith("<think>"):

@@ -1,5 +1,5 @@
-"""Turns of a conversation as tokens: what ends the policy's turn, what it wrote as text, and what it is shown
-next, by the tokenizer's chat template."""
+"""Turns of a conversation as tokens, by the tokenizer's chat template: the end of the policy's turn, the text
+of the turn, and the tokens of the messages that follow it."""
 
 from __future__ import annotations
 
@@ -24,21 +24,23 @@ _USER: Message = {"role": "user", "content": "?"}
 
 
 def end_tokens(tokenizer: Any) -> tuple[int, ...]:
-    """Return the tokens that end what the policy writes: the tokenizer's end-of-sequence token, and those of
-    generation_config.json and config.json in its folder. Models of GLM and Llama name several there."""
+    """Return the tokens that end a response of the policy, each once.
+
+    They are the tokenizer's end-of-sequence token, and all that generation_config.json and config.json in
+    its folder name: those of GLM and Llama name several."""
     return tuple(dict.fromkeys((tokenizer.eos_token_id, *_configured_ends(str(tokenizer.name_or_path)))))
 
 
 @lru_cache(maxsize=8)
 def _configured_ends(folder: str) -> tuple[int, ...]:
-    found: list[Any] = []
+    ends: list[Any] = []
     for name in ("generation_config.json", "config.json"):
         if (path := Path(folder, name)).is_file():
             settings = read_json(path)
             for part in (settings, settings.get("text_config")):
                 ids = part.get("eos_token_id") if isinstance(part, dict) else None
-                found += ids if isinstance(ids, list) else [ids]
-    return tuple(token for token in found if isinstance(token, int))
+                ends += ids if isinstance(ids, list) else [ids]
+    return tuple(token for token in ends if isinstance(token, int))
 
 
 def policy_text(tokenizer: Any, tokens: Sequence[int]) -> str:
@@ -47,8 +49,10 @@ def policy_text(tokenizer: Any, tokens: Sequence[int]) -> str:
 
 
 def policy_texts(tokenizer: Any, sequences: Sequence[Sequence[int]]) -> list[str]:
-    """Return texts without padding and the tokens that end a turn. Other special tokens stay: of some models
-    `<answer>` and `<tool_call>` are special, and verifiers and parsers look for them."""
+    """Return texts without padding and the tokens that end a turn.
+
+    Other special tokens stay: `<answer>` and `<tool_call>` are special tokens of some models, and verifiers
+    and parsers look for them."""
     hidden = _hidden(tokenizer)
     shown = [[token for token in tokens if token not in hidden] for tokens in sequences]
     return list(tokenizer.batch_decode(shown, skip_special_tokens=False))
@@ -56,7 +60,7 @@ def policy_texts(tokenizer: Any, sequences: Sequence[Sequence[int]]) -> list[str
 
 @lru_cache(maxsize=8)
 def _hidden(tokenizer: Any) -> frozenset[int]:
-    """Return the tokens that are no part of a text."""
+    """Return the tokens that `policy_texts` leaves out."""
     hidden = {*end_tokens(tokenizer), tokenizer.pad_token_id}
     if tokenizer.chat_template:
         with suppress(ValueError):  # a template that cannot show an assistant's turn ends none
@@ -67,7 +71,7 @@ def _hidden(tokenizer: Any) -> frozenset[int]:
 class ChatTurns:
     """Makes the tokens that the policy is shown, by the tokenizer's chat template.
 
-    tools      schemas of functions that the template tells the policy of, as `schemas` makes them
+    tools      schemas of functions that the template presents to the policy, as `schemas` makes them
     variables  data.chat_template_kwargs"""
 
     def __init__(

@@ -32,9 +32,9 @@ if TYPE_CHECKING:
 Agent = Callable[[str, str, dict[str, Any]], Awaitable[Verdict | bool | float | None]]
 
 _MOST_BYTES = 4 << 20  # of a request: a history of a million tokens
-# Any user of the machine can connect. Connections without a request that has an api_key may not take all file
-# descriptors: one more than so many closes the oldest of them.
-_STRANGERS = 4096  # or a quarter of the process's file descriptors
+# Any user of the machine can connect. Connections that have not shown an api_key may not take all file
+# descriptors: beyond this limit the oldest one is closed.
+_STRANGERS = 4096  # at most; fewer where that is over a quarter of the process's file descriptors
 _STRANGER_SECONDS = 10.0  # that such a connection may last
 # How tokens are drawn is the run's to say, and agents have these written into them.
 _IGNORED = {

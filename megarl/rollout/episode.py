@@ -228,7 +228,7 @@ class Policy:
         window = stop_window(stop)
         for end in range(begun + 1, min(begun + window, len(found.tokens)) + 1):
             newest = found.tokens[max(0, end - window) : end]
-            text = policy_text(self.tokenizer, newest)
+            text = self.tokenizer.decode(newest, skip_special_tokens=False)
             if any(one in text for one in stop):
                 of_tokens = {name: getattr(found, name)[:end] for name in ("tokens", "logprobs", "versions")}
                 routing = None if found.routing is None else found.routing[: len(self.tokens) + end]

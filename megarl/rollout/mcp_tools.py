@@ -116,15 +116,16 @@ class _Connection:
             raise
         except Exception as error:  # of the transport
             raise ServerError(f"{type(error).__name__}: {error}", gone=True) from error
-        text = _shown(result)
+        text = _result_text(result)
         if result.is_error:
             raise ServerError(text)
         return text
 
 
-def _shown(result: Any) -> str:
-    """Return a result as the policy is shown it: its content, and its structured content where the content
-    does not say the same. Many servers send both: the structured content for programs, as JSON for models."""
+def _result_text(result: Any) -> str:
+    """Return a result as text: its content, and its structured content where the content differs from it.
+
+    Many servers send the same data as both."""
     texts = [_text(block) for block in result.content]
     data = result.structured_content
     if data is not None:

@@ -755,7 +755,7 @@ def test_a_prompt_that_was_rendered_already(tmp_path: Path) -> None:
 
 
 def test_variables_of_the_chat_template(tmp_path: Path) -> None:
-    """Qwen3's enable_thinking, wherever data is read; names of the conversation's own are refused."""
+    """Qwen3's enable_thinking, for training, evaluation and pairs."""
     tokenizer = byte_tokenizer(CHAT + "{% if enable_thinking is false %}<think></think>{% endif %}")
     file = jsonl(tmp_path / "a.jsonl", {"question": "q", "answer": "7"})
     data = DataConfig(eval=(file,), chat_template_kwargs={"enable_thinking": False})

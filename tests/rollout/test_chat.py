@@ -8,13 +8,16 @@ import os
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
+from megarl.config import load_config
 from megarl.config.errors import ConfigError
 from megarl.rollout.chat import (
     call_format,
@@ -27,6 +30,7 @@ from megarl.rollout.chat import (
 )
 from megarl.rollout.chat_turns import ChatTurns, end_tokens, policy_text, policy_texts
 from megarl.rollout.episode import Turn
+from megarl.schedule.generation import load_tokenizer, make_engine
 from tests.rollout.talk import (
     CHATML,
     END,
@@ -39,6 +43,7 @@ from tests.rollout.talk import (
     prompt_of,
     trained_on,
 )
+from tests.tiny_models import make_tiny_model
 
 USER = {"role": "user", "content": "one"}
 TEMPLATES = {"chatml": CHATML, "qwen2.5": QWEN25, "llama3": LLAMA3}
@@ -436,7 +441,7 @@ def test_what_ends_a_turn_is_all_that_the_folder_names(tmp_path):
 @pytest.mark.parametrize("ended", ["<|user|>", "<|observation|>", "<eos>", ""])
 @pytest.mark.parametrize("role", ["user", "tool"])
 def test_a_marker_that_ends_a_turn_stands_once(tmp_path, role, ended):
-    """GLM ends a turn with the marker of whoever it expects next."""
+    """GLM ends a turn with the marker of the next role."""
     tokenizer = glm(tmp_path)
     chat, marker = ChatTurns(tokenizer), "<|user|>" if role == "user" else "<|observation|>"
     assert tokenizer.decode([chat.end]) == "<|user|>"
@@ -465,7 +470,7 @@ def test_a_single_turn_must_end_too(tmp_path):
 
 
 def test_only_ends_are_left_out_of_texts(tmp_path):
-    """Of some models the tags that a verifier or a parser looks for are special tokens."""
+    """Tags that a verifier or a parser looks for are special tokens of some models."""
     tokenizer = merging_tokenizer(CHATML, end="<eos>")
     tags = ["<answer>", "</answer>", "<tool_call>", "</tool_call>"]
     tokenizer.add_special_tokens({"additional_special_tokens": tags})
@@ -555,3 +560,17 @@ def test_variables_of_the_template():
         chat = ChatTurns(tokenizer, variables=variables)
         assert tokenizer.decode(chat.first([USER])).endswith(f"assistant\n{ending}")
         assert tokenizer.decode(chat.after([USER], [END])).endswith(f"assistant\n{ending}")
+
+
+def test_the_engine_knows_all_ends(tmp_path):
+    """The folders of GLM-4.5 and Llama 3 name more than the tokenizer has."""
+    make_tiny_model(tmp_path, "qwen2")
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, 2]}))
+    config = tmp_path / "x.yaml"
+    model = f"model: {{path: {tmp_path}, dtype: fp32}}"
+    config.write_text(
+        f"{{recipe: dapo, run_dir: {tmp_path}/run, steps: 1, {model}, parallel: {{device: cpu}}}}"
+    )
+    runtime: Any = SimpleNamespace(rank=0, first_engine=0, device=torch.device("cpu"))
+    engine = make_engine(load_config(config, []), load_tokenizer(tmp_path), runtime)
+    assert engine.eos_ids == (1, 2)

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megarl.config.errors import CheckpointError, EngineError
 from megarl.rollout.engines import transformers_decode, transformers_layers
-from megarl.rollout.engines.transformers_decode import DecodeLoop, KVCache, _width, segments_of
+from megarl.rollout.engines.transformers_decode import DecodeLoop, KVCache, Stopping, _width, segments_of
 from megarl.rollout.engines.transformers_engine import TransformersEngine
 from megarl.rollout.engines.transformers_layers import (
     COLUMNS,
@@ -33,6 +33,7 @@ from megarl.rollout.engines.transformers_layers import (
 from megarl.rollout.sampling import Completion, Request, SamplingParams
 from tests.engines import load_folder
 from tests.rollout.conftest import EOS, FAMILIES
+from tests.tiny_models import make_tokenizer
 
 
 def prompts(count: int, seed: int = 0, low: int = 1, high: int = 23) -> list[tuple[int, ...]]:
@@ -567,7 +568,7 @@ def test_stop_texts(make_engine):
     asked = requests(12)
     engine = make_engine()
     free = engine.generate(asked, SamplingParams(max_tokens=40))
-    texts = [engine.tokenizer.decode(c.tokens, skip_special_tokens=True) for c in free]
+    texts = [engine.tokenizer.decode(c.tokens, skip_special_tokens=False) for c in free]
     ascii_pair = next(t[i : i + 2] for t in texts for i in range(2, 30) if t[i : i + 2].isascii())
     stops = (ascii_pair, next(c for c in texts[5] if c.isalpha() and c.isascii()), "never\nthere")
     stopped = engine.generate(asked, SamplingParams(max_tokens=40, stop=stops))
@@ -576,11 +577,21 @@ def test_stop_texts(make_engine):
         ends = [
             n
             for n in range(1, len(alone.tokens) + 1)
-            if any(s in engine.tokenizer.decode(alone.tokens[:n], skip_special_tokens=True) for s in stops)
+            if any(s in engine.tokenizer.decode(alone.tokens[:n], skip_special_tokens=False) for s in stops)
         ]
         assert cut.tokens == alone.tokens[: ends[0] if ends else None]
         assert cut.finish == ("stop" if ends else alone.finish)
     assert sum(len(c.tokens) for c in stopped) < sum(len(c.tokens) for c in free)
+
+
+def test_a_stop_text_may_be_a_special_token():
+    """`</answer>` is one in some tokenizers, and so is the template's end of a turn."""
+    tokenizer = make_tokenizer(300)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["</answer>"]})
+    (tag,) = tokenizer("</answer>", add_special_tokens=False).input_ids
+    stopping = Stopping(("</answer>", "<|im_end|>"), 310, [EOS], tokenizer, torch.device("cpu"))
+    assert stopping.ends([50, tag]) and stopping.ends([50, 4]) and stopping.ends([EOS])
+    assert not stopping.ends([tag, *[50] * 40]) and stopping.candidates[[tag, 4]].all()
 
 
 def test_what_was_begun_goes_on(make_engine):
@@ -605,7 +616,7 @@ def test_what_was_begun_goes_on(make_engine):
     longest = max(range(len(asked)), key=lambda i: len(wholes[i].tokens))
     (short,) = engine.generate([begun(longest, 3, max_tokens=5)], params)
     assert (short.tokens, short.finish) == (wholes[longest].tokens[:5], "length")
-    pair = engine.tokenizer.decode(wholes[longest].tokens[3:5], skip_special_tokens=True)
+    pair = engine.tokenizer.decode(wholes[longest].tokens[3:5], skip_special_tokens=False)
     stopped = SamplingParams(max_tokens=24, stop=(pair,))
     (straight,) = engine.generate([asked[longest]], stopped)
     assert straight.finish == "stop" and len(straight.tokens) == 5

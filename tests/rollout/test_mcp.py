@@ -338,4 +338,4 @@ def test_over_http(over_http: tuple[str, Any]) -> None:
 )
 def test_structured_content_is_shown_once(content: list[str], structured: Any, shown: str) -> None:
     blocks = [SimpleNamespace(type="text", text=text) for text in content]
-    assert mcp_tools._shown(SimpleNamespace(content=blocks, structured_content=structured)) == shown
+    assert mcp_tools._result_text(SimpleNamespace(content=blocks, structured_content=structured)) == shown

@@ -1,5 +1,6 @@
-"""Data files and chat templates of a stranger: none of them takes all memory, runs for ever, or ends in a
-traceback. What cannot be used is one line that names the file and the row."""
+"""Data files and chat templates of a stranger take neither all memory nor endless time.
+
+What cannot be used is reported in one line that names the file and the row."""
 
 from __future__ import annotations
 
@@ -106,16 +107,16 @@ def test_a_line_of_50_megabytes(tmp_path: Path, tokenizer: Any) -> None:
 
 def test_a_long_prompt_is_not_tokenized(tmp_path: Path) -> None:
     tokenizer = byte_tokenizer(CHAT)
-    seen: list[int] = []
+    lengths: list[int] = []
 
     class Counting:
-        """Says how long the texts are that are tokenized."""
+        """Records the lengths of the texts that are tokenized."""
 
         def __getattr__(self, name: str) -> Any:
             return getattr(tokenizer, name)
 
         def __call__(self, texts: list[str], **options: Any) -> Any:
-            seen.extend(map(len, texts))
+            lengths.extend(map(len, texts))
             return tokenizer(texts, **options)
 
     rows = [{"question": "x" * 6401, "answer": "1"}, {"question": "y" * 64, "answer": "1"}]
@@ -128,7 +129,7 @@ def test_a_long_prompt_is_not_tokenized(tmp_path: Path) -> None:
         found, report = read_prompts([file], data, Counting())  # type: ignore[arg-type]
         (row,) = report.rejected
         assert row.reason == f"longer than data.max_prompt_tokens {data.max_prompt_tokens}"
-        assert row.detail.endswith(" characters") and len(found) == 1 and max(seen) < 200
+        assert row.detail.endswith(" characters") and len(found) == 1 and max(lengths) < 200
 
 
 def test_a_long_response_is_left_out(tmp_path: Path, tokenizer: Any) -> None:

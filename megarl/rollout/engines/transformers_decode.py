@@ -13,7 +13,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megarl.config.errors import EngineError
-from megarl.rollout.chat_turns import policy_text, policy_texts
 from megarl.rollout.engines.transformers_layers import COLUMNS, Block, round_up
 from megarl.rollout.sampling import Completion, Request, SamplingParams, choose, routing_array, stop_window
 from megarl.weights.families import Sizes
@@ -46,15 +45,15 @@ class Stopping:
             last = {text[-1] for text in texts}
             # A token of part of a character decodes to U+FFFD; a lone space may be stripped: both are
             # candidates.
-            pieces = policy_texts(tokenizer, [[i] for i in range(known)])
+            pieces = tokenizer.batch_decode([[i] for i in range(known)], skip_special_tokens=False)
             candidates[:known] = torch.tensor(
                 [" " in last or "\ufffd" in piece or not last.isdisjoint(piece) for piece in pieces]
             )
         self.eos, self.candidates = eos.to(device), candidates.to(device)
 
     def found_in(self, tokens: list[int]) -> bool:
-        """Return whether these tokens hold one of the texts."""
-        text = policy_text(self.tokenizer, tokens)
+        """Return whether these tokens hold one of the texts, which may be the name of a special token."""
+        text = self.tokenizer.decode(tokens, skip_special_tokens=False)
         return any(stop in text for stop in self.texts)
 
     def ends(self, tokens: list[int]) -> bool:
