@@ -12,11 +12,12 @@ from typing import Any, NoReturn
 
 from megarl.config.errors import ConfigError
 
+MEMORY = 1 << 30  # bytes that rendering a conversation, or decoding a batch of rows, may take
 _STATM = Path("/proc/self/statm")
 
 
 @contextmanager
-def memory_limit(size: int) -> Iterator[None]:
+def memory_limit(size: int = MEMORY) -> Iterator[None]:
     """Raise MemoryError where the block allocates more than `size` bytes. Linux only, else no limit."""
     before = resource.getrlimit(resource.RLIMIT_DATA)
     if _STATM.exists():

@@ -25,7 +25,7 @@ from megarl.config.schema import DataConfig, DataEntry, EvaluationConfig
 from megarl.config.text import printable
 from megarl.data.chat_template import render_chat
 from megarl.data.generated import GeneratedRow, first_rows, generate, gym_entries, reference_to
-from megarl.data.limits import memory_limit
+from megarl.data.limits import MEMORY, memory_limit
 from megarl.rewards.verdict import Reference
 
 if TYPE_CHECKING:
@@ -50,8 +50,11 @@ _CHARACTERS_AT_ONCE = 1 << 22  # of the rows that are tokenized together
 MAX_LINE = 16 << 20  # bytes of a line of jsonl
 MAX_RESPONSE = 1 << 22  # characters of a supervised response
 CHARACTERS_PER_TOKEN = 100  # longer prompts than data.max_prompt_tokens * 100 are not tokenized
-DECODED = 1 << 30  # bytes that decoding a batch of parquet rows, or rendering a prompt, may take
 _BATCH, _BATCH_BYTES = 4096, 64 << 20  # rows of such a batch, and their bytes by the file's own account
+# A decoded parquet file may have EXPANSION times its size on disk, and 64 MiB. A value that is stored once can
+# stand in a billion rows.
+EXPANSION, _EXPANSION_FREE = 1000, 64 << 20
+_ROW_BYTES = 100  # that a row takes in a report, however little it holds
 
 
 @dataclass(frozen=True)
@@ -609,18 +612,22 @@ def _parquet(path: Path, columns: Sequence[str] | None) -> Iterator[tuple[int, d
         size = min(_BATCH, max(1, _BATCH_BYTES // max(row_bytes, 1)))
         # In one thread: where memory ends, another one would end the process.
         batches = file.iter_batches(batch_size=size, columns=present, use_threads=False)
-        number = 0
+        number, decoded, size_on_disk = 0, 0, path.stat().st_size
         while True:
             try:
-                with memory_limit(DECODED):
+                with memory_limit(MEMORY):
                     batch = next(batches, None)
                     rows = [] if batch is None else _rows(batch)
             except MemoryError:
                 last = min(number + size, file.metadata.num_rows)
-                what = f"rows {number + 1:,} to {last:,} take more than {DECODED >> 20} MiB decoded"
+                what = f"rows {number + 1:,} to {last:,} take more than {MEMORY >> 20} MiB decoded"
                 raise DataError(f"{path}: {what} (write shorter rows)") from None
             if batch is None:
                 return
+            decoded += batch.nbytes + _ROW_BYTES * batch.num_rows
+            if decoded > EXPANSION * size_on_disk + _EXPANSION_FREE:
+                what = f"{size_on_disk:,} bytes become {decoded:,} up to row {number + batch.num_rows:,}"
+                raise DataError(f"{path}: {what}: its rows repeat (write each once)")
             yield from enumerate(rows, number + 1)
             number += batch.num_rows
 
@@ -707,8 +714,10 @@ def _messages_in(text: str) -> Messages | None:
 def _joined(content: Any) -> Any:
     """Return content in parts, `[{"type": "text", "text": ...}]`, as one text where all parts are texts."""
     if isinstance(content, list) and content:
-        texts = [part.get("text") if isinstance(part, dict) else None for part in content]
-        if all(isinstance(text, str) for text in texts):
+        texts = [
+            part["text"] for part in content if isinstance(part, dict) and isinstance(part.get("text"), str)
+        ]
+        if len(texts) == len(content):
             return "".join(texts)
     return content
 
@@ -898,7 +907,7 @@ def _templated(
         if special == tokenizer.bos_token:  # which the chat template writes itself
             prompt = [{**prompt[0], "content": first.removeprefix(special)}, *prompt[1:]]
     try:
-        with memory_limit(DECODED):
+        with memory_limit():
             return render_chat(tokenizer, prompt, tools=tools, variables=data.chat_template_kwargs)
     except MegarlError:
         raise

@@ -18,6 +18,7 @@ from typing import Any
 
 from megarl.config.errors import ConfigError, first_line
 from megarl.config.schema import Config
+from megarl.data.limits import memory_limit
 from megarl.data.prompts import Prompt
 from megarl.rewards.verdict import Verdict
 from megarl.rollout.chat_turns import ChatTurns, Message, end_tokens, policy_text
@@ -71,28 +72,18 @@ def check_template(
             f"data.template: the chat template {what} (put a constant in place of strftime_now)"
         )
     try:
-        chat = ChatTurns(tokenizer, tools, variables)
-        for told in tools:  # of an MCP server they are a stranger's words
-            if chat.named and (found := chat.named.search(json.dumps(told, ensure_ascii=False))):
-                name = told.get("function", told).get("name")
-                what = f"tool {name!r}: {found[0]} in its schema would be read as a control token"
-                raise ConfigError(f"rollout.tools, or an agent's: {what} (reword it, or leave the tool out)")
-        asked = [{"role": "user", "content": "question 0"}]
-        if tools and chat.render(asked) == ChatTurns(tokenizer, variables=variables).render(asked):
-            what = "does not tell the policy of tools"
-            raise ConfigError(f"data.template: the chat template {what} (use one that renders `tools`)")
-        knows_thoughts = "think>" in str(source)  # then some write empty ones where there are none
-        for role in sorted(shown):
-            for thinks in (True,) if knows_thoughts else (True, False):
-                _check_appends(chat, role, thinks)
+        with memory_limit():
+            chat = ChatTurns(tokenizer, tools, variables)
+            _check_conversations(chat, shown)
+            _check_end(chat, stop)
     except ValueError as error:
         raise ConfigError(f"data.template: {error} (use a template that only appends)") from error
-    _check_end(chat, stop)
 
 
 def check_end_of_turn(tokenizer: Any, stop: Collection[str], variables: Mapping[str, Any] = NONE) -> None:
     """Raise ConfigError where the template's end of a turn does not end a response of the policy."""
-    with suppress(ValueError):  # a template that cannot show an assistant's turn ends none
+    # A template that cannot show an assistant's turn ends none.
+    with suppress(ValueError), memory_limit():
         _check_end(ChatTurns(tokenizer, variables=variables), stop)
 
 
@@ -104,6 +95,25 @@ def _check_end(chat: ChatTurns, stop: Collection[str]) -> None:
         what = f"the chat template ends a turn with {end}, which does not end what the policy writes"
         remedy = "make it the tokenizer's eos_token, or add it to rollout.stop"
         raise ConfigError(f"data.template: {what} ({remedy})")
+
+
+def _check_conversations(chat: ChatTurns, shown: Collection[str]) -> None:
+    """Raise ConfigError, or ValueError with what the template does wrong."""
+    for told in chat.tools:  # of an MCP server they are a stranger's words
+        if chat.named and (found := chat.named.search(json.dumps(told, ensure_ascii=False))):
+            name = told.get("function", told).get("name")
+            what = f"tool {name!r}: {found[0]} in its schema would be read as a control token"
+            raise ConfigError(f"rollout.tools, or an agent's: {what} (reword it, or leave the tool out)")
+    asked = [{"role": "user", "content": "question 0"}]
+    if chat.tools and chat.render(asked) == ChatTurns(chat.tokenizer, variables=chat.variables).render(asked):
+        what = "does not tell the policy of tools"
+        raise ConfigError(f"data.template: the chat template {what} (use one that renders `tools`)")
+    knows_thoughts = "think>" in str(
+        chat.tokenizer.chat_template
+    )  # then some write empty ones where there are none
+    for role in sorted(shown):
+        for thinks in (True,) if knows_thoughts else (True, False):
+            _check_appends(chat, role, thinks)
 
 
 def _check_appends(chat: ChatTurns, role: str, thinks: bool) -> None:

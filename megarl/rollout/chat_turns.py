@@ -7,7 +7,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import count
 from pathlib import Path
 from types import MappingProxyType
@@ -94,7 +94,7 @@ class ChatTurns:
         found = next((i for i, token in enumerate(closing) if token in self._control), None)
         self._closing = [] if found is None else closing[: found + 1]
 
-    @property
+    @cached_property
     def end(self) -> int | None:
         """Return the control token by which the template ends an assistant's turn. Where it writes none, as
         GLM's, that is the one by which a user's turn begins; None where that is none either."""

@@ -21,7 +21,7 @@ from megarl.config.schema import Config, RewardConfig
 from megarl.data.chat_template import render_chat
 from megarl.data.generated import own_verifiers
 from megarl.data.limits import memory_limit
-from megarl.data.prompts import DECODED, absent_sources, validate_files
+from megarl.data.prompts import absent_sources, validate_files
 from megarl.model.fp8 import check_sizes
 from megarl.parallel.launch import ranks_here, without_tokenizer_threads
 from megarl.parallel.machine import (
@@ -286,7 +286,7 @@ def check_tokenizer(config: Config, folder: ModelFolder | Described, key: str = 
             )
         try:
             example = [{"role": "user", "content": "1 + 1 = ?"}]
-            with memory_limit(DECODED):
+            with memory_limit():
                 render_chat(tokenizer, example, variables=config.data.chat_template_kwargs)
         except MegarlError:
             raise

@@ -798,3 +798,20 @@ class TestNumbersAndTexts:
 
 def test_every_engine_has_a_kind() -> None:
     assert set(get_args(EngineName)) == set(ENGINES)
+
+
+def test_an_evaluation_may_be_greedy(minimum: Path) -> None:
+    """Training samples: log-probabilities at temperature 0 mean nothing."""
+    assert load_config(minimum, ["evaluation.temperature=0"]).evaluation.temperature == 0
+    assert "evaluation.temperature: must be" in refusal(minimum, "evaluation.temperature=-1")
+    assert "rollout.temperature: must be" in refusal(minimum, "rollout.temperature=0")
+
+
+def test_variables_of_the_chat_template(minimum: Path) -> None:
+    config = load_config(minimum, ["data.chat_template_kwargs={enable_thinking: false, lines: [a, 2]}"])
+    variables = {"enable_thinking": False, "lines": ["a", 2]}
+    assert config.data.chat_template_kwargs == variables
+    minimum.write_text(dump_config(config))
+    assert load_config(minimum).data.chat_template_kwargs == variables
+    line = refusal(minimum, "data.chat_template_kwargs.messages=[]")
+    assert "data.chat_template_kwargs: must not have messages" in line

@@ -84,6 +84,11 @@ def world(tmp_path_factory):
     return engines, tokenizer, prompts
 
 
+def spoken(tokenizer, tokens: list[int]) -> str:
+    """The text without <pad> and <eos>; other special tokens are part of it."""
+    return tokenizer.decode([token for token in tokens if token not in (0, 1)])
+
+
 def config(**sections) -> Config:
     rollout = {"prompts": 4, "group_size": 3, "max_response_tokens": 12, **sections.pop("rollout", {})}
     return Config(
@@ -318,7 +323,7 @@ def test_rewards_flags_and_statistics(world):
     batch = run_ranks(world, settings_, 1, steps=1)[0][0]
     _, tokenizer, _ = world
     items = [
-        (tokenizer.decode(r.body.tokens.tolist(), skip_special_tokens=True), g.prompt.answer)
+        (spoken(tokenizer, r.body.tokens.tolist()), g.prompt.answer)
         for g in batch.groups
         for r in g.responses
     ]
@@ -461,7 +466,7 @@ def test_a_batch_is_build_with_the_columns(world):
         response, group = batch.responses[row], batch.groups[row // 3]
         seen = (sample.length, sample.reward, sample.prompt)
         assert seen == (response.length, response.reward, group.prompt.text)
-        assert sample.response == world[1].decode(response.body.tokens.tolist(), skip_special_tokens=True)
+        assert sample.response == spoken(world[1], response.body.tokens.tolist())
         assert (sample.group_size, sample.group_right) == (3, sum(r.correct for r in group.responses))
 
 

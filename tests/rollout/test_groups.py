@@ -336,6 +336,9 @@ def test_state_survives_json_exactly():
 class Words:
     """Decodes token 7 to "7 "."""
 
+    eos_token_id = pad_token_id = chat_template = None
+    name_or_path = ""
+
     def batch_decode(self, rows: list[list[int]], **_: object) -> list[str]:
         return ["".join(f"{token} " for token in row) for row in rows]
 

@@ -21,6 +21,7 @@ from megarl.config.schema import DataConfig
 from megarl.data import chat_template, limits, prompts
 from megarl.data.prompts import ReadReport, read_pairs, read_prompts
 from megarl.rollout.chat import ChatTurns, check_template
+from tests.cli.scene import Scene
 from tests.data.test_reader import CHAT, byte_tokenizer
 
 MIB = 1 << 20
@@ -38,21 +39,25 @@ def tokenizer() -> Any:
     return byte_tokenizer(CHAT)
 
 
-def repeated(path: Path, values: list[Any], rows: int) -> Path:
-    """Write a file of `rows` rows, each of the same long values, that is about a thousand bytes long."""
+def write_repeated(path: Path, values: list[Any], rows: int) -> None:
+    """Write a file of `rows` rows, each of the same long values, and little else."""
     index = pa.array(np.zeros(rows, dtype=np.int32))
-    columns = [pa.DictionaryArray.from_arrays(index, pa.array([value])) for value in values]
+    columns = [
+        pa.nulls(rows) if value is None else pa.DictionaryArray.from_arrays(index, pa.array([value]))
+        for value in values
+    ]
     table = pa.table(dict(zip(("question", "answer"), columns, strict=True)))
-    pq.write_table(table, path, compression="zstd", write_statistics=False, store_schema=False)
-    assert path.stat().st_size < 4096
-    return path
+    options: Any = {"compression": "zstd", "write_statistics": False, "store_schema": False}
+    pq.write_table(table, path, row_group_size=rows, **options)
+    assert path.stat().st_size < 32_768
 
 
 def test_a_thousand_bytes_of_parquet_that_become_80_gigabytes(
     tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(prompts, "DECODED", 256 * MIB)
-    file = repeated(tmp_path / "bomb.parquet", ["x" * (20 * MIB), "1"], 4096)
+    monkeypatch.setattr(prompts, "MEMORY", 256 * MIB)
+    file = tmp_path / "bomb.parquet"
+    write_repeated(file, ["x" * (20 * MIB), "1"], 4096)
     before = resource.getrlimit(resource.RLIMIT_DATA)
     start = peak()
     with pytest.raises(
@@ -66,7 +71,7 @@ def test_a_thousand_bytes_of_parquet_that_become_80_gigabytes(
 def test_one_row_of_parquet_with_a_list_of_67_million(
     tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(prompts, "DECODED", 256 * MIB)
+    monkeypatch.setattr(prompts, "MEMORY", 256 * MIB)
     values = pa.array(np.zeros(1 << 26, dtype=np.int8))
     lists = pa.ListArray.from_arrays(pa.array([0, len(values)], pa.int32()), values)
     extra = pa.StructArray.from_arrays([pa.ListArray.from_arrays(pa.array([0, 1], pa.int32()), lists)], ["a"])
@@ -79,12 +84,29 @@ def test_one_row_of_parquet_with_a_list_of_67_million(
         read_prompts([file], RAW, tokenizer)
 
 
-def test_many_rows_of_parquet_that_say_the_same(tmp_path: Path, tokenizer: Any) -> None:
-    """Duplicates and rows that are too long leave nothing behind but their numbers."""
-    file = repeated(tmp_path / "same.parquet", ["x" * 5000, "1"], 40_000)
-    start = peak()
-    found, report = read_prompts([file], DataConfig(template="raw", max_prompt_tokens=8192), tokenizer)
-    assert len(found) == 1 and report.duplicates == 39_999 and peak() - start < 600 * MIB
+@pytest.mark.parametrize("values", [["x" * 5000, "1"], [None, None]])
+def test_a_thousand_bytes_of_parquet_with_millions_of_rows(
+    tmp_path: Path, tokenizer: Any, values: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each row leaves something behind: a pair, or its number in the report."""
+    monkeypatch.setattr(prompts, "EXPANSION", 100)
+    monkeypatch.setattr(prompts, "_EXPANSION_FREE", 8 * MIB)
+    file, start = tmp_path / "same.parquet", peak()
+    write_repeated(file, values, 4_000_000)
+    with pytest.raises(
+        DataError, match=r"bytes become [\d,]+ up to row [\d,]+: its rows repeat \(write each"
+    ):
+        read_pairs(
+            [file], DataConfig(template="raw", prompt_key="question"), "answer", tokenizer, ReadReport()
+        )
+    assert peak() - start < 800 * MIB
+
+
+def test_rows_may_repeat(tmp_path: Path, tokenizer: Any) -> None:
+    """As in the published set of AIME, 32 times each."""
+    write_repeated(tmp_path / "same.parquet", ["x" * 2000, "1"], 960)
+    found, report = read_prompts([tmp_path / "same.parquet"], RAW, tokenizer)
+    assert len(found) == 1 and report.duplicates == 959
 
 
 def test_a_line_of_50_megabytes(tmp_path: Path, tokenizer: Any) -> None:
@@ -186,6 +208,34 @@ def test_a_template_that_never_ends(tmp_path: Path, monkeypatch: Any, where: str
             check_template(tokenizer)
     line = "data.template: the chat template of /models/stranger has not ended within 0.3 s"
     assert str(error.value) == f"{line} (it may loop for ever)" and time.monotonic() - began < 5
+
+
+@pytest.mark.parametrize("where", ["data", "check"])
+def test_a_template_that_takes_all_memory(tmp_path: Path, tokenizer: Any, where: str) -> None:
+    begin, loop = "{% set ns = namespace(x='xxxxxxxx') %}", "{% for i in range(60) %}"
+    greedy = byte_tokenizer(CHAT + begin + loop + "{% set ns.x = ns.x ~ ns.x %}{% endfor %}")
+    start = peak()
+    file = tmp_path / "a.jsonl"
+    file.write_text('{"question": "q", "answer": "1"}\n')
+    if where == "data":
+        with pytest.raises(DataError, match=r"no row can be used: 1 x refused by the chat template"):
+            read_prompts([file], DataConfig(), greedy)
+    else:
+        with pytest.raises(
+            ConfigError, match=r"^data\.template: the chat template refuses user.*: MemoryError"
+        ):
+            check_template(greedy)
+    assert peak() - start < 1600 * MIB
+
+
+def test_the_command_says_so(tmp_path: Path, monkeypatch: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(chat_template, "SECONDS", 0.3)
+    scene = Scene.make(tmp_path)
+    scene.capsys = capsys
+    (tmp_path / "model" / "chat_template.jinja").write_text(LOOP)
+    line = f"data.template: the chat template of {tmp_path}/model has not ended within 0.3 s"
+    assert scene.refused("data", "show", str(scene.config)) == f"{line} (it may loop for ever)"
+    assert scene.train_refused() == f"{line} (it may loop for ever)"
 
 
 def test_a_template_may_not_compute_powers() -> None:
