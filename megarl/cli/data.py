@@ -71,10 +71,10 @@ def show(
         if config.data.has_gym and not held_out:  # its rows are never those of data.eval
             sets, _ = read_problem_sets(config.data, config.evaluation, tokenizer)
         # To look at a configuration is not to ask for its commands to be run.
-        unasked = [] if mcp else [path for path in config.rollout.tools if path.startswith(MCP)]
-        tools = schemas(path for path in config.rollout.tools if path not in unasked)
-        for path in unasked:
-            print(printable(f"rollout.tools: {path}: its tools are left out (--mcp starts the server)"))
+        unasked = [] if mcp else [tool for tool in config.rollout.tools if tool.startswith(MCP)]
+        tools = schemas(tool for tool in config.rollout.tools if tool not in unasked)
+        for server in unasked:
+            print(printable(f"rollout.tools: {server}: its tools are left out (--mcp starts the server)"))
         prompts, report = read_prompts(entries, config.data, tokenizer, sets, name, list(tools.values()))
         unknown = "(none is known; reasoning-gym scores answers)"
         shown = [

@@ -51,8 +51,8 @@ MAX_LINE = 16 << 20  # bytes of a line of jsonl
 MAX_RESPONSE = 1 << 22  # characters of a supervised response
 CHARACTERS_PER_TOKEN = 100  # longer prompts than data.max_prompt_tokens * 100 are not tokenized
 _BATCH, _BATCH_BYTES = 4096, 64 << 20  # rows of such a batch, and their bytes by the file's own account
-# A decoded parquet file may have EXPANSION times its size on disk, and 64 MiB. A value that is stored once can
-# stand in a billion rows.
+# A decoded parquet file may have EXPANSION times its size on disk, and 64 MiB: a value that is stored once
+# can stand in a billion rows.
 EXPANSION, _EXPANSION_FREE = 1000, 64 << 20
 _ROW_BYTES = 100  # that a row takes in a report, however little it holds
 

@@ -1,5 +1,6 @@
-"""Turns of a conversation as tokens, by the tokenizer's chat template: the end of the policy's turn, the text
-of the turn, and the tokens of the messages that follow it."""
+"""Turns of a conversation as tokens, by the tokenizer's chat template.
+
+They are the end of the policy's turn, its text, and the tokens of the messages that follow it."""
 
 from __future__ import annotations
 
@@ -8,7 +9,6 @@ import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property, lru_cache
-from itertools import count
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -20,6 +20,7 @@ from megarl.data.chat_template import render_chat
 Message = Mapping[str, Any]
 
 _MARK = "\ue000"  # the first character that no text has a use for
+_MARKS = [*range(0xE000, 0x110000), *range(0x3400, 0xD800)]
 _USER: Message = {"role": "user", "content": "?"}
 
 
@@ -154,7 +155,9 @@ class ChatTurns:
         """Return the messages with marks in place of what in them looks like a control token, these texts,
         and the character by which marks are known."""
         used = set(json.dumps(messages, ensure_ascii=False, default=str))
-        mark = next(character for character in map(chr, count(ord(_MARK))) if character not in used)
+        mark = next((character for character in map(chr, _MARKS) if character not in used), None)
+        if mark is None:
+            raise ValueError("the messages hold every character that could stand for a control token")
         hidden: list[str] = []
 
         def hide(found: re.Match[str]) -> str:

@@ -68,11 +68,11 @@ def test_a_thousand_bytes_of_parquet_that_become_80_gigabytes(
     assert peak() - start < 1600 * MIB and resource.getrlimit(resource.RLIMIT_DATA) == before
 
 
-def test_one_row_of_parquet_with_a_list_of_67_million(
+def test_one_row_of_parquet_with_a_list_of_33_million(
     tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(prompts, "MEMORY", 256 * MIB)
-    values = pa.array(np.zeros(1 << 26, dtype=np.int8))
+    monkeypatch.setattr(prompts, "MEMORY", 64 * MIB)
+    values = pa.array(np.zeros(1 << 25, dtype=np.int8))
     lists = pa.ListArray.from_arrays(pa.array([0, len(values)], pa.int32()), values)
     extra = pa.StructArray.from_arrays([pa.ListArray.from_arrays(pa.array([0, 1], pa.int32()), lists)], ["a"])
     file = tmp_path / "list.parquet"
@@ -110,7 +110,7 @@ def test_rows_may_repeat(tmp_path: Path, tokenizer: Any) -> None:
 
 
 def test_a_line_of_50_megabytes(tmp_path: Path, tokenizer: Any) -> None:
-    """It is left out before it is read as a whole, and the rows around it are used."""
+    """The line is never held as a whole, and the rows around it are used."""
     file = tmp_path / "long.jsonl"
     with file.open("w") as out:
         out.write('{"question": "first", "answer": "1"}\n')
