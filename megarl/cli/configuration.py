@@ -19,6 +19,7 @@ from megarl.config.errors import ConfigError
 from megarl.config.load import dump_yaml
 from megarl.config.recipes import AHEAD_PRESET, PRESETS
 from megarl.config.schema import fields, held_section_of
+from megarl.config.text import printable
 
 if TYPE_CHECKING:
     from megarl.plan.memory import MemoryPlan
@@ -56,12 +57,12 @@ def check(path: ConfigFile, overrides: Overrides) -> int:
     if not config.model.path.is_dir():
         check_tasks(gym_entries(config.data))
         absent = f"model.path {config.model.path} is not on this machine, so the layout was not checked"
-        print(f"{path}: the configuration holds; {absent}")
+        print(printable(f"{path}: the configuration holds; {absent}"))
         return 0
     from megarl.schedule.preflight import preflight
 
     preflight(config, str(path))
-    print(f"{path}: the configuration holds")
+    print(printable(f"{path}: the configuration holds"))
     return 0
 
 
@@ -238,11 +239,11 @@ def plan(
     if best:
         print("\n".join(text.best(search(made, drawn), current, path)))
         return 0
-    print("\n".join(text.lines(made, where, drawn, seconds)))
+    print(printable("\n".join(text.lines(made, where, drawn, seconds))))
     print()
     print("\n".join(text.layouts(search(made, drawn), current, everything=everything)))
     if problem:
-        print(f"\nmegarl: {path}: {problem}", file=sys.stderr)
+        print(printable(f"\nmegarl: {path}: {problem}"), file=sys.stderr)
     return 2 if problem else 0
 
 
@@ -252,10 +253,10 @@ def _print_on_cpu(made: MemoryPlan, where: str, path: Path) -> int:
     from megarl.plan.text import on_cpu
 
     memory = memory_here()
-    print("\n".join(on_cpu(made, where, memory)))
+    print(printable("\n".join(on_cpu(made, where, memory))))
     problem, near = made.problem_on_cpu(memory), made.warning_on_cpu(memory)
     if problem or near:
-        print(f"\nmegarl: {path}: {problem or near}", file=sys.stderr)
+        print(printable(f"\nmegarl: {path}: {problem or near}"), file=sys.stderr)
     return 2 if problem else 0
 
 

@@ -241,7 +241,7 @@ def _replay(
 
         outcome = replay.replay(config, step, runtime, tolerance)
         if runtime.rank == 0:
-            print("\n".join(replay.lines(outcome)), flush=True)
+            print(printable("\n".join(replay.lines(outcome))), flush=True)
         return int(bool(outcome.different))
 
     return run_rank(config, job, lease, launched=launched)

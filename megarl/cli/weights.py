@@ -13,6 +13,7 @@ from typer import Option, Typer
 from megarl.cli.arguments import ConfigFile, Overrides, PublicModel
 from megarl.config import load_config
 from megarl.config.errors import ConfigError
+from megarl.config.text import printable
 
 GB = 1e9
 
@@ -63,7 +64,7 @@ def plan_weights(
     engine_dtype = dtype if config.rollout.weights_dtype == "model" else "fp8 in blocks"
     context = f", cp {layout.cp}" if layout.cp > 1 else ""
     actor = f"tp {layout.tp}, pp {layout.pp}, dp {layout.dp}{context}{experts}"
-    print(f"model    {where}: {size}")
+    print(printable(f"model    {where}: {size}"))
     print(f"actor    {actor}: {layout.world} GPUs on {nodes} nodes")
     print(f"engines  {(apart or layout.world) // tp} of tp {tp} ({engine}), weights in {engine_dtype}")
     print(f"plan     {len(made.copies):,} copies, made in {seconds:.1f} s\n")

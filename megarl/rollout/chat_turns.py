@@ -9,6 +9,7 @@ import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property, lru_cache
+from itertools import chain
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -20,7 +21,7 @@ from megarl.data.chat_template import render_chat
 Message = Mapping[str, Any]
 
 _MARK = "\ue000"  # the first character that no text has a use for
-_MARKS = [*range(0xE000, 0x110000), *range(0x3400, 0xD800)]
+_MARKS = range(0xE000, 0x110000), range(0x3400, 0xD800)
 _USER: Message = {"role": "user", "content": "?"}
 
 
@@ -155,7 +156,7 @@ class ChatTurns:
         """Return the messages with marks in place of what in them looks like a control token, these texts,
         and the character by which marks are known."""
         used = set(json.dumps(messages, ensure_ascii=False, default=str))
-        mark = next((character for character in map(chr, _MARKS) if character not in used), None)
+        mark = next((character for character in map(chr, chain(*_MARKS)) if character not in used), None)
         if mark is None:
             raise ValueError("the messages hold every character that could stand for a control token")
         hidden: list[str] = []

@@ -119,6 +119,14 @@ def test_names_in_what_the_command_refuses(scene: Scene, tmp_path: Path) -> None
         scene.refused("data", "show", str(scene.config), f"data.train=[{tmp_path}/a\x9b31m\u202e.jsonl]")
     )
     harmless(scene.refused("data", "show", f"{tmp_path}/a\x1b[2J\u202e.yaml"))
+    named = tmp_path / "a\x1b[2J\u202e.yaml"
+    named.write_text(scene.config.read_text().replace("tp: 2", "tp: 1"))
+    assert scene.capsys is not None
+    for command in ("config", "check"), ("config", "show"), ("plan",):
+        assert main([*command, str(named), f"run_dir={tmp_path}/run"]) in (0, 2)
+        out, err = scene.capsys.readouterr()
+        assert harmless(out + err)
+        assert command[-1] != "check" or "a\\x1b[2J\\u202e.yaml" in out + err
     harmless(scene.refused("data", "show", str(scene.config), f"--rows=\x1b[2J{CONTROLS}"))
 
 
