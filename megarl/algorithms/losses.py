@@ -15,6 +15,7 @@ from torch import Tensor
 
 Stats = dict[str, Tensor]
 Aggregation = Literal["token", "sample", "constant"]
+KLEstimator = Literal["k2", "k3"]
 
 # Statistics that are means over fewer tokens than all that count: the statistic that is the number of theirs.
 COUNTED_BY = {"clip_prob_high": "clip_fraction_high", "teacher_mass": "taught"}
@@ -22,6 +23,9 @@ COUNTED_BY = {"clip_prob_high": "clip_fraction_high", "teacher_mass": "taught"}
 # A log-ratio is clamped to +-LOG_RATIO_LIMIT before exp: e^20 = 5e8 is far outside any clip range, and
 # nothing overflows.
 LOG_RATIO_LIMIT = 20.0
+
+# The least probability of all tokens beside a teacher's likeliest: float32 log-probs say no less.
+LEAST_REST = 1e-6
 
 
 def token_weights(
@@ -121,9 +125,9 @@ def cispo(t: Tokens) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def masked(t: Tokens) -> tuple[Tensor, Tensor, Tensor]:
-    """Return r_t A_t where r_t is in the interval, else 0: the gradient ends on both sides, whatever the sign
-    of A_t (SAO, arXiv 2607.07508)."""
-    low, high = t.ratio < t.low, t.ratio > t.high
+    """Return r_t A_t where r_t is inside the open interval, else 0, whatever the sign of A_t (SAO, arXiv
+    2607.07508, eq. 1 to 3; its f(r_t) A_t log pi_t, with f held fixed, has the same gradient)."""
+    low, high = t.ratio <= t.low, t.ratio >= t.high
     return torch.where(low | high, 0.0, t.ratio * t.advantage), low, high
 
 
@@ -190,7 +194,7 @@ def kl_cov(t: Tokens, kl_weight: float) -> tuple[Tensor, Tensor, Tensor]:
 # What `algorithm.surrogate` may name (config/schema.py has the names once more, as it imports no torch).
 SURROGATES: dict[str, Surrogate] = {
     "ppo": ppo,
-    "gspo": ppo,  # with the ratio of the whole sequence (BY_SEQUENCE)
+    "gspo": ppo,  # with the ratio of the whole sequence (`_sequence_ratio`)
     "fipo": ppo,  # with A_t times `future_factors`
     "cispo": cispo,
     "masked": masked,
@@ -200,7 +204,6 @@ SURROGATES: dict[str, Surrogate] = {
     "clip_cov": clip_cov,
     "kl_cov": kl_cov,
 }
-BY_SEQUENCE = {"gspo"}
 
 
 @torch.no_grad()
@@ -253,9 +256,8 @@ def policy_loss(
 
     options       the surrogate's own numbers, by name
     dual_clip     a c > 1: J_t is at least c A_t where A_t < 0 (arXiv 1912.09729, eq. 5); of ppo, gspo, fipo
-    sequence_ids  int [T], the sequence of each token, for gspo: its ratio is that of the sequence, exp(mean
-                  of its tokens' log r), for each of its tokens (arXiv 2507.18071, eq. 5 to 7); and for fipo,
-                  whose A_t are multiplied by `future_factors`
+    sequence_ids  int [T], the sequence of each token: for gspo, whose ratio is `_sequence_ratio`, and for
+                  fipo, whose A_t are multiplied by `future_factors`
     selected      bool [T], for clip_cov and kl_cov
     likeliest     for dppo_tv and dppo_kl: log pi and log pi_old of the tokens that were likeliest to pi_old,
                   [T, k] each; the least finite number where one is the token itself
@@ -275,9 +277,9 @@ def policy_loss(
         assert sequence_ids is not None
         factors, options = future_factors(difference, advantage, sequence_ids, **options), {}
         advantage = advantage * factors
-    if surrogate in BY_SEQUENCE:
+    if surrogate == "gspo":
         assert sequence_ids is not None
-        ratio = _sequence_means(difference, counted, sequence_ids).exp()
+        ratio = _sequence_ratio(difference, counted, sequence_ids)
     else:
         ratio = difference.exp()
     logprob, old = (torch.where(counted, x.double(), 0.0) for x in (logprobs, old_logprobs.detach()))
@@ -311,11 +313,20 @@ def policy_loss(
     return loss, _sums(loss, "policy/loss", **sums)
 
 
-def _sequence_means(x: Tensor, counted: Tensor, sequence_ids: Tensor) -> Tensor:
-    """Return at each token [T] the mean of x over the counted tokens of its sequence."""
-    sums = x.new_zeros(2, int(sequence_ids.max()) + 1 if sequence_ids.numel() else 0)
-    sums = sums.index_add(1, sequence_ids, torch.stack([x, counted.to(x.dtype)]))
-    return (sums[0] / sums[1].clamp(min=1))[sequence_ids]
+def _sequence_ratio(difference: Tensor, counted: Tensor, sequence_ids: Tensor) -> Tensor:
+    """Return the ratio of each token's sequence, exp(mean of its tokens' log r), [T], whose gradient reaches
+    the token itself alone: s_it = sg(s_i) pi_t / sg(pi_t).
+
+    This is GSPO-token (arXiv 2507.18071, section 4.3; verl's `compute_policy_loss_gspo`). Where a sequence
+    has one advantage, its gradient is GSPO's. With an advantage of its own (a critic's, a teacher's), a token
+    gets the gradient of that advantage, and none of the other tokens'.
+
+    difference: log r_t, [T], 0 where a token does not count."""
+    fixed = difference.detach()
+    sums = fixed.new_zeros(2, int(sequence_ids.max()) + 1 if sequence_ids.numel() else 0)
+    sums = sums.index_add(1, sequence_ids, torch.stack([fixed, counted.to(fixed.dtype)]))
+    means = (sums[0] / sums[1].clamp(min=1))[sequence_ids]
+    return means.exp() * (difference - fixed).exp()
 
 
 def nll_loss(logprobs: Tensor, weights: Tensor) -> tuple[Tensor, Stats]:
@@ -327,26 +338,47 @@ def nll_loss(logprobs: Tensor, weights: Tensor) -> tuple[Tensor, Stats]:
     return loss, _sums(loss, "policy/nll_loss")
 
 
-def kl_loss(logprobs: Tensor, ref_logprobs: Tensor, weights: Tensor) -> tuple[Tensor, Stats]:
-    """Return sum_t w_t * (q - 1 - log q), q = pi_ref / pi: the k3 estimate of KL(pi || pi_ref) (GRPO), before
-    the factor beta. All [T]."""
+def kl_loss(
+    logprobs: Tensor, ref_logprobs: Tensor, weights: Tensor, estimator: KLEstimator = "k3"
+) -> tuple[Tensor, Stats]:
+    """Return sum_t w_t k_t, an estimate of KL(pi || pi_ref), before the factor beta. All [T].
+
+    With d = log pi - log pi_ref of the sampled token:
+
+    k2  d^2 / 2. On-policy its expected gradient is that of KL(pi || pi_ref) (REINFORCE++ with baseline, as in
+        OpenRLHF's compute_approx_kl).
+    k3  exp(-d) - 1 + d (GRPO). On-policy its expected value is KL(pi || pi_ref), and its expected gradient
+        that of the forward KL(pi_ref || pi).
+
+    k1, d itself, is not offered: its expected gradient is 0."""
     difference = log_ratio(ref_logprobs.detach(), logprobs, weights > 0)
-    loss = _weighted_sum(torch.expm1(difference) - difference, weights, logprobs)
+    terms = difference.square() / 2 if estimator == "k2" else torch.expm1(difference) - difference
+    loss = _weighted_sum(terms, weights, logprobs)
     return loss, _sums(loss, "policy/kl_loss")
 
 
 def top_k_loss(logprobs: Tensor, teacher_logprobs: Tensor, weights: Tensor) -> tuple[Tensor, Stats]:
-    """Return sum_t w_t * sum_i q_ti (log q_ti - log pi_ti), before its factor; i: the k tokens that are
-    likeliest to a teacher at t, q_ti: their probabilities there, which are not normalised over them. It is
-    the part of the forward KL(q || pi) that they have (as verl's forward_kl_topk).
+    """Return sum_t w_t KL(q_t || pi_t), before its factor, over k + 1 outcomes at each place: the k tokens
+    that are likeliest to a teacher, and all other tokens as one.
+
+    With the other tokens as one outcome the term is never negative, and 0 only where the policy gives each of
+    the k tokens the teacher's probability. The sum over the k tokens alone is lowest where the policy puts
+    all of its probability on them. (verl's forward_kl_topk clamps that sum at 0; SDPO, arXiv 2601.20802, has
+    the additional outcome.)
 
     logprobs, teacher_logprobs: [T, k] of the same tokens; the teacher's are -inf where it has none to say.
-    Statistics: loss, tokens, those that are taught, and the sum of their q."""
+    Statistics: loss, tokens, those that are taught, and the teacher's probability of the k tokens."""
     counted = weights > 0
     taught = counted & ~(teacher_logprobs[:, 0] == -torch.inf)
     of_teacher, own = (torch.where(taught[:, None], x.double(), 0.0) for x in (teacher_logprobs, logprobs))
     chances = torch.where(taught[:, None], of_teacher.exp(), 0.0)
-    loss = _weighted_sum((chances * (of_teacher - own)).sum(-1), weights, logprobs)
+    teacher_rest = torch.where(taught, 1 - chances.sum(-1), 0.0).clamp(min=0)
+    # Rounding leaves nothing of a small rest. It counts as LEAST_REST then, and keeps its gradient.
+    rest = 1 - own.exp().sum(-1)
+    rest = rest + (LEAST_REST - rest.detach()).clamp(min=0)
+    terms = (chances * (of_teacher - own)).sum(-1)
+    terms = terms + torch.xlogy(teacher_rest, teacher_rest) - teacher_rest * rest.log()
+    loss = _weighted_sum(terms, weights, logprobs)
     sums = {"tokens": counted.sum(), "taught": taught.sum(), "teacher_mass": chances.sum()}
     return loss, _sums(loss, "policy/teacher_loss", **sums)
 

@@ -26,7 +26,7 @@ SAMPLED = (
     "reward.weight",
     "teacher",
     *(f"algorithm.{key}" for key in ("surrogate", "old_logprobs", "dual_clip", "whiten")),
-    *(f"algorithm.{key}" for key in ("kl_weight", "kl_reward", "entropy_weight")),
+    *(f"algorithm.{key}" for key in ("kl_weight", "kl_estimator", "kl_reward", "entropy_weight")),
     *(f"algorithm.{section}" for section in ("mismatch", "dppo", "sapo", "covariance", "fipo", "agreement")),
     "update.share_prompts",
     "guard.parity",
@@ -259,6 +259,8 @@ def _algorithm_problems(c: Config) -> Iterator[str]:
     if a.kl_reward and a.advantage in ("per_reward", "tracked", "prompt_value"):
         what = f"is no reward that algorithm.advantage {a.advantage} could compare"
         yield f"algorithm.kl_reward: {what} (set it to 0; kl_weight puts the KL into the loss)"
+    for key in () if a.kl_weight else _changed(c, "algorithm.kl_estimator"):
+        yield f"{key}: has no effect while algorithm.kl_weight is 0 (set that, or leave it out)"
     if c.recipe == "sao" and group > 1:
         yield f"rollout.group_size: recipe sao takes one response a prompt (got {group}; set it to 1)"
     if c.rollout.dynamic_sampling.enabled and group < 2:

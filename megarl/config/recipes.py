@@ -339,13 +339,14 @@ def training_phases(config: Config) -> tuple[Phase, ...]:
         return (READ_PAIRS, DISTRIBUTE, SUPERVISED_UPDATE)
     a = config.algorithm
     of_entropy = frozenset({"entropy_weights"} if a.agreement.filter else ())
+    uncorrected = frozenset({"uncorrected_weights"} if a.mismatch.enabled else ())
     before: list[Phase] = [ROLLOUT, _distribution(config)]
     more = OF_ADVANTAGES.get(a.advantage, frozenset())
     sources = frozenset({"teachers"} if config.teacher.by_source else ())  # which teacher a response has
     if more or sources:
         before[0] = replace(ROLLOUT, writes=ROLLOUT.writes | more | sources)
     if a.old_logprobs == "trainer":  # else the ratio is taken to the engine's own (SAO)
-        before.append(OLD_LOGPROBS)
+        before.append(replace(OLD_LOGPROBS, writes=OLD_LOGPROBS.writes | uncorrected))
     if a.dppo.top_k:
         before.append(OLD_TOP_K)
     if a.has_reference:  # the KL to the initial policy: GRPO, REINFORCE++
@@ -357,6 +358,7 @@ def training_phases(config: Config) -> tuple[Phase, ...]:
         scored = replace(REWARD_MODEL, reads=REWARD_MODEL.reads | parts, writes=REWARD_MODEL.writes | parts)
         before.append(scored)
     kl_columns = {a.old_column, "ref_logprobs"} if a.kl_reward else set()
+    whitened = frozenset({"policy_loss_weights"} if a.whiten else ())  # over the tokens that count
     if sources and config.update.share_prompts:
         sources |= {"group_ids"}
     judged = replace(TEACHER_ADVANTAGES, reads=TEACHER_ADVANTAGES.reads | {a.old_column} | sources)
@@ -364,26 +366,29 @@ def training_phases(config: Config) -> tuple[Phase, ...]:
         judged = replace(TEACHER_TOP_K, reads=TEACHER_TOP_K.reads | sources)
     taught = [judged] if config.has_teacher else []
     if a.advantage == "prompt_value":  # SPPO: from a critic of the prompt
-        before += [VALUES, PROMPT_ADVANTAGES, *taught, CRITIC_UPDATE]
+        advantages = replace(PROMPT_ADVANTAGES, reads=PROMPT_ADVANTAGES.reads | whitened)
+        before += [VALUES, advantages, *taught, CRITIC_UPDATE]
     elif config.has_critic:  # PPO and VAPO: advantages from a critic, which is updated first
-        gae_advantages = replace(GAE_ADVANTAGES, reads=GAE_ADVANTAGES.reads | kl_columns)
+        gae_advantages = replace(GAE_ADVANTAGES, reads=GAE_ADVANTAGES.reads | kl_columns | whitened)
         gae_advantages = _of_critics(gae_advantages, config)
         if config.critic.count > 1:
-            reads = gae_advantages.reads | {"policy_loss_weights"}
+            reads = gae_advantages.reads | {"policy_loss_weights"} | uncorrected
             gae_advantages = replace(gae_advantages, reads=reads, writes=gae_advantages.writes | of_entropy)
         values, critic_update = _of_critics(VALUES, config), _of_critics(CRITIC_UPDATE, config)
         before += [values, gae_advantages, *taught, critic_update]
     else:  # GRPO and DAPO: advantages within the group; REINFORCE++: none; SPO: by the prompt's history
         of_kind = {"return": RETURN_ADVANTAGES, "tracked": TRACKED_ADVANTAGES}
         advantages = of_kind.get(a.advantage, GROUP_ADVANTAGES)
-        before += [replace(advantages, reads=advantages.reads | kl_columns | more), *taught]
+        normalised = whitened | ({"truncated"} if more and config.reward.overlong.filter else set())
+        reads = advantages.reads | kl_columns | more | normalised
+        before += [replace(advantages, reads=reads), *taught]
     if config.rollout.window is not None:
         # They see which tokens a step has drawn, and which responses go on in the next one.
         seeing = (DISTRIBUTE, OLD_LOGPROBS, GAE_ADVANTAGES, TEACHER_ADVANTAGES, CRITIC_UPDATE)
         windowed = {phase.name for phase in seeing}
         seen = frozenset({"begun", "unfinished"})
         before = [replace(one, reads=one.reads | seen) if one.name in windowed else one for one in before]
-    loss_columns = {a.old_column} | of_entropy | ({"ref_logprobs"} if a.kl_weight else set())
+    loss_columns = {a.old_column} | of_entropy | uncorrected | ({"ref_logprobs"} if a.kl_weight else set())
     if a.selects_tokens:  # by numbers that are drawn for each response
         loss_columns |= {"group_ids", "response_index"}
     if a.dppo.top_k:

@@ -918,7 +918,9 @@ class AlgorithmConfig(Section):
         "T-PPO's implementation: 8",
         ge=0,
     )
-    whiten: bool = field(False, "whiten advantages over the tokens of the batch", source="REINFORCE++")
+    whiten: bool = field(
+        False, "whiten advantages over the tokens of the step that count in the loss", source="REINFORCE++"
+    )
     surrogate: Literal[
         "ppo", "gspo", "cispo", "masked", "dppo_tv", "dppo_kl", "sapo", "clip_cov", "kl_cov", "fipo"
     ] = field(
@@ -948,7 +950,13 @@ class AlgorithmConfig(Section):
     )
     nll_weight: float = field(0.0, "mu, of the positive-example LM loss", source="VAPO eq. 10: 0.1", ge=0)
     kl_weight: float = field(
-        0.0, "beta, of the KL to the initial policy (k3) in the loss", "", "GRPO; 0 in DAPO and VAPO", ge=0
+        0.0, "beta, of the KL to the initial policy in the loss", "", "GRPO; 0 in DAPO and VAPO", ge=0
+    )
+    kl_estimator: Literal["k2", "k3"] = field(
+        "k3",
+        "estimate of that KL by the sampled token, d = log pi - log pi_ref; k3: exp(-d) - 1 + d, "
+        "k2: d^2 / 2, whose gradient is on average that of KL(pi || pi_ref)",
+        source="k3: GRPO; k2: REINFORCE++ with baseline, as in OpenRLHF",
     )
     kl_reward: float = field(
         0.0,

@@ -63,7 +63,7 @@ def add_per_reward_advantages(
     if "turn_rewards" in experience:
         of_turns = local.gather(experience.totals(experience["turn_rewards"]), batch, runtime)
         parts, weights = torch.cat([parts, of_turns[:, None].to(parts.dtype)], 1), [*weights, 1.0]
-    counted = batch.response_lengths > 0
+    counted = responses_in_loss(config.reward, batch)
     advantages = per_reward_advantages(parts, weights, batch["group_ids"], counted)
     _write_advantages(config.algorithm, experience, experience.spread(advantages[local.rows]), runtime)
 
@@ -81,18 +81,26 @@ def add_tracked_advantages(
 
     Return value/explained_variance of its chances, and tracker/known, the share of responses to prompts that
     had been answered before."""
-    counted, prompts, correct = batch.response_lengths > 0, batch["prompt_uids"], batch["correct"]
+    answered, prompts, correct = batch.response_lengths > 0, batch["prompt_uids"], batch["correct"]
     chances = tracker.chances(prompts)
-    known = [uid in tracker.counts for uid in prompts[counted].tolist()]
+    known = [uid in tracker.counts for uid in prompts[answered].tolist()]
     advantages = batch["rewards"].double() - expected_reward(config.reward, chances)
+    counted = responses_in_loss(config.reward, batch)
     advantages = whiten(advantages, counted, *mean_and_variance(moments(advantages, counted)))
-    tracker.observe(prompts[counted], correct[counted])
+    tracker.observe(prompts[answered], correct[answered])
     experience = local.experience
     _write_advantages(
         config.algorithm, experience, experience.spread(advantages[local.rows].float()), runtime
     )
-    explained = explained_variance(variance_sums(correct.double(), chances, counted))
+    explained = explained_variance(variance_sums(correct.double(), chances, answered))
     return {"value/explained_variance": explained, "tracker/known": sum(known) / max(len(known), 1)}
+
+
+def responses_in_loss(config: RewardConfig, batch: Experience | StepBatch) -> Tensor:
+    """Return which responses count in the policy loss, bool [n]: those with tokens, without the truncated
+    ones that overlong filtering leaves out."""
+    counted = batch.response_lengths > 0
+    return counted & ~batch["truncated"] if config.overlong.filter else counted
 
 
 def expected_reward(config: RewardConfig, chance: Tensor) -> Tensor:
@@ -147,13 +155,15 @@ def turn_rewards(experience: Experience) -> Tensor:
 def _write_advantages(
     config: AlgorithmConfig, experience: Experience, advantages: Tensor, runtime: Runtime
 ) -> None:
-    """Write advantages [T], whitened over the tokens of all replicas that were drawn in this step where
-    `whiten` says so; not over those that have none (`window_tail`)."""
+    """Write advantages [T], with `whiten` normalised over the tokens of all replicas that count in the policy
+    loss: those of this step, without what overlong filtering and mismatch masks leave out, and without the
+    tail of unfinished windows (`window_tail`)."""
     if config.whiten:
-        mask = experience.drawn
+        mask = experience["policy_loss_weights"] > 0
         if config.window_tail:
             unfinished = experience.unfinished
-            mask = mask & ~window_tail(mask, experience.cu_seqlens, unfinished, config.window_tail)
+            drawn = experience.drawn
+            mask = mask & ~window_tail(drawn, experience.cu_seqlens, unfinished, config.window_tail)
         sums = sum_over_replicas(runtime, moments(advantages, mask))
         advantages = whiten(advantages, mask, *mean_and_variance(sums))
     experience["advantages"] = advantages
@@ -198,8 +208,9 @@ def add_gae(
 
 def add_agreement(config: AgreementConfig, experience: Experience, runtime: Runtime) -> dict[str, float]:
     """Set the advantages [T] to 0 at that share of the step's tokens on whose values, critic_values [T, m],
-    the critics agree most, and with a filter write entropy_weights [T]: policy_loss_weights, but 0 at the
-    share on which they agree least (AsyPPO, arXiv 2510.01656). Denominators stay as they are.
+    the critics agree most, and with a filter write entropy_weights [T]: the token weights before any mismatch
+    correction, but 0 at the share on which they agree least (AsyPPO, arXiv 2510.01656). Denominators stay as
+    they are.
 
     How far apart they are is their standard deviation in float32. Of tokens that are alike in it all are
     taken or none, so that a share is at most what it says. Return value/spread, its mean, and the shares
@@ -221,6 +232,8 @@ def add_agreement(config: AgreementConfig, experience: Experience, runtime: Runt
         metrics[f"policy/{name}"] = count / max(tokens, 1)
     experience["advantages"] = experience["advantages"].masked_fill(taken["agreed"], 0.0)
     if config.filter:
+        if "uncorrected_weights" in experience:
+            weights = experience["uncorrected_weights"]
         experience["entropy_weights"] = weights.masked_fill(taken["disputed"], 0.0)
     return metrics
 
@@ -319,12 +332,15 @@ def mismatch(
 
 
 def correct_mismatch(config: MismatchConfig, experience: Experience, runtime: Runtime) -> dict[str, float]:
-    """Multiply policy_loss_weights [T] by `mismatch_factors`; return the shares of response tokens that were
-    truncated and masked. Does nothing where both options are off.
+    """Multiply policy_loss_weights [T] by `mismatch_factors`, and write what they were as
+    uncorrected_weights; return the shares of response tokens that were truncated and masked. Does nothing
+    where both options are off.
 
-    So it reaches the policy loss and the KL term, which are means over what the trainer's policy would
-    sample, and not the positive-example loss, which imitates. Surplus of older weights is corrected too: its
-    ratio holds their change."""
+    The factors correct for which token was sampled. They apply to the policy loss and the KL term, which
+    estimate a mean over the trainer's policy from sampled tokens. The entropy and a teacher's top-k term are
+    sums over the policy's own distribution, and the positive-example loss imitates: these keep the
+    uncorrected weights (verl and slime do not weight their entropy terms either). Surplus of older weights is
+    corrected too: its ratio holds their change."""
     if not config.enabled:
         return {}
     factors, counts = mismatch_factors(
@@ -337,6 +353,7 @@ def correct_mismatch(config: MismatchConfig, experience: Experience, runtime: Ru
         keep=config.mask,
         bounds=(config.mask_low, config.mask_high),
     )
-    experience["policy_loss_weights"] = experience["policy_loss_weights"] * factors
+    weights = experience["policy_loss_weights"]
+    experience["uncorrected_weights"], experience["policy_loss_weights"] = weights, weights * factors
     tokens, truncated, masked = sum_over_replicas(runtime, counts).tolist()
     return {"mismatch/truncated": truncated / max(tokens, 1.0), "mismatch/masked": masked / max(tokens, 1.0)}

@@ -39,7 +39,7 @@ def actor_loss(
     """Return the policy loss + mu * positive-example NLL (VAPO eq. 10) + beta * KL - factor * entropy + c *
     KL to a teacher's likeliest tokens. It reads policy_loss_weights, old_logprobs (or engine_logprobs in
     their place), advantages, and where their factor is not 0 nll_loss_weights and ref_logprobs;
-    with algorithm.agreement.filter, entropy_weights.
+    with algorithm.mismatch, uncorrected_weights, and with algorithm.agreement.filter, entropy_weights.
 
     selected: bool [T], for clip_cov and kl_cov, what `select_tokens` gives for the mini-batch of an update.
     With algorithm.dppo.top_k, old_top_logprobs and old_top_tokens are read, with teacher.top_k
@@ -58,7 +58,9 @@ def actor_loss(
             old = batch.column(experience, "old_top_logprobs")
             least = torch.finfo(old.dtype).min
             likeliest = of_old.masked_fill(same, least), old.masked_fill(same, least)
-        weights = batch.column(experience, "policy_loss_weights")
+        weights = uncorrected = batch.column(experience, "policy_loss_weights")
+        if "uncorrected_weights" in experience:
+            uncorrected = batch.column(experience, "uncorrected_weights")
         total, stats = policy_loss(
             logprobs,
             batch.column(experience, config.old_column),
@@ -78,16 +80,18 @@ def actor_loss(
             nll, nll_stats = nll_loss(logprobs, batch.column(experience, "nll_loss_weights"))
             total, stats = total + config.nll_weight * nll, stats | nll_stats
         if config.kl_weight:
-            kl, kl_stats = kl_loss(logprobs, batch.column(experience, "ref_logprobs"), weights)
+            ref = batch.column(experience, "ref_logprobs")
+            kl, kl_stats = kl_loss(logprobs, ref, weights, config.kl_estimator)
             total, stats = total + config.kl_weight * kl, stats | kl_stats
         if config.entropy_weight:
             filtered = config.agreement.filter > 0
             bonus, entropy_stats = entropy_loss(
-                entropy, batch.column(experience, "entropy_weights") if filtered else weights
+                entropy, batch.column(experience, "entropy_weights") if filtered else uncorrected
             )
             total, stats = total + config.entropy_weight * bonus, stats | entropy_stats
         if teacher is not None and teacher.top_k:
-            kl, kl_stats = top_k_loss(of_teacher, batch.column(experience, "teacher_logprobs"), weights)
+            judged = batch.column(experience, "teacher_logprobs")
+            kl, kl_stats = top_k_loss(of_teacher, judged, uncorrected)
             total, stats = total + teacher.weight * kl, stats | kl_stats
         return total, stats
 

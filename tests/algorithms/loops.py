@@ -190,7 +190,7 @@ def loop_policy(
     further: bool = False,
 ) -> tuple[Term, dict[str, float]]:
     """DAPO eq. 8: -min(r A, clip(r, 1-low, 1+high) A), and the statistics; or another surrogate by its own
-    formula: gspo (arXiv 2507.18071 eq. 5), cispo (arXiv 2506.13585 eq. 4), masked (SAO), ppo with dual clip
+    formula: gspo (arXiv 2507.18071 section 4.3, GSPO-token), cispo (arXiv 2506.13585 eq. 4), masked (SAO), ppo with dual clip
     (arXiv 1912.09729 eq. 5), and those of OPTIONS: dppo_tv and dppo_kl (arXiv 2602.04879, with or without
     further tokens), sapo (arXiv 2511.20347), clip_cov and kl_cov (arXiv 2505.22617; the selected tokens are
     given), fipo (arXiv 2603.19835)."""
@@ -259,8 +259,7 @@ def loop_policy(
                 if kind == "clip_cov" and x["selected"][t]:
                     loss[t], d_new = 0.0, 0.0
                     stats["selected"] += 1
-            for other in counted if kind == "gspo" else [t]:
-                slope[other] += w * d_new / (len(counted) if kind == "gspo" else 1)
+            slope[t] = w * d_new
             stats["tokens"] += 1
             stats["clip_fraction_low"] += outside and r < 1
             stats["clip_fraction_high"] += outside and r > 1
@@ -282,28 +281,37 @@ def loop_nll(batch: Batch, weights: list[float]) -> Term:
     return collect(weights, [(-new, -1.0) for new in batch.experience["logprobs"].tolist()])
 
 
-def loop_kl(batch: Batch, weights: list[float]) -> Term:
-    """GRPO's estimate: q - log q - 1, q = pi_ref / pi."""
+def loop_kl(batch: Batch, weights: list[float], estimator: str = "k3") -> Term:
+    """GRPO's estimate (k3): q - log q - 1, q = pi_ref / pi; or OpenRLHF's k2: (log q)^2 / 2."""
     pairs = zip(batch.experience["logprobs"].tolist(), batch.experience["ref_logprobs"].tolist(), strict=True)
+    if estimator == "k2":
+        return collect(weights, [((new - ref) ** 2 / 2, new - ref) for new, ref in pairs])
     return collect(
         weights, [(math.exp(ref - new) - (ref - new) - 1, 1 - math.exp(ref - new)) for new, ref in pairs]
     )
 
 
 def loop_teacher(batch: Batch, weights: list[float]) -> tuple[Term, dict[str, float]]:
-    """sum_i q_i (log q_i - log pi_i) over a few tokens i of each place, and the statistics."""
-    terms, gradient, taught, mass = [], [], 0, 0.0
+    """sum_i q_i (log q_i - log pi_i) over a few tokens i of each place and all others as one, and the
+    statistics."""
+    terms, sizes, gradient, taught, mass = [], [], [], 0, 0.0
     several, of_teacher = (batch.experience[name].tolist() for name in ("several", "teacher_logprobs"))
     for w, own, theirs in zip(weights, several, of_teacher, strict=True):
-        q = [math.exp(x) for x in theirs]
-        none = theirs[0] == -math.inf
-        gaps = [0.0 if none else chance * (a - b) for chance, a, b in zip(q, theirs, own, strict=True)]
+        q, p = [math.exp(x) for x in theirs], [math.exp(x) for x in own]
+        if theirs[0] == -math.inf:
+            gaps, slope = [0.0], [0.0] * len(own)
+        else:
+            q_rest, p_rest = 1 - math.fsum(q), 1 - math.fsum(p)
+            pairs = zip([*q, q_rest], [*p, p_rest], strict=True)
+            gaps = [chance * math.log(chance / other) for chance, other in pairs]
+            slope = [-chance + q_rest * other / p_rest for chance, other in zip(q, p, strict=True)]
         terms.append(w * math.fsum(gaps))
-        gradient.append([-w * chance for chance in q])
-        taught += w > 0 and not none
+        sizes.append(w * math.fsum(map(abs, gaps)))
+        gradient.append([w * one for one in slope])
+        taught += w > 0 and theirs[0] != -math.inf
         mass += math.fsum(q) * (w > 0)
     sums = {"tokens": float(sum(w > 0 for w in weights)), "taught": float(taught), "teacher_mass": mass}
-    return Term(math.fsum(terms), gradient, math.fsum(map(abs, terms))), sums
+    return Term(math.fsum(terms), gradient, math.fsum(sizes)), sums
 
 
 def loop_value(batch: Batch, weights: list[float], clip: float) -> tuple[Term, float]:

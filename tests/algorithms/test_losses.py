@@ -55,6 +55,7 @@ INPUTS = {
     "entropy": ("entropy",),
     "nll": ("logprobs",),
     "kl": ("logprobs", "ref_logprobs"),
+    "kl, k2": ("logprobs", "ref_logprobs"),
     "teacher": ("several", "teacher_logprobs"),
     "value": ("values", "old_values", "returns"),
     "chance": ("values", "successes"),
@@ -81,6 +82,7 @@ LOSSES: dict[str, Loss] = {
     "entropy": lambda e, w: losses.entropy_loss(e["entropy"], w),
     "nll": lambda e, w: losses.nll_loss(e["logprobs"], w),
     "kl": lambda e, w: losses.kl_loss(e["logprobs"], e["ref_logprobs"], w),
+    "kl, k2": lambda e, w: losses.kl_loss(e["logprobs"], e["ref_logprobs"], w, "k2"),
     "teacher": lambda e, w: losses.top_k_loss(e["several"], e["teacher_logprobs"], w),
     "value": lambda e, w: losses.value_loss(e["values"], e["old_values"], e["returns"], w, CLIP),
     "chance": lambda e, w: losses.chance_loss(e["values"], e["successes"], w),
@@ -118,6 +120,8 @@ def reference(term: str, batch: Batch, weights: list[float]) -> tuple[Term, dict
         return expected, {f"policy/{k}": v for k, v in stats.items()}
     if term == "chance":
         return loop_chance(batch, weights), {"value/tokens": float(sum(w > 0 for w in weights))}
+    if term == "kl, k2":
+        return loop_kl(batch, weights, "k2"), {}
     return {"nll": loop_nll, "kl": loop_kl, "entropy": loop_entropy}[term](batch, weights), {}
 
 
@@ -141,7 +145,7 @@ def test_equal_the_formula(term, batch, aggregation, dtype):
         gradient.double(), torch.tensor(expected.gradient, dtype=torch.float64), rtol=1e-6, atol=1e-12
     )
     names = {**dict.fromkeys(SURROGATES, "policy/loss"), "value": "value/loss", "chance": "value/loss"}
-    loss_name = names.get(term, f"policy/{term}_loss")
+    loss_name = names.get(term, f"policy/{term.partition(',')[0]}_loss")
     assert {k: float(v) for k, v in stats.items()} == pytest.approx(
         sums | {loss_name: expected.loss}, rel=1e-6, abs=1e-6 * expected.size
     )
@@ -227,8 +231,8 @@ def test_statistics_share_nothing_with_the_loss(term, dtype):
 HELD = {"dppo_tv", "dppo_kl", *TOP_K}
 
 
-# Not of what is held fixed: the ratio, the factor. kl_cov has a kink where the ratio is 1.
-@pytest.mark.parametrize("term", sorted(set(LOSSES) - {"cispo", "fipo", "kl_cov"} - HELD))
+# Not of what is held fixed: the ratio, the factor. kl_cov has a kink where the ratio is 1. gspo: below.
+@pytest.mark.parametrize("term", sorted(set(LOSSES) - {"cispo", "fipo", "kl_cov", "gspo"} - HELD))
 def test_gradcheck(term):
     batch = make_batch([(2, 6), (1, 3)], 7, [True, True])
     e = batch.experience
@@ -242,6 +246,138 @@ def test_gradcheck(term):
         return LOSSES[term](Experience(e.tokens, e.cu_seqlens, e.response_mask, columns), weights)[0]
 
     assert torch.autograd.gradcheck(loss, (new,))
+
+
+@pytest.mark.parametrize("aggregation", ["sample", "token"])
+def test_gspo_of_one_advantage_a_sequence_is_gspo(aggregation: str) -> None:
+    """Where all tokens of a sequence have one advantage and one weight, the gradient is that of the mean
+    ratio's own objective (arXiv 2507.18071, eq. 5 to 7)."""
+    batch = make_batch([(2, 6), (1, 3)], 7, [True, True])
+    e = batch.experience
+    weights = weights_of(e, batch.include, aggregation)
+    e["advantages"] = e.spread(torch.tensor([0.7, -1.3], dtype=torch.float64))
+    of_response = [(slice(2, 8), 0.7), (slice(9, 12), -1.3)]
+
+    def objective(new: Tensor) -> Tensor:
+        total = torch.zeros((), dtype=torch.float64)
+        for span, advantage in of_response:
+            s = (new - e["old_logprobs"])[span].mean().exp()
+            kept = torch.minimum(s * advantage, s.clamp(1 - LOW, 1 + HIGH) * advantage)
+            total = total - weights[span].double().sum() * kept
+        return total
+
+    new = e["logprobs"].clone().requires_grad_()
+    expected = objective(new)
+    (gradient,) = torch.autograd.grad(expected, new)
+    loss, found, _ = run("gspo", e, weights)
+    assert gradient.any()
+    torch.testing.assert_close(loss, expected.detach(), rtol=1e-7, atol=0)
+    torch.testing.assert_close(found, gradient, rtol=1e-6, atol=1e-12)
+
+
+def test_gspo_gives_each_token_its_own_advantage() -> None:
+    """On-policy, advantages (+1, -1) of one response pull its tokens apart. The clip goes by the sign of the
+    token's own advantage."""
+    weights, ids = torch.tensor([0.5, 0.5]), torch.zeros(2, dtype=torch.int64)
+
+    def gradient(advantages: list[float], moved: float) -> list[float]:
+        old = torch.tensor([-1.0, -2.0], dtype=torch.float64)
+        new = (old + moved).requires_grad_()
+        loss, _ = losses.policy_loss(
+            *(new, old, torch.tensor(advantages, dtype=torch.float64), weights, 3e-4, 4e-4),
+            surrogate="gspo",
+            sequence_ids=ids,
+        )
+        loss.backward()
+        assert new.grad is not None
+        return new.grad.tolist()
+
+    assert gradient([1.0, -1.0], 0.0) == [-0.5, 0.5]
+    assert gradient([1.0, -1.0], 1e-3) == pytest.approx([0.0, 0.5 * math.exp(1e-3)])
+    assert gradient([1.0, -1.0], -1e-3) == pytest.approx([-0.5 * math.exp(-1e-3), 0.0])
+
+
+def test_the_mask_of_sao_leaves_the_bounds_out() -> None:
+    """Its interval is open (arXiv 2607.07508, eq. 3)."""
+    ratio = torch.tensor([0.5, 0.75, 1.0, 2.0], dtype=torch.float64)
+    t = losses.Tokens(ratio, torch.ones(4), ratio.log(), 0.5, 1.0, torch.zeros(4))
+    objective, low, high = losses.masked(t)
+    assert objective.tolist() == [0.0, 0.75, 1.0, 0.0]
+    assert (low.tolist(), high.tolist()) == ([True, False, False, False], [False, False, False, True])
+
+
+def expected_gradient(estimator: str) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradient by the logits, averaged under the policy that samples, of an estimate of the KL between
+    two distributions of five tokens; and of their KL in both directions."""
+    g = torch.Generator().manual_seed(3)
+    logits = torch.randn(5, generator=g, dtype=torch.float64).requires_grad_()
+    ref = torch.randn(5, generator=g, dtype=torch.float64).log_softmax(-1)
+    logs = logits.log_softmax(-1)
+    one = torch.ones(1)
+    total = torch.zeros((), dtype=torch.float64)
+    for token in range(5):
+        sampled, of_ref = logs[token : token + 1], ref[token : token + 1]
+        term = (
+            (sampled - of_ref).sum()
+            if estimator == "k1"
+            else losses.kl_loss(sampled, of_ref, one, estimator)[0]
+        )
+        total = total + logs[token].exp().detach() * term
+    directions = (logs.exp() * (logs - ref)).sum(), (ref.exp() * (ref - logs)).sum()
+    return tuple(torch.autograd.grad(x, logits, retain_graph=True)[0] for x in (total, *directions))
+
+
+def test_k2_has_the_gradient_of_the_reverse_kl() -> None:
+    found, reverse, forward = expected_gradient("k2")
+    torch.testing.assert_close(found, reverse, rtol=1e-12, atol=1e-12)
+    assert not torch.allclose(found, forward, rtol=0.1)
+
+
+def test_k3_has_the_gradient_of_the_forward_kl() -> None:
+    found, reverse, forward = expected_gradient("k3")
+    torch.testing.assert_close(found, forward, rtol=1e-12, atol=1e-12)
+    assert not torch.allclose(found, reverse, rtol=0.1)
+
+
+def test_k1_as_a_loss_would_teach_nothing() -> None:
+    found, reverse, _ = expected_gradient("k1")
+    torch.testing.assert_close(found, torch.zeros_like(reverse), rtol=0, atol=1e-12)
+
+
+def of_top_k(logits: Tensor, teacher: Tensor, k: int) -> Tensor:
+    """top_k_loss of one place."""
+    return losses.top_k_loss(logits.log_softmax(-1)[None, :k], teacher[None, :k], torch.ones(1))[0]
+
+
+@pytest.mark.parametrize("k", [1, 3, 6])
+def test_top_k_is_least_at_the_teacher(k: int) -> None:
+    """At the teacher's probabilities the term and its gradient by all logits are 0; elsewhere it is positive,
+    and at most the whole KL. From k = all tokens on it is the whole KL."""
+    g = torch.Generator().manual_seed(5)
+    teacher = torch.randn(6, generator=g, dtype=torch.float64).log_softmax(-1).sort(descending=True).values
+    at_teacher = teacher.clone().requires_grad_()
+    loss = of_top_k(at_teacher, teacher, k)
+    (gradient,) = torch.autograd.grad(loss, at_teacher)
+    assert float(loss.detach()) == pytest.approx(0, abs=1e-12)
+    torch.testing.assert_close(gradient, torch.zeros_like(gradient), rtol=0, atol=1e-9)
+    for _ in range(20):
+        logits = 2 * torch.randn(6, generator=g, dtype=torch.float64)
+        whole = float((teacher.exp() * (teacher - logits.log_softmax(-1))).sum())
+        found = float(of_top_k(logits, teacher, k))
+        assert 0 < found <= whole + 1e-9
+        if k == 6:
+            assert found == pytest.approx(whole, rel=1e-9)
+
+
+def test_top_k_does_not_reward_probability_on_its_tokens() -> None:
+    """A policy that has more on the k tokens than the teacher is told to give some back, also where rounding
+    leaves it nothing beside them."""
+    teacher = torch.tensor([0.5, 0.3, 0.15, 0.05], dtype=torch.float64).log()
+    for rest in (1e-2, 1e-9):
+        share = torch.tensor([0.625 * (1 - rest), 0.375 * (1 - rest), rest / 2, rest / 2])
+        logits = share.double().log().requires_grad_()
+        (gradient,) = torch.autograd.grad(of_top_k(logits, teacher, 2), logits)
+        assert gradient[2] < 0 and gradient[3] < 0  # descent makes the other tokens likelier
 
 
 @pytest.mark.parametrize("jump", [30.0, -30.0, 1e4, -1e4])

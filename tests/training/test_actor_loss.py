@@ -81,9 +81,10 @@ def add_columns(batch: Batch) -> tuple[list[float], list[float]]:
     st.sampled_from([None, 0.0, 0.2]),
     st.booleans(),
     st.booleans(),
+    st.sampled_from(["k2", "k3"]),
 )
 def test_is_the_weighted_sum_of_its_terms(
-    batch: Batch, mu: float, beta: float, disputed: float | None, taught: bool, apart: bool
+    batch: Batch, mu: float, beta: float, disputed: float | None, taught: bool, apart: bool, estimator: str
 ) -> None:
     """VAPO eq. 10: L_PPO + mu L_NLL, GRPO's beta KL, an entropy term, and the KL to a teacher; the NLL over
     the correct responses alone. disputed: AsyPPO's share, whose tokens the entropy term leaves out; None:
@@ -93,7 +94,9 @@ def test_is_the_weighted_sum_of_its_terms(
     options: dict[str, Any] = {"entropy_weight": eta, "agreement": {"filter": disputed or 0.0}}
     if apart:
         options |= {"surrogate": "dppo_kl", "dppo": {**OPTIONS["dppo_kl"], "top_k": 3}}
-    config = AlgorithmConfig(clip_low=0.2, clip_high=0.28, nll_weight=mu, kl_weight=beta, **options)
+    config = AlgorithmConfig(
+        clip_low=0.2, clip_high=0.28, nll_weight=mu, kl_weight=beta, kl_estimator=estimator, **options
+    )
     if disputed:
         left_out = torch.arange(batch.total) % 3 == 1
         of_entropy = [0.0 if out else w for w, out in zip(policy_loss_weights, left_out, strict=True)]
@@ -102,7 +105,7 @@ def test_is_the_weighted_sum_of_its_terms(
     policy, nll, kl, entropy = (
         loop_policy(batch, policy_loss_weights, 0.2, 0.28, config.surrogate, further=apart)[0],
         loop_nll(batch, nll_loss_weights),
-        loop_kl(batch, policy_loss_weights),
+        loop_kl(batch, policy_loss_weights, estimator),
         loop_entropy(batch, of_entropy),
     )
     size = policy.size + mu * nll.size + beta * kl.size + eta * entropy.size
@@ -117,12 +120,14 @@ def test_is_the_weighted_sum_of_its_terms(
 @given(
     batches(), st.sampled_from(["none", "token", "sequence"]), st.sampled_from(["none", "token", "sequence"])
 )
-def test_mismatch_reaches_policy_and_kl_and_leaves_the_nll(batch: Batch, weight: str, mask: str) -> None:
+def test_mismatch_reaches_policy_and_kl_alone(batch: Batch, weight: str, mask: str) -> None:
+    """The entropy, a teacher's top-k term and the positive-example loss keep their weights."""
     policy_loss_weights, nll_loss_weights = add_columns(batch)
     e = batch.experience
     e["engine_logprobs"] = torch.where(e.response_mask, e["old_logprobs"] + 0.3 * e["values"], 0.0)
     options = {"weight": weight, "mask": mask, "cap": 1.2, "mask_low": 0.8, "mask_high": 1.25}
-    config = AlgorithmConfig(nll_weight=0.1, kl_weight=0.3, mismatch=options)
+    config = AlgorithmConfig(nll_weight=0.1, kl_weight=0.3, entropy_weight=0.4, mismatch=options)
+    teacher = TeacherConfig(top_k=3, weight=0.7)
     metrics = correct_mismatch(config.mismatch, e, ALONE)
     # loop_factors compares logprobs with old_logprobs: here these are the trainer's old ones and the
     # engine's.
@@ -133,15 +138,21 @@ def test_mismatch_reaches_policy_and_kl_and_leaves_the_nll(batch: Batch, weight:
     )
     factors, (tokens, truncated, masked) = loop_factors(compared, weight, 1.2, mask, (0.8, 1.25))
     weights = [w * factor for w, factor in zip(policy_loss_weights, factors, strict=True)]
-    policy, nll, kl = (
-        loop_policy(batch, weights, 0.2, 0.2)[0],
-        loop_nll(batch, nll_loss_weights),
-        loop_kl(batch, weights),
+    terms = (
+        (1.0, loop_policy(batch, weights, 0.2, 0.2)[0]),
+        (0.1, loop_nll(batch, nll_loss_weights)),
+        (0.3, loop_kl(batch, weights)),
+        (0.4, loop_entropy(batch, policy_loss_weights)),
+        (0.7, loop_teacher(batch, policy_loss_weights)[0]),
     )
-    size = policy.size + 0.1 * nll.size + 0.3 * kl.size
-    assert loss_of(config, batch) == pytest.approx(
-        policy.loss + 0.1 * nll.loss + 0.3 * kl.loss, abs=2e-6 * size
+    expected, size = (
+        sum(factor * x for factor, x in of)
+        for of in (
+            [(factor, term.loss) for factor, term in terms],
+            [(factor, term.size) for factor, term in terms],
+        )
     )
+    assert loss_of(config, batch, teacher) == pytest.approx(expected, abs=2e-6 * size)
     off = weight == mask == "none"
     assert metrics == (
         {} if off else {"mismatch/truncated": truncated / tokens, "mismatch/masked": masked / tokens}

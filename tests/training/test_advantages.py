@@ -44,12 +44,17 @@ CASES: dict[str, dict[str, Any]] = {
     "SAO with a teacher": {"advantage": "return", "old_logprobs": "engine", "teacher": 0.7, "whiten": True},
     "SPPO": {"advantage": "prompt_value"},
     "SAO with KL": {"advantage": "return", "kl_reward": BETA, "old_logprobs": "engine"},
+    # Overlong filtering takes truncated responses out of the loss, and out of what normalises advantages.
+    "GDPO, filtered": {"advantage": "per_reward", "overlong": True},
+    "SPO, filtered": {"advantage": "tracked", "tracker_rho": 0.9, "overlong": True},
+    "REINFORCE++ with baseline, filtered": {"advantage": "group_mean", "whiten": True, "overlong": True},
+    "PPO, filtered": {"advantage": "gae", "lambda_policy": 0.8, "whiten": True, "overlong": True},
 }
 
 
-def make_batch(turns: bool = False) -> Experience:
+def make_batch(turns: bool = False, truncated: bool = False) -> Experience:
     """Three groups of 4 ragged responses, dealt round; with `turns` most have some, with rewards of their
-    own."""
+    own; with `truncated` every fifth is."""
     g = torch.Generator().manual_seed(2)
     lengths = torch.randint(1, 14, (12,), generator=g).tolist()
     batch = Experience.build([[3, 4]] * 12, [[5] * n for n in lengths])
@@ -57,8 +62,8 @@ def make_batch(turns: bool = False) -> Experience:
     batch["rewards"] = torch.randn(12, generator=g)
     batch["prompt_uids"] = 10**18 + batch["group_ids"]
     batch["reward_parts"] = torch.randn(12, 2, generator=g)
-    batch["correct"], batch["truncated"] = batch["rewards"] > 0, torch.zeros(12, dtype=torch.bool)
-    batch["number"] = torch.arange(12)
+    batch["correct"], batch["number"] = batch["rewards"] > 0, torch.arange(12)
+    batch["truncated"] = (batch["number"] % 5 == 0) & truncated
     if turns:
         sampled = torch.rand(batch.num_tokens, generator=g) < 0.6
         sampled[batch.cu_seqlens[1:] - 1] = True
@@ -84,7 +89,7 @@ def advantages_of(runtime: Runtime, folder: Path, algorithm: dict[str, Any], tur
     algorithm = {key: value for key, value in algorithm.items() if key != "teacher"}
     config = make_config(folder, mini_batch=6, **algorithm)
     model = build_actor(config, read_hf_config(folder), runtime)
-    batch = make_batch(turns)
+    batch = make_batch(turns, algorithm.get("overlong", False))
     local = distribute(batch, config, 6, 1, [model], runtime)
     experience = local.experience
     if config.values_prompts:
@@ -93,7 +98,7 @@ def advantages_of(runtime: Runtime, folder: Path, algorithm: dict[str, Any], tur
         metrics, _ = columns.add_gae(config.algorithm, experience, 20, runtime)
     elif config.algorithm.advantage == "per_reward":
         term = RewardTerm(function="module:function", weight=WEIGHTS[1])
-        reward = RewardConfig(weight=WEIGHTS[0], terms={"form": term})
+        reward = RewardConfig(weight=WEIGHTS[0], terms={"form": term}, overlong=config.reward.overlong)
         config = config.model_copy(update={"reward": reward})
         metrics = columns.add_per_reward_advantages(config, batch, local, runtime) or {}
     elif config.algorithm.advantage == "tracked":
@@ -122,7 +127,16 @@ def advantages_of(runtime: Runtime, folder: Path, algorithm: dict[str, Any], tur
     return found, metrics
 
 
-def one_by_one(parts: list[list[float]], weights: list[float], groups: list[int]) -> list[float]:
+def normalise(values: list[float], kept: list[bool]) -> list[float]:
+    """Less the mean of those that are kept, over their standard deviation; 0 for the others."""
+    own = [x for x, keep in zip(values, kept, strict=True) if keep]
+    mean, deviation = statistics.fmean(own), statistics.stdev(own)
+    return [(x - mean) / deviation if keep else 0.0 for x, keep in zip(values, kept, strict=True)]
+
+
+def one_by_one(
+    parts: list[list[float]], weights: list[float], groups: list[int], kept: list[bool]
+) -> list[float]:
     """GDPO: each part of the rewards normalised within the group, their sum within the batch."""
     sums = []
     for own, group in zip(parts, groups, strict=True):
@@ -131,10 +145,12 @@ def one_by_one(parts: list[list[float]], weights: list[float], groups: list[int]
             others = [theirs[k] for theirs, g in zip(parts, groups, strict=True) if g == group]
             total += weight * (own[k] - statistics.fmean(others)) / (statistics.stdev(others) + 1e-6)
         sums.append(total)
-    return [(x - statistics.fmean(sums)) / statistics.stdev(sums) for x in sums]
+    return normalise(sums, kept)
 
 
-def second_visit(scores: list[float], correct: list[bool], groups: list[int], rho: float) -> list[float]:
+def second_visit(
+    scores: list[float], correct: list[bool], groups: list[int], rho: float, kept: list[bool]
+) -> list[float]:
     """SPO: rewards (1 for a right, -1 for a wrong answer, and more) less what each group's Beta distribution
     expects that has had these answers once, normalised within the batch."""
     less = []
@@ -142,12 +158,13 @@ def second_visit(scores: list[float], correct: list[bool], groups: list[int], rh
         answers = [right for right, g in zip(correct, groups, strict=True) if g == group]
         a, b = 0.5 * rho + sum(answers), 0.5 * rho + len(answers) - sum(answers)
         less.append(score - (a - b) / (a + b))
-    return [(x - statistics.fmean(less)) / statistics.stdev(less) for x in less]
+    return normalise(less, kept)
 
 
 def loop(algorithm: dict[str, Any], turns: bool) -> dict[int, dict[str, list[float]]]:
     """The same from the formulas, response by response, sampled token by sampled token."""
     batch = make_batch(turns)
+    kept = [not (algorithm.get("overlong") and i % 5 == 0) for i in range(12)]
     old = batch["engine_logprobs" if "old_logprobs" in algorithm else "old_logprobs"].tolist()
     ref, values = batch["ref_logprobs"].tolist(), batch["values"].tolist()
     scores, groups = batch["rewards"].tolist(), batch["group_ids"].tolist()
@@ -173,8 +190,10 @@ def loop(algorithm: dict[str, Any], turns: bool) -> dict[int, dict[str, list[flo
         ],
         [*WEIGHTS, 1.0] if turns else WEIGHTS,
         groups,
+        kept,
     )
-    of_tracker = second_visit(scores, batch["correct"].tolist(), groups, algorithm.get("tracker_rho", 1.0))
+    rho = algorithm.get("tracker_rho", 1.0)
+    of_tracker = second_visit(scores, batch["correct"].tolist(), groups, rho, kept)
     found: dict[int, dict[str, list[float]]] = {}
     for i, span in enumerate(spans):
         group = [totals[j] for j in range(12) if groups[j] == groups[i]]
@@ -210,10 +229,10 @@ def loop(algorithm: dict[str, Any], turns: bool) -> dict[int, dict[str, list[flo
             }[kind]
             found[i] = {"advantages": [value] * n}
     if algorithm.get("whiten"):
-        everything = [x for columns in found.values() for x in columns["advantages"]]
-        mean, deviation = statistics.fmean(everything), statistics.stdev(everything)
-        for columns in found.values():
-            columns["advantages"] = [(x - mean) / deviation for x in columns["advantages"]]
+        everything = [(x, kept[i]) for i in range(12) for x in found[i]["advantages"]]
+        whitened = iter(normalise(*map(list, zip(*everything, strict=True))))
+        for i in range(12):
+            found[i]["advantages"] = [next(whitened) for _ in found[i]["advantages"]]
     teacher, weight = batch["teacher"].tolist(), algorithm.get("teacher", 0.0)
     for i, span in enumerate(spans):
         judged = [weight * (teacher[t] - old[t]) if weight and i % 4 != 3 else 0.0 for t in span]
