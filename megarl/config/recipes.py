@@ -114,13 +114,13 @@ PRESETS: dict[str, dict[str, Any]] = {
     "dr_grpo": {  # arXiv 2503.20783
         "algorithm": {"advantage": "group_mean", "aggregation": "constant"},
     },
-    "rloo": {  # arXiv 2402.14740; the sum over a response's tokens, up to a mini-batch's scale
-        "algorithm": {"advantage": "leave_one_out", "aggregation": "token"},
+    "rloo": {  # arXiv 2402.14740; the sum over a response's tokens, up to one constant factor
+        "algorithm": {"advantage": "leave_one_out", "aggregation": "constant"},
     },
     "reinforce_pp": {  # arXiv 2501.03262
         "algorithm": {"advantage": "return", "whiten": True, "kl_reward": 0.001},
     },
-    "gspo": {  # arXiv 2507.18071, section 5.1
+    "gspo": {  # arXiv 2507.18071, section 5.1: four mini-batches a rollout, here of 8,192 responses
         "algorithm": {
             "advantage": "group",
             "surrogate": "gspo",
@@ -128,6 +128,7 @@ PRESETS: dict[str, dict[str, Any]] = {
             "clip_low": 3e-4,
             "clip_high": 4e-4,
         },
+        "update": {"mini_batch": 2048},
     },
     "cispo": {  # MiniMax-M1, arXiv 2506.13585: no lower bound; with DAPO's sampling and length penalty
         "algorithm": {"advantage": "group", "surrogate": "cispo", "clip_low": 1.0, "clip_high": 4.0},
@@ -165,29 +166,36 @@ PRESETS: dict[str, dict[str, Any]] = {
         "algorithm": {"advantage": "per_reward", "aggregation": "sample"},
         "reward": {"overlong": {"soft_punishment": True}},
     },
-    # Single-stream Policy Optimization, arXiv 2509.13232; token-level is our choice.
+    # Single-stream Policy Optimization, arXiv 2509.13232, with the numbers of its script (verl-recipe
+    # spo/train.sh): eight updates a rollout, here of 8,192 responses. Token-level is our choice.
     "spo": {
-        "algorithm": {"advantage": "tracked", "aggregation": "token"},
+        "algorithm": {"advantage": "tracked", "aggregation": "token", "clip_high": 0.28, "dual_clip": 10.0},
         "rollout": {"prompts": 8192, "group_size": 1},
+        "update": {"mini_batch": 1024},
     },
-    # arXiv 2604.08865 and its scripts: a critic of the prompt alone.
+    # arXiv 2604.08865 and its 7B script (sustech-nlp/SPPO), which leaves verl's dual clip and the critic's
+    # weight decay at their defaults: a critic of the prompt alone.
     "sppo": {
-        "algorithm": {"advantage": "prompt_value", "aggregation": "token"},
+        "algorithm": {"advantage": "prompt_value", "aggregation": "token", "dual_clip": 3.0},
         "rollout": {"prompts": 8192, "group_size": 1},
-        "critic": {"lr": 1e-5},
+        "actor": {"weight_decay": 0.1},
+        "critic": {"lr": 1e-5, "weight_decay": 0.01},
     },
-    # arXiv 2607.07508, from descriptions and reimplementations: VAPO's critic without groups.
+    # arXiv 2607.07508, section 4.1 for mathematics, as others quote it: VAPO's critic without groups, one
+    # policy update a rollout. Code has clips of 0.8 and 3.0.
     "sao": {
         "algorithm": {
             "advantage": "gae",
             "lambda_critic": 1.0,
             "lambda_policy": "length_adaptive",
+            "alpha": 1.5,
             "old_logprobs": "engine",
             "surrogate": "masked",
-            "clip_low": 0.8,
-            "clip_high": 3.0,
+            "clip_low": 0.3,
+            "clip_high": 5.0,
         },
-        "rollout": {"prompts": 8192, "group_size": 1},
+        "rollout": {"prompts": 128, "group_size": 1},
+        "update": {"mini_batch": 128},
         "critic": {"lr": 5e-6, "epochs": 2, "frozen": ["attention"]},
         "value_pretraining": {"steps": 10},
     },

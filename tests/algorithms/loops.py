@@ -190,10 +190,10 @@ def loop_policy(
     further: bool = False,
 ) -> tuple[Term, dict[str, float]]:
     """DAPO eq. 8: -min(r A, clip(r, 1-low, 1+high) A), and the statistics; or another surrogate by its own
-    formula: gspo (arXiv 2507.18071 section 4.3, GSPO-token), cispo (arXiv 2506.13585 eq. 4), masked (SAO), ppo with dual clip
-    (arXiv 1912.09729 eq. 5), and those of OPTIONS: dppo_tv and dppo_kl (arXiv 2602.04879, with or without
-    further tokens), sapo (arXiv 2511.20347), clip_cov and kl_cov (arXiv 2505.22617; the selected tokens are
-    given), fipo (arXiv 2603.19835)."""
+    formula: gspo (GSPO-token, arXiv 2507.18071 section 4.3), cispo (arXiv 2506.13585 eq. 4), masked (SAO),
+    ppo with dual clip (arXiv 1912.09729 eq. 5), and those of OPTIONS: dppo_tv and dppo_kl (arXiv 2602.04879,
+    with or without further tokens), sapo (arXiv 2511.20347), clip_cov and kl_cov (arXiv 2505.22617; the
+    selected tokens are given), fipo (arXiv 2603.19835)."""
     columns = ("logprobs", "old_logprobs", "advantages", "entropy", "selected")
     columns += ("further_logprobs", "further_old_logprobs")
     x = {k: batch.experience[k].tolist() for k in columns}

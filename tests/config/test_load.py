@@ -167,7 +167,7 @@ class TestPresets:
         "orz": {"advantage": "gae", "lambda_critic": 1.0, "lambda_policy": 1.0, "kl_weight": 0.0},
         "r1_zero": {"advantage": "group", "aggregation": "sample", "kl_weight": 0.001, "kl_reward": 0.0},
         "dr_grpo": {"advantage": "group_mean", "aggregation": "constant", "kl_weight": 0.0},
-        "rloo": {"advantage": "leave_one_out", "aggregation": "token", "kl_weight": 0.0},
+        "rloo": {"advantage": "leave_one_out", "aggregation": "constant", "kl_weight": 0.0},
         "reinforce_pp": {"advantage": "return", "whiten": True, "kl_reward": 0.001, "kl_weight": 0.0},
         "gspo": {"surrogate": "gspo", "aggregation": "sample", "clip_low": 3e-4, "clip_high": 4e-4},
         "cispo": {"surrogate": "cispo", "aggregation": "token", "clip_low": 1.0, "clip_high": 4.0},
@@ -183,8 +183,16 @@ class TestPresets:
         "clip_cov": {"surrogate": "clip_cov", "aggregation": "token", "clip_low": 1.0, "clip_high": 1.0},
         "kl_cov": {"surrogate": "kl_cov", "aggregation": "token"},
         "fipo": {"surrogate": "fipo", "aggregation": "token", "clip_high": 0.28, "dual_clip": 10.0},
-        "sppo": {"advantage": "prompt_value", "aggregation": "token", "nll_weight": 0.0, "kl_weight": 0.0},
-        "spo": {"advantage": "tracked", "aggregation": "token", "tracker_rho": 0.875, "kl_weight": 0.0},
+        "sppo": {"advantage": "prompt_value", "aggregation": "token", "nll_weight": 0.0, "dual_clip": 3.0},
+        "spo": {
+            "advantage": "tracked",
+            "aggregation": "token",
+            "tracker_rho": 0.875,
+            "kl_weight": 0.0,
+            "clip_low": 0.2,
+            "clip_high": 0.28,
+            "dual_clip": 10.0,
+        },
         "gdpo": {"advantage": "per_reward", "aggregation": "sample", "clip_high": 0.2, "kl_weight": 0.0},
         "sao": {
             "advantage": "gae",
@@ -192,11 +200,14 @@ class TestPresets:
             "old_logprobs": "engine",
             "lambda_critic": 1.0,
             "lambda_policy": "length_adaptive",
-            "clip_low": 0.8,
-            "clip_high": 3.0,
+            "alpha": 1.5,
+            "clip_low": 0.3,
+            "clip_high": 5.0,
         },
     }
     PRETRAINED = {"vapo": 50, "vc_ppo": 50, "tppo": 10, "sao": 10}
+    UPDATES = {"gspo": 4, "spo": 8, "sao": 1}  # of the policy in a step; of the others 16, DAPO's
+    DECAYS = {"tppo": (0.1, 0.1), "sppo": (0.1, 0.01)}  # of actor and critic
 
     def test_all_are_here(self) -> None:
         assert set(self.EXPECTED) == set(PRESETS) - {"sft"}
@@ -212,7 +223,10 @@ class TestPresets:
         )
         assert config.rollout.window == (8192 if recipe == "tppo" else None)
         assert config.value_pretraining.steps == self.PRETRAINED.get(recipe, 0)
-        assert config.responses == 8192
+        assert config.responses == (128 if recipe == "sao" else 8192)
+        assert config.responses / config.update.mini_batch == self.UPDATES.get(recipe, 16)
+        decays = config.actor.weight_decay, config.critic.weight_decay
+        assert decays == self.DECAYS.get(recipe, (0.0, 0.0))
         with_critic = ("ppo", "vapo", "vc_ppo", "asyppo", "orz", "tppo", "sao", "sppo")
         assert config.has_critic == (recipe in with_critic)
         assert config.critic.count == (2 if recipe == "asyppo" else 1)
@@ -254,6 +268,16 @@ class TestFilesOfTheProject:
         )
         rest = rest if file.resolve() in self.bases() else []
         check_config(load_config(file, rest), str(file))
+
+    def test_reinforce_pp_with_a_baseline(self) -> None:
+        """The overrides that its file names hold together, and are OpenRLHF's (reinforce_baseline)."""
+        file = CONFIGS / "baselines" / "reinforce_pp.yaml"
+        (line,) = (line for line in file.read_text().splitlines() if line.startswith("# algorithm."))
+        config = load_config(file, line.removeprefix("# ").split())
+        check_config(config, file.name)
+        a = config.algorithm
+        assert (a.advantage, a.whiten, a.aggregation) == ("group_mean", True, "token")
+        assert (a.kl_reward, a.kl_weight, a.kl_estimator) == (0.0, 1e-5, "k2")
 
     def test_there_are_such_files(self) -> None:
         assert {"demo_vapo", "demo_dapo", "dapo_32b", "vapo_32b"} <= {file.stem for file in self.FILES}
@@ -668,6 +692,7 @@ class TestContradictions:
         "recipe=sft reward.overlong.soft_punishment=true": "reward.overlong.soft_punishment: recipe sft",
         "recipe=sft value_pretraining.steps=3": "value_pretraining.steps: recipe sft",
         "recipe=sft algorithm.kl_weight=0.1": "algorithm.kl_weight: recipe sft",
+        "algorithm.kl_estimator=k2": "algorithm.kl_estimator: has no effect while algorithm.kl_weight is 0",
         "recipe=sft reward.terms.a.function=m:f": "reward.terms: recipe sft learns from given responses",
         "reward.weight=0": "reward.weight: 0, and neither a term of reward.terms nor a reward model has a",
         "reward.weight=0 reward.terms.a.function=m:f reward.terms.a.weight=0": "reward.weight: 0, and ",

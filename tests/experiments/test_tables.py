@@ -96,7 +96,7 @@ CRITIC_FREE: dict[str, tuple[float | None, dict[str, Any]]] = {
             **GRPO,
             "recipe": "rloo",
             "algorithm.advantage": "leave_one_out",
-            "algorithm.aggregation": "token",
+            "algorithm.aggregation": "constant",
         },
     ),
     "REINFORCE++": (
@@ -118,6 +118,7 @@ CRITIC_FREE: dict[str, tuple[float | None, dict[str, Any]]] = {
             "algorithm.surrogate": "gspo",
             "algorithm.clip_low": 3e-4,
             "algorithm.clip_high": 4e-4,
+            "update.mini_batch": 2048,
         },
     ),
     "CISPO": (
@@ -175,19 +176,26 @@ CRITIC_FREE: dict[str, tuple[float | None, dict[str, Any]]] = {
             "recipe": "spo",
             "algorithm.advantage": "tracked",
             "algorithm.aggregation": "token",
+            "algorithm.clip_high": 0.28,
+            "algorithm.dual_clip": 10.0,
             "rollout.prompts": 8192,
             "rollout.group_size": 1,
+            "update.mini_batch": 1024,
         },
     ),
 }
 VANILLA = {"recipe": "ppo", **OFF, **SINGLE}
 SAO = {
     "recipe": "sao",
-    **SINGLE,
+    "steps": 1000,
+    "rollout.prompts": 128,
+    "rollout.group_size": 1,
+    "update.mini_batch": 128,
     "algorithm.old_logprobs": "engine",
+    "algorithm.alpha": 1.5,
     "algorithm.surrogate": "masked",
-    "algorithm.clip_low": 0.8,
-    "algorithm.clip_high": 3.0,
+    "algorithm.clip_low": 0.3,
+    "algorithm.clip_high": 5.0,
     "algorithm.nll_weight": 0.0,
     "value_pretraining.steps": 10,
     "critic.lr": 5e-6,
@@ -252,7 +260,10 @@ CRITIC: dict[str, tuple[float | None, dict[str, Any]]] = {
             "algorithm.advantage": "prompt_value",
             "algorithm.aggregation": "token",
             "reward.overlong.soft_punishment": False,
+            "algorithm.dual_clip": 3.0,
+            "actor.weight_decay": 0.1,
             "critic.lr": 1e-5,
+            "critic.weight_decay": 0.01,
             "critic.warmup_steps": 0,
         },
     ),
@@ -308,7 +319,7 @@ class TestRows:
         assert changes(config, full) == {
             key: value for key, value in expected.items() if value != leaves(full)[key]
         }
-        assert config.responses == 8192
+        assert config.responses == (128 if config.recipe == "sao" else 8192)
 
     def test_at_demo_scale(self, table: AblationTable, row: AblationRow) -> None:
         """The same switches over the small base; of sizes only those that the table's overrides name."""
