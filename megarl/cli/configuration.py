@@ -243,7 +243,8 @@ def plan(
     print()
     print("\n".join(text.layouts(search(made, drawn), current, everything=everything)))
     if problem:
-        print(printable(f"\nmegarl: {path}: {problem}"), file=sys.stderr)
+        print()
+        print(printable(f"megarl: {path}: {problem}"), file=sys.stderr)
     return 2 if problem else 0
 
 
@@ -256,7 +257,8 @@ def _print_on_cpu(made: MemoryPlan, where: str, path: Path) -> int:
     print(printable("\n".join(on_cpu(made, where, memory))))
     problem, near = made.problem_on_cpu(memory), made.warning_on_cpu(memory)
     if problem or near:
-        print(printable(f"\nmegarl: {path}: {problem or near}"), file=sys.stderr)
+        print()
+        print(printable(f"megarl: {path}: {problem or near}"), file=sys.stderr)
     return 2 if problem else 0
 
 

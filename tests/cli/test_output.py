@@ -191,7 +191,7 @@ class TestConfig:
         said = dict(zip(heads, facts, strict=True))
         assert said["algorithm.clip_high"] == (
             "    number; default 0.2 (grpo 0.2, dapo 0.28, ppo 0.2, vapo 0.28, tppo 0.28, asyppo 0.28, "
-            "gspo 0.0004, cispo 4.0, dppo 0.15, clip_cov 1.0, fipo 0.28, sao 3.0); "
+            "gspo 0.0004, cispo 4.0, dppo 0.15, clip_cov 1.0, fipo 0.28, spo 0.28, sao 5.0); "
             "source: DAPO eq. 8, VAPO eq. 8: 0.28"
         )
         assert said["actor.betas"] == "    list of 2 numbers; default [0.9, 0.999]; source: our choice"

@@ -3,6 +3,7 @@ much."""
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -153,6 +154,25 @@ def test_a_real_run_takes_what_was_planned(folder: Path) -> None:
     assert 1 / 1.5 < (held + at_most) / most < 1.5
 
 
+def test_the_refusal_is_the_last_line_of_a_pipe() -> None:
+    """Behind the whole plan and an empty line, though a pipe would buffer the plan and not the refusal."""
+    too_large = ["parallel.tp=1", "parallel.pp=1", "parallel.dp=128"]
+    done = subprocess.run(
+        [sys.executable, "-m", "megarl", "plan", "configs/vapo_32b.yaml", *too_large],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        env={name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"},
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    *plan, empty, refusal = done.stdout.splitlines()
+    assert done.returncode == 2
+    assert plan[0].startswith("model ") and plan[-1].endswith("(--all)") and empty == ""
+    assert refusal.startswith("megarl: configs/vapo_32b.yaml: phase ")
+
+
 def test_train_and_plan_refuse_in_the_same_words(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -167,5 +187,5 @@ def test_train_and_plan_refuse_in_the_same_words(
     assert not (folder / "refused").exists()
     assert main(["plan", "configs/demo_vapo.yaml", *given]) == 2
     printed = capsys.readouterr()
-    assert printed.err.strip() == refused.strip() and "2 ranks on this machine's CPU" in printed.out
+    assert printed.err == refused and "2 ranks on this machine's CPU" in printed.out
     assert read_config(folder / "model")["hidden_size"] == 512
