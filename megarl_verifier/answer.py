@@ -14,7 +14,7 @@ from typing import NamedTuple
 # An answer longer than this is no final answer; the limit also bounds what every expression below can cost.
 MAX_ANSWER = 1000
 
-_LABEL = re.compile(r"answer[ \t*_`]{0,8}:[ \t*_`]{0,8}", re.IGNORECASE)
+_LABEL = re.compile(r"(?:answer|\u7b54\u6848)[ \t*_`]{0,8}[:\uff1a][ \t*_`]{0,8}", re.IGNORECASE)
 # What may stand around an answer without being part of it; lines made of it alone (a lone `$$` or `\[`) are
 # passed over.
 _MARKUP = " \t\r\f\v*_`"
@@ -23,7 +23,19 @@ _LINES_AFTER_LABEL = 4
 _BOX = re.compile(r"\\boxed\s{0,8}\{")
 _BOXES = 16  # unbalanced boxes that are passed over, from the end
 
-_MINUS = dict.fromkeys(map(ord, "\u2212\u2010\u2011\u2012\u2013\u2014\uff0d\ufe63"), "-")
+FULLWIDTH = 0xFEE0  # the distance of the fullwidth forms from ASCII
+# Signs in ASCII: fullwidth forms; minus signs and dashes; full stops, commas and separators of CJK and
+# Arabic; the ideographic space and the ratio sign. Letters and digits are not replaced.
+PLAIN_CHARACTERS = {
+    **{i + FULLWIDTH: chr(i) for i in range(ord("!"), ord("~") + 1) if not chr(i).isalnum()},
+    **dict.fromkeys(map(ord, "\u2212\u2010\u2011\u2012\u2013\u2014\ufe63"), "-"),
+    **dict.fromkeys(map(ord, "\u3002\uff61\u066b"), "."),
+    **dict.fromkeys(map(ord, "\u3001\uff64\u060c\u066c"), ","),
+    0x061B: ";",
+    0x066A: "%",
+    0x2236: ":",
+    0x3000: " ",
+}
 _SPACES = re.compile(r"\\[,;:! ]|\\quad|\\qquad|~|[\u00a0\u2009\u202f]")
 _DELIMITERS = re.compile(r"\\[()\[\]]|\\(?:left|right|displaystyle|textstyle|limits)(?![A-Za-z])|\\?\$")
 _WRAPPER = re.compile(
@@ -64,19 +76,28 @@ class Judgement(NamedTuple):
     extracted: str | None = None
 
 
+def final_part(response: str) -> str:
+    """Return what follows the last `</think>`: thoughts give no answer. Empty where a thought is
+    unfinished."""
+    rest = response.rpartition("</think>")[2]
+    return "" if "<think>" in rest else rest
+
+
 def find_answer(response: str) -> str | None:
     """Return the text after the last `Answer:` of `response` up to the end of its line, or of the next lines
     if that one is empty.
 
-    The label may be in any case and in markdown bold. None if there is no label, nothing follows it, or more
-    than MAX_ANSWER characters follow it on one line. Takes time linear in the response."""
+    The label may be in any case and in markdown bold, or Chinese. None if there is no label, nothing follows
+    it, or more than MAX_ANSWER characters follow it on one line. Takes time linear in the response. Thoughts
+    are left out (`final_part`)."""
+    response = final_part(response)
     # One byte per character, whatever the script, so that positions in `lowered` are positions in `response`.
     lowered = response.encode("ascii", "replace").lower()
-    at = lowered.rfind(b"answer")
-    while at >= 0:
+    end = len(response)
+    while (at := max(lowered.rfind(b"answer", 0, end), response.rfind("\u7b54\u6848", 0, end))) >= 0:
         if label := _LABEL.match(response, at):
             return _first_line(response, label.end())
-        at = lowered.rfind(b"answer", 0, at)
+        end = at + 1  # the first letter is no label any more
     return None
 
 
@@ -115,40 +136,76 @@ def _boxes(text: str) -> Iterator[str]:
         if at < 0:
             return
         if opening := _BOX.match(text, at):
-            depth = 1
-            for i in range(opening.end(), min(len(text), opening.end() + MAX_ANSWER)):
-                depth += {"{": 1, "}": -1}.get(text[i], 0)
-                if depth == 0:
-                    if i <= inner:
-                        inner = at
-                        yield text[opening.end() : i]
-                    break
+            end = _closing_brace(text, opening.end())
+            if end is not None and end <= inner:
+                inner = at
+                yield text[opening.end() : end]
 
 
-def normalise(answer: str, *, value: bool = False) -> str:
+def _closing_brace(text: str, start: int) -> int | None:
+    """Return where the brace is closed that was opened before `start`, if within MAX_ANSWER characters."""
+    depth = 1
+    for i in range(start, min(len(text), start + MAX_ANSWER)):
+        depth += {"{": 1, "}": -1}.get(text[i], 0)
+        if depth == 0:
+            return i
+    return None
+
+
+def ends_in_open_box(text: str) -> bool:
+    r"""Return whether the last `\boxed{` of a text is not closed: its end was cut off."""
+    last = text.rfind("\\boxed")
+    opening = _BOX.match(text, last) if last >= 0 else None
+    return opening is not None and _closing_brace(text, opening.end()) is None
+
+
+def normalise(answer: str) -> str:
     r"""Return the canonical form of a final answer; answers that the protocol takes as equal have equal
     forms.
 
     Integers come out as `-?[1-9][0-9]*` or `0`: `1,234`, `$\boxed{1234}$`, `+1234.0` and `01234` are all
-    `1234`. Text of more than MAX_ANSWER characters is cut to them. value: keep whatever has a meaning: all
-    sides of an equation and a factorial stay, and `32, 349` is a pair."""
-    text = answer[:MAX_ANSWER].translate(_MINUS).strip(_MARKUP)  # as `find_answer` does with a response's
+    `1234`. Text of more than MAX_ANSWER characters is cut to them."""
+    text = _plain(answer)
     boxed = last_boxed(text)
-    text = _only_formula(text) if boxed is None else boxed
-    text = _PAIR.sub(";", text.replace("\\!", "")) if value else _last_side(text)
+    text = _last_side(_only_formula(text) if boxed is None else boxed)
     text = text.replace("{,}", ",").replace("\\%", "").replace("%", "")
-    text = _DELIMITERS.sub("", _SPACES.sub(" ", _DEGREES.sub("", text)))
-    text = _SHORT_UNIT.sub("", text)
+    text = _unwrap(_SHORT_UNIT.sub("", _without_layout(_DEGREES.sub("", text))))
+    text = _ARTICLE.sub("", _UNITS.sub("", text)).replace('"', "")
+    return _canonical_number(_without_shorthand(text).rstrip(".,;:!"))
+
+
+def text_form(answer: str) -> str:
+    """Return the form in which `math` compares texts: nothing that has a meaning goes, neither words nor
+    units, sides of an equation or a factorial, and `32, 349` is a pair. Case and blanks do not matter."""
+    text = _plain(answer)
+    boxed = last_boxed(text)
+    text = (text if boxed is None else boxed).replace("\\!", "")
+    text = _PAIR.sub(";", text).replace("{,}", ",").replace("\\%", "%")
+    text = _without_shorthand(_unwrap(_without_layout(text)))
+    return _canonical_number(text.rstrip(".,;:")).casefold()
+
+
+def _plain(answer: str) -> str:
+    """Return the text with signs in ASCII, without what `find_answer` strips."""
+    return answer[:MAX_ANSWER].translate(PLAIN_CHARACTERS).strip(_MARKUP)
+
+
+def _without_layout(text: str) -> str:
+    return _DELIMITERS.sub("", _SPACES.sub(" ", text))
+
+
+def _unwrap(text: str) -> str:
     for _ in range(4):  # wrappers inside wrappers
         text, unwrapped = _WRAPPER.subn(r" \1 ", text)
         if not unwrapped:
             break
-    text = _ARTICLE.sub("", _UNITS.sub("", text)).replace('"', "")
+    return text
+
+
+def _without_shorthand(text: str) -> str:
     text = _SHORT_ROOT.sub(r"\\sqrt{\1}", _FRACTION.sub(_slash, _SHORT_FRACTION.sub(r"\\frac{\1}{\2}", text)))
     text = text.replace("\\dfrac", "\\frac").replace("\\tfrac", "\\frac")
-    return _canonical_number(
-        _SPACE_NOT_IN_NUMBER.sub("", text.strip(_MARKUP)).rstrip(".,;:" if value else ".,;:!")
-    )
+    return _SPACE_NOT_IN_NUMBER.sub("", text.strip(_MARKUP))
 
 
 def _slash(found: re.Match[str]) -> str:

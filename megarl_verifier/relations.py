@@ -213,7 +213,8 @@ def formulas(text: str) -> Iterator[str]:
 
 def split(text: str, separator: re.Pattern[str]) -> list[str]:
     """Return the parts between separators outside of brackets and environments, without the empty ones."""
-    parts = (text[start:end].strip(" \t\n.,;:*_`") for start, end, _ in _pieces(text, separator))
+    marks = " \t\n,;:*_`"
+    parts = (text[start:end].lstrip(marks).rstrip(marks + ".") for start, end, _ in _pieces(text, separator))
     return [part for part in parts if part]
 
 

@@ -1,0 +1,346 @@
+r"""Reads an answer's notation: a formula that the parser of megarl_verifier.values reads whole, or a text.
+
+The parser drops what it does not know, which would make wrong answers right. So a formula has known commands
+only, and one unit behind it is all that is left out (docs/verifiers.md). Works on text alone."""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import lru_cache
+
+from megarl_verifier.answer import FULLWIDTH, MAX_ANSWER, PLAIN_CHARACTERS, text_form
+from megarl_verifier.relations import split
+
+# The longest answer in MATH has 159 characters; 300 open brackets cost the parser seconds.
+_MAX_FORMULA, _MAX_DEPTH = 300, 16
+
+_SUPERSCRIPTS = str.maketrans(
+    "\u2070\u00b9\u00b2\u00b3\u2074\u2075\u2076\u2077\u2078\u2079\u207b", "0123456789-"
+)
+_SUPERSCRIPT = re.compile("\u207b?[" + "".join(map(chr, _SUPERSCRIPTS))[:-1] + "]+")
+_COMMANDS = (r"\infty", r"\cup", r"\cap", r"\emptyset", r"\times", r"\div", r"\le", r"\ge", r"\pm", r"\cdot")
+_SYMBOLS = dict(zip("\u221e\u222a\u2229\u2205\u00d7\u00f7\u2264\u2265\u00b1\u00b7", _COMMANDS, strict=True))
+_GREEK = dict(zip("\u03b1\u03b2\u03b3\u03b4\u03b8\u03bb\u03bc\u03c0\u03c1\u03c3\u03c4\u03c6\u03c9", (
+    "alpha", "beta", "gamma", "delta", "theta", "lambda", "mu", "pi", "rho", "sigma", "tau", "phi", "omega"
+), strict=True))  # fmt: skip
+_ROOT = re.compile("\u221a\\s?([0-9]{1,30}|[A-Za-z]|(?=[({]))")
+_SCIENTIFIC = re.compile(
+    r"(?<![A-Za-z0-9.])([0-9]{1,30}(?:\.[0-9]{1,30})?)[eE]([+-]?[0-9]{1,3})(?![A-Za-z0-9.])"
+)
+
+# What stands around a formula.
+# Words without a number in them, up to `is` or a colon; and how Minerva's prompt ends an answer.
+_PROSE = re.compile(
+    r"(?:[^0-9\\]|\\[()])*(?:(?<![A-Za-z])(?:is|are|be|equals)\s{0,8}:?\s|[A-Za-z]{3}\s?:\s)\s{0,8}"
+)
+_HOPE = re.compile(r"\.?\s+I hope it is correct.*", re.DOTALL)
+_DELIMITERS = re.compile(r"(?<!\\)\\[()\[\]]|\$")
+_LAYOUT = re.compile(
+    r"\\(?:left|right|displaystyle|textstyle|limits|[bB]igg?[lr]?)(?![A-Za-z])|\\[!]|(?<=[0-9]),\\!"
+)
+_SPACES = re.compile(r"(?<!\\)\\[,;: ]|\\q?quad(?![A-Za-z])|~|\s+")
+_AND = re.compile(
+    r",?\s*(?:\\(?:text|mbox|textrm|textnormal)\s*\{\s*,?\s*(?:and|or)\s*\}|(?<![A-Za-z\\])(?:and|or)(?![A-Za-z]))\s*"
+)
+_STYLE = re.compile(
+    r"\\(?:text|textbf|textit|textrm|textnormal|mathrm|mathbf|mathit|mathsf|operatorname|mbox|rm)\s*\{\s*([^{}]*?)\s*\}"
+)
+_FUNCTION = r"(?:arc)?(?:sin|cos|tan|cot|sec|csc)h?|log|ln|exp|max|min|gcd|lcm"
+_FUNCTION_NAME = re.compile(_FUNCTION)
+_PLAIN_FUNCTION = re.compile(
+    rf"(?<![A-Za-z\\])(?:(pi)(?![A-Za-z])|({_FUNCTION})(?=\s?[(^_])|(sin|cos|tan|log|ln)(?=\s[0-9A-Za-z\\]))"
+)
+_ROOT_CALL = re.compile(r"(?<![A-Za-z])\\?sqrt\s?\(((?:[^()]|\([^()]*\))*)\)")
+_WORD = re.compile(r"[A-Za-z]{2,}")
+_DEGREE = re.compile(
+    r"\s*(?:\^\s*(?:\\circ(?![A-Za-z])|\{\s*\\circ\s*\})|\\(?:text)?degree(?![A-Za-z])|\u00b0)"
+)
+_TRIGONOMETRIC = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)(?![A-Za-z])")
+_ANGLE = re.compile(rf"([0-9]+(?:\.[0-9]+)?)(?:{_DEGREE.pattern})")
+
+# Units. They are not compared, and may stand behind a number.
+_UNITS = frozenset(
+    """
+    m cm mm km dm nm um ft foot feet in inch inche yd yard mile mi meter metre centimeter centimetre
+    millimeter millimetre kilometer kilometre decimeter decimetre light s sec second min minute h hr
+    hour day week month year yr ms g gm kg mg gram kilogram milligram lb pound oz ounce ton tonne t l ml
+    liter litre milliliter millilitre cup gallon gal quart pint n newton j joule kj w watt kw kwh v volt
+    a amp ampere ohm hz pa pascal k c f celsius fahrenheit kelvin mol mole rad radian deg degree circ
+    mph kmh kmph kph rpm bpm acre hectare ha sq square cubic cu cc unit point pt digit way time dollar
+    cent usd eur euro rupee rs yen yuan rmb pence penny buck per of the th st nd rd
+    """.split()  # noqa: SIM905
+)
+# Words that change what a number says, and so are part of it.
+_MEANINGFUL = frozenset(
+    """
+    am pm a p o clock noon midnight bc ad bce ce north south east west up down left right above below
+    more less than least most over under profit loss gain increase decrease not no or and if when where
+    for mod modulo base to at plus minus times negative squared cubed factorial half halve third quarter
+    dozen hundred thousand million billion trillion hundredth thousandth percent is are only first last
+    rest infinity undefined pi sqrt root
+    """.split()  # noqa: SIM905
+)
+_MACRO = r"\\(?:text|mbox|textrm|textnormal|textit|textbf|mathrm|operatorname|rm)\s*\{(?:[^{}]|\{[^{}]*\})*\}"
+_MACRO_TAIL = re.compile(
+    rf"(?<=[0-9A-Za-z)}}\]!.'])\s*((?:{_MACRO})(?:\s*(?:{_MACRO}|/|\\cdot|\^\s*(?:-?[1-3]|\{{-?[1-3]\}})))*)$"
+)
+_WORD_TAIL = re.compile(
+    r"(?<=[0-9)}\]!.])(\s*[A-Za-z]{2,}|\s+[A-Za-z])((?:[ .-]+[A-Za-z]+|\s*\^\s*(?:[23]|\{[23]\}))*)\.?$"
+)
+_LITERAL = re.compile(r"-?[0-9.,/ ]+")
+_LETTER = re.compile(r"[A-Za-z]")
+_MACRO_NAME = re.compile(r"\\[A-Za-z]+")
+_PERCENT = re.compile(r"(?<=[0-9)}])\s*(?:\\?%|(?:\\(?:text|mathrm)\s*\{\s*)?percent(?:\s*\})?(?![A-Za-z]))")
+
+_RUN = re.compile(r"[A-Za-z\s.,;'\"()&-]*[A-Za-z][A-Za-z\s.,;'\"()&-]*")
+_LONGEST_PRODUCT = 3  # letters side by side; longer runs are words
+_SEPARATOR = re.compile(r",(?!(?<=[0-9],)[0-9]{3}(?![0-9]))|;")
+_DATE = re.compile(r"[0-9]{1,4}([-/.])[0-9]{1,2}\1[0-9]{1,4}")
+_COLON = re.compile(":")
+_TIME = re.compile(r"[0-9]{1,2}:[0-5][0-9](?::[0-5][0-9])?")
+
+_BASED = re.compile(
+    r"(?<![A-Za-z0-9_.\\^}])(?:([0-9A-F]*[0-9][0-9A-F]*)|\(([0-9]+)\))\s?_\s?(?:([0-9])(?![0-9])|\{\s*([0-9]{1,2})\s*\})"
+)
+_SHORT_FRACTION = re.compile(r"\\[dtc]?frac\s*([0-9])\s*([0-9])")
+_SHORT_ROOT = re.compile(r"\\sqrt\s*([0-9A-Za-z])")
+_FRACTION = r"\\[dtc]?frac\s*\{\s*(\d+)\s*\}\s*\{\s*(\d+)\s*\}"
+_MIXED = re.compile(
+    rf"(?<![0-9.,^_}}A-Za-z])([0-9]+)(?:\s*{_FRACTION}|\s+([0-9]+)\s?/\s?([0-9]+))(?!\s?[0-9(\\{{^!])"
+)
+_GROUPED = re.compile(r"(?<![0-9.,])[0-9]{1,3}(?: [0-9]{3})+(?![0-9])")
+_TRANSPOSED = re.compile(
+    r"(?<!\\end\{pmatrix\})(?<!\\end\{bmatrix\})\^\s*(?:T(?![A-Za-z])|\{\s*(?:T|\\top)\s*\}|\\top)"
+)
+_PRIMED = re.compile(r"(?<![A-Za-z\\])([A-Za-z])\s?((?:'|\^\s?\{?(?:\\prime\s?)+\}?)+)")
+_ARRAY = re.compile(r"[\[(]\s*\\begin\s?\{array\}\s?\{[clr| ]*\}(.*?)\\end\s?\{array\}\s*[\])]", re.DOTALL)
+_D = re.compile(r"(\\[A-Za-z]+)|d(?=\s*[A-Za-z\\])")  # the parser reads dx as one letter
+_QUOTE = re.compile(r"'|\\prime")
+_SUBSCRIPT = re.compile(r"_\s?(?:[A-Za-z0-9]|\{[^{}]*\}|\\[A-Za-z]+)")
+_NAMES = re.compile(  # what names a kind of brackets or a letter
+    r"\\(?:begin|end)\s?\{[bpv]?matrix\}"
+    r"|\\(?:mathbb|mathcal|overline|bar|vec|hat|overrightarrow)\s?\{[A-Za-z]+\}"
+)
+_UNREADABLE = re.compile(
+    r"(?<![A-Za-z\\])[A-Za-z]+\s?[0-9]|[0-9]\s+[0-9.]|[0-9.]\s?\\(?:overline|bar|dot|hat|vec)|['\"`@#?~%]|!\s?!"
+    r"|\.\s?\.|_\s?\{[^{}]*\\(?:text|mathrm)|[0-9.][eE][+-]?[0-9]|[^\x00-\x7f]"
+)  # fmt: skip
+_KNOWN = frozenset(
+    """
+    frac dfrac tfrac cfrac sqrt cdot times div pm mp infty pi cup cap setminus emptyset varnothing sin
+    cos tan cot sec csc arcsin arccos arctan sinh cosh tanh log ln exp max min gcd lcm binom dbinom
+    tbinom int sum prod lim to partial lfloor rfloor lceil rceil lvert rvert vert mod det begin end
+    overline bar vec hat tilde widetilde overrightarrow mathbb mathcal mathbf boldsymbol bm ell hbar
+    nabla alpha beta gamma delta epsilon varepsilon zeta eta theta vartheta iota kappa lambda mu nu xi
+    rho sigma tau upsilon phi varphi chi psi omega Gamma Delta Theta Lambda Xi Pi Sigma Upsilon Phi Psi
+    Omega lbrace rbrace le leq ge geq lt gt ne neq in notin equiv leqslant geqslant subseteq supseteq
+    """.split()  # noqa: SIM905
+)
+_SIMPLE = re.compile(
+    r"([-+]?)\s?(?:([0-9]{1,3}(?:,[0-9]{3})+|[0-9]+|(?=\.))(\.[0-9]+)?|\\[dt]?frac\{(-?[0-9]+)\}\{([0-9]+)\}|([0-9]+)/([0-9]+))"
+)
+
+
+@dataclass(frozen=True)
+class Notation:
+    """An answer as it is written.
+
+    formula   LaTeX that the parser reads whole, without unit and percent sign; empty for a text
+    text      the answer with its unit, normalised: equal texts are equal answers
+    words     the words behind the number where they are no unit
+    percent   whether a percent sign stands in it
+    is_word   whether it is letters alone"""
+
+    formula: str
+    text: str
+    words: tuple[str, ...] = ()
+    percent: bool = False
+    is_word: bool = False
+
+    @property
+    def meaningful(self) -> bool:
+        """Return whether the words behind the number may not be left out."""
+        return any(word != word.lower() or word in _MEANINGFUL or len(word) == 1 for word in self.words)
+
+    def has_other_words(self, other: Notation) -> bool:
+        """Return whether words make the answers differ: other words, or words on one side that may not be
+        left out."""
+        mine, theirs = ([word.lower().removesuffix("s") for word in one.words] for one in (self, other))
+        return mine != theirs and bool((mine and theirs) or self.meaningful or other.meaningful)
+
+
+def plain(text: str) -> str:
+    """Write characters and notations that the parser does not know as LaTeX: other digits, superscripts,
+    vulgar fractions, 1.5e3; and leave out currency signs."""
+    text = text[:MAX_ANSWER].replace("\\$", "")
+    text = text.replace("$", "") if text.count("$") == 1 else text  # a price
+    if not text.isascii():
+        text = text.translate(PLAIN_CHARACTERS)
+        text = _SUPERSCRIPT.sub(lambda run: f"^{{{run[0].translate(_SUPERSCRIPTS)}}}", text)
+        text = _ROOT.sub(
+            lambda root: f"\\sqrt{{{root[1]}}}" if root[1] else "\\sqrt", "".join(map(_ascii, text))
+        )
+    return _SCIENTIFIC.sub(r"\1\\cdot 10^{\2}", text)
+
+
+def _ascii(character: str) -> str:
+    category = unicodedata.category(character)
+    if character in _SYMBOLS:
+        return f"{_SYMBOLS[character]} "
+    if character in _GREEK:
+        return f"\\{_GREEK[character]} "
+    if (category == "Sc" and character != "$") or category == "Cf":
+        return ""  # a currency sign; joiners, direction marks, the zero-width space
+    if "A" <= (letter := chr(max(ord(character) - FULLWIDTH, 0))) <= "z":
+        return letter
+    if (digit := unicodedata.decimal(character, None)) is not None:
+        return str(digit)
+    above, slash, below = unicodedata.normalize("NFKC", character).partition("\u2044")
+    return f"\\frac{{{above}}}{{{below}}}" if slash else character
+
+
+def is_plausible(text: str) -> bool:
+    """Return whether parsing `text` can be afforded."""
+    if len(text) > _MAX_FORMULA:
+        return False
+    depth = deepest = 0
+    for character in text:
+        depth += (character in "([{") - (character in ")]}")
+        deepest = max(deepest, depth)
+    return deepest <= _MAX_DEPTH
+
+
+def simple_number(text: str) -> tuple[Fraction, bool] | None:
+    """Return the value of an integer, a decimal or a fraction of integers, and whether it is a decimal."""
+    if not (found := _SIMPLE.fullmatch(text.strip(" $").rstrip(". "))):
+        return None
+    sign, whole, places, above, below, numerator, denominator = found.groups()
+    if whole or places:
+        value = Fraction((whole or "0").replace(",", "") + (places or ""))
+    else:
+        above, below = int(above or numerator), int(below or denominator)
+        if not below:
+            return None
+        value = Fraction(above, below)
+    return (-value if sign == "-" else value), bool(places)
+
+
+@lru_cache(maxsize=2048)
+def read_notation(text: str, *, inside: bool = False) -> Notation:
+    """Read an answer. inside: it is a side of an equation, where letters side by side are a product."""
+    form = text_form(text)
+    if not is_plausible(text):
+        return Notation("", form)
+    body = _SPACES.sub(" ", _LAYOUT.sub("", _DELIMITERS.sub("", text))).replace("{,}", ",")
+    body = _AND.sub(", ", body.strip(" *_`,;:")).rstrip(" .,;:")
+    if _DATE.fullmatch(body) or _TIME.fullmatch(body):
+        return Notation("", form)
+    word = _PLAIN_FUNCTION.sub(_function, _STYLE.sub(_unstyled, body))
+    if _RUN.fullmatch(word) and _WORD.search(word.replace(" ", "")) and not inside:
+        is_product = word.isalpha() and len(word) <= _LONGEST_PRODUCT
+        return Notation(word if is_product else "", form, is_word=True)
+    if _TRIGONOMETRIC.search(word):
+        body = _ANGLE.sub(r"(\1\\cdot\\frac{\\pi}{180})", body)
+    body = _DEGREE.sub(r"\\text{deg}", body)
+    parts, words, percents = [], [], 0
+    for part in split(body, _SEPARATOR) if _SEPARATOR.search(body) else [body]:
+        part, percent = _PERCENT.subn("", part)
+        part, tail = (part, []) if inside else _without_unit(part)
+        parts.append(part)
+        words += tail
+        percents += percent
+    if len(parts) > 1 and words:
+        return Notation("", form)
+    return Notation(_formula(", ".join(parts)), form, tuple(words), bool(percents))
+
+
+def _function(found: re.Match[str]) -> str:
+    return f"\\{found[0]} "
+
+
+def without_prose(text: str) -> str:
+    """Return `$5$ dollars` of `The final answer is $5$ dollars. I hope it is correct.`"""
+    start = _PROSE.match(text) if is_plausible(text) else None
+    return _HOPE.sub("", text[start.end() :] if start else text)
+
+
+def _unstyled(found: re.Match[str]) -> str:
+    r"""Return the content where it is no word: `\text{A}`, `\mathrm{e}`, `\operatorname{sin}`."""
+    content = found[1]
+    if _FUNCTION_NAME.fullmatch(content):
+        return f"\\{content} "
+    return found[0] if _WORD.search(content) or not content else content
+
+
+def _without_unit(text: str) -> tuple[str, list[str]]:
+    """Return a formula without the one unit behind it, and the words there where one of them is no unit."""
+    tail = _MACRO_TAIL.search(text) or _WORD_TAIL.search(text)
+    if tail is None:
+        return text, []
+    number = text[: tail.start()].rstrip()
+    names = re.findall(r"[A-Za-z]+", _MACRO_NAME.sub("", tail[0]))
+    is_unit = all(map(_is_unit, names))
+    in_macro, is_letter = "{" in tail[1], len("".join(names)) == 1
+    # What may be a product is none of a number and a unit: `2xy`, `5 x`, `n + 3 m`, `\frac{1}{2} a`.
+    has_letters = _LETTER.search(_MACRO_NAME.sub("", number)) is not None
+    if in_macro:
+        is_product = is_letter and (has_letters or not is_unit)
+    elif is_letter:
+        is_product = not (tail[0][0] == " " and names[0] in "msgh" and _LITERAL.fullmatch(number))
+    else:
+        is_product = has_letters or not (is_unit or tail[0][0] == " ")
+    return (text, []) if is_product else (number, [] if is_unit else names)
+
+
+def _is_unit(word: str) -> bool:
+    word = word.lower()
+    return word in _UNITS or (word.endswith("s") and word[:-1] in _UNITS)
+
+
+def _formula(text: str) -> str:
+    """Return a formula in the parser's notation, or an empty text where it would not read all of it."""
+    text = _STYLE.sub(_unstyled, text).replace("**", "^")
+    for _ in range(4):  # roots in roots
+        text = _ROOT_CALL.sub(r"\\sqrt{\1}", text)
+    text = _PLAIN_FUNCTION.sub(_function, text)
+    if "\\int" not in text and "{d" not in text:
+        text = _D.sub(lambda found: found[1] or "{d}", text)
+    text = _SHORT_ROOT.sub(r"\\sqrt{\1}", _SHORT_FRACTION.sub(r"\\frac{\1}{\2}", text))
+    text = _ARRAY.sub(r"\\begin{pmatrix}\1\\end{pmatrix}", text)
+    text = _BASED.sub(_in_base_ten, text)
+    text = _MIXED.sub(_mixed, text)
+    text = _GROUPED.sub(lambda found: found[0].replace(" ", ""), text)
+    text = _PRIMED.sub(lambda found: f"{found[1]}_{{{'p' * len(re.findall(_QUOTE, found[2]))}}}", text)
+    text = _TRANSPOSED.sub("^{(T)}", text)
+    ratio = split(text, _COLON)
+    if len(ratio) > 2:  # 1:2:3
+        text = ", ".join(f"\\frac{{{one}}}{{{ratio[0]}}}" for one in ratio[1:])
+        text = f"({text})"
+    bare = _SUBSCRIPT.sub("", text)
+    commands = _MACRO_NAME.findall(bare)
+    rest = _NAMES.sub("", bare)
+    rest = _MACRO_NAME.sub(" ", rest)
+    if any(command[1:] not in _KNOWN for command in commands) or _UNREADABLE.search(bare):
+        return ""
+    if any(len(run) > _LONGEST_PRODUCT for run in _WORD.findall(rest)):
+        return ""
+    return text.strip()
+
+
+def _in_base_ten(found: re.Match[str]) -> str:
+    """Return the value of 4343_6; the text itself where it is no number in that base."""
+    digits, base = found[1] or found[2], int(found[3] or found[4])
+    try:
+        return str(int(digits, base)) if 2 <= base <= 36 and len(digits) < 100 else found[0]
+    except ValueError:  # 9_6
+        return found[0]
+
+
+def _mixed(found: re.Match[str]) -> str:
+    """Return the sum that a whole number and a proper fraction behind it are."""
+    above, below = found[2] or found[4], found[3] or found[5]
+    proper = 0 < int(above) < int(below)
+    return f"({found[1]}+\\frac{{{above}}}{{{below}}})" if proper else found[0]

@@ -1,0 +1,332 @@
+r"""Parses a formula and compares two of them as values: numbers by their ratio, letters at random points.
+
+The parser is math-verify's, `latex2sympy2_extended`. What it would drop or guess is refused here: the base of
+a number, a prime, a transposed number. sympy evaluates nothing of which `_check_size` finds that it is too
+large, so `9^{9^9}` ends as unreadable."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from fractions import Fraction
+from math import inf, log10
+from typing import Any, TypeVar
+
+import sympy
+from latex2sympy2_extended.latex2sympy2 import ConversionConfig, NormalizationConfig, normalize_latex
+from latex2sympy2_extended.latex2sympy2 import _Latex2Sympy as Latex2Sympy
+from math_verify import verify
+from math_verify.grader import should_treat_as_complex
+from sympy import Basic, Derivative, Expr, Float, Integer, Interval, MatrixBase, Pow, Rational, Symbol
+from sympy.core.function import AppliedUndef
+
+T = TypeVar("T")
+
+_NORMALIZATION = NormalizationConfig(
+    basic_latex=True, units=False, malformed_operators=True, nits=True, boxed="none"
+)
+_UNDONE = (sympy.Integral, sympy.Sum, sympy.Product, sympy.Limit, Derivative)
+# Decimal digits of a number on the way to a value. The longest integer that an answer may have in full.
+_MAX_DIGITS = 5000
+_GUARD_DIGITS = 50  # beyond the digits that the largest or smallest number of a formula takes
+_SAME_DIGITS = 30  # in which two exact values must agree
+_LARGEST, _SMALLEST = 3.0, 0.2  # letters are evaluated between them
+_POINTS, _TRIES, _ENOUGH = 8, 40, 3
+
+
+class Unreadable(Exception):
+    """The formula cannot be read whole, or has a number that is too large to evaluate."""
+
+
+class _Undefined(Exception):
+    """A formula has no real value at a point."""
+
+
+class _Parser(Latex2Sympy):
+    """The parser of latex2sympy2_extended, which drops and guesses nothing."""
+
+    def __init__(self, *, is_real: bool) -> None:
+        super().__init__(is_real=is_real, config=ConversionConfig(lowercase_symbols=False))
+
+    def convert_postfix_list(self, arr: Any, i: int = 0) -> Any:
+        """Multiply factors that stand side by side. The parent reads `(2)(3)` as a mixed number, 5."""
+        first = self.convert_postfix(arr[i])
+        if isinstance(first, list) or i == len(arr) - 1:
+            return super().convert_postfix_list(arr, i)
+        rest = self.convert_postfix_list(arr, i + 1)
+        matrices = getattr(first, "is_Matrix", False) or getattr(rest, "is_Matrix", False)
+        return self.mat_mul_flat(first, rest) if matrices else self.mul_flat(first, rest)
+
+    def convert_postfix(self, postfix: Any) -> Any:
+        value = super().convert_postfix(postfix)
+        for op in postfix.postfix_op():
+            if op.degree() or op.eval_at() or (op.transpose() and not getattr(value, "is_Matrix", False)):
+                raise Unreadable
+        return value
+
+    def convert_atom(self, atom: Any) -> Any:
+        if (number := atom.number_subexpr()) and number.subexpr():
+            raise Unreadable
+        return super().convert_atom(atom)
+
+    def convert_comp(self, comp: Any) -> Any:
+        if comp.dot_product():
+            raise Unreadable
+        return super().convert_comp(comp)
+
+    def convert_binom(self, binom: Any) -> Any:
+        above, below = self.convert_expr(binom.upper), self.convert_expr(binom.lower)
+        return sympy.binomial(above, below, evaluate=False)
+
+    def handle_gcd_lcm(self, f: str, args: Any) -> Any:
+        for one in args:
+            _check_size(one)
+        return super().handle_gcd_lcm(f, args)
+
+
+def parse(formula: str) -> Basic | MatrixBase:
+    """Parse a formula whole. Raises Unreadable."""
+    text = normalize_latex(formula, _NORMALIZATION)
+    try:
+        value = _Parser(is_real=not should_treat_as_complex(text)).parse(text)
+    except MemoryError:  # the pool's limit: recorded as such
+        raise
+    except Exception as error:  # the parser raises whatever it meets
+        raise Unreadable from error
+    if not isinstance(value, Basic | MatrixBase):
+        raise Unreadable
+    _check_size(value)
+    return value
+
+
+def equal(gold: Basic | MatrixBase, mine: Basic | MatrixBase) -> bool:
+    """Return whether two parsed answers have the same value.
+
+    The question is no answer to itself: an integral is none where its value is the reference."""
+    undone = [isinstance(one, Basic) and one.has(*_UNDONE) for one in (mine, gold)]
+    if undone == [True, False]:
+        return False
+    if any(undone):
+        return gold == mine or _verify(gold, mine)
+    return _equal(gold, mine)
+
+
+def _equal(gold: Basic | MatrixBase, mine: Basic | MatrixBase) -> bool:
+    lists = [_entries(one) for one in (gold, mine)]
+    if isinstance(gold, Interval) and isinstance(mine, Interval):
+        ends = gold.left_open == mine.left_open and gold.right_open == mine.right_open
+        return ends and _equal(gold.start, mine.start) and _equal(gold.end, mine.end)
+    if isinstance(gold, MatrixBase) and isinstance(mine, MatrixBase):
+        return gold.shape == mine.shape and all(map(_equal, gold.flat(), mine.flat()))
+    if isinstance(gold, Expr) and isinstance(mine, Expr) and not _has_matrix(gold, mine):
+        return _equal_expressions(gold, mine)
+    ours, theirs = lists
+    if ours is not None and theirs is not None:
+        both_sets = isinstance(gold, sympy.FiniteSet) and isinstance(mine, sympy.FiniteSet)
+        both_sets |= isinstance(gold, sympy.Union) and isinstance(mine, sympy.Union)
+        if both_sets:
+            return _contains_all(ours, theirs) and _contains_all(theirs, ours)
+        return len(ours) == len(theirs) and all(map(_equal, ours, theirs))
+    for one, other in ((ours, mine), (theirs, gold)):  # {5} and 5
+        if one is not None and len(one) == 1 and isinstance(other, Expr):
+            return isinstance(one[0], Expr) and _equal_expressions(one[0], other)
+    if isinstance(gold, Expr) or isinstance(mine, Expr):
+        return _has_matrix(gold, mine) and _verify(gold, mine)
+    return _verify(gold, mine)
+
+
+def _verify(gold: Basic | MatrixBase, mine: Basic | MatrixBase) -> bool:
+    return bool(verify([gold], [mine], timeout_seconds=None))
+
+
+def _has_matrix(*values: Basic) -> bool:
+    return any(isinstance(one, Basic) and one.has(sympy.MatrixBase, sympy.MatrixExpr) for one in values)
+
+
+def _entries(value: Basic | MatrixBase) -> list[Any] | None:
+    """Return the entries of a list, a set, a tuple or a union; of an open interval, which may be a pair, its
+    ends."""
+    if isinstance(value, sympy.FiniteSet):
+        return list(getattr(value, "_unsorted_args", value.args))
+    if isinstance(value, sympy.Tuple | sympy.Union):
+        return list(value.args)
+    if isinstance(value, Interval) and value.left_open and value.right_open:
+        return [value.start, value.end]
+    return None
+
+
+def _contains_all(entries: list[Any], wanted: list[Any]) -> bool:
+    """Return whether each entry that is wanted equals one of the others."""
+    return all(any(_equal(one, other) for other in entries) for one in wanted)
+
+
+def _equal_expressions(gold: Expr, mine: Expr) -> bool:
+    """Return whether two expressions are equal wherever both have a real value.
+
+    `\\sqrt{L}/\\sqrt{g}` has one for positive letters only, where it equals `\\sqrt{L/g}`; `\\sqrt{x^2}` and
+    `x` have one for negative x also, where they differ."""
+    if gold == mine:
+        return not gold.has(sympy.nan, sympy.zoo)
+    infinite = [one.has(sympy.oo, sympy.zoo, sympy.nan) for one in (gold, mine)]
+    if any(infinite):
+        return all(infinite) and gold.doit() == mine.doit() != sympy.nan
+    exact = not (gold.has(Float) or mine.has(Float))
+    digits = _GUARD_DIGITS + int(2 * max(_check_size(gold), _check_size(mine)))
+    gold, mine = map(_plain_symbols, (gold, mine))
+    names = sorted({symbol.name for one in (gold, mine) for symbol in one.free_symbols})
+    case = symbol_case(gold, mine)
+    if not names:
+        pair = [attempt(_evaluate, one, {}, case, digits, False) for one in (gold, mine)]
+        return None not in pair and _close(pair[0], pair[1], exact)
+    found = list(_values(gold, mine, sorted(set(map(case, names))), case, digits))
+    return len(found) >= _ENOUGH and all(_close(a, b, True) for a, b in found)
+
+
+def _values(
+    gold: Expr, mine: Expr, names: Sequence[str], case: Callable[[str], str], digits: int
+) -> Iterator[tuple[Expr, Expr]]:
+    """Yield the real values of both at random points where both have one; complex ones at positive points
+    where there is no such point. Ends after the first pair that differs."""
+    draw = random.Random(0)
+    count = 0
+    for trial in range(_TRIES + _ENOUGH):
+        real = trial < _TRIES
+        if not real and count:
+            return
+        # At first all positive; then of both signs, so that |x| is not x.
+        signs = (1, 1) if trial < _ENOUGH or not real else (-1, 1)
+        point = {
+            name: Float(draw.uniform(_SMALLEST, _LARGEST) * draw.choice(signs), digits) for name in names
+        }
+        pair = [attempt(_evaluate, one, point, case, digits, real) for one in (gold, mine)]
+        if pair[0] is None or pair[1] is None:
+            continue
+        count += 1
+        yield pair[0], pair[1]
+        if count == _POINTS or not _close(pair[0], pair[1], True):
+            return
+
+
+def _plain_symbols(expression: Expr) -> Expr:
+    """Write f(x), whose function nobody knows, as a symbol."""
+    unknown = expression.atoms(AppliedUndef)
+    return expression.xreplace({one: Symbol(str(one)) for one in unknown}) if unknown else expression
+
+
+def symbol_case(*expressions: Expr) -> Callable[[str], str]:
+    """Return `str.lower` where the case of letters does not matter, else `str`: where both R and r stand in
+    one expression they differ."""
+    for one in expressions:
+        names = {symbol.name for symbol in one.free_symbols}
+        if len({name.lower() for name in names}) < len(names):
+            return str
+    return str.lower
+
+
+def _evaluate(
+    node: Basic, point: Mapping[str, Expr], case: Callable[[str], str], digits: int, real: bool
+) -> Expr:
+    """Return the value of an expression at a point: a Rational where no root is taken, else a number of so
+    many digits. real: raise _Undefined where any part of it is not real."""
+    if isinstance(node, Symbol):
+        return point[case(node.name)]
+    if isinstance(node, Float):
+        return Rational(str(node))
+    if isinstance(node, Rational):
+        return node
+    arguments = [_evaluate(one, point, case, digits, real) for one in node.args]
+    if isinstance(node, sympy.UnevaluatedExpr):
+        return arguments[0]
+    value = node.func(*arguments) if arguments else node
+    if not isinstance(value, Rational):
+        value = value.evalf(digits)
+    if not value.is_number or value.is_finite is False or value.has(sympy.nan):
+        raise _Undefined
+    if real and value.is_real is False:
+        raise _Undefined
+    return value
+
+
+def _close(a: Expr, b: Expr, exact: bool) -> bool:
+    """Return whether two values are equal. Decimals, which may be rounded: to six places and to three
+    digits."""
+    if exact and isinstance(a, Rational) and isinstance(b, Rational):
+        return bool(a == b)
+    scale = max(abs(a), abs(b))
+    if exact:
+        return bool(abs(a - b) <= scale * Float(10) ** -_SAME_DIGITS)
+    places = all(_six_places(part(a)) == _six_places(part(b)) for part in (sympy.re, sympy.im))
+    return places and bool(abs(a - b) * 1000 <= scale)
+
+
+def equal_numbers(p: Fraction, p_is_decimal: bool, q: Fraction, q_is_decimal: bool) -> bool:
+    """Return whether two numbers are equal; decimals to six places and to three digits."""
+    if p == q or not (p_is_decimal or q_is_decimal):
+        return p == q
+    return round(p, 6) == round(q, 6) and abs(p - q) * 1000 <= max(abs(p), abs(q))
+
+
+def rational(number: Basic | MatrixBase) -> Rational | None:
+    """Return the value of a number, a fraction or a number in scientific notation, its decimals exact."""
+    if not isinstance(number, Expr) or number.free_symbols or number.has(*_UNDONE):
+        return None
+    value = _evaluate(number, {}, str, _GUARD_DIGITS, False)
+    return value if isinstance(value, Rational) else None
+
+
+def _six_places(value: Expr) -> int:
+    return int(sympy.floor(value * 10**6 + Rational(1, 2)))
+
+
+def _check_size(node: Basic | MatrixBase) -> float:
+    """Return how many decimal digits the largest or smallest number in an expression has before or after the
+    point, at most. Raises Unreadable above _MAX_DIGITS."""
+    try:
+        size = _size(node)
+    except (OverflowError, RecursionError) as error:
+        raise Unreadable from error
+    if not size <= _MAX_DIGITS:
+        raise Unreadable
+    return size
+
+
+def _size(node: Any) -> float:
+    if isinstance(node, Float):
+        node = abs(node)
+        return abs(float(sympy.log(node, 10))) + 17 if node.is_finite and node != 0 else 17
+    if isinstance(node, Rational):
+        return max(_digits(node.p), _digits(node.q))
+    arguments = node.flat() if isinstance(node, MatrixBase) else node.args
+    sizes = [_check_size(one) for one in arguments]
+    most = max(sizes, default=1.0)
+    if isinstance(node, Pow):
+        exponent = abs(float(node.exp)) if isinstance(node.exp, Rational | Float) else _magnitude(sizes[1])
+        return max(sizes[0], 1.0) * exponent
+    if isinstance(node, sympy.exp | sympy.sinh | sympy.cosh | sympy.tanh):
+        return max(most, _magnitude(most))
+    if isinstance(node, sympy.factorial | sympy.gamma):
+        return max(most, most * _magnitude(most))
+    if isinstance(node, sympy.binomial):
+        above = sizes[0]
+        steps = abs(node.args[1].p) if isinstance(node.args[1], Integer) else inf
+        return max(most, min(_magnitude(above), steps * max(above, 1.0)))
+    return sum(sizes) if isinstance(node, sympy.Mul) else most + log10(len(sizes) or 1)
+
+
+def _magnitude(size: float) -> float:
+    return 10.0**size if size < 300 else inf
+
+
+def _digits(number: int) -> float:
+    return number.bit_length() * 0.30103
+
+
+def attempt(function: Callable[..., T], *arguments: Any) -> T | None:
+    """Return what `function` gives, or None where sympy fails in it: with RecursionError for a number and a
+    matrix, ValueError for long integers, NotImplementedError, AttributeError."""
+    try:
+        return function(*arguments)
+    except MemoryError:  # the pool's limit: recorded as such
+        raise
+    except Exception:  # noqa: BLE001
+        return None
