@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import AnyStr, NamedTuple
 
 # An answer longer than this is no final answer; the limit also bounds what every expression below can cost.
 MAX_ANSWER = 1000
@@ -93,11 +93,17 @@ def find_answer(response: str) -> str | None:
     response = final_part(response)
     # One byte per character, whatever the script, so that positions in `lowered` are positions in `response`.
     lowered = response.encode("ascii", "replace").lower()
-    end = len(response)
-    while (at := max(lowered.rfind(b"answer", 0, end), response.rfind("\u7b54\u6848", 0, end))) >= 0:
+    labels = (_last_label(response, lowered, b"answer"), _last_label(response, response, "\u7b54\u6848"))
+    end = max((label.end() for label in labels if label), default=None)
+    return None if end is None else _first_line(response, end)
+
+
+def _last_label(response: str, searched: AnyStr, word: AnyStr) -> re.Match[str] | None:
+    at = searched.rfind(word)
+    while at >= 0:
         if label := _LABEL.match(response, at):
-            return _first_line(response, label.end())
-        end = at + 1  # the first letter is no label any more
+            return label
+        at = searched.rfind(word, 0, at)
     return None
 
 

@@ -1,7 +1,7 @@
-r"""Reads an answer's notation: a formula that the parser of megarl_verifier.values reads whole, or a text.
+r"""Reads the notation of an answer: as a formula that the parser reads whole, or as a text.
 
-The parser drops what it does not know, which would make wrong answers right. So a formula has known commands
-only, and one unit behind it is all that is left out (docs/verifiers.md). Works on text alone."""
+The parser (megarl_verifier.values) drops unknown notation, which would make wrong answers right. So a formula
+has known commands only, and one unit behind it is all that is left out. docs/verifiers.md has the rules."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _SCIENTIFIC = re.compile(
 # What stands around a formula.
 # Words without a number in them, up to `is` or a colon; and how Minerva's prompt ends an answer.
 _PROSE = re.compile(
-    r"(?:[^0-9\\]|\\[()])*(?:(?<![A-Za-z])(?:is|are|be|equals)\s{0,8}:?\s|[A-Za-z]{3}\s?:\s)\s{0,8}"
+    r"(?:[^0-9\\]|\\[()])*(?:(?<![A-Za-z])(?:is|are|be|equals|[Aa]nswer)\s{0,8}:?\s|[A-Za-z]{3}\s?:\s)\s{0,8}"
 )
 _HOPE = re.compile(r"\.?\s+I hope it is correct.*", re.DOTALL)
 _DELIMITERS = re.compile(r"(?<!\\)\\[()\[\]]|\$")
@@ -73,7 +73,7 @@ _UNITS = frozenset(
     cent usd eur euro rupee rs yen yuan rmb pence penny buck per of the th st nd rd
     """.split()  # noqa: SIM905
 )
-# Words that change what a number says, and so are part of it.
+# Words that change the value of a number, and so are part of it.
 _MEANINGFUL = frozenset(
     """
     am pm a p o clock noon midnight bc ad bce ce north south east west up down left right above below
@@ -139,8 +139,17 @@ _KNOWN = frozenset(
     Omega lbrace rbrace le leq ge geq lt gt ne neq in notin equiv leqslant geqslant subseteq supseteq
     """.split()  # noqa: SIM905
 )
+# Of what the parser's time grows exponentially in, the most that it reads in about a second.
+_MAX_FORMULA_DEPTH = 8
+_SLOW = {
+    re.compile(r"\\(?:int|sum|prod|lim)(?![A-Za-z])"): 2,
+    re.compile(r"\\(?:arc)?(?:sin|cos|tan|cot|sec|csc|log|ln|exp|max|min|gcd|lcm)"): 10,
+    re.compile(r"\||\\[lr]?vert"): 12,
+    re.compile(r"([\^_])\s?[A-Za-z0-9]\s?\1"): 0,  # x^y^z is none of LaTeX's
+}
 _SIMPLE = re.compile(
-    r"([-+]?)\s?(?:([0-9]{1,3}(?:,[0-9]{3})+|[0-9]+|(?=\.))(\.[0-9]+)?|\\[dt]?frac\{(-?[0-9]+)\}\{([0-9]+)\}|([0-9]+)/([0-9]+))"
+    r"([-+]?)\s?(?:([1-9][0-9]{0,2}(?:,[0-9]{3})+|[0-9]+|(?=\.))(\.[0-9]+)?"
+    r"|\\[dt]?frac\{(-?[0-9]+)\}\{([0-9]+)\}|([0-9]+)/([0-9]+))"
 )
 
 
@@ -202,15 +211,15 @@ def _ascii(character: str) -> str:
     return f"\\frac{{{above}}}{{{below}}}" if slash else character
 
 
-def is_plausible(text: str) -> bool:
-    """Return whether parsing `text` can be afforded."""
+def is_plausible(text: str, deepest_allowed: int = _MAX_DEPTH) -> bool:
+    """Return whether `text` is as short and its brackets are as shallow as in answers that people write."""
     if len(text) > _MAX_FORMULA:
         return False
     depth = deepest = 0
     for character in text:
         depth += (character in "([{") - (character in ")]}")
         deepest = max(deepest, depth)
-    return deepest <= _MAX_DEPTH
+    return deepest <= deepest_allowed
 
 
 def simple_number(text: str) -> tuple[Fraction, bool] | None:
@@ -326,6 +335,10 @@ def _formula(text: str) -> str:
     if any(command[1:] not in _KNOWN for command in commands) or _UNREADABLE.search(bare):
         return ""
     if any(len(run) > _LONGEST_PRODUCT for run in _WORD.findall(rest)):
+        return ""
+    if not is_plausible(text, _MAX_FORMULA_DEPTH) or any(
+        len(kind.findall(text)) > most for kind, most in _SLOW.items()
+    ):
         return ""
     return text.strip()
 

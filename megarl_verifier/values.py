@@ -1,8 +1,8 @@
-r"""Parses a formula and compares two of them as values: numbers by their ratio, letters at random points.
+r"""Parses formulas and compares their values: numbers by ratio, letters at random points.
 
-The parser is math-verify's, `latex2sympy2_extended`. What it would drop or guess is refused here: the base of
-a number, a prime, a transposed number. sympy evaluates nothing of which `_check_size` finds that it is too
-large, so `9^{9^9}` ends as unreadable."""
+The parser is `latex2sympy2_extended`, as in math-verify. It would drop or guess the base of a number, a prime
+and a transposed number, which are refused here. sympy never evaluates a number that is too large for
+`_check_size`, so `9^{9^9}` ends as unreadable."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _UNDONE = (sympy.Integral, sympy.Sum, sympy.Product, sympy.Limit, Derivative)
 # Decimal digits of a number on the way to a value. The longest integer that an answer may have in full.
 _MAX_DIGITS = 5000
 _GUARD_DIGITS = 50  # beyond the digits that the largest or smallest number of a formula takes
-_SAME_DIGITS = 30  # in which two exact values must agree
+_LOST_DIGITS = 20  # that rounding may cost; two exact values agree in the others
 _LARGEST, _SMALLEST = 3.0, 0.2  # letters are evaluated between them
 _POINTS, _TRIES, _ENOUGH = 8, 40, 3
 
@@ -78,6 +78,11 @@ class _Parser(Latex2Sympy):
         above, below = self.convert_expr(binom.upper), self.convert_expr(binom.lower)
         return sympy.binomial(above, below, evaluate=False)
 
+    def convert_func(self, func: Any) -> Any:
+        if func.FUNC_SQRT() and func.root:
+            _check_size(self.convert_expr(func.root))
+        return super().convert_func(func)
+
     def handle_gcd_lcm(self, f: str, args: Any) -> Any:
         for one in args:
             _check_size(one)
@@ -91,7 +96,7 @@ def parse(formula: str) -> Basic | MatrixBase:
         value = _Parser(is_real=not should_treat_as_complex(text)).parse(text)
     except MemoryError:  # the pool's limit: recorded as such
         raise
-    except Exception as error:  # the parser raises whatever it meets
+    except Exception as error:  # the parser raises errors of any class
         raise Unreadable from error
     if not isinstance(value, Basic | MatrixBase):
         raise Unreadable
@@ -177,9 +182,9 @@ def _equal_expressions(gold: Expr, mine: Expr) -> bool:
     case = symbol_case(gold, mine)
     if not names:
         pair = [attempt(_evaluate, one, {}, case, digits, False) for one in (gold, mine)]
-        return None not in pair and _close(pair[0], pair[1], exact)
+        return None not in pair and _close(pair[0], pair[1], digits, exact)
     found = list(_values(gold, mine, sorted(set(map(case, names))), case, digits))
-    return len(found) >= _ENOUGH and all(_close(a, b, True) for a, b in found)
+    return len(found) >= _ENOUGH and all(_close(a, b, digits) for a, b in found)
 
 
 def _values(
@@ -203,7 +208,7 @@ def _values(
             continue
         count += 1
         yield pair[0], pair[1]
-        if count == _POINTS or not _close(pair[0], pair[1], True):
+        if count == _POINTS or not _close(pair[0], pair[1], digits):
             return
 
 
@@ -247,14 +252,14 @@ def _evaluate(
     return value
 
 
-def _close(a: Expr, b: Expr, exact: bool) -> bool:
+def _close(a: Expr, b: Expr, digits: int, exact: bool = True) -> bool:
     """Return whether two values are equal. Decimals, which may be rounded: to six places and to three
     digits."""
     if exact and isinstance(a, Rational) and isinstance(b, Rational):
         return bool(a == b)
     scale = max(abs(a), abs(b))
     if exact:
-        return bool(abs(a - b) <= scale * Float(10) ** -_SAME_DIGITS)
+        return bool(abs(a - b) <= scale * Float(10, digits) ** (_LOST_DIGITS - digits))
     places = all(_six_places(part(a)) == _six_places(part(b)) for part in (sympy.re, sympy.im))
     return places and bool(abs(a - b) * 1000 <= scale)
 
@@ -310,6 +315,9 @@ def _size(node: Any) -> float:
         above = sizes[0]
         steps = abs(node.args[1].p) if isinstance(node.args[1], Integer) else inf
         return max(most, min(_magnitude(above), steps * max(above, 1.0)))
+    if isinstance(node, sympy.Sum | sympy.Product):
+        lengths = [upper - lower for _, lower, upper in node.limits]
+        return max(most, most * max((int(one) for one in lengths if one.is_Integer), default=1))
     return sum(sizes) if isinstance(node, sympy.Mul) else most + log10(len(sizes) or 1)
 
 
