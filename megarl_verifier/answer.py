@@ -188,7 +188,9 @@ def text_form(answer: str) -> str:
     text = (text if boxed is None else boxed).replace("\\!", "")
     text = _PAIR.sub(";", text).replace("{,}", ",").replace("\\%", "%")
     text = _without_shorthand(_unwrap(_without_layout(text)))
-    return _canonical_number(text.rstrip(".,;:")).casefold()
+    text = text.rstrip(".,;:")
+    quoted = len(text) > 2 and text[0] + text[-1] in ('""', "\u201c\u201d")
+    return _canonical_number(text[1:-1] if quoted else text).casefold()
 
 
 def _plain(answer: str) -> str:

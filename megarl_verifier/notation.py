@@ -57,6 +57,7 @@ _ROOT_CALL = re.compile(r"(?<![A-Za-z])\\?sqrt\s?\(((?:[^()]|\([^()]*\))*)\)")
 _WORD = re.compile(r"[A-Za-z]{2,}")
 _DEGREE = re.compile(
     r"\s*(?:\^\s*(?:\\circ(?![A-Za-z])|\{\s*\\circ\s*\})|\\(?:text)?degree(?![A-Za-z])|\u00b0)"
+    r"(?:\s*(?:\\(?:text|mathrm)\s*\{\s*[CFK]\s*\}|[CFK](?![A-Za-z])))?"
 )
 _TRIGONOMETRIC = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)(?![A-Za-z])")
 _ANGLE = re.compile(rf"([0-9]+(?:\.[0-9]+)?)(?:{_DEGREE.pattern})")
@@ -64,13 +65,13 @@ _ANGLE = re.compile(rf"([0-9]+(?:\.[0-9]+)?)(?:{_DEGREE.pattern})")
 # Units. They are not compared, and may stand behind a number.
 _UNITS = frozenset(
     """
-    m cm mm km dm nm um ft foot feet in inch inche yd yard mile mi meter metre centimeter centimetre
-    millimeter millimetre kilometer kilometre decimeter decimetre light s sec second min minute h hr
-    hour day week month year yr ms g gm kg mg gram kilogram milligram lb pound oz ounce ton tonne t l ml
-    liter litre milliliter millilitre cup gallon gal quart pint n newton j joule kj w watt kw kwh v volt
-    a amp ampere ohm hz pa pascal k c f celsius fahrenheit kelvin mol mole rad radian deg degree circ
-    mph kmh kmph kph rpm bpm acre hectare ha sq square cubic cu cc unit point pt digit way time dollar
-    cent usd eur euro rupee rs yen yuan rmb pence penny buck per of the th st nd rd
+    cm mm km dm nm um ft foot feet in inch inche yd yard mile mi meter metre centimeter centimetre
+    millimeter millimetre kilometer kilometre decimeter decimetre light sec second min minute hr hour
+    day week month year yr ms gm kg mg gram kilogram milligram lb pound oz ounce ton tonne ml liter
+    litre milliliter millilitre cup gallon gal quart pint newton joule kj watt kw kwh volt amp ampere
+    ohm hz pa pascal celsius fahrenheit kelvin mol mole rad radian deg degree circ mph kmh kmph kph rpm
+    bpm acre hectare ha sq square cubic cu cc unit point pt digit way time dollar cent usd eur euro
+    rupee rs yen yuan rmb pence penny buck per of the th st nd rd m s g h t l L N J W V A C F K
     """.split()  # noqa: SIM905
 )
 # Words that change the value of a number, and so are part of it.
@@ -88,7 +89,8 @@ _MACRO_TAIL = re.compile(
     rf"(?<=[0-9A-Za-z)}}\]!.'])\s*((?:{_MACRO})(?:\s*(?:{_MACRO}|/|\\cdot|\^\s*(?:-?[1-3]|\{{-?[1-3]\}})))*)$"
 )
 _WORD_TAIL = re.compile(
-    r"(?<=[0-9)}\]!.])(\s*[A-Za-z]{2,}|\s+[A-Za-z])((?:[ .-]+[A-Za-z]+|\s*\^\s*(?:[23]|\{[23]\}))*)\.?$"
+    r"((?<=[0-9)}\]!.])(?:\s*[A-Za-z]{2,}|\s+[A-Za-z])|(?<=\\pi)\s+(?:[ckdm]m(?![A-Za-z])|[A-Za-z]{4,}))"
+    r"((?:[ .-]+[A-Za-z]+|\s*\^\s*(?:[23]|\{[23]\}))*)\.?$"
 )
 _LITERAL = re.compile(r"-?[0-9.,/ ]+")
 _LETTER = re.compile(r"[A-Za-z]")
@@ -305,8 +307,8 @@ def _without_unit(text: str) -> tuple[str, list[str]]:
 
 
 def _is_unit(word: str) -> bool:
-    word = word.lower()
-    return word in _UNITS or (word.endswith("s") and word[:-1] in _UNITS)
+    word = word.lower() if len(word) > 1 else word
+    return word in _UNITS or (len(word) > 2 and word.endswith("s") and word[:-1] in _UNITS)
 
 
 def _formula(text: str) -> str:
@@ -323,6 +325,7 @@ def _formula(text: str) -> str:
     text = _MIXED.sub(_mixed, text)
     text = _GROUPED.sub(lambda found: found[0].replace(" ", ""), text)
     text = _PRIMED.sub(lambda found: f"{found[1]}_{{{'p' * len(re.findall(_QUOTE, found[2]))}}}", text)
+    text = text.replace("\\varnothing", "\\emptyset")
     text = _TRANSPOSED.sub("^{(T)}", text)
     ratio = split(text, _COLON)
     if len(ratio) > 2:  # 1:2:3

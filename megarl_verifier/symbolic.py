@@ -53,7 +53,7 @@ _LABELLED = re.compile(
     re.DOTALL,
 )
 _OTHER_LABEL = re.compile(
-    r"\s*(?:[,/&+]|(?:and|or)\b|\([A-Z]\)|[A-Z]\W*$|.*\s\([A-Z]\)"
+    r"\s*(?:[,/&+]|(?i:and|or)\b|\([A-Z]\)|[A-Z]\W*$|.*\s\([A-Z]\)"
     r"|.*(?<![A-Za-z])[A-Z][).:](?:\s|$))",
     re.DOTALL,
 )

@@ -196,7 +196,7 @@ def _values(
     count = 0
     for trial in range(_TRIES + _ENOUGH):
         real = trial < _TRIES
-        if not real and count:
+        if trial == _TRIES and count:
             return
         # At first all positive; then of both signs, so that |x| is not x.
         signs = (1, 1) if trial < _ENOUGH or not real else (-1, 1)
