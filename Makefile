@@ -69,7 +69,7 @@ export TOKENIZERS_PARALLELISM = false
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-gpu image lock-gpu demo demo-te test test-megatron test-slow test-real test-te rehearse rehearse-gpu rehearse-memory rehearse-scale test-sglang families test-slurm test-launch chaos lint size types format trl results bench gpu gpu-8 gpu-tests gpu-bench ci clean
+.PHONY: help install install-gpu image lock-gpu demo demo-te test test-security test-megatron test-slow test-real test-te rehearse rehearse-gpu rehearse-memory rehearse-scale test-sglang families test-slurm test-launch chaos lint size types format trl results bench gpu gpu-8 gpu-tests gpu-bench ci clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -105,6 +105,9 @@ $(GYM): $(STAMP)
 
 test: $(STAMP) $(GYM) ## the fast tests: JOBS=2, ARGS='-k name'
 	$(PYTEST) -m 'not slow' -n $(JOBS) --dist loadfile $(JUNIT) $(ARGS)
+
+test-security: $(STAMP) $(GYM) ## the attacks of docs/security.md, slow ones too; as root also those that need a second user
+	$(PYTEST) tests/security -n $(JOBS) --dist loadfile $(ARGS)
 
 # The packages that call Megatron. What starts commands of its own finds the same megatron-core: it is the environment's.
 test-megatron: SLOW = megatron_versions parity invariance overlap
