@@ -24,7 +24,7 @@ COUNTED_BY = {"clip_prob_high": "clip_fraction_high", "teacher_mass": "taught"}
 # nothing overflows.
 LOG_RATIO_LIMIT = 20.0
 
-# The least probability of all tokens beside a teacher's likeliest: float32 log-probs say no less.
+# The least probability of all tokens outside a teacher's top k. Float32 log-probs do not resolve less.
 LEAST_REST = 1e-6
 
 
@@ -314,12 +314,11 @@ def policy_loss(
 
 
 def _sequence_ratio(difference: Tensor, counted: Tensor, sequence_ids: Tensor) -> Tensor:
-    """Return the ratio of each token's sequence, exp(mean of its tokens' log r), [T], whose gradient reaches
-    the token itself alone: s_it = sg(s_i) pi_t / sg(pi_t).
+    """Return s_it = sg(s_i) pi_t / sg(pi_t), [T], s_i = exp(mean of log r over the sequence of the token).
 
     This is GSPO-token (arXiv 2507.18071, section 4.3; verl's `compute_policy_loss_gspo`). Where a sequence
-    has one advantage, its gradient is GSPO's. With an advantage of its own (a critic's, a teacher's), a token
-    gets the gradient of that advantage, and none of the other tokens'.
+    has one advantage, the gradient is GSPO's. Where advantages differ by token (a critic's, a teacher's), a
+    token gets the gradient of its advantage alone.
 
     difference: log r_t, [T], 0 where a token does not count."""
     fixed = difference.detach()
@@ -358,13 +357,11 @@ def kl_loss(
 
 
 def top_k_loss(logprobs: Tensor, teacher_logprobs: Tensor, weights: Tensor) -> tuple[Tensor, Stats]:
-    """Return sum_t w_t KL(q_t || pi_t), before its factor, over k + 1 outcomes at each place: the k tokens
-    that are likeliest to a teacher, and all other tokens as one.
+    """Return sum_t w_t KL(q_t || pi_t) to a teacher q, over its top k tokens and the rest as one outcome.
 
-    With the other tokens as one outcome the term is never negative, and 0 only where the policy gives each of
-    the k tokens the teacher's probability. The sum over the k tokens alone is lowest where the policy puts
-    all of its probability on them. (verl's forward_kl_topk clamps that sum at 0; SDPO, arXiv 2601.20802, has
-    the additional outcome.)
+    The term is never negative. It is 0 only where the policy gives each of the k tokens the teacher's
+    probability. Without the rest the sum is lowest where the policy puts all of its probability on the k
+    tokens: verl's forward_kl_topk clamps that sum at 0, SDPO (arXiv 2601.20802) has the rest.
 
     logprobs, teacher_logprobs: [T, k] of the same tokens; the teacher's are -inf where it has none to say.
     Statistics: loss, tokens, those that are taught, and the teacher's probability of the k tokens."""
@@ -373,7 +370,7 @@ def top_k_loss(logprobs: Tensor, teacher_logprobs: Tensor, weights: Tensor) -> t
     of_teacher, own = (torch.where(taught[:, None], x.double(), 0.0) for x in (teacher_logprobs, logprobs))
     chances = torch.where(taught[:, None], of_teacher.exp(), 0.0)
     teacher_rest = torch.where(taught, 1 - chances.sum(-1), 0.0).clamp(min=0)
-    # Rounding leaves nothing of a small rest. It counts as LEAST_REST then, and keeps its gradient.
+    # Rounding may leave nothing of a small rest. Then it counts as LEAST_REST and keeps its gradient.
     rest = 1 - own.exp().sum(-1)
     rest = rest + (LEAST_REST - rest.detach()).clamp(min=0)
     terms = (chances * (of_teacher - own)).sum(-1)

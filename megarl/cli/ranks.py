@@ -53,9 +53,7 @@ def quiet_libraries() -> None:
 def exit_code(command: Callable[[], int]) -> int:
     """Call a command and return its exit code. An error that the user can mend is printed as one line."""
     with spared_output():
-        if isinstance(
-            sys.stdout, TextIOWrapper
-        ):  # in a pipe too each line comes before what stderr says next
+        if isinstance(sys.stdout, TextIOWrapper):  # in a pipe too: lines before an error stay before it
             sys.stdout.reconfigure(line_buffering=True)
         code = 0
         try:

@@ -155,9 +155,10 @@ def turn_rewards(experience: Experience) -> Tensor:
 def _write_advantages(
     config: AlgorithmConfig, experience: Experience, advantages: Tensor, runtime: Runtime
 ) -> None:
-    """Write advantages [T], with `whiten` normalised over the tokens of all replicas that count in the policy
-    loss: those of this step, without what overlong filtering and mismatch masks leave out, and without the
-    tail of unfinished windows (`window_tail`)."""
+    """Write advantages [T]; with `whiten`, normalise them over all replicas' tokens in the policy loss.
+
+    Those are the tokens of this step, without what overlong filtering and mismatch masks leave out. The tail
+    of unfinished windows (`window_tail`) does not count either."""
     if config.whiten:
         mask = experience["policy_loss_weights"] > 0
         if config.window_tail:
@@ -337,10 +338,10 @@ def correct_mismatch(config: MismatchConfig, experience: Experience, runtime: Ru
     where both options are off.
 
     The factors correct for which token was sampled. They apply to the policy loss and the KL term, which
-    estimate a mean over the trainer's policy from sampled tokens. The entropy and a teacher's top-k term are
-    sums over the policy's own distribution, and the positive-example loss imitates: these keep the
-    uncorrected weights (verl and slime do not weight their entropy terms either). Surplus of older weights is
-    corrected too: its ratio holds their change."""
+    estimate a mean over the trainer's policy from sampled tokens. The entropy and a teacher's top-k term sum
+    over the whole distribution, and the positive-example loss imitates: they keep their weights. verl and
+    slime do not weight the entropy either. Surplus of older weights is corrected too: its ratio holds their
+    change."""
     if not config.enabled:
         return {}
     factors, counts = mismatch_factors(

@@ -250,8 +250,7 @@ def test_gradcheck(term):
 
 @pytest.mark.parametrize("aggregation", ["sample", "token"])
 def test_gspo_of_one_advantage_a_sequence_is_gspo(aggregation: str) -> None:
-    """Where all tokens of a sequence have one advantage and one weight, the gradient is that of the mean
-    ratio's own objective (arXiv 2507.18071, eq. 5 to 7)."""
+    """The gradient is that of the mean ratio's objective (arXiv 2507.18071, eq. 5 to 7)."""
     batch = make_batch([(2, 6), (1, 3)], 7, [True, True])
     e = batch.experience
     weights = weights_of(e, batch.include, aggregation)
@@ -276,8 +275,9 @@ def test_gspo_of_one_advantage_a_sequence_is_gspo(aggregation: str) -> None:
 
 
 def test_gspo_gives_each_token_its_own_advantage() -> None:
-    """On-policy, advantages (+1, -1) of one response pull its tokens apart. The clip goes by the sign of the
-    token's own advantage."""
+    """On-policy, advantages (+1, -1) move the two tokens in opposite directions.
+
+    The clip goes by the sign of the token's advantage."""
     weights, ids = torch.tensor([0.5, 0.5]), torch.zeros(2, dtype=torch.int64)
 
     def gradient(advantages: list[float], moved: float) -> list[float]:
@@ -307,8 +307,9 @@ def test_the_mask_of_sao_leaves_the_bounds_out() -> None:
 
 
 def expected_gradient(estimator: str) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradient by the logits, averaged under the policy that samples, of an estimate of the KL between
-    two distributions of five tokens; and of their KL in both directions."""
+    """Return the mean gradient of a KL estimate by the logits, and of the reverse and the forward KL.
+
+    The policy and the reference are distributions over five tokens. The mean is over the policy."""
     g = torch.Generator().manual_seed(3)
     logits = torch.randn(5, generator=g, dtype=torch.float64).requires_grad_()
     ref = torch.randn(5, generator=g, dtype=torch.float64).log_softmax(-1)
@@ -344,39 +345,41 @@ def test_k1_as_a_loss_would_teach_nothing() -> None:
     torch.testing.assert_close(found, torch.zeros_like(reverse), rtol=0, atol=1e-12)
 
 
-def of_top_k(logits: Tensor, teacher: Tensor, k: int) -> Tensor:
+def top_k_term(logits: Tensor, teacher: Tensor, k: int) -> Tensor:
     """top_k_loss of one place."""
     return losses.top_k_loss(logits.log_softmax(-1)[None, :k], teacher[None, :k], torch.ones(1))[0]
 
 
 @pytest.mark.parametrize("k", [1, 3, 6])
 def test_top_k_is_least_at_the_teacher(k: int) -> None:
-    """At the teacher's probabilities the term and its gradient by all logits are 0; elsewhere it is positive,
-    and at most the whole KL. From k = all tokens on it is the whole KL."""
+    """At the teacher's probabilities the term and its gradient by all logits are 0.
+
+    Elsewhere it is positive and at most the whole KL, which it is where k is the vocabulary."""
     g = torch.Generator().manual_seed(5)
     teacher = torch.randn(6, generator=g, dtype=torch.float64).log_softmax(-1).sort(descending=True).values
     at_teacher = teacher.clone().requires_grad_()
-    loss = of_top_k(at_teacher, teacher, k)
+    loss = top_k_term(at_teacher, teacher, k)
     (gradient,) = torch.autograd.grad(loss, at_teacher)
     assert float(loss.detach()) == pytest.approx(0, abs=1e-12)
     torch.testing.assert_close(gradient, torch.zeros_like(gradient), rtol=0, atol=1e-9)
     for _ in range(20):
         logits = 2 * torch.randn(6, generator=g, dtype=torch.float64)
         whole = float((teacher.exp() * (teacher - logits.log_softmax(-1))).sum())
-        found = float(of_top_k(logits, teacher, k))
+        found = float(top_k_term(logits, teacher, k))
         assert 0 < found <= whole + 1e-9
         if k == 6:
             assert found == pytest.approx(whole, rel=1e-9)
 
 
 def test_top_k_does_not_reward_probability_on_its_tokens() -> None:
-    """A policy that has more on the k tokens than the teacher is told to give some back, also where rounding
-    leaves it nothing beside them."""
+    """A policy with more probability on the k tokens than the teacher has loses some of it.
+
+    That holds where rounding leaves nothing for the other tokens, too."""
     teacher = torch.tensor([0.5, 0.3, 0.15, 0.05], dtype=torch.float64).log()
     for rest in (1e-2, 1e-9):
         share = torch.tensor([0.625 * (1 - rest), 0.375 * (1 - rest), rest / 2, rest / 2])
         logits = share.double().log().requires_grad_()
-        (gradient,) = torch.autograd.grad(of_top_k(logits, teacher, 2), logits)
+        (gradient,) = torch.autograd.grad(top_k_term(logits, teacher, 2), logits)
         assert gradient[2] < 0 and gradient[3] < 0  # descent makes the other tokens likelier
 
 
