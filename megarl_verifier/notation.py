@@ -95,7 +95,9 @@ _WORD_TAIL = re.compile(
 _LITERAL = re.compile(r"-?[0-9.,/ ]+")
 _LETTER = re.compile(r"[A-Za-z]")
 _MACRO_NAME = re.compile(r"\\[A-Za-z]+")
-_PERCENT = re.compile(r"(?<=[0-9)}])\s*(?:\\?%|(?:\\(?:text|mathrm)\s*\{\s*)?percent(?:\s*\})?(?![A-Za-z]))")
+_PERCENT = re.compile(
+    r"(?<=[0-9)}])\s*(?:\\?%|(?:\\(?:text|mathrm)\s*\{\s*)?percent(?:\s*\})?)(?=\s*(?:$|[-+,)\]}]))"
+)
 
 _RUN = re.compile(r"[A-Za-z\s.,;'\"()&-]*[A-Za-z][A-Za-z\s.,;'\"()&-]*")
 _LONGEST_PRODUCT = 3  # letters side by side; longer runs are words
@@ -107,7 +109,13 @@ _TIME = re.compile(r"[0-9]{1,2}:[0-5][0-9](?::[0-5][0-9])?")
 _BASED = re.compile(
     r"(?<![A-Za-z0-9_.\\^}])(?:([0-9A-F]*[0-9][0-9A-F]*)|\(([0-9]+)\))\s?_\s?(?:([0-9])(?![0-9])|\{\s*([0-9]{1,2})\s*\})"
 )
-_SHORT_FRACTION = re.compile(r"\\[dtc]?frac\s*([0-9])\s*([0-9])")
+_ARGUMENT = r"(\{(?:[^{}]|\{[^{}]*\})*\}|\\[A-Za-z]+|[0-9A-Za-z])"
+_SHORT_FRACTION = re.compile(rf"\\[dtc]?frac\s*{_ARGUMENT}\s*{_ARGUMENT}")
+_SHORT_ROOT = re.compile(r"\\sqrt\s*(\\[A-Za-z]+|[0-9A-Za-z])")
+_SHORT_BASE = re.compile(r"\\log\s?_\s?([0-9])")
+_POWER = re.compile(r"\^\s?\(([^()]*)\)")
+_INDEXED_FUNCTION = re.compile(r"\\(?:arc)?(?:sin|cos|tan|cot|sec|csc|exp|ln|max|min|gcd|lcm|det)h?\s?_")
+_FRACTION = re.compile(r"\\[dtc]?frac\s*([0-9])\s*([0-9])")
 _SHORT_ROOT = re.compile(r"\\sqrt\s*([0-9A-Za-z])")
 _FRACTION = r"\\[dtc]?frac\s*\{\s*(\d+)\s*\}\s*\{\s*(\d+)\s*\}"
 _MIXED = re.compile(
@@ -319,7 +327,10 @@ def _formula(text: str) -> str:
     text = _PLAIN_FUNCTION.sub(_function, text)
     if "\\int" not in text and "{d" not in text:
         text = _D.sub(lambda found: found[1] or "{d}", text)
-    text = _SHORT_ROOT.sub(r"\\sqrt{\1}", _SHORT_FRACTION.sub(r"\\frac{\1}{\2}", text))
+    for _ in range(4):  # fractions in fractions
+        text = _SHORT_FRACTION.sub(_fraction, text)
+    text = _SHORT_BASE.sub(r"\\log_{\1}", _SHORT_ROOT.sub(r"\\sqrt{\1}", text))
+    text = _POWER.sub(r"^{(\1)}", text)
     text = _ARRAY.sub(r"\\begin{pmatrix}\1\\end{pmatrix}", text)
     text = _BASED.sub(_in_base_ten, text)
     text = _MIXED.sub(_mixed, text)
@@ -337,6 +348,8 @@ def _formula(text: str) -> str:
     rest = _MACRO_NAME.sub(" ", rest)
     if any(command[1:] not in _KNOWN for command in commands) or _UNREADABLE.search(bare):
         return ""
+    if _INDEXED_FUNCTION.search(text):
+        return ""
     if any(len(run) > _LONGEST_PRODUCT for run in _WORD.findall(rest)):
         return ""
     if not is_plausible(text, _MAX_FORMULA_DEPTH) or any(
@@ -344,6 +357,11 @@ def _formula(text: str) -> str:
     ):
         return ""
     return text.strip()
+
+
+def _fraction(found: re.Match[str]) -> str:
+    above, below = (one[1:-1] if one[0] == "{" else one for one in found.groups())
+    return f"\\frac{{{above}}}{{{below}}}"
 
 
 def _in_base_ten(found: re.Match[str]) -> str:
