@@ -1,5 +1,5 @@
-"""Files of runs, checkpoints and model folders: JSON objects, indices that run no code, bytes that are on
-disk, and what becomes of a run whose disk is full.
+"""Files of runs, checkpoints and model folders: opened only where they are files, JSON objects, bytes that
+are on disk, and what becomes of a run whose disk is full.
 
 What a run writes is one of two kinds. Without an `essential` file it ends, in one line. What is `Dispensable`
 it goes on without, and says so once. Neither leaves half a file under its name (`whole_file`), or half a line
@@ -11,12 +11,11 @@ from __future__ import annotations
 import errno
 import json
 import os
-import pickle
-import re
+import stat
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from io import BufferedWriter, FileIO
+from io import BufferedReader, BufferedWriter, FileIO
 from pathlib import Path
 from typing import Any
 
@@ -26,24 +25,35 @@ from megarl.config.errors import CheckpointError, StorageError
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.ESTALE)
 MAKE_ROOM = "make room; the same command continues from what is whole"
 
-PARTS = (
-    *("BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta"),
-    *("TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING"),
-)
-HARMLESS = {
-    ("pathlib", "PosixPath"),
-    ("collections", "OrderedDict"),
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-    ("torch.serialization", "_get_layout"),
-    *(("torch.distributed.checkpoint.metadata", name) for name in PARTS),
-}
+
+def open_regular(path: Path) -> BufferedReader:
+    """Open a file for reading. Raises OSError where it cannot be opened or is no regular file.
+
+    A pipe in the place of a file would keep the caller waiting for a writer."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
+    return open(descriptor, "rb")
+
+
+def stays_inside(path: Path, folder: Path) -> bool:
+    """Return whether a file of a model's folder lies in it once links are followed.
+
+    A folder of the Hugging Face cache (models--OWNER--NAME/snapshots/REVISION) consists of links to the files
+    in `blobs`, beside `snapshots`: these belong to it."""
+    real, root = Path(os.path.realpath(path)), Path(os.path.realpath(folder))
+    repository = root.parent.parent
+    is_cached = root.parent.name == "snapshots" and repository.name.startswith("models--")
+    return real.is_relative_to(root) or (is_cached and real.parent == repository / "blobs")
 
 
 def read_json(path: Path, absent: str = "is missing") -> dict[str, Any]:
     """Read a JSON object from a file. Raises CheckpointError naming the file if it is missing (`absent` says
     what that means) or holds something else."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        with open_regular(path) as file:
+            content = json.loads(file.read().decode("utf-8"))
     except FileNotFoundError:
         raise CheckpointError(f"{path}: {absent}") from None
     except (OSError, ValueError, RecursionError) as error:
@@ -51,31 +61,6 @@ def read_json(path: Path, absent: str = "is missing") -> dict[str, Any]:
     if not isinstance(content, dict):
         raise CheckpointError(f"{path}: a JSON object is expected, not a {type(content).__name__}")
     return content
-
-
-class _Harmless(pickle.Unpickler):
-    """Unpickles what torch writes into the index of a distributed checkpoint, and nothing that can do
-    anything."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        dtype = module == "torch" and re.fullmatch(r"Size|b?float\w*|u?int\d+|bool|complex\d+", name)
-        if dtype or (module, name) in HARMLESS:
-            return super().find_class(module, name)
-        raise pickle.UnpicklingError(f"{module}.{name} has no business there")
-
-
-def check_index(path: Path) -> None:
-    """Check the index of a distributed checkpoint, a pickle that torch reads without a question.
-
-    Raises CheckpointError where it is damaged, or names anything but what torch itself writes: reading it
-    could run foreign code."""
-    try:
-        with open(path, "rb") as file:
-            _Harmless(file).load()
-    except FileNotFoundError:
-        raise CheckpointError(f"{path}: is missing") from None
-    except Exception as error:  # noqa: BLE001 (a damaged pickle raises anything)
-        raise CheckpointError(f"{path}: not a readable index of a checkpoint ({error})") from None
 
 
 def fsync(path: Path) -> None:
@@ -163,7 +148,7 @@ def whole_file(path: Path) -> Iterator[BufferedWriter]:
         return
     aside = path.with_name(f".{path.name}.partial")
     try:
-        with open(aside, "wb") as file:
+        with open_new(aside) as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
@@ -172,6 +157,14 @@ def whole_file(path: Path) -> Iterator[BufferedWriter]:
         with suppress(OSError):  # of a folder that is gone, too; the first error is the one to be seen
             aside.unlink()
         raise
+
+
+def open_new(path: Path) -> BufferedWriter:
+    """Open a file that is not there yet for writing. What has its name is removed first, as a killed process
+    may have left it; a link is removed and not followed. Raises OSError."""
+    path.unlink(missing_ok=True)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    return open(os.open(path, flags, 0o666), "wb")
 
 
 def write_whole(path: Path, content: str | bytes) -> None:

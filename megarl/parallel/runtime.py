@@ -200,7 +200,7 @@ def start(config: ParallelConfig, seed: int, *, mixture: bool = False) -> Runtim
     its checkpoints use the default group as that of all trainers; a third group joins them."""
     device = choose_device(config.device)
     # Transformer Engine (2.20) refuses to read delayed scaling's history, a pickle, from a checkpoint unless
-    # the file is declared trusted. Megatron's loading has unpickled other objects of it by then.
+    # the file is declared trusted. It gets a pickle that megarl has made (weights/index.py).
     os.environ.setdefault("NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE", "1")
     # gloo gets the addresses of a group's members from the store in one request, not one by one.
     os.environ.setdefault("GLOO_ENABLE_STORE_V2_API", "1")

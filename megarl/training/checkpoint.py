@@ -13,7 +13,7 @@ import hashlib
 import json
 import re
 import shutil
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
@@ -26,7 +26,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from megarl.config.errors import CheckpointError, ConfigError
-from megarl.config.files import read_json, why
+from megarl.config.files import read_json, stays_inside, why
 from megarl.config.schema import PRETRAINING, CheckpointConfig, Config, Section, fields
 from megarl.parallel.comm import from_rank_0, gather_objects
 from megarl.parallel.runtime import Runtime
@@ -41,6 +41,20 @@ STATE, NUMBERS = "state.json", "state.safetensors"
 LONG = 32  # numbers, from which a list is stored as a tensor
 MARK = "$numbers"  # {MARK: name of the tensor}
 
+
+def _is_list_of_files(value: Any) -> bool:
+    return isinstance(value, dict) and all(
+        isinstance(entry, list) and list(map(type, entry)) == [int, str] for entry in value.values()
+    )
+
+
+# What a manifest must have, whoever wrote it.
+MANIFEST_PARTS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "stage": (lambda value: isinstance(value, str), "a text"),
+    "step": (lambda value: type(value) is int and value >= 0, "a whole number"),
+    "settings": (lambda value: isinstance(value, dict), "an object of settings"),
+    "files": (_is_list_of_files, "an object of [bytes, SHA-256]"),
+}
 # Keys that may differ when a run continues: how far it goes, what is shown, how the work is laid out, what
 # ends it. All others decide the result.
 FREE = (
@@ -246,8 +260,13 @@ def open_checkpoint(path: Path) -> Checkpoint:
         )
     if manifest.get(SEAL) != _checksum(manifest):
         raise CheckpointError(f"{path / MANIFEST}: its content is not what was written (SHA-256)")
+    for key, (fits, meant) in MANIFEST_PARTS.items():
+        if not fits(manifest.get(key)):
+            raise CheckpointError(f"{path / MANIFEST}: {key}: {meant} is expected")
     for name, (size, _) in manifest["files"].items():
         file = path / name
+        if "\0" in name or ".." in file.parts or not stays_inside(file, path):
+            raise CheckpointError(f"{path / MANIFEST}: names {name!r}, which lies outside the folder")
         if not file.is_file():
             raise CheckpointError(f"{file}: is missing")
         if file.stat().st_size != size:

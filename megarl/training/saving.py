@@ -56,8 +56,8 @@ from megarl.training.checkpoint import (
 )
 from megarl.training.model import TrainableModel
 from megarl.training.sharded import FAILURES, megatron_state, quiet_warnings, reason
-from megarl.weights.megatron import COMMON, CONFIG
-from megarl.weights.megatron import FORMAT as MODEL_FORMAT
+from megarl.weights.index import COMMON, CONFIG
+from megarl.weights.index import FORMAT as MODEL_FORMAT
 
 # Seconds after which Python takes the interpreter from the step and gives it to the writing thread. With the
 # default of 5 ms the two starve each other: torch gives the interpreter up in every operation.

@@ -7,6 +7,7 @@ data-parallel layout.
 from __future__ import annotations
 
 import logging
+import pickle
 import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -18,11 +19,12 @@ from typing import Any
 import torch
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.core import CheckpointingException
-from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 from megatron.core.dist_checkpointing.optimizer import (
     get_param_id_to_sharded_param_map,
     make_sharded_optimizer_tensor,
 )
+from megatron.core.fp8_utils import get_fp8_recipe
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
 from megatron.core.transformer.module import MegatronModule
@@ -30,7 +32,6 @@ from torch import Tensor
 from torch.distributed.checkpoint import CheckpointException
 
 from megarl.config.errors import CheckpointError, first_line
-from megarl.config.files import check_index
 from megarl.model.builder import LAYER, Critic, ModelChunks
 from megarl.model.lora import Adapters
 from megarl.parallel.comm import gather_objects
@@ -38,6 +39,7 @@ from megarl.parallel.cpu_platform import on_cpu
 from megarl.training.checkpoint import Checkpoint
 from megarl.training.model import TrainableModel
 from megarl.weights.families import table_name
+from megarl.weights.index import check_trainable, read_history
 
 # Every state tensor has its parameter's shape in the file, so that any layout can read it.
 # Not Megatron's variant that spares the GPU (distrib_optim_fully_reshardable_mem_efficient): it gathers over
@@ -117,10 +119,15 @@ def load_model(model: ModelChunks, folder: Path) -> None:
 
 def _load(wanted: dict[str, Any], folder: Path, model: ModelChunks, remedy: str) -> dict[str, Any]:
     """Read the state `wanted`, fill the model with its part of it, and return all of it."""
+    objects = {number: _take_objects(chunk) for number, chunk in wanted["model"].items()}
     try:
-        check_index(folder / ".metadata")
+        index = check_trainable(folder)
         with quiet_warnings(), on_cpu():
             loaded: dict[str, Any] = dist_checkpointing.load(wanted, str(folder))
+        for number, own in objects.items():
+            for name, key in own.items():
+                history = read_history(folder, index, key)
+                loaded["model"][number][name] = _for_transformer_engine(history, model.config)
     except CheckpointError as error:
         raise CheckpointError(f"{folder}: {error}") from None
     except FAILURES as error:
@@ -137,6 +144,21 @@ def _load(wanted: dict[str, Any], folder: Path, model: ModelChunks, remedy: str)
             f"{folder}: does not fit the model: {wrong[0]} (remove it to continue from an older one)"
         )
     return loaded
+
+
+def _take_objects(chunk: dict[str, Any]) -> dict[str, str]:
+    """Remove the objects from a chunk's sharded state, all of them histories of FP8's delayed scaling, and
+    return the key in the file of each: Megatron would unpickle what the file has there."""
+    names = [name for name, value in chunk.items() if isinstance(value, ShardedObject)]
+    return {name: chunk.pop(name).unique_key for name in names}
+
+
+def _for_transformer_engine(history: dict[str, Any] | None, config: Any) -> Tensor | None:
+    """Return a history as the bytes of a pickle, which Transformer Engine takes; the recipe is this run's."""
+    if history is None:
+        return None
+    whole = {**history, "recipe": get_fp8_recipe(config)}
+    return torch.frombuffer(bytearray(pickle.dumps(whole)), dtype=torch.uint8)
 
 
 @contextmanager

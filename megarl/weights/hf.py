@@ -21,7 +21,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megarl.config.errors import CheckpointError
-from megarl.config.files import read_json
+from megarl.config.files import open_regular, read_json
 from megarl.parallel.layout import Layout
 from megarl.weights.families import EMBEDDING, OUTPUT, Shape, family_of, is_tied, read_config
 from megarl.weights.plan import FP32, make_plan
@@ -152,6 +152,9 @@ class HFFolder(ModelFolder):
         names = weight_map.values() if isinstance(weight_map, dict) else ()
         if not names or not all(isinstance(file, str) for file in names):
             raise CheckpointError(f"{index}: weight_map is missing or empty, or does not name files")
+        for file in names:
+            if Path(file).is_absolute() or ".." in Path(file).parts or "\0" in file:
+                raise CheckpointError(f"{index}: names {file!r}, which lies outside the folder")
         headers = {file: _read_header(self.path / file) for file in sorted(set(names))}
         for name, file in weight_map.items():
             if name not in headers[file]:
@@ -223,7 +226,7 @@ def _read_header(path: Path) -> dict[str, _Entry]:
     if not path.is_file():
         raise CheckpointError(f"{path}: no such file (an index names it)")
     try:
-        file = path.open("rb")  # safetensors takes a file that may not be read for one that is not there
+        file = open_regular(path)  # safetensors takes a file that may not be read for one that is not there
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from error
     with file:

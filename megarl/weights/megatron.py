@@ -27,12 +27,12 @@ from typing import IO, Any, NamedTuple, cast
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint import metadata as dcp
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter, _StorageInfo
+from torch.distributed.checkpoint.filesystem import FileSystemWriter, _StorageInfo
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.checkpoint.utils import _create_file_view
 
 from megarl.config.errors import CheckpointError, first_line
-from megarl.config.files import check_index, fsync
+from megarl.config.files import fsync
 from megarl.parallel.layout import Layout, padded_vocab
 from megarl.weights.families import (
     OUTPUT,
@@ -57,6 +57,7 @@ from megarl.weights.hf import (
     named_files,
     write_index,
 )
+from megarl.weights.index import COMMON, CONFIG, FORMAT, METADATA, read_index
 from megarl.weights.plan import intersect, shift, volume
 from megarl.weights.shards import (
     Box,
@@ -81,14 +82,8 @@ from megarl.weights.tensor_files import (
 )
 from megarl.weights.transfer import view
 
-METADATA, COMMON, CONFIG, EXTRA = ".metadata", "common.pt", "metadata.json", "extra_state.distcp"
+EXTRA = "extra_state.distcp"
 # What dist_checkpointing asks of a folder before it loads; common.pt, which is not sharded, is empty here.
-FORMAT = {
-    "sharded_backend": "torch_dist",
-    "sharded_backend_version": 1,
-    "common_backend": "torch",
-    "common_backend_version": 1,
-}
 MODEL_KEYS = ("embedding.", "decoder.", "output_layer.", "value_head.")  # others: of optimizers and schedules
 
 
@@ -146,15 +141,14 @@ class MegatronFolder(ModelFolder):
     source: the folder with config.json and tokenizer, by default the checkpoint's own (the converters put
     them there). critic: whether a value head is wanted; by default whether there is one. Opening reads the
     index and checks that the chunks cover every tensor of the model; whatever does not fit is a
-    CheckpointError naming file and tensor. As Megatron's own loading, it unpickles the index: open only what
-    you trust."""
+    CheckpointError naming file and tensor."""
 
     def __init__(self, path: Path, *, source: Path | None = None, critic: bool | None = None) -> None:
         self.path = Path(path)
         self.config = read_config(source or self.path)
         metadata, kind = _read_metadata(self.path), dcp.TensorStorageMetadata
         self._keys = {key: e for key, e in metadata.state_dict_metadata.items() if isinstance(e, kind)}
-        self._storage = metadata.storage_data
+        self._storage: dict[dcp.MetadataIndex, _StorageInfo] = metadata.storage_data or {}
         self._chunks: dict[dcp.MetadataIndex, FileTensor] = {}
         self.critic = VALUE_HEAD.megatron in self._keys if critic is None else critic
         self.shapes = hf_shapes(self.config, critic=self.critic)
@@ -301,11 +295,7 @@ def _read_metadata(path: Path) -> dcp.Metadata:
     if not (path / METADATA).is_file():
         expected = "the folder of a Megatron distributed checkpoint in torch_dist format is expected"
         raise CheckpointError(f"{path}: no {METADATA} ({expected})")
-    check_index(path / METADATA)
-    try:
-        return FileSystemReader(path).read_metadata()
-    except Exception as error:  # unpickling a damaged file raises whatever its bytes happen to call
-        raise CheckpointError(f"{path / METADATA}: not a readable index ({first_line(error)})") from error
+    return read_index(path)
 
 
 # Writing

@@ -17,15 +17,16 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save
+from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
+    MetadataIndex,
     TensorProperties,
     TensorStorageMetadata,
 )
 
 from megarl.config.errors import CheckpointError, MegarlError
-from megarl.config.files import check_index
 from megarl.config.schema import Config, DataConfig
 from megarl.data.experience import Experience, read_experience, write_experience
 from megarl.data.prompts import validate_files
@@ -38,6 +39,7 @@ from megarl.schedule.rollouts import read_manifest
 from megarl.training.checkpoint import find_checkpoint, open_checkpoint, read_state, write_state
 from megarl.weights.families import ROPE_NEEDS, ROPE_NUMBERS, VALUES
 from megarl.weights.hf import HFFolder
+from megarl.weights.index import METADATA, read_index
 from tests.tiny_models import make_tiny_model
 
 QUICK = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -216,11 +218,11 @@ class _Bad:
 
 def test_an_index_that_would_run_something(tmp_path: Path) -> None:
     """torch unpickles a checkpoint's .metadata whatever it holds; we look first."""
-    for at, foreign in enumerate((_Bad(tmp_path / "done"), torch.nn.Linear, print)):
-        path = tmp_path / f"{at}.metadata"
+    path = tmp_path / METADATA
+    for foreign in (_Bad(tmp_path / "done"), torch.nn.Linear, print):
         path.write_bytes(pickle.dumps({"state": foreign}))
         with pytest.raises(CheckpointError, match="has no business there"):
-            check_index(path)
+            read_index(tmp_path)
     assert not (tmp_path / "done").exists()
     # A name with dots is followed by pickle, and a module that is allowed imports others.
     path.write_bytes(
@@ -228,21 +230,23 @@ def test_an_index_that_would_run_something(tmp_path: Path) -> None:
         % len("torch.distributed.checkpoint.metadata")
     )
     with pytest.raises(CheckpointError, match=r"os\.system has no business there"):
-        check_index(path)
+        read_index(tmp_path)
 
 
 @QUICK
 @given(data=st.data())
 def test_index_of_a_checkpoint(tmp_path: Path, data: st.DataObject) -> None:
     chunks = [ChunkStorageMetadata(torch.Size([0]), torch.Size([3]))]
+    place = {MetadataIndex("weight", [0]): _StorageInfo("__0_0.distcp", 0, 12)}
     metadata = Metadata(
-        {"weight": TensorStorageMetadata(TensorProperties(torch.bfloat16), torch.Size([3]), chunks)}
+        {"weight": TensorStorageMetadata(TensorProperties(torch.bfloat16), torch.Size([3]), chunks)},
+        storage_data=place,
     )
     whole = pickle.dumps(metadata)
-    (tmp_path / ".metadata").write_bytes(whole)
-    check_index(tmp_path / ".metadata")
-    (tmp_path / ".metadata").write_bytes(data.draw(damaged(whole)))
-    only_our_errors(lambda: check_index(tmp_path / ".metadata"))
+    (tmp_path / METADATA).write_bytes(whole)
+    assert read_index(tmp_path) == metadata
+    (tmp_path / METADATA).write_bytes(data.draw(damaged(whole)))
+    only_our_errors(lambda: read_index(tmp_path))
 
 
 @QUICK

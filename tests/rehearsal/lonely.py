@@ -298,7 +298,7 @@ def measure(config: Config, hf: Mapping[str, Any], stage: int, updates: int = 2)
             memory.reset()
             copiers[name].copy_model(model)
             note(f"checkpoint: {name}", plan.saved(name, stage))
-        patch.setattr(sharded, "check_index", lambda _: None)
+        patch.setattr(sharded, "check_trainable", lambda _: None)
         patch.setattr(sharded.dist_checkpointing, "load", _loaded)
         run.offload.onload("end", ())  # a run that continues has made no pass yet
         for name, model in run.models.items():

@@ -1,0 +1,230 @@
+"""The parts of a Megatron distributed checkpoint that are pickles, read without running what they name.
+
+torch unpickles the index (`.metadata`) as it is, and so it does with every entry that the index calls an
+object and not a tensor. A checkpoint may come from anywhere, so both are read here by allowlists first.
+"""
+
+from __future__ import annotations
+
+import pickle
+import re
+from collections import OrderedDict
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from io import BytesIO
+from pathlib import Path, PurePosixPath
+from typing import IO, Any, cast
+
+import torch
+from torch._utils import _rebuild_tensor_v2
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.utils import _create_file_view
+
+from megarl.config.errors import CheckpointError, first_line
+from megarl.config.files import open_regular, read_json, stays_inside
+
+METADATA, COMMON, CONFIG = ".metadata", "common.pt", "metadata.json"
+FORMAT = {
+    "sharded_backend": "torch_dist",
+    "sharded_backend_version": 1,
+    "common_backend": "torch",
+    "common_backend_version": 1,
+}
+EXTRA_STATE = "_extra_state"  # in the keys of what Transformer Engine keeps for FP8 beside a weight
+DTYPE = re.compile(r"Size|b?float\w*|u?int\d+|bool|complex\d+")
+RECIPE = ("DelayedScaling", "Format", "_FormatHelper")  # Transformer Engine's classes in a history
+PARTS = (
+    *("BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta"),
+    *("TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING"),
+)
+IN_AN_INDEX = {
+    ("pathlib", "PosixPath"),
+    ("collections", "OrderedDict"),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    ("torch.serialization", "_get_layout"),
+    *(("torch.distributed.checkpoint.metadata", name) for name in PARTS),
+}
+
+
+class _Allowlist(pickle.Unpickler):
+    """Unpickle objects of the named classes alone, and leave the classes as they are."""
+
+    def __init__(self, file: IO[bytes], allowed: Collection[tuple[str, str]]) -> None:
+        super().__init__(file)
+        self._allowed = allowed
+        self._classes: dict[type, dict[str, Any]] = {}
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) not in self._allowed and not (module == "torch" and DTYPE.fullmatch(name)):
+            raise pickle.UnpicklingError(f"{module}.{name} has no business there")
+        found = super().find_class(module, name)
+        if isinstance(found, type):
+            self._classes.setdefault(found, dict(vars(found)))
+        return found
+
+    def load(self) -> Any:
+        """Return the object. A pickle may also set attributes of a class: with `PosixPath._str` every path of
+        this process would be another one."""
+        try:
+            return super().load()
+        finally:
+            changed = [_restore(found, before) for found, before in self._classes.items()]
+            if any(changed):
+                raise pickle.UnpicklingError("it changes a class")
+
+
+def _restore(found: type, before: dict[str, Any]) -> bool:
+    """Give a class its attributes back, and return whether they were others."""
+    now = dict(vars(found))
+    changed = [name for name in {*now, *before} if now.get(name, found) is not before.get(name, found)]
+    for name in changed:
+        if name in before:
+            setattr(found, name, before[name])
+        else:
+            delattr(found, name)
+    return bool(changed)
+
+
+class _Recipe:
+    """Stand for the recipe in a history of delayed scaling, whose attributes are not used."""
+
+    def __new__(cls, *_arguments: object) -> _Recipe:
+        return super().__new__(cls)
+
+
+class _History(pickle.Unpickler):
+    """Unpickle a history of delayed scaling: tensors and numbers."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        known: dict[str, Any] = {
+            "collections.OrderedDict": OrderedDict,
+            "torch._utils._rebuild_tensor_v2": _rebuild_tensor_v2,
+            "torch.storage._load_from_bytes": _storage,
+            "megatron.core.extensions.transformer_engine.TEDelayedScaling": _Recipe,
+            **{f"transformer_engine.common.recipe.{part}": _Recipe for part in RECIPE},
+        }
+        if f"{module}.{name}" not in known:
+            raise pickle.UnpicklingError(f"{module}.{name} has no business there")
+        return known[f"{module}.{name}"]
+
+
+def _storage(data: bytes) -> Any:
+    """Read the numbers of a tensor, a file of torch's within the pickle."""
+    return torch.load(BytesIO(data), weights_only=True)
+
+
+@contextmanager
+def _any_error(path: Path, problem: str) -> Iterator[None]:
+    """Turn any error in the block into a CheckpointError: a damaged pickle raises whatever it happens to
+    call."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except FileNotFoundError:
+        raise CheckpointError(f"{path}: is missing") from None
+    except Exception as error:  # noqa: BLE001
+        raise CheckpointError(f"{path}: {problem} ({first_line(error)})") from None
+
+
+def read_index(folder: Path) -> Metadata:
+    """Read which tensors a distributed checkpoint holds, and where.
+
+    Raises CheckpointError where the index is damaged, names anything but what torch itself writes, or names a
+    file outside the folder."""
+    path = folder / METADATA
+    with _any_error(path, "not a readable index of a checkpoint"):
+        with open_regular(path) as file:
+            index = _Allowlist(file, IN_AN_INDEX).load()
+        if not _is_index(index):
+            raise ValueError("its parts have other types")
+        for name in {info.relative_path for info in index.storage_data.values()}:
+            plain = PurePosixPath(name)
+            if plain.is_absolute() or ".." in plain.parts or not stays_inside(folder / name, folder):
+                raise CheckpointError(f"{path}: names {name!r}, which lies outside the folder")
+    return cast(Metadata, index)
+
+
+def _is_index(found: Any) -> bool:
+    """Return whether an index is made as torch makes it: classes that are allowed may hold anything."""
+    return (
+        isinstance(found, Metadata)
+        and isinstance(found.state_dict_metadata, dict)
+        and isinstance(found.storage_data, dict)
+        and all(isinstance(key, str) and _is_entry(e) for key, e in found.state_dict_metadata.items())
+        and all(
+            isinstance(key, MetadataIndex)
+            and isinstance(key.fqn, str)
+            and isinstance(info, _StorageInfo)
+            and isinstance(info.relative_path, str)
+            and "\0" not in info.relative_path
+            and all(isinstance(size, int) and size >= 0 for size in (info.offset, info.length))
+            and not getattr(info, "transform_descriptors", None)
+            for key, info in found.storage_data.items()
+        )
+    )
+
+
+def _is_entry(entry: Any) -> bool:
+    if isinstance(entry, BytesStorageMetadata):
+        return True
+    return (
+        isinstance(entry, TensorStorageMetadata)
+        and isinstance(entry.properties, TensorProperties)
+        and isinstance(entry.size, torch.Size)
+        and isinstance(entry.chunks, list)
+        and all(
+            isinstance(chunk, ChunkStorageMetadata)
+            and isinstance(chunk.offsets, torch.Size)
+            and isinstance(chunk.sizes, torch.Size)
+            and len(chunk.offsets) == len(chunk.sizes) == len(entry.size)
+            for chunk in entry.chunks
+        )
+    )
+
+
+def check_trainable(folder: Path) -> Metadata:
+    """Check the folder of a model in a run's checkpoint before Megatron reads it, and return its index.
+
+    Raises CheckpointError where reading it could run code: torch would unpickle a weight that the index calls
+    an object, and Megatron takes the reader of the files from metadata.json."""
+    index = read_index(folder)
+    for key, entry in index.state_dict_metadata.items():
+        if isinstance(entry, BytesStorageMetadata) and EXTRA_STATE not in key:
+            raise CheckpointError(f"{folder / METADATA}: {key}: is stored as an object, not as a tensor")
+    if read_json(folder / CONFIG) != FORMAT:
+        raise CheckpointError(f"{folder / CONFIG}: names another format than torch_dist with common.pt")
+    with _any_error(folder / COMMON, "cannot be read"), open_regular(folder / COMMON) as file:
+        torch.load(file, map_location="cpu", weights_only=True)
+    return index
+
+
+def read_history(folder: Path, index: Metadata, key: str) -> dict[str, Any] | None:
+    """Read what Transformer Engine keeps beside one weight for delayed scaling: its tensors, and
+    `extra_fp8_variables`. Return None where there is nothing. Raises CheckpointError where it holds anything
+    else."""
+    info = (index.storage_data or {}).get(MetadataIndex(key))
+    if info is None or not isinstance(index.state_dict_metadata.get(key), BytesStorageMetadata):
+        raise CheckpointError(f"{folder / METADATA}: {key}: is not in the checkpoint")
+    path = folder / info.relative_path
+    with _any_error(path, f"{key}: not a history of delayed scaling"), open_regular(path) as file:
+        part = cast(IO[bytes], _create_file_view(file, info.offset, info.length))
+        (state,) = torch.load(part, map_location="cpu", weights_only=True)
+        if state is None or state.numel() == 0:
+            return None
+        history = _History(BytesIO(state.numpy().tobytes())).load()
+        numbers = history["extra_fp8_variables"].items()
+        return {
+            **{name: value for name, value in history.items() if isinstance(value, torch.Tensor)},
+            "extra_fp8_variables": {
+                name: value for name, value in numbers if isinstance(value, int | float | str | tuple | list)
+            },
+        }
