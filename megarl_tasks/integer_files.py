@@ -14,6 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from megarl.config.errors import DataError
+from megarl.config.files import whole_file
 from megarl.config.schema import DataConfig
 from megarl.data.prompts import WORKED, ReadReport, UnusableRow, answer_of, file_rows, prompt_of, value_at
 from megarl.rewards import VerifierPool
@@ -111,15 +112,13 @@ def _put(row: dict[str, Any], column: str, value: Any) -> None:
 
 def write_rows(path: Path, rows: Sequence[dict[str, Any]]) -> None:
     """Write rows as .parquet or .jsonl, whichever `path` names; the file appears when it is whole."""
-    unfinished = path.with_name(f".{path.name}.unfinished")
     try:
-        if path.suffix == ".parquet":
-            names = dict.fromkeys(name for row in rows for name in row)
-            table = pa.table({name: [row.get(name) for row in rows] for name in names})
-            pq.write_table(table, unfinished)
-        else:
-            with open(unfinished, "w", encoding="utf-8") as file:
-                file.writelines(json.dumps(row) + "\n" for row in rows)
-        unfinished.replace(path)
+        with whole_file(path) as file:
+            if path.suffix == ".parquet":
+                names = dict.fromkeys(name for row in rows for name in row)
+                table = pa.table({name: [row.get(name) for row in rows] for name in names})
+                pq.write_table(table, file)
+            else:
+                file.writelines(json.dumps(row).encode() + b"\n" for row in rows)
     except (OSError, pa.ArrowException) as error:
         raise DataError(f"{path}: cannot be written: {error}") from error

@@ -31,8 +31,11 @@ def open_regular(path: Path) -> BufferedReader:
 
     A pipe in the place of a file would keep the caller waiting for a writer."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+    kind = os.fstat(descriptor).st_mode
+    if not stat.S_ISREG(kind):
         os.close(descriptor)
+        if stat.S_ISDIR(kind):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
         raise OSError(errno.EINVAL, "not a regular file", str(path))
     return open(descriptor, "rb")
 
@@ -61,6 +64,16 @@ def read_json(path: Path, absent: str = "is missing") -> dict[str, Any]:
     if not isinstance(content, dict):
         raise CheckpointError(f"{path}: a JSON object is expected, not a {type(content).__name__}")
     return content
+
+
+def check_files(folder: Path) -> None:
+    """Raise CheckpointError for a pipe or device among the files of a model's folder, which other libraries
+    open: they would wait for a writer, or never come to an end."""
+    for path in [*folder.glob("*"), *folder.glob("*templates/*")]:
+        with suppress(OSError):  # a link to nothing is missed by who wants to read it
+            kind = path.stat().st_mode
+            if not (stat.S_ISREG(kind) or stat.S_ISDIR(kind)):
+                raise CheckpointError(f"{path}: not a regular file (a model's folder holds files alone)")
 
 
 def fsync(path: Path) -> None:

@@ -28,6 +28,7 @@ from ruamel.yaml.representer import SafeRepresenter
 from ruamel.yaml.resolver import VersionedResolver
 
 from megarl.config.errors import ConfigError, first_line
+from megarl.config.files import open_regular
 from megarl.config.recipes import AHEAD_PRESET, PRESETS
 from megarl.config.schema import (
     Config,
@@ -42,6 +43,7 @@ from megarl.config.schema import (
 
 Settings = dict[str, Any]
 MAX_DEPTH = 8  # sections within sections; the schema has 3, and an alias that holds itself has no end
+MAX_VALUES = 100_000  # of a file, each alias as what it stands for; a configuration has some hundred
 COMMAND_LINE = "command line"
 PACKAGE = Path(__file__).resolve().parents[1]  # its configs/ is a link in a checkout, a folder in a wheel
 SHOWN = 60  # characters of a value in a message
@@ -138,7 +140,8 @@ def read_yaml(path: Path, whose: str = "") -> Settings:
 
 def _read(path: Path, whose: str) -> Layer:
     try:
-        text = path.read_text(encoding="utf-8")
+        with open_regular(path) as file:
+            text = file.read().decode("utf-8")
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such file{whose}") from None
     except UnicodeDecodeError as error:
@@ -336,6 +339,9 @@ def _parse(text: str, where: str) -> tuple[Any, Node | None]:
     yaml.Constructor = _Constructor
     try:
         node = yaml.compose(text)
+        if node is not None and _count_values(node, {}) > MAX_VALUES:
+            what = f"its aliases (*name) stand for more than {MAX_VALUES:,} values (write out what is needed)"
+            raise ConfigError(f"{where}: {what}")
         return (None if node is None else yaml.constructor.construct_document(node)), node
     except RecursionError:
         raise ConfigError(f"{where}: not valid YAML: nested too deep") from None
@@ -348,6 +354,21 @@ def _parse(text: str, where: str) -> tuple[Any, Node | None]:
     except (ValueError, TypeError, LookupError, AttributeError) as error:  # `!!bool x`, `!!int ''`
         problem = f"a value does not fit its tag ({type(error).__name__}: {error})"
         raise ConfigError(f"{where}: not valid YAML: {problem}") from None
+
+
+def _count_values(node: Node, counts: dict[int, int]) -> int:
+    """Return how many values a document has once each alias is replaced by what it stands for.
+
+    counts: of the nodes that were counted. A few lines of aliases to aliases can stand for more values than
+    memory holds. A node that holds itself stands for half of what is allowed: once is told apart by its key
+    (MAX_DEPTH), twice is too much."""
+    if id(node) not in counts:
+        counts[id(node)] = MAX_VALUES // 2 + 1
+        children = node.value if isinstance(node, MappingNode | SequenceNode) else []
+        if isinstance(node, MappingNode):
+            children = [part for pair in children for part in pair]
+        counts[id(node)] = 1 + sum(_count_values(child, counts) for child in children)
+    return counts[id(node)]
 
 
 # A file is parsed once for many configurations over it; whoever changes the result takes a copy.

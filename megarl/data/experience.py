@@ -227,6 +227,7 @@ def write_experience(path: Path, experience: Experience) -> str:
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     checksum = _checksum(tensors)
     try:
+        partial.unlink(missing_ok=True)  # of a killed process, or a link, which safetensors would follow
         save_file(tensors, partial, {"sha256": checksum})
         fsync(partial)
         os.replace(partial, path)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megarl.config.errors import ConfigError, DataError
+from megarl.config.files import open_regular
 from megarl.config.load import parse_yaml
 from megarl.config.schema import PRETRAINING, SUPERVISED, TRAIN
 from megarl.observe import run_log
@@ -18,6 +19,7 @@ from megarl.observe.timeline import FOLDER, NAME, chosen_ranks, is_phase, timeli
 
 RANKS = 16  # whose timelines are read, at most
 Points = dict[int, float]
+HANG_LINE = 1 << 16  # bytes of the first line of a hang's report
 
 
 class JsonLines(NamedTuple):
@@ -32,7 +34,8 @@ def read_jsonl(path: Path, valid: Callable[[Record], bool]) -> JsonLines:
 
     Raises DataError if the file cannot be opened."""
     try:
-        lines = path.read_bytes().split(b"\n")
+        with open_regular(path) as file:
+            lines = file.read().split(b"\n")
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror} (is this the folder of a run?)") from error
     found = JsonLines([], [])
@@ -121,8 +124,9 @@ def load_run(run_dir: Path) -> RecordedRun:
     timeline = read_timeline(run_dir, chosen_ranks(ranks, RANKS), config, len(ranks))
     hangs = []  # the watchdog's reports
     for path in run_dir.glob("hang-*.txt"):
-        with path.open(encoding="utf-8", errors="replace") as file:
-            line = f"hang, {file.readline().strip()} ({path.name})"
+        with open_regular(path) as file:
+            first = file.readline(HANG_LINE).decode(errors="replace").strip()
+        line = f"hang, {first} ({path.name})"
         hangs.append({"time": path.stat().st_mtime, "event": line})
     return RecordedRun(
         name=run_dir.resolve().name,
@@ -169,9 +173,12 @@ def read_mapping(path: Path) -> dict[str, Any]:
     if not path.exists():
         return {}
     try:
-        text = path.read_text(encoding="utf-8")
+        with open_regular(path) as file:
+            text = file.read().decode("utf-8")
         content = json.loads(text) if path.suffix == ".json" else parse_yaml(text, str(path))
-    except (ValueError, ConfigError) as error:
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror}") from error
+    except (ValueError, RecursionError, ConfigError) as error:
         raise DataError(f"{path}: cannot be parsed (restore it, or remove it to leave it out)") from error
     if not isinstance(content, dict):
         raise DataError(f"{path}: holds no mapping (restore it, or remove it to leave it out)")

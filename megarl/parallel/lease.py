@@ -16,12 +16,15 @@ from __future__ import annotations
 import ctypes
 import errno
 import fcntl
+import grp
 import json
 import os
+import pwd
 import re
 import shutil
 import signal
 import socket
+import stat
 import sys
 import tempfile
 import threading
@@ -120,7 +123,8 @@ class Lease:
     @contextmanager
     def kept(self) -> Iterator[None]:
         """Renew the lease in a thread while the block lasts, and end this process at once when it is lost, or
-        when it could not be renewed in time. To be entered by every process that writes into the folder."""
+        when it could not be renewed in time. To be entered by every process that writes into the folder: the
+        files that it makes are private to this user."""
         if self not in _held:  # taken by another process, and handed over
             _held[self] = _Hold(_locked(self.path), time.monotonic())
         hold, end = _held[self], threading.Event()
@@ -141,7 +145,8 @@ class Lease:
         thread = threading.Thread(target=keep, name="lease", daemon=True)
         thread.start()
         try:
-            yield
+            with private_files():
+                yield
         finally:
             end.set()
             thread.join()
@@ -172,8 +177,9 @@ def leased(
     key       of the configuration that named the folder, or an option
     remedy    what to do where another command has it
 
-    Raises ConfigError where the folder cannot be written or another command has it, Interrupted where it was
-    to wait no more."""
+    Files that are made in the block are private to this user. Raises ConfigError where the folder cannot be
+    written, where other users could replace its files, or where another command has it; Interrupted where it
+    was to wait no more."""
     name = f"{key}: {folder}" if key else str(folder)
     me = Owner(
         command=command,
@@ -189,6 +195,7 @@ def leased(
     lease, started, told = None, time.monotonic(), False
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        _check_private(folder, name)
         while lease is None:
             number, path = _newest(folder)
             owner = _owner(path, limit) if path is not None else None
@@ -210,9 +217,49 @@ def leased(
     except OSError as error:
         raise ConfigError(f"{name}: cannot be written: {error.strerror} (choose another folder)") from None
     try:
-        yield lease
+        with private_files():
+            yield lease
     finally:
         lease.release()
+
+
+@contextmanager
+def private_files() -> Iterator[None]:
+    """Make files in the block readable by this user alone (umask 077)."""
+    before = os.umask(0o077)
+    try:
+        yield
+    finally:
+        os.umask(before)
+
+
+def _check_private(folder: Path, name: str) -> None:
+    """Refuse a folder in which another user could replace files: one of another owner, or one that anybody
+    may write into. Warn of one that a group may write into. Raises ConfigError, OSError."""
+    with tempfile.TemporaryFile(dir=folder) as probe:
+        # Not the process's uid: to a file server that maps users, root is another one.
+        mine = os.fstat(probe.fileno()).st_uid
+    found = folder.stat()
+    remedy = "choose a folder that other users cannot write into"
+    if found.st_uid != mine:
+        owner, me = _name_of(pwd.getpwuid, found.st_uid), _name_of(pwd.getpwuid, mine)
+        raise ConfigError(f"{name}: belongs to the user {owner}, and this command runs as {me} ({remedy})")
+    if found.st_mode & stat.S_IWOTH:
+        raise ConfigError(f"{name}: any user may write there (chmod o-w {folder}, or {remedy})")
+    if found.st_mode & stat.S_IWGRP and found.st_gid != mine:  # a user's private group has the user's number
+        group = _name_of(grp.getgrgid, found.st_gid)
+        what = f"members of the group {group} may write there, and so act in this user's name"
+        print(
+            f"megarl: {name}: {what} (chmod g-w {folder}, unless that is meant)", file=sys.stderr, flush=True
+        )
+
+
+def _name_of(entry: Callable[[int], tuple[Any, ...]], number: int) -> str:
+    """Return the name of a user or group, or its number where it has no name."""
+    try:
+        return str(entry(number)[0])
+    except KeyError:
+        return str(number)
 
 
 def make_anew(folder: Path) -> None:

@@ -144,8 +144,9 @@ class CheckpointWriter:
             writing.state = {**state, "samplers": samplers, "generators": generators}
             try:
                 shutil.rmtree(writing.partial, ignore_errors=True)  # of a save that was interrupted
+                writing.partial.mkdir(parents=True)  # raises where it is still there, as a link would be
                 for part in parts:
-                    (writing.partial / part).mkdir(parents=True)
+                    (writing.partial / part).mkdir()
             except OSError as error:
                 failure = f"{final}: {cannot_be_written(reason(error))}"
                 shutil.rmtree(writing.partial, ignore_errors=True)

@@ -15,7 +15,7 @@ from reprlib import repr as _short  # no longer than a line has room for
 from typing import Any, Literal, TypeVar
 
 from megarl.config.errors import CheckpointError
-from megarl.config.files import read_json
+from megarl.config.files import check_files, read_json
 from megarl.config.schema import LoraConfig, OptimizerConfig
 
 T = TypeVar("T")
@@ -674,6 +674,7 @@ def is_tied(hf_config: Mapping[str, Any]) -> bool:
 def read_config(folder: Path) -> dict[str, Any]:
     """Return a model folder's config.json; CheckpointError names the file and the key that is not supported.
     Keys that do not matter here are left to transformers (megarl/model/hf_config.py)."""
+    check_files(folder)
     hf_config = read_json(folder / "config.json", "no such file (a Hugging Face model folder is expected)")
     try:
         _check_description(hf_config)

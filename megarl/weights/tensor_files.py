@@ -216,7 +216,7 @@ def new_folder(out: Path, size: int, processes: Processes) -> Iterator[Path]:
 
 def _lock(folder: Path) -> int:
     """Return a descriptor that keeps other processes from making the folder until it is closed."""
-    descriptor = os.open(folder, os.O_RDONLY)
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -268,7 +268,7 @@ def standing(pid: int) -> Iterator[None]:
 
 
 def nowhere(*files: str) -> Callable[[Job], Callable[[], None]]:
-    """What these files are written to before they get their names is a device on which there is no room."""
+    """What these files are written to is a device on which there is no room."""
 
     def inject(job: Job) -> Callable[[], None]:
         run = job.config.run_dir
@@ -515,7 +515,7 @@ FAULTS = (
     ),
     Fault(
         "disk full: data.json, profile, report.html",
-        nowhere(".data.json.partial", "profile/.train-000002-rank-00001.json.gz", ".report.html.partial"),
+        nowhere("data.json", "profile/.train-000002-rank-00001.json.gz", "report.html"),
         (0,),
         SOON,
         {"log": {"profile": 1, "report": True}},
@@ -537,8 +537,8 @@ FAULTS = (
         for name, inject, why, lost in (
             ("metrics.jsonl", full("metrics.jsonl"), "File too large", 1),
             ("evaluations.jsonl", full("evaluations.jsonl"), "File too large", 1),
-            ("config.yaml", nowhere(".config.yaml.partial"), "No space left", 0),
-            ("settings.json", nowhere(".settings.json.partial"), "No space left", 0),
+            ("config.yaml", nowhere("config.yaml"), "No space left", 0),
+            ("settings.json", nowhere("settings.json"), "No space left", 0),
             ("hf", in_the_way(".hf.partial"), "Not a directory", 1),
         )
     ),

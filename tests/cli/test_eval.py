@@ -169,14 +169,14 @@ def test_an_evaluation_that_nobody_judges_says_so(shared_scene: Scene, tmp_path:
 def test_answers_that_find_no_room(shared_scene: Scene, tmp_path: Path) -> None:
     """The scores are printed all the same, and no file is half there."""
     (tmp_path / "out").mkdir()
-    (tmp_path / "out" / ".answers.jsonl.partial").symlink_to("/dev/full")
+    (tmp_path / "out" / "answers.jsonl").symlink_to("/dev/full")
     done = megarl(
         "eval", str(shared_scene.config), "parallel.tp=1", "--out", str(tmp_path / "out"), cwd=tmp_path
     )
     (line,) = done.stderr.splitlines()
     assert done.returncode == 2 and "out/answers.jsonl: cannot be written: No space left on device" in line
     assert "95 % confidence" in done.stdout and "answers and scores" not in done.stdout
-    files = ["data.json", "problems.jsonl", "scores.json"]
+    files = ["answers.jsonl", "data.json", "problems.jsonl", "scores.json"]
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == files
 
 

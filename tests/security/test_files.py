@@ -1,0 +1,193 @@
+"""Files that another user, or the maker of a downloaded folder, has laid where megarl reads and writes."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from megarl.config.errors import CheckpointError, ConfigError, DataError, MegarlError
+from megarl.config.files import open_new, read_json, whole_file, write_whole
+from megarl.config.load import load_config, read_yaml
+from megarl.observe.runs import read_jsonl, load_run
+from megarl.parallel.lease import leased
+from megarl.weights.families import read_config
+from megarl.weights.tensor_files import Processes, new_folder
+from tests.tiny_models import make_tiny_model
+
+NOBODY = 65534
+as_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to act as a second user")
+
+
+@contextmanager
+def umask(mask: int) -> Iterator[None]:
+    before = os.umask(mask)
+    try:
+        yield
+    finally:
+        os.umask(before)
+
+
+class TestPartialFiles:
+    """A file is written under a name that others can foresee."""
+
+    def test_a_link_there_is_not_followed(self, tmp_path: Path) -> None:
+        victim = tmp_path / "victim"
+        victim.write_text("precious")
+        (tmp_path / ".settings.json.partial").symlink_to(victim)
+        write_whole(tmp_path / "settings.json", "new")
+        assert victim.read_text() == "precious"
+        assert (tmp_path / "settings.json").read_text() == "new"
+        assert not (tmp_path / "settings.json").is_symlink()
+
+    def test_a_link_made_meanwhile_is_not_followed(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        victim, name = tmp_path / "victim", tmp_path / ".x.partial"
+        victim.write_text("precious")
+        monkeypatch.setattr(Path, "unlink", lambda *_, **__: name.symlink_to(victim))
+        with pytest.raises(FileExistsError):
+            open_new(name)
+        assert victim.read_text() == "precious"
+
+    def test_what_a_killed_run_has_left_is_replaced(self, tmp_path: Path) -> None:
+        (tmp_path / ".settings.json.partial").write_text("half")
+        with whole_file(tmp_path / "settings.json") as file:
+            file.write(b"whole")
+        assert [path.name for path in tmp_path.iterdir()] == ["settings.json"]
+
+    @pytest.mark.parametrize("kind", ["link", "pipe"])
+    def test_folders(self, kind: str, tmp_path: Path) -> None:
+        (tmp_path / "elsewhere").mkdir()
+        partial = tmp_path / ".out.partial"
+        os.mkfifo(partial) if kind == "pipe" else partial.symlink_to(tmp_path / "elsewhere")
+        with (
+            pytest.raises(CheckpointError, match=r"cannot be written"),
+            new_folder(tmp_path / "out", 1, Processes()),
+        ):
+            pass
+        assert list((tmp_path / "elsewhere").iterdir()) == []
+
+
+class TestFolderOfARun:
+    """Who can write into a run's folder can replace its files by links, and so act in the user's name."""
+
+    def take(self, folder: Path) -> None:
+        with leased(folder, "megarl train", key="run_dir", remedy="wait"):
+            pass
+
+    @as_root
+    def test_of_another_user(self, tmp_path: Path) -> None:
+        os.chown(tmp_path, NOBODY, -1)
+        with pytest.raises(
+            ConfigError, match=rf"run_dir: {tmp_path}: belongs to the user \w+, .* runs as root"
+        ):
+            self.take(tmp_path)
+        assert list(tmp_path.iterdir()) == []
+
+    @pytest.mark.parametrize("mode", [0o777, 0o1777, 0o707])
+    def test_that_anybody_may_write_into(self, mode: int, tmp_path: Path) -> None:
+        tmp_path.chmod(mode)
+        with pytest.raises(ConfigError, match=rf"any user may write there \(chmod o-w {tmp_path}"):
+            self.take(tmp_path)
+        assert list(tmp_path.iterdir()) == []
+
+    @as_root
+    def test_that_a_group_may_write_into(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        tmp_path.chmod(0o770)
+        self.take(tmp_path)  # a user's own group has the user's number
+        assert capsys.readouterr().err == ""
+        os.chown(tmp_path, -1, 4242)
+        self.take(tmp_path)
+        said = capsys.readouterr().err
+        assert "members of the group 4242 may write there" in said and said.count("\n") == 1
+
+    def test_its_files_are_private(self, tmp_path: Path) -> None:
+        with umask(0o022):
+            with leased(tmp_path / "run", "megarl train", remedy="wait") as lease, lease.kept():
+                write_whole(tmp_path / "run" / "config.yaml", "x: 1\n")
+                (tmp_path / "run" / "checkpoints").mkdir()
+            (tmp_path / "after").write_text("")
+        modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in tmp_path.rglob("*")}
+        assert modes == {"run": 0o700, "config.yaml": 0o600, "checkpoints": 0o700, "after": 0o644}
+
+
+def run_limited(code: str, folder: Path) -> str:
+    """Run Python code that must not wait; return what it prints."""
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code), str(folder)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    return done.stdout
+
+
+class TestPipes:
+    """A pipe that nobody writes into would keep whoever opens it waiting for ever."""
+
+    @pytest.mark.parametrize(
+        "read",
+        [read_json, read_yaml, load_config, lambda path: read_jsonl(path, lambda _: True)],
+        ids=["json", "yaml", "config", "jsonl"],
+    )
+    def test_readers(self, read: Callable[[Path], object], tmp_path: Path) -> None:
+        os.mkfifo(tmp_path / "x.yaml")
+        began = time.monotonic()
+        with pytest.raises(MegarlError, match=r"x\.yaml: .*not a regular file"):
+            read(tmp_path / "x.yaml")
+        assert time.monotonic() - began < 5
+
+    @pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "additional_chat_templates/x.jinja"])
+    def test_model_folders(self, name: str, tmp_path: Path) -> None:
+        make_tiny_model(tmp_path, "qwen2")
+        (tmp_path / name).unlink(missing_ok=True)
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        os.mkfifo(tmp_path / name)
+        with pytest.raises(CheckpointError, match=f"{name}: not a regular file"):
+            read_config(tmp_path)
+
+
+class TestAliases:
+    """A few lines of YAML can stand for more values than memory holds."""
+
+    LISTS = "a0: &a0 [x, x, x, x, x, x, x, x, x]\n" + "".join(
+        f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 30)
+    )
+    SECTIONS = "a0: &a0 {k: 1}\n" + "".join(
+        f"a{i}: &a{i} {{{', '.join(f'k{j}: *a{i - 1}' for j in range(9))}}}\n" for i in range(1, 30)
+    )
+    MERGES = "a0: &a0 {k0: 1}\n" + "".join(
+        f"a{i}: &a{i}\n  <<: [{', '.join([f'*a{i - 1}'] * 9)}]\n  k{i}: 1\n" for i in range(1, 30)
+    )
+    ITSELF = f"a: &a {{{', '.join(f'k{j}: *a' for j in range(9))}}}\n"
+
+    @pytest.mark.parametrize(
+        "text", [LISTS, SECTIONS, MERGES, ITSELF], ids=["lists", "sections", "merges", "itself"]
+    )
+    def test_are_counted_before_they_are_followed(self, text: str, tmp_path: Path) -> None:
+        (tmp_path / "config.yaml").write_text(text)
+        (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 1, "stage": "train"}) + "\n")
+        began = time.monotonic()
+        with pytest.raises(
+            ConfigError, match=r"config\.yaml: its aliases .* stand for more than 100,000 values"
+        ):
+            load_config(tmp_path / "config.yaml")
+        with pytest.raises(DataError, match=r"config\.yaml: cannot be parsed"):
+            load_run(tmp_path)  # as `megarl report` does
+        assert time.monotonic() - began < 5
+
+    def test_of_a_usual_number_are_read(self, tmp_path: Path) -> None:
+        lines = "".join(f"k{i}: *a\n" for i in range(500))
+        (tmp_path / "x.yaml").write_text(f"a: &a [1, 2, 3]\n{lines}")
+        assert read_yaml(tmp_path / "x.yaml")["k499"] == [1, 2, 3]
