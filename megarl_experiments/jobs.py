@@ -51,7 +51,7 @@ def run_jobs(jobs: Iterable[Job], at_most: int, limit: float) -> Generator[Ended
             while len(running) < at_most and (job := next(waiting, None)) is not None:
                 with open(job.log, "wb") as log:
                     process = subprocess.Popen(
-                        [sys.executable, "-m", "megarl", *job.arguments, "--follow", str(os.getpid())],
+                        [sys.executable, "-P", "-m", "megarl", *job.arguments, "--follow", str(os.getpid())],
                         stdin=subprocess.DEVNULL,
                         stdout=log,
                         stderr=subprocess.STDOUT,

@@ -109,7 +109,7 @@ def generate(entries: Mapping[str, GymConfig]) -> Iterator[GymRow]:
     }
     with tempfile.TemporaryFile() as stderr:
         process = subprocess.Popen(
-            [sys.executable, "-c", _BOOT, *(place or os.getcwd() for place in sys.path)],
+            [sys.executable, "-P", "-c", _BOOT, *(place or os.getcwd() for place in sys.path)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=stderr,

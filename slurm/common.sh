@@ -71,7 +71,7 @@ megarl_prepare() {
     # shellcheck disable=SC2016  # expanded on the node
     timeout --kill-after=10 $((MEGARL_LIMIT * 3 + 120)) \
         "$BASH" -c "$(declare -f megarl_srun); megarl_srun \"\$@\"" - bash -c '
-            exec "$MEGARL_PYTHON" -m megarl preflight "${@:8}" --node "$SLURM_NODEID" --nodes "$1" --ranks "$MEGARL_RANKS" \
+            exec "$MEGARL_PYTHON" -P -m megarl preflight "${@:8}" --node "$SLURM_NODEID" --nodes "$1" --ranks "$MEGARL_RANKS" \
                 --host "$2" --port "$3" --limit "$4" --host-memory "$5" --disk "$6" --bandwidth "$7"' - \
         "$SLURM_JOB_NUM_NODES" "$megarl_first" "$((megarl_port + 1))" "$MEGARL_LIMIT" \
         "${MEGARL_HOST_MEMORY:-0}" "${MEGARL_DISK:-0}" "${MEGARL_BANDWIDTH:-0}" "$@"
@@ -85,7 +85,7 @@ megarl_prepare() {
 
 megarl_train() {
     local run_dir before code
-    run_dir=$(megarl_once "$MEGARL_PYTHON" -m megarl config show "$@" | sed -n 's/^run_dir: //p') || exit 2
+    run_dir=$(megarl_once "$MEGARL_PYTHON" -P -m megarl config show "$@" | sed -n 's/^run_dir: //p') || exit 2
     [ -n "$run_dir" ] || exit 2
     before=$(megarl_newest "$run_dir")
     [ -z "$megarl_signal" ] || megarl_stopped
@@ -94,7 +94,7 @@ megarl_train() {
     megarl_srun bash -c '
         trap "" USR1
         logs=$4/$SLURMD_NODENAME && mkdir -p "$logs" &&
-        exec "$MEGARL_PYTHON" -m torch.distributed.run --nnodes "$1" --node-rank "$SLURM_NODEID" --nproc-per-node "$MEGARL_RANKS" \
+        PYTHONSAFEPATH=1 exec "$MEGARL_PYTHON" -m torch.distributed.run --nnodes "$1" --node-rank "$SLURM_NODEID" --nproc-per-node "$MEGARL_RANKS" \
             --master-addr "$2" --master-port "$3" --log-dir "$logs" --redirects 3 --tee 0:3 -m megarl train --wait "$5" "${@:6}"' - \
         "$SLURM_JOB_NUM_NODES" "$megarl_first" "$megarl_port" "$MEGARL_LOGS/attempt-$megarl_attempt" "${MEGARL_WAIT:-500}" "$@" &
     megarl_started=$!

@@ -12,7 +12,6 @@ told to leave and saved (the same command continues), 124 a rank hung (a report 
 from __future__ import annotations
 
 import ast
-import os
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
@@ -130,8 +129,6 @@ class Commands(Words):
         from megarl.cli.ranks import exit_code, quiet_libraries
 
         quiet_libraries()
-        if os.getcwd() not in sys.path:  # of a user's own verifier, however megarl was started
-            sys.path.append(os.getcwd())
         return exit_code(partial(super().invoke, ctx))
 
 

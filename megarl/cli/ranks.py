@@ -168,8 +168,23 @@ def start_ranks(
         import_module(f"transformers.models.{family}.modeling_{family}")
     if stop is not None and stop.should_stop():
         raise Interrupted(f"{stop.reason}: no rank has been started; the same command continues")
-    with spared_output(pipes=True):
+    with spared_output(pipes=True), _without_current_folder():
         return launch(partial(exit_code, rank_main), config.parallel, folder, grace, renew_held)
+
+
+@contextmanager
+def _without_current_folder() -> Iterator[None]:
+    """Keep Python processes that are started in the block from importing what lies in the current folder: a
+    rank on GPUs begins as `python -c`, which would look there first."""
+    name = "PYTHONSAFEPATH"
+    before = os.environ.get(name)
+    os.environ[name] = "1"
+    try:
+        yield
+    finally:
+        del os.environ[name]
+        if before is not None:
+            os.environ[name] = before
 
 
 def run_rank(

@@ -72,7 +72,7 @@ def matrix_rates(processes: int) -> dict[str, float]:
     seconds, most of them for importing torch. In processes of their own, as ranks may be forked from this
     one, which must not have torch's threads."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", MATRIX_RATES]
+    command = [sys.executable, "-P", "-c", MATRIX_RATES]
     started = [
         subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
         for _ in range(processes)

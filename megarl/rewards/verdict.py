@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import difflib
-import importlib
+import importlib.util
 import math
-from collections.abc import Callable, Mapping
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from numbers import Real
@@ -118,6 +121,22 @@ def finite(value: Any, what: str, wanted: str) -> float:
     return number
 
 
+@contextmanager
+def _current_folder(module: str) -> Iterator[None]:
+    """Have Python look for modules in the current folder too while the block imports one that is not
+    elsewhere. At other times files there are not imported: a library may ask for a module that is not
+    installed, and the folder may be anybody's."""
+    folder = os.getcwd()
+    if folder in sys.path or module in sys.modules or importlib.util.find_spec(module) is not None:
+        yield
+        return
+    sys.path.append(folder)
+    try:
+        yield
+    finally:
+        sys.path.remove(folder)
+
+
 def _is_numpy_bool(value: Any) -> bool:
     """Return whether it is numpy's bool, what comparing two of its numbers gives: neither a bool nor, as
     these numbers are, a Real. No worker imports numpy to ask."""
@@ -153,13 +172,14 @@ def get_term(name: str, path: str, arguments: Mapping[str, Any]) -> Term:
 
 
 def imported(key: str, path: str, what: str = "function") -> Callable[..., Any]:
-    """Return `module:function`, which the key `key` names; what: what it is to be. Raises ConfigError if it
-    cannot be imported or is not callable."""
+    """Return `module:function`, which the key `key` names; what: what it is to be. The module may lie in the
+    current folder. Raises ConfigError if it cannot be imported or is not callable."""
     module_name, _, name = path.partition(":")
     if not (module_name and name):
         raise ConfigError(f"{key}: {path!r} names no {what} (write package.module:{what})")
     try:
-        module = importlib.import_module(module_name)
+        with _current_folder(module_name.partition(".")[0]):
+            module = importlib.import_module(module_name)
     except (Exception, SystemExit) as error:  # a module of the user may raise anything while it is imported
         raise ConfigError(
             f"{key}: {module_name} cannot be imported: {type(error).__name__}: {first_line(error)} "

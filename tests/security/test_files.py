@@ -7,7 +7,6 @@ import os
 import stat
 import subprocess
 import sys
-import textwrap
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,10 +17,13 @@ import pytest
 from megarl.config.errors import CheckpointError, ConfigError, DataError, MegarlError
 from megarl.config.files import open_new, read_json, whole_file, write_whole
 from megarl.config.load import load_config, read_yaml
-from megarl.observe.runs import read_jsonl, load_run
+from megarl.observe.runs import load_run, read_jsonl
 from megarl.parallel.lease import leased
+from megarl.rewards.verdict import get_verifier
 from megarl.weights.families import read_config
 from megarl.weights.tensor_files import Processes, new_folder
+from tests.cli.processes import environment
+from tests.cli.scene import CONFIG, QUESTIONS, write_jsonl
 from tests.tiny_models import make_tiny_model
 
 NOBODY = 65534
@@ -121,18 +123,6 @@ class TestFolderOfARun:
         assert modes == {"run": 0o700, "config.yaml": 0o600, "checkpoints": 0o700, "after": 0o644}
 
 
-def run_limited(code: str, folder: Path) -> str:
-    """Run Python code that must not wait; return what it prints."""
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code), str(folder)],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=True,
-    )
-    return done.stdout
-
-
 class TestPipes:
     """A pipe that nobody writes into would keep whoever opens it waiting for ever."""
 
@@ -191,3 +181,75 @@ class TestAliases:
         lines = "".join(f"k{i}: *a\n" for i in range(500))
         (tmp_path / "x.yaml").write_text(f"a: &a [1, 2, 3]\n{lines}")
         assert read_yaml(tmp_path / "x.yaml")["k499"] == [1, 2, 3]
+
+
+class TestCurrentFolder:
+    """Commands are given in folders that hold anything, such as a cloned repository. Python files there are
+    run where the configuration names them, and at no other time."""
+
+    # Of the standard library, of what megarl imports, and of what its libraries would import if it was there.
+    NAMES = ("json", "typer", "transformers", "apex", "gmpy2", "flash_attn", "torch", "reasoning_gym")
+    MARK = "from pathlib import Path\nPath({marker!r}).write_text(__name__)\nraise ImportError(__name__)\n"
+
+    @pytest.fixture
+    def folder(self, tmp_path: Path) -> Path:
+        folder = tmp_path / "here"
+        folder.mkdir()
+        for name in self.NAMES:
+            (folder / f"{name}.py").write_text(self.MARK.format(marker=str(tmp_path / "marker")))
+        make_tiny_model(folder / "model", "qwen2", max_positions=256)
+        write_jsonl(folder / "train.jsonl", QUESTIONS)
+        (folder / "x.yaml").write_text(CONFIG.format(folder=folder))
+        (folder / "mine.py").write_text(
+            "import helper\n\ndef verify(response, answer):\n    return helper.same(response, answer)\n"
+        )
+        (folder / "helper.py").write_text("def same(one, other):\n    return one == other\n")
+        return folder
+
+    @pytest.mark.parametrize("how", ["module", "script"])
+    def test_its_files_are_not_imported(self, how: str, folder: Path) -> None:
+        """Up to the checks before a run, which import and call the verifier of the configuration. A user's
+        own lies in the current folder, with what it imports."""
+        command = {
+            "module": [sys.executable, "-m", "megarl"],
+            "script": [sys.executable, "-P", "-c", "from megarl.cli import run; raise SystemExit(run())"],
+        }[how]
+        settings = ["reward.verifier=mine:verify", "rollout.max_response_tokens=200"]
+        done = subprocess.run(
+            [*command, "train", "x.yaml", *settings],
+            cwd=folder,
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+            env=environment(),
+        )
+        assert done.returncode == 2 and "exceed the 256 positions" in done.stderr, done.stderr
+        assert not (folder.parent / "marker").exists(), (folder.parent / "marker").read_text()
+
+    def test_a_module_that_the_configuration_names(
+        self, folder: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.chdir(folder)
+        before = list(sys.path)
+        assert get_verifier("mine:verify")("a", "a") is True
+        assert sys.path == before
+        with pytest.raises(ConfigError, match="nowhere cannot be imported"):
+            get_verifier("nowhere:verify")
+        assert sys.path == before
+
+    @pytest.mark.slow
+    def test_a_whole_run(self, folder: Path) -> None:
+        """On two ranks, with verifiers in processes of their own."""
+        settings = ["reward.verifier=mine:verify", "log.report=false"]
+        done = subprocess.run(
+            [sys.executable, "-m", "megarl", "train", "x.yaml", *settings],
+            cwd=folder,
+            capture_output=True,
+            text=True,
+            timeout=200,
+            check=False,
+            env=environment(),
+        )
+        assert done.returncode == 0, done.stderr
+        assert not (folder.parent / "marker").exists(), (folder.parent / "marker").read_text()

@@ -213,7 +213,7 @@ def test_what_is_asked_once_is_asked_in_the_container(tmp_path: Path) -> None:
     code = "megarl_train configs/vapo_32b.yaml || true"
     first, *_ = given(tmp_path, code, MEGARL_CONTAINER="org/megarl:1")
     assert (first.nodes, first.ntasks, first.container_image) == (1, 1, "org/megarl:1")
-    assert first.command == ["python", "-m", "megarl", "config", "show", "configs/vapo_32b.yaml"]
+    assert first.command == ["python", "-P", "-m", "megarl", "config", "show", "configs/vapo_32b.yaml"]
 
 
 @pytest.mark.skipif(PLUGIN is None or shutil.which("srun") is None, reason="needs srun and MEGARL_TEST_PYXIS")

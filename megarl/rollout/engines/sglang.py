@@ -88,7 +88,7 @@ class EngineProcess:
         ours, theirs = socket.socketpair()
         with (self.folder / "log").open("wb") as log, theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", self.module, str(theirs.fileno()), str(os.getpid())],
+                [sys.executable, "-P", "-m", self.module, str(theirs.fileno()), str(os.getpid())],
                 env={**self.environment, "TMPDIR": str(self.folder)},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
