@@ -1,5 +1,4 @@
-"""Cases from public reports of people who train with verifiers, retold as small inputs, and what generalises
-them.
+"""Cases from public reports of people who train with verifiers, and properties that generalise them.
 
 public_cases.yaml: [response, reference] by verdict and by rule of docs/verifiers.md.
 """
