@@ -115,8 +115,6 @@ _SHORT_ROOT = re.compile(r"\\sqrt\s*(\\[A-Za-z]+|[0-9A-Za-z])")
 _SHORT_BASE = re.compile(r"\\log\s?_\s?([0-9])")
 _POWER = re.compile(r"\^\s?\(([^()]*)\)")
 _INDEXED_FUNCTION = re.compile(r"\\(?:arc)?(?:sin|cos|tan|cot|sec|csc|exp|ln|max|min|gcd|lcm|det)h?\s?_")
-_FRACTION = re.compile(r"\\[dtc]?frac\s*([0-9])\s*([0-9])")
-_SHORT_ROOT = re.compile(r"\\sqrt\s*([0-9A-Za-z])")
 _FRACTION = r"\\[dtc]?frac\s*\{\s*(\d+)\s*\}\s*\{\s*(\d+)\s*\}"
 _MIXED = re.compile(
     rf"(?<![0-9.,^_}}A-Za-z])([0-9]+)(?:\s*{_FRACTION}|\s+([0-9]+)\s?/\s?([0-9]+))(?!\s?[0-9(\\{{^!])"

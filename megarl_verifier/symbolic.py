@@ -1,8 +1,8 @@
 r"""Symbolic equivalence: `\frac{1}{2}` equals `0.5`, `x^2+2x+1` equals `(x+1)^2`.
 
 Equations and inequalities are compared here: math-verify compares right sides, or solves both, and then the
-question would be an answer to itself. docs/verifiers.md has the rules. Run it in a VerifierPool: no clock limits
-parsing or comparison."""
+question would be an answer to itself. docs/verifiers.md has the rules. Run it in a VerifierPool: no clock
+limits parsing or comparison."""
 
 from __future__ import annotations
 
