@@ -361,7 +361,7 @@ def top_k_loss(logprobs: Tensor, teacher_logprobs: Tensor, weights: Tensor) -> t
 
     The term is never negative. It is 0 only where the policy gives each of the k tokens the teacher's
     probability. Without the rest the sum is lowest where the policy puts all of its probability on the k
-    tokens: verl's forward_kl_topk clamps that sum at 0, SDPO (arXiv 2601.20802) has the rest.
+    tokens. verl's forward_kl_topk clamps that sum at 0; SDPO (arXiv 2601.20802) has the rest.
 
     logprobs, teacher_logprobs: [T, k] of the same tokens; the teacher's are -inf where it has none to say.
     Statistics: loss, tokens, those that are taught, and the teacher's probability of the k tokens."""
