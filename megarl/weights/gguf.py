@@ -2,25 +2,28 @@
 train from.
 
 Weights are dequantised block by block by the package gguf; configuration and tokenizer are read by
-transformers.
+transformers. The header is read here, with its lengths checked against the file: gguf's reader takes seconds
+for a vocabulary, believes any length, and would be the third to read it.
 """
 
 from __future__ import annotations
 
 import re
+import struct
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib import import_module
-from math import pi
+from math import pi, prod
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from megarl.config.errors import CheckpointError, ConfigError, first_line
-from megarl.weights.families import Sizes, family_of, read_config
+from megarl.weights.families import Shape, Sizes, family_of, read_config
 from megarl.weights.hf import ModelFolder, exported_config
 from megarl.weights.megatron import Conversion, Watch, unwatched, write_hf
 from megarl.weights.shards import Box, full_box, hf_shapes
@@ -32,6 +35,95 @@ from megarl.weights.tensor_files import damaged, write_json
 INTERLEAVED = {"llama": True, "qwen2": False, "qwen3": False, "qwen3moe": False}
 ROPE_FACTORS = "rope_freqs.weight"  # by which llama.cpp divides the frequencies: llama3's scaling
 EXPERT = re.compile(r"(.*\.mlp\.experts)\.(\d+)\.(\w+)")
+
+
+MAX_KEYS, MAX_TENSORS, MAX_DIMS = 1 << 16, 1 << 20, 4
+MAX_ELEMENTS = 1 << 22  # of all arrays: a vocabulary of 256,000 tokens with its merges has 1.4 million
+NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+TEXT, ARRAY = 8, 9  # the other kinds of values
+
+
+class StoredTensor(NamedTuple):
+    """A tensor of a GGUF file. data: uint8 [..., bytes of a row]; shape: of its numbers."""
+
+    name: str
+    shape: Shape
+    kind: Any
+    data: Any
+
+
+class Header:
+    """The header of a GGUF file (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md).
+
+    values: of the keys that are no arrays. Raises ValueError for a length, a count or an offset that leads
+    out of the file, and for what this reader does not know."""
+
+    def __init__(self, path: Path, gguf: Any) -> None:
+        self._bytes: Any = np.memmap(path, np.uint8, "r")
+        self._at, self._elements = 4, 0  # behind the magic
+        version = self._number("I")
+        if version not in (2, 3):
+            raise ValueError(f"version {version} is not read")
+        tensors, keys = self._number("Q"), self._number("Q")
+        if tensors > MAX_TENSORS or keys > MAX_KEYS:
+            raise ValueError(f"declares {tensors:,} tensors and {keys:,} keys")
+        values = [(self._text(), self._value(self._number("I"))) for _ in range(keys)]
+        self.values = {name: value for name, value in values if value is not None}
+        places = [self._place(gguf) for _ in range(tensors)]
+        alignment = self.values.get("general.alignment", 32)
+        if type(alignment) is not int or alignment < 1:
+            raise ValueError(f"general.alignment: {alignment}")
+        start = -(-self._at // alignment) * alignment
+        self.tensors = {}
+        for name, shape, kind, offset in places:
+            rows = gguf.quant_shape_to_byte_shape(shape, kind)
+            self._at = start + offset
+            self.tensors[name] = StoredTensor(name, shape, kind, self._take(prod(rows)).reshape(rows))
+
+    def _take(self, size: int) -> Any:
+        """Return the next `size` bytes."""
+        if self._at + size > len(self._bytes):
+            raise ValueError(f"at byte {self._at:,} it declares {size:,} bytes more than there are")
+        self._at += size
+        return self._bytes[self._at - size : self._at]
+
+    def _number(self, kind: str) -> Any:
+        size = struct.calcsize(f"<{kind}")
+        (value,) = struct.unpack(f"<{kind}", self._take(size))
+        return value
+
+    def _text(self) -> str:
+        return self._take(self._number("Q")).tobytes().decode("utf-8")
+
+    def _value(self, kind: int) -> Any:
+        """Return the next value; None for an array, which is passed over."""
+        if kind in NUMBERS:
+            return self._number(NUMBERS[kind])
+        if kind == TEXT:
+            return self._text()
+        if kind != ARRAY:
+            raise ValueError(f"a value of kind {kind} is not read")
+        kind, count = self._number("I"), self._number("Q")
+        self._elements += count
+        if self._elements > MAX_ELEMENTS:
+            raise ValueError(f"its arrays have {self._elements:,} elements, more than {MAX_ELEMENTS:,}")
+        if kind in NUMBERS:
+            self._take(count * struct.calcsize(f"<{NUMBERS[kind]}"))
+        elif kind == TEXT:
+            for _ in range(count):
+                self._take(self._number("Q"))
+        else:
+            raise ValueError(f"an array of kind {kind} is not read")
+        return None
+
+    def _place(self, gguf: Any) -> tuple[str, Shape, Any, int]:
+        """Return name, shape, kind and offset of the next tensor."""
+        name, dims = self._text(), self._number("I")
+        if not 1 <= dims <= MAX_DIMS:
+            raise ValueError(f"tensor {name!r} has {dims} dimensions")
+        # In GGUF the dimension that runs fastest comes first.
+        shape = tuple(self._number("Q") for _ in range(dims))[::-1]
+        return name, shape, gguf.GGMLQuantizationType(self._number("I")), self._number("Q")
 
 
 class GGUFFile(ModelFolder):
@@ -48,7 +140,7 @@ class GGUFFile(ModelFolder):
             missing = "the package gguf is not installed (pip install 'megarl[gguf]')"
             raise ConfigError(f"GGUF files: {missing}") from error
         self.path = Path(path)
-        self._reader = self._open()
+        self._header = self._open()
         self.architecture = self._known_architecture()
         self.config = self._read_config()
         self.shapes = hf_shapes(self.config)
@@ -57,7 +149,7 @@ class GGUFFile(ModelFolder):
         self._heads = (
             {"q_proj": sizes.heads, "k_proj": sizes.kv_heads} if INTERLEAVED[self.architecture] else {}
         )
-        self._tensors = {tensor.name: tensor for tensor in self._reader.tensors}
+        self._tensors = self._header.tensors
         self._names = self._check_tensors(sizes.layers)
 
     def dtype(self, name: str) -> torch.dtype:
@@ -79,26 +171,28 @@ class GGUFFile(ModelFolder):
             half = self.shapes[name][0] // heads // 2
             head, rest = rows // (2 * half), rows % (2 * half)
             rows = head * 2 * half + rest % half * 2 + rest // half
-        values = self._gguf.dequantize(data[rows.numpy()], found.tensor_type)
+        if len(box) == 1:  # stored as the one row of a matrix
+            values = self._gguf.dequantize(data, found.kind)[rows.numpy()]
+        else:
+            values = self._gguf.dequantize(data[rows.numpy()], found.kind)
         return (
             torch.from_numpy(values).float()[(slice(None), *(slice(*side) for side in box[1:]))].contiguous()
         )
 
-    def _open(self) -> Any:
+    def _open(self) -> Header:
         if not self.path.is_file():
             raise CheckpointError(f"{self.path}: {'not a file' if self.path.exists() else 'no such file'}")
         with self.path.open("rb") as file:
             if file.read(4) != b"GGUF":
                 raise CheckpointError(f"{self.path}: not a GGUF file (its first four bytes are not GGUF)")
         try:
-            return self._gguf.GGUFReader(self.path)
-        except (ValueError, IndexError, KeyError, OSError, OverflowError, MemoryError) as error:
+            return Header(self.path, self._gguf)
+        except (ValueError, OSError) as error:
             problem = f"truncated or damaged ({first_line(error)}; download it again)"
             raise CheckpointError(f"{self.path}: {problem}") from error
 
     def _value(self, key: str, default: Any = None) -> Any:
-        field = self._reader.get_field(key)
-        return default if field is None else field.contents()
+        return self._header.values.get(key, default)
 
     def _known_architecture(self) -> str:
         """Return general.architecture; refuse what the table cannot say."""
@@ -125,7 +219,7 @@ class GGUFFile(ModelFolder):
 
         with self._named("configuration"):
             made = AutoConfig.from_pretrained(
-                self.path.parent, gguf_file=self.path.name, local_files_only=True
+                self.path.parent, gguf_file=self.path.name, local_files_only=True, trust_remote_code=False
             ).to_diff_dict()
         config = {key: value for key, value in made.items() if not key.startswith("_")}
         # What transformers' reader leaves at its defaults for some of these architectures.
@@ -137,7 +231,7 @@ class GGUFFile(ModelFolder):
                 config[key] = size
         # Of the numbers that Hugging Face's files have, the nearest float32: written as short as it can be.
         config["rms_norm_eps"] = float(f"{made['rms_norm_eps']:.7g}")
-        config["tie_word_embeddings"] = "output.weight" not in {t.name for t in self._reader.tensors}
+        config["tie_word_embeddings"] = "output.weight" not in self._header.tensors
         if rope := self._scaled_rope(config):
             config["rope_parameters"] = rope
         with TemporaryDirectory() as folder:  # the checks of a folder's config.json, before anything is read
@@ -152,10 +246,10 @@ class GGUFFile(ModelFolder):
         """Return llama3's rope parameters where the file has its factors, which llama.cpp computes from them
         (Llama 3.1 and later: low 1, high 4, 8,192 positions, factor 8 or 32). transformers leaves them
         out."""
-        factors = next((t for t in self._reader.tensors if t.name == ROPE_FACTORS), None)
+        factors = self._header.tensors.get(ROPE_FACTORS)
         if factors is None:
             return None
-        found = torch.tensor(factors.data).float()
+        found = torch.tensor(self._gguf.dequantize(factors.data, factors.kind)).float()
         low, high, positions = 1.0, 4.0, 8192
         rope = dict(config.get("rope_parameters") or {"rope_theta": config.get("rope_theta", 10000.0)})
         wavelength = 2 * pi * rope["rope_theta"] ** (torch.arange(len(found)) / len(found))
@@ -196,8 +290,7 @@ class GGUFFile(ModelFolder):
                 raise damaged(
                     self.path, of if theirs else name, f"is missing ({family_of(self.config).prefix})"
                 )
-            # In GGUF the dimension that runs fastest comes first.
-            stored = tuple(int(size) for size in reversed(self._tensors[of].shape))
+            stored = self._tensors[of].shape
             if (stored[1:] if expert else stored) != shape or (expert and int(expert[2]) >= stored[0]):
                 raise damaged(self.path, of, f"shape {stored}, but the model has {shape}")
             names[name] = of, int(expert[2]) if expert else None
@@ -205,12 +298,12 @@ class GGUFFile(ModelFolder):
         if unknown:
             family = self.config["model_type"]
             raise damaged(self.path, min(unknown), f"a {family} model has no such tensor")
-        for tensor in {t.tensor_type: t for t in self._tensors.values()}.values():
+        for tensor in {t.kind: t for t in self._tensors.values()}.values():
             first = tensor.data.reshape(-1, tensor.data.shape[-1])[:1]
             try:
-                self._gguf.dequantize(first, tensor.tensor_type)
+                self._gguf.dequantize(first, tensor.kind)
             except NotImplementedError:
-                kind = tensor.tensor_type.name
+                kind = tensor.kind.name
                 raise damaged(self.path, tensor.name, f"quantisation {kind} is not read") from None
         return names
 
@@ -221,7 +314,7 @@ class GGUFFile(ModelFolder):
 
         with self._named("tokenizer"):
             tokenizer = AutoTokenizer.from_pretrained(
-                self.path.parent, gguf_file=self.path.name, local_files_only=True
+                self.path.parent, gguf_file=self.path.name, local_files_only=True, trust_remote_code=False
             )
         tokenizer.save_pretrained(folder)
         ids = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}

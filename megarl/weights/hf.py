@@ -175,7 +175,11 @@ class HFFolder(ModelFolder):
             if entry is None:
                 if critic and name == "score.weight":
                     continue
-                raise damaged(self.path, name, "no file has this tensor (config.json asks for it)")
+                problem = "no file has this tensor (config.json asks for it)"
+                if name == OUTPUT_NAME:
+                    remedy = "set tie_word_embeddings to true there, if the embedding is the output layer too"
+                    problem = f"no file has this tensor, and config.json does not tie it ({remedy})"
+                raise damaged(self.path, name, problem)
             if entry.shape != shape:
                 raise damaged(entry.path, name, f"shape {entry.shape}, but config.json asks for {shape}")
             if entry.dtype not in DTYPES:

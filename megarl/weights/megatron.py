@@ -651,8 +651,12 @@ def _finish(
 ) -> None:
     """Add what is not weights, and the checksums of all files. config: config.json, if it changes."""
     carry_along(source, folder, config)
-    paths = [path for path in folder.iterdir() if path.name not in digests]
-    others = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in paths}
+    found = {str(path.relative_to(folder)): path for path in folder.rglob("*") if path.is_file()}
+    others = {
+        name: hashlib.sha256(path.read_bytes()).hexdigest()
+        for name, path in found.items()
+        if name not in digests
+    }
     lines = [f"{digest}  {name}\n" for name, digest in sorted({**digests, **others}.items())]
     (folder / SUMS).write_text("".join(lines), encoding="utf-8")
     for name in (*others, SUMS):

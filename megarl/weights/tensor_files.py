@@ -28,7 +28,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megarl.config.errors import CheckpointError, MegarlError
-from megarl.config.files import fsync
+from megarl.config.files import fsync, stays_inside
 from megarl.parallel.comm import gather_over
 from megarl.weights.families import Shape
 from megarl.weights.shards import Box, full_box
@@ -40,6 +40,7 @@ SMALL = 64 << 10  # bytes up to which a thread of its own for hashing does not p
 CARRIED = (
     *("config.json", "generation_config.json", "special_tokens_map.json", "added_tokens.json"),
     *("tokenizer*", "vocab*", "merges*", "chat_template*", "*.model", "*.tiktoken"),
+    "additional_chat_templates/*.jinja",
 )
 
 
@@ -233,15 +234,28 @@ def readable(size: float) -> str:
     return f"{size / 1e9:.2f} GB" if size >= 1e9 else f"{size / 1e6:.2f} MB"
 
 
+def carried_files(source: Path) -> list[Path]:
+    """Return what an exported folder takes from its source. Raises CheckpointError for a link that leads out
+    of the folder: a copy would give another file of the user away."""
+    found = sorted({path for pattern in CARRIED for path in source.glob(pattern) if path.is_file()})
+    for path in found:
+        if not stays_inside(path, source):
+            remedy = "put the file itself there"
+            raise CheckpointError(f"{path}: leads out of the folder, to {os.path.realpath(path)} ({remedy})")
+    return found
+
+
 def carry_along(source: Path, folder: Path, config: Mapping[str, Any] | None = None) -> None:
     """Copy everything of a model's folder that is not weights, and wait until it is on disk.
-    config: config.json, where it is not the source's. Raises CheckpointError naming what cannot be copied."""
-    found = {path for pattern in CARRIED for path in source.glob(pattern) if path.is_file()}
-    for path in sorted(found):
-        copy = folder / path.name
+    config: config.json, where it is not the source's. Raises CheckpointError naming what cannot be copied, or
+    as `carried_files`."""
+    for path in carried_files(source):
+        copy = folder / path.relative_to(source)
         try:
+            copy.parent.mkdir(exist_ok=True)
             shutil.copyfile(path, copy)
             fsync(copy)
+            fsync(copy.parent)
         except OSError as error:
             raise CheckpointError(f"{copy}: cannot be copied from {path} ({error.strerror})") from error
     if config is not None:

