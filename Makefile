@@ -34,6 +34,11 @@ DATA ?=
 # Where the CPU build of torch is. Where this index is out of reach, pip takes what its other sources offer.
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 
+# No source distributions, whose setup pip runs. Some packages have nothing else: two of reasoning-gym's, and
+# transformer-engine-torch.
+# The locks have no hashes: an index may serve another build under the same version, as it does of torch for the CPU.
+WHEELS := --only-binary=:all:
+
 # What `make install-gpu` and `make lock-gpu` start from: the lock is for this Python.
 PYTHON_GPU ?= python3.12
 
@@ -80,8 +85,8 @@ $(STAMP): pyproject.toml constraints-cpu.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Makefile: $(PYTHON) is older than Python 3.11 (set PYTHON=python3.11)" >&2; exit 2; }
 	$(PYTHON) -m venv $(VENV)
 	@# torch first and alone: only this one package is asked of its index, and the CPU build is 200 MB where CUDA's is several GB.
-	$(BIN)/python -m pip install --quiet --no-deps --retries 1 --extra-index-url $(TORCH_INDEX) -c constraints-cpu.txt torch
-	$(BIN)/python -m pip install --quiet -c constraints-cpu.txt -e '.[dev]'
+	$(BIN)/python -m pip install --quiet --no-deps $(WHEELS) --retries 1 --extra-index-url $(TORCH_INDEX) -c constraints-cpu.txt torch
+	$(BIN)/python -m pip install --quiet $(WHEELS) -c constraints-cpu.txt -e '.[dev]'
 	@touch $@
 
 ifeq ($(ENGINE),sglang)
@@ -183,16 +188,16 @@ test-launch: $(LAUNCH)/installed ## the tests of tools/launch.py on NeMo-Run, in
 
 $(LAUNCH)/installed: pyproject.toml requirements-launch.txt
 	$(PYTHON) -m venv $(LAUNCH)
-	$(LAUNCH)/bin/python -m pip install --quiet --no-deps --retries 1 --extra-index-url $(TORCH_INDEX) -c requirements-launch.txt torch
-	$(LAUNCH)/bin/python -m pip install --quiet --no-deps -r requirements-launch.txt -e .
+	$(LAUNCH)/bin/python -m pip install --quiet --no-deps $(WHEELS) --retries 1 --extra-index-url $(TORCH_INDEX) -c requirements-launch.txt torch
+	$(LAUNCH)/bin/python -m pip install --quiet --no-deps $(WHEELS) -r requirements-launch.txt -e .
 	$(LAUNCH)/bin/python -m pip check
 	@touch $@
 
 $(SGLANG)/installed: pyproject.toml constraints-cpu.txt requirements-sglang-cpu.txt
 	$(PYTHON) -m venv $(SGLANG)
-	$(SGLANG)/bin/python -m pip install --quiet --no-deps --retries 1 --extra-index-url $(TORCH_INDEX) -c constraints-cpu.txt torch
-	$(SGLANG)/bin/python -m pip install --quiet -c constraints-cpu.txt -e '.[dev]'
-	$(SGLANG)/bin/python -m pip install --quiet --no-deps -r requirements-sglang-cpu.txt
+	$(SGLANG)/bin/python -m pip install --quiet --no-deps $(WHEELS) --retries 1 --extra-index-url $(TORCH_INDEX) -c constraints-cpu.txt torch
+	$(SGLANG)/bin/python -m pip install --quiet $(WHEELS) -c constraints-cpu.txt -e '.[dev]'
+	$(SGLANG)/bin/python -m pip install --quiet --no-deps $(WHEELS) -r requirements-sglang-cpu.txt
 	@touch $@
 
 lint: $(STAMP) ## ruff (rules and format) and the layers of docs/design.md
@@ -214,7 +219,7 @@ trl: .venv-trl/installed ## .venv-trl with TRL, the yardstick of `make bench BEN
 
 .venv-trl/installed: benchmarks/trl_requirements.txt
 	$(PYTHON) -m venv .venv-trl
-	.venv-trl/bin/python -m pip install --quiet --no-deps --retries 1 --extra-index-url $(TORCH_INDEX) -c benchmarks/trl_requirements.txt torch
+	.venv-trl/bin/python -m pip install --quiet --no-deps $(WHEELS) --retries 1 --extra-index-url $(TORCH_INDEX) -c benchmarks/trl_requirements.txt torch
 	.venv-trl/bin/python -m pip install --quiet -r benchmarks/trl_requirements.txt
 	@touch $@
 
@@ -236,7 +241,7 @@ $(GPU)/installed: $(GPU)/packages
 $(GPU)/packages: requirements-gpu.txt pyproject.toml
 	@$(PYTHON_GPU) -c 'import sys; sys.exit(sys.version_info[:2] != (3, 12))' || { echo "Makefile: requirements-gpu.txt is for Python 3.12 (set PYTHON_GPU=/path/of/python3.12)" >&2; exit 2; }
 	$(PYTHON_GPU) -m venv $(GPU)
-	grep -v '^transformer-engine-torch==' requirements-gpu.txt | $(GPU)/bin/python -m pip install --quiet --no-deps -r /dev/stdin
+	grep -v '^transformer-engine-torch==' requirements-gpu.txt | $(GPU)/bin/python -m pip install --quiet --no-deps $(WHEELS) -r /dev/stdin
 	$(GPU)/bin/python -m pip install --quiet --no-deps --no-build-isolation -e .
 	@touch $@
 

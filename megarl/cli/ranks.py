@@ -174,8 +174,9 @@ def start_ranks(
 
 @contextmanager
 def _without_current_folder() -> Iterator[None]:
-    """Keep Python processes that are started in the block from importing what lies in the current folder: a
-    rank on GPUs begins as `python -c`, which would look there first."""
+    """Keep Python processes that start in the block from importing files of the current folder.
+
+    A rank on GPUs begins as `python -c`, which would look there first."""
     name = "PYTHONSAFEPATH"
     before = os.environ.get(name)
     os.environ[name] = "1"

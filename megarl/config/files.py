@@ -1,5 +1,4 @@
-"""Files of runs, checkpoints and model folders: opened only where they are files, JSON objects, bytes that
-are on disk, and what becomes of a run whose disk is full.
+"""Files of runs, checkpoints and model folders: how they are opened, and written whole or not at all.
 
 What a run writes is one of two kinds. Without an `essential` file it ends, in one line. What is `Dispensable`
 it goes on without, and says so once. Neither leaves half a file under its name (`whole_file`), or half a line
@@ -67,8 +66,9 @@ def read_json(path: Path, absent: str = "is missing") -> dict[str, Any]:
 
 
 def check_files(folder: Path) -> None:
-    """Raise CheckpointError for a pipe or device among the files of a model's folder, which other libraries
-    open: they would wait for a writer, or never come to an end."""
+    """Raise CheckpointError for a pipe or device in a model's folder.
+
+    Other libraries open its files, and would wait for a writer, or read without end."""
     for path in [*folder.glob("*"), *folder.glob("*templates/*")]:
         with suppress(OSError):  # a link to nothing is missed by who wants to read it
             kind = path.stat().st_mode
@@ -173,8 +173,9 @@ def whole_file(path: Path) -> Iterator[BufferedWriter]:
 
 
 def open_new(path: Path) -> BufferedWriter:
-    """Open a file that is not there yet for writing. What has its name is removed first, as a killed process
-    may have left it; a link is removed and not followed. Raises OSError."""
+    """Open a new file for writing. Raises OSError.
+
+    A file of that name, which a killed process may have left, is removed first; so is a link."""
     path.unlink(missing_ok=True)
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     return open(os.open(path, flags, 0o666), "wb")

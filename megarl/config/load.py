@@ -43,7 +43,7 @@ from megarl.config.schema import (
 
 Settings = dict[str, Any]
 MAX_DEPTH = 8  # sections within sections; the schema has 3, and an alias that holds itself has no end
-MAX_VALUES = 100_000  # of a file, each alias as what it stands for; a configuration has some hundred
+MAX_VALUES = 100_000  # of a file, with every alias expanded; a configuration has some hundred
 COMMAND_LINE = "command line"
 PACKAGE = Path(__file__).resolve().parents[1]  # its configs/ is a link in a checkout, a folder in a wheel
 SHOWN = 60  # characters of a value in a message
@@ -357,11 +357,11 @@ def _parse(text: str, where: str) -> tuple[Any, Node | None]:
 
 
 def _count_values(node: Node, counts: dict[int, int]) -> int:
-    """Return how many values a document has once each alias is replaced by what it stands for.
+    """Return how many values a document has with every alias expanded.
 
     counts: of the nodes that were counted. A few lines of aliases to aliases can stand for more values than
-    memory holds. A node that holds itself stands for half of what is allowed: once is told apart by its key
-    (MAX_DEPTH), twice is too much."""
+    memory holds. A node that holds itself counts as half of MAX_VALUES: one such alias is left to MAX_DEPTH,
+    two are too many."""
     if id(node) not in counts:
         counts[id(node)] = MAX_VALUES // 2 + 1
         children = node.value if isinstance(node, MappingNode | SequenceNode) else []

@@ -123,9 +123,10 @@ def finite(value: Any, what: str, wanted: str) -> float:
 
 @contextmanager
 def _current_folder(module: str) -> Iterator[None]:
-    """Have Python look for modules in the current folder too while the block imports one that is not
-    elsewhere. At other times files there are not imported: a library may ask for a module that is not
-    installed, and the folder may be anybody's."""
+    """Search the current folder too while the block imports a module that is not elsewhere.
+
+    At other times files there are not imported: libraries ask for optional modules, such as apex, and the
+    folder may be anybody's."""
     folder = os.getcwd()
     if folder in sys.path or module in sys.modules or importlib.util.find_spec(module) is not None:
         yield

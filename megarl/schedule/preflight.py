@@ -57,6 +57,7 @@ from megarl.weights.shards import (
     check_muon,
     check_recomputed,
 )
+from megarl.weights.tensor_files import carried_files
 
 # JSON files of a tokenizer, and one for engines, which an export contains too.
 TOKENIZER_FILES = (
@@ -215,6 +216,8 @@ def preflight_evaluation(
 def check_model(path: Path, key: str, config: Config, *, critic: bool = False) -> ModelFolder:
     """Read a folder's headers, check its sizes against the parallel layout, and return it."""
     folder = _open_folder(path, key, critic=critic)
+    with _named(key):
+        carried_files(path)  # an export of the run copies them
     sizes = config.parallel
     check_layout(folder.config, sizes.tp, sizes.pp, sizes.ep, sizes.vpp)
     check_sizes(config, folder.config, key)

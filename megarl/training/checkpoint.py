@@ -48,7 +48,7 @@ def _is_list_of_files(value: Any) -> bool:
     )
 
 
-# What a manifest must have, whoever wrote it.
+# Required keys of a manifest: anybody can write one with a right checksum.
 MANIFEST_PARTS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "stage": (lambda value: isinstance(value, str), "a text"),
     "step": (lambda value: type(value) is int and value >= 0, "a whole number"),

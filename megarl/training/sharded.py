@@ -147,8 +147,9 @@ def _load(wanted: dict[str, Any], folder: Path, model: ModelChunks, remedy: str)
 
 
 def _take_objects(chunk: dict[str, Any]) -> dict[str, str]:
-    """Remove the objects from a chunk's sharded state, all of them histories of FP8's delayed scaling, and
-    return the key in the file of each: Megatron would unpickle what the file has there."""
+    """Remove FP8's histories of delayed scaling from a chunk's sharded state; return their keys in the file.
+
+    They are its only objects, which Megatron would unpickle from the file."""
     names = [name for name, value in chunk.items() if isinstance(value, ShardedObject)]
     return {name: chunk.pop(name).unique_key for name in names}
 

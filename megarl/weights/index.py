@@ -1,4 +1,4 @@
-"""The parts of a Megatron distributed checkpoint that are pickles, read without running what they name.
+"""The pickles of a Megatron distributed checkpoint, read without running what they name.
 
 torch unpickles the index (`.metadata`) as it is, and so it does with every entry that the index calls an
 object and not a tensor. A checkpoint may come from anywhere, so both are read here by allowlists first.

@@ -28,7 +28,7 @@ from megarl.weights.families import read_config
 from megarl.weights.tensor_files import Processes, carry_along, new_folder
 from megarl_tasks.pretrained import SMOLLM2, fetch
 from tests.cli.processes import environment
-from tests.cli.scene import CONFIG, QUESTIONS, write_jsonl
+from tests.cli.scene import CONFIG, QUESTIONS, Scene, write_jsonl
 from tests.tiny_models import make_tiny_model
 
 NOBODY = 65534
@@ -357,6 +357,13 @@ class TestCarriedFiles:
         with pytest.raises(CheckpointError, match=f"{name}: leads out of the folder"):
             carry_along(model, tmp_path / "out")
         assert list((tmp_path / "out").iterdir()) == []
+
+    def test_a_run_says_so_before_it_begins(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        scene = Scene.make(tmp_path)
+        scene.capsys = capsys
+        (tmp_path / "secret").write_text("a key")
+        (tmp_path / "model" / "vocab.txt").symlink_to(tmp_path / "secret")
+        assert "vocab.txt: leads out of the folder" in scene.train_refused()
 
     def test_a_folder_that_is_a_link_is_refused(self, tmp_path: Path) -> None:
         model = self.make(tmp_path)
