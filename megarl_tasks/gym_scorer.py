@@ -18,6 +18,7 @@ from reasoning_gym.factory import DATASETS
 
 from megarl.config.errors import ConfigError
 from megarl.rewards.verdict import Verdict
+from megarl_tasks.gym_answers import checked
 
 OPENING, CLOSING = "<answer>", "</answer>"
 _SUGGESTED = 3
@@ -212,20 +213,23 @@ def verify(response: str, entry: str) -> Verdict:
 
     entry: of `pack_entry`. Where the scorer raises, and does so of the answer that is known to be right too,
     so does this: nobody has judged. Where it raises of this answer alone, the answer has brought it about,
-    and is wrong."""
+    and is wrong. An answer that a scorer would run as code is wrong, with an error that says so."""
     found = extract_answer(response)
     if found is None:
         return Verdict(False, score=0.0)
     kept = unpack_entry(entry)
     score = _scorer(kept["task"], json.dumps(kept["parameters"]))
+    answer, code = checked(kept["task"], found, kept["entry"])
     try:
-        value = float(score(found, kept["entry"]))
+        value = float(score(answer, kept["entry"]))
     except (MemoryError, RecursionError):
         raise
     except Exception as error:  # noqa: BLE001 (recorded with the verdict)
-        float(score(kept["answer"], unpack_entry(entry)["entry"]))  # or the failure is the scorer's
+        known, _ = checked(kept["task"], kept["answer"], kept["entry"])
+        float(score(known, unpack_entry(entry)["entry"]))  # or the failure is the scorer's
         text = str(error).split("\n")[0]
         return Verdict(
             False, found, f"{kept['task']}: its scorer refuses the answer: {type(error).__name__}: {text}"
         )
-    return Verdict(value >= 1, found, score=value)
+    error = None if code is None else f"{kept['task']}: the answer is code ({code}), which is not run"
+    return Verdict(value >= 1, found, error, score=value)

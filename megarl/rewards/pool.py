@@ -1,7 +1,7 @@
 """Verification in processes of its own: a verifier that hangs, dies or eats memory costs one answer a
 recorded failure. What an answer can bring about (time, memory, a crash) makes it wrong, else a policy would
-learn to write such answers; what it cannot (a process that is killed or does not start, a function that
-raises, a service that is down) leaves it unjudged.
+learn to write such answers; what it cannot (a process that is killed once or does not start, a function
+that raises, a service that is down) leaves it unjudged.
 
 One event loop talks to all workers. A worker answers item after item, so that the limit holds for each item,
 while a batch of items travels in one message, JSON on one line. `VerifierPool` is the parent's side, `work`
@@ -11,6 +11,7 @@ the worker's.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -18,7 +19,8 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, cast
 
 from megarl.config.errors import ConfigError, WaitTimeout
-from megarl.rewards.process import FAILED_STARTS, FROM_OUTSIDE, START_LIMIT, LimitedProcess, serve
+from megarl.rewards.process import FAILED_STARTS, START_LIMIT, LimitedProcess, serve
+from megarl.rewards.sandbox import CALCULATE, STRICT, Supervised
 from megarl.rewards.verdict import (
     Judged,
     Reference,
@@ -38,6 +40,9 @@ if TYPE_CHECKING:  # a worker needs no pydantic
     from megarl.config.schema import RewardTerm
 
 _MAX_BATCH = 64
+# Packages whose verifiers and terms only calculate: their processes need no network and no programs.
+_CALCULATING = ("megarl", "megarl_tasks", "megarl_verifier")
+_BUSY = 0.5  # share of the limit that an answer has spent calculating if the time-out is its own fault
 
 # Response text and reference; where the terms of the reward are wanted too, then `length`, `longest`
 # and `truncated` of `Judged`.
@@ -52,6 +57,8 @@ class VerifierPool:
     memory_mib  data memory of one worker, MiB; a verifier that needs more gets a MemoryError (recorded)
     own         verifiers that References name: a worker imports them before its first answer, which has a
     limit
+    sandbox     what verifiers and terms of the user may reach, as `reward.sandbox` says; megarl's own may
+    reach nothing in any case
 
     The processes are started by the first `verify` and end with `close`, with the `with` block, or when this
     process dies. Not thread-safe. Raises ConfigError at once if the verifier or a term does not exist."""
@@ -64,12 +71,13 @@ class VerifierPool:
         memory_mib: int = 2048,
         terms: Mapping[str, RewardTerm] = MappingProxyType({}),
         own: Sequence[str] = (),
+        sandbox: str = STRICT,
     ) -> None:
         if workers < 1 or timeout <= 0 or memory_mib < 64:
             given = f"{workers}, {timeout}, {memory_mib}"
             raise ValueError(f"workers >= 1, timeout > 0 and memory_mib >= 64 expected (got {given})")
         self.timeout = timeout
-        self._settings = {
+        self._settings: dict[str, Any] = {
             "verifier": verifier_path(verifier_name),  # its worker need not look for it
             "terms": {name: (term.function, term.arguments) for name, term in terms.items()},
             "timeout": timeout,
@@ -77,6 +85,9 @@ class VerifierPool:
             "own": list(own),
         }
         _functions(self._settings)
+        paths = [self._settings["verifier"], *own, *(term.function for term in terms.values())]
+        ours = all(path.partition(":")[0].partition(".")[0] in _CALCULATING for path in paths)
+        self._sandbox = CALCULATE if ours else sandbox
         self._workers: list[_Worker | None] = [None] * workers
         self._failed_starts = 0
         self._has_judged = False
@@ -111,7 +122,12 @@ class VerifierPool:
     @property
     def pids(self) -> list[int]:
         """The processes that run now."""
-        return [one.process.pid for one in self._workers if one is not None and one.process.poll() is None]
+        return [one.pid for one in self._workers if one is not None and one.pid is not None and one.alive]
+
+    @property
+    def lacks(self) -> list[str]:
+        """The protections of the sandbox that this machine lacks, as far as workers have started."""
+        return next((one.lacks for one in self._workers if one is not None and one.lacks), [])
 
     @property
     def waiting(self) -> int:
@@ -122,10 +138,11 @@ class VerifierPool:
         """Return one verdict per item, in their order.
 
         An answer that takes longer than the limit has Verdict.error "timeout after 10 s" and is wrong; so is
-        one whose worker crashed ("verifier died (signal 11)"), and it is unjudged where the worker was killed
-        ("verifier died (signal 9)"). Either must happen twice, and leaves the other answers alone: a worker
-        that was killed or stopped from outside once changes no verdict. Where no worker can be started,
-        raises WaitTimeout or ConfigError before anything was judged; later, what is left is unjudged."""
+        one whose worker died with it ("verifier died (signal 11)") twice, the second time as the first answer
+        of a new worker. A time-out counts at once if the worker was calculating, and otherwise must happen
+        twice too: a worker that was killed or stopped from outside once changes no verdict. Where no worker
+        can be started, raises WaitTimeout or ConfigError before anything was judged; later, what is left is
+        unjudged."""
         if self._loop is None:
             # Not new_event_loop: the process may have another policy (SGLang's is uvloop).
             self._loop = asyncio.SelectorEventLoop()
@@ -143,9 +160,11 @@ class VerifierPool:
         workers = len(self._workers)
         at_most = max(1, min(_MAX_BATCH, len(items) // (4 * workers)))
 
+        failed: list[Exception] = []
+
         async def judge(slot: int) -> None:
             """Have the worker of this slot, or the one that replaces it, judge batches until nothing is
-            left."""
+            left, or until none can be started."""
             while todo:
                 worker = self._workers[slot]
                 if worker is None or not worker.alive:
@@ -154,21 +173,20 @@ class VerifierPool:
                     except (WaitTimeout, ConfigError) as problem:
                         if not self._has_judged:
                             raise
-                        for item in todo:
-                            verdicts[item] = Verdict(False, error=str(problem), judged=False)
-                        todo.clear()
+                        failed.append(problem)
                         return
                 worker.give([todo.popleft() for _ in range(min(at_most, len(todo)))], items)
                 while worker.batch:
+                    began = time.monotonic()
                     try:
                         verdict = Verdict(*await worker.receive(self.timeout))
-                    except (TimeoutError, EOFError) as problem:
-                        late, how = isinstance(problem, TimeoutError), worker.end()
-                        item = worker.batch[0]
-                        if item in lost:
+                    except (TimeoutError, EOFError, ValueError, TypeError) as problem:
+                        late = isinstance(problem, TimeoutError)
+                        own = late and worker.calculated_since(began) >= _BUSY * self.timeout
+                        item, how = worker.batch[0], worker.end()
+                        if own or item in lost:
                             error = f"timeout after {self.timeout:g} s" if late else f"verifier died ({how})"
-                            judged = late or how not in FROM_OUTSIDE
-                            verdicts[worker.batch.popleft()] = Verdict(False, error=error, judged=judged)
+                            verdicts[worker.batch.popleft()] = Verdict(False, error=error)
                         lost.add(item)
                         todo.extendleft(reversed(worker.batch))
                         worker.batch.clear()
@@ -176,26 +194,34 @@ class VerifierPool:
                         self._has_judged = True
                         verdicts[worker.batch.popleft()] = verdict
 
-        await asyncio.gather(*(judge(slot) for slot in range(min(workers, len(items)))))
+        slots = range(min(workers, len(items)))
+        while todo and len(failed) < len(slots):
+            # One that could not start a worker left its answers to the others.
+            await asyncio.gather(*(judge(slot) for slot in slots))
+        for item in todo:
+            verdicts[item] = Verdict(False, error=str(failed[-1]), judged=False)
         return cast(list[Verdict], verdicts)
 
     async def _start(self, slot: int) -> _Worker:
-        """Start a worker, and others if it dies at its start; what was in its slot ends."""
+        """Start a worker, and others if it dies at its start or takes too long; what was in its slot ends."""
         while True:
             if (old := self._workers[slot]) is not None:
                 old.end()
             self._workers[slot] = worker = None
             try:
-                worker = self._workers[slot] = _Worker()
+                worker = self._workers[slot] = _Worker(self._sandbox)
                 problem = await worker.connect(self._settings)
             except (OSError, EOFError) as error:  # OSError: TimeoutError is one, and a machine that is full
                 reason = f"{type(error).__name__}: {error}"
                 if worker is not None:
                     reason = f"{worker.end()}; {worker.last_line}"
-                if isinstance(error, TimeoutError):
+                self._failed_starts += 1
+                # A starved machine starts slowly, which says nothing of the answers: they wait.
+                if isinstance(error, TimeoutError) and (
+                    not self._has_judged or self._failed_starts >= FAILED_STARTS
+                ):
                     late = f"a worker process was not ready within {START_LIMIT:g} s ({reason})"
                     raise WaitTimeout(f"reward.verifier: {late}") from None
-                self._failed_starts += 1
                 if self._failed_starts >= FAILED_STARTS:
                     died = f"{FAILED_STARTS} worker processes died at their start ({reason})"
                     raise ConfigError(f"reward.verifier: {died}") from None
@@ -209,14 +235,22 @@ class VerifierPool:
 class _Worker(LimitedProcess):
     """One process, and the items that it has not answered yet."""
 
-    def __init__(self) -> None:
-        super().__init__(__name__)
+    def __init__(self, sandbox: str) -> None:
+        super().__init__(__name__, sandbox)
         self.batch: deque[int] = deque()
 
     def give(self, batch: Iterable[int], items: Sequence[Item]) -> None:
         """Put the items `batch` on their way."""
         self.batch.extend(batch)
+        self._given, self._cpu = time.monotonic(), self.cpu_seconds()
         self.send([items[i] for i in self.batch])
+
+    def calculated_since(self, began: float) -> float:
+        """Return the least CPU time that the present item has taken, seconds.
+
+        began  time.monotonic() when it became the first of the batch: the items before it took no more CPU
+               time than time"""
+        return self.cpu_seconds() - self._cpu - (began - self._given)
 
 
 def judge(
@@ -255,9 +289,9 @@ def _functions(settings: Mapping[str, Any]) -> tuple[Verifier, dict[str, Term]]:
     return get_verifier(settings["verifier"]), terms
 
 
-def work() -> None:
+def work(process: Supervised) -> None:
     """Be a worker."""
-    serve(_judging)
+    serve(process, _judging)
 
 
 def _judging(settings: dict[str, Any]) -> Callable[[Any], Iterator[Any]]:

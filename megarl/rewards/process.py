@@ -15,10 +15,11 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
-from typing import Any, cast
+from pathlib import Path
+from typing import Any
 
 from megarl.config.errors import ConfigError
+from megarl.rewards.sandbox import Supervised, restrict
 
 START_LIMIT = 60.0  # seconds; importing sympy from a busy network file system is slow
 FAILED_STARTS = 3
@@ -31,8 +32,11 @@ _KEPT_ENVIRONMENT = ("LANG", "LC_ALL", "LD_LIBRARY_PATH", "PATH", "PYTHONHOME", 
 # Results must not depend on the process that gives them, and the order of a Python set does.
 _OWN_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}
 # megarl, what lies beside it and the user's module are found where this process finds them, in its order.
-_BOOT = "import sys; sys.path[:] = sys.argv[1:]; from {} import work; work()"
-_GRACE = 2.0  # seconds after the limit of an answer at which a process whose parent has died ends by itself
+_BOOT = (
+    "import sys; sandbox, sys.path[:] = sys.argv[1], sys.argv[2:]; "
+    "from megarl.rewards.sandbox import supervise; process = supervise(sandbox); "
+    "from {} import work; work(process)"
+)
 _PARENT_CHECK = 5.0  # seconds
 _END_LIMIT = 10.0  # seconds in which a process that is to end is expected to be gone
 # Address space beyond the data memory: the interpreter, its libraries and what they map. Bounds shared
@@ -41,20 +45,31 @@ _MAPPED = 1 << 30
 
 
 class LimitedProcess:
-    """A process that runs `work()` of `module`, which calls `serve`; and its pipes.
+    """A process that runs `work(process)` of `module`, which calls `serve`; its supervisor; and its pipes.
 
+    sandbox  see sandbox.py
     longest  bytes of a message from it
-    group    whether what it starts itself ends with it"""
+    lacks    the protections of the sandbox that this machine lacks, once it is connected
 
-    def __init__(self, module: str, longest: int = 1 << 20, group: bool = False) -> None:
-        self.last_line, self._longest, self._group = "", longest, group
+    What the process starts itself ends with it."""
+
+    def __init__(self, module: str, sandbox: str, longest: int = 1 << 20) -> None:
+        self.last_line, self._longest = "", longest
+        self.pid: int | None = None
+        self.lacks: list[str] = []
         self._ready = self._ended = self._killed = False
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 (closed by `end`)
         self._transports: list[asyncio.BaseTransport] = []
         self.process = subprocess.Popen(
             # It writes bytecode only where this process does: under a limit of file size it is cut off.
             [
-                *(sys.executable, *(["-B"] if sys.dont_write_bytecode else []), "-c", _BOOT.format(module)),
+                *(
+                    sys.executable,
+                    *(["-B"] if sys.dont_write_bytecode else []),
+                    "-c",
+                    _BOOT.format(module),
+                    sandbox,
+                ),
                 *(entry or os.getcwd() for entry in sys.path),
             ],
             stdin=subprocess.PIPE,
@@ -62,12 +77,19 @@ class LimitedProcess:
             stderr=self._stderr,
             bufsize=0,
             env=plain_environment(),
-            process_group=0 if group else None,
         )
 
     @property
     def alive(self) -> bool:
         return not self._ended and self.process.poll() is None
+
+    def cpu_seconds(self) -> float:
+        """Return the CPU time that the process has taken so far, 0.0 where it has ended."""
+        try:
+            fields = Path(f"/proc/{self.pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+        except OSError:
+            return 0.0
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
     async def connect(self, settings: dict[str, Any]) -> str | None:
         """Wait until the process is ready; return the reason why it cannot be. Raises as `receive`."""
@@ -79,9 +101,13 @@ class LimitedProcess:
         self._sink, _ = await loop.connect_write_pipe(asyncio.BaseProtocol, self.process.stdin)
         self._transports.append(self._sink)
         self.send(settings)
-        problem = await self.receive(START_LIMIT)
+        self.pid = await self.receive(START_LIMIT)
+        answer = await self.receive(START_LIMIT)
         self._ready = True
-        return cast(str | None, problem)
+        if isinstance(answer, str):
+            return answer
+        self.lacks = answer["lacks"]
+        return None
 
     def send(self, message: Any) -> None:
         """Put a message on its way; never waits for the process to read."""
@@ -110,7 +136,7 @@ class LimitedProcess:
         return self.end()
 
     def end(self) -> str:
-        """Kill this process (its own pid only, or its own group), close its pipes and say how it ended."""
+        """Kill this process with all that it has started, close its pipes and say how it ended."""
         if not self._ended:
             if self._transports and self._answers.at_eof():
                 # It closed its pipe, so it is about to be gone, and its own way of ending is the news. One
@@ -140,16 +166,13 @@ class LimitedProcess:
 
     def _kill(self) -> None:
         self._killed = self._killed or self.process.poll() is None
-        if self._group:
-            with suppress(ProcessLookupError):  # all of it has gone
-                os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.kill()
+        self.process.terminate()  # the supervisor kills the others first
 
     def _wait(self, limit: float) -> None:
         try:
             self.process.wait(limit)
         except subprocess.TimeoutExpired:
-            return  # killed next, or stuck in the kernel after SIGKILL: the run goes on without it
+            self.process.kill()  # something is stuck in the kernel after SIGKILL: the run goes on without it
 
     async def _gone(self, limit: float) -> None:
         """Wait as `_wait`, on the event loop."""
@@ -158,18 +181,13 @@ class LimitedProcess:
             await asyncio.sleep(0.005)
 
 
-def serve(prepare: Callable[[dict[str, Any]], Callable[[Any], Iterator[Any]]]) -> None:
-    """Be such a process: read the settings, answer `null` (ready) or the reason why it cannot start, and
-    answer messages until input ends.
+def serve(process: Supervised, prepare: Callable[[dict[str, Any]], Callable[[Any], Iterator[Any]]]) -> None:
+    """Be such a process: read the settings, answer `{"lacks": ...}` (ready) or the reason why it cannot
+    start, and answer messages until input ends. The sandbox closes behind `prepare`.
 
     prepare   makes of the settings the function from a message to its answers; its ConfigError goes to the
               parent
-    settings  timeout: seconds for one answer; memory_mib: data memory, MiB; and what `prepare` needs"""
-    follow_parent()
-    # Signals for the job (Ctrl-C, Slurm's warning) are the trainer's business, which needs such processes to
-    # save and stop.
-    for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
-        signal.signal(number, signal.SIG_IGN)
+    settings  memory_mib: data memory, MiB; and what `prepare` needs"""
     source, sink = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     settings = json.loads(source.readline())
     # What the user's code prints must not get into the messages; stderr stays for a failing start.
@@ -191,15 +209,9 @@ def serve(prepare: Callable[[dict[str, Any]], Callable[[Any], Iterator[Any]]]) -
         write(str(error))
         return
     os.dup2(nowhere, 2)
-    write(None)
+    write({"lacks": restrict(process)})
     for line in source:
-        answers = answers_to(json.loads(line))
-        while True:
-            limit_answer(settings["timeout"])
-            answer = next(answers, answers)
-            signal.setitimer(signal.ITIMER_REAL, 0)
-            if answer is answers:  # there is no more
-                break
+        for answer in answers_to(json.loads(line)):
             write(answer)
 
 
@@ -208,14 +220,6 @@ def guard() -> None:
     is gone: it and what it started end then."""
     follow_parent()
     sys.exit(subprocess.call(sys.argv[2:]))
-
-
-def limit_answer(seconds: float) -> None:
-    """Have this process end by itself some time after an answer was due.
-
-    The parent kills a process that overruns. If the parent is dead nobody does: SIGALRM's default action ends
-    it."""
-    signal.setitimer(signal.ITIMER_REAL, seconds + _GRACE)
 
 
 def plain_environment() -> dict[str, str]:

@@ -30,9 +30,9 @@ from megarl.rewards.process import (
     FROM_OUTSIDE,
     START_LIMIT,
     LimitedProcess,
-    limit_answer,
     serve,
 )
+from megarl.rewards.sandbox import STRICT, Supervised
 from megarl.rewards.verdict import MAX_TEXT, UnusableError, Verdict, as_verdict, finite, imported, short
 
 MCP = "mcp:"  # what a tool's path begins with that an MCP server has (mcp_tools.py)
@@ -111,10 +111,11 @@ class ToolPool:
     memory_mib         data memory of one process, MiB
     observation_bytes  of UTF-8 that come back of a call; the rest is cut off, and a mark says so
     environment        `module:Class`, made with `arguments`
+    sandbox            what the calls may reach, as `rollout.sandbox` says
 
     A job that takes too long, that runs out of memory or whose process dies is tried once more, in a new
-    process, before that counts. What the policy can have brought about so is `judged`; a process killed from
-    outside is not. More jobs than processes wait in their order; only a job whose environment is kept by a
+    process, before that counts and is `judged`: the policy can have brought it about. A process that does not
+    start is not. More jobs than processes wait in their order; only a job whose environment is kept by a
     process that is busy lets later ones pass.
 
     For one event loop until `close`, without threads. The processes end with that, or when this process
@@ -128,12 +129,13 @@ class ToolPool:
         observation_bytes: int = 8192,
         environment: str | None = None,
         arguments: Mapping[str, Any] = MappingProxyType({}),
+        sandbox: str = STRICT,
     ) -> None:
         if workers < 1 or seconds <= 0 or memory_mib < 64 or observation_bytes < 1:
             given = f"{workers}, {seconds}, {memory_mib}, {observation_bytes}"
             wanted = "workers >= 1, seconds > 0, memory_mib >= 64 and observation_bytes >= 1"
             raise ValueError(f"{wanted} expected (got {given})")
-        self.seconds, self.environment = seconds, environment
+        self.seconds, self.environment, self._sandbox = seconds, environment, sandbox
         self._settings = {
             "timeout": seconds,
             "memory_mib": memory_mib,
@@ -153,7 +155,7 @@ class ToolPool:
     @property
     def pids(self) -> list[int]:
         """The processes that run now."""
-        return [one.process.pid for one in self._slots if one is not None and one.alive]
+        return [one.pid for one in self._slots if one is not None and one.pid is not None and one.alive]
 
     @property
     def waiting(self) -> list[_Job]:
@@ -310,6 +312,8 @@ class ToolPool:
             problem = await self._tried(slot, job)
             if "lost" in problem and job.wanted:
                 problem = await self._tried(slot, job)
+                if problem.get("killed"):  # twice, in a process of its own: the job has brought it about
+                    problem["judged"] = True
             return problem
         except BaseException:
             if (process := slots[slot]) is not None:
@@ -345,10 +349,10 @@ class ToolPool:
         except EOFError:
             how = await process.finish()
             error = f"{'tool' if job.key is None else 'environment'} died ({how})"
-            return {"error": error, "judged": how not in FROM_OUTSIDE, "lost": True}
+            return {"error": error, "judged": how not in FROM_OUTSIDE, "lost": True, "killed": True}
         except ValueError:  # its pipe was written to by who has no business there
             await process.finish()
-            return {"error": "its process answered no JSON", "judged": False, "lost": True}
+            return {"error": "its process answered no JSON", "judged": False, "lost": True, "killed": True}
         if "lost" in answer:
             await process.finish()
         elif not answer.get("kept"):
@@ -367,7 +371,7 @@ class ToolPool:
         for _ in range(FAILED_STARTS):
             self._slots[slot] = process = None
             try:
-                process = self._slots[slot] = _ToolProcess(self._longest)
+                process = self._slots[slot] = _ToolProcess(self._sandbox, self._longest)
                 await process.connect(self._settings)
                 return process
             except (OSError, EOFError) as error:  # OSError: TimeoutError is one, and a machine that is full
@@ -395,14 +399,14 @@ class _Job:
 class _ToolProcess(LimitedProcess):
     """One process, and the keys of the environments that it has, the newest last."""
 
-    def __init__(self, longest: int) -> None:
-        super().__init__(__name__, longest, group=True)
+    def __init__(self, sandbox: str, longest: int) -> None:
+        super().__init__(__name__, sandbox, longest)
         self.keys: OrderedDict[int, None] = OrderedDict()
 
 
-def work() -> None:
+def work(process: Supervised) -> None:
     """Be a process for tools and environments."""
-    serve(lambda settings: _Inside(**settings).answers)
+    serve(process, lambda settings: _Inside(**settings).answers)
 
 
 class _Inside:
@@ -422,7 +426,6 @@ class _Inside:
             self.kept.pop(job["forget"], None)
             return
         is_tool = "function" in job
-        limit_answer(START_LIMIT)
         try:
             if is_tool:
                 function = _tool(job["function"])

@@ -120,7 +120,7 @@ def test_answers_are_extracted_as_by_reasoning_gym(pieces: list[str]) -> None:
 def test_every_task() -> None:
     """All that are registered: the same rows twice, the known answer right, no score outside 0 and 1, and no
     answer that a scorer would leave unjudged."""
-    from megarl_tasks.gym_scorer import tasks_by_kind, verify
+    from megarl_tasks.gym_scorer import make_task, tasks_by_kind, unpack_entry, verify
 
     names = [name for names in tasks_by_kind().values() for name in names]
     assert len(names) == 105
@@ -132,6 +132,9 @@ def test_every_task() -> None:
         if row.answer:
             verdict = verify(f"It is <answer>{row.answer}</answer>", row.entry)
             assert verdict.correct and verdict.score == 1.0, (row.task, row.index, verdict)
+            kept = unpack_entry(row.entry)
+            scorer = make_task(row.task, kept["parameters"], 0, 1)
+            assert scorer.score_answer(row.answer, kept["entry"]) == 1.0  # without a grammar before it
         else:
             untold.add(row.task)
         for wrong in ("", "zzz", "0", "[1, 2]", '{"a": 1}', "(("):

@@ -1,0 +1,462 @@
+"""Confine processes that handle a policy's text: verifiers, tools and environments.
+
+`supervise` forks the process below a supervisor that kills everything it leaves behind. `restrict` then gives
+up rights for good. Each layer is optional in the kernel; `restrict` returns the protections that are missing.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import json
+import os
+import platform
+import resource
+import shutil
+import signal
+import struct
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple, NoReturn
+
+# What the user's code may do. "calculate" is for megarl's own verifiers, which need nothing: like "strict",
+# but it starts no programs either.
+CALCULATE, STRICT, NETWORK, OFF = "calculate", "strict", "network", "off"
+
+# The protections by what an attacker could reach without them.
+PROCESSES, FILES, SOCKETS = "other processes", "files", "the network"
+
+_PARENT_CHECK = 1.0  # seconds between two looks at whether the parent is alive
+_WATCHED = (signal.SIGCHLD, signal.SIGTERM, signal.SIGHUP)
+_IGNORED = (signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)  # the trainer's business
+_MOST_PROCESSES = 256
+
+# linux/prctl.h
+_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_SECCOMP = 1, 4, 22
+_PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS = 36, 38
+# linux/sched.h
+_NEW_MOUNTS, _NEW_IPC, _NEW_USER, _NEW_PIDS, _NEW_NETWORK = 0x20000, 0x8000000, 1 << 28, 1 << 29, 1 << 30
+_ANY_NEW, _CLONE_THREAD = 0x7E020080, 0x10000
+_MOUNT_PRIVATE = (1 << 18) | (1 << 14)
+_CAN_READ_ALL = (1 << 1) | (1 << 2)  # capabilities of root that reading a user's files may need
+
+_LIBC = ctypes.CDLL(None, use_errno=True)
+_LIBC.syscall.restype = ctypes.c_long
+
+
+class Supervised(NamedTuple):
+    """A process below its supervisor.
+
+    sandbox    one of the kinds above
+    folder     the only place where it may write; its temporary folder
+    protected  process ids of its supervisor and the trainer"""
+
+    sandbox: str
+    folder: Path
+    protected: tuple[int, ...]
+
+
+def hide_memory() -> None:
+    """Keep other processes of this user from reading this one's environment and memory (not from a core
+    dump alone: there is none any more)."""
+    _call(_LIBC.prctl, _PR_SET_DUMPABLE, 0, 0, 0, 0)
+
+
+def supervise(sandbox: str) -> Supervised:
+    """Fork, and return in the child. The parent, the supervisor, kills whatever the child leaves running.
+
+    The supervisor writes the child's process id to standard output as one line. It ends as the child ends.
+    SIGTERM, and the death of its own parent, make it kill everything first. The process must have no other
+    threads yet."""
+    trainer = os.getppid()
+    folder = Path(tempfile.mkdtemp(prefix="megarl-worker-"))
+    for number in _IGNORED:
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_BLOCK, _WATCHED)
+    _call(_LIBC.prctl, _PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    init = _enter_namespaces() if sandbox != OFF and _can_enter_namespaces() else None
+    protected = (os.getpid(), trainer)
+    written, write = os.pipe()
+    child = os.fork()
+    if child:
+        os.write(1, json.dumps(child).encode() + b"\n")
+        os.close(write)
+        _watch(child, init, trainer, folder)
+    _die_with_parent()
+    os.close(write)
+    os.read(written, 1)  # its own messages come behind the process id
+    os.close(written)
+    os.setsid()  # its group has no other process, and it can join no other group
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _WATCHED)
+    if init is not None:
+        with suppress(OSError):  # a container may mask /proc; Landlock then guards the other processes' files
+            _call(_LIBC.mount, b"proc", b"/proc", b"proc", 0, None)
+    os.environ["TMPDIR"] = tempfile.tempdir = str(folder)
+    return Supervised(sandbox, folder, protected)
+
+
+def _watch(child: int, init: int | None, trainer: int, folder: Path) -> NoReturn:
+    """Wait for the child's end, kill what is left, and end in the same way."""
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    os.dup2(nowhere, 0)
+    os.dup2(nowhere, 1)  # the child alone holds the pipe: its end is the end of the messages
+    code: int | None = None
+    while code is None:
+        received = signal.sigtimedwait(_WATCHED, _PARENT_CHECK)
+        if received is not None and received.si_signo != signal.SIGCHLD:
+            code = -received.si_signo
+        elif os.getppid() != trainer:
+            code = 0
+        else:
+            code = _reap(child)
+    _kill_rest(init)
+    shutil.rmtree(folder, ignore_errors=True)
+    if code < 0:
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        if -code not in (signal.SIGKILL, signal.SIGSTOP):
+            signal.signal(-code, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {-code})
+        os.kill(os.getpid(), -code)
+    os._exit(code if code >= 0 else 128 - code)
+
+
+def _reap(child: int) -> int | None:
+    """Collect ended processes. Return the child's exit code (negative: its signal), None while it runs."""
+    found = None
+    with suppress(ChildProcessError):
+        while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+            if ended[0] == child:
+                found = os.waitstatus_to_exitcode(ended[1])
+    return found
+
+
+def _kill_rest(init: int | None) -> None:
+    """Kill all descendants. With a process namespace, the end of its first process ends the others."""
+    if init is not None:
+        os.kill(init, signal.SIGKILL)
+    while True:
+        try:
+            ended, _ = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return
+        if ended:
+            continue
+        if init is None:
+            # First stopped: a process that forks all the time would stay ahead of the list.
+            for number in (signal.SIGSTOP, signal.SIGKILL):
+                for pid in _descendants():
+                    with suppress(ProcessLookupError):
+                        os.kill(pid, number)
+        time.sleep(0.002)
+
+
+def _descendants() -> set[int]:
+    parents: dict[int, int] = {}
+    for entry in os.listdir("/proc"):
+        if entry.isdigit():
+            with suppress(OSError):
+                fields = Path("/proc", entry, "stat").read_text(errors="replace").rpartition(")")[2].split()
+                parents[int(entry)] = int(fields[1])
+    found, new = set[int](), {os.getpid()}
+    while new:
+        new = {pid for pid, parent in parents.items() if parent in new} - found
+        found |= new
+    return found
+
+
+def _enter_namespaces() -> int:
+    """Have later children live in a process namespace of their own. Return the id of its first process, with
+    which all of them end. Raises OSError where the kernel, or the container, does not allow it."""
+    flags = _NEW_PIDS | _NEW_MOUNTS | _NEW_IPC
+    if os.geteuid() == 0:
+        _call(_LIBC.unshare, flags)  # in a user namespace root could no longer read other users' files
+    else:
+        user, group = os.geteuid(), os.getegid()
+        _call(_LIBC.unshare, flags | _NEW_USER)
+        Path("/proc/self/setgroups").write_text("deny")
+        Path("/proc/self/uid_map").write_text(f"{user} {user} 1")
+        Path("/proc/self/gid_map").write_text(f"{group} {group} 1")
+    _call(_LIBC.mount, b"none", b"/", None, _MOUNT_PRIVATE, None)
+    init = os.fork()
+    if init:
+        return init
+    _die_with_parent()
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    for stream in range(3):
+        os.dup2(nowhere, stream)
+    while True:  # inherits orphans
+        signal.sigwait({signal.SIGCHLD})
+        _reap(0)
+
+
+def _die_with_parent() -> None:
+    _call(_LIBC.prctl, _PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+
+def _can_enter_namespaces() -> bool:
+    """Return whether `_enter_namespaces` works, tried in a child: some kernels let it fail half way, which
+    leaves a process without rights."""
+    if not (child := os.fork()):
+        try:
+            os.kill(_enter_namespaces(), signal.SIGKILL)
+        except OSError:
+            os._exit(1)
+        os._exit(0)
+    return os.waitpid(child, 0)[1] == 0
+
+
+def restrict(process: Supervised) -> list[str]:
+    """Give up, for good, what this process and all that it starts may not do. Return the protections that
+    this kernel lacks.
+
+    Whoever called `supervise` may read most files and write in its own folder; it sees no other process. All
+    else depends on the sandbox. Threads that run already keep their access to files."""
+    if process.sandbox == OFF:
+        return []
+    online = process.sandbox == NETWORK
+    in_namespace = os.getppid() == 0
+    offline = not online and _works(_LIBC.unshare, _NEW_NETWORK)
+    if in_namespace and os.geteuid() != 0:  # in the user namespace these processes alone are counted
+        resource.setrlimit(resource.RLIMIT_NPROC, (_MOST_PROCESSES, _MOST_PROCESSES))
+    _drop_capabilities()
+    _call(_LIBC.prctl, _PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+    version = _landlock(process, online)
+    filtered = _filter_calls(process, in_namespace)
+    safe = in_namespace or version >= 6 or (filtered and process.sandbox == CALCULATE)
+    holds = {PROCESSES: safe, FILES: version >= 1, SOCKETS: online or offline or filtered}
+    return [name for name, held in holds.items() if not held]
+
+
+def _drop_capabilities() -> None:
+    """Drop root's rights but those for reading, which no exec brings back under no_new_privs."""
+    header = struct.pack("=Ii", 0x20080522, 0)  # _LINUX_CAPABILITY_VERSION_3
+    held = ctypes.create_string_buffer(24)
+    _call(_LIBC.capget, header, held)
+    effective, permitted, _, *_ = struct.unpack("=6I", held.raw)
+    kept = struct.pack("=6I", effective & _CAN_READ_ALL, permitted & _CAN_READ_ALL, 0, 0, 0, 0)
+    _call(_LIBC.capset, header, kept)
+
+
+# ---- Landlock (linux/landlock.h; the calls have the same numbers on all architectures) ----
+
+_CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446
+_EXECUTE, _WRITE, _READ, _READ_DIR = 1 << 0, 1 << 1, 1 << 2, 1 << 3
+_TRUNCATE, _IOCTL = 1 << 14, 1 << 15
+_OF_FILES = _EXECUTE | _WRITE | _READ | _TRUNCATE | _IOCTL
+_RIGHTS = (0, 13, 14, 15, 15, 16)  # bits of rights to files by version; the last is for all later ones
+_DEVICES = ("null", "zero", "full", "random", "urandom")
+
+
+def landlock_version() -> int:
+    """Return the version of Landlock's interface, 0 where there is none."""
+    return max(0, int(_LIBC.syscall(_CREATE_RULESET, None, 0, 1)))
+
+
+def _landlock(process: Supervised, online: bool) -> int:
+    """Allow reading but for secrets, and writing in the process's folder only. Return Landlock's version."""
+    if not (version := landlock_version()):
+        return 0
+    handled = (1 << _RIGHTS[min(version, len(_RIGHTS) - 1)]) - 1
+    tcp = 0b11 if not online else 0
+    attributes = struct.pack("=QQQ", handled, tcp, 0b11)  # the last: abstract sockets and signals
+    ruleset = int(
+        _call(
+            _LIBC.syscall, _CREATE_RULESET, attributes, 24 if version >= 6 else 16 if version >= 4 else 8, 0
+        )
+    )
+    reading = _EXECUTE | _READ | _READ_DIR
+    for path, rights in (
+        *((path, reading) for path in _readable()),
+        *((Path("/dev", name), _READ | _WRITE) for name in _DEVICES),
+        (process.folder, handled),
+    ):
+        try:
+            place = os.open(path, os.O_PATH | os.O_CLOEXEC)
+        except OSError:
+            continue  # not there, or not ours to see
+        try:
+            allowed = rights & handled if path.is_dir() else rights & handled & _OF_FILES
+            rule = struct.pack("=Qi", allowed, place)
+            _call(_LIBC.syscall, _ADD_RULE, ruleset, 1, rule, 0)
+        finally:
+            os.close(place)
+    _call(_LIBC.syscall, _RESTRICT_SELF, ruleset, 0)
+    os.close(ruleset)
+    return version
+
+
+def _readable() -> Iterator[Path]:
+    """Yield the files and folders that code may read: all but temporary folders, devices, sockets and the
+    hidden entries of the home folder, where keys lie; and where Python finds modules in any case."""
+    yield from map(Path, filter(os.path.exists, sys.path))
+    yield from {Path(sys.prefix), Path(sys.base_prefix), Path("/etc/resolv.conf").resolve()}
+    home = Path.home().resolve()
+    hidden = {Path(path).resolve() for path in ("/tmp", "/var/tmp", "/dev", "/run", "/var/run")}
+    with suppress(OSError):
+        hidden.update(entry for entry in home.iterdir() if entry.name.startswith("."))
+    yield from _without(Path("/"), hidden)
+
+
+def _without(folder: Path, hidden: set[Path]) -> Iterator[Path]:
+    """Yield the folder, or the largest parts of it that hold nothing hidden."""
+    if folder in hidden:
+        return
+    if not any(folder in one.parents for one in hidden):
+        yield folder
+        return
+    with suppress(OSError):
+        for entry in folder.iterdir():
+            if not entry.is_symlink():
+                yield from _without(entry, hidden)
+
+
+# ---- seccomp ----
+
+
+def _numbers(table: str) -> dict[str, tuple[int, int]]:
+    words = iter(table.split())
+    return {name: (int(x86), int(arm)) for name, x86, arm in zip(words, words, words, strict=True)}
+
+
+# Each call with its numbers on x86_64 and aarch64, 0: none. tests/security holds them to the headers.
+_ALWAYS = _numbers("""
+    ptrace 101 117   process_vm_readv 310 270   process_vm_writev 311 271   pidfd_getfd 438 438
+    kcmp 312 272   process_madvise 440 440   bpf 321 280   perf_event_open 298 241   userfaultfd 323 282
+    io_uring_setup 425 425   io_uring_enter 426 426   io_uring_register 427 427   add_key 248 217
+    request_key 249 218   keyctl 250 219   mount 165 40   umount2 166 39   pivot_root 155 41   chroot 161 51
+    open_tree 428 428   move_mount 429 429   fsopen 430 430   fsconfig 431 431   fsmount 432 432
+    fspick 433 433   mount_setattr 442 442   unshare 272 97   setns 308 268   open_by_handle_at 304 265
+    init_module 175 105   finit_module 313 273   delete_module 176 106   kexec_load 246 104
+    kexec_file_load 320 294   reboot 169 142   acct 163 89   swapon 167 224   swapoff 168 225
+    quotactl 179 60   iopl 172 0   ioperm 173 0   modify_ldt 154 0   settimeofday 164 170   adjtimex 159 171
+    clock_settime 227 112   clock_adjtime 305 266   sethostname 170 161   setdomainname 171 162
+    shmget 29 194   shmat 30 196   shmctl 31 195   semget 64 190   msgget 68 186   msgsnd 69 189
+    msgrcv 70 188   mq_open 240 180
+""")  # never allowed: they reach into other processes or change the machine
+_SOMETIMES = _numbers("""
+    socket 41 198   ioctl 16 29   clone 56 220   clone3 435 435   fork 57 0   vfork 58 0   execve 59 221
+    execveat 322 281   kill 62 129   tkill 200 130   tgkill 234 131   rt_sigqueueinfo 129 138
+    rt_tgsigqueueinfo 297 240   pidfd_send_signal 424 424   prlimit64 302 261   sched_setaffinity 203 122
+    sched_setscheduler 144 119   sched_setparam 142 118   sched_setattr 314 274   setpriority 141 140
+    ioprio_set 251 30   migrate_pages 256 238   move_pages 279 239
+""")  # it depends on the sandbox, or on an argument
+_STARTING = ("fork", "vfork", "execve", "execveat")
+_SIGNALS = ("kill", "tkill", "tgkill", "rt_sigqueueinfo", "rt_tgsigqueueinfo")
+_OF_PROCESS = ("prlimit64", "sched_setaffinity", "sched_setscheduler", "sched_setparam", "sched_setattr")
+_MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}  # column, AUDIT_ARCH_*
+_FAMILIES = (1, 2, 10, 16)  # AF_UNIX, AF_INET, AF_INET6, AF_NETLINK (name resolution asks for interfaces)
+_TERMINAL_INPUT = (0x5412, 0x541C)  # TIOCSTI, TIOCLINUX: typing into the user's terminal
+
+
+class Rule(NamedTuple):
+    """A system call that fails, with EPERM or `error`.
+
+    argument  number of the argument that decides; None: it always fails
+    bits      it fails if the argument has one of these
+    lacks     it fails unless the argument has one of these bits
+    among     it fails if the argument is one of these
+    unless    it fails if the argument is none of these"""
+
+    name: str
+    argument: int | None = None
+    bits: int = 0
+    lacks: int = 0
+    among: Sequence[int] = ()
+    unless: Sequence[int] = ()
+    error: int = errno.EPERM
+
+
+def rules(process: Supervised, in_namespace: bool) -> Iterator[Rule]:
+    """Yield the system calls that a process in this sandbox may not make."""
+    yield from map(Rule, _ALWAYS)
+    yield Rule("ioctl", 1, among=_TERMINAL_INPUT)
+    yield Rule("clone3", error=errno.ENOSYS)  # its flags lie in memory: libc then calls clone
+    yield Rule("clone", 0, bits=_ANY_NEW)
+    yield Rule("socket", 0, unless=_FAMILIES) if process.sandbox == NETWORK else Rule("socket")
+    if process.sandbox == CALCULATE:
+        yield from map(Rule, _STARTING)
+        yield Rule("clone", 0, lacks=_CLONE_THREAD)
+    if in_namespace:  # it has no names for other processes
+        return
+    own = os.getpid()
+    for name in _OF_PROCESS:
+        yield Rule(name, 0, unless=(0, own))
+    yield from map(Rule, ("migrate_pages", "move_pages", "ioprio_set", "pidfd_send_signal"))
+    yield Rule("setpriority", 1, unless=(0, own))
+    groups = [os.getpgid(pid) for pid in process.protected]
+    forbidden = [-1, *process.protected, *(-group for group in groups)]
+    for name in _SIGNALS:
+        if process.sandbox == CALCULATE:
+            yield Rule(name, 0, unless=(own,))
+        else:  # it may end what it has started
+            yield Rule(name, 0, among=forbidden)
+
+
+def filter_program(found: Iterable[Rule], machine: str) -> bytes:
+    """Return the rules as a program of classic BPF, which the kernel runs before each system call."""
+    column, architecture = _MACHINES[machine]
+    load, equal, at_least, has_bits, end = 0x20, 0x15, 0x35, 0x45, 0x06
+    number, fails, allow = 0, 0x50000, 0x7FFF0000  # SECCOMP_RET_ERRNO, SECCOMP_RET_ALLOW
+
+    def step(code: int, value: int, if_true: int = 0, if_false: int = 0) -> bytes:
+        return struct.pack("=HBBI", code, if_true, if_false, value & 0xFFFFFFFF)
+
+    program = [step(load, 4), step(equal, architecture, 1, 0), step(end, fails | errno.EPERM)]
+    program.append(step(load, number))
+    # x86_64 has other numbers for the same calls from here on; aarch64 has none so high.
+    program += [step(at_least, 0x40000000, 0, 1), step(end, fails | errno.EPERM)]
+    for rule in found:
+        if not (call := (_ALWAYS | _SOMETIMES)[rule.name][column]):
+            continue
+        failing = step(end, fails | rule.error)
+        body = [failing]
+        if rule.argument is not None:
+            body = [step(load, 16 + 8 * rule.argument)]  # the lower half: all that these calls read
+            if rule.bits:
+                body += [step(has_bits, rule.bits, 0, 1), failing]
+            elif rule.lacks:
+                body += [step(has_bits, rule.lacks, 1, 0), failing]
+            elif rule.among:
+                for value in rule.among:
+                    body += [step(equal, value, 0, 1), failing]
+            else:
+                left = len(rule.unless)
+                body += [step(equal, value, left - i, 0) for i, value in enumerate(rule.unless)]
+                body.append(failing)
+            body.append(step(load, number))
+        program += [step(equal, call, 0, len(body)), *body]
+    return b"".join([*program, step(end, allow)])
+
+
+def _filter_calls(process: Supervised, in_namespace: bool) -> bool:
+    """Have forbidden system calls fail, in all threads. Return whether this kernel can do so."""
+    if (machine := platform.machine()) not in _MACHINES:
+        return False
+    code = filter_program(rules(process, in_namespace), machine)
+    text = ctypes.create_string_buffer(code, len(code))
+    program = struct.pack("=HxxxxxxQ", len(code) // 8, ctypes.addressof(text))
+    everywhere, mode = 1, 1  # SECCOMP_FILTER_FLAG_TSYNC, SECCOMP_SET_MODE_FILTER
+    call = {"x86_64": 317, "aarch64": 277}[machine]
+    return _works(_LIBC.syscall, call, mode, everywhere, program)
+
+
+def _call(function: Callable[..., int], *arguments: object) -> int:
+    """Call a function of libc, integers as long. Raises OSError where it fails."""
+    ctypes.set_errno(0)
+    given = (ctypes.c_long(one) if isinstance(one, int) else one for one in arguments)
+    if (result := function(*given)) < 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+    return result
+
+
+def _works(function: Callable[..., int], *arguments: object) -> bool:
+    try:
+        _call(function, *arguments)
+    except OSError:
+        return False
+    return True

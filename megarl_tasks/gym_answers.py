@@ -1,0 +1,155 @@
+"""Grammars for the answers that reasoning-gym's scorers evaluate as Python or sympy code.
+
+A scorer of `GRAMMARS` sees an answer only as its grammar has rewritten it, and UNREADABLE in place of all
+others: policies write what they like, code included.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import re
+from collections.abc import Callable, Mapping
+from fractions import Fraction
+from typing import Any
+
+UNREADABLE = "?"  # no Python, no formula and no number
+_MOST_DIGITS = 500  # of a number that an expression may stand for
+_HIGHEST_POWER = 100
+_FUNCTIONS = ("exp", "log", "ln", "sqrt", "Abs", "sin", "cos", "tan", "sec", "csc", "cot")
+_FUNCTIONS += ("asin", "acos", "atan", "sinh", "cosh", "tanh", "asinh", "acosh", "atanh")
+_CONSTANTS = ("E", "pi")
+_NUMBER = re.compile(r"[+-]?\d{1,50}(\.\d{0,50})?([eE][+-]?\d{1,3})?|[+-]?\d{1,50}/\d{1,50}", re.ASCII)
+_ORDINARY = (
+    *(ast.Expression, ast.BinOp, ast.UnaryOp, ast.operator, ast.unaryop, ast.BoolOp, ast.boolop, ast.Compare),
+    *(ast.cmpop, ast.Constant, ast.Name, ast.expr_context, ast.List, ast.Tuple, ast.Set, ast.Dict),
+)
+
+
+class Refused(Exception):
+    """The answer is not of its task's grammar."""
+
+
+def checked(task: str, answer: str, entry: Mapping[str, Any]) -> tuple[str, str | None]:
+    """Return the answer as the task's scorer may see it, and what code the policy tried to run, if any.
+
+    entry: as the task has generated it"""
+    if task not in GRAMMARS or answer == entry["answer"]:
+        return answer, None
+    # As long as an honest answer in another notation.
+    if len(answer) > 4 * len(str(entry["answer"])) + 1000:
+        return UNREADABLE, None
+    try:
+        return GRAMMARS[task](answer, entry), None
+    except (Refused, SyntaxError, ValueError, MemoryError, RecursionError):
+        return UNREADABLE, _code_in(answer)
+
+
+def _code_in(answer: str) -> str | None:
+    """Return what an answer would do as Python beyond arithmetic and lists, None for prose and formulas."""
+    try:
+        tree = ast.parse(answer, mode="eval")
+        found = next((node for node in ast.walk(tree) if not isinstance(node, _ORDINARY)), None)
+    except (SyntaxError, ValueError, MemoryError, RecursionError):
+        return None
+    return None if found is None else type(found).__name__
+
+
+def _list_of(answer: str, entry: Mapping[str, Any]) -> str:
+    """Admit lists, in lists too, of whole numbers and texts; and right answers, compared as text."""
+    if answer in entry["metadata"].get("valid_answers", [entry["answer"].strip()]):
+        return answer
+
+    def plain(value: Any) -> bool:
+        return type(value) in (int, str) or (type(value) in (list, tuple) and all(map(plain, value)))
+
+    value = ast.literal_eval(answer)
+    if not plain(value):
+        raise Refused
+    return repr(value)
+
+
+def _expression(answer: str, entry: Mapping[str, Any]) -> str:
+    """Admit sums, products and powers of numbers, symbols and elementary functions of them, as long as no
+    number in it gets long. Names that Python or sympy give a meaning are no symbols."""
+    import sympy
+
+    def is_symbol(name: str) -> bool:
+        own = name == entry["metadata"].get("variable") or name == "C"
+        return own or name in _CONSTANTS or not (hasattr(sympy, name) or hasattr(builtins, name))
+
+    def digits(node: ast.expr) -> float:
+        """Return a bound of the digits of the numbers in what the node stands for."""
+        match node:
+            case ast.Constant(value=int() | float() as value) if type(value) is not bool:
+                if value - value != 0:
+                    raise Refused
+                return len(repr(value))
+            case ast.Name(id=name) if name.isascii() and not name.startswith("_") and is_symbol(name):
+                return 1
+            case ast.UnaryOp(op=ast.UAdd() | ast.USub(), operand=operand):
+                return digits(operand)
+            case ast.BinOp(left=left, op=ast.Add() | ast.Sub() | ast.Mult() | ast.Div(), right=right):
+                return bounded(digits(left) + digits(right))
+            case ast.BinOp(left=left, op=ast.Pow(), right=right):
+                return bounded(digits(left) * max(1, power(right)))
+            case ast.Call(func=ast.Name(id=name), args=[argument], keywords=[]) if name in _FUNCTIONS:
+                return bounded(digits(argument) + 1)
+            case ast.Call(func=ast.Name(id="log"), args=[argument, base], keywords=[]):
+                return bounded(digits(argument) + digits(base))
+        raise Refused
+
+    def bounded(value: float) -> float:
+        if value > _MOST_DIGITS:
+            raise Refused
+        return value
+
+    def power(node: ast.expr) -> float:
+        """Return the size of an exponent: of a number, or of the numbers in one with symbols."""
+        match node:
+            case ast.Constant(value=int() | float() as value) if type(value) is not bool:
+                found = abs(Fraction(value)) if value - value == 0 else Fraction(_HIGHEST_POWER + 1)
+            case ast.UnaryOp(op=ast.UAdd() | ast.USub(), operand=operand):
+                return power(operand)
+            case ast.BinOp(left=left, op=ast.Div(), right=ast.Constant(value=int() as value)) if value:
+                found = Fraction(power(left)) / value
+            case ast.BinOp(left=left, op=ast.Add() | ast.Sub(), right=right):
+                found = Fraction(power(left) + power(right))
+            case ast.BinOp(left=left, op=ast.Mult(), right=right):
+                found = Fraction(power(left) * power(right))
+            case ast.Name(id=name) if name.isascii() and not name.startswith("_") and is_symbol(name):
+                found = Fraction(1)
+            case _:
+                raise Refused
+        if found > _HIGHEST_POWER:
+            raise Refused
+        return float(found)
+
+    if not answer.isascii():
+        raise Refused
+    tree = ast.parse(answer, mode="eval")
+    digits(tree.body)
+    return ast.unparse(tree)
+
+
+def _number(answer: str, entry: Mapping[str, Any]) -> str:
+    """Admit a decimal number or a fraction, commas aside."""
+    if not _NUMBER.fullmatch(answer.replace(",", "")):
+        raise Refused
+    return answer
+
+
+# By task of reasoning-gym 0.1.25. tests/security/test_policy_text.py looks for scorers that evaluate text and
+# are missing here.
+GRAMMARS: dict[str, Callable[[str, Mapping[str, Any]], str]] = {
+    "binary_matrix": _list_of,
+    "n_queens": _list_of,
+    "spiral_matrix": _list_of,
+    "string_insertion": _list_of,
+    "countdown": _expression,
+    "puzzle24": _expression,
+    "polynomial_multiplication": _expression,
+    "simple_integration": _expression,
+    "intermediate_integration": _expression,
+    "coin_flip": _number,
+}
