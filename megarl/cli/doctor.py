@@ -7,7 +7,7 @@ import platform
 import shutil
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import NamedTuple
 
@@ -29,6 +29,7 @@ from megarl.parallel.machine import (
     matrix_rates,
     misfit,
 )
+from megarl.rewards.sandbox import probe
 
 FP8_FROM = (8, 9)  # compute capability: Ada and Hopper have FP8 matrix units
 
@@ -59,6 +60,8 @@ class Machine:
     driver: str | None = None  # NVIDIA's, as its kernel module says
     rates: Mapping[str, float] | None = None  # GFLOP/s of one core by precision, while all are busy
     flaws: tuple[str, ...] = ()  # what else is there and does not fit, each with its remedy
+    sandbox: tuple[str, ...] = ()  # layers of the sandbox of verifiers and tools
+    held: Mapping[str, bool] = field(default_factory=dict)  # what a process in it has tried to reach
 
 
 class Ability(NamedTuple):
@@ -106,6 +109,7 @@ def look() -> Machine:
             gpus.append(Gpu(properties.name, properties.total_memory, (properties.major, properties.minor)))
     except RuntimeError as error:
         problem = first_line(error)
+    layers, held = probe()
     modules = ("transformer_engine", "sglang", "nemo_run", "wandb", "tensorboard")
     return Machine(
         python=sys.version_info[:2],
@@ -122,6 +126,8 @@ def look() -> Machine:
         driver=driver_version(),
         rates=matrix_rates(min(2, cores())),
         flaws=tuple(flaws(torch.version.cuda)),
+        sandbox=tuple(layers),
+        held=held,
     )
 
 
@@ -188,6 +194,11 @@ def abilities(machine: Machine) -> Iterator[Ability]:
         else:
             absent = f"{module.replace('_', '-')} is not installed"
             yield Ability(name, False, absent, f"pip install 'megarl[{extra}]'")
+
+    layers = ", ".join(machine.sandbox) or "no namespaces, no Landlock, no seccomp"
+    for what, holds in machine.held.items():
+        name = f"a sandbox that keeps verifiers and tools from {what}"
+        yield Ability(name, holds, layers if holds else f"{layers} (docs/verifiers.md)")
 
 
 def _gpu(machine: Machine) -> Ability:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec
 from megarl.config.errors import Interrupted, MegarlError
 from megarl.config.files import unforeseen
 from megarl.config.schema import Config
+from megarl.rewards.sandbox import hide_memory, landlock_version
 
 if TYPE_CHECKING:
     from megarl.parallel.lease import Lease
@@ -197,6 +198,9 @@ def run_rank(
     lease: on the folder that the job writes into; None on a rank of torchrun's other than 0, which took it.
     launched: `launch` started this rank, and prints the line that a rank writes to its error file."""
     quiet_libraries()  # a rank on GPUs was not forked
+    # Landlock keeps tools and verifiers from a rank's keys by itself. SGLang reads a rank's open files.
+    if config.rollout.engine == "transformers" and not landlock_version():
+        hide_memory()
     from megarl.parallel import runtime as parallel
     from megarl.parallel.comm import from_rank_0
     from megarl.parallel.launch import lost_a_peer, write_error_file

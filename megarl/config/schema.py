@@ -534,6 +534,9 @@ class DynamicSamplingConfig(Section):
     oversample: float = field(1.0, "first generation batch / groups needed; the rest is used next step", ge=1)
 
 
+Sandbox = Literal["strict", "network", "off"]
+
+
 class TurnsConfig(Section):
     """Limits of an episode with several turns, tools or an environment."""
 
@@ -552,6 +555,11 @@ class TurnsConfig(Section):
     observation: int = field(8192, "what the policy is shown of one result; the rest is cut", "bytes", ge=16)
     calls: int = field(2, "processes for tools and environments of one engine", "processes", ge=1)
     memory: int = field(2048, "data memory of such a process", "MiB", ge=128)
+    sandbox: Sandbox = field(
+        "strict",
+        "what such a process may do: strict (read most files, write in a temporary folder of its own, start "
+        "programs), network (the same, and the network), off (all that this user may); docs/episodes.md",
+    )
 
 
 class RolloutConfig(Section):
@@ -753,6 +761,11 @@ class RewardConfig(Section):
     workers: int = field(1, "verifier processes per rank", "processes", ge=1)
     memory: int = field(
         2048, "data memory of a verifier; an answer that takes more is wrong and recorded", "MiB", ge=128
+    )
+    sandbox: Sandbox = field(
+        "strict",
+        "what the process of a verifier or term of your own may do, as rollout.turns.sandbox says; megarl's "
+        "own may only calculate (docs/verifiers.md)",
     )
     max_unjudged: float = field(
         0.1,

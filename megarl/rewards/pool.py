@@ -125,11 +125,6 @@ class VerifierPool:
         return [one.pid for one in self._workers if one is not None and one.pid is not None and one.alive]
 
     @property
-    def lacks(self) -> list[str]:
-        """The protections of the sandbox that this machine lacks, as far as workers have started."""
-        return next((one.lacks for one in self._workers if one is not None and one.lacks), [])
-
-    @property
     def waiting(self) -> int:
         """Answers that workers have and have not judged yet; may be asked from another thread."""
         return sum(len(worker.batch) for worker in list(self._workers) if worker is not None)

@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from megarl.config.errors import ConfigError
 from megarl.rewards.sandbox import Supervised, restrict
@@ -49,14 +49,12 @@ class LimitedProcess:
 
     sandbox  see sandbox.py
     longest  bytes of a message from it
-    lacks    the protections of the sandbox that this machine lacks, once it is connected
 
     What the process starts itself ends with it."""
 
     def __init__(self, module: str, sandbox: str, longest: int = 1 << 20) -> None:
         self.last_line, self._longest = "", longest
         self.pid: int | None = None
-        self.lacks: list[str] = []
         self._ready = self._ended = self._killed = False
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 (closed by `end`)
         self._transports: list[asyncio.BaseTransport] = []
@@ -102,12 +100,9 @@ class LimitedProcess:
         self._transports.append(self._sink)
         self.send(settings)
         self.pid = await self.receive(START_LIMIT)
-        answer = await self.receive(START_LIMIT)
+        problem = await self.receive(START_LIMIT)
         self._ready = True
-        if isinstance(answer, str):
-            return answer
-        self.lacks = answer["lacks"]
-        return None
+        return cast(str | None, problem)
 
     def send(self, message: Any) -> None:
         """Put a message on its way; never waits for the process to read."""
@@ -182,7 +177,7 @@ class LimitedProcess:
 
 
 def serve(process: Supervised, prepare: Callable[[dict[str, Any]], Callable[[Any], Iterator[Any]]]) -> None:
-    """Be such a process: read the settings, answer `{"lacks": ...}` (ready) or the reason why it cannot
+    """Be such a process: read the settings, answer `null` (ready) or the reason why it cannot
     start, and answer messages until input ends. The sandbox closes behind `prepare`.
 
     prepare   makes of the settings the function from a message to its answers; its ConfigError goes to the
@@ -209,7 +204,8 @@ def serve(process: Supervised, prepare: Callable[[dict[str, Any]], Callable[[Any
         write(str(error))
         return
     os.dup2(nowhere, 2)
-    write({"lacks": restrict(process)})
+    restrict(process)
+    write(None)
     for line in source:
         for answer in answers_to(json.loads(line)):
             write(answer)

@@ -1,7 +1,7 @@
 """Confine processes that handle a policy's text: verifiers, tools and environments.
 
 `supervise` forks the process below a supervisor that kills everything it leaves behind. `restrict` then gives
-up rights for good. Each layer is optional in the kernel; `restrict` returns the protections that are missing.
+up rights for good. Kernels and containers may lack each layer: `probe` tries what holds on this machine.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ import platform
 import resource
 import shutil
 import signal
+import socket
 import struct
+import subprocess
 import sys
 import tempfile
 import time
@@ -27,8 +29,9 @@ from typing import NamedTuple, NoReturn
 # but it starts no programs either.
 CALCULATE, STRICT, NETWORK, OFF = "calculate", "strict", "network", "off"
 
-# The protections by what an attacker could reach without them.
-PROCESSES, FILES, SOCKETS = "other processes", "files", "the network"
+# What `probe` tries to reach.
+PROCESSES, FILES, SOCKETS, LATER = "other processes", "other files", "the network", "the time after its end"
+_PROBE_LIMIT = 20.0  # seconds
 
 _PARENT_CHECK = 1.0  # seconds between two looks at whether the parent is alive
 _WATCHED = (signal.SIGCHLD, signal.SIGTERM, signal.SIGHUP)
@@ -61,8 +64,10 @@ class Supervised(NamedTuple):
 
 
 def hide_memory() -> None:
-    """Keep other processes of this user from reading this one's environment and memory (not from a core
-    dump alone: there is none any more)."""
+    """Keep other processes of this user from reading this process's environment, memory and open files.
+
+    That includes debuggers, profilers and whoever shares memory by file descriptor. There is no core dump.
+    """
     _call(_LIBC.prctl, _PR_SET_DUMPABLE, 0, 0, 0, 0)
 
 
@@ -210,25 +215,73 @@ def _can_enter_namespaces() -> bool:
 
 
 def restrict(process: Supervised) -> list[str]:
-    """Give up, for good, what this process and all that it starts may not do. Return the protections that
-    this kernel lacks.
+    """Give up, for good, what this process and all that it starts may not do. Return the layers that this
+    machine has for it.
 
     Whoever called `supervise` may read most files and write in its own folder; it sees no other process. All
     else depends on the sandbox. Threads that run already keep their access to files."""
     if process.sandbox == OFF:
         return []
-    online = process.sandbox == NETWORK
-    in_namespace = os.getppid() == 0
-    offline = not online and _works(_LIBC.unshare, _NEW_NETWORK)
+    layers = []
+    if in_namespace := os.getppid() == 0:
+        layers.append("namespaces")
+    if process.sandbox != NETWORK:
+        _works(_LIBC.unshare, _NEW_NETWORK)  # where that is not allowed, the filter of calls has to do
     if in_namespace and os.geteuid() != 0:  # in the user namespace these processes alone are counted
         resource.setrlimit(resource.RLIMIT_NPROC, (_MOST_PROCESSES, _MOST_PROCESSES))
     _drop_capabilities()
     _call(_LIBC.prctl, _PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
-    version = _landlock(process, online)
-    filtered = _filter_calls(process, in_namespace)
-    safe = in_namespace or version >= 6 or (filtered and process.sandbox == CALCULATE)
-    holds = {PROCESSES: safe, FILES: version >= 1, SOCKETS: online or offline or filtered}
-    return [name for name, held in holds.items() if not held]
+    if version := _landlock(process):
+        layers.append(f"Landlock {version}")
+    if _filter_calls(process, in_namespace):
+        layers.append("seccomp")
+    return layers
+
+
+def probe() -> tuple[list[str], dict[str, bool]]:
+    """Return the layers that `restrict` has on this machine, and what a strict sandbox holds against: a
+    process of its own tries to reach it."""
+    boot = "import sys; sys.path[:] = sys.argv[2:]; from megarl.rewards.sandbox import try_to_escape; "
+    with tempfile.NamedTemporaryFile() as other:
+        process = subprocess.Popen(
+            [sys.executable, "-c", f"{boot}try_to_escape(sys.argv[1])", other.name, *sys.path],
+            stdout=subprocess.PIPE,
+        )
+        try:
+            output, is_over = process.communicate(timeout=_PROBE_LIMIT)[0], True
+        except subprocess.TimeoutExpired as late:  # somebody holds the pipe
+            process.kill()
+            output, is_over = late.output or b"", False
+    if len(lines := output.splitlines()) < 2:
+        return [], dict.fromkeys((PROCESSES, FILES, SOCKETS, LATER), False)
+    layers, held = json.loads(lines[1])
+    return layers, held | {LATER: is_over}
+
+
+def try_to_escape(other_file: str) -> NoReturn:
+    """Do the work of `probe` in its process: write the process id, and then what has failed."""
+    trainer = os.getppid()
+    layers = restrict(supervise(STRICT))
+
+    def fails(attempt: Callable[[], object]) -> bool:
+        try:
+            attempt()
+        except OSError:
+            return True
+        return False
+
+    if not os.fork():
+        os.setsid()
+        if not os.fork():
+            time.sleep(2 * _PROBE_LIMIT)  # with the pipe
+        os._exit(0)
+    held = {
+        PROCESSES: fails(lambda: os.kill(trainer, 0)) and fails(Path(f"/proc/{trainer}/environ").read_bytes),
+        FILES: fails(lambda: open(other_file, "ab").close()),
+        SOCKETS: fails(lambda: socket.socket().close()),
+    }
+    os.write(1, json.dumps([layers, held]).encode() + b"\n")
+    os._exit(0)
 
 
 def _drop_capabilities() -> None:
@@ -256,12 +309,12 @@ def landlock_version() -> int:
     return max(0, int(_LIBC.syscall(_CREATE_RULESET, None, 0, 1)))
 
 
-def _landlock(process: Supervised, online: bool) -> int:
+def _landlock(process: Supervised) -> int:
     """Allow reading but for secrets, and writing in the process's folder only. Return Landlock's version."""
     if not (version := landlock_version()):
         return 0
     handled = (1 << _RIGHTS[min(version, len(_RIGHTS) - 1)]) - 1
-    tcp = 0b11 if not online else 0
+    tcp = 0b11 if process.sandbox != NETWORK else 0
     attributes = struct.pack("=QQQ", handled, tcp, 0b11)  # the last: abstract sockets and signals
     ruleset = int(
         _call(

@@ -100,7 +100,8 @@ class Worker:
         self.endpoint = endpoint_of(config, tokenizer)
         self.episode = episode_of(config, tokenizer, self.endpoint)
         environment = config.rollout.environment, config.rollout.environment_arguments
-        self.tools = ToolPool(turns.calls, turns.seconds, turns.memory, turns.observation, *environment)
+        limits = turns.calls, turns.seconds, turns.memory, turns.observation
+        self.tools = ToolPool(*limits, *environment, turns.sandbox)
         self.reflection = words_pattern(config.log.reflection_words)
         self.drawn: dict[int, Response] = {}
         self.partials: dict[int, Completion] = {}

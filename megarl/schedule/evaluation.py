@@ -118,7 +118,7 @@ class Evaluation:
         reward, held_out = self.config.reward, self.config.data.model_copy(update={"train": ()})
         own = own_verifiers(held_out)
         limits = reward.workers, reward.timeout, reward.memory
-        with VerifierPool(reward.verifier, *limits, own=own) as verifiers:
+        with VerifierPool(reward.verifier, *limits, own=own, sandbox=reward.sandbox) as verifiers:
             rank = RolloutRank(self.config, self.runtime, self.engine, verifiers, self.tokenizer)
             try:
                 return rank.evaluate(self.sets)

@@ -138,6 +138,7 @@ class Generation(BatchSource):
             reward.memory,
             reward.terms,
             own_verifiers(config.data),
+            reward.sandbox,
         )
         self.engine = make_engine(config, tokenizer, runtime)
         start_engine(self.engine, runtime)

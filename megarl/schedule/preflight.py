@@ -39,6 +39,7 @@ from megarl.parallel.runtime import choose_device, is_launched, launched_world, 
 from megarl.plan.memory import MemoryPlan, plan_of
 from megarl.rewards import VerifierPool
 from megarl.rewards.pool import Item
+from megarl.rewards.sandbox import probe
 from megarl.rewards.verdict import Reference, get_term, get_verifier
 from megarl.rollout.chat import prompting
 from megarl.rollout.engines.sglang_servers import check_servers
@@ -161,12 +162,23 @@ def preflight(config: Config, where: str, world: int | None = None, *, replay: b
     for source in absent_sources(config.data, config.teacher.by_source):
         what = "no row of data.train has this data_source, whose teacher would judge nothing"
         raise ConfigError(f"{where}: teacher.by_source.{source}: {what} (mend its name, or leave it out)")
+    sandbox = None
     if config.has_engine:
         check_verifier(config.reward, references, own_verifiers(config.data))
+        sandbox = sandbox_warning()
     check_pretraining_rollouts(config)
     if device.type == "cuda" and config.rollout.engine == "sglang":
-        return [line for line in (allocator_problem(),) if line]
-    return [near] if near else []
+        near = allocator_problem()
+    return [line for line in (near, sandbox) if line]
+
+
+def sandbox_warning() -> str | None:
+    """Return a line where this machine cannot confine verifiers and tools as they are to be."""
+    _, held = probe()
+    if all(held.values()):
+        return None
+    reached = ", ".join(name for name, holds in held.items() if not holds)
+    return f"the sandbox of verifiers and tools is weak here: they may reach {reached} (megarl doctor)"
 
 
 def check_fits(
@@ -329,7 +341,8 @@ def check_verifier(
         answer = one if isinstance(one, str) else one.answer
         text = f"It is \\boxed{{{answer}}}.\n\nAnswer: {answer}\n\n<answer>{answer}</answer>"
         items.append((text, one, len(text), 2 * len(text), False))
-    with VerifierPool(reward.verifier, 1, reward.timeout, reward.memory, reward.terms, own) as pool:
+    limits = 1, reward.timeout, reward.memory
+    with VerifierPool(reward.verifier, *limits, reward.terms, own, reward.sandbox) as pool:
         verdicts = pool.verify(items)
     for reference, verdict in zip(references, verdicts, strict=True):
         is_own = isinstance(reference, Reference)

@@ -144,3 +144,13 @@ def test_this_machine(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor"]) == 0
     printed = capsys.readouterr().out
     assert "yes  the demo on CPUs" in printed and f"torch {machine.versions['torch']}" in printed
+
+
+def test_the_sandbox_that_this_machine_has() -> None:
+    """Each protection has its row, and one that does not hold says what there is instead."""
+    machine = replace(LAPTOP, sandbox=("seccomp",), held={"other files": False, "the network": True})
+    rows = {one.name: one for one in abilities(machine) if "sandbox" in one.name}
+    files = rows["a sandbox that keeps verifiers and tools from other files"]
+    assert not files.ready and files.note == "seccomp (docs/verifiers.md)"
+    assert rows["a sandbox that keeps verifiers and tools from the network"].ready
+    assert set(look().held) == {"other processes", "other files", "the network", "the time after its end"}
