@@ -141,8 +141,11 @@ def read_manifest(path: Path) -> dict[str, Any]:
         digest, text = path.read_text(encoding="utf-8").splitlines()
         if hashlib.sha256(text.encode()).hexdigest() != digest:
             raise DataError(f"{path}: is damaged (its checksum is another)")
-        return dict(json.loads(text))
-    except (OSError, ValueError) as error:
+        content = dict(json.loads(text))
+        if not all(Path(name).name == name for name in dict(content.get("files", {}))):
+            raise DataError(f"{path}: names a file outside its folder")
+        return content
+    except (OSError, ValueError, TypeError) as error:
         raise DataError(f"{path}: is damaged ({error})") from None
 
 

@@ -3,6 +3,7 @@ name or a link out of the folder."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import pickle
@@ -24,8 +25,9 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from megarl.cli.main import main
-from megarl.config.errors import CheckpointError
+from megarl.config.errors import CheckpointError, DataError
 from megarl.parallel.runtime import Runtime
+from megarl.schedule.rollouts import read_manifest
 from megarl.training.checkpoint import FORMAT, open_checkpoint, seal
 from megarl.weights.hf import HFFolder
 from megarl.weights.index import COMMON, CONFIG, METADATA, read_history, read_index
@@ -319,6 +321,15 @@ class TestManifest:
         (step / "link").symlink_to("../secret")
         with pytest.raises(CheckpointError, match="lies outside the folder"):
             open_checkpoint(step)
+
+
+@pytest.mark.parametrize("files", [{"../x.safetensors": "0"}, {"/x": "0"}, {"a/b": "0"}, 5, [1]], ids=str)
+def test_a_rollout_that_leads_out_of_its_folder(files: Any, tmp_path: Path) -> None:
+    text = json.dumps({"made_from": {}, "files": files, "state": {}})
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    (tmp_path / "manifest").write_text(f"{digest}\n{text}\n")
+    with pytest.raises(DataError, match="outside its folder|is damaged"):
+        read_manifest(tmp_path / "manifest")
 
 
 @pytest.mark.parametrize("name", ["../other", "{folder}/other", "a/../../other"])

@@ -154,7 +154,8 @@ def test_a_tensor_that_only_a_shard_knows(tmp_path: Path) -> None:
     index = json.loads((folder / INDEX).read_text())
     file = index["weight_map"].pop("lm_head.weight")
     (folder / INDEX).write_text(json.dumps(index))
-    refused(folder, "lm_head.weight: no file has this tensor")
+    remedy = "set tie_word_embeddings to true there, if the embedding is the output layer too"
+    refused(folder, f"lm_head.weight: no file has this tensor, and config.json does not tie it ({remedy})")
     set_config(folder, tie_word_embeddings=True)
     refused(folder, f"{file}: lm_head.weight: differs from model.embed_tokens.weight")
 
