@@ -364,6 +364,10 @@ def _rollout_problems(c: Config) -> Iterator[str]:
         yield f"{given[1]}: cannot stand beside {given[0]}: each says how a response is made (leave one out)"
     if r.environment_arguments and not r.environment:
         yield "rollout.environment_arguments: has no effect without an environment (set rollout.environment)"
+    remote = [one.removeprefix("mcp:") for one in (*r.tools, *map(str, r.environment_arguments.values()))]
+    if r.turns.sandbox == "strict" and (url := next((one for one in remote if "://" in one[:8]), None)):
+        what = f"strict has no network, which {url} needs"
+        yield f"rollout.turns.sandbox: {what} (set it to network)"
     for key in ("tools", "agent"):
         if getattr(r, key) and c.data.template != "chat":
             yield f"rollout.{key}: needs a chat template (set data.template=chat)"

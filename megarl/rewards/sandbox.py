@@ -344,14 +344,16 @@ def _landlock(process: Supervised) -> int:
 
 def _readable() -> Iterator[Path]:
     """Yield the files and folders that code may read: all but temporary folders, devices, sockets and the
-    hidden entries of the home folder, where keys lie; and where Python finds modules in any case."""
-    yield from map(Path, filter(os.path.exists, sys.path))
-    yield from {Path(sys.prefix), Path(sys.base_prefix), Path("/etc/resolv.conf").resolve()}
-    home = Path.home().resolve()
-    hidden = {Path(path).resolve() for path in ("/tmp", "/var/tmp", "/dev", "/run", "/var/run")}
+    hidden entries of the home folder, where keys lie. The current folder and those of Python are read in any
+    case."""
+    keys = set[Path]()
     with suppress(OSError):
-        hidden.update(entry for entry in home.iterdir() if entry.name.startswith("."))
-    yield from _without(Path("/"), hidden)
+        keys = {entry for entry in Path.home().resolve().iterdir() if entry.name.startswith(".")}
+    needed = [*filter(os.path.exists, sys.path), os.getcwd(), sys.prefix, sys.base_prefix]
+    for path in {Path(one).resolve() for one in (*needed, "/etc/resolv.conf")}:
+        yield from _without(path, keys)
+    private = {Path(path).resolve() for path in ("/tmp", "/var/tmp", "/dev", "/run", "/var/run")}
+    yield from _without(Path("/"), keys | private)
 
 
 def _without(folder: Path, hidden: set[Path]) -> Iterator[Path]:

@@ -459,3 +459,50 @@ def test_throughput() -> None:
             ratios.append((middle - start) / (time.monotonic() - middle))
     assert sum(verdict.correct for verdict in verdicts) == 1000
     assert min(ratios) < 10, ratios
+
+
+def test_a_time_out_of_an_answer_that_calculates_counts_once(user_module: str) -> None:
+    """Else a hard answer costs two limits, and a new worker."""
+    with VerifierPool(user_module, timeout=3.0) as pool:
+        assert pool.verify([("a", "a")]) == [Verdict(True)]
+        began = time.monotonic()
+        assert pool.verify([("spin", "")]) == [Verdict(False, error="timeout after 3 s")]
+        assert time.monotonic() - began < 5.5
+
+
+def test_a_slow_start_counts_against_no_answer(user_module: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker that dies with its answer, on a machine where the next one takes too long to start."""
+    from megarl.rewards import process
+
+    with VerifierPool(user_module, timeout=20) as pool:
+        assert pool.verify([("a", "a")]) == [Verdict(True)]
+        connect, starts = process.LimitedProcess.connect, []
+
+        async def slow(self: process.LimitedProcess, settings: dict[str, Any]) -> str | None:
+            starts.append(self)
+            if len(starts) < 3:
+                raise TimeoutError
+            return await connect(self, settings)
+
+        monkeypatch.setattr(process.LimitedProcess, "connect", slow)
+        verdicts = pool.verify([("a", "a"), ("exit", ""), ("b", "b"), ("c", "c")])
+        assert [one.correct for one in verdicts] == [True, False, True, True] and len(starts) >= 3
+        assert all(one.judged for one in verdicts)
+
+
+def test_messages_that_are_no_verdicts(user_module: str, tmp_path: Path) -> None:
+    """Of a verifier that an answer has made write to its pipe: the answer is wrong, and the run goes on."""
+    (tmp_path / "pool_test_pipes.py").write_text(
+        "import os\n"
+        "def f(response, answer):\n"
+        "    if response == 'a': return True\n"
+        "    for pipe in range(3, 12):\n"
+        "        try: os.write(pipe, response.encode() + b'\\n')\n"
+        "        except OSError: pass\n"
+        "    import time; time.sleep(60)\n"
+    )
+    with VerifierPool("pool_test_pipes:f", timeout=20) as pool:
+        found = pool.verify(
+            [("no json", ""), ("[1, 2, 3, 4, 5, 6, 7, 8]", ""), ("x" * 2_000_000, ""), ("a", "")]
+        )
+    assert [one.correct for one in found] == [False, False, False, True] and all(one.judged for one in found)

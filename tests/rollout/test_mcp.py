@@ -86,7 +86,8 @@ def call(server: str, *calls: tuple[str, dict[str, Any]], **settings: Any) -> li
     """Call tools, one after the other, in one pool of one process."""
 
     async def job() -> list[Result[str]]:
-        pool = ToolPool(**{"workers": 1, "seconds": 60.0, **settings})
+        # The servers lie in temporary folders, and write there for the test.
+        pool = ToolPool(**{"workers": 1, "seconds": 60.0, "sandbox": "off", **settings})
         try:
             return [await pool.call(f"{server}#{name}", [], given) for name, given in calls]
         finally:
@@ -169,7 +170,7 @@ def test_servers_that_misbehave(server: str, tmp_path: Path, how: str, expected:
 @pytest.mark.slow
 def test_a_server_that_was_killed_between_calls(server: str) -> None:
     async def job() -> list[Result[str]]:
-        pool = ToolPool(workers=1, seconds=60.0)
+        pool = ToolPool(workers=1, seconds=60.0, sandbox="off")
         first = await pool.call(f"{server}#pid")
         assert first.value
         os.kill(int(first.value), signal.SIGKILL)
@@ -260,7 +261,7 @@ def test_an_episode_calls_them(server: str) -> None:
     policy = ScriptedPolicy(prompt_of(chat.first([{"role": "user", "content": "?"}])), tokenizer, script)
 
     async def run() -> None:
-        policy.tools = ToolPool(workers=2, seconds=60.0)
+        policy.tools = ToolPool(workers=2, seconds=60.0, sandbox="off")
         try:
             paths = {one["function"]["name"]: path for path, one in found.items()}
             await tool_calls(chat, paths)(policy.prompt, policy)
@@ -304,7 +305,7 @@ def test_over_http(over_http: tuple[str, Any]) -> None:
     assert f"{url}#price" in schemas([url])
 
     async def job() -> list[Result[str]]:
-        pool = ToolPool(workers=1, seconds=60.0)
+        pool = ToolPool(workers=1, seconds=60.0, sandbox="off")
         try:
             found = [await pool.call(f"{url}#price", [], {"fruit": "pear"})]
             found.append(await pool.call(f"{url}#misbehave", [], {"how": "refuse"}))

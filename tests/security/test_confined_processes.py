@@ -111,6 +111,13 @@ def running(name: str) -> list[str]:
     return found
 
 
+def appears(name: str) -> bool:
+    end = time.monotonic() + 20
+    while not running(name) and time.monotonic() < end:
+        time.sleep(0.02)
+    return bool(running(name))
+
+
 def all_gone(name: str) -> bool:
     end = time.monotonic() + 20
     while running(name) and time.monotonic() < end:
@@ -147,6 +154,23 @@ def test_a_tool_reaches_neither_the_trainer_nor_its_files(
     assert {"PATH", "TMPDIR"} <= set(variables) and "WANDB_API_KEY" not in variables
     folder = call(f"{hostile}:own_folder", 0, kind=kind).value
     assert folder is not None and "megarl-worker-" in folder and not Path(folder).exists()
+
+
+def test_keys_in_the_home_folder_are_hidden_from_there_too(
+    hostile: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Though the current folder may be read, in which relative paths lie."""
+    (tmp_path / "data").write_text("public")
+    monkeypatch.chdir(tmp_path)
+    assert call(f"{hostile}:read", "data") == Result("public")
+    monkeypatch.chdir(Path.home())
+    monkeypatch.syspath_prepend(str(Path.home()))
+    secret = Path.home() / f".megarl-test-{uuid.uuid4().hex}"
+    secret.write_text("key")
+    try:
+        assert (call(f"{hostile}:read", secret.name).error or "").startswith("PermissionError")
+    finally:
+        secret.unlink()
 
 
 def test_the_network_is_there_when_it_is_allowed(hostile: str) -> None:
@@ -188,7 +212,7 @@ def test_nothing_outlives_a_trainer_that_is_killed(hostile: str, kind: str, tmp_
     trainer = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     assert trainer.stdout is not None
     said, pid = trainer.stdout.readline().split()
-    assert said == "left" and running(name)
+    assert said == "left" and appears(name)
     trainer.kill()
     trainer.wait(10)
     trainer.stdout.close()
@@ -204,7 +228,7 @@ def test_a_verifier_of_the_users_is_confined_alike(hostile: str, tmp_path: Path)
     answers = [["write", str(marker)], ["environment", os.getpid()], ["connect", 1], ["survive", name]]
     with VerifierPool(f"{hostile}:verifier", timeout=30) as pool:
         *refused, left = pool.verify([(json.dumps(answer), "") for answer in answers])
-        assert not any(one.correct for one in refused) and left.extracted == "left" and running(name)
+        assert not any(one.correct for one in refused) and left.extracted == "left" and appears(name)
     assert all_gone(name) and not marker.exists()
 
 

@@ -76,7 +76,7 @@ def play(job: Callable[[Server, ToolPool], Awaitable[Any]], **arguments: Any) ->
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", 0).start()
         given = {"url": "http://{}:{}/".format(*runner.addresses[0][:2]), **arguments}
-        pool = ToolPool(workers=1, seconds=60.0, environment=PATH, arguments=given)
+        pool = ToolPool(workers=1, seconds=60.0, environment=PATH, arguments=given, sandbox="network")
         try:
             return await job(server, pool)
         finally:
