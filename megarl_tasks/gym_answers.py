@@ -16,7 +16,7 @@ from typing import Any
 UNREADABLE = "?"  # no Python, no formula and no number
 _MOST_DIGITS = 500  # of a number that an expression may stand for
 _HIGHEST_POWER = 100
-_FUNCTIONS = ("exp", "log", "ln", "sqrt", "Abs", "sin", "cos", "tan", "sec", "csc", "cot")
+_FUNCTIONS: tuple[str, ...] = ("exp", "log", "ln", "sqrt", "Abs", "sin", "cos", "tan", "sec", "csc", "cot")
 _FUNCTIONS += ("asin", "acos", "atan", "sinh", "cosh", "tanh", "asinh", "acosh", "atanh")
 _CONSTANTS = ("E", "pi")
 _NUMBER = re.compile(r"[+-]?\d{1,50}(\.\d{0,50})?([eE][+-]?\d{1,3})?|[+-]?\d{1,50}/\d{1,50}", re.ASCII)
@@ -55,7 +55,7 @@ def _code_in(answer: str) -> str | None:
     return None if found is None else type(found).__name__
 
 
-def _list_of(answer: str, entry: Mapping[str, Any]) -> str:
+def _plain_list(answer: str, entry: Mapping[str, Any]) -> str:
     """Admit lists, in lists too, of whole numbers and texts; and right answers, compared as text."""
     if answer in entry["metadata"].get("valid_answers", [entry["answer"].strip()]):
         return answer
@@ -142,10 +142,10 @@ def _number(answer: str, entry: Mapping[str, Any]) -> str:
 # By task of reasoning-gym 0.1.25. tests/security/test_policy_text.py looks for scorers that evaluate text and
 # are missing here.
 GRAMMARS: dict[str, Callable[[str, Mapping[str, Any]], str]] = {
-    "binary_matrix": _list_of,
-    "n_queens": _list_of,
-    "spiral_matrix": _list_of,
-    "string_insertion": _list_of,
+    "binary_matrix": _plain_list,
+    "n_queens": _plain_list,
+    "spiral_matrix": _plain_list,
+    "string_insertion": _plain_list,
     "countdown": _expression,
     "puzzle24": _expression,
     "polynomial_multiplication": _expression,

@@ -213,7 +213,7 @@ def verify(response: str, entry: str) -> Verdict:
 
     entry: of `pack_entry`. Where the scorer raises, and does so of the answer that is known to be right too,
     so does this: nobody has judged. Where it raises of this answer alone, the answer has brought it about,
-    and is wrong. An answer that a scorer would run as code is wrong, with an error that says so."""
+    and is wrong. An answer that a scorer would run as code is wrong, with an error that names it."""
     found = extract_answer(response)
     if found is None:
         return Verdict(False, score=0.0)
@@ -231,5 +231,5 @@ def verify(response: str, entry: str) -> Verdict:
         return Verdict(
             False, found, f"{kept['task']}: its scorer refuses the answer: {type(error).__name__}: {text}"
         )
-    error = None if code is None else f"{kept['task']}: the answer is code ({code}), which is not run"
-    return Verdict(value >= 1, found, error, score=value)
+    problem = None if code is None else f"{kept['task']}: the answer is code ({code}), which is not run"
+    return Verdict(value >= 1, found, problem, score=value)

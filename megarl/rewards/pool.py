@@ -211,7 +211,7 @@ class VerifierPool:
                 if worker is not None:
                     reason = f"{worker.end()}; {worker.last_line}"
                 self._failed_starts += 1
-                # A starved machine starts slowly, which says nothing of the answers: they wait.
+                # A starved machine starts slowly, through no fault of the answers: they wait.
                 if isinstance(error, TimeoutError) and (
                     not self._has_judged or self._failed_starts >= FAILED_STARTS
                 ):

@@ -66,7 +66,7 @@ class Supervised(NamedTuple):
 def hide_memory() -> None:
     """Keep other processes of this user from reading this process's environment, memory and open files.
 
-    That includes debuggers, profilers and whoever shares memory by file descriptor. There is no core dump.
+    That includes debuggers, profilers and processes that share memory by file descriptor.
     """
     _call(_LIBC.prctl, _PR_SET_DUMPABLE, 0, 0, 0, 0)
 
@@ -174,8 +174,9 @@ def _descendants() -> set[int]:
 
 
 def _enter_namespaces() -> int:
-    """Have later children live in a process namespace of their own. Return the id of its first process, with
-    which all of them end. Raises OSError where the kernel, or the container, does not allow it."""
+    """Put later children into a separate process namespace, and return the id of its first process.
+
+    All of them end with that process. Raises OSError where the kernel or the container does not allow it."""
     flags = _NEW_PIDS | _NEW_MOUNTS | _NEW_IPC
     if os.geteuid() == 0:
         _call(_LIBC.unshare, flags)  # in a user namespace root could no longer read other users' files
@@ -218,8 +219,8 @@ def restrict(process: Supervised) -> list[str]:
     """Give up, for good, what this process and all that it starts may not do. Return the layers that this
     machine has for it.
 
-    Whoever called `supervise` may read most files and write in its own folder; it sees no other process. All
-    else depends on the sandbox. Threads that run already keep their access to files."""
+    It may read most files and write in its own folder, and sees no other process. All else depends on the
+    sandbox. Threads that run already keep their access to files."""
     if process.sandbox == OFF:
         return []
     layers = []
@@ -259,7 +260,7 @@ def probe() -> tuple[list[str], dict[str, bool]]:
 
 
 def try_to_escape(other_file: str) -> NoReturn:
-    """Do the work of `probe` in its process: write the process id, and then what has failed."""
+    """Do the work of `probe` in its process: write the process id, and then which attempts failed."""
     trainer = os.getppid()
     layers = restrict(supervise(STRICT))
 
@@ -447,7 +448,7 @@ def rules(process: Supervised, in_namespace: bool) -> Iterator[Rule]:
     for name in _SIGNALS:
         if process.sandbox == CALCULATE:
             yield Rule(name, 0, unless=(own,))
-        else:  # it may end what it has started
+        else:  # it may end its children
             yield Rule(name, 0, among=forbidden)
 
 

@@ -1,5 +1,6 @@
-"""What code that a policy got to run in a verifier or tool can reach: attacks from inside such processes, on
-this kernel as it is and with its layers of protection taken away one by one."""
+"""Attacks by hostile code inside the processes of verifiers and tools.
+
+They run on this kernel as it is, and with its layers of protection taken away one by one."""
 
 from __future__ import annotations
 
@@ -21,6 +22,9 @@ from typing import Any
 
 import pytest
 
+from megarl.config import load_config
+from megarl.config.check import _rollout_problems
+from megarl.config.errors import ConfigError
 from megarl.rewards import VerifierPool, sandbox
 from megarl.rollout.tools import Result, ToolPool
 
@@ -465,3 +469,24 @@ def test_numbers_of_system_calls(column: int, header: str, pattern: str) -> None
     known = {name: int(number) for name, number in re.findall(pattern, Path(header).read_text())}
     for name, numbers in (sandbox._ALWAYS | sandbox._SOMETIMES).items():
         assert numbers[column] == known.get(name, 0), name
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        ["rollout.tools=['mcp:http://127.0.0.1:9/mcp']"],
+        ["rollout.environment=a:B", "rollout.environment_arguments={url: 'https://x'}"],
+    ],
+)
+def test_a_server_without_the_network_is_refused_before_the_run(given: list[str]) -> None:
+    path = Path(__file__).parents[2] / "configs" / "demo_dapo.yaml"
+
+    def refused(*more: str) -> bool:
+        found = list(_rollout_problems(load_config(path, [*given, *more])))
+        return any(
+            one.startswith("rollout.turns.sandbox: strict has no network, which http") for one in found
+        )
+
+    assert refused() and not refused("rollout.turns.sandbox=network")
+    with pytest.raises(ConfigError, match="rollout.turns.sandbox"):
+        load_config(path, [*given, "rollout.turns.sandbox=open"])

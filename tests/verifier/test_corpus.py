@@ -95,7 +95,7 @@ def test_the_canary_would_sing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         for row in lines("hostile.jsonl")
         if text(row["response"]).startswith("Answer: __import__")
     ]
-    with VerifierPool("corpus_test_evaluates:f", timeout=20) as pool:
+    with VerifierPool("corpus_test_evaluates:f", timeout=20, sandbox="off") as pool:
         pool.verify([(command, "") for command in commands])
     assert commands and (tmp_path / "CANARY").exists()
 
