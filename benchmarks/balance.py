@@ -28,6 +28,8 @@ from rollout import make_engine, make_requests
 
 from megarl.config.schema import Config
 from megarl.data.prompts import Prompt
+from megarl.parallel.runtime import STORE_FILE, join_store
+from megarl.parallel.secret import SECRET_FILE, make_secret
 from megarl.rewards.verdict import Verdict
 from megarl.rollout.controller import GroupRequest
 from megarl.rollout.rank import RolloutRank
@@ -48,13 +50,13 @@ class NoText:
         return [Verdict(False)] * len(items)
 
 
-def work(rank: int, port: int, args: argparse.Namespace, results: Any) -> None:
+def work(rank: int, args: argparse.Namespace, results: Any) -> None:
     """One of the ranks: a batch in equal parts, the same batch balanced, and by the ideal split."""
     torch.set_num_threads(1)
     ended = []
     with tempfile.TemporaryDirectory() as folder:
         engine = make_engine(Path(folder), args.at_once)  # before the group: else only rank 0 saves a model
-        store = dist.TCPStore("127.0.0.1", port, is_master=False)
+        store = join_store(None, LIMIT)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=len(SLOWER))
         ranks: Any = SimpleNamespace(rank=rank, world=len(SLOWER), cpu_group=dist.group.WORLD)
         began = time.monotonic()
@@ -121,13 +123,14 @@ def main() -> int:
     args = parser.parse_args()
     print(machine())
     context = multiprocessing.get_context("spawn")
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    private = tempfile.TemporaryDirectory()
+    make_secret(Path(private.name, "secret"))
+    os.environ.update({STORE_FILE: f"{private.name}/store", SECRET_FILE: f"{private.name}/secret"})
     results = context.Queue()
     os.environ.update(GLOO_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1")
     os.environ.update(MASTER_ADDR="127.0.0.1", WORLD_SIZE=str(len(SLOWER)))
     processes = [
-        context.Process(target=work, args=(rank, store.port, args, results), daemon=True)
-        for rank in range(len(SLOWER))
+        context.Process(target=work, args=(rank, args, results), daemon=True) for rank in range(len(SLOWER))
     ]
     for process in processes:
         process.start()

@@ -9,6 +9,7 @@ import shutil
 import statistics
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -282,6 +283,8 @@ def seven_vapo(given: Given, found: Found) -> None:
 
 def torchrun(given: Given, world: int, name: str, **arguments: Any) -> dict[str, Any]:
     """What rank 0 of `world` ranks gives that do a part of this file."""
+    from megarl.parallel.secret import SECRET_FILE, make_secret
+
     answer = given.out / f"{name}.answer.json"
     answer.unlink(missing_ok=True)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
@@ -296,7 +299,11 @@ def torchrun(given: Given, world: int, name: str, **arguments: Any) -> dict[str,
     ]
     command += ["--with", json.dumps({**arguments, "answer": str(answer)})]
     environment = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"} | os.environ
-    code = subprocess.run(command, cwd=ROOT, env=environment, check=False).returncode
+    with tempfile.TemporaryDirectory() as private:
+        secret = Path(private, "secret")
+        make_secret(secret)
+        environment[SECRET_FILE] = str(secret)
+        code = subprocess.run(command, cwd=ROOT, env=environment, check=False).returncode
     if code or not answer.is_file():
         raise RuntimeError(f"{name} on {world} ranks: exit code {code}")
     made: dict[str, Any] = json.loads(answer.read_text())
@@ -424,7 +431,7 @@ def rank_transfer(given: Given, tp: int, pp: int, engine_tp: int, answer: str) -
         "planned_seconds": cost.seconds,
         "sent": sent,
     }
-    everybody = gather_objects(runtime, mine)
+    everybody = gather_objects(runtime, mine, dict[str, float])
     if runtime.rank == 0:
         write(Path(answer), {"ranks": everybody})
 

@@ -16,6 +16,7 @@ import os
 import resource
 import statistics
 import sys
+import tempfile
 import time
 from math import prod
 from typing import Any
@@ -142,10 +143,10 @@ def fill(shapes: Shards) -> dict[str, Tensor]:
     return tensors
 
 
-def work(rank: int, port: int, tied: bool, results: Any) -> None:
+def work(rank: int, folder: str, tied: bool, results: Any) -> None:
     """One of the four ranks: both ways, alternately, and the same targets from both."""
     torch.set_num_threads(1)
-    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    store = dist.FileStore(f"{folder}/store", LAYOUT.world)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=LAYOUT.world)
     config = model(tied)
     plan = fused_plan(config, LAYOUT, ENGINE_TP)
@@ -180,11 +181,11 @@ def work(rank: int, port: int, tied: bool, results: Any) -> None:
 def compare(tied: bool, verdicts: Verdicts) -> None:
     """Both ways on four processes."""
     context = multiprocessing.get_context("spawn")
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    private = tempfile.TemporaryDirectory()
     results = context.Queue()
     os.environ.update(GLOO_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1")
     ranks = [
-        context.Process(target=work, args=(rank, store.port, tied, results)) for rank in range(LAYOUT.world)
+        context.Process(target=work, args=(rank, private.name, tied, results)) for rank in range(LAYOUT.world)
     ]
     for process in ranks:
         process.start()

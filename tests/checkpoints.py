@@ -11,7 +11,7 @@ from megarl.parallel.comm import barrier, gather_objects
 from megarl.schedule.run import Run
 from megarl.training.checkpoint import FOLDER, folder_name
 from megarl.training.model import TrainableModel
-from megarl.training.saving import CheckpointWriter, HostCopier, cannot_be_written
+from megarl.training.saving import CheckpointWriter, HostCopier, WrittenPart, cannot_be_written
 from megarl.training.sharded import FAILURES, reason
 
 
@@ -24,7 +24,8 @@ def save_model(model: TrainableModel, folder: Path) -> int:
         copy.write(folder)
     except FAILURES as error:
         failure = reason(error)
-    failures, results = zip(*gather_objects(model.runtime, (failure, copy.results)), strict=True)
+    kind = tuple[str | None, list[WrittenPart]]
+    failures, results = zip(*gather_objects(model.runtime, (failure, copy.results), kind), strict=True)
     if model.runtime.rank == 0 and not any(failures):
         copy.write_index(folder, list(results))
     barrier(model.runtime)  # the others may read it at once
@@ -36,7 +37,9 @@ def save_model(model: TrainableModel, folder: Path) -> int:
 def save_checkpoint(run: Run, step: int, state: Mapping[str, Any], versions: Mapping[str, str]) -> Path:
     """Write one checkpoint of the main stage and wait for it; every rank calls this. Raises as
     CheckpointWriter."""
-    joined = run.source.join
-    writer = CheckpointWriter(run.runtime, run.config, run.models, versions, lambda name: None, joined, print)
+    of_source = run.source.join, run.source.share
+    writer = CheckpointWriter(
+        run.runtime, run.config, run.models, versions, lambda name: None, *of_source, print
+    )
     writer.save("train", step, tuple(run.models), state, now=True)
     return run.config.run_dir / FOLDER / folder_name("train", step)

@@ -18,11 +18,13 @@ import multiprocessing
 import os
 import signal
 import sys
+import tempfile
 import traceback
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 from megarl.config.schema import ParallelConfig
@@ -54,13 +56,12 @@ class RankPool:
         self, tp: int, pp: int, dp: int, ep: int = 1, cp: int = 1, vpp: int = 1, *, forked: bool = True
     ) -> None:
         """forked: else each rank imports for itself, with the environment of now."""
-        from torch.distributed import TCPStore
+        from megarl.parallel.secret import make_secret
 
         context: Any = FORK if forked else multiprocessing.get_context("spawn")
         config = ParallelConfig(tp=tp, pp=pp, ep=ep, cp=cp, vpp=vpp, device="cpu", timeout=120)
-        # The store is ours and listens before a rank starts: a port that was merely free a moment ago may be
-        # anybody's by then.
-        self.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self.folder = tempfile.TemporaryDirectory(prefix="megarl-test-ranks-")
+        make_secret(Path(self.folder.name, "secret"))
         self.pipes: list[Connection] = []
         self.processes = []
         world = tp * pp * dp * cp
@@ -68,7 +69,7 @@ class RankPool:
             ours, theirs = context.Pipe()
             process = context.Process(
                 target=_serve,
-                args=(rank, world, self.store.port, config, theirs, list(sys.path)),
+                args=(rank, world, self.folder.name, config, theirs, list(sys.path)),
                 daemon=True,
             )
             process.start()
@@ -130,14 +131,13 @@ def end_with_the_tests() -> None:
 
 
 def _serve(
-    rank: int, world: int, port: int, config: ParallelConfig, pipe: Connection, path: list[str]
+    rank: int, world: int, folder: str, config: ParallelConfig, pipe: Connection, path: list[str]
 ) -> None:
     end_with_the_tests()
     sys.path[:] = path
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world))
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo")
-    # the store is there: join it, make none
-    os.environ.update(TORCHELASTIC_USE_AGENT_STORE="True", TORCHELASTIC_RESTART_COUNT="0")
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="1", GLOO_SOCKET_IFNAME="lo")
+    os.environ.update(MEGARL_STORE_FILE=f"{folder}/store", MEGARL_SECRET_FILE=f"{folder}/secret")
     import torch.distributed as dist
 
     from megarl.parallel import runtime as parallel

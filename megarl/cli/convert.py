@@ -126,12 +126,16 @@ def _convert(convert: Callable[[], Conversion], out: Path, verify: bool) -> int:
     import torch.distributed as dist
 
     from megarl.parallel.machine import check_launcher
-    from megarl.parallel.runtime import is_launched, launched_rank
+    from megarl.parallel.runtime import join_store, launched_rank, launched_world, remove_secret
     from megarl.weights.tensor_files import readable
 
     check_launcher()
-    if is_launched():
-        dist.init_process_group("gloo", timeout=LIMIT)
+    if (world := launched_world()) > 1:
+        secret = out.with_name(f".{out.name}.secret")
+        store = join_store(secret, LIMIT.total_seconds())
+        dist.init_process_group("gloo", store=store, rank=launched_rank(), world_size=world, timeout=LIMIT)
+        dist.barrier()
+        remove_secret(secret)
     try:
         done = convert()
     except MegarlError:

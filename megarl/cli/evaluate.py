@@ -106,7 +106,7 @@ def _evaluate(config: Config, weights: Path | None, out: Path, lease: Lease | No
         if runtime.rank == 0:
             _publish(evaluation, result, out)
 
-    return run_rank(config, job, lease, launched=launched)
+    return run_rank(config, job, lease, out, launched=launched)
 
 
 def _publish(evaluation: Evaluation, result: EvaluationResult, out: Path) -> None:

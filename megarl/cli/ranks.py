@@ -190,12 +190,17 @@ def _without_current_folder() -> Iterator[None]:
 
 
 def run_rank(
-    config: Config, job: Callable[[Runtime], int | None], lease: Lease | None, *, launched: bool
+    config: Config,
+    job: Callable[[Runtime], int | None],
+    lease: Lease | None,
+    folder: Path,
+    *,
+    launched: bool,
 ) -> int:
     """Join the job as one rank, call `job`, leave, and return its exit code (None: 0). An error is printed
     once, by one rank.
 
-    lease: on the folder that the job writes into; None on a rank of torchrun's other than 0, which took it.
+    lease: on the `folder` that the job writes into; None on a rank of torchrun's other than 0, which took it.
     launched: `launch` started this rank, and prints the line that a rank writes to its error file."""
     quiet_libraries()  # a rank on GPUs was not forked
     # Landlock keeps tools and verifiers from a rank's keys by itself. SGLang reads a rank's open files.
@@ -204,6 +209,7 @@ def run_rank(
     from megarl.parallel import runtime as parallel
     from megarl.parallel.comm import from_rank_0
     from megarl.parallel.launch import lost_a_peer, write_error_file
+    from megarl.parallel.lease import Lease
     from megarl.weights.families import family_of, read_config
 
     mixture = family_of(read_config(config.model.path)).is_moe
@@ -211,11 +217,13 @@ def run_rank(
         keeping.enter_context(spared_output(pipes=True))
         if lease is not None:
             keeping.enter_context(lease.kept())
-        runtime, failed, code = parallel.start(config.parallel, config.seed, mixture=mixture), True, 1
+        secret = folder / ".secret"
+        runtime = parallel.start(config.parallel, config.seed, mixture=mixture, secret=secret)
+        failed, code = True, 1
         try:
             if parallel.is_launched() and not launched:  # by torchrun: rank 0 alone has taken it
-                taken = from_rank_0(runtime.job, lease)
-                if lease is None:
+                taken = from_rank_0(runtime.job, lease, Lease | None)
+                if lease is None and taken is not None:
                     keeping.enter_context(taken.kept())
             code = job(runtime) or 0
             failed = False

@@ -174,7 +174,7 @@ def _train(config: Config, stop: StopRequest, lease: Lease | None, *, launched: 
                         write_whole(config.run_dir / "data.json", json.dumps(reports, indent=1) + "\n")
                 Trainer(run, stop, watchdog).train()
 
-    code = run_rank(config, job, lease, launched=launched)
+    code = run_rank(config, job, lease, config.run_dir, launched=launched)
     from megarl.parallel.runtime import launched_rank
 
     if code == 0 and launched_rank() == 0 and config.log.report:
@@ -244,4 +244,4 @@ def _replay(
             print(printable("\n".join(replay.lines(outcome))), flush=True)
         return int(bool(outcome.different))
 
-    return run_rank(config, job, lease, launched=launched)
+    return run_rank(config, job, lease, config.run_dir, launched=launched)

@@ -75,6 +75,12 @@ class WaitTimeout(MegarlError):
     on_every_rank = False
 
 
+class MessageError(MegarlError):
+    """What claims to come from a rank of this job is not signed by one, or is not what that rank sends."""
+
+    on_every_rank = False
+
+
 class TransferError(MegarlError):
     """The engine's weights differ from the actor's after a transfer."""
 
@@ -87,3 +93,9 @@ class Interrupted(MegarlError):
     """The run was told to stop, or its time is up. It is saved; the same command continues it."""
 
     code = 75  # EX_TEMPFAIL of sysexits.h: not done, try again
+
+
+def error_class(name: str) -> type[MegarlError]:
+    """Return the class of this name in this module; EngineError where there is none."""
+    found = globals().get(name)
+    return found if isinstance(found, type) and issubclass(found, MegarlError) else EngineError

@@ -2,56 +2,68 @@
 
 from __future__ import annotations
 
-import pickle
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar, cast
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megarl.config.errors import MessageError
+from megarl.parallel.objects import decode, encode
 from megarl.parallel.runtime import Ranks, Runtime
+from megarl.parallel.secret import SIZE, check, sign
 
+T = TypeVar("T")
+LONGEST = 2**33  # bytes of a message
 INLINE = 512  # bytes of a message that are sent together with its length; most messages are shorter
 _TAG = 7  # of the rest of a longer message: distinct from the phases' own point-to-point messages
+_numbers: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # of each group's next message
 
 
-def gather_objects(ranks: Ranks, value: Any) -> list[Any]:
-    """Return every rank's `value`, by rank, on every rank. For small objects (pickled, over gloo).
+def gather_objects(ranks: Ranks, value: T, kind: Any) -> list[T]:
+    """Return every rank's `value`, by rank, on every rank. For small objects of type `kind` (over gloo).
 
     They go by way of rank 0: two messages a rank, each as long as its content. An all-gather would send ranks
     x ranks messages, each padded to the longest."""
-    return gather_over(ranks.cpu_group, value)
+    return gather_over(ranks.cpu_group, value, kind)
 
 
-def gather_over(group: dist.ProcessGroup | None, value: Any) -> list[Any]:
+def gather_over(group: dist.ProcessGroup | None, value: T, kind: Any) -> list[T]:
     """Return the same over a gloo group of all ranks (None: the default one)."""
-    blobs = _collect(group, pickle.dumps(value))
+    blobs = _collect(group, encode(value))
     whole = None
     if blobs is not None:
-        # Equal messages are sent once: pickle refers to an object that it has met.
-        seen: dict[bytes, bytes] = {}
-        whole = pickle.dumps([seen.setdefault(blob, blob) for blob in blobs])
-    return [pickle.loads(blob) for blob in pickle.loads(_spread(group, whole))]
+        places: dict[bytes, int] = {}  # equal messages are sent once
+        order = [places.setdefault(blob, len(places)) for blob in blobs]
+        whole = encode(([*places], order))
+    different, order = decode(_spread(group, whole), tuple[list[bytes], list[int]], "rank 0")
+    return [decode(different[place], kind, f"rank {rank}") for rank, place in enumerate(order)]
 
 
-def gather_on_0(ranks: Ranks, value: Any) -> list[Any] | None:
-    """Return every rank's `value`, by rank, on rank 0; None on the others."""
-    blobs = _collect(ranks.cpu_group, pickle.dumps(value))
-    return None if blobs is None else [pickle.loads(blob) for blob in blobs]
+def gather_on_0(ranks: Ranks, value: T, kind: Any) -> list[T] | None:
+    """Return every rank's `value`, of type `kind`, by rank, on rank 0; None on the others."""
+    blobs = _collect(ranks.cpu_group, encode(value))
+    if blobs is None:
+        return None
+    return [decode(blob, kind, f"rank {rank}") for rank, blob in enumerate(blobs)]
 
 
-def shares_on_0(ranks: Ranks, share: Any) -> list[Any] | None:
-    """Return every rank's `share`, by rank, on rank 0; None on the others. Rank 0's own is not copied."""
-    shares = gather_on_0(ranks, share if ranks.rank else None)
-    return None if shares is None else [share, *shares[1:]]
+def shares_on_0(ranks: Ranks, share: T, kind: Any) -> list[T] | None:
+    """Return every rank's `share`, by rank, on rank 0; None on the others.
+
+    Rank 0's own share is not copied. Those of the others are of type `kind`."""
+    shares = gather_on_0(ranks, share if ranks.rank else None, kind | None)
+    return None if shares is None else [share, *cast(list[T], shares[1:])]
 
 
-def from_rank_0(ranks: Ranks, value: Any) -> Any:
-    """Return rank 0's `value` on every rank."""
-    return pickle.loads(_spread(ranks.cpu_group, pickle.dumps(value) if ranks.rank == 0 else None))
+def from_rank_0(ranks: Ranks, value: T, kind: Any) -> T:
+    """Return rank 0's `value`, of type `kind`, on every rank."""
+    blob = _spread(ranks.cpu_group, encode(value) if ranks.rank == 0 else None)
+    return cast(T, decode(blob, kind, "rank 0"))
 
 
 def exchange(ranks: Ranks, outgoing: Mapping[int, Tensor], incoming: Mapping[int, int]) -> dict[int, Tensor]:
@@ -78,8 +90,9 @@ def _collect(group: dist.ProcessGroup | None, blob: bytes) -> list[bytes] | None
     world = dist.get_world_size(group)
     if world == 1:
         return [blob]
-    head = _head(blob)
-    heads = [torch.empty_like(head) for _ in range(world)] if _rank(group) == 0 else None
+    place, number = _rank(group), _next_number(group)
+    head = _head(blob, "gather", place, number)
+    heads = [torch.empty_like(head) for _ in range(world)] if place == 0 else None
     dist.gather(head, heads, group=group, group_dst=0)
     if heads is None:
         if len(blob) > INLINE:
@@ -87,11 +100,12 @@ def _collect(group: dist.ProcessGroup | None, blob: bytes) -> list[bytes] | None
         return None
     blobs = [blob]
     for rank, head in enumerate(heads[1:], 1):
-        begin, left = _read_head(head)
+        signature, begin, left = _read_head(head, rank)
         if left:
             rest = torch.empty(left, dtype=torch.uint8)
             dist.recv(rest, group=group, tag=_TAG, group_src=rank)
             begin += rest.numpy().tobytes()
+        check(signature, f"a message of rank {rank}", "gather", rank, number, begin)
         blobs.append(begin)
     return blobs
 
@@ -101,14 +115,28 @@ def _spread(group: dist.ProcessGroup | None, blob: bytes | None) -> bytes:
     if dist.get_world_size(group) == 1:
         assert blob is not None
         return blob
-    head = torch.empty(8 + INLINE, dtype=torch.uint8) if blob is None else _head(blob)
+    number = _next_number(group)
+    if blob is None:
+        head = torch.empty(8 + SIZE + INLINE, dtype=torch.uint8)
+    else:
+        head = _head(blob, "broadcast", 0, number)
     dist.broadcast(head, group=group, group_src=0)
-    begin, left = _read_head(head)
+    signature, begin, left = _read_head(head, 0)
     if left:
         rest = torch.empty(left, dtype=torch.uint8) if blob is None else _tensor(blob[INLINE:])
         dist.broadcast(rest, group=group, group_src=0)
         begin += rest.numpy().tobytes()
+    if blob is None:
+        check(signature, "a message of rank 0", "broadcast", 0, number, begin)
     return begin
+
+
+def _next_number(group: dist.ProcessGroup | None) -> int:
+    """Return the number of a group's next message, so that an older one does not pass for it."""
+    members = dist.group.WORLD if group is None else group
+    number = _numbers.get(members, 0)
+    _numbers[members] = number + 1
+    return number
 
 
 def _rank(group: dist.ProcessGroup | None) -> int:
@@ -116,16 +144,19 @@ def _rank(group: dist.ProcessGroup | None) -> int:
     return dist.get_rank() if group is None else group.rank()
 
 
-def _head(blob: bytes) -> Tensor:
-    """Return the length and the first bytes of a message, uint8 [8 + INLINE]."""
-    return _tensor(len(blob).to_bytes(8, "little") + blob[:INLINE].ljust(INLINE, b"\0"))
+def _head(blob: bytes, kind: str, rank: int, number: int) -> Tensor:
+    """Return the length, the signature and the first bytes of a message, uint8 [8 + SIZE + INLINE]."""
+    signature = sign(kind, rank, number, blob)
+    return _tensor(len(blob).to_bytes(8, "little") + signature + blob[:INLINE].ljust(INLINE, b"\0"))
 
 
-def _read_head(head: Tensor) -> tuple[bytes, int]:
-    """Return the first bytes of a message, and how many are still to come."""
+def _read_head(head: Tensor, rank: int) -> tuple[bytes, bytes, int]:
+    """Return the signature and the first bytes of a message of a rank, and how many are still to come."""
     data = head.numpy().tobytes()
-    length = int.from_bytes(data[:8], "little")
-    return data[8 : 8 + min(length, INLINE)], max(0, length - INLINE)
+    length, begin = int.from_bytes(data[:8], "little"), data[8 + SIZE :]
+    if length > LONGEST:
+        raise MessageError(f"a message of rank {rank}: {length} bytes, the longest has {LONGEST}")
+    return data[8 : 8 + SIZE], begin[: min(length, INLINE)], max(0, length - INLINE)
 
 
 def _tensor(data: bytes) -> Tensor:
@@ -136,7 +167,7 @@ def sum_stats(runtime: Runtime, sums: Mapping[str, Tensor | float]) -> dict[str,
     """Return statistics summed over the data-parallel replicas, each counted once, in rank order."""
     mine = {k: float(v) for k, v in sums.items()} if runtime.is_replica_leader else {}
     total: dict[str, float] = {}
-    for theirs in gather_objects(runtime, mine):
+    for theirs in gather_objects(runtime, mine, dict[str, float]):
         for key, value in theirs.items():
             total[key] = total.get(key, 0.0) + value
     return total
@@ -157,7 +188,7 @@ def among_largest(runtime: Runtime, first: Tensor, then: Tensor, wanted: int) ->
     best = own[:, np.lexsort(own[::-1])[::-1][:wanted]]
     if runtime.world > 1:
         mine = best if runtime.is_replica_leader else best[:, :0].copy()
-        best = np.concatenate(gather_objects(runtime, mine), axis=1)
+        best = np.concatenate(gather_objects(runtime, mine, np.ndarray), axis=1)
     kept = best[:, np.lexsort(best[::-1])[::-1][:wanted]]
     if not kept.size:
         return torch.zeros(first.shape, dtype=torch.bool)
@@ -183,7 +214,7 @@ def sum_over_ranks(ranks: Ranks, counts: Tensor) -> Tensor:
 
 def max_over_ranks(ranks: Ranks, value: float) -> float:
     """Return the largest `value` of all ranks, on every rank."""
-    return max(gather_objects(ranks, float(value)))
+    return max(gather_objects(ranks, float(value), float))
 
 
 def from_last_stage(

@@ -16,7 +16,6 @@ import json
 import multiprocessing
 import os
 import signal
-import socket
 import sys
 import tempfile
 import time
@@ -33,7 +32,8 @@ from megarl.config.errors import Interrupted
 from megarl.config.files import essential, write_whole
 from megarl.config.schema import ParallelConfig
 from megarl.parallel.machine import ALLOCATOR, EXPANDABLE
-from megarl.parallel.runtime import LAUNCHED_BY, choose_device
+from megarl.parallel.runtime import LAUNCHED_BY, STORE_FILE, choose_device
+from megarl.parallel.secret import SECRET_FILE, make_secret
 from megarl.parallel.signals import follow_launcher
 
 _ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # set by torchrun too; another file for each rank
@@ -80,7 +80,6 @@ def launch(
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     ranks: list[BaseProcess] = []
     forwarded: list[int] = []  # the signal that was passed on to the ranks, if any
-    store = None
     handlers = {number: signal.getsignal(number) for number in (_HANDLED if grace else _TERMINATING)}
 
     def handle(number: int, frame: FrameType | None) -> None:
@@ -105,7 +104,7 @@ def launch(
         try:
             for number in handlers:
                 signal.signal(number, handle)
-            store = _start(rank_main, config, error_files, ranks)
+            _start(rank_main, config, error_files, ranks)
             while (codes := {rank.exitcode for rank in ranks}) <= {0, None} and None in codes:
                 time.sleep(POLL)
                 meanwhile()
@@ -129,7 +128,6 @@ def launch(
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
             _end(ranks)
-            del store  # its thread would keep the next launch of this process from forking
             for number, handler in handlers.items():
                 signal.signal(number, handler)
 
@@ -143,40 +141,33 @@ def _start(
     config: ParallelConfig,
     error_files: Sequence[Path],
     ranks: list[BaseProcess],
-) -> dist.TCPStore:
-    """Append the ranks to `ranks` as they start. Return the store by which they find each other, made last:
-    no rank may inherit its thread."""
-    world = len(error_files)
-    forks = _may_fork(config)
-    context: Any = multiprocessing.get_context("fork" if forks else "spawn")
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        listener.listen(world)
-        common = {
-            "WORLD_SIZE": str(world),
-            "LOCAL_WORLD_SIZE": str(world),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(listener.getsockname()[1]),
-            "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store is there: join it, make none
-            "TORCHELASTIC_RESTART_COUNT": "0",
-        }
-        inherited = listener.fileno() if forks else None
-        signal.pthread_sigmask(signal.SIG_BLOCK, _HANDLED)  # until a rank has removed this process's handlers
-        gc.collect()
-        gc.freeze()  # a collection writes to every object's head, and so copies the memory that ranks share
-        try:
-            for rank, file in enumerate(error_files):
-                environment = common | {"RANK": str(rank), "LOCAL_RANK": str(rank), _ERROR_FILE: str(file)}
-                arguments = (rank_main, environment, inherited)
-                process = context.Process(target=_be_rank, args=arguments, name=f"rank {rank}")
-                process.start()
-                ranks.append(process)
-        finally:
-            gc.unfreeze()
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, _HANDLED)
-        return dist.TCPStore(
-            "127.0.0.1", 0, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
-        )
+) -> None:
+    """Append the ranks to `ranks` as they start. What they find each other by is in the folder of the error
+    files, which no other user can open."""
+    world, folder = len(error_files), error_files[0].parent
+    context: Any = multiprocessing.get_context("fork" if _may_fork(config) else "spawn")
+    make_secret(folder / "secret")
+    common = {
+        "WORLD_SIZE": str(world),
+        "LOCAL_WORLD_SIZE": str(world),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "1",  # nobody listens: the store is a file
+        STORE_FILE: str(folder / "store"),
+        SECRET_FILE: str(folder / "secret"),
+        "TORCHELASTIC_RESTART_COUNT": "0",
+    }
+    signal.pthread_sigmask(signal.SIG_BLOCK, _HANDLED)  # until a rank has removed this process's handlers
+    gc.collect()
+    gc.freeze()  # a collection writes to every object's head, and so copies the memory that ranks share
+    try:
+        for rank, file in enumerate(error_files):
+            environment = common | {"RANK": str(rank), "LOCAL_RANK": str(rank), _ERROR_FILE: str(file)}
+            process = context.Process(target=_be_rank, args=(rank_main, environment), name=f"rank {rank}")
+            process.start()
+            ranks.append(process)
+    finally:
+        gc.unfreeze()
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _HANDLED)
 
 
 @contextmanager
@@ -205,10 +196,8 @@ def _may_fork(config: ParallelConfig) -> bool:
     return len([name for name in names if name != "jemalloc_bg_thd"]) == 1
 
 
-def _be_rank(rank_main: Callable[[], int], environment: dict[str, str], inherited: int | None) -> NoReturn:
-    """Run in the new process. inherited: a file descriptor that came with the fork and is to be closed."""
-    if inherited is not None:
-        os.close(inherited)
+def _be_rank(rank_main: Callable[[], int], environment: dict[str, str]) -> NoReturn:
+    """Run in the new process."""
     os.setsid()  # a terminal's Ctrl-C is the launcher's
     for number in _HANDLED:
         signal.signal(number, signal.SIG_DFL)
@@ -246,7 +235,8 @@ def _end(ranks: Sequence[BaseProcess]) -> set[int]:
 def environment_of_children() -> dict[str, str]:
     """Return this rank's environment for an engine: without the launcher's settings, which are for other
     process groups, and without expandable segments, which SGLang's torch_memory_saver refuses."""
-    launcher = {*LAUNCHED_BY, "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK"}
+    of_ranks = {*LAUNCHED_BY, STORE_FILE, SECRET_FILE}
+    launcher = {*of_ranks, "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK"}
     kept = {
         name: value
         for name, value in os.environ.items()

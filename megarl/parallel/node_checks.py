@@ -24,13 +24,16 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from megarl.config.errors import first_line
+from megarl.config.errors import ConfigError, WaitTimeout, first_line
 from megarl.parallel.machine import GIB, driver_problem, driver_version, hostname_problem
+from megarl.parallel.secret import SECRET_FILE, SignedStore, agree_on_secret, open_store
 
 MESSAGE = 64 * 2**20  # bytes of one message in the measurement
 CONTROL = 2**20  # of one where the question is only whether it arrives
 ROUNDS = 3
 CLOCKS = 5.0  # seconds that two nodes' clocks may differ: beyond that logs and time stamps of files mislead
+VISIBLE = 5.0  # seconds after which a file that the first node has written must be seen by the others
+UNSIGNED = 300  # bytes of a line that are shown though nobody has signed it
 OUTLIER = 4.0  # a node this many times slower than the median one would slow down all of them
 DEVICE_FREE = 0.9  # share of a GPU's memory that must be free
 
@@ -75,28 +78,37 @@ def check_nodes(
 ) -> Findings:
     """Check this node, and with all others their differences and the network; every node calls it. The
     network is tried only where every node is sound. problems: of this node, found before."""
-    limit = datetime.timedelta(seconds=place.limit)
     first = place.node == 0
     try:
-        store = dist.TCPStore(place.host, place.port, place.nodes, first, limit, wait_for_workers=False)
-    except (dist.DistError, RuntimeError):
+        joined = open_store(place.host, place.port, place.nodes, place.limit, first=first)
+    except (OSError, dist.DistError, RuntimeError):
         where = f"{place.host}:{place.port} within {place.limit:.0f} s"
         return Findings([f"{place.name}: cannot reach {where} (a firewall, or the wrong interface?)"], [])
-    token = needs.folder / f".nodes-{place.port}"  # a file that the other nodes are to see
+    store = SignedStore(joined)
+    secret = needs.folder / f".nodes-{place.port}"  # a file that the other nodes are to see
+    if not first:
+        store.wait("begin", place.limit)
+    try:
+        agree_on_secret(secret, VISIBLE, first=first)
+    except WaitTimeout:
+        what = f"{place.name}: does not see the first node's file in {needs.folder}"
+        line = f"{what} (it must be writable, and shared by all nodes)"
+        with suppress(dist.DistError):  # the first node has left
+            joined.set(f"unseen/{place.node}", line)  # not signed: this node has no secret
+            joined.set(f"heard/facts/{place.node}", "")
+        return Findings([line], [])
+    except ConfigError as error:
+        return Findings([f"{place.name}: {error}"], [])
     if first:
-        with suppress(OSError):  # a folder that cannot be written is among the first node's own facts
-            token.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-            token.touch()
         store.set("begin", "")
     try:
-        _wait(store, "begin", place.limit)
-        found = [*problems, *_device_problems(needs), *_host_problems(needs, token)]
+        found = [*problems, *_device_problems(needs), *_host_problems(needs)]
         if place.nodes > 1 and (problem := hostname_problem()):
             found.append(problem)
         facts = {"name": place.name, "problems": found, "versions": dict(versions)}
         store.set(f"facts/{place.node}", json.dumps(facts))
         judged = _judge_nodes(store, place, clock) if first else []
-        if not first and _wait(store, f"ask/{place.node}", place.limit * 2):
+        if not first and store.wait(f"ask/{place.node}", place.limit * 2):
             store.set(f"clock/{place.node}", repr(clock()))
         findings = _share(store, place, "facts", Findings(judged, []))
         if findings.problems:
@@ -107,23 +119,15 @@ def check_nodes(
         for i, (backend, size, bandwidth) in enumerate(networks(needs)):
             # Keys of its own for each network: an address that the one before has left would lead to a closed
             # socket.
-            own = dist.PrefixStore(f"network/{i}", store)
+            own = dist.PrefixStore(f"network/{i}", joined)
             findings = _try_network(own, place, backend, size, bandwidth)
             notes += findings.notes
             if findings.problems:
                 return Findings(findings.problems, notes)
         return Findings([], notes)
     finally:
-        if first:
-            token.unlink(missing_ok=True)
-
-
-def _wait(store: dist.Store, key: str, limit: float) -> bool:
-    try:
-        store.wait([key], datetime.timedelta(seconds=limit))
-    except (dist.DistError, RuntimeError):
-        return False
-    return True
+        if first and SECRET_FILE not in os.environ:
+            secret.unlink(missing_ok=True)
 
 
 def _device_problems(needs: NodeNeeds) -> list[str]:
@@ -152,19 +156,13 @@ def _device_problems(needs: NodeNeeds) -> list[str]:
     return problems
 
 
-def _host_problems(needs: NodeNeeds, token: Path) -> list[str]:
-    """Return what is wrong with memory and the run's folder."""
-    problems, folder = [], token.parent
+def _host_problems(needs: NodeNeeds) -> list[str]:
+    """Return what is wrong with memory and the run's folder, which is there."""
+    problems, folder = [], needs.folder
     free = psutil.virtual_memory().available
     if free < needs.host_bytes:
         what = f"{free / GIB:.1f} GiB of memory are free"
         problems.append(f"{what}, the run needs {needs.host_bytes / GIB:.1f}")
-    deadline = time.monotonic() + 5.0  # a network file system may show a new file late
-    while not token.exists() and time.monotonic() < deadline:
-        time.sleep(0.1)
-    if not token.exists():
-        what = f"does not see the first node's file in {folder}"
-        return [*problems, f"{what} (it must be writable, and shared by all nodes)"]
     if not os.access(folder, os.W_OK):
         problems.append(f"{folder} cannot be written")
     free = shutil.disk_usage(folder).free
@@ -174,19 +172,25 @@ def _host_problems(needs: NodeNeeds, token: Path) -> list[str]:
     return problems
 
 
-def _judge_nodes(store: dist.Store, place: NodePlace, clock: Callable[[], float]) -> list[str]:
+def _judge_nodes(store: SignedStore, place: NodePlace, clock: Callable[[], float]) -> list[str]:
     """Return, on the first node, who is silent, what each node found, and what differs from the first
     node."""
     deadline = time.monotonic() + place.limit
-    facts = {}
+    facts, unseen = {}, dict[int, str]()
     for node in range(place.nodes):
-        if _wait(store, f"facts/{node}", max(0.1, deadline - time.monotonic())):
-            facts[node] = json.loads(store.get(f"facts/{node}"))
+        key = f"facts/{node}"
+        while not store.has(key) and not store.has(f"unseen/{node}") and time.monotonic() < deadline:
+            time.sleep(0.02)
+        if store.has(key):
+            facts[node] = json.loads(store.get(key))
+        elif store.has(f"unseen/{node}"):
+            line = store.store.get(f"unseen/{node}")[:UNSIGNED].decode(errors="replace")
+            unseen[node] = "".join(filter(str.isprintable, line))
     names = ", ".join(sorted(fact["name"] for fact in facts.values()))
-    problems = [
+    problems = [*unseen.values()] + [
         f"node {node} of {place.nodes} has not reported within {place.limit:.0f} s (those that have: {names})"
         for node in range(place.nodes)
-        if node not in facts
+        if node not in facts and node not in unseen
     ]
     first = facts[0]
     for node, fact in sorted(facts.items()):
@@ -200,7 +204,7 @@ def _judge_nodes(store: dist.Store, place: NodePlace, clock: Callable[[], float]
             continue
         asked = clock()
         store.set(f"ask/{node}", "")
-        if not _wait(store, f"clock/{node}", place.limit):
+        if not store.wait(f"clock/{node}", place.limit):
             problems.append(f"{name}: stopped answering")
             continue
         # To half of a message's way there and back.
@@ -211,15 +215,15 @@ def _judge_nodes(store: dist.Store, place: NodePlace, clock: Callable[[], float]
     return problems
 
 
-def _share(store: dist.Store, place: NodePlace, part: str, findings: Findings) -> Findings:
+def _share(store: SignedStore, place: NodePlace, part: str, findings: Findings) -> Findings:
     """Return the first node's findings on every node. The first node leaves last, because the store goes with
     it."""
     if place.node == 0:
         store.set(f"findings/{part}", json.dumps(findings))
         for node in range(1, place.nodes):
-            _wait(store, f"heard/{part}/{node}", 5.0 if findings.problems else place.limit)
+            store.wait(f"heard/{part}/{node}", 5.0 if findings.problems else place.limit)
         return findings
-    if not _wait(store, f"findings/{part}", place.limit * 2):
+    if not store.wait(f"findings/{part}", place.limit * 2):
         return Findings([f"{place.name}: the first node {place.host} has stopped answering"], [])
     findings = Findings(*json.loads(store.get(f"findings/{part}")))
     store.set(f"heard/{part}/{place.node}", "")
@@ -241,12 +245,14 @@ def _try_network(
     """Measure GB/s into this node, in a ring in which each sends to the next (every adapter in both
     directions), and of an all-reduce over all nodes, the message by time."""
 
+    signed = SignedStore(store)
+
     def give_up() -> None:
         """End the process, the only way out of a collective that hangs; the first node prints who is
         behind."""
         if place.node == 0:
             behind, absent = (
-                [str(node) for node in range(place.nodes) if not store.check([f"stage/{node}/{stage}"])]
+                [str(node) for node in range(place.nodes) if not signed.has(f"stage/{node}/{stage}")]
                 for stage in ("reduced", "joined")
             )
             what = f"nodes {', '.join(behind)} have not finished the all-reduce"
@@ -264,7 +270,7 @@ def _try_network(
         group = dist.PrefixStore("group", store)
         dist.init_process_group(backend, store=group, rank=place.node, world_size=place.nodes, timeout=limit)
         try:
-            store.set(f"stage/{place.node}/joined", "")
+            signed.set(f"stage/{place.node}/joined", "")
             data, into = (torch.ones(size // 4, device=device) for _ in range(2))
 
             def ring() -> None:
@@ -274,7 +280,7 @@ def _try_network(
                     request.wait()
 
             reduce = _seconds(lambda: dist.all_reduce(data, op=dist.ReduceOp.MAX), device)
-            store.set(f"stage/{place.node}/reduced", "")
+            signed.set(f"stage/{place.node}/reduced", "")
             passed = _seconds(ring, device)
             if not bool((into == 1).all()):
                 raise RuntimeError("a message arrived with other bytes than were sent")
@@ -286,12 +292,12 @@ def _try_network(
     timer.daemon = True
     timer.start()
     try:
-        store.set(f"speed/{place.node}", json.dumps([place.name, *measure()]))
+        signed.set(f"speed/{place.node}", json.dumps([place.name, *measure()]))
     except (dist.DistError, RuntimeError) as error:
-        store.set(f"broken/{place.node}", f"{place.name}: {backend}: {first_line(error)}")
+        signed.set(f"broken/{place.node}", f"{place.name}: {backend}: {first_line(error)}")
     timer.cancel()
-    findings = _judge_network(store, place, backend, bandwidth) if place.node == 0 else Findings([], [])
-    return _share(store, place, "network", findings)
+    findings = _judge_network(signed, place, backend, bandwidth) if place.node == 0 else Findings([], [])
+    return _share(signed, place, "network", findings)
 
 
 def _seconds(work: Callable[[], Any], device: torch.device) -> float:
@@ -307,20 +313,20 @@ def _seconds(work: Callable[[], Any], device: torch.device) -> float:
     return min(taken[1:])
 
 
-def _judge_network(store: dist.Store, place: NodePlace, backend: str, least: float | None) -> Findings:
+def _judge_network(store: SignedStore, place: NodePlace, backend: str, least: float | None) -> Findings:
     """Return, on the first node, who was lost, whose network failed, and who is too slow. least: GB/s; None:
     any."""
     speeds, problems = {}, []
     for node in range(place.nodes):
         deadline = time.monotonic() + place.limit
         speed_key, broken_key = f"speed/{node}", f"broken/{node}"
-        while not store.check([speed_key]) and not store.check([broken_key]) and time.monotonic() < deadline:
+        while not store.has(speed_key) and not store.has(broken_key) and time.monotonic() < deadline:
             time.sleep(0.02)
-        if store.check([speed_key]):
+        if store.has(speed_key):
             name, *speed = json.loads(store.get(speed_key))
             speeds[name] = tuple(speed)  # into it, all-reduce
-        elif store.check([broken_key]):
-            problems.append(store.get(broken_key).decode())
+        elif store.has(broken_key):
+            problems.append(store.get(broken_key))
         else:
             problems.append(f"node {node} of {place.nodes} was lost during the messages")
     if least is not None and speeds:

@@ -9,6 +9,7 @@ import random
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -21,8 +22,10 @@ from megarl.config.schema import ParallelConfig
 from megarl.parallel import cpu_platform
 from megarl.parallel.layout import Layout
 from megarl.parallel.machine import unseen_gpu
+from megarl.parallel.secret import SECRET_FILE, SIZE, SignedStore, agree_on_secret, check, open_store, sign
 
 LAUNCHED_BY = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # what torchrun sets
+STORE_FILE = "MEGARL_STORE_FILE"  # variable: names the file by which the ranks of one machine find each other
 
 
 class Ranks(Protocol):
@@ -69,7 +72,7 @@ class Runtime:
     rollout_ranks: int = 0
     job_group: dist.ProcessGroup | None = None
     transfer_group: dist.ProcessGroup | None = None
-    store: dist.Store | None = None
+    store: SignedStore | None = None
 
     @property
     def world(self) -> int:
@@ -192,9 +195,41 @@ def layout_for(config: ParallelConfig, world: int) -> Layout:
     return Layout(tp=config.tp, pp=config.pp, dp=dp, ep=config.ep, cp=config.cp, vpp=config.vpp)
 
 
-def start(config: ParallelConfig, seed: int, *, mixture: bool = False) -> Runtime:
+def join_store(secret: Path | None, seconds: float) -> dist.Store:
+    """Agree with the job's other ranks on their secret, which under torchrun is in the file `secret`, and
+    return the store in which their groups meet. Wait at most `seconds` for each.
+
+    On one machine the store is a file in a folder of `launch`, which other users cannot open. torchrun's
+    store is a port that anybody may connect to. So a rank decodes an object only if its signature is right.
+    """
+    agree_on_secret(secret, seconds, first=launched_rank() == 0)
+    sign_pickles()
+    if path := os.environ.get(STORE_FILE):
+        store: dist.Store = dist.FileStore(path)
+    elif os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # torchrun has one
+        store, _, _ = next(dist.rendezvous("env://", timeout=datetime.timedelta(seconds=seconds)))
+    else:
+        host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        store = open_store(host, port, launched_world(), seconds, first=launched_rank() == 0)
+    store.set_timeout(datetime.timedelta(seconds=seconds))
+    return store
+
+
+def remove_secret(secret: Path | None) -> None:
+    """Remove the file of the secret that megarl has made, once all ranks have read it; on rank 0."""
+    if launched_rank() == 0:
+        if os.environ.get(STORE_FILE):
+            secret = Path(os.environ[SECRET_FILE])
+        elif secret is None or SECRET_FILE in os.environ:
+            return
+        secret.unlink(missing_ok=True)
+
+
+def start(config: ParallelConfig, seed: int, *, mixture: bool = False, secret: Path | None = None) -> Runtime:
     """Join the job, once per rank: process groups over NCCL or gloo, Megatron's parallel state, seeds.
-    mixture: the model has experts, whose groups a run uses then.
+
+    mixture   the model has experts, whose groups a run uses then
+    secret    file of the job's secret under torchrun (`join_store`); None: MEGARL_SECRET_FILE names it
 
     With `parallel.rollout_ranks` trainers and engines' ranks have a default group each, since Megatron and
     its checkpoints use the default group as that of all trainers; a third group joins them."""
@@ -224,34 +259,55 @@ def start(config: ParallelConfig, seed: int, *, mixture: bool = False) -> Runtim
     layout, rank, apart = layout_for(config, launched_world()), launched_rank(), config.rollout_ranks
     limit = datetime.timedelta(seconds=config.timeout)
     backend = "nccl" if device.type == "cuda" else "gloo"
-    trains, store = rank < layout.world, None
-    if not is_launched():
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=limit)
-    elif not apart:
-        dist.init_process_group(backend, timeout=limit)
-    else:
-        store, _, _ = next(dist.rendezvous("env://", timeout=limit))
-        side, first, size = ("trainers", 0, layout.world) if trains else ("engines", layout.world, apart)
-        own = dist.PrefixStore(side, store)
-        dist.init_process_group(backend, store=own, rank=rank - first, world_size=size, timeout=limit)
+    trains = rank < layout.world
+    store = join_store(secret, config.timeout) if launched_world() > 1 else dist.HashStore()
+    side, first, size = ("trainers", 0, layout.world) if trains else ("engines", layout.world, apart)
+    own = dist.PrefixStore(side, store)
+    dist.init_process_group(backend, store=own, rank=rank - first, world_size=size, timeout=limit)
     if trains:
         _start_megatron(config)
     cpu_group = dist.new_group(backend="gloo", timeout=limit) if backend == "nccl" else dist.group.WORLD
     assert cpu_group is not None
     job_group = transfer_group = None
-    if store is not None:
+    if apart:
         all_ranks = rank, layout.world + apart
         job_group = transfer_group = _group_beside("job", "gloo", store, *all_ranks, limit)
         if backend == "nccl":
             transfer_group = _group_beside("transfer", backend, store, *all_ranks, limit)
     _connect(device, trains, transfer_group, mixture)
+    if launched_world() > 1:
+        remove_secret(secret)
     random.seed(seed)
     torch.manual_seed(seed)
     if trains:
         from megatron.core import tensor_parallel
 
         tensor_parallel.model_parallel_cuda_manual_seed(seed)
-    return Runtime(layout, rank, device, config.timeout, cpu_group, apart, job_group, transfer_group, store)
+    signed = SignedStore(store) if apart else None
+    return Runtime(layout, rank, device, config.timeout, cpu_group, apart, job_group, transfer_group, signed)
+
+
+def sign_pickles() -> None:
+    """Have torch's collectives of objects, which Megatron and torch's checkpoints use and which unpickle what
+    they receive, sign what they send and check it before they open it."""
+    pack, unpack = distributed._object_to_tensor, distributed._tensor_to_object
+    if getattr(pack, "signs", False):
+        return
+
+    def signed(value: Any, device: Any, group: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        data, _ = pack(value, device, group)
+        signature = sign("pickle", data.cpu().numpy().tobytes())
+        data = torch.cat([torch.frombuffer(bytearray(signature), dtype=torch.uint8).to(data.device), data])
+        return data, torch.tensor([data.numel()], device=data.device)
+
+    def checked(tensor: torch.Tensor, size: int, group: Any, *rest: Any, **options: Any) -> Any:
+        data = tensor.cpu().numpy().tobytes()[: int(size)]
+        check(data[:SIZE], "an object of another rank", "pickle", data[SIZE:])
+        return unpack(tensor[SIZE:], int(size) - SIZE, group, *rest, **options)
+
+    signed.signs = True  # type: ignore[attr-defined]
+    collectives: Any = distributed
+    collectives._object_to_tensor, collectives._tensor_to_object = signed, checked
 
 
 def _start_megatron(config: ParallelConfig) -> None:

@@ -323,7 +323,7 @@ class Controller:
                 case m.Failed("EngineFailure", text):
                     self._failures[rank] = text
                 case m.Failed(error, text):
-                    raise getattr(errors, error, EngineError)(text)
+                    raise errors.error_class(error)(text)
                 case m.Aborted() | m.Bodies():
                     self._answers.append(message)
                 case _ if isinstance(message, m.ORDERS):

@@ -10,8 +10,11 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import socket
+import sys
 import time
+from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
@@ -19,9 +22,13 @@ import msgspec
 import numpy as np
 import zmq
 import zmq.asyncio
+from zmq.auth.asyncio import AsyncioAuthenticator
+from zmq.utils import z85
 
 from megarl.config.errors import EngineError, WaitTimeout
 from megarl.data.prompts import Prompt, ReadReport
+from megarl.parallel.objects import encode, from_plain
+from megarl.parallel.secret import sign
 from megarl.rollout.responses import Body, Facts
 from megarl.rollout.sampling import SamplingParams
 
@@ -241,20 +248,13 @@ ORDERS = (SendReports, Sync, Draw, Take, Continue, Load, Evaluate, Leave)
 Order = SendReports | Sync | Draw | Take | Continue | Load | Evaluate | Leave
 
 
-def _sent(array: np.ndarray) -> tuple[str, tuple[int, ...], bytes]:
-    return array.dtype.str, array.shape, array.tobytes()
-
-
-def _received(_: type, sent: tuple[str, tuple[int, ...], bytes]) -> np.ndarray:
-    dtype, shape, data = sent
-    return np.frombuffer(data, dtype).reshape(shape)
-
-
-encoded = msgspec.msgpack.Encoder(enc_hook=_sent).encode
+ENGINES = (Alive, Hello, Ended, Unseated, Failed, Aborted, Bodies)  # what a rank with an engine may send
+Answer = Reports | Drawn | Evaluated
+encoded = encode
 _decode = msgspec.msgpack.Decoder(
     Order | Alive | Begin | Abort | Fetch | Recover | End | Hello | Ended | Unseated | Failed | Aborted
-    | Bodies | Reports | Drawn | Evaluated,
-    dec_hook=_received,
+    | Bodies | Answer,
+    dec_hook=from_plain,
 ).decode  # fmt: skip
 
 
@@ -267,18 +267,17 @@ def decoded(sender: str, data: bytes) -> Message:
     """Return the message. Raises EngineError where it is none."""
     try:
         message: Message = _decode(data)
-    except (msgspec.MsgspecError, ValueError) as error:
+    except (msgspec.MsgspecError, ValueError, TypeError) as error:
         what = f"rollout: {sender} has sent {len(data)} bytes that are no message"
         raise EngineError(f"{what}: {error} (all ranks must run one version of megarl)") from None
     return message
 
 
-class Address(msgspec.Struct):
-    """Where the controller is, and its public CURVE key, which nobody but the job's ranks gets to know: who
-    has it not cannot connect. "": only ranks in the controller's own process connect."""
-
-    url: str
-    key: bytes
+def curve_keys(owner: str) -> tuple[bytes, bytes]:
+    """Return the public and the secret CURVE key of the controller or of a rank's number. They follow from
+    the job's secret: every rank knows whose key is which, and nobody else has one."""
+    secret = z85.encode(sign("curve", owner))
+    return zmq.curve_public(secret), secret
 
 
 class _Incoming:
@@ -286,12 +285,12 @@ class _Incoming:
 
     def __init__(self, one: zmq.asyncio.Socket) -> None:
         self.socket = one
-        self._next: asyncio.Future[list[bytes]] | None = None
+        self._next: asyncio.Future[list[zmq.Frame]] | None = None
 
-    async def wait(self, seconds: float) -> list[bytes] | None:
+    async def wait(self, seconds: float) -> list[zmq.Frame] | None:
         """Return the next message; None where there is none within `seconds`."""
         if self._next is None:
-            self._next = asyncio.ensure_future(self.socket.recv_multipart())
+            self._next = asyncio.ensure_future(self.socket.recv_multipart(copy=False))
         done, _ = await asyncio.wait({self._next}, timeout=seconds)
         if not done:
             return None
@@ -308,20 +307,35 @@ class _Incoming:
 class Hub:
     """The controller's end of all connections.
 
-    heard  by number, when somebody last said something"""
+    It takes a message only over a connection with the key of the rank that the message names, and only if
+    such a rank may send it. Other messages are dropped.
 
-    def __init__(self, context: zmq.asyncio.Context, host: str) -> None:
-        """Listen on an address of this machine; "": in this process alone."""
+    address  where ranks in other processes connect; "": nowhere
+    heard    by number, when somebody last said something
+    dropped  how many messages were dropped, by the reason"""
+
+    def __init__(self, context: zmq.asyncio.Context, host: str, ranks: int) -> None:
+        """Listen for `ranks` ranks with engines, and the trainers.
+
+        host: an address of this machine; "": no socket, rank 0 of this process connects alone"""
         self.socket = context.socket(zmq.ROUTER)
         _set(self.socket, zmq.ROUTER_MANDATORY, 1)
-        self.socket.bind(_DOOR)
-        self.address = Address("", b"")
+        self.dropped: Counter[str] = Counter()
+        self._keys: dict[int, str] = {}
+        self._guard: AsyncioAuthenticator | None = None
+        self.address = ""
         if host:
-            public, secret = zmq.curve_keypair()
+            for number in (TRAINER, *range(ranks)):
+                self._keys[number] = curve_keys(str(number))[0].decode()
+            self._guard = AsyncioAuthenticator(context)
+            self._guard.start()
+            self._guard.configure_curve_callback("ranks", self)
+            secret = curve_keys("controller")[1]
             _set(self.socket, zmq.CURVE_SERVER, 1, zmq.CURVE_SECRETKEY, secret, zmq.IPV6, int(":" in host))
+            _set(self.socket, zmq.ZAP_DOMAIN, b"ranks", zmq.ZAP_ENFORCE_DOMAIN, 1)  # nobody without the guard
             self.socket.bind(f"tcp://[{host}]:*" if ":" in host else f"tcp://{host}:*")
-            url = bytes(self.socket.last_endpoint).rstrip(b"\0").decode()  # type: ignore[arg-type]
-            self.address = Address(url, public)
+            self.address = bytes(self.socket.last_endpoint).rstrip(b"\0").decode()  # type: ignore[arg-type]
+        self.socket.bind(_DOOR)
         self._incoming = _Incoming(self.socket)
         self.heard: dict[int, float] = {}
         self._told: dict[int, float] = {}
@@ -344,13 +358,42 @@ class Hub:
         found: list[tuple[int, Message]] = []
         began = time.monotonic()
         while (parts := await self._incoming.wait(0.0 if found else seconds)) is not None:
-            sender, data = parts
-            number = int(sender)
-            self.heard[number] = time.monotonic()
-            found.append((number, decoded(name_of(number), data)))
+            message = self._accept(parts)
+            if message is not None:
+                self.heard[message[0]] = time.monotonic()
+                found.append(message)
         if time.monotonic() - began > seconds + ALIVE:
             self.expect()  # this process stood still, as in a recovery of all ranks: nobody else's silence
         return found
+
+    def callback(self, domain: str, key: bytes) -> bool:
+        """Return whether a connection with this public key is let in; called by the guard."""
+        return key.decode() in self._keys.values() or self._drop("a connection without a key of this job")
+
+    def _accept(self, parts: list[zmq.Frame]) -> tuple[int, Message] | None:
+        """Return who sends a message, and the message; None where it is dropped."""
+        sender = parts[0].bytes
+        number = int(sender) if re.fullmatch(rb"-1|[0-9]{1,9}", sender) else None
+        try:
+            key = str(parts[-1].get("User-Id"))
+        except zmq.ZMQError:  # from this process, whose rank is the first
+            key = self._keys.get(0, "") if number == 0 else "none"
+        if number is None or len(parts) != 2 or key != self._keys.get(number, ""):
+            self._drop("a message whose sender's key is not that of the rank it names")
+            return None
+        message = decoded(name_of(number), parts[1].bytes)
+        if not isinstance(message, ORDERS if number == TRAINER else ENGINES):
+            self._drop(f"{type(message).__name__} from {name_of(number)}, which may not send it")
+            return None
+        return number, message
+
+    def _drop(self, what: str) -> bool:
+        """Count a message or connection that is refused; print a line for the first of its kind."""
+        self.dropped[what] += 1
+        if self.dropped[what] == 1:
+            line = f"megarl: rollout: dropped {what}; more of these are not reported"
+            print(line, file=sys.stderr, flush=True)
+        return False
 
     async def meet(self, ranks: int, limit: float) -> None:
         """Wait until so many ranks with engines have said hello. Raises WaitTimeout after `limit` seconds."""
@@ -378,23 +421,26 @@ class Hub:
 
     def close(self) -> None:
         self._incoming.close()
+        if self._guard is not None:
+            self._guard.stop()
 
 
 class Link:
     """Everybody else's end of the connection to the controller."""
 
     def __init__(
-        self, context: zmq.asyncio.Context, address: Address, number: int, *, here: bool = False
+        self, context: zmq.asyncio.Context, address: str, number: int, *, here: bool = False
     ) -> None:
         """Connect. here: from within the controller's own process."""
         self.number, self.here = number, here
         self.socket = context.socket(zmq.DEALER)
         _set(self.socket, zmq.IDENTITY, str(number).encode())
         if not here:
-            public, secret = zmq.curve_keypair()
-            _set(self.socket, zmq.CURVE_SERVERKEY, address.key, zmq.CURVE_PUBLICKEY, public)
-            _set(self.socket, zmq.CURVE_SECRETKEY, secret, zmq.IPV6, int("[" in address.url))
-        self.socket.connect(_DOOR if here else address.url)
+            public, secret = curve_keys(str(number))
+            server = curve_keys("controller")[0]
+            _set(self.socket, zmq.CURVE_SERVERKEY, server, zmq.CURVE_PUBLICKEY, public)
+            _set(self.socket, zmq.CURVE_SECRETKEY, secret, zmq.IPV6, int("[" in address))
+        self.socket.connect(_DOOR if here else address)
         self._incoming = _Incoming(self.socket)
         self.told = time.monotonic()
 
@@ -406,7 +452,7 @@ class Link:
     async def receive(self, seconds: float) -> Message | None:
         """Return the next message; None where there is none within `seconds`."""
         parts = await self._incoming.wait(seconds)
-        return None if parts is None else decoded("the controller", parts[0])
+        return None if parts is None else decoded("the controller", parts[0].bytes)
 
     def close(self) -> None:
         self._incoming.close()

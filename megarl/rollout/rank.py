@@ -4,13 +4,14 @@ get the same facts. Inside, the first of them decides (controller.py), and each 
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 import msgspec
 import numpy as np
@@ -26,6 +27,7 @@ from megarl.rollout import messages as m
 from megarl.rollout.controller import Controller, GroupRequest, with_bodies
 from megarl.rollout.engines.engine import RolloutEngine
 from megarl.rollout.responses import (
+    Body,
     EvaluationResult,
     Facts,
     Group,
@@ -41,6 +43,13 @@ from megarl.rollout.worker import Worker
 
 if TYPE_CHECKING:
     from megarl.rewards.pool import VerifierPool
+
+
+class RolloutShare(TypedDict, total=False):
+    """What a rank other than the first adds to a snapshot (`RolloutRank.snapshot`), by response."""
+
+    drawn: dict[int, Body | None]
+    partials: dict[int, Completion]
 
 
 class GroupFacts(msgspec.Struct, array_like=True):
@@ -97,10 +106,10 @@ class RolloutRank:
         self._shown: list[Group] = []
         self.controller: Controller | None = None
         if ranks.rank == 0:
-            hub = self._run(self._listen())
+            hub = self._run(self._listen(ranks.world))
             self.controller = Controller(config, hub, ranks.world, engine.streams, draw)
             self.address = hub.address
-        self.address = from_rank_0(ranks, self.address if self.controller else None)
+        self.address = from_rank_0(ranks, self.address if self.controller else "", str)
         self._run(self._connect())
 
     def _run(self, job: Awaitable[Any]) -> Any:
@@ -120,8 +129,8 @@ class RolloutRank:
             what = f"a task of its own has called sys.exit({error})"
             raise EngineError(f"{self.worker.key}: {what} (raise an error there)") from error
 
-    async def _listen(self) -> m.Hub:
-        return m.Hub(self._context, m.address_here())
+    async def _listen(self, ranks: int) -> m.Hub:
+        return m.Hub(self._context, m.address_here(), ranks)
 
     async def _connect(self) -> None:
         self.link = m.Link(self._context, self.address, self.ranks.rank, here=self.controller is not None)
@@ -220,8 +229,10 @@ class RolloutRank:
 
         found = self._run(both())
         seconds = self.worker.seconds
-        said: Any = found
+        failure: MegarlError | None = None if controller is None else found
+        outcome: RolloutOutcome | None = None
         if isinstance(found, tuple) and controller is not None:
+            failure = None
             found, groups = found
             stats, errors = (found.stats, found.errors) if isinstance(found, RolloutBatch) else ({}, {})
             facts = [
@@ -234,11 +245,12 @@ class RolloutRank:
                 )
                 for group in groups
             ]
-            said = msgspec.msgpack.encode(RolloutOutcome(facts, stats, errors, seconds, controller.idle))
-        said = from_rank_0(self.ranks, said)
-        if isinstance(said, MegarlError):
-            raise said
-        outcome = msgspec.msgpack.decode(said, type=RolloutOutcome)
+            outcome = RolloutOutcome(facts, stats, errors, seconds, controller.idle)
+        kind = tuple[MegarlError | None, RolloutOutcome | None]
+        failure, outcome = from_rank_0(self.ranks, (failure, outcome), kind)
+        if failure is not None:
+            raise failure
+        assert outcome is not None
         if not self.worker.leads:
             seconds = outcome.seconds
         waited = time.perf_counter() - started - seconds["generate"] - seconds["verify"]
@@ -275,7 +287,11 @@ class RolloutRank:
         references only, to what never changes once it is made. `joined` makes one state of all shares."""
         drawn = {number: response.body for number, response in self.worker.drawn.items()}
         share: dict[str, Any] = {"drawn": drawn, "partials": dict(self.worker.partials)}
-        if (made := self.controller) is not None:
+        made = self.controller
+        if made is None:
+            share["drawn"] = {number: body and _packed(body) for number, body in drawn.items()}
+            share["partials"] = {number: _packed(partial) for number, partial in share["partials"].items()}
+        else:
             share |= {"surplus": list(made.surplus), "returned": list(made.returned)}
             share["lengths"] = dict(made.lengths)
         return share
@@ -331,13 +347,31 @@ class RolloutRank:
         self._loop.close()
 
 
+def _packed(response: Any) -> Any:
+    """Return a Body or Completion whose journal is one JSON text: it may hold integers of any size."""
+    return _with_journal(response, [json.dumps(response.journal)]) if response.journal else response
+
+
+def _unpacked(response: Any) -> Any:
+    """Undo `_packed`."""
+    return _with_journal(response, json.loads(response.journal[0])) if response.journal else response
+
+
+def _with_journal(response: Any, journal: list[Any]) -> Any:
+    if isinstance(response, Body):
+        return msgspec.structs.replace(response, journal=journal)
+    return replace(response, journal=journal)
+
+
 def joined(shares: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the state that the shares of all ranks make, the first rank's first: lists, dicts, numbers and
     texts only."""
     if not shares:
         return {}
-    bodies = {number: body for share in shares for number, body in share["drawn"].items()}
-    partials = {number: c for share in shares for number, c in share["partials"].items()}
+    bodies, partials = dict(shares[0]["drawn"]), dict(shares[0]["partials"])
+    for share in shares[1:]:
+        bodies |= {number: body and _unpacked(body) for number, body in share["drawn"].items()}
+        partials |= {number: _unpacked(partial) for number, partial in share["partials"].items()}
     rows = []
     for request in shares[0]["returned"]:
         begun: list[Any] = []

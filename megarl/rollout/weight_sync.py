@@ -123,7 +123,7 @@ class WeightSync:
         self._await_ready(guard, ranks)
         guard(call)
         # An engine that failed is not asked again: once started anew it is put to sleep as `asleep` says.
-        while any(failures := gather_objects(ranks, guard.failure)):
+        while any(failures := gather_objects(ranks, guard.failure, EngineFailure | None)):
             self.complete = False
             guard = _Guard(self.engine if self._restart(failures, ranks) else None)
             self._await_ready(guard, ranks)
@@ -159,8 +159,10 @@ class WeightSync:
         """Wait until all guarded engines are ready; those started again sleep as far as the others do."""
         # An engine may take longer to start than any rank may wait in a collective. A guard that is not
         # active, or whose engine has failed, answers None: nobody waits for that one.
-        while not all(gather_objects(ranks, guard(lambda engine: engine.ready(READY_WAIT)) is not False)):
-            pass
+        is_ready = False
+        while not is_ready:
+            answer = guard(lambda engine: engine.ready(READY_WAIT)) is not False
+            is_ready = all(gather_objects(ranks, answer, bool))
         if self._restarted and self.asleep:
             guard(lambda engine: engine.sleep(sorted(self.asleep)))
         self._restarted = False
@@ -188,16 +190,17 @@ class WeightSync:
                 if self._keeps:
                     self._keep(bucket, transfer.targets)
             # Nobody reads before all have written, ...
-            handles = gather_objects(ranks, self.engine and self.engine.handle(bucket))
+            handles = gather_objects(ranks, self.engine and self.engine.handle(bucket), bytes | None)
             handles = [None] * (self.runtime.job.world - ranks.world) + handles  # by rank of the job
             guard(methodcaller("load_bucket", bucket, handles, self.version))
             if bucket == len(self.transfers) - 1:
                 guard(lambda engine: engine.end_update(self.version))
             # ... and nobody writes before all have read.
-            failures = gather_objects(ranks, guard.failure)
+            failures = gather_objects(ranks, guard.failure, EngineFailure | None)
         if self.config.engine_kind.remote:
-            for notes in gather_objects(ranks, self.engine.take_notes() if self.engine else []):
-                self._events += notes
+            notes = self.engine.take_notes() if self.engine else []
+            for theirs in gather_objects(ranks, notes, list[str]):
+                self._events += theirs
         for memory in self.memory:
             memory.release()
         self.complete = not any(failures)

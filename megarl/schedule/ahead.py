@@ -77,16 +77,15 @@ class ControllerLink:
         if self.runtime.rank == 0:
             found = self._loop.run_until_complete(self._next(seconds))
         brief = msgspec.structs.replace(found, answers=[]) if isinstance(found, m.Evaluated) else found
-        heard: m.Message | None = from_rank_0(self.runtime, brief)
+        heard: m.Message | None = from_rank_0(self.runtime, brief, m.Answer | None)
         return found or heard
 
     async def _next(self, seconds: float) -> m.Message | None:
         store, end = self.runtime.store, time.monotonic() + seconds
         assert store is not None
         while self._link is None:
-            if store.check([ADDRESS]):
-                address = msgspec.json.decode(store.get(ADDRESS), type=m.Address)
-                self._link = m.Link(self._context, address, m.TRAINER)
+            if store.has(ADDRESS):
+                self._link = m.Link(self._context, store.get(ADDRESS), m.TRAINER)
                 await self._link.send(m.SendReports())
             elif time.monotonic() > end:
                 return None
@@ -192,7 +191,7 @@ class GenerationApart(BatchSource):
             remove(rollouts_folder(self.config), done + 1)
         for number in range(done + 1, min(done + 1 + self.ahead, self.steps) + 1):
             kept = None if checkpoint is None else checkpoint / BATCHES / FOLDER.format(number)
-            if kept is not None and from_rank_0(self.runtime, kept.exists()):
+            if kept is not None and from_rank_0(self.runtime, kept.exists(), bool):
                 self._order(m.Take(str(kept), number))
             else:
                 self._order(m.Draw(TRAIN, number, done))
@@ -314,7 +313,7 @@ class EngineRank:
         ranks, folder, trainers = runtime.engines, rollouts_folder(config), generation.rollout_rank
         if ranks.rank == 0:
             assert runtime.store is not None
-            runtime.store.set(ADDRESS, msgspec.json.encode(trainers.address).decode())
+            runtime.store.set(ADDRESS, trainers.address)
 
         def enter(phase: str, *place: Any) -> None:
             watchdog.phase(phase, *place)
@@ -359,7 +358,7 @@ class EngineRank:
                                 aside.rename(place)
                     except StorageError as error:
                         failure = error
-                    if (failure := from_rank_0(ranks, failure)) is not None:
+                    if (failure := from_rank_0(ranks, failure, StorageError | None)) is not None:
                         raise failure
                     state = read_manifest(stored(Path(source).parent, number))["state"]
                     trainers.answer(m.Drawn(TRAIN, number, {"inside/rollout": 0.0}, state["errors"], []))

@@ -89,7 +89,7 @@ class Evaluation:
         )
         self.config, self.runtime = config, runtime
         # A run may be writing there: all ranks read what rank 0 has found.
-        self.weights = from_rank_0(runtime, weights)
+        self.weights = from_rank_0(runtime, weights, Path | None)
         self.tokenizer = load_tokenizer(config.model.path)
         shown = prompting(config, self.tokenizer)
         self.sets, self.reports = read_problem_sets(config.data, config.evaluation, self.tokenizer, **shown)

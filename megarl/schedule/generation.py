@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
-from typing import Any, assert_never
+from typing import Any, TypedDict, assert_never
 
 import torch
 from transformers import AutoTokenizer
@@ -26,7 +26,7 @@ from megarl.rollout.engines.engine import RolloutEngine
 from megarl.rollout.engines.sglang import SGLangEngine
 from megarl.rollout.engines.sglang_servers import SGLangServers
 from megarl.rollout.engines.transformers_engine import TransformersEngine
-from megarl.rollout.rank import RolloutRank, joined
+from megarl.rollout.rank import RolloutRank, RolloutShare, joined
 from megarl.rollout.weight_sync import Failures, WeightSync
 from megarl.schedule.rollouts import RolloutStore, pretraining_rollouts, rollouts_folder
 from megarl.schedule.source import BatchSource, Rollout
@@ -110,6 +110,12 @@ def make_weight_sync(
     return weight_sync
 
 
+class GenerationShare(TypedDict):
+    """What a rank other than the first adds to a snapshot."""
+
+    rollout: RolloutShare
+
+
 class Generation(BatchSource):
     """Draws a step's responses with the engines' present weights, and evaluates. Every rank with an engine
     has one and calls it alike.
@@ -117,6 +123,8 @@ class Generation(BatchSource):
     recover  restarts engines that have failed, see WeightSync
     reports  what was read of the data files
     sets     of problems for evaluation"""
+
+    share = GenerationShare
 
     def __init__(
         self, config: Config, runtime: Runtime, tokenizer: Any, recover: Callable[[Failures], None]
@@ -208,7 +216,7 @@ class Generation(BatchSource):
         apart = self.runtime.rollout_ranks > 0  # trainers read the batch, and a checkpoint keeps it
         if stage == PRETRAINING or apart:
             samples_ = {str(row): asdict(sample) for row, sample in rollout.samples.items()}
-            shares = shares_on_0(self.runtime.engines, self.snapshot())
+            shares = shares_on_0(self.runtime.engines, self.snapshot(), self.share)
             samplers = self.join(shares) if shares else {}
             kept = {"stats": found.stats, "samplers": samplers, "samples": samples_}
             store = self.pretraining_rollouts if stage == PRETRAINING else self.rollouts

@@ -207,7 +207,7 @@ class Records(Listener):
         except MegarlError as error:
             self._write_events([*self.run.dispensable.take(), str(error)])
             raise
-        for lines in gather_objects(self.runtime, self.run.dispensable.take()):
+        for lines in gather_objects(self.runtime, self.run.dispensable.take(), list[str]):
             self._write_events(lines)
         self._on_rank_0(self.log.close if self.log is not None else lambda: None)
 
@@ -257,7 +257,8 @@ class Records(Listener):
         full; of the processes on a CPU, which share a machine, the sum."""
         memory = {name: size for name, size in metrics.items() if name.startswith("memory")}
         memory["memory/host"] = float(self.run.host.nbytes)
-        all_ranks = gather_objects(self.runtime, (memory, self.run.dispensable.take()))
+        kind = tuple[dict[str, float], list[str]]
+        all_ranks = gather_objects(self.runtime, (memory, self.run.dispensable.take()), kind)
         for name in memory:
             of_ranks = [theirs[name] for theirs, _ in all_ranks]
             metrics[name] = sum(of_ranks) if name.startswith("memory_all/") else max(of_ranks)
@@ -287,7 +288,7 @@ class Records(Listener):
                 write()
         except (ConfigError, StorageError) as error:
             failure = error
-        if (failure := from_rank_0(self.runtime, failure)) is not None:
+        if (failure := from_rank_0(self.runtime, failure, MegarlError | None)) is not None:
             raise failure
 
 

@@ -146,7 +146,7 @@ def _layers(run: Run, step: Step, version: int) -> str:
     finally:
         if runtime.rank == 0:
             shutil.rmtree(config.run_dir / "parity", ignore_errors=True)
-    return str(from_rank_0(runtime, said[0]))
+    return str(from_rank_0(runtime, said[0], str))
 
 
 def _verdict(run: Run, found: Sequence[Sequence[Difference]], own: bool) -> str:
@@ -183,13 +183,13 @@ def _named(part: Part, layers: int) -> str:
 def _sequences(run: Run, experience: Experience) -> list[tuple[list[int], list[int]]]:
     """Return the beginnings of some responses with their prompts, the same on every rank."""
     order = experience.lengths.clamp(max=TOKENS).argsort(descending=True, stable=True)[:SEQUENCES]
-    mine = []
+    mine, kind = [], list[tuple[list[int], list[int]]]
     for row in order.tolist():
         of_row = experience.select([row])
         tokens = of_row.tokens[:TOKENS].tolist()
         prompt = min(int(of_row.prompt_lengths), len(tokens) - 1)
         mine.append((tokens[:prompt], tokens[prompt:]))
-    return next((theirs for theirs in gather_objects(run.runtime, mine) if theirs), [])
+    return next((theirs for theirs in gather_objects(run.runtime, mine, kind) if theirs), [])
 
 
 @contextmanager
@@ -232,7 +232,7 @@ def _trainer_states(run: Run, prompt: list[int], response: list[int]) -> dict[Pa
     with actor.free_routing(), _noted(actor.model.chunks) as noted:
         logprobs = actor.logprob_columns(few, batches)["logprobs"]
     layout, place = runtime.layout, runtime.layout.coords(runtime.rank)
-    parts = gather_on_0(runtime, noted if place.dp == 0 else {})
+    parts = gather_on_0(runtime, noted if place.dp == 0 else {}, dict[Part, Tensor])
     if parts is None:
         return {}
     whole: dict[Part, Tensor] = {}

@@ -68,6 +68,7 @@ class Recovery:
             versions(),
             run.onload_for_checkpoint,
             run.source.join,
+            run.source.share,
             listeners.event,
             run.apart,
         )
@@ -143,7 +144,7 @@ class Recovery:
         if (stage, step) != self._last_saved:
             self._save(now=True)
         self.writer.finish()
-        reason = next(text for text in gather_objects(self.run.runtime, self.stop.reason) if text)
+        reason = next(text for text in gather_objects(self.run.runtime, self.stop.reason, str | None) if text)
         saved = f"step {step} of {stage} is saved in {self.run.config.run_dir}"
         if not step:
             saved = "before the first step, nothing is lost"

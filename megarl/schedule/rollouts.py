@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from megarl.config.errors import ConfigError, DataError
+from megarl.config.errors import ConfigError, DataError, MegarlError
 from megarl.config.files import fsync, why, write_whole
 from megarl.config.schema import Config
 from megarl.data.experience import Experience, StepBatch, join, read_experience, write_experience
@@ -55,6 +55,9 @@ DECIDING = (
     "reward.terms",
     *("reward.overlong.soft_punishment", "reward.overlong.buffer"),
 )
+# The rows that a rank has read: their numbers; lengths of sequences, responses and prompts; the columns [n];
+# an experience of no sequence, for the names and types of the columns [T].
+OwnRows = tuple[Tensor, tuple[Tensor, Tensor, Tensor], dict[str, Tensor], Experience]
 MODEL_FILES = (".json", ".safetensors", ".distcp", ".model", ".jinja")  # of weights and tokenizer
 
 STEPS_WITH_TOKENS = 100  # about so many steps of a run: samples.jsonl stays small however long it is
@@ -82,7 +85,7 @@ class RolloutStore:
         names.
 
         Raises ConfigError on every rank where it was made with other settings."""
-        if not from_rank_0(self.ranks, stored(self.folder, number).exists()):
+        if not from_rank_0(self.ranks, stored(self.folder, number).exists(), bool):
             return None, []
         try:
             return read_rollout(self.folder, number, self.ranks, self.made_from), []
@@ -103,7 +106,7 @@ class RolloutStore:
                 yield
             except OSError as error:
                 failure = f"{path}: cannot be written: {why(error)}"
-            failures = gather_objects(self.ranks, failure)
+            failures = gather_objects(self.ranks, failure, str | None)
             if any(failures):
                 raise ConfigError(f"{self.key}: {next(filter(None, failures))} ({self.remedy})")
 
@@ -117,7 +120,7 @@ class RolloutStore:
                 columns |= {"row": batch.rows, "prompt_length": batch.prompt_lengths[batch.rows]}
                 own = replace(batch.own, columns=batch.own.columns | columns)
                 sha256 = write_experience(folder / part, own)
-        parts = gather_on_0(self.ranks, (part, sha256))
+        parts = gather_on_0(self.ranks, (part, sha256), tuple[str, str])
         with writing(folder / MANIFEST):
             if parts is not None:
                 files = {name: digest for name, digest in parts if digest}
@@ -156,16 +159,18 @@ def read_rollout(
     on every rank DataError where it is missing or damaged, ConfigError where it was `made_from` other
     settings."""
     path = stored(folder, number)
-    manifest: Any = None
+    text, failure = "", None
     try:
         if ranks.rank == 0:
             manifest = read_manifest(path)
             check_made_from(path, manifest["made_from"], made_from or {})
+            text = json.dumps(manifest)  # integers of a prompt's columns may be of any size
     except (ConfigError, DataError) as error:
-        manifest = error
-    manifest = from_rank_0(ranks, manifest)
-    if not isinstance(manifest, dict):
-        raise manifest
+        failure = error
+    text, failure = from_rank_0(ranks, (text, failure), tuple[str, MegarlError | None])
+    if failure is not None:
+        raise failure
+    manifest = json.loads(text)
     found, problem = [], None
     try:
         for i, (name, digest) in enumerate(manifest["files"].items()):
@@ -181,7 +186,7 @@ def read_rollout(
         prompts = own.columns.pop("prompt_length", own.prompt_lengths)  # older files: one turn a response
         columns = {name: own.columns.pop(name) for name in list(own.columns) if name not in OF_TOKENS}
         facts = rows, (own.lengths, own.response_lengths, prompts), columns, own.select([])
-    everyone = gather_objects(ranks, (problem, facts))
+    everyone = gather_objects(ranks, (problem, facts), tuple[DataError | None, OwnRows | None])
     if problem := next(filter(None, (theirs for theirs, _ in everyone)), None):
         raise problem
     by_rank = [(rank, *theirs) for rank, (_, theirs) in enumerate(everyone) if theirs is not None]
@@ -226,7 +231,7 @@ def pretraining_rollouts(config: Config, prompts: Sequence[Prompt], ranks: Ranks
             "model.path (sha256)": hashlib.sha256(repr(digests).encode()).hexdigest(),
             "data.train (sha256)": content_of(prompts),
         }
-    made_from = from_rank_0(ranks, made_from)
+    made_from = json.loads(from_rank_0(ranks, json.dumps(made_from, default=str), str))
     return RolloutStore(pretraining_folder(config), ranks, KEY, "choose another folder", made_from)
 
 
@@ -280,8 +285,9 @@ def with_tokens(
     """Return a step's samples, by their row of the batch, with their tokens, advantages and values. Every
     rank calls this with its replica's share of the batch; rank 0, which has the samples, gets them
     complete."""
-    wanted = from_rank_0(runtime, list(samples))
-    parts = gather_on_0(runtime, token_worth(local, wanted) if runtime.is_replica_leader else {})
+    wanted = from_rank_0(runtime, list(samples), list[int])
+    worths = token_worth(local, wanted) if runtime.is_replica_leader else {}
+    parts = gather_on_0(runtime, worths, dict[int, dict[str, Tensor]])
     if parts is None:
         return []
     found = {row: columns for part in parts for row, columns in part.items()}

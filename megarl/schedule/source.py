@@ -38,9 +38,11 @@ class BatchSource(ABC):
     """What the trainer asks for batches. Every rank that trains has one and calls it alike. The methods with
     a body are for sources that wait for an engine.
 
-    reports  what was read of the data files"""
+    reports  what was read of the data files
+    share    the type of `snapshot`'s value, as it goes to rank 0"""
 
     reports: Mapping[str, ReadReport]
+    share: Any = dict[str, Any]
 
     @abstractmethod
     def rollout(self, stage: str, number: int) -> Rollout:

@@ -171,7 +171,7 @@ class Trainer:
         """Write a model as a Hugging Face folder, or its adapters as a folder of PEFT's. A run that was
         continued may have written it already; it is written again only where the weights have `changed`
         since."""
-        if from_rank_0(self.run.runtime, out.exists()):
+        if from_rank_0(self.run.runtime, out.exists(), bool):
             if not changed:
                 return
             if self.run.runtime.rank == 0:

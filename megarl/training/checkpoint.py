@@ -276,7 +276,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
 
 def damage_of(checkpoint: Checkpoint, runtime: Runtime) -> list[str]:
     """Return a line for each damaged file, on every rank: they share the files, and read each once."""
-    reports = gather_objects(runtime, checkpoint.damage(runtime.rank, runtime.world))
+    reports = gather_objects(runtime, checkpoint.damage(runtime.rank, runtime.world), list[str])
     return [line for report in reports for line in report]
 
 
@@ -288,9 +288,13 @@ def choose_checkpoint(runtime: Runtime, run_dir: Path) -> tuple[Checkpoint | Non
     lines: list[str] = []
     while True:
         # Rank 0 chooses for all, so that no two ranks can see different ones.
-        found, skipped = from_rank_0(
-            runtime, find_checkpoint(run_dir, damaged) if runtime.rank == 0 else None
-        )
+        path, manifest, skipped = None, "", list[str]()
+        if runtime.rank == 0:
+            found, skipped = find_checkpoint(run_dir, damaged)
+            path, manifest = (None, "") if found is None else (found.path, json.dumps(found.manifest))
+        kind = tuple[Path | None, str, list[str]]
+        path, manifest, skipped = from_rank_0(runtime, (path, manifest, skipped), kind)
+        found = None if path is None else Checkpoint(path, json.loads(manifest))
         lines += [line for line in skipped if line not in lines]
         if found is None and damaged:
             what = "all of its checkpoints are damaged (restore one, or choose another folder)"

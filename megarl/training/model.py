@@ -151,7 +151,7 @@ class InferenceModel:
             if not column.isfinite().all()
         ]
         if any_rank(self.runtime, bool(bad)):
-            first = next(text for texts in gather_objects(self.runtime, bad) for text in texts)
+            first = next(text for texts in gather_objects(self.runtime, bad, list[str]) for text in texts)
             raise NumericalError(f"{self.name}: {first} are not finite; nothing was updated with them")
         return found
 
@@ -422,7 +422,7 @@ class TrainableModel(InferenceModel):
         if not all(bool(torch.isfinite(buffer.grad_data.sum())) for buffer in self.buffers):
             bad.append("gradient is not finite")
         if any_rank(self.runtime, bool(bad)):
-            reports = gather_objects(self.runtime, bad)
+            reports = gather_objects(self.runtime, bad, list[str])
             # A bad loss makes bad gradients on every rank: name the loss, the cause, if there is one.
             found = [(text, rank) for rank, report in enumerate(reports) for text in report]
             first, rank = min(found, key=lambda pair: not pair[0].startswith("loss"))

@@ -20,13 +20,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from io import BytesIO
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from megatron.core.dist_checkpointing import LocalNonpersistentObject, ShardedTensor
 from megatron.core.dist_checkpointing.dict_utils import extract_matching_values, nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedBase, apply_factories, is_main_replica
 from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -67,6 +68,59 @@ PATIENCE = 0.8  # of parallel.timeout, for which the other ranks wait
 Entries = dict[str, tuple[int, str]]  # file -> (bytes, SHA-256)
 
 
+class Part(NamedTuple):
+    """A part of a model that a rank writes, as the ranks describe it to each other.
+
+    key                the parameter's name in the checkpoint
+    offsets, extents   which box of the whole tensor this is; None and () for an object that is no tensor
+    shape, dtype       of the whole tensor"""
+
+    key: str
+    offsets: tuple[int, ...] | None = None
+    extents: tuple[int, ...] = ()
+    shape: tuple[int, ...] = ()
+    dtype: str = ""
+
+    @property
+    def item(self) -> WriteItem:
+        """Return the description for torch's writer."""
+        if self.offsets is None:
+            return WriteItem(MetadataIndex(self.key), WriteItemType.BYTE_IO)
+        chunk = ChunkStorageMetadata(torch.Size(self.offsets), torch.Size(self.extents))
+        write = TensorWriteData(chunk, TensorProperties(getattr(torch, self.dtype)), torch.Size(self.shape))
+        return WriteItem(MetadataIndex(self.key, self.offsets), WriteItemType.SHARD, tensor_data=write)
+
+
+class WrittenPart(NamedTuple):
+    """Where a part is: `length` bytes of a file, from `start` on, of which `size` are the tensor's."""
+
+    key: str
+    offsets: tuple[int, ...] | None
+    size: int
+    file: str
+    start: int
+    length: int
+
+    @staticmethod
+    def of(result: WriteResult) -> WrittenPart:
+        """Return the place of a part from the result of torch's writer."""
+        index, place = result.index, result.storage_data
+        offsets = None if index.offset is None else tuple(index.offset)
+        return WrittenPart(
+            index.fqn, offsets, result.size_in_bytes, place.relative_path, place.offset, place.length
+        )
+
+    @property
+    def result(self) -> WriteResult:
+        """Return it as the result of torch's writer."""
+        place = _StorageInfo(self.file, self.start, self.length)
+        return WriteResult(MetadataIndex(self.key, self.offsets), self.size, place)
+
+
+# A rank's report to rank 0: (problem, remedy) or None; its files; by model, where its parts are.
+Report = tuple[tuple[str, str] | None, Entries, dict[str, list[WrittenPart]]]
+
+
 # Makes one state, of numbers and texts, of all ranks' shares; called in a thread of rank 0.
 Join = Callable[[Sequence[Mapping[str, Any]]], Mapping[str, Any]]
 
@@ -88,6 +142,7 @@ class CheckpointWriter:
 
     prepare   called with a model's name before its weights and optimizer are read
     join      makes one state of the ranks' shares of where the source of the batches stands
+    share     the type of these shares
     tell      called on rank 0 with a line about what went wrong and ends nothing
     ahead     where steps are drawn ahead (schedule.ahead)
     seconds   the longest time that a save has kept the run from its work so far"""
@@ -100,11 +155,13 @@ class CheckpointWriter:
         versions: Mapping[str, str],
         prepare: Callable[[str], None],
         join: Join,
+        share: Any,
         tell: Callable[[str], None],
         ahead: DrawnAhead | None = None,
     ) -> None:
         self.runtime, self.config, self.models, self.versions = runtime, config, models, dict(versions)
-        self.prepare, self.join, self.tell, self.ahead, self.seconds = prepare, join, tell, ahead, 0.0
+        self.prepare, self.join, self.share = prepare, join, share
+        self.tell, self.ahead, self.seconds = tell, ahead, 0.0
         self.settings = settings_of(config)
         self._copiers = {name: HostCopier(runtime) for name in models}
         self._writing: _Writing | None = None
@@ -137,7 +194,8 @@ class CheckpointWriter:
             "settings": self.settings,
             "versions": self.versions,
         }
-        shares = shares_on_0(self.runtime, (generator_states(), state["samplers"]))
+        kind: Any = tuple[dict[str, Any], self.share]  # type: ignore[name-defined]
+        shares = shares_on_0(self.runtime, (generator_states(), state["samplers"]), kind)
         writing, failure = _Writing(final, manifest), None
         if shares is not None:
             generators, samplers = map(list, zip(*shares, strict=True))
@@ -150,7 +208,7 @@ class CheckpointWriter:
             except OSError as error:
                 failure = f"{final}: {cannot_be_written(reason(error))}"
                 shutil.rmtree(writing.partial, ignore_errors=True)
-        failure = from_rank_0(self.runtime, failure)
+        failure = from_rank_0(self.runtime, failure, str | None)
         if failure is not None:
             raise CheckpointError(failure)
         try:
@@ -195,13 +253,13 @@ class CheckpointWriter:
         if writing is None:
             return
         results = {name: copy.results for name, copy in writing.models.items()}
-        ranks = gather_on_0(self.runtime, (writing.failure, writing.files, results))
+        ranks = gather_on_0(self.runtime, (writing.failure, writing.files, results), Report)
         failures = [
             (f"rank {rank}: {failure[0]}", failure[1])
             for rank, (failure, _, _) in enumerate(ranks or [])
             if failure is not None
         ]
-        failures = from_rank_0(self.runtime, failures)
+        failures = from_rank_0(self.runtime, failures, list[tuple[str, str]])
         if failures:
             self._writing = None
             if self.runtime.rank == 0:
@@ -325,7 +383,7 @@ class HostCopier:
 
     def __init__(self, runtime: Runtime) -> None:
         self.runtime = runtime
-        self._plan: SavePlan | None = None
+        self._parts: list[Part] | None = None
         self._index: Metadata | None = None
 
     def copy_model(self, model: TrainableModel) -> HostCopy:
@@ -349,12 +407,13 @@ class HostCopier:
         )
         parts = [part for part in nested_values(parts) if isinstance(part, ShardedBase)]
         own = [_copied(part) for part in self._own(parts)]
-        plan = SavePlan([item for item, _ in own])
-        if any_rank(self.runtime, plan != self._plan):
-            self._index, self._plan = self._agree(plan), plan
+        described = [part for part, _ in own]
+        if any_rank(self.runtime, described != self._parts):
+            self._index, self._parts = self._agree(described), described
+        plan = SavePlan([part.item for part in described])
         # torch's writer names a rank's file by the rank's place in this list.
         named = FileSystemWriter("").prepare_global_plan([plan] * self.runtime.world)[self.runtime.rank]
-        return HostCopy(named, {item.index: copy for item, copy in own}, self._index, common)
+        return HostCopy(named, {part.item.index: copy for part, copy in own}, self._index, common)
 
     def _own(self, parts: list[ShardedBase]) -> list[ShardedBase]:
         """Choose the parts that this rank writes. Every data-parallel replica, and every context-parallel
@@ -375,34 +434,33 @@ class HostCopier:
         shares = balance([part.data.nbytes for part in shared], layout.dp * layout.cp)
         return own + [shared[i] for i in shares[place.dp * layout.cp + place.cp]]
 
-    def _agree(self, plan: SavePlan) -> Metadata | None:
+    def _agree(self, parts: list[Part]) -> Metadata | None:
         """Return the index of all ranks' parts, on rank 0; None on the others."""
-        plans, index, failure = gather_on_0(self.runtime, plan), None, None
-        if plans is not None:
+        by_rank, index, failure = gather_on_0(self.runtime, parts, list[Part]), None, None
+        if by_rank is not None:
+            plans = [SavePlan([part.item for part in theirs]) for theirs in by_rank]
             try:
                 kept, index = DefaultSavePlanner(flatten_state_dict=False).create_global_plan(plans)
                 if [len(theirs.items) for theirs in plans] != [len(those.items) for those in kept]:
                     failure = "two ranks would write the same part"
             except (ValueError, AssertionError) as error:  # parts overlap, or leave something out
                 failure = str(error)
-        failure = from_rank_0(self.runtime, failure)
+        failure = from_rank_0(self.runtime, failure, str | None)
         if failure is not None:
             raise RuntimeError(failure)
         return index
 
 
-def _copied(part: Any) -> tuple[WriteItem, torch.Tensor | BytesIO]:
-    """Describe one of Megatron's parts to torch's writer, and copy it to the host."""
+def _copied(part: Any) -> tuple[Part, torch.Tensor | BytesIO]:
+    """Describe one of Megatron's parts, and copy it to the host."""
     if not isinstance(part, ShardedTensor):
         buffer = BytesIO()
         torch.save([part.data], buffer)
-        return WriteItem(MetadataIndex(part.unique_key), WriteItemType.BYTE_IO), buffer
-    offsets = torch.Size(part.global_offset)
-    shape = torch.Size((1,) * part.prepend_axis_num + tuple(part.local_shape))
+        return Part(part.unique_key), buffer
+    shape = (1,) * part.prepend_axis_num + tuple(part.local_shape)
     copy = torch.empty(part.data.shape, dtype=part.data.dtype).copy_(part.data.detach()).view(shape)
-    chunk, properties = ChunkStorageMetadata(offsets, shape), TensorProperties(copy.dtype)
-    write = TensorWriteData(chunk, properties, torch.Size(part.global_shape))
-    return WriteItem(MetadataIndex(part.key, offsets), WriteItemType.SHARD, tensor_data=write), copy
+    dtype = str(copy.dtype).removeprefix("torch.")
+    return Part(part.key, tuple(part.global_offset), shape, tuple(part.global_shape), dtype), copy
 
 
 @dataclass
@@ -412,13 +470,13 @@ class HostCopy:
     plan     what this rank writes, by torch's writer
     index    of all ranks' parts, on rank 0 alone
     common   Megatron's unsharded part, the same on every rank
-    results  what torch's writer says of the written files"""
+    results  where the parts are, once they are written"""
 
     plan: SavePlan
     copies: dict[MetadataIndex, Any]
     index: Metadata | None
     common: dict[str, Any]
-    results: list[WriteResult] = field(default_factory=list)
+    results: list[WrittenPart] = field(default_factory=list)
 
     @property
     def nbytes(self) -> int:
@@ -442,15 +500,17 @@ class HostCopy:
         writer = FileSystemWriter(folder, sync_files=True, per_thread_copy_ahead=0)
         written = writer.write_data(self.plan, planner)
         written.wait()
-        self.results, self.copies = written.value(), {}
-        return sorted({folder / result.storage_data.relative_path for result in self.results})
+        self.results, self.copies = [WrittenPart.of(result) for result in written.value()], {}
+        return sorted({folder / part.file for part in self.results})
 
-    def write_index(self, folder: Path, results: list[list[WriteResult]]) -> list[Path]:
+    def write_index(self, folder: Path, results: list[list[WrittenPart]]) -> list[Path]:
         """Write, on rank 0 with every rank's `results`, the index of all files, which makes them readable,
         and return the files that were added. Raises OSError."""
         assert self.index is not None
         torch.save(self.common, folder / COMMON)
-        FileSystemWriter(folder, sync_files=True).finish(self.index, results)
+        FileSystemWriter(folder, sync_files=True).finish(
+            self.index, [[part.result for part in of_rank] for of_rank in results]
+        )
         (folder / CONFIG).write_text(json.dumps(MODEL_FORMAT), encoding="utf-8")
         return [path for path in sorted(folder.iterdir()) if path.suffix != ".distcp"]
 

@@ -315,7 +315,7 @@ def _lend_steps(model: TrainableModel) -> None:
         return [float(group.get("step", 0)) for group in adam.param_groups if group["params"]]
 
     adams = [optimizer.optimizer for optimizer in model.optimizers]
-    ranks = gather_objects(model.runtime, [max(steps(adam), default=0.0) for adam in adams])
+    ranks = gather_objects(model.runtime, [max(steps(adam), default=0.0) for adam in adams], list[float])
     for adam, counts in zip(adams, zip(*ranks, strict=True), strict=True):
         if any(group["params"] for group in adam.param_groups):
             continue

@@ -548,7 +548,8 @@ def hf_to_megatron(
             own = processes.run(
                 lambda: {name: write_chunks(folder / name, files[name], model, advance) for name in mine}
             )
-        written = {name: done for part in processes.gather(own) for name, done in part.items()}
+        of_all = processes.gather(own, dict[str, tuple[Records, str]])
+        written = {name: done for part in of_all for name, done in part.items()}
         processes.first(finish)
         if verify:
             kinds = {name: model.dtype(name) for name in model.shapes if name not in model.missing}
@@ -638,7 +639,8 @@ def write_hf(
     with new_folder(out, sum(sizes.values()), processes) as folder:
         with watch("writing", sum(sizes[name] for file in mine for name in files[file])) as advance:
             own = processes.run(lambda: {file: write(folder / file, advance) for file in mine})
-        digests = {file: digest for part in processes.gather(own) for file, digest in part.items()}
+        of_all = processes.gather(own, dict[str, str])
+        digests = {file: digest for part in of_all for file, digest in part.items()}
         processes.first(finish)
         if verify:
             kinds.pop(SCORE_BIAS, None)  # that it is zero is checked when the folder is opened

@@ -160,7 +160,7 @@ class Processes:
             problem = str(error)
         except OSError as error:
             problem = f"{error.filename or self.folder}: cannot be written ({error.strerror})"
-        problems = [text for text in self.gather(problem) if text is not None]
+        problems = [text for text in self.gather(problem, str | None) if text is not None]
         if problems:
             raise CheckpointError(problems[0])
         return cast(T, result)
@@ -169,9 +169,9 @@ class Processes:
         """Run `action` on the first process while the others wait."""
         self.run(action if self.rank == 0 else lambda: None)
 
-    def gather(self, value: T) -> list[T]:
-        """Return every process's `value`, by rank."""
-        return [value] if self.world == 1 else gather_over(self._group, value)
+    def gather(self, value: T, kind: Any) -> list[T]:
+        """Return every process's `value`, of type `kind`, by rank."""
+        return [value] if self.world == 1 else gather_over(self._group, value, kind)
 
 
 @contextmanager

@@ -651,9 +651,8 @@ def updates_with_overlap(runtime: Runtime, folder: Path, checkpoint: Path, **par
                     micro_batches, supervised_loss(local.experience), more=number < len(local.mini_batches)
                 ).grad_norm
             )
-            sums = gather_objects(
-                runtime, float(sum(p.detach().double().abs().sum() for p in ours.model.parameters()))
-            )
+            size = float(sum(p.detach().double().abs().sum() for p in ours.model.parameters()))
+            sums = gather_objects(runtime, size, float)
             stage = [
                 sums[rank]
                 for rank in range(runtime.world)

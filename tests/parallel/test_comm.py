@@ -12,11 +12,13 @@ import torch
 import torch.distributed as dist
 
 from megarl.parallel.comm import INLINE, any_of, from_rank_0, gather_objects, gather_on_0
+from megarl.parallel.objects import encode
 from megarl.parallel.runtime import Runtime
 from tests.ranks import RankPool
 
-# Pickled, some messages end just before and behind what travels at once.
-LENGTHS = (0, INLINE - 40, INLINE, INLINE + 1, 70_000)
+FRAME = len(encode({"rank": 0, "text": b"x" * 300})) - 300
+# Encoded, some messages end just before, at and behind what travels at once.
+LENGTHS = (0, INLINE - FRAME - 1, INLINE - FRAME, INLINE + 1, 70_000)
 
 
 def message(rank: int, length: int) -> Any:
@@ -28,9 +30,9 @@ def exchange(runtime: Runtime) -> dict[str, Any]:
     messages = [message(runtime.rank, length) for length in LENGTHS]
     listening = [one for one in psutil.Process().net_connections("tcp") if one.status == psutil.CONN_LISTEN]
     return {
-        "all": [gather_objects(runtime, sent) for sent in messages],
-        "on 0": [gather_on_0(runtime, sent) for sent in messages],
-        "from 0": [from_rank_0(runtime, sent) for sent in messages],
+        "all": [gather_objects(runtime, sent, Any) for sent in messages],
+        "on 0": [gather_on_0(runtime, sent, Any) for sent in messages],
+        "from 0": [from_rank_0(runtime, sent, Any) for sent in messages],
         "any": any_of(runtime, (runtime.rank == 3, False, True)),
         "listening": len(listening),
     }

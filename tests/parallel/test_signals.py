@@ -104,7 +104,7 @@ def test_only_a_rank_that_fails_alone_leaves_without_the_others(
     config: Any = SimpleNamespace(parallel=None, seed=0, model=SimpleNamespace(path=tmp_path))
     with leased(tmp_path / "run", "megarl test", remedy="") as lease:
         code = error.code if isinstance(error, MegarlError) else 2
-        assert run_rank(config, job, lease, launched=False) == code
+        assert run_rank(config, job, lease, tmp_path, launched=False) == code
     assert left == [failed]
     assert at_exit == [code] * failed
     (line,) = capsys.readouterr().err.splitlines()

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import gc
 import json
-import pickle
 import sys
 import tempfile
 import time
@@ -32,6 +31,7 @@ from megarl.model.builder import read_hf_config
 from megarl.parallel import comm
 from megarl.parallel import runtime as parallel
 from megarl.parallel.movable import HostPool
+from megarl.parallel.objects import decode, encode
 from megarl.parallel.runtime import Runtime
 from megarl.plan.memory import MemoryPlan, Need, plan_of
 from megarl.plan.sizes import GIB
@@ -80,13 +80,19 @@ def alone(rank: int, world: int) -> Iterator[None]:
         kept = {key: options[key] for key in ("use_local_synchronization", "group_desc") if key in options}
         return group(ranks, backend="fake", **kept)
 
-    def again(value: Any) -> Any:
-        return pickle.loads(pickle.dumps(value))
+    def again(value: Any, kind: Any) -> Any:
+        return decode(encode(value), kind, "this rank")
+
+    def gathered(group: Any, value: Any, kind: Any) -> list[Any]:
+        return [again(value, kind) for _ in range(dist.get_world_size(group))]
+
+    def on_0(ranks: Any, value: Any, kind: Any) -> list[Any] | None:
+        return [again(value, kind)] * ranks.world if ranks.rank == 0 else None
 
     answers = {
-        "gather_over": lambda group, value: [again(value) for _ in range(dist.get_world_size(group))],
-        "gather_on_0": lambda ranks, value: [again(value)] * ranks.world if ranks.rank == 0 else None,
-        "from_rank_0": lambda ranks, value: value,
+        "gather_over": gathered,
+        "gather_on_0": on_0,
+        "from_rank_0": lambda ranks, value, kind: value,
         "any_of": lambda ranks, flags: list(flags),
     }
     with pytest.MonkeyPatch.context() as patch:
@@ -98,6 +104,7 @@ def alone(rank: int, world: int) -> Iterator[None]:
             for module in [m for key, m in sys.modules.items() if key.partition(".")[0] == "megarl"]:
                 if vars(module).get(name) is original:
                     patch.setattr(module, name, answer)
+        patch.setattr(parallel, "join_store", lambda secret, seconds: FakeStore())
         settings = {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": 0, "MASTER_PORT": 1}
         for key, value in {**settings, "MASTER_ADDR": "127.0.0.1"}.items():
             patch.setenv(key, str(value))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import pickle
 import queue
 import threading
 from collections import defaultdict
@@ -18,8 +17,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megarl.data.experience import Experience
 from megarl.parallel.delivery import deliver
+from megarl.parallel.objects import decode, encode
 from megarl.rollout.engines.transformers_engine import TransformersEngine
-from megarl.rollout.rank import RolloutRank, joined
+from megarl.rollout.rank import RolloutRank, RolloutShare, joined
 from megarl.rollout.responses import RolloutBatch
 from tests.engines import load_folder
 from tests.tiny_models import make_tiny_model
@@ -63,7 +63,9 @@ def threads(world: int) -> list[Any]:
 
 def state_of(rank: RolloutRank) -> dict[str, Any]:
     """What the snapshots of all ranks come to, through JSON; all of them call this."""
-    shares = [pickle.loads(blob) for blob in rank.ranks.gather(pickle.dumps(rank.snapshot()))]
+    own = rank.snapshot()
+    first, *others = rank.ranks.gather(own if rank.ranks.rank == 0 else encode(own))
+    shares = [first, *(decode(blob, RolloutShare, "a rank") for blob in others)]
     state: dict[str, Any] = json.loads(json.dumps(joined(shares)))
     return state
 
@@ -78,6 +80,7 @@ def experience_of(batch: RolloutBatch) -> Experience:
 def on_loopback(monkeypatch):
     """Ranks that are threads reach each other as processes of one machine do."""
     monkeypatch.setattr("megarl.rollout.messages.address_here", lambda: "127.0.0.1")
+    monkeypatch.setattr("megarl.parallel.secret._secret", bytes(32))
 
 
 @pytest.fixture(autouse=True)
@@ -88,10 +91,11 @@ def one_thread():
 @pytest.fixture(scope="module", autouse=True)
 def gather_by_runtime() -> Iterator[None]:
     """Ranks are threads, or there is one: what they exchange goes by way of the runtime that the test gives,
-    pickled as between processes."""
+    encoded as between processes."""
 
-    def gather(runtime, value):
-        return [pickle.loads(blob) for blob in runtime.gather(pickle.dumps(value))]
+    def gather(runtime, value, kind):
+        blobs = runtime.gather(encode(value))
+        return [decode(blob, kind, f"rank {rank}") for rank, blob in enumerate(blobs)]
 
     def exchange(runtime, outgoing, incoming):
         for to, blob in outgoing.items():
@@ -105,7 +109,7 @@ def gather_by_runtime() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("megarl.rollout.weight_sync.gather_objects", gather)
-        patch.setattr("megarl.rollout.rank.from_rank_0", lambda runtime, value: gather(runtime, value)[0])
+        patch.setattr("megarl.rollout.rank.from_rank_0", lambda *given: gather(*given)[0])
         patch.setattr("megarl.parallel.delivery.exchange", exchange)
         yield
 

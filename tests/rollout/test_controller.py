@@ -579,7 +579,7 @@ def test_a_controller_that_is_not_heard_of_is_reported(world, monkeypatch):
 def test_a_rank_that_never_connects_is_named():
     async def meet() -> None:
         context = zmq.asyncio.Context()
-        hub = Hub(context, "")
+        hub = Hub(context, "", 2)
         link = Link(context, hub.address, 0, here=True)
         try:
             await link.send(Hello())

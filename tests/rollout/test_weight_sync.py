@@ -422,7 +422,7 @@ def test_an_engine_starts_when_all_ranks_have_given_back_their_memory(
     else:
         for name in ("load_tokenizer", "read_hf_config", "read_config", "open_model"):
             monkeypatch.setattr(evaluation, name, MagicMock())
-        monkeypatch.setattr(evaluation, "from_rank_0", lambda runtime, value: value)
+        monkeypatch.setattr(evaluation, "from_rank_0", lambda runtime, value, kind: value)
         monkeypatch.setattr(evaluation, "read_problem_sets", lambda *_, **__: ([], {}))
         monkeypatch.setattr(evaluation, "make_engine", lambda *arguments: engine)
         monkeypatch.setattr(evaluation, "build_actor", says("builds"))

@@ -2,7 +2,7 @@
 
 Each rank writes FOLDER/rank-00000.json, and rank 0 FOLDER/phases.txt: when each of its phases began. Messages
 and bytes are the kernel's own count of this process's sockets (TCP_INFO), so that gloo's handshakes are in
-it; requests to the store are what went out on the socket that leads there.
+it. The store is a file, and not in it.
 """
 
 from __future__ import annotations
@@ -54,20 +54,16 @@ def _peer(one: socket.socket) -> int:
 
 
 def traffic() -> Counter[str]:
-    """sockets, store requests, messages and bytes of this process so far, both directions together; bytes_in:
-    those that it received."""
+    """sockets, messages and bytes of this process so far, both directions together; bytes_in: those that it
+    received."""
     total: Counter[str] = Counter()
-    port = int(os.environ.get("MASTER_PORT", "0"))
     for one in sockets():
         info = one.getsockopt(socket.IPPROTO_TCP, TCP_INFO, 256)
         (received,), (inward, outward), (sent,) = (
             struct.unpack_from(kind, info, at)
             for kind, at in (("<Q", RECEIVED), ("<II", SEGMENTS), ("<Q", SENT))
         )
-        if _peer(one) == port:
-            total["store_requests"] += outward
-        else:
-            total.update(sockets=1, messages=inward + outward, bytes=received + sent, bytes_in=received)
+        total.update(sockets=1, messages=inward + outward, bytes=received + sent, bytes_in=received)
         one.close()
     return total
 

@@ -39,9 +39,8 @@ def rank(arguments: Sequence[str]) -> int:
     sizes = {"seconds": WAITED, "responses": responses, "tokens": tokens}
     counts |= count(runtime, runtime.layout, each, traffic, partial(barrier, runtime), **sizes)  # type: ignore[arg-type]
     before = traffic()
-    assert (
-        len(gather_objects(runtime, bytes(NEWS) if runtime.rank == runtime.world - 1 else None)[-1]) == NEWS
-    )
+    news = bytes(NEWS) if runtime.rank == runtime.world - 1 else b""
+    assert len(gather_objects(runtime, news, bytes)[-1]) == NEWS
     counts["news"] = dict(traffic() - before)
     (folder / f"{runtime.rank}.json").write_text(json.dumps(counts))
     barrier(runtime)

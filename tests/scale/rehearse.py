@@ -239,7 +239,6 @@ def row(ranks: int, figures: dict[str, Any]) -> str:
         f"{until(killed, 'rollout'):.0f}",
         f"{max(rank['start_seconds'] for rank in continued['ranks']):.0f}",
         f"{until(continued, 'rollout'):.0f}",
-        each("start", "store_requests"),
         f"{ends[0].get('sockets', 0)} / {statistics.median(end.get('sockets', 0) for end in ends[1:]):.0f}",
         each("waiting", "messages", WAITED / 10),
         each("waiting", "bytes", WAITED / 10),

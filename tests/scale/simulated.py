@@ -25,7 +25,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megarl.parallel import comm
+from megarl.parallel import comm, secret
 from megarl.parallel.layout import Layout
 from megarl.rollout import messages
 from tests.scale import drawn
@@ -137,6 +137,7 @@ def in_place_of_torch(net: Net) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(comm, "dist", net)
         patch.setattr(messages, "address_here", lambda: "127.0.0.1")
+        patch.setattr(secret, "_secret", bytes(secret.SIZE))
         patch.setattr(messages.Hub, "send", from_hub)
         patch.setattr(messages.Link, "send", from_link)
         yield

@@ -82,8 +82,6 @@ def test_a_rank_says_no_more_among_many(counts: Callable[[int, int, int], list[C
         """Of the ranks but the first, by way of which all messages go."""
         return statistics.median(rank[moment].get(what, 0) for rank in ranks[1:])
 
-    # Requests to the store: a number for each of Megatron's groups, not for each of their members.
-    assert largest(many, "start", "store_requests") <= 1.25 * largest(few, "start", "store_requests") <= 200
     # While nothing ends: now and then a word to the controller, and one from it, whatever the ranks.
     for ranks in (few, many):
         words = 2 * (1 + usual(ranks, "waiting", "seconds") / messages.ALIVE)

@@ -8,7 +8,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import msgspec
 import pytest
 import torch
 import torch.distributed as dist
@@ -18,7 +17,9 @@ from hypothesis import strategies as st
 
 from megarl.config.errors import ConfigError, EngineError, EngineFailure
 from megarl.config.schema import ParallelConfig, RolloutConfig
+from megarl.parallel import secret
 from megarl.parallel.runtime import layout_for
+from megarl.parallel.secret import SignedStore
 from megarl.rollout import messages as m
 from megarl.rollout import weight_sync
 from megarl.rollout.weight_sync import WeightSync
@@ -32,19 +33,20 @@ ALONE: Any = SimpleNamespace(rank=0, world=1, cpu_group=None)
 
 
 def test_orders_come_in_order_and_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Through real sockets, encrypted, to whoever knows the address; nobody else is let in."""
-    monkeypatch.setattr(ahead, "from_rank_0", lambda ranks, value: value)
-    store = dist.HashStore()
+    """Through real sockets, encrypted, to whoever has a key of this job; nobody else is let in."""
+    monkeypatch.setattr(secret, "_secret", bytes(range(32)))
+    monkeypatch.setattr(ahead, "from_rank_0", lambda ranks, value, kind: value)
+    store = SignedStore(dist.HashStore())
     link = ControllerLink(SimpleNamespace(store=store, **vars(ALONE)))  # type: ignore[arg-type]
     assert link.hear(0.0) is None  # nobody is there yet
     context, loop = zmq.asyncio.Context(), asyncio.new_event_loop()
     run = loop.run_until_complete
 
     async def listen() -> m.Hub:
-        return m.Hub(context, "127.0.0.1")
+        return m.Hub(context, "127.0.0.1", 2)
 
     hub = run(listen())
-    store.set(ahead.ADDRESS, msgspec.json.encode(hub.address).decode())
+    store.set(ahead.ADDRESS, hub.address)
     assert link.hear(0.2) is None
     state = json.dumps({"lengths": list(range(100_000)), "text": "x" * 10_000_000})
     for order in (m.Draw("train", 1, 0), m.Load(state)):
@@ -60,7 +62,9 @@ def test_orders_come_in_order_and_whole(monkeypatch: pytest.MonkeyPatch) -> None
         m.decoded("engine rank 3", b"abc")
 
     async def stranger() -> bool:
-        other = m.Link(context, m.Address(hub.address.url, zmq.curve_keypair()[0]), 7)
+        with monkeypatch.context() as patch:
+            patch.setattr(secret, "_secret", bytes(32))
+            other = m.Link(context, hub.address, 1)
         await other.send(m.Alive())
         found = await hub.receive(0.5)
         other.close()
@@ -119,7 +123,7 @@ def test_each_step_is_drawn_with_its_own_version(steps_ahead: int, steps: int, d
     runtime: Any = SimpleNamespace(store=dist.HashStore(), **vars(ALONE))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ahead, "ControllerLink", engines.link)
-        patch.setattr(ahead, "from_rank_0", lambda ranks, value: value)
+        patch.setattr(ahead, "from_rank_0", lambda ranks, value, kind: value)
         there = GenerationApart(config, runtime, SimpleNamespace(sync=engines.sync))  # type: ignore[arg-type]
         there.publish(done)
         there.begin(done, None)
@@ -153,7 +157,7 @@ def test_an_engine_that_is_started_anew_gets_a_copy(monkeypatch: pytest.MonkeyPa
     calls: list[Any] = []
     met: list[Any] = []
 
-    def gather_objects(ranks: Any, value: Any) -> list[Any]:
+    def gather_objects(ranks: Any, value: Any, kind: Any) -> list[Any]:
         met.append(ranks)
         return [value] * ranks.world
 

@@ -610,8 +610,8 @@ def test_a_run_all_of_whose_checkpoints_are_damaged_does_not_begin_anew(
 ) -> None:
     """Of each a bit has changed, which only a look at all of the content finds."""
     alone: Any = SimpleNamespace(rank=0, world=1)
-    monkeypatch.setattr("megarl.training.checkpoint.from_rank_0", lambda _, value: value)
-    monkeypatch.setattr("megarl.training.checkpoint.gather_objects", lambda _, value: [value])
+    monkeypatch.setattr("megarl.training.checkpoint.from_rank_0", lambda _, value, kind: value)
+    monkeypatch.setattr("megarl.training.checkpoint.gather_objects", lambda _, value, kind: [value])
     assert choose_checkpoint(alone, tmp_path) == (None, [])
     older, newer = (write_folder(tmp_path, step, {}) for step in (4, 12))
     for damaged in (newer, older):
@@ -646,11 +646,11 @@ def test_a_write_that_takes_too_long_names_the_limit(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own: float, others: float, key: str
 ) -> None:
     """The run may wait no longer for the disk than other ranks wait for it."""
-    monkeypatch.setattr(saving, "gather_on_0", lambda _, value: [value])
-    monkeypatch.setattr(saving, "from_rank_0", lambda _, value: value)
+    monkeypatch.setattr(saving, "gather_on_0", lambda _, value, kind: [value])
+    monkeypatch.setattr(saving, "from_rank_0", lambda _, value, kind: value)
     config = make_config(folder, tmp_path / "run", checkpoint={"every": 1, "timeout": own})
     alone: Any = SimpleNamespace(rank=0, world=1, timeout=others)
-    writer = saving.CheckpointWriter(alone, config, {}, {}, lambda name: None, lambda shares: {}, print)
+    writer = saving.CheckpointWriter(alone, config, {}, {}, lambda name: None, lambda shares: {}, Any, print)
     writing, written = saving._Writing(tmp_path / "step-000001", {"step": 1}), threading.Event()
     writer._writing = writing
     writing.in_thread(lambda: bool(written.wait(60)))

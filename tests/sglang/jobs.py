@@ -84,7 +84,9 @@ class Scene:
     def generate(self, requests: list[Request], params: SamplingParams) -> list[Completion]:
         """From the engine's first rank, on every rank."""
         leader = self.runtime.rank == 0
-        return gather_objects(self.runtime, self.engine.generate(requests, params) if leader else None)[0]
+        return gather_objects(
+            self.runtime, self.engine.generate(requests, params) if leader else None, list[Completion] | None
+        )[0]
 
 
 def start(runtime: Runtime, name: str, folder: Path, **options: Any) -> list[int]:
@@ -96,7 +98,7 @@ def start(runtime: Runtime, name: str, folder: Path, **options: Any) -> list[int
 
 def wait(runtime: Runtime, name: str) -> bool:
     """Whether the engine is ready; waits for a while."""
-    return all(gather_objects(runtime, SCENES[name].engine.ready(60.0)))
+    return all(gather_objects(runtime, SCENES[name].engine.ready(60.0), bool))
 
 
 def deliver(runtime: Runtime, name: str, version: int, dump: Path) -> dict[str, Any]:

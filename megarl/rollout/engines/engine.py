@@ -66,7 +66,7 @@ class RolloutEngine(ABC):
         """Return this rank's tensors that each part of a weight transfer writes. Where these are not the
         engine's own, all parts share `memory`: each is loaded before the next is written."""
 
-    def handle(self, bucket: int) -> Any:
+    def handle(self, bucket: int) -> bytes | None:
         """Return how the engine finds what this rank has written; None where weights are written in place."""
         return None
 

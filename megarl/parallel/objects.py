@@ -1,0 +1,72 @@
+"""Encode objects as msgpack for messages between processes, and decode them as a known type.
+
+The receiver names the type. In addition to msgspec's own types (dataclasses, Structs, lists, numbers, texts)
+there are tensors, arrays, paths and megarl's errors. Integers have at most 64 bits, so a user's JSON travels
+as text."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+from torch import Tensor
+
+from megarl.config.errors import MegarlError, MessageError, error_class
+
+
+def as_plain(value: Any) -> Any:
+    """Return what msgspec knows in place of a value that it does not."""
+    match value:
+        case Tensor():
+            data = value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+            return str(value.dtype).removeprefix("torch."), value.shape, data
+        case np.ndarray():
+            return value.dtype.str, value.shape, value.tobytes()
+        case np.generic():
+            return value.item()
+        case Path():
+            return str(value)
+        case MegarlError():
+            kind = next(c for c in type(value).__mro__ if error_class(c.__name__) is c)
+            flags = {name: flag for name, flag in vars(value).items() if isinstance(flag, bool)}
+            return kind.__name__, [str(argument) for argument in value.args], flags
+    raise TypeError(f"{type(value).__name__} is no type that is sent")
+
+
+def from_plain(kind: type, plain: Any) -> Any:
+    """Undo `as_plain` for a value of this type. Raises ValueError or TypeError for malformed input."""
+    if issubclass(kind, Tensor):
+        name, shape, data = plain
+        dtype = getattr(torch, name, None)
+        if not isinstance(dtype, torch.dtype) or math.prod(shape) * dtype.itemsize != len(data):
+            raise ValueError(f"{len(data)} bytes are no tensor {name} {shape}")
+        if not data:
+            return torch.empty(shape, dtype=dtype)
+        return torch.frombuffer(bytearray(data), dtype=dtype).reshape(shape)
+    if issubclass(kind, np.ndarray):
+        name, shape, data = plain
+        return np.frombuffer(data, name).reshape(shape)
+    if issubclass(kind, Path):
+        return Path(plain)
+    if issubclass(kind, MegarlError):
+        name, texts, flags = plain
+        error = error_class(name)(*texts)
+        vars(error).update((flag, bool(flags[flag])) for flag in ("on_every_rank", "fatal") if flag in flags)
+        return error
+    raise TypeError(f"{kind.__name__} is no type that is sent")
+
+
+encode = msgspec.msgpack.Encoder(enc_hook=as_plain).encode
+
+
+def decode(data: bytes, kind: Any, sender: str) -> Any:
+    """Return the object of type `kind` that `sender` has encoded. Raises MessageError where it is none."""
+    try:
+        return msgspec.msgpack.decode(data, type=kind, dec_hook=from_plain)
+    except (msgspec.MsgspecError, ValueError, TypeError) as error:
+        what = f"{sender} has sent {len(data)} bytes that are not what is expected: {error}"
+        raise MessageError(f"{what} (all ranks must run one version of megarl)") from None

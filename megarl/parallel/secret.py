@@ -1,0 +1,148 @@
+"""The job's secret: random bytes by which its ranks sign their messages to each other.
+
+It travels in a file that only this user can read, never in arguments, variables or a store. `launch` makes
+that file; under torchrun rank 0 does, in the folder that the job writes into, unless MEGARL_SECRET_FILE names
+another one."""
+
+from __future__ import annotations
+
+import datetime
+import hmac
+import os
+import socket
+import stat
+import time
+from pathlib import Path
+
+import torch.distributed as dist
+
+from megarl.config.errors import ConfigError, MessageError, WaitTimeout
+
+SECRET_FILE = "MEGARL_SECRET_FILE"  # variable: names the file
+SIZE = 32  # bytes of the secret, and of a signature (HMAC-SHA-256)
+_LOOK = 0.02  # seconds between two looks for the file
+_secret: bytes | None = None
+
+
+def make_secret(path: Path) -> None:
+    """Write a new secret into a file that must not exist yet."""
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    with os.fdopen(handle, "wb") as file:
+        file.write(os.urandom(SIZE))
+
+
+def read_secret(path: Path) -> bytes | None:
+    """Return the secret in a file; None where there is none yet.
+
+    Raises ConfigError where another user could have read or written it."""
+    try:
+        handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise ConfigError(f"{path}: the job's secret cannot be read: {error.strerror}") from None
+    try:
+        status = os.fstat(handle)
+        if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
+            remedy = f"remove it; {SECRET_FILE} may name another place, with mode 0600"
+            raise ConfigError(f"{path}: is not a file that this user alone can read and write ({remedy})")
+        found = os.read(handle, SIZE)
+    finally:
+        os.close(handle)
+    return found if len(found) == SIZE else None
+
+
+def agree_on_secret(path: Path | None, seconds: float, *, first: bool) -> None:
+    """Take the secret of `path` for this process's job. The first rank makes the file where there is none,
+    unless MEGARL_SECRET_FILE names it; the others wait for it, at most `seconds`."""
+    global _secret
+    given = os.environ.get(SECRET_FILE)
+    if given:
+        path = Path(given)
+    if path is None:
+        raise ConfigError(f"{SECRET_FILE}: is not set (name a file of {SIZE} random bytes, with mode 0600)")
+    end = time.monotonic() + seconds
+    while (found := read_secret(path)) is None:
+        if first and not given:
+            try:
+                path.unlink(missing_ok=True)  # a process that was killed has left it empty
+                make_secret(path)
+            except OSError as error:
+                remedy = f"{SECRET_FILE} may name another file, of {SIZE} random bytes"
+                raise ConfigError(f"{path}: cannot be written: {error.strerror} ({remedy})") from None
+        elif time.monotonic() > end:
+            what = f"the job's secret has not appeared there within {seconds:g} s"
+            raise WaitTimeout(f"{path}: {what} (all nodes must see this file, of {SIZE} bytes)")
+        time.sleep(_LOOK)
+    _secret = found
+
+
+def use_secret(secret: bytes | None) -> None:
+    """Set the secret of this process's job, for a job whose ranks share a process."""
+    global _secret
+    _secret = secret
+
+
+def sign(*parts: bytes | str | int) -> bytes:
+    """Return the signature of some values, by the job's secret."""
+    assert _secret is not None, "ranks exchange messages only after they have agreed on a secret"
+    signature = hmac.new(_secret, digestmod="sha256")
+    for part in parts:
+        data = part if isinstance(part, bytes) else str(part).encode()
+        signature.update(len(data).to_bytes(8, "little"))
+        signature.update(data)
+    return signature.digest()
+
+
+def check(signature: bytes, what: str, *parts: bytes | str | int) -> None:
+    """Raise MessageError where values do not have this signature."""
+    if not hmac.compare_digest(signature, sign(*parts)):
+        remedy = "another process takes part, or a rank has another secret: docs/cluster.md"
+        raise MessageError(f"{what}: is not from a rank of this job ({remedy})")
+
+
+def open_store(host: str, port: int, members: int, seconds: float, *, first: bool) -> dist.TCPStore:
+    """Join a store of torch's. The first member has it, and listens at the address of `host` alone, where
+    torch by itself would listen at all of the machine's."""
+    limit = datetime.timedelta(seconds=seconds)
+    if not first:
+        return dist.TCPStore(host, port, members, False, limit, wait_for_workers=False)
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+        listener.listen(members)
+        handle = listener.detach()
+    return dist.TCPStore(host, port, members, True, limit, wait_for_workers=False, master_listen_fd=handle)
+
+
+class SignedStore:
+    """Values of this job in a store of torch's that anybody may write into: each is signed with its key."""
+
+    def __init__(self, store: dist.Store) -> None:
+        self.store = store
+
+    def set(self, key: str, value: str) -> None:
+        """Set a value."""
+        data = value.encode()
+        self.store.set(key, sign("store", key, data) + data)  # type: ignore[arg-type] # it takes bytes too
+
+    def get(self, key: str) -> str:
+        """Return a value that is there. Raises MessageError where no rank of this job has set it."""
+        found = self.store.get(key)
+        signature, data = found[:SIZE], found[SIZE:]
+        check(signature, f"store: {key}", "store", key, data)
+        return data.decode()
+
+    def has(self, *keys: str) -> bool:
+        """Return whether all of these have a value."""
+        return bool(self.store.check([*keys]))
+
+    def wait(self, key: str, seconds: float) -> bool:
+        """Wait for a value; return whether there is one in time."""
+        try:
+            self.store.wait([key], datetime.timedelta(seconds=seconds))
+        except (dist.DistError, RuntimeError):
+            return False
+        return True
