@@ -488,5 +488,5 @@ def test_a_server_without_the_network_is_refused_before_the_run(given: list[str]
         )
 
     assert refused() and not refused("rollout.turns.sandbox=network")
-    with pytest.raises(ConfigError, match="rollout.turns.sandbox"):
+    with pytest.raises(ConfigError, match=r"rollout\.turns\.sandbox"):
         load_config(path, [*given, "rollout.turns.sandbox=open"])
