@@ -162,7 +162,7 @@ class Scene:
     @cached_property
     def engine(self) -> RolloutEngine:
         """The configured engine, not started."""
-        return make_engine(self.config, SimpleNamespace(eos_token_id=EOS), self.runtime)
+        return make_engine(self.config, SimpleNamespace(eos_token_id=EOS, name_or_path=""), self.runtime)
 
     @cached_property
     def weight_sync(self) -> WeightSync:
