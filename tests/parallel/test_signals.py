@@ -101,7 +101,9 @@ def test_only_a_rank_that_fails_alone_leaves_without_the_others(
         raise error
 
     (tmp_path / "config.json").write_text(json.dumps(TINY))
-    config: Any = SimpleNamespace(parallel=None, seed=0, model=SimpleNamespace(path=tmp_path))
+    config: Any = SimpleNamespace(
+        parallel=None, seed=0, model=SimpleNamespace(path=tmp_path), rollout=SimpleNamespace(engine="sglang")
+    )
     with leased(tmp_path / "run", "megarl test", remedy="") as lease:
         code = error.code if isinstance(error, MegarlError) else 2
         assert run_rank(config, job, lease, tmp_path, launched=False) == code
