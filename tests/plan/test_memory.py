@@ -584,7 +584,7 @@ def test_the_disk_holds_the_checkpoints_that_are_kept(
                     continue
                 place = Path(folder) / FOLDER / folder_name(stage, step)
                 place.mkdir(parents=True)
-                manifest = {"format": FORMAT, "stage": stage, "step": step, "files": {}}
+                manifest = {"format": FORMAT, "stage": stage, "step": step, "settings": {}, "files": {}}
                 (place / MANIFEST).write_text(seal(manifest))
                 there = [sizes[found.name.split("-")[0]] for found in place.parent.iterdir()]
                 most = max(most, sum(there))

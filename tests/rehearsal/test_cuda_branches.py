@@ -8,6 +8,7 @@ import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -358,7 +359,8 @@ class TestPreflight:
         (tmp_path / "config.json").write_text(json.dumps(sizes_of("Qwen2.5-32B")))
         folder = preflight.Described(tmp_path, read_config(tmp_path))
         monkeypatch.setattr(preflight, "check_model", lambda *a, **k: folder)
-        monkeypatch.setattr(preflight, "check_tokenizer", lambda *a, **k: None)
+        tokenizer = SimpleNamespace(chat_template=None)
+        monkeypatch.setattr(preflight, "check_tokenizer", lambda *a, **k: tokenizer)
         for module in (machine, preflight):
             monkeypatch.setattr(module, "find_spec", lambda name: None)
         return {"path": tmp_path, "dtype": "bf16", "recompute": "full"}
