@@ -11,7 +11,14 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
-from megarl.config.schema import LogConfig, ParallelConfig, RewardConfig, RolloutConfig, UpdateConfig
+from megarl.config.schema import (
+    DataConfig,
+    LogConfig,
+    ParallelConfig,
+    RewardConfig,
+    RolloutConfig,
+    UpdateConfig,
+)
 from megarl.data.prompts import Prompt
 from megarl.parallel.delivery import deliver, row_bytes
 from megarl.parallel.layout import Layout
@@ -90,6 +97,7 @@ def count(
         return counted
 
     config: Any = SimpleNamespace(
+        data=DataConfig(template="raw"),
         reward=RewardConfig(),
         rollout=RolloutConfig(engine="sglang", engine_tp=each),
         log=LogConfig(),
