@@ -36,6 +36,8 @@ def folder() -> Iterator[Path]:
 def one(kind: Any, bounds: dict[str, Any]) -> st.SearchStrategy[Any]:
     """Values of one type of the schema within its bounds."""
     low, high = bounds.get("ge", bounds.get("gt")), bounds.get("le", bounds.get("lt"))
+    if kind is Any:
+        return st.recursive(st.booleans() | st.integers() | TEXTS, lambda inner: st.lists(inner, max_size=2))
     if kind is bool:
         return st.booleans()
     if kind is int:

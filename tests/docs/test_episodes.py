@@ -64,6 +64,7 @@ def policy_of(script: list[str], template: str = CHATML, tools: Any = ()) -> Scr
 def test_its_configurations_name_its_examples() -> None:
     named = [parse_yaml(text, "episodes.md")["rollout"] for text in blocks(ROOT / "docs/episodes.md", "yaml")]
     for rollout in named:
+        rollout.pop("turns", None)
         arguments = rollout.get("environment_arguments")
         assert arguments is None or environment_class(rollout["environment"], arguments)
         for value in (value for value in rollout.values() if value is not arguments):

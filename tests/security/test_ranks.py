@@ -51,7 +51,7 @@ OBJECT_COLLECTIVES = {
     "send_object_list",
     "recv_object_list",
 }
-ALLOWED = {"megarl/config/files.py"}  # looks into a checkpoint's index and refuses what is foreign
+ALLOWED = {"megarl/weights/index.py"}  # looks into a checkpoint's index and refuses what is foreign
 
 
 class Exploit:

@@ -48,11 +48,11 @@ def test_a_model_whose_first_step_was_skipped_is_saved_and_read(
 def test_a_rank_writes_without_asking_cuda(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The thread that writes has GPU 0 as its device on every rank: a stream of it would be a context
     there."""
-    item, copy = _copied(ShardedTensor.from_rank_offsets("weights", torch.arange(4.0)))
-    (plan,) = FileSystemWriter("").prepare_global_plan([SavePlan([item])])
+    part, copy = _copied(ShardedTensor.from_rank_offsets("weights", torch.arange(4.0)))
+    (plan,) = FileSystemWriter("").prepare_global_plan([SavePlan([part.item])])
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: pytest.fail("asked for a stream"))
-    (file,) = HostCopy(plan, {item.index: copy}, None, {}).write(tmp_path)
+    (file,) = HostCopy(plan, {part.item.index: copy}, None, {}).write(tmp_path)
     assert file.stat().st_size > 16
 
 
