@@ -919,7 +919,7 @@ class AlgorithmConfig(Section):
         "lambda of the policy's advantages, or length_adaptive: 1 - 1 / (alpha * length), clamped to [0, 1]",
         source="VC-PPO 0.95; VAPO eq. 5",
     )
-    alpha: float = field(0.05, "alpha of the length-adaptive lambda", source="VAPO eq. 5", gt=0)
+    alpha: float = field(0.05, "alpha of the length-adaptive lambda", source="VAPO eq. 5; SAO: 1.5", gt=0)
     lambda_floor: float = field(
         0.0, "lowest length-adaptive lambda", "", "T-PPO, arXiv 2506.15050: 0.95", ge=0, le=1
     )

@@ -89,6 +89,19 @@ ORDERS = {
         make_config(recipe="dapo", teacher={"by_source": {"a": Path("m")}, "top_k": 4})
     ),
     "asyppo": training_phases(make_config(recipe="asyppo", **ASYPPO)),
+    "asyppo with mismatch weights": training_phases(
+        make_config(
+            recipe="asyppo",
+            algorithm={**ASYPPO["algorithm"], "mismatch": {"weight": "token"}},
+            critic=ASYPPO["critic"],
+        )
+    ),
+    "spo, filtered": training_phases(
+        make_config(recipe="spo", algorithm={"advantage": "tracked"}, reward={"overlong": {"filter": True}})
+    ),
+    "vapo, whitened": training_phases(
+        make_config(recipe="vapo", algorithm={"advantage": "gae", "whiten": True})
+    ),
     "value pretraining of two critics": pretraining_phases(make_config(recipe="asyppo", **ASYPPO)),
     "value pretraining": pretraining_phases(make_config(recipe="vapo")),
     "value pretraining with a reward model": pretraining_phases(make_config(recipe="vapo", **SCORED)),

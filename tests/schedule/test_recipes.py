@@ -116,8 +116,8 @@ def test_a_teacher(warm: Path, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_teachers_by_source(warm: Path, tmp_path: Path) -> None:
     """Two teachers of unlike sizes take turns, and every third prompt has none: the sampled token's log-ratio
-    with transformers' log-probs, and the KL over the likeliest tokens, whose loss is that of the policy as it
-    was."""
+    with transformers' log-probs, and the KL over the likeliest tokens and the rest, whose loss is that of the
+    policy as it was."""
     models = [make_teacher(warm, tmp_path / name, layers) for name, layers in (("a", 2), ("b", 4))]
     policy = AutoModelForCausalLM.from_pretrained(warm / "sft" / "hf", dtype=torch.float32)
     rows = [json.loads(line) for line in (warm / "train.jsonl").read_text().splitlines()]
@@ -149,7 +149,9 @@ def test_teachers_by_source(warm: Path, tmp_path: Path) -> None:
 
     def of_likeliest(theirs: torch.Tensor, own: torch.Tensor, _: torch.Tensor) -> list[torch.Tensor]:
         logprobs, tokens = theirs.topk(5, -1)
-        return [(logprobs.exp() * (logprobs - own.gather(1, tokens))).sum(-1), logprobs.exp().sum(-1)]
+        of_own, mass = own.gather(1, tokens), logprobs.exp().sum(-1)
+        rest = (1 - mass) * ((1 - mass) / (1 - of_own.exp().sum(-1))).log()
+        return [(logprobs.exp() * (logprobs - of_own)).sum(-1) + rest, mass]
 
     layouts = (
         ["parallel.tp=1", "parallel.dp=2", "update.share_prompts=true"],
@@ -279,8 +281,15 @@ def test_a_phase_is_held_to_its_declaration() -> None:
         ),
         (
             "rloo",
-            ["algorithm.kl_reward=0.01", "algorithm.kl_weight=0.01", "algorithm.dual_clip=3"],
-            ["policy/kl_reward", "policy/kl_loss", "policy/clip_fraction_dual"],
+            [
+                "algorithm.kl_reward=0.01",
+                "algorithm.kl_weight=0.01",
+                "algorithm.kl_estimator=k2",
+                "algorithm.dual_clip=3",
+                "algorithm.mismatch.weight=token",
+                "algorithm.entropy_weight=0.01",
+            ],
+            ["policy/kl_reward", "policy/kl_loss", "policy/clip_fraction_dual", "mismatch/truncated"],
         ),
         (
             "clip_cov",
@@ -337,7 +346,13 @@ def test_a_phase_is_held_to_its_declaration() -> None:
         ),
         (
             "spo",
-            ["parallel.tp=1", "parallel.dp=2", "rollout.prompts=32", "rollout.group_size=1"],
+            [
+                "parallel.tp=1",
+                "parallel.dp=2",
+                "rollout.prompts=32",
+                "rollout.group_size=1",
+                "reward.overlong.filter=true",
+            ],
             ["value/explained_variance", "tracker/known"],
         ),
         (
