@@ -16,11 +16,13 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
+from pathlib import Path
 from typing import IO, Any
 
 from megarl.config.errors import ConfigError, DataError, WaitTimeout
 from megarl.config.schema import GymConfig
 from megarl.rewards.process import follow_parent, plain_environment
+from megarl.rewards.sandbox import STRICT, Supervised, restrict
 
 INSTALL = "pip install 'megarl[gym]'"
 VERIFIER = "megarl_tasks.gym_scorer:verify"
@@ -187,6 +189,8 @@ def _rows(messages: Iterator[dict[str, Any]]) -> Iterator[GymRow]:
 def work() -> None:
     """Be the process that generates: read the request, and write what every task has before its questions,
     its rows and an end, or the first problem, as lines of JSON."""
+    # A policy's text never gets here, but some tasks (codeio) run code of their data set.
+    restrict(Supervised(STRICT, Path(os.devnull), (os.getppid(),)))
     follow_parent()
     sink = os.fdopen(os.dup(1), "w", encoding="utf-8")
     request = json.loads(sys.stdin.readline())
