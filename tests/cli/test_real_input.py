@@ -93,6 +93,7 @@ def test_evaluation_on_aime(folder: Path) -> None:
         "kept": 30,
         "duplicates": 930,
         "rejected": [],
+        "warned": [],
     }
     scores = json.loads((out / "scores.json").read_text())
     assert (scores["policy"], scores["problems"], scores["samples"]) == ("model", 30, 2)

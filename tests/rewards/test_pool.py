@@ -441,7 +441,7 @@ def test_symbolic_verifier_in_the_pool_survives_towers_of_powers() -> None:
     with VerifierPool("math", workers=1, timeout=4.0) as pool:
         verdicts = pool.verify(items)
     assert [verdict.correct for verdict in verdicts] == [True, False, True, False]
-    assert verdicts[1].error == "timeout after 4 s" and verdicts[3].error is None
+    assert [verdict.error for verdict in verdicts] == [None] * 4
 
 
 def test_throughput() -> None:
