@@ -29,10 +29,13 @@ RECEIVED, SEGMENTS, SENT = 128, 152, 200
 
 def sockets() -> list[socket.socket]:
     """Copies of this process's connected TCP sockets, to be closed by the caller."""
-    found = []
+    found, names = [], set[str]()
     for name in os.listdir("/proc/self/fd"):
         with suppress(OSError):
-            if os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
+            # Once each: a copy may take the number that the list itself had.
+            inode = os.readlink(f"/proc/self/fd/{name}")
+            if inode.startswith("socket:") and inode not in names:
+                names.add(inode)
                 one = socket.socket(fileno=os.dup(int(name)))
                 if (
                     one.family in (socket.AF_INET, socket.AF_INET6)
