@@ -1,4 +1,4 @@
-"""Grammars for the answers that reasoning-gym's scorers evaluate as Python or sympy code.
+"""Grammars for the answers that reasoning-gym's scorers evaluate as code, or find right whatever they say.
 
 A scorer of `GRAMMARS` sees an answer only as its grammar has rewritten it, and UNREADABLE in place of all
 others: policies write what they like, code included.
@@ -13,9 +13,10 @@ from collections.abc import Callable, Mapping
 from fractions import Fraction
 from typing import Any
 
-UNREADABLE = "?"  # no Python, no formula and no number
+UNREADABLE = ""  # no Python, no formula and no number; false, too
 _MOST_DIGITS = 500  # of a number that an expression may stand for
 _HIGHEST_POWER = 100
+_TOLERANCE = 1e-4  # the scorer's, of a probability
 _FUNCTIONS: tuple[str, ...] = ("exp", "log", "ln", "sqrt", "Abs", "sin", "cos", "tan", "sec", "csc", "cot")
 _FUNCTIONS += ("asin", "acos", "atan", "sinh", "cosh", "tanh", "asinh", "acosh", "atanh")
 _CONSTANTS = ("E", "pi")
@@ -132,11 +133,60 @@ def _expression(answer: str, entry: Mapping[str, Any]) -> str:
     return ast.unparse(tree)
 
 
-def _number(answer: str, entry: Mapping[str, Any]) -> str:
-    """Admit a decimal number or a fraction, commas aside."""
-    if not _NUMBER.fullmatch(answer.replace(",", "")):
+def _arithmetic(answer: str, entry: Mapping[str, Any]) -> str:
+    """Admit sums, differences, products and quotients of whole numbers. With symbols, y - y would be a zero
+    that uses none of the numbers."""
+
+    def check(node: ast.AST) -> None:
+        match node:
+            case ast.Constant(value=int() as value) if type(value) is not bool:
+                return
+            case ast.UnaryOp(op=ast.UAdd() | ast.USub(), operand=operand):
+                return check(operand)
+            case ast.BinOp(left=left, op=ast.Add() | ast.Sub() | ast.Mult() | ast.Div(), right=right):
+                check(left)
+                return check(right)
+        raise Refused
+
+    check(ast.parse(answer.strip(), mode="eval").body)
+    return _expression(answer, entry)
+
+
+def _puzzle24(answer: str, entry: Mapping[str, Any]) -> str:
+    """Admit arithmetic of the given numbers, each once. The scorer only counts them."""
+    text = _arithmetic(answer, entry)
+    if sorted(map(int, re.findall(r"\d+", text))) != sorted(entry["metadata"]["numbers"]):
+        raise Refused
+    return text
+
+
+def _probability(answer: str, entry: Mapping[str, Any]) -> str:
+    """Admit a decimal number or a fraction, commas aside. The scorer finds a shorter number right that the
+    right one begins with, such as 0: it must be right, or have as many digits. And it finds 0 right for all
+    that is smaller than its tolerance."""
+    if not _NUMBER.fullmatch(plain := answer.replace(",", "")):
+        raise Refused
+    value, right = float(Fraction(plain)), float(Fraction(entry["answer"].replace(",", "")))
+    error = abs(value - right)
+    if error > _TOLERANCE and len(f"{value:.10g}") < len(f"{right:.10g}"):
+        raise Refused
+    if error > right / 100 and error <= _TOLERANCE:
         raise Refused
     return answer
+
+
+def _finite(answer: str, entry: Mapping[str, Any]) -> str:
+    """Admit what names no NaN and no infinity, whose distance from a number is less than no bound."""
+    if re.search("nan|inf", answer, re.IGNORECASE):
+        raise Refused
+    return answer
+
+
+def _same_word(answer: str, entry: Mapping[str, Any]) -> str:
+    """Admit the right word in any case. The scorer finds every text right that is not empty."""
+    if answer.strip().lower() != entry["answer"].strip().lower():
+        raise Refused
+    return str(entry["answer"])
 
 
 # By task of reasoning-gym 0.1.25. tests/security/test_policy_text.py looks for scorers that evaluate text and
@@ -146,10 +196,13 @@ GRAMMARS: dict[str, Callable[[str, Mapping[str, Any]], str]] = {
     "n_queens": _plain_list,
     "spiral_matrix": _plain_list,
     "string_insertion": _plain_list,
-    "countdown": _expression,
-    "puzzle24": _expression,
+    "countdown": _arithmetic,
+    "puzzle24": _puzzle24,
     "polynomial_multiplication": _expression,
     "simple_integration": _expression,
     "intermediate_integration": _expression,
-    "coin_flip": _number,
+    "coin_flip": _probability,
+    "complex_arithmetic": _finite,
+    "number_sorting": _finite,
+    "game_of_life_halting": _same_word,
 }

@@ -11,12 +11,15 @@ the worker's.
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, cast
+
+import msgspec
 
 from megarl.config.errors import ConfigError, WaitTimeout
 from megarl.rewards.process import FAILED_STARTS, START_LIMIT, LimitedProcess, serve
@@ -47,6 +50,10 @@ _BUSY = 0.5  # share of the limit that an answer has spent calculating if the ti
 # Response text and reference; where the terms of the reward are wanted too, then `length`, `longest`
 # and `truncated` of `Judged`.
 Item = tuple[str, str | Reference] | tuple[str, str | Reference, int, int, bool]
+
+
+# The fields of a Verdict, as a worker sends them.
+_Sent = tuple[bool, str | None, str | None, float | None, dict[str, float], bool]
 
 
 class VerifierPool:
@@ -174,7 +181,7 @@ class VerifierPool:
                 while worker.batch:
                     began = time.monotonic()
                     try:
-                        verdict = Verdict(*await worker.receive(self.timeout))
+                        verdict = _read_verdict(await worker.receive(self.timeout))
                     except (TimeoutError, EOFError, ValueError, TypeError) as problem:
                         late = isinstance(problem, TimeoutError)
                         own = late and worker.calculated_since(began) >= _BUSY * self.timeout
@@ -246,6 +253,14 @@ class _Worker(LimitedProcess):
         began  time.monotonic() when it became the first of the batch: the items before it took no more CPU
                time than time"""
         return self.cpu_seconds() - self._cpu - (began - self._given)
+
+
+def _read_verdict(message: Any) -> Verdict:
+    """Return the verdict that a worker has sent. Raises ValueError for anything else."""
+    verdict = Verdict(*msgspec.convert(message, _Sent))
+    if not all(map(math.isfinite, (verdict.score or 0.0, *verdict.terms.values()))):
+        raise ValueError("a score or a term is not finite")
+    return verdict
 
 
 def judge(

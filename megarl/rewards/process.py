@@ -28,7 +28,7 @@ FAILED_STARTS = 3
 FROM_OUTSIDE = {f"signal {number:d}" for number in (signal.SIGKILL, signal.SIGTERM, signal.SIGHUP)}
 # What an interpreter needs to start. The launcher's and the user's variables (ranks, devices, keys) are no
 # business of such a process.
-_KEPT_ENVIRONMENT = ("LANG", "LC_ALL", "LD_LIBRARY_PATH", "PATH", "PYTHONHOME", "TMPDIR")
+_KEPT_ENVIRONMENT = ("HOME", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "PATH", "PYTHONHOME", "TMPDIR")
 # Results must not depend on the process that gives them, and the order of a Python set does.
 _OWN_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}
 # megarl, what lies beside it and the user's module are found where this process finds them, in its order.
@@ -110,7 +110,7 @@ class LimitedProcess:
 
     async def receive(self, limit: float) -> Any:
         """Return the next message. Raises TimeoutError after `limit` seconds, EOFError if there will be
-        none."""
+        none, and ValueError for one that is no JSON."""
         try:
             async with asyncio.timeout(limit):
                 line = await self._answers.readline()
@@ -119,7 +119,10 @@ class LimitedProcess:
                 line = await self._answers.readline()
         if not line.endswith(b"\n"):
             raise EOFError
-        return json.loads(line)
+        try:
+            return json.loads(line)
+        except RecursionError:
+            raise ValueError("a message is nested too deeply") from None
 
     async def finish(self) -> str:
         """Do what `end` does while the event loop goes on."""

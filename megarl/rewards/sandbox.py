@@ -11,8 +11,8 @@ import errno
 import json
 import os
 import platform
+import pwd
 import resource
-import shutil
 import signal
 import socket
 import struct
@@ -20,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -45,6 +46,7 @@ _PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS = 36, 38
 _NEW_MOUNTS, _NEW_IPC, _NEW_USER, _NEW_PIDS, _NEW_NETWORK = 0x20000, 0x8000000, 1 << 28, 1 << 29, 1 << 30
 _ANY_NEW, _CLONE_THREAD = 0x7E020080, 0x10000
 _MOUNT_PRIVATE = (1 << 18) | (1 << 14)
+_BIND, _MOUNT_SETATTR = 1 << 12, 442
 _CAN_READ_ALL = (1 << 1) | (1 << 2)  # capabilities of root that reading a user's files may need
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
@@ -119,7 +121,8 @@ def _watch(child: int, init: int | None, trainer: int, folder: Path) -> NoReturn
         else:
             code = _reap(child)
     _kill_rest(init)
-    shutil.rmtree(folder, ignore_errors=True)
+    with suppress(OSError):
+        _remove(folder)
     if code < 0:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         if -code not in (signal.SIGKILL, signal.SIGSTOP):
@@ -127,6 +130,20 @@ def _watch(child: int, init: int | None, trainer: int, folder: Path) -> NoReturn
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {-code})
         os.kill(os.getpid(), -code)
     os._exit(code if code >= 0 else 128 - code)
+
+
+def _remove(folder: Path) -> None:
+    """Remove a folder. What lies deeper is first moved to its top: shutil.rmtree gives up on a deep one."""
+    while entries := list(os.scandir(folder)):
+        for entry in entries:
+            if not entry.is_dir(follow_symlinks=False):
+                os.unlink(entry.path)
+                continue
+            os.chmod(entry.path, 0o700)
+            for inner in list(os.scandir(entry.path)):
+                os.rename(inner.path, folder / uuid.uuid4().hex)
+            os.rmdir(entry.path)
+    os.rmdir(folder)
 
 
 def _reap(child: int) -> int | None:
@@ -230,11 +247,13 @@ def restrict(process: Supervised) -> list[str]:
         _works(_LIBC.unshare, _NEW_NETWORK)  # where that is not allowed, the filter of calls has to do
     if in_namespace and os.geteuid() != 0:  # in the user namespace these processes alone are counted
         resource.setrlimit(resource.RLIMIT_NPROC, (_MOST_PROCESSES, _MOST_PROCESSES))
+    is_read_only = in_namespace and _make_read_only(process.folder)
     _drop_capabilities()
     _call(_LIBC.prctl, _PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+    hide_memory()  # what it starts could write messages in its name otherwise
     if version := _landlock(process):
         layers.append(f"Landlock {version}")
-    if _filter_calls(process, in_namespace):
+    if _filter_calls(process, in_namespace, is_read_only):
         layers.append("seccomp")
     return layers
 
@@ -278,11 +297,28 @@ def try_to_escape(other_file: str) -> NoReturn:
         os._exit(0)
     held = {
         PROCESSES: fails(lambda: os.kill(trainer, 0)) and fails(Path(f"/proc/{trainer}/environ").read_bytes),
-        FILES: fails(lambda: open(other_file, "ab").close()),
+        FILES: fails(lambda: open(other_file, "ab").close()) and fails(lambda: os.chmod(other_file, 0o644)),
         SOCKETS: fails(lambda: socket.socket().close()),
     }
     os.write(1, json.dumps([layers, held]).encode() + b"\n")
     os._exit(0)
+
+
+def _make_read_only(folder: Path) -> bool:
+    """Make all file systems but the folder read-only for this process. Return whether that worked.
+
+    Landlock does not cover modes, owners, times and extended attributes of files."""
+    read_only, writable = struct.pack("=QQQQ", 1, 0, 0, 0), struct.pack("=QQQQ", 0, 1, 0, 0)
+    here, recursive = -100, 0x8000  # AT_FDCWD, AT_RECURSIVE
+    place = str(folder).encode()
+    try:
+        _call(_LIBC.unshare, _NEW_MOUNTS)  # the supervisor, too, lives in the mounts as they were
+        _call(_LIBC.mount, place, place, None, _BIND, None)
+        _call(_LIBC.syscall, _MOUNT_SETATTR, here, b"/", recursive, read_only, len(read_only))
+        _call(_LIBC.syscall, _MOUNT_SETATTR, here, place, 0, writable, len(writable))
+    except OSError:
+        return False
+    return True
 
 
 def _drop_capabilities() -> None:
@@ -345,15 +381,19 @@ def _landlock(process: Supervised) -> int:
 
 def _readable() -> Iterator[Path]:
     """Yield the files and folders that code may read: all but temporary folders, devices, sockets and the
-    hidden entries of the home folder, where keys lie. The current folder and those of Python are read in any
-    case."""
-    keys = set[Path]()
-    with suppress(OSError):
-        keys = {entry for entry in Path.home().resolve().iterdir() if entry.name.startswith(".")}
+    hidden entries of the home folder, where keys lie. The current folder and those of Python are read too,
+    unless they are one of these themselves."""
+    keys, homes = set[Path](), {Path(os.environ.get("HOME", "/"))}
+    with suppress(KeyError):  # a user id without a name
+        homes.add(Path(pwd.getpwuid(os.getuid()).pw_dir))
+    for home in homes:
+        with suppress(OSError):
+            keys.update(entry for entry in home.resolve().iterdir() if entry.name.startswith("."))
+    private = {Path(path).resolve() for path in ("/tmp", "/var/tmp", "/dev", "/run", "/var/run")}
     needed = [*filter(os.path.exists, sys.path), os.getcwd(), sys.prefix, sys.base_prefix]
     for path in {Path(one).resolve() for one in (*needed, "/etc/resolv.conf")}:
-        yield from _without(path, keys)
-    private = {Path(path).resolve() for path in ("/tmp", "/var/tmp", "/dev", "/run", "/var/run")}
+        # A folder within a private one is read, but not the private one itself.
+        yield from _without(path, keys | (private - set(path.parents)))
     yield from _without(Path("/"), keys | private)
 
 
@@ -394,18 +434,29 @@ _ALWAYS = _numbers("""
     msgrcv 70 188   mq_open 240 180
 """)  # never allowed: they reach into other processes or change the machine
 _SOMETIMES = _numbers("""
-    socket 41 198   ioctl 16 29   clone 56 220   clone3 435 435   fork 57 0   vfork 58 0   execve 59 221
-    execveat 322 281   kill 62 129   tkill 200 130   tgkill 234 131   rt_sigqueueinfo 129 138
-    rt_tgsigqueueinfo 297 240   pidfd_send_signal 424 424   prlimit64 302 261   sched_setaffinity 203 122
-    sched_setscheduler 144 119   sched_setparam 142 118   sched_setattr 314 274   setpriority 141 140
-    ioprio_set 251 30   migrate_pages 256 238   move_pages 279 239
+    socketpair 53 199   fcntl 72 25   truncate 76 45   socket 41 198   ioctl 16 29   clone 56 220
+    clone3 435 435   fork 57 0   vfork 58 0   execve 59 221   execveat 322 281   kill 62 129
+    tkill 200 130   tgkill 234 131   rt_sigqueueinfo 129 138   rt_tgsigqueueinfo 297 240
+    pidfd_send_signal 424 424   prlimit64 302 261   sched_setaffinity 203 122   sched_setscheduler 144 119
+    sched_setparam 142 118   sched_setattr 314 274   setpriority 141 140   ioprio_set 251 30
+    migrate_pages 256 238   move_pages 279 239
 """)  # it depends on the sandbox, or on an argument
+_ATTRIBUTES = _numbers("""
+    chmod 90 0   fchmod 91 52   fchmodat 268 53   chown 92 0   fchown 93 55   lchown 94 0   fchownat 260 54
+    utime 132 0   utimes 235 0   futimesat 261 0   utimensat 280 88   setxattr 188 5   lsetxattr 189 6
+    fsetxattr 190 7   removexattr 197 14   lremovexattr 198 15   fremovexattr 199 16
+""")  # of files, where not all file systems are read-only
 _STARTING = ("fork", "vfork", "execve", "execveat")
 _SIGNALS = ("kill", "tkill", "tgkill", "rt_sigqueueinfo", "rt_tgsigqueueinfo")
 _OF_PROCESS = ("prlimit64", "sched_setaffinity", "sched_setscheduler", "sched_setparam", "sched_setattr")
 _MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}  # column, AUDIT_ARCH_*
-_FAMILIES = (1, 2, 10, 16)  # AF_UNIX, AF_INET, AF_INET6, AF_NETLINK (name resolution asks for interfaces)
-_TERMINAL_INPUT = (0x5412, 0x541C)  # TIOCSTI, TIOCLINUX: typing into the user's terminal
+# AF_INET, AF_INET6, AF_NETLINK (name resolution asks for interfaces). Not AF_UNIX: such a socket leads to
+# services of this user, as docker's.
+_FAMILIES = (2, 10, 16)
+_STREAMS = tuple(kind | flags for kind in (1, 5) for flags in (0, 0x800, 0x80000, 0x80800))
+# TIOCSTI, TIOCLINUX: typing into the user's terminal. FIOSETOWN, SIOCSPGRP: signals to any process.
+_FORBIDDEN_IOCTLS = (0x5412, 0x541C, 0x8901, 0x8902)
+_OWNERS = (8, 10, 15)  # F_SETOWN, F_SETSIG, F_SETOWN_EX
 
 
 class Rule(NamedTuple):
@@ -426,10 +477,14 @@ class Rule(NamedTuple):
     error: int = errno.EPERM
 
 
-def rules(process: Supervised, in_namespace: bool) -> Iterator[Rule]:
+def rules(process: Supervised, in_namespace: bool, is_read_only: bool) -> Iterator[Rule]:
     """Yield the system calls that a process in this sandbox may not make."""
     yield from map(Rule, _ALWAYS)
-    yield Rule("ioctl", 1, among=_TERMINAL_INPUT)
+    yield Rule("ioctl", 1, among=_FORBIDDEN_IOCTLS)
+    yield Rule("fcntl", 1, among=_OWNERS)
+    yield Rule("socketpair", 1, unless=_STREAMS)  # datagrams may be sent to any address
+    if not is_read_only:
+        yield from map(Rule, ("truncate", *_ATTRIBUTES))
     yield Rule("clone3", error=errno.ENOSYS)  # its flags lie in memory: libc then calls clone
     yield Rule("clone", 0, bits=_ANY_NEW)
     yield Rule("socket", 0, unless=_FAMILIES) if process.sandbox == NETWORK else Rule("socket")
@@ -466,7 +521,7 @@ def filter_program(found: Iterable[Rule], machine: str) -> bytes:
     # x86_64 has other numbers for the same calls from here on; aarch64 has none so high.
     program += [step(at_least, 0x40000000, 0, 1), step(end, fails | errno.EPERM)]
     for rule in found:
-        if not (call := (_ALWAYS | _SOMETIMES)[rule.name][column]):
+        if not (call := (_ALWAYS | _SOMETIMES | _ATTRIBUTES)[rule.name][column]):
             continue
         failing = step(end, fails | rule.error)
         body = [failing]
@@ -488,11 +543,11 @@ def filter_program(found: Iterable[Rule], machine: str) -> bytes:
     return b"".join([*program, step(end, allow)])
 
 
-def _filter_calls(process: Supervised, in_namespace: bool) -> bool:
+def _filter_calls(process: Supervised, in_namespace: bool, is_read_only: bool) -> bool:
     """Have forbidden system calls fail, in all threads. Return whether this kernel can do so."""
     if (machine := platform.machine()) not in _MACHINES:
         return False
-    code = filter_program(rules(process, in_namespace), machine)
+    code = filter_program(rules(process, in_namespace, is_read_only), machine)
     text = ctypes.create_string_buffer(code, len(code))
     program = struct.pack("=HxxxxxxQ", len(code) // 8, ctypes.addressof(text))
     everywhere, mode = 1, 1  # SECCOMP_FILTER_FLAG_TSYNC, SECCOMP_SET_MODE_FILTER

@@ -39,7 +39,7 @@ FORMAT = {
     "common_backend_version": 1,
 }
 EXTRA_STATE = "_extra_state"  # in the keys of what Transformer Engine keeps for FP8 beside a weight
-DTYPE = re.compile(r"Size|b?float\w*|u?int\d+|bool|complex\d+")
+DTYPE = re.compile(r"Size|b?float\d\w*|u?int\d+|bool|complex\d+")
 RECIPE = ("DelayedScaling", "Format", "_FormatHelper")  # Transformer Engine's classes in a history
 PARTS = (
     *("BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta"),

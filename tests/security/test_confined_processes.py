@@ -45,6 +45,24 @@ def write(path): return Path(path).write_text("taken")
 def read(path): return Path(path).read_text()
 def connect(port): return socket.create_connection(("127.0.0.1", port), 5).close()
 def datagram(port): return socket.socket(socket.AF_INET, socket.SOCK_DGRAM).sendto(b"x", ("127.0.0.1", port))
+def mode(path): os.chmod(path, 0o666)
+def times(path): os.utime(path)
+def attribute(path): os.setxattr(path, "user.x", b"1")
+def cut(path): os.truncate(path, 0)
+def unix_datagram(path): socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)[0].sendto(b"x", path)
+def unix_stream(path): socket.socket(socket.AF_UNIX).connect(path)
+def pipes_of_parent(_):
+    """What a program that it starts can open of its own pipes, by which verdicts leave it."""
+    opened = "import os\\nfor n in range(64):\\n"
+    opened += " try: open(f'/proc/{os.getppid()}/fd/{n}', 'wb'); print(n)\\n except OSError: pass"
+    found = subprocess.run([sys.executable, "-c", opened], capture_output=True, text=True)
+    if found.returncode or not found.stdout: raise PermissionError(found.stderr)
+    return found.stdout
+def nest(_):
+    """More folders in each other than a recursive removal can follow."""
+    os.chdir(os.environ["TMPDIR"])
+    for _ in range(1500): os.mkdir("a"); os.chdir("a")
+    return os.environ["TMPDIR"]
 def own_folder(_):
     import tempfile
     with tempfile.NamedTemporaryFile("w") as file: file.write("mine")
@@ -140,16 +158,20 @@ def test_a_tool_reaches_neither_the_trainer_nor_its_files(
     monkeypatch.setenv("WANDB_API_KEY", "secret")
     secret = Path.home() / f".megarl-test-{uuid.uuid4().hex}"
     secret.write_text("key")
-    marker, of_trainer = tmp_path / "marker", os.getpid()
+    secret.chmod(0o600)
+    marker, listener, of_trainer = tmp_path / "marker", tmp_path / "listener", os.getpid()
     try:
         for name, argument in [
             *((name, of_trainer) for name in ("environment", "memory", "descriptors", "send", "limit")),
             *(("affinity", of_trainer), ("attach", of_trainer), ("namespace", 0)),
-            *(("write", str(marker)), ("read", str(secret))),
+            *(("write", str(marker)), ("read", str(secret)), ("pipes_of_parent", 0)),
+            *((name, str(secret)) for name in ("mode", "times", "attribute", "cut")),
+            *((name, str(listener)) for name in ("unix_datagram", "unix_stream")),
         ]:
             result = call(f"{hostile}:{name}", argument, kind=kind)
             assert result.value is None, (name, result)
             assert re.match("(Permission|ProcessLookup|FileNotFound|OS)Error", result.error or ""), result
+        assert secret.read_text() == "key" and secret.stat().st_mode & 0o777 == 0o600
         program = call(f"{hostile}:program", str(marker), kind=kind)
         assert program.value not in (None, "0") and not marker.exists()  # it starts, and may do no more
     finally:
@@ -158,6 +180,57 @@ def test_a_tool_reaches_neither_the_trainer_nor_its_files(
     assert {"PATH", "TMPDIR"} <= set(variables) and "WANDB_API_KEY" not in variables
     folder = call(f"{hostile}:own_folder", 0, kind=kind).value
     assert folder is not None and "megarl-worker-" in folder and not Path(folder).exists()
+
+
+def test_unix_sockets_of_other_services_are_out_of_reach(hostile: str, tmp_path: Path) -> None:
+    """As docker's, which runs programs outside."""
+    for kind, name in ((socket.SOCK_DGRAM, "unix_datagram"), (socket.SOCK_STREAM, "unix_stream")):
+        path = tmp_path / name
+        with socket.socket(socket.AF_UNIX, kind) as service:
+            service.bind(str(path))
+            if kind == socket.SOCK_STREAM:
+                service.listen()
+            for sandbox_kind in ("strict", "network"):
+                said = call(f"{hostile}:{name}", str(path), kind=sandbox_kind)
+                assert (said.error or "").startswith("PermissionError"), said
+
+
+def test_a_folder_of_any_depth_is_removed(hostile: str) -> None:
+    folder = call(f"{hostile}:nest", 0).value
+    assert folder is not None and not Path(folder).exists()
+
+
+def test_temporary_folders_are_hidden_though_the_run_starts_in_one(
+    hostile: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = Path(f"/tmp/megarl-test-{uuid.uuid4().hex}")
+    file.write_text("of another process")
+    try:
+        for folder in ("/tmp", "/"):
+            monkeypatch.chdir(folder)
+            assert (call(f"{hostile}:read", str(file)).error or "").startswith("PermissionError")
+    finally:
+        file.unlink()
+
+
+def test_a_message_that_is_no_verdict_is_a_wrong_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "forging_module.py").write_text(
+        """
+import os
+def verifier(response, answer):
+    for number in range(3, 64):
+        try: os.write(number, response.encode() + b"\\n")
+        except OSError: pass
+    return True
+"""
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with VerifierPool("forging_module:verifier", timeout=30) as pool:
+        for text in ("[" * 60_000, '[true, "x", null, "abc", {}, true]', "[true, null, null, NaN, {}, true]"):
+            (verdict,) = pool.verify([(text, "")])
+            assert not verdict.correct and verdict.judged
 
 
 def test_keys_in_the_home_folder_are_hidden_from_there_too(
@@ -428,8 +501,11 @@ ALLOWED, DENIED = 0x7FFF0000, 0x50000 | errno.EPERM
 def test_the_filter_on_both_architectures(machine: str) -> None:
     column, architecture = sandbox._MACHINES[machine]
     process = sandbox.Supervised("strict", Path("/tmp"), (os.getpid(), os.getpid()))
-    number = {name: both[column] for name, both in (sandbox._ALWAYS | sandbox._SOMETIMES).items()}
-    strict = sandbox.filter_program(sandbox.rules(process, False), machine)
+    number = {
+        name: both[column]
+        for name, both in (sandbox._ALWAYS | sandbox._SOMETIMES | sandbox._ATTRIBUTES).items()
+    }
+    strict = sandbox.filter_program(sandbox.rules(process, False, False), machine)
     assert len(strict) // 8 < 4096  # BPF_MAXINSNS
 
     def decided(name: str, *arguments: int, program: bytes = strict) -> int:
@@ -437,6 +513,10 @@ def test_the_filter_on_both_architectures(machine: str) -> None:
 
     for name in sandbox._ALWAYS:
         assert not number[name] or decided(name) == DENIED, name
+    for name in sandbox._ATTRIBUTES:
+        assert not number[name] or decided(name) == DENIED, name
+    assert decided("fcntl", 3, 8) == decided("socketpair", 1, 2) == decided("truncate") == DENIED
+    assert decided("fcntl", 3, 1) == decided("socketpair", 1, 0x80001) == ALLOWED
     assert decided("socket", 2) == DENIED and decided("execve") == decided("kill", 1) == ALLOWED
     assert decided("kill", os.getpid()) == decided("kill", -1) == DENIED
     assert decided("clone", 0x11) == ALLOWED and decided("clone", 0x10000000) == DENIED
@@ -445,10 +525,13 @@ def test_the_filter_on_both_architectures(machine: str) -> None:
     assert evaluate(strict, architecture ^ 1, 0) == DENIED
     assert evaluate(strict, architecture, 0x40000000 + 1) == DENIED
     assert evaluate(strict, architecture, {"x86_64": 0, "aarch64": 63}[machine]) == ALLOWED  # read
-    online = sandbox.filter_program(sandbox.rules(process._replace(sandbox="network"), True), machine)
+    online = sandbox.filter_program(sandbox.rules(process._replace(sandbox="network"), True, True), machine)
     assert decided("socket", 2, program=online) == decided("socket", 10, program=online) == ALLOWED
+    assert decided("chmod", program=online) == ALLOWED  # all but the folder is read-only there
+    assert decided("socket", 1, program=online) == DENIED  # docker's, for one
     assert decided("socket", 17, program=online) == decided("socket", 40, program=online) == DENIED
-    alone = sandbox.filter_program(sandbox.rules(process._replace(sandbox="calculate"), False), machine)
+    calculate = process._replace(sandbox="calculate")
+    alone = sandbox.filter_program(sandbox.rules(calculate, False, False), machine)
     assert decided("execve", program=alone) == decided("clone", 0x11, program=alone) == DENIED
     assert decided("clone", 0x3D0F00, program=alone) == ALLOWED  # a thread
     assert decided("kill", os.getpid(), program=alone) == ALLOWED
@@ -467,7 +550,7 @@ def test_numbers_of_system_calls(column: int, header: str, pattern: str) -> None
     if not Path(header).exists():
         pytest.skip(f"{header} is not installed (linux-libc-dev)")
     known = {name: int(number) for name, number in re.findall(pattern, Path(header).read_text())}
-    for name, numbers in (sandbox._ALWAYS | sandbox._SOMETIMES).items():
+    for name, numbers in (sandbox._ALWAYS | sandbox._SOMETIMES | sandbox._ATTRIBUTES).items():
         assert numbers[column] == known.get(name, 0), name
 
 
