@@ -78,6 +78,8 @@ class Scene:
         assert isinstance(self.engine, SGLangEngine)
         if self.engine.process is not None:
             self.engine.process.module = "tests.sglang.host"
+            # Not found by itself: the current folder is not searched.
+            self.engine.process.environment["PYTHONPATH"] = str(Path(__file__).parents[2])
         self.engine.start()
         self.weight_sync = make_weight_sync(self.config, runtime, read_config(folder), model, self.engine)
 
