@@ -64,6 +64,8 @@ STAMP := $(VENV)/installed
 GYM := $(VENV)/gym
 SOURCES := megarl megarl_experiments megarl_report megarl_tasks megarl_verifier tests benchmarks $(wildcard tools)
 PYTEST := $(BIN)/python -m pytest
+# A worker that crashes ends the run: with `loadfile` pytest-xdist 3.8.0 would start another one and wait for it for ever.
+PARALLEL = -n $(JOBS) --dist loadfile --max-worker-restart=0
 # Results of a suite, of which `make families` makes a table.
 JUNIT = --junitxml=build/junit/$@.xml
 
@@ -109,15 +111,15 @@ $(GYM): $(STAMP)
 	@touch $@
 
 test: $(STAMP) $(GYM) ## the fast tests: JOBS=2, ARGS='-k name'
-	$(PYTEST) -m 'not slow' -n $(JOBS) --dist loadfile $(JUNIT) $(ARGS)
+	$(PYTEST) -m 'not slow' $(PARALLEL) $(JUNIT) $(ARGS)
 
 test-security: $(STAMP) $(GYM) ## the attacks of docs/security.md, slow ones too; as root also those that need a second user
-	$(PYTEST) tests/security -n $(JOBS) --dist loadfile $(ARGS)
+	$(PYTEST) tests/security $(PARALLEL) $(ARGS)
 
 # The packages that call Megatron. What starts commands of its own finds the same megatron-core: it is the environment's.
 test-megatron: SLOW = megatron_versions parity invariance overlap
 test-megatron: $(VENV)-megatron-$(MEGATRON)/installed ## tests of what calls Megatron, on another version: MEGATRON=0.18.2
-	$(<D)/bin/python -m pytest $(or $(ARGS),-m 'not slow' -n $(JOBS) --dist loadfile tests/model tests/parallel tests/training tests/weights)
+	$(<D)/bin/python -m pytest $(or $(ARGS),-m 'not slow' $(PARALLEL) tests/model tests/parallel tests/training tests/weights)
 	OTHER_PYTHON=$(BIN)/python $(<D)/bin/python -m pytest -m slow \
 		$(patsubst %,tests/parallel/test_%.py,$(SLOW))
 
@@ -144,7 +146,7 @@ chaos: $(STAMP) ## faults from outside in every phase, and a table of how runs s
 	$(BIN)/python -m tests.chaos.run $(ARGS)
 
 test-te: $(STAMP) $(TE)/installed ## the tests of Transformer Engine's layers, which compute on the CPU (tests/te)
-	PYTHONPATH=$(TE_PATH) $(PYTEST) tests/te -n $(JOBS) --dist loadfile $(JUNIT) $(ARGS)
+	PYTHONPATH=$(TE_PATH) $(PYTEST) tests/te $(PARALLEL) $(JUNIT) $(ARGS)
 
 # Its Python half alone, which tests/te/compiled completes. In a folder of its own: without that, Megatron could not be imported.
 $(TE)/installed: | $(STAMP)
