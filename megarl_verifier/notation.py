@@ -12,7 +12,7 @@ from fractions import Fraction
 from functools import lru_cache
 
 from megarl_verifier.answer import FULLWIDTH, MAX_ANSWER, PLAIN_CHARACTERS, text_form
-from megarl_verifier.relations import split
+from megarl_verifier.relations import pieces, split
 
 # The longest answer in MATH has 159 characters; 300 open brackets cost the parser seconds.
 _MAX_FORMULA, _MAX_DEPTH = 300, 16
@@ -115,6 +115,15 @@ _SHORT_ROOT = re.compile(r"\\sqrt\s*(\\[A-Za-z]+|[0-9A-Za-z])")
 _SHORT_BASE = re.compile(r"\\log\s?_\s?([0-9])")
 _POWER = re.compile(r"\^\s?\(([^()]*)\)")
 _INDEXED_FUNCTION = re.compile(r"\\(?:arc)?(?:sin|cos|tan|cot|sec|csc|exp|ln|max|min|gcd|lcm|det)h?\s?_")
+_COMMAND = r"\\(?:(?:arc)?(?:sin|cos|tan|cot|sec|csc)h?|log|ln|exp)(?![A-Za-z])"
+_OPEN_ARGUMENT = re.compile(
+    rf"{_COMMAND}(?:\s?[_^]\s?{_ARGUMENT})*+\s*+(?P<argument>(?![(\[])-?\s*(?:{_COMMAND}|\|[^|]*\|)?)"
+)
+_ARGUMENT_END = re.compile(
+    rf"[-+/*=<>:,;&)}}\]|]|\\\\|{_COMMAND}|\\(?:max|min|gcd|lcm|cdot|times|div|pm|mp|cup|cap|setminus|mod|to"
+    r"|int|sum|prod|lim|in|[lg]eq?|ne|neq|end)(?![A-Za-z])"
+)
+_QUOTIENT = re.compile(r"(?:(?<=\\pi)|(?<=\\pi\s))/|/\s?\d")  # the argument of a sine may be one
 _FRACTION = r"\\[dtc]?frac\s*\{\s*(\d+)\s*\}\s*\{\s*(\d+)\s*\}"
 _MIXED = re.compile(
     rf"(?<![0-9.,^_}}A-Za-z])([0-9]+)(?:\s*{_FRACTION}|\s+([0-9]+)\s?/\s?([0-9]+))(?!\s?[0-9(\\{{^!])"
@@ -335,7 +344,7 @@ def _formula(text: str) -> str:
     text = _GROUPED.sub(lambda found: found[0].replace(" ", ""), text)
     text = _PRIMED.sub(lambda found: f"{found[1]}_{{{'p' * len(re.findall(_QUOTE, found[2]))}}}", text)
     text = text.replace("\\varnothing", "\\emptyset")
-    text = _TRANSPOSED.sub("^{(T)}", text)
+    text = _bracket_arguments(_TRANSPOSED.sub("^{(T)}", text))
     ratio = split(text, _COLON)
     if len(ratio) > 2:  # 1:2:3
         text = ", ".join(f"\\frac{{{one}}}{{{ratio[0]}}}" for one in ratio[1:])
@@ -355,6 +364,21 @@ def _formula(text: str) -> str:
     ):
         return ""
     return text.strip()
+
+
+def _bracket_arguments(text: str) -> str:
+    r"""Put function arguments in brackets: the parser reads `\ln 8/\ln 2` as `\ln(8/\ln 2)`.
+
+    Return an empty text where a quotient may be the argument: `\sin \pi/6`."""
+    for found in reversed(list(_OPEN_ARGUMENT.finditer(text))):  # of `\ln\sin x` the sine first
+        start = found.start("argument")
+        _, length, _ = next(pieces(text[found.end() :], _ARGUMENT_END))
+        end = found.end() + length
+        argument = text[start:end].strip()
+        if _TRIGONOMETRIC.match(found[0]) and _QUOTIENT.match(text, end):
+            return ""
+        text = f"{text[:start]}({argument}){text[end:]}"
+    return text
 
 
 def _fraction(found: re.Match[str]) -> str:

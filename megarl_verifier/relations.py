@@ -146,9 +146,9 @@ def read(text: str) -> ParsedAnswer | None:
     name = ""
     related = False
     for part in split(text, _SEPARATOR):
-        pieces = list(_pieces(part, _OPERATOR))
-        sides = [part[start:end].strip() for start, end, _ in pieces]
-        operators = [_OPERATORS[mark] for _, _, mark in pieces[:-1]]
+        found_pieces = list(pieces(part, _OPERATOR))
+        sides = [part[start:end].strip() for start, end, _ in found_pieces]
+        operators = [_OPERATORS[mark] for _, _, mark in found_pieces[:-1]]
         related |= bool(operators)
         named, rest = _chain(sides, operators) if operators else ([(name, part)] if name else [], [])
         if not operators and not name:
@@ -214,11 +214,11 @@ def formulas(text: str) -> Iterator[str]:
 def split(text: str, separator: re.Pattern[str]) -> list[str]:
     """Return the parts between separators outside of brackets and environments, without the empty ones."""
     marks = " \t\n,;:*_`"
-    parts = (text[start:end].lstrip(marks).rstrip(marks + ".") for start, end, _ in _pieces(text, separator))
+    parts = (text[start:end].lstrip(marks).rstrip(marks + ".") for start, end, _ in pieces(text, separator))
     return [part for part in parts if part]
 
 
-def _pieces(text: str, separator: re.Pattern[str]) -> Iterator[tuple[int, int, str]]:
+def pieces(text: str, separator: re.Pattern[str]) -> Iterator[tuple[int, int, str]]:
     """Yield start and end of each piece, and the separator after it."""
     depth = start = at = 0
     while at < len(text):

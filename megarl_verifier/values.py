@@ -86,6 +86,8 @@ class _Parser(Latex2Sympy):
 
     def handle_gcd_lcm(self, f: str, args: Any) -> Any:
         for one in args:
+            if one.free_symbols:  # sympy takes letters for polynomials, whose greatest common divisor is 1
+                raise Unreadable
             _check_size(one)
         return super().handle_gcd_lcm(f, args)
 
