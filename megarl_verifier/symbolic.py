@@ -33,7 +33,17 @@ from megarl_verifier.notation import (
     without_prose,
 )
 from megarl_verifier.relations import ParsedAnswer, Relation, read, split, tuples
-from megarl_verifier.values import Unreadable, attempt, equal, equal_numbers, parse, rational, symbol_case
+from megarl_verifier.values import (
+    Unreadable,
+    attempt,
+    equal,
+    equal_numbers,
+    far_points,
+    near_point,
+    parse,
+    rational,
+    symbol_case,
+)
 
 # math-verify warns once per process that its own limits are off; that is on purpose (they need SIGALRM, which
 # the pool uses).
@@ -283,9 +293,8 @@ def _ratio(gold: Relation, mine: Relation) -> Expr | None:
     case = symbol_case(a, b)
     names = sorted({case(symbol.name) for one in (a, b) for symbol in one.free_symbols})
     first = None
-    for _ in range(_POINTS):
-        # Of both signs, so that |x| is not x.
-        point = {name: Float(draw.uniform(0.2, 3.0) * draw.choice((-1, 1)), _DIGITS) for name in names}
+    points = [near_point(names, draw, _DIGITS) for _ in range(_POINTS)]
+    for point in [*points, *(far_points(names, draw, _DIGITS, (a, b)) if names else ())]:
         below, above = (
             one.evalf(_DIGITS, subs={symbol: point[case(symbol.name)] for symbol in one.free_symbols})
             for one in (a, b)

@@ -7,7 +7,7 @@ and a transposed number, which are refused here. sympy never evaluates a number 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from fractions import Fraction
 from math import inf, log10
 from typing import Any, TypeVar
@@ -19,6 +19,7 @@ from math_verify import verify
 from math_verify.grader import should_treat_as_complex
 from sympy import Basic, Derivative, Expr, Float, Integer, Interval, MatrixBase, Pow, Rational, Symbol
 from sympy.core.function import AppliedUndef
+from sympy.functions.elementary.trigonometric import InverseTrigonometricFunction
 
 T = TypeVar("T")
 
@@ -29,10 +30,15 @@ _UNDONE = (sympy.Integral, sympy.Sum, sympy.Product, sympy.Limit, Derivative)
 # Decimal digits of a number on the way to a value. The longest integer that an answer may have in full.
 _MAX_DIGITS = 5000
 _GUARD_DIGITS = 50  # beyond the digits that the largest or smallest number of a formula takes
-_GAMMA_DIGITS = 200  # with more of them the gamma function takes seconds
+_SLOW_DIGITS = 200  # with more of them the gamma function, or floor(x^x) of a large x, takes seconds
 _LOST_DIGITS = 20  # that rounding may cost; two exact values agree in the others
 _LARGEST, _SMALLEST = 3.0, 0.2  # letters are evaluated between them
 _POINTS, _TRIES, _ENOUGH = 8, 40, 3
+_SCALES, _CONSTANTS = (10, 100, 1000), 8  # where functions like |x| are evaluated also
+_BENT = (
+    sympy.Abs, sympy.Max, sympy.Min, sympy.floor, sympy.ceiling, sympy.sign, sympy.Mod,
+    InverseTrigonometricFunction,
+)  # fmt: skip
 
 
 class Unreadable(Exception):
@@ -180,7 +186,8 @@ def _equal_expressions(gold: Expr, mine: Expr) -> bool:
         return all(infinite) and gold.doit() == mine.doit() != sympy.nan
     exact = not (gold.has(Float) or mine.has(Float))
     digits = _GUARD_DIGITS + int(2 * max(_check_size(gold), _check_size(mine)))
-    if digits > _GAMMA_DIGITS and any(map(_has_gamma, (gold, mine))):
+    slow = any(_has_gamma(one) or has_bend(one) for one in (gold, mine))
+    if digits > _SLOW_DIGITS and slow:
         return False
     gold, mine = map(_plain_symbols, (gold, mine))
     names = sorted({symbol.name for one in (gold, mine) for symbol in one.free_symbols})
@@ -198,23 +205,66 @@ def _values(
     """Yield the real values of both at random points where both have one; complex ones at positive points
     where there is no such point. Ends after the first pair that differs."""
     draw = random.Random(0)
+    # At first all positive; then of both signs, so that |x| is not x.
+    signs = [(1, 1)] * _ENOUGH + [(-1, 1)] * (_TRIES - _ENOUGH)
+    near = (near_point(names, draw, digits, pair) for pair in signs)
+    far = iter(far_points(names, draw, digits, (gold, mine)))
+    positive = (near_point(names, draw, digits, (1, 1)) for _ in range(_ENOUGH))
     count = 0
-    for trial in range(_TRIES + _ENOUGH):
-        real = trial < _TRIES
-        if trial == _TRIES and count:
+    for points, real, most in ((near, True, _POINTS), (far, True, inf), (positive, False, inf)):
+        if count and not real:
             return
-        # At first all positive; then of both signs, so that |x| is not x.
-        signs = (1, 1) if trial < _ENOUGH or not real else (-1, 1)
-        point = {
-            name: Float(draw.uniform(_SMALLEST, _LARGEST) * draw.choice(signs), digits) for name in names
-        }
-        pair = [attempt(_evaluate, one, point, case, digits, real) for one in (gold, mine)]
-        if pair[0] is None or pair[1] is None:
-            continue
-        count += 1
-        yield pair[0], pair[1]
-        if count == _POINTS or not _close(pair[0], pair[1], digits):
-            return
+        for point in points:
+            pair = [attempt(_evaluate, one, point, case, digits, real) for one in (gold, mine)]
+            if pair[0] is None or pair[1] is None:
+                continue
+            count += 1
+            yield pair[0], pair[1]
+            if not _close(pair[0], pair[1], digits):
+                return
+            if count == most:
+                break
+
+
+def near_point(
+    names: Iterable[str], draw: random.Random, digits: int, signs: tuple[int, int] = (-1, 1)
+) -> dict[str, Float]:
+    """Draw a value of each letter between _SMALLEST and _LARGEST, with one of the signs."""
+    return {name: Float(draw.uniform(_SMALLEST, _LARGEST) * draw.choice(signs), digits) for name in names}
+
+
+def far_points(
+    names: Sequence[str], draw: random.Random, digits: int, expressions: Iterable[Expr]
+) -> list[dict[str, Float]]:
+    """Return points on both sides of each constant and at larger scales where expressions may have bends
+    there, like `|x - 4|` and `\\lfloor n/12 \\rfloor`; else none."""
+    if not any(map(has_bend, expressions)):
+        return []
+    nodes = (node for one in expressions for node in sympy.preorder_traversal(one) if not node.free_symbols)
+    found = (attempt(_evaluate, node, {}, str, digits, True) for node in nodes)
+    constants = sorted({abs(value) for value in found if value is not None})[-_CONSTANTS:]
+    scales = [*_SCALES, *(scale * constants[-1] for scale in _SCALES if constants)]
+    sizes = [scale * draw.uniform(_SMALLEST, _LARGEST) for scale in scales]
+    for constant in constants:
+        offset = draw.uniform(_SMALLEST, 1)
+        sizes += [abs(constant - offset), constant + offset]
+    points = []
+    for at, value in enumerate(sign * size for size in sizes for sign in (1, -1)):
+        point = near_point(names, draw, digits)
+        others = {name: Float(draw.choice(sizes) * draw.choice((-1, 1)), digits) for name in names}
+        point |= {name: other for name, other in others.items() if draw.random() < 0.5}
+        points.append(point | {names[at // 2 % len(names)]: Float(value, digits)})
+    return points
+
+
+def has_bend(expression: Expr) -> bool:
+    """Return whether a function of letters has other formulas elsewhere, as |x| has."""
+    roots = any(
+        isinstance(power.exp, Rational) and power.exp.q % 2 == 0 and not power.base.is_Atom
+        for power in expression.atoms(Pow)
+        if power.free_symbols
+    )
+    return roots or any(node.free_symbols for node in expression.atoms(*_BENT))
 
 
 def _has_gamma(expression: Expr) -> bool:
