@@ -106,6 +106,8 @@ _DATE = re.compile(r"[0-9]{1,4}([-/.])[0-9]{1,2}\1[0-9]{1,4}")
 _COLON = re.compile(":")
 _TIME = re.compile(r"[0-9]{1,2}:[0-5][0-9](?::[0-5][0-9])?")
 
+_HALF_DAY = re.compile(r"(?<=[0-9])([ap])\.m(?![a-z])")  # 5:30p.m
+
 _BASED = re.compile(
     r"(?<![A-Za-z0-9_.\\^}])(?:([0-9A-F]*[0-9][0-9A-F]*)|\(([0-9]+)\))\s?_\s?(?:([0-9])(?![0-9])|\{\s*([0-9]{1,2})\s*\})"
 )
@@ -257,12 +259,13 @@ def simple_number(text: str) -> tuple[Fraction, bool] | None:
 @lru_cache(maxsize=2048)
 def read_notation(text: str, *, inside: bool = False) -> Notation:
     """Read an answer. inside: it is a side of an equation, where letters side by side are a product."""
-    form = text_form(text)
+    form = _HALF_DAY.sub(r"\1m", text_form(text))
     if not is_plausible(text):
         return Notation("", form)
     body = _SPACES.sub(" ", _LAYOUT.sub("", _DELIMITERS.sub("", text))).replace("{,}", ",")
     body = _AND.sub(", ", body.strip(" *_`,;:")).rstrip(" .,;:")
-    if _DATE.fullmatch(body) or _TIME.fullmatch(body):
+    number, _ = _without_unit(body)
+    if _DATE.fullmatch(number) or _TIME.fullmatch(number):
         return Notation("", form)
     word = _PLAIN_FUNCTION.sub(_function, _STYLE.sub(_unstyled, body))
     if _RUN.fullmatch(word) and _WORD.search(word.replace(" ", "")) and not inside:

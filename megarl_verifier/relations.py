@@ -69,6 +69,7 @@ _NAME = re.compile(
 _NOT_IN_NAMES = re.compile(r"[\s{}]|\\(?:text|mathrm|operatorname|mathbf|mathcal)(?![A-Za-z])")
 _NO_SYMBOLS = re.compile(rf"\\(?:text|mathrm|operatorname)\s?\{{[^{{}}]*\}}|(?!{_GREEK})\\[A-Za-z]+")
 _SYMBOL = re.compile(_LETTER)
+_UNIT = re.compile(r"\\(?:text|mathrm|circ)(?![A-Za-z])|\u00b0")
 
 
 @dataclass(frozen=True)
@@ -94,12 +95,14 @@ class ParsedAnswer:
     text       the formula
     values     the values that names are said to have, in their order
     relations  the relations that give no name a value
-    words      the names that are words, like Area; another name may stand for such a name"""
+    words      the names that are words, like Area; another name may stand for such a name
+    constants  of each chain `a = 2 + 2 = 4` the sides without letters and units, which must be equal"""
 
     text: str
     values: dict[str, tuple[str, ...]]
     relations: tuple[Relation, ...]
     words: frozenset[str]
+    constants: tuple[tuple[str, ...], ...] = ()
 
     @property
     def value(self) -> str | None:
@@ -142,6 +145,7 @@ def read(text: str) -> ParsedAnswer | None:
     text = _AND.sub(",", _LAYOUT.sub("", _DOMAIN.sub("", text.replace("{,}", ","))))
     values: dict[str, tuple[str, ...]] = {}
     relations: list[Relation] = []
+    constants = []
     words = set()
     name = ""
     related = False
@@ -150,6 +154,8 @@ def read(text: str) -> ParsedAnswer | None:
         sides = [part[start:end].strip() for start, end, _ in found_pieces]
         operators = [_OPERATORS[mark] for _, _, mark in found_pieces[:-1]]
         related |= bool(operators)
+        if set(operators) == {"="}:
+            constants.append(tuple(side for side in sides if is_constant(side) and not _UNIT.search(side)))
         named, rest = _chain(sides, operators) if operators else ([(name, part)] if name else [], [])
         if not operators and not name:
             rest = [Relation(part, "", "")]
@@ -164,13 +170,18 @@ def read(text: str) -> ParsedAnswer | None:
         if len(rows) == len(values[key]) and all(len(row) == len(names) for row in rows):
             del values[key]
             values |= {name: tuple(row[i] for row in rows) for i, name in enumerate(names)}
-    return ParsedAnswer(text, values, tuple(relations), frozenset(words)) if related else None
+    if not related:
+        return None
+    return ParsedAnswer(text, values, tuple(relations), frozenset(words), tuple(constants))
 
 
 def _chain(sides: list[str], operators: list[str]) -> tuple[list[tuple[str, str]], list[Relation]]:
     """Split `a = b = c` or `1 < x <= 2` into names with their values, and other relations."""
     if "~" in operators:  # 1/3 = x ~ 0.33
-        at = max(1, operators.index("~"))
+        at = operators.index("~")
+        if at == 0 and is_constant(sides[0]):  # \sqrt{5} ~ 2.236
+            return [("=", sides[0])], []
+        at = max(1, at)
         sides, operators = sides[: at + 1], ["=" if one == "~" else one for one in operators[:at]]
     relations = [Relation(*one) for one in zip(sides, operators, sides[1:], strict=False)]
     if set(operators) != {"="}:

@@ -97,6 +97,8 @@ def verify_math(response: str, answer: str) -> Judgement:
             return Judgement(label == choice[1], label)
     found = plain(found)
     mine = read(found) if is_plausible(found) else None
+    if mine is not None and _contradicts_itself(mine):
+        return Judgement(text_form(answer) == text_form(found) != "", _vote(found))
     if gold is not None and mine is not None:
         correct = _same_answer(gold, mine) or (
             mine.value is not None and not gold.values and _is_value_of(gold, mine.value)
@@ -107,6 +109,20 @@ def verify_math(response: str, answer: str) -> Judgement:
         correct = _equal(answer, (mine.last if mine else None) or found)
     value = (mine.value if gold else mine.last) if mine else None
     return Judgement(correct or text_form(answer) == text_form(found) != "", _vote(value or found))
+
+
+def _contradicts_itself(answer: ParsedAnswer) -> bool:
+    """Return whether a chain of equations has sides with different values: `x = 5 = 4`."""
+    for first, *others in filter(None, answer.constants):
+        for other in others:
+            if _is_readable(first) and _is_readable(other) and not _equal(first, other):
+                return True
+    return False
+
+
+def _is_readable(text: str) -> bool:
+    formula = read_notation(text).formula
+    return formula != "" and _parse(formula) is not None
 
 
 def _final_answer(response: str, answer: str, *, is_relation: bool) -> str | None:
