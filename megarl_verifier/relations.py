@@ -28,6 +28,8 @@ _PROSE = re.compile(r".*(?<![A-Za-z\\])(?:is|are|be)(?![A-Za-z])\s{0,8}:?", re.D
 _IMPLIES = re.compile(
     r"\\(?:Rightarrow|Longrightarrow|implies|iff|Leftrightarrow|therefore)(?![A-Za-z])|[\u21d2\u21d4]|=>"
 )
+_NOT = re.compile(r"\\not\s?=")
+_OTHER_NOT = re.compile(r"\\(?:not|neg|lnot)(?![A-Za-z])")
 _LAYOUT = re.compile(
     r"\\left\s?\\\{\s?(?=\\begin)|\\right\s?\.|\\(?:left|right|displaystyle|textstyle|big|Big)(?![A-Za-z])"
     r"|\\(?:begin|end)\s?\{(?:cases|align|aligned|gathered)\*?\}"
@@ -66,6 +68,9 @@ _NAME = re.compile(
     rf"|(?:{_LETTER}|\\(?:vec|hat|bar|overline|overrightarrow|mathbf|mathcal)\s?(?:\{{[^{{}}]*\}}|[A-Za-z]))"
     rf"{_INDEX}(?:\s?\({_ITEMS}\))?"
 )
+_FACTORS = rf"(?:{_LETTER}{_INDEX}(?:\s?\\cdot\s?|\s?))+"
+_SUM = re.compile(rf"\s?{_FACTORS}(?:\+\s?{_FACTORS})*")
+_DERIVATIVE = re.compile(rf"\\[dt]?frac\s?\{{d\s?{_LETTER}\}}\s?\{{d\s?{_LETTER}\}}")
 _NOT_IN_NAMES = re.compile(r"[\s{}]|\\(?:text|mathrm|operatorname|mathbf|mathcal)(?![A-Za-z])")
 _NO_SYMBOLS = re.compile(rf"\\(?:text|mathrm|operatorname)\s?\{{[^{{}}]*\}}|(?!{_GREEK})\\[A-Za-z]+")
 _SYMBOL = re.compile(_LETTER)
@@ -118,13 +123,22 @@ class ParsedAnswer:
 
     @property
     def last(self) -> str | None:
-        """The result where a mere value is asked for: all values, or the right side of the one equation."""
+        """The result where a mere value is asked for: all values, or the right side of `m + n = 7`. That of
+        `2x = 4` is none: the equation may be the question."""
         if not self.relations:
             if len(self.rows) > 1 and len(self.values) > 1:
                 return tuples(self.rows)
             return ", ".join(value for values in self.values.values() for value in values)
-        alone = len(self.relations) == 1 and not self.values and self.relations[0].operator == "="
-        return self.relations[0].right if alone else None
+        if len(self.relations) != 1 or self.values:
+            return None
+        one = self.relations[0]
+        if _DERIVATIVE.fullmatch(one.left):
+            is_result = True
+        elif _NAME.fullmatch(one.left):  # S_n = n(n + 1)/2
+            is_result = not _symbols(one.left.partition("_")[0]) & _symbols(one.right)
+        else:
+            is_result = _SUM.fullmatch(one.left) is not None and is_constant(one.right)
+        return one.right if one.operator == "=" and is_result else None
 
 
 def tuples(rows: Iterable[tuple[str, ...]]) -> str:
@@ -140,7 +154,9 @@ def read(text: str) -> ParsedAnswer | None:
     found = list(formulas(text))
     if not any(_OPERATOR.search(formula) for formula in found):
         found = [_PROSE.sub("", text.replace("$", ""))]
-    text = _IMPLIES.split(", ".join(found))[-1].strip()
+    text = _NOT.sub(r"\\ne ", _IMPLIES.split(", ".join(found))[-1].strip())
+    if _OTHER_NOT.search(text):
+        return ParsedAnswer(text, {}, (Relation(text, "", ""),), frozenset())
     text = built[1] if (built := _BUILT.fullmatch(text)) else text  # {x | x > 3}
     text = _AND.sub(",", _LAYOUT.sub("", _DOMAIN.sub("", text.replace("{,}", ","))))
     values: dict[str, tuple[str, ...]] = {}
