@@ -39,6 +39,7 @@ from megarl_verifier.values import (
     equal,
     equal_numbers,
     far_points,
+    is_undone,
     near_point,
     parse,
     rational,
@@ -283,8 +284,8 @@ def _same_relation(gold: Relation, mine: Relation) -> bool:
 
 @lru_cache(maxsize=1024)
 def _difference(relation: Relation) -> Expr | None:
-    """Return left minus right, of an equation the numerator; None if a side is no number. Decimals become
-    exact; f(x) and derivatives become symbols."""
+    """Return left minus right, of an equation the numerator; None if a side is no number or has an integral,
+    sum, product or limit. Decimals become exact; f(x) and derivatives become symbols."""
     sides = []
     for text in (relation.left, relation.right):
         formula = read_notation(text, inside=True).formula
@@ -295,6 +296,8 @@ def _difference(relation: Relation) -> Expr | None:
     expression = sides[0] - sides[1]
     for atom in expression.atoms(AppliedUndef, Derivative):
         expression = expression.xreplace({atom: Symbol(str(atom))})
+    if is_undone(expression):
+        return None
     expression = expression.xreplace({number: Rational(str(number)) for number in expression.atoms(Float)})
     return sympy.fraction(sympy.together(expression))[0] if relation.operator in ("=", "!=") else expression
 

@@ -39,7 +39,9 @@ def cases(verdict: str) -> list[tuple[str, str]]:
 
 @pytest.mark.parametrize(("response", "answer"), cases("wrong"))
 def test_wrong(response: str, answer: str) -> None:
+    start = time.process_time()
     assert not verify_math(response, answer).correct
+    assert time.process_time() - start < 4
 
 
 @pytest.mark.parametrize(("response", "answer"), cases("right"))
