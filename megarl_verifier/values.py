@@ -29,6 +29,8 @@ _NORMALIZATION = NormalizationConfig(
 _UNDONE = (sympy.Integral, sympy.Sum, sympy.Product, sympy.Limit, Derivative)  # never evaluated
 # Decimal digits of a number on the way to a value. The longest integer that an answer may have in full.
 _MAX_DIGITS = 5000
+# sympy raises the denominator of a fraction to the degree of its root: more digits take seconds.
+_MAX_ROOT_DIGITS = 100_000
 _GUARD_DIGITS = 50  # beyond the digits that the largest or smallest number of a formula takes
 _SLOW_DIGITS = 200  # with more of them the gamma function, or floor(x^x) of a large x, takes seconds
 _LOST_DIGITS = 20  # that rounding may cost; two exact values agree in the others
@@ -369,8 +371,12 @@ def _size(node: Any) -> float:
     sizes = [_check_size(one) for one in arguments]
     most = max(sizes, default=1.0)
     if isinstance(node, Pow):
-        exponent = abs(float(node.exp)) if isinstance(node.exp, Rational | Float) else _magnitude(sizes[1])
-        return max(sizes[0], 1.0) * exponent
+        base, exponent = max(sizes[0], 1.0), node.exp
+        if not isinstance(exponent, Rational | Float):
+            return base * _magnitude(sizes[1])
+        if base * Rational(str(exponent)).q > _MAX_ROOT_DIGITS:
+            return inf
+        return base * abs(float(exponent))
     if isinstance(node, sympy.exp | sympy.sinh | sympy.cosh | sympy.tanh):
         return max(most, _magnitude(most))
     if isinstance(node, sympy.factorial | sympy.gamma):
