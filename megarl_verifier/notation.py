@@ -12,7 +12,7 @@ from fractions import Fraction
 from functools import lru_cache
 
 from megarl_verifier.answer import FULLWIDTH, MAX_ANSWER, PLAIN_CHARACTERS, text_form
-from megarl_verifier.relations import pieces, split
+from megarl_verifier.relations import NEGATION, pieces, split
 
 # The longest answer in MATH has 159 characters; 300 open brackets cost the parser seconds.
 _MAX_FORMULA, _MAX_DEPTH = 300, 16
@@ -80,9 +80,14 @@ _MEANINGFUL = frozenset(
     am pm a p o clock noon midnight bc ad bce ce north south east west up down left right above below
     more less than least most over under profit loss gain increase decrease not no or and if when where
     for mod modulo base to at plus minus times negative squared cubed factorial half halve third quarter
-    dozen hundred thousand million billion trillion hundredth thousandth percent is are only first last
-    rest infinity undefined pi sqrt root
+    dozen hundred thousand million billion trillion percent is are only first last
+    rest infinity undefined pi sqrt root halves ten lakh lac crore score gross myriad googol mil mn bn tn
+    grand fold permille permil ppm ppb bp bps nano micro milli kilo mega giga tera cannot never nor neither
+    wrong false incorrect untrue but except without
     """.split()  # noqa: SIM905
+)
+_ORDINAL = re.compile(
+    r"(?:four|fif|six|seven|eigh|nin|ten|eleven|twelf|[a-z]+teen|[a-z]+tie|hundred|thousand|[a-z]+illion)th"
 )
 _MACRO = r"\\(?:text|mbox|textrm|textnormal|textit|textbf|mathrm|operatorname|rm)\s*\{(?:[^{}]|\{[^{}]*\})*\}"
 _MACRO_TAIL = re.compile(
@@ -191,7 +196,14 @@ class Notation:
     @property
     def meaningful(self) -> bool:
         """Return whether the words behind the number may not be left out."""
-        return any(word != word.lower() or word in _MEANINGFUL or len(word) == 1 for word in self.words)
+        return any(
+            word != word.lower()
+            or len(word) == 1
+            or word in _MEANINGFUL
+            or (one := word.removesuffix("s")) in _MEANINGFUL
+            or _ORDINAL.fullmatch(one)
+            for word in self.words
+        )
 
     def has_other_words(self, other: Notation) -> bool:
         """Return whether words make the answers differ: other words, or words on one side that may not be
@@ -291,9 +303,10 @@ def _function(found: re.Match[str]) -> str:
 
 
 def without_prose(text: str) -> str:
-    """Return `$5$ dollars` of `The final answer is $5$ dollars. I hope it is correct.`"""
+    """Return `$5$ dollars` of `The final answer is $5$ dollars. I hope it is correct.`; a negation stays."""
     start = _PROSE.match(text) if is_plausible(text) else None
-    return _HOPE.sub("", text[start.end() :] if start else text)
+    is_prose = start is not None and not NEGATION.search(start[0])
+    return _HOPE.sub("", text[start.end() :] if is_prose else text)
 
 
 def _unstyled(found: re.Match[str]) -> str:

@@ -30,6 +30,10 @@ _IMPLIES = re.compile(
 )
 _NOT = re.compile(r"\\not\s?=")
 _OTHER_NOT = re.compile(r"\\(?:not|neg|lnot)(?![A-Za-z])")
+NEGATION = re.compile(
+    r"(?<![A-Za-z\\])(?:not|cannot|never|no|nor|neither|wrong|false|incorrect|untrue|[a-z]+n['\u2019]t)(?![A-Za-z])",
+    re.IGNORECASE,
+)
 _LAYOUT = re.compile(
     r"\\left\s?\\\{\s?(?=\\begin)|\\right\s?\.|\\(?:left|right|displaystyle|textstyle|big|Big)(?![A-Za-z])"
     r"|\\(?:begin|end)\s?\{(?:cases|align|aligned|gathered)\*?\}"
@@ -151,6 +155,8 @@ def read(text: str) -> ParsedAnswer | None:
     """Parse an answer; None where no relation stands in it outside of brackets."""
     if not _OPERATOR.search(text):
         return None
+    if NEGATION.search(text):  # it is false that $x = 5$
+        return ParsedAnswer(text, {}, (Relation(text, "", ""),), frozenset())
     found = list(formulas(text))
     if not any(_OPERATOR.search(formula) for formula in found):
         found = [_PROSE.sub("", text.replace("$", ""))]
