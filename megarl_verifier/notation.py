@@ -135,6 +135,9 @@ _FRACTION = r"\\[dtc]?frac\s*\{\s*(\d+)\s*\}\s*\{\s*(\d+)\s*\}"
 _MIXED = re.compile(
     rf"(?<![0-9.,^_}}A-Za-z])([0-9]+)(?:\s*{_FRACTION}|\s+([0-9]+)\s?/\s?([0-9]+))(?!\s?[0-9(\\{{^!])"
 )
+_COEFFICIENT = re.compile(  # 3/4 \pi
+    r"(?<![0-9A-Za-z.,^_/}])(?<![0-9]\s)([0-9]+)\s?/\s?([0-9]+)(?=\s?(?:\\(?:pi|sqrt)(?![A-Za-z])|[A-Za-z(]))"
+)
 _GROUPED = re.compile(r"(?<![0-9.,])[0-9]{1,3}(?: [0-9]{3})+(?![0-9])")
 _TRANSPOSED = re.compile(
     r"(?<!\\end\{pmatrix\})(?<!\\end\{bmatrix\})\^\s*(?:T(?![A-Za-z])|\{\s*(?:T|\\top)\s*\}|\\top)"
@@ -361,6 +364,7 @@ def _formula(text: str) -> str:
     text = _PRIMED.sub(lambda found: f"{found[1]}_{{{'p' * len(re.findall(_QUOTE, found[2]))}}}", text)
     text = text.replace("\\varnothing", "\\emptyset")
     text = _bracket_arguments(_TRANSPOSED.sub("^{(T)}", text))
+    text = _COEFFICIENT.sub(r"\\frac{\1}{\2}", text)
     ratio = split(text, _COLON)
     if len(ratio) > 2:  # 1:2:3
         text = ", ".join(f"\\frac{{{one}}}{{{ratio[0]}}}" for one in ratio[1:])

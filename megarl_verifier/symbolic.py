@@ -209,7 +209,14 @@ def _equal(answer: str, found: str) -> bool:
 
 def _equal_formulas(gold: str, mine: str) -> bool:
     pair = _parse(gold), _parse(mine)
-    return pair[0] is not None and pair[1] is not None and bool(attempt(equal, *pair))
+    if pair[0] is None or pair[1] is None:
+        return False
+    for text, value, other in ((gold, *pair), (mine, *pair[::-1])):
+        # The parser reads `1, 2` as a set too, and a pair as an open interval.
+        is_set = text.startswith(("\\{", "{", "\\lbrace")) and isinstance(value, sympy.FiniteSet)
+        if is_set and len(value) > 1 and isinstance(other, sympy.Tuple | sympy.Interval):
+            return False
+    return bool(attempt(equal, *pair))
 
 
 @lru_cache(maxsize=1024)
