@@ -309,6 +309,9 @@ def _evaluate(
     if isinstance(node, sympy.UnevaluatedExpr):
         return arguments[0]
     value = node.func(*arguments) if arguments else node
+    if isinstance(node, Pow) and _is_odd_root(*arguments):
+        root = Pow(-arguments[0], arguments[1])  # sympy's is complex
+        value = -root if arguments[1].p % 2 else root
     if not isinstance(value, Rational):
         value = value.evalf(digits)
     if not value.is_number or value.is_finite is False or value.has(sympy.nan):
@@ -316,6 +319,12 @@ def _evaluate(
     if real and value.is_real is False:
         raise _Undefined
     return value
+
+
+def _is_odd_root(base: Expr, exponent: Expr) -> bool:
+    """Return whether base^exponent takes an odd root of a negative number: that of -8 is -2."""
+    is_odd = isinstance(exponent, Rational) and exponent.q > 1 and exponent.q % 2 == 1
+    return is_odd and base.is_negative is True
 
 
 def _close(a: Expr, b: Expr, digits: int, exact: bool = True) -> bool:
