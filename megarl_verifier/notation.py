@@ -308,8 +308,9 @@ def _function(found: re.Match[str]) -> str:
 def without_prose(text: str) -> str:
     """Return `$5$ dollars` of `The final answer is $5$ dollars. I hope it is correct.`; a negation stays."""
     start = _PROSE.match(text) if is_plausible(text) else None
-    is_prose = start is not None and not NEGATION.search(start[0])
-    return _HOPE.sub("", text[start.end() :] if is_prose else text)
+    if start is not None and not NEGATION.search(start[0]):
+        text = text[start.end() :]
+    return _HOPE.sub("", text)
 
 
 def _unstyled(found: re.Match[str]) -> str:

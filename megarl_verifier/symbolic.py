@@ -213,8 +213,8 @@ def _equal_formulas(gold: str, mine: str) -> bool:
         return False
     for text, value, other in ((gold, *pair), (mine, *pair[::-1])):
         # The parser reads `1, 2` as a set too, and a pair as an open interval.
-        is_set = text.startswith(("\\{", "{", "\\lbrace")) and isinstance(value, sympy.FiniteSet)
-        if is_set and len(value) > 1 and isinstance(other, sympy.Tuple | sympy.Interval):
+        is_set = isinstance(value, sympy.FiniteSet) and text.startswith(("\\{", "{", "\\lbrace"))
+        if is_set and isinstance(other, sympy.Tuple | sympy.Interval):
             return False
     return bool(attempt(equal, *pair))
 

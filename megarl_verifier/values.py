@@ -83,6 +83,19 @@ class _Parser(Latex2Sympy):
             raise Unreadable
         return super().convert_comp(comp)
 
+    def convert_interval(self, expr: Any) -> Any:
+        """Refuse ends that are equal but for their form: sympy takes seconds to prove that roots are equal."""
+        ends = [self.convert_expr(one) for one in expr.expr()]
+        names = sorted({symbol.name for one in ends for symbol in one.free_symbols})
+        point = near_point(names, random.Random(0), _GUARD_DIGITS)
+        for one in ends:
+            _check_size(one)
+        values = [attempt(_evaluate, one, point, str, _GUARD_DIGITS, False) for one in ends]
+        are_exact = isinstance(values[0], Rational) and isinstance(values[1], Rational)
+        if None not in values and not are_exact and _close(values[0], values[1], _GUARD_DIGITS):
+            raise Unreadable
+        return super().convert_interval(expr)
+
     def convert_binom(self, binom: Any) -> Any:
         above, below = self.convert_expr(binom.upper), self.convert_expr(binom.lower)
         return sympy.binomial(above, below, evaluate=False)
