@@ -84,7 +84,7 @@ class _Parser(Latex2Sympy):
         return super().convert_comp(comp)
 
     def convert_interval(self, expr: Any) -> Any:
-        """Refuse ends that are equal but for their form: sympy takes seconds to prove that roots are equal."""
+        """Refuse ends that are equal but for their form: sympy takes seconds to compare such roots."""
         ends = [self.convert_expr(one) for one in expr.expr()]
         names = sorted({symbol.name for one in ends for symbol in one.free_symbols})
         point = near_point(names, random.Random(0), _GUARD_DIGITS)
