@@ -465,7 +465,7 @@ def test_throughput() -> None:
 def test_a_time_out_of_an_answer_that_calculates_counts_once(
     user_module: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else a hard answer costs two limits, and a new worker. On a busy machine the answer may get too little CPU
+    """Else a hard answer costs two limits, and a new worker. On a busy machine it may get too little CPU
     time to show that it calculates."""
     batches, calculated = 0, []
     give, measure = pool._Worker.give, pool._Worker.calculated_since
