@@ -24,7 +24,8 @@ from megarl.observe.run_log import Sample
 from megarl.parallel.comm import from_rank_0
 from megarl.parallel.runtime import Ranks
 from megarl.rollout import messages as m
-from megarl.rollout.controller import Controller, GroupRequest, with_bodies
+from megarl.rollout.controller import Controller, with_bodies
+from megarl.rollout.dispatch import GroupRequest
 from megarl.rollout.engines.engine import RolloutEngine
 from megarl.rollout.responses import (
     Body,
@@ -245,7 +246,7 @@ class RolloutRank:
                 )
                 for group in groups
             ]
-            outcome = RolloutOutcome(facts, stats, errors, seconds, controller.idle)
+            outcome = RolloutOutcome(facts, stats, errors, seconds, controller.dispatcher.idle_seconds)
         kind = tuple[MegarlError | None, RolloutOutcome | None]
         failure, outcome = from_rank_0(self.ranks, (failure, outcome), kind)
         if failure is not None:

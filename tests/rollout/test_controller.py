@@ -32,11 +32,12 @@ from megarl.data.experience import Experience
 from megarl.data.prompts import ProblemSet, Prompt
 from megarl.rewards.pool import VerifierPool
 from megarl.rewards.verdict import Verdict
-from megarl.rollout.controller import Controller, GroupRequest
+from megarl.rollout.controller import Controller
+from megarl.rollout.dispatch import Dispatcher, GroupRequest
 from megarl.rollout.engines import engine as engine_module
 from megarl.rollout.engines.transformers_engine import TransformersEngine
 from megarl.rollout.episode import Policy
-from megarl.rollout.messages import Begin, Hello, Hub, Link
+from megarl.rollout.messages import Hello, Hub, Link
 from megarl.rollout.rank import RolloutRank, joined
 from megarl.rollout.responses import Group, RolloutBatch
 from megarl.rollout.sampling import Completion, SamplingParams, response_seed
@@ -275,18 +276,9 @@ def test_a_client_of_two_servers_is_given_work_for_both(world, in_flight, each):
     """Three servers and two clients, which have two and one of them."""
     servers = {"engine": "sglang_url", "urls": [f"http://a:{port}" for port in (1, 2, 3)]}
     settings_ = config(rollout={**servers, "max_batch": 4, "in_flight": in_flight})
-    given = []
-
-    class Post:
-        expect = staticmethod(lambda: None)
-
-        async def send(self, rank: int, message: Begin) -> None:
-            given.append((rank, len(message.work)))
-
-    controller = Controller(settings_, Post(), 2, True, lambda n: ())  # type: ignore[arg-type]
-    requests = [GroupRequest(prompt, range(3)) for prompt in world[2][:8]]
-    asyncio.run(controller._submit(requests))
-    assert given == [(0, 2 * each), (1, each)]
+    dispatcher = Dispatcher(settings_, 2)
+    dispatcher.add([GroupRequest(prompt, range(3), first=3 * i) for i, prompt in enumerate(world[2][:8])])
+    assert [len(slots) for slots in dispatcher.assign()] == [2 * each, each]
 
 
 def test_the_longest_begin_first(world, monkeypatch):

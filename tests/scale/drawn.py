@@ -24,7 +24,7 @@ from megarl.parallel.delivery import deliver, row_bytes
 from megarl.parallel.layout import Layout
 from megarl.parallel.runtime import Ranks
 from megarl.rewards.verdict import Verdict
-from megarl.rollout.controller import GroupRequest
+from megarl.rollout.dispatch import GroupRequest
 from megarl.rollout.rank import RolloutRank
 from megarl.rollout.responses import RolloutBatch
 from megarl.rollout.sampling import Completion, Request, SamplingParams

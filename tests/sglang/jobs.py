@@ -26,7 +26,7 @@ from megarl.data.prompts import Prompt
 from megarl.parallel.comm import gather_objects
 from megarl.parallel.runtime import Runtime
 from megarl.rewards.verdict import Verdict
-from megarl.rollout.controller import GroupRequest
+from megarl.rollout.dispatch import GroupRequest
 from megarl.rollout.engines.sglang import SGLangEngine
 from megarl.rollout.rank import RolloutRank
 from megarl.rollout.sampling import Completion, Request, SamplingParams
