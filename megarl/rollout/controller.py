@@ -33,8 +33,6 @@ from megarl.rollout.sampling import SamplingParams, response_seed
 class Controller:
     """Runs rollouts from what workers report.
 
-    config     the run's configuration
-    hub        its end of the connections to all workers
     ranks      ranks with engines; `rollout.engine_tp` of them make one engine
     streams    whether engines batch continuously, see RolloutEngine. Then prompts are sampled ahead while
                groups are missing, and the rest is aborted once there are enough. Aborted prompts come first
@@ -121,13 +119,12 @@ class Controller:
         self, step: int, collector: GroupCollector, times_sampled: Counter[int]
     ) -> list[GroupRequest]:
         """Return requests for as many further prompts as the collector wants."""
+        if not self.streams:
+            return self._draw(collector.next_batch(), step, times_sampled)
         groups = [group for _, group in self.dispatcher.groups(self.version)]
         complete = [group for group in groups if group is not None]
-        if self.streams:
-            wanted = collector.refill(complete, len(groups) - len(complete))
-        else:
-            wanted = collector.next_batch()
-        return self._draw(wanted, step, times_sampled)
+        missing = len(groups) - len(complete)
+        return self._draw(collector.refill(complete, missing), step, times_sampled)
 
     async def _collect_windows(self, step: int) -> RolloutBatch:
         """Sample the next tokens of a step's responses (T-PPO's successive batching): first of the unfinished
@@ -282,7 +279,7 @@ class Controller:
         for slot in self.dispatcher.slots.values():
             if slot.engine is not None and (keep or slot.status is Status.RUNNING):
                 wanted.setdefault(slot.engine, []).extend([slot.number] if keep else [])
-        for engine, number in self._held():  # an engine keeps what this names, and nothing else
+        for engine, number in held_partials(self.returned):  # it drops what is not named
             wanted.setdefault(engine, []).append(number)
         answers = await self._ask({engine: m.Abort(numbers) for engine, numbers in wanted.items()})
         held = {number for answer in answers if isinstance(answer, m.Aborted) for number in answer.held}
@@ -300,16 +297,6 @@ class Controller:
         self.dispatcher.clear()  # `fetch` handles messages too, and must not start responses that wait
         return returned
 
-    def _held(self) -> list[tuple[int, int]]:
-        """Return the responses that go on once their prompts are drawn again: engine and number of each."""
-        return [
-            (holder, request.first + i)
-            for request in self.returned
-            if request.first is not None
-            for i, holder in enumerate(request.holders)
-            if holder is not None
-        ]
-
     async def fetch(self, groups: Sequence[Group]) -> list[Group]:
         """Return the groups with all their bodies."""
         wanted: dict[int, list[int]] = {}
@@ -326,7 +313,7 @@ class Controller:
         keep: dict[int, list[int]] = {}
         for response in (r for group in (*groups, *self.surplus) for r in group.responses):
             keep.setdefault(response.owner, []).append(response.number)
-        for engine, number in self._held():
+        for engine, number in held_partials(self.returned):
             keep.setdefault(engine * self.ranks_per_engine, []).append(number)
         for rank in range(self.engines * self.ranks_per_engine):
             await self.hub.send(rank, m.End(keep.get(rank, [])))
@@ -349,6 +336,17 @@ def with_bodies(group: Group, bodies: Mapping[int, Body]) -> Group:
     return replace(
         group, responses=[msgspec.structs.replace(r, body=bodies.get(r.number)) for r in group.responses]
     )
+
+
+def held_partials(requests: Sequence[GroupRequest]) -> list[tuple[int, int]]:
+    """Return the engine and the number of each partial response that continues with these requests."""
+    return [
+        (holder, request.first + i)
+        for request in requests
+        if request.first is not None
+        for i, holder in enumerate(request.holders)
+        if holder is not None
+    ]
 
 
 def make_batch(

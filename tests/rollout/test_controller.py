@@ -540,7 +540,8 @@ def test_a_silent_rank_is_reported_with_what_is_waited_for(world, monkeypatch):
         found_out.set()
         return silence(self, rank)
 
-    monkeypatch.setattr("megarl.rollout.messages.ALIVE", 0.01)
+    # Long enough that rank 1, once its engine goes on, reads the controller's messages before it misses them.
+    monkeypatch.setattr("megarl.rollout.messages.ALIVE", 0.5)
     monkeypatch.setattr(engine, "poll", hangs)
     monkeypatch.setattr(Controller, "_silence", told)
     what = "rollout: engine rank 1 has said nothing for 6 s (parallel.timeout); "
