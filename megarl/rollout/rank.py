@@ -74,6 +74,9 @@ class RolloutOutcome(msgspec.Struct, array_like=True):
     idle: float
 
 
+Decide = Callable[[Controller], Awaitable[tuple[Any, list[Group]]]]
+
+
 def raise_failure(failures: Failures) -> None:
     """Raise the first failure, as engines cannot be started again: the default of `recover`."""
     raise next(filter(None, failures))
@@ -195,76 +198,76 @@ class RolloutRank:
         groups = iter(self.generate(requests, params, whole=True))
         return EvaluationResult([(one, list(islice(groups, len(one.problems)))) for one in sets])
 
-    def _together(
-        self, decide: Callable[[Controller], Awaitable[tuple[Any, list[Group]]]], prompts: Sequence[Prompt]
-    ) -> tuple[Any, RolloutOutcome, list[Group]]:
-        """Have the controller decide, and all workers work, until it has ended. Return what `decide` has
-        found, on rank 0; and the outcome and its groups, with the bodies that are here, on every rank.
+    def _together(self, decide: Decide, prompts: Sequence[Prompt]) -> tuple[Any, RolloutOutcome, list[Group]]:
+        """Run a rollout on all ranks: the controller decides, the workers sample and grade.
 
-        prompts: of the groups, where all ranks know them"""
-        started, controller = time.perf_counter(), self.controller
+        decide: what the controller does. It returns a result, and the groups that all ranks get
+        prompts: of these groups, where all ranks know them; else empty
 
-        async def deciding() -> Any:
-            assert controller is not None
-            groups: list[Group] = []
-            try:
-                found, groups = await decide(controller)
-            except MegarlError as error:
-                return error
-            finally:
-                await controller.end(groups)
-            return found, groups
-
-        async def both() -> Any:
-            if controller is None:
-                await self.worker.serve(self.link)
-                return None
-            serving = asyncio.create_task(self.worker.serve(self.link))
-            decided = asyncio.create_task(deciding())
-            try:
-                await asyncio.gather(serving, decided)
-            finally:
-                for task in (serving, decided):
-                    task.cancel()
-            return decided.result()
-
-        found = self._run(both())
-        seconds = self.worker.seconds
-        failure: MegarlError | None = None if controller is None else found
-        outcome: RolloutOutcome | None = None
-        if isinstance(found, tuple) and controller is not None:
-            failure = None
-            found, groups = found
-            stats, errors = (found.stats, found.errors) if isinstance(found, RolloutBatch) else ({}, {})
-            facts = [
-                GroupFacts(
-                    group.prompt.uid,
-                    b"" if prompts else m.pack(group.prompt.tokens, np.int32),
-                    "" if prompts else group.prompt.source,
-                    group.version,
-                    [response.facts for response in group.responses],
-                )
-                for group in groups
-            ]
-            outcome = RolloutOutcome(facts, stats, errors, seconds, controller.dispatcher.idle_seconds)
+        Return the result on rank 0, the outcome, and the groups with those bodies that lie on this rank.
+        Raise an error of the controller on every rank."""
+        started = time.perf_counter()
+        decided = self._run(self._serve(decide))
+        failure = decided if isinstance(decided, MegarlError) else None
+        result, groups = decided if isinstance(decided, tuple) else (None, [])
+        outcome = (
+            self._make_outcome(result, groups, known=bool(prompts))
+            if self.controller and not failure
+            else None
+        )
         kind = tuple[MegarlError | None, RolloutOutcome | None]
         failure, outcome = from_rank_0(self.ranks, (failure, outcome), kind)
         if failure is not None:
             raise failure
         assert outcome is not None
-        if not self.worker.leads:
-            seconds = outcome.seconds
+        seconds = self.worker.seconds if self.worker.leads else outcome.seconds
         waited = time.perf_counter() - started - seconds["generate"] - seconds["verify"]
         self.seconds = {**seconds, "gather": max(0.0, waited), "idle": outcome.idle}
+        known = prompts or [group.prompt for group in groups]
+        return result, outcome, self._make_groups(outcome, known)
+
+    async def _serve(self, decide: Decide) -> tuple[Any, list[Group]] | MegarlError | None:
+        """Run this rank's worker until the rollout has ended, on rank 0 beside the controller. Return what
+        the controller has decided, or its error; None on other ranks."""
+        if self.controller is None:
+            await self.worker.serve(self.link)
+            return None
+        serving = asyncio.create_task(self.worker.serve(self.link))
+        deciding = asyncio.create_task(decide_and_end(self.controller, decide))
+        try:
+            await asyncio.gather(serving, deciding)
+        finally:
+            for task in (serving, deciding):
+                task.cancel()
+        return deciding.result()
+
+    def _make_outcome(self, result: Any, groups: Sequence[Group], *, known: bool) -> RolloutOutcome:
+        """Return what rank 0 sends to all ranks. known: whether they know the groups' prompts."""
+        assert self.controller is not None
+        stats, errors = (result.stats, result.errors) if isinstance(result, RolloutBatch) else ({}, {})
+        facts = [
+            GroupFacts(
+                group.prompt.uid,
+                b"" if known else m.pack(group.prompt.tokens, np.int32),
+                "" if known else group.prompt.source,
+                group.version,
+                [response.facts for response in group.responses],
+            )
+            for group in groups
+        ]
+        idle = self.controller.dispatcher.idle_seconds
+        return RolloutOutcome(facts, stats, errors, self.worker.seconds, idle)
+
+    def _make_groups(self, outcome: RolloutOutcome, known: Sequence[Prompt]) -> list[Group]:
+        """Return the groups of an outcome, with the bodies that lie on this rank. known: their prompts, if
+        this rank knows them."""
         bodies = {number: response.body for number, response in self.worker.drawn.items() if response.body}
-        made = []
+        groups = []
         for i, one in enumerate(outcome.groups):
-            told = m.Question(one.uid, one.tokens, "", "", source=one.source)
-            prompt = prompts[i] if prompts else told.prompt
-            if controller is not None and not prompts:
-                prompt = groups[i].prompt
-            made.append(with_bodies(Group(prompt, [f.response() for f in one.facts], one.version), bodies))
-        return found, outcome, made
+            prompt = known[i] if known else m.Question(one.uid, one.tokens, "", "", source=one.source).prompt
+            responses = [facts.response() for facts in one.facts]
+            groups.append(with_bodies(Group(prompt, responses, one.version), bodies))
+        return groups
 
     def next_order(self, seconds: float) -> m.Order | None:
         """Return the trainers' next order, on every rank; None where there is none within `seconds`."""
@@ -346,6 +349,18 @@ class RolloutRank:
         self.worker.threads.shutdown()
         self._context.term()
         self._loop.close()
+
+
+async def decide_and_end(controller: Controller, decide: Decide) -> tuple[Any, list[Group]] | MegarlError:
+    """Return what a rollout's decisions come to, or their error, and end the rollout on all workers."""
+    groups: list[Group] = []
+    try:
+        result, groups = await decide(controller)
+    except MegarlError as error:
+        return error
+    finally:
+        await controller.end(groups)
+    return result, groups
 
 
 def _packed(response: Any) -> Any:
