@@ -21,7 +21,7 @@ from pydantic import Field, model_validator
 
 from megarl.config.errors import ConfigError
 from megarl.config.load import Settings, read_yaml
-from megarl.config.schema import Section
+from megarl.config.schema.section import Section
 from megarl_experiments import paired
 from megarl_experiments.result import LEVEL, Curve
 from megarl_experiments.tables import AblationTable, find_file, load_table, read_section

@@ -18,7 +18,8 @@ from pydantic import Field, ValidationError, model_validator
 from megarl.config import Config, dump_config, load_config
 from megarl.config.errors import ConfigError
 from megarl.config.load import PACKAGE, config_file, read_yaml, set_key
-from megarl.config.schema import EVALUATION, SUPERVISED, Section
+from megarl.config.schema import EVALUATION, SUPERVISED
+from megarl.config.schema.section import Section
 from megarl.observe.runs import read_metrics
 from megarl.parallel.lease import make_anew
 from megarl.schedule.identity import PATHS, all_settings, code_checksum, inputs

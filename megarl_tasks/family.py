@@ -17,7 +17,7 @@ from typing import Final, Literal, NamedTuple, Self
 
 from pydantic import model_validator
 
-from megarl.config.schema import Section, field
+from megarl.config.schema.section import Section, field
 from megarl_tasks.arithmetic import EVAL_ROWS, build_tokenizer, held_out, write_task_files
 from megarl_tasks.delayed import ALPHABET, BRIEF_LINES, COUNTERS, MAX_TERM
 

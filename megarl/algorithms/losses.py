@@ -191,7 +191,7 @@ def kl_cov(t: Tokens, kl_weight: float) -> tuple[Tensor, Tensor, Tensor]:
     return t.ratio * t.advantage - penalty, t.ratio < t.low, t.ratio > t.high
 
 
-# What `algorithm.surrogate` may name (config/schema.py has the names once more, as it imports no torch).
+# What `algorithm.surrogate` may name (config/schema/algorithm.py repeats the names, as it imports no torch).
 SURROGATES: dict[str, Surrogate] = {
     "ppo": ppo,
     "gspo": ppo,  # with the ratio of the whole sequence (`_sequence_ratio`)

@@ -11,7 +11,8 @@ from typer.models import ArgumentInfo
 
 def _complete_key(incomplete: str) -> list[str]:
     """Return what a shell offers for an override that has been begun: keys of the configuration."""
-    from megarl.config.schema import Config, fields
+    from megarl.config.schema import Config
+    from megarl.config.schema.section import fields
 
     return [f"{key}=" for key, _ in fields(Config) if key.startswith(incomplete)]
 

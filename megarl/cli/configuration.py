@@ -18,7 +18,7 @@ from megarl.config import Config, check_config, dump_config, load_config
 from megarl.config.errors import ConfigError
 from megarl.config.load import dump_yaml
 from megarl.config.recipes import AHEAD_PRESET, PRESETS
-from megarl.config.schema import fields, held_section_of
+from megarl.config.schema.section import fields, held_section_of
 from megarl.config.text import printable
 
 if TYPE_CHECKING:

@@ -10,7 +10,8 @@ from typing import Any
 
 from megarl.config.errors import ConfigError
 from megarl.config.recipes import WATCHED
-from megarl.config.schema import Config, OptimizerConfig, RolloutConfig, Section
+from megarl.config.schema import Config, OptimizerConfig, RolloutConfig
+from megarl.config.schema.section import Section
 
 # Keys and whole sections that only a run with a critic has, and that only a run that samples has.
 CRITICS = ("critic", "value_pretraining", "algorithm.value_clip")

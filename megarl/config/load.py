@@ -30,16 +30,8 @@ from ruamel.yaml.resolver import VersionedResolver
 from megarl.config.errors import ConfigError, first_line
 from megarl.config.files import open_regular
 from megarl.config.recipes import AHEAD_PRESET, PRESETS
-from megarl.config.schema import (
-    Config,
-    DataEntry,
-    EvaluationSet,
-    GymConfig,
-    RewardTerm,
-    fields,
-    held_section_of,
-    section_of,
-)
+from megarl.config.schema import Config, DataEntry, EvaluationSet, GymConfig, RewardTerm
+from megarl.config.schema.section import fields, held_section_of, section_of
 
 Settings = dict[str, Any]
 MAX_DEPTH = 8  # sections within sections; the schema has 3, and an alias that holds itself has no end

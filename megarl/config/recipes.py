@@ -13,12 +13,13 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, get_args
 
-from megarl.config.schema import Config, TensorGroup
+from megarl.config.schema import Config
+from megarl.config.schema.residency import TensorGroup
 
 GROUPS: tuple[str, ...] = get_args(TensorGroup)
 
 # Published algorithms as settings of the same switches, each one column of the papers' comparison. A config
-# or an override changes any of them. `config/schema.py` says at each switch which equation it stands for.
+# or an override changes any of them. `config/schema/algorithm.py` names the equation of each switch.
 PRESETS: dict[str, dict[str, Any]] = {
     # Supervised warm start: the positive-example LM loss (VAPO eq. 9) alone, on given responses.
     "sft": {"algorithm": {"nll_weight": 1.0}},

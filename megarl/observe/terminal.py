@@ -24,7 +24,8 @@ from rich.text import Text
 
 from megarl.config.errors import DataError
 from megarl.config.files import read_json
-from megarl.config.schema import EVALUATION, PRETRAINING, SUPERVISED, TRAIN, main_stage
+from megarl.config.schema import EVALUATION, PRETRAINING, SUPERVISED, TRAIN
+from megarl.config.schema.stages import main_stage
 from megarl.config.text import printable
 from megarl.observe.run_log import METRICS_FILE, Record, is_step, parse
 from megarl.observe.runs import kept_share, layout_text, read_mapping

@@ -27,7 +27,8 @@ from torch import Tensor
 
 from megarl.config.errors import CheckpointError, ConfigError
 from megarl.config.files import read_json, stays_inside, why
-from megarl.config.schema import PRETRAINING, CheckpointConfig, Config, Section, fields
+from megarl.config.schema import PRETRAINING, CheckpointConfig, Config
+from megarl.config.schema.section import Section, fields
 from megarl.parallel.comm import from_rank_0, gather_objects
 from megarl.parallel.runtime import Runtime
 

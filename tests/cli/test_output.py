@@ -15,7 +15,7 @@ from megarl.cli.configuration import documented
 from megarl.cli.main import COMMANDS, _added, main
 from megarl.config import Config, load_config
 from megarl.config.load import parse_yaml
-from megarl.config.schema import fields
+from megarl.config.schema.section import fields
 from tests.cli.scene import Scene
 
 

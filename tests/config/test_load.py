@@ -14,7 +14,8 @@ from megarl.config import Config, check_config, dump_config, load_config
 from megarl.config.engines import ENGINES, EngineName
 from megarl.config.errors import ConfigError
 from megarl.config.recipes import PRESETS
-from megarl.config.schema import AgreementConfig, Section, fields
+from megarl.config.schema import AgreementConfig
+from megarl.config.schema.section import Section, fields, section_of
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 MINIMUM = "recipe: grpo\nrun_dir: runs/x\nsteps: 3\nmodel: {path: m}\n"
@@ -299,6 +300,11 @@ class TestKnobs:
             assert isinstance(extra["unit"], str) and isinstance(extra["source"], str) and extra["source"], (
                 key
             )
+
+    def test_a_section_is_in_the_file_of_its_name(self) -> None:
+        sections = {name: section_of(field) for name, field in Config.model_fields.items()}
+        for name, section in sections.items():
+            assert section is None or section.__module__ == f"megarl.config.schema.{name}"
 
     def test_every_leaf_of_the_resolved_configuration_is_a_knob(self, minimum: Path) -> None:
         def leaves(section: Section, prefix: str = "") -> set[str]:

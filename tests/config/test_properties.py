@@ -19,7 +19,7 @@ from pydantic.fields import FieldInfo
 from megarl.config import Config, dump_config, load_config
 from megarl.config.errors import ConfigError
 from megarl.config.load import dump_yaml, parse_yaml
-from megarl.config.schema import Section, fields
+from megarl.config.schema.section import Section, fields
 
 MINIMUM = "recipe: grpo\nrun_dir: runs/x\nsteps: 3\nmodel: {path: m}\n"
 KNOBS = dict(fields(Config))

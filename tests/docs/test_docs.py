@@ -20,7 +20,8 @@ from megarl.cli.main import Command, main
 from megarl.config import Config, check_config, load_config
 from megarl.config.load import parse_yaml
 from megarl.config.recipes import PRESETS
-from megarl.config.schema import RewardConfig, fields
+from megarl.config.schema import RewardConfig
+from megarl.config.schema.section import fields
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]

@@ -152,7 +152,7 @@ def test_no_more_files_than_the_page_promises() -> None:
     for section, file, _ in edits():
         touched.setdefault(section, set()).add(file)
     table = {
-        title: re.findall(r"`(\w+/\w+\.py)`", files) + ["its own"] * ("of its own" in files)
+        title: re.findall(r"`((?:\w+/)+\w+\.py)`", files) + ["its own"] * ("of its own" in files)
         for title, files in re.findall(r"^\| \[.*?\]\(#([\w-]+)\) \|.*?\| (.+?) \|$", PAGE, flags=re.M)
     }
     assert len(touched) == 6

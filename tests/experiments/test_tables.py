@@ -11,7 +11,7 @@ import pytest
 
 from megarl.config import Config, check_config, load_config
 from megarl.config.errors import ConfigError
-from megarl.config.schema import fields
+from megarl.config.schema.section import fields
 from megarl_experiments.tables import AblationRow, AblationTable, load_table
 
 FOLDER = Path(__file__).resolve().parents[2] / "configs" / "ablations"

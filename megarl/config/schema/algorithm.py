@@ -1,0 +1,245 @@
+"""Section `algorithm`: advantages, policy loss and regularization."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from megarl.config.schema.section import Section, field, section
+
+
+class MismatchConfig(Section):
+    """Corrections where the engine's probabilities differ from the trainer's.
+
+    Factors, from the ratio trainer / engine, of the token weights of the policy loss and the KL term.
+    Denominators stay as they are. `mismatch/*` is recorded in any case."""
+
+    weight: Literal["none", "token", "sequence"] = field(
+        "none",
+        "truncated importance sampling: each token by min(ratio, cap), "
+        "of its own ratio or of the product over its response",
+        source="truncated importance sampling (Ionides 2008); none in DAPO and VAPO",
+    )
+    cap: float = field(2.0, "largest importance weight", gt=0)
+    mask: Literal["none", "token", "sequence"] = field(
+        "none",
+        "leave out tokens whose ratio, or responses the geometric mean of whose ratios, "
+        "is outside [mask_low, mask_high]",
+        source="none in DAPO and VAPO",
+    )
+    mask_low: float = field(0.5, "smallest ratio that is kept", ge=0)
+    mask_high: float = field(2.0, "largest ratio that is kept; a geometric mean wants about 1.01", gt=0)
+
+    @property
+    def enabled(self) -> bool:
+        """Return whether the policy loss has such factors."""
+        return self.weight != "none" or self.mask != "none"
+
+
+class DppoConfig(Section):
+    """DPPO's own numbers. Its thresholds are clip_low and clip_high, of probabilities (dppo_tv) or of their
+    divergence (dppo_kl)."""
+
+    ratio_cap: float = field(
+        20.0, "largest ratio that a token is weighted with", "", "arXiv 2602.04879", gt=0
+    )
+    top_k: int = field(
+        0,
+        "likeliest tokens of pi_old that the divergence tells apart, beside the sampled one; 0: it alone "
+        "against all others",
+        "tokens",
+        "arXiv 2602.04879, DPPO-TopK: 20",
+        ge=0,
+    )
+
+
+class SapoConfig(Section):
+    """The slopes of SAPO's gate."""
+
+    tau_positive: float = field(1.0, "of tokens of positive advantage", source="SAPO", gt=0)
+    tau_negative: float = field(1.05, "of the others, whose gradient falls off faster", source="SAPO", gt=0)
+
+
+class CovarianceConfig(Section):
+    """Which tokens Clip-Cov and KL-Cov select in a mini-batch, by the product of their advantage and
+    log-prob, each less its mean."""
+
+    share: float = field(
+        2e-4, "of its tokens, at least one; KL-Cov of 7B: 2e-3", "", "arXiv 2505.22617", gt=0, le=1
+    )
+    low: float = field(1.0, "clip_cov: what the covariance must be above", source="arXiv 2505.22617")
+    high: float = field(5.0, "clip_cov: what it must be below", source="arXiv 2505.22617")
+    kl_weight: float = field(1.0, "kl_cov: of |log ratio|", "", "arXiv 2505.22617", ge=0)
+
+
+class AgreementConfig(Section):
+    """What is made of how far the values of two critics are apart, as shares of a step's tokens."""
+
+    mask: float = field(
+        0.0,
+        "those on which they agree most, which have no advantage",
+        "",
+        "AsyPPO, arXiv 2510.01656; 0.1 in a reimplementation",
+        ge=0,
+        lt=1,
+    )
+    filter: float = field(
+        0.0,
+        "those on which they agree least, which the entropy term leaves out",
+        "",
+        "AsyPPO; 0.2 in a reimplementation",
+        ge=0,
+        lt=1,
+    )
+
+
+class FipoConfig(Section):
+    """The factors of FIPO's advantages."""
+
+    half_life: float = field(32.0, "after which a later token counts half", "tokens", "FIPO's script", gt=0)
+    low: float = field(1.0, "smallest factor; FIPO of 7B: 0.8", "", "FIPO's script", gt=0)
+    high: float = field(1.2, "largest factor", "", "FIPO's script", gt=0)
+    limit: float = field(10.0, "tokens of a larger ratio are left out of the sum", "", "FIPO's script", gt=1)
+
+
+Advantage = Literal[
+    "group", "group_mean", "leave_one_out", "per_reward", "tracked", "return", "gae", "prompt_value"
+]
+
+
+class AlgorithmConfig(Section):
+    """Every technique of both papers' ablation tables is one key here, in `rollout`, `reward.overlong` or
+    `value_pretraining`."""
+
+    advantage: Advantage = field(
+        "group",
+        "gae: by a critic; without one: reward less the group's mean, over its standard deviation (group) or "
+        "not (group_mean), less the mean of the group's others (leave_one_out), or the return alone; "
+        "per_reward: group of each part of the reward by itself, their sum over the batch's deviation; "
+        "tracked: reward less what earlier answers to the prompt let expect, normalised over the batch; "
+        "prompt_value: reward less what a critic that reads the prompt alone lets expect",
+        source="DAPO eq. 9; Dr. GRPO; RLOO; REINFORCE++; VAPO eq. 3; GDPO; SPO; SPPO",
+    )
+    tracker_rho: float = field(
+        0.875,
+        "with advantage tracked: share of what is known of a prompt that counts on when it is answered again",
+        source="SPO: 0.875 to 0.96, by how far the policy has moved",
+        gt=0,
+        le=1,
+    )
+    gamma: float = field(1.0, "discount", source="VAPO section 2", gt=0, le=1)
+    lambda_critic: float = field(
+        1.0,
+        "lambda of value targets; 1: Monte-Carlo returns",
+        "",
+        "VAPO section 4.1, decoupled GAE",
+        ge=0,
+        le=1,
+    )
+    lambda_policy: float | Literal["length_adaptive"] = field(
+        0.95,
+        "lambda of the policy's advantages, or length_adaptive: 1 - 1 / (alpha * length), clamped to [0, 1]",
+        source="VC-PPO 0.95; VAPO eq. 5",
+    )
+    alpha: float = field(0.05, "alpha of the length-adaptive lambda", source="VAPO eq. 5; SAO: 1.5", gt=0)
+    lambda_floor: float = field(
+        0.0, "lowest length-adaptive lambda", "", "T-PPO, arXiv 2506.15050: 0.95", ge=0, le=1
+    )
+    window_tail: int = field(
+        0,
+        "last tokens of a window that goes on (rollout.window) whose advantage is 0, as little is known of "
+        "what follows",
+        "tokens",
+        "T-PPO's implementation: 8",
+        ge=0,
+    )
+    whiten: bool = field(
+        False, "whiten advantages over the tokens of the step that count in the loss", source="REINFORCE++"
+    )
+    surrogate: Literal[
+        "ppo", "gspo", "cispo", "masked", "dppo_tv", "dppo_kl", "sapo", "clip_cov", "kl_cov", "fipo"
+    ] = field(
+        "ppo",
+        "ppo: clipped; gspo: with one ratio a sequence; cispo: clipped ratio times log-prob, no gradient "
+        "through it; masked: tokens outside the interval have no gradient, on both sides; dppo_tv, dppo_kl: "
+        "bounded by how far probabilities moved; sapo: a smooth gate; clip_cov, kl_cov: tokens of high "
+        "covariance left out or held back; fipo: ppo, advantages by how the rest of the response moved",
+        source="DAPO eq. 8, VAPO eq. 8; GSPO eq. 5; CISPO eq. 4; SAO; DPPO; SAPO; arXiv 2505.22617; FIPO",
+    )  # fmt: skip
+    old_logprobs: Literal["trainer", "engine"] = field(
+        "trainer",
+        "pi_old of the ratio: computed by the trainer before the updates, or the engine's own of the "
+        "sampling, which saves that pass",
+        source="engine: SAO",
+    )
+    clip_low: float = field(0.2, "epsilon_low; 1: none", source="DAPO eq. 8, VAPO eq. 8", gt=0, le=1)
+    clip_high: float = field(0.2, "epsilon_high; clip-higher: 0.28", "", "DAPO eq. 8, VAPO eq. 8: 0.28", gt=0)
+    dual_clip: float = field(
+        0.0, "c: a negative advantage's loss is at most c |A|; 0: off", "", "arXiv 1912.09729: 3", ge=0
+    )
+    aggregation: Literal["token", "sample", "constant"] = field(
+        "token",
+        "mean over the mini-batch's tokens, over responses' means, "
+        "or over responses' sums / rollout.max_response_tokens",
+        source="VAPO eq. 7 and 6; Dr. GRPO",
+    )
+    nll_weight: float = field(0.0, "mu, of the positive-example LM loss", source="VAPO eq. 10: 0.1", ge=0)
+    kl_weight: float = field(
+        0.0, "beta, of the KL to the initial policy in the loss", "", "GRPO; 0 in DAPO and VAPO", ge=0
+    )
+    kl_estimator: Literal["k2", "k3"] = field(
+        "k3",
+        "estimate of that KL by the sampled token, d = log pi - log pi_ref; k3: exp(-d) - 1 + d, "
+        "k2: d^2 / 2, whose gradient is on average that of KL(pi || pi_ref)",
+        source="k3: GRPO; k2: REINFORCE++ with baseline, as in OpenRLHF",
+    )
+    kl_reward: float = field(
+        0.0,
+        "beta, of the KL to the initial policy in each token's reward",
+        "",
+        "VAPO eq. 1, whose beta is 0",
+        ge=0,
+    )
+    entropy_weight: float = field(
+        0.0, "factor of the policy's entropy, which is maximised", "", "none in DAPO and VAPO", ge=0
+    )
+    value_clip: float = field(0.0, "largest move of a value before its loss is clipped; 0: off", ge=0)
+    mismatch: MismatchConfig = section(MismatchConfig)
+    dppo: DppoConfig = section(DppoConfig)
+    sapo: SapoConfig = section(SapoConfig)
+    covariance: CovarianceConfig = section(CovarianceConfig)
+    fipo: FipoConfig = section(FipoConfig)
+    agreement: AgreementConfig = section(AgreementConfig)
+
+    @property
+    def compares(self) -> bool:
+        """Return whether a response's advantage comes from those of its group."""
+        return self.advantage in ("group", "group_mean", "leave_one_out", "per_reward")
+
+    @property
+    def surrogate_options(self) -> dict[str, float]:
+        """Return the numbers that the surrogate's function takes, by name."""
+        match self.surrogate:
+            case "dppo_tv" | "dppo_kl":
+                return {"ratio_cap": self.dppo.ratio_cap}
+            case "sapo":
+                return self.sapo.model_dump()
+            case "fipo":
+                return self.fipo.model_dump()
+            case "kl_cov":
+                return {"kl_weight": self.covariance.kl_weight}
+        return {}
+
+    @property
+    def selects_tokens(self) -> bool:
+        """Return whether the surrogate needs to know of tokens of the whole mini-batch."""
+        return self.surrogate in ("clip_cov", "kl_cov")
+
+    @property
+    def has_reference(self) -> bool:
+        """Return whether a term compares the policy with the initial one."""
+        return bool(self.kl_weight or self.kl_reward)
+
+    @property
+    def old_column(self) -> str:
+        """Return the column that holds log pi_old."""
+        return "engine_logprobs" if self.old_logprobs == "engine" else "old_logprobs"

@@ -1,0 +1,126 @@
+"""A whole configuration: the recipe, the keys without a section, and every section."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from megarl.config.schema.actor import LoraConfig, OptimizerConfig
+from megarl.config.schema.algorithm import AlgorithmConfig
+from megarl.config.schema.checkpoint import CheckpointConfig
+from megarl.config.schema.cluster import ClusterConfig
+from megarl.config.schema.critic import CriticConfig
+from megarl.config.schema.data import DataConfig
+from megarl.config.schema.evaluation import EvaluationConfig
+from megarl.config.schema.guard import GuardConfig
+from megarl.config.schema.log import LogConfig
+from megarl.config.schema.model import ModelConfig
+from megarl.config.schema.parallel import ParallelConfig
+from megarl.config.schema.residency import ResidencyConfig, TensorGroup
+from megarl.config.schema.reward import RewardConfig
+from megarl.config.schema.rollout import RolloutConfig
+from megarl.config.schema.schedule import ScheduleConfig
+from megarl.config.schema.section import Section, field, section
+from megarl.config.schema.stages import TRAIN, main_stage
+from megarl.config.schema.supervised import SupervisedConfig
+from megarl.config.schema.teacher import TeacherConfig
+from megarl.config.schema.update import UpdateConfig
+from megarl.config.schema.value_pretraining import ValuePretrainingConfig
+from megarl.config.schema.watchdog import WatchdogConfig
+
+
+class Config(Section):
+    """A run."""
+
+    recipe: Literal[
+        "sft", "grpo", "dapo", "ppo", "vapo", "tppo", "sao",
+        "vc_ppo", "asyppo", "orz", "r1_zero", "dr_grpo", "rloo", "reinforce_pp", "gspo", "cispo",
+        "dppo", "sapo", "clip_cov", "kl_cov", "fipo",
+        "gdpo", "spo", "sppo",
+    ] = field(..., "algorithm; sets the defaults of the switches (see config/recipes.py)")  # fmt: skip
+    run_dir: Path = field(..., "folder of this run: config, metrics, samples, checkpoints, report")
+    steps: int = field(..., "rollout steps", "rollout steps", ge=1)
+    seed: int = field(0, "seed of everything that is random", ge=0, lt=2**63)
+    model: ModelConfig = field(..., "see ModelConfig")
+    parallel: ParallelConfig = section(ParallelConfig)
+    residency: ResidencyConfig = section(ResidencyConfig)
+    actor: OptimizerConfig = section(OptimizerConfig)
+    critic: CriticConfig = section(CriticConfig)
+    data: DataConfig = section(DataConfig)
+    rollout: RolloutConfig = section(RolloutConfig)
+    cluster: ClusterConfig = section(ClusterConfig)
+    reward: RewardConfig = section(RewardConfig)
+    algorithm: AlgorithmConfig = section(AlgorithmConfig)
+    teacher: TeacherConfig = section(TeacherConfig)
+    update: UpdateConfig = section(UpdateConfig)
+    value_pretraining: ValuePretrainingConfig = section(ValuePretrainingConfig)
+    supervised: SupervisedConfig = section(SupervisedConfig)
+    schedule: ScheduleConfig = section(ScheduleConfig)
+    evaluation: EvaluationConfig = section(EvaluationConfig)
+    checkpoint: CheckpointConfig = section(CheckpointConfig)
+    guard: GuardConfig = section(GuardConfig)
+    watchdog: WatchdogConfig = section(WatchdogConfig)
+    log: LogConfig = section(LogConfig)
+
+    @property
+    def main_stage(self) -> str:
+        """Return the stage of this run's steps in its records, but for those of value pretraining."""
+        return main_stage(self.recipe)
+
+    @property
+    def has_engine(self) -> bool:
+        """Return whether an engine draws this run's responses; else they are given."""
+        return self.main_stage == TRAIN
+
+    @property
+    def has_critic(self) -> bool:
+        """Return whether this run trains a value model."""
+        return self.has_engine and self.algorithm.advantage in ("gae", "prompt_value")
+
+    @property
+    def values_prompts(self) -> bool:
+        """Return whether that model reads prompts alone."""
+        return self.has_engine and self.algorithm.advantage == "prompt_value"
+
+    @property
+    def has_reward_model(self) -> bool:
+        """Return whether a reward model scores this run's responses."""
+        return self.has_engine and self.reward.model.path is not None
+
+    @property
+    def has_teacher(self) -> bool:
+        """Return whether a teacher judges the tokens of this run's responses."""
+        return self.has_engine and bool(self.teacher.folders)
+
+    def evaluates(self, step: int, every: int | None = None) -> bool:
+        """Return whether a set of data.eval with this `every` is evaluated after a step. Before the first and
+        after the last all are."""
+        interval = every or self.evaluation.every
+        return step in (0, self.steps) or (interval > 0 and step % interval == 0)
+
+    def has_group(self, group: TensorGroup) -> bool:
+        """Return whether this run has such tensors on its devices."""
+        present = {"actor": True, "critic": self.has_critic, "engine": self.has_engine}
+        own = self.algorithm.has_reference and self.actor.lora.rank is None
+        present |= {"reference": own, "reward": self.has_reward_model}
+        present |= {"teacher": self.has_teacher}
+        return present[group.partition(".")[0]]
+
+    def without_adapters(self) -> Config:
+        """Return the configuration of the models alone, as they were before LoRA adapters."""
+        models = {"actor": self.actor, "critic": self.critic}
+        return self.model_copy(
+            update={name: model.model_copy(update={"lora": LoraConfig()}) for name, model in models.items()}
+        )
+
+    @property
+    def responses(self) -> int:
+        """Return the responses per step that are trained on."""
+        if not self.has_engine:
+            return self.supervised.batch
+        return self.rollout.prompts * self.rollout.group_size
+
+    @property
+    def mini_batch(self) -> int:
+        """Return the responses of one optimizer step of the actor."""
+        return self.update.mini_batch if self.has_engine else self.supervised.batch

@@ -1,0 +1,89 @@
+"""Section `model`: the actor's folder, and how its layers compute."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import field_validator
+
+from megarl.config.schema.section import Section, field, section
+
+
+class Fp8Config(Section):
+    """FP8 matrix products in the layers of actor, critic, reference and reward model.
+
+    Weights stay in model.dtype; the engine gets those. Embedding, heads, norms and attention are not
+    touched."""
+
+    format: Literal["none", "hybrid", "e4m3"] = field(
+        "none", "none: model.dtype; hybrid: e4m3, and e5m2 for gradients of activations; e4m3: for everything"
+    )
+    recipe: Literal["tensorwise", "delayed", "blockwise", "mxfp8"] = field(
+        "tensorwise",
+        "scale: of the tensor as it is, of what it was (delayed), of 1 x 128 and 128 x 128 blocks, "
+        "or of 32 values (mxfp8, Blackwell)",
+    )
+    first_last_layers_bf16: bool = field(
+        False, "first and last layer in model.dtype; not with recipe delayed"
+    )
+
+
+class ModelConfig(Section):
+    """The actor's model."""
+
+    path: Path = field(
+        ..., "folder to start from: Hugging Face's (config.json, *.safetensors, tokenizer) or a converted one"
+    )
+    dtype: Literal["bf16", "fp32"] = field(
+        "bf16", "of weights and activations; optimizer states and gradients are fp32"
+    )
+    layers: Literal["auto", "portable", "te"] = field(
+        "auto", "Transformer Engine's layers or plain torch; auto: te where CUDA and Transformer Engine are"
+    )
+    attention: Literal["auto", "flash", "fused", "unfused"] = field(
+        "auto",
+        "kernels of Transformer Engine's layers: FlashAttention 2 or 3, cuDNN's (fused), or plain products; "
+        "auto: cuDNN's, where it has none for a shape FlashAttention's, else plain products",
+        source="Megatron's attention_backend",
+    )
+    fp8: Fp8Config = section(Fp8Config)
+    grouped_experts: bool = field(
+        False,
+        "all experts of a rank in one grouped product of Transformer Engine, instead of one after the other",
+    )
+    router_dtype: Literal["fp32", "model"] = field(
+        "fp32",
+        "of a mixture's router: its product, its scores and what experts are weighed by; its weights are in "
+        "model.dtype",
+        source="Megatron's moe_router_dtype, which it advises for many experts",
+    )
+    permute_fusion: bool = field(
+        False,
+        "tokens are put in the order of their experts, and back, by Transformer Engine's kernels",
+        source="Megatron's moe_permute_fusion",
+    )
+    recompute: Literal["none", "selective", "full"] = field(
+        "none", "activation recomputation of Megatron: of recompute_modules, or of whole layers"
+    )
+    recompute_modules: tuple[Literal["attention", "mlp"], ...] = field(
+        ("attention",),
+        "with recompute selective: what is computed again in each layer (mlp: of dense models)",
+        source="Megatron's recompute_modules core_attn and mlp",
+    )
+    recompute_layers: int | None = field(
+        None,
+        "with recompute full: so many lowest layers of each stage (of a pipeline rank or a virtual one) are "
+        "recomputed, the others keep their activations; null, or more than there are: all",
+        "layers",
+        ge=1,
+    )
+    max_positions: int | None = field(
+        None, "longest prompt + response; null: the model's own", "tokens", ge=2
+    )
+
+    @field_validator("recompute_modules", mode="before")
+    @classmethod
+    def _as_list(cls, value: Any) -> Any:
+        """Accept one module without brackets."""
+        return [value] if isinstance(value, str) else value

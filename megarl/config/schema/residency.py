@@ -1,0 +1,23 @@
+"""Section `residency`: which tensors stay on the GPU between phases."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from megarl.config.schema.section import Section, field
+
+TensorGroup = Literal[
+    "actor.weights", "actor.gradients", "actor.optimizer",
+    "critic.weights", "critic.gradients", "critic.optimizer",
+    "reference.weights", "reward.weights", "teacher.weights",
+    "engine.weights", "engine.kv_cache",
+]  # fmt: skip
+
+
+class ResidencyConfig(Section):
+    """Which tensors stay on the GPU in each phase (see docs/gpu.md)."""
+
+    offload: bool | None = field(None, "move what a phase does not need to pinned host memory; null: on CUDA")
+    keep: tuple[TensorGroup, ...] = field(
+        (), "groups that never leave, e.g. [actor.optimizer]: quicker steps, less room for engine.kv_cache"
+    )

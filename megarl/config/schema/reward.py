@@ -1,0 +1,88 @@
+"""Section `reward`: verifier, terms, reward model and length penalty."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from megarl.config.schema.rollout import Sandbox
+from megarl.config.schema.section import Section, field, section
+
+
+class OverlongConfig(Section):
+    """What happens to responses that reach the length limit (DAPO section 3.4)."""
+
+    filter: bool = field(
+        False, "mask truncated responses out of the loss", source="DAPO section 3.4, overlong filtering"
+    )
+    soft_punishment: bool = field(False, "a length penalty is added to the reward", source="DAPO eq. 13")
+    buffer: int = field(4096, "L_cache: width of the punished interval", "tokens", "DAPO section 4.1", ge=1)
+
+
+class RewardTerm(Section):
+    """A function of a response whose value is added to the reward."""
+
+    function: str = field(
+        ...,
+        "`module:function`, called as f(response, **arguments) with a `megarl.rewards.Judged`; "
+        "returns a finite number (megarl/rewards/shaping.py has some)",
+    )
+    weight: float = field(1.0, "factor of its value; 0: only measured")
+    arguments: dict[str, bool | int | float | str] = field({}, "further arguments, by name")
+
+
+class RewardModelConfig(Section):
+    """A reward model on the same ranks, whose score of each response is added to its reward."""
+
+    path: Path | None = field(
+        None,
+        "Hugging Face folder of a sequence classifier of one label, with the actor's tokenizer; null: none",
+    )
+    weight: float = field(1.0, "factor of its score; 0: only measured")
+
+
+class RewardConfig(Section):
+    """What a response is worth: weight * (the verifier's reward) + the terms and the reward model's score,
+    each by its weight, + the penalty of `overlong`."""
+
+    verifier: str = field(
+        "dapo",
+        "dapo (last `Answer:` line, normalised), math (symbolic), "
+        "or a dotted path `module:function` of your own",
+        source="DAPO eq. 7",
+    )
+    correct: float = field(1.0, "reward of a right answer", source="DAPO eq. 7")
+    incorrect: float = field(-1.0, "reward of a wrong answer", source="DAPO eq. 7; VAPO speaks of 0 and 1")
+    weight: float = field(1.0, "factor of the verifier's reward; 0: it only says right or wrong", ge=0)
+    terms: dict[str, RewardTerm] = field(
+        {}, "name -> {function, weight, arguments}: added to the reward; reward/term_<name> is its mean"
+    )
+    model: RewardModelConfig = section(RewardModelConfig)
+    timeout: float = field(
+        10.0, "longest time for one answer, which is then wrong and recorded", "seconds", gt=0
+    )
+    workers: int = field(1, "verifier processes per rank", "processes", ge=1)
+    memory: int = field(
+        2048, "data memory of a verifier; an answer that takes more is wrong and recorded", "MiB", ge=128
+    )
+    sandbox: Sandbox = field(
+        "strict",
+        "what the process of a verifier or term of your own may do, as rollout.turns.sandbox says; megarl's "
+        "own may only calculate (docs/verifiers.md)",
+    )
+    max_unjudged: float = field(
+        0.1,
+        "share of a step's responses that may stay unjudged (left out), since a failure of the verifier's "
+        "process, function or service says nothing of them; above it the run ends",
+        ge=0,
+        le=1,
+    )
+    overlong: OverlongConfig = section(OverlongConfig)
+
+    @property
+    def parts(self) -> dict[str, float]:
+        """Return the weight of each part of the reward that has one, by the part's key; the reward model's
+        comes last."""
+        parts = {"verifier": self.weight, "overlong": float(self.overlong.soft_punishment)}
+        parts |= {f"terms.{name}": term.weight for name, term in self.terms.items()}
+        parts["model"] = self.model.weight if self.model.path else 0.0
+        return {name: weight for name, weight in parts.items() if weight}

@@ -1,0 +1,17 @@
+"""Section `schedule`: how far rollouts run ahead of training."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from megarl.config.schema.section import Section, field
+
+
+class ScheduleConfig(Section):
+    """The order of the phases of neighbouring steps."""
+
+    ahead: Literal[0, 1, 2] = field(
+        0,
+        "steps that rollouts are ahead: those of step k are drawn with the weights after step k - 1 - ahead",
+        "steps",
+    )

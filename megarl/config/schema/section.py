@@ -1,0 +1,79 @@
+"""Base class of all sections, documented fields, and functions that list a section's fields."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, get_args, get_origin
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+from pydantic.fields import FieldInfo
+
+OURS = "our choice"
+
+
+def field(default: Any, doc: str, unit: str = "", source: str = OURS, **bounds: Any) -> Any:
+    """Declare a documented field. `source` cites a paper's section or equation, or says that it is our
+    choice."""
+    return Field(default, description=doc, json_schema_extra={"unit": unit, "source": source}, **bounds)
+
+
+def section(kind: type[Section]) -> Any:
+    """Declare a section with its defaults."""
+    return field(kind(), f"see {kind.__name__}")
+
+
+def section_of(field: FieldInfo) -> type[BaseModel] | None:
+    """Return the model of a section, None for any other field."""
+    return None if get_origin(field.annotation) in (dict, tuple) else _model_in(field)
+
+
+def held_section_of(field: FieldInfo) -> type[BaseModel] | None:
+    """Return the model of the sections that a field holds by names of the user's (`reward.terms`) or as a
+    list (`data.eval`), None for any other field."""
+    return _model_in(field) if get_origin(field.annotation) in (dict, tuple) else None
+
+
+def _model_in(field: FieldInfo) -> type[BaseModel] | None:
+    kinds = [kind for kind in (field.annotation, *get_args(field.annotation)) if isinstance(kind, type)]
+    return next((kind for kind in kinds if issubclass(kind, BaseModel)), None)
+
+
+def fields(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
+    """Yield every leaf of the schema with its dotted key."""
+    for name, info in model.model_fields.items():
+        below = section_of(info)
+        if below is not None:
+            yield from fields(below, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", info
+
+
+class Section(BaseModel):
+    """Base of every section: unknown keys are refused, values are checked, nothing changes after loading."""
+
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, validate_default=True, protected_namespaces=(), allow_inf_nan=False
+    )
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _plausible(cls, value: Any, info: ValidationInfo) -> Any:
+        """Refuse what pydantic would let pass (true as the number 1, a NUL in a path); replace a leading ~ of
+        paths."""
+        annotation = cls.model_fields[str(info.field_name)].annotation
+        kinds = (annotation, *get_args(annotation))
+        parts = value if isinstance(value, list) else [value]
+        if isinstance(value, dict) and Path in kinds:
+            parts = [*value.values()]
+        if any(isinstance(part, bool) for part in parts) and bool not in kinds:
+            raise ValueError("must not be true or false")
+        if any(isinstance(part, str) and "\0" in part for part in parts):
+            raise ValueError("must not hold a NUL character")
+        if Path not in kinds:
+            return value
+        # A shell leaves the ~ of `model.path=~/x` as it is.
+        paths = [Path(p).expanduser() if isinstance(p, str) and p.startswith("~/") else p for p in parts]
+        if isinstance(value, dict):
+            return dict(zip(value, paths, strict=True))
+        return paths if isinstance(value, list) else paths[0]
