@@ -5,6 +5,10 @@ A command is a function with annotated parameters beside the code that it calls,
 they are. Other packages add theirs by entry points of the group `megarl.commands`: `NAME =
 "package.module:function"`, where `data-NAME` is `megarl data NAME`.
 
+Typer must import every command to list them. That takes half a second and fails if one package is broken. So
+`Words` imports a command when it is called, and `summary` reads help texts from source. `Command` exists
+because Typer's options for several values want the option before each value, and `--seeds 0 1` does not.
+
 Exit codes: 0 done, 2 something the user can mend (one line on standard error), 1 a defect (a traceback), 75
 told to leave and saved (the same command continues), 124 a rank hung (a report says where), 130 interrupted,
 128 + n a rank was killed by signal n."""

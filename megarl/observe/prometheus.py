@@ -1,7 +1,8 @@
 """The newest metrics of a run for Prometheus, at http://host:port/metrics (`log.prometheus`).
 
-prometheus_client writes them; the server is ours, as its own one would look the host's name up in DNS and
-wait for a silent client without a limit.
+prometheus_client formats the answer. Its `start_http_server` is not used. It looks the host's name up in DNS
+and keeps a thread for each silent client without a limit. It also prints a traceback when a client resets its
+connection, and answers every path.
 """
 
 from __future__ import annotations

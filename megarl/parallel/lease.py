@@ -9,6 +9,10 @@ Another command takes a lease over that was released; whose processes are provab
 machine, and the system has dropped their lock on the file); or that nobody has renewed for `limit` seconds.
 Who cannot renew it for so long has ended by then: on Linux a timer of the kernel kills the process, also one
 that is stopped (SIGSTOP) and would go on writing once it is woken.
+
+filelock's `SoftFileLease` (4.2) does not replace this. It lets an owner that lost its lease keep writing. It
+belongs to one process: when that dies, the folder is free, though ranks of the same job still write. And each
+command must be given the owner's `limit`, which the file says here.
 """
 
 from __future__ import annotations

@@ -1,9 +1,13 @@
 """GGUF files (llama.cpp's) seen as Hugging Face tensors, so that a quantised model can be made a folder to
 train from.
 
-Weights are dequantised block by block by the package gguf; configuration and tokenizer are read by
-transformers. The header is read here, with its lengths checked against the file: gguf's reader takes seconds
-for a vocabulary, believes any length, and would be the third to read it.
+The package gguf dequantises weights, tensor by tensor. transformers reads configuration and tokenizer. The
+header is read here, with its lengths checked against the file: gguf's reader trusts any length and takes
+seconds for a vocabulary.
+
+`from_pretrained(gguf_file=...)` of transformers does not replace this. `save_pretrained` refuses its model
+("not serializable"). It is no faster and holds the whole model in memory. It skips tensors that it does not
+know, and drops Llama 3.1's rope scaling.
 """
 
 from __future__ import annotations
