@@ -18,7 +18,7 @@ from megarl.config import Config, check_config, dump_config, load_config
 from megarl.config.errors import ConfigError
 from megarl.config.load import dump_yaml
 from megarl.config.recipes import AHEAD_PRESET, PRESETS
-from megarl.config.schema.section import fields, held_section_of
+from megarl.config.schema.section import entry_model, fields
 from megarl.config.text import printable
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ def documented() -> Iterator[tuple[str, FieldInfo]]:
     def below(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
         for key, field in fields(model, prefix):
             yield key, field
-            held = held_section_of(field)
+            held = entry_model(field)
             if held is not None:
                 yield from below(
                     held, f"{key}[]." if get_origin(field.annotation) is tuple else f"{key}.<name>."

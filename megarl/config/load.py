@@ -31,7 +31,7 @@ from megarl.config.errors import ConfigError, first_line
 from megarl.config.files import open_regular
 from megarl.config.recipes import AHEAD_PRESET, PRESETS
 from megarl.config.schema import Config, DataEntry, EvaluationSet, GymConfig, RewardTerm
-from megarl.config.schema.section import fields, held_section_of, section_of
+from megarl.config.schema.section import entry_model, fields, section_model
 
 Settings = dict[str, Any]
 MAX_DEPTH = 8  # sections within sections; the schema has 3, and an alias that holds itself has no end
@@ -265,8 +265,8 @@ def _key(location: Sequence[str | int]) -> str:
             section, held = held, None
         elif section is not None:
             field = section.model_fields.get(str(part))
-            section = section_of(field) if field is not None else None
-            held = held_section_of(field) if field is not None else None
+            section = section_model(field) if field is not None else None
+            held = entry_model(field) if field is not None else None
     return ".".join(parts)
 
 

@@ -15,7 +15,7 @@ from megarl.config.engines import ENGINES, EngineName
 from megarl.config.errors import ConfigError
 from megarl.config.recipes import PRESETS
 from megarl.config.schema import AgreementConfig
-from megarl.config.schema.section import Section, fields, section_of
+from megarl.config.schema.section import Section, fields, section_model
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 MINIMUM = "recipe: grpo\nrun_dir: runs/x\nsteps: 3\nmodel: {path: m}\n"
@@ -302,7 +302,7 @@ class TestKnobs:
             )
 
     def test_a_section_is_in_the_file_of_its_name(self) -> None:
-        sections = {name: section_of(field) for name, field in Config.model_fields.items()}
+        sections = {name: section_model(field) for name, field in Config.model_fields.items()}
         for name, section in sections.items():
             assert section is None or section.__module__ == f"megarl.config.schema.{name}"
 

@@ -1,4 +1,4 @@
-"""Section `actor`: optimizer, learning rate, frozen parts and LoRA adapters. The critic has the same keys."""
+"""Section `actor`: optimizer, learning rate, frozen parts and LoRA. `critic` has the same keys."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ LoraTarget = Literal[
 
 
 class LoraConfig(Section):
-    """LoRA (arXiv 2106.09685): beside W x in the layers stands scale * B A x; A and B alone are trained."""
+    """LoRA (arXiv 2106.09685): layers compute W x + scale * B A x. Only A and B are trained."""
 
-    rank: int | None = field(None, "rows of A, columns of B; null: no adapters, the model is trained", ge=1)
+    rank: int | None = field(None, "rank of B A; null: no adapters, the model itself is trained", ge=1)
     alpha: float = field(32.0, "scale = alpha / rank", gt=0)
     rank_stabilized: bool = field(False, "scale = alpha / sqrt(rank)", source="arXiv 2312.03732")
     targets: tuple[LoraTarget, ...] = field(
@@ -31,15 +31,17 @@ class LoraConfig(Section):
 
     @property
     def scale(self) -> float:
-        """Return what B A is multiplied with."""
+        """Return the factor of B A."""
         rank = self.rank or 1
         return self.alpha / (math.sqrt(rank) if self.rank_stabilized else rank)
 
 
 class MuonConfig(Section):
-    """Muon (arXiv 2502.16982, algorithm 1 and equation 4): m = momentum m + g; W -= lr (O sqrt(max(rows,
-    columns)) scale + weight_decay W), where O is what Newton-Schulz steps with Jordan's coefficients (3.4445,
-    -4.775, 2.0315) make of g + momentum m: nearly U V^T of its singular value decomposition."""
+    """Muon (arXiv 2502.16982, algorithm 1 and equation 4).
+
+    m = momentum m + g; W -= lr (O sqrt(max(rows, columns)) scale + weight_decay W). Newton-Schulz steps with
+    Jordan's coefficients (3.4445, -4.775, 2.0315) orthogonalise g + momentum m. The result O is close to
+    U V^T of its singular value decomposition."""
 
     momentum: float = field(0.95, "of the gradients' moving sum", source="arXiv 2502.16982", ge=0, lt=1)
     steps: int = field(5, "Newton-Schulz steps", "steps", "arXiv 2502.16982, section 2.1", ge=1)

@@ -10,8 +10,8 @@ from megarl.config.schema.section import Section, field, section
 class MismatchConfig(Section):
     """Corrections where the engine's probabilities differ from the trainer's.
 
-    Factors, from the ratio trainer / engine, of the token weights of the policy loss and the KL term.
-    Denominators stay as they are. `mismatch/*` is recorded in any case."""
+    The ratio trainer / engine gives factors for the token weights of the policy loss and the KL term.
+    Denominators do not change. `mismatch/*` is recorded in any case."""
 
     weight: Literal["none", "token", "sequence"] = field(
         "none",
@@ -36,16 +36,15 @@ class MismatchConfig(Section):
 
 
 class DppoConfig(Section):
-    """DPPO's own numbers. Its thresholds are clip_low and clip_high, of probabilities (dppo_tv) or of their
-    divergence (dppo_kl)."""
+    """Settings of DPPO.
 
-    ratio_cap: float = field(
-        20.0, "largest ratio that a token is weighted with", "", "arXiv 2602.04879", gt=0
-    )
+    Its thresholds are clip_low and clip_high, of probabilities (dppo_tv) or of their divergence (dppo_kl)."""
+
+    ratio_cap: float = field(20.0, "largest ratio that weights a token", "", "arXiv 2602.04879", gt=0)
     top_k: int = field(
         0,
-        "likeliest tokens of pi_old that the divergence tells apart, beside the sampled one; 0: it alone "
-        "against all others",
+        "top tokens of pi_old that the divergence keeps separate, in addition to the sampled one; 0: the "
+        "sampled token against all others",
         "tokens",
         "arXiv 2602.04879, DPPO-TopK: 20",
         ge=0,
@@ -55,28 +54,36 @@ class DppoConfig(Section):
 class SapoConfig(Section):
     """The slopes of SAPO's gate."""
 
-    tau_positive: float = field(1.0, "of tokens of positive advantage", source="SAPO", gt=0)
-    tau_negative: float = field(1.05, "of the others, whose gradient falls off faster", source="SAPO", gt=0)
+    tau_positive: float = field(1.0, "slope for tokens of positive advantage", source="SAPO", gt=0)
+    tau_negative: float = field(
+        1.05, "slope for the other tokens, whose gradient falls off faster", source="SAPO", gt=0
+    )
 
 
 class CovarianceConfig(Section):
-    """Which tokens Clip-Cov and KL-Cov select in a mini-batch, by the product of their advantage and
-    log-prob, each less its mean."""
+    """How Clip-Cov and KL-Cov select tokens of a mini-batch.
+
+    A token's covariance is (advantage - mean advantage) * (log-prob - mean log-prob)."""
 
     share: float = field(
-        2e-4, "of its tokens, at least one; KL-Cov of 7B: 2e-3", "", "arXiv 2505.22617", gt=0, le=1
+        2e-4,
+        "share of tokens that is selected, at least one; KL-Cov of 7B: 2e-3",
+        "",
+        "arXiv 2505.22617",
+        gt=0,
+        le=1,
     )
-    low: float = field(1.0, "clip_cov: what the covariance must be above", source="arXiv 2505.22617")
-    high: float = field(5.0, "clip_cov: what it must be below", source="arXiv 2505.22617")
+    low: float = field(1.0, "clip_cov: selected covariances are above this", source="arXiv 2505.22617")
+    high: float = field(5.0, "clip_cov: selected covariances are below this", source="arXiv 2505.22617")
     kl_weight: float = field(1.0, "kl_cov: of |log ratio|", "", "arXiv 2505.22617", ge=0)
 
 
 class AgreementConfig(Section):
-    """What is made of how far the values of two critics are apart, as shares of a step's tokens."""
+    """What the agreement of two critics' values decides, as shares of a step's tokens."""
 
     mask: float = field(
         0.0,
-        "those on which they agree most, which have no advantage",
+        "share of tokens with the closest values, whose advantage is 0",
         "",
         "AsyPPO, arXiv 2510.01656; 0.1 in a reimplementation",
         ge=0,
@@ -84,7 +91,7 @@ class AgreementConfig(Section):
     )
     filter: float = field(
         0.0,
-        "those on which they agree least, which the entropy term leaves out",
+        "share of tokens with the most different values, which the entropy term leaves out",
         "",
         "AsyPPO; 0.2 in a reimplementation",
         ge=0,
@@ -95,7 +102,9 @@ class AgreementConfig(Section):
 class FipoConfig(Section):
     """The factors of FIPO's advantages."""
 
-    half_life: float = field(32.0, "after which a later token counts half", "tokens", "FIPO's script", gt=0)
+    half_life: float = field(
+        32.0, "distance at which a later token counts half", "tokens", "FIPO's script", gt=0
+    )
     low: float = field(1.0, "smallest factor; FIPO of 7B: 0.8", "", "FIPO's script", gt=0)
     high: float = field(1.2, "largest factor", "", "FIPO's script", gt=0)
     limit: float = field(10.0, "tokens of a larger ratio are left out of the sum", "", "FIPO's script", gt=1)
@@ -112,16 +121,17 @@ class AlgorithmConfig(Section):
 
     advantage: Advantage = field(
         "group",
-        "gae: by a critic; without one: reward less the group's mean, over its standard deviation (group) or "
-        "not (group_mean), less the mean of the group's others (leave_one_out), or the return alone; "
-        "per_reward: group of each part of the reward by itself, their sum over the batch's deviation; "
-        "tracked: reward less what earlier answers to the prompt let expect, normalised over the batch; "
-        "prompt_value: reward less what a critic that reads the prompt alone lets expect",
+        "gae: by a critic; group: (reward - the group's mean) / the group's standard deviation; group_mean: "
+        "without that division; leave_one_out: reward minus the mean of the group's other responses; "
+        "return: the return alone; "
+        "per_reward: group for each part of the reward, their sum divided by the batch's standard deviation; "
+        "tracked: reward minus the prompt's running success rate, normalised over the batch; "
+        "prompt_value: reward minus the value that a critic predicts from the prompt alone",
         source="DAPO eq. 9; Dr. GRPO; RLOO; REINFORCE++; VAPO eq. 3; GDPO; SPO; SPPO",
     )
     tracker_rho: float = field(
         0.875,
-        "with advantage tracked: share of what is known of a prompt that counts on when it is answered again",
+        "with advantage tracked: factor of a prompt's earlier results when it is answered again",
         source="SPO: 0.875 to 0.96, by how far the policy has moved",
         gt=0,
         le=1,
@@ -146,8 +156,8 @@ class AlgorithmConfig(Section):
     )
     window_tail: int = field(
         0,
-        "last tokens of a window that goes on (rollout.window) whose advantage is 0, as little is known of "
-        "what follows",
+        "last tokens of an unfinished window (rollout.window) whose advantage is 0, as little is known of "
+        "the tokens that follow",
         "tokens",
         "T-PPO's implementation: 8",
         ge=0,
@@ -167,8 +177,8 @@ class AlgorithmConfig(Section):
     )  # fmt: skip
     old_logprobs: Literal["trainer", "engine"] = field(
         "trainer",
-        "pi_old of the ratio: computed by the trainer before the updates, or the engine's own of the "
-        "sampling, which saves that pass",
+        "pi_old of the ratio: the trainer computes it before the updates, or the engine's log-probs of the "
+        "sampling are used, which saves that pass",
         source="engine: SAO",
     )
     clip_low: float = field(0.2, "epsilon_low; 1: none", source="DAPO eq. 8, VAPO eq. 8", gt=0, le=1)
@@ -212,12 +222,12 @@ class AlgorithmConfig(Section):
 
     @property
     def compares(self) -> bool:
-        """Return whether a response's advantage comes from those of its group."""
+        """Return whether a response's advantage depends on the other responses of its group."""
         return self.advantage in ("group", "group_mean", "leave_one_out", "per_reward")
 
     @property
     def surrogate_options(self) -> dict[str, float]:
-        """Return the numbers that the surrogate's function takes, by name."""
+        """Return the keyword arguments of the surrogate's function."""
         match self.surrogate:
             case "dppo_tv" | "dppo_kl":
                 return {"ratio_cap": self.dppo.ratio_cap}
@@ -231,7 +241,7 @@ class AlgorithmConfig(Section):
 
     @property
     def selects_tokens(self) -> bool:
-        """Return whether the surrogate needs to know of tokens of the whole mini-batch."""
+        """Return whether the surrogate selects tokens among those of the whole mini-batch."""
         return self.surrogate in ("clip_cov", "kl_cov")
 
     @property

@@ -64,12 +64,12 @@ class Config(Section):
 
     @property
     def main_stage(self) -> str:
-        """Return the stage of this run's steps in its records, but for those of value pretraining."""
+        """Return the stage of this run's steps in its records, value pretraining excepted."""
         return main_stage(self.recipe)
 
     @property
     def has_engine(self) -> bool:
-        """Return whether an engine draws this run's responses; else they are given."""
+        """Return whether an engine samples this run's responses; else data has them."""
         return self.main_stage == TRAIN
 
     @property
@@ -79,7 +79,7 @@ class Config(Section):
 
     @property
     def values_prompts(self) -> bool:
-        """Return whether that model reads prompts alone."""
+        """Return whether the value model reads only prompts."""
         return self.has_engine and self.algorithm.advantage == "prompt_value"
 
     @property
@@ -89,17 +89,18 @@ class Config(Section):
 
     @property
     def has_teacher(self) -> bool:
-        """Return whether a teacher judges the tokens of this run's responses."""
+        """Return whether a teacher scores the tokens of this run's responses."""
         return self.has_engine and bool(self.teacher.folders)
 
     def evaluates(self, step: int, every: int | None = None) -> bool:
-        """Return whether a set of data.eval with this `every` is evaluated after a step. Before the first and
-        after the last all are."""
+        """Return whether a set of data.eval with this `every` is evaluated after a step.
+
+        All sets are evaluated before the first step and after the last."""
         interval = every or self.evaluation.every
         return step in (0, self.steps) or (interval > 0 and step % interval == 0)
 
     def has_group(self, group: TensorGroup) -> bool:
-        """Return whether this run has such tensors on its devices."""
+        """Return whether this run has tensors of this group on its devices."""
         present = {"actor": True, "critic": self.has_critic, "engine": self.has_engine}
         own = self.algorithm.has_reference and self.actor.lora.rank is None
         present |= {"reference": own, "reward": self.has_reward_model}

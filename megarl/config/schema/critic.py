@@ -23,8 +23,8 @@ class CriticConfig(OptimizerConfig):
     )
     count: int = field(
         1,
-        "critics, alike but for what they learn from: each from its own share of every group's responses; "
-        "the mean of their values counts",
+        "number of critics; each learns from its own share of every group's responses, and the mean of "
+        "their values is used",
         "critics",
         "AsyPPO, arXiv 2510.01656: 2",
         ge=1,

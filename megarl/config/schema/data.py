@@ -41,8 +41,9 @@ class GymTask(Section):
 
 
 class GymConfig(Section):
-    """Problems that reasoning-gym generates and scores (extra `gym`): the same rows from the same section in
-    any process, rows of data.train and data.eval from seeds that cannot meet."""
+    """Problems that reasoning-gym generates and scores (extra `gym`).
+
+    The same section gives the same rows in any process. Seeds of data.train and data.eval are disjoint."""
 
     tasks: dict[str, GymTask] = field(
         ..., "name -> {weight, and the task's own parameters}, or a list of names"
@@ -50,7 +51,7 @@ class GymConfig(Section):
     size: int = field(..., "rows of all tasks together", "rows", ge=1, le=2**18)
     seed: int = field(
         0,
-        "another one, other rows; data.eval's rows are never data.train's, whatever the two seeds",
+        "seed of the rows; data.train and data.eval share no rows, whatever their seeds",
         ge=0,
         lt=2**12,
     )
@@ -107,16 +108,16 @@ class DataEntry(Section):
 
     @model_serializer(mode="wrap")
     def _as_given(self, plain: SerializerFunctionWrapHandler) -> Any:
-        """Write an entry with nothing of its own as its path."""
+        """Write an entry that has only a path as that path."""
         given = {key: value for key, value in plain(self).items() if value is not None}
         return given["path"] if list(given) == ["path"] else given
 
 
 class EvaluationSet(DataEntry):
-    """An entry of data.eval: a path, or a section with it or with `gym`, and what is the entry's own."""
+    """An entry of data.eval: a path, or a section with `path` or `gym` and settings of this entry."""
 
     name: str | None = field(
-        None, "of its scores: eval/<name>/avg and so on; null: they are shown by the rows' data_source"
+        None, "of its scores: eval/<name>/avg and so on; null: scores are grouped by the rows' data_source"
     )
     every: int | None = field(
         None,
@@ -128,7 +129,7 @@ class EvaluationSet(DataEntry):
     samples: int | None = field(None, "responses per problem; null: evaluation.samples", "responses", ge=1)
 
 
-# Arguments of transformers' apply_chat_template that are no variables of a template.
+# Arguments of transformers' apply_chat_template that are not template variables.
 _RENDERING = frozenset(
     {
         *("conversation", "messages", "tools", "documents", "chat_template"),
@@ -169,7 +170,7 @@ class DataConfig(Section):
     @field_validator("chat_template_kwargs")
     @classmethod
     def _free_names(cls, value: dict[str, Any]) -> dict[str, Any]:
-        """Refuse names that the conversation itself, or how it is rendered, has."""
+        """Refuse arguments of apply_chat_template, which are set for each conversation."""
         if taken := sorted(_RENDERING & value.keys()):
             raise ValueError(f"must not have {taken[0]}, which is set for each conversation")
         return value

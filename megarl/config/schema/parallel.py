@@ -15,11 +15,11 @@ class ParallelConfig(Section):
     dp: int | None = field(
         None, "data-parallel size; null: what the launcher gives (1 where megarl launches)", "devices", ge=1
     )
-    cp: int = field(1, "context-parallel size: ranks over which each sequence is cut", "devices", ge=1)
+    cp: int = field(1, "context-parallel size: ranks over which each sequence is split", "devices", ge=1)
     ep: int = field(1, "ranks of a stage (tp x cp x dp) that share a mixture's experts", "devices", ge=1)
     rollout_ranks: int = field(
         0,
-        "ranks that have engines and nothing else, behind those that train; 0: all ranks do both",
+        "ranks that only run engines, numbered after the training ranks; 0: all ranks do both",
         "devices",
         ge=0,
     )
@@ -32,7 +32,7 @@ class ParallelConfig(Section):
     )
     overlap_warmup_flush: bool = field(
         False,
-        "with vpp > 1 stages send and receive beside computing while the pipeline fills and empties too",
+        "with vpp > 1: overlap sends and receives with computation during warm-up and flush too",
         "",
         "Megatron's overlap_p2p_comm_warmup_flush",
     )
@@ -45,12 +45,12 @@ class ParallelConfig(Section):
     )
     grad_dtype: Literal["fp32", "bf16"] = field(
         "fp32",
-        "in which micro-batches' gradients add up and travel; bf16: half of memory and messages, and those "
-        "of replicas are still added up in fp32",
+        "dtype of gradient accumulation and reduction; bf16: half of the memory and traffic, and gradients "
+        "of replicas are still summed in fp32",
         source="Megatron's reduce_scatter_with_fp32_accumulation",
     )
     overlap_bucket: int | None = field(
-        None, "weights of one message in an overlap; null: 40 million, or dp million if more", "weights", ge=1
+        None, "weights per bucket of these overlaps; null: 40 million, or dp million if more", "weights", ge=1
     )
     device: Literal["auto", "cuda", "cpu"] = field("auto", "auto takes cuda where there is one")
     threads: int = field(1, "torch threads per process on a CPU", "threads", ge=1)

@@ -19,5 +19,6 @@ class ResidencyConfig(Section):
 
     offload: bool | None = field(None, "move what a phase does not need to pinned host memory; null: on CUDA")
     keep: tuple[TensorGroup, ...] = field(
-        (), "groups that never leave, e.g. [actor.optimizer]: quicker steps, less room for engine.kv_cache"
+        (),
+        "groups that never offload, e.g. [actor.optimizer]: faster steps, less room for engine.kv_cache",
     )

@@ -71,8 +71,8 @@ class RewardConfig(Section):
     )
     max_unjudged: float = field(
         0.1,
-        "share of a step's responses that may stay unjudged (left out), since a failure of the verifier's "
-        "process, function or service says nothing of them; above it the run ends",
+        "largest share of a step's responses without a verdict, because the verifier's process, function or "
+        "service failed; such responses are left out; above it the run ends",
         ge=0,
         le=1,
     )

@@ -10,21 +10,24 @@ from megarl.config.schema.section import Section, field, section
 
 
 class DynamicSamplingConfig(Section):
-    """Groups whose responses are all right or all wrong carry no group-relative signal and are replaced (DAPO
-    eq. 11)."""
+    """Replace groups whose responses are all right or all wrong (DAPO eq. 11).
+
+    Such groups carry no group-relative signal."""
 
     enabled: bool = field(False, "keep groups with 0 < correct < group_size", "", "DAPO eq. 11; not in VAPO")
     by: Literal["accuracy", "score"] = field(
         "accuracy",
-        "what must differ within a group that is kept: right and wrong, or its rewards, of whatever parts "
-        "(standard deviation > 1e-6)",
+        "what must vary within a group for it to be kept: accuracy, or the whole reward (standard deviation "
+        "> 1e-6)",
         source="DAPO eq. 11: accuracy",
     )
     max_batches: int = field(10, "generation batches per step, then `at_limit` applies", "batches", ge=1)
     at_limit: Literal["continue", "stop"] = field(
         "continue", "at max_batches: fill up with rejected groups, or stop the run with a message"
     )
-    oversample: float = field(1.0, "first generation batch / groups needed; the rest is used next step", ge=1)
+    oversample: float = field(
+        1.0, "first generation batch / groups needed; the next step uses the surplus", ge=1
+    )
 
 
 Sandbox = Literal["strict", "network", "off"]
@@ -36,16 +39,21 @@ class TurnsConfig(Section):
     max: int = field(16, "turns of the policy; an episode that wants more is truncated", "turns", ge=1)
     max_tokens: int | None = field(
         None,
-        "tokens behind the prompt, what the policy is shown included; null: rollout.max_response_tokens. "
-        "What the policy writes itself is limited by that in any case",
+        "tokens after the prompt, observations included; null: rollout.max_response_tokens, which limits the "
+        "policy's own tokens in any case",
         "tokens",
         ge=1,
     )
     seconds: float = field(30.0, "longest call of a tool, or step of an environment", "seconds", gt=0)
     hold: float = field(
-        5.0, "that an episode or agent may hold the event loop before its line is said", "seconds", gt=0
+        5.0,
+        "longest that an episode or agent blocks the event loop before its line is reported",
+        "seconds",
+        gt=0,
     )
-    observation: int = field(8192, "what the policy is shown of one result; the rest is cut", "bytes", ge=16)
+    observation: int = field(
+        8192, "longest observation that the policy gets from one result; the rest is cut", "bytes", ge=16
+    )
     calls: int = field(2, "processes for tools and environments of one engine", "processes", ge=1)
     memory: int = field(2048, "data memory of such a process", "MiB", ge=128)
     sandbox: Sandbox = field(
@@ -59,12 +67,13 @@ class RolloutConfig(Section):
     """Sampling of responses."""
 
     engine: EngineName = field(
-        "transformers", "rollout engine; sglang_url: servers that somebody else runs (docs/sglang.md)"
+        "transformers",
+        "rollout engine; sglang_url: SGLang servers that megarl does not start (docs/sglang.md)",
     )
     urls: tuple[str, ...] = field((), "SGLang servers of engine sglang_url, `http://host:port` each")
     router: str | None = field(
         None,
-        "sglang's router in front of them, `http://host:port`; null: each is asked by its own URL",
+        "sglang's router in front of them, `http://host:port`; null: requests go to each server's URL",
     )
     prompts: int = field(
         512, "effective prompts a step", "prompts", "DAPO section 4.1, VAPO section 5.1", ge=1
@@ -82,7 +91,7 @@ class RolloutConfig(Section):
     episode: str | None = field(
         None,
         "`module:function`, an `async def f(prompt, policy)` run for each response (docs/episodes.md); "
-        "null: one turn, or what tools, environment or agent say",
+        "null: a single turn, or the episode that tools, environment or agent define",
     )
     tools: tuple[str, ...] = field(
         (), "`module:function` each, plain functions that the policy may call by its chat template's format"
@@ -98,17 +107,17 @@ class RolloutConfig(Section):
     max_batch: int = field(256, "sequences that one engine decodes at once", "sequences", ge=1)
     in_flight: int | None = field(
         None,
-        "responses that one of several engines is given at once (of sglang_url: for each of its servers), "
-        "beside those that wait for a tool; the others wait, and go to whichever engine has room first; "
-        "null: max_batch; 0: all, in equal parts",
+        "responses in flight per engine (sglang_url: per server) if there are several, without those that "
+        "wait for a tool; each further response goes to the first engine with room; null: max_batch; "
+        "0: all at once, divided equally",
         "responses",
         ge=0,
     )
     dynamic_sampling: DynamicSamplingConfig = section(DynamicSamplingConfig)
     engine_tp: int = field(
         1,
-        "tensor-parallel size of one engine; their number is devices / this. "
-        "Of sglang_url: ranks that share a client of its servers",
+        "tensor-parallel size of one engine; there are devices / this engines. "
+        "sglang_url: ranks that share a client of its servers",
         "devices",
         ge=1,
     )
@@ -127,23 +136,23 @@ class RolloutConfig(Section):
         3, "failures since the last weight transfer after which no engine is restarted", "failures", ge=0
     )
     continue_partial: bool = field(
-        False, "continue responses aborted at a step's end in the next one; false: draw their prompts anew"
+        False, "continue responses aborted at a step's end in the next one; false: sample their prompts again"
     )
     window: int | None = field(
         None,
-        "tokens of a response that one step draws and trains the policy on; one that has not ended then goes "
-        "on in the next step, before new prompts fill the batch; null: whole responses",
+        "tokens of a response that one step samples and trains on; an unfinished response continues in the "
+        "next step, before new prompts fill the batch; null: whole responses",
         "tokens",
         "T-PPO, arXiv 2506.15050: 8192",
         ge=1,
     )
     routing_replay: bool = field(
         False,
-        "record which experts the engine chose for each token, and have the actor's routers choose them too",
+        "record the experts that the engine chose for each token, and replay them in the actor's routers",
         source="R3, arXiv 2510.11370",
     )
     routing_compare: bool = field(
-        False, "one more log-prob pass a step, without replay: how far the engine's log-probs are from that"
+        False, "one more log-prob pass a step, without replay, to compare the engine's log-probs with"
     )
     engine_options: dict[str, bool | int | float | str | tuple[str, ...]] = field(
         {}, "further arguments of sglang.Engine, e.g. {attention_backend: triton}"
@@ -160,12 +169,12 @@ class RolloutConfig(Section):
 
     @property
     def max_extent(self) -> int:
-        """Return the most tokens behind a prompt: the policy's, and what it is shown."""
+        """Return the most tokens after a prompt: the policy's and its observations."""
         return (self.turns.max_tokens if self.acts else None) or self.max_response_tokens
 
     @property
     def windows(self) -> int:
-        """Return the most steps that draw tokens of one response."""
+        """Return the most steps that sample tokens of one response."""
         return math.ceil(self.max_response_tokens / (self.window or self.max_response_tokens))
 
     @property

@@ -13,8 +13,7 @@ OURS = "our choice"
 
 
 def field(default: Any, doc: str, unit: str = "", source: str = OURS, **bounds: Any) -> Any:
-    """Declare a documented field. `source` cites a paper's section or equation, or says that it is our
-    choice."""
+    """Declare a documented field. `source` cites a paper's section or equation, or is OURS."""
     return Field(default, description=doc, json_schema_extra={"unit": unit, "source": source}, **bounds)
 
 
@@ -23,14 +22,15 @@ def section(kind: type[Section]) -> Any:
     return field(kind(), f"see {kind.__name__}")
 
 
-def section_of(field: FieldInfo) -> type[BaseModel] | None:
-    """Return the model of a section, None for any other field."""
+def section_model(field: FieldInfo) -> type[BaseModel] | None:
+    """Return the model of a field that is a section, None for any other field."""
     return None if get_origin(field.annotation) in (dict, tuple) else _model_in(field)
 
 
-def held_section_of(field: FieldInfo) -> type[BaseModel] | None:
-    """Return the model of the sections that a field holds by names of the user's (`reward.terms`) or as a
-    list (`data.eval`), None for any other field."""
+def entry_model(field: FieldInfo) -> type[BaseModel] | None:
+    """Return the model of a field's entries, None for a field without sections as entries.
+
+    Entries are named by the user (`reward.terms`) or stand in a list (`data.eval`)."""
     return _model_in(field) if get_origin(field.annotation) in (dict, tuple) else None
 
 
@@ -42,7 +42,7 @@ def _model_in(field: FieldInfo) -> type[BaseModel] | None:
 def fields(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
     """Yield every leaf of the schema with its dotted key."""
     for name, info in model.model_fields.items():
-        below = section_of(info)
+        below = section_model(info)
         if below is not None:
             yield from fields(below, f"{prefix}{name}.")
         else:

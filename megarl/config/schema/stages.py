@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-# Stages of a run, as its records name them: its steps, those of the recipe that learns from pairs, those of
-# value pretraining before them, and what is between two.
+# TRAIN: reinforcement-learning steps. SUPERVISED: steps of recipe `sft`. PRETRAINING: steps that fit the
+# critic before the first TRAIN step. EVALUATION: evaluations between steps.
 TRAIN, SUPERVISED, PRETRAINING, EVALUATION = "train", "sft", "value_pretraining", "eval"
 
 
 def main_stage(recipe: str) -> str:
-    """Return the stage of a run's steps in its records, but for those of value pretraining."""
+    """Return the stage of a run's steps in its records, value pretraining excepted."""
     return SUPERVISED if recipe == SUPERVISED else TRAIN

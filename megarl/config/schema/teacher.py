@@ -8,9 +8,10 @@ from megarl.config.schema.section import Section, field
 
 
 class TeacherConfig(Section):
-    """On-policy distillation: a teacher on the same ranks judges each token that the policy has sampled, and
-    its judgement is added to the token's advantage; or what it would have said there is a term of the
-    loss."""
+    """On-policy distillation from a teacher on the same ranks.
+
+    The teacher's log-ratio of each sampled token is added to the token's advantage. With `top_k`, a KL term
+    is added to the loss instead."""
 
     path: Path | None = field(
         None,
@@ -31,8 +32,8 @@ class TeacherConfig(Section):
     )
     top_k: int | None = field(
         None,
-        "k: the KL from a teacher to the policy over the teacher's k likeliest tokens at each place is a "
-        "term of the loss, and advantages stay as they are; null: the sampled token's log-ratio is added",
+        "k: the KL from a teacher to the policy over the teacher's top k tokens at each position is a term "
+        "of the loss, and advantages do not change; null: the sampled token's log-ratio is added",
         "tokens",
         "verl's forward_kl_topk, which has 32",
         ge=1,
@@ -42,14 +43,14 @@ class TeacherConfig(Section):
     def folders(self) -> dict[str, Path]:
         """Return each teacher's folder by the first key that names it, `teacher.path` or
         `teacher.by_source.<data_source>`."""
-        found: dict[str, Path] = {}
+        folders: dict[str, Path] = {}
         by_source = {f"teacher.by_source.{source}": path for source, path in self.by_source.items()}
         for key, path in {"teacher.path": self.path, **by_source}.items():
-            if path is not None and path not in found.values():
-                found[key] = path
-        return found
+            if path is not None and path not in folders.values():
+                folders[key] = path
+        return folders
 
     def number(self, source: str) -> int:
-        """Return which of `folders` judges rows of this data_source; -1: none."""
+        """Return the index in `folders` of the teacher for this data_source; -1: none."""
         path = self.by_source.get(source, self.path)
         return -1 if path is None else [*self.folders.values()].index(path)

@@ -15,7 +15,7 @@ class UpdateConfig(Section):
     tokens_per_micro_batch: int = field(
         32768,
         "packed tokens per micro-batch, of which a context-parallel rank has its share; "
-        "one longer sample has a micro-batch of its own",
+        "a longer sample gets its own micro-batch",
         "tokens",
         ge=1,
     )

@@ -8,15 +8,16 @@ from megarl.config.schema.section import Section, field
 
 
 class ValuePretrainingConfig(Section):
-    """The critic is fitted to Monte-Carlo returns of the frozen initial policy before anything else (VAPO
-    section 4.1)."""
+    """Fit the critic to Monte-Carlo returns of the frozen initial policy first (VAPO section 4.1)."""
 
     steps: int = field(
         0, "rollouts of the frozen policy; 0: no pretraining", "rollout steps", "VAPO section 5.1: 50", ge=0
     )
     epochs: int = field(1, "passes over each of these rollouts", "epochs", ge=1)
     lr: float | None = field(None, "constant learning rate meanwhile; null: critic.lr", gt=0)
-    explained_variance: float = field(1.0, "end early once a new rollout's is at least this; 1: never", le=1)
+    explained_variance: float = field(
+        1.0, "end early once a new rollout's explained variance is at least this; 1: never", le=1
+    )
     rollouts: Path | None = field(
         None,
         "folder of these rollouts, which are kept, and reused where it holds them already; "
