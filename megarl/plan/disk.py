@@ -11,8 +11,10 @@ from megarl.plan.tensors import count_trained
 
 
 def checkpoint_bytes(plan: PlanInputs, *, pretraining: bool = False) -> float:
-    """Return the bytes of one checkpoint, without padding: weights, the optimizer's float32 weights, Adam's
-    moments. pretraining: of value pretraining, which does not train the actor."""
+    """Return the bytes of one checkpoint, without padding.
+
+    It has weights, the optimizer's float32 weights, and Adam's moments. pretraining: of value pretraining,
+    which does not train the actor."""
     total = 0.0
     models = (*plan.trained, *["critic"] * (plan.config.critic.count - 1))
     for model in models[1:] if pretraining else models:
@@ -27,11 +29,11 @@ def checkpoint_bytes(plan: PlanInputs, *, pretraining: bool = False) -> float:
 
 
 def count_checkpoints(plan: PlanInputs) -> tuple[int, int]:
-    """Return the most checkpoints that a run has on disk at once, and those of value pretraining with them.
+    """Return the most checkpoints on disk at once: of a run, and of its value pretraining.
 
     These are the `checkpoint.keep` newest, one that is written before the oldest is deleted, and those of
     every `keep_every`-th step (`prune` in training/checkpoint.py). With keep 0 it is all of them. Checkpoints
-    that a run writes when it is told to stop are not counted."""
+    that a run writes when it is stopped are not counted."""
     config, settings = plan.config, plan.config.checkpoint
     if not settings.every:
         return 0, 0

@@ -96,8 +96,8 @@ def _suggest_change(plan: PlanInputs, need: Need) -> str:
 
 
 def find_cpu_problem(plan: PlanInputs, memory: float) -> str | None:
-    """Return why a run on the CPUs of a machine cannot fit and what to change, in one line; None where it
-    may fit. memory: bytes of the machine."""
+    """Return why a run on CPUs cannot fit and what to change, in one line; None where it may fit.
+    memory: bytes of the machine."""
     parts = cpu_bytes(plan)
     always = sum(parts.values())
     # Of what a save needs, the three numbers of each parameter are certain.
@@ -127,8 +127,8 @@ def find_cpu_problem(plan: PlanInputs, memory: float) -> str | None:
 
 
 def find_cpu_warning(plan: PlanInputs, memory: float, free: float | None = None) -> str | None:
-    """Return that a run on CPUs needs nearly all of a machine's memory, or more than is free; None where it
-    does not. memory, free: bytes of the machine, and those that are free now."""
+    """Return a warning where a run on CPUs needs nearly all memory, or more than is free; else None.
+    memory, free: bytes of the machine, and those that are free now."""
     phase, parts = max(cpu_bytes_by_phase(plan).items(), key=lambda pair: sum(pair[1].values()))
     total = sum(cpu_bytes(plan).values()) + sum(parts.values())
     if free is not None and free < total <= NEAR * memory:

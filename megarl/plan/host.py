@@ -13,7 +13,7 @@ from megarl.plan.tensors import count_muon_elements, count_trained, group_bytes
 HOST_PROCESS = 4 * GIB  # a rank with torch, Megatron and its engine's processes, without tensors
 VERIFIER = 0.3 * GIB  # a verifier's process
 # On CPUs, as found in runs of up to 128 ranks: the launcher with its imports, and what a rank that is forked
-# from it owns besides tensors.
+# from it owns without tensors.
 LAUNCHER, FORKED = 0.5 * GIB, 0.15 * GIB
 # Bytes of a response on every rank: lengths, owner, reward and the like of a StepBatch (docs/scale.md).
 KNOWN = 80
@@ -56,9 +56,10 @@ def offloaded_bytes(plan: PlanInputs) -> float:
 
 
 def gathered_optimizer_bytes(plan: PlanInputs) -> float:
-    """Return the bytes of a rank while a model is saved or loaded. Each replica gathers the whole optimizer
-    of its shard: three float32 numbers a parameter. Megatron meanwhile has two more copies of one of them,
-    and the rank's own part of all three."""
+    """Return the bytes of a rank while a model is saved or loaded.
+
+    Each replica gathers the whole optimizer of its shard: three float32 numbers a parameter. Megatron
+    meanwhile has two more copies of one of them, and the rank's part of all three."""
     layout, params = plan.layout, 0
     for model in plan.trained:
         for stage in plan.stages:

@@ -47,7 +47,7 @@ class PlanInputs:
     @cached_property
     def residents(self) -> list[frozenset[str]]:
         """Return the tensor groups that each phase needs on a trainer's GPU, in phase order. Disaggregated
-        engines have GPUs of their own, so phases that only use an engine are left out."""
+        engines have separate GPUs, so phases that only use an engine are left out."""
         disaggregated = self.config.parallel.rollout_ranks
         wanted = [phase.on_gpu for phase in self.phases]
         own = [
@@ -114,7 +114,8 @@ class PlanInputs:
 
     @property
     def pack(self) -> int:
-        """Return the tokens of the largest micro-batch. A sequence above the budget has one of its own."""
+        """Return the tokens of the largest micro-batch. A sequence above the budget has a micro-batch
+        for itself."""
         return max(self.longest, self.config.update.tokens_per_micro_batch)
 
     @property
@@ -180,8 +181,8 @@ def make_plan_inputs(
 ) -> PlanInputs:
     """Return the inputs of the plan of a run, and check that `parallel` divides its models and ranks.
 
-    A critic with its own folder, a reward model and teachers are read from their config.json. Where that is
-    not on this machine, they are taken to be as large as the actor.
+    A critic with a folder, a reward model and teachers are read from their config.json. Models that are not
+    on this machine are taken to be as large as the actor.
 
     Args:
         actor: the actor's config.json

@@ -94,14 +94,14 @@ def phase_buffers(plan: PlanInputs, phase: Phase, stage: int, tokens: float) -> 
         return weight_transfer(plan)
     if phase.model is None:
         return rollout()
-    one = _stage_pass(plan, phase.model, stage, tokens)
+    stage_pass = _make_stage_pass(plan, phase.model, stage, tokens)
     if phase.updates("critic"):
-        return critic_update(plan, one)
+        return critic_update(plan, stage_pass)
     if phase.updates_weights:
-        return actor_update(plan, one, _count_top_k(plan, phase))
+        return actor_update(plan, stage_pass, _count_top_k(plan, phase))
     if phase.model in SCALAR:
-        return values(one)
-    return logprobs(one, _count_top_k(plan, phase))
+        return values(stage_pass)
+    return logprobs(stage_pass, _count_top_k(plan, phase))
 
 
 class _StagePass(NamedTuple):
@@ -121,7 +121,7 @@ class _StagePass(NamedTuple):
     is_last: bool
 
 
-def _stage_pass(plan: PlanInputs, model: str, stage: int, tokens: float) -> _StagePass:
+def _make_stage_pass(plan: PlanInputs, model: str, stage: int, tokens: float) -> _StagePass:
     layout, sizes = plan.layout, plan.shape(model).sizes
     found, layers = model_activations(plan, model), sizes.layers // layout.pp
     own = layout.layers(sizes.layers, stage)[:layers] if found.dense else ()
@@ -136,8 +136,8 @@ def _count_top_k(plan: PlanInputs, phase: Phase) -> int:
     return top_k.get(phase.name, 0)
 
 
-def _top_k_bytes(one: _StagePass, top_k: int) -> float:
-    return TOP_K_ENTRY * one.tokens * top_k * one.is_last * FRAGMENTATION
+def _top_k_bytes(stage_pass: _StagePass, top_k: int) -> float:
+    return TOP_K_ENTRY * stage_pass.tokens * top_k * stage_pass.is_last * FRAGMENTATION
 
 
 def rollout() -> dict[str, float]:
@@ -145,45 +145,50 @@ def rollout() -> dict[str, float]:
     return {}
 
 
-def logprobs(one: _StagePass, top_k: int) -> dict[str, float]:
+def logprobs(stage_pass: _StagePass, top_k: int) -> dict[str, float]:
     """Return the activations of a forward pass for log-probs, with top-k tokens where they are wanted."""
-    return {"activations": _forward_bytes(one) + _top_k_bytes(one, top_k)}
+    return {"activations": _forward_bytes(stage_pass) + _top_k_bytes(stage_pass, top_k)}
 
 
-def values(one: _StagePass) -> dict[str, float]:
+def values(stage_pass: _StagePass) -> dict[str, float]:
     """Return the activations of a forward pass for a critic's values or a reward model's scores."""
-    return {"activations": _forward_bytes(one)}
+    return {"activations": _forward_bytes(stage_pass)}
 
 
-def _forward_bytes(one: _StagePass) -> float:
-    return one.activations.forward_only(one.tokens, one.is_last, one.dense_layers) * FRAGMENTATION
+def _forward_bytes(stage_pass: _StagePass) -> float:
+    return (
+        stage_pass.activations.forward_only(stage_pass.tokens, stage_pass.is_last, stage_pass.dense_layers)
+        * FRAGMENTATION
+    )
 
 
-def critic_update(plan: PlanInputs, one: _StagePass) -> dict[str, float]:
+def critic_update(plan: PlanInputs, stage_pass: _StagePass) -> dict[str, float]:
     """Return what an update of the critic allocates."""
-    return _update(plan, one, 0.0)
+    return _update(plan, stage_pass, 0.0)
 
 
-def actor_update(plan: PlanInputs, one: _StagePass, top_k: int) -> dict[str, float]:
+def actor_update(plan: PlanInputs, stage_pass: _StagePass, top_k: int) -> dict[str, float]:
     """Return what an update of the actor allocates, whose head may also return top-k tokens."""
-    return _update(plan, one, _top_k_bytes(one, top_k))
+    return _update(plan, stage_pass, _top_k_bytes(stage_pass, top_k))
 
 
-def _update(plan: PlanInputs, one: _StagePass, top_k_bytes: float) -> dict[str, float]:
+def _update(plan: PlanInputs, stage_pass: _StagePass, top_k_bytes: float) -> dict[str, float]:
     """Return activations, the head, sums of gradients and the scratch memory of Muon."""
-    begun = in_flight(plan.layout, one.stage)
-    outputs = passed_on(plan.layout, begun, one.is_last)
+    in_flight_batches = in_flight(plan.layout, stage_pass.stage)
+    outputs = passed_on(plan.layout, in_flight_batches, stage_pass.is_last)
     with_head, without_head = (
-        one.activations.training(one.tokens, one.layers, begun, head, outputs, one.dense_layers)
-        for head in (one.is_last, False)
+        stage_pass.activations.training(
+            stage_pass.tokens, stage_pass.layers, in_flight_batches, head, outputs, stage_pass.dense_layers
+        )
+        for head in (stage_pass.is_last, False)
     )
     head = (with_head - without_head) * FRAGMENTATION + top_k_bytes
     parts = {"activations": without_head * FRAGMENTATION, "head": head}
-    during, after = gradient_sum_bytes(plan, one.model, one.stage)
+    during, after = gradient_sum_bytes(plan, stage_pass.model, stage_pass.stage)
     # Memory of the steps after the backward pass can reuse that of the activations.
     if summed := max(during, after - sum(parts.values())):
         parts["summed gradients"] = summed
-    scratch = muon_scratch_bytes(plan, one.model)
+    scratch = muon_scratch_bytes(plan, stage_pass.model)
     if beyond := max(0.0, scratch + after - sum(parts.values())):
         parts["turned matrix"] = beyond
     return parts

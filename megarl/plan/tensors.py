@@ -1,4 +1,4 @@
-"""Bytes on one rank of what a model keeps: weights, gradients, optimizer state, FP8 copies, activations.
+"""Bytes of a model on one rank: weights, gradients, optimizer state, FP8 copies, activations.
 
 A rank is given by its pipeline stage. All ranks of a stage need the same memory.
 """
@@ -50,7 +50,7 @@ def group_bytes(plan: PlanInputs, name: str, stage: int, *, every: bool = False)
     model, _, part = name.partition(".")
     if model == "engine":
         if plan.config.rollout.engine_kind.remote:
-            return 0.0  # servers have GPUs of their own
+            return 0.0  # servers have separate GPUs
         return engine_weight_bytes(plan) if part == "weights" else kv_cache_bytes(plan)
     every = every or name in plan.keep
     critics = plan.config.critic.count if model == "critic" and every else 1
@@ -129,8 +129,10 @@ def _count_muon_elements(shape: Shape, layout: Layout, stage: int) -> MuonElemen
 
 
 def muon_scratch_bytes(plan: PlanInputs, model: str) -> float:
-    """Return the bytes that Newton-Schulz needs for the largest matrix: its tensor-parallel shards and the
-    gathered matrix in float32, the normalised one, and two iterates in the model's type."""
+    """Return the bytes that Newton-Schulz needs for the largest matrix.
+
+    These are its tensor-parallel shards and the gathered matrix in float32, the normalised matrix, and two
+    iterates in the model's type."""
     if model not in plan.muon_models:
         return 0.0
     shape = plan.shape(model)
@@ -152,7 +154,7 @@ def count_bucket_params(plan: PlanInputs, model: str, stage: int) -> float:
 
 
 def gradient_sum_bytes(plan: PlanInputs, model: str, stage: int) -> tuple[float, float]:
-    """Return the bytes that a rank needs to sum gradients over replicas: during the backward pass, after it.
+    """Return the bytes to sum gradients over replicas: during the backward pass, and after it.
 
     With gradients in bf16 it receives every replica's part of a bucket, sums them in float32 and rounds. The
     optimizer's step then reads its share of the sums in float32."""
