@@ -14,8 +14,8 @@ from megarl.config.errors import ConfigError
 from megarl.config.recipes import Phase, never_offloaded, replay_phases, training_phases
 from megarl.config.schema import Config, LoraConfig, OptimizerConfig
 from megarl.parallel.layout import OVERLAP_ABOVE, Layout
-from megarl.plan.sizes import BYTES, Device, Shape, device_of
-from megarl.weights.families import family_of, read_config
+from megarl.plan.sizes import BYTES, Device, Passes, Shape, device_of
+from megarl.weights.families import OUTPUT, TIED_OUTPUT, family_of, is_frozen, is_tied, read_config
 from megarl.weights.shards import check_frozen, check_layout, check_linear, check_lora, check_recomputed
 
 
@@ -106,6 +106,25 @@ class PlanInputs:
     def in_fp8(self) -> bool:
         """Return whether matrices are multiplied in FP8."""
         return self.config.model.fp8.format != "none" and self.layers == "te"
+
+    @cached_property
+    def passes(self) -> Passes:
+        """Return how a rank computes forward and backward passes, which decides its activations."""
+        config, tp = self.config, self.layout.tp
+        output = TIED_OUTPUT if is_tied(self.actor.config) else OUTPUT
+        return Passes(
+            tp=tp,
+            cp=self.layout.cp,
+            recompute=config.model.recompute,
+            chunk=config.update.logprob_chunk,
+            layers=self.layers,
+            sequence_parallel=tp > 1 and config.parallel.sequence_parallel is not False,
+            recomputed=(config.model.recompute_layers or 0) * self.layout.vpp or None,
+            modules=config.model.recompute_modules,
+            router="fp32" if config.model.router_dtype == "fp32" else config.model.dtype,
+            fp8=self.in_fp8,
+            trains_head=not is_frozen(output, 0, config.actor),
+        )
 
     @cached_property
     def longest(self) -> int:

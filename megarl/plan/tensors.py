@@ -22,7 +22,6 @@ from megarl.plan.sizes import (
     fullest,
     quantised_bytes,
 )
-from megarl.weights.families import OUTPUT, TIED_OUTPUT, is_frozen, is_tied
 
 SCALAR = ("critic", "reward")  # models whose head gives one number
 
@@ -199,21 +198,7 @@ def resident_bytes(
 
 def model_activations(plan: PlanInputs, model: str) -> Activations:
     """Return the activations of a model, in bytes a token."""
-    config, tp, tied = plan.config, plan.layout.tp, is_tied(plan.actor.config)
-    passes = Passes(
-        tp=tp,
-        cp=plan.layout.cp,
-        recompute=config.model.recompute,
-        chunk=config.update.logprob_chunk,
-        layers=plan.layers,
-        sequence_parallel=tp > 1 and config.parallel.sequence_parallel is not False,
-        recomputed=(config.model.recompute_layers or 0) * plan.layout.vpp or None,
-        modules=config.model.recompute_modules,
-        router="fp32" if config.model.router_dtype == "fp32" else config.model.dtype,
-        fp8=plan.in_fp8,
-        trains_head=not is_frozen(TIED_OUTPUT if tied else OUTPUT, 0, config.actor),
-    )
-    return _activations(plan.shape(model), passes, model in SCALAR)
+    return _activations(plan.shape(model), plan.passes, model in SCALAR)
 
 
 @lru_cache(maxsize=256)
