@@ -111,13 +111,14 @@ def train(tiny: bool, layers: str, recipe: str) -> dict[str, float]:
 def planned(config: Any, sizes: dict[str, Any], world: int = 1) -> dict[str, tuple[float, float]]:
     """What `megarl plan` says of each phase, bytes of the fullest GPU: of this process's tensors, which the
     engine's are not, and of all. world: the devices of the run."""
-    from megarl.plan.memory import plan_of
+    from megarl.plan.inputs import make_plan_inputs
+    from megarl.plan.memory import gpu_needs
 
     sizes_of_layout = config.parallel.tp * config.parallel.pp * config.parallel.cp
     parallel = config.parallel.model_copy(update={"dp": world // sizes_of_layout})
-    plan = plan_of(config.model_copy(update={"parallel": parallel}), sizes)
+    plan = make_plan_inputs(config.model_copy(update={"parallel": parallel}), sizes)
     found = {}
-    for need in plan.needs():
+    for need in gpu_needs(plan):
         others = sum(size for part, size in need.parts.items() if part.startswith(("engine.", "contexts")))
         found[need.phase] = (need.total - others, need.total)
     return found

@@ -47,6 +47,7 @@ CURVES = {
 def given_frozen(given: Given) -> dict[str, Any]:
     """Settings of actor and critic with which a large model's optimizer fits one GPU and this host, with a
     tenth of the GPU to spare: as few layers frozen as `megarl plan` says, embeddings with them."""
+    from megarl.plan.fit import find_problem
     from megarl.weights.families import Sizes, read_config
 
     assert given.model_7b is not None
@@ -55,7 +56,7 @@ def given_frozen(given: Given) -> dict[str, Any]:
         settings: dict[str, Any] = {"frozen_layers": frozen, "frozen": ["embeddings"]} if frozen else {}
         overrides = [*overrides_of("seven_vapo", given), *of_both_models(settings)]
         plan = plan_of_run(given, "seven_vapo", overrides)
-        if plan.problem(room=0.1 * plan.device.memory) is None:
+        if find_problem(plan, room=0.1 * plan.device.memory) is None:
             return settings
     raise SkipStage("megarl plan finds no number of frozen layers with which it fits")
 
@@ -153,11 +154,11 @@ def config_of(name: str, given: Given) -> str:
 def plan_of_run(given: Given, name: str, overrides: Sequence[str]) -> Any:
     """`megarl plan` of a stage's run on this GPU."""
     from megarl.config import load_config
-    from megarl.plan.memory import plan_of
+    from megarl.plan.inputs import make_plan_inputs
     from megarl.weights.families import read_config
 
     loaded = load_config(ROOT / config_of(name, given), overrides)
-    return plan_of(loaded, read_config(loaded.model.path), memory=given.machine["memory"] or None)
+    return make_plan_inputs(loaded, read_config(loaded.model.path), memory=given.machine["memory"] or None)
 
 
 def run(given: Given, found: Found, name: str, *more: str, fresh: bool = True) -> list[dict[str, Any]]:

@@ -22,7 +22,7 @@ from megarl.config.schema.section import entry_model, fields
 from megarl.config.text import printable
 
 if TYPE_CHECKING:
-    from megarl.plan.memory import MemoryPlan
+    from megarl.plan.inputs import PlanInputs
     from megarl.plan.simulate import Balance
     from megarl.plan.times import Lengths
 
@@ -193,7 +193,8 @@ def plan(
     configuration does not fit, after the line with which `megarl train` would stop."""
     from megarl.parallel.machine import driver_version
     from megarl.plan import text
-    from megarl.plan.memory import plan_of
+    from megarl.plan.fit import find_problem
+    from megarl.plan.inputs import make_plan_inputs
     from megarl.plan.search import Found, search
     from megarl.plan.times import default_lengths, estimate, with_deviation
     from megarl.weights.cost import planning_config
@@ -221,8 +222,8 @@ def plan(
     if config.parallel.device == "cpu" or (here and model is None and config.model.path.is_dir()):
         if simulate:
             raise ConfigError(f"{path}: --simulate: its times are those of GPUs (add parallel.device=cuda)")
-        return _print_on_cpu(plan_of(config, described, cpu=True), where, path)
-    made = plan_of(config, described)
+        return _print_on_cpu(make_plan_inputs(config, described, cpu=True), where, path)
+    made = make_plan_inputs(config, described)
     options = {"mean": mean_length, "turns": turns, "observed": observed, "idle": tool_seconds}
     given: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
     if given.keys() - {"mean"} and not config.rollout.acts:
@@ -234,7 +235,7 @@ def plan(
     if simulate:
         _print_simulated(made, drawn, lengths, kept, balance or "queue")
         return 0
-    seconds, problem = estimate(made, drawn), made.problem()
+    seconds, problem = estimate(made, drawn), find_problem(made)
     current = Found(made, None if problem else seconds, problem)
     if best:
         print("\n".join(text.best(search(made, drawn), current, path)))
@@ -248,14 +249,15 @@ def plan(
     return 2 if problem else 0
 
 
-def _print_on_cpu(made: MemoryPlan, where: str, path: Path) -> int:
+def _print_on_cpu(made: PlanInputs, where: str, path: Path) -> int:
     """Print what a run needs of this machine, and whether it has that; return the exit code."""
     from megarl.parallel.machine import memory_here
+    from megarl.plan.fit import find_cpu_problem, find_cpu_warning
     from megarl.plan.text import on_cpu
 
     memory = memory_here()
     print(printable("\n".join(on_cpu(made, where, memory))))
-    problem, near = made.problem_on_cpu(memory), made.warning_on_cpu(memory)
+    problem, near = find_cpu_problem(made, memory), find_cpu_warning(made, memory)
     if problem or near:
         print()
         print(printable(f"megarl: {path}: {problem or near}"), file=sys.stderr)
@@ -263,7 +265,7 @@ def _print_on_cpu(made: MemoryPlan, where: str, path: Path) -> int:
 
 
 def _print_simulated(
-    made: MemoryPlan, drawn: Lengths, run: Path | None, kept: float | None, balance: Balance
+    made: PlanInputs, drawn: Lengths, run: Path | None, kept: float | None, balance: Balance
 ) -> None:
     """Print a simulated step with lengths that are drawn, from those of a recorded run where one is given."""
     from megarl.plan.simulate import compare, recorded, work_of

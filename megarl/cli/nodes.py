@@ -83,11 +83,13 @@ def preflight(
 def planned_needs(config: Config, world: int) -> tuple[float, float]:
     """Return the bytes of a node's memory and of the disk that a run of `world` ranks needs, as `megarl plan`
     says."""
-    from megarl.plan.memory import plan_of
+    from megarl.plan.disk import disk_bytes
+    from megarl.plan.host import node_bytes
+    from megarl.plan.inputs import make_plan_inputs
     from megarl.weights.cost import planning_config
 
-    made = plan_of(config, planning_config(config.model.path)[1], world=world)
-    return sum(made.host().values()), made.disk
+    made = make_plan_inputs(config, planning_config(config.model.path)[1], world=world)
+    return sum(node_bytes(made).values()), disk_bytes(made)
 
 
 def node_versions(cuda: bool) -> dict[str, str]:

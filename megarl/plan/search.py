@@ -17,7 +17,10 @@ from megarl.config.check import check_config
 from megarl.config.errors import ConfigError, MegarlError
 from megarl.config.schema import ParallelConfig
 from megarl.parallel.layout import Layout
-from megarl.plan.memory import MemoryPlan
+from megarl.plan.engines import engine_weight_bytes
+from megarl.plan.fit import find_problem
+from megarl.plan.inputs import PlanInputs
+from megarl.plan.memory import gpu_needs
 from megarl.plan.sizes import GIB
 from megarl.plan.times import Estimate, Lengths, estimate, rollout_seconds
 from megarl.weights.plan import engine_ranks
@@ -44,17 +47,17 @@ LOOKED_AT = 8  # best layouts for which residency.keep is tried
 class Found(NamedTuple):
     """A layout that was tried, with the best of the other choices: its estimate if it fits, else why not."""
 
-    plan: MemoryPlan
+    plan: PlanInputs
     estimate: Estimate | None
     problem: str | None
 
     @property
     def free(self) -> float:
         """Return the bytes of each GPU that no phase needs."""
-        return self.plan.device.memory - max(need.total for need in self.plan.needs())
+        return self.plan.device.memory - max(need.total for need in gpu_needs(self.plan))
 
 
-def with_keys(plan: MemoryPlan, **keys: Any) -> MemoryPlan:
+def with_keys(plan: PlanInputs, **keys: Any) -> PlanInputs:
     """Return the plan of the same run with other values of these keys; __ stands for the dot. Values are not
     checked."""
     config, sections = plan.config, dict[str, dict[str, Any]]()
@@ -65,7 +68,7 @@ def with_keys(plan: MemoryPlan, **keys: Any) -> MemoryPlan:
     return replace(plan, config=config.model_copy(update=changed))
 
 
-def search(plan: MemoryPlan, lengths: Lengths) -> list[Found]:
+def search(plan: PlanInputs, lengths: Lengths) -> list[Found]:
     """Try every layout of as many GPUs as the plan has. Those that fit come first, the quickest first; of the
     others those with the least parallelism first."""
     config, world = plan.config, plan.layout.world
@@ -109,7 +112,7 @@ def _allowed(key: str, sizes: list[int] | tuple[int, ...]) -> list[int]:
     return [size for size in sizes if fits(size)]
 
 
-def _layouts(plan: MemoryPlan, node: int) -> Iterator[MemoryPlan]:
+def _layouts(plan: PlanInputs, node: int) -> Iterator[PlanInputs]:
     world, sizes = plan.layout.world, plan.actor.sizes
     experts = [n for n in _powers(world) if sizes.experts % n == 0] if sizes.experts else [1]
     for tp in _powers(node):
@@ -126,17 +129,17 @@ def _layouts(plan: MemoryPlan, node: int) -> Iterator[MemoryPlan]:
                             yield with_keys(plan, **{f"parallel__{k}": v for k, v in layout.items()})
 
 
-def _possible(plan: MemoryPlan) -> bool:
+def _possible(plan: PlanInputs) -> bool:
     """Return whether `megarl train` takes the engine: it divides the ranks, the model and a node's GPUs."""
     try:
         engine_ranks(plan.config, plan.layout.world)
-        _ = plan.engine_weights
+        _ = engine_weight_bytes(plan)
     except MegarlError:
         return False
     return plan.config.cluster.gpus_per_node % plan.engine_tp == 0
 
 
-def _judge(plan: MemoryPlan, engines: list[int], lengths: Lengths) -> Found:
+def _judge(plan: PlanInputs, engines: list[int], lengths: Lengths) -> Found:
     """Return a layout with the quickest of the other choices that fit."""
     layout = plan.layout
     try:
@@ -155,24 +158,24 @@ def _judge(plan: MemoryPlan, engines: list[int], lengths: Lengths) -> Found:
         frugal |= {"model__recompute_modules": ("attention",), "residency__keep": ()}
         least = with_keys(plan, **frugal, update__tokens_per_micro_batch=plan.longest)
         return Found(
-            least, None, least.problem() or f"fits, but leaves less than {ROOM:.0%} of each GPU free"
+            least, None, find_problem(least) or f"fits, but leaves less than {ROOM:.0%} of each GPU free"
         )
     tried = [with_keys(quickest.plan, rollout__engine_tp=tp) for tp in engines]
-    fitting = next((made for made in tried if made.problem() is None), None)
+    fitting = next((made for made in tried if find_problem(made) is None), None)
     if fitting is None:
-        return Found(tried[0], None, tried[0].problem())
+        return Found(tried[0], None, find_problem(tried[0]))
     return Found(fitting, estimate(fitting, lengths), None)
 
 
-def _choices(plan: MemoryPlan) -> Iterator[MemoryPlan]:
+def _choices(plan: PlanInputs) -> Iterator[PlanInputs]:
     """Yield the plan with each budget, and the recomputation that costs least of those with which all phases
     of training fit."""
     plan = with_keys(plan, residency__keep=())
     phases = [phase for phase in plan.phases if phase.model is not None]
     layers = plan.actor.sizes.layers // (plan.layout.pp * plan.layout.vpp)
 
-    def fits(made: MemoryPlan) -> bool:
-        return all(need.total <= plan.device.memory * (1 - ROOM) for need in made.needs(phases=phases))
+    def fits(made: PlanInputs) -> bool:
+        return all(need.total <= plan.device.memory * (1 - ROOM) for need in gpu_needs(made, phases=phases))
 
     longest = -(-plan.longest // 1024) * 1024
     frugal = {"model__recompute": "full", "model__recompute_layers": None}
@@ -191,7 +194,7 @@ def _choices(plan: MemoryPlan) -> Iterator[MemoryPlan]:
                     yield made
             given["model__recompute"] = "full"
 
-            def of(count: int, given: dict[str, Any] = given) -> MemoryPlan:
+            def of(count: int, given: dict[str, Any] = given) -> PlanInputs:
                 return with_keys(
                     plan, **{**given, "model__recompute_layers": None if count == layers else count}
                 )
@@ -208,14 +211,14 @@ def _kept(found: Found, lengths: Lengths) -> Found:
     for group in (name for name in KEPT if name in found.plan.groups):
         keep = (*found.plan.config.residency.keep, group)
         made = with_keys(found.plan, residency__keep=keep)
-        if made.problem(ROOM * made.device.memory) is None:
+        if find_problem(made, ROOM * made.device.memory) is None:
             seconds = estimate(made, lengths)
             if found.estimate is None or seconds.total < found.estimate.total:
                 found = Found(made, seconds, None)
     return found
 
 
-def overrides(best: MemoryPlan, now: MemoryPlan) -> dict[str, Any]:
+def overrides(best: PlanInputs, now: PlanInputs) -> dict[str, Any]:
     """Return the keys of `best` that are not at their defaults or not as the configuration has them."""
     chosen = {}
     for dotted in CHOSEN:

@@ -25,7 +25,8 @@ from megarl.config.check import check_config
 from megarl.config.errors import DataError, MegarlError
 from megarl.config.schema import TRAIN, Config
 from megarl.observe.runs import load_run
-from megarl.plan.memory import MemoryPlan
+from megarl.plan.fit import find_problem
+from megarl.plan.inputs import PlanInputs
 from megarl.plan.search import with_keys
 from megarl.plan.times import (
     GROUPS_KEPT,
@@ -340,7 +341,7 @@ class Split(NamedTuple):
     engine_tp: int = 1
 
     @staticmethod
-    def of(plan: MemoryPlan, ahead: int) -> Split:
+    def of(plan: PlanInputs, ahead: int) -> Split:
         """Return the split of a plan, whose layout is the trainers'."""
         trainers, apart = plan.layout.world, plan.config.parallel.rollout_ranks
         return Split(plan.engines(apart or trainers), trainers if apart else 0, ahead, plan.engine_tp)
@@ -432,7 +433,7 @@ def simulate(work: RolloutWork, costs: Costs, split: Split, seed: int = 0) -> Co
 # Where the figures come from: a plan, and recorded lengths.
 
 
-def costs_of(plan: MemoryPlan, lengths: Lengths) -> Costs:
+def costs_of(plan: PlanInputs, lengths: Lengths) -> Costs:
     """Return what things cost by plan/times.py. The plan's layout is the trainers'."""
     parts = estimate(plan, lengths)
     train = {name: s for name, s in parts.parts.items() if name not in ("rollout", "weight_transfer")}
@@ -477,7 +478,7 @@ def log_normal(lengths: Lengths) -> Draw:
     return draw
 
 
-def best_split(plan: MemoryPlan, work: RolloutWork, lengths: Lengths, world: int) -> MemoryPlan | None:
+def best_split(plan: PlanInputs, work: RolloutWork, lengths: Lengths, world: int) -> PlanInputs | None:
     """Return the plan with the quickest split of `world` ranks one step ahead, of those that the layout
     allows (tp x pp x cp divides the trainers, engine_tp both sides) and that fit. From the best by the
     estimate of plan/times.py on, a batch is drawn for its neighbours, as long as they are quicker. None where
@@ -489,7 +490,7 @@ def best_split(plan: MemoryPlan, work: RolloutWork, lengths: Lengths, world: int
         keys = {"parallel__dp": trainers // unit, "parallel__rollout_ranks": ranks, "schedule__ahead": 1}
         made = with_keys(plan, **keys)
         try:
-            if trainers // layout.pp % layout.ep or made.problem():
+            if trainers // layout.pp % layout.ep or find_problem(made):
                 continue
             check_config(made.config, "plan")
             engine_ranks(made.config, trainers)
@@ -518,7 +519,7 @@ def best_split(plan: MemoryPlan, work: RolloutWork, lengths: Lengths, world: int
 class Tried(NamedTuple):
     """A way to use the job's ranks, steps ahead, and what came of it."""
 
-    plan: MemoryPlan
+    plan: PlanInputs
     ahead: int
     course: Course
 
@@ -528,7 +529,7 @@ class Tried(NamedTuple):
         return self.plan.config.parallel.rollout_ranks
 
 
-def compare(plan: MemoryPlan, work: RolloutWork, lengths: Lengths) -> list[Tried]:
+def compare(plan: PlanInputs, work: RolloutWork, lengths: Lengths) -> list[Tried]:
     """Simulate the configuration, and beside it: all ranks in turn, and the best split with ahead 1 and 2."""
     unit, parallel = plan.layout.tp * plan.layout.pp * plan.layout.cp, plan.config.parallel
     world = plan.layout.world + parallel.rollout_ranks

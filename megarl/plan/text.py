@@ -9,10 +9,16 @@ from statistics import fmean
 from string import ascii_lowercase
 from typing import Any
 
-from megarl.plan.memory import MemoryPlan
+from megarl.plan.disk import checkpoint_bytes, count_checkpoints, disk_bytes
+from megarl.plan.engines import kv_cache_tokens, transferred_bytes
+from megarl.plan.fit import largest_micro_batch
+from megarl.plan.host import cpu_bytes, cpu_bytes_by_phase, node_bytes
+from megarl.plan.inputs import PlanInputs
+from megarl.plan.memory import gpu_needs
 from megarl.plan.search import Found, best_of, name_of, overrides, proven
 from megarl.plan.simulate import RolloutWork, Tried
 from megarl.plan.sizes import GIB
+from megarl.plan.tensors import model_activations
 from megarl.plan.times import Estimate, Lengths
 
 MODELS = ("actor", "critic", "reference", "reward", "teacher")
@@ -38,7 +44,7 @@ BALANCE = {
 SHOWN = 8  # layouts that fit, and others, in the list
 
 
-def lines(plan: MemoryPlan, where: str, lengths: Lengths, made: Estimate) -> Iterator[str]:
+def lines(plan: PlanInputs, where: str, lengths: Lengths, made: Estimate) -> Iterator[str]:
     """Yield the lines of the whole plan but its alternatives. where: the source of the model's sizes."""
     layout, config, device = plan.layout, plan.config, plan.device
     size = f"{plan.actor.parameters / 1e9:.2f} B parameters, {plan.actor.dtype}"
@@ -50,13 +56,13 @@ def lines(plan: MemoryPlan, where: str, lengths: Lengths, made: Estimate) -> Ite
     if config.has_engine:
         ranks = apart or layout.world
         engines = f"{plan.engines(ranks)} of tp {plan.engine_tp} ({config.rollout.engine})"
-        cache = f"KV cache of each {plan.cache_tokens:,.0f} tokens"
+        cache = f"KV cache of each {kv_cache_tokens(plan):,.0f} tokens"
         if config.rollout.engine_kind.remote:
             cache = "nothing of which is on these GPUs; how quick they are is a guess"
         yield f"engines  {engines}, {cache}"
     yield ""
     yield "GiB on a GPU, of the fullest stage"
-    needs = list(plan.needs())
+    needs = list(gpu_needs(plan))
     used = [
         (title, names) for title, names in COLUMNS if any(set(names) & need.parts.keys() for need in needs)
     ]
@@ -67,25 +73,27 @@ def lines(plan: MemoryPlan, where: str, lengths: Lengths, made: Estimate) -> Ite
         free = (device.memory - need.total) / GIB
         yield f"{need.phase:20s}{row}{need.total / GIB:9.1f}{free:9.1f}"
     yield ""
-    budget = plan.budget()
+    budget = largest_micro_batch(plan)
     largest = f"none: the longest sequence has {plan.longest:,} tokens and does not fit"
     if budget:
         largest = f"{budget:,} tokens"
     yield f"largest update.tokens_per_micro_batch  {largest} (now {config.update.tokens_per_micro_batch:,})"
-    found = plan.activations("actor")
+    found = model_activations(plan, "actor")
     head = (found.head * plan.pack + found.head_fixed) / GIB
     yield f"log-prob head at work on a micro-batch  {head:.1f} GiB, at another time than the layers"
     if config.has_engine:
         usual = config.data.max_prompt_tokens + lengths.mean + lengths.shown
-        full, mean = (min(plan.cache_tokens / n, config.rollout.max_batch) for n in (plan.longest, usual))
+        full, mean = (min(kv_cache_tokens(plan) / n, config.rollout.max_batch) for n in (plan.longest, usual))
         most = f"{full:,.0f} of full length, {mean:,.0f} of mean length"
         yield f"responses decoded at once by an engine  {most}"
-        yield f"weights into a GPU at each transfer  {plan.transferred / 1e9:.2f} GB"
-    host, there = plan.host(), config.cluster.host_memory
+        yield f"weights into a GPU at each transfer  {transferred_bytes(plan) / 1e9:.2f} GB"
+    host, there = node_bytes(plan), config.cluster.host_memory
     listed = ", ".join(f"{name} {size / GIB:.0f}" for name, size in host.items())
     yield f"memory of a node  {sum(host.values()) / GIB:.0f} of {there:.0f} GiB: {listed}"
-    most = f", at most {sum(plan.checkpoints)} at once: {plan.disk / 1e9:,.0f} GB" if plan.disk else ""
-    yield f"a checkpoint on disk  {plan.checkpoint() / 1e9:,.1f} GB{most}"
+    disk, most = disk_bytes(plan), ""
+    if disk:
+        most = f", at most {sum(count_checkpoints(plan))} at once: {disk / 1e9:,.0f} GB"
+    yield f"a checkpoint on disk  {checkpoint_bytes(plan) / 1e9:,.1f} GB{most}"
     yield ""
     yield (
         f"a step takes about {clock(made.total)}, estimated from data sheets, with responses of "
@@ -108,19 +116,19 @@ def episodes(lengths: Lengths) -> str:
     return f" in {lengths.turns} turns, {shown}"
 
 
-def on_cpu(plan: MemoryPlan, where: str, memory: float) -> Iterator[str]:
+def on_cpu(plan: PlanInputs, where: str, memory: float) -> Iterator[str]:
     """Yield what a run on this machine's CPU needs. memory: bytes that the machine has."""
     size = f"{plan.actor.parameters / 1e9:.3f} B parameters, {plan.actor.dtype}"
     yield f"model    {where}: {size}, recompute {plan.config.model.recompute}, portable layers"
     yield f"layout   {name_of(plan.layout)}: {plan.layout.world} ranks on this machine's CPU"
     yield ""
     yield "GiB of all ranks together, all the time"
-    for name, size_of in plan.on_cpu.items():
+    for name, size_of in cpu_bytes(plan).items():
         yield f"    {name:24s}{size_of / GIB:10.2f}"
-    held = sum(plan.on_cpu.values())
-    totals = {phase: held + sum(parts.values()) for phase, parts in plan.on_cpu_by_phase.items()}
+    held = sum(cpu_bytes(plan).values())
+    totals = {phase: held + sum(parts.values()) for phase, parts in cpu_bytes_by_phase(plan).items()}
     yield "and by phase, with all of that"
-    for phase, parts in plan.on_cpu_by_phase.items():
+    for phase, parts in cpu_bytes_by_phase(plan).items():
         listed = ", ".join(f"{part} {size_of / GIB:.2f}" for part, size_of in parts.items())
         yield f"    {phase:24s}{totals[phase] / GIB:10.2f}  {listed}"
     yield f"at most  {max(totals.values()) / GIB:.2f} of the {memory / GIB:.2f} that this machine has"

@@ -15,7 +15,9 @@ from statistics import NormalDist, fmean
 from typing import NamedTuple
 
 from megarl.parallel.layout import Layout
-from megarl.plan.memory import MemoryPlan
+from megarl.plan.engines import engine_weight_bytes, kv_cache_tokens, transferred_bytes
+from megarl.plan.inputs import PlanInputs
+from megarl.plan.tensors import count_trained, group_bytes, model_activations
 
 # Fitted to the rows that docs/planning.md marks:
 PRODUCTS = 0.65  # of peak FLOP/s, of a product of wide matrices
@@ -153,7 +155,7 @@ class Estimate:
         return sum(self.parts.values())
 
 
-def default_lengths(plan: MemoryPlan) -> Lengths:
+def default_lengths(plan: PlanInputs) -> Lengths:
     """Return lengths of a third of the limit on average, and a quarter of it for prompts; of episodes a
     quarter of the turns that they may have, a third of the room for what they are shown, and a second for
     each call."""
@@ -172,7 +174,7 @@ def with_deviation(lengths: Lengths, deviation: float) -> Lengths:
     return replace(lengths, spread=math.sqrt(math.log(1 + (deviation / lengths.mean) ** 2)))
 
 
-def estimate(plan: MemoryPlan, lengths: Lengths) -> Estimate:
+def estimate(plan: PlanInputs, lengths: Lengths) -> Estimate:
     """Estimate a step's time on this layout."""
     config, layout, cluster = plan.config, plan.layout, plan.config.cluster
     apart = config.parallel.rollout_ranks
@@ -222,10 +224,10 @@ def estimate(plan: MemoryPlan, lengths: Lengths) -> Estimate:
             # Gradients between replicas, and weights back. Nothing of it is hidden.
             replicas = layout.dp * layout.cp
             link = cluster.node_speed if layout.stage <= cluster.gpus_per_node else cluster.network_speed
-            held = max(plan.trained_of(phase.model, layout, stage).all for stage in plan.stages)
+            held = max(count_trained(plan, phase.model, layout, stage).all for stage in plan.stages)
             exchanged = held * (plan.gradient_size + model.itemsize) * (replicas - 1) / replicas
             parts[phase.name] += critics * epochs * updates * exchanged / (link * 1e9 * LINKS)
-            if phase.model in plan.of_muon:  # shared out over replicas, the same on all of their ranks
+            if phase.model in plan.muon_models:  # shared out over replicas, the same on all of their ranks
                 turning = max(model.turning(layout, stage) for stage in plan.stages) / replicas
                 turning *= plan.optimizer(phase.model).muon.steps
                 parts[phase.name] += (
@@ -236,24 +238,26 @@ def estimate(plan: MemoryPlan, lengths: Lengths) -> Estimate:
         # its own mostly from another one, and a trainer may have several to send.
         within = (layout.world + apart if apart else layout.tp * layout.pp) <= cluster.gpus_per_node
         link = cluster.node_speed if within else cluster.network_speed
-        parts["weight_transfer"] = plan.transferred * max(1.0, apart / layout.world) / (link * 1e9 * LINKS)
+        parts["weight_transfer"] = (
+            transferred_bytes(plan) * max(1.0, apart / layout.world) / (link * 1e9 * LINKS)
+        )
     # Bytes that a GPU's tensor groups travel in a step, both ways; gradients and engines come back empty.
     moved = 0.0
     sets = [resident | plan.keep for resident in plan.residents]
     for before, after in zip([sets[-1], *sets[:-1]], sets, strict=True):
         for name in sorted(before ^ after):
             if not name.startswith("engine.") and not name.endswith(".gradients"):
-                moved += max(plan.group(name, stage, every=True) for stage in plan.stages)
+                moved += max(group_bytes(plan, name, stage, every=True) for stage in plan.stages)
         # Of several critics the last is there at the end of a phase, and the first again in the next.
         for name in sorted((before & after) - plan.keep) if config.critic.count > 1 else ():
             if name.startswith("critic."):
-                moved += 2 * max(plan.group(name, stage, every=True) for stage in plan.stages)
+                moved += 2 * max(group_bytes(plan, name, stage, every=True) for stage in plan.stages)
     if moved:
         parts["on and off the device"] = moved / (plan.device.host_speed * 1e9 * LINKS)
     return Estimate(parts, tokens, beside=bool(apart and config.schedule.ahead))
 
 
-def _token_seconds(plan: MemoryPlan, name: str, update: bool, whole: list[float]) -> float:
+def _token_seconds(plan: PlanInputs, name: str, update: bool, whole: list[float]) -> float:
     """Return the seconds that a token of a replica's share takes a rank of the fullest stage. whole: lengths
     of sequences. An update goes forward, and back for activations and for the weights that are not frozen,
     and forward again through what is recomputed."""
@@ -307,10 +311,10 @@ def _token_seconds(plan: MemoryPlan, name: str, update: bool, whole: list[float]
         talk += copies * ((inside - 1) / node + (layout.ep - inside) / network) / layout.ep
     between = layout.vpp * h * b / tp / link(2 * layout.stage) if layout.pp > 1 else 0.0
     passes, again, selected = 1.0, 0.0, 0.0
-    kept = plan.activations(name)
+    kept = model_activations(plan, name)
     read = 2 / (plan.device.memory_speed * 1e9 * READING)
     if update:
-        trained = plan.trained_of(name, Layout(), 0).all
+        trained = count_trained(plan, name, Layout(), 0).all
         passes = 2 + trained / shape.held(Layout(), 0, critic=name == "critic").all
         again = plan.recomputed_share
         if config.model.recompute == "selective":
@@ -325,7 +329,7 @@ def _token_seconds(plan: MemoryPlan, name: str, update: bool, whole: list[float]
     return (layers * body + passes * (head + between)) / cp
 
 
-def _pack_seconds(plan: MemoryPlan, name: str, update: bool) -> float:
+def _pack_seconds(plan: PlanInputs, name: str, update: bool) -> float:
     """Return the seconds that each micro-batch takes a rank however small it is: weights are read, their
     gradients read and written, and tensor-parallel ranks wait for each other."""
     shape, layout = plan.shape(name), plan.layout
@@ -364,7 +368,7 @@ class Decoding:
         return max(read, count * self.operations) + self.fixed + count * self.row
 
 
-def decoding(plan: MemoryPlan) -> Decoding:
+def decoding(plan: PlanInputs) -> Decoding:
     """Return what a decoding step of one of the plan's engines costs."""
     cluster, tp, shape, device = plan.config.cluster, plan.engine_tp, plan.actor, plan.device
     link = (cluster.node_speed if tp <= cluster.gpus_per_node else cluster.network_speed) * 1e9 * LINKS
@@ -374,8 +378,8 @@ def decoding(plan: MemoryPlan) -> Decoding:
     return Decoding(
         fixed=2 * sizes.layers * MESSAGE * (tp > 1) + ITERATION + sizes.layers * LAYER,
         row=sent + SEQUENCE,
-        read=plan.engine_weights * (1 - shape.expert_share) / memory,
-        chosen_weights=plan.engine_weights * shape.expert_share / memory,
+        read=engine_weight_bytes(plan) * (1 - shape.expert_share) / memory,
+        chosen_weights=engine_weight_bytes(plan) * shape.expert_share / memory,
         cached=shape.cache_bytes(tp) / memory,
         operations=products,
         chosen=1 - shape.chosen_share,
@@ -383,11 +387,11 @@ def decoding(plan: MemoryPlan) -> Decoding:
     )
 
 
-def decoded_at_once(plan: MemoryPlan, lengths: Lengths) -> int:
+def decoded_at_once(plan: PlanInputs, lengths: Lengths) -> int:
     """Return how many responses an engine decodes at once: as many as its cache holds of mean length, and
     rollout.max_batch at most. One that waits for a tool is not among them: its keys and values go where there
     is no room."""
-    return max(1, min(int(plan.cache_tokens / cached_tokens(lengths)), plan.config.rollout.max_batch))
+    return max(1, min(int(kv_cache_tokens(plan) / cached_tokens(lengths)), plan.config.rollout.max_batch))
 
 
 def cached_tokens(lengths: Lengths) -> float:
@@ -395,7 +399,7 @@ def cached_tokens(lengths: Lengths) -> float:
     return lengths.half_way + lengths.shown / 2 + lengths.prompt
 
 
-def rollout_seconds(plan: MemoryPlan, lengths: Lengths) -> float:
+def rollout_seconds(plan: PlanInputs, lengths: Lengths) -> float:
     """Return the seconds in which all engines are done."""
     config, ranks = plan.config, plan.config.parallel.rollout_ranks or plan.layout.world
     sampled = config.responses / (GROUPS_KEPT if config.rollout.dynamic_sampling.enabled else 1.0)

@@ -36,7 +36,8 @@ from megarl.parallel.machine import (
     version_of,
 )
 from megarl.parallel.runtime import choose_device, is_launched, launched_world, layout_for
-from megarl.plan.memory import MemoryPlan, plan_of
+from megarl.plan.fit import find_cpu_problem, find_cpu_warning, find_problem
+from megarl.plan.inputs import PlanInputs, make_plan_inputs
 from megarl.rewards import VerifierPool
 from megarl.rewards.pool import Item
 from megarl.rewards.sandbox import probe
@@ -148,10 +149,10 @@ def preflight(config: Config, where: str, world: int | None = None, *, replay: b
     near = None
     if device.type == "cuda":
         memory = torch.cuda.get_device_properties(device).total_memory
-        check_fits(plan_of(config, folder.config, world=world, memory=memory, replay=replay), where)
+        check_fits(make_plan_inputs(config, folder.config, world=world, memory=memory, replay=replay), where)
     elif alone:
         free = psutil.virtual_memory().available
-        plan = plan_of(config, folder.config, world=world, cpu=True, replay=replay)
+        plan = make_plan_inputs(config, folder.config, world=world, cpu=True, replay=replay)
         near = check_fits(plan, where, memory_here(), free)
     if config.has_engine and replay:  # all below concerns what draws
         return [near] if near else []
@@ -182,14 +183,14 @@ def sandbox_warning() -> str | None:
 
 
 def check_fits(
-    plan: MemoryPlan, where: str, memory: float | None = None, free: float | None = None
+    plan: PlanInputs, where: str, memory: float | None = None, free: float | None = None
 ) -> str | None:
     """Raise ConfigError where a run does not fit on its GPUs, or surely not on the CPU of a machine with
     `memory` bytes. Return a warning where it comes near to them, or to those that are `free`."""
-    problem = plan.problem() if memory is None else plan.problem_on_cpu(memory)
+    problem = find_problem(plan) if memory is None else find_cpu_problem(plan, memory)
     if problem:
         raise ConfigError(f"{where}: {problem}")
-    return None if memory is None else plan.warning_on_cpu(memory, free)
+    return None if memory is None else find_cpu_warning(plan, memory, free)
 
 
 def preflight_evaluation(

@@ -28,7 +28,8 @@ from megarl.schedule.offload import EngineMemory, OffloadManager
 from megarl.schedule.source import BatchSource, Rollout, SupervisedPairs
 from megarl.training.batch import LocalBatch
 from megarl.training.columns import Tables
-from megarl.training.model import InferenceModel, TrainableModel, tensor_groups
+from megarl.training.model import InferenceModel, TrainableModel
+from megarl.training.tensor_groups import tensor_groups
 from megarl.weights.families import model_weights, read_config
 from megarl.weights.hf import ModelFolder, export_hf, load_into
 from megarl.weights.lora import export_peft, merged

@@ -1,34 +1,30 @@
-"""Actor, critic, reference and reward model in training: forward passes into columns of a batch, the
-optimizer loop over mini-batches (on Megatron's DDP, distributed optimizer, learning-rate schedule and
-pipeline schedule), and which of their tensors can be offloaded.
+"""Actor, critic, reference and reward model on Megatron.
+
+Forward passes write columns of a batch. The optimizer loop goes over mini-batches with Megatron's DDP,
+distributed optimizer, learning-rate schedule and pipeline schedule.
 """
 
 from __future__ import annotations
 
 import math
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.distributed import finalize_model_grads as megatron_finalize
-from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.transformer.transformer_block import TransformerBlock
 from torch import Tensor
 
 from megarl.algorithms.losses import loss_metrics
 from megarl.config.errors import NumericalError
-from megarl.config.schema import MuonConfig, OptimizerConfig, ParallelConfig
+from megarl.config.schema import OptimizerConfig, ParallelConfig
 from megarl.data.experience import Experience
 from megarl.model.builder import ModelChunks
 from megarl.model.lora import without_adapters
@@ -36,9 +32,10 @@ from megarl.model.routing import routing_counts, routing_metrics, start_counting
 from megarl.parallel.comm import any_rank, from_last_stage, gather_objects, sum_over_ranks, sum_stats
 from megarl.parallel.cpu_platform import on_cpu
 from megarl.parallel.layout import OVERLAP_ABOVE
-from megarl.parallel.movable import HostPool, Movable
 from megarl.parallel.runtime import Runtime
 from megarl.training.batch import MicroBatch, locate
+from megarl.training.muon import muon_buffer_layouts, muon_options
+from megarl.training.param_gather import ParamGather
 
 Stats = dict[str, Tensor]
 # loss(output of the head, micro-batch) -> (sum whose global denominators are inside, statistics as sums)
@@ -188,35 +185,60 @@ class InferenceModel:
         return outputs
 
 
-def _whole_matrices(model: ModelChunks, buckets: DistributedDataParallelConfig) -> list[dict[str, Any]]:
-    """Return where the parameters of each chunk stand in DDP's buffers so that a matrix is whole in the share
-    of one replica, whose Muon turns it; what is left to Adam is cut as ever."""
-    from megatron.core.optimizer import layer_wise_optimizer as layer_wise
+def _bucket_config(parallel: ParallelConfig, runtime: Runtime) -> DistributedDataParallelConfig:
+    """Return how DDP sums gradients and gathers weights."""
+    usual = runtime.layout.dp * runtime.layout.cp > OVERLAP_ABOVE
+    reduce, gather = (
+        usual if wanted is None else wanted
+        for wanted in (parallel.overlap_grad_reduce, parallel.overlap_param_gather)
+    )
+    in_bf16 = parallel.grad_dtype == "bf16"
+    return DistributedDataParallelConfig(
+        use_distributed_optimizer=True,
+        grad_reduce_in_fp32=not in_bf16,
+        reduce_scatter_with_fp32_accumulation=in_bf16,
+        overlap_grad_reduce=reduce or gather,  # without it Megatron makes one bucket of all
+        overlap_param_gather=gather,
+        bucket_size=parallel.overlap_bucket,
+    )
 
-    layer_wise.tag_params_for_buffer_routing(model.chunks)
-    replicas = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
-    cut = buckets.overlap_grad_reduce and parallel_state.is_pipeline_first_stage(ignore_virtual=True)
-    size = (buckets.bucket_size or max(40_000_000, 1_000_000 * replicas)) if cut else None  # as DDP's own
-    compute = layer_wise.LayerWiseDistributedOptimizer.compute_full_param_layout
-    of_expert = parallel_state.get_expert_data_parallel_world_size()
-    trained = [[p for p in chunk.parameters() if p.requires_grad] for chunk in model.chunks]
-    return [{"full_param_layout": compute(own, size, replicas, buckets, of_expert)} for own in trained]
+
+def _wrap_chunks(
+    model: ModelChunks, buckets: DistributedDataParallelConfig, config: OptimizerConfig
+) -> list[Any]:
+    """Wrap each chunk in Megatron's DDP, which copies the weights into its buffers."""
+    muon = config.optimizer == "muon"
+    layouts = muon_buffer_layouts(model, buckets) if muon else [{} for _ in model.chunks]
+    return [
+        DistributedDataParallel(chunk.config, buckets, chunk, **layout)
+        for chunk, layout in zip(model.chunks, layouts, strict=True)
+    ]
 
 
-def _muon_options(muon: MuonConfig, half: bool) -> dict[str, Any]:
-    """Return Megatron's names of the settings of Muon. half: the weights are bfloat16, in which it then
-    multiplies matrices too. Queries, keys and values, one parameter in Megatron, are turned apart."""
-    return {
-        "use_layer_wise_distributed_optimizer": True,
-        "muon_momentum": muon.momentum,
-        "muon_nesterov": True,
-        "muon_num_ns_steps": muon.steps,
-        "muon_coefficient_type": "simple",
-        "muon_scale_mode": "spectral",
-        "muon_extra_scale_factor": muon.scale,
-        "muon_tp_mode": "duplicated",
-        "muon_fp32_matmul_prec": "medium" if half else "highest",
-    }
+def _make_optimizer(
+    chunks: list[Any], config: OptimizerConfig, dtype: torch.dtype, buckets: DistributedDataParallelConfig
+) -> Any:
+    """Return Megatron's distributed optimizer of DDP's chunks. dtype: of the weights."""
+    muon, in_bf16 = config.optimizer == "muon", dtype == torch.bfloat16
+    return get_megatron_optimizer(
+        MegatronOptimizerConfig(
+            optimizer=config.optimizer,
+            **(muon_options(config.muon, in_bf16) if muon else {}),
+            lr=config.lr,
+            min_lr=config.lr * config.min_lr_ratio,
+            weight_decay=config.weight_decay,
+            adam_beta1=config.betas[0],
+            adam_beta2=config.betas[1],
+            adam_eps=config.eps,
+            clip_grad=config.clip_grad,
+            # Megatron wraps Muon for its schedule in bf16 alone. That wrapper takes float32 weights too.
+            bf16=in_bf16 or muon,
+            params_dtype=dtype,
+            use_distributed_optimizer=True,
+            overlap_param_gather=buckets.overlap_param_gather,
+        ),
+        chunks,
+    )
 
 
 class UpdateResult(NamedTuple):
@@ -241,52 +263,11 @@ class TrainableModel(InferenceModel):
     ) -> None:
         super().__init__(name, model, runtime)
         self.config = config
-        parallel = parallel or ParallelConfig()
-        reduce, gather = (
-            runtime.layout.dp * runtime.layout.cp > OVERLAP_ABOVE if wanted is None else wanted
-            for wanted in (parallel.overlap_grad_reduce, parallel.overlap_param_gather)
-        )
-        halved, half = parallel.grad_dtype == "bf16", model.config.params_dtype == torch.bfloat16
-        muon = config.optimizer == "muon"
         with on_cpu():
-            buckets = DistributedDataParallelConfig(
-                use_distributed_optimizer=True,
-                grad_reduce_in_fp32=not halved,
-                reduce_scatter_with_fp32_accumulation=halved,
-                overlap_grad_reduce=reduce or gather,  # without it Megatron makes one bucket of all
-                overlap_param_gather=gather,
-                bucket_size=parallel.overlap_bucket,
-            )
-            layouts = _whole_matrices(model, buckets) if muon else [{} for _ in model.chunks]
-            self.chunks = [
-                DistributedDataParallel(chunk.config, buckets, chunk, **layout)
-                for chunk, layout in zip(model.chunks, layouts, strict=True)
-            ]
-            self.optimizer = get_megatron_optimizer(
-                MegatronOptimizerConfig(
-                    optimizer=config.optimizer,
-                    **(_muon_options(config.muon, half) if muon else {}),
-                    lr=config.lr,
-                    min_lr=config.lr * config.min_lr_ratio,
-                    weight_decay=config.weight_decay,
-                    adam_beta1=config.betas[0],
-                    adam_beta2=config.betas[1],
-                    adam_eps=config.eps,
-                    clip_grad=config.clip_grad,
-                    # Megatron wraps Muon for its schedule in bf16 alone; that takes float32 weights too.
-                    bf16=half or muon,
-                    params_dtype=model.config.params_dtype,
-                    use_distributed_optimizer=True,
-                    overlap_param_gather=gather,
-                ),
-                self.chunks,
-            )
-        # With overlapped gathers the next update's forward pass gathers the weights, and only that one: hooks
-        # are on from one update to the end of the decoder in the next.
-        self._overlaps_gather, self._gather_due = gather, set[Any]()
-        for chunk in self.chunks if gather else ():
-            chunk.disable_forward_pre_hook(param_sync=False)
-            chunk.module.decoder.register_forward_hook(partial(self._finish_gather, chunk))
+            buckets = _bucket_config(parallel or ParallelConfig(), runtime)
+            self.chunks = _wrap_chunks(model, buckets, config)
+            self.optimizer = _make_optimizer(self.chunks, config, model.config.params_dtype, buckets)
+        self.param_gather = ParamGather(self.chunks if buckets.overlap_param_gather else [])
         no_sync = [chunk.no_sync for chunk in self.chunks]
         model.config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
         model.config.finalize_model_grads_func = _finalize
@@ -373,17 +354,12 @@ class TrainableModel(InferenceModel):
         offloaded. Raises NumericalError on every rank, and leaves the weights as they were, where a loss or
         gradient is not finite.
         """
-        for chunk in self._gather_due:
-            chunk.enable_forward_pre_hook()
+        self.param_gather.before_update()
         sums = self.compute_gradients(micro_batches, loss)
         started = time.perf_counter()
         with on_cpu():
             _, grad_norm, _ = self.optimizer.step()
-            if self._overlaps_gather and more:
-                self._gather_due = set(self.chunks)
-            elif self._overlaps_gather:
-                for chunk in self.chunks:
-                    chunk.start_param_sync(force_sync=True)
+            self.param_gather.after_step(more=more)
         self.megatron_seconds += time.perf_counter() - started
         # This rank's share of the weights: the others' may still be on their way. The sums stay on the device
         # until one number of them all is read.
@@ -432,86 +408,3 @@ class TrainableModel(InferenceModel):
             for key, number in stats.items():
                 sums[key] = sums.get(key, 0.0) + float(number)
         return sums
-
-    def _finish_gather(self, chunk: Any, *_: Any) -> None:
-        """Wait for a chunk's weights at the end of its decoder, in the first forward pass after an update:
-        Megatron's hooks wait for a module's weights when it is called: for all but the output layer's, which
-        the actor's head reads without a call. Left on, the hooks would begin gathers in any other pass."""
-        if chunk in self._gather_due:
-            for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
-                group.finish_param_sync(skip_next_bucket_dispatch=True)
-            chunk.disable_forward_pre_hook(param_sync=False)
-            self._gather_due.remove(chunk)
-
-
-def tensor_groups(model: InferenceModel, pool: HostPool) -> dict[str, Movable]:
-    """Return {"actor.weights", "actor.gradients", "actor.optimizer"}; an inference model has weights
-    alone."""
-    device = model.runtime.device
-    if not isinstance(model, TrainableModel):
-        weights = _Weights(model.model.parameters, device, pool, "constant")
-        weights.model = model.model
-        return {f"{model.name}.weights": weights}
-    buffers = model.buffers
-
-    def optimizer() -> Iterator[Tensor]:
-        """List this rank's share of the FP32 main parameters and of Adam's moments. FP32 parameters are their
-        own main parameters: views of the weights, which belong to another group."""
-        others = {
-            t.untyped_storage()._cdata for buffer in buffers for t in (buffer.param_data, buffer.grad_data)
-        }
-        for part in model.optimizers:
-            tensors = [p for group in part.param_groups for p in group["params"]]
-            tensors += [t for state in part.state.values() for t in state.values() if isinstance(t, Tensor)]
-            yield from (tensor for tensor in tensors if tensor.untyped_storage()._cdata not in others)
-
-    def parameters() -> Iterator[Tensor]:
-        """List the buffers of what is trained, and what is frozen, which is in none."""
-        yield from (buffer.param_data for buffer in buffers)
-        yield from (parameter for parameter in model.model.parameters() if not parameter.requires_grad)
-
-    weights = _Weights(parameters, device, pool)
-    weights.model = model.model
-    gradients = _Gradients(lambda: (buffer.grad_data for buffer in buffers), device, pool, "zero")
-    return {
-        f"{model.name}.weights": weights,
-        f"{model.name}.gradients": gradients,
-        f"{model.name}.optimizer": Movable(optimizer, device, pool),
-    }
-
-
-class _Gradients(Movable):
-    """A model's gradients. What Transformer Engine hands autograd in the place of a weight's gradient, which
-    is in the buffers already, goes too: it keeps one tensor for each shape of a weight for ever."""
-
-    def offload(self) -> None:
-        super().offload()
-        layers = sys.modules.get("transformer_engine.pytorch.module.base")
-        getattr(layers, "_dummy_wgrads", {}).clear()
-
-
-# What a mixture's layers keep of the last pack: some 450 bytes a token and layer with 128 experts.
-DISPATCHED = ("probs", "routing_map", "reversed_local_input_permutation_mapping")
-
-
-class _Weights(Movable):
-    """A model's weights. What libraries keep beside them of the passes goes too, as it would lie beside the
-    engine; the next pass makes it again: FP8 copies of weights (Transformer Engine), and of Megatron what a
-    pipeline stage was given last and a mixture's layers know of it, the angles of the last 32 lengths of a
-    pack, and what its own layers gather inputs into, which is as large as the largest pack."""
-
-    model: torch.nn.Module
-
-    def offload(self) -> None:
-        super().offload()
-        for module in self.model.modules():
-            getattr(module, "_fp8_workspaces", {}).clear()
-            if isinstance(module, RotaryEmbedding):
-                module.forward.cache_clear()
-            if isinstance(module, TransformerBlock):
-                module.set_input_tensor(None)
-            dispatcher: Any = getattr(module, "token_dispatcher", None)
-            for name in DISPATCHED if dispatcher is not None else ():
-                setattr(dispatcher, name, None)
-        if parallel_state.is_initialized():  # without groups nothing was gathered
-            parallel_state.get_global_memory_buffer().buffer.clear()

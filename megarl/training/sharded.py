@@ -44,7 +44,7 @@ from megarl.weights.index import check_trainable, read_history
 # Every state tensor has its parameter's shape in the file, so that any layout can read it.
 # Not Megatron's variant that spares the GPU (distrib_optim_fully_reshardable_mem_efficient): it gathers over
 # gloo to the first replica, which then writes the whole shard alone. Over NCCL each replica has all of it and
-# writes its part; what a bucket takes of the GPU meanwhile is in the plan (plan/memory.py).
+# writes its part. The plan counts a bucket's memory on the GPU (`checkpoint_need` in plan/memory.py).
 OPTIMIZER_FORMAT = {"distrib_optim_sharding_type": "fully_reshardable"}
 EXTRA = "_extra_state"
 EXPERT = re.compile(r"(?<=\.local_experts\.)\d+")

@@ -16,6 +16,8 @@ import psutil
 import pytest
 
 from megarl.config import check_config, load_config
+from megarl.plan.fit import find_problem
+from megarl.plan.memory import gpu_needs
 from megarl.weights.cost import KNOWN_MODELS
 from tests.cli.processes import LIMIT, environment, wait_for
 from tests.rehearsal.fakecuda import pretend
@@ -193,7 +195,7 @@ def test_the_runs_of_a_gpu_machine_are_valid_and_fit(
     overrides = [*runs.overrides_of(name, given), *more]
     check_config(load_config(ROOT / runs.config_of(name, given), overrides), name)
     plan = runs.plan_of_run(given, name, overrides)
-    assert plan.problem() is None
+    assert find_problem(plan) is None
     assert plan.layout.world == gpus
     assert plan.config.rollout.engine == "sglang" and plan.layers == "te"
     assert (plan.config.model.fp8.format != "none") == (name == "vapo_fp8" or (with_7b and gpus == 8))
@@ -229,7 +231,7 @@ def test_a_runs_phases_stand_beside_the_plan_and_the_peak(hour: Any, tmp_path: P
     assert update["s"] == 0.4 and update["peak, GiB"] == 3.0
     assert update["of the data sheet"] == pytest.approx(flops / 0.4 / 989e12)
     assert update["share of bf16 products as measured"] == pytest.approx(flops / 0.4 / 600e12)
-    need = next(need for need in plan.needs() if need.phase == "actor_update")
+    need = next(need for need in gpu_needs(plan) if need.phase == "actor_update")
     ours = sum(
         size for part, size in need.parts.items() if part.startswith(("actor.", "activations", "head"))
     )

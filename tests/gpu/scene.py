@@ -25,8 +25,9 @@ from megarl.schedule.generation import make_engine, make_weight_sync, start_engi
 from megarl.schedule.offload import EngineMemory, OffloadManager
 from megarl.schedule.run import load_weights
 from megarl.training.batch import LocalBatch, distribute
-from megarl.training.model import TrainableModel, UpdateResult, tensor_groups
+from megarl.training.model import TrainableModel, UpdateResult
 from megarl.training.objectives import supervised_loss
+from megarl.training.tensor_groups import tensor_groups
 from megarl.weights.cost import KNOWN_MODELS
 from megarl.weights.families import read_config, table_names
 from megarl.weights.megatron import open_model

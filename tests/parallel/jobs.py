@@ -488,8 +488,9 @@ def updates_with_moves(
     from megarl.model.builder import build_actor, build_critic, read_hf_config
     from megarl.parallel.movable import HostPool
     from megarl.training.batch import distribute
-    from megarl.training.model import TrainableModel, tensor_groups
+    from megarl.training.model import TrainableModel
     from megarl.training.objectives import critic_loss, supervised_loss
+    from megarl.training.tensor_groups import tensor_groups
 
     config = make_config(folder, mini_batch=6, dtype=dtype, model=model)
     built = (build_critic if which == "critic" else build_actor)(config, read_hf_config(folder), runtime)
@@ -542,8 +543,9 @@ def left_behind(
     from megarl.model.builder import build_actor, read_hf_config
     from megarl.parallel.movable import HostPool
     from megarl.training.batch import distribute
-    from megarl.training.model import TrainableModel, tensor_groups
+    from megarl.training.model import TrainableModel
     from megarl.training.objectives import supervised_loss
+    from megarl.training.tensor_groups import tensor_groups
 
     def alive() -> dict[int, Any]:
         gc.collect()
@@ -622,9 +624,10 @@ def updates_with_overlap(runtime: Runtime, folder: Path, checkpoint: Path, **par
     from megarl.parallel.comm import gather_objects
     from megarl.parallel.movable import HostPool
     from megarl.training.batch import distribute
-    from megarl.training.model import TrainableModel, tensor_groups
+    from megarl.training.model import TrainableModel
     from megarl.training.objectives import supervised_loss
     from megarl.training.sharded import load_trainable
+    from megarl.training.tensor_groups import tensor_groups
     from tests.checkpoints import save_model
 
     config = make_config(folder, mini_batch=4, budget=16)
@@ -759,9 +762,10 @@ def partly_frozen(
     from megarl.model.builder import build_actor, build_critic, read_hf_config
     from megarl.parallel.movable import HostPool
     from megarl.training.batch import distribute
-    from megarl.training.model import TrainableModel, tensor_groups
+    from megarl.training.model import TrainableModel
     from megarl.training.objectives import critic_loss, supervised_loss
     from megarl.training.sharded import load_model, load_trainable, megatron_state
+    from megarl.training.tensor_groups import tensor_groups
     from tests.checkpoints import save_model
 
     critic = which == "critic"

@@ -176,8 +176,8 @@ def summed(runtime: Runtime, folder: Path, overlap: bool, grad_dtype: str) -> di
     device in between; and the sum of its weights then."""
     from megarl.parallel.movable import HostPool
     from megarl.training.batch import distribute
-    from megarl.training.model import tensor_groups
     from megarl.training.objectives import supervised_loss
+    from megarl.training.tensor_groups import tensor_groups
 
     with apart():
         keys: dict[str, Any] = {"overlap_grad_reduce": overlap, "overlap_param_gather": overlap}

@@ -17,7 +17,7 @@ from megarl.model.builder import build_actor, build_critic
 from megarl.parallel.comm import barrier
 from megarl.parallel.delivery import deliver
 from megarl.parallel.runtime import Runtime
-from megarl.plan.memory import MemoryPlan, plan_of
+from megarl.plan.inputs import PlanInputs, make_plan_inputs
 from megarl.plan.sizes import Passes, Shape, activations, in_flight, passed_on
 from megarl.rollout.responses import Body, Group, Response, RolloutBatch
 from megarl.training.batch import make_micro_batches
@@ -82,11 +82,13 @@ def plan_for(
     critic: bool = False,
     optimizer: Mapping[str, Any] | None = None,
     **keys: Any,
-) -> MemoryPlan:
+) -> PlanInputs:
     """The plan of a run of such models."""
     tp, pp, dp, ep, cp = (*layout, 1)[:5]
     described = hf_of(family, **keys).to_dict()
-    return plan_of(config_of(dtype, optimizer=optimizer, tp=tp, pp=pp, dp=dp, ep=ep, cp=cp), described)
+    return make_plan_inputs(
+        config_of(dtype, optimizer=optimizer, tp=tp, pp=pp, dp=dp, ep=ep, cp=cp), described
+    )
 
 
 def learner_of(

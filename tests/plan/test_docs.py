@@ -12,7 +12,10 @@ import pytest
 
 from megarl.cli.main import main
 from megarl.config.load import load_config
-from megarl.plan.memory import plan_of
+from megarl.plan.disk import checkpoint_bytes
+from megarl.plan.fit import find_problem
+from megarl.plan.inputs import make_plan_inputs
+from megarl.plan.memory import gpu_needs
 from megarl.plan.sizes import GIB
 from megarl.weights.cost import KNOWN_MODELS
 
@@ -46,13 +49,13 @@ def test_what_adapters_fit_on_one_card() -> None:
     assert len(rows) == 5
     for name, *shown in (row.split(" | ") for row in rows):
         whole, adapted = (
-            plan_of(load_config(ROOT / words[1], [*overrides, *own]), KNOWN_MODELS[name], world=1)
+            make_plan_inputs(load_config(ROOT / words[1], [*overrides, *own]), KNOWN_MODELS[name], world=1)
             for own in ([], ["actor.lora.rank=32"])
         )
-        needs = [{need.phase: need.total / GIB for need in plan.needs()} for plan in (whole, adapted)]
+        needs = [{need.phase: need.total / GIB for need in gpu_needs(plan)} for plan in (whole, adapted)]
         updates = [f"{need['actor_update']:.1f}" for need in needs]
-        sizes = [f"{whole.checkpoint() / GIB:.1f}", f"{adapted.checkpoint() / GIB:.2f}"]
-        fit = ["no" if plan.problem() else "yes" for plan in (whole, adapted)]
+        sizes = [f"{checkpoint_bytes(whole) / GIB:.1f}", f"{checkpoint_bytes(adapted) / GIB:.2f}"]
+        fit = ["no" if find_problem(plan) else "yes" for plan in (whole, adapted)]
         assert shown == [*updates, f"{needs[1]['weight_transfer']:.1f}", *sizes, *fit], name
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from megarl.cli.main import main
 from megarl.config import load_config
 from megarl.plan import text
-from megarl.plan.memory import plan_of
+from megarl.plan.inputs import make_plan_inputs
 from megarl.plan.times import Decoding, Lengths, _decode, decoded_at_once, default_lengths, estimate
 from megarl.weights.cost import KNOWN_MODELS
 from tests.plan.test_published import ROOT
@@ -28,7 +28,7 @@ COSTS = Decoding(0.01, 0.002, 0.003, 0.0, 1e-6, 0.0, 0.0, 1e-4)
 
 def plan(*changes: str):
     config = load_config(VAPO, list(changes))
-    return plan_of(config, KNOWN_MODELS["Qwen2.5-7B"])
+    return make_plan_inputs(config, KNOWN_MODELS["Qwen2.5-7B"])
 
 
 def by_the_token(each: int, at_once: int, lengths: Lengths, parts: int = 100) -> float:

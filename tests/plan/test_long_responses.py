@@ -11,7 +11,7 @@ from unittest import mock
 
 from megarl.config import load_config
 from megarl.plan import times
-from megarl.plan.memory import MemoryPlan
+from megarl.plan.inputs import PlanInputs
 from megarl.plan.search import with_keys
 from megarl.plan.sizes import Shape, device_of
 from megarl.plan.times import Estimate, Lengths, estimate
@@ -22,15 +22,15 @@ VAPO = ROOT / "configs/vapo_32b.yaml"
 LONG = Lengths(20480 / 3, 20480, 512)
 
 
-def plan_with(base: Path, changes: list[str], model: str, layout: Mapping[str, int]) -> MemoryPlan:
+def plan_with(base: Path, changes: list[str], model: str, layout: Mapping[str, int]) -> PlanInputs:
     """As tests/plan/test_published.py: the layout is not checked."""
     config = load_config(base, changes)
     config = config.model_copy(update={"parallel": config.parallel.model_copy(update=layout)})
     shape = Shape(KNOWN_MODELS[model], config.model.dtype)
-    return MemoryPlan(config, shape, shape, device_of(config.cluster))
+    return PlanInputs(config, shape, shape, device_of(config.cluster))
 
 
-def steps() -> Iterator[tuple[str, MemoryPlan, Lengths]]:
+def steps() -> Iterator[tuple[str, PlanInputs, Lengths]]:
     """Yield from NeMo-RL's run to configs/vapo_32b.yaml, each with all changes before it."""
     row = next(row for row in TABLE["rows"] if row["name"] == "Qwen3-32B on 32 H100")
     source = TABLE["sources"][row["source"]]
@@ -63,7 +63,7 @@ def steps() -> Iterator[tuple[str, MemoryPlan, Lengths]]:
     yield "mean 20,000", vapo, replace(LONG, mean=20000.0)
 
 
-def row(name: str, plan: MemoryPlan, made: Estimate) -> str:
+def row(name: str, plan: PlanInputs, made: Estimate) -> str:
     """A row of the table: tokens a second of each GPU, and what a token costs a GPU in milliseconds."""
     parts, cost = made.parts, 1000 * plan.layout.world / made.tokens
     updates = sum(seconds for phase, seconds in parts.items() if phase.endswith("_update"))
@@ -78,7 +78,7 @@ HEAD = (
 )
 
 
-def changed() -> Iterator[tuple[str, MemoryPlan, Estimate]]:
+def changed() -> Iterator[tuple[str, PlanInputs, Estimate]]:
     """Yield configs/vapo_32b.yaml, and with one thing changed: what the model of time counts, then what a run
     could do."""
     plan = plan_with(VAPO, [], "Qwen2.5-32B", {})

@@ -17,7 +17,9 @@ from megarl.cli.main import main
 from megarl.config import load_config
 from megarl.config.errors import ConfigError
 from megarl.parallel.machine import memory_here
-from megarl.plan.memory import MemoryPlan, plan_of
+from megarl.plan.fit import find_cpu_problem, find_cpu_warning
+from megarl.plan.host import cpu_bytes, cpu_bytes_by_phase
+from megarl.plan.inputs import PlanInputs, make_plan_inputs
 from megarl.schedule.preflight import check_fits
 from megarl.weights.cost import KNOWN_MODELS, planning_config
 from megarl.weights.families import read_config
@@ -61,35 +63,35 @@ def test_this_machine_has_what_it_says() -> None:
     assert 0 < memory_here() <= psutil.virtual_memory().total
 
 
-def half_b(*changes: str) -> MemoryPlan:
+def half_b(*changes: str) -> PlanInputs:
     overrides = ["model.layers=portable", "checkpoint.every=5", "parallel.tp=2", "model.dtype=fp32", *changes]
-    return plan_of(load_config(ROOT / "configs/demo_vapo.yaml", overrides), HALF_B)
+    return make_plan_inputs(load_config(ROOT / "configs/demo_vapo.yaml", overrides), HALF_B)
 
 
 def test_a_run_that_the_kernel_ended_is_refused() -> None:
     """VAPO with 0.5 B parameters on two ranks and 24 GB: it was killed in its first checkpoint, and without
     checkpoints in step 2."""
     plan, memory = half_b(), 24e9
-    problem = plan.problem_on_cpu(memory)
+    problem = find_cpu_problem(plan, memory)
     assert problem is not None and re.search(
         r"^2 ranks on this machine's CPU need [\d.]+ GiB of its 22.4 \(.*a checkpoint [\d.]+\); "
         "set checkpoint.every=0, or start fewer ranks, each of which has a whole engine, use a smaller model",
         problem,
     ), problem
     without = half_b("checkpoint.every=0")
-    warning = without.warning_on_cpu(memory)
-    assert without.problem_on_cpu(memory) is None, "that it is surely too much cannot be said"
+    warning = find_cpu_warning(without, memory)
+    assert find_cpu_problem(without, memory) is None, "that it is surely too much cannot be said"
     assert warning and re.search(r"may need up to [\d.]+ GiB .* the kernel ends what takes too much", warning)
-    assert half_b().problem_on_cpu(100e9) is None and half_b().warning_on_cpu(100e9) is None
+    assert find_cpu_problem(half_b(), 100e9) is None and find_cpu_warning(half_b(), 100e9) is None
     with pytest.raises(ConfigError, match=r"^x.yaml: 2 ranks on this machine's CPU need"):
-        check_fits(plan_of(plan.config, HALF_B, world=2, cpu=True), "x.yaml", memory)
+        check_fits(make_plan_inputs(plan.config, HALF_B, world=2, cpu=True), "x.yaml", memory)
     for changes in (["rollout.prompts=1000000000000"], ["rollout.prompts=20000000", "rollout.group_size=16"]):
-        batch = half_b(*changes, "checkpoint.every=0").problem_on_cpu(100e9)
+        batch = find_cpu_problem(half_b(*changes, "checkpoint.every=0"), 100e9)
         assert batch and re.search(
             r"^[\d,]+ responses a step need at least [\d,.]+ GiB .*rollout.prompts", batch
         )
-    assert half_b().warning_on_cpu(100e9, free=90e9) is None
-    busy = half_b().warning_on_cpu(100e9, free=9 * GIB)
+    assert find_cpu_warning(half_b(), 100e9, free=90e9) is None
+    busy = find_cpu_warning(half_b(), 100e9, free=9 * GIB)
     assert busy and re.search(
         r"may need up to [\d.]+ GiB .* and 9.0 of this machine's 93.1 are free now", busy
     )
@@ -98,9 +100,9 @@ def test_a_run_that_the_kernel_ended_is_refused() -> None:
         shape.held(plan.layout, 0, critic=critic).all * 2
         for shape, critic in ((plan.actor, False), (plan.critic, True))
     )
-    held = sum(plan.on_cpu[name] for name in ("weights", "gradients", "optimizer"))
+    held = sum(cpu_bytes(plan)[name] for name in ("weights", "gradients", "optimizer"))
     assert held == pytest.approx(16 * trained, rel=1e-3)
-    assert plan.on_cpu["engines' weights"] == pytest.approx(2 * 4 * plan.actor.parameters)
+    assert cpu_bytes(plan)["engines' weights"] == pytest.approx(2 * 4 * plan.actor.parameters)
 
 
 @pytest.fixture(scope="module")
@@ -146,9 +148,9 @@ def test_a_real_run_takes_what_was_planned(folder: Path) -> None:
         time.sleep(0.1)
     assert run.wait(timeout=10) == 0, run.communicate()[1][-2000:]
     config = load_config(ROOT / "configs/demo_vapo.yaml", [*settings(folder), "model.layers=portable"])
-    plan = plan_of(config, planning_config(config.model.path)[1])
-    held = sum(plan.on_cpu.values())
-    at_most = max(sum(parts.values()) for parts in plan.on_cpu_by_phase.values())
+    plan = make_plan_inputs(config, planning_config(config.model.path)[1])
+    held = sum(cpu_bytes(plan).values())
+    at_most = max(sum(parts.values()) for parts in cpu_bytes_by_phase(plan).values())
     print(f"measured {most / GIB:.2f} GiB, held {held / GIB:.2f}, at most {(held + at_most) / GIB:.2f}")
     assert held <= 1.1 * most, "what surely is there is refused"
     assert 1 / 1.5 < (held + at_most) / most < 1.5

@@ -23,9 +23,21 @@ from megarl.config import load_config
 from megarl.config.errors import ConfigError
 from megarl.config.schema import PRETRAINING, TRAIN
 from megarl.parallel.layout import Layout
-from megarl.plan.memory import KNOWN, MemoryPlan, plan_of
+from megarl.plan.disk import checkpoint_bytes, disk_bytes
+from megarl.plan.engines import engine_weight_bytes, kv_cache_bytes
+from megarl.plan.fit import find_problem, largest_micro_batch
+from megarl.plan.host import KNOWN, cpu_bytes, cpu_bytes_by_phase, node_bytes, sampled_bytes, step_batch_bytes
+from megarl.plan.inputs import PlanInputs, make_plan_inputs
+from megarl.plan.memory import (
+    checkpoint_need,
+    construction_need,
+    gpu_needs,
+    phase_buffers,
+    phase_need,
+)
 from megarl.plan.search import with_keys
 from megarl.plan.sizes import Passes, Shape, activations
+from megarl.plan.tensors import count_bucket_params, count_params, count_trained, fp8_copy_bytes, group_bytes
 from megarl.plan.times import LINKS, default_lengths, estimate
 from megarl.schedule.preflight import check_fits
 from megarl.training.checkpoint import FOLDER, FORMAT, MANIFEST, folder_name, prune, seal
@@ -109,7 +121,7 @@ def test_tensor_groups_are_as_large_as_planned(
         stage = plan.layout.coords(rank).pp
         written.setdefault((stage, plan.layout.coords(rank).tp), []).append(found.pop("written"))
         for part, measured in found.items():
-            planned = plan.group(f"{model}.{part}", stage)
+            planned = group_bytes(plan, f"{model}.{part}", stage)
             assert abs(planned - measured) <= 0.01 * measured, (
                 f"rank {rank}: {part}: planned {planned:,.0f}, there are {measured:,.0f} bytes"
             )
@@ -118,18 +130,18 @@ def test_tensor_groups_are_as_large_as_planned(
     parts = FileSystemReader(tmp_path / "checkpoint").read_metadata().storage_data
     on_disk -= len(parts) * len(empty.getvalue())
     assert all(max(shares) < 1.1 * min(shares) for shares in written.values()), "replicas write alike"
-    planned = plan.checkpoint() - other_checkpoint(plan, model)
+    planned = checkpoint_bytes(plan) - other_checkpoint(plan, model)
     # 1 % of a file's own
     assert abs(planned / on_disk - 1) < 0.02, f"planned {planned:,.0f}, there are {on_disk:,.0f} bytes"
 
 
-def other_checkpoint(plan: MemoryPlan, model: str) -> float:
+def other_checkpoint(plan: PlanInputs, model: str) -> float:
     """The part of the other one of actor and critic."""
     alone = plan.config.model_copy(
         update={"algorithm": plan.config.algorithm.model_copy(update={"advantage": "group"})}
     )
-    actors = MemoryPlan(alone, plan.actor, plan.critic, plan.device).checkpoint()
-    return plan.checkpoint() - actors if model == "actor" else actors
+    actors = checkpoint_bytes(PlanInputs(alone, plan.actor, plan.critic, plan.device))
+    return checkpoint_bytes(plan) - actors if model == "actor" else actors
 
 
 LATENT = {"num_key_value_heads": 8, "head_dim": 64, "n_group": 1, "topk_group": 1}
@@ -172,7 +184,7 @@ def test_experts_are_as_large_as_planned(
     for rank, found in enumerate(ranks(*layout).run(group_sizes, out=tmp_path / "checkpoint", **case)):
         found.pop("written")
         for part, measured in found.items():
-            planned = plan.group(f"actor.{part}", plan.layout.coords(rank).pp)
+            planned = group_bytes(plan, f"actor.{part}", plan.layout.coords(rank).pp)
             assert abs(planned / measured - 1) < 0.01, (rank, part)
 
 
@@ -194,20 +206,22 @@ def test_a_reward_model_is_planned(tmp_path: Path) -> None:
     with_one = plan_32b("reward.model.path=/no/such/folder")
     without = plan_32b()
     for stage in range(with_one.layout.pp):
-        assert with_one.group("reward.weights", stage) == with_one.group("critic.weights", stage)
-    needs = {need.phase: need for need in with_one.needs()}
-    assert needs.keys() - {need.phase for need in without.needs()} == {"reward_model"}
+        assert group_bytes(with_one, "reward.weights", stage) == group_bytes(
+            with_one, "critic.weights", stage
+        )
+    needs = {need.phase: need for need in gpu_needs(with_one)}
+    assert needs.keys() - {need.phase for need in gpu_needs(without)} == {"reward_model"}
     assert needs["reward_model"].parts["reward.weights"] > 0
     assert needs["reward_model"].total < needs["critic_update"].total
     kept = plan_32b("reward.model.path=/no/such/folder", "residency.keep=[reward.weights]")
-    assert all(need.parts["reward.weights"] > 0 for need in kept.needs() if need.phase != "construction")
-    assert with_one.checkpoint() == without.checkpoint()
-    assert sum(with_one.host().values()) > sum(without.host().values())
+    assert all(need.parts["reward.weights"] > 0 for need in gpu_needs(kept) if need.phase != "construction")
+    assert checkpoint_bytes(with_one) == checkpoint_bytes(without)
+    assert sum(node_bytes(with_one).values()) > sum(node_bytes(without).values())
     times = estimate(with_one, default_lengths(with_one)).parts
     assert times["reward_model"] == pytest.approx(times["values"], rel=0.01)
     (tmp_path / "config.json").write_text(json.dumps(KNOWN_MODELS["Qwen2.5-7B"]))
     smaller = plan_32b(f"reward.model.path={tmp_path}", "parallel.tp=4", "parallel.pp=4", "parallel.dp=8")
-    assert 0 < smaller.group("reward.weights", 0) < smaller.group("critic.weights", 0) / 3
+    assert 0 < group_bytes(smaller, "reward.weights", 0) < group_bytes(smaller, "critic.weights", 0) / 3
 
 
 def test_a_critic_of_its_own_size_is_planned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -215,20 +229,20 @@ def test_a_critic_of_its_own_size_is_planned(tmp_path: Path, capsys: pytest.Capt
     (tmp_path / "config.json").write_text(json.dumps(KNOWN_MODELS["Qwen2.5-1.5B"]))
     path, actor = ROOT / "configs/vapo_7b.yaml", KNOWN_MODELS["Qwen2.5-7B"]
     configs = [load_config(path, [f"critic.path={critic}"]) for critic in ("/no/such/folder", tmp_path)]
-    alike, smaller = (plan_of(config, actor) for config in configs)
+    alike, smaller = (make_plan_inputs(config, actor) for config in configs)
     for part in ("weights", "gradients", "optimizer"):
         actors, critics = f"actor.{part}", f"critic.{part}"
-        assert 0 < smaller.group(critics, 0) < alike.group(critics, 0) / 3
-        assert smaller.group(actors, 0) == alike.group(actors, 0)
+        assert 0 < group_bytes(smaller, critics, 0) < group_bytes(alike, critics, 0) / 3
+        assert group_bytes(smaller, actors, 0) == group_bytes(alike, actors, 0)
     before, after = (estimate(plan, default_lengths(plan)).parts for plan in (alike, smaller))
     assert after["critic_update"] < before["critic_update"] / 3
     assert after["actor_update"] == before["actor_update"]
     needs = [planned_needs(config, 8) for config in configs]
     assert all(less < more for more, less in zip(*needs, strict=True))
     assert main(["plan", str(path), f"critic.path={tmp_path}"]) == 0
-    assert f"a checkpoint on disk  {smaller.checkpoint() / 1e9:,.1f} GB" in capsys.readouterr().out
+    assert f"a checkpoint on disk  {checkpoint_bytes(smaller) / 1e9:,.1f} GB" in capsys.readouterr().out
     without = load_config(ROOT / "configs/dapo_32b.yaml", [f"critic.path={tmp_path}"])
-    assert plan_of(without, KNOWN_MODELS["Qwen2.5-32B"]).critic.config == KNOWN_MODELS["Qwen2.5-32B"]
+    assert make_plan_inputs(without, KNOWN_MODELS["Qwen2.5-32B"]).critic.config == KNOWN_MODELS["Qwen2.5-32B"]
 
 
 def test_a_teacher_is_planned(tmp_path: Path) -> None:
@@ -236,10 +250,10 @@ def test_a_teacher_is_planned(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(KNOWN_MODELS["Qwen2.5-7B"]))
     layout = "parallel.tp=4", "parallel.pp=4", "parallel.dp=8"
     alike, smaller = (plan_32b(f"teacher.path={path}", *layout) for path in ("/no/such/folder", tmp_path))
-    assert alike.group("teacher.weights", 0) == alike.group("actor.weights", 0)
-    assert 0 < smaller.group("teacher.weights", 0) < alike.group("teacher.weights", 0) / 3
-    needs = {need.phase: need for need in alike.needs()}
-    assert needs.keys() - {need.phase for need in plan_32b(*layout).needs()} == {"teacher_advantages"}
+    assert group_bytes(alike, "teacher.weights", 0) == group_bytes(alike, "actor.weights", 0)
+    assert 0 < group_bytes(smaller, "teacher.weights", 0) < group_bytes(alike, "teacher.weights", 0) / 3
+    needs = {need.phase: need for need in gpu_needs(alike)}
+    assert needs.keys() - {need.phase for need in gpu_needs(plan_32b(*layout))} == {"teacher_advantages"}
     parts, old = needs["teacher_advantages"].parts, needs["old_logprobs"].parts
     assert parts["teacher.weights"] == old["actor.weights"] and parts["activations"] == old["activations"]
     times = [estimate(plan, default_lengths(plan)).parts for plan in (alike, smaller)]
@@ -264,24 +278,27 @@ def test_several_teachers_are_planned(tmp_path: Path) -> None:
         )
     )
     name, last = "teacher.weights", 3
-    together = small.group(name, 0) + large.group(name, 0)
-    assert two.group(name, 0) == large.group(name, 0) and kept.group(name, 0) == together
-    beside = [plan.host()["pinned buffers"] for plan in (two, large)]
-    assert beside[0] - beside[1] == pytest.approx(small.group(name, 0) * 8, rel=0.2)
-    needs = [{need.phase: need.total for need in plan.needs()} for plan in (large, two)]
+    together = group_bytes(small, name, 0) + group_bytes(large, name, 0)
+    assert group_bytes(two, name, 0) == group_bytes(large, name, 0) and group_bytes(kept, name, 0) == together
+    beside = [node_bytes(plan)["pinned buffers"] for plan in (two, large)]
+    assert beside[0] - beside[1] == pytest.approx(group_bytes(small, name, 0) * 8, rel=0.2)
+    needs = [{need.phase: need.total for need in gpu_needs(plan)} for plan in (large, two)]
     assert needs[0] == needs[1]
     travelled = [estimate(p, default_lengths(p)).parts["on and off the device"] for p in (large, two)]
     bandwidth = two.device.host_speed * 1e9 * LINKS
-    assert travelled[1] - travelled[0] == pytest.approx(2 * small.group(name, 0) / bandwidth, rel=0.1)
+    assert travelled[1] - travelled[0] == pytest.approx(2 * group_bytes(small, name, 0) / bandwidth, rel=0.1)
     phases = {phase.name: phase for phase in several.phases}
     for phase, part in (("teacher_top_k", "activations"), ("actor_update", "head")):
         of_two = next(
             p for p in two.phases if p.model == phases[phase].model and p.updates_weights == (part == "head")
         )
-        more = several.work(phases[phase], last, 1e4)[part] - two.work(of_two, last, 1e4)[part]
+        more = (
+            phase_buffers(several, phases[phase], last, 1e4)[part]
+            - phase_buffers(two, of_two, last, 1e4)[part]
+        )
         assert 32 * 1e4 * 40 < more < 32 * 1e4 * 80
     tokens = two.step_tokens(two.longest) / 8
-    more = several.host()["rollouts"] - two.host()["rollouts"]
+    more = node_bytes(several)["rollouts"] - node_bytes(two)["rollouts"]
     assert more == pytest.approx(tokens * 8 * (32 * 24), rel=0.1)
 
 
@@ -294,13 +311,15 @@ def test_two_critics_are_planned() -> None:
         for more in ([], ["critic.count=2"], ["critic.count=2", "residency.keep=[critic.weights]"])
     )
     name = "critic.weights"
-    assert two.group(name, 0) == one.group(name, 0) == kept.group(name, 0) / 2
-    needs = [{need.phase: need.total for need in plan.needs()} for plan in (one, two)]
+    assert group_bytes(two, name, 0) == group_bytes(one, name, 0) == group_bytes(kept, name, 0) / 2
+    needs = [{need.phase: need.total for need in gpu_needs(plan)} for plan in (one, two)]
     assert needs[0] == needs[1]
-    more = sum(one.group(f"critic.{part}", 0) for part in ("weights", "optimizer"))
-    assert two.host()["pinned buffers"] - one.host()["pinned buffers"] == pytest.approx(8 * more, rel=0.2)
-    critic = one.trained_of("critic", Layout(), 0).all
-    assert two.checkpoint() - one.checkpoint() == pytest.approx(critic * (2 + 3 * 4))
+    more = sum(group_bytes(one, f"critic.{part}", 0) for part in ("weights", "optimizer"))
+    assert node_bytes(two)["pinned buffers"] - node_bytes(one)["pinned buffers"] == pytest.approx(
+        8 * more, rel=0.2
+    )
+    critic = count_trained(one, "critic", Layout(), 0).all
+    assert checkpoint_bytes(two) - checkpoint_bytes(one) == pytest.approx(critic * (2 + 3 * 4))
     times = [estimate(plan, default_lengths(plan)).parts for plan in (one, two)]
     assert times[1]["values"] == pytest.approx(2 * times[0]["values"])
     assert times[0]["critic_update"] < times[1]["critic_update"] < 1.5 * times[0]["critic_update"]
@@ -316,16 +335,18 @@ def test_trainers_without_engines_keep_their_weights_on_the_gpu() -> None:
     alone, for the other phases. Verifiers are beside engines."""
     layout = "parallel.tp=4", "parallel.pp=4", "parallel.dp=4"
     beside, apart, mixed = (
-        plan_of(load_config(ROOT / "configs/dapo_32b.yaml", [*layout, *keys]), KNOWN_MODELS["Qwen2.5-32B"])
+        make_plan_inputs(
+            load_config(ROOT / "configs/dapo_32b.yaml", [*layout, *keys]), KNOWN_MODELS["Qwen2.5-32B"]
+        )
         for keys in (
             (),
             ("parallel.rollout_ranks=64",),
             ("parallel.rollout_ranks=64", "cluster.gpus_per_node=72"),
         )
     )
-    weights, optimizer = (beside.group(f"actor.{part}", 0) for part in ("weights", "optimizer"))
+    weights, optimizer = (group_bytes(beside, f"actor.{part}", 0) for part in ("weights", "optimizer"))
     assert apart.residents == [{n for n in names if "actor" in n} for names in beside.residents][1:]
-    hosts = [plan.host() for plan in (beside, apart, mixed)]
+    hosts = [node_bytes(plan) for plan in (beside, apart, mixed)]
     assert hosts[0]["pinned buffers"] == pytest.approx(8 * (weights + optimizer), rel=1e-4)
     assert hosts[1]["pinned buffers"] == pytest.approx(8 * optimizer, rel=1e-4)
     assert hosts[1]["verifiers"] == 0 < hosts[0]["verifiers"] == hosts[2]["verifiers"]
@@ -343,11 +364,13 @@ def test_likeliest_tokens_of_the_old_policy_are_planned() -> None:
     phases = {phase.name: phase for phase in apart.phases}
     for phase, part in (("old_top_k", "activations"), ("actor_update", "head")):
         of_binary = phases["old_logprobs" if part == "activations" else phase]
-        more = apart.work(phases[phase], 3, 1e4)[part] - binary.work(of_binary, 3, 1e4)[part]
+        more = (
+            phase_buffers(apart, phases[phase], 3, 1e4)[part] - phase_buffers(binary, of_binary, 3, 1e4)[part]
+        )
         assert 20 * 1e4 * 40 < more < 20 * 1e4 * 80
     times = estimate(apart, default_lengths(apart)).parts
     assert times["old_top_k"] == pytest.approx(times["old_logprobs"])
-    more = apart.host()["rollouts"] - binary.host()["rollouts"]
+    more = node_bytes(apart)["rollouts"] - node_bytes(binary)["rollouts"]
     assert more == pytest.approx(apart.step_tokens(apart.longest) * (20 * 24 + 2 * 4))
 
 
@@ -365,13 +388,13 @@ def test_the_hosts_hold_the_engines_choice_of_experts() -> None:
     """8 of 128 in each of 48 layers, a byte each: 384 a token, of each rank's replica and in its packs, and
     of what its engine drew, as it came and to be delivered."""
     without, with_it = (
-        plan_of(
+        make_plan_inputs(
             load_config(ROOT / "configs/dapo_30b_a3b.yaml", [f"rollout.routing_replay={replay}"]),
             KNOWN_MODELS["Qwen3-30B-A3B"],
         )
         for replay in ("false", "true")
     )
-    more = with_it.host()["rollouts"] - without.host()["rollouts"]
+    more = node_bytes(with_it)["rollouts"] - node_bytes(without)["rollouts"]
     assert more == pytest.approx(8 * (2 + 2) * 384 * 256 * 16 * (2048 + 20480) / 32)
 
 
@@ -385,7 +408,7 @@ def test_a_rank_holds_its_share_of_the_batch(ranks: Callable[..., RankPool], lay
     changed = {name: getattr(plan.config, name).model_copy(update=keys) for name, keys in parts.items()}
     plan = replace(plan, config=plan.config.model_copy(update=changed))
     for measured in ranks(*layout).run(batch_bytes, **sizes):
-        assert measured < plan.batch() < 1.5 * measured
+        assert measured < step_batch_bytes(plan) < 1.5 * measured
 
 
 @settings(max_examples=30, deadline=None)
@@ -397,14 +420,18 @@ def test_what_a_rank_holds_of_the_batch_goes_down_with_the_ranks(tp: int, pp: in
     one = with_keys(plan, **{f"parallel__{name}": size for name, size in sizes.items()})
     alone = with_keys(plan, parallel__tp=1, parallel__pp=1, parallel__dp=1)
     facts = KNOWN * plan.config.responses
-    share = alone.batch() - facts - alone.drawn
-    assert one.batch() == pytest.approx(share / 2**dp + alone.drawn / 2 ** (tp + pp + dp) + facts)
-    pairs = plan_of(load_config(ROOT / "configs/demo_sft.yaml"), KNOWN_MODELS["Qwen2.5-0.5B"])
-    assert with_keys(pairs, parallel__dp=2**dp).batch() == pairs.batch()
+    share = step_batch_bytes(alone) - facts - sampled_bytes(alone)
+    assert step_batch_bytes(one) == pytest.approx(
+        share / 2**dp + sampled_bytes(alone) / 2 ** (tp + pp + dp) + facts
+    )
+    pairs = make_plan_inputs(load_config(ROOT / "configs/demo_sft.yaml"), KNOWN_MODELS["Qwen2.5-0.5B"])
+    assert step_batch_bytes(with_keys(pairs, parallel__dp=2**dp)) == step_batch_bytes(pairs)
 
 
-def plan_32b(*overrides: str) -> MemoryPlan:
-    return plan_of(load_config(ROOT / "configs/vapo_32b.yaml", overrides), KNOWN_MODELS["Qwen2.5-32B"])
+def plan_32b(*overrides: str) -> PlanInputs:
+    return make_plan_inputs(
+        load_config(ROOT / "configs/vapo_32b.yaml", overrides), KNOWN_MODELS["Qwen2.5-32B"]
+    )
 
 
 @pytest.mark.parametrize("tp", [1, 4, 8])
@@ -412,9 +439,9 @@ def test_an_engines_weights_are_its_shards(tp: int) -> None:
     """From the engine's own table; together a little more than the model."""
     plan = plan_32b(f"rollout.engine_tp={tp}")
     whole = 2 * plan.actor.parameters
-    assert whole <= plan.engine_weights * tp < 1.002 * whole
+    assert whole <= engine_weight_bytes(plan) * tp < 1.002 * whole
     fp8 = plan_32b(f"rollout.engine_tp={tp}", "rollout.weights_dtype=fp8_block")
-    assert 0.5 < fp8.engine_weights / plan.engine_weights < 0.56
+    assert 0.5 < engine_weight_bytes(fp8) / engine_weight_bytes(plan) < 0.56
 
 
 def test_figures_by_hand() -> None:
@@ -422,11 +449,11 @@ def test_figures_by_hand() -> None:
     plan = plan_32b("parallel.tp=8", "parallel.pp=4", "parallel.dp=4", "rollout.engine_tp=8")
     layer = (5120 * (5120 + 2 * 1024) + 5120 + 2 * 1024 + 5120 * 5120 + 3 * 5120 * 27648) // 8 + 2 * 5120
     elements = 16 * layer + 152064 // 8 * 5120
-    assert plan.group("actor.weights", 0) == 2 * elements
-    assert plan.group("actor.gradients", 0) == 4 * elements
-    assert plan.group("actor.optimizer", 0) == 12 * elements / 4
+    assert group_bytes(plan, "actor.weights", 0) == 2 * elements
+    assert group_bytes(plan, "actor.gradients", 0) == 4 * elements
+    assert group_bytes(plan, "actor.optimizer", 0) == 12 * elements / 4
     assert plan.actor.cache_bytes(8) == 2 * 64 * 1 * 128 * 2
-    assert plan.cache == 0.8 * plan.device.memory - plan.engine_weights
+    assert kv_cache_bytes(plan) == 0.8 * plan.device.memory - engine_weight_bytes(plan)
 
 
 def test_fp8_copies_are_where_the_weights_are() -> None:
@@ -435,7 +462,7 @@ def test_fp8_copies_are_where_the_weights_are() -> None:
     own modules in tests/te/test_training.py."""
     plan = plan_32b("parallel.tp=8", "parallel.pp=2", "parallel.dp=8", "residency.keep=[]")
     layer = (5120 * (5120 + 2 * 1024) + 5120 * 5120 + 3 * 5120 * 27648) // 8
-    assert plan.quantised("actor", 0) == plan.quantised("critic", 1) == 2 * 31 * layer
+    assert fp8_copy_bytes(plan, "actor", 0) == fp8_copy_bytes(plan, "critic", 1) == 2 * 31 * layer
     bytes_of = {
         "cluster.gpu=GB200": 1.0,
         "model.fp8.first_last_layers_bf16=false": 2 * 32 / 31,
@@ -446,24 +473,24 @@ def test_fp8_copies_are_where_the_weights_are() -> None:
     }
     same = ("parallel.tp=8", "parallel.pp=2", "parallel.dp=8")
     for changes, expected in bytes_of.items():
-        assert plan_32b(*same, *changes.split()).quantised("actor", 0) == expected * 31 * layer, changes
+        assert fp8_copy_bytes(plan_32b(*same, *changes.split()), "actor", 0) == expected * 31 * layer, changes
     # Between the first stage and the last all layers are in FP8.
     four = plan_32b("parallel.tp=8", "parallel.pp=4", "parallel.dp=4")
-    in_fp8 = [four.quantised("actor", stage) / (2 * layer) for stage in range(4)]
+    in_fp8 = [fp8_copy_bytes(four, "actor", stage) / (2 * layer) for stage in range(4)]
     assert in_fp8 == [15, 16, 16, 15]
     assert 1 in four.stages
-    for need in (need for need in plan.needs() if need.phase != "construction"):
+    for need in (need for need in gpu_needs(plan) if need.phase != "construction"):
         of = {name.partition(".")[0] for name in need.parts if name.endswith(".fp8_copies")}
         assert of == {name.partition(".")[0] for name in need.parts if name.endswith(".weights")} - {"engine"}
     # A pass without gradients makes those of rows alone, unless the others are there since the update.
     by_phase = {
-        phase.name: plan.need(phase, 0).parts["actor.fp8_copies"]
+        phase.name: phase_need(plan, phase, 0).parts["actor.fp8_copies"]
         for phase in plan.phases
         if phase.model == "actor"
     }
-    assert by_phase["old_logprobs"] * 2 == by_phase["actor_update"] == plan.quantised("actor", 0)
-    assert "actor.fp8_copies" not in plan.saved("actor", 0, read=True).parts
-    kept = next(plan_32b("residency.keep=[reference.weights,actor.weights]").needs())
+    assert by_phase["old_logprobs"] * 2 == by_phase["actor_update"] == fp8_copy_bytes(plan, "actor", 0)
+    assert "actor.fp8_copies" not in checkpoint_need(plan, "actor", 0, load=True).parts
+    kept = next(gpu_needs(plan_32b("residency.keep=[reference.weights,actor.weights]")))
     assert kept.phase == "rollout" and kept.parts["actor.fp8_copies"] > 0
 
 
@@ -477,7 +504,7 @@ def test_construction_takes_as_much_as_planned(
     found = ranks(*layout).run(construction, family="qwen2", dtype=dtype)
     plan = plan_for(layout, "qwen2", dtype)
     for rank, measured in enumerate(found):
-        built = plan.built("actor", plan.layout.coords(rank).pp)
+        built = construction_need(plan, "actor", plan.layout.coords(rank).pp)
         planned = built.total - built.parts["contexts"]
         assert 0.99 * planned < measured < 1.01 * planned + 2 * plan.actor.largest_tensor(1)
 
@@ -485,14 +512,14 @@ def test_construction_takes_as_much_as_planned(
 def test_construction_is_a_phase_of_its_own() -> None:
     """DAPO's 72B at tp 4, pp 2: 8 bytes for each of the last stage's 9.1 billion parameters."""
     path, same = ROOT / "configs/dapo_72b.yaml", ("parallel.tp=4", "parallel.pp=2", "parallel.dp=32")
-    plan = plan_of(load_config(path, same), KNOWN_MODELS["Qwen2.5-72B"])
-    needs = {need.phase: need for need in plan.needs()}
+    plan = make_plan_inputs(load_config(path, same), KNOWN_MODELS["Qwen2.5-72B"])
+    needs = {need.phase: need for need in gpu_needs(plan)}
     built = needs["construction"]
-    assert built.total - built.parts["contexts"] == 8 * plan.held("actor", built.stage).all
+    assert built.total - built.parts["contexts"] == 8 * count_params(plan, "actor", built.stage).all
     assert 67 * GIB < built.total - built.parts["contexts"] < 68 * GIB
     # What stays on the GPU is there when the next model is made.
     kept = plan_32b("residency.keep=[actor.optimizer,critic.optimizer]")
-    built = next(need for need in kept.needs() if need.phase == "construction")
+    built = next(need for need in gpu_needs(kept) if need.phase == "construction")
     assert "actor.optimizer" in built.parts and "critic.optimizer" not in built.parts
 
 
@@ -518,21 +545,26 @@ def test_a_checkpoint_gathers_buckets_as_large_as_planned(
     for rank, largest in enumerate(ranks(*layout).run(largest_bucket, **keys)):
         stage = plan.layout.coords(rank).pp
         cut = overlap and not stage
-        assert (0.5 if cut else 0.99) * plan.bucket("actor", stage) <= largest
-        assert largest <= 1.01 * plan.bucket("actor", stage)
-        assert (plan.bucket("actor", stage) < plan.held("actor", stage).shared) == bool(cut)
+        assert (0.5 if cut else 0.99) * count_bucket_params(plan, "actor", stage) <= largest
+        assert largest <= 1.01 * count_bucket_params(plan, "actor", stage)
+        assert (
+            count_bucket_params(plan, "actor", stage) < count_params(plan, "actor", stage).shared
+        ) == bool(cut)
 
 
 def test_what_a_checkpoint_joins_when_it_is_read() -> None:
     """Gate and up projections of a stage's layers, all at once, beside weights and optimizer."""
     plan = plan_32b("parallel.tp=4", "parallel.pp=2", "parallel.dp=16")
-    read = plan.saved("critic", 0, read=True)
+    read = checkpoint_need(plan, "critic", 0, load=True)
     assert read.parts["joined weights"] == 32 * 2 * 27648 // 4 * 5120 * 2
     in_bf16 = load_config(ROOT / "configs/dapo_30b_a3b.yaml", ["model.fp8.format=none"])
-    mixture = plan_of(in_bf16, KNOWN_MODELS["Qwen3-30B-A3B"])
-    assert mixture.saved("actor", 0, read=True).parts["joined weights"] == 48 * 16 * 2 * 768 * 2048 * 2
+    mixture = make_plan_inputs(in_bf16, KNOWN_MODELS["Qwen3-30B-A3B"])
+    assert (
+        checkpoint_need(mixture, "actor", 0, load=True).parts["joined weights"]
+        == 48 * 16 * 2 * 768 * 2048 * 2
+    )
     # On the first stage, where little is gathered at a time, this is the most.
-    checkpoint = next(need for need in mixture.needs() if need.phase == "checkpoint")
+    checkpoint = next(need for need in gpu_needs(mixture) if need.phase == "checkpoint")
     assert "joined weights" in checkpoint.parts
 
 
@@ -541,21 +573,23 @@ def test_a_checkpoint_is_a_phase_of_its_own() -> None:
     the GPU, beside weights, optimizer and FP8 copies."""
     path, same = ROOT / "configs/dapo_72b.yaml", ("parallel.tp=4", "parallel.pp=2", "parallel.dp=32")
     less = ("model.recompute_layers=null",)
-    of_72b = plan_of(load_config(path, [*same, *less]), KNOWN_MODELS["Qwen2.5-72B"])
-    *_, saved = of_72b.needs()
+    of_72b = make_plan_inputs(load_config(path, [*same, *less]), KNOWN_MODELS["Qwen2.5-72B"])
+    *_, saved = gpu_needs(of_72b)
     assert saved.phase == "checkpoint" and saved.stage == 1
-    elements = of_72b.held("actor", 1).all
+    elements = count_params(of_72b, "actor", 1).all
     assert saved.parts["gathered bucket"] == 4 * elements * (2 + 1 / 32)
     assert saved.parts.keys() > {"actor.weights", "actor.optimizer", "actor.fp8_copies"}
     bf16 = ("model.fp8.format=none", "model.fp8.first_last_layers_bf16=false")
-    without = plan_of(load_config(path, [*same, *less, *bf16]), KNOWN_MODELS["Qwen2.5-72B"])
+    without = make_plan_inputs(load_config(path, [*same, *less, *bf16]), KNOWN_MODELS["Qwen2.5-72B"])
     words = r"phase checkpoint needs 9\d\.. GiB .*stage 1: gathered bucket .*raise parallel.tp or parallel.pp"
-    assert re.search(words, without.problem() or "")
-    never = plan_of(load_config(path, [*same, *less, "checkpoint.every=0"]), KNOWN_MODELS["Qwen2.5-72B"])
-    assert "checkpoint" not in {need.phase for need in never.needs()}
+    assert re.search(words, find_problem(without) or "")
+    never = make_plan_inputs(
+        load_config(path, [*same, *less, "checkpoint.every=0"]), KNOWN_MODELS["Qwen2.5-72B"]
+    )
+    assert "checkpoint" not in {need.phase for need in gpu_needs(never)}
     # The first stage has small buckets.
-    bucket = of_72b.bucket("actor", 0)
-    assert bucket == 40_000_000 + 8192 * 152064 // 4 < of_72b.bucket("actor", 1) / 20
+    bucket = count_bucket_params(of_72b, "actor", 0)
+    assert bucket == 40_000_000 + 8192 * 152064 // 4 < count_bucket_params(of_72b, "actor", 1) / 20
 
 
 @settings(max_examples=40, deadline=None)
@@ -575,8 +609,8 @@ def test_the_disk_holds_the_checkpoints_that_are_kept(
     overrides += [f"steps={steps}", f"value_pretraining.steps={pretraining}"]
     config = load_config(ROOT / "configs/vapo_7b.yaml", overrides)
     most = 0.0
-    plan = plan_of(config, KNOWN_MODELS["Qwen2.5-7B"])
-    sizes = {"step": plan.checkpoint(), "pretraining": plan.checkpoint(pretraining=True)}
+    plan = make_plan_inputs(config, KNOWN_MODELS["Qwen2.5-7B"])
+    sizes = {"step": checkpoint_bytes(plan), "pretraining": checkpoint_bytes(plan, pretraining=True)}
     with TemporaryDirectory() as folder:
         for stage, count in ((PRETRAINING, pretraining), (TRAIN, steps)):
             for step in range(1, count + 1):
@@ -589,17 +623,17 @@ def test_the_disk_holds_the_checkpoints_that_are_kept(
                 there = [sizes[found.name.split("-")[0]] for found in place.parent.iterdir()]
                 most = max(most, sum(there))
                 prune(Path(folder), config.checkpoint)
-    assert plan.disk == pytest.approx(most) and planned_needs(config, 8)[1] == plan.disk
-    assert with_keys(plan, checkpoint__every=0).disk == 0
-    critic = plan.trained_of("critic", Layout(), 0).all
+    assert disk_bytes(plan) == pytest.approx(most) and planned_needs(config, 8)[1] == disk_bytes(plan)
+    assert disk_bytes(with_keys(plan, checkpoint__every=0)) == 0
+    critic = count_trained(plan, "critic", Layout(), 0).all
     assert sizes["pretraining"] == pytest.approx(critic * (2 + 3 * 4))
 
 
 def test_larger_budgets_need_more_and_the_largest_is_the_last_that_fits() -> None:
     plan = plan_32b(*SMALL)
-    budget = plan.budget()
+    budget = largest_micro_batch(plan)
     assert budget > plan.longest
-    totals = [max(need.total for need in plan.needs(tokens)) for tokens in (budget, budget + 1024)]
+    totals = [max(need.total for need in gpu_needs(plan, tokens)) for tokens in (budget, budget + 1024)]
     assert totals[0] <= plan.device.memory < totals[1]
 
 
@@ -639,17 +673,17 @@ def test_larger_budgets_need_more_and_the_largest_is_the_last_that_fits() -> Non
 )
 def test_what_does_not_fit_is_said_with_what_to_change(overrides: list[str], words: str) -> None:
     plan = plan_32b(*overrides)
-    problem = plan.problem()
+    problem = find_problem(plan)
     assert problem is not None and re.search(words, problem), problem
     advice = re.search(r"lower update.tokens_per_micro_batch to (\d+)|set (model.recompute=full)", problem)
     if "raise model.recompute_layers" in problem:
-        assert plan_32b(*overrides, "model.recompute_layers=null").problem() is None
+        assert find_problem(plan_32b(*overrides, "model.recompute_layers=null")) is None
     if advice:  # and it helps
         change = f"update.tokens_per_micro_batch={advice[1]}" if advice[1] else advice[2]
-        assert plan_32b(*overrides, change).problem() is None
+        assert find_problem(plan_32b(*overrides, change)) is None
     with pytest.raises(ConfigError) as error:  # train stops with the same words
         world, memory = plan.layout.world, plan.device.memory
-        check_fits(plan_of(plan.config, plan.actor.config, world=world, memory=memory), "x.yaml")
+        check_fits(make_plan_inputs(plan.config, plan.actor.config, world=world, memory=memory), "x.yaml")
     assert str(error.value) == f"x.yaml: {problem}"
 
 
@@ -660,24 +694,26 @@ def test_a_replay_is_planned_without_an_engine() -> None:
         ("residency.keep=[engine.weights]", "take engine.weights out of residency.keep"),
     ):
         training = plan_32b(keys)
-        plan = plan_of(training.config, training.actor.config, replay=True)
-        assert problem in (training.problem() or "") and plan.problem() is None
-    needs, before = ({need.phase: need for need in of.needs()} for of in (plan, plan_32b()))
+        plan = make_plan_inputs(training.config, training.actor.config, replay=True)
+        assert problem in (find_problem(training) or "") and find_problem(plan) is None
+    needs, before = ({need.phase: need for need in gpu_needs(of)} for of in (plan, plan_32b()))
     assert before.keys() - needs.keys() == {"rollout", "weight_transfer"}
     assert all(before[phase].total == need.total for phase, need in needs.items() if phase != "checkpoint")
     assert needs["checkpoint"].total <= before["checkpoint"].total  # of which none is written
-    host, of_run = plan.host(), plan_32b().host()
+    host, of_run = node_bytes(plan), node_bytes(plan_32b())
     assert host["verifiers"] == host["checkpoint staging"] == 0 < min(of_run.values())
     demo, sizes = (
         load_config(ROOT / "configs/demo_vapo.yaml", ["checkpoint.every=1"]),
         KNOWN_MODELS["Qwen2.5-7B"],
     )
-    on_cpu, again = (plan_of(demo, sizes, world=2, cpu=True, replay=replay) for replay in (False, True))
-    assert on_cpu.on_cpu["engines' weights"] > 0 == again.on_cpu["engines' weights"]
-    assert "rollout" in on_cpu.on_cpu_by_phase and "rollout" not in again.on_cpu_by_phase
+    on_cpu, again = (
+        make_plan_inputs(demo, sizes, world=2, cpu=True, replay=replay) for replay in (False, True)
+    )
+    assert cpu_bytes(on_cpu)["engines' weights"] > 0 == cpu_bytes(again)["engines' weights"]
+    assert "rollout" in cpu_bytes_by_phase(on_cpu) and "rollout" not in cpu_bytes_by_phase(again)
     copied = "copy of a checkpoint"
-    assert copied in on_cpu.on_cpu_by_phase["actor_update"]
-    assert copied not in again.on_cpu_by_phase["actor_update"]
+    assert copied in cpu_bytes_by_phase(on_cpu)["actor_update"]
+    assert copied not in cpu_bytes_by_phase(again)["actor_update"]
 
 
 def test_the_32b_configurations_fit_their_128_gpus() -> None:
@@ -686,7 +722,11 @@ def test_the_32b_configurations_fit_their_128_gpus() -> None:
         for gpu in ("H100", "H200", "H800", "A100"):
             cluster = config.cluster.model_copy(update={"gpu": gpu})
             assert (
-                plan_of(config.model_copy(update={"cluster": cluster}), KNOWN_MODELS["Qwen2.5-32B"]).problem()
+                find_problem(
+                    make_plan_inputs(
+                        config.model_copy(update={"cluster": cluster}), KNOWN_MODELS["Qwen2.5-32B"]
+                    )
+                )
                 is None
             )
 
@@ -699,11 +739,11 @@ def test_another_gpu_needs_all_its_figures() -> None:
     with pytest.raises(
         ConfigError, match=r"^cluster.gpu: B1 .*: set cluster.gpu_memory_speed, cluster.host_speed as well$"
     ):
-        plan_of(config, KNOWN_MODELS["Qwen2.5-32B"])
+        make_plan_inputs(config, KNOWN_MODELS["Qwen2.5-32B"])
     more = ["cluster.gpu_memory_speed=3000", "cluster.host_speed=50"]
     overrides = ["cluster.gpu=B1", "cluster.gpu_memory=100", "cluster.gpu_tflops=1000", *more]
     assert (
-        plan_of(
+        make_plan_inputs(
             load_config(ROOT / "configs/vapo_32b.yaml", overrides), KNOWN_MODELS["Qwen2.5-32B"]
         ).device.memory
         == 100 * GIB
@@ -712,10 +752,12 @@ def test_another_gpu_needs_all_its_figures() -> None:
 
 def test_kept_groups_are_in_every_phase() -> None:
     free, keeping = plan_32b(), plan_32b("residency.keep=[actor.optimizer]")
-    for before, after in zip(free.needs(), keeping.needs(), strict=True):
-        extra = 0.0 if "actor.optimizer" in before.parts else keeping.group("actor.optimizer", after.stage)
+    for before, after in zip(gpu_needs(free), gpu_needs(keeping), strict=True):
+        extra = (
+            0.0 if "actor.optimizer" in before.parts else group_bytes(keeping, "actor.optimizer", after.stage)
+        )
         assert after.total == pytest.approx(before.total + extra, abs=GIB)
-    assert keeping.host()["pinned buffers"] < free.host()["pinned buffers"]
+    assert node_bytes(keeping)["pinned buffers"] < node_bytes(free)["pinned buffers"]
 
 
 def test_models_used_in_tests_are_what_they_say() -> None:

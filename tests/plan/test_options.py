@@ -15,9 +15,11 @@ from megarl.config.errors import ConfigError
 from megarl.parallel.layout import Layout
 from megarl.parallel.runtime import Runtime
 from megarl.plan import memory
-from megarl.plan.memory import MemoryPlan
+from megarl.plan.inputs import PlanInputs
+from megarl.plan.memory import gpu_needs, phase_buffers
 from megarl.plan.search import ROOM, with_keys
 from megarl.plan.sizes import GIB
+from megarl.plan.tensors import count_bucket_params, gradient_sum_bytes, group_bytes
 from megarl.plan.text import clock
 from megarl.plan.times import PRODUCTS, default_lengths, estimate
 from tests.plan.jobs import batches, learner_of, storages
@@ -34,9 +36,9 @@ MLP = {
 }
 
 
-def fullest(plan: MemoryPlan) -> float:
+def fullest(plan: PlanInputs) -> float:
     """The most of any update, on the fullest stage."""
-    return max(need.total for need in plan.needs(phases=[p for p in plan.phases if p.updates_weights]))
+    return max(need.total for need in gpu_needs(plan, phases=[p for p in plan.phases if p.updates_weights]))
 
 
 def keeps_what_it_sent(layout: Layout, begun: float, last: bool) -> float:
@@ -45,7 +47,7 @@ def keeps_what_it_sent(layout: Layout, begun: float, last: bool) -> float:
     return begun - last
 
 
-def fewest_layers(plan: MemoryPlan) -> MemoryPlan:
+def fewest_layers(plan: PlanInputs) -> PlanInputs:
     """With as few recomputed layers as leave as much room as `megarl plan` does."""
     layers = plan.actor.sizes.layers // plan.layout.pp
     none = with_keys(plan, model__recompute="none", model__recompute_layers=None)
@@ -53,7 +55,7 @@ def fewest_layers(plan: MemoryPlan) -> MemoryPlan:
     return next(made for made in tried if fullest(made) <= (1 - ROOM) * plan.device.memory)
 
 
-def shown(plan: MemoryPlan, more: str = "") -> str:
+def shown(plan: PlanInputs, more: str = "") -> str:
     return f"{fullest(plan) / GIB:.1f} GiB{more}, {clock(estimate(plan, default_lengths(plan)).total)}"
 
 
@@ -94,23 +96,25 @@ def test_gradients_in_bf16_are_half(name: str) -> None:
     plan = plan_for(name)
     halved = with_keys(plan, **HALVED)
     for stage in plan.stages:
-        assert halved.group("actor.gradients", stage) == plan.group("actor.gradients", stage) / 2
-        during, behind = halved.exchange("actor", stage)
-        bucket = 2 * plan.bucket("actor", stage)
+        assert (
+            group_bytes(halved, "actor.gradients", stage) == group_bytes(plan, "actor.gradients", stage) / 2
+        )
+        during, behind = gradient_sum_bytes(halved, "actor", stage)
+        bucket = 2 * count_bucket_params(plan, "actor", stage)
         assert behind > bucket
         if stage == 0 and plan.overlaps:
             assert bucket < during < 2 * bucket
         else:
             assert during == 0.0
-        assert plan.exchange("actor", stage) == (0.0, 0.0)
+        assert gradient_sum_bytes(plan, "actor", stage) == (0.0, 0.0)
     assert fullest(halved) < fullest(plan)
     before, after = (estimate(p, default_lengths(p)).parts["actor_update"] for p in (plan, halved))
     assert 0.9 * before < after < before
     # A rank that has next to no activations still needs room for the sum.
     [phase] = [p for p in plan.phases if p.name == "actor_update"]
     last = plan.layout.pp - 1
-    nothing = halved.work(phase, last, 1)
-    assert sum(nothing.values()) >= halved.exchange("actor", last)[1]
+    nothing = phase_buffers(halved, phase, last, 1)
+    assert sum(nothing.values()) >= gradient_sum_bytes(halved, "actor", last)[1]
 
 
 def gradient_bytes(runtime: Runtime, grad_dtype: str) -> tuple[int, int]:
@@ -148,9 +152,9 @@ def test_they_are_so_in_a_real_model(ranks: Callable[..., RankPool]) -> None:
     changed = plan.config.parallel.model_copy(update=parallel)
     plan = replace(plan, config=plan.config.model_copy(update={"parallel": changed}))
     for size, alive in ranks(1, 1, 2).run(gradient_bytes, grad_dtype="bf16"):
-        assert size == pytest.approx(plan.group("actor.gradients", 0), rel=0.01)
+        assert size == pytest.approx(group_bytes(plan, "actor.gradients", 0), rel=0.01)
         # What came from the replicas, and this rank's sum of it in float32.
-        assert alive == pytest.approx(plan.exchange("actor", 0)[1], rel=0.05)
+        assert alive == pytest.approx(gradient_sum_bytes(plan, "actor", 0)[1], rel=0.05)
 
 
 def test_a_mixtures_experts_are_not_planned_to_be_recomputed_alone() -> None:

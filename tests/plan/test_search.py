@@ -19,7 +19,9 @@ from megarl.config import load_config
 from megarl.config.check import check_config
 from megarl.config.errors import ConfigError
 from megarl.plan import text
-from megarl.plan.memory import MemoryPlan, plan_of
+from megarl.plan.fit import find_problem
+from megarl.plan.inputs import PlanInputs, make_plan_inputs
+from megarl.plan.memory import gpu_needs
 from megarl.plan.search import Found, best_of, proven, search, with_keys
 from megarl.plan.sizes import Shape
 from megarl.plan.times import default_lengths, estimate, rollout_seconds
@@ -30,9 +32,9 @@ from tests.plan.test_memory import GIB, ROOT
 SHIPPED = ("vapo_7b", "dapo_30b_a3b", "vapo_32b", "dapo_32b", "tppo_32b", "sao_32b", "dapo_72b")
 
 
-def plan_for(name: str, *changes: str) -> MemoryPlan:
+def plan_for(name: str, *changes: str) -> PlanInputs:
     config = load_config(ROOT / f"configs/{name}.yaml", changes)
-    return plan_of(config, planning_config(config.model.path)[1])
+    return make_plan_inputs(config, planning_config(config.model.path)[1])
 
 
 @cache
@@ -46,7 +48,7 @@ def test_shipped_layouts_are_the_planners_best(name: str) -> None:
     """Of those without what no GPU has run under megarl (the files say so): within 2 percent, as one has its
     base's layout; with 5 percent of each GPU to spare."""
     plan = plan_for(name)
-    assert plan.layout.cp == plan.layout.vpp == 1 and plan.problem(0.05 * plan.device.memory) is None
+    assert plan.layout.cp == plan.layout.vpp == 1 and find_problem(plan, 0.05 * plan.device.memory) is None
     best = best_of(proven(searched(name), plan.config.parallel))
     assert best.plan.layout.cp == best.plan.layout.vpp == 1 and best.estimate is not None
     now = estimate(plan, default_lengths(plan))
@@ -63,7 +65,7 @@ def test_those_that_fit_come_first_the_quickest_first_and_all_use_all_gpus() -> 
     for one in found:
         assert one.plan.layout.world == 32 and (one.problem is None) == (one.estimate is not None)
         if one.estimate:
-            assert one.plan.problem() is None and one.free >= 0
+            assert find_problem(one.plan) is None and one.free >= 0
     assert len({one.plan.layout for one in found}) == len(found)
     assert {one.plan.layout.ep for one in found if one.estimate} >= {4, 8, 16}
 
@@ -81,7 +83,7 @@ def test_what_is_printed_makes_the_configuration_the_best(capsys: pytest.Capture
     flat = {f"{section}.{key}": value for section, values in as_yaml.items() for key, value in values.items()}
     assert {key.split("=")[0] for key in keys} == flat.keys()
     best = plan_for("vapo_32b", *changes, *keys)
-    assert best.problem() is None
+    assert find_problem(best) is None
     by_file = plan_for("vapo_32b", *changes, *(f"{key}={value}" for key, value in flat.items()))
     assert by_file.config == best.config
     shown = re.search(r"a step takes about ([\d:]+); the configuration as it is: ([\d:]+)", lines[0])
@@ -118,7 +120,7 @@ def test_sizes_that_the_schema_refuses_are_not_tried(monkeypatch: pytest.MonkeyP
     assert {(one.plan.layout.cp, one.plan.layout.vpp) for one in found} == {(1, 1), (1, 2), (2, 1), (2, 2)}
 
 
-def is_taken_by_train(plan: MemoryPlan) -> bool:
+def is_taken_by_train(plan: PlanInputs) -> bool:
     """Whether a run's checks let its engines begin."""
     try:
         check_config(plan.config, "x.yaml")
@@ -156,7 +158,7 @@ def test_context_parallel_and_virtual_stages_are_planned() -> None:
     halved = with_keys(plan, parallel__cp=2, parallel__dp=8)
     virtual = with_keys(plan, parallel__vpp=4)
     [whole, parts, more] = (
-        next(made.needs(32768, [p for p in plan.phases if p.updates_weights])).parts["activations"]
+        next(gpu_needs(made, 32768, [p for p in plan.phases if p.updates_weights])).parts["activations"]
         for made in (plan, halved, virtual)
     )
     assert parts == pytest.approx(whole / 2)

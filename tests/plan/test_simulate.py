@@ -19,7 +19,8 @@ from megarl.cli.main import main
 from megarl.config import load_config
 from megarl.config.errors import DataError
 from megarl.data.experience import Experience, write_experience
-from megarl.plan.memory import MemoryPlan, plan_of
+from megarl.plan.fit import find_problem
+from megarl.plan.inputs import PlanInputs, make_plan_inputs
 from megarl.plan.search import search, with_keys
 from megarl.plan.simulate import (
     BATCHES,
@@ -180,12 +181,12 @@ def test_lengths_are_those_that_were_asked_for() -> None:
 
 
 @pytest.fixture(scope="module")
-def plan() -> MemoryPlan:
+def plan() -> PlanInputs:
     config = load_config(ROOT / "configs/vapo_7b.yaml", [])
-    return plan_of(config, KNOWN_MODELS["Qwen2.5-7B"])
+    return make_plan_inputs(config, KNOWN_MODELS["Qwen2.5-7B"])
 
 
-def test_the_best_split_is_one_that_the_layout_allows(plan: MemoryPlan) -> None:
+def test_the_best_split_is_one_that_the_layout_allows(plan: PlanInputs) -> None:
     lengths = default_lengths(plan)
     small = with_keys(plan, rollout__prompts=32, update__mini_batch=512)
     work = work_of(small.config, lengths, "queue")
@@ -196,12 +197,12 @@ def test_the_best_split_is_one_that_the_layout_allows(plan: MemoryPlan) -> None:
     tried = {}
     for dp in range(1, 8):
         made = with_keys(small, parallel__dp=dp, parallel__rollout_ranks=16 - 2 * dp)
-        if made.problem() is None:
+        if find_problem(made) is None:
             tried[dp] = simulate(work, costs_of(made, lengths), Split(16 - 2 * dp, 2 * dp, 1)).step
     assert tried[found.layout.dp] <= 1.1 * min(tried.values())
 
 
-def test_the_engines_of_a_split_divide_its_trainers_too(plan: MemoryPlan) -> None:
+def test_the_engines_of_a_split_divide_its_trainers_too(plan: PlanInputs) -> None:
     """Else the first of them would lie on two nodes: of 6 trainers and 4 more ranks an engine of 4."""
     small = with_keys(plan, rollout__prompts=32, update__mini_batch=512, rollout__engine_tp=4)
     lengths = default_lengths(small)
@@ -215,7 +216,7 @@ def test_the_engines_of_a_split_divide_its_trainers_too(plan: MemoryPlan) -> Non
     ("dp", "apart", "ahead"), [(2, 4, 0), (2, 4, 1), (2, 4, 2), (3, 2, 1), (1, 6, 1), (4, 0, 0)]
 )
 def test_a_step_ahead_is_estimated_as_it_is_simulated(
-    plan: MemoryPlan, dp: int, apart: int, ahead: int
+    plan: PlanInputs, dp: int, apart: int, ahead: int
 ) -> None:
     """Of responses of one length the simulated step is the estimated one: the longer of rollout and training,
     and the transfer."""
@@ -228,7 +229,7 @@ def test_a_step_ahead_is_estimated_as_it_is_simulated(
     assert (found.total < 0.99 * sum(found.parts.values())) == (ahead > 0)
 
 
-def test_a_job_that_cannot_be_split_is_shown_in_turn(plan: MemoryPlan) -> None:
+def test_a_job_that_cannot_be_split_is_shown_in_turn(plan: PlanInputs) -> None:
     one = with_keys(plan, parallel__tp=8, parallel__dp=1, rollout__prompts=16)
     lengths = default_lengths(one)
     assert len(compare(one, work_of(one.config, lengths, "queue"), lengths)) == 1
@@ -242,7 +243,7 @@ def test_one_step_ahead_as_published() -> None:
     config = load_config(ROOT / TABLE["base"], [*source["set"], *row["set"]])
     config = config.model_copy(update={"parallel": config.parallel.model_copy(update=row["layout"])})
     shape = Shape(KNOWN_MODELS[row["model"]], config.model.dtype)
-    one = MemoryPlan(config, shape, shape, device_of(config.cluster))
+    one = PlanInputs(config, shape, shape, device_of(config.cluster))
     lengths = Lengths(row["length"], config.rollout.max_response_tokens, source["prompt"])
     work, apart = work_of(config, lengths, "queue"), with_keys(one, parallel__rollout_ranks=32)
     beside = simulate(work, costs_of(apart, lengths), Split(8, 32, 1, engine_tp=4))
@@ -348,7 +349,7 @@ def test_a_split_as_it_is_configured_is_planned(
     assert main(command) == 0
     printed = capsys.readouterr().out
     assert "tp 2, pp 1, dp 2, and 4 ranks that generate: 8 x H100 (79.2 GiB) on 2 nodes\n" in printed
-    made = plan_of(load_config("configs/vapo_7b.yaml", split), KNOWN_MODELS["Qwen2.5-7B"])
+    made = make_plan_inputs(load_config("configs/vapo_7b.yaml", split), KNOWN_MODELS["Qwen2.5-7B"])
     step = clock(estimate(made, default_lengths(made)).total)
     assert f"a step takes about {step}, " in printed
     [row] = (line for line in printed.splitlines() if line.endswith("<- the configuration"))
@@ -368,7 +369,7 @@ def test_a_split_as_it_is_configured_is_planned(
     st.integers(1, 64),
 )
 def test_no_engine_decodes_more_at_once_than_it_is_started_with(
-    plan: MemoryPlan, engine: str, most: int, mean: float, prompts: int
+    plan: PlanInputs, engine: str, most: int, mean: float, prompts: int
 ) -> None:
     """Whatever its cache would hold; one after the other takes longest."""
     urls = ("http://a:1", "http://b:1") if engine == "sglang_url" else ()
@@ -385,7 +386,7 @@ def test_no_engine_decodes_more_at_once_than_it_is_started_with(
 def test_a_critic_of_prompts_takes_its_share_of_the_tokens() -> None:
     """A prompt and one token of 512 + 1 among 7,340: of the time besides, an update's messages stay."""
     whole, alone = (
-        plan_of(load_config(ROOT / "configs/vapo_7b.yaml", changes), KNOWN_MODELS["Qwen2.5-7B"])
+        make_plan_inputs(load_config(ROOT / "configs/vapo_7b.yaml", changes), KNOWN_MODELS["Qwen2.5-7B"])
         for changes in ([], ["algorithm.advantage=prompt_value", "algorithm.lambda_policy=1"])
     )
     lengths = default_lengths(whole)

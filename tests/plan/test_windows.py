@@ -12,7 +12,7 @@ from statistics import fmean
 import pytest
 
 from megarl.config import load_config
-from megarl.plan.memory import MemoryPlan, plan_of
+from megarl.plan.inputs import PlanInputs, make_plan_inputs
 from megarl.plan.simulate import (
     RolloutWork,
     Split,
@@ -30,8 +30,8 @@ CONFIG = Path(__file__).parents[2] / "configs" / "tppo_32b.yaml"
 LENGTHS = Lengths(300.0, 900, 20, window=128)
 
 
-def plan_32b() -> MemoryPlan:
-    return plan_of(load_config(CONFIG), KNOWN_MODELS["Qwen2.5-32B"])
+def plan_32b() -> PlanInputs:
+    return make_plan_inputs(load_config(CONFIG), KNOWN_MODELS["Qwen2.5-32B"])
 
 
 def test_windows_are_the_response() -> None:

@@ -16,7 +16,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from megarl.algorithms.scores import interval
 from megarl.config import load_config
 from megarl.data.experience import Experience
-from megarl.plan.memory import LAUNCHER, plan_of
+from megarl.plan.host import LAUNCHER, cpu_bytes, cpu_bytes_by_phase
+from megarl.plan.inputs import make_plan_inputs
 from megarl.weights.families import read_config
 from megarl_tasks.pretrained import write_task
 from tests.cli.processes import megarl
@@ -142,9 +143,9 @@ def test_a_run(smollm2: Path, asked: Asked, tmp_path: Path) -> None:
     assert low <= RIGHT[1] and high >= RIGHT[0]
     steps = [record for record in records if record["stage"] == "train"]
     assert len(steps) == 2 and all(record["policy/grad_norm"] > 0 for record in steps)
-    plan = plan_of(load_config(ROOT / file, overrides), read_config(smollm2))
-    held = sum(plan.on_cpu.values())
-    for phase, parts in plan.on_cpu_by_phase.items():
+    plan = make_plan_inputs(load_config(ROOT / file, overrides), read_config(smollm2))
+    held = sum(cpu_bytes(plan).values())
+    for phase, parts in cpu_bytes_by_phase(plan).items():
         found = steps[-1][f"memory_all/{phase}"] + LAUNCHER
         assert 0.85 <= (held + sum(parts.values())) / found <= 1.15, (phase, found)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "hf", dtype=torch.float32)

@@ -33,7 +33,8 @@ from megarl.parallel import runtime as parallel
 from megarl.parallel.movable import HostPool
 from megarl.parallel.objects import decode, encode
 from megarl.parallel.runtime import Runtime
-from megarl.plan.memory import MemoryPlan, Need, plan_of
+from megarl.plan.inputs import PlanInputs, make_plan_inputs
+from megarl.plan.memory import Need, checkpoint_need, construction_need, phase_need
 from megarl.plan.sizes import GIB
 from megarl.rollout.engines.sglang import SGLangEngine
 from megarl.schedule import run as scheduled
@@ -191,7 +192,7 @@ class LonelyRun(Run):
             )
 
 
-def batch_of(config: Config, plan: MemoryPlan, updates: int) -> tuple[Config, Experience]:
+def batch_of(config: Config, plan: PlanInputs, updates: int) -> tuple[Config, Experience]:
     """A batch of sequences as long as can be, for so many updates, in each of which a replica has as many
     full packs as its pipeline needs to be filled."""
     length, prompt = plan.longest, config.data.max_prompt_tokens
@@ -219,7 +220,7 @@ def measure(config: Config, hf: Mapping[str, Any], stage: int, updates: int = 2)
     the contexts, which this process does not see.
 
     hf: the model's config.json, whole (`complete`)"""
-    plan = plan_of(config, hf)
+    plan = make_plan_inputs(config, hf)
     layout = plan.layout
     rank = next(rank for rank in range(layout.world) if layout.coords(rank).pp == stage)
     sizes, memory, rows = Sizes.of(hf), Memory(), list[dict[str, Any]]()
@@ -267,7 +268,7 @@ def measure(config: Config, hf: Mapping[str, Any], stage: int, updates: int = 2)
         def watched(self: LonelyRun, name: str, *place: Any) -> Any:
             memory.reset()
             model = settled(self, name, *place)
-            note(f"construction: {name}", plan.built(name, stage))
+            note(f"construction: {name}", construction_need(plan, name, stage))
             return model
 
         patch.setattr(LonelyRun, "_settled", watched)
@@ -295,7 +296,7 @@ def measure(config: Config, hf: Mapping[str, Any], stage: int, updates: int = 2)
                 if phase.name != "rollout":
                     with enforced(phase, step):
                         FUNCTIONS[phase.name](run, step)
-                note(label, plan.need(phase, stage) if phase.on_gpu else None)
+                note(label, phase_need(plan, phase, stage) if phase.on_gpu else None)
         # All ranks' parts make a whole; this one's alone do not.
         patch.setattr(HostCopier, "_agree", lambda self, plan: None)
         copiers = {name: HostCopier(runtime) for name in run.models}
@@ -304,7 +305,7 @@ def measure(config: Config, hf: Mapping[str, Any], stage: int, updates: int = 2)
             gc.collect()
             memory.reset()
             copiers[name].copy_model(model)
-            note(f"checkpoint: {name}", plan.saved(name, stage))
+            note(f"checkpoint: {name}", checkpoint_need(plan, name, stage))
         patch.setattr(sharded, "check_trainable", lambda _: None)
         patch.setattr(sharded.dist_checkpointing, "load", _loaded)
         run.offload.onload("end", ())  # a run that continues has made no pass yet
@@ -313,7 +314,7 @@ def measure(config: Config, hf: Mapping[str, Any], stage: int, updates: int = 2)
             gc.collect()
             memory.reset()
             sharded.load_trainable(model, Path(folder))
-            note(f"continuation: {name}", plan.saved(name, stage, read=True))
+            note(f"continuation: {name}", checkpoint_need(plan, name, stage, load=True))
         run.offload.onload("end", ())
         gc.collect()
         memory.reset()

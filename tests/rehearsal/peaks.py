@@ -21,7 +21,7 @@ from typing import Any
 
 from megarl.config import load_config
 from megarl.config.schema import Config
-from megarl.plan.memory import plan_of
+from megarl.plan.inputs import make_plan_inputs
 from megarl.plan.sizes import GIB
 from megarl.weights.cost import planning_config
 
@@ -39,7 +39,7 @@ def sizes(config: Config, layers: int | None) -> dict[str, Any]:
 def stages_of(config: Path, overrides: Sequence[str]) -> list[int]:
     """The first pipeline stage, the one behind it, and the last."""
     loaded = load_config(config, list(overrides))
-    pp = plan_of(loaded, sizes(loaded, None)).layout.pp
+    pp = make_plan_inputs(loaded, sizes(loaded, None)).layout.pp
     return sorted({0, min(1, pp - 1), pp - 1})
 
 

@@ -187,7 +187,8 @@ def test_the_optimizer_is_transformer_engines(monkeypatch: pytest.MonkeyPatch) -
     """Megatron takes it where it is, and residency finds its tensors: FP32 weights; moments come with the
     first step."""
     from megarl.parallel.movable import HostPool
-    from megarl.training.model import TrainableModel, tensor_groups
+    from megarl.training.model import TrainableModel
+    from megarl.training.tensor_groups import tensor_groups
 
     hf, config = make_config("qwen2", **SIZES), settings()
     with rank_of(Layout(tp=1, pp=1, dp=1, ep=1), 0) as runtime:

@@ -21,7 +21,10 @@ from megarl.config.check import check_config
 from megarl.config.errors import ConfigError, EngineError, EngineFailure
 from megarl.config.schema import Config, DataConfig, ModelConfig, ParallelConfig, RolloutConfig
 from megarl.parallel.layout import Layout
-from megarl.plan.memory import plan_of
+from megarl.plan.fit import find_problem
+from megarl.plan.inputs import make_plan_inputs
+from megarl.plan.memory import gpu_needs
+from megarl.plan.tensors import group_bytes
 from megarl.plan.text import lines
 from megarl.plan.times import default_lengths, estimate, rollout_seconds
 from megarl.rollout.engines import sglang_servers
@@ -652,7 +655,7 @@ def test_a_plan_counts_nothing_of_the_servers_on_the_ranks() -> None:
     """But for what a bucket takes, whatever the model; more servers are quicker."""
     path, urls = ROOT / "configs" / "dapo_32b.yaml", ",".join(f"http://a:{n}" for n in range(1, 17))
     own, few, many = (
-        plan_of(load_config(path, more), KNOWN_MODELS["Qwen2.5-32B"])
+        make_plan_inputs(load_config(path, more), KNOWN_MODELS["Qwen2.5-32B"])
         for more in (
             [],
             ["rollout.engine=sglang_url", "rollout.urls=[http://a:1]"],
@@ -660,10 +663,10 @@ def test_a_plan_counts_nothing_of_the_servers_on_the_ranks() -> None:
         )
     )
     for plan in (few, many):
-        assert plan.group("engine.weights", 0) == plan.group("engine.kv_cache", 0) == 0
-        assert plan.problem() is None
-        rollout, transfer = ({n.phase: n for n in plan.needs()}[p] for p in ("rollout", "weight_transfer"))
-        before = {need.phase: need for need in own.needs()}
+        assert group_bytes(plan, "engine.weights", 0) == group_bytes(plan, "engine.kv_cache", 0) == 0
+        assert find_problem(plan) is None
+        rollout, transfer = ({n.phase: n for n in gpu_needs(plan)}[p] for p in ("rollout", "weight_transfer"))
+        before = {need.phase: need for need in gpu_needs(own)}
         assert rollout.total < before["rollout"].total / 4
         assert transfer.total < before["weight_transfer"].total
     lengths = default_lengths(many)

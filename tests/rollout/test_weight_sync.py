@@ -29,7 +29,8 @@ from megarl.config.schema import Config
 from megarl.parallel import cpu_platform, runtime
 from megarl.parallel.layout import Layout
 from megarl.parallel.machine import allocator_problem
-from megarl.plan.memory import plan_of
+from megarl.plan.engines import transfer_buffer_bytes
+from megarl.plan.inputs import make_plan_inputs
 from megarl.rollout.engines.sglang import SGLangEngine, packed
 from megarl.rollout.weight_sync import WeightSync
 from megarl.schedule import evaluation, generation, preflight, run
@@ -106,7 +107,7 @@ def test_a_weight_sync_takes_what_is_planned_and_gives_it_back(
 ) -> None:
     """There were 34 staging memories of 3.9 GiB in all, for ever, and a plan of 0.25 GiB."""
     overrides = (f"rollout.weights_dtype={weights}",)
-    plan = plan_of(planned(*sizes, *overrides)[0], HF)
+    plan = make_plan_inputs(planned(*sizes, *overrides)[0], HF)
     there: list[int] = []
 
     def note(self: Transfer) -> TransferStats:
@@ -122,7 +123,7 @@ def test_a_weight_sync_takes_what_is_planned_and_gives_it_back(
         there.clear()
         made.sync(0)
         assert len(there) == len(made.transfers) and len(set(there)) == 1
-        assert 0.45 * plan.transfer_memory <= there[0] <= plan.transfer_memory
+        assert 0.45 * transfer_buffer_bytes(plan) <= there[0] <= transfer_buffer_bytes(plan)
         assert sum(memory.nbytes for memory in made.memory) == 0, "after it nothing is left"
 
 
@@ -300,7 +301,7 @@ def test_a_user_is_told_that_the_engine_runs_without_them(
         "check_tokenizer",
         "_check_positions",
         "_check_engine_layout",
-        "plan_of",
+        "make_plan_inputs",
         "check_fits",
         "validate_files",
         "check_pretraining_rollouts",

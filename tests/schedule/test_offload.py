@@ -24,6 +24,7 @@ from megarl.config.recipes import (
 )
 from megarl.config.schema import Config
 from megarl.parallel.movable import HostPool, Movable
+from megarl.plan.tensors import group_bytes
 from megarl.plan.times import LINKS, default_lengths, estimate
 from megarl.schedule.offload import OffloadManager
 from megarl.schedule.run import Run
@@ -221,7 +222,7 @@ def test_critics_travel_as_often_as_is_planned(count: int) -> None:
                 for name in sorted(phase.on_gpu):
                     offload.turn(phase.name, name, number)
     travelled = [name for name, _ in moves if not name.startswith("engine.") and "gradients" not in name]
-    moved = sum(max(plan.group(name, stage) for stage in plan.stages) for name in travelled)
+    moved = sum(max(group_bytes(plan, name, stage) for stage in plan.stages) for name in travelled)
     seconds = estimate(plan, default_lengths(plan)).parts["on and off the device"]
     assert seconds * plan.device.host_speed * 1e9 * LINKS == pytest.approx(moved)
 

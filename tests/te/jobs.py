@@ -14,7 +14,8 @@ import torch
 
 from megarl.config.schema import Config
 from megarl.parallel.runtime import Runtime
-from megarl.plan.memory import plan_of
+from megarl.plan.inputs import make_plan_inputs
+from megarl.plan.tensors import fp8_copy_bytes
 from tests.gpu.scene import UPDATE, WEIGHTS, Scene, sizes_of
 from tests.plan.jobs import storages
 
@@ -261,9 +262,9 @@ def copies(runtime: Runtime, folder: Path, model: Mapping[str, Any], transposes:
         ]
         found.append(float(sum(storages(part for part in kept if part is not None).values())))
     parallel = scene.config.parallel.model_copy(update=asdict(runtime.layout))
-    plan = plan_of(scene.config.model_copy(update={"parallel": parallel}), scene.sizes)
+    plan = make_plan_inputs(scene.config.model_copy(update={"parallel": parallel}), scene.sizes)
     plan = replace(plan, device=replace(plan.device, transposes=transposes))
-    return [*found, plan.quantised("actor", runtime.pp_rank)]
+    return [*found, fp8_copy_bytes(plan, "actor", runtime.pp_rank)]
 
 
 # Of a quantised tensor, as Transformer Engine names them.

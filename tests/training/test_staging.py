@@ -15,8 +15,8 @@ from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.planner import SavePlan
 
 from megarl.parallel.movable import HostPool
-from megarl.training.model import tensor_groups
 from megarl.training.saving import HostCopy, _copied
+from megarl.training.tensor_groups import tensor_groups
 from tests.parallel.jobs import saved_before_a_step, stage_parts
 from tests.ranks import RankPool
 

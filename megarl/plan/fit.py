@@ -1,0 +1,147 @@
+"""Whether a run fits, and which key to change where it does not."""
+
+from __future__ import annotations
+
+from bisect import bisect
+from dataclasses import replace
+
+from megarl.plan.engines import kv_cache_tokens
+from megarl.plan.host import cpu_bytes, cpu_bytes_by_phase, node_bytes
+from megarl.plan.inputs import PlanInputs
+from megarl.plan.memory import Need, gpu_needs, needs_outside_steps
+from megarl.plan.sizes import GIB
+
+RESPONSE = 256  # bytes that any response takes of the process that distributes them, however short it is
+NEAR = 0.9  # share of a machine's memory from which on a plan warns
+# What to change, by what takes most of a machine's memory.
+CPU_CHANGES = {
+    "activations": "lower update.tokens_per_micro_batch or rollout.max_response_tokens",
+    "batch": "lower rollout.prompts or rollout.max_response_tokens",
+    "summed gradients": "start fewer ranks",
+    "KV cache": "lower rollout.max_batch",
+    "copy of a checkpoint": "set checkpoint.background=false or checkpoint.every=0",
+    "gathered optimizer": "set checkpoint.every=0",
+}
+
+
+def largest_micro_batch(plan: PlanInputs) -> int:
+    """Return the largest update.tokens_per_micro_batch that fits, in steps of 1,024; 0 if none does."""
+    memory = plan.device.memory
+    outside = max(need.total for need in needs_outside_steps(plan))
+
+    def is_too_large(tokens: int) -> bool:
+        return outside > memory or any(need.total > memory for need in gpu_needs(plan, tokens, plan.phases))
+
+    if is_too_large(plan.longest):
+        return 0
+    larger = range(plan.longest // 1024 * 1024 + 1024, 2**24 + 1, 1024)
+    fitting = bisect(larger, False, key=is_too_large)
+    return larger[fitting - 1] if fitting else plan.longest
+
+
+def find_problem(plan: PlanInputs, room: float = 0.0) -> str | None:
+    """Return why the run does not fit and what to change, in one line; None where it fits.
+    room: bytes of each GPU that must stay free."""
+    rollout, memory = plan.config.rollout, plan.device.memory
+    for need in gpu_needs(plan):
+        if need.total + room > memory:
+            parts = sorted(need.parts.items(), key=lambda pair: -pair[1])[:4]
+            listed = ", ".join(f"{name} {size / GIB:.1f}" for name, size in parts)
+            return (
+                f"phase {need.phase} needs {need.total / GIB:.1f} GiB of the {memory / GIB:.1f} of each "
+                f"{plan.device.name} (stage {need.stage}: {listed}); {_suggest_change(plan, need)}"
+            )
+    cached = kv_cache_tokens(plan)
+    too_small = cached < plan.longest and not rollout.engine_kind.remote
+    if plan.config.has_engine and not plan.replay and too_small:
+        return (
+            f"the KV cache of an engine holds {cached:,.0f} tokens, one sequence has up to "
+            f"{plan.longest:,} (raise rollout.engine_tp or rollout.engine_memory "
+            f"{rollout.engine_memory:g}, or lower rollout.max_response_tokens)"
+        )
+    host, there = sum(node_bytes(plan).values()), plan.config.cluster.host_memory * GIB
+    if host > there:
+        return (
+            f"a node needs {host / GIB:.0f} GiB of memory and has {there / GIB:.0f} "
+            "(cluster.host_memory; lower rollout.prompts, or use more nodes)"
+        )
+    return None
+
+
+def _suggest_change(plan: PlanInputs, need: Need) -> str:
+    if plan.config.residency.offload is False:
+        return "set residency.offload=true"
+    if plan.keep & set(need.parts):
+        return f"take {', '.join(sorted(plan.keep))} out of residency.keep"
+    if need.phase == "rollout":
+        key = "engine_memory" if plan.config.rollout.engine_kind.streams else "max_batch"
+        return f"lower rollout.{key}"
+    if need.phase == "construction":
+        return "raise parallel.tp or parallel.pp"
+    if need.phase == "checkpoint":
+        return "raise parallel.tp or parallel.pp, or set checkpoint.every=0"
+    if need.phase == "weight_transfer":
+        return "raise parallel.tp, parallel.pp or rollout.engine_tp"
+    budget = largest_micro_batch(plan)
+    if plan.longest <= budget < plan.config.update.tokens_per_micro_batch:
+        return f"lower update.tokens_per_micro_batch to {budget}"
+    if plan.config.model.recompute != "full":
+        return "set model.recompute=full"
+    if plan.config.model.recompute_layers:
+        model = plan.config.model.model_copy(update={"recompute_layers": None})
+        all_layers = replace(plan, config=plan.config.model_copy(update={"model": model}))
+        if max(need.total for need in gpu_needs(all_layers)) <= plan.device.memory:
+            return f"raise model.recompute_layers {plan.config.model.recompute_layers}, or set it to null"
+    return "raise parallel.tp or parallel.pp, or lower rollout.max_response_tokens"
+
+
+def find_cpu_problem(plan: PlanInputs, memory: float) -> str | None:
+    """Return why a run on CPUs cannot fit and what to change, in one line; None where it may fit.
+    memory: bytes of the machine."""
+    parts = cpu_bytes(plan)
+    always = sum(parts.values())
+    # Of what a save needs, the three numbers of each parameter are certain.
+    saved = sum(cpu_bytes_by_phase(plan).get("checkpoint", {}).values()) * 3 / 5
+    responses = plan.config.responses * RESPONSE
+    if responses + always + saved > memory >= always + saved:
+        return (
+            f"{plan.config.responses:,} responses a step need at least {responses / GIB:,.1f} GiB of this "
+            f"machine's {memory / GIB:.1f} (lower "
+            f"{'rollout.prompts' if plan.config.has_engine else 'supervised.batch'})"
+        )
+    if always + saved <= memory:
+        return None
+    listed = ", ".join(
+        f"{name} {size / GIB:.1f}"
+        for name, size in [*parts.items(), *([("a checkpoint", saved)] if saved else [])]
+    )
+    remedy = "use a smaller model, or a machine with more memory"
+    if plan.engine_tp == 1 and plan.layout.world > 1 and parts["engines' weights"]:
+        remedy = f"start fewer ranks, each of which has a whole engine, {remedy}"
+    if always <= memory:
+        remedy = f"set checkpoint.every=0, or {remedy}"
+    return (
+        f"{plan.layout.world} ranks on this machine's CPU need {(always + saved) / GIB:.1f} GiB of its "
+        f"{memory / GIB:.1f} ({listed}); {remedy}"
+    )
+
+
+def find_cpu_warning(plan: PlanInputs, memory: float, free: float | None = None) -> str | None:
+    """Return a warning where a run on CPUs needs nearly all memory, or more than is free; else None.
+    memory, free: bytes of the machine, and those that are free now."""
+    phase, parts = max(cpu_bytes_by_phase(plan).items(), key=lambda pair: sum(pair[1].values()))
+    total = sum(cpu_bytes(plan).values()) + sum(parts.values())
+    if free is not None and free < total <= NEAR * memory:
+        there = f"{free / GIB:.1f} of this machine's {memory / GIB:.1f} are free now"
+        return (
+            f"the run may need up to {total / GIB:.1f} GiB in phase {phase}, and {there}: "
+            "the kernel ends what takes too much (end other programs first)"
+        )
+    if total <= NEAR * memory:
+        return None
+    part = max(parts, key=parts.__getitem__)
+    what = f"up to {total / GIB:.1f} GiB of this machine's {memory / GIB:.1f} in phase {phase}"
+    return (
+        f"the run may need {what}, {parts[part] / GIB:.1f} of it {part}: the kernel ends what takes too "
+        f"much ({CPU_CHANGES[part]})"
+    )

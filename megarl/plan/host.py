@@ -1,0 +1,166 @@
+"""Bytes of host memory: of a node with GPUs, and of a machine whose CPUs run all ranks."""
+
+from __future__ import annotations
+
+from megarl.config.recipes import ROLLOUT, training_phases
+from megarl.plan.disk import checkpoint_bytes
+from megarl.plan.inputs import PlanInputs
+from megarl.plan.memory import phase_buffers
+from megarl.plan.sizes import GIB, SINGLE
+from megarl.plan.tensors import count_muon_elements, count_trained, group_bytes
+
+# Our estimates:
+HOST_PROCESS = 4 * GIB  # a rank with torch, Megatron and its engine's processes, without tensors
+VERIFIER = 0.3 * GIB  # a verifier's process
+# On CPUs, as found in runs of up to 128 ranks: the launcher with its imports, and what a rank that is forked
+# from it owns without tensors.
+LAUNCHER, FORKED = 0.5 * GIB, 0.15 * GIB
+# Bytes of a response on every rank: lengths, owner, reward and the like of a StepBatch (docs/scale.md).
+KNOWN = 80
+# Bytes of a token on the rank that sampled it: token and log-prob of a Body (rollout/responses.py), and
+# packed in StepBatch.own (data/experience.py) token, mask and log-prob.
+SAMPLED = 4 + 4 + 8 + 1 + 4
+
+
+def node_bytes(plan: PlanInputs) -> dict[str, float]:
+    """Return the bytes of the first node's memory by purpose. This node has trainers and, where they leave
+    GPUs of it, ranks that only generate."""
+    config, world = plan.config, plan.layout.world
+    gpus, rollout_ranks = config.cluster.gpus_per_node, config.parallel.rollout_ranks
+    trainers, rollout_ranks_here = min(gpus, world), min(max(0, gpus - world), rollout_ranks)
+    saves, verifies = config.checkpoint.every and not plan.replay, config.has_engine and not plan.replay
+    sampled = sampled_bytes(plan) * rollout_ranks_here / rollout_ranks if rollout_ranks else 0.0
+    verifiers = config.reward.workers * (rollout_ranks_here if rollout_ranks else trainers)
+    saved = trainers / world  # of a checkpoint, of which each rank writes an equal part
+    return {
+        "pinned buffers": offloaded_bytes(plan) * trainers,
+        "rollouts": step_batch_bytes(plan) * trainers + sampled,
+        "checkpoint staging": checkpoint_bytes(plan) * saved if saves else 0.0,
+        "gathered optimizer": gathered_optimizer_bytes(plan) * trainers if config.checkpoint.every else 0.0,
+        "processes": HOST_PROCESS * (trainers + rollout_ranks_here),
+        "verifiers": verifiers * VERIFIER if verifies else 0.0,
+    }
+
+
+def offloaded_bytes(plan: PlanInputs) -> float:
+    """Return the most bytes of a rank that are offloaded at once. Gradients come back as zeros, and an
+    engine's weights from the actor."""
+    copied = {
+        name for name in plan.groups if not name.startswith("engine.") and not name.endswith(".gradients")
+    }
+    return max(
+        sum(group_bytes(plan, name, stage, every=True) for name in sorted(copied - resident - plan.keep))
+        for resident in plan.residents
+        for stage in plan.stages
+    )
+
+
+def gathered_optimizer_bytes(plan: PlanInputs) -> float:
+    """Return the bytes of a rank while a model is saved or loaded.
+
+    Each replica gathers the whole optimizer of its shard: three float32 numbers a parameter. Megatron
+    meanwhile has two more copies of one of them, and the rank's part of all three."""
+    layout, params = plan.layout, 0
+    for model in plan.trained:
+        for stage in plan.stages:
+            muon = count_muon_elements(plan, model, stage)
+            trained = count_trained(plan, model, layout, stage).all - (muon.shared + muon.experts)
+            params = max(params, trained)
+    return params * SINGLE * (3 + 2 + 3 / (layout.dp * layout.cp))
+
+
+def routed_bytes(plan: PlanInputs) -> int:
+    """Return the bytes of a token's recorded experts (`rollout.routing_replay`)."""
+    sizes = plan.actor.sizes
+    if not (plan.config.rollout.routing_replay and sizes.experts):
+        return 0
+    return sizes.layers * int(plan.actor.config["num_experts_per_tok"]) * (1 if sizes.experts < 256 else 2)
+
+
+def sampled_bytes(plan: PlanInputs) -> float:
+    """Return the bytes of a step's responses on the ranks that sampled them, of all ranks together, until
+    they are delivered: as bodies, and packed."""
+    return plan.step_tokens(plan.longest) * (SAMPLED + 2 * routed_bytes(plan))
+
+
+def step_batch_bytes(plan: PlanInputs) -> float:
+    """Return the most bytes of a step's batch on a rank.
+
+    These are its replica's share of the tokens with their columns, an equal part of the sampled responses or
+    of their files, and the metadata of all responses. Without an engine all ranks read the whole batch."""
+    config, tokens = plan.config, plan.step_tokens(plan.longest)
+    # Columns of responses are counted as if they were of tokens: micro-batches have indices of 16 bytes.
+    columns = frozenset[str]().union(*(phase.writes for phase in training_phases(config))) - {"tokens"}
+    each = 8 + 1 + SINGLE * len(columns)
+    if not config.has_engine:
+        return tokens * each
+    # Top-k tokens and their log-probs, and twice more while they are packed; the recorded experts, once more
+    # in the micro-batches.
+    top_k = (config.teacher.top_k or 0) + config.algorithm.dppo.top_k
+    each += 3 * 2 * SINGLE * top_k + 2 * routed_bytes(plan)
+    shared = tokens / plan.layout.dp * each + sampled_bytes(plan) / plan.layout.world
+    return shared + config.responses * KNOWN
+
+
+def cpu_bytes(plan: PlanInputs) -> dict[str, float]:
+    """Return the bytes by purpose that a run on this machine's CPUs always has, of all ranks together.
+    Nothing is offloaded."""
+    rollout_ranks, ranks = plan.config.parallel.rollout_ranks, plan.layout.stage
+    found = dict.fromkeys(("weights", "gradients", "optimizer", "engines' weights"), 0.0)
+    for name in sorted(plan.groups - {"engine.kv_cache"}):
+        model, _, part = name.partition(".")
+        if model == "engine":
+            found["engines' weights"] = group_bytes(plan, name, 0) * (rollout_ranks or plan.layout.world)
+        else:
+            stages = range(plan.layout.pp)
+            found[part] += ranks * sum(group_bytes(plan, name, stage, every=True) for stage in stages)
+    return found | {"processes": LAUNCHER + FORKED * (plan.layout.world + rollout_ranks)}
+
+
+def cpu_bytes_by_phase(plan: PlanInputs) -> dict[str, dict[str, float]]:
+    """Return the bytes by phase and purpose that a run on CPUs adds to `cpu_bytes`, of all ranks together.
+
+    These are those after the first step: freed activations stay with a process, as glibc gives back few
+    blocks below 32 MiB. A checkpoint counts as a phase, and comes with the copy that is being written."""
+    config, world = plan.config, plan.layout.world
+    tokens = cpu_micro_batch_tokens(plan)
+    ranks = [(phase, stage) for phase in plan.phases for stage in range(plan.layout.pp)]
+    activations = max(sum(phase_buffers(plan, *rank, tokens).values()) for rank in ranks) * world
+    batch = step_batch_bytes(plan) * world + (sampled_bytes(plan) if config.parallel.rollout_ranks else 0.0)
+    found: dict[str, dict[str, float]] = {}
+    for phase in plan.phases:
+        parts = {"activations": activations, "batch": batch}
+        if phase.updates_weights and plan.overlaps:
+            # While ranks compute, gloo sums a copy of Megatron's buffer of gradients.
+            stages = range(plan.layout.pp)
+            sums = max(group_bytes(plan, f"{phase.model}.gradients", stage) for stage in stages)
+            parts["summed gradients"] = sums * world
+        if phase.name == ROLLOUT.name and not config.rollout.engine_kind.streams:
+            parts["KV cache"] = _cpu_kv_cache_bytes(plan)
+        found[phase.name] = parts
+    if config.checkpoint.every:
+        # A checkpoint is written from a copy while the run continues.
+        for parts in found.values() if config.checkpoint.background and not plan.replay else ():
+            parts["copy of a checkpoint"] = checkpoint_bytes(plan)
+        found["checkpoint"] = {"gathered optimizer": gathered_optimizer_bytes(plan) * world}
+    return found
+
+
+def _cpu_kv_cache_bytes(plan: PlanInputs) -> float:
+    engines = plan.config.parallel.rollout_ranks or plan.layout.world
+    decoded = min(plan.config.rollout.max_batch, -(-plan.config.responses // engines))
+    each = plan.longest * plan.actor.cache_bytes(1) + plan.actor.state_bytes(1)
+    return decoded * each * engines
+
+
+def cpu_micro_batch_tokens(plan: PlanInputs) -> int:
+    """Return the tokens of a rank's largest micro-batch on CPUs. Mini-batches there are often smaller than
+    the token budget."""
+    config = plan.config
+    responses = max(config.mini_batch, config.critic.mini_batch or 0)
+    sequences = -(-responses // plan.layout.dp)
+    tokens = sequences * plan.longest
+    if config.update.share_prompts:
+        prompts = -(-sequences // config.rollout.group_size)
+        tokens = prompts * config.data.max_prompt_tokens + sequences * config.rollout.max_extent
+    return min(plan.pack, tokens)

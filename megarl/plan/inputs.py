@@ -1,0 +1,252 @@
+"""What a plan is computed from: the configuration of a run, the sizes of its models, and its GPU.
+
+The other modules of this package are functions of `PlanInputs`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from megarl.config.errors import ConfigError
+from megarl.config.recipes import Phase, never_offloaded, replay_phases, training_phases
+from megarl.config.schema import Config, LoraConfig, OptimizerConfig
+from megarl.parallel.layout import OVERLAP_ABOVE, Layout
+from megarl.plan.sizes import BYTES, Device, Passes, Shape, device_of
+from megarl.weights.families import OUTPUT, TIED_OUTPUT, family_of, is_frozen, is_tied, read_config
+from megarl.weights.shards import check_frozen, check_layout, check_linear, check_lora, check_recomputed
+
+
+@dataclass(frozen=True)
+class PlanInputs:
+    """One run to plan.
+
+    config          configuration, with the layout in `parallel`
+    actor, critic   sizes of these models
+    device          data sheet of the GPU
+    reward          size of the reward model; None: the actor's
+    teachers        sizes of the teachers; empty: the actor's
+    replay          a stored step is done again: no engines, no checkpoint is written"""
+
+    config: Config
+    actor: Shape
+    critic: Shape
+    device: Device
+    reward: Shape | None = None
+    teachers: tuple[Shape, ...] = ()
+    replay: bool = False
+
+    @cached_property
+    def phases(self) -> list[Phase]:
+        """Return the phases of a step that use the GPU. Value pretraining needs no more than they do."""
+        phases = (replay_phases if self.replay else training_phases)(self.config)
+        return [phase for phase in phases if phase.on_gpu]
+
+    @cached_property
+    def residents(self) -> list[frozenset[str]]:
+        """Return the tensor groups that each phase needs on a trainer's GPU, in phase order. Disaggregated
+        engines have separate GPUs, so phases that only use an engine are left out."""
+        disaggregated = self.config.parallel.rollout_ranks
+        wanted = [phase.on_gpu for phase in self.phases]
+        own = [
+            frozenset(name for name in names if not (disaggregated and name.startswith("engine.")))
+            for names in wanted
+        ]
+        return [names for names in own if names]
+
+    @cached_property
+    def groups(self) -> frozenset[str]:
+        """Return the tensor groups that are on the GPU in any phase."""
+        return frozenset[str]().union(*(phase.on_gpu for phase in self.phases))
+
+    @cached_property
+    def keep(self) -> frozenset[str]:
+        """Return the tensor groups that are never offloaded."""
+        return self.groups & never_offloaded(self.config, gpu=True)
+
+    @cached_property
+    def layout(self) -> Layout:
+        """Return the layout of the trainers."""
+        sizes = self.config.parallel
+        return Layout(sizes.tp, sizes.pp, sizes.dp or 1, sizes.ep, sizes.cp, sizes.vpp)
+
+    @cached_property
+    def stages(self) -> tuple[int, ...]:
+        """Return the pipeline stages, one of which needs the most memory.
+
+        The first has the embedding and the most micro-batches in flight, the last has a head. In a stage
+        between them all layers may be in FP8. Frozen layers are the lowest ones, so that any may be it."""
+        last = self.layout.pp - 1
+        if self.config.actor.frozen_layers or self.config.critic.frozen_layers:
+            return tuple(range(last + 1))
+        between = (1,) if last > 1 and self.config.model.fp8.format != "none" else ()
+        return (0, *between, last) if last else (0,)
+
+    @property
+    def recomputed_share(self) -> float:
+        """Return the share of the layers that recompute=full recomputes."""
+        model, chunks = self.config.model, self.layout.pp * self.layout.vpp
+        layers = max(1, self.actor.sizes.layers // chunks)
+        return min(1.0, (model.recompute_layers or layers) / layers) if model.recompute == "full" else 0.0
+
+    @property
+    def nodes(self) -> int:
+        """Return the number of nodes, with those of ranks that only generate."""
+        ranks = self.layout.world + self.config.parallel.rollout_ranks
+        return -(-ranks // self.config.cluster.gpus_per_node)
+
+    @property
+    def layers(self) -> str:
+        """Return the implementation of layers on a GPU: portable or te."""
+        return "portable" if self.config.model.layers == "portable" else "te"
+
+    @property
+    def in_fp8(self) -> bool:
+        """Return whether matrices are multiplied in FP8."""
+        return self.config.model.fp8.format != "none" and self.layers == "te"
+
+    @cached_property
+    def passes(self) -> Passes:
+        """Return how a rank computes forward and backward passes, which decides its activations."""
+        config, tp = self.config, self.layout.tp
+        output = TIED_OUTPUT if is_tied(self.actor.config) else OUTPUT
+        return Passes(
+            tp=tp,
+            cp=self.layout.cp,
+            recompute=config.model.recompute,
+            chunk=config.update.logprob_chunk,
+            layers=self.layers,
+            sequence_parallel=tp > 1 and config.parallel.sequence_parallel is not False,
+            recomputed=(config.model.recompute_layers or 0) * self.layout.vpp or None,
+            modules=config.model.recompute_modules,
+            router="fp32" if config.model.router_dtype == "fp32" else config.model.dtype,
+            fp8=self.in_fp8,
+            trains_head=not is_frozen(output, 0, config.actor),
+        )
+
+    @cached_property
+    def longest(self) -> int:
+        """Return the tokens of the longest sequence, which is never split."""
+        return self.config.data.max_prompt_tokens + self.config.rollout.max_extent
+
+    @property
+    def pack(self) -> int:
+        """Return the tokens of the largest micro-batch. A sequence above the budget has a micro-batch
+        for itself."""
+        return max(self.longest, self.config.update.tokens_per_micro_batch)
+
+    @property
+    def trained(self) -> tuple[str, ...]:
+        """Return the models that are trained."""
+        return ("actor", "critic") if self.config.has_critic else ("actor",)
+
+    @cached_property
+    def muon_models(self) -> frozenset[str]:
+        """Return the models that are trained with Muon."""
+        return frozenset(model for model in self.trained if self.optimizer(model).optimizer == "muon")
+
+    def shape(self, model: str) -> Shape:
+        """Return the sizes of a model. Of several teachers, one is on the GPU at a time: the largest."""
+        if model == "teacher" and self.teachers:
+            return max(self.teachers, key=lambda shape: shape.parameters)
+        return {"critic": self.critic, "reward": self.reward}.get(model) or self.actor
+
+    def optimizer(self, model: str) -> OptimizerConfig:
+        """Return the optimizer of the actor or the critic."""
+        return self.config.critic if model == "critic" else self.config.actor
+
+    def lora(self, model: str) -> LoraConfig:
+        """Return the LoRA adapters of the actor or the critic."""
+        return self.optimizer(model).lora
+
+    @property
+    def gradient_size(self) -> int:
+        """Return the bytes of a gradient in the buffers and in messages."""
+        return BYTES[self.config.parallel.grad_dtype]
+
+    @property
+    def overlaps(self) -> bool:
+        """Return whether gradients or weights are sent during computation. Only then are there buckets."""
+        parallel, usual = self.config.parallel, self.layout.dp * self.layout.cp > OVERLAP_ABOVE
+        wanted = (parallel.overlap_grad_reduce, parallel.overlap_param_gather)
+        return any(usual if value is None else value for value in wanted)
+
+    @property
+    def engine_tp(self) -> int:
+        """Return the tensor-parallel size of an engine."""
+        rollout = self.config.rollout
+        return rollout.engine_tp if rollout.engine_kind.sharded else 1
+
+    def engines(self, ranks: int) -> int:
+        """Return the number of engines on this many ranks, or at URLs."""
+        rollout = self.config.rollout
+        return len(rollout.urls) if rollout.engine_kind.remote else ranks // self.engine_tp
+
+    def step_tokens(self, length: float) -> float:
+        """Return the tokens of a step's batch whose sequences have this length."""
+        return self.config.responses * length
+
+
+def make_plan_inputs(
+    config: Config,
+    actor: Mapping[str, Any],
+    *,
+    world: int | None = None,
+    cpu: bool = False,
+    memory: float | None = None,
+    replay: bool = False,
+) -> PlanInputs:
+    """Return the inputs of the plan of a run, and check that `parallel` divides its models and ranks.
+
+    A critic with a folder, a reward model and teachers are read from their config.json. Models that are not
+    on this machine are taken to be as large as the actor.
+
+    Args:
+        actor: the actor's config.json
+        world: ranks of the job, which decide parallel.dp
+        cpu: the ranks are on CPUs, with portable layers
+        memory: bytes of the GPU, where one is there; None: as in its data sheet
+        replay: as in `PlanInputs`
+    Raises:
+        ConfigError: where the models or the ranks cannot be divided."""
+    if world is not None:
+        sizes = config.parallel
+        dp = (world - sizes.rollout_ranks) // (sizes.tp * sizes.pp * sizes.cp)
+        config = config.model_copy(update={"parallel": sizes.model_copy(update={"dp": dp})})
+    if cpu or family_of(actor).is_linear:
+        config = config.model_copy(update={"model": config.model.model_copy(update={"layers": "portable"})})
+    critic_path = config.critic.path if config.has_critic else None
+    critic, reward, *teachers = (
+        read_config(path) if path and (path / "config.json").is_file() else actor
+        for path in (critic_path, config.reward.model.path, *config.teacher.folders.values())
+    )
+    _check_models(config, actor, critic, reward, *teachers)
+    actor_shape, critic_shape, reward_shape, *teacher_shapes = (
+        Shape(described, config.model.dtype) for described in (actor, critic, reward, *teachers)
+    )
+    device = device_of(config.cluster, memory)
+    inputs = PlanInputs(
+        config, actor_shape, critic_shape, device, reward_shape, tuple(teacher_shapes), replay
+    )
+    try:
+        _ = inputs.layout
+    except ValueError as error:
+        raise ConfigError(f"parallel: {error}") from None
+    return inputs
+
+
+def _check_models(
+    config: Config, actor: Mapping[str, Any], critic: Mapping[str, Any], *others: Mapping[str, Any]
+) -> None:
+    """Raise ConfigError where a model does not have what the configuration asks of it."""
+    parallel = config.parallel
+    for described in (actor, critic, *others):
+        check_layout(described, parallel.tp, parallel.pp, parallel.ep, parallel.vpp)
+        check_recomputed(described, config.model)
+        check_linear(described, config)
+    check_frozen(actor, config.actor, "actor")
+    check_frozen(critic, config.critic, "critic")
+    check_lora(actor, config.actor.lora, "actor")
+    check_lora(critic, config.critic.lora, "critic")

@@ -1,0 +1,206 @@
+"""Bytes of a model on one rank: weights, gradients, optimizer state, FP8 copies, activations.
+
+A rank is given by its pipeline stage. All ranks of a stage need the same memory.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from operator import mul
+from typing import NamedTuple
+
+from megarl.parallel.layout import Layout
+from megarl.plan.engines import engine_weight_bytes, kv_cache_bytes
+from megarl.plan.inputs import PlanInputs
+from megarl.plan.sizes import (
+    SINGLE,
+    Activations,
+    Held,
+    Passes,
+    Shape,
+    activations,
+    fullest,
+    quantised_bytes,
+)
+
+SCALAR = ("critic", "reward")  # models whose head gives one number
+
+
+def count_params(plan: PlanInputs, model: str, stage: int, shape: Shape | None = None) -> Held:
+    """Count the parameters of a model on a rank, with LoRA adapters. shape: of one of several teachers."""
+    own = (shape or plan.shape(model)).held(plan.layout, stage, critic=model in SCALAR)
+    if model not in ("actor", "critic") or plan.lora(model).rank is None:
+        return own
+    adapters = count_trained(plan, model, plan.layout, stage)
+    return Held(own.shared + adapters.shared, own.experts + adapters.experts, own.single)
+
+
+def count_trained(plan: PlanInputs, model: str, layout: Layout, stage: int) -> Held:
+    """Count the parameters on a rank of this layout that have gradients and optimizer state."""
+    optimizer = plan.optimizer(model)
+    return plan.shape(model).held(layout, stage, critic=model == "critic", optimizer=optimizer)
+
+
+def group_bytes(plan: PlanInputs, name: str, stage: int, *, every: bool = False) -> float:
+    """Return the bytes of a tensor group, such as actor.weights.
+
+    Of several critics or teachers one is on the GPU at a time: the largest is counted. With `every`, and for
+    a group that is never offloaded, all of them are."""
+    model, _, part = name.partition(".")
+    if model == "engine":
+        if plan.config.rollout.engine_kind.remote:
+            return 0.0  # servers have separate GPUs
+        return engine_weight_bytes(plan) if part == "weights" else kv_cache_bytes(plan)
+    every = every or name in plan.keep
+    critics = plan.config.critic.count if model == "critic" and every else 1
+    if part == "weights":
+        sizes = _weight_bytes(plan, model, stage, critics)
+        return sum(sizes) if every else max(sizes)
+    if part == "gradients":
+        return float(critics * _gradient_bytes(plan, model, stage))
+    return critics * _optimizer_bytes(plan, model, stage)
+
+
+def _weight_bytes(plan: PlanInputs, model: str, stage: int, critics: int) -> list[float]:
+    """Return the bytes of the weights of each critic, of each teacher, or of one model."""
+    itemsize = plan.shape(model).itemsize
+    several = model == "teacher" and plan.teachers
+    shapes = plan.teachers if several else (plan.shape(model),) * critics
+    counts = [count_params(plan, model, stage, shape) for shape in shapes]
+    padding = count_muon_elements(plan, model, stage).padding * itemsize
+    return [float((n.shared + n.experts) * itemsize + n.single * SINGLE) + padding for n in counts]
+
+
+def _gradient_bytes(plan: PlanInputs, model: str, stage: int) -> int:
+    """Return the bytes of a model's gradients, which every rank has whole."""
+    trained = count_trained(plan, model, plan.layout, stage)
+    padding = count_muon_elements(plan, model, stage).padding
+    return (trained.shared + trained.experts + padding) * plan.gradient_size + trained.single * SINGLE
+
+
+def _optimizer_bytes(plan: PlanInputs, model: str, stage: int) -> float:
+    """Return the bytes of a rank's share of the optimizer state.
+
+    That is Adam's two moments, or Muon's momentum, and float32 weights where the model's own are bfloat16.
+    Megatron shards them over data- and context-parallel ranks, an expert's over the ranks that hold it."""
+    layout, muon = plan.layout, count_muon_elements(plan, model, stage)
+    trained = count_trained(plan, model, layout, stage)
+    replicas = layout.dp * layout.cp
+    sharded = (trained.shared - muon.shared) / replicas
+    sharded += (trained.experts - muon.experts) / (layout.stage // layout.ep)
+    single = trained.single / replicas
+    moments = (sharded + single) * 2 * SINGLE + muon.largest_share * SINGLE
+    if plan.shape(model).itemsize < SINGLE:
+        return moments + (sharded + muon.largest_share) * SINGLE
+    return moments
+
+
+class MuonElements(NamedTuple):
+    """Elements of the matrices that Muon orthogonalises, on a rank.
+
+    shared         of matrices that all data-parallel replicas have
+    experts        of experts' matrices
+    padding        of Megatron's buffers, in which a matrix is whole in one replica's share
+    largest_share  of the replica with the largest share of the matrices"""
+
+    shared: int
+    experts: int
+    padding: int
+    largest_share: int
+
+
+def count_muon_elements(plan: PlanInputs, model: str, stage: int) -> MuonElements:
+    """Count the elements that Muon orthogonalises; none with Adam."""
+    if model not in plan.muon_models:
+        return MuonElements(0, 0, 0, 0)
+    return _count_muon_elements(plan.shape(model), plan.layout, stage)
+
+
+@lru_cache(maxsize=256)
+def _count_muon_elements(shape: Shape, layout: Layout, stage: int) -> MuonElements:
+    # Overlapped messages have several buckets, which are counted as one.
+    both = shape.matrices(layout, stage)
+    ranks = layout.dp * layout.cp, layout.stage // layout.ep
+    shares = [fullest(sizes, replicas) for sizes, replicas in zip(both, ranks, strict=True)]
+    shared, experts = sum(both[0]), sum(both[1])
+    padding = sum(map(mul, shares, ranks)) - (shared + experts)
+    return MuonElements(shared, experts, padding, sum(shares))
+
+
+def muon_scratch_bytes(plan: PlanInputs, model: str) -> float:
+    """Return the bytes that Newton-Schulz needs for the largest matrix.
+
+    These are its tensor-parallel shards and the gathered matrix in float32, the normalised matrix, and two
+    iterates in the model's type."""
+    if model not in plan.muon_models:
+        return 0.0
+    shape = plan.shape(model)
+    largest = max(max(sizes, default=0) for sizes in shape.matrices(Layout(), 0))
+    return largest * (2 * SINGLE * (plan.layout.tp > 1) + SINGLE + 2 * shape.itemsize)
+
+
+def count_bucket_params(plan: PlanInputs, model: str, stage: int) -> float:
+    """Count the parameters of the largest bucket of Megatron's gradient buffers. Megatron cuts a buffer on
+    the first pipeline stage alone, and only where messages overlap with computation."""
+    parallel, layout = plan.config.parallel, plan.layout
+    trained, tensor = count_trained(plan, model, layout, stage), plan.shape(model).largest_tensor(layout.tp)
+    # Of each virtual stage. One of them has the embedding or the output layer as well.
+    whole = max(trained.shared / layout.vpp + tensor * (1 - 1 / layout.vpp), trained.experts / layout.vpp)
+    if stage or not plan.overlaps:
+        return whole
+    full = parallel.overlap_bucket or max(40_000_000, 1_000_000 * layout.dp)
+    return min(whole, full + tensor)  # a bucket ends with the tensor that fills it
+
+
+def gradient_sum_bytes(plan: PlanInputs, model: str, stage: int) -> tuple[float, float]:
+    """Return the bytes to sum gradients over replicas: during the backward pass, and after it.
+
+    With gradients in bf16 it receives every replica's part of a bucket, sums them in float32 and rounds. The
+    optimizer's step then reads its share of the sums in float32."""
+    if plan.gradient_size == SINGLE:
+        return 0.0, 0.0
+    layout = plan.layout
+    trained, replicas = count_trained(plan, model, layout, stage), layout.dp * layout.cp
+    expert_replicas = layout.stage // layout.ep
+    fewest = expert_replicas if trained.experts else replicas
+    received = count_bucket_params(plan, model, stage) * (plan.gradient_size + SINGLE / fewest)
+    share = trained.shared / replicas + trained.experts / expert_replicas
+    # Buckets of chunks, and of the first stage, are complete while others are still in the backward pass.
+    early = plan.overlaps and (stage == 0 or layout.vpp > 1)
+    return received if early else 0.0, max(received, share * SINGLE)
+
+
+def fp8_copy_bytes(plan: PlanInputs, model: str, stage: int, *, forward_only: bool = False) -> float:
+    """Return the bytes of the FP8 copies that Transformer Engine caches of a model's weights.
+
+    The first pass after an update, or after the weights were onloaded, makes them. They are freed when the
+    weights are offloaded. forward_only: of rows alone, as a pass without gradients makes them."""
+    fp8 = plan.config.model.fp8
+    if not plan.in_fp8:
+        return 0.0
+    elements = plan.shape(model).quantised(plan.layout, stage, fp8.first_last_layers_bf16)
+    both = quantised_bytes(fp8.recipe, plan.device)
+    return elements * (max(1.0, both / 2) if forward_only else both)
+
+
+def resident_bytes(
+    plan: PlanInputs, groups: frozenset[str], stage: int, *, forward_only: bool = False
+) -> dict[str, float]:
+    """Return the bytes of each tensor group, and of the FP8 copies of the weights among them.
+    forward_only: the phase makes only passes without gradients."""
+    parts = {name: group_bytes(plan, name, stage) for name in sorted(groups)}
+    for model in sorted(name.removesuffix(".weights") for name in groups if name.endswith(".weights")):
+        rows_only = forward_only and f"{model}.weights" not in plan.keep
+        if model != "engine" and (copies := fp8_copy_bytes(plan, model, stage, forward_only=rows_only)):
+            parts[f"{model}.fp8_copies"] = copies
+    return parts
+
+
+def model_activations(plan: PlanInputs, model: str) -> Activations:
+    """Return the activations of a model, in bytes a token."""
+    return _activations(plan.shape(model), plan.passes, model in SCALAR)
+
+
+@lru_cache(maxsize=256)
+def _activations(shape: Shape, passes: Passes, critic: bool) -> Activations:
+    return activations(shape, passes, critic=critic)  # all phases and stages ask for the same ones

@@ -1,0 +1,45 @@
+"""Muon on Megatron's distributed optimizer: its settings, and buffers that keep each matrix in one shard."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallelConfig
+
+from megarl.config.schema import MuonConfig
+from megarl.model.builder import ModelChunks
+
+
+def muon_buffer_layouts(model: ModelChunks, buckets: DistributedDataParallelConfig) -> list[dict[str, Any]]:
+    """Return DDP's `full_param_layout` of each chunk, which keeps a matrix within one data-parallel shard.
+
+    Then Muon can orthogonalise it locally. Parameters that Adam trains are sharded as usual."""
+    from megatron.core.optimizer import layer_wise_optimizer as layer_wise
+
+    layer_wise.tag_params_for_buffer_routing(model.chunks)
+    replicas = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
+    cut = buckets.overlap_grad_reduce and parallel_state.is_pipeline_first_stage(ignore_virtual=True)
+    size = (buckets.bucket_size or max(40_000_000, 1_000_000 * replicas)) if cut else None  # as DDP's own
+    compute = layer_wise.LayerWiseDistributedOptimizer.compute_full_param_layout
+    expert_replicas = parallel_state.get_expert_data_parallel_world_size()
+    trained = [[p for p in chunk.parameters() if p.requires_grad] for chunk in model.chunks]
+    return [{"full_param_layout": compute(own, size, replicas, buckets, expert_replicas)} for own in trained]
+
+
+def muon_options(muon: MuonConfig, in_bf16: bool) -> dict[str, Any]:
+    """Return the settings of Muon under Megatron's names.
+
+    in_bf16: the weights are bfloat16, and so are the factors of Newton-Schulz. Queries, keys and values are
+    one parameter in Megatron, and are orthogonalised separately."""
+    return {
+        "use_layer_wise_distributed_optimizer": True,
+        "muon_momentum": muon.momentum,
+        "muon_nesterov": True,
+        "muon_num_ns_steps": muon.steps,
+        "muon_coefficient_type": "simple",
+        "muon_scale_mode": "spectral",
+        "muon_extra_scale_factor": muon.scale,
+        "muon_tp_mode": "duplicated",
+        "muon_fp32_matmul_prec": "medium" if in_bf16 else "highest",
+    }

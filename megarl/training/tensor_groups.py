@@ -1,0 +1,66 @@
+"""The tensors of a model that are offloaded together: its weights, gradients and optimizer state."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from megarl.parallel.movable import HostPool, Movable
+from megarl.training.library_caches import free_gradient_caches, free_weight_caches
+from megarl.training.model import InferenceModel, TrainableModel
+
+
+def tensor_groups(model: InferenceModel, pool: HostPool) -> dict[str, Movable]:
+    """Return {"actor.weights", "actor.gradients", "actor.optimizer"}; a model that is not trained has
+    weights alone."""
+    device = model.runtime.device
+    if not isinstance(model, TrainableModel):
+        weights = _Weights(model.model.parameters, device, pool, "constant")
+        weights.model = model.model
+        return {f"{model.name}.weights": weights}
+    buffers = model.buffers
+
+    def optimizer() -> Iterator[Tensor]:
+        """List this rank's share of the FP32 main parameters and of Adam's moments. FP32 parameters are their
+        own main parameters: views of the weights, which belong to another group."""
+        others = {
+            t.untyped_storage()._cdata for buffer in buffers for t in (buffer.param_data, buffer.grad_data)
+        }
+        for part in model.optimizers:
+            tensors = [p for group in part.param_groups for p in group["params"]]
+            tensors += [t for state in part.state.values() for t in state.values() if isinstance(t, Tensor)]
+            yield from (tensor for tensor in tensors if tensor.untyped_storage()._cdata not in others)
+
+    def parameters() -> Iterator[Tensor]:
+        """List the buffers of trained parameters, and the frozen parameters, which are in no buffer."""
+        yield from (buffer.param_data for buffer in buffers)
+        yield from (parameter for parameter in model.model.parameters() if not parameter.requires_grad)
+
+    weights = _Weights(parameters, device, pool)
+    weights.model = model.model
+    gradients = _Gradients(lambda: (buffer.grad_data for buffer in buffers), device, pool, "zero")
+    return {
+        f"{model.name}.weights": weights,
+        f"{model.name}.gradients": gradients,
+        f"{model.name}.optimizer": Movable(optimizer, device, pool),
+    }
+
+
+class _Weights(Movable):
+    """A model's weights. The caches of its passes are freed when they are offloaded."""
+
+    model: torch.nn.Module
+
+    def offload(self) -> None:
+        super().offload()
+        free_weight_caches(self.model)
+
+
+class _Gradients(Movable):
+    """A model's gradients. Transformer Engine's placeholders are freed when they are offloaded."""
+
+    def offload(self) -> None:
+        super().offload()
+        free_gradient_caches()
