@@ -399,7 +399,7 @@ def test_what_a_rank_holds_of_the_batch_goes_down_with_the_ranks(tp: int, pp: in
     facts = KNOWN * plan.config.responses
     share = alone.batch() - facts - alone.drawn
     assert one.batch() == pytest.approx(share / 2**dp + alone.drawn / 2 ** (tp + pp + dp) + facts)
-    pairs = plan_of(load_config(ROOT / "configs/demo_sft.yaml"), KNOWN_MODELS["Qwen2.5-0.5B"])
+    pairs = plan_of(load_config(ROOT / "configs/demos/sft.yaml"), KNOWN_MODELS["Qwen2.5-0.5B"])
     assert with_keys(pairs, parallel__dp=2**dp).batch() == pairs.batch()
 
 
@@ -669,7 +669,7 @@ def test_a_replay_is_planned_without_an_engine() -> None:
     host, of_run = plan.host(), plan_32b().host()
     assert host["verifiers"] == host["checkpoint staging"] == 0 < min(of_run.values())
     demo, sizes = (
-        load_config(ROOT / "configs/demo_vapo.yaml", ["checkpoint.every=1"]),
+        load_config(ROOT / "configs/demos/vapo.yaml", ["checkpoint.every=1"]),
         KNOWN_MODELS["Qwen2.5-7B"],
     )
     on_cpu, again = (plan_of(demo, sizes, world=2, cpu=True, replay=replay) for replay in (False, True))
