@@ -23,7 +23,8 @@ from megarl.config.recipes import PRESETS
 from megarl.config.schema import RewardConfig, fields
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+ROOT_PAGES = ("README.md", "CONTRIBUTING.md", "examples/README.md")
+PAGES = [*(ROOT / name for name in ROOT_PAGES), *sorted((ROOT / "docs").glob("*.md"))]
 KNOBS = dict(fields(Config))
 OWN_TASK = ROOT / "docs" / "your_own_task.md"
 OURS = ("sums.yaml", "configs/x.yaml")  # files that a reader makes
