@@ -76,6 +76,7 @@ def test_demo_and_configurations_of_a_wheel(tmp_path: Path) -> None:
         path.relative_to(site / "megarl/configs") for path in (site / "megarl/configs").rglob("*.yaml")
     }
     assert installed == {path.relative_to(ROOT / "configs") for path in (ROOT / "configs").rglob("*.yaml")}
+    assert all((site / name / "py.typed").is_file() for name in packages)
 
     def megarl(*arguments: str, code: int = 0) -> str:
         return run(empty, sys.executable, "-m", "megarl", *arguments, code=code, PYTHONPATH=str(site))
