@@ -1,4 +1,4 @@
-"""An engine of your own: no cache, no batch. docs/extending.md, "An engine", says how megarl learns of it."""
+"""An engine of your own, without cache and batches. To register it: docs/extending.md, "An engine"."""
 
 from __future__ import annotations
 

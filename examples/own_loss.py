@@ -2,7 +2,7 @@
 
     python examples/own_loss.py
 
-prints its gradient beside that of PPO's clip. `algorithm.surrogate` takes only names that megarl knows. To
+prints its gradient next to that of PPO's clip. `algorithm.surrogate` takes only names that megarl knows. To
 train with a loss of your own, put its function and its name into megarl: docs/extending.md, "A policy loss".
 """
 

@@ -37,7 +37,7 @@ def on_files(files: Files, config: Any) -> Files:
         files.append(File.generated(config, site, content=(ROOT / path).read_text(encoding="utf-8")))
     linked = {path for file in files.documentation_pages() for path in linked_sources(file)}
     for path in sorted(linked):
-        files.append(File.generated(config, site_path(path), content=text_of(ROOT / path)))
+        files.append(File.generated(config, site_path(path), content=read_source(ROOT / path)))
     return files
 
 
@@ -84,7 +84,7 @@ def site_path(path: str) -> str:
     return f"source/{'/'.join(names)}.txt"
 
 
-def text_of(path: Path) -> str:
+def read_source(path: Path) -> str:
     """Return a file's text, or a folder's file names."""
     if path.is_dir():
         names = (str(file.relative_to(path)) for file in path.rglob("*") if file.is_file())

@@ -1,4 +1,4 @@
-"""The files of examples/ run: each by itself, and verifier, term and episode in runs of `megarl train`."""
+"""Run the files of examples/: each alone, and verifier, term and episode in `megarl train`."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_loss(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_loss_and_engine_are_those_of_the_page() -> None:
-    """docs/extending.md says how they get into megarl, and its test trains with both."""
+    """The test of docs/extending.md puts both into megarl and trains with them."""
     _, _, engine = (EXAMPLES / "own_engine.py").read_text().partition("\n")
     assert engine in PAGE
     [loss] = re.findall(r"^def simple.*?\n\n\n", (EXAMPLES / "own_loss.py").read_text(), flags=re.M | re.S)

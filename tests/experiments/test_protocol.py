@@ -371,8 +371,9 @@ class TestCommand:
         assert len(read_tried(log)) == 4  # a final run is no tuning
 
         # Another warm start: refused, or made again with all that began from it, and counted before it is.
-        (path.parent / "sft.yaml").write_text(f"base: {CONFIGS}/ablations/ablation_family_sft.yaml\nsteps: 299\n")
-        path.write_text(PROTOCOL.replace(f"{CONFIGS}/ablations/ablation_family_sft.yaml", "sft.yaml"))
+        family = f"{CONFIGS}/ablations/ablation_family_sft.yaml"
+        (path.parent / "sft.yaml").write_text(f"base: {family}\nsteps: 299\n")
+        path.write_text(PROTOCOL.replace(family, "sft.yaml"))
         capsys.readouterr()
         assert main([*ablate, "--most", "0", "--fresh"]) == 0
         assert "warm starts: 14 runs, 7 min of one core" in capsys.readouterr().out
