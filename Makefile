@@ -53,6 +53,7 @@ endif
 GPU := .venv-gpu
 SGLANG := .venv-sglang
 LAUNCH := .venv-launch
+DOCS := .venv-docs
 TE := .te-cpu
 COMPILED := $(CURDIR)/tests/te/compiled
 # Transformer Engine's Python half, and the kernels in plain torch that complete it.
@@ -62,7 +63,7 @@ MEGATRONS := 0.18.2 0.19.2
 BIN := $(VENV)/bin
 STAMP := $(VENV)/installed
 GYM := $(VENV)/gym
-SOURCES := megarl megarl_experiments megarl_report megarl_tasks megarl_verifier tests benchmarks $(wildcard tools)
+SOURCES := megarl megarl_experiments megarl_report megarl_tasks megarl_verifier tests benchmarks examples $(wildcard tools)
 PYTEST := $(BIN)/python -m pytest
 # A worker that crashes ends the run: with `loadfile` pytest-xdist 3.8.0 would start another one and wait for it for ever.
 PARALLEL = -n $(JOBS) --dist loadfile --max-worker-restart=0
@@ -76,7 +77,7 @@ export TOKENIZERS_PARALLELISM = false
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-gpu image lock-gpu demo demo-te test test-security test-megatron test-slow test-real test-te rehearse rehearse-gpu rehearse-memory rehearse-scale test-sglang families test-slurm test-launch chaos lint size types format trl results bench gpu gpu-8 gpu-tests gpu-bench ci clean
+.PHONY: help install install-gpu image lock-gpu demo demo-te test test-security test-megatron test-slow test-real test-te rehearse rehearse-gpu rehearse-memory rehearse-scale test-sglang families test-slurm test-launch chaos lint size types docs format trl results bench gpu gpu-8 gpu-tests gpu-bench ci clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -212,6 +213,16 @@ size: $(STAMP) ## files, lines and lines of code of megarl and of what lies besi
 
 types: $(STAMP) ## mypy
 	$(BIN)/mypy
+
+# The variable silences an advertisement that mkdocs-material prints in each build.
+docs: $(DOCS)/installed ## the docs as a site in build/site, in an environment of their own (.venv-docs, 170 MB); a broken link fails
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict
+	@echo "build/site/index.html"
+
+$(DOCS)/installed: requirements-docs.txt
+	$(PYTHON) -m venv $(DOCS)
+	$(DOCS)/bin/python -m pip install --quiet --no-deps $(WHEELS) -r requirements-docs.txt
+	@touch $@
 
 format: $(STAMP) ## ruff, writing what it can mend
 	$(BIN)/ruff check --fix $(SOURCES)

@@ -1,4 +1,4 @@
-"""What checkpoints cost at demo scale when one is saved after every step: `configs/demo_vapo.yaml` on two
+"""What checkpoints cost at demo scale when one is saved after every step: `configs/demos/vapo.yaml` on two
 ranks, with none, with one written beside the next step, and with one that the run waits for.
 
 On a machine whose cores are all at work (here: as many ranks as cores) what is written beside a step takes
@@ -59,7 +59,7 @@ def train(folder: Path, way: str, steps: int) -> tuple[list[float], list[float],
         "-m",
         "megarl",
         "train",
-        str(ROOT / "configs/demo_vapo.yaml"),
+        str(ROOT / "configs/demos/vapo.yaml"),
         *keys,
         *WAYS[way],
     ]

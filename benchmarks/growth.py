@@ -62,7 +62,7 @@ def run(responses: int, length: int, vocabulary: int, ranks: int) -> dict[str, f
     run_dir, group = FOLDER / "run", 4
     shutil.rmtree(run_dir, ignore_errors=True)
     megarl(
-        *("train", "configs/demo_vapo.yaml", f"model.path={model}", f"data.train=[{data}]", "data.eval=[]"),
+        *("train", "configs/demos/vapo.yaml", f"model.path={model}", f"data.train=[{data}]", "data.eval=[]"),
         *(f"run_dir={run_dir}", f"steps={STEPS}", "value_pretraining.steps=0", "evaluation.every=0"),
         *(f"rollout.prompts={responses * ranks // group}", f"rollout.group_size={group}"),
         *(f"rollout.max_response_tokens={length}", f"reward.overlong.buffer={length // 4}"),

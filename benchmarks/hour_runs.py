@@ -148,7 +148,7 @@ def overrides_of(name: str, given: Given) -> list[str]:
 
 def config_of(name: str, given: Given) -> str:
     large = name == "vapo_20" and given.model_7b is not None
-    return f"configs/{'vapo_7b' if large else 'demo_smollm2_vapo'}.yaml"
+    return f"configs/{'vapo_7b' if large else 'demos/smollm2_vapo'}.yaml"
 
 
 def plan_of_run(given: Given, name: str, overrides: Sequence[str]) -> Any:

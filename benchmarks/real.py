@@ -36,7 +36,7 @@ def ours(dtype: str, rollouts: int, overrides: list[str]) -> list[dict[str, Any]
     run_dir = FOLDER / "bench"
     shutil.rmtree(run_dir, ignore_errors=True)
     megarl(
-        *("train", "configs/demo_smollm2_dapo.yaml"),
+        *("train", "configs/demos/smollm2_dapo.yaml"),
         *(f"model.path={FOLDER / 'model'}", f"data.train=[{FOLDER / 'train.jsonl'}]", "data.eval=[]"),
         *(f"run_dir={run_dir}", f"model.dtype={dtype}", f"parallel.dp={RANKS}", f"steps={1 + rollouts}"),
         *(f"rollout.prompts={PROMPTS}", f"rollout.group_size={GROUP}"),

@@ -67,7 +67,7 @@ def train(name: str, steps: int, *overrides: str) -> Path:
         "evaluation.every=0",
         "log.report=false",
     )
-    megarl("train", "configs/demo_dapo.yaml", *settings, *overrides)
+    megarl("train", "configs/demos/dapo.yaml", *settings, *overrides)
     return run_dir
 
 

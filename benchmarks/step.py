@@ -68,7 +68,7 @@ def warm_model() -> Path:
             f"model.path={FOLDER / 'model'}",
             f"run_dir={FOLDER / 'sft'}",
         )
-        megarl("train", "configs/demo_sft.yaml", *where, "log.report=false")
+        megarl("train", "configs/demos/sft.yaml", *where, "log.report=false")
     return warm
 
 
@@ -87,7 +87,7 @@ def megarl_command(recipe: str, steps: int, overrides: list[str]) -> tuple[list[
         "log.report=false",
         "checkpoint.export_hf=false",
     ]
-    command = [sys.executable, "-m", "megarl", "train", f"configs/demo_{recipe}.yaml"]
+    command = [sys.executable, "-m", "megarl", "train", f"configs/demos/{recipe}.yaml"]
     return [*command, *where, *overrides], run_dir
 
 

@@ -118,10 +118,10 @@ def demo(
     place = place if seed == 0 else place / f"seed-{seed}"
     place = place / f"experts-{experts}" if experts else place
     first, sizes = place / "sft" / "hf", []
-    file = config_file(f"configs/demo_{recipe}.yaml")
+    file = config_file(f"configs/demos/{recipe}.yaml")
     if model != "tiny":
         named = model if task == "sums" else task
-        file, first = config_file(f"configs/demo_{named}_{recipe}.yaml"), folder / "model"
+        file, first = config_file(f"configs/demos/{named}_{recipe}.yaml"), folder / "model"
         found = choose_sizes(matrix_rates(min(RANKS, cores())), cores(), recipe, task)
         sizes = found.overrides()
         print(found, flush=True)
@@ -197,7 +197,7 @@ def _make_tiny(place: Path, seed: int, layers: int, experts: int, config: Config
         set_key("model.path", place / "model"),
         set_key("run_dir", place / "sft"),
     ]
-    return _warm_start(config_file("configs/demo_sft.yaml"), supervised)
+    return _warm_start(config_file("configs/demos/sft.yaml"), supervised)
 
 
 def _make_pretrained(folder: Path, place: Path, seed: int, task: Task) -> int:

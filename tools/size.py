@@ -95,7 +95,7 @@ def files_of_a_step(folder: Path) -> list[str]:
     paths |= {"model.path": folder / "model", "run_dir": folder / "run"}
     with redirect_stdout(io.StringIO()):
         train(
-            ROOT / "configs/demo_vapo.yaml",
+            ROOT / "configs/demos/vapo.yaml",
             [*STEP, *ONE_RANK, *(set_key(key, path) for key, path in paths.items())],
         )
     return sorted(str(Path(file).relative_to(own)) for file in found)

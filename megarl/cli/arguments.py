@@ -28,7 +28,7 @@ def key_values(example: str) -> ArgumentInfo:
     )
 
 
-ConfigFile = Annotated[Path, Argument(metavar="config", help="YAML file, e.g. configs/demo_vapo.yaml")]
+ConfigFile = Annotated[Path, Argument(metavar="config", help="YAML file, e.g. configs/demos/vapo.yaml")]
 Overrides = Annotated[list[str], key_values("actor.lr=2e-6 data.train=[a.jsonl,b.jsonl]")]
 Wait = Annotated[
     float,

@@ -777,7 +777,7 @@ class TestCommandLine:
         "demo --folder {here}": "{here}: not a folder (choose another --folder)",
         "demo --folder {tmp} rollout.groupsize=3": "command line: rollout.groupsize: unknown key",
         "demo --folder {tmp} rollout.group_size=7": (
-            "{configs}/demo_vapo.yaml: update.mini_batch: must divide the 224 responses"
+            "{configs}/demos/vapo.yaml: update.mini_batch: must divide the 224 responses"
         ),
     }
 

@@ -18,7 +18,7 @@ from tests.cli.scene import Scene
 
 # A warm start and runs of seconds, each in one process.
 WARM_START = (
-    f"base: {PACKAGE}/configs/demo_sft.yaml\nsteps: %d\nparallel: {{dp: 1}}\nlog: {{report: false}}\n"
+    f"base: {PACKAGE}/configs/demos/sft.yaml\nsteps: %d\nparallel: {{dp: 1}}\nlog: {{report: false}}\n"
 )
 SHORT = (
     "steps=1",
@@ -53,8 +53,8 @@ def weights(folder: Path) -> bytes:
 @pytest.mark.slow
 @pytest.mark.timeout(1800)  # ten trainings one after the other, each of which imports torch and Megatron
 def test_recipes_and_seeds_lie_side_by_side(tmp_path: Path) -> None:
-    (tmp_path / "configs").mkdir()
-    (tmp_path / "configs" / "demo_sft.yaml").write_text(WARM_START % 8)
+    (tmp_path / "configs" / "demos").mkdir(parents=True)
+    (tmp_path / "configs" / "demos" / "sft.yaml").write_text(WARM_START % 8)
     runs = tmp_path / "runs" / "demo"
 
     assert "warm start: supervised training" in demo(tmp_path, *VAPO)
@@ -136,8 +136,8 @@ class TestRefusals:
         ("inside", "says"),
         [
             ("", "run_dir: DEMO: is made anew, and holds DEMO/sft/hf, which the run starts from"),
-            ("/sft", "configs/demo_vapo.yaml: model.path: DEMO/sft/hf is one of "),
-            ("/sft/hf", "configs/demo_vapo.yaml: run_dir: DEMO/sft/hf is in model.path DEMO/sft/hf"),
+            ("/sft", "configs/demos/vapo.yaml: model.path: DEMO/sft/hf is one of "),
+            ("/sft/hf", "configs/demos/vapo.yaml: run_dir: DEMO/sft/hf is in model.path DEMO/sft/hf"),
         ],
     )
     def test_a_run_dir_with_the_warm_start_in_it(
@@ -153,7 +153,7 @@ class TestRefusals:
         (tmp_path / "vapo" / "hf").mkdir(parents=True)
         (tmp_path / "vapo" / MARK_RUN).touch()
         line = scene.refused("demo", "--folder", str(tmp_path), f"model.path={tmp_path}/vapo/hf")
-        assert line.startswith(f"configs/demo_vapo.yaml: model.path: {tmp_path}/vapo/hf is one of ")
+        assert line.startswith(f"configs/demos/vapo.yaml: model.path: {tmp_path}/vapo/hf is one of ")
         assert (tmp_path / "vapo" / "hf").is_dir()
 
     def test_what_is_of_the_tiny_model_alone(self, scene: Scene, tmp_path: Path) -> None:

@@ -29,20 +29,20 @@ def test_a_file_that_is_here_comes_before_megarls_own(
     """On the command line as seen from the current folder, in `base:` as seen from the file."""
     monkeypatch.chdir(tmp_path)
     mine = tmp_path / "mine.yaml"
-    mine.write_text("base: configs/demo_dapo.yaml\nsteps: 7\n")
-    assert load_config("configs/demo_dapo.yaml") == load_config(ROOT / "configs/demo_dapo.yaml")
-    assert load_config(mine) == load_config(ROOT / "configs/demo_dapo.yaml", ["steps=7"])
-    (tmp_path / "configs").mkdir()
-    (tmp_path / "configs/demo_dapo.yaml").write_text(
+    mine.write_text("base: configs/demos/dapo.yaml\nsteps: 7\n")
+    assert load_config("configs/demos/dapo.yaml") == load_config(ROOT / "configs/demos/dapo.yaml")
+    assert load_config(mine) == load_config(ROOT / "configs/demos/dapo.yaml", ["steps=7"])
+    (tmp_path / "configs/demos").mkdir(parents=True)
+    (tmp_path / "configs/demos/dapo.yaml").write_text(
         "recipe: grpo\nrun_dir: here\nsteps: 3\nmodel: {path: x}\ndata: {train: [y]}\n"
     )
-    assert load_config("configs/demo_dapo.yaml").recipe == load_config(mine).recipe == "grpo"
+    assert load_config("configs/demos/dapo.yaml").recipe == load_config(mine).recipe == "grpo"
     assert config_file("configs/none.yaml") == Path("configs/none.yaml"), (
         "the message names what was asked for"
     )
     assert (
-        not config_file("/nowhere/configs/demo_vapo.yaml").exists()
-        and not config_file("demo_vapo.yaml").exists()
+        not config_file("/nowhere/configs/demos/vapo.yaml").exists()
+        and not config_file("demos/vapo.yaml").exists()
     )
 
 
@@ -76,6 +76,7 @@ def test_demo_and_configurations_of_a_wheel(tmp_path: Path) -> None:
         path.relative_to(site / "megarl/configs") for path in (site / "megarl/configs").rglob("*.yaml")
     }
     assert installed == {path.relative_to(ROOT / "configs") for path in (ROOT / "configs").rglob("*.yaml")}
+    assert all((site / name / "py.typed").is_file() for name in packages)
 
     def megarl(*arguments: str, code: int = 0) -> str:
         return run(empty, sys.executable, "-m", "megarl", *arguments, code=code, PYTHONPATH=str(site))
@@ -90,15 +91,15 @@ def test_demo_and_configurations_of_a_wheel(tmp_path: Path) -> None:
     assert "configs/vapo_32b.yaml: the configuration holds" in megarl(
         "config", "check", "configs/vapo_32b.yaml"
     )
-    assert "no such file" in megarl("config", "check", "configs/demo_vap.yaml", code=2)
+    assert "no such file" in megarl("config", "check", "configs/demos/vap.yaml", code=2)
     # A warm start that is shorter than megarl's own, in a file of the user's that is put over it.
-    (empty / "configs").mkdir()
-    (empty / "configs/demo_sft.yaml").write_text("base: configs/demo_sft.yaml\nsteps: 8\n")
+    (empty / "configs/demos").mkdir(parents=True)
+    (empty / "configs/demos/sft.yaml").write_text("base: configs/demos/sft.yaml\nsteps: 8\n")
     said = megarl("demo", "--recipe", "dapo", *SHORT)
     assert "on 16 held-out problems" in said and (empty / "runs/demo/dapo/hf/model.safetensors").is_file()
     said = megarl(
         "eval",
-        "configs/demo_dapo.yaml",
+        "configs/demos/dapo.yaml",
         "--checkpoint",
         "runs/demo/dapo/hf",
         "evaluation.max_problems=16",

@@ -259,7 +259,7 @@ class TestFilesOfTheProject:
             for name in line.partition(":")[2].split(",")
         }
 
-    @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+    @pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(CONFIGS)))
     def test_parses_and_holds(self, file: Path) -> None:
         # A base need not be complete; what it says must hold in a run nevertheless.
         rest = (
@@ -272,7 +272,7 @@ class TestFilesOfTheProject:
 
     def test_reinforce_pp_with_a_baseline(self) -> None:
         """The overrides that its file names hold together, and are OpenRLHF's (reinforce_baseline)."""
-        file = CONFIGS / "baselines" / "reinforce_pp.yaml"
+        file = CONFIGS / "methods" / "reinforce_pp.yaml"
         (line,) = (line for line in file.read_text().splitlines() if line.startswith("# algorithm."))
         config = load_config(file, line.removeprefix("# ").split())
         check_config(config, file.name)
@@ -281,7 +281,8 @@ class TestFilesOfTheProject:
         assert (a.kl_reward, a.kl_weight, a.kl_estimator) == (0.0, 1e-5, "k2")
 
     def test_there_are_such_files(self) -> None:
-        assert {"demo_vapo", "demo_dapo", "dapo_32b", "vapo_32b"} <= {file.stem for file in self.FILES}
+        names = {str(file.relative_to(CONFIGS)) for file in self.FILES}
+        assert {"demos/vapo.yaml", "demos/dapo.yaml", "dapo_32b.yaml", "vapo_32b.yaml"} <= names
 
     def test_32b_files_have_the_papers_numbers(self) -> None:
         for name in ("dapo_32b", "vapo_32b"):

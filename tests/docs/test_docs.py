@@ -24,7 +24,8 @@ from megarl.config.schema import RewardConfig
 from megarl.config.schema.section import fields
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+ROOT_PAGES = ("README.md", "CONTRIBUTING.md", "examples/README.md")
+PAGES = [*(ROOT / name for name in ROOT_PAGES), *sorted((ROOT / "docs").glob("*.md"))]
 KNOBS = dict(fields(Config))
 OWN_TASK = ROOT / "docs" / "your_own_task.md"
 OURS = ("sums.yaml", "configs/x.yaml")  # files that a reader makes
@@ -61,7 +62,7 @@ def test_links_lead_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\(([^)\s]+)\)", text):
         if not target.startswith(("http://", "https://")):
             assert (page.parent / target.split("#")[0]).exists(), target
-    for name in re.findall(r"\bconfigs/\w+\.yaml", text):
+    for name in re.findall(r"\bconfigs/[\w/]+\.yaml", text):
         assert name in OURS or (ROOT / name).is_file(), name
     for name in re.findall(r"\bbenchmarks/\w+\.py|\btests/[\w/]+\.py|\bmegarl\w*/[\w/]+\.py", text):
         assert (ROOT / name).is_file(), name
@@ -199,7 +200,7 @@ def test_other_commands_are_understood(arguments: list[str], monkeypatch: pytest
 @pytest.mark.parametrize(
     ("page", "arguments"),
     [
-        ("docs/configuration.md", ["config", "show", "configs/demo_vapo.yaml", "rollout.groupsize=4"]),
+        ("docs/configuration.md", ["config", "show", "configs/demos/vapo.yaml", "rollout.groupsize=4"]),
         ("docs/sglang.md", ["train", "configs/vapo_32b.yaml"]),
     ],
 )
@@ -217,7 +218,7 @@ def test_jobs_are_there_and_take_their_overrides() -> None:
     assert len(found) >= 3
     for words in found:
         file = next(word for word in words if word.endswith(".sbatch"))
-        config = re.search(r"configs/(?!demo_sft)\w+\.yaml", (ROOT / file).read_text())
+        config = re.search(r"configs/(?!demos/sft)[\w/]+\.yaml", (ROOT / file).read_text())
         assert config is not None
         load_config(ROOT / config[0], words[words.index(file) + 1 :])
 

@@ -25,7 +25,7 @@ from tests.cli.processes import environment, wait_for
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 TABLE = f"""\
 title: Test table
-base: {CONFIGS}/demo_vapo.yaml
+base: {CONFIGS}/demos/vapo.yaml
 warm_start: sft.yaml
 task: megarl_tasks.arithmetic:write_demo
 full: VAPO
@@ -45,7 +45,7 @@ SHORT = (
 
 @pytest.fixture
 def table(tmp_path: Path) -> Path:
-    (tmp_path / "sft.yaml").write_text(f"base: {CONFIGS}/demo_sft.yaml\nsteps: 40\n")
+    (tmp_path / "sft.yaml").write_text(f"base: {CONFIGS}/demos/sft.yaml\nsteps: 40\n")
     path = tmp_path / "test.table.yaml"
     path.write_text(TABLE)
     return path
@@ -65,7 +65,7 @@ class TestRefusals:
         "{table} run_dir=x": "command line: run_dir=x: each run has its own",
         "{table} rollout.groupsize=3": "command line: rollout.groupsize: unknown key",
         "{table} rollout.group_size=7": (
-            "{configs}/demo_vapo.yaml, row vapo: update.mini_batch: must divide the 224 responses"
+            "{configs}/demos/vapo.yaml, row vapo: update.mini_batch: must divide the 224 responses"
         ),
         "{table} --base gone.yaml": "{cwd}/gone.yaml: no such file",
         "{table} --into gone.md": "--into: gone.md: cannot be read",
@@ -120,7 +120,7 @@ class TestJobs:
             )
 
     def test_the_time_limit(self, table: Path, tmp_path: Path) -> None:
-        job = Job("slow", ("train", str(CONFIGS / "demo_sft.yaml")), tmp_path / "log.txt")
+        job = Job("slow", ("train", str(CONFIGS / "demos/sft.yaml")), tmp_path / "log.txt")
         [one] = run_jobs([job], 1, 0.3)
         assert one.code == -signal.SIGTERM
         assert one.problem.startswith("ended after 0 s, its time limit: ") and one.seconds < 30
@@ -128,7 +128,7 @@ class TestJobs:
     def test_closing_ends_what_runs(self, tmp_path: Path) -> None:
         jobs = [
             Job("fails", ("train", "gone.yaml"), tmp_path / "a.txt"),
-            Job("long", ("train", str(CONFIGS / "demo_sft.yaml")), tmp_path / "b.txt"),
+            Job("long", ("train", str(CONFIGS / "demos/sft.yaml")), tmp_path / "b.txt"),
         ]
         before = set(psutil.Process().children())
         running = run_jobs(jobs, 2, 120)

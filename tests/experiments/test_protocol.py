@@ -57,7 +57,7 @@ ROW = ProtocolRow(row="a", against="b", task="sums", claims="worse", bound=0.05,
 def protocol(**given: Any) -> Protocol:
     content = {
         "name": "vapo.protocol", "folder": CONFIGS / "ablations", "title": "Synthetic <results>",
-        "table": "vapo.table.yaml", "warm_start": "../ablation_family_sft.yaml",
+        "table": "vapo.table.yaml", "warm_start": "ablation_family_sft.yaml",
         "seeds": 20, "statistic": "last", "last": 2,
         "tasks": {"sums": {"what": "Sums.", "limit": 1.0}},
         "rows": [ROW.model_copy(update={"row": row, "against": "VAPO"}) for row in EFFECTS],
@@ -192,14 +192,14 @@ class TestTuning:
             assert power.finds is not None and (power.finds <= 0.05) == (n <= 20)
         assert powers[5].deviation is None  # runs that are all the same say nothing of the spread
         # Other settings say nothing of the protocol's: of the task, of the command line, of the score.
-        for other in ({"limit": 2.0}, {"limit": 1.0, "warm_start": "../ablation_sft.yaml"}):
+        for other in ({"limit": 2.0}, {"limit": 1.0, "warm_start": "ablation_sft.yaml"}):
             changed = protocol(folder=tmp_path, tasks={"sums": {"what": "Sums.", **other}})
             assert {one.tuned for one in power_of(changed, read_tried(plan.tried))} == {0}
         changed = protocol(folder=tmp_path, last=3)
         assert {one.tuned for one in power_of(changed, read_tried(plan.tried))} == {0}
 
     def test_a_task_with_a_warm_start_of_its_own(self) -> None:
-        own = {"what": "Sums.", "limit": 1.0, "warm_start": "../ablation_sft.yaml"}
+        own = {"what": "Sums.", "limit": 1.0, "warm_start": "ablation_sft.yaml"}
         tables = protocol(tasks={"sums": {"what": "Sums.", "limit": 1.0}, "far": own}).tables()
         files = {name: (table.folder / table.warm_start).name for name, table in tables.items()}
         assert files == {"sums": "ablation_family_sft.yaml", "far": "ablation_sft.yaml"}
@@ -274,7 +274,7 @@ FAR = "{what: Far., knobs: {lines: [1, 30]}, limit: 1.0, overrides: [steps=10]}"
 PROTOCOL = f"""\
 title: Test protocol
 table: {CONFIGS}/ablations/vapo.table.yaml
-warm_start: {CONFIGS}/ablation_family_sft.yaml
+warm_start: {CONFIGS}/ablations/ablation_family_sft.yaml
 seeds: 7
 statistic: curve
 tasks:
@@ -371,8 +371,9 @@ class TestCommand:
         assert len(read_tried(log)) == 4  # a final run is no tuning
 
         # Another warm start: refused, or made again with all that began from it, and counted before it is.
-        (path.parent / "sft.yaml").write_text(f"base: {CONFIGS}/ablation_family_sft.yaml\nsteps: 299\n")
-        path.write_text(PROTOCOL.replace(f"{CONFIGS}/ablation_family_sft.yaml", "sft.yaml"))
+        family = f"{CONFIGS}/ablations/ablation_family_sft.yaml"
+        (path.parent / "sft.yaml").write_text(f"base: {family}\nsteps: 299\n")
+        path.write_text(PROTOCOL.replace(family, "sft.yaml"))
         capsys.readouterr()
         assert main([*ablate, "--most", "0", "--fresh"]) == 0
         assert "warm starts: 14 runs, 7 min of one core" in capsys.readouterr().out

@@ -135,7 +135,7 @@ def test_the_dry_run_shows_the_job_of_the_sbatch_file(tmp_path: Path) -> None:
 def test_a_sweep_on_this_machine(tmp_path: Path, data: list[str]) -> None:
     run(
         tmp_path,
-        "configs/demo_vapo.yaml",
+        "configs/demos/vapo.yaml",
         *data,
         *QUICK,
         f"run_dir={tmp_path}/run",
@@ -176,7 +176,7 @@ def test_a_job_on_a_real_slurm(tmp_path: Path, data: list[str]) -> None:
         environment = {"SLURM_CONF": cluster.environment["SLURM_CONF"]}
         run(
             tmp_path,
-            "configs/demo_vapo.yaml",
+            "configs/demos/vapo.yaml",
             *data,
             *QUICK,
             f"run_dir={tmp_path}/run",

@@ -71,7 +71,7 @@ def test_before_ranks_are_started(broken: str, tmp_path: Path) -> None:
     """`megarl train` in a process of its own, whose every import meets the package."""
     folder = make_tiny_model(tmp_path / "model", "qwen2")
     paths = os.pathsep.join([str(tmp_path / "site"), str(ROOT)])
-    command = [sys.executable, "-W", "ignore", "-m", "megarl", "train", "configs/demo_dapo.yaml"]
+    command = [sys.executable, "-W", "ignore", "-m", "megarl", "train", "configs/demos/dapo.yaml"]
     command += [f"model.path={folder}", f"run_dir={tmp_path / 'run'}"]
     done = subprocess.run(
         command,

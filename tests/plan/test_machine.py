@@ -65,7 +65,7 @@ def test_this_machine_has_what_it_says() -> None:
 
 def half_b(*changes: str) -> PlanInputs:
     overrides = ["model.layers=portable", "checkpoint.every=5", "parallel.tp=2", "model.dtype=fp32", *changes]
-    return make_plan_inputs(load_config(ROOT / "configs/demo_vapo.yaml", overrides), HALF_B)
+    return make_plan_inputs(load_config(ROOT / "configs/demos/vapo.yaml", overrides), HALF_B)
 
 
 def test_a_run_that_the_kernel_ended_is_refused() -> None:
@@ -134,7 +134,7 @@ def settings(folder: Path) -> list[str]:
 @pytest.mark.slow
 def test_a_real_run_takes_what_was_planned(folder: Path) -> None:
     """The most that launcher and ranks have at once, shared pages counted once."""
-    command = [sys.executable, "-m", "megarl", "train", "configs/demo_vapo.yaml", *settings(folder)]
+    command = [sys.executable, "-m", "megarl", "train", "configs/demos/vapo.yaml", *settings(folder)]
     run = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     most, limit = 0, time.monotonic() + 400
     while run.poll() is None and time.monotonic() < limit:
@@ -147,7 +147,7 @@ def test_a_real_run_takes_what_was_planned(folder: Path) -> None:
         most = max(most, used)
         time.sleep(0.1)
     assert run.wait(timeout=10) == 0, run.communicate()[1][-2000:]
-    config = load_config(ROOT / "configs/demo_vapo.yaml", [*settings(folder), "model.layers=portable"])
+    config = load_config(ROOT / "configs/demos/vapo.yaml", [*settings(folder), "model.layers=portable"])
     plan = make_plan_inputs(config, planning_config(config.model.path)[1])
     held = sum(cpu_bytes(plan).values())
     at_most = max(sum(parts.values()) for parts in cpu_bytes_by_phase(plan).values())
@@ -183,11 +183,11 @@ def test_train_and_plan_refuse_in_the_same_words(
     monkeypatch.setattr("megarl.schedule.preflight.memory_here", lambda: GIB // 2)
     monkeypatch.setattr("megarl.parallel.machine.memory_here", lambda: GIB // 2)
     given = [*settings(folder), f"run_dir={folder / 'refused'}"]
-    assert main(["train", "configs/demo_vapo.yaml", *given]) == 2
+    assert main(["train", "configs/demos/vapo.yaml", *given]) == 2
     refused = capsys.readouterr().err
-    assert re.fullmatch(r"megarl: configs/demo_vapo.yaml: 2 ranks on this machine's CPU need .*\n", refused)
+    assert re.fullmatch(r"megarl: configs/demos/vapo.yaml: 2 ranks on this machine's CPU need .*\n", refused)
     assert not (folder / "refused").exists()
-    assert main(["plan", "configs/demo_vapo.yaml", *given]) == 2
+    assert main(["plan", "configs/demos/vapo.yaml", *given]) == 2
     printed = capsys.readouterr()
     assert printed.err == refused and "2 ranks on this machine's CPU" in printed.out
     assert read_config(folder / "model")["hidden_size"] == 512

@@ -424,7 +424,7 @@ def test_what_a_rank_holds_of_the_batch_goes_down_with_the_ranks(tp: int, pp: in
     assert step_batch_bytes(one) == pytest.approx(
         share / 2**dp + sampled_bytes(alone) / 2 ** (tp + pp + dp) + facts
     )
-    pairs = make_plan_inputs(load_config(ROOT / "configs/demo_sft.yaml"), KNOWN_MODELS["Qwen2.5-0.5B"])
+    pairs = make_plan_inputs(load_config(ROOT / "configs/demos/sft.yaml"), KNOWN_MODELS["Qwen2.5-0.5B"])
     assert step_batch_bytes(with_keys(pairs, parallel__dp=2**dp)) == step_batch_bytes(pairs)
 
 
@@ -703,7 +703,7 @@ def test_a_replay_is_planned_without_an_engine() -> None:
     host, of_run = node_bytes(plan), node_bytes(plan_32b())
     assert host["verifiers"] == host["checkpoint staging"] == 0 < min(of_run.values())
     demo, sizes = (
-        load_config(ROOT / "configs/demo_vapo.yaml", ["checkpoint.every=1"]),
+        load_config(ROOT / "configs/demos/vapo.yaml", ["checkpoint.every=1"]),
         KNOWN_MODELS["Qwen2.5-7B"],
     )
     on_cpu, again = (

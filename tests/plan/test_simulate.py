@@ -309,8 +309,8 @@ def test_a_run_without_lengths_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("configs/demo_sft.yaml --simulate", "recipe: sft draws no responses"),
-        ("configs/demo_dapo.yaml --simulate --model Qwen2.5-0.5B", "its times are those of GPUs"),
+        ("configs/demos/sft.yaml --simulate", "recipe: sft draws no responses"),
+        ("configs/demos/dapo.yaml --simulate --model Qwen2.5-0.5B", "its times are those of GPUs"),
         ("configs/vapo_7b.yaml --kept 0.5", "--kept: has no effect without --simulate (add it"),
         ("configs/vapo_7b.yaml --balance queue", "--balance: has no effect without --simulate (add it"),
         ("configs/vapo_7b.yaml --mean-length 20481", "--mean-length: must be above 0 and at most 20480"),

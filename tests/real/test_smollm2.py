@@ -119,7 +119,7 @@ def test_a_run(smollm2: Path, asked: Asked, tmp_path: Path) -> None:
     """VAPO at dp 2: value pretraining, two steps, an evaluation before and after, an export that answers; and
     its memory, which was planned."""
     task, _, _ = asked
-    file = "configs/demo_smollm2_vapo.yaml"
+    file = "configs/demos/smollm2_vapo.yaml"
     overrides = [
         f"run_dir={tmp_path / 'run'}",
         f"model.path={smollm2}",

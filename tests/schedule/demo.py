@@ -41,14 +41,14 @@ def make_warm_model(folder: Path, steps: int = 120) -> Path:
         f"model.path={folder / 'model'}",
         f"run_dir={folder / 'sft'}",
     )
-    megarl("train", "configs/demo_sft.yaml", f"steps={steps}", "log.report=false", *where)
+    megarl("train", "configs/demos/sft.yaml", f"steps={steps}", "log.report=false", *where)
     return folder
 
 
 def train(folder: Path, recipe: str, run_dir: Path, *overrides: str) -> list[dict[str, Any]]:
     """A short run of a recipe of 8 prompts x 4 responses; gives its metrics."""
     known = {"ppo": "vapo", "vapo": "vapo", "sao": "vapo", "tppo": "tppo"}
-    config = f"configs/demo_{known.get(recipe, 'dapo')}.yaml"
+    config = f"configs/demos/{known.get(recipe, 'dapo')}.yaml"
     settings = (
         f"recipe={recipe}",
         "steps=2",

@@ -101,6 +101,6 @@ def test_a_trace_that_cannot_be_written_ends_no_run(
 
 
 def test_a_negative_number_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["train", "configs/demo_dapo.yaml", "--profile", "-1", f"run_dir={tmp_path}"]) == 2
+    assert main(["train", "configs/demos/dapo.yaml", "--profile", "-1", f"run_dir={tmp_path}"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert "log.profile" in line and "greater than or equal to 0" in line

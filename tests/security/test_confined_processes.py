@@ -562,7 +562,7 @@ def test_numbers_of_system_calls(column: int, header: str, pattern: str) -> None
     ],
 )
 def test_a_server_without_the_network_is_refused_before_the_run(given: list[str]) -> None:
-    path = Path(__file__).parents[2] / "configs" / "demo_dapo.yaml"
+    path = Path(__file__).parents[2] / "configs" / "demos" / "dapo.yaml"
 
     def refused(*more: str) -> bool:
         found = list(_rollout_problems(load_config(path, [*given, *more])))

@@ -1,0 +1,143 @@
+"""Run the files of examples/: each alone, and verifier, term and episode in `megarl train`."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import json
+import os
+import re
+import runpy
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megarl.config import check_config, load_config
+from megarl.rewards.pool import VerifierPool
+from megarl.rollout.chat import ChatTurns
+from megarl.rollout.engines.transformers_engine import TransformersEngine
+from megarl.rollout.sampling import Request, SamplingParams
+from tests.docs.test_docs import ROOT, commands
+from tests.engines import load_folder
+from tests.rollout.talk import ScriptedPolicy, merging_tokenizer, prompt_of
+from tests.tiny_models import make_tiny_model, make_tokenizer
+
+EXAMPLES = ROOT / "examples"
+RUNS = ("own_reward", "own_episode")
+PAGE = (ROOT / "docs" / "extending.md").read_text(encoding="utf-8")
+MAX_LINES = 59
+
+
+def example(module: str) -> Any:
+    return importlib.import_module(module)
+
+
+@pytest.fixture(autouse=True)
+def examples_on_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+
+
+def test_every_example_is_short_and_listed() -> None:
+    readme = (EXAMPLES / "README.md").read_text()
+    for path in EXAMPLES.iterdir():
+        if path.suffix in (".py", ".yaml"):
+            assert path.read_text().count("\n") <= MAX_LINES, path.name
+            assert f"({path.name})" in readme, path.name
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_configurations_hold(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    check_config(load_config(EXAMPLES / f"{name}.yaml"), name)
+    told = [command[-1] for command in commands(EXAMPLES / "README.md", f"PYTHONPATH={EXAMPLES.name}")]
+    assert f"examples/{name}.yaml" in told
+
+
+def test_reward() -> None:
+    terms = load_config(EXAMPLES / "own_reward.yaml").reward.terms
+    with VerifierPool("own_reward:near", 1, 10.0, terms=terms) as pool:
+        right, close, none = pool.verify(
+            [(text, "12", 20, 80, False) for text in ("Answer: 12", "Answer: 15", "12")]
+        )
+    assert (right.correct, right.score, right.extracted) == (True, 1.0, "12")
+    assert (close.correct, close.score) == (False, 0.25) and not none.correct
+    assert right.terms == {"brevity": 0.75} and close.terms == {"brevity": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("script", "score"), [(["Answer: 3"], 1.0), (["4", "Answer: 3"], 0.5), (["4", "5"], 0)]
+)
+def test_episode(script: list[str], score: float) -> None:
+    tokenizer = merging_tokenizer()
+    prompt = prompt_of(ChatTurns(tokenizer).first([{"role": "user", "content": "1 + 2?"}]), "1 + 2?")
+    policy = ScriptedPolicy(prompt, tokenizer, script)
+    own = example("own_episode")
+    verdict = asyncio.run(own.two_attempts(prompt, policy))
+    assert (verdict.correct, verdict.score) == (score > 0, score)
+    assert (own.HINT in tokenizer.decode(policy.tokens)) == (len(script) == 2)
+
+
+def test_loss(capsys: pytest.CaptureFixture[str]) -> None:
+    """The table that it prints; and beyond the interval its gradient pulls the ratio back."""
+    own = runpy.run_path(str(EXAMPLES / "own_loss.py"), run_name="__main__")
+    rows = [line.split()[:3] for line in capsys.readouterr().out.splitlines()[1:]]
+    assert [float(ratio) for ratio, _, _ in rows] == [0.6, 0.8, 1.0, 1.2, 1.4]
+    assert float(rows[-1][1]) == 0 and float(rows[-1][2]) > 0
+    assert own["gradient"]("simple", 1.2, 1.0) == pytest.approx(0.0, abs=1e-9)
+
+
+def test_loss_and_engine_are_those_of_the_page() -> None:
+    """The test of docs/extending.md puts both into megarl and trains with them."""
+    _, _, engine = (EXAMPLES / "own_engine.py").read_text().partition("\n")
+    assert engine in PAGE
+    [loss] = re.findall(r"^def simple.*?\n\n\n", (EXAMPLES / "own_loss.py").read_text(), flags=re.M | re.S)
+    assert "".join(f"+{line}\n" for line in loss.splitlines()) in PAGE
+
+
+def test_engine(tmp_path: Path) -> None:
+    """It samples what the transformers engine samples."""
+    folder = make_tiny_model(tmp_path / "model", "qwen3")
+    requests = [Request((5, 6, 7), seed) for seed in range(3)] + [Request((9,), 4)]
+    found = []
+    for kind in (example("own_engine").PlainEngine, TransformersEngine):
+        engine = kind(folder, eos_ids=[1], tokenizer=make_tokenizer(300))
+        engine.start()
+        load_folder(engine, version=3)
+        found.append(engine.generate(requests, SamplingParams(max_tokens=8)))
+    for own, other in zip(*found, strict=True):
+        assert (own.tokens, own.finish) == (other.tokens, other.finish)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RUNS)
+def test_runs(name: str, tmp_path: Path) -> None:
+    """The commands of the README for one step, from a model with random weights."""
+    from megarl_tasks.arithmetic import write_demo
+
+    demo = tmp_path / "runs" / "demo"
+    write_demo(demo, 0)
+    shutil.copytree(demo / "model", demo / "sft" / "hf")
+    small = (
+        "steps=1",
+        "rollout.prompts=8",
+        "update.mini_batch=32",
+        "evaluation.max_problems=16",
+        "log.report=false",
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "megarl", "train", str(EXAMPLES / f"{name}.yaml"), *small],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": f"{EXAMPLES}:{ROOT}", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+    lines = (tmp_path / "runs" / name / "metrics.jsonl").read_text().splitlines()
+    [record] = [record for record in map(json.loads, lines) if record["stage"] == "train"]
+    assert record["reward/unjudged"] == 0
+    assert ("reward/term_brevity" in record) == (name == "own_reward")

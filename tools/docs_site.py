@@ -1,0 +1,92 @@
+"""Hooks of mkdocs: links between the docs and the rest of the repository.
+
+The pages are written for a reader on GitHub, so they link files outside docs/ by relative paths. This module
+makes these links work on the site. README.md and the other PAGES become pages. Every other linked file is
+copied as text, and a linked folder as the list of its files. A link to a missing file is a warning, and
+`mkdocs build --strict` fails on warnings.
+"""
+
+from __future__ import annotations
+
+import logging
+import os.path
+import re
+from pathlib import Path
+from typing import Any
+
+from mkdocs.structure.files import File, Files
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = {  # files outside docs/ that are pages of the site, by their paths in the repository
+    "README.md": "index.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "SECURITY.md": "security_policy.md",
+    "CHANGELOG.md": "changelog.md",
+    "examples/README.md": "examples.md",
+}
+SOURCES = {site: path for path, site in PAGES.items()}
+LINK = re.compile(r"(?<=\]\()([^)\s:#]+)(#[^)\s]*)?(?=\))")  # relative, without a scheme
+FENCE = re.compile(r"^( *```.*?^ *```)", flags=re.M | re.S)
+
+log = logging.getLogger("mkdocs.hooks.docs_site")
+
+
+def on_files(files: Files, config: Any) -> Files:
+    """Add the pages from outside docs/, and every source file that a page links."""
+    for path, site in PAGES.items():
+        files.append(File.generated(config, site, content=(ROOT / path).read_text(encoding="utf-8")))
+    linked = {path for file in files.documentation_pages() for path in linked_sources(file)}
+    for path in sorted(linked):
+        files.append(File.generated(config, site_path(path), content=read_source(ROOT / path)))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    """Point links at the site's pages and at the copies of source files."""
+    here = repository_path(page.file.src_uri)
+
+    def point(link: re.Match[str]) -> str:
+        target, fragment = resolve(here, link[1]), link[2] or ""
+        if not (ROOT / target).exists():
+            log.warning("%s links %s, which does not exist", here, link[1])
+        return os.path.relpath(site_path(target), os.path.dirname(page.file.src_uri)) + fragment
+
+    pieces = FENCE.split(markdown)  # code is at odd places
+    return "".join(LINK.sub(point, piece) if i % 2 == 0 else piece for i, piece in enumerate(pieces))
+
+
+def linked_sources(file: File) -> list[str]:
+    """Return the paths of existing files that a page links and that are neither pages nor in docs/."""
+    here = repository_path(file.src_uri)
+    found = (resolve(here, link[1]) for link in LINK.finditer(FENCE.sub("", file.content_string)))
+    return [path for path in found if site_path(path).startswith("source/") and (ROOT / path).exists()]
+
+
+def repository_path(site: str) -> str:
+    """Return the path in the repository of a page of the site."""
+    return SOURCES.get(site, f"docs/{site}")
+
+
+def resolve(here: str, target: str) -> str:
+    """Return the path in the repository that the page `here` means by a relative link."""
+    return os.path.normpath(os.path.join(os.path.dirname(here), target))
+
+
+def site_path(path: str) -> str:
+    """Return where a file of the repository lies on the site."""
+    if path in PAGES:
+        return PAGES[path]
+    if path.startswith("docs/"):
+        return path.removeprefix("docs/")
+    names = (
+        name.lstrip(".") for name in path.split("/")
+    )  # mkdocs leaves out files whose names begin with a dot
+    return f"source/{'/'.join(names)}.txt"
+
+
+def read_source(path: Path) -> str:
+    """Return a file's text, or a folder's file names."""
+    if path.is_dir():
+        names = (str(file.relative_to(path)) for file in path.rglob("*") if file.is_file())
+        return "".join(f"{name}\n" for name in sorted(names) if "__pycache__" not in name)
+    return path.read_text(encoding="utf-8")
