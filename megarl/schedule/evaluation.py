@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from megarl.agents.chat import prompting
 from megarl.config.errors import CheckpointError
 from megarl.config.schema import Config, OverlongConfig
 from megarl.data.generated import own_verifiers
@@ -14,7 +15,6 @@ from megarl.model.builder import build_actor, read_hf_config
 from megarl.parallel.comm import from_rank_0
 from megarl.parallel.runtime import Runtime
 from megarl.rewards.pool import VerifierPool
-from megarl.rollout.chat import prompting
 from megarl.rollout.rank import RolloutRank
 from megarl.rollout.responses import EvaluationResult
 from megarl.schedule.generation import load_tokenizer, make_engine, make_weight_sync, start_engine

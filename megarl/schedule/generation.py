@@ -11,6 +11,8 @@ from typing import Any, TypedDict, assert_never
 import torch
 from transformers import AutoTokenizer
 
+from megarl.agents.chat import prompting
+from megarl.agents.chat_turns import end_tokens
 from megarl.config.schema import PRETRAINING, Config
 from megarl.data.generated import own_verifiers
 from megarl.data.prompts import Prompt, PromptSampler, content_of, read_problem_sets, read_prompts
@@ -20,8 +22,6 @@ from megarl.parallel.comm import barrier, shares_on_0
 from megarl.parallel.device_memory import empty_cache
 from megarl.parallel.runtime import Runtime
 from megarl.rewards.pool import VerifierPool
-from megarl.rollout.chat import prompting
-from megarl.rollout.chat_turns import end_tokens
 from megarl.rollout.engines.engine import RolloutEngine
 from megarl.rollout.engines.sglang import SGLangEngine
 from megarl.rollout.engines.sglang_servers import SGLangServers

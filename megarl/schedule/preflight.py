@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import psutil
 import torch
 
+from megarl.agents.chat import prompting
 from megarl.config.check import check_config, evaluation_problems
 from megarl.config.errors import CheckpointError, ConfigError, MegarlError, first_line
 from megarl.config.files import essential, read_json, write_whole
@@ -41,7 +42,6 @@ from megarl.rewards import VerifierPool
 from megarl.rewards.pool import Item
 from megarl.rewards.sandbox import probe
 from megarl.rewards.verdict import Reference, get_term, get_verifier
-from megarl.rollout.chat import prompting
 from megarl.rollout.engines.sglang_servers import check_servers
 from megarl.rollout.worker import endpoint_of, episode_of
 from megarl.schedule.rollouts import check_pretraining_rollouts

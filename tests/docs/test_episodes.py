@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
+from megarl.agents.chat import ChatTurns, play, schemas, tool_calls
+from megarl.agents.endpoint import Endpoint
+from megarl.agents.tools import ToolPool, environment_class
 from megarl.config.load import parse_yaml
-from megarl.rollout.chat import ChatTurns, play, schemas, tool_calls
-from megarl.rollout.endpoint import Endpoint
-from megarl.rollout.tools import ToolPool, environment_class
 from tests.docs.test_docs import ROOT, blocks, written
 from tests.rollout.talk import (
     CHATML,

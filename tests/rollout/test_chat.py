@@ -17,9 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from megarl.config import load_config
-from megarl.config.errors import ConfigError
-from megarl.rollout.chat import (
+from megarl.agents.chat import (
     call_format,
     check_end_of_turn,
     check_template,
@@ -28,8 +26,10 @@ from megarl.rollout.chat import (
     schemas,
     tool_calls,
 )
-from megarl.rollout.chat_turns import ChatTurns, end_tokens, policy_text, policy_texts
-from megarl.rollout.episode import Turn
+from megarl.agents.chat_turns import ChatTurns, end_tokens, policy_text, policy_texts
+from megarl.agents.episode import Turn
+from megarl.config import load_config
+from megarl.config.errors import ConfigError
 from megarl.schedule.generation import load_tokenizer, make_engine
 from tests.rollout.talk import (
     CHATML,

@@ -18,15 +18,15 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
+from megarl.agents.episode import EpisodeAborted, Policy, row_of
+from megarl.agents.tools import ToolPool
 from megarl.config.errors import ConfigError, EngineError
 from megarl.config.schema import Config, DataConfig, RolloutConfig, TurnsConfig
 from megarl.data.prompts import Prompt
 from megarl.rewards.verdict import Verdict
 from megarl.rollout.engines.transformers_engine import TransformersEngine
-from megarl.rollout.episode import EpisodeAborted, Policy, row_of
 from megarl.rollout.rank import RolloutRank
 from megarl.rollout.sampling import Completion, SamplingParams
-from megarl.rollout.tools import ToolPool
 from megarl.rollout.worker import episode_of
 from tests.engines import load_folder
 from tests.rollout.conftest import TINIEST, threads

@@ -16,15 +16,15 @@ from itertools import count, zip_longest
 from types import MappingProxyType
 from typing import Any
 
+from megarl.agents.chat_turns import ChatTurns, Message, end_tokens, policy_text
+from megarl.agents.episode import Episode, EpisodeTruncated, Policy, ToolError
+from megarl.agents.mcp_tools import listed
+from megarl.agents.tools import MCP, schema
 from megarl.config.errors import ConfigError, first_line
 from megarl.config.schema import Config
 from megarl.data.limits import memory_limit
 from megarl.data.prompts import Prompt
 from megarl.rewards.verdict import Verdict
-from megarl.rollout.chat_turns import ChatTurns, Message, end_tokens, policy_text
-from megarl.rollout.episode import Episode, EpisodeTruncated, Policy, ToolError
-from megarl.rollout.mcp_tools import listed
-from megarl.rollout.tools import MCP, schema
 
 _MOST_CALLS = 16  # in one turn; a policy that repeats itself would keep the tools busy for hours
 _CALL_BEGINS, _CALL_ENDS = "<tool_call>", "</tool_call>"
@@ -271,7 +271,7 @@ def _failed(why: str, name: str = "") -> Call:
 
 def schemas(tools: Iterable[str]) -> dict[str, dict[str, Any]]:
     """Return what a template tells of the functions `module:function`, and of the tools of MCP servers, by
-    path. Raises ConfigError as megarl.rollout.tools.schema and megarl.rollout.mcp_tools.listed, and where one
+    path. Raises ConfigError as megarl.agents.tools.schema and megarl.agents.mcp_tools.listed, and where one
     has the name of another."""
     found: dict[str, dict[str, Any]] = {}
     for path in tools:
