@@ -16,14 +16,16 @@ from itertools import count, zip_longest
 from types import MappingProxyType
 from typing import Any
 
-from megarl.agents.chat_turns import ChatTurns, Message, end_tokens, policy_text
+from megarl.agents.chat_turns import ChatTurns
 from megarl.agents.episode import Episode, EpisodeTruncated, Policy, ToolError
 from megarl.agents.mcp_tools import listed
 from megarl.agents.tools import MCP, schema
 from megarl.config.errors import ConfigError, first_line
 from megarl.config.schema import Config
+from megarl.data.chat_template import Message
 from megarl.data.limits import memory_limit
 from megarl.data.prompts import Prompt
+from megarl.data.response_text import check_end, policy_text
 from megarl.rewards.verdict import Verdict
 
 _MOST_CALLS = 16  # in one turn; a policy that repeats itself would keep the tools busy for hours
@@ -75,26 +77,9 @@ def check_template(
         with memory_limit():
             chat = ChatTurns(tokenizer, tools, variables)
             _check_conversations(chat, shown)
-            _check_end(chat, stop)
+            check_end(chat, stop)
     except ValueError as error:
         raise ConfigError(f"data.template: {error} (use a template that only appends)") from error
-
-
-def check_end_of_turn(tokenizer: Any, stop: Collection[str], variables: Mapping[str, Any] = NONE) -> None:
-    """Raise ConfigError where the template's end of a turn does not end a response of the policy."""
-    # A template that cannot show an assistant's turn ends none.
-    with suppress(ValueError), memory_limit():
-        _check_end(ChatTurns(tokenizer, variables=variables), stop)
-
-
-def _check_end(chat: ChatTurns, stop: Collection[str]) -> None:
-    if chat.end is None or chat.end in end_tokens(chat.tokenizer):
-        return
-    end = chat.tokenizer.decode([chat.end])
-    if end not in stop:
-        what = f"the chat template ends a turn with {end}, which does not end what the policy writes"
-        remedy = "make it the tokenizer's eos_token, or add it to rollout.stop"
-        raise ConfigError(f"data.template: {what} ({remedy})")
 
 
 def _check_conversations(chat: ChatTurns, shown: Collection[str]) -> None:

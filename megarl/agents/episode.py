@@ -17,11 +17,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from megarl.agents.chat_turns import policy_text
 from megarl.agents.tools import Result, State, ToolPool, described, observation
 from megarl.config.errors import EngineError
 from megarl.config.schema import TurnsConfig
 from megarl.data.prompts import Prompt
+from megarl.data.response_text import policy_text
 from megarl.rewards.verdict import Verdict
 from megarl.rollout.engines.engine import EngineClient
 from megarl.rollout.sampling import Completion, SamplingParams, environment_seed, stop_window, turn_seed

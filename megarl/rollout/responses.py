@@ -16,11 +16,11 @@ import torch
 from msgspec.structs import asdict, astuple
 from torch import Tensor
 
-from megarl.agents.chat_turns import policy_texts
 from megarl.algorithms.scores import avg_at_k, interval, ks_up_to, majority_at_k, pass_at_k
 from megarl.config.schema import RewardConfig, TeacherConfig
 from megarl.data.experience import Experience, StepBatch
 from megarl.data.prompts import ProblemSet, Prompt
+from megarl.data.response_text import policy_texts
 from megarl.observe.run_log import OBSERVED, POLICY, Sample, choose_samples
 
 # Fields of a response that its state has not.

@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from msgspec import structs
 
-from megarl.agents.chat import check_end_of_turn, check_template, play, schemas, tool_calls
-from megarl.agents.chat_turns import ChatTurns, policy_texts
+from megarl.agents.chat import check_template, play, schemas, tool_calls
+from megarl.agents.chat_turns import ChatTurns
 from megarl.agents.endpoint import Endpoint
 from megarl.agents.episode import Episode, EpisodeAborted, EpisodeTruncated, Policy, ToolError, single_turn
 from megarl.agents.loop_watch import LoopWatch
@@ -30,6 +30,7 @@ from megarl.agents.tools import ToolPool, described, environment_class
 from megarl.config.errors import ConfigError, EngineError, EngineFailure, MegarlError, WaitTimeout
 from megarl.config.schema import Config
 from megarl.data.prompts import Prompt
+from megarl.data.response_text import check_end_of_turn, policy_texts
 from megarl.rewards.shaping import soft_overlong_punishment
 from megarl.rewards.verdict import UnusableError, Verdict, as_verdict, imported, short
 from megarl.rollout import messages as m

@@ -12,10 +12,10 @@ import torch
 from transformers import AutoTokenizer
 
 from megarl.agents.chat import prompting
-from megarl.agents.chat_turns import end_tokens
 from megarl.config.schema import PRETRAINING, Config
 from megarl.data.generated import own_verifiers
 from megarl.data.prompts import Prompt, PromptSampler, content_of, read_problem_sets, read_prompts
+from megarl.data.response_text import end_tokens
 from megarl.model.builder import DTYPES
 from megarl.observe.run_log import Sample
 from megarl.parallel.comm import barrier, shares_on_0

@@ -19,17 +19,17 @@ from transformers import AutoTokenizer
 
 from megarl.agents.chat import (
     call_format,
-    check_end_of_turn,
     check_template,
     opening,
     parse_calls,
     schemas,
     tool_calls,
 )
-from megarl.agents.chat_turns import ChatTurns, end_tokens, policy_text, policy_texts
+from megarl.agents.chat_turns import ChatTurns
 from megarl.agents.episode import Turn
 from megarl.config import load_config
 from megarl.config.errors import ConfigError
+from megarl.data.response_text import check_end_of_turn, end_tokens, policy_text, policy_texts
 from megarl.schedule.generation import load_tokenizer, make_engine
 from tests.rollout.talk import (
     CHATML,
