@@ -17,11 +17,10 @@ from types import MappingProxyType
 from typing import Any
 
 from megarl.agents.chat_turns import ChatTurns
-from megarl.agents.episode import Episode, EpisodeTruncated, Policy, ToolError
+from megarl.agents.episode import EpisodeFunction, EpisodeTruncated, Policy, ToolError
 from megarl.agents.mcp_tools import listed
 from megarl.agents.tools import MCP, schema
 from megarl.config.errors import ConfigError, first_line
-from megarl.config.schema import Config
 from megarl.data.chat_template import Message
 from megarl.data.limits import memory_limit
 from megarl.data.prompts import Prompt
@@ -267,15 +266,7 @@ def schemas(tools: Iterable[str]) -> dict[str, dict[str, Any]]:
     return found
 
 
-def prompting(config: Config, tokenizer: Any) -> dict[str, Any]:
-    """Return what of a run's episodes decides how prompts are read: the arguments `tools` and `opening` of
-    megarl.data.prompts.read_prompts. Raises as `schemas` and `opening`."""
-    rollout, variables = config.rollout, config.data.chat_template_kwargs
-    begun = opening(tokenizer, variables) if rollout.agent else ()
-    return {"tools": list(schemas(rollout.tools).values()), "opening": begun}
-
-
-def tool_calls(chat: ChatTurns, paths: Mapping[str, str]) -> Episode:
+def tool_calls(chat: ChatTurns, paths: Mapping[str, str]) -> EpisodeFunction:
     """Return the episode of `rollout.tools`: the policy answers; while it calls tools they are run, those of
     one turn at once, and it is shown what they give, in the order of its calls. An answer without calls is
     the end.
@@ -326,7 +317,7 @@ async def _run(policy: Policy, paths: Mapping[str, str], number: int, call: Call
         return f"error: {error}"
 
 
-def play(chat: ChatTurns | None) -> Episode:
+def play(chat: ChatTurns | None) -> EpisodeFunction:
     """Return the episode of `rollout.environment`: each turn of the policy is answered, as by a user where
     `chat` is given, until the environment says that this is the end; its verdict is the response's."""
 

@@ -1,6 +1,5 @@
-"""An episode: from a prompt to a response, as a coroutine, of one turn of the policy or of many, with tools
-or an environment between them (docs/episodes.md). The worker (worker.py) runs one for each response, many at
-once; what the policy wrote is verified and trained on, what it was shown is context.
+"""The policy as the coroutine of an episode sees it: turns, and tools or an environment between them
+(docs/episodes.md). What the policy wrote is verified and trained on, what it was shown is context.
 
 The policy's tokens are kept as they were drawn, what it is shown is tokenised once and put behind them, and
 both are only ever appended, by `Policy` alone. What an episode draws, and what its calls come to, is written
@@ -24,12 +23,8 @@ from megarl.data.prompts import Prompt
 from megarl.data.response_text import policy_text
 from megarl.rewards.verdict import Verdict
 from megarl.rollout.engines.engine import EngineClient
-from megarl.rollout.sampling import Completion, SamplingParams, environment_seed, stop_window, turn_seed
-
-
-class EpisodeAborted(BaseException):
-    """The rollout has what it needs: what the policy has written so far goes on in a later one. (No
-    Exception, so that an episode that catches whatever its tools raise does not catch this.)"""
+from megarl.rollout.episode import EpisodeAborted, generate_turn
+from megarl.rollout.sampling import Completion, SamplingParams, environment_seed, turn_seed
 
 
 class EpisodeTruncated(BaseException):
@@ -72,12 +67,11 @@ class Policy:
     limits     of turns, calls and all tokens
     tools      processes that calls are made in
     shared_prompts  update.share_prompts: nothing may be shown before the first turn
-    window     the most tokens that are drawn now, of a single turn, which then goes on later; 0: no limit
     lenient    whether an episode may depart from its journal when run again; what follows is drawn afresh
     key        of the configuration, that such episodes are of: errors begin with it
-    turned     called whenever `seated` may have changed
+    notify     called whenever `in_engine` may have changed
     turns, calls    how many there were; truncated: whether it had no turn or token left
-    aborted    whether whatever the episode asks next ends it; windowed: as it has got its window
+    aborted    whether whatever the episode asks next ends it
     generating  whether a turn is being written
     """
 
@@ -90,15 +84,13 @@ class Policy:
     limits: TurnsConfig = field(default_factory=TurnsConfig)
     tools: ToolPool | None = None
     shared_prompts: bool = False
-    window: int = 0
     lenient: bool = False
     key: str = "rollout.episode"
-    turned: Callable[[], None] = lambda: None
+    notify: Callable[[], None] = lambda: None
     turns: int = 0
     calls: int = 0
     truncated: bool = False
     aborted: bool = False
-    windowed: bool = False
     generating: bool = False
     _refused: bool = False  # by EpisodeAborted: the episode has not come to its end
     _observed: list[int] = field(default_factory=list)  # behind the last turn
@@ -131,7 +123,7 @@ class Policy:
         return self._waits[0] if self._waits else ""
 
     @property
-    def seated(self) -> bool:
+    def in_engine(self) -> bool:
         """Return whether it is, or is about to be, in the engine."""
         return self.generating or not self._waits
 
@@ -139,12 +131,12 @@ class Policy:
     def wait_for(self, what: str) -> Iterator[None]:
         """Note that the episode waits for something that is not the engine."""
         self._waits.append(what)
-        self.turned()
+        self.notify()
         try:
             yield
         finally:
             self._waits.remove(what)
-            self.turned()
+            self.notify()
 
     async def generate(self, stop: Sequence[str] = (), max_tokens: int | None = None) -> Turn:
         """Return what the policy writes next. `stop`: texts that end the turn, besides `rollout.stop`.
@@ -159,7 +151,6 @@ class Policy:
         written, room = self.written, self.room
         most = room if max_tokens is None else max(1, min(room, max_tokens))
         recorded, found = self._next("turn"), None
-        older: list[int] = []  # versions of what is gone on with
         if recorded is not None:
             assert self.begun is not None
             # An observation behind the last recorded turn was never among the begun tokens.
@@ -182,29 +173,19 @@ class Policy:
             params = self.params
             if stop:
                 params = replace(params, stop=(*params.stop, *stop))
-            seed = turn_seed(self.seed, self.turns)
-            begun, older = found, found.versions if found else []
-            now = min(most, self.window + len(begun.tokens if begun else ())) if self.window else most
+            seed, tokenizer = turn_seed(self.seed, self.turns), self.tokenizer
             self.generating = True
-            self.turned()
+            self.notify()
             try:
-                found = await self.client.generate(self.tokens, seed, params, begun, max_tokens=now)
+                found = await generate_turn(self.client, self.tokens, seed, params, found, most, tokenizer)
             finally:
                 self.generating = False
-                self.turned()
-            if begun is not None and params.stop:
-                found = self._stopped(found, len(begun.tokens), params.stop)
-            if self.window and found.finish == "length" and len(found.tokens) < most:
-                found.finish, self.windowed = "abort", True
-            if not found.tokens and begun is not None:
-                found = begun
+                self.notify()
         if found.tokens:
-            # The transformers engine names no version: all are of its present weights.
-            new = len(found.tokens) - len(older)
-            by_token = found.versions or [*older, *[self.client.engine.weight_version] * new]
+            shown = len(self._observed)
             for tokens, logprobs, versions, sampled in (
-                (self._observed, [0.0] * len(self._observed), [by_token[0]] * len(self._observed), False),
-                (found.tokens, found.logprobs, by_token, True),
+                (self._observed, [0.0] * shown, found.versions[:1] * shown, False),
+                (found.tokens, found.logprobs, found.versions, True),
             ):
                 written.tokens += tokens
                 written.logprobs += logprobs
@@ -221,19 +202,6 @@ class Policy:
         self.turns += 1
         self.truncated = found.finish == "length" and len(found.tokens) >= room
         return Turn(tuple(found.tokens), found.finish, self.tokenizer)
-
-    def _stopped(self, found: Completion, begun: int, stop: Sequence[str]) -> Completion:
-        """Return a turn that was gone on with behind `begun` tokens up to a stop text that begins in these.
-        SGLang, to which they are a prompt, looks in what it writes itself."""
-        window = stop_window(stop)
-        for end in range(begun + 1, min(begun + window, len(found.tokens)) + 1):
-            newest = found.tokens[max(0, end - window) : end]
-            text = self.tokenizer.decode(newest, skip_special_tokens=False)
-            if any(one in text for one in stop):
-                of_tokens = {name: getattr(found, name)[:end] for name in ("tokens", "logprobs", "versions")}
-                routing = None if found.routing is None else found.routing[: len(self.tokens) + end]
-                return replace(found, **of_tokens, finish="stop", routing=routing)
-        return found
 
     def observe(self, shown: str | Sequence[int]) -> None:
         """Show the policy something: a text, which is tokenised here and in which special tokens are plain
@@ -388,12 +356,8 @@ class Policy:
         return written
 
 
-Episode = Callable[[Prompt, Policy], Awaitable[Verdict | bool | float | None]]
-
-
-async def single_turn(prompt: Prompt, policy: Policy) -> None:
-    """Let the policy answer once."""
-    await policy.generate()
+# A user's coroutine. It returns the verdict, or None if the verifier is to grade the response.
+EpisodeFunction = Callable[[Prompt, Policy], Awaitable[Verdict | bool | float | None]]
 
 
 def row_of(prompt: Prompt) -> dict[str, Any]:

@@ -1,5 +1,6 @@
-"""Render chat templates, and find their end of a turn. A template is a program that comes with the model's
-folder, so it has limits."""
+"""Render chat templates, and find the token that ends a turn.
+
+A template is a program that comes with the model's folder, so it has limits."""
 
 from __future__ import annotations
 

@@ -16,8 +16,9 @@ import pytest
 
 from megarl.agents.chat import opening
 from megarl.agents.endpoint import Endpoint
-from megarl.agents.episode import EpisodeAborted, EpisodeTruncated
+from megarl.agents.episode import EpisodeTruncated
 from megarl.config.errors import ConfigError, EngineError
+from megarl.rollout.episode import EpisodeAborted
 from megarl.rollout.sampling import Completion
 from tests.rollout.talk import (
     CHATML,

@@ -1,0 +1,278 @@
+"""How a worker has a response generated: the protocol of episodes, and the episode of a single turn.
+
+Tools, environments, agents and user coroutines implement the protocol in megarl.agents. That package is
+imported only if the configuration asks for one of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+from megarl.config.schema import Config
+from megarl.data.prompts import Prompt
+from megarl.data.response_text import check_end_of_turn
+from megarl.rewards.verdict import Verdict
+from megarl.rollout.engines.engine import EngineClient
+from megarl.rollout.sampling import Completion, SamplingParams, stop_window
+
+
+class EpisodeAborted(BaseException):
+    """The rollout has enough responses: a later one continues this response.
+
+    It is no Exception, so that an episode which catches its tools' errors does not catch this."""
+
+
+class Episode(Protocol):
+    """One response while it is generated. The worker runs many of them.
+
+    Attributes:
+        turns: finished turns of the policy
+        calls: calls of tools and environments
+        prefix_tokens: tokens that earlier steps generated, if `rollout.window` cuts responses; else 0
+        aborted: whether the rollout ends; the worker sets it, and the next request to the engine raises
+            EpisodeAborted
+        windowed: whether it was aborted because its window is full
+        generating: whether the engine is generating a turn
+    """
+
+    prompt: Prompt
+    seed: int
+    turns: int
+    calls: int
+    aborted: bool
+    windowed: bool
+    generating: bool
+
+    @property
+    def prefix_tokens(self) -> int: ...
+
+    @property
+    def waiting(self) -> str:
+        """Return what the episode is waiting for other than the engine; "" if for nothing."""
+
+    @property
+    def in_engine(self) -> bool:
+        """Return whether the episode occupies the engine, or is about to."""
+
+    async def run(self) -> Verdict | None:
+        """Generate the response.
+
+        Returns its verdict; None if the verifier is to grade it. Raises EpisodeAborted if the rollout ends
+        first."""
+
+    def result(self, *, ended: bool = True) -> Completion:
+        """Return the tokens so far, with finish "abort" unless the episode has `ended`."""
+
+
+class EpisodeRunner(Protocol):
+    """Starts the episodes of one worker, and owns what they share.
+
+    Attributes:
+        key: the configuration's key that selects these episodes; error messages begin with it
+    """
+
+    key: str
+
+    @property
+    def depths(self) -> Mapping[str, Callable[[], int | str]]:
+        """Return what may be waiting here, for reports about a hang."""
+
+    def start(
+        self,
+        prompt: Prompt,
+        client: EngineClient,
+        seed: int,
+        params: SamplingParams,
+        prefix: Completion | None,
+        window: int,
+        notify: Callable[[], None],
+    ) -> Episode:
+        """Return a new episode, not yet running.
+
+        Args:
+            prefix: the tokens of an earlier rollout, to continue
+            window: most tokens generated now, after which a later step continues; 0: no limit
+            notify: called when `in_engine` may have changed
+        """
+
+    def supervise(self, rank: int) -> AbstractContextManager[object]:
+        """Watch the running event loop of an engine's rank while user code runs on it."""
+
+    def forget(self, seed: int) -> None:
+        """Drop the state of the episode with this seed: nothing continues it."""
+
+    async def disconnect(self) -> None:
+        """Close the connections that belong to the event loop."""
+
+    def close(self) -> None:
+        """End the processes. Call it when the event loop is not running."""
+
+
+def load_runner(config: Config, tokenizer: Any) -> EpisodeRunner:
+    """Return the runner for the configuration's episodes.
+
+    Raises ConfigError if the chat template does not fit them, or if a function that the configuration names
+    cannot be used."""
+    if config.rollout.acts:
+        from megarl.agents.runner import AgentRunner
+
+        return AgentRunner(config, tokenizer)
+    if config.data.template == "chat":
+        check_end_of_turn(tokenizer, config.rollout.stop, config.data.chat_template_kwargs)
+    return SingleTurnRunner(tokenizer)
+
+
+def load_prompt_options(config: Config, tokenizer: Any) -> dict[str, Any]:
+    """Return the arguments `tools` and `opening` of megarl.data.prompts.read_prompts.
+
+    Raises ConfigError if a tool has no usable schema, or if the chat template fits no agent."""
+    if not config.rollout.acts:
+        return {"tools": [], "opening": ()}
+    from megarl.agents.runner import prompt_options
+
+    return prompt_options(config, tokenizer)
+
+
+class SingleTurnRunner:
+    """Starts episodes of one turn, which share nothing."""
+
+    key = "rollout.episode"
+    depths: Mapping[str, Callable[[], int | str]] = {}
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+
+    def start(
+        self,
+        prompt: Prompt,
+        client: EngineClient,
+        seed: int,
+        params: SamplingParams,
+        prefix: Completion | None,
+        window: int,
+        notify: Callable[[], None],
+    ) -> SingleTurn:
+        return SingleTurn(prompt, client, seed, params, prefix, self.tokenizer, window)
+
+    def supervise(self, rank: int) -> AbstractContextManager[object]:
+        return nullcontext()
+
+    def forget(self, seed: int) -> None: ...
+
+    async def disconnect(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+@dataclass
+class SingleTurn:
+    """An episode in which the policy answers once. See Episode and EpisodeRunner.start for its fields."""
+
+    prompt: Prompt
+    client: EngineClient
+    seed: int
+    params: SamplingParams
+    prefix: Completion | None
+    tokenizer: Any
+    window: int = 0
+    turns: int = 0
+    calls: int = 0
+    aborted: bool = False
+    windowed: bool = False
+    generating: bool = False
+    waiting = ""
+    in_engine = True
+    _completion: Completion | None = None
+
+    @property
+    def prefix_tokens(self) -> int:
+        return len(self.prefix.tokens) if self.prefix is not None and self.window else 0
+
+    async def run(self) -> None:
+        if self.aborted:
+            raise EpisodeAborted
+        most, prefix = self.params.max_tokens, self.prefix
+        if prefix is not None and (prefix.finish != "abort" or len(prefix.tokens) >= most):  # it is complete
+            found = replace(prefix, finish="length" if prefix.finish == "abort" else prefix.finish)
+        else:
+            limit = min(most, self.window + self.prefix_tokens) if self.window else most
+            found = await self._generate(limit)
+        self._completion = Completion(
+            found.tokens, found.logprobs, found.finish, found.versions, found.routing
+        )
+        if found.finish == "abort":
+            self.aborted = True
+            raise EpisodeAborted
+        self.turns = 1
+        if found.finish == "length" and len(found.tokens) < most:  # cut by the engine's own limit
+            self._completion.finish = "stop"
+
+    async def _generate(self, limit: int) -> Completion:
+        self.generating = True
+        try:
+            tokens, tokenizer = self.prompt.tokens, self.tokenizer
+            found = await generate_turn(
+                self.client, tokens, self.seed, self.params, self.prefix, limit, tokenizer
+            )
+        finally:
+            self.generating = False
+        if self.window and found.finish == "length" and len(found.tokens) < self.params.max_tokens:
+            self.windowed = True
+            return replace(found, finish="abort")
+        return found
+
+    def result(self, *, ended: bool = True) -> Completion:
+        if self._completion is not None:
+            return self._completion
+        return self.prefix or Completion()
+
+
+async def generate_turn(
+    client: EngineClient,
+    tokens: tuple[int, ...],
+    seed: int,
+    params: SamplingParams,
+    prefix: Completion | None,
+    max_tokens: int,
+    tokenizer: Any,
+) -> Completion:
+    """Have the engine generate one turn after `tokens`, with the policy version of each token.
+
+    Args:
+        prefix: the turn's first tokens, which an aborted request generated; the engine continues them
+        max_tokens: of the turn, those of `prefix` included
+    """
+    found = await client.generate(tokens, seed, params, prefix, max_tokens=max_tokens)
+    if prefix is not None and params.stop:
+        found = _cut_at_stop(found, len(prefix.tokens), params.stop, tokenizer, len(tokens))
+    if not found.tokens and prefix is not None:
+        found = prefix
+    if found.tokens and not found.versions:
+        # The transformers engine reports no versions: its new tokens are from its present weights.
+        earlier = prefix.versions if prefix is not None else []
+        new = len(found.tokens) - len(earlier)
+        found = replace(found, versions=[*earlier, *[client.engine.weight_version] * new])
+    return found
+
+
+def _cut_at_stop(
+    found: Completion, prefix: int, stop: Sequence[str], tokenizer: Any, context: int
+) -> Completion:
+    """Cut a turn at a stop text that begins in its first `prefix` tokens and ends after them.
+
+    These tokens were part of SGLang's prompt, and it searches only the tokens that it generates.
+
+    Args:
+        context: tokens before the turn
+    """
+    window = stop_window(stop)
+    for end in range(prefix + 1, min(prefix + window, len(found.tokens)) + 1):
+        newest = found.tokens[max(0, end - window) : end]
+        text = tokenizer.decode(newest, skip_special_tokens=False)
+        if any(one in text for one in stop):
+            of_tokens = {name: getattr(found, name)[:end] for name in ("tokens", "logprobs", "versions")}
+            routing = None if found.routing is None else found.routing[: context + end]
+            return replace(found, **of_tokens, finish="stop", routing=routing)
+    return found
