@@ -31,8 +31,7 @@ class Episode(Protocol):
         turns: finished turns of the policy
         calls: calls of tools and environments
         prefix_tokens: tokens that earlier steps generated, if `rollout.window` cuts responses; else 0
-        aborted: whether the rollout ends; the worker sets it, and the next request to the engine raises
-            EpisodeAborted
+        aborted: set by the worker when the rollout ends. The episode's next request raises EpisodeAborted.
         windowed: whether it was aborted because its window is full
         generating: whether the engine is generating a turn
     """

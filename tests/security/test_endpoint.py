@@ -14,7 +14,7 @@ import pytest
 
 from megarl.agents import endpoint as endpoints
 from megarl.agents.endpoint import Endpoint
-from tests.rollout.test_endpoint import policy_of, user
+from tests.agents.test_endpoint import policy_of, user
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ from megarl.agents.episode import EpisodeTruncated
 from megarl.config.errors import ConfigError, EngineError
 from megarl.rollout.episode import EpisodeAborted
 from megarl.rollout.sampling import Completion
-from tests.rollout.talk import (
+from tests.agents.talk import (
     CHATML,
     END,
     QWEN25,

@@ -28,9 +28,9 @@ from megarl.rollout.engines.transformers_engine import TransformersEngine
 from megarl.rollout.episode import EpisodeAborted, load_runner
 from megarl.rollout.rank import RolloutRank
 from megarl.rollout.sampling import Completion, SamplingParams
+from tests.agents.talk import ScriptedPolicy, encode, merging_tokenizer, prompt_of
 from tests.engines import load_folder
 from tests.rollout.conftest import TINIEST, threads
-from tests.rollout.talk import ScriptedPolicy, encode, merging_tokenizer, prompt_of
 from tests.rollout.test_streaming import OutOfOrder
 from tests.tiny_models import make_tiny_model
 

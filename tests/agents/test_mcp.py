@@ -21,7 +21,7 @@ from megarl.agents import mcp_tools
 from megarl.agents.chat import ChatTurns, schemas, tool_calls
 from megarl.agents.tools import Result, ToolPool
 from megarl.config.errors import ConfigError
-from tests.rollout.talk import QWEN25, ScriptedPolicy, merging_tokenizer, prompt_of
+from tests.agents.talk import QWEN25, ScriptedPolicy, merging_tokenizer, prompt_of
 
 SERVER = '''
 import os, sys, time
