@@ -17,8 +17,8 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from megarl.agents.episode import Policy, ToolError
 from megarl.data.prompts import Prompt
-from megarl.rollout.episode import Policy, ToolError
 
 TRAIN_ROWS, EVAL_ROWS = 2048, 96
 NAMES = ("Anna", "Ben", "Chloe", "David", "Emma", "Farid", "Grace", "Hugo", "Ines", "Jack", "Kira", "Leo")

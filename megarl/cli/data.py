@@ -51,8 +51,8 @@ def show(
         name, entries = "data.eval", config.data.eval
     if not entries:
         raise ConfigError(f"{path}: {name}: names no file")
-    from megarl.rollout.chat import schemas
-    from megarl.rollout.tools import MCP
+    from megarl.agents.chat import schemas
+    from megarl.agents.tools import MCP
     from megarl.schedule.preflight import check_tokenizer
     from megarl.weights.megatron import open_model
 

@@ -1,410 +1,277 @@
-"""An episode: from a prompt to a response, as a coroutine, of one turn of the policy or of many, with tools
-or an environment between them (docs/episodes.md). The worker (worker.py) runs one for each response, many at
-once; what the policy wrote is verified and trained on, what it was shown is context.
+"""How a worker has a response generated: the protocol of episodes, and the episode of a single turn.
 
-The policy's tokens are kept as they were drawn, what it is shown is tokenised once and put behind them, and
-both are only ever appended, by `Policy` alone. What an episode draws, and what its calls come to, is written
-into a journal: an episode that was aborted, or comes back as its group was not needed yet, is run again from
-its beginning and gets from there what it got before."""
+Tools, environments, agents and user coroutines implement the protocol in megarl.agents. That package is
+imported only if the configuration asks for one of them."""
 
 from __future__ import annotations
 
-import asyncio
-import inspect
-import math
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
-from megarl.config.errors import EngineError
-from megarl.config.schema import TurnsConfig
+from megarl.config.schema import Config
 from megarl.data.prompts import Prompt
+from megarl.data.response_text import check_end_of_turn
 from megarl.rewards.verdict import Verdict
-from megarl.rollout.chat_turns import policy_text
 from megarl.rollout.engines.engine import EngineClient
-from megarl.rollout.sampling import Completion, SamplingParams, environment_seed, stop_window, turn_seed
-from megarl.rollout.tools import Result, State, ToolPool, described, observation
+from megarl.rollout.sampling import Completion, SamplingParams, stop_window
 
 
 class EpisodeAborted(BaseException):
-    """The rollout has what it needs: what the policy has written so far goes on in a later one. (No
-    Exception, so that an episode that catches whatever its tools raise does not catch this.)"""
+    """The rollout has enough responses: a later one continues this response.
+
+    It is no Exception, so that an episode which catches its tools' errors does not catch this."""
 
 
-class EpisodeTruncated(BaseException):
-    """The episode has no turn or no token left."""
+class Episode(Protocol):
+    """One response while it is generated. The worker runs many of them.
 
+    Attributes:
+        turns: finished turns of the policy
+        calls: calls of tools and environments
+        prefix_tokens: tokens that earlier steps generated, if `rollout.window` cuts responses; else 0
+        aborted: set by the worker when the rollout ends. The episode's next request raises EpisodeAborted.
+        windowed: whether it was aborted because its window is full
+        generating: whether the engine is generating a turn
+    """
 
-class ToolError(Exception):
-    """A tool has raised, has taken too long or too much memory. The text is fit to be shown to the policy; an
-    episode that lets it through has a wrong response."""
-
-
-class ToolUnavailable(Exception):
-    """A tool could not be run, for no fault of the policy: the response is unjudged."""
-
-
-@dataclass(frozen=True)
-class Turn:
-    """What the policy wrote in one turn. finish: "stop" (end-of-sequence or a stop text, which the tokens
-    hold) or "length" (the turn's own limit or the episode's)"""
-
-    tokens: tuple[int, ...]
-    finish: str
-    tokenizer: Any
+    prompt: Prompt
+    seed: int
+    turns: int
+    calls: int
+    aborted: bool
+    windowed: bool
+    generating: bool
 
     @property
-    def text(self) -> str:
-        """Return what was written, without the token that ends the turn."""
-        return policy_text(self.tokenizer, self.tokens)
+    def prefix_tokens(self) -> int: ...
+
+    @property
+    def waiting(self) -> str:
+        """Return what the episode is waiting for other than the engine; "" if for nothing."""
+
+    @property
+    def in_engine(self) -> bool:
+        """Return whether the episode occupies the engine, or is about to."""
+
+    async def run(self) -> Verdict | None:
+        """Generate the response.
+
+        Returns its verdict; None if the verifier is to grade it. Raises EpisodeAborted if the rollout ends
+        first."""
+
+    def result(self, *, ended: bool = True) -> Completion:
+        """Return the tokens so far, with finish "abort" unless the episode has `ended`."""
+
+
+class EpisodeRunner(Protocol):
+    """Starts the episodes of one worker, and owns what they share.
+
+    Attributes:
+        key: the configuration's key that selects these episodes; error messages begin with it
+    """
+
+    key: str
+
+    @property
+    def depths(self) -> Mapping[str, Callable[[], int | str]]:
+        """Return what may be waiting here, for reports about a hang."""
+
+    def start(
+        self,
+        prompt: Prompt,
+        client: EngineClient,
+        seed: int,
+        params: SamplingParams,
+        prefix: Completion | None,
+        window: int,
+        notify: Callable[[], None],
+    ) -> Episode:
+        """Return a new episode, not yet running.
+
+        Args:
+            prefix: the tokens of an earlier rollout, to continue
+            window: most tokens generated now, after which a later step continues; 0: no limit
+            notify: called when `in_engine` may have changed
+        """
+
+    def supervise(self, rank: int) -> AbstractContextManager[object]:
+        """Watch the running event loop of an engine's rank while user code runs on it."""
+
+    def forget(self, seed: int) -> None:
+        """Drop the state of the episode with this seed: nothing continues it."""
+
+    async def disconnect(self) -> None:
+        """Close the connections that belong to the event loop."""
+
+    def close(self) -> None:
+        """End the processes. Call it when the event loop is not running."""
+
+
+def load_runner(config: Config, tokenizer: Any) -> EpisodeRunner:
+    """Return the runner for the configuration's episodes.
+
+    Raises ConfigError if the chat template does not fit them, or if a function that the configuration names
+    cannot be used."""
+    if config.rollout.acts:
+        from megarl.agents.runner import AgentRunner
+
+        return AgentRunner(config, tokenizer)
+    if config.data.template == "chat":
+        check_end_of_turn(tokenizer, config.rollout.stop, config.data.chat_template_kwargs)
+    return SingleTurnRunner(tokenizer)
+
+
+def load_prompt_options(config: Config, tokenizer: Any) -> dict[str, Any]:
+    """Return the arguments `tools` and `opening` of megarl.data.prompts.read_prompts.
+
+    Raises ConfigError if a tool has no usable schema, or if the chat template fits no agent."""
+    if not config.rollout.acts:
+        return {"tools": [], "opening": ()}
+    from megarl.agents.runner import prompt_options
+
+    return prompt_options(config, tokenizer)
+
+
+class SingleTurnRunner:
+    """Starts episodes of one turn, which share nothing."""
+
+    key = "rollout.episode"
+    depths: Mapping[str, Callable[[], int | str]] = {}
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+
+    def start(
+        self,
+        prompt: Prompt,
+        client: EngineClient,
+        seed: int,
+        params: SamplingParams,
+        prefix: Completion | None,
+        window: int,
+        notify: Callable[[], None],
+    ) -> SingleTurn:
+        return SingleTurn(prompt, client, seed, params, prefix, self.tokenizer, window)
+
+    def supervise(self, rank: int) -> AbstractContextManager[object]:
+        return nullcontext()
+
+    def forget(self, seed: int) -> None: ...
+
+    async def disconnect(self) -> None: ...
+
+    def close(self) -> None: ...
 
 
 @dataclass
-class Policy:
-    """The policy as one episode sees it, and all that was written and shown in it.
-
-    client     asks the engine
-    seed       of the response; each turn has its own
-    params     how tokens are drawn; max_tokens is the most that the policy may write in all turns together
-    begun      what an earlier run of the episode came to
-    tokenizer  needed for the texts of turns and for texts that are shown
-    limits     of turns, calls and all tokens
-    tools      processes that calls are made in
-    shared_prompts  update.share_prompts: nothing may be shown before the first turn
-    window     the most tokens that are drawn now, of a single turn, which then goes on later; 0: no limit
-    lenient    whether an episode may depart from its journal when run again; what follows is drawn afresh
-    key        of the configuration, that such episodes are of: errors begin with it
-    turned     called whenever `seated` may have changed
-    turns, calls    how many there were; truncated: whether it had no turn or token left
-    aborted    whether whatever the episode asks next ends it; windowed: as it has got its window
-    generating  whether a turn is being written
-    """
+class SingleTurn:
+    """An episode in which the policy answers once. See Episode and EpisodeRunner.start for its fields."""
 
     prompt: Prompt
     client: EngineClient
     seed: int
     params: SamplingParams
-    begun: Completion | None = None
-    tokenizer: Any = None
-    limits: TurnsConfig = field(default_factory=TurnsConfig)
-    tools: ToolPool | None = None
-    shared_prompts: bool = False
+    prefix: Completion | None
+    tokenizer: Any
     window: int = 0
-    lenient: bool = False
-    key: str = "rollout.episode"
-    turned: Callable[[], None] = lambda: None
     turns: int = 0
     calls: int = 0
-    truncated: bool = False
     aborted: bool = False
     windowed: bool = False
     generating: bool = False
-    _refused: bool = False  # by EpisodeAborted: the episode has not come to its end
-    _observed: list[int] = field(default_factory=list)  # behind the last turn
-    _said: list[str] = field(default_factory=list)  # to the environment
-    _state: State | None = None
-    _waits: list[str] = field(default_factory=list)  # for what
-
-    def __post_init__(self) -> None:
-        self.written = Completion(finish="stop", sampled=[], rewards=[])
-        self._to_replay = list(self.begun.journal) if self.begun is not None else []
-        if self.begun is not None and self.begun.tokens and not self._to_replay:  # of one turn, see `result`
-            sampled = self.begun.sampled or [True] * len(self.begun.tokens)
-            self._to_replay = [["turn", sum(sampled), self.begun.finish]]
+    waiting = ""
+    in_engine = True
+    _completion: Completion | None = None
 
     @property
-    def tokens(self) -> tuple[int, ...]:
-        """Return the prompt, and all that was written and shown since."""
-        return (*self.prompt.tokens, *self.written.tokens, *self._observed)
+    def prefix_tokens(self) -> int:
+        return len(self.prefix.tokens) if self.prefix is not None and self.window else 0
 
-    @property
-    def room(self) -> int:
-        """Return how many tokens the policy may still write."""
-        extent = len(self.written.tokens) + len(self._observed)
-        left = self.params.max_tokens - sum(self.written.sampled or ())
-        return min(left, (self.limits.max_tokens or self.params.max_tokens) - extent)
-
-    @property
-    def waiting(self) -> str:
-        """Return what the episode waits for besides the engine; "" if for nothing."""
-        return self._waits[0] if self._waits else ""
-
-    @property
-    def seated(self) -> bool:
-        """Return whether it is, or is about to be, in the engine."""
-        return self.generating or not self._waits
-
-    @contextmanager
-    def wait_for(self, what: str) -> Iterator[None]:
-        """Note that the episode waits for something that is not the engine."""
-        self._waits.append(what)
-        self.turned()
-        try:
-            yield
-        finally:
-            self._waits.remove(what)
-            self.turned()
-
-    async def generate(self, stop: Sequence[str] = (), max_tokens: int | None = None) -> Turn:
-        """Return what the policy writes next. `stop`: texts that end the turn, besides `rollout.stop`.
-
-        Raises EpisodeAborted where the rollout ends before, EpisodeTruncated where there is no turn or token
-        left; whoever catches these gets them again."""
-        self._refuse_if_aborted()
-        self._refuse_while_generating("generate")
-        if self.turns >= self.limits.max or self.room < 1:
-            self.truncated = True
-            raise EpisodeTruncated
-        written, room = self.written, self.room
-        most = room if max_tokens is None else max(1, min(room, max_tokens))
-        recorded, found = self._next("turn"), None
-        older: list[int] = []  # versions of what is gone on with
-        if recorded is not None:
-            assert self.begun is not None
-            # An observation behind the last recorded turn was never among the begun tokens.
-            first = len(written.tokens) + len(self._observed)
-            part = slice(first, first + recorded[1])
-            routing = self.begun.routing
-            if routing is not None:  # of what comes behind, the episode may want nothing now
-                routing = routing[: len(self.prompt.tokens) + part.stop]
-            found = Completion(
-                self.begun.tokens[part], self.begun.logprobs[part], recorded[2], self.begun.versions[part],
-                routing,
-            )  # fmt: skip
-            if found.finish == "abort" and recorded[1] >= most:  # nor so many tokens
-                found.finish = "length"
-            if list(self.begun.tokens[len(written.tokens) : first]) != self._observed:
-                self._to_replay, found = [], None
-                if not self.lenient:
-                    raise self._differs("shows the policy something else")
-        if found is None or found.finish == "abort":
-            params = self.params
-            if stop:
-                params = replace(params, stop=(*params.stop, *stop))
-            seed = turn_seed(self.seed, self.turns)
-            begun, older = found, found.versions if found else []
-            now = min(most, self.window + len(begun.tokens if begun else ())) if self.window else most
-            self.generating = True
-            self.turned()
-            try:
-                found = await self.client.generate(self.tokens, seed, params, begun, max_tokens=now)
-            finally:
-                self.generating = False
-                self.turned()
-            if begun is not None and params.stop:
-                found = self._stopped(found, len(begun.tokens), params.stop)
-            if self.window and found.finish == "length" and len(found.tokens) < most:
-                found.finish, self.windowed = "abort", True
-            if not found.tokens and begun is not None:
-                found = begun
-        if found.tokens:
-            # The transformers engine names no version: all are of its present weights.
-            new = len(found.tokens) - len(older)
-            by_token = found.versions or [*older, *[self.client.engine.weight_version] * new]
-            for tokens, logprobs, versions, sampled in (
-                (self._observed, [0.0] * len(self._observed), [by_token[0]] * len(self._observed), False),
-                (found.tokens, found.logprobs, by_token, True),
-            ):
-                written.tokens += tokens
-                written.logprobs += logprobs
-                written.versions += versions
-                assert written.sampled is not None and written.rewards is not None
-                written.sampled += [sampled] * len(tokens)
-                written.rewards += [0.0] * len(tokens)
-            self._observed = []
-            written.routing = found.routing
-            written.journal.append(["turn", len(found.tokens), found.finish])
+    async def run(self) -> None:
+        if self.aborted:
+            raise EpisodeAborted
+        most, prefix = self.params.max_tokens, self.prefix
+        if prefix is not None and (prefix.finish != "abort" or len(prefix.tokens) >= most):  # it is complete
+            found = replace(prefix, finish="length" if prefix.finish == "abort" else prefix.finish)
+        else:
+            limit = min(most, self.window + self.prefix_tokens) if self.window else most
+            found = await self._generate(limit)
+        self._completion = Completion(
+            found.tokens, found.logprobs, found.finish, found.versions, found.routing
+        )
         if found.finish == "abort":
             self.aborted = True
-            self._refuse_if_aborted()
-        self.turns += 1
-        self.truncated = found.finish == "length" and len(found.tokens) >= room
-        return Turn(tuple(found.tokens), found.finish, self.tokenizer)
+            raise EpisodeAborted
+        self.turns = 1
+        if found.finish == "length" and len(found.tokens) < most:  # cut by the engine's own limit
+            self._completion.finish = "stop"
 
-    def _stopped(self, found: Completion, begun: int, stop: Sequence[str]) -> Completion:
-        """Return a turn that was gone on with behind `begun` tokens up to a stop text that begins in these.
-        SGLang, to which they are a prompt, looks in what it writes itself."""
-        window = stop_window(stop)
-        for end in range(begun + 1, min(begun + window, len(found.tokens)) + 1):
-            newest = found.tokens[max(0, end - window) : end]
-            text = self.tokenizer.decode(newest, skip_special_tokens=False)
-            if any(one in text for one in stop):
-                of_tokens = {name: getattr(found, name)[:end] for name in ("tokens", "logprobs", "versions")}
-                routing = None if found.routing is None else found.routing[: len(self.tokens) + end]
-                return replace(found, **of_tokens, finish="stop", routing=routing)
+    async def _generate(self, limit: int) -> Completion:
+        self.generating = True
+        try:
+            tokens, tokenizer = self.prompt.tokens, self.tokenizer
+            found = await generate_turn(
+                self.client, tokens, self.seed, self.params, self.prefix, limit, tokenizer
+            )
+        finally:
+            self.generating = False
+        if self.window and found.finish == "length" and len(found.tokens) < self.params.max_tokens:
+            self.windowed = True
+            return replace(found, finish="abort")
         return found
 
-    def observe(self, shown: str | Sequence[int]) -> None:
-        """Show the policy something: a text, which is tokenised here and in which special tokens are plain
-        text, or tokens. It stands before the next turn, and is dropped where there is none."""
-        self._refuse_while_generating("observe")
-        if not self.turns and self.shared_prompts:
-            what = "shows something before the policy's first turn, which makes the prompts of a group differ"
-            raise EngineError(f"{self.key}: it {what} (set update.share_prompts to false)")
-        if isinstance(shown, str):
-            shown = self.tokenizer(shown, add_special_tokens=False, split_special_tokens=True).input_ids
-        self._observed += [int(token) for token in shown]
-
-    def reward(self, value: float) -> None:
-        """Reward the newest turn: the value is added to the reward of the response, and is credited to the
-        turn's last token."""
-        if not math.isfinite(value):
-            raise EngineError(f"{self.key}: the reward of turn {self.turns - 1} is {value}, not finite")
-        if not self.turns:
-            raise EngineError(f"{self.key}: a reward before the policy's first turn")
-        assert self.written.rewards is not None
-        self.written.rewards[-1] += float(value)
-
-    async def call(self, tool: str | Callable[..., Any], /, *arguments: Any, **keywords: Any) -> str:
-        """Return what a tool gives, as a text. A plain function runs in a process of its own, within
-        `rollout.turns`; an `async` one here, within its seconds.
-
-        Raises ToolError where it raises, or takes too long or too much memory; ToolUnavailable where no
-        process could run it; EpisodeAborted where the rollout has ended."""
-
-        def run() -> Awaitable[Result[str]]:
-            if inspect.iscoroutinefunction(tool):
-                return self._run_here(tool, arguments, keywords)
-            path = tool if isinstance(tool, str) else f"{tool.__module__}:{tool.__qualname__}"
-            return self._pool.call(path, arguments, keywords, turn_seed(self.seed, -self.calls))
-
-        return str(await self._journaled(getattr(tool, "__name__", str(tool)), run))
-
-    async def reset(self) -> str:
-        """Begin the environment; return what it shows. Raises as `call`."""
-        self._said, self._state = [], None
-        return (await self._step("reset"))[0]
-
-    async def step(self, text: str) -> tuple[str, float, bool]:
-        """Have the environment answer a turn: return what it shows, its reward, and whether it has ended.
-        Raises as `call`."""
-        self._said.append(text)
-        return await self._step("step")
-
-    async def _step(self, name: str) -> tuple[str, float, bool]:
-        shown, reward, done, state = await self._journaled(name, lambda: self._pool.step(*self._place))
-        self._state = state and State(*state)
-        return shown, reward, done
-
-    async def verdict(self) -> Verdict:
-        """Return what the environment says of the episode, or why it cannot."""
-
-        async def run() -> Result[dict[str, Any]]:
-            found = await self._pool.verdict(*self._place)
-            return Result({**vars(found), "terms": {}})
-
-        return Verdict(**await self._journaled("verdict", run))
-
-    @property
-    def _pool(self) -> ToolPool:
-        if self.tools is None:
-            raise EngineError(f"{self.key}: there are no processes for tools here")
-        return self.tools
-
-    @property
-    def _place(self) -> tuple[int, dict[str, Any], int, list[str], State | None]:
-        row, seed = row_of(self.prompt), environment_seed(self.seed)
-        return self.seed, row, seed, list(self._said), self._state
-
-    async def _run_here(self, tool: Any, arguments: Any, keywords: Any) -> Result[str]:
-        limit = asyncio.timeout(self.limits.seconds)
-        try:
-            async with limit:
-                value = await tool(*arguments, **keywords)
-            return Result(observation(value, self.limits.observation))
-        except Exception as error:  # noqa: BLE001 (a tool's error is for the policy to read)
-            text = f"timeout after {self.limits.seconds:g} s" if limit.expired() else described(error)
-            return Result(None, observation(text, self.limits.observation))
-
-    async def _journaled(self, name: str, run: Callable[[], Awaitable[Result[Any]]]) -> Any:
-        """Return what a call came to, from the journal where it was made before."""
-        self._refuse_if_aborted()
-        self.calls += 1
-        entry = self._next("call", name)
-        if entry is None or len(entry) == 2:  # its end was not seen
-            entry = ["call", name]
-            self.written.journal.append(entry)
-            with self.wait_for(name):
-                result = await run()
-            entry += [result.value, result.error, result.judged]
-        else:
-            self.written.journal.append(entry)
-        _, _, value, error, judged = entry
-        if not judged:
-            raise ToolUnavailable(f"{name}: {error}")
-        if error is not None:
-            raise ToolError(error)
-        return value
-
-    def _next(self, *expected: Any) -> list[Any] | None:
-        """Return the next entry that is to be replayed; None where none is left. Raises EngineError where the
-        episode does something else than it did then."""
-        if not self._to_replay:
-            return None
-        entry: list[Any] = self._to_replay.pop(0)
-        if entry[: len(expected)] != list(expected):
-            raise self._differs(f"wants {' '.join(map(str, expected))} where it was {entry[0]} {entry[1]}")
-        return entry
-
-    def _differs(self, what: str) -> EngineError:
-        remedy = "an episode must do the same when it is run again with the same answers"
-        return EngineError(f"{self.key}: run again on its journal, it {what} ({remedy})")
-
-    def _refuse_if_aborted(self) -> None:
-        if self.aborted:
-            self._refused = True
-            raise EpisodeAborted
-
-    def _refuse_while_generating(self, what: str) -> None:
-        if self.generating:
-            raise EngineError(
-                f"{self.key}: {what} was called while a turn was being written (a response is one "
-                "conversation: await one generate before the next, and before observe)"
-            )
-
-    async def give_up(self) -> None:
-        """Write one token behind the prompt, and nothing that was shown: a response has a token, also one
-        that does not count. Raises EpisodeAborted."""
-        self._observed = []
-        await self.generate(max_tokens=1)
-
     def result(self, *, ended: bool = True) -> Completion:
-        """Return what was written, without a journal where that is one turn and no call; with finish "abort"
-        where the episode has not `ended`, or has caught an EpisodeAborted and ended for that. One that was
-        run again and has not come to where it was yet: what it was begun with."""
-        if self._to_replay and self.begun is not None and not ended:
-            return self.begun
-        written = self.written
-        written.finish = "length" if self.truncated else "stop"
-        if not ended or self._refused:
-            written.finish = "abort"
-        if not any(written.rewards or ()):
-            written.rewards = None
-        if all(written.sampled or ()):
-            written.sampled = None
-        if [entry[::2] for entry in written.journal] == [["turn", written.finish]]:
-            written.journal = []
-        return written
+        if self._completion is not None:
+            return self._completion
+        return self.prefix or Completion()
 
 
-Episode = Callable[[Prompt, Policy], Awaitable[Verdict | bool | float | None]]
+async def generate_turn(
+    client: EngineClient,
+    tokens: tuple[int, ...],
+    seed: int,
+    params: SamplingParams,
+    prefix: Completion | None,
+    max_tokens: int,
+    tokenizer: Any,
+) -> Completion:
+    """Have the engine generate one turn after `tokens`, with the policy version of each token.
+
+    Args:
+        prefix: the turn's first tokens, which an aborted request generated; the engine continues them
+        max_tokens: of the turn, those of `prefix` included
+    """
+    found = await client.generate(tokens, seed, params, prefix, max_tokens=max_tokens)
+    if prefix is not None and params.stop:
+        found = _cut_at_stop(found, len(prefix.tokens), params.stop, tokenizer, len(tokens))
+    if not found.tokens and prefix is not None:
+        found = prefix
+    if found.tokens and not found.versions:
+        # The transformers engine reports no versions: its new tokens are from its present weights.
+        earlier = prefix.versions if prefix is not None else []
+        new = len(found.tokens) - len(earlier)
+        found = replace(found, versions=[*earlier, *[client.engine.weight_version] * new])
+    return found
 
 
-async def single_turn(prompt: Prompt, policy: Policy) -> None:
-    """Let the policy answer once."""
-    await policy.generate()
+def _cut_at_stop(
+    found: Completion, prefix: int, stop: Sequence[str], tokenizer: Any, context: int
+) -> Completion:
+    """Cut a turn at a stop text that begins in its first `prefix` tokens and ends after them.
 
+    These tokens were part of SGLang's prompt, and it searches only the tokens that it generates.
 
-def row_of(prompt: Prompt) -> dict[str, Any]:
-    """Return a prompt as environments and agents see it. Of its other columns those of these names (verl's
-    GSM8K has a question and an answer) are not seen."""
-    return {
-        **prompt.extra,
-        "uid": prompt.uid,
-        "prompt": prompt.text,
-        "question": prompt.question,
-        "answer": prompt.answer,
-        "data_source": prompt.source,
-        "entry": prompt.entry,
-    }
+    Args:
+        context: tokens before the turn
+    """
+    window = stop_window(stop)
+    for end in range(prefix + 1, min(prefix + window, len(found.tokens)) + 1):
+        newest = found.tokens[max(0, end - window) : end]
+        text = tokenizer.decode(newest, skip_special_tokens=False)
+        if any(one in text for one in stop):
+            of_tokens = {name: getattr(found, name)[:end] for name in ("tokens", "logprobs", "versions")}
+            routing = None if found.routing is None else found.routing[: context + end]
+            return replace(found, **of_tokens, finish="stop", routing=routing)
+    return found

@@ -339,13 +339,12 @@ class RolloutRank:
 
         async def end() -> None:
             self.link.close()
-            if self.worker.endpoint is not None:
-                await self.worker.endpoint.close()
+            await self.worker.runner.disconnect()
             if self.controller is not None:
                 self.controller.hub.close()
 
         self._run(end())
-        self.worker.tools.close()
+        self.worker.runner.close()
         self.worker.threads.shutdown()
         self._context.term()
         self._loop.close()

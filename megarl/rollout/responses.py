@@ -20,8 +20,8 @@ from megarl.algorithms.scores import avg_at_k, interval, ks_up_to, majority_at_k
 from megarl.config.schema import RewardConfig, TeacherConfig
 from megarl.data.experience import Experience, StepBatch
 from megarl.data.prompts import ProblemSet, Prompt
+from megarl.data.response_text import policy_texts
 from megarl.observe.run_log import OBSERVED, POLICY, Sample, choose_samples
-from megarl.rollout.chat_turns import policy_texts
 
 # Fields of a response that its state has not.
 DERIVED = ("number", "body", "owner", "length", "extent", "oldest", "routed", "rewarded")

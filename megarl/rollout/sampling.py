@@ -47,7 +47,7 @@ class Completion:
     versions  version of the weights that each token was sampled from
     routing   the experts that prompt and response went to, see `routing_array`; None where none was asked for
 
-    Of an episode of several turns (episode.py) it is all that stands behind the prompt:
+    Of an episode of several turns (agents/episode.py) it is all that stands behind the prompt:
 
     sampled   whether each token is the policy's; None: all are. What it was shown has log-probs of 0
     rewards   at each token: a turn's, at its last one; None: no turn has any

@@ -5,15 +5,12 @@ facts. The engine's other ranks wait, and take part in weight transfers where en
 from __future__ import annotations
 
 import asyncio
-import inspect
 import math
 import re
-import sys
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext, suppress
-from contextvars import ContextVar
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from itertools import groupby, islice
 from typing import TYPE_CHECKING, Any
@@ -21,27 +18,21 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from msgspec import structs
 
-from megarl.config.errors import ConfigError, EngineError, EngineFailure, MegarlError, WaitTimeout
+from megarl.config.errors import EngineError, EngineFailure, MegarlError, WaitTimeout
 from megarl.config.schema import Config
 from megarl.data.prompts import Prompt
+from megarl.data.response_text import policy_texts
 from megarl.rewards.shaping import soft_overlong_punishment
-from megarl.rewards.verdict import UnusableError, Verdict, as_verdict, imported, short
+from megarl.rewards.verdict import Verdict, short
 from megarl.rollout import messages as m
-from megarl.rollout.chat import check_end_of_turn, check_template, play, schemas, tool_calls
-from megarl.rollout.chat_turns import ChatTurns, policy_texts
-from megarl.rollout.endpoint import Endpoint
 from megarl.rollout.engines.engine import EngineClient, RolloutEngine
-from megarl.rollout.episode import Episode, EpisodeAborted, EpisodeTruncated, Policy, ToolError, single_turn
-from megarl.rollout.loop_watch import LoopWatch
+from megarl.rollout.episode import Episode, EpisodeAborted, load_runner
 from megarl.rollout.responses import Body, Response
 from megarl.rollout.sampling import Completion
-from megarl.rollout.tools import ToolPool, described, environment_class
 from megarl.rollout.weight_sync import Failures
 
 if TYPE_CHECKING:
     from megarl.rewards.pool import Item, VerifierPool
-
-PATIENCE = 0.8  # of parallel.timeout, for which the other ranks wait
 
 
 @dataclass
@@ -95,20 +86,14 @@ class Worker:
         self.config, self.rank, self.ranks, self.engine = config, rank, ranks, engine
         self.verifier, self.tokenizer, self.recover = verifier, tokenizer, recover
         self.leads = rank % config.rollout.engine_tp == 0
-        turns, ways = config.rollout.turns, ("environment", "agent", "tools")
-        self.key = "rollout." + next((way for way in ways if getattr(config.rollout, way)), "episode")
-        self.endpoint = endpoint_of(config, tokenizer)
-        self.episode = episode_of(config, tokenizer, self.endpoint)
-        environment = config.rollout.environment, config.rollout.environment_arguments
-        limits = turns.calls, turns.seconds, turns.memory, turns.observation
-        self.tools = ToolPool(*limits, *environment, turns.sandbox)
+        self.runner = load_runner(config, tokenizer)
+        self.key = self.runner.key
         self.reflection = words_pattern(config.log.reflection_words)
         self.drawn: dict[int, Response] = {}
         self.partials: dict[int, Completion] = {}
         self.seconds: dict[str, float] = {}
         self.threads = ThreadPoolExecutor(2, "rollout")
-        self._running: dict[int, tuple[Policy, int, float]] = {}  # with its index, and since when
-        self._said: set[str] = set()  # of agents
+        self._running: dict[int, tuple[Episode, int, float]] = {}  # with its index, and since when
 
     @property
     def running(self) -> int:
@@ -118,9 +103,9 @@ class Worker:
     @property
     def oldest(self) -> str:
         """Return the response that was begun first, for reports about a hang."""
-        for policy, index, since in list(self._running.values())[:1]:
-            what = f"response {index} to prompt {policy.prompt.uid}, turn {policy.turns}"
-            waits = f", in {policy.waiting}," if policy.waiting else ""
+        for episode, index, since in list(self._running.values())[:1]:
+            what = f"response {index} to prompt {episode.prompt.uid}, turn {episode.turns}"
+            waits = f", in {episode.waiting}," if episode.waiting else ""
             return f"{what}{waits} on engine rank {self.rank}, for {time.monotonic() - since:.0f} s"
         return "none"
 
@@ -131,16 +116,15 @@ class Worker:
         self.seconds = dict.fromkeys(("generate", "verify"), 0.0)
         self._ended: list[Written] = []  # to be verified
         self._some_ended, self._recovered = asyncio.Event(), asyncio.Event()
-        self._turned = asyncio.Event()
+        self._seats_changed = asyncio.Event()
         self._verifying = asyncio.Lock()
         self._episodes: dict[int, asyncio.Task[None]] = {}
-        asyncio.get_running_loop().set_task_factory(_noted)
         if self.engine.running:  # after an error
             with suppress(EngineFailure):  # which the engine's next call meets again, as all others do theirs
                 self.engine.abort()
         self._tasks: list[asyncio.Task[None]] = []
         try:
-            with self._watch():
+            with self.runner.supervise(self.rank) if self.leads else nullcontext():
                 async with asyncio.TaskGroup() as group:
                     self._group = group
                     if self.leads:
@@ -155,15 +139,6 @@ class Worker:
             await self._cancel(self._episodes.values())  # where an error ended the rollout
             self.seconds["generate"] = self.client.busy
             self._running.clear()
-
-    def _watch(self) -> AbstractContextManager[object]:
-        """Watch the loop where a function of the user's runs on it."""
-        rollout, most = self.config.rollout, PATIENCE * self.config.parallel.timeout
-        path = rollout.agent or rollout.episode
-        if path is None or not self.leads:
-            return nullcontext()
-        home = getattr(sys.modules[path.partition(":")[0]], "__file__", None)
-        return LoopWatch(self.key, f"engine rank {self.rank}", home, rollout.turns.hold, most)
 
     async def _cancel(self, tasks: Iterable[asyncio.Task[Any]]) -> set[asyncio.Task[Any]]:
         """Cancel tasks, and return those that have not ended `rollout.turns.seconds` after that."""
@@ -224,114 +199,49 @@ class Worker:
         prompts = [question.prompt for question in message.questions]
         for work in message.work:
             prompt = prompts[work.question]
-            policy = Policy(
+            episode = self.runner.start(
                 prompt,
                 self.client,
                 work.seed,
                 message.params,
                 self.partials.pop(work.number, None),
-                self.tokenizer,
-                self.config.rollout.turns,
-                self.tools,
-                self.config.update.share_prompts,
                 message.window,
-                turned=self._turned.set,
-                key=self.key,
+                self._seats_changed.set,
             )
-            self._running[work.number] = policy, work.index, time.monotonic()
-            running = asyncio.create_task(self._reporting_errors(self._run, work.number, policy))
+            self._running[work.number] = episode, work.index, time.monotonic()
+            running = asyncio.create_task(self._reporting_errors(self._run, work.number, episode))
             self._episodes[work.number] = running
             # Not in the group itself, which would wait for an episode that cannot be cancelled for ever.
             self._tasks.append(self._group.create_task(_end_of(running)))
 
-    async def _run(self, number: int, policy: Policy) -> None:
-        """Run one episode to its end, or until it is aborted."""
-        verdict: Verdict | None = None
-        _created.set(set())
+    async def _run(self, number: int, episode: Episode) -> None:
+        """Run one episode until it ends or is aborted."""
         try:
-            try:
-                try:
-                    result = await self.episode(policy.prompt, policy)
-                except BaseException as error:
-                    if not isinstance(error, MegarlError | GeneratorExit):
-                        await self._left_behind(policy)
-                    raise
-                left = await self._left_behind(policy)
-                verdict = None if result is None else as_verdict(result, "it")
-                if verdict is not None and not verdict.judged:
-                    verdict = replace(verdict, error=f"{self.key}: {verdict.error or 'no verdict'}")
-                if left and not policy.lenient:
-                    raise UnusableError(f"it returned before these tasks of its own had ended: {left}")
-            except EpisodeTruncated:
-                verdict = None
-            except asyncio.CancelledError:
-                if policy.aborted or asyncio.current_task().cancelling():  # type: ignore[union-attr]
-                    raise
-                verdict = Verdict(False, error=f"{self.key}: it was cancelled by itself", judged=False)
-            except ToolError as error:
-                verdict = Verdict(False, error=f"{self.key}: a tool failed: {error}")
-            except (MegarlError, EpisodeAborted, KeyboardInterrupt, GeneratorExit):
-                raise
-            # Of the user's code: it is recorded, nobody has judged. (A group where it has tasks of its own.)
-            except BaseException as error:
-                rest = error.split(EpisodeTruncated)[1] if isinstance(error, BaseExceptionGroup) else error
-                while isinstance(rest, BaseExceptionGroup):
-                    rest = rest.exceptions[0]
-                if isinstance(rest, MegarlError):
-                    raise rest from error
-                if rest is not None:
-                    line = described(rest).split("\n")[0]
-                    verdict = Verdict(False, error=f"{self.key}: {line}", judged=False)
-            if not policy.turns and not policy.aborted:
-                if verdict is None or verdict.judged:
-                    what = "it ended, or had no room left, before the policy had written anything"
-                    verdict = Verdict(False, error=f"{self.key}: {what}", judged=False)
-                await policy.give_up()
-            completion = policy.result()
-            if completion.finish == "abort" or not completion.tokens:  # an episode that has caught it
+            verdict = await episode.run()
+            completion = episode.result()
+            if completion.finish == "abort" or not completion.tokens:  # user code has caught EpisodeAborted
                 raise EpisodeAborted
-            self._note(number, policy, completion, verdict)
+            self._queue_for_grading(number, episode, completion, verdict)
         except (EpisodeAborted, asyncio.CancelledError) as error:
-            if isinstance(error, asyncio.CancelledError) and not policy.aborted:
+            if isinstance(error, asyncio.CancelledError) and not episode.aborted:
                 raise
-            written = policy.result(ended=False)
+            written = episode.result(ended=False)
             if written.tokens:
                 self.partials[number] = written
-            if policy.windowed:
-                self._note(number, policy, written, None)
+            if episode.windowed:
+                self._queue_for_grading(number, episode, written, None)
         finally:
             self._episodes.pop(number, None)
             self._running.pop(number, None)
-            self._turned.set()
+            self._seats_changed.set()
             if not (number in self.partials and self.config.rollout.continue_partial):
-                self.tools.forget(policy.seed)
+                self.runner.forget(episode.seed)
 
-    async def _left_behind(self, policy: Policy) -> str:
-        """End what an episode has left running; return these tasks' names and places, and say those of an
-        agent. Raises EngineError where one does not end."""
-        if all(task.done() for task in _created.get()):
-            return ""
-        await asyncio.sleep(0)  # of some the end is on its way
-        tasks = [task for task in _created.get() if not task.done()]
-        names = ", ".join(sorted({_name_of(task) for task in tasks}))
-        if await self._cancel(tasks):
-            limit = f"{self.config.rollout.turns.seconds:g} s"
-            what = f"tasks that it left behind have not ended {limit} after they were cancelled: {names}"
-            raise EngineError(f"{self.key}: {what} (let CancelledError through)")
-        for task in tasks:
-            if not task.cancelled():
-                task.exception()  # it counts no more
-        if names and policy.lenient and names not in self._said:
-            self._said.add(names)
-            what = f"it returned before these tasks of its own had ended, which are cancelled: {names}"
-            print(f"megarl: {self.key}: {what}", file=sys.stderr, flush=True)
-        return names
-
-    def _note(self, number: int, policy: Policy, completion: Completion, verdict: Verdict | None) -> None:
-        """Have what has ended verified and told."""
-        begun = len(policy.begun.tokens) if policy.begun is not None and policy.window else 0
-        facts = policy.turns, policy.calls, begun
-        self._ended.append(Written(number, policy.prompt, completion, verdict, *facts))
+    def _queue_for_grading(
+        self, number: int, episode: Episode, completion: Completion, verdict: Verdict | None
+    ) -> None:
+        counts = episode.turns, episode.calls, episode.prefix_tokens
+        self._ended.append(Written(number, episode.prompt, completion, verdict, *counts))
         self._some_ended.set()
 
     async def _tell_unseated(self) -> None:
@@ -339,9 +249,9 @@ class Worker:
         when there are that many more or less that it matters."""
         told = 0
         while self.config.rollout.acts and self.ranks > self.config.rollout.engine_tp:
-            await self._turned.wait()
-            self._turned.clear()
-            unseated = sum(not policy.seated for policy, *_ in self._running.values())
+            await self._seats_changed.wait()
+            self._seats_changed.clear()
+            unseated = sum(not episode.in_engine for episode, *_ in self._running.values())
             if abs(unseated - told) > len(self._running) // 16:
                 told = unseated
                 await self.link.send(m.Unseated(told))
@@ -429,16 +339,16 @@ class Worker:
     async def _abort(self, numbers: Sequence[int]) -> None:
         """End what runs, and keep what there is of these responses."""
         failure: EngineFailure | None = None
-        for policy, *_ in self._running.values():  # first of all: none asks the engine for more meanwhile
-            policy.aborted = True
+        for episode, *_ in self._running.values():  # first of all: none asks the engine for more meanwhile
+            episode.aborted = True
         try:
             await self.client.abort()
         except EngineFailure as error:
             failure = error
         if self._episodes:
-            # What writes a turn has got it now, or what there is of it, and sees that this is the end.
-            for number, (policy, *_) in list(self._running.items()):
-                if policy.waiting or not policy.generating:
+            # Generating episodes have their tokens by now and stop by themselves; cancel the others.
+            for number, (episode, *_) in list(self._running.items()):
+                if episode.waiting or not episode.generating:
                     self._episodes[number].cancel()
             limit = self.config.rollout.turns.seconds
             _, left = await asyncio.wait(self._episodes.values(), timeout=limit)
@@ -461,71 +371,11 @@ class Worker:
         await self.link.send(m.Aborted(list(self.partials)))
 
 
-# What the episode has created in whose context this is read, and has not ended.
-_created: ContextVar[set[asyncio.Task[Any]]] = ContextVar("_created")
-
-
-def _noted(loop: asyncio.AbstractEventLoop, job: Any, **options: Any) -> asyncio.Task[Any]:
-    """Create a task, and note it with the episode that does."""
-    task = asyncio.Task(job, loop=loop, **options)
-    if (created := _created.get(None)) is not None:
-        created.add(task)
-        task.add_done_callback(created.discard)
-    return task
-
-
-def _name_of(task: asyncio.Task[Any]) -> str:
-    """Return the name of a task's coroutine, and where that is written."""
-    job = task.get_coro()
-    code = getattr(job, "cr_code", None)
-    name = getattr(job, "__qualname__", type(job).__name__)
-    return f"{name} ({code.co_filename}:{code.co_firstlineno})" if code else name
-
-
 async def _end_of(task: asyncio.Task[None]) -> None:
     """Wait for a task's end, and raise its error."""
     await asyncio.wait((task,))
     if not task.cancelled():
         task.result()
-
-
-def endpoint_of(config: Config, tokenizer: Any) -> Endpoint | None:
-    """Return the endpoint for `rollout.agent`. Raises ConfigError as Endpoint."""
-    rollout, variables = config.rollout, config.data.chat_template_kwargs
-    return Endpoint(tokenizer, rollout.turns.seconds, rollout.stop, variables) if rollout.agent else None
-
-
-def episode_of(config: Config, tokenizer: Any, endpoint: Endpoint | None) -> Episode:
-    """Return how responses are made. Raises ConfigError where what the configuration names cannot be imported
-    or is no coroutine function, and where the chat template rewrites history or cannot tell of tools."""
-    rollout, variables = config.rollout, config.data.chat_template_kwargs
-    if rollout.environment:
-        environment_class(rollout.environment, rollout.environment_arguments)
-        if config.data.template != "chat":
-            return play(None)
-        check_template(tokenizer, stop=rollout.stop, variables=variables)
-        return play(ChatTurns(tokenizer, variables=variables))
-    if rollout.agent:
-        assert endpoint is not None
-        return endpoint.episode(_coroutine("rollout.agent", rollout.agent, "base_url, api_key, row"))
-    if config.data.template == "chat":
-        check_end_of_turn(tokenizer, rollout.stop, variables)
-    if rollout.episode:
-        return _coroutine("rollout.episode", rollout.episode, "prompt, policy")
-    if rollout.tools:
-        known = schemas(rollout.tools)
-        check_template(tokenizer, [*known.values()], ("tool",), rollout.stop, variables)
-        paths = {one["function"]["name"]: path for path, one in known.items()}
-        return tool_calls(ChatTurns(tokenizer, [*known.values()], variables), paths)
-    return single_turn
-
-
-def _coroutine(key: str, path: str, parameters: str) -> Any:
-    function = imported(key, path)
-    if not inspect.iscoroutinefunction(function):
-        what = f"is no coroutine function (write `async def {path.partition(':')[2]}({parameters})`)"
-        raise ConfigError(f"{key}: {path} {what}")
-    return function
 
 
 def as_completion(response: Response, version: int) -> Completion:

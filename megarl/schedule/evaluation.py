@@ -14,7 +14,7 @@ from megarl.model.builder import build_actor, read_hf_config
 from megarl.parallel.comm import from_rank_0
 from megarl.parallel.runtime import Runtime
 from megarl.rewards.pool import VerifierPool
-from megarl.rollout.chat import prompting
+from megarl.rollout.episode import load_prompt_options
 from megarl.rollout.rank import RolloutRank
 from megarl.rollout.responses import EvaluationResult
 from megarl.schedule.generation import load_tokenizer, make_engine, make_weight_sync, start_engine
@@ -91,7 +91,7 @@ class Evaluation:
         # A run may be writing there: all ranks read what rank 0 has found.
         self.weights = from_rank_0(runtime, weights, Path | None)
         self.tokenizer = load_tokenizer(config.model.path)
-        shown = prompting(config, self.tokenizer)
+        shown = load_prompt_options(config, self.tokenizer)
         self.sets, self.reports = read_problem_sets(config.data, config.evaluation, self.tokenizer, **shown)
         self.engine = make_engine(config, self.tokenizer, runtime)
         # Load the weights into Megatron's actor at this job's layout, sync them into the engine, drop the

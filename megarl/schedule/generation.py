@@ -14,18 +14,18 @@ from transformers import AutoTokenizer
 from megarl.config.schema import PRETRAINING, Config
 from megarl.data.generated import own_verifiers
 from megarl.data.prompts import Prompt, PromptSampler, content_of, read_problem_sets, read_prompts
+from megarl.data.response_text import end_tokens
 from megarl.model.builder import DTYPES
 from megarl.observe.run_log import Sample
 from megarl.parallel.comm import barrier, shares_on_0
 from megarl.parallel.device_memory import empty_cache
 from megarl.parallel.runtime import Runtime
 from megarl.rewards.pool import VerifierPool
-from megarl.rollout.chat import prompting
-from megarl.rollout.chat_turns import end_tokens
 from megarl.rollout.engines.engine import RolloutEngine
 from megarl.rollout.engines.sglang import SGLangEngine
 from megarl.rollout.engines.sglang_servers import SGLangServers
 from megarl.rollout.engines.transformers_engine import TransformersEngine
+from megarl.rollout.episode import load_prompt_options
 from megarl.rollout.rank import RolloutRank, RolloutShare, joined
 from megarl.rollout.weight_sync import Failures, WeightSync
 from megarl.schedule.rollouts import RolloutStore, pretraining_rollouts, rollouts_folder
@@ -131,7 +131,7 @@ class Generation(BatchSource):
     ) -> None:
         self.config, self.runtime, self.tokenizer = config, runtime, tokenizer
         self._waited = 0.0
-        shown = prompting(config, tokenizer)
+        shown = load_prompt_options(config, tokenizer)
         self.sets, reports = read_problem_sets(config.data, config.evaluation, tokenizer, **shown)
         self.prompts, report = read_prompts(config.data.train, config.data, tokenizer, self.sets, **shown)
         self.reports = {"train": report, **reports}
@@ -164,15 +164,11 @@ class Generation(BatchSource):
     @property
     def depths(self) -> dict[str, Callable[[], int | str]]:
         """Return what may wait here, for reports about a hang."""
-        worker, tools = self.rollout_rank.worker, self.rollout_rank.worker.tools
-        of_tools: dict[str, Callable[[], int | str]] = {
-            "calls of tools and environments": lambda: len(tools.waiting),
-            "is the oldest of them": lambda: tools.oldest,
-        }
+        worker = self.rollout_rank.worker
         return {
             "responses in the engine": lambda: worker.running,
             "is what was begun first": lambda: worker.oldest,
-            **(of_tools if self.config.rollout.acts else {}),
+            **worker.runner.depths,
             "answers at the verifiers": lambda: self.verifiers.waiting,
         }
 

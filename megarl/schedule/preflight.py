@@ -42,9 +42,8 @@ from megarl.rewards import VerifierPool
 from megarl.rewards.pool import Item
 from megarl.rewards.sandbox import probe
 from megarl.rewards.verdict import Reference, get_term, get_verifier
-from megarl.rollout.chat import prompting
 from megarl.rollout.engines.sglang_servers import check_servers
-from megarl.rollout.worker import endpoint_of, episode_of
+from megarl.rollout.episode import load_prompt_options, load_runner
 from megarl.schedule.rollouts import check_pretraining_rollouts
 from megarl.training.checkpoint import check_continues, find_checkpoint, has_finished, settings_of
 from megarl.weights.families import family_of, read_config
@@ -143,7 +142,7 @@ def preflight(config: Config, where: str, world: int | None = None, *, replay: b
     if config.has_engine and not replay:
         _check_engine_layout(config, folder.config, device, world)
         get_verifier(config.reward.verifier)
-        episode_of(config, tokenizer, endpoint_of(config, tokenizer))
+        load_runner(config, tokenizer)
         for name, term in config.reward.terms.items():
             get_term(name, term.function, term.arguments)
     near = None
@@ -158,7 +157,7 @@ def preflight(config: Config, where: str, world: int | None = None, *, replay: b
         return [near] if near else []
     response_key = config.supervised.response_key if not config.has_engine else None
     with without_tokenizer_threads():
-        tools = prompting(config, tokenizer)["tools"]
+        tools = load_prompt_options(config, tokenizer)["tools"]
         references = validate_files(config.data, response_key, tokenizer, tools)
     for source in absent_sources(config.data, config.teacher.by_source):
         what = "no row of data.train has this data_source, whose teacher would judge nothing"
@@ -218,10 +217,10 @@ def preflight_evaluation(
     _check_positions(config, where, folder)
     _check_engine_layout(config, folder.config, device)
     get_verifier(config.reward.verifier)
-    episode_of(config, tokenizer, endpoint_of(config, tokenizer))
+    load_runner(config, tokenizer)
     with without_tokenizer_threads():
         held_out = config.data.model_copy(update={"train": ()})
-        tools = prompting(config, tokenizer)["tools"]
+        tools = load_prompt_options(config, tokenizer)["tools"]
         references = validate_files(held_out, tokenizer=tokenizer, tools=tools)
     check_verifier(config.reward.model_copy(update={"terms": {}}), references, own_verifiers(held_out))
 

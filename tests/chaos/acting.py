@@ -8,8 +8,8 @@ import zlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from megarl.agents.episode import Policy
     from megarl.data.prompts import Prompt
-    from megarl.rollout.episode import Policy
 
 
 def weigh(text: str) -> int:

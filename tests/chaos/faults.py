@@ -25,7 +25,7 @@ KILLED = 137
 SOON = 60.0  # seconds: torch's launcher gives the other ranks 30 to end
 TIME_LIMIT = 90.0  # seconds of a whole job; the imports alone may take ten
 LONGEST = 64 * 2**20  # bytes of a file that a rank may write: none of theirs is as long by itself
-VERIFIERS, TOOLS = "megarl.rewards.pool", "megarl.rollout.tools"  # in the command of such a process
+VERIFIERS, TOOLS = "megarl.rewards.pool", "megarl.agents.tools"  # in the command of such a process
 FORWARD_AND_UPDATE = ("old_logprobs", "values", "critic_update", "actor_update")
 
 

@@ -11,8 +11,8 @@ import pytest
 
 from megarl.cli.main import main
 from megarl.data.prompts import epoch_order
+from tests.agents.talk import QWEN25
 from tests.cli.scene import QUESTIONS, Scene, write_jsonl
-from tests.rollout.talk import QWEN25
 
 
 def printed(scene: Scene, *arguments: str) -> str:

@@ -11,12 +11,11 @@ from typing import Any
 
 import pytest
 
+from megarl.agents.chat import ChatTurns, play, schemas, tool_calls
+from megarl.agents.endpoint import Endpoint
+from megarl.agents.tools import ToolPool, environment_class
 from megarl.config.load import parse_yaml
-from megarl.rollout.chat import ChatTurns, play, schemas, tool_calls
-from megarl.rollout.endpoint import Endpoint
-from megarl.rollout.tools import ToolPool, environment_class
-from tests.docs.test_docs import ROOT, blocks, written
-from tests.rollout.talk import (
+from tests.agents.talk import (
     CHATML,
     END,
     QWEN25,
@@ -26,6 +25,7 @@ from tests.rollout.talk import (
     prompt_of,
     trained_on,
 )
+from tests.docs.test_docs import ROOT, blocks, written
 
 FILES = written("episodes.md")
 SHOP_SERVER = "mcp:python shop_server.py"

@@ -21,6 +21,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer, Ernie4_5Config
 
+from megarl.agents.episode import Policy
 from megarl.config.errors import CheckpointError
 from megarl.config.plugins import plugins
 from megarl.config.schema import Config
@@ -31,7 +32,7 @@ from megarl.rewards.pool import VerifierPool
 from megarl.rewards.verdict import verifier_path
 from megarl.rollout.engines.engine import EngineClient
 from megarl.rollout.engines.transformers_engine import TransformersEngine
-from megarl.rollout.episode import EpisodeAborted, Policy
+from megarl.rollout.episode import EpisodeAborted
 from megarl.rollout.sampling import Completion, Request, SamplingParams, turn_seed
 from megarl.weights import families
 from megarl.weights.plan import engine_plan

@@ -23,7 +23,7 @@ from megarl.model import builder
 from megarl.parallel import device_memory, machine, movable, node_checks
 from megarl.parallel import runtime as parallel
 from megarl.parallel.node_checks import NodeNeeds
-from megarl.rollout import worker
+from megarl.rollout import episode
 from megarl.rollout.engines.sglang import SGLangEngine
 from megarl.rollout.engines.transformers_engine import TransformersEngine
 from megarl.schedule import preflight
@@ -362,7 +362,7 @@ class TestPreflight:
         monkeypatch.setattr(preflight, "check_model", lambda *a, **k: folder)
         tokenizer = SimpleNamespace()
         monkeypatch.setattr(preflight, "check_tokenizer", lambda *a, **k: tokenizer)
-        monkeypatch.setattr(worker, "check_end_of_turn", lambda *a, **k: None)
+        monkeypatch.setattr(episode, "check_end_of_turn", lambda *a, **k: None)
         for module in (machine, preflight):
             monkeypatch.setattr(module, "find_spec", lambda name: None)
         return {"path": tmp_path, "dtype": "bf16", "recompute": "full"}

@@ -25,6 +25,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
+from megarl.agents.episode import Policy
 from megarl.algorithms.advantages import group_advantages
 from megarl.config.errors import ConfigError, DataError, EngineError, WaitTimeout
 from megarl.config.schema import Config
@@ -36,7 +37,6 @@ from megarl.rollout.controller import Controller
 from megarl.rollout.dispatch import Dispatcher, GroupRequest
 from megarl.rollout.engines import engine as engine_module
 from megarl.rollout.engines.transformers_engine import TransformersEngine
-from megarl.rollout.episode import Policy
 from megarl.rollout.messages import Hello, Hub, Link
 from megarl.rollout.rank import RolloutRank, joined
 from megarl.rollout.responses import Group, RolloutBatch

@@ -20,6 +20,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
+from megarl.agents.episode import Policy
 from megarl.config.errors import EngineError, EngineFailure
 from megarl.config.schema import Config
 from megarl.data.prompts import Prompt
@@ -27,7 +28,6 @@ from megarl.rewards.verdict import Verdict
 from megarl.rollout import messages as m
 from megarl.rollout.engines.sglang import SGLangEngine
 from megarl.rollout.engines.transformers_engine import TransformersEngine
-from megarl.rollout.episode import Policy
 from megarl.rollout.rank import RolloutRank
 from megarl.rollout.sampling import Completion, Request, SamplingParams
 from megarl.rollout.weight_sync import Failures

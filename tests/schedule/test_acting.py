@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from megarl.agents.episode import Policy
 from megarl.data.prompts import Prompt
 from megarl.observe.runs import load_run
-from megarl.rollout.episode import Policy
 from megarl_report.report import write_report
 from megarl_tasks.arithmetic import write_demo
 from tests.schedule.demo import train

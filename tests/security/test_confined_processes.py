@@ -22,11 +22,11 @@ from typing import Any
 
 import pytest
 
+from megarl.agents.tools import Result, ToolPool
 from megarl.config import load_config
 from megarl.config.check import _rollout_problems
 from megarl.config.errors import ConfigError
 from megarl.rewards import VerifierPool, sandbox
-from megarl.rollout.tools import Result, ToolPool
 
 HOSTILE = '''
 import ctypes, json, os, resource, signal, socket, subprocess, sys
@@ -279,7 +279,7 @@ def test_nothing_outlives_a_trainer_that_is_killed(hostile: str, kind: str, tmp_
     name = unique()
     code = (
         f"import asyncio, sys; sys.path.insert(0, {str(tmp_path / 'code')!r})\n"
-        "from megarl.rollout.tools import ToolPool\n"
+        "from megarl.agents.tools import ToolPool\n"
         f"pool = ToolPool(1, 3600.0, sandbox={kind!r})\n"
         "async def work():\n"
         f"    print((await pool.call('{hostile}:multiply', [{name!r}])).value, *pool.pids, flush=True)\n"

@@ -12,9 +12,9 @@ from typing import Any
 import aiohttp
 import pytest
 
-from megarl.rollout import endpoint as endpoints
-from megarl.rollout.endpoint import Endpoint
-from tests.rollout.test_endpoint import policy_of, user
+from megarl.agents import endpoint as endpoints
+from megarl.agents.endpoint import Endpoint
+from tests.agents.test_endpoint import policy_of, user
 
 
 @pytest.fixture

@@ -16,11 +16,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from megarl.agents.chat import ChatTurns, check_template
 from megarl.config.errors import ConfigError, DataError
 from megarl.config.schema import DataConfig
 from megarl.data import chat_template, limits, prompts
 from megarl.data.prompts import ReadReport, read_pairs, read_prompts
-from megarl.rollout.chat import ChatTurns, check_template
 from tests.cli.scene import Scene
 from tests.data.test_reader import CHAT, byte_tokenizer
 

@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.rollout.episode import ToolError
+from megarl.agents.episode import ToolError
 from megarl_tasks.calculator import EVAL_ROWS, TRAIN_ROWS, calc, episode, problems, write_task
 
 

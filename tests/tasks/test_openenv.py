@@ -12,9 +12,9 @@ import psutil
 import pytest
 from aiohttp import web
 
+from megarl.agents.tools import Answer, Result, ToolPool, environment_class
 from megarl.config.errors import ConfigError
 from megarl.rewards.verdict import Verdict
-from megarl.rollout.tools import Answer, Result, ToolPool, environment_class
 
 PATH = "megarl_tasks.openenv:OpenEnvironment"
 

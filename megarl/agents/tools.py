@@ -537,7 +537,7 @@ def _tool(path: str) -> Callable[..., Any]:
     """Return the tool that a path names. Raises ConfigError where there is none."""
     if not path.startswith(MCP):
         return imported("rollout.tools", path)
-    from megarl.rollout.mcp_tools import function  # with which most such processes have nothing to do
+    from megarl.agents.mcp_tools import function  # with which most such processes have nothing to do
 
     return function(path)
 

@@ -14,12 +14,13 @@ import numpy as np
 import openai
 import pytest
 
+from megarl.agents.chat import opening
+from megarl.agents.endpoint import Endpoint
+from megarl.agents.episode import EpisodeTruncated
 from megarl.config.errors import ConfigError, EngineError
-from megarl.rollout.chat import opening
-from megarl.rollout.endpoint import Endpoint
-from megarl.rollout.episode import EpisodeAborted, EpisodeTruncated
+from megarl.rollout.episode import EpisodeAborted
 from megarl.rollout.sampling import Completion
-from tests.rollout.talk import (
+from tests.agents.talk import (
     CHATML,
     END,
     QWEN25,

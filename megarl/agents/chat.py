@@ -16,15 +16,16 @@ from itertools import count, zip_longest
 from types import MappingProxyType
 from typing import Any
 
+from megarl.agents.chat_turns import ChatTurns
+from megarl.agents.episode import EpisodeFunction, EpisodeTruncated, Policy, ToolError
+from megarl.agents.mcp_tools import listed
+from megarl.agents.tools import MCP, schema
 from megarl.config.errors import ConfigError, first_line
-from megarl.config.schema import Config
+from megarl.data.chat_template import Message
 from megarl.data.limits import memory_limit
 from megarl.data.prompts import Prompt
+from megarl.data.response_text import check_end, policy_text
 from megarl.rewards.verdict import Verdict
-from megarl.rollout.chat_turns import ChatTurns, Message, end_tokens, policy_text
-from megarl.rollout.episode import Episode, EpisodeTruncated, Policy, ToolError
-from megarl.rollout.mcp_tools import listed
-from megarl.rollout.tools import MCP, schema
 
 _MOST_CALLS = 16  # in one turn; a policy that repeats itself would keep the tools busy for hours
 _CALL_BEGINS, _CALL_ENDS = "<tool_call>", "</tool_call>"
@@ -75,26 +76,9 @@ def check_template(
         with memory_limit():
             chat = ChatTurns(tokenizer, tools, variables)
             _check_conversations(chat, shown)
-            _check_end(chat, stop)
+            check_end(chat, stop)
     except ValueError as error:
         raise ConfigError(f"data.template: {error} (use a template that only appends)") from error
-
-
-def check_end_of_turn(tokenizer: Any, stop: Collection[str], variables: Mapping[str, Any] = NONE) -> None:
-    """Raise ConfigError where the template's end of a turn does not end a response of the policy."""
-    # A template that cannot show an assistant's turn ends none.
-    with suppress(ValueError), memory_limit():
-        _check_end(ChatTurns(tokenizer, variables=variables), stop)
-
-
-def _check_end(chat: ChatTurns, stop: Collection[str]) -> None:
-    if chat.end is None or chat.end in end_tokens(chat.tokenizer):
-        return
-    end = chat.tokenizer.decode([chat.end])
-    if end not in stop:
-        what = f"the chat template ends a turn with {end}, which does not end what the policy writes"
-        remedy = "make it the tokenizer's eos_token, or add it to rollout.stop"
-        raise ConfigError(f"data.template: {what} ({remedy})")
 
 
 def _check_conversations(chat: ChatTurns, shown: Collection[str]) -> None:
@@ -271,7 +255,7 @@ def _failed(why: str, name: str = "") -> Call:
 
 def schemas(tools: Iterable[str]) -> dict[str, dict[str, Any]]:
     """Return what a template tells of the functions `module:function`, and of the tools of MCP servers, by
-    path. Raises ConfigError as megarl.rollout.tools.schema and megarl.rollout.mcp_tools.listed, and where one
+    path. Raises ConfigError as megarl.agents.tools.schema and megarl.agents.mcp_tools.listed, and where one
     has the name of another."""
     found: dict[str, dict[str, Any]] = {}
     for path in tools:
@@ -282,15 +266,7 @@ def schemas(tools: Iterable[str]) -> dict[str, dict[str, Any]]:
     return found
 
 
-def prompting(config: Config, tokenizer: Any) -> dict[str, Any]:
-    """Return what of a run's episodes decides how prompts are read: the arguments `tools` and `opening` of
-    megarl.data.prompts.read_prompts. Raises as `schemas` and `opening`."""
-    rollout, variables = config.rollout, config.data.chat_template_kwargs
-    begun = opening(tokenizer, variables) if rollout.agent else ()
-    return {"tools": list(schemas(rollout.tools).values()), "opening": begun}
-
-
-def tool_calls(chat: ChatTurns, paths: Mapping[str, str]) -> Episode:
+def tool_calls(chat: ChatTurns, paths: Mapping[str, str]) -> EpisodeFunction:
     """Return the episode of `rollout.tools`: the policy answers; while it calls tools they are run, those of
     one turn at once, and it is shown what they give, in the order of its calls. An answer without calls is
     the end.
@@ -341,7 +317,7 @@ async def _run(policy: Policy, paths: Mapping[str, str], number: int, call: Call
         return f"error: {error}"
 
 
-def play(chat: ChatTurns | None) -> Episode:
+def play(chat: ChatTurns | None) -> EpisodeFunction:
     """Return the episode of `rollout.environment`: each turn of the policy is answered, as by a user where
     `chat` is given, until the environment says that this is the end; its verdict is the response's."""
 

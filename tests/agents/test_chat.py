@@ -17,21 +17,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from megarl.config import load_config
-from megarl.config.errors import ConfigError
-from megarl.rollout.chat import (
+from megarl.agents.chat import (
     call_format,
-    check_end_of_turn,
     check_template,
     opening,
     parse_calls,
     schemas,
     tool_calls,
 )
-from megarl.rollout.chat_turns import ChatTurns, end_tokens, policy_text, policy_texts
-from megarl.rollout.episode import Turn
+from megarl.agents.chat_turns import ChatTurns
+from megarl.agents.episode import Turn
+from megarl.config import load_config
+from megarl.config.errors import ConfigError
+from megarl.data.response_text import check_end_of_turn, end_tokens, policy_text, policy_texts
 from megarl.schedule.generation import load_tokenizer, make_engine
-from tests.rollout.talk import (
+from tests.agents.talk import (
     CHATML,
     END,
     LLAMA3,
@@ -370,7 +370,7 @@ def test_schemas():
     with pytest.raises(ConfigError, match=r"rollout\.tools: .*:nameless.*docstring"):
         schemas([f"{__name__}:nameless"])
     with pytest.raises(ConfigError, match=r"several tools are called add \(rename one\)"):
-        schemas([path, "tests.rollout.talk:add"])
+        schemas([path, "tests.agents.talk:add"])
 
 
 def test_tools_are_called_until_an_answer():

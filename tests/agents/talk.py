@@ -9,12 +9,12 @@ from typing import Any
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from megarl.agents.episode import Policy
+from megarl.agents.tools import Answer, Result
 from megarl.config.schema import TurnsConfig
 from megarl.data.prompts import Prompt
 from megarl.rewards.verdict import Verdict, as_verdict
-from megarl.rollout.episode import Policy
 from megarl.rollout.sampling import Completion, SamplingParams
-from megarl.rollout.tools import Answer, Result
 
 SPECIALS = ("<pad>", "<eos>", "<bos>", "<|im_start|>", "<|im_end|>", "<|eot|>")
 END = 4

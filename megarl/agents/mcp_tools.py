@@ -22,9 +22,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import megarl
+from megarl.agents.tools import MCP, ServerError
 from megarl.config.errors import ConfigError, first_line
 from megarl.rewards.process import START_LIMIT, plain_environment
-from megarl.rollout.tools import MCP, ServerError
 
 if TYPE_CHECKING:
     from mcp import Client
@@ -35,7 +35,7 @@ _GUARDED = "import sys; sys.path.append(sys.argv[1]); from megarl.rewards.proces
 
 @cache
 def listed(entry: str) -> dict[str, dict[str, Any]]:
-    """Return the schemas of a server's tools, as megarl.rollout.tools.schema, by `entry#tool`. Raises
+    """Return the schemas of a server's tools, as megarl.agents.tools.schema, by `entry#tool`. Raises
     ConfigError where the package is missing, or no server answers within START_LIMIT seconds."""
 
     async def ask() -> list[Any]:

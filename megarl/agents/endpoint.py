@@ -18,13 +18,14 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from megarl.agents.chat import NONE, Call, call_format, call_id, check_template, parse_calls
+from megarl.agents.chat_turns import ChatTurns
+from megarl.agents.episode import EpisodeFunction, EpisodeTruncated, Policy, row_of
+from megarl.agents.tools import described
 from megarl.config.errors import ConfigError, EngineError, MegarlError
 from megarl.data.prompts import Prompt
 from megarl.rewards.verdict import Verdict
-from megarl.rollout.chat import NONE, Call, call_format, call_id, check_template, parse_calls
-from megarl.rollout.chat_turns import ChatTurns
-from megarl.rollout.episode import Episode, EpisodeAborted, EpisodeTruncated, Policy, row_of
-from megarl.rollout.tools import described
+from megarl.rollout.episode import EpisodeAborted
 
 if TYPE_CHECKING:
     from aiohttp import web
@@ -146,7 +147,7 @@ class Endpoint:
             self._chats = {**dict(list(self._chats.items())[-99:]), key: made}
         return self._chats[key]
 
-    def episode(self, agent: Agent) -> Episode:
+    def episode(self, agent: Agent) -> EpisodeFunction:
         """Return the episode in which `agent` talks to the policy."""
 
         async def episode(prompt: Prompt, policy: Policy) -> Verdict | bool | float | None:

@@ -19,9 +19,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.config.errors import ConfigError
-from megarl.rewards import Verdict
-from megarl.rollout.tools import (
+from megarl.agents.tools import (
     Answer,
     Result,
     State,
@@ -30,6 +28,8 @@ from megarl.rollout.tools import (
     observation,
     schema,
 )
+from megarl.config.errors import ConfigError
+from megarl.rewards import Verdict
 
 T = TypeVar("T")
 TOOLS = '''
@@ -392,7 +392,7 @@ def test_a_tool_and_what_it_started_end_when_their_rank_is_killed(tmp_path: Path
     """By themselves, long before the call's own limit."""
     code = (
         "import asyncio, sys\n"
-        "from megarl.rollout.tools import ToolPool\n"
+        "from megarl.agents.tools import ToolPool\n"
         "async def call(): await ToolPool(1, 3600.0, sandbox='off').call(sys.argv[1], ['child'])\n"
         "asyncio.run(call())\n"
     )

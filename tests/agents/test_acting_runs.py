@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
+from tests.agents.talk import QWEN25
 from tests.docs.test_docs import ROOT
-from tests.rollout.talk import QWEN25
 from tests.tiny_models import make_tiny_model
 
 # Nothing in them is of megarl, but for what a page of its documentation promises.

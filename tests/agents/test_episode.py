@@ -18,19 +18,19 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
+from megarl.agents.episode import Policy, row_of
+from megarl.agents.tools import ToolPool
 from megarl.config.errors import ConfigError, EngineError
 from megarl.config.schema import Config, DataConfig, RolloutConfig, TurnsConfig
 from megarl.data.prompts import Prompt
 from megarl.rewards.verdict import Verdict
 from megarl.rollout.engines.transformers_engine import TransformersEngine
-from megarl.rollout.episode import EpisodeAborted, Policy, row_of
+from megarl.rollout.episode import EpisodeAborted, load_runner
 from megarl.rollout.rank import RolloutRank
 from megarl.rollout.sampling import Completion, SamplingParams
-from megarl.rollout.tools import ToolPool
-from megarl.rollout.worker import episode_of
+from tests.agents.talk import ScriptedPolicy, encode, merging_tokenizer, prompt_of
 from tests.engines import load_folder
 from tests.rollout.conftest import TINIEST, threads
-from tests.rollout.talk import ScriptedPolicy, encode, merging_tokenizer, prompt_of
 from tests.rollout.test_streaming import OutOfOrder
 from tests.tiny_models import make_tiny_model
 
@@ -481,7 +481,7 @@ def test_an_episode_is_a_coroutine(episode: str) -> None:
     rollout = RolloutConfig(episode=f"{__name__}:{episode}")
     with pytest.raises(ConfigError, match=rf"rollout\.episode: \S+:{episode} is no coroutine function"):
         config: Any = SimpleNamespace(rollout=rollout, data=DataConfig(template="raw"))
-        episode_of(config, None, None)
+        load_runner(config, None)
 
 
 @pytest.mark.parametrize("within", ["a task", "the loop"])
@@ -621,7 +621,7 @@ def test_who_waits_is_not_seated() -> None:
         engine = None
 
         async def generate(self, *_: Any, **__: Any) -> Completion:
-            seen.append((policy.waiting, policy.seated))
+            seen.append((policy.waiting, policy.in_engine))
             return Completion([5], [0.0], "stop", [1])
 
     async def first() -> str:
@@ -637,16 +637,16 @@ def test_who_waits_is_not_seated() -> None:
         calls = asyncio.gather(policy.call(first), policy.call(second))
         while policy.calls < 2 or len(policy.written.journal[0]) < 5:
             await asyncio.sleep(0)
-        seen.append((policy.waiting, policy.seated))
+        seen.append((policy.waiting, policy.in_engine))
         await policy.generate()
         opened.set()
         await calls
-        seen.append((policy.waiting, policy.seated))
+        seen.append((policy.waiting, policy.in_engine))
 
     told: list[bool] = []
     client: Any = Client()
     policy = Policy(Prompt(1, "", (3,), ""), client, 0, SamplingParams(9))
-    policy.turned = lambda: told.append(policy.seated)
+    policy.notify = lambda: told.append(policy.in_engine)
     asyncio.run(asyncio.wait_for(act(), 60))
     assert seen == [("second", False), ("second", True), ("", True)]
     assert told == [False, False, False, True, False, True]

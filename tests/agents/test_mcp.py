@@ -17,11 +17,11 @@ from typing import Any
 
 import pytest
 
+from megarl.agents import mcp_tools
+from megarl.agents.chat import ChatTurns, schemas, tool_calls
+from megarl.agents.tools import Result, ToolPool
 from megarl.config.errors import ConfigError
-from megarl.rollout import mcp_tools
-from megarl.rollout.chat import ChatTurns, schemas, tool_calls
-from megarl.rollout.tools import Result, ToolPool
-from tests.rollout.talk import QWEN25, ScriptedPolicy, merging_tokenizer, prompt_of
+from tests.agents.talk import QWEN25, ScriptedPolicy, merging_tokenizer, prompt_of
 
 SERVER = '''
 import os, sys, time

@@ -1,0 +1,82 @@
+"""Tokens of the messages that the policy is shown, by the tokenizer's chat template."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from itertools import chain
+from typing import Any
+
+from megarl.data.chat_template import MARK, ChatTemplate, Message
+from megarl.data.response_text import end_tokens
+
+_MARKS = range(ord(MARK), 0x110000), range(0x3400, 0xD800)
+
+
+class ChatTurns(ChatTemplate):
+    """Makes the tokens that the policy is shown, by the tokenizer's chat template."""
+
+    def first(self, messages: Sequence[Message]) -> tuple[int, ...]:
+        """Return the tokens before the policy's first turn. Special tokens in the contents are plain text.
+        Raises ValueError with the template's words where it refuses the messages."""
+        neutral, hidden, mark = self._neutral(messages)
+        return tuple(self._tokens(self.render(neutral), hidden, mark, first=True))
+
+    def after(self, messages: Sequence[Message], ended_with: Sequence[int]) -> tuple[int, ...]:
+        """Return the tokens between the policy's turn and its next one, in which `messages` are shown.
+
+        ended_with: the turn's tokens. Where the last one ends a turn, the template's own end is left out, and
+        so is a marker of the next turn that the policy has written. Special tokens in the contents are plain
+        text. Raises as `first`."""
+        neutral, hidden, mark = self._neutral(messages)
+        tokens = self._tokens(self.text_behind(neutral, mark), hidden, mark)
+        last = list(ended_with[-1:])
+        if last and last[0] in (*end_tokens(self.tokenizer), self.end):
+            until = len(self.closing)
+            if until and tokens[:until] == self.closing:
+                tokens = tokens[until:]
+            elif tokens[:1] == last:
+                tokens = tokens[1:]
+        return tuple(tokens)
+
+    def _neutral(self, messages: Sequence[Message]) -> tuple[list[dict[str, Any]], list[str], str]:
+        """Return the messages with marks in place of what in them looks like a control token, these texts,
+        and the character by which marks are known."""
+        used = set(json.dumps(messages, ensure_ascii=False, default=str))
+        mark = next((character for character in map(chr, chain(*_MARKS)) if character not in used), None)
+        if mark is None:
+            raise ValueError("the messages hold every character that could stand for a control token")
+        hidden: list[str] = []
+
+        def hide(found: re.Match[str]) -> str:
+            hidden.append(found[0])
+            return f"{mark}{len(hidden) - 1}{mark}"
+
+        def neutral(value: Any) -> Any:
+            if isinstance(value, str):  # half of a surrogate pair is no text
+                value = value.encode(errors="replace").decode()
+                return self.named.sub(hide, value) if self.named else value
+            if isinstance(value, Mapping):
+                return {neutral(key): neutral(part) for key, part in value.items()}
+            return [neutral(part) for part in value] if isinstance(value, (list, tuple)) else value
+
+        # Roles are the template's to compare.
+        made = [{k: v if k in ("role", "type") else neutral(v) for k, v in m.items()} for m in messages]
+        return made, hidden, mark
+
+    def _tokens(self, text: str, hidden: Sequence[str], mark: str, first: bool = False) -> list[int]:
+        tokens: list[int] = []
+        for i, part in enumerate(re.split(f"{mark}(\\d+){mark}", text)):
+            if i % 2:
+                tokens += self._plain(hidden[int(part)])
+            elif part:
+                tokens += self.encode(part, first and i == 0)
+        return tokens
+
+    def _plain(self, text: str) -> list[int]:
+        """Return the tokens of a control token's name, none of them a control token."""
+        tokens = self.tokenizer(text, add_special_tokens=False, split_special_tokens=True).input_ids
+        if len(text) > 1 and not self.control.keys().isdisjoint(tokens):  # none that is split by this option
+            return [*self._plain(text[0]), *self._plain(text[1:])]
+        return list(tokens)

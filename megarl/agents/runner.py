@@ -1,0 +1,261 @@
+"""Run episodes of several turns for a worker.
+
+The runner chooses the coroutine that the configuration asks for. An error of user code becomes the verdict
+of its response, or ends the run with a message that names the code."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from megarl.agents.chat import check_template, opening, play, schemas, tool_calls
+from megarl.agents.chat_turns import ChatTurns
+from megarl.agents.endpoint import Endpoint
+from megarl.agents.episode import EpisodeFunction, EpisodeTruncated, Policy, ToolError
+from megarl.agents.loop_watch import LoopWatch
+from megarl.agents.tools import ToolPool, described, environment_class
+from megarl.config.errors import ConfigError, EngineError, MegarlError
+from megarl.config.schema import Config
+from megarl.data.prompts import Prompt
+from megarl.data.response_text import check_end_of_turn
+from megarl.rewards.verdict import UnusableError, Verdict, as_verdict, imported
+from megarl.rollout.engines.engine import EngineClient
+from megarl.rollout.episode import EpisodeAborted
+from megarl.rollout.sampling import Completion, SamplingParams
+
+PATIENCE = 0.8  # fraction of parallel.timeout, after which the other ranks give up
+
+# Unfinished tasks that the current episode has created.
+_tasks: ContextVar[set[asyncio.Task[Any]]] = ContextVar("_tasks")
+
+
+class AgentRunner:
+    """Starts the episodes of one worker whose responses may have several turns. See EpisodeRunner."""
+
+    def __init__(self, config: Config, tokenizer: Any) -> None:
+        rollout, turns = config.rollout, config.rollout.turns
+        ways = "environment", "agent", "tools"
+        self.key = "rollout." + next((way for way in ways if getattr(rollout, way)), "episode")
+        self.config, self.tokenizer = config, tokenizer
+        self.endpoint: Endpoint | None = None
+        if rollout.agent:
+            variables = config.data.chat_template_kwargs
+            self.endpoint = Endpoint(tokenizer, turns.seconds, rollout.stop, variables)
+        self.function = _load_function(config, tokenizer, self.endpoint)
+        limits = turns.calls, turns.seconds, turns.memory, turns.observation
+        self.tools = ToolPool(*limits, rollout.environment, rollout.environment_arguments, turns.sandbox)
+        self._warned: set[str] = set()  # tasks that an agent left behind
+
+    @property
+    def depths(self) -> Mapping[str, Callable[[], int | str]]:
+        return {
+            "calls of tools and environments": lambda: len(self.tools.waiting),
+            "is the oldest of them": lambda: self.tools.oldest,
+        }
+
+    def start(
+        self,
+        prompt: Prompt,
+        client: EngineClient,
+        seed: int,
+        params: SamplingParams,
+        prefix: Completion | None,
+        window: int,
+        notify: Callable[[], None],
+    ) -> AgentEpisode:
+        return AgentEpisode(
+            prompt,
+            client,
+            seed,
+            params,
+            prefix,
+            self.tokenizer,
+            self.config.rollout.turns,
+            self.tools,
+            self.config.update.share_prompts,
+            key=self.key,
+            notify=notify,
+            function=self.function,
+            warned=self._warned,
+        )
+
+    @contextmanager
+    def supervise(self, rank: int) -> Iterator[None]:
+        """Record the tasks of each episode, and report user code that blocks the running loop."""
+        asyncio.get_running_loop().set_task_factory(_create_task)
+        rollout, most = self.config.rollout, PATIENCE * self.config.parallel.timeout
+        path = rollout.agent or rollout.episode
+        if path is None:
+            watch: Any = nullcontext()
+        else:
+            home = getattr(sys.modules[path.partition(":")[0]], "__file__", None)
+            watch = LoopWatch(self.key, f"engine rank {rank}", home, rollout.turns.hold, most)
+        with watch:
+            yield
+
+    def forget(self, seed: int) -> None:
+        self.tools.forget(seed)
+
+    async def disconnect(self) -> None:
+        if self.endpoint is not None:
+            await self.endpoint.close()
+
+    def close(self) -> None:
+        self.tools.close()
+
+
+@dataclass
+class AgentEpisode(Policy):
+    """An episode whose turns a coroutine asks for.
+
+    function  the coroutine
+    warned    what was reported of agents, shared by all episodes of a worker
+    """
+
+    function: EpisodeFunction = field(kw_only=True)
+    warned: set[str] = field(default_factory=set, kw_only=True)
+    windowed = False  # rollout.window needs single-turn responses
+    prefix_tokens = 0
+
+    async def run(self) -> Verdict | None:
+        _tasks.set(set())
+        verdict = await self._judge()
+        if not self.turns and not self.aborted:
+            if verdict is None or verdict.judged:
+                verdict = self._ungraded(
+                    "it ended, or had no room left, before the policy had written anything"
+                )
+            await self.give_up()
+        return verdict
+
+    async def _judge(self) -> Verdict | None:
+        """Run the coroutine. Returns its verdict, also of an error that it raises."""
+        try:
+            return await self._call()
+        except EpisodeTruncated:
+            return None
+        except asyncio.CancelledError:
+            if self.aborted or asyncio.current_task().cancelling():  # type: ignore[union-attr]
+                raise
+            return self._ungraded("it was cancelled by itself")
+        except ToolError as error:
+            return Verdict(False, error=f"{self.key}: a tool failed: {error}")
+        except (MegarlError, EpisodeAborted, KeyboardInterrupt, GeneratorExit):
+            raise
+        # Any other error is the user code's: it is recorded, and the response stays ungraded. A task group of
+        # the user's wraps errors.
+        except BaseException as error:
+            rest = error.split(EpisodeTruncated)[1] if isinstance(error, BaseExceptionGroup) else error
+            while isinstance(rest, BaseExceptionGroup):
+                rest = rest.exceptions[0]
+            if isinstance(rest, MegarlError):
+                raise rest from error
+            return None if rest is None else self._ungraded(described(rest).split("\n")[0])
+
+    async def _call(self) -> Verdict | None:
+        """Run the coroutine, and cancel the tasks that it leaves behind."""
+        try:
+            result = await self.function(self.prompt, self)
+        except BaseException as error:
+            if not isinstance(error, MegarlError | GeneratorExit):
+                await self._cancel_leftovers()
+            raise
+        left = await self._cancel_leftovers()
+        verdict = None if result is None else as_verdict(result, "it")
+        if verdict is not None and not verdict.judged:
+            verdict = replace(verdict, error=f"{self.key}: {verdict.error or 'no verdict'}")
+        if left and not self.lenient:
+            raise UnusableError(f"it returned before these tasks of its own had ended: {left}")
+        return verdict
+
+    def _ungraded(self, why: str) -> Verdict:
+        return Verdict(False, error=f"{self.key}: {why}", judged=False)
+
+    async def _cancel_leftovers(self) -> str:
+        """Cancel the tasks that the coroutine has left running, and return their names and places.
+
+        An agent's are reported once. Raises EngineError if a task does not end."""
+        if all(task.done() for task in _tasks.get()):
+            return ""
+        await asyncio.sleep(0)  # some are about to end
+        tasks = {task for task in _tasks.get() if not task.done()}
+        names, limit = ", ".join(sorted({_describe(task) for task in tasks})), self.limits.seconds
+        for task in tasks:
+            task.cancel()
+        if tasks and (await asyncio.wait(tasks, timeout=limit))[1]:
+            what = f"tasks that it left behind have not ended {limit:g} s after they were cancelled: {names}"
+            raise EngineError(f"{self.key}: {what} (let CancelledError through)")
+        for task in tasks:
+            if not task.cancelled():
+                task.exception()  # mark it as retrieved
+        if names and self.lenient and names not in self.warned:
+            self.warned.add(names)
+            what = f"it returned before these tasks of its own had ended, which are cancelled: {names}"
+            print(f"megarl: {self.key}: {what}", file=sys.stderr, flush=True)
+        return names
+
+
+def _create_task(loop: asyncio.AbstractEventLoop, job: Any, **options: Any) -> asyncio.Task[Any]:
+    """Create a task, and record it with the episode that creates it."""
+    task = asyncio.Task(job, loop=loop, **options)
+    if (created := _tasks.get(None)) is not None:
+        created.add(task)
+        task.add_done_callback(created.discard)
+    return task
+
+
+def _describe(task: asyncio.Task[Any]) -> str:
+    """Return the name of a task's coroutine, and where it is written."""
+    job = task.get_coro()
+    code = getattr(job, "cr_code", None)
+    name = getattr(job, "__qualname__", type(job).__name__)
+    return f"{name} ({code.co_filename}:{code.co_firstlineno})" if code else name
+
+
+def _load_function(config: Config, tokenizer: Any, endpoint: Endpoint | None) -> EpisodeFunction:
+    """Return the coroutine that generates a response.
+
+    Raises ConfigError if what the configuration names cannot be imported or is no coroutine function, and if
+    the chat template rewrites history or cannot present tools."""
+    rollout, variables = config.rollout, config.data.chat_template_kwargs
+    if rollout.environment:
+        environment_class(rollout.environment, rollout.environment_arguments)
+        if config.data.template != "chat":
+            return play(None)
+        check_template(tokenizer, stop=rollout.stop, variables=variables)
+        return play(ChatTurns(tokenizer, variables=variables))
+    if rollout.agent:
+        assert endpoint is not None
+        return endpoint.episode(_import_coroutine("rollout.agent", rollout.agent, "base_url, api_key, row"))
+    if config.data.template == "chat":
+        check_end_of_turn(tokenizer, rollout.stop, variables)
+    if rollout.episode:
+        function: EpisodeFunction = _import_coroutine("rollout.episode", rollout.episode, "prompt, policy")
+        return function
+    known = schemas(rollout.tools)
+    check_template(tokenizer, [*known.values()], ("tool",), rollout.stop, variables)
+    paths = {one["function"]["name"]: path for path, one in known.items()}
+    return tool_calls(ChatTurns(tokenizer, [*known.values()], variables), paths)
+
+
+def _import_coroutine(key: str, path: str, parameters: str) -> Any:
+    function = imported(key, path)
+    if not inspect.iscoroutinefunction(function):
+        what = f"is no coroutine function (write `async def {path.partition(':')[2]}({parameters})`)"
+        raise ConfigError(f"{key}: {path} {what}")
+    return function
+
+
+def prompt_options(config: Config, tokenizer: Any) -> dict[str, Any]:
+    """Return the arguments `tools` and `opening` of megarl.data.prompts.read_prompts.
+
+    Raises ConfigError if a tool has no usable schema, or if the chat template fits no agent."""
+    rollout, variables = config.rollout, config.data.chat_template_kwargs
+    begun = opening(tokenizer, variables) if rollout.agent else ()
+    return {"tools": list(schemas(rollout.tools).values()), "opening": begun}

@@ -1,0 +1,85 @@
+"""The text of a response, and the tokens that end it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
+from functools import lru_cache
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from megarl.config.errors import ConfigError
+from megarl.config.files import read_json
+from megarl.data.chat_template import ChatTemplate
+from megarl.data.limits import memory_limit
+
+
+def end_tokens(tokenizer: Any) -> tuple[int, ...]:
+    """Return the tokens that end a response, each once.
+
+    These are the tokenizer's end-of-sequence token, and those of generation_config.json and config.json in
+    its folder. GLM and Llama name several there."""
+    return tuple(dict.fromkeys((tokenizer.eos_token_id, *_configured_ends(str(tokenizer.name_or_path)))))
+
+
+@lru_cache(maxsize=8)
+def _configured_ends(folder: str) -> tuple[int, ...]:
+    ends: list[Any] = []
+    for name in ("generation_config.json", "config.json"):
+        if (path := Path(folder, name)).is_file():
+            settings = read_json(path)
+            for part in (settings, settings.get("text_config")):
+                ids = part.get("eos_token_id") if isinstance(part, dict) else None
+                ends += ids if isinstance(ids, list) else [ids]
+    return tuple(token for token in ends if isinstance(token, int))
+
+
+def policy_text(tokenizer: Any, tokens: Sequence[int]) -> str:
+    """Return the text of one response, see `policy_texts`."""
+    return policy_texts(tokenizer, [tokens])[0]
+
+
+def policy_texts(tokenizer: Any, sequences: Sequence[Sequence[int]]) -> list[str]:
+    """Decode responses, without padding and the tokens that end a turn.
+
+    Other special tokens stay: `<answer>` and `<tool_call>` are special tokens of some models, and verifiers
+    and parsers look for them."""
+    hidden = _hidden(tokenizer)
+    shown = [[token for token in tokens if token not in hidden] for tokens in sequences]
+    return list(tokenizer.batch_decode(shown, skip_special_tokens=False))
+
+
+@lru_cache(maxsize=8)
+def _hidden(tokenizer: Any) -> frozenset[int]:
+    """Return the tokens that `policy_texts` omits."""
+    hidden = {*end_tokens(tokenizer), tokenizer.pad_token_id}
+    if tokenizer.chat_template:
+        with suppress(ValueError):  # a template that cannot show an assistant's turn ends none
+            hidden.add(ChatTemplate(tokenizer).end)
+    return frozenset(hidden - {None})
+
+
+def check_end_of_turn(
+    tokenizer: Any, stop: Collection[str], variables: Mapping[str, Any] = MappingProxyType({})
+) -> None:
+    """Raise ConfigError if the chat template's end of a turn does not end a response.
+
+    Args:
+        stop: rollout.stop
+        variables: data.chat_template_kwargs
+    """
+    # A template that cannot show an assistant's turn ends none.
+    with suppress(ValueError), memory_limit():
+        check_end(ChatTemplate(tokenizer, variables=variables), stop)
+
+
+def check_end(chat: ChatTemplate, stop: Collection[str]) -> None:
+    """Raise ConfigError if the template's end of a turn does not end a response."""
+    if chat.end is None or chat.end in end_tokens(chat.tokenizer):
+        return
+    end = chat.tokenizer.decode([chat.end])
+    if end not in stop:
+        what = f"the chat template ends a turn with {end}, which does not end what the policy writes"
+        remedy = "make it the tokenizer's eos_token, or add it to rollout.stop"
+        raise ConfigError(f"data.template: {what} ({remedy})")
