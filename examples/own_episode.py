@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from megarl.data.prompts import Prompt
 from megarl.rewards.verdict import Verdict
-from megarl.rollout.episode import Policy
+from megarl.agents.episode import Policy
 from megarl_verifier.answer import verify_dapo
 
 HINT = "\nWait\n"
