@@ -14,13 +14,13 @@ from operator import mul
 from typing import Any
 
 from megarl.config.errors import ConfigError
-from megarl.config.recipes import (
+from megarl.config.phases import (
     ROLLOUT,
     WEIGHT_TRANSFER,
     Phase,
     never_offloaded,
     replay_phases,
-    training_phases,
+    select_phases,
 )
 from megarl.config.schema import Config, LoraConfig, OptimizerConfig
 from megarl.parallel.layout import OVERLAP_ABOVE, Layout
@@ -94,7 +94,7 @@ class MemoryPlan:
     @cached_property
     def phases(self) -> list[Phase]:
         """Return the phases of a step that need something on the GPU; value pretraining needs no more."""
-        phases = (replay_phases if self.replay else training_phases)(self.config)
+        phases = replay_phases(self.config) if self.replay else select_phases(self.config)
         return [phase for phase in phases if phase.on_gpu]
 
     @cached_property
@@ -382,7 +382,7 @@ class MemoryPlan:
 
     def work(self, phase: Phase, stage: int, tokens: float) -> dict[str, float]:
         """Return the bytes that a phase allocates besides its tensor groups. tokens: of a micro-batch."""
-        if phase.name == WEIGHT_TRANSFER.name:
+        if phase.name == WEIGHT_TRANSFER:
             return {"transfer buckets": self.transfer_memory}
         pp = self.layout.pp
         last = stage == pp - 1
@@ -443,10 +443,10 @@ class MemoryPlan:
         groups = phase.on_gpu | self.keep
         if self.config.parallel.rollout_ranks:  # whose phases are these alone; others have no engine
             of_engine = frozenset(name for name in groups if name.startswith("engine."))
-            groups = of_engine if phase.name == ROLLOUT.name else groups - of_engine
+            groups = of_engine if phase.name == ROLLOUT else groups - of_engine
         work = self.work(phase, stage, self.pack if tokens is None else tokens)
         # FP8 copies of an update, whose work has a head, are still there when the weights are transferred.
-        only = not (phase.name == WEIGHT_TRANSFER.name or "head" in work)
+        only = not (phase.name == WEIGHT_TRANSFER or "head" in work)
         present = self._present(groups, stage, forward_only=only)
         return Need(phase.name, present | work | {"contexts": OVERHEAD}, stage)
 
@@ -566,7 +566,7 @@ class MemoryPlan:
         facts of all responses. Without an engine all ranks have read the whole batch."""
         config, tokens = self.config, self.step_tokens(self.longest)
         # Columns of responses are counted as if they were of tokens: micro-batches have indices of 16 bytes.
-        columns = frozenset[str]().union(*(phase.writes for phase in training_phases(config))) - {"tokens"}
+        columns = frozenset[str]().union(*(phase.writes for phase in select_phases(config))) - {"tokens"}
         each = 8 + 1 + SINGLE * len(columns)
         if not config.has_engine:
             return tokens * each
@@ -624,7 +624,7 @@ class MemoryPlan:
                 stages = range(self.layout.pp)
                 sums = max(self.group(f"{phase.model}.gradients", stage) for stage in stages)
                 parts["summed gradients"] = sums * world
-            if phase.name == ROLLOUT.name and not config.rollout.engine_kind.streams:
+            if phase.name == ROLLOUT and not config.rollout.engine_kind.streams:
                 engines = config.parallel.rollout_ranks or world
                 decoded = min(config.rollout.max_batch, -(-config.responses // engines))
                 each = self.longest * self.actor.cache_bytes(1) + self.actor.state_bytes(1)

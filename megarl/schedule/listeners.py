@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from megarl.config.errors import ConfigError, MegarlError, StorageError
-from megarl.config.recipes import PHASES
+from megarl.config.phases import PHASES
 from megarl.config.schema import EVALUATION
 from megarl.observe.prometheus import Exporter
 from megarl.observe.run_log import RunLog, Sample
@@ -315,7 +315,8 @@ def throughput(metrics: Mapping[str, float]) -> dict[str, float]:
         seconds = metrics.get("inside/rollout", metrics["time/rollout"])  # of ranks that only generate
         if seconds:  # else it was drawn before the run continued
             rates["throughput/rollout_tokens"] = metrics["rollout/tokens"] / seconds
-    seconds = sum(metrics.get(f"time/{phase.name}", 0.0) for phase in PHASES.values() if phase.model)
+    names = dict.fromkeys(phase.name for phase in PHASES if phase.model)
+    seconds = sum(metrics.get(f"time/{name}", 0.0) for name in names)
     if seconds and "train/tokens" in metrics:
         rates["throughput/train_tokens"] = metrics["train/tokens"] / seconds
     return rates

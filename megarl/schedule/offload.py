@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import torch
 
 from megarl.config.errors import DeviceMemoryError
-from megarl.config.recipes import GROUPS
+from megarl.config.phases import GROUPS
 from megarl.parallel.device_memory import (
     ProcessPeak,
     device_peak,

@@ -1,5 +1,5 @@
-"""The code of each phase: the function of the name under which config/recipes.py declares it, called as
-phase(run, step); and `run_phase`, which holds it to what it declares.
+"""The code of each phase: a function with the phase's name in config/phases.py, called as phase(run, step).
+`run_phase` calls it and enforces the columns that config/phases.py declares.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from megarl.config.recipes import PARITY, PHASES, Phase
+from megarl.config.phases import PARITY, PHASES, Phase
 from megarl.config.schema import PRETRAINING
 from megarl.data.experience import Experience, StepBatch
 from megarl.model.routing import start_counting
@@ -297,13 +297,13 @@ def supervised_update(run: Run, step: Step) -> None:
     step.metrics |= run.actor.update_mini_batches(step.local.mini_batches, loss, 1, "policy")
 
 
-FUNCTIONS: dict[str, Callable[[Run, Step], None]] = {name: globals()[name] for name in PHASES}
+FUNCTIONS: dict[str, Callable[[Run, Step], None]] = {phase.name: globals()[phase.name] for phase in PHASES}
 
 
 def run_phase(phase: Phase, run: Run, step: Step) -> None:
     """Run a phase, held to what it declares, and measure the memory that it takes."""
     # PARITY's is not recorded: a run that was interrupted has one more of these, and else the same record.
-    record = nullcontext() if phase.name == PARITY.name else run.offload.measured(phase.name, step.metrics)
+    record = nullcontext() if phase.name == PARITY else run.offload.measured(phase.name, step.metrics)
     with record, enforced(phase, step):
         FUNCTIONS[phase.name](run, step)
 

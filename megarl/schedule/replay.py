@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from megarl.config.errors import CheckpointError, ConfigError, DataError
-from megarl.config.recipes import ROLLOUT, replay_phases
+from megarl.config.phases import ROLLOUT, replay_phases
 from megarl.config.schema import PRETRAINING, Config
 from megarl.observe.run_log import plain
 from megarl.observe.runs import read_metrics
@@ -125,7 +125,7 @@ def replay(config: Config, number: int, runtime: Runtime, tolerance: float | Non
         for phase in replay_phases(config):
             if phase.on_gpu:
                 run.onload(phase.name, phase.on_gpu)
-            if phase.name == ROLLOUT.name:  # whose function also asks the engines what has failed
+            if phase.name == ROLLOUT:  # whose function also asks the engines what has failed
                 step.take(run.source.rollout(step.stage, number))
             else:
                 FUNCTIONS[phase.name](run, step)

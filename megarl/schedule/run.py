@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megarl.algorithms.advantages import SuccessTracker
 from megarl.config.files import Dispensable
-from megarl.config.recipes import never_offloaded
+from megarl.config.phases import never_offloaded
 from megarl.config.schema import PRETRAINING, Config
 from megarl.data.experience import Experience, StepBatch
 from megarl.model.builder import DTYPES, build_actor, build_critic, read_hf_config

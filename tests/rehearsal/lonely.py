@@ -24,7 +24,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megarl.config.recipes import never_offloaded, pretraining_phases, training_phases
+from megarl.config.phases import never_offloaded, select_phases, select_stages
 from megarl.config.schema import PRETRAINING, Config
 from megarl.data.experience import Experience
 from megarl.model.builder import read_hf_config
@@ -280,13 +280,10 @@ def measure(config: Config, hf: Mapping[str, Any], stage: int, updates: int = 2)
         memory.reset()
         run.connect()
         note("start of the engine", None)
-        stages = [("train", training_phases(config))]
-        if config.has_critic and config.value_pretraining.steps:
-            stages.insert(0, (PRETRAINING, pretraining_phases(config)))
-        for kind, phases in stages:
+        for kind in select_stages(config):
             step = Step(kind, 1)
             step.batch = batch
-            for phase in phases:
+            for phase in select_phases(config, kind):
                 label = f"{kind}: {phase.name}" if kind == PRETRAINING else phase.name
                 if phase.on_gpu:
                     run.onload(phase.name, phase.on_gpu)
