@@ -94,7 +94,7 @@ def has_critic(config: Config) -> bool:
 
 def has_critics(config: Config) -> bool:
     """Return whether the run trains several value models (AsyPPO)."""
-    return config.has_critic and config.critic.count > 1
+    return config.critic.count > 1 and config.has_critic
 
 
 def has_prompt_critic(config: Config) -> bool:
@@ -154,17 +154,17 @@ def has_kl_reward_with_engine_logprobs(config: Config) -> bool:
 
 def has_teacher_of_samples(config: Config) -> bool:
     """Return whether a teacher scores the sampled tokens (on-policy distillation)."""
-    return config.has_teacher and not config.teacher.top_k
+    return not config.teacher.top_k and config.has_teacher
 
 
 def has_teacher_of_top_k(config: Config) -> bool:
     """Return whether a teacher's top-k tokens are a term of the loss (on-policy distillation)."""
-    return config.has_teacher and bool(config.teacher.top_k)
+    return bool(config.teacher.top_k) and config.has_teacher
 
 
 def has_teacher_by_source(config: Config) -> bool:
     """Return whether the source of a prompt decides which teacher scores its responses."""
-    return config.has_teacher and bool(config.teacher.by_source)
+    return bool(config.teacher.by_source) and config.has_teacher
 
 
 def has_window(config: Config) -> bool:
@@ -236,6 +236,14 @@ class Columns:
     may_write: str = ""
     when: Condition = always
     stages: tuple[str, ...] = ALL
+
+    @cached_property
+    def read_names(self) -> frozenset[str]:
+        return frozenset(self.reads.split())
+
+    @cached_property
+    def written_names(self) -> frozenset[str]:
+        return frozenset(self.writes.split())
 
 
 WITHOUT_TRACKER = "group_advantages return_advantages gae_advantages"
@@ -330,6 +338,11 @@ COLUMNS: tuple[Columns, ...] = (
 )
 
 
+COLUMNS_BY_PHASE = {
+    phase.name: [row for row in COLUMNS if phase.name in row.phases.split()] for phase in PHASES
+}
+
+
 def select_stages(config: Config) -> tuple[str, ...]:
     """Return the stages of a run, in order."""
     pretrains = config.has_critic and config.value_pretraining.steps > 0
@@ -346,26 +359,19 @@ def select_phases(config: Config, stage: str | None = None, *, first_step: bool 
     stage = config.main_stage if stage is None else stage
     if stage == PRETRAINING and not config.has_critic:
         return ()
-    return tuple(
-        add_columns(phase, config, stage)
-        for phase in PHASES
-        if stage in phase.stages and phase.when(config) and (first_step or not phase.first_step_only)
-    )
+    rows = [row for row in PHASES if stage in row.stages and (first_step or not row.first_step_only)]
+    return tuple([add_columns(row, config, stage) for row in rows if row.when(config)])
 
 
 def add_columns(phase: Phase, config: Config, stage: str) -> Phase:
     """Return the phase with the columns that COLUMNS lists for it."""
-    rows = [
-        row
-        for row in COLUMNS
-        if phase.name in row.phases.split() and stage in row.stages and row.when(config)
-    ]
-    return replace(
-        phase,
-        reads=frozenset(name for row in rows for name in row.reads.split()),
-        writes=frozenset(name for row in rows for name in row.writes.split()),
-        may_write=frozenset(name for row in rows for name in row.may_write.split()),
-    )
+    rows = [row for row in COLUMNS_BY_PHASE[phase.name] if stage in row.stages and row.when(config)]
+    reads = NOTHING.union(*[row.read_names for row in rows])
+    writes = NOTHING.union(*[row.written_names for row in rows])
+    may_write = NOTHING.union(*[row.may_write.split() for row in rows if row.may_write])
+    # Not dataclasses.replace: the planner calls this thousands of times.
+    own = phase.name, phase.stages, phase.on_gpu, phase.when, phase.first_step_only
+    return Phase(*own, reads, writes, may_write)
 
 
 def replay_phases(config: Config) -> tuple[Phase, ...]:

@@ -217,12 +217,12 @@ class Records(Listener):
 
     @contextmanager
     def step(self, step: Step) -> Iterator[None]:
-        megatron_seconds = self.run.megatron_seconds()
+        megatron_seconds = count_megatron_seconds(self.run)
         yield
         samples, metrics = self._samples(step), step.metrics
         self._over_ranks(metrics)
         metrics["time/step"] = time.perf_counter() - step.started
-        metrics["inside/megatron"] = self.run.megatron_seconds() - megatron_seconds
+        metrics["inside/megatron"] = count_megatron_seconds(self.run) - megatron_seconds
         metrics |= throughput(metrics)
         for line in step.events:
             self.view.event(line)
@@ -306,6 +306,12 @@ def facts_of(run: Run) -> RunFacts:
         steps=config.steps,
         value_pretraining_steps=config.value_pretraining.steps if config.has_critic else 0,
     )
+
+
+def count_megatron_seconds(run: Run) -> float:
+    """Return this rank's seconds in Megatron's forward and backward passes and optimizers so far."""
+    models = (run.actor, *run.critics, run.reference, run.reward_model, *run.teachers)
+    return sum(model.megatron_seconds for model in models if model is not None)
 
 
 def throughput(metrics: Mapping[str, float]) -> dict[str, float]:

@@ -42,6 +42,7 @@ from megarl.training.objectives import actor_loss, critic_loss, other_tokens, se
 
 def rollout(run: Run, step: Step) -> None:
     """Sample groups of responses, and verify them."""
+    assert run.weight_sync is not None
     step.take(run.source.rollout(step.stage, step.number))
     step.events += run.weight_sync.take_events()
 
@@ -133,7 +134,7 @@ def values(run: Run, step: Step) -> None:
     step.count_tokens(len(run.critics), batch.critic_lengths(step.batch, run.config))
     read = local.critic_micro_batches if run.config.values_prompts else local.micro_batches
     for name in run.critic_names:
-        run.onload_model("values", name, "weights")
+        run.residency.onload_model("values", name, "weights")
         found.append(run.models[name].value_columns(experience, read)["values"])
     experience["values"] = torch.stack(found).mean(0)
     if len(found) > 1:
@@ -237,7 +238,7 @@ def critic_update(run: Run, step: Step) -> None:
         read = read.masked_fill(step.batch["unfinished"], 0)
     step.count_tokens(epochs, read)
     for number, name in enumerate(run.critic_names):
-        run.onload_model("critic_update", name, "weights", "gradients", "optimizer")
+        run.residency.onload_model("critic_update", name, "weights", "gradients", "optimizer")
         if mini_batches := step.local.critic_mini_batches[number]:
             loss = critic_loss(config.algorithm, step.local.experience, number)
             found.append(run.models[name].update_mini_batches(mini_batches, loss, epochs, "value"))
@@ -281,6 +282,7 @@ def draw_tokens(experience: Experience, seed: int, step: int, update: int) -> Te
 
 def weight_transfer(run: Run, step: Step) -> None:
     """Write the actor's shards into the engine's, in place."""
+    assert run.weight_sync is not None
     step.metrics |= run.publish(step.number)
     step.events += run.weight_sync.take_events()
 

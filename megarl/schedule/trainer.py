@@ -21,6 +21,7 @@ from megarl.parallel.comm import barrier, from_rank_0
 from megarl.parallel.signals import StopRequest
 from megarl.schedule.guards import Guards, keep_failed_batch
 from megarl.schedule.listeners import listeners_of
+from megarl.schedule.models import export_model
 from megarl.schedule.phases import run_phase
 from megarl.schedule.recovery import Progress, Recovery, Stateful
 from megarl.schedule.run import Run, Step
@@ -60,7 +61,7 @@ class Trainer:
                 critic.start_schedule(pretraining.steps, constant_lr=pretraining.lr or config.critic.lr)
             done = self.recovery.resume()
             for transfer in only_transfer(self.phases):
-                run.onload(transfer.name, transfer.on_gpu)
+                run.residency.onload(transfer.name, transfer.on_gpu)
                 run.publish(done)
             if checkpoint is None:
                 self.evaluate(0)
@@ -136,11 +137,11 @@ class Trainer:
             try:
                 if run.apart is not None and run.apart.pending is not None:
                     with self.listeners.phase("weight_transfer", step):
-                        step.metrics |= run.meet(wait=phase.updates("actor"))
+                        step.metrics |= run.transfer_pending(wait=phase.updates("actor"))
                 with run.offload.explained(phase.name):
                     if phase.on_gpu and run.offload.enabled:
                         with self.listeners.phase("residency", step):
-                            run.onload(phase.name, phase.on_gpu)
+                            run.residency.onload(phase.name, phase.on_gpu)
                     with self.listeners.phase(phase.name, step):
                         run_phase(phase, run, step)
             except NumericalError as error:
@@ -155,8 +156,8 @@ class Trainer:
             return
         started = time.perf_counter()
         with self.listeners.phase("evaluation"):
-            self.run.meet(wait=True)
-            self.run.onload("evaluation", {"engine.weights", "engine.kv_cache"})
+            self.run.transfer_pending(wait=True)
+            self.run.residency.onload("evaluation", {"engine.weights", "engine.kv_cache"})
             stats, answers = self.run.source.evaluate(number)
         spent = time.perf_counter() - started
         self.listeners.evaluated(number, {**stats, "time/evaluation": spent}, answers)
@@ -172,8 +173,9 @@ class Trainer:
                 shutil.rmtree(out)
             barrier(self.run.runtime)
         with self.listeners.phase(f"export {which}"):
-            self.run.onload_model("export", which, "weights")
-            self.run.export(which, out, adapters=adapters)
+            self.run.residency.onload_model("export", which, "weights")
+            model, config = self.run.models[which], self.config
+            export_model(model, config, self.run.runtime, out, adapters=adapters)
             barrier(self.run.runtime)
         what = f"adapters of the {which}" if adapters else which
         self.listeners.event(f"{what} written to {out}", kept=False)

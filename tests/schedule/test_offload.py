@@ -16,8 +16,7 @@ from megarl.config.phases import GROUPS, Phase, check_phases, never_offloaded, r
 from megarl.config.schema import PRETRAINING, SUPERVISED, TRAIN, Config
 from megarl.parallel.movable import HostPool, Movable
 from megarl.plan.times import LINKS, default_lengths, estimate
-from megarl.schedule.offload import OffloadManager
-from megarl.schedule.run import Run
+from megarl.schedule.offload import OffloadManager, Residency
 from tests.plan.test_memory import plan_32b
 from tests.schedule.demo import make_warm_model, train
 
@@ -182,10 +181,10 @@ def test_a_phase_of_engines_elsewhere_moves_nothing() -> None:
     """Trainers that wait for responses have no engine to make room for."""
     moves: list[tuple[str, bool]] = []
     offload, _ = make_manager(moves=moves)
-    run: Any = SimpleNamespace(engine=None, offload=offload)
-    Run.onload(run, "rollout", {"engine.weights", "engine.kv_cache"})
+    residency = Residency(offload, {})
+    residency.onload("rollout", {"engine.weights", "engine.kv_cache"})
     assert not moves
-    Run.onload(run, "weight_transfer", {"engine.weights", "actor.weights"})
+    residency.onload("weight_transfer", {"engine.weights", "actor.weights"})
     assert offload.present == {"actor.weights"}
 
 
@@ -198,22 +197,20 @@ def test_what_is_printed_is_on_the_gpu(name: str, remote_ranks: int, keep: tuple
     """`megarl config phases` prints the groups that are there in the second step of a run."""
     config, stage = STEPS[name]
     sizes = config.parallel.model_copy(update={"rollout_ranks": remote_ranks})
-    residency = config.residency.model_copy(update={"keep": keep})
-    config = config.model_copy(update={"parallel": sizes, "residency": residency})
+    keeps = config.residency.model_copy(update={"keep": keep})
+    config = config.model_copy(update={"parallel": sizes, "residency": keeps})
     offload, _ = make_manager(frozenset(keep))
     for group in GROUPS:
         if not config.has_group(group) or (remote_ranks and group.startswith("engine.")):
             offload.present.discard(group)
+    weight_sync: Any = SimpleNamespace(complete=True)
     has_engine = config.has_engine and not remote_ranks
-    weight_sync = SimpleNamespace(complete=True)
-    run: Any = SimpleNamespace(
-        engine=object() if has_engine else None, offload=offload, weight_sync=weight_sync
-    )
+    residency = Residency(offload, {}, weight_sync if has_engine else None)
     phases = select_phases(config, stage)
     for step in (1, 2):
         for phase, resident in zip(phases, resident_groups(config, phases), strict=True):
             if phase.on_gpu:
-                Run.onload(run, phase.name, phase.on_gpu)
+                residency.onload(phase.name, phase.on_gpu)
             if step == 2:
                 assert offload.present == resident, phase.name
 
