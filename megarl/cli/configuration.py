@@ -88,7 +88,7 @@ def describe_stage(config: Config, stage: str) -> str:
         if phase.first_step_only:
             lines.append(f"{phase.name}: only in the first step after each start")
     if ranks := config.parallel.rollout_ranks:
-        lines.append(f"rollout: on {ranks} ranks of its own (parallel.rollout_ranks), with the engine")
+        lines.append(f"rollout: on {ranks} separate ranks (parallel.rollout_ranks), with the engine")
     return "\n".join(lines)
 
 

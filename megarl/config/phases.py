@@ -1,4 +1,4 @@
-"""The phases of each step: their order, when each applies, what it has on the GPU, which columns it uses.
+"""The phases of each step: order, conditions, tensor groups on the GPU, columns.
 
 `PHASES` is the order, read from top to bottom. `COLUMNS` lists what each phase reads and writes.
 The code of a phase is the function of the same name in megarl/schedule/phases.py.
@@ -133,7 +133,7 @@ def compares_engine(config: Config) -> bool:
 
 
 def has_reference_model(config: Config) -> bool:
-    """Return whether a model of its own gives the reference log-probs for a KL term."""
+    """Return whether a separate model gives the reference log-probs for a KL term."""
     return config.algorithm.has_reference and config.actor.lora.rank is None
 
 
@@ -390,8 +390,8 @@ def check_phases(phases: Sequence[Phase]) -> None:
     """Check that phases can run in this order.
 
     Raises:
-        ValueError: a phase reads a column that no earlier phase writes, needs an unknown tensor group, or
-            needs the KV cache and an optimizer on the GPU together.
+        ValueError: a phase reads a column that no earlier phase writes, or needs an unknown tensor group.
+            Also if it needs the KV cache and an optimizer on the GPU together.
     """
     written: set[str] = set()
     for phase in phases:

@@ -25,8 +25,11 @@ from megarl.weights.tensor_files import Processes
 def load_weights(
     model: torch.nn.Module, folder: ModelFolder, runtime: Runtime, *, critic: bool = False
 ) -> None:
-    """Load this rank's slices of a model's folder into its part of the model. Raises CheckpointError on every
-    rank if one cannot use its slices."""
+    """Load this rank's slices of a model's folder into its part of the model.
+
+    Raises:
+        CheckpointError: on every rank, if one rank cannot use its slices.
+    """
     shards = megatron_layout(folder.config, runtime.layout, critic=critic)[runtime.rank][1]
     Processes(runtime.cpu_group).run(
         lambda: load_into(model_weights(dict(model.named_parameters())), shards, folder)

@@ -178,7 +178,7 @@ class OffloadManager:
 
 
 class Residency:
-    """Brings what a phase needs to the device, and gives an engine that lost its weights the actor's again.
+    """Brings tensor groups to the device, and restores the weights of an engine that lost them.
 
     models       trained models by name: actor, critic, critic_2
     weight_sync  None if this rank has no engine

@@ -1,4 +1,4 @@
-"""The code of each phase: a function with the phase's name in config/phases.py, called as phase(run, step).
+"""The code of each phase: a function with its name in config/phases.py, called as phase(run, step).
 `run_phase` calls it and enforces the columns that config/phases.py declares.
 """
 

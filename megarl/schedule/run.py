@@ -45,7 +45,7 @@ class Run:
     tracker      success rate of each prompt, the same on every rank (SPO)
     source       of the batches
     engine       of this rank; None if there is none, or if engines have separate ranks
-    apart        the source if engines have separate ranks, else None
+    apart        the source if engines run on separate ranks, else None
     weight_sync  from the actor to the engines; None without engines
     dispensable  files that the run can do without
     """
@@ -71,7 +71,7 @@ class Run:
 
     @cached_property
     def models(self) -> dict[str, TrainableModel]:
-        """The models whose weights and optimizers a checkpoint holds: actor, critic, critic_2."""
+        """Trained models by name, as a checkpoint holds them: actor, critic, critic_2."""
         return {"actor": self.actor, **dict(zip(("critic", "critic_2"), self.critics, strict=False))}
 
     @property
@@ -81,7 +81,7 @@ class Run:
 
     @cached_property
     def residency(self) -> Residency:
-        """What brings tensor groups to the device before a phase."""
+        """The part of `offload` that also knows the engine's weights."""
         return Residency(self.offload, self.models, self.weight_sync if self.engine is not None else None)
 
     def publish(self, version: int) -> dict[str, float]:

@@ -114,7 +114,7 @@ def test_where_tensors_stay(capsys: pytest.CaptureFixture[str]) -> None:
     assert "  reference_logprobs  actor.weights\n" in adapters
     ranks = print_phases(capsys, file, "parallel.rollout_ranks=64")
     assert "engine." not in ranks
-    assert "rollout: on 64 ranks of its own (parallel.rollout_ranks), with the engine\n" in ranks
+    assert "rollout: on 64 separate ranks (parallel.rollout_ranks), with the engine\n" in ranks
     kept = print_phases(capsys, file, "residency.keep=[actor.optimizer]")
     assert "  rollout           actor.optimizer engine.weights engine.kv_cache\n" in kept
 
