@@ -9,9 +9,9 @@ is context. docs/episodes.md has the rules, and tools, environments and agents.
 
 from __future__ import annotations
 
+from megarl.agents.episode import Policy
 from megarl.data.prompts import Prompt
 from megarl.rewards.verdict import Verdict
-from megarl.agents.episode import Policy
 from megarl_verifier.answer import verify_dapo
 
 HINT = "\nWait\n"

@@ -1,5 +1,4 @@
-"""What a configuration holds and what a run of it needs, on any machine: `megarl config show|check|docs` and
-`megarl plan`."""
+"""What a configuration holds and what its run needs, on any machine: `megarl config` and `megarl plan`."""
 
 from __future__ import annotations
 
@@ -17,7 +16,9 @@ from megarl.cli.arguments import ConfigFile, Overrides, PublicModel
 from megarl.config import Config, check_config, dump_config, load_config
 from megarl.config.errors import ConfigError
 from megarl.config.load import dump_yaml
+from megarl.config.phases import GROUPS, resident_groups, select_phases, select_stages
 from megarl.config.recipes import AHEAD_PRESET, PRESETS
+from megarl.config.schema import PRETRAINING
 from megarl.config.schema.section import entry_model, fields
 from megarl.config.text import printable
 
@@ -64,6 +65,32 @@ def check(path: ConfigFile, overrides: Overrides) -> int:
     preflight(config, str(path))
     print(printable(f"{path}: the configuration holds"))
     return 0
+
+
+@app.command()
+def phases(path: ConfigFile, overrides: Overrides) -> int:
+    """Print the phases of a step, in order, and what is on the GPU in each."""
+    config = load_config(path, overrides)
+    check_config(config, str(path))
+    print("\n\n".join(describe_stage(config, stage) for stage in select_stages(config)))
+    return 0
+
+
+def describe_stage(config: Config, stage: str) -> str:
+    """Return a table of a stage's phases: a title, a header, a line for each phase, and notes."""
+    selected = select_phases(config, stage, first_step=True)
+    steps = f"at most {config.value_pretraining.steps}" if stage == PRETRAINING else config.steps
+    rows = [("phase", "on the GPU")]
+    for phase, resident in zip(selected, resident_groups(config, selected), strict=True):
+        rows.append((phase.name, " ".join(group for group in GROUPS if group in resident) or "-"))
+    width = max(len(name) for name, _ in rows)
+    lines = [f"stage {stage}, {steps} steps", *(f"  {name:{width}}  {groups}" for name, groups in rows)]
+    for phase in selected:
+        if phase.first_step_only:
+            lines.append(f"{phase.name}: only in the first step after each start")
+    if ranks := config.parallel.rollout_ranks:
+        lines.append(f"rollout: on {ranks} separate ranks (parallel.rollout_ranks), with the engine")
+    return "\n".join(lines)
 
 
 @app.command()

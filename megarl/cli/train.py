@@ -152,7 +152,7 @@ def _train_launched(config: Config, end: float | None, lease: Lease) -> int:
 def _train(config: Config, stop: StopRequest, lease: Lease | None, *, launched: bool) -> int:
     def job(runtime: Runtime) -> None:
         from megarl.schedule.ahead import EngineRank
-        from megarl.schedule.run import Run
+        from megarl.schedule.run import build_run
         from megarl.schedule.trainer import Trainer
         from megarl.schedule.watchdog import Watchdog
 
@@ -161,7 +161,7 @@ def _train(config: Config, stop: StopRequest, lease: Lease | None, *, launched: 
                 with closing(EngineRank(config, runtime)) as rank:
                     rank.serve(watchdog)
                 return
-            with closing(Run(config, runtime)) as run:
+            with closing(build_run(config, runtime)) as run:
                 # megatron-core collects garbage at each model that is saved: it goes through every object,
                 # some millions, but those that are frozen, which live as long as this process.
                 gc.freeze()
@@ -169,7 +169,7 @@ def _train(config: Config, stop: StopRequest, lease: Lease | None, *, launched: 
                 # leaked, on pages behind our last line.
                 atexit.register(gc.unfreeze)
                 if runtime.rank == 0:
-                    reports = {name: asdict(report) for name, report in run.data_reports.items()}
+                    reports = {name: asdict(report) for name, report in run.source.reports.items()}
                     with run.dispensable.file(config.run_dir / "data.json"):
                         write_whole(config.run_dir / "data.json", json.dumps(reports, indent=1) + "\n")
                 Trainer(run, stop, watchdog).train()

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.config.errors import ConfigError
-from megarl.config.recipes import WATCHED
+from megarl.config.phases import WATCHED
 from megarl.config.schema import Config, OptimizerConfig, RolloutConfig
 from megarl.config.schema.section import Section
 

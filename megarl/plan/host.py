@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megarl.config.recipes import ROLLOUT, training_phases
+from megarl.config.phases import ROLLOUT, select_phases
 from megarl.plan.disk import checkpoint_bytes
 from megarl.plan.inputs import PlanInputs
 from megarl.plan.memory import phase_buffers
@@ -90,7 +90,7 @@ def step_batch_bytes(plan: PlanInputs) -> float:
     of their files, and the metadata of all responses. Without an engine all ranks read the whole batch."""
     config, tokens = plan.config, plan.step_tokens(plan.longest)
     # Columns of responses are counted as if they were of tokens: micro-batches have indices of 16 bytes.
-    columns = frozenset[str]().union(*(phase.writes for phase in training_phases(config))) - {"tokens"}
+    columns = frozenset[str]().union(*(phase.writes for phase in select_phases(config))) - {"tokens"}
     each = 8 + 1 + SINGLE * len(columns)
     if not config.has_engine:
         return tokens * each
@@ -135,7 +135,7 @@ def cpu_bytes_by_phase(plan: PlanInputs) -> dict[str, dict[str, float]]:
             stages = range(plan.layout.pp)
             sums = max(group_bytes(plan, f"{phase.model}.gradients", stage) for stage in stages)
             parts["summed gradients"] = sums * world
-        if phase.name == ROLLOUT.name and not config.rollout.engine_kind.streams:
+        if phase.name == ROLLOUT and not config.rollout.engine_kind.streams:
             parts["KV cache"] = _cpu_kv_cache_bytes(plan)
         found[phase.name] = parts
     if config.checkpoint.every:

@@ -11,7 +11,7 @@ from functools import cached_property
 from typing import Any
 
 from megarl.config.errors import ConfigError
-from megarl.config.recipes import Phase, never_offloaded, replay_phases, training_phases
+from megarl.config.phases import Phase, never_offloaded, replay_phases, select_phases
 from megarl.config.schema import Config, LoraConfig, OptimizerConfig
 from megarl.parallel.layout import OVERLAP_ABOVE, Layout
 from megarl.plan.sizes import BYTES, Device, Passes, Shape, device_of
@@ -41,7 +41,7 @@ class PlanInputs:
     @cached_property
     def phases(self) -> list[Phase]:
         """Return the phases of a step that use the GPU. Value pretraining needs no more than they do."""
-        phases = (replay_phases if self.replay else training_phases)(self.config)
+        phases = replay_phases(self.config) if self.replay else select_phases(self.config)
         return [phase for phase in phases if phase.on_gpu]
 
     @cached_property

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from megarl.config.recipes import ACTOR_UPDATE, OLD_TOP_K, ROLLOUT, TEACHER_TOP_K, WEIGHT_TRANSFER, Phase
+from megarl.config.phases import ROLLOUT, WEIGHT_TRANSFER, Phase
 from megarl.plan.engines import transfer_buffer_bytes
 from megarl.plan.inputs import PlanInputs
 from megarl.plan.sizes import GIB, SINGLE, Activations, in_flight, passed_on
@@ -80,17 +80,17 @@ def phase_need(plan: PlanInputs, phase: Phase, stage: int, tokens: float | None 
     groups = phase.on_gpu | plan.keep
     if plan.config.parallel.rollout_ranks:  # a disaggregated engine is alone on its GPUs
         of_engine = frozenset(name for name in groups if name.startswith("engine."))
-        groups = of_engine if phase.name == ROLLOUT.name else groups - of_engine
+        groups = of_engine if phase.name == ROLLOUT else groups - of_engine
     buffers = phase_buffers(plan, phase, stage, plan.pack if tokens is None else tokens)
     # The FP8 copies of an update, which alone has a head's gradient, last until the weight transfer.
-    forward_only = not (phase.name == WEIGHT_TRANSFER.name or "head" in buffers)
+    forward_only = not (phase.name == WEIGHT_TRANSFER or "head" in buffers)
     resident = resident_bytes(plan, groups, stage, forward_only=forward_only)
     return Need(phase.name, resident | buffers | {"contexts": OVERHEAD}, stage)
 
 
 def phase_buffers(plan: PlanInputs, phase: Phase, stage: int, tokens: float) -> dict[str, float]:
     """Return what a phase allocates in addition to its tensor groups. tokens: of a micro-batch."""
-    if phase.name == WEIGHT_TRANSFER.name:
+    if phase.name == WEIGHT_TRANSFER:
         return weight_transfer(plan)
     if phase.model is None:
         return rollout()
@@ -132,7 +132,7 @@ def _make_stage_pass(plan: PlanInputs, model: str, stage: int, tokens: float) ->
 def _count_top_k(plan: PlanInputs, phase: Phase) -> int:
     """Return how many top-k tokens the head returns for each token."""
     policy, teacher = plan.config.algorithm.dppo.top_k, plan.config.teacher.top_k or 0
-    top_k = {OLD_TOP_K.name: policy, TEACHER_TOP_K.name: teacher, ACTOR_UPDATE.name: policy + teacher}
+    top_k = {"old_top_k": policy, "teacher_top_k": teacher, "actor_update": policy + teacher}
     return top_k.get(phase.name, 0)
 
 

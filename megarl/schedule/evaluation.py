@@ -18,7 +18,7 @@ from megarl.rollout.episode import load_prompt_options
 from megarl.rollout.rank import RolloutRank
 from megarl.rollout.responses import EvaluationResult
 from megarl.schedule.generation import load_tokenizer, make_engine, make_weight_sync, start_engine
-from megarl.schedule.run import load_weights
+from megarl.schedule.models import load_weights
 from megarl.training.checkpoint import (
     FOLDER,
     MANIFEST,

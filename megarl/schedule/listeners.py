@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from megarl.config.errors import ConfigError, MegarlError, StorageError
-from megarl.config.recipes import PHASES
+from megarl.config.phases import PHASES
 from megarl.config.schema import EVALUATION
 from megarl.observe.prometheus import Exporter
 from megarl.observe.run_log import RunLog, Sample
@@ -217,12 +217,12 @@ class Records(Listener):
 
     @contextmanager
     def step(self, step: Step) -> Iterator[None]:
-        megatron_seconds = self.run.megatron_seconds()
+        megatron_seconds = count_megatron_seconds(self.run)
         yield
         samples, metrics = self._samples(step), step.metrics
         self._over_ranks(metrics)
         metrics["time/step"] = time.perf_counter() - step.started
-        metrics["inside/megatron"] = self.run.megatron_seconds() - megatron_seconds
+        metrics["inside/megatron"] = count_megatron_seconds(self.run) - megatron_seconds
         metrics |= throughput(metrics)
         for line in step.events:
             self.view.event(line)
@@ -308,6 +308,12 @@ def facts_of(run: Run) -> RunFacts:
     )
 
 
+def count_megatron_seconds(run: Run) -> float:
+    """Return this rank's seconds in Megatron's forward and backward passes and optimizers so far."""
+    models = (run.actor, *run.critics, run.reference, run.reward_model, *run.teachers)
+    return sum(model.megatron_seconds for model in models if model is not None)
+
+
 def throughput(metrics: Mapping[str, float]) -> dict[str, float]:
     """Return tokens per second of the whole job: generated, and put through forward and update."""
     rates = {}
@@ -315,7 +321,8 @@ def throughput(metrics: Mapping[str, float]) -> dict[str, float]:
         seconds = metrics.get("inside/rollout", metrics["time/rollout"])  # of ranks that only generate
         if seconds:  # else it was drawn before the run continued
             rates["throughput/rollout_tokens"] = metrics["rollout/tokens"] / seconds
-    seconds = sum(metrics.get(f"time/{phase.name}", 0.0) for phase in PHASES.values() if phase.model)
+    names = dict.fromkeys(phase.name for phase in PHASES if phase.model)
+    seconds = sum(metrics.get(f"time/{name}", 0.0) for name in names)
     if seconds and "train/tokens" in metrics:
         rates["throughput/train_tokens"] = metrics["train/tokens"] / seconds
     return rates

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import torch
 
 from megarl.config.errors import DeviceMemoryError
-from megarl.config.recipes import GROUPS
+from megarl.config.phases import GROUPS
 from megarl.parallel.device_memory import (
     ProcessPeak,
     device_peak,
@@ -20,6 +20,7 @@ from megarl.parallel.device_memory import (
 )
 from megarl.parallel.movable import Movable
 from megarl.rollout.weight_sync import WeightSync
+from megarl.training.model import TrainableModel
 
 GIB = 2**30
 UPDATE_ADVICE = (
@@ -174,3 +175,54 @@ class OffloadManager:
         found = device_peak(self.device) or {"": float(self.nbytes)} | self._process.measure()
         for kind, size in found.items():
             metrics[f"memory{'_' if kind else ''}{kind}/{phase}"] = size
+
+
+class Residency:
+    """Brings tensor groups to the device, and restores the weights of an engine that lost them.
+
+    models       trained models by name: actor, critic, critic_2
+    weight_sync  None if this rank has no engine
+    """
+
+    def __init__(
+        self,
+        offload: OffloadManager,
+        models: Mapping[str, TrainableModel],
+        weight_sync: WeightSync | None = None,
+    ) -> None:
+        self.offload, self.models, self.weight_sync = offload, models, weight_sync
+
+    def onload(self, phase: str, groups: Collection[str]) -> None:
+        """Have these tensor groups on the device, and no others.
+
+        An engine whose weights were lost gets the actor's first. A phase that has both on the device syncs
+        them itself.
+        """
+        weight_sync = self.weight_sync
+        if weight_sync is None:
+            # A phase that only needs an engine, which is elsewhere, moves nothing.
+            if own := {name for name in groups if not name.startswith("engine.")}:
+                self.offload.onload(phase, own)
+            return
+        needs_engine = "engine.weights" in groups and "actor.weights" not in groups
+        if needs_engine and not weight_sync.complete:
+            self.offload.onload(phase, {"actor.weights", "engine.weights"})
+            weight_sync.sync(weight_sync.version)
+        self.offload.onload(phase, groups)
+        if needs_engine and not weight_sync.complete:  # an engine failed when it was to wake up
+            with self.offload.also(phase, {"actor.weights"}):
+                weight_sync.sync(weight_sync.version)
+
+    def onload_model(self, phase: str, name: str, *parts: str) -> None:
+        """Have these parts of a trained model on the device: weights, gradients, optimizer."""
+        model = self.models[name]
+        groups = {f"{model.name}.{part}" for part in parts}
+        self.onload(phase, groups)
+        if model.name == "critic":
+            number = list(self.models).index(name) - 1  # of the critics; the actor comes first
+            for group in sorted(groups):
+                self.offload.turn(phase, group, number)
+
+    def onload_for_checkpoint(self, name: str) -> None:
+        """Have a model and its optimizer on the device, to be saved or loaded."""
+        self.onload_model("checkpoint", name, "weights", "optimizer")

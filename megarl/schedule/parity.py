@@ -23,6 +23,7 @@ from megarl.data.experience import Experience
 from megarl.model.builder import DTYPES
 from megarl.parallel.comm import from_rank_0, gather_objects, gather_on_0, max_over_ranks, sum_over_replicas
 from megarl.rollout.engines.transformers_engine import HEAD, OUTPUT, Part, TransformersEngine
+from megarl.schedule.models import export_model
 from megarl.schedule.run import Run, Step
 from megarl.training.batch import MicroBatch, make_micro_batches
 from megarl.weights.hf import load_into
@@ -126,9 +127,12 @@ def _layers(run: Run, step: Step, version: int) -> str:
     runtime, config = run.runtime, run.config
     own = run.engine if isinstance(run.engine, TransformersEngine) else None
     try:
-        run.onload("weight_transfer", {"actor.weights", "engine.weights"} if own else {"actor.weights"})
-        if own and not run.weight_sync.complete:  # it was away while the trainer had the device
-            run.weight_sync.sync(run.weight_sync.version)
+        run.residency.onload(
+            "weight_transfer", {"actor.weights", "engine.weights"} if own else {"actor.weights"}
+        )
+        weight_sync = run.weight_sync
+        if own and weight_sync and not weight_sync.complete:  # it was away while the trainer had the device
+            weight_sync.sync(weight_sync.version)
         sequences = _sequences(run, step.local.experience)
         states = [_trainer_states(run, *sequence) for sequence in sequences]
         reference, said = own or _from_folder(run, version), [""]
@@ -264,7 +268,7 @@ def _from_folder(run: Run, version: int) -> TransformersEngine | None:
     that it started from, which no transfer has touched, or once it has learned an export's."""
     config, folder = run.config, run.folder
     if version:
-        run.export("actor", config.run_dir / "parity")
+        export_model(run.actor, config, run.runtime, config.run_dir / "parity")
         folder = open_model(config.run_dir / "parity")
     if run.runtime.rank:
         return None

@@ -1,5 +1,5 @@
-"""The code of each phase: the function of the name under which config/recipes.py declares it, called as
-phase(run, step); and `run_phase`, which holds it to what it declares.
+"""The code of each phase: a function with its name in config/phases.py, called as phase(run, step).
+`run_phase` calls it and enforces the columns that config/phases.py declares.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from megarl.config.recipes import PARITY, PHASES, Phase
+from megarl.config.phases import PARITY, PHASES, Phase
 from megarl.config.schema import PRETRAINING
 from megarl.data.experience import Experience, StepBatch
 from megarl.model.routing import start_counting
@@ -42,6 +42,7 @@ from megarl.training.objectives import actor_loss, critic_loss, other_tokens, se
 
 def rollout(run: Run, step: Step) -> None:
     """Sample groups of responses, and verify them."""
+    assert run.weight_sync is not None
     step.take(run.source.rollout(step.stage, step.number))
     step.events += run.weight_sync.take_events()
 
@@ -133,7 +134,7 @@ def values(run: Run, step: Step) -> None:
     step.count_tokens(len(run.critics), batch.critic_lengths(step.batch, run.config))
     read = local.critic_micro_batches if run.config.values_prompts else local.micro_batches
     for name in run.critic_names:
-        run.onload_model("values", name, "weights")
+        run.residency.onload_model("values", name, "weights")
         found.append(run.models[name].value_columns(experience, read)["values"])
     experience["values"] = torch.stack(found).mean(0)
     if len(found) > 1:
@@ -237,7 +238,7 @@ def critic_update(run: Run, step: Step) -> None:
         read = read.masked_fill(step.batch["unfinished"], 0)
     step.count_tokens(epochs, read)
     for number, name in enumerate(run.critic_names):
-        run.onload_model("critic_update", name, "weights", "gradients", "optimizer")
+        run.residency.onload_model("critic_update", name, "weights", "gradients", "optimizer")
         if mini_batches := step.local.critic_mini_batches[number]:
             loss = critic_loss(config.algorithm, step.local.experience, number)
             found.append(run.models[name].update_mini_batches(mini_batches, loss, epochs, "value"))
@@ -281,6 +282,7 @@ def draw_tokens(experience: Experience, seed: int, step: int, update: int) -> Te
 
 def weight_transfer(run: Run, step: Step) -> None:
     """Write the actor's shards into the engine's, in place."""
+    assert run.weight_sync is not None
     step.metrics |= run.publish(step.number)
     step.events += run.weight_sync.take_events()
 
@@ -297,13 +299,13 @@ def supervised_update(run: Run, step: Step) -> None:
     step.metrics |= run.actor.update_mini_batches(step.local.mini_batches, loss, 1, "policy")
 
 
-FUNCTIONS: dict[str, Callable[[Run, Step], None]] = {name: globals()[name] for name in PHASES}
+FUNCTIONS: dict[str, Callable[[Run, Step], None]] = {phase.name: globals()[phase.name] for phase in PHASES}
 
 
 def run_phase(phase: Phase, run: Run, step: Step) -> None:
     """Run a phase, held to what it declares, and measure the memory that it takes."""
     # PARITY's is not recorded: a run that was interrupted has one more of these, and else the same record.
-    record = nullcontext() if phase.name == PARITY.name else run.offload.measured(phase.name, step.metrics)
+    record = nullcontext() if phase.name == PARITY else run.offload.measured(phase.name, step.metrics)
     with record, enforced(phase, step):
         FUNCTIONS[phase.name](run, step)
 

@@ -66,7 +66,7 @@ class Recovery:
             run.config,
             run.models,
             versions(),
-            run.onload_for_checkpoint,
+            run.residency.onload_for_checkpoint,
             run.source.join,
             run.source.share,
             listeners.event,
@@ -86,7 +86,7 @@ class Recovery:
         stage, step = (run.config.main_stage, 0) if found is None else (found.stage, found.step)
         if found is not None:
             with self.listeners.phase("resume", Step(stage, step)):
-                state = load_checkpoint(found, run.models, run.onload_for_checkpoint)
+                state = load_checkpoint(found, run.models, run.residency.onload_for_checkpoint)
                 run.source.load_state_dict(state["samplers"])
                 for name, one in self.stateful.items():
                     one.load_state_dict(state[name])

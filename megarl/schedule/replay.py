@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from megarl.config.errors import CheckpointError, ConfigError, DataError
-from megarl.config.recipes import ROLLOUT, replay_phases
+from megarl.config.phases import ROLLOUT, replay_phases
 from megarl.config.schema import PRETRAINING, Config
 from megarl.observe.run_log import plain
 from megarl.observe.runs import read_metrics
@@ -22,7 +22,7 @@ from megarl.parallel.runtime import Runtime
 from megarl.schedule.phases import FUNCTIONS
 from megarl.schedule.preflight import versions
 from megarl.schedule.rollouts import read_rollout, rollout_files, rollouts_folder, stored
-from megarl.schedule.run import Run, Step
+from megarl.schedule.run import Run, Step, build_run
 from megarl.schedule.source import BatchSource, Rollout
 from megarl.training.checkpoint import (
     FOLDER,
@@ -99,14 +99,14 @@ def replay(config: Config, number: int, runtime: Runtime, tolerance: float | Non
     Raises CheckpointError or DataError where its checkpoint, its rollout or its record is missing or
     damaged."""
     recorded = recorded_numbers(config, number)
-    run = Run(config, runtime, RecordedRollouts(config, runtime) if config.has_engine else None)
+    run = build_run(config, runtime, RecordedRollouts(config, runtime) if config.has_engine else None)
     try:
         checkpoint = before(config, number)
         remarks = []
         if checkpoint is not None:
             if damaged := damage_of(checkpoint, runtime):
                 raise CheckpointError(damaged[0])
-            state = load_checkpoint(checkpoint, run.models, run.onload_for_checkpoint)
+            state = load_checkpoint(checkpoint, run.models, run.residency.onload_for_checkpoint)
             run.source.load_state_dict(state["samplers"])
             if run.tracker is not None:
                 run.tracker.load_state_dict(state["tracker"])
@@ -124,8 +124,8 @@ def replay(config: Config, number: int, runtime: Runtime, tolerance: float | Non
         step = Step(config.main_stage, number)
         for phase in replay_phases(config):
             if phase.on_gpu:
-                run.onload(phase.name, phase.on_gpu)
-            if phase.name == ROLLOUT.name:  # whose function also asks the engines what has failed
+                run.residency.onload(phase.name, phase.on_gpu)
+            if phase.name == ROLLOUT:  # whose function also asks the engines what has failed
                 step.take(run.source.rollout(step.stage, number))
             else:
                 FUNCTIONS[phase.name](run, step)
@@ -181,11 +181,11 @@ def _differ(run: Run, checkpoint: Checkpoint, runtime: Runtime) -> float:
     """Load the checkpoint into the models; return the largest difference of a weight from before."""
 
     def weights(name: str) -> list[torch.Tensor]:
-        run.onload_for_checkpoint(name)
+        run.residency.onload_for_checkpoint(name)
         return [parameter.detach().to("cpu", copy=True) for parameter in run.models[name].model.parameters()]
 
     ours = {name: weights(name) for name in run.models}
-    load_checkpoint(checkpoint, run.models, run.onload_for_checkpoint)
+    load_checkpoint(checkpoint, run.models, run.residency.onload_for_checkpoint)
     largest = 0.0
     for name in run.models:
         for mine, theirs in zip(ours[name], weights(name), strict=True):

@@ -1,185 +1,77 @@
-"""What the phases of a run work with on one rank (`Run`), and the step that they fill (`Step`)."""
+"""The objects that phases work with on one rank (`Run`), and the step that they fill (`Step`)."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
+from functools import cached_property
 from typing import Any
 
-import torch
 from torch import Tensor
+from transformers import PretrainedConfig
 
 from megarl.algorithms.advantages import SuccessTracker
 from megarl.config.files import Dispensable
-from megarl.config.recipes import never_offloaded
+from megarl.config.phases import never_offloaded
 from megarl.config.schema import PRETRAINING, Config
 from megarl.data.experience import Experience, StepBatch
-from megarl.model.builder import DTYPES, build_actor, build_critic, read_hf_config
+from megarl.model.builder import read_hf_config
 from megarl.observe.run_log import Sample
 from megarl.parallel.movable import HostPool
 from megarl.parallel.runtime import Runtime
 from megarl.rollout.engines.engine import RolloutEngine
-from megarl.rollout.weight_sync import Failures
+from megarl.rollout.weight_sync import Failures, WeightSync
 from megarl.schedule.ahead import GenerationApart
 from megarl.schedule.generation import Generation, load_tokenizer, make_engine, make_weight_sync
-from megarl.schedule.offload import EngineMemory, OffloadManager
+from megarl.schedule.models import ModelBuilder
+from megarl.schedule.offload import EngineMemory, OffloadManager, Residency
 from megarl.schedule.source import BatchSource, Rollout, SupervisedPairs
 from megarl.training.batch import LocalBatch
 from megarl.training.columns import Tables
 from megarl.training.model import InferenceModel, TrainableModel
-from megarl.training.tensor_groups import tensor_groups
-from megarl.weights.families import model_weights, read_config
-from megarl.weights.hf import ModelFolder, export_hf, load_into
-from megarl.weights.lora import export_peft, merged
+from megarl.weights.hf import ModelFolder
 from megarl.weights.megatron import open_model
-from megarl.weights.shards import megatron_layout
-from megarl.weights.tensor_files import Processes
 
 
-def load_weights(
-    model: torch.nn.Module, folder: ModelFolder, runtime: Runtime, *, critic: bool = False
-) -> None:
-    """Load this rank's slices of a model's folder into its part of the model. Raises CheckpointError on every
-    rank if one cannot use its slices."""
-    shards = megatron_layout(folder.config, runtime.layout, critic=critic)[runtime.rank][1]
-    Processes(runtime.cpu_group).run(
-        lambda: load_into(model_weights(dict(model.named_parameters())), shards, folder)
-    )
-
-
+@dataclass(eq=False)
 class Run:
-    """What lives for the whole run on a rank that trains: models with their optimizers, the source of the
-    batches, and what brings weights to the engines.
+    """The objects that live for the whole run on a rank that trains; `build_run` makes them.
 
-    source       of the batches; where none is given: what the configuration asks for, with its engines
-    engine       of this rank; None where there is none, or on ranks of its own
-    apart        the source where engines are on ranks of their own; else None
-    weight_sync  to the engines; only where there are any"""
+    folder       the actor's, as it was before training
+    hf           its config.json
+    offload      which tensor groups are on the device
+    host         pinned memory of the offloaded tensor groups
+    tracker      success rate of each prompt, the same on every rank (SPO)
+    source       of the batches
+    engine       of this rank; None if there is none, or if engines have separate ranks
+    apart        the source if engines run on separate ranks, else None
+    weight_sync  from the actor to the engines; None without engines
+    dispensable  files that the run can do without
+    """
 
-    def __init__(self, config: Config, runtime: Runtime, source: BatchSource | None = None) -> None:
-        self.config, self.runtime, self.dispensable = config, runtime, Dispensable()
-        self.tokenizer = load_tokenizer(config.model.path)
-        self.folder = open_model(config.model.path)
-        self.hf = read_hf_config(config.model.path)
-        stays = never_offloaded(config, gpu=runtime.device.type == "cuda")
-        self.offload, self.host = OffloadManager(runtime.device, stays), HostPool(runtime.device)
-        # One after the other, each offloaded before the next is made.
-        self.actor: TrainableModel = self._settled("actor")
-        wanted = config.critic.count if config.has_critic else 0
-        of_critic = "critic", config.critic.path
-        self.critics: list[TrainableModel] = [self._settled(*of_critic) for _ in range(wanted)]
-        self.reference: InferenceModel | None = None
-        if config.algorithm.has_reference and config.actor.lora.rank is None:
-            self.reference = self._settled("reference")
-        elif config.algorithm.has_reference:
-            self.reference = InferenceModel("reference", self.actor.model, runtime, adapters=False)
-        self.reward_model: InferenceModel | None = None
-        if config.has_reward_model:
-            self.reward_model = self._settled("reward", config.reward.model.path)
-        folders = config.teacher.folders.values() if config.has_teacher else ()
-        self.teachers: list[InferenceModel] = [self._settled("teacher", path) for path in folders]
-        # The same on every rank.
-        tracks, rho = config.algorithm.advantage == "tracked", config.algorithm.tracker_rho
-        self.tracker = SuccessTracker(rho) if tracks else None
-        self.engine: RolloutEngine | None = None
-        self.apart: GenerationApart | None = None
-        self.source = self._source() if source is None else source
-        self.data_reports = self.source.reports
+    config: Config
+    runtime: Runtime
+    tokenizer: Any
+    folder: ModelFolder
+    hf: PretrainedConfig
+    offload: OffloadManager
+    host: HostPool
+    actor: TrainableModel
+    critics: list[TrainableModel]
+    reference: InferenceModel | None
+    reward_model: InferenceModel | None
+    teachers: list[InferenceModel]
+    tracker: SuccessTracker | None
+    source: BatchSource
+    engine: RolloutEngine | None = None
+    apart: GenerationApart | None = None
+    weight_sync: WeightSync | None = None
+    dispensable: Dispensable = field(default_factory=Dispensable)
 
-    def _source(self) -> BatchSource:
-        """Make what gives the batches, and what brings the engines that draw them the actor's weights."""
-        config, runtime = self.config, self.runtime
-        if not config.has_engine:
-            return SupervisedPairs(config, self.tokenizer)
-        to_engines = config, runtime, self.folder.config, self.actor.model
-        if runtime.rollout_ranks:
-            self.weight_sync = make_weight_sync(*to_engines, make_engine(config, self.tokenizer, runtime))
-            self.apart = GenerationApart(config, runtime, self.weight_sync)
-            return self.apart
-        generation = Generation(config, runtime, self.tokenizer, self._recover)
-        self.engine = generation.engine
-        self.weight_sync = make_weight_sync(*to_engines, self.engine)
-        held = 0 if config.rollout.engine_kind.remote else self.weight_sync.nbytes
-        for tag, size in (("weights", held), ("kv_cache", 0)):
-            memory = EngineMemory(self.weight_sync, tag, runtime.device, size)
-            self.offload.register({f"engine.{tag}": memory})
-        return generation
-
-    def _settled(self, name: str, path: Path | None = None) -> Any:
-        """Build the actor, critic, reference, reward model or a teacher with its weights, and offload it.
-        path: its folder where that is not the actor's."""
-        config, runtime, folder, hf = self.config, self.runtime, self.folder, self.hf
-        with self.offload.explained("start"):
-            scalar = name in ("critic", "reward")  # the head gives one number
-            if scalar or path is not None:
-                folder = open_model(path or config.model.path, critic=scalar)
-                hf = read_hf_config(folder.path)
-            of = config if name in ("actor", "critic") else config.without_adapters()
-            built = (build_critic if scalar else build_actor)(of, hf, runtime)
-            load_weights(built, folder, runtime, critic=scalar)
-            if name in ("reference", "reward", "teacher"):
-                model = InferenceModel(name, built.requires_grad_(False), runtime)
-            else:
-                settings = config.critic if name == "critic" else config.actor
-                model = TrainableModel(name, built, settings, config.steps, runtime, config.parallel)
-        model.replays_routing = name == "actor" and config.rollout.routing_replay
-        self.offload.register(tensor_groups(model, self.host))
-        self.offload.onload("start", ())
-        return model
-
-    def _recover(self, failures: Failures) -> None:
-        with self.offload.also("rollout", {"actor.weights"}):
-            self.weight_sync.recover(failures)
-
-    def publish(self, version: int) -> dict[str, float]:
-        """Have the engines take the actor's present weights as `version`; return the transfer's metrics. Both
-        must be on the device."""
-        if self.apart is not None:
-            return self.apart.publish(version)
-        return self.weight_sync.sync(version).metrics()
-
-    def meet(self, *, wait: bool) -> dict[str, float]:
-        """Transfer the pending weights if the engines on ranks of their own are free now, or with `wait` as
-        soon as they are; return the transfer's metrics."""
-        if self.apart is None or not self.apart.due(wait=wait):
-            return {}
-        self.onload("weight_transfer", {"actor.weights"})
-        return self.apart.transfer()
-
-    def onload(self, phase: str, groups: Collection[str]) -> None:
-        """Have the tensor groups on the device, and nothing else. An engine whose weights were lost gets the
-        actor's again, unless the phase has both on the device: then it syncs them itself."""
-        if self.engine is None:
-            # A phase that needs an engine's alone, elsewhere, moves none.
-            if own := {name for name in groups if not name.startswith("engine.")}:
-                self.offload.onload(phase, own)
-            return
-        needs_engine = "engine.weights" in groups and "actor.weights" not in groups
-        if needs_engine and not self.weight_sync.complete:
-            self.offload.onload(phase, {"actor.weights", "engine.weights"})
-            self.weight_sync.sync(self.weight_sync.version)
-        self.offload.onload(phase, groups)
-        if needs_engine and not self.weight_sync.complete:  # an engine failed when it was to wake up
-            with self.offload.also(phase, {"actor.weights"}):
-                self.weight_sync.sync(self.weight_sync.version)
-
-    def onload_model(self, phase: str, name: str, *parts: str) -> None:
-        """Have these parts of a model of `models` on the device: weights, gradients, optimizer."""
-        model = self.models[name]
-        groups = {f"{model.name}.{part}" for part in parts}
-        self.onload(phase, groups)
-        for group in sorted(groups) if model in self.critics else ():
-            self.offload.turn(phase, group, self.critics.index(model))
-
-    def onload_for_checkpoint(self, name: str) -> None:
-        """Have a model and its optimizer on the device, to be saved or loaded."""
-        self.onload_model("checkpoint", name, "weights", "optimizer")
-
-    @property
+    @cached_property
     def models(self) -> dict[str, TrainableModel]:
-        """Return the models whose weights and optimizers a checkpoint holds: actor, critic, critic_2."""
+        """Trained models by name, as a checkpoint holds them: actor, critic, critic_2."""
         return {"actor": self.actor, **dict(zip(("critic", "critic_2"), self.critics, strict=False))}
 
     @property
@@ -187,28 +79,118 @@ class Run:
         """Return the critics' names in `models`."""
         return tuple(name for name in self.models if name != "actor")
 
-    def megatron_seconds(self) -> float:
-        """Return this rank's seconds in Megatron's forward and backward passes and optimizers so far."""
-        models = (self.actor, *self.critics, self.reference, self.reward_model, *self.teachers)
-        return sum(model.megatron_seconds for model in models if model is not None)
+    @cached_property
+    def residency(self) -> Residency:
+        """The part of `offload` that also knows the engine's weights."""
+        return Residency(self.offload, self.models, self.weight_sync if self.engine is not None else None)
 
-    def export(self, which: str, out: Path, *, adapters: bool = False) -> None:
-        """Write a model of `models` as a Hugging Face folder, or its adapters as a folder of PEFT's; every
-        rank takes part."""
-        config, critic, control = self.config, which != "actor", self.runtime.cpu_group
-        source = config.critic.path if critic and config.critic.path else config.model.path
-        lora, place = self.models[which].config.lora, (self.runtime.layout, self.runtime.rank)
-        named = dict(self.models[which].model.named_parameters())
-        if adapters:
-            export_peft(out, source, *place, named, lora, control=control)
-        else:
-            weights = merged(named, read_config(source), *place, lora, critic=critic)
-            dtype = DTYPES[config.model.dtype]
-            export_hf(out, source, *place, weights, critic=critic, dtype=dtype, control=control)
+    def publish(self, version: int) -> dict[str, float]:
+        """Transfer the actor's weights to the engines as `version`; return the transfer's metrics.
+
+        Both must be on the device. Engines on separate ranks take the weights later.
+        """
+        if self.apart is not None:
+            return self.apart.publish(version)
+        assert self.weight_sync is not None
+        return self.weight_sync.sync(version).metrics()
+
+    def transfer_pending(self, *, wait: bool) -> dict[str, float]:
+        """Transfer published weights to engines on separate ranks; return the transfer's metrics.
+
+        wait: wait until the engines are free; otherwise do nothing while they are busy.
+        """
+        if self.apart is None or not self.apart.due(wait=wait):
+            return {}
+        self.residency.onload("weight_transfer", {"actor.weights"})
+        return self.apart.transfer()
 
     def close(self) -> None:
-        """End the engine and the verifiers."""
+        """Stop the engine and the verifiers."""
         self.source.close()
+
+
+def build_run(config: Config, runtime: Runtime, source: BatchSource | None = None) -> Run:
+    """Build the models, then the source of the batches with its engine, then the weight sync.
+
+    source: replaces the source that the configuration asks for; there are then no engines.
+    """
+    tokenizer = load_tokenizer(config.model.path)
+    folder, hf = open_model(config.model.path), read_hf_config(config.model.path)
+    stays = never_offloaded(config, gpu=runtime.device.type == "cuda")
+    offload, host = OffloadManager(runtime.device, stays), HostPool(runtime.device)
+
+    builder = ModelBuilder(config, runtime, folder, hf, offload, host)
+    actor = builder.build_actor()
+    critics = [builder.build_critic() for _ in range(config.critic.count if config.has_critic else 0)]
+    reference = build_reference(builder, actor)
+    scorer = config.reward.model.path
+    reward_model = builder.build_frozen("reward", scorer) if config.has_reward_model else None
+    folders = config.teacher.folders.values() if config.has_teacher else ()
+    teachers = [builder.build_frozen("teacher", path) for path in folders]
+    tracks = config.algorithm.advantage == "tracked"
+    tracker = SuccessTracker(config.algorithm.tracker_rho) if tracks else None
+
+    engine, apart, weight_sync = None, None, None
+    if source is None:
+        if not config.has_engine:
+            source = SupervisedPairs(config, tokenizer)
+        elif runtime.rollout_ranks:
+            described = make_engine(config, tokenizer, runtime)  # never started
+            weight_sync = make_weight_sync(config, runtime, folder.config, actor.model, described)
+            source = apart = GenerationApart(config, runtime, weight_sync)
+        else:
+            source, weight_sync = build_generation(config, runtime, tokenizer, folder, actor, offload)
+            engine = source.engine
+    return Run(
+        config=config,
+        runtime=runtime,
+        tokenizer=tokenizer,
+        folder=folder,
+        hf=hf,
+        offload=offload,
+        host=host,
+        actor=actor,
+        critics=critics,
+        reference=reference,
+        reward_model=reward_model,
+        teachers=teachers,
+        tracker=tracker,
+        source=source,
+        engine=engine,
+        apart=apart,
+        weight_sync=weight_sync,
+    )
+
+
+def build_reference(builder: ModelBuilder, actor: TrainableModel) -> InferenceModel | None:
+    """Build the reference model of a KL term: with LoRA the actor without its adapters."""
+    if not builder.config.algorithm.has_reference:
+        return None
+    if builder.config.actor.lora.rank is None:
+        return builder.build_frozen("reference")
+    return InferenceModel("reference", actor.model, builder.runtime, adapters=False)
+
+
+def build_generation(
+    config: Config,
+    runtime: Runtime,
+    tokenizer: Any,
+    folder: ModelFolder,
+    actor: TrainableModel,
+    offload: OffloadManager,
+) -> tuple[Generation, WeightSync]:
+    """Start this rank's engine, and connect the actor to it."""
+
+    def recover(failures: Failures) -> None:
+        with offload.also("rollout", {"actor.weights"}):
+            weight_sync.recover(failures)
+
+    generation = Generation(config, runtime, tokenizer, recover)
+    weight_sync = make_weight_sync(config, runtime, folder.config, actor.model, generation.engine)
+    nbytes = 0 if config.rollout.engine_kind.remote else weight_sync.nbytes
+    for tag, size in (("weights", nbytes), ("kv_cache", 0)):
+        offload.register({f"engine.{tag}": EngineMemory(weight_sync, tag, runtime.device, size)})
+    return generation, weight_sync
 
 
 @dataclass

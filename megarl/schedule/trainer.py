@@ -1,7 +1,7 @@
 """A run from its first step to its end. Read this file first: `Trainer.train` is the whole run,
 `Trainer.step` a step.
 
-The phases and their order are declared in config/recipes.py; what each does is in schedule/phases.py; what is
+The phases and their order are declared in config/phases.py; what each does is in schedule/phases.py; what is
 recorded, shown, traced and watched meanwhile is in schedule/listeners.py.
 """
 
@@ -14,20 +14,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megarl.config.errors import DeviceMemoryError, NumericalError
-from megarl.config.recipes import (
-    WEIGHT_TRANSFER,
-    Phase,
-    check_phases,
-    pretraining_phases,
-    training_phases,
-    with_parity,
-)
-from megarl.config.schema import PRETRAINING, TRAIN
+from megarl.config.phases import WEIGHT_TRANSFER, Phase, check_phases, select_phases
+from megarl.config.schema import PRETRAINING
 from megarl.model.builder import plain_attention
 from megarl.parallel.comm import barrier, from_rank_0
 from megarl.parallel.signals import StopRequest
 from megarl.schedule.guards import Guards, keep_failed_batch
 from megarl.schedule.listeners import listeners_of
+from megarl.schedule.models import export_model
 from megarl.schedule.phases import run_phase
 from megarl.schedule.recovery import Progress, Recovery, Stateful
 from megarl.schedule.run import Run, Step
@@ -39,11 +33,11 @@ class Trainer:
 
     def __init__(self, run: Run, stop: StopRequest | None = None, watchdog: Watchdog | None = None) -> None:
         self.run, self.config = run, run.config
-        self.stage, self.phases = self.config.main_stage, training_phases(self.config)
+        self.stage, self.phases = self.config.main_stage, select_phases(self.config)
         check_phases(self.phases)
-        check_phases(pretraining_phases(self.config))
-        # Stages whose next step also compares the engine with the trainer: the first one after each start.
-        self.parity_due = {TRAIN, PRETRAINING} if self.config.guard.parity != "none" else set[str]()
+        check_phases(select_phases(self.config, PRETRAINING))
+        # Stages in which no step has passed since the program started.
+        self.fresh_stages = {self.stage, PRETRAINING}
         self.guards = Guards(self.config.guard, self.config.rollout.windows)
         self.begun = False  # a step has passed since this start
         self.pretraining = Progress()
@@ -66,8 +60,8 @@ class Trainer:
                 # Before resume(): of the learning rate's schedule a checkpoint holds only how far it is.
                 critic.start_schedule(pretraining.steps, constant_lr=pretraining.lr or config.critic.lr)
             done = self.recovery.resume()
-            if WEIGHT_TRANSFER in self.phases:
-                run.onload(WEIGHT_TRANSFER.name, WEIGHT_TRANSFER.on_gpu)
+            for transfer in only_transfer(self.phases):
+                run.residency.onload(transfer.name, transfer.on_gpu)
                 run.publish(done)
             if checkpoint is None:
                 self.evaluate(0)
@@ -76,7 +70,7 @@ class Trainer:
             if run.apart is not None:
                 run.apart.begin(done, checkpoint.path if done and checkpoint else None)
             for number in range(done + 1, config.steps + 1):
-                self.step(Step(self.stage, number), self.phases)
+                self.step(Step(self.stage, number))
                 self.evaluate(number)
                 if run.apart is not None:
                     run.apart.draw_next(number, self.recovery.writer.step)
@@ -94,7 +88,7 @@ class Trainer:
         config, progress = self.config.value_pretraining, self.pretraining
         while not progress.done:
             step = Step(PRETRAINING, progress.steps + 1)
-            self.step(step, pretraining_phases(self.config))
+            self.step(step)
             explained = step.metrics.get("value/explained_variance", -math.inf)  # a skipped step has none
             enough = explained >= config.explained_variance
             progress.steps, progress.done = step.number, enough or step.number == config.steps
@@ -107,20 +101,21 @@ class Trainer:
         for name in self.run.critic_names:
             self.export(name, self.config.run_dir / f"{name}_pretrained", changed=True)
 
-    def step(self, step: Step, phases: Sequence[Phase]) -> None:
+    def step(self, step: Step) -> None:
         """Run the phases of a step; after a number that is not finite the rest of them is skipped, but for
         the weight transfer. Raises what ends the run: too many such steps in a row, or too many without a
         verdict."""
+        phases = select_phases(self.config, step.stage, first_step=step.stage in self.fresh_stages)
         with self.listeners.step(step):
             try:
-                self.run_phases(step, with_parity(phases) if step.stage in self.parity_due else phases)
+                self.run_phases(step, phases)
             except NumericalError as error:
                 step.events.append(self.guards.failed(error))
                 step.metrics["guard/skipped"] = 1.0
-                if WEIGHT_TRANSFER in phases:  # engines must have this step's version, changed or not
-                    self.run_phases(step, (WEIGHT_TRANSFER,), weights_changed=True)
+                # Engines must have this step's version, changed or not.
+                self.run_phases(step, only_transfer(phases), weights_changed=True)
             else:
-                self.parity_due.discard(step.stage)
+                self.fresh_stages.discard(step.stage)
                 if not self.begun and (line := plain_attention(self.config.model)):
                     step.events.append(line)
                 self.begun = True
@@ -142,11 +137,11 @@ class Trainer:
             try:
                 if run.apart is not None and run.apart.pending is not None:
                     with self.listeners.phase("weight_transfer", step):
-                        step.metrics |= run.meet(wait=phase.updates("actor"))
+                        step.metrics |= run.transfer_pending(wait=phase.updates("actor"))
                 with run.offload.explained(phase.name):
                     if phase.on_gpu and run.offload.enabled:
                         with self.listeners.phase("residency", step):
-                            run.onload(phase.name, phase.on_gpu)
+                            run.residency.onload(phase.name, phase.on_gpu)
                     with self.listeners.phase(phase.name, step):
                         run_phase(phase, run, step)
             except NumericalError as error:
@@ -161,8 +156,8 @@ class Trainer:
             return
         started = time.perf_counter()
         with self.listeners.phase("evaluation"):
-            self.run.meet(wait=True)
-            self.run.onload("evaluation", {"engine.weights", "engine.kv_cache"})
+            self.run.transfer_pending(wait=True)
+            self.run.residency.onload("evaluation", {"engine.weights", "engine.kv_cache"})
             stats, answers = self.run.source.evaluate(number)
         spent = time.perf_counter() - started
         self.listeners.evaluated(number, {**stats, "time/evaluation": spent}, answers)
@@ -178,8 +173,14 @@ class Trainer:
                 shutil.rmtree(out)
             barrier(self.run.runtime)
         with self.listeners.phase(f"export {which}"):
-            self.run.onload_model("export", which, "weights")
-            self.run.export(which, out, adapters=adapters)
+            self.run.residency.onload_model("export", which, "weights")
+            model, config = self.run.models[which], self.config
+            export_model(model, config, self.run.runtime, out, adapters=adapters)
             barrier(self.run.runtime)
         what = f"adapters of the {which}" if adapters else which
         self.listeners.event(f"{what} written to {out}", kept=False)
+
+
+def only_transfer(phases: Sequence[Phase]) -> list[Phase]:
+    """Return the weight transfer alone, of the phases of a step; empty without an engine."""
+    return [phase for phase in phases if phase.name == WEIGHT_TRANSFER]

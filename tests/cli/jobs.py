@@ -10,7 +10,8 @@ import torch
 from megarl.config.schema import Config
 from megarl.parallel.runtime import Runtime
 from megarl.schedule.evaluation import Evaluation, find_policy
-from megarl.schedule.run import Run
+from megarl.schedule.models import export_model
+from megarl.schedule.run import build_run
 from megarl.training.sharded import allocate_moments
 from tests.checkpoints import save_checkpoint
 
@@ -18,7 +19,7 @@ from tests.checkpoints import save_checkpoint
 def write_perturbed(runtime: Runtime, config: Config) -> None:
     """A checkpoint of step 3 and an export into config.run_dir, of weights that are not those of
     model.path."""
-    run = Run(config, runtime)
+    run = build_run(config, runtime)
     with torch.no_grad():
         for parameter in run.actor.model.parameters():
             parameter.mul_(1.25)  # alike on every rank, so that what is replicated stays equal
@@ -26,7 +27,7 @@ def write_perturbed(runtime: Runtime, config: Config) -> None:
         allocate_moments(part.optimizer)  # as its first step would
     run.actor.optimizer.reload_model_params()
     save_checkpoint(run, 3, {"samplers": run.source.snapshot()}, {})
-    run.export("actor", config.run_dir / "hf")
+    export_model(run.actor, config, runtime, config.run_dir / "hf")
     run.close()
 
 
@@ -45,9 +46,9 @@ def evaluate_policy(
 def start_training(runtime: Runtime, config: Config) -> list[torch.Tensor]:
     """The weights that a run on this rank begins with: actor's, critic's, and the engine's after a
     transfer."""
-    run = Run(config, runtime)
+    run = build_run(config, runtime)
+    assert run.engine is not None and run.weight_sync is not None
     run.weight_sync.sync(0)
-    assert run.engine is not None
     weights = [
         *run.actor.model.parameters(),
         *run.critics[0].model.parameters(),

@@ -39,7 +39,15 @@ class TestHelp:
         "command",
         [
             *COMMANDS,
-            *("config show", "config check", "config docs", "data show", "data gym", "data integers"),
+            *(
+                "config show",
+                "config check",
+                "config phases",
+                "config docs",
+                "data show",
+                "data gym",
+                "data integers",
+            ),
             *("weights plan", "convert to-megatron", "convert to-hf", "convert from-gguf"),
         ],
     )
@@ -138,7 +146,7 @@ def lay(name: str = "it") -> int:
     ("line", "offered"),
     [
         ("megarl pr", "preflight"),
-        ("megarl config ", "show check docs"),
+        ("megarl config ", "show check phases docs"),
         ("megarl train x.yaml rollout.gr", "rollout.group_size="),
         ("megarl plan x.yaml --balance l", "longest"),
         ("megarl convert to-hf --m", "--max-shard-gb"),

@@ -177,10 +177,13 @@ def test_config_commands(
     monkeypatch.chdir(tmp_path)  # whatever this checkout's runs/ holds
     assert main(arguments) == 0
     printed = capsys.readouterr().out
-    expected = {"show": "recipe:", "check": "the configuration holds", "docs": "update.mini_batch"}[
-        arguments[1]
-    ]
-    assert expected in printed
+    expected = {
+        "show": "recipe:",
+        "check": "the configuration holds",
+        "docs": "update.mini_batch",
+        "phases": "weight_transfer",
+    }
+    assert expected[arguments[1]] in printed
 
 
 @pytest.mark.parametrize(

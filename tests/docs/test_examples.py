@@ -15,15 +15,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from megarl.rollout.chat import ChatTurns
+from tests.rollout.talk import ScriptedPolicy, merging_tokenizer, prompt_of
 
 from megarl.config import check_config, load_config
 from megarl.rewards.pool import VerifierPool
-from megarl.rollout.chat import ChatTurns
 from megarl.rollout.engines.transformers_engine import TransformersEngine
 from megarl.rollout.sampling import Request, SamplingParams
 from tests.docs.test_docs import ROOT, commands
 from tests.engines import load_folder
-from tests.rollout.talk import ScriptedPolicy, merging_tokenizer, prompt_of
 from tests.tiny_models import make_tiny_model, make_tokenizer
 
 EXAMPLES = ROOT / "examples"

@@ -170,9 +170,9 @@ def test_the_edits_fit_and_the_configuration_knows_them(tree: Path, sums: Path) 
     (sums / "ours.json").write_text(json.dumps(config_of(sums, **OURS)))
     program = (
         "import sys; from megarl.config import load_config, check_config; from pathlib import Path\n"
-        "from megarl.config.recipes import training_phases, check_phases\n"
+        "from megarl.config.phases import select_phases, check_phases\n"
         "config = load_config(Path(sys.argv[1])); check_config(config, 'ours')\n"
-        "phases = training_phases(config); check_phases(phases); assert 'torch' not in sys.modules\n"
+        "phases = select_phases(config); check_phases(phases); assert 'torch' not in sys.modules\n"
         "import megarl.weights.families as families; assert 'ernie4_5' in families.FAMILIES\n"
         "print(*(phase.name for phase in phases))"
     )

@@ -22,8 +22,8 @@ from megarl.rollout.engines.engine import RolloutEngine
 from megarl.rollout.sampling import Completion, Request, SamplingParams
 from megarl.rollout.weight_sync import WeightSync
 from megarl.schedule.generation import make_engine, make_weight_sync, start_engine
+from megarl.schedule.models import load_weights
 from megarl.schedule.offload import EngineMemory, OffloadManager
-from megarl.schedule.run import load_weights
 from megarl.training.batch import LocalBatch, distribute
 from megarl.training.model import TrainableModel, UpdateResult
 from megarl.training.objectives import supervised_loss

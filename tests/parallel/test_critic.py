@@ -152,7 +152,7 @@ def test_two_critics_give_their_mean_and_learn_from_their_own() -> None:
         config=config,
         critics=[critic(number, name) for number, name in enumerate(said)],
         critic_names=tuple(said),
-        onload_model=lambda phase, name, *parts: turns.append(f"{phase} {name}"),
+        residency=SimpleNamespace(onload_model=lambda phase, name, *parts: turns.append(f"{phase} {name}")),
     )
     run.models = dict(zip(said, run.critics, strict=True))
     expected = []

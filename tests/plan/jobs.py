@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from megarl.config.recipes import training_phases
+from megarl.config.phases import select_phases
 from megarl.config.schema import Config, OptimizerConfig, ParallelConfig
 from megarl.data.experience import Experience
 from megarl.data.prompts import Prompt
@@ -239,7 +239,7 @@ def batch_bytes(runtime: Runtime, prompts: int, group: int, prompt: int, length:
     trained_by = [[rank for rank in ranks if layout.coords(rank).dp == dp] for dp in range(layout.dp)]
     local = deliver(runtime, batch, shares, trained_by)
     config = config_of("fp32")
-    written = frozenset[str]().union(*(phase.writes for phase in training_phases(config)))
+    written = frozenset[str]().union(*(phase.writes for phase in select_phases(config)))
     for name in written - local.columns.keys() - {"tokens"}:
         local[name] = torch.zeros(local.num_tokens)
     return held + sum(t.nbytes for t in (local.tokens, local.response_mask, *local.columns.values()))

@@ -19,12 +19,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from megarl.config.recipes import never_offloaded, pretraining_phases, training_phases
+from megarl.config.phases import never_offloaded, select_phases, select_stages
 from megarl.config.schema import PRETRAINING, Config
 from megarl.data.experience import Experience
 from megarl.model.builder import read_hf_config
@@ -37,7 +38,7 @@ from megarl.plan.inputs import PlanInputs, make_plan_inputs
 from megarl.plan.memory import Need, checkpoint_need, construction_need, phase_need
 from megarl.plan.sizes import GIB
 from megarl.rollout.engines.sglang import SGLangEngine
-from megarl.schedule import run as scheduled
+from megarl.schedule import models
 from megarl.schedule.generation import make_weight_sync
 from megarl.schedule.offload import EngineMemory, OffloadManager
 from megarl.schedule.phases import FUNCTIONS, enforced
@@ -162,34 +163,30 @@ class Engine(SGLangEngine):
     def load_bucket(self, bucket: int, handles: Any, version: int) -> None: ...
 
 
-class LonelyRun(Run):
-    """A run's models, weight sync and residency, from sizes alone."""
+def build_lonely_run(config: Config, hf: Mapping[str, Any], runtime: Runtime) -> Run:
+    """Build the models of a run, from sizes alone."""
+    folder: Any = SimpleNamespace(config=dict(hf), path=config.model.path)
+    config_json = read_hf_config(config.model.path)
+    offload = OffloadManager(runtime.device, never_offloaded(config, gpu=True))
+    host, source = HostPool(runtime.device), MagicMock()
+    builder = models.ModelBuilder(config, runtime, folder, config_json, offload, host)
+    actor = builder.build_actor()
+    critics = [builder.build_critic() for _ in range(config.critic.count if config.has_critic else 0)]
+    none: list[Any] = []
+    return Run(
+        *(config, runtime, (), folder, config_json, offload, host),
+        *(actor, critics, None, None, none, None, source),
+    )
 
-    def __init__(self, config: Config, hf: Mapping[str, Any], runtime: Runtime) -> None:
-        self.config, self.runtime, self.tokenizer = config, runtime, ()
-        self.folder: Any = SimpleNamespace(config=dict(hf), path=config.model.path)
-        self.hf = read_hf_config(config.model.path)
-        self.offload = OffloadManager(runtime.device, never_offloaded(config, gpu=True))
-        self.host = HostPool(runtime.device)
-        self.actor = self._settled("actor")
-        wanted = config.critic.count if config.has_critic else 0
-        self.critics = [self._settled("critic", config.critic.path) for _ in range(wanted)]
-        self.reference = self.reward_model = None
-        self.teachers: list[Any] = []
-        self.source: Any = None
-        self.engine: Any = None
-        self.apart = None
 
-    def connect(self) -> None:
-        """Adds what is there for the engine."""
-        self.engine = Engine(self.config, self.folder.config, self.runtime.rank, self.runtime.device, (1,))
-        self.weight_sync = make_weight_sync(
-            self.config, self.runtime, self.folder.config, self.actor.model, self.engine
-        )
-        for tag in ("weights", "kv_cache"):
-            self.offload.register(
-                {f"engine.{tag}": EngineMemory(self.weight_sync, tag, torch.device("cpu"), 0)}
-            )
+def connect(run: Run) -> None:
+    """Add an engine and the weight sync to it."""
+    engine = Engine(run.config, run.folder.config, run.runtime.rank, run.runtime.device, (1,))
+    run.engine = engine
+    weight_sync = make_weight_sync(run.config, run.runtime, run.folder.config, run.actor.model, engine)
+    run.weight_sync = weight_sync
+    for tag in ("weights", "kv_cache"):
+        run.offload.register({f"engine.{tag}": EngineMemory(weight_sync, tag, torch.device("cpu"), 0)})
 
 
 def batch_of(config: Config, plan: PlanInputs, updates: int) -> tuple[Config, Experience]:
@@ -259,38 +256,40 @@ def measure(config: Config, hf: Mapping[str, Any], stage: int, updates: int = 2)
             update={"model": config.model.model_copy(update={"path": Path(folder)}), "steps": 10}
         )
         config, batch = batch_of(config, plan, updates)
-        patch.setattr(scheduled, "open_model", lambda path, **_: SimpleNamespace(config=dict(hf), path=path))
-        patch.setattr(scheduled, "load_weights", lambda *_, **__: None)
+        patch.setattr(models, "open_model", lambda path, **_: SimpleNamespace(config=dict(hf), path=path))
+        patch.setattr(models, "load_weights", lambda *_, **__: None)
         patch.setattr(parallel, "choose_device", lambda _: device)
         runtime = parallel.start(config.parallel, config.seed, mixture=bool(sizes.experts))
-        settled = LonelyRun._settled
 
-        def watched(self: LonelyRun, name: str, *place: Any) -> Any:
-            memory.reset()
-            model = settled(self, name, *place)
-            note(f"construction: {name}", construction_need(plan, name, stage))
-            return model
+        def watch(name: str) -> None:
+            build = getattr(models.ModelBuilder, f"build_{name}")
 
-        patch.setattr(LonelyRun, "_settled", watched)
-        run = LonelyRun(config, hf, runtime)
+            def build_watched(builder: models.ModelBuilder) -> Any:
+                memory.reset()
+                model = build(builder)
+                note(f"construction: {name}", construction_need(plan, name, stage))
+                return model
+
+            patch.setattr(models.ModelBuilder, f"build_{name}", build_watched)
+
+        watch("actor")
+        watch("critic")
+        run = build_lonely_run(config, hf, runtime)
         for name, model in run.models.items():  # as after the first update, or after a checkpoint
             run.offload.onload("start", {f"{name}.weights", f"{name}.optimizer"})
             for optimizer in model.optimizers:
                 sharded.allocate_moments(optimizer.optimizer)
         run.offload.onload("start", ())
         memory.reset()
-        run.connect()
+        connect(run)
         note("start of the engine", None)
-        stages = [("train", training_phases(config))]
-        if config.has_critic and config.value_pretraining.steps:
-            stages.insert(0, (PRETRAINING, pretraining_phases(config)))
-        for kind, phases in stages:
+        for kind in select_stages(config):
             step = Step(kind, 1)
             step.batch = batch
-            for phase in phases:
+            for phase in select_phases(config, kind):
                 label = f"{kind}: {phase.name}" if kind == PRETRAINING else phase.name
                 if phase.on_gpu:
-                    run.onload(phase.name, phase.on_gpu)
+                    run.residency.onload(phase.name, phase.on_gpu)
                 gc.collect()
                 memory.reset()
                 if phase.name != "rollout":
@@ -301,7 +300,7 @@ def measure(config: Config, hf: Mapping[str, Any], stage: int, updates: int = 2)
         patch.setattr(HostCopier, "_agree", lambda self, plan: None)
         copiers = {name: HostCopier(runtime) for name in run.models}
         for name, model in run.models.items():
-            run.onload_for_checkpoint(name)
+            run.residency.onload_for_checkpoint(name)
             gc.collect()
             memory.reset()
             copiers[name].copy_model(model)
@@ -310,7 +309,7 @@ def measure(config: Config, hf: Mapping[str, Any], stage: int, updates: int = 2)
         patch.setattr(sharded.dist_checkpointing, "load", _loaded)
         run.offload.onload("end", ())  # a run that continues has made no pass yet
         for name, model in run.models.items():
-            run.onload_for_checkpoint(name)
+            run.residency.onload_for_checkpoint(name)
             gc.collect()
             memory.reset()
             sharded.load_trainable(model, Path(folder))

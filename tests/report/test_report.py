@@ -16,7 +16,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.config import recipes
+from megarl.config import phases
 from megarl.config.errors import ConfigError, DataError
 from megarl.observe.run_log import RunLog, Sample
 from megarl.observe.runs import RecordedRun, kept_share, load_run
@@ -175,7 +175,7 @@ def test_several_runs_lie_over_each_other(vapo: Path, dapo: Path, tmp_path: Path
 
 
 def test_phases_that_keep_their_colours_are_phases() -> None:
-    assert not {*PHASES} - {*recipes.PHASES}
+    assert not {*PHASES} - {phase.name for phase in phases.PHASES}
 
 
 def test_colours_are_left_to_the_page(vapo: Path, tmp_path: Path) -> None:

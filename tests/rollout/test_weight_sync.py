@@ -33,7 +33,7 @@ from megarl.plan.engines import transfer_buffer_bytes
 from megarl.plan.inputs import make_plan_inputs
 from megarl.rollout.engines.sglang import SGLangEngine, packed
 from megarl.rollout.weight_sync import WeightSync
-from megarl.schedule import evaluation, generation, preflight, run
+from megarl.schedule import evaluation, generation, models, preflight, run
 from megarl.schedule.generation import make_weight_sync
 from megarl.weights.cost import KNOWN_MODELS
 from megarl.weights.plan import Plan, engine_plan, engine_targets
@@ -414,11 +414,12 @@ def test_an_engine_starts_when_all_ranks_have_given_back_their_memory(
             monkeypatch.setattr(generation, name, MagicMock(return_value=MagicMock()))
         monkeypatch.setattr(generation, "read_prompts", lambda *_, **__: ([], MagicMock()))
         monkeypatch.setattr(generation, "read_problem_sets", lambda *_, **__: ([], {}))
-        monkeypatch.setattr(run.Run, "_settled", says("settles"))
+        monkeypatch.setattr(models.ModelBuilder, "build_actor", says("settles"))
+        monkeypatch.setattr(models.ModelBuilder, "build_critic", says("settles"))
         monkeypatch.setattr(generation, "make_engine", lambda *arguments: engine)
         monkeypatch.setattr(run, "make_weight_sync", says("weight sync"))
         monkeypatch.setattr(run, "EngineMemory", MagicMock())
-        run.Run(config, MagicMock(device=torch.device("cpu"), rollout_ranks=0))
+        run.build_run(config, MagicMock(device=torch.device("cpu"), rollout_ranks=0))
         assert order == ["settles", "settles", "empties", "waits", "starts", "weight sync"]
     else:
         for name in ("load_tokenizer", "read_hf_config", "read_config", "open_model"):

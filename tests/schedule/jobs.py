@@ -21,8 +21,9 @@ from megarl.config.schema import Config
 from megarl.data.experience import Experience
 from megarl.parallel.runtime import Runtime
 from megarl.schedule import parity
+from megarl.schedule.models import export_model
 from megarl.schedule.replay import Outcome, replay
-from megarl.schedule.run import Run, Step
+from megarl.schedule.run import Step, build_run
 from megarl.schedule.trainer import Trainer
 from megarl.training.batch import LocalBatch, MicroBatch
 from megarl.training.checkpoint import find_checkpoint
@@ -36,12 +37,12 @@ def write_again(runtime: Runtime, config: Config, source: Path, full: Path) -> s
     """Loads the newest checkpoint of the run `source`, exports the actor to config.run_dir/hf, writes a
     checkpoint of its own there, and then one into the folder `full`, which has no room for the first rank's
     part. Gives the message of the error that this ends with."""
-    run = Run(config, runtime)
+    run = build_run(config, runtime)
     checkpoint, _ = find_checkpoint(source)
     assert checkpoint is not None
-    state = load_checkpoint(checkpoint, run.models, run.onload_for_checkpoint)
+    state = load_checkpoint(checkpoint, run.models, run.residency.onload_for_checkpoint)
     run.source.load_state_dict(state["samplers"])
-    run.export("actor", config.run_dir / "hf")
+    export_model(run.actor, config, runtime, config.run_dir / "hf")
     written = {**state, "samplers": run.source.snapshot()}
     save_checkpoint(run, checkpoint.step, written, checkpoint.manifest["versions"])
     try:
@@ -55,7 +56,7 @@ def write_again(runtime: Runtime, config: Config, source: Path, full: Path) -> s
 
 def train(runtime: Runtime, config: Config) -> None:
     """Runs `config`."""
-    run = Run(config, runtime)
+    run = build_run(config, runtime)
     Trainer(run).train()
     run.close()
 
@@ -63,7 +64,7 @@ def train(runtime: Runtime, config: Config) -> None:
 def train_without_room(runtime: Runtime, config: Config, rank: int, size: int) -> str:
     """Runs `config`, in which no file of one rank can grow beyond `size` bytes, and gives the message of the
     error that this ends with."""
-    run, before = Run(config, runtime), resource.getrlimit(resource.RLIMIT_FSIZE)
+    run, before = build_run(config, runtime), resource.getrlimit(resource.RLIMIT_FSIZE)
     sys.dont_write_bytecode = True  # which Python 3.11 would cut off and believe
     try:
         if runtime.rank == rank:
@@ -81,7 +82,7 @@ def train_without_room(runtime: Runtime, config: Config, rank: int, size: int) -
 
 def generators_moved(runtime: Runtime, config: Config) -> list[str]:
     """Runs `config` and gives the global random generators that it has drawn from or seeded."""
-    run = Run(config, runtime)
+    run = build_run(config, runtime)
     before = _generators()
     Trainer(run).train()
     run.close()
@@ -100,7 +101,7 @@ def train_and_replay(runtime: Runtime, config: Config, numbers: tuple[int, ...])
     """Runs `config`, unless it has been run, and replays steps of it, with nothing that draws responses or
     brings weights to what does."""
     if not (config.run_dir / "hf").exists():
-        run = Run(config, runtime)
+        run = build_run(config, runtime)
         Trainer(run).train()
         run.close()
 
@@ -117,7 +118,7 @@ def train_with_bad_losses(runtime: Runtime, config: Config, bad: tuple[int, ...]
     """Runs `config`, in whose steps `bad` one rank's policy loss is not a number. Gives the message with
     which it ends, if any, and whether the actor's weights have changed since the step before, at the
     beginning of each step's updates."""
-    run = Run(config, runtime)
+    run = build_run(config, runtime)
     actor, weights, changed = run.actor, [], []
     begin, gradients = actor.begin_step, actor.compute_gradients
 
@@ -173,7 +174,7 @@ def train_with_swapped(runtime: Runtime, config: Config, swapped: tuple[str, ...
 
     generation.engine_plan = plan
     try:
-        run = Run(config, runtime)
+        run = build_run(config, runtime)
     finally:
         generation.engine_plan = plan_of
     error, updated = "", list[str]()
@@ -197,7 +198,7 @@ def layers_from_folder(runtime: Runtime, config: Config) -> tuple[str, str, str]
     """What the comparison of layers says where only log-probs of the engine are to be had: of the weights in
     the folder; of the actor's after a tensor in it was changed; and of these, as if they had been learned."""
     config.run_dir.mkdir(exist_ok=True)
-    run = Run(config, runtime)
+    run = build_run(config, runtime)
     run.engine = None
     step = Step("train", 1)
     step.local = LocalBatch(Experience.build([[5, 6, 7]], [[*range(8, 40)]]), torch.zeros(1), [], [])

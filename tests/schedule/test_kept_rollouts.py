@@ -22,7 +22,7 @@ from megarl.config.schema import Config
 from megarl.data.experience import Experience, StepBatch, read_experience, write_experience
 from megarl.parallel.runtime import Runtime
 from megarl.schedule.rollouts import RolloutStore, read_rollout
-from megarl.schedule.run import Run
+from megarl.schedule.run import build_run
 from megarl.schedule.trainer import Trainer
 from tests.ranks import RankPool
 from tests.schedule.test_resume import (
@@ -70,7 +70,7 @@ def config_of(folder: Path, name: str, **keys: Any) -> Config:
 def execute(runtime: Runtime, config: Config) -> int:
     """A whole run; gives how often this rank's engine was asked for responses."""
     config.run_dir.mkdir(exist_ok=True)
-    run = Run(config, runtime)
+    run = build_run(config, runtime)
     assert run.engine is not None
     asked, generate = [0], run.engine.generate
 

@@ -12,22 +12,12 @@ import pytest
 import torch
 
 from megarl.config.errors import ConfigError, DeviceMemoryError
-from megarl.config.recipes import (
-    ACTOR_UPDATE,
-    GROUPS,
-    ROLLOUT,
-    Phase,
-    check_phases,
-    never_offloaded,
-    pretraining_phases,
-    training_phases,
-)
-from megarl.config.schema import Config
+from megarl.config.phases import GROUPS, Phase, check_phases, never_offloaded, resident_groups, select_phases
+from megarl.config.schema import PRETRAINING, SUPERVISED, TRAIN, Config
 from megarl.parallel.movable import HostPool, Movable
 from megarl.plan.tensors import group_bytes
 from megarl.plan.times import LINKS, default_lengths, estimate
-from megarl.schedule.offload import OffloadManager
-from megarl.schedule.run import Run
+from megarl.schedule.offload import OffloadManager, Residency
 from tests.plan.test_memory import plan_32b
 from tests.schedule.demo import make_warm_model, train
 
@@ -50,64 +40,67 @@ ASYPPO: dict[str, Any] = {
     "algorithm": {"advantage": "gae", "agreement": {"filter": 0.2}},
     "critic": {"count": 2},
 }
-ORDERS = {
-    "grpo": training_phases(make_config(recipe="grpo")),
-    "grpo with kl": training_phases(make_config(recipe="grpo", algorithm={"kl_weight": 0.1})),
-    "vapo": training_phases(make_config(recipe="vapo", algorithm={"advantage": "gae"})),
-    "vapo with kl": training_phases(
-        make_config(recipe="vapo", algorithm={"advantage": "gae", "kl_weight": 0.1})
+# Configurations and stages.
+STEPS: dict[str, tuple[Config, str]] = {
+    "grpo": (make_config(recipe="grpo"), TRAIN),
+    "grpo with kl": (make_config(recipe="grpo", algorithm={"kl_weight": 0.1}), TRAIN),
+    "vapo": (make_config(recipe="vapo", algorithm={"advantage": "gae"}), TRAIN),
+    "vapo with kl": (make_config(recipe="vapo", algorithm={"advantage": "gae", "kl_weight": 0.1}), TRAIN),
+    "tppo": (make_config(recipe="tppo", algorithm={"advantage": "gae"}, rollout={"window": 8}), TRAIN),
+    "sao": (make_config(recipe="sao", algorithm={"advantage": "gae", "old_logprobs": "engine"}), TRAIN),
+    "reinforce_pp": (
+        make_config(recipe="reinforce_pp", algorithm={"advantage": "return", "kl_reward": 0.1}),
+        TRAIN,
     ),
-    "tppo": training_phases(
-        make_config(recipe="tppo", algorithm={"advantage": "gae"}, rollout={"window": 8})
+    "clip_cov": (make_config(recipe="clip_cov", algorithm={"surrogate": "clip_cov"}), TRAIN),
+    "rloo with kl": (
+        make_config(recipe="rloo", algorithm={"advantage": "leave_one_out", "kl_reward": 0.1}),
+        TRAIN,
     ),
-    "sao": training_phases(
-        make_config(recipe="sao", algorithm={"advantage": "gae", "old_logprobs": "engine"})
+    "spo": (make_config(recipe="spo", algorithm={"advantage": "tracked"}), TRAIN),
+    "sppo": (make_config(recipe="sppo", algorithm={"advantage": "prompt_value"}), TRAIN),
+    "value pretraining of sppo": (
+        make_config(recipe="sppo", algorithm={"advantage": "prompt_value"}),
+        PRETRAINING,
     ),
-    "reinforce_pp": training_phases(
-        make_config(recipe="reinforce_pp", algorithm={"advantage": "return", "kl_reward": 0.1})
+    "gdpo with a reward model": (
+        make_config(recipe="gdpo", algorithm={"advantage": "per_reward"}, reward=SCORED["reward"]),
+        TRAIN,
     ),
-    "clip_cov": training_phases(make_config(recipe="clip_cov", algorithm={"surrogate": "clip_cov"})),
-    "rloo with kl": training_phases(
-        make_config(recipe="rloo", algorithm={"advantage": "leave_one_out", "kl_reward": 0.1})
+    "vapo with a reward model": (make_config(recipe="vapo", **SCORED), TRAIN),
+    "dapo with a reward model": (make_config(recipe="dapo", reward=SCORED["reward"]), TRAIN),
+    "vapo with a teacher": (
+        make_config(recipe="vapo", algorithm={"advantage": "gae"}, teacher={"path": Path("m")}),
+        TRAIN,
     ),
-    "spo": training_phases(make_config(recipe="spo", algorithm={"advantage": "tracked"})),
-    "sppo": training_phases(make_config(recipe="sppo", algorithm={"advantage": "prompt_value"})),
-    "value pretraining of sppo": pretraining_phases(
-        make_config(recipe="sppo", algorithm={"advantage": "prompt_value"})
+    "sao with a teacher": (
+        make_config(recipe="sao", algorithm={"old_logprobs": "engine"}, teacher={"path": Path("m")}),
+        TRAIN,
     ),
-    "gdpo with a reward model": training_phases(
-        make_config(recipe="gdpo", algorithm={"advantage": "per_reward"}, reward=SCORED["reward"])
+    "dapo with teachers' likeliest tokens": (
+        make_config(recipe="dapo", teacher={"by_source": {"a": Path("m")}, "top_k": 4}),
+        TRAIN,
     ),
-    "vapo with a reward model": training_phases(make_config(recipe="vapo", **SCORED)),
-    "dapo with a reward model": training_phases(make_config(recipe="dapo", reward=SCORED["reward"])),
-    "vapo with a teacher": training_phases(
-        make_config(recipe="vapo", algorithm={"advantage": "gae"}, teacher={"path": Path("m")})
-    ),
-    "sao with a teacher": training_phases(
-        make_config(recipe="sao", algorithm={"old_logprobs": "engine"}, teacher={"path": Path("m")})
-    ),
-    "dapo with teachers' likeliest tokens": training_phases(
-        make_config(recipe="dapo", teacher={"by_source": {"a": Path("m")}, "top_k": 4})
-    ),
-    "asyppo": training_phases(make_config(recipe="asyppo", **ASYPPO)),
-    "asyppo with mismatch weights": training_phases(
+    "asyppo": (make_config(recipe="asyppo", **ASYPPO), TRAIN),
+    "asyppo with mismatch weights": (
         make_config(
             recipe="asyppo",
             algorithm={**ASYPPO["algorithm"], "mismatch": {"weight": "token"}},
             critic=ASYPPO["critic"],
-        )
+        ),
+        TRAIN,
     ),
-    "spo, filtered": training_phases(
-        make_config(recipe="spo", algorithm={"advantage": "tracked"}, reward={"overlong": {"filter": True}})
+    "spo, filtered": (
+        make_config(recipe="spo", algorithm={"advantage": "tracked"}, reward={"overlong": {"filter": True}}),
+        TRAIN,
     ),
-    "vapo, whitened": training_phases(
-        make_config(recipe="vapo", algorithm={"advantage": "gae", "whiten": True})
-    ),
-    "value pretraining of two critics": pretraining_phases(make_config(recipe="asyppo", **ASYPPO)),
-    "value pretraining": pretraining_phases(make_config(recipe="vapo")),
-    "value pretraining with a reward model": pretraining_phases(make_config(recipe="vapo", **SCORED)),
-    "sft": training_phases(make_config(recipe="sft")),
+    "vapo, whitened": (make_config(recipe="vapo", algorithm={"advantage": "gae", "whiten": True}), TRAIN),
+    "value pretraining of two critics": (make_config(recipe="asyppo", **ASYPPO), PRETRAINING),
+    "value pretraining": (make_config(recipe="vapo", algorithm={"advantage": "gae"}), PRETRAINING),
+    "value pretraining with a reward model": (make_config(recipe="vapo", **SCORED), PRETRAINING),
+    "sft": (make_config(recipe="sft"), SUPERVISED),
 }
+ORDERS = {name: select_phases(*step) for name, step in STEPS.items()}
 
 
 def both(present: frozenset[str]) -> bool:
@@ -125,13 +118,15 @@ def test_kv_cache_and_optimizer_share_the_device_only_where_the_config_says_so(
 
 
 def test_declarations_that_contradict_are_found() -> None:
-    greedy = replace(ACTOR_UPDATE, reads=frozenset(), on_gpu=ACTOR_UPDATE.on_gpu | {"engine.kv_cache"})
+    phases = {phase.name: phase for phase in ORDERS["grpo"]}
+    rollout, update = phases["rollout"], phases["actor_update"]
+    greedy = replace(update, reads=frozenset(), on_gpu=update.on_gpu | {"engine.kv_cache"})
     with pytest.raises(
         ValueError, match=r"phase actor_update needs engine\.kv_cache and an optimizer on the device together"
     ):
-        check_phases((ROLLOUT, greedy))
+        check_phases((rollout, greedy))
     with pytest.raises(ValueError, match=r"phase rollout needs engine\.cache, which is no tensor group"):
-        check_phases((replace(ROLLOUT, on_gpu=frozenset({"engine.cache"})),))
+        check_phases((replace(rollout, on_gpu=frozenset({"engine.cache"})),))
 
 
 class Group(Movable):
@@ -187,11 +182,38 @@ def test_a_phase_of_engines_elsewhere_moves_nothing() -> None:
     """Trainers that wait for responses have no engine to make room for."""
     moves: list[tuple[str, bool]] = []
     offload, _ = make_manager(moves=moves)
-    run: Any = SimpleNamespace(engine=None, offload=offload)
-    Run.onload(run, "rollout", {"engine.weights", "engine.kv_cache"})
+    residency = Residency(offload, {})
+    residency.onload("rollout", {"engine.weights", "engine.kv_cache"})
     assert not moves
-    Run.onload(run, "weight_transfer", {"engine.weights", "actor.weights"})
+    residency.onload("weight_transfer", {"engine.weights", "actor.weights"})
     assert offload.present == {"actor.weights"}
+
+
+@pytest.mark.parametrize("keep", [(), ("actor.weights",), ("critic.optimizer", "engine.weights")])
+@pytest.mark.parametrize("remote_ranks", [0, 8])
+@pytest.mark.parametrize(
+    "name", ["vapo", "vapo with kl", "value pretraining", "sft", "dapo with a reward model"]
+)
+def test_what_is_printed_is_on_the_gpu(name: str, remote_ranks: int, keep: tuple[str, ...]) -> None:
+    """`megarl config phases` prints the groups that are there in the second step of a run."""
+    config, stage = STEPS[name]
+    sizes = config.parallel.model_copy(update={"rollout_ranks": remote_ranks})
+    keeps = config.residency.model_copy(update={"keep": keep})
+    config = config.model_copy(update={"parallel": sizes, "residency": keeps})
+    offload, _ = make_manager(frozenset(keep))
+    for group in GROUPS:
+        if not config.has_group(group) or (remote_ranks and group.startswith("engine.")):
+            offload.present.discard(group)
+    weight_sync: Any = SimpleNamespace(complete=True)
+    has_engine = config.has_engine and not remote_ranks
+    residency = Residency(offload, {}, weight_sync if has_engine else None)
+    phases = select_phases(config, stage)
+    for step in (1, 2):
+        for phase, resident in zip(phases, resident_groups(config, phases), strict=True):
+            if phase.on_gpu:
+                residency.onload(phase.name, phase.on_gpu)
+            if step == 2:
+                assert offload.present == resident, phase.name
 
 
 def test_guests_leave_again() -> None:

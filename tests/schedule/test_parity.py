@@ -13,12 +13,7 @@ import pytest
 import torch
 
 from megarl.config import dump_config
-from megarl.config.recipes import (
-    DISTRIBUTE,
-    OLD_LOGPROBS,
-    PARITY,
-    with_parity,
-)
+from megarl.config.phases import PARITY, select_phases
 from megarl.config.schema import Config
 from megarl.data.experience import Experience
 from megarl.schedule.parity import comparable, precision
@@ -26,7 +21,7 @@ from tests.chaos.harness import ahead_by, make_config, prepare
 from tests.ranks import RankPool
 from tests.schedule.demo import megarl
 from tests.schedule.jobs import layers_from_folder, train_with_swapped
-from tests.schedule.test_offload import ORDERS
+from tests.schedule.test_offload import ORDERS, STEPS
 from tests.tiny_models import make_tiny_model
 
 Pool = Callable[..., RankPool]
@@ -257,9 +252,15 @@ def test_the_coarsest_arithmetic_decides(kind: str, keys: dict[str, Any], tmp_pa
 
 @pytest.mark.parametrize("name", [name for name in ORDERS if name != "sft"])
 def test_it_comes_before_any_update(name: str) -> None:
-    order = with_parity(ORDERS[name])
-    place = order.index(PARITY)
-    assert not any(phase.updates_weights for phase in order[:place])
+    order = select_phases(*STEPS[name], first_step=True)
     names = [phase.name for phase in order]
-    assert names[place - 1] == (OLD_LOGPROBS if OLD_LOGPROBS.name in names else DISTRIBUTE).name
-    assert [phase for phase in order if phase is not PARITY] == list(ORDERS[name])
+    place = names.index(PARITY)
+    assert not any(phase.updates_weights for phase in order[:place])
+    assert names[place - 1] == ("old_logprobs" if "old_logprobs" in names else "distribute")
+    assert order[:place] + order[place + 1 :] == ORDERS[name]
+
+
+def test_it_may_be_left_out() -> None:
+    config, stage = STEPS["vapo"]
+    without = config.model_copy(update={"guard": config.guard.model_copy(update={"parity": "none"})})
+    assert select_phases(without, stage, first_step=True) == ORDERS["vapo"]

@@ -14,8 +14,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
-import megarl.config.recipes as config_recipes
-from megarl.config.recipes import Phase, check_phases, declare
+from megarl.config.phases import PHASES, Phase, check_phases
 from megarl.data.experience import Experience, join, read_experience
 from megarl.observe.runs import load_run
 from megarl.schedule.phases import FUNCTIONS, enforced
@@ -187,13 +186,12 @@ def test_a_column_is_written_before_it_is_read(order: tuple[Phase, ...]) -> None
 
 
 def test_every_declared_phase_has_its_function() -> None:
-    declared = {phase.name for phase in vars(config_recipes).values() if isinstance(phase, Phase)}
-    assert declared == set(FUNCTIONS)
+    assert {phase.name for phase in PHASES} == set(FUNCTIONS)
 
 
 def test_a_phase_is_held_to_its_declaration() -> None:
     """What it reads and writes without saying so is refused, and what it says and does not write."""
-    phase = declare("values", reads="tokens rewards", writes="values")
+    phase = Phase("values", reads=frozenset({"tokens", "rewards"}), writes=frozenset({"values"}))
     step = Step("train", 1)
     step.batch = Experience.build([[1], [2]], [[3], [4]])
     step.batch["rewards"], step.batch["correct"] = torch.ones(2), torch.ones(2, dtype=torch.bool)

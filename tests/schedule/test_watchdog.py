@@ -18,7 +18,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megarl.config import recipes
+from megarl.config import phases
 from megarl.parallel.launch import HUNG
 from megarl.schedule import recovery, trainer
 from megarl.schedule.watchdog import Report, culprit, read_beat
@@ -140,7 +140,7 @@ def test_reports_survive_json() -> None:
 
 
 def test_limits_can_be_set_for_all_that_a_run_does_and_for_nothing_else() -> None:
-    names = {*recipes.PHASES, "start"}
+    names = {*(phase.name for phase in phases.PHASES), "start"}
     sources = [Path(module.__file__).read_text() for module in (trainer, recovery)]
     nodes = [node for source in sources for node in ast.walk(ast.parse(source))]
     for call in (node for node in nodes if isinstance(node, ast.Call)):
@@ -151,4 +151,4 @@ def test_limits_can_be_set_for_all_that_a_run_does_and_for_nothing_else() -> Non
                 if isinstance(part, ast.Constant) and isinstance(part.value, str)
             }
     exported = {f"export {name}" for name in ("actor", "critic", "critic_2")}
-    assert set(recipes.WATCHED) == names | exported
+    assert set(phases.WATCHED) == names | exported

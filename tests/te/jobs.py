@@ -276,10 +276,10 @@ PARTS = (
 
 def train(runtime: Runtime, config: Config) -> None:
     """The whole run that `config` describes."""
-    from megarl.schedule.run import Run
+    from megarl.schedule.run import build_run
     from megarl.schedule.trainer import Trainer
 
-    run = Run(config, runtime)
+    run = build_run(config, runtime)
     try:
         Trainer(run).train()
     finally:

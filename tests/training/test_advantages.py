@@ -80,7 +80,7 @@ def make_batch(turns: bool = False, truncated: bool = False) -> Experience:
 
 def advantages_of(runtime: Runtime, folder: Path, algorithm: dict[str, Any], turns: bool) -> Any:
     """Number of a response -> its advantages (and returns), of this rank's share; and the metrics."""
-    from megarl.config.recipes import training_phases
+    from megarl.config.phases import select_phases
     from megarl.model.builder import build_actor, read_hf_config
     from megarl.training import columns
     from megarl.training.batch import distribute
@@ -115,7 +115,7 @@ def advantages_of(runtime: Runtime, folder: Path, algorithm: dict[str, Any], tur
         old, teacher = experience[config.algorithm.old_column], experience["teacher"]
         metrics |= columns.add_teacher(weight, old, teacher, experience, runtime)
     names = [name for name in ("advantages", "returns") if name in experience]
-    assert training_phases(config)[-1].name == "weight_transfer"
+    assert select_phases(config)[-1].name == "weight_transfer"
     spans = zip(experience["number"].tolist(), experience.cu_seqlens.tolist(), strict=False)
     ends = experience.cu_seqlens[1:].tolist()
     mask = experience.response_mask

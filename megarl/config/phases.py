@@ -1,0 +1,428 @@
+"""The phases of each step: order, conditions, tensor groups on the GPU, columns.
+
+`PHASES` is the order, read from top to bottom. `COLUMNS` lists what each phase reads and writes.
+The code of a phase is the function of the same name in megarl/schedule/phases.py.
+docs/extending.md shows how to add one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import get_args
+
+from megarl.config.schema import PRETRAINING, SUPERVISED, TRAIN, Config
+from megarl.config.schema.residency import TensorGroup
+
+GROUPS: tuple[str, ...] = get_args(TensorGroup)
+
+Condition = Callable[[Config], bool]
+
+
+def always(config: Config) -> bool:
+    """Return True: the condition of a row that every configuration has."""
+    return True
+
+
+@dataclass(frozen=True)
+class Phase:
+    """One phase of a step.
+
+    name             that of its function, and of the metric time/<name>
+    stages           stages whose steps have it
+    on_gpu           tensor groups it needs; the others are offloaded before it. Empty: nothing moves
+    when             condition on the configuration
+    first_step_only  runs in the first step after each start of the program, in no other
+    reads            columns that an earlier phase must have written
+    writes           columns that it adds or changes
+    may_write        columns that it adds in some runs
+
+    `reads`, `writes` and `may_write` are empty in PHASES: `select_phases` adds them from COLUMNS.
+    """
+
+    name: str
+    stages: tuple[str, ...] = ()
+    on_gpu: frozenset[str] = frozenset()
+    when: Condition = always
+    first_step_only: bool = False
+    reads: frozenset[str] = frozenset()
+    writes: frozenset[str] = frozenset()
+    may_write: frozenset[str] = frozenset()
+
+    @cached_property
+    def model(self) -> str | None:
+        """The model that runs in this phase: actor, critic, reference, reward, teacher or None."""
+        owners = {group.partition(".")[0] for group in self.on_gpu}
+        return None if "engine" in owners else next(iter(owners), None)
+
+    def updates(self, model: str) -> bool:
+        """Return whether the phase updates the model's weights."""
+        return f"{model}.gradients" in self.on_gpu
+
+    @cached_property
+    def updates_weights(self) -> bool:
+        """Return whether the phase updates the weights of any model."""
+        return any(group.endswith(".gradients") for group in self.on_gpu)
+
+
+# Names of phases that another module treats in its own way.
+ROLLOUT, PARITY, WEIGHT_TRANSFER = "rollout", "parity", "weight_transfer"
+
+# Values of `stages`.
+SFT, PRETRAIN, RL = (SUPERVISED,), (PRETRAINING,), (TRAIN,)
+SAMPLED = PRETRAIN + RL
+ALL = SFT + SAMPLED
+
+# Values of `on_gpu`.
+NOTHING = frozenset[str]()
+ENGINE = frozenset({"engine.weights", "engine.kv_cache"})
+ACTOR = frozenset({"actor.weights"})
+CRITIC = frozenset({"critic.weights"})
+REFERENCE = frozenset({"reference.weights"})
+REWARD = frozenset({"reward.weights"})
+TEACHER = frozenset({"teacher.weights"})
+ACTOR_TRAINING = ACTOR | {"actor.gradients", "actor.optimizer"}
+CRITIC_TRAINING = CRITIC | {"critic.gradients", "critic.optimizer"}
+TRANSFER = ACTOR | {"engine.weights"}
+
+
+# Values of `when`: the conditions that more than one row has, or that take more than a key.
+def has_critic(config: Config) -> bool:
+    """Return whether the run trains a value model."""
+    return config.has_critic
+
+
+def has_critics(config: Config) -> bool:
+    """Return whether the run trains several value models (AsyPPO)."""
+    return config.critic.count > 1 and config.has_critic
+
+
+def has_prompt_critic(config: Config) -> bool:
+    """Return whether the value model reads prompts alone (SPPO)."""
+    return config.values_prompts
+
+
+def has_group_baseline(config: Config) -> bool:
+    """Return whether advantages compare a response with its group (GRPO, DAPO, RLOO, GDPO)."""
+    return config.algorithm.advantage in ("group", "group_mean", "leave_one_out", "per_reward")
+
+
+def has_reward_parts(config: Config) -> bool:
+    """Return whether each part of the reward is normalised separately (GDPO)."""
+    return config.algorithm.advantage == "per_reward"
+
+
+def has_tracker(config: Config) -> bool:
+    """Return whether a running success rate per prompt is the baseline (SPO)."""
+    return config.algorithm.advantage == "tracked"
+
+
+def uses_old_logprobs(config: Config) -> bool:
+    """Return whether the trainer computes log pi_old."""
+    return config.algorithm.old_logprobs == "trainer"
+
+
+def uses_engine_logprobs(config: Config) -> bool:
+    """Return whether the engine's log-probs are log pi_old (SAO, DPPO)."""
+    return config.algorithm.old_logprobs == "engine"
+
+
+def compares_engine(config: Config) -> bool:
+    """Return whether the engine's log-probs are compared with the trainer's before any update."""
+    return config.guard.parity != "none"
+
+
+def has_reference_model(config: Config) -> bool:
+    """Return whether a separate model gives the reference log-probs for a KL term."""
+    return config.algorithm.has_reference and config.actor.lora.rank is None
+
+
+def has_reference_in_actor(config: Config) -> bool:
+    """Return whether the reference model is the actor with its adapters disabled (LoRA)."""
+    return config.algorithm.has_reference and config.actor.lora.rank is not None
+
+
+def has_kl_reward_with_old_logprobs(config: Config) -> bool:
+    """Return whether the reward has a KL term, and the trainer computes log pi_old."""
+    return config.algorithm.kl_reward > 0 and uses_old_logprobs(config)
+
+
+def has_kl_reward_with_engine_logprobs(config: Config) -> bool:
+    """Return whether the reward has a KL term, and the engine's log-probs are log pi_old."""
+    return config.algorithm.kl_reward > 0 and uses_engine_logprobs(config)
+
+
+def has_teacher_of_samples(config: Config) -> bool:
+    """Return whether a teacher scores the sampled tokens (on-policy distillation)."""
+    return not config.teacher.top_k and config.has_teacher
+
+
+def has_teacher_of_top_k(config: Config) -> bool:
+    """Return whether a teacher's top-k tokens are a term of the loss (on-policy distillation)."""
+    return bool(config.teacher.top_k) and config.has_teacher
+
+
+def has_teacher_by_source(config: Config) -> bool:
+    """Return whether the source of a prompt decides which teacher scores its responses."""
+    return bool(config.teacher.by_source) and config.has_teacher
+
+
+def has_window(config: Config) -> bool:
+    """Return whether a step samples at most a window of each response (T-PPO)."""
+    return config.rollout.window is not None
+
+
+def whitens(config: Config) -> bool:
+    """Return whether advantages are whitened over the tokens of the policy loss."""
+    return config.algorithm.whiten
+
+
+def corrects_mismatch(config: Config) -> bool:
+    """Return whether the policy loss is weighted by the ratio of trainer to engine."""
+    return config.algorithm.mismatch.enabled
+
+
+def filters_entropy(config: Config) -> bool:
+    """Return whether tokens on which the critics disagree have no entropy term (AsyPPO)."""
+    return bool(config.algorithm.agreement.filter)
+
+
+# The order of every stage's step, from top to bottom.
+# fmt: off
+PHASES: tuple[Phase, ...] = (
+    #     name                  stages    on the GPU       when
+    Phase("read_pairs",          SFT),
+    Phase("rollout",             SAMPLED,  ENGINE),
+    Phase("distribute",          ALL),
+    Phase("old_logprobs",        RL,       ACTOR,           uses_old_logprobs),
+    Phase("parity",              SAMPLED,  ACTOR,           compares_engine, first_step_only=True),
+    Phase("old_top_k",           RL,       ACTOR,           lambda c: c.algorithm.dppo.top_k > 0),
+    Phase("reference_logprobs",  RL,       REFERENCE,       has_reference_model),
+    Phase("reference_logprobs",  RL,       ACTOR,           has_reference_in_actor),
+    Phase("reward_model",        SAMPLED,  REWARD,          lambda c: c.has_reward_model),
+    Phase("values",              SAMPLED,  CRITIC,          has_critic),
+    Phase("monte_carlo_returns", PRETRAIN),
+    Phase("group_advantages",    RL,       NOTHING,         has_group_baseline),
+    Phase("tracked_advantages",  RL,       NOTHING,         has_tracker),
+    Phase("return_advantages",   RL,       NOTHING,         lambda c: c.algorithm.advantage == "return"),
+    Phase("gae_advantages",      RL,       NOTHING,         lambda c: c.algorithm.advantage == "gae"),
+    Phase("prompt_advantages",   RL,       NOTHING,         has_prompt_critic),
+    Phase("teacher_advantages",  RL,       TEACHER,         has_teacher_of_samples),
+    Phase("teacher_top_k",       RL,       TEACHER,         has_teacher_of_top_k),
+    Phase("critic_update",       SAMPLED,  CRITIC_TRAINING, has_critic),
+    Phase("actor_update",        RL,       ACTOR_TRAINING),
+    Phase("supervised_update",   SFT,      ACTOR_TRAINING),
+    Phase("weight_transfer",     RL,       TRANSFER),
+)
+# fmt: on
+
+# What `watchdog.limits` can limit: phases, and the work of a run between them.
+WATCHED = (
+    *("start", "choose a checkpoint", "resume", *dict.fromkeys(phase.name for phase in PHASES)),
+    *("residency", "evaluation", "checkpoint", "export actor", "export critic", "export critic_2"),
+)
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Columns of the batch that phases read or write; names are separated by spaces.
+
+    A phase has all rows with its name whose condition and stages apply.
+    """
+
+    phases: str
+    reads: str = ""
+    writes: str = ""
+    may_write: str = ""
+    when: Condition = always
+    stages: tuple[str, ...] = ALL
+
+    @cached_property
+    def read_names(self) -> frozenset[str]:
+        return frozenset(self.reads.split())
+
+    @cached_property
+    def written_names(self) -> frozenset[str]:
+        return frozenset(self.writes.split())
+
+
+WITHOUT_TRACKER = "group_advantages return_advantages gae_advantages"
+ADVANTAGES = f"{WITHOUT_TRACKER} tracked_advantages prompt_advantages"
+
+COLUMNS: tuple[Columns, ...] = (
+    Columns("read_pairs", writes="tokens correct truncated"),
+    Columns(
+        "rollout",
+        writes="tokens engine_logprobs policy_version rewards correct truncated group_ids response_index",
+        # Responses that continued under newer weights; rewards of turns; recorded experts; windows.
+        may_write="token_versions turn_rewards routing begun unfinished",
+    ),
+    Columns("rollout", writes="reward_parts", when=has_reward_parts),
+    Columns("rollout", writes="prompt_uids", when=has_tracker),
+    Columns("rollout", writes="teachers", when=has_teacher_by_source, stages=RL),
+    Columns(
+        "distribute",
+        reads="tokens correct truncated",
+        writes="policy_loss_weights nll_loss_weights value_loss_weights",
+    ),
+    Columns("distribute", reads="group_ids", when=lambda c: c.update.share_prompts, stages=SAMPLED),
+    Columns("distribute", reads="response_index", when=has_critics),  # decides which critic learns from it
+    Columns(
+        "old_logprobs",
+        reads="tokens engine_logprobs policy_version policy_loss_weights",
+        writes="old_logprobs entropy policy_loss_weights",
+    ),
+    Columns("old_logprobs", writes="uncorrected_weights", when=corrects_mismatch),
+    Columns("parity", reads="tokens engine_logprobs policy_version token_versions old_logprobs"),
+    Columns("old_top_k", reads="tokens", writes="old_top_logprobs old_top_tokens"),
+    Columns("reference_logprobs", reads="tokens", writes="ref_logprobs"),
+    Columns("reward_model", reads="tokens rewards", writes="rewards"),
+    Columns("reward_model", reads="reward_parts", writes="reward_parts", when=has_reward_parts),
+    Columns("values", reads="tokens", writes="values"),
+    Columns("values", writes="critic_values", when=has_critics),
+    Columns("monte_carlo_returns", reads="values", writes="returns"),
+    Columns("monte_carlo_returns", reads="correct", when=has_prompt_critic),
+    Columns("monte_carlo_returns", reads="rewards turn_rewards", when=lambda c: not has_prompt_critic(c)),
+    Columns("group_advantages", reads="rewards turn_rewards group_ids", writes="advantages"),
+    Columns("group_advantages", reads="reward_parts", when=has_reward_parts),
+    Columns(
+        "group_advantages",
+        reads="truncated",
+        when=lambda c: has_reward_parts(c) and c.reward.overlong.filter,
+    ),
+    Columns("tracked_advantages", reads="rewards correct prompt_uids", writes="advantages"),
+    Columns("tracked_advantages", reads="truncated", when=lambda c: c.reward.overlong.filter),
+    Columns("return_advantages", reads="rewards turn_rewards", writes="advantages"),
+    Columns("gae_advantages", reads="rewards turn_rewards values", writes="advantages returns"),
+    Columns("gae_advantages", reads="critic_values policy_loss_weights", when=has_critics),
+    Columns(
+        "gae_advantages",
+        reads="uncorrected_weights",
+        when=lambda c: has_critics(c) and corrects_mismatch(c),
+    ),
+    Columns("gae_advantages", writes="entropy_weights", when=filters_entropy),
+    Columns("prompt_advantages", reads="rewards correct values", writes="advantages returns"),
+    Columns(ADVANTAGES, reads="policy_loss_weights", when=whitens),
+    Columns(WITHOUT_TRACKER, reads="old_logprobs ref_logprobs", when=has_kl_reward_with_old_logprobs),
+    Columns(WITHOUT_TRACKER, reads="engine_logprobs ref_logprobs", when=has_kl_reward_with_engine_logprobs),
+    Columns("teacher_advantages", reads="tokens advantages", writes="advantages"),
+    Columns("teacher_top_k", reads="tokens", writes="teacher_logprobs teacher_tokens"),
+    Columns("teacher_advantages teacher_top_k", reads="teachers", when=has_teacher_by_source),
+    Columns(
+        "teacher_advantages teacher_top_k",
+        reads="group_ids",
+        when=lambda c: has_teacher_by_source(c) and c.update.share_prompts,
+    ),
+    Columns("critic_update", reads="tokens values returns value_loss_weights"),
+    Columns("critic_update", reads="critic_values", when=has_critics),
+    Columns("actor_update", reads="tokens advantages policy_loss_weights nll_loss_weights"),
+    Columns("actor_update", reads="uncorrected_weights", when=corrects_mismatch),
+    Columns("actor_update", reads="entropy_weights", when=filters_entropy),
+    Columns("actor_update", reads="ref_logprobs", when=lambda c: c.algorithm.kl_weight > 0),
+    # Random numbers of each response decide which tokens clip_cov and kl_cov select.
+    Columns("actor_update", reads="group_ids response_index", when=lambda c: c.algorithm.selects_tokens),
+    Columns(
+        "actor_update", reads="old_top_logprobs old_top_tokens", when=lambda c: c.algorithm.dppo.top_k > 0
+    ),
+    Columns("actor_update", reads="teacher_logprobs teacher_tokens", when=has_teacher_of_top_k),
+    Columns("teacher_advantages actor_update", reads="old_logprobs", when=uses_old_logprobs),
+    Columns("teacher_advantages actor_update", reads="engine_logprobs", when=uses_engine_logprobs),
+    Columns("supervised_update", reads="tokens nll_loss_weights"),
+    # Which tokens the step has sampled, and which responses continue in the next step.
+    Columns(
+        "distribute old_logprobs gae_advantages teacher_advantages critic_update",
+        reads="begun unfinished",
+        when=has_window,
+        stages=RL,
+    ),
+)
+
+
+COLUMNS_BY_PHASE = {
+    phase.name: [row for row in COLUMNS if phase.name in row.phases.split()] for phase in PHASES
+}
+
+
+def select_stages(config: Config) -> tuple[str, ...]:
+    """Return the stages of a run, in order."""
+    pretrains = config.has_critic and config.value_pretraining.steps > 0
+    return (PRETRAINING, config.main_stage) if pretrains else (config.main_stage,)
+
+
+def select_phases(config: Config, stage: str | None = None, *, first_step: bool = False) -> tuple[Phase, ...]:
+    """Return the phases of one step of a stage, in order, with their columns.
+
+    Args:
+        stage: None for the run's main stage.
+        first_step: whether it is the stage's first step after the start of the program.
+    """
+    stage = config.main_stage if stage is None else stage
+    if stage == PRETRAINING and not config.has_critic:
+        return ()
+    rows = [row for row in PHASES if stage in row.stages and (first_step or not row.first_step_only)]
+    return tuple([add_columns(row, config, stage) for row in rows if row.when(config)])
+
+
+def add_columns(phase: Phase, config: Config, stage: str) -> Phase:
+    """Return the phase with the columns that COLUMNS lists for it."""
+    rows = [row for row in COLUMNS_BY_PHASE[phase.name] if stage in row.stages and row.when(config)]
+    reads = NOTHING.union(*[row.read_names for row in rows])
+    writes = NOTHING.union(*[row.written_names for row in rows])
+    may_write = NOTHING.union(*[row.may_write.split() for row in rows if row.may_write])
+    # Not dataclasses.replace: the planner calls this thousands of times.
+    own = phase.name, phase.stages, phase.on_gpu, phase.when, phase.first_step_only
+    return Phase(*own, reads, writes, may_write)
+
+
+def replay_phases(config: Config) -> tuple[Phase, ...]:
+    """Return the phases of a step of the main stage that `megarl replay` repeats, in order.
+
+    Its rollout is read from disk, so no engine samples it, and no engine takes the weights.
+    """
+    return tuple(
+        replace(phase, on_gpu=NOTHING) if phase.name == ROLLOUT else phase
+        for phase in select_phases(config)
+        if phase.name != WEIGHT_TRANSFER
+    )
+
+
+def check_phases(phases: Sequence[Phase]) -> None:
+    """Check that phases can run in this order.
+
+    Raises:
+        ValueError: a phase reads a column that no earlier phase writes, or needs an unknown tensor group.
+            Also if it needs the KV cache and an optimizer on the GPU together.
+    """
+    written: set[str] = set()
+    for phase in phases:
+        if missing := phase.reads - written:
+            columns = ", ".join(sorted(missing))
+            raise ValueError(f"phase {phase.name} reads {columns}, which no earlier phase writes")
+        written |= phase.writes | phase.may_write
+        if unknown := ", ".join(sorted(phase.on_gpu - frozenset(GROUPS))):
+            raise ValueError(f"phase {phase.name} needs {unknown}, which is no tensor group")
+        if "engine.kv_cache" in phase.on_gpu and any(name.endswith(".optimizer") for name in phase.on_gpu):
+            both = "engine.kv_cache and an optimizer on the device together"
+            raise ValueError(f"phase {phase.name} needs {both}")
+
+
+def resident_groups(config: Config, phases: Sequence[Phase]) -> list[frozenset[str]]:
+    """Return the tensor groups on a trainer's GPU during each phase of a step that follows another step."""
+    own = frozenset(group for group in get_args(TensorGroup) if config.has_group(group))
+    elsewhere = ENGINE if config.parallel.rollout_ranks else NOTHING
+    if elsewhere or config.rollout.engine_kind.remote:
+        own -= ENGINE
+    keep = own & never_offloaded(config, gpu=config.parallel.device != "cpu")
+    resident, found = keep, list[frozenset[str]]()
+    for phase in (*phases, *phases):  # the second pass starts with what the first one leaves
+        if needed := phase.on_gpu - elsewhere:
+            resident = keep | (needed & own)
+        found.append(resident)
+    return found[len(phases) :]
+
+
+def never_offloaded(config: Config, *, gpu: bool) -> frozenset[str]:
+    """Return the tensor groups that stay on the device for the whole run: all where nothing is offloaded."""
+    offloads = gpu if config.residency.offload is None else config.residency.offload
+    return frozenset(config.residency.keep if offloads else GROUPS)

@@ -1,0 +1,115 @@
+"""The models of a rank that trains: built with their weights, and exported as Hugging Face folders."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import PretrainedConfig
+
+from megarl.config.schema import Config
+from megarl.model.builder import DTYPES, ModelChunks, build_actor, build_critic, read_hf_config
+from megarl.parallel.movable import HostPool
+from megarl.parallel.runtime import Runtime
+from megarl.schedule.offload import OffloadManager
+from megarl.training.model import InferenceModel, TrainableModel
+from megarl.training.tensor_groups import tensor_groups
+from megarl.weights.families import model_weights, read_config
+from megarl.weights.hf import ModelFolder, export_hf, load_into
+from megarl.weights.lora import export_peft, merged
+from megarl.weights.megatron import open_model
+from megarl.weights.shards import megatron_layout
+from megarl.weights.tensor_files import Processes
+
+
+def load_weights(
+    model: torch.nn.Module, folder: ModelFolder, runtime: Runtime, *, critic: bool = False
+) -> None:
+    """Load this rank's slices of a model's folder into its part of the model.
+
+    Raises:
+        CheckpointError: on every rank, if one rank cannot use its slices.
+    """
+    shards = megatron_layout(folder.config, runtime.layout, critic=critic)[runtime.rank][1]
+    Processes(runtime.cpu_group).run(
+        lambda: load_into(model_weights(dict(model.named_parameters())), shards, folder)
+    )
+
+
+@dataclass(frozen=True)
+class ModelBuilder:
+    """Builds the models of a run on this rank. Each is offloaded before the next one is built.
+
+    folder  the actor's, which a critic and a reference model may share
+    hf      its config.json
+    """
+
+    config: Config
+    runtime: Runtime
+    folder: ModelFolder
+    hf: PretrainedConfig
+    offload: OffloadManager
+    host: HostPool
+
+    def build_actor(self) -> TrainableModel:
+        """Build the policy."""
+        config = self.config
+        with self.offload.explained("start"):
+            module = self._build_module(config)
+            model = TrainableModel("actor", module, config.actor, config.steps, self.runtime, config.parallel)
+        model.replays_routing = config.rollout.routing_replay
+        self._register(model)
+        return model
+
+    def build_critic(self) -> TrainableModel:
+        """Build a value model."""
+        config, path = self.config, self.config.critic.path
+        with self.offload.explained("start"):
+            module = self._build_module(config, path, scalar=True)
+            model = TrainableModel(
+                "critic", module, config.critic, config.steps, self.runtime, config.parallel
+            )
+        self._register(model)
+        return model
+
+    def build_frozen(self, name: str, path: Path | None = None) -> InferenceModel:
+        """Build the reference model, the reward model or a teacher. path: None for the actor's folder."""
+        with self.offload.explained("start"):
+            module = self._build_module(self.config.without_adapters(), path, scalar=name == "reward")
+            model = InferenceModel(name, module.requires_grad_(False), self.runtime)
+        self._register(model)
+        return model
+
+    def _build_module(self, config: Config, path: Path | None = None, *, scalar: bool = False) -> ModelChunks:
+        """Build a model with its weights. scalar: its head gives one number a token."""
+        folder, hf = self.folder, self.hf
+        if scalar or path is not None:
+            folder = open_model(path or config.model.path, critic=scalar)
+            hf = read_hf_config(folder.path)
+        module = (build_critic if scalar else build_actor)(config, hf, self.runtime)
+        load_weights(module, folder, self.runtime, critic=scalar)
+        return module
+
+    def _register(self, model: InferenceModel) -> None:
+        self.offload.register(tensor_groups(model, self.host))
+        self.offload.onload("start", ())
+
+
+def export_model(
+    model: TrainableModel, config: Config, runtime: Runtime, out: Path, *, adapters: bool = False
+) -> None:
+    """Write the actor or a critic as a Hugging Face folder, or its adapters as a PEFT folder.
+
+    Every rank calls this.
+    """
+    is_critic, control = model.name == "critic", runtime.cpu_group
+    source = config.critic.path if is_critic and config.critic.path else config.model.path
+    lora, place = model.config.lora, (runtime.layout, runtime.rank)
+    named = dict(model.model.named_parameters())
+    if adapters:
+        export_peft(out, source, *place, named, lora, control=control)
+        return
+    weights = merged(named, read_config(source), *place, lora, critic=is_critic)
+    dtype = DTYPES[config.model.dtype]
+    export_hf(out, source, *place, weights, critic=is_critic, dtype=dtype, control=control)
