@@ -165,9 +165,9 @@ def transfers(scene: Any) -> tuple[Any, list[Any]]:
     """The plan and the transfers, bucket after bucket, of the actor's weights into SGLang's layout, without
     SGLang."""
     from megarl.rollout.engines.sglang import SGLangEngine
+    from megarl.sync.plan import engine_plan
+    from megarl.sync.transfer import Staging, Transfer
     from megarl.weights.families import table_names
-    from megarl.weights.plan import engine_plan
-    from megarl.weights.transfer import Staging, Transfer
     from tests.gpu.scene import EOS, WEIGHTS
 
     scene.offload.onload("weight_transfer", WEIGHTS)

@@ -62,10 +62,10 @@ def make_engine(folder: Path, responses: int, tokens: int) -> Any:
 
 def deliver(engine: Any, folder: Path) -> None:
     """The folder's weights, as version 0."""
+    from megarl.sync.plan import Plan
+    from megarl.sync.transfer import Staging
     from megarl.weights.hf import HFFolder, load_into
-    from megarl.weights.plan import Plan
     from megarl.weights.shards import sglang_shards
-    from megarl.weights.transfer import Staging
 
     source = HFFolder(folder)
     shards = sglang_shards(source.config, 1, 0, cpu=True)

@@ -84,7 +84,7 @@ def planned_needs(config: Config, world: int) -> tuple[float, float]:
     """Return the bytes of a node's memory and of the disk that a run of `world` ranks needs, as `megarl plan`
     says."""
     from megarl.plan.memory import plan_of
-    from megarl.weights.cost import planning_config
+    from megarl.weights.known_models import planning_config
 
     made = plan_of(config, planning_config(config.model.path)[1], world=world)
     return sum(made.host().values()), made.disk

@@ -20,7 +20,7 @@ from megarl.parallel.layout import Layout
 from megarl.plan.memory import MemoryPlan
 from megarl.plan.sizes import GIB
 from megarl.plan.times import Estimate, Lengths, estimate, rollout_seconds
-from megarl.weights.plan import engine_ranks
+from megarl.sync.plan import engine_ranks
 from megarl.weights.shards import check_layout
 
 # Keys that are chosen, in the order in which they are printed.

@@ -35,7 +35,7 @@ from megarl.plan.times import (
     estimate,
     windows_of,
 )
-from megarl.weights.plan import engine_ranks
+from megarl.sync.plan import engine_ranks
 
 ALIKE = 0.5  # our estimate: of the variance of log lengths, what the responses to one prompt have in common
 BATCHES, FIRST = 6, 3  # that are simulated, and the step from which on they count

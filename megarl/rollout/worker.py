@@ -36,7 +36,7 @@ from megarl.rollout.loop_watch import LoopWatch
 from megarl.rollout.responses import Body, Response
 from megarl.rollout.sampling import Completion
 from megarl.rollout.tools import ToolPool, described, environment_class
-from megarl.rollout.weight_sync import Failures
+from megarl.sync.weight_sync import Failures
 
 if TYPE_CHECKING:
     from megarl.rewards.pool import Item, VerifierPool

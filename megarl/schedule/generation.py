@@ -27,13 +27,13 @@ from megarl.rollout.engines.sglang import SGLangEngine
 from megarl.rollout.engines.sglang_servers import SGLangServers
 from megarl.rollout.engines.transformers_engine import TransformersEngine
 from megarl.rollout.rank import RolloutRank, RolloutShare, joined
-from megarl.rollout.weight_sync import Failures, WeightSync
 from megarl.schedule.rollouts import RolloutStore, pretraining_rollouts, rollouts_folder
 from megarl.schedule.source import BatchSource, Rollout
+from megarl.sync.plan import engine_plan, frozen_targets
+from megarl.sync.transfer import Staging, Transfer
+from megarl.sync.weight_sync import Failures, WeightSync
 from megarl.weights.families import read_config
 from megarl.weights.lora import merged
-from megarl.weights.plan import engine_plan, frozen_targets
-from megarl.weights.transfer import Staging, Transfer
 
 
 def load_tokenizer(folder: Path) -> Any:

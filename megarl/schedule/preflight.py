@@ -45,11 +45,11 @@ from megarl.rollout.chat import prompting
 from megarl.rollout.engines.sglang_servers import check_servers
 from megarl.rollout.worker import endpoint_of, episode_of
 from megarl.schedule.rollouts import check_pretraining_rollouts
+from megarl.sync.plan import engine_targets
 from megarl.training.checkpoint import check_continues, find_checkpoint, has_finished, settings_of
 from megarl.weights.families import family_of, read_config
 from megarl.weights.hf import ModelFolder
 from megarl.weights.megatron import open_model
-from megarl.weights.plan import engine_targets
 from megarl.weights.shards import (
     check_frozen,
     check_layout,

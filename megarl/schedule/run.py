@@ -21,17 +21,18 @@ from megarl.observe.run_log import Sample
 from megarl.parallel.movable import HostPool
 from megarl.parallel.runtime import Runtime
 from megarl.rollout.engines.engine import RolloutEngine
-from megarl.rollout.weight_sync import Failures
 from megarl.schedule.ahead import GenerationApart
 from megarl.schedule.generation import Generation, load_tokenizer, make_engine, make_weight_sync
 from megarl.schedule.offload import EngineMemory, OffloadManager
 from megarl.schedule.source import BatchSource, Rollout, SupervisedPairs
+from megarl.sync.export import export_hf, export_peft
+from megarl.sync.weight_sync import Failures
 from megarl.training.batch import LocalBatch
 from megarl.training.columns import Tables
 from megarl.training.model import InferenceModel, TrainableModel, tensor_groups
 from megarl.weights.families import model_weights, read_config
-from megarl.weights.hf import ModelFolder, export_hf, load_into
-from megarl.weights.lora import export_peft, merged
+from megarl.weights.hf import ModelFolder, load_into
+from megarl.weights.lora import merged
 from megarl.weights.megatron import open_model
 from megarl.weights.shards import megatron_layout
 from megarl.weights.tensor_files import Processes

@@ -33,8 +33,8 @@ from megarl.rollout.engines.engine import EngineClient
 from megarl.rollout.engines.transformers_engine import TransformersEngine
 from megarl.rollout.episode import EpisodeAborted, Policy
 from megarl.rollout.sampling import Completion, Request, SamplingParams, turn_seed
+from megarl.sync.plan import engine_plan
 from megarl.weights import families
-from megarl.weights.plan import engine_plan
 from tests.engines import load_folder
 from tests.families import ROWS, Row
 from tests.tiny_models import make_tiny_model

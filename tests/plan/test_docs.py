@@ -14,7 +14,7 @@ from megarl.cli.main import main
 from megarl.config.load import load_config
 from megarl.plan.memory import plan_of
 from megarl.plan.sizes import GIB
-from megarl.weights.cost import KNOWN_MODELS
+from megarl.weights.known_models import KNOWN_MODELS
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "planning.md"

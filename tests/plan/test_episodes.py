@@ -15,7 +15,7 @@ from megarl.config import load_config
 from megarl.plan import text
 from megarl.plan.memory import plan_of
 from megarl.plan.times import Decoding, Lengths, _decode, decoded_at_once, default_lengths, estimate
-from megarl.weights.cost import KNOWN_MODELS
+from megarl.weights.known_models import KNOWN_MODELS
 from tests.plan.test_published import ROOT
 
 VAPO = ROOT / "configs/vapo_7b.yaml"

@@ -19,8 +19,8 @@ from megarl.config.errors import ConfigError
 from megarl.parallel.machine import memory_here
 from megarl.plan.memory import MemoryPlan, plan_of
 from megarl.schedule.preflight import check_fits
-from megarl.weights.cost import KNOWN_MODELS, planning_config
 from megarl.weights.families import read_config
+from megarl.weights.known_models import KNOWN_MODELS, planning_config
 from tests.plan.test_memory import GIB, ROOT
 
 HALF_B = KNOWN_MODELS["Qwen2.5-0.5B"]

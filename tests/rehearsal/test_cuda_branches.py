@@ -28,10 +28,11 @@ from megarl.rollout.engines.sglang import SGLangEngine
 from megarl.rollout.engines.transformers_engine import TransformersEngine
 from megarl.schedule import preflight
 from megarl.schedule.offload import EngineMemory, OffloadManager
-from megarl.weights import transfer
+from megarl.sync import transfer
+from megarl.sync.plan import make_plan
+from megarl.weights.boxes import Box
 from megarl.weights.families import read_config
-from megarl.weights.plan import make_plan
-from megarl.weights.shards import Box, Region, Shard
+from megarl.weights.shards import Region, Shard
 from tests.gpu.scene import TINY, sizes_of
 from tests.rehearsal.fakecuda import FREE, TOTAL, pretend
 from tests.tiny_models import make_tokenizer
@@ -244,7 +245,7 @@ class TestEngines:
 
 
 def test_a_transfer_ends_when_the_device_has(calls: list[Any]) -> None:
-    """weights/transfer.py: nobody else may read what is still being written."""
+    """sync/transfer.py: nobody else may read what is still being written."""
     box: Box = ((0, 4),)
     shards = [(0, {"w": Shard((4,), (Region("w", box, box),))})]
     plan = make_plan(shards, shards, formats={}, gpus_per_node=8)

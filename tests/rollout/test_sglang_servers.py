@@ -27,11 +27,11 @@ from megarl.plan.times import default_lengths, estimate, rollout_seconds
 from megarl.rollout.engines import sglang_servers
 from megarl.rollout.engines.sglang_servers import SGLangServers, check_servers
 from megarl.rollout.sampling import Completion, Request, SamplingParams
-from megarl.weights.cost import KNOWN_MODELS
+from megarl.sync.plan import Plan, engine_plan, engine_targets
+from megarl.sync.transfer import Staging
 from megarl.weights.families import read_config
-from megarl.weights.plan import Plan, engine_plan, engine_targets
+from megarl.weights.known_models import KNOWN_MODELS
 from megarl.weights.shards import hf_shapes
-from megarl.weights.transfer import Staging
 from tests.docs.test_docs import ROOT
 from tests.rollout.servers import WAIT, Router, Server, make_engine
 from tests.tiny_models import make_tiny_model

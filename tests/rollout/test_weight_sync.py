@@ -31,13 +31,14 @@ from megarl.parallel.layout import Layout
 from megarl.parallel.machine import allocator_problem
 from megarl.plan.memory import plan_of
 from megarl.rollout.engines.sglang import SGLangEngine, packed
-from megarl.rollout.weight_sync import WeightSync
 from megarl.schedule import evaluation, generation, preflight, run
 from megarl.schedule.generation import make_weight_sync
-from megarl.weights.cost import KNOWN_MODELS
-from megarl.weights.plan import Plan, engine_plan, engine_targets
-from megarl.weights.shards import Region, Shard, full_box
-from megarl.weights.transfer import Staging, Transfer, TransferStats
+from megarl.sync.plan import Plan, engine_plan, engine_targets
+from megarl.sync.transfer import Staging, Transfer, TransferStats
+from megarl.sync.weight_sync import WeightSync
+from megarl.weights.boxes import full_box
+from megarl.weights.known_models import KNOWN_MODELS
+from megarl.weights.shards import Region, Shard
 
 ROOT = Path(__file__).parents[2]
 HF = {

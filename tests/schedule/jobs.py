@@ -24,11 +24,11 @@ from megarl.schedule import parity
 from megarl.schedule.replay import Outcome, replay
 from megarl.schedule.run import Run, Step
 from megarl.schedule.trainer import Trainer
+from megarl.sync.plan import Copy, Plan
 from megarl.training.batch import LocalBatch, MicroBatch
 from megarl.training.checkpoint import find_checkpoint
 from megarl.training.model import Loss
 from megarl.training.sharded import load_checkpoint
-from megarl.weights.plan import Copy, Plan
 from tests.checkpoints import save_checkpoint, save_model
 
 

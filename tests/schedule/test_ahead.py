@@ -21,11 +21,11 @@ from megarl.parallel import secret
 from megarl.parallel.runtime import layout_for
 from megarl.parallel.secret import SignedStore
 from megarl.rollout import messages as m
-from megarl.rollout import weight_sync
-from megarl.rollout.weight_sync import WeightSync
 from megarl.schedule import ahead
 from megarl.schedule.ahead import ControllerLink, GenerationApart
-from megarl.weights.transfer import TransferStats
+from megarl.sync import weight_sync
+from megarl.sync.transfer import TransferStats
+from megarl.sync.weight_sync import WeightSync
 from tests.schedule.demo import make_warm_model, train
 from tests.schedule.test_profiler import events
 

@@ -106,8 +106,8 @@ def wait(runtime: Runtime, name: str) -> bool:
 def deliver(runtime: Runtime, name: str, version: int, dump: Path) -> dict[str, Any]:
     """The actor's weights into the engine; what SGLang's ranks hold then goes to files, and the actor is
     exported."""
+    from megarl.sync.export import export_hf
     from megarl.weights.families import table_names
-    from megarl.weights.hf import export_hf
 
     scene = SCENES[name]
     stats = scene.weight_sync.sync(version)

@@ -23,9 +23,9 @@ from megarl.config.errors import ConfigError, EngineFailure
 from megarl.config.schema import Config, DataConfig, ModelConfig, RolloutConfig
 from megarl.rollout.engines.sglang_servers import SGLangServers, check_servers
 from megarl.rollout.sampling import Completion, Request, SamplingParams
+from megarl.sync.plan import Plan, engine_targets
+from megarl.sync.transfer import Staging
 from megarl.weights.families import read_config
-from megarl.weights.plan import Plan, engine_targets
-from megarl.weights.transfer import Staging
 from tests.docs.test_docs import ROOT
 from tests.tiny_models import make_tiny_model
 

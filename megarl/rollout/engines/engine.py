@@ -18,8 +18,8 @@ from torch import Tensor
 
 from megarl.config.errors import EngineError
 from megarl.rollout.sampling import Completion, Request, SamplingParams
-from megarl.weights.plan import Plan
-from megarl.weights.transfer import Staging
+from megarl.sync.plan import Plan
+from megarl.sync.transfer import Staging
 
 SLICE = 0.1  # seconds for which an engine in this process decodes before others have their turn
 TURN = 0.001  # seconds of theirs: messages come through several wake-ups

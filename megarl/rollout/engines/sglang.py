@@ -35,10 +35,10 @@ from megarl.parallel.launch import environment_of_children
 from megarl.parallel.machine import cuda_runtime_folders
 from megarl.rollout.engines.engine import RolloutEngine, check_positions
 from megarl.rollout.sampling import Completion, Request, SamplingParams, routing_array
+from megarl.sync.plan import Plan
+from megarl.sync.transfer import Staging
 from megarl.weights.families import EXPERT_KEYS, Sizes, family_of
-from megarl.weights.plan import Plan
 from megarl.weights.shards import full_attention_interval
-from megarl.weights.transfer import Staging
 
 LOADER = "megarl.rollout.engines.sglang_inside.load_shards"
 TAGS = ("weights", "kv_cache")  # device memory that can sleep

@@ -40,10 +40,10 @@ from megarl.config.schema import Config
 from megarl.rollout.engines.engine import RolloutEngine, check_positions
 from megarl.rollout.engines.sglang import TAGS, completion_of, packed
 from megarl.rollout.sampling import Completion, Request, SamplingParams
+from megarl.sync.plan import Plan, staged
+from megarl.sync.transfer import FORMAT_DTYPES, Staging
 from megarl.weights.families import read_config
-from megarl.weights.plan import Plan, staged
 from megarl.weights.shards import Shard, hf_shapes
-from megarl.weights.transfer import FORMAT_DTYPES, Staging
 
 if TYPE_CHECKING:
     import aiohttp

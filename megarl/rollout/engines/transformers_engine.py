@@ -32,9 +32,9 @@ from megarl.rollout.engines.transformers_layers import (
     in_fixed_order,
 )
 from megarl.rollout.sampling import Completion, Request, SamplingParams
+from megarl.sync.plan import Plan
+from megarl.sync.transfer import Staging
 from megarl.weights.families import EXPERT_BIAS
-from megarl.weights.plan import Plan
-from megarl.weights.transfer import Staging
 
 BIAS = EXPERT_BIAS.hf[0][0].partition("{l}")[2]  # how the names of the buffers end that are weights
 # A layer's number (-1 before the first, their count behind the last), and what part of it; its whole output.

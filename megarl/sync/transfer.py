@@ -6,7 +6,7 @@ The hot path is `Transfer.run`. Block FP8 is quantised before it travels, and fi
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import astuple, dataclass, field
 from functools import cached_property
 
@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megarl.config.errors import TransferError, WaitTimeout
-from megarl.weights.plan import (
+from megarl.sync.plan import (
     BLOCK,
     FP8,
     FP32,
@@ -25,76 +25,17 @@ from megarl.weights.plan import (
     Plan,
     Round,
     Traffic,
-    intersect,
     rounds_of,
-    shift,
     staged,
     to_hf,
 )
-from megarl.weights.shards import Box, Region, full_box
+from megarl.weights.boxes import Box, view
+from megarl.weights.lora import CHUNK, Merged, Source, read
+from megarl.weights.shards import Region
 
 FORMAT_DTYPES = {FP8: torch.float8_e4m3fn, FP32: torch.float32}
 E4M3_MAX = 448.0
-CHUNK = 1 << 22  # elements of which quantising and hashing make float32 or int64 temporaries at once
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-def view(tensor: Tensor, box: Box) -> Tensor:
-    """Return `tensor[box]`, sharing its memory."""
-    return tensor.detach()[tuple(slice(start, stop) for start, stop in box)]
-
-
-@dataclass(frozen=True)
-class Merged:
-    """A weight with its LoRA adapters, computed where it is read: W + scale * B A, in float32 and then
-    rounded to the weight's dtype.
-
-    parts: boxes of the weight, each with its A [rank, columns] and B [rows, rank], views of the adapters'."""
-
-    weight: Tensor
-    parts: Sequence[tuple[Box, Tensor, Tensor]]
-    scale: float
-
-    @property
-    def shape(self) -> torch.Size:
-        return self.weight.shape
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.weight.dtype
-
-    @property
-    def device(self) -> torch.device:
-        return self.weight.device
-
-    def data_ptr(self) -> int:
-        """Return where the weight lies; its adapters are read through views, wherever they lie."""
-        return self.weight.data_ptr()
-
-    def read(self, box: Box) -> Tensor:
-        """Return a box of it: a copy, made in strips of about CHUNK elements."""
-        out = view(self.weight, box).clone()
-        for place, a, b in self.parts:
-            common = intersect(place, box)
-            if common is None:
-                continue
-            (top, bottom), columns = shift(common, place, full_box((len(b), a.shape[1])))
-            a = view(a, (full_box(a.shape)[0], columns)).float()
-            into = view(out, shift(common, box, full_box(tuple(out.shape))))
-            height = max(1, CHUNK // a.shape[1])
-            for first in range(top, bottom, height):
-                last = min(first + height, bottom)
-                strip = into[first - top : last - top]
-                strip.copy_(torch.addmm(strip.float(), b.detach()[first:last].float(), a, alpha=self.scale))
-        return out
-
-
-Source = Tensor | Merged
-
-
-def read(source: Source, box: Box) -> Tensor:
-    """Return a box of a source: of a tensor a view, of a merged weight a copy."""
-    return source.read(box) if isinstance(source, Merged) else view(source, box)
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from operator import methodcaller
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -16,21 +16,34 @@ from megarl.config.errors import EngineError, EngineFailure
 from megarl.config.schema import RolloutConfig
 from megarl.parallel.comm import gather_objects
 from megarl.parallel.runtime import Ranks, Runtime
-from megarl.rollout.engines.engine import RolloutEngine
-from megarl.weights.transfer import Staging, Transfer, TransferStats
+from megarl.sync.transfer import Staging, Transfer, TransferStats
 
 READY_WAIT = 10.0  # seconds that a rank waits for its engine before it exchanges with the others
 Failures = list[EngineFailure | None]  # by rank
 
 
+class Engine(Protocol):
+    """What a weight sync calls of a rollout engine, see RolloutEngine."""
+
+    def ready(self, seconds: float) -> bool: ...
+    def restart(self) -> None: ...
+    def handle(self, bucket: int) -> bytes | None: ...
+    def begin_update(self) -> None: ...
+    def load_bucket(self, bucket: int, handles: Sequence[Any], version: int) -> None: ...
+    def end_update(self, version: int) -> None: ...
+    def sleep(self, tags: Sequence[str]) -> None: ...
+    def wake(self, tags: Sequence[str]) -> None: ...
+    def take_notes(self) -> list[str]: ...
+
+
 class _Guard:
     """Makes calls of the engine until its first failure; none where there is no engine to be called."""
 
-    def __init__(self, engine: RolloutEngine | None) -> None:
+    def __init__(self, engine: Engine | None) -> None:
         self.engine = engine
         self.failure: EngineFailure | None = None
 
-    def __call__(self, call: Callable[[RolloutEngine], Any]) -> Any:
+    def __call__(self, call: Callable[[Engine], Any]) -> Any:
         if self.engine is not None and self.failure is None:
             try:
                 return call(self.engine)
@@ -56,7 +69,7 @@ class WeightSync:
         self,
         config: RolloutConfig,
         runtime: Runtime,
-        engine: RolloutEngine | None,
+        engine: Engine | None,
         transfers: Sequence[Transfer],
         memory: Sequence[Staging] = (),
         constant: int = 0,
@@ -117,7 +130,7 @@ class WeightSync:
         events, self._events = self._events, []
         return events
 
-    def _call_all(self, call: Callable[[RolloutEngine], None]) -> None:
+    def _call_all(self, call: Callable[[Engine], None]) -> None:
         guard = _Guard(self.engine)
         ranks = self.runtime.job
         self._await_ready(guard, ranks)

@@ -18,14 +18,13 @@ from typing import Any, NamedTuple
 from megarl.config.errors import ConfigError
 from megarl.config.schema import Config, OptimizerConfig
 from megarl.parallel.layout import Layout
+from megarl.weights.boxes import Box, full_box, intersect, shift, volume
 from megarl.weights.families import Shape, adapters, family_of, is_frozen
 from megarl.weights.shards import (
-    Box,
     Region,
     Shard,
     Shards,
     float32_tensors,
-    full_box,
     hf_shapes,
     hf_shards,
     megatron_layout,
@@ -163,26 +162,6 @@ class Plan:
                 if (shard.shape, boxes) not in proved:
                     _prove_tiling(shard.shape, boxes, f"rank {rank}, {name}")
                     proved.add((shard.shape, boxes))
-
-
-def volume(box: Box) -> int:
-    """Return the number of elements of a box."""
-    return prod(stop - start for start, stop in box)
-
-
-def intersect(a: Box, b: Box) -> Box | None:
-    """Return the common box, or None if it is empty."""
-    common = tuple(
-        (max(start, other), min(stop, end)) for (start, stop), (other, end) in zip(a, b, strict=True)
-    )
-    return common if all(start < stop for start, stop in common) else None
-
-
-def shift(box: Box, origin: Box, destination: Box) -> Box:
-    """Return a box within `origin`, moved to where `destination` lies."""
-    return tuple(
-        (a - o + d, b - o + d) for (a, b), (o, _), (d, _) in zip(box, origin, destination, strict=True)
-    )
 
 
 def to_hf(shard: Shard, box: Box, where: str) -> tuple[str, Box]:
