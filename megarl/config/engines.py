@@ -22,20 +22,32 @@ class EngineKind:
     remote   it is servers that somebody else runs, at rollout.urls, and takes nothing of the ranks: the first
              of every rollout.engine_tp ranks is a client of some of them, and has the tensors of Hugging
              Face's files, a bucket at a time
+    backend  that brings it new weights: a row of sync/backends
     package  that must be installed for it, besides what megarl needs
     install  how"""
 
     sharded: bool = False
     streams: bool = False
     remote: bool = False
+    backend: str = "in_place"
     package: str = ""
     install: str = ""
 
 
 ENGINES: dict[EngineName, EngineKind] = {
     "transformers": EngineKind(),
-    "sglang": EngineKind(sharded=True, streams=True, package="sglang", install="make install-gpu"),
+    "sglang": EngineKind(
+        sharded=True,
+        streams=True,
+        backend="shared_memory",
+        package="sglang",
+        install="make install-gpu",
+    ),
     "sglang_url": EngineKind(
-        streams=True, remote=True, package="aiohttp", install="pip install 'megarl[agents]'"
+        streams=True,
+        remote=True,
+        backend="http",
+        package="aiohttp",
+        install="pip install 'megarl[agents]'",
     ),
 }

@@ -22,11 +22,11 @@ from megarl.parallel.movable import HostPool
 from megarl.parallel.runtime import Runtime
 from megarl.rollout.engines.engine import RolloutEngine
 from megarl.schedule.ahead import GenerationApart
-from megarl.schedule.generation import Generation, load_tokenizer, make_engine, make_weight_sync
+from megarl.schedule.generation import Generation, load_tokenizer
 from megarl.schedule.offload import EngineMemory, OffloadManager
 from megarl.schedule.source import BatchSource, Rollout, SupervisedPairs
 from megarl.sync.export import export_hf, export_peft
-from megarl.sync.weight_sync import Failures
+from megarl.sync.weight_sync import Failures, make_weight_sync
 from megarl.training.batch import LocalBatch
 from megarl.training.columns import Tables
 from megarl.training.model import InferenceModel, TrainableModel, tensor_groups
@@ -95,7 +95,7 @@ class Run:
             return SupervisedPairs(config, self.tokenizer)
         to_engines = config, runtime, self.folder.config, self.actor.model
         if runtime.rollout_ranks:
-            self.weight_sync = make_weight_sync(*to_engines, make_engine(config, self.tokenizer, runtime))
+            self.weight_sync = make_weight_sync(*to_engines, None)
             self.apart = GenerationApart(config, runtime, self.weight_sync)
             return self.apart
         generation = Generation(config, runtime, self.tokenizer, self._recover)

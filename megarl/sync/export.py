@@ -1,4 +1,4 @@
-"""Export of a model, or of its LoRA adapters, that the ranks of a job hold together: a transfer to rank 0."""
+"""Export of a model or its LoRA adapters into a folder, by a transfer from all ranks to rank 0."""
 
 from __future__ import annotations
 

@@ -20,10 +20,10 @@ from megarl.parallel.movable import HostPool
 from megarl.parallel.runtime import Runtime
 from megarl.rollout.engines.engine import RolloutEngine
 from megarl.rollout.sampling import Completion, Request, SamplingParams
-from megarl.schedule.generation import make_engine, make_weight_sync, start_engine
+from megarl.schedule.generation import make_engine, start_engine
 from megarl.schedule.offload import EngineMemory, OffloadManager
 from megarl.schedule.run import load_weights
-from megarl.sync.weight_sync import WeightSync
+from megarl.sync.weight_sync import WeightSync, make_weight_sync
 from megarl.training.batch import LocalBatch, distribute
 from megarl.training.model import TrainableModel, UpdateResult, tensor_groups
 from megarl.training.objectives import supervised_loss

@@ -867,7 +867,7 @@ def syncs_of_frozen(runtime: Runtime, folder: Path, optimizer: dict[str, Any]) -
     weights (on rank 0) and the engine's."""
     from megarl.model.builder import build_actor, read_hf_config
     from megarl.rollout.engines.transformers_engine import TransformersEngine
-    from megarl.schedule.generation import make_weight_sync
+    from megarl.sync.weight_sync import make_weight_sync
     from megarl.weights.families import read_config
 
     config = make_config(folder, optimizer=optimizer)
@@ -917,8 +917,8 @@ def with_adapters(
     turned off. Then a weight sync into this rank's engine, one more after B has grown, and both exports."""
     from megarl.model.builder import DTYPES, build_actor, read_hf_config
     from megarl.rollout.engines.transformers_engine import TransformersEngine
-    from megarl.schedule.generation import make_weight_sync
     from megarl.sync.export import export_hf, export_peft
+    from megarl.sync.weight_sync import make_weight_sync
     from megarl.training.model import InferenceModel
     from megarl.weights.families import read_config
     from megarl.weights.lora import merged

@@ -27,6 +27,7 @@ from megarl.plan.times import default_lengths, estimate, rollout_seconds
 from megarl.rollout.engines import sglang_servers
 from megarl.rollout.engines.sglang_servers import SGLangServers, check_servers
 from megarl.rollout.sampling import Completion, Request, SamplingParams
+from megarl.sync.backends.http import HttpBackend
 from megarl.sync.plan import Plan, engine_plan, engine_targets
 from megarl.sync.transfer import Staging
 from megarl.weights.families import read_config
@@ -97,9 +98,10 @@ class Trained:
         self.plan = Plan((), {}, dict(engine_targets(self.config, hf, ranks)))
         self.weights = load_file(folder / "model.safetensors")
         self.reference = make_engine(folder)
-        parts = [self.plan.part(names) for names in self.engine.split(self.plan)]
+        self.backend = HttpBackend(self.config, rank, torch.device("cpu"), torch.float32)
+        parts = [self.plan.part(names) for names in self.backend.split(self.plan)]
         self.memory = Staging(torch.device("cpu"))
-        self.buckets = self.engine.buckets(parts, self.memory)
+        self.buckets = self.backend.connect(self.engine, parts, self.memory)
         self.engine.start()
         while not self.engine.ready(0.1):
             pass
@@ -108,12 +110,12 @@ class Trained:
         return self.weights[name] * (1 + version / 4)
 
     def update(self, version: int) -> list[str]:
-        self.engine.begin_update()
+        self.backend.begin()
         for number, bucket in enumerate(self.buckets):
             for name, tensor in bucket.items():
                 tensor.copy_(self.value(name, version))
-            self.engine.load_bucket(number, [None], version)
-        self.engine.end_update(version)
+            self.backend.send(number, [None], version)
+        self.backend.finish(version)
         for name, parameter in self.reference.parameters().items():
             parameter.detach().copy_(self.value(name, version))
         self.reference.end_update(version)
@@ -199,7 +201,9 @@ def test_a_routers_bias_goes_in_float32(tmp_path: Path) -> None:
     config = config.model_copy(update={"model": ModelConfig(path=folder, dtype="bf16")})
     plan = engine_plan(config, read_config(folder), Layout())
     engine = SGLangServers(config, read_config(folder), 0, 1, (1,))
-    [bucket] = engine.buckets([plan.part(part) for part in engine.split(plan)], Staging(torch.device("cpu")))
+    backend = HttpBackend(config, 0, torch.device("cpu"), torch.bfloat16)
+    parts = [plan.part(part) for part in backend.split(plan)]
+    [bucket] = backend.connect(engine, parts, Staging(torch.device("cpu")))
     server.close()
     weights = load_file(folder / "model.safetensors")
     for name, tensor in bucket.items():
@@ -514,12 +518,12 @@ def test_ranks_share_clients_and_clients_share_out_servers(serve, folder: Path) 
     assert idle.engine.own == [] and idle.buckets == [{}]
     assert sum(tensor.nbytes for tensor in idle.buckets[0].values()) == 0
     for client in clients:  # each phase after the other, as the ranks of a job
-        client.engine.begin_update()
+        client.backend.begin()
     for client in clients:
         for name, tensor in client.buckets[0].items():
             tensor.copy_(client.value(name, 1))
-        client.engine.load_bucket(0, [], 1)
-        client.engine.end_update(1)
+        client.backend.send(0, [], 1)
+        client.backend.finish(1)
     for server in servers:
         first.check_weights(server, 1)
         assert server.paths("/update_weights_from_tensor") == ["/update_weights_from_tensor"]

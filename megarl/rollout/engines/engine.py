@@ -10,16 +10,11 @@ from __future__ import annotations
 import asyncio
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Executor
-from typing import Any
-
-from torch import Tensor
 
 from megarl.config.errors import EngineError
 from megarl.rollout.sampling import Completion, Request, SamplingParams
-from megarl.sync.plan import Plan
-from megarl.sync.transfer import Staging
 
 SLICE = 0.1  # seconds for which an engine in this process decodes before others have their turn
 TURN = 0.001  # seconds of theirs: messages come through several wake-ups
@@ -55,28 +50,9 @@ class RolloutEngine(ABC):
     def stop(self) -> None:
         """End the engine and free everything."""
 
-    @abstractmethod
-    def split(self, plan: Plan, frozen: Collection[str] = ()) -> list[list[str]]:
-        """Split the target tensors of a weight transfer into parts, by name; the same on every rank, whether
-        its engine has been started or not. `frozen`: those that never change; they are in parts of their own,
-        which come first, as an update of an engine that has its weights leaves these out."""
-
-    @abstractmethod
-    def buckets(self, parts: Sequence[Plan], memory: Staging) -> list[dict[str, Tensor]]:
-        """Return this rank's tensors that each part of a weight transfer writes. Where these are not the
-        engine's own, all parts share `memory`: each is loaded before the next is written."""
-
-    def handle(self, bucket: int) -> bytes | None:
-        """Return how the engine finds what this rank has written; None where weights are written in place."""
-        return None
-
     def begin_update(self) -> None:
         """Prepare for new weights, and refuse requests until `end_update`. Called before the first bucket;
         what no bucket brings stays."""
-        return None
-
-    def load_bucket(self, bucket: int, handles: Sequence[Any], version: int) -> None:
-        """Load a bucket that all ranks have written. `handles`: of all ranks of the job, by rank."""
         return None
 
     @abstractmethod

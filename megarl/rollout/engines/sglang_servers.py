@@ -13,37 +13,31 @@ unpickled.
 from __future__ import annotations
 
 import asyncio
-import base64
 import hashlib
 import itertools
 import json
 import math
-import pickle
 import queue
 import re
 import threading
 import time
 from collections import Counter
-from collections.abc import Collection, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
-import torch
 from packaging.version import InvalidVersion, Version
-from torch import Tensor
 
 from megarl.config.errors import ConfigError, EngineError, EngineFailure, MegarlError
 from megarl.config.schema import Config
 from megarl.rollout.engines.engine import RolloutEngine, check_positions
-from megarl.rollout.engines.sglang import TAGS, completion_of, packed
+from megarl.rollout.engines.sglang import TAGS, completion_of
 from megarl.rollout.sampling import Completion, Request, SamplingParams
-from megarl.sync.plan import Plan, staged
-from megarl.sync.transfer import FORMAT_DTYPES, Staging
 from megarl.weights.families import read_config
-from megarl.weights.shards import Shard, hf_shapes
+from megarl.weights.shards import hf_shapes
 
 if TYPE_CHECKING:
     import aiohttp
@@ -311,9 +305,7 @@ class SGLangServers(RolloutEngine):
         self.router = _Server(rollout.router) if rollout.router and mine else None
         # Versions of this run are told from those of another one that has the servers' weights replaced.
         self._run = hashlib.sha256(str(config.run_dir.absolute()).encode()).hexdigest()[:8]
-        self._dtype: torch.dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[config.model.dtype]
         self._limit, self._question = rollout.engine_timeout, min(QUESTION, rollout.engine_timeout)
-        self._buckets: list[dict[str, Tensor]] = []
         self._outstanding: dict[int, tuple[Request, SamplingParams]] = {}
         self._tasks: dict[int, asyncio.Task[Completion]] = {}
         self._ended: queue.SimpleQueue[tuple[int, asyncio.Task[Completion]]] = queue.SimpleQueue()
@@ -454,38 +446,6 @@ class SGLangServers(RolloutEngine):
 
     # Weights
 
-    def split(self, plan: Plan, frozen: Collection[str] = ()) -> list[list[str]]:
-        """See RolloutEngine. A part fills `rollout.transfer_bucket`, or is one tensor. `frozen` is nothing:
-        a server that has come back needs all of them."""
-        shards = plan.targets[min(plan.targets)]  # of a client's leader
-        sizes = {name: self._bytes(plan, name, shard) for name, shard in shards.items()}
-        return packed(sizes, self.config.rollout.transfer_bucket * 2**20)
-
-    def buckets(self, parts: Sequence[Plan], memory: Staging) -> list[dict[str, Tensor]]:
-        """See RolloutEngine; nothing on a rank that leads no client."""
-        shards = [part.targets[min(part.targets) + self.rank] for part in parts]
-        sizes = [
-            sum(self._bytes(part, name, shard) for name, shard in of_part.items())
-            for part, of_part in zip(parts, shards, strict=True)
-        ]
-        memory.reserve(max(sizes))
-        taken = memory.take()
-        for part, of_part in zip(parts, shards, strict=True):
-            tensors, start = {}, 0
-            for name, shard in of_part.items():
-                kind = self._kind(part, name)
-                end = start + math.prod(shard.shape) * kind.itemsize
-                tensors[name] = taken[start:end].view(kind).view(shard.shape)
-                start += self._bytes(part, name, shard)
-            self._buckets.append(tensors)
-        return self._buckets
-
-    def _kind(self, plan: Plan, name: str) -> torch.dtype:
-        return FORMAT_DTYPES[plan.formats[name]] if name in plan.formats else self._dtype
-
-    def _bytes(self, plan: Plan, name: str, shard: Shard) -> int:
-        return staged(math.prod(shard.shape) * self._kind(plan, name).itemsize)
-
     def begin_update(self) -> None:
         """See RolloutEngine. Tries all servers of this client, those that were left out too."""
         self._has_weights = False
@@ -515,16 +475,16 @@ class SGLangServers(RolloutEngine):
         if not known and (server.usable or server.why):
             self._notes.append(f"rollout server {server.url} is back, and gets the weights")
 
-    def load_bucket(self, bucket: int, handles: Sequence[Any], version: int) -> None:
-        """Send a bucket to the servers of this client, to all of them at once."""
+    @property
+    def is_updating(self) -> bool:
+        """Return whether a server of this client takes part in the update."""
+        return any(server.loading for server in self.own)
+
+    def post_weights(self, payload: str, version: int | None) -> None:
+        """Send a bucket to the servers of this client, to all of them at once, see HttpBackend."""
         loading = [server for server in self.own if server.loading]
-        if not loading:
-            return
-        # Copies: a view would be pickled with all of its memory.
-        tensors = [(name, tensor.to("cpu", copy=True)) for name, tensor in self._buckets[bucket].items()]
-        payload = base64.b64encode(pickle.dumps(tensors, pickle.HIGHEST_PROTOCOL)).decode()
-        last = bucket == len(self._buckets) - 1
-        names = {"flush_cache": last, "weight_version": self._name(version) if last else None}
+        last = version is not None
+        names = {"flush_cache": last, "weight_version": None if version is None else self._name(version)}
         bodies = {
             tp: json.dumps({"serialized_named_tensors": [payload] * tp, **names}).encode()
             for tp in {server.tp for server in loading}

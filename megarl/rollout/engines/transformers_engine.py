@@ -32,8 +32,6 @@ from megarl.rollout.engines.transformers_layers import (
     in_fixed_order,
 )
 from megarl.rollout.sampling import Completion, Request, SamplingParams
-from megarl.sync.plan import Plan
-from megarl.sync.transfer import Staging
 from megarl.weights.families import EXPERT_BIAS
 
 BIAS = EXPERT_BIAS.hf[0][0].partition("{l}")[2]  # how the names of the buffers end that are weights
@@ -153,15 +151,6 @@ class TransformersEngine(RolloutEngine):
                 for part, view in zip(parts, tensor.chunk(len(parts)), strict=True):
                     found[f"{layer}.experts.{expert}.{part}.weight"] = view
         return found
-
-    def split(self, plan: Plan, frozen: Collection[str] = ()) -> list[list[str]]:
-        names = next(iter(plan.targets.values()))
-        parts = [name for name in names if name in frozen], [name for name in names if name not in frozen]
-        return [part for part in parts if part]
-
-    def buckets(self, parts: Sequence[Plan], memory: Staging) -> list[dict[str, Tensor]]:
-        tensors = self.parameters()
-        return [{name: tensors[name] for name in next(iter(part.targets.values()))} for part in parts]
 
     def begin_update(self) -> None:
         self._has_weights = False
