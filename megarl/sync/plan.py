@@ -228,19 +228,7 @@ def make_plan(
     wants something that no source has."""
     source_of, target_of = dict(sources), dict(targets)
     parts = _parts(source_of, target_of, gpus_per_node)
-    # (Node, identity of a part that nobody there holds) -> the rank there that gets it, from which its
-    # neighbours with the same shards get it. Each takes about the same number of bytes.
-    entrance: dict[tuple[int, int], int] = {}
-    neighbours: dict[tuple[int, int], list[int]] = defaultdict(list)
-    for rank, shards in target_of.items():
-        neighbours[rank // gpus_per_node, id(shards)].append(rank)
-    for (node, shards_id), ranks in neighbours.items():
-        load = dict.fromkeys(ranks, 0)
-        for part in parts[shards_id]:
-            if node not in part.holders.by_node:
-                first = min(load, key=load.__getitem__)
-                load[first] += part.size
-                entrance[node, id(part)] = first
+    entrance = _entrances(parts, target_of, gpus_per_node)
     # All targets are served at the same time, a part each in turn, and begin at different layers: else they
     # would queue for one source. What a rank has itself comes first, then what its node has, so that for the
     # rest all of them are at the same point.
@@ -285,6 +273,26 @@ def make_plan(
         place = (part.dst_name, part.dst_box)
         relays.append(Copy(entrance[rank // gpus_per_node, id(part)], *place, rank, *place))
     return Plan(tuple(copies), source_of, target_of, formats or {}, gpus_per_node, tuple(relays))
+
+
+def _entrances(
+    parts: Mapping[int, Sequence[_Part]], target_of: Mapping[int, Shards], gpus_per_node: int
+) -> dict[tuple[int, int], int]:
+    """Return which rank of a node receives a part that no rank of the node holds, by (node, id of the part).
+
+    Its neighbours with the same shards get the part from that rank. Each receives about as many bytes."""
+    entrance: dict[tuple[int, int], int] = {}
+    neighbours: dict[tuple[int, int], list[int]] = defaultdict(list)
+    for rank, shards in target_of.items():
+        neighbours[rank // gpus_per_node, id(shards)].append(rank)
+    for (node, shards_id), ranks in neighbours.items():
+        load = dict.fromkeys(ranks, 0)
+        for part in parts[shards_id]:
+            if node not in part.holders.by_node:
+                first = min(load, key=load.__getitem__)
+                load[first] += part.size
+                entrance[node, id(part)] = first
+    return entrance
 
 
 def _parts(

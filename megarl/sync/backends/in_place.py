@@ -21,7 +21,7 @@ class InProcessEngine(UpdatableEngine, Protocol):
 
 
 class InPlaceBackend(WeightBackend[InProcessEngine]):
-    """Has the transfer write the engine's own parameters, all of them in one bucket, or two if some are frozen."""
+    """Has the transfer write the engine's own parameters: one bucket, and one more for frozen weights."""
 
     can_recover = False  # a failure of the engine is one of the rank
 
