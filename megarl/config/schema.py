@@ -22,7 +22,7 @@ from pydantic import (
 )
 from pydantic.fields import FieldInfo
 
-from megarl.config.engines import ENGINES, EngineKind, EngineName
+from megarl.config.engines import ENGINES, EngineCapabilities, EngineName
 
 OURS = "our choice"
 
@@ -676,9 +676,9 @@ class RolloutConfig(Section):
         return math.ceil(self.max_response_tokens / (self.window or self.max_response_tokens))
 
     @property
-    def engine_kind(self) -> EngineKind:
-        """Return what kind of engine this is."""
-        return ENGINES[self.engine]
+    def capabilities(self) -> EngineCapabilities:
+        """Return what the engine can do."""
+        return ENGINES[self.engine].capabilities
 
 
 class ClusterConfig(Section):

@@ -191,18 +191,18 @@ class MemoryPlan:
     def engine_tp(self) -> int:
         """Return the tensor-parallel size of an engine."""
         rollout = self.config.rollout
-        return rollout.engine_tp if rollout.engine_kind.sharded else 1
+        return rollout.engine_tp if rollout.capabilities.sharded else 1
 
     def engines(self, ranks: int) -> int:
         """Return how many engines there are on so many ranks, or at URLs."""
         rollout = self.config.rollout
-        return len(rollout.urls) if rollout.engine_kind.remote else ranks // self.engine_tp
+        return len(rollout.urls) if rollout.capabilities.remote else ranks // self.engine_tp
 
     @cached_property
     def engine_weights(self) -> float:
         """Return the bytes of an engine's weights on one of its ranks, or of a server at a URL, on its own
         GPU."""
-        if not self.config.rollout.engine_kind.sharded:
+        if not self.config.rollout.capabilities.sharded:
             return self.actor.parameters * self.actor.itemsize
         return int(sum(self.actor.engine_tensors(self.engine_tp, self.config.rollout.weights_dtype)))
 
@@ -221,11 +221,12 @@ class MemoryPlan:
     def cache(self) -> float:
         """Return the bytes of an engine's KV cache on one rank."""
         rollout = self.config.rollout
-        if not rollout.engine_kind.streams:  # what a batch fills; others take what their share leaves
+        if not rollout.capabilities.continuous_batching:
+            # A full batch of the longest responses; other engines take what their share of memory leaves.
             return rollout.max_batch * (self.longest * self.actor.cache_bytes(1) + self.actor.state_bytes(1))
         left = rollout.engine_memory * self.device.memory - self.engine_weights
         # A server has as much room as it has, which check_servers looks at: at least that of its weights.
-        return max(self.engine_weights if rollout.engine_kind.remote else 0.0, left)
+        return max(self.engine_weights if rollout.capabilities.remote else 0.0, left)
 
     @property
     def cache_tokens(self) -> float:
@@ -241,7 +242,7 @@ class MemoryPlan:
         bucket = float(rollout.transfer_bucket * 2**20)
         if self.lora("actor").rank is not None:  # a weight is merged with its adapters when it is sent
             bucket += self.actor.adapted(self.lora("actor"), self.layout.tp)[1] * self.actor.itemsize
-        if not rollout.engine_kind.streams:
+        if not rollout.capabilities.continuous_batching:
             return bucket
         # What SGLang's ranks copy from, or servers are sent, holds at least the largest tensor.
         largest = max(self.actor.engine_tensors(self.engine_tp, rollout.weights_dtype))
@@ -253,7 +254,7 @@ class MemoryPlan:
         all."""
         owner, _, part = name.partition(".")
         if owner == "engine":
-            if self.config.rollout.engine_kind.remote:
+            if self.config.rollout.capabilities.remote:
                 return 0.0  # its servers have GPUs of their own
             return self.engine_weights if part == "weights" else self.cache
         itemsize, layout = self.shape(owner).itemsize, self.layout
@@ -624,7 +625,7 @@ class MemoryPlan:
                 stages = range(self.layout.pp)
                 sums = max(self.group(f"{phase.model}.gradients", stage) for stage in stages)
                 parts["summed gradients"] = sums * world
-            if phase.name == ROLLOUT.name and not config.rollout.engine_kind.streams:
+            if phase.name == ROLLOUT.name and not config.rollout.capabilities.continuous_batching:
                 engines = config.parallel.rollout_ranks or world
                 decoded = min(config.rollout.max_batch, -(-config.responses // engines))
                 each = self.longest * self.actor.cache_bytes(1) + self.actor.state_bytes(1)
@@ -762,7 +763,7 @@ class MemoryPlan:
                     f"phase {need.phase} needs {need.total / GIB:.1f} GiB of the {memory / GIB:.1f} of each "
                     f"{self.device.name} (stage {need.stage}: {listed}); {self._advice(need)}"
                 )
-        too_small = self.cache_tokens < self.longest and not rollout.engine_kind.remote
+        too_small = self.cache_tokens < self.longest and not rollout.capabilities.remote
         if self.config.has_engine and not self.replay and too_small:
             return (
                 f"the KV cache of an engine holds {self.cache_tokens:,.0f} tokens, one sequence has up to "
@@ -783,7 +784,7 @@ class MemoryPlan:
         if self.keep & set(need.parts):
             return f"take {', '.join(sorted(self.keep))} out of residency.keep"
         if need.phase == "rollout":
-            key = "engine_memory" if self.config.rollout.engine_kind.streams else "max_batch"
+            key = "engine_memory" if self.config.rollout.capabilities.continuous_batching else "max_batch"
             return f"lower rollout.{key}"
         if need.phase == "construction":
             return "raise parallel.tp or parallel.pp"

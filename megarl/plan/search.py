@@ -71,7 +71,7 @@ def search(plan: MemoryPlan, lengths: Lengths) -> list[Found]:
     config, world = plan.config, plan.layout.world
     node = min(config.cluster.gpus_per_node, world)
     engines = _powers(node)
-    if not config.rollout.engine_kind.sharded or not config.has_engine:
+    if not config.rollout.capabilities.sharded or not config.has_engine:
         engines = [config.rollout.engine_tp]
     asleep = [with_keys(plan, rollout__engine_tp=tp) for tp in engines]
     if config.has_engine:  # the quickest engine first; it is not the layout's to say how quick it is

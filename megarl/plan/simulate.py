@@ -439,7 +439,7 @@ def costs_of(plan: MemoryPlan, lengths: Lengths) -> Costs:
     one = decoding(plan)
     return Costs(
         decode=one.step,
-        prefill=lengths.prefilled(cached=plan.config.rollout.engine_kind.streams) * one.prefill,
+        prefill=lengths.prefilled(cached=plan.config.rollout.capabilities.continuous_batching) * one.prefill,
         at_once=decoded_at_once(plan, lengths),
         train=lambda tokens: {name: s * tokens / parts.tokens for name, s in train.items()},
         transfer=parts.parts["weight_transfer"],
@@ -457,7 +457,7 @@ def work_of(
         prompt=lengths.prompt + lengths.shown,  # in the cache from the beginning on; tools take no time
         draw=draw or log_normal(lengths),
         kept=(kept or GROUPS_KEPT) if rollout.dynamic_sampling.enabled else 1.0,
-        streams=rollout.engine_kind.streams,
+        streams=rollout.capabilities.continuous_batching,
         oversample=rollout.dynamic_sampling.oversample,
         balance=balance,
         window=rollout.window or 0,

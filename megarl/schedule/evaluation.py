@@ -15,9 +15,10 @@ from megarl.parallel.comm import from_rank_0
 from megarl.parallel.runtime import Runtime
 from megarl.rewards.pool import VerifierPool
 from megarl.rollout.chat import prompting
+from megarl.rollout.engines.registry import make_engine
 from megarl.rollout.rank import RolloutRank
 from megarl.rollout.responses import EvaluationResult
-from megarl.schedule.generation import load_tokenizer, make_engine, start_engine
+from megarl.schedule.generation import load_tokenizer, start_engine
 from megarl.schedule.run import load_weights
 from megarl.sync.weight_sync import make_weight_sync
 from megarl.training.checkpoint import (

@@ -6,53 +6,30 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypedDict, assert_never
+from typing import Any, TypedDict
 
 from transformers import AutoTokenizer
 
 from megarl.config.schema import PRETRAINING, Config
 from megarl.data.generated import own_verifiers
 from megarl.data.prompts import Prompt, PromptSampler, content_of, read_problem_sets, read_prompts
-from megarl.model.builder import DTYPES
 from megarl.observe.run_log import Sample
 from megarl.parallel.comm import barrier, shares_on_0
 from megarl.parallel.device_memory import empty_cache
 from megarl.parallel.runtime import Runtime
 from megarl.rewards.pool import VerifierPool
 from megarl.rollout.chat import prompting
-from megarl.rollout.chat_turns import end_tokens
 from megarl.rollout.engines.engine import RolloutEngine
-from megarl.rollout.engines.sglang import SGLangEngine
-from megarl.rollout.engines.sglang_servers import SGLangServers
-from megarl.rollout.engines.transformers_engine import TransformersEngine
+from megarl.rollout.engines.registry import make_engine
 from megarl.rollout.rank import RolloutRank, RolloutShare, joined
 from megarl.schedule.rollouts import RolloutStore, pretraining_rollouts, rollouts_folder
 from megarl.schedule.source import BatchSource, Rollout
 from megarl.sync.weight_sync import Failures
-from megarl.weights.families import read_config
 
 
 def load_tokenizer(folder: Path) -> Any:
     """Load the model's tokenizer."""
     return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-
-
-def make_engine(config: Config, tokenizer: Any, runtime: Runtime) -> RolloutEngine:
-    """Make this rank's engine, which `rollout.engine` names. It is not started."""
-    rank = runtime.rank
-    eos_ids = end_tokens(tokenizer)
-    match config.rollout.engine:
-        case "sglang":
-            hf_config = read_config(config.model.path)
-            return SGLangEngine(config, hf_config, rank, runtime.device, eos_ids)
-        case "transformers":
-            dtype, max_batch = DTYPES[config.model.dtype], config.rollout.max_batch
-            return TransformersEngine(config.model.path, dtype, runtime.device, max_batch, eos_ids, tokenizer)
-        case "sglang_url":
-            mine, ranks = rank - runtime.first_engine, runtime.rollout_ranks or runtime.world
-            return SGLangServers(config, read_config(config.model.path), mine, ranks, eos_ids)
-        case other:
-            assert_never(other)
 
 
 def start_engine(engine: RolloutEngine, runtime: Runtime) -> None:

@@ -101,7 +101,7 @@ class Run:
         generation = Generation(config, runtime, self.tokenizer, self._recover)
         self.engine = generation.engine
         self.weight_sync = make_weight_sync(*to_engines, self.engine)
-        held = 0 if config.rollout.engine_kind.remote else self.weight_sync.nbytes
+        held = 0 if config.rollout.capabilities.remote else self.weight_sync.nbytes
         for tag, size in (("weights", held), ("kv_cache", 0)):
             memory = EngineMemory(self.weight_sync, tag, runtime.device, size)
             self.offload.register({f"engine.{tag}": memory})

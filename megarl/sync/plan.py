@@ -435,7 +435,7 @@ def engine_ranks(config: Config, trainers: int) -> range:
     if world % tp:
         devices = f"{world} devices (parallel.tp * parallel.pp * parallel.dp * parallel.cp)"
         raise ConfigError(f"rollout.engine_tp: {tp} does not divide the {devices}")
-    if first % tp and not config.rollout.engine_kind.remote:
+    if first % tp and not config.rollout.capabilities.remote:
         ranks = f"the {first} ranks that train, behind which the engines begin"
         lies = "an engine of several ranks lies within one node"
         raise ConfigError(f"rollout.engine_tp: {tp} does not divide {ranks} ({lies}: change one of the two)")
@@ -448,7 +448,7 @@ def engine_targets(
     """Return (rank, shards) of every rank with an engine (`engine_ranks`). The r-th of them holds part
     r % engine_tp of engine r // engine_tp; of servers at URLs the first one has all, and the others nothing.
     cpu: SGLang's CPU engine. Raises ConfigError if the ranks or the model cannot be divided so."""
-    ranks, tp, kind = engine_ranks(config, trainers), config.rollout.engine_tp, config.rollout.engine_kind
+    ranks, tp, kind = engine_ranks(config, trainers), config.rollout.engine_tp, config.rollout.capabilities
     if kind.sharded:
         shards = [sglang_shards(hf_config, tp, rank, cpu=cpu) for rank in range(tp)]
     elif kind.remote:
@@ -462,7 +462,7 @@ def engine_plan(config: Config, hf_config: Mapping[str, Any], layout: Layout, *,
     """Plan how the actor's weights get into all engines; ConfigError if the model cannot be divided so."""
     sources = megatron_layout(hf_config, layout)
     targets = engine_targets(config, hf_config, layout.world, cpu=cpu)
-    single = float32_tensors(hf_config, sglang=config.rollout.engine_kind.sharded)
+    single = float32_tensors(hf_config, sglang=config.rollout.capabilities.sharded)
     formats = dict.fromkeys(single, FP32)
     if config.rollout.weights_dtype == "fp8_block":
         if family_of(hf_config).is_latent:

@@ -260,7 +260,8 @@ def make_weight_sync(
     sources = merged(named, hf_config, runtime.layout, runtime.rank, config.actor.lora) if named else {}
     dtype, size = DTYPES[config.model.dtype], config.rollout.transfer_bucket * 2**20
     staging, memory = Staging(runtime.device), Staging(runtime.device)
-    backend = BACKENDS[config.rollout.engine_kind.backend](config, runtime.rank, runtime.device, dtype)
+    backend_class = BACKENDS[config.rollout.capabilities.weight_backend]
+    backend = backend_class(config, runtime.rank, runtime.device, dtype)
     frozen = frozen_targets(plan, hf_config, config.actor) if backend.keeps_frozen else frozenset[str]()
     names = backend.split(plan, frozen)
     parts = [plan.part(part) for part in names] if len(names) > 1 else [plan]

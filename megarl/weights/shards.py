@@ -185,7 +185,7 @@ def check_linear(hf_config: Mapping[str, Any], config: Config) -> None:
     for key in (key for key, (wanted, _) in asked.items() if wanted):
         what = f"is not there for linear attention, which {hf_config.get('model_type')} has"
         raise ConfigError(f"{key}: {what} ({asked[key][1]})")
-    if config.rollout.engine == "sglang":
+    if config.rollout.capabilities.sharded:
         full_attention_interval(hf_config)
 
 

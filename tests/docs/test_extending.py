@@ -21,7 +21,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer, Ernie4_5Config
 
-from megarl.config.engines import ENGINES, EngineKind
+from megarl.config.engines import ENGINES, EngineCapabilities, EngineEntry
 from megarl.config.errors import CheckpointError, EngineFailure
 from megarl.config.plugins import plugins
 from megarl.config.schema import Config
@@ -284,7 +284,7 @@ def syncs_by_files(runtime: Runtime, folder: Path) -> list[dict[str, Any]]:
     engine.load_file, engine.restart = load, engine.start
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(BACKENDS, "files", backend)
-        patch.setitem(ENGINES, "transformers", EngineKind(backend="files"))
+        patch.setitem(ENGINES, "transformers", EngineEntry("", EngineCapabilities(weight_backend="files")))
         sync = make_weight_sync(config, runtime, families.read_config(folder), model, engine)
     found = []
     for version in range(2):

@@ -19,8 +19,9 @@ from megarl.model.builder import build_actor, read_hf_config
 from megarl.parallel.movable import HostPool
 from megarl.parallel.runtime import Runtime
 from megarl.rollout.engines.engine import RolloutEngine
+from megarl.rollout.engines.registry import make_engine
 from megarl.rollout.sampling import Completion, Request, SamplingParams
-from megarl.schedule.generation import make_engine, start_engine
+from megarl.schedule.generation import start_engine
 from megarl.schedule.offload import EngineMemory, OffloadManager
 from megarl.schedule.run import load_weights
 from megarl.sync.weight_sync import WeightSync, make_weight_sync

@@ -29,8 +29,9 @@ from megarl.rollout.chat import (
     tool_calls,
 )
 from megarl.rollout.chat_turns import ChatTurns, end_tokens, policy_text, policy_texts
+from megarl.rollout.engines.registry import make_engine
 from megarl.rollout.episode import Turn
-from megarl.schedule.generation import load_tokenizer, make_engine
+from megarl.schedule.generation import load_tokenizer
 from tests.rollout.talk import (
     CHATML,
     END,

@@ -47,7 +47,7 @@ class Scene:
         from transformers import AutoTokenizer
 
         from megarl.model.builder import build_actor, read_hf_config
-        from megarl.schedule.generation import make_engine
+        from megarl.rollout.engines.registry import make_engine
         from megarl.sync.weight_sync import make_weight_sync
         from megarl.training.model import TrainableModel
         from megarl.weights.families import read_config

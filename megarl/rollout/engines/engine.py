@@ -1,8 +1,7 @@
 """What every rollout engine is, and the client by which a worker's coroutines use one.
 
-A new engine needs: a subclass of RolloutEngine, in a file of its own; its name and its kind in
-config/engines.py, of which checks, planner and weight transfers know what they must; and a case in
-`make_engine` (schedule/generation.py). docs/extending.md has an example, and what a kind cannot say.
+A new engine needs: a subclass of RolloutEngine in a separate file, and its row in config/engines.py, from
+which checks, planner and weight transfers read its capabilities. docs/extending.md has an example.
 """
 
 from __future__ import annotations
@@ -12,8 +11,13 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Executor
+from typing import Any
+
+import torch
 
 from megarl.config.errors import EngineError
+from megarl.config.schema import Config
+from megarl.parallel.runtime import Runtime
 from megarl.rollout.sampling import Completion, Request, SamplingParams
 
 SLICE = 0.1  # seconds for which an engine in this process decodes before others have their turn
@@ -33,6 +37,28 @@ class RolloutEngine(ABC):
 
     weight_version: int
     streams: bool
+
+    @classmethod
+    @abstractmethod
+    def build(cls, config: Config, tokenizer: Any, runtime: Runtime) -> RolloutEngine:
+        """Make the engine of a rank. It is not started."""
+
+    @classmethod
+    def check_machine(cls, config: Config, device: str) -> None:
+        """Raise ConfigError where this machine cannot run the engine. device: cpu or cuda"""
+        return None
+
+    @classmethod
+    def check_engines(
+        cls, config: Config, hf_config: Mapping[str, Any], device: torch.device, engines: int
+    ) -> None:
+        """Raise ConfigError where this number of engines cannot run the model."""
+        return None
+
+    @classmethod
+    def machine_note(cls, device: str) -> str | None:
+        """Return a line about this machine that a user should see before a run."""
+        return None
 
     @abstractmethod
     def start(self) -> None:

@@ -27,13 +27,15 @@ import numpy as np
 import psutil
 import torch
 
-from megarl.config.errors import EngineError, EngineFailure
+from megarl.config.errors import ConfigError, EngineError, EngineFailure
 from megarl.config.schema import Config
 from megarl.parallel.launch import environment_of_children
-from megarl.parallel.machine import cuda_runtime_folders
+from megarl.parallel.machine import allocator_problem, cuda_runtime_folders, unmet
+from megarl.parallel.runtime import Runtime
+from megarl.rollout.chat_turns import end_tokens
 from megarl.rollout.engines.engine import RolloutEngine, check_positions
 from megarl.rollout.sampling import Completion, Request, SamplingParams, routing_array
-from megarl.weights.families import EXPERT_KEYS, Sizes, family_of
+from megarl.weights.families import EXPERT_KEYS, Sizes, family_of, read_config
 from megarl.weights.shards import full_attention_interval
 
 LOADER = "megarl.rollout.engines.sglang_inside.load_shards"
@@ -219,6 +221,41 @@ class SGLangEngine(RolloutEngine):
     """
 
     streams = True
+
+    @classmethod
+    def build(cls, config: Config, tokenizer: Any, runtime: Runtime) -> SGLangEngine:
+        hf_config, eos_ids = read_config(config.model.path), end_tokens(tokenizer)
+        return cls(config, hf_config, runtime.rank, runtime.device, eos_ids)
+
+    @classmethod
+    def check_machine(cls, config: Config, device: str) -> None:
+        if device == "cpu" and config.rollout.routing_replay:
+            problem = "SGLang records experts on a GPU only (set it to false, or use transformers)"
+            raise ConfigError(f"rollout.routing_replay: {problem}")
+        # On a CPU it does without most of what it asks for.
+        if device == "cuda" and (lines := list(unmet("sglang"))):
+            raise ConfigError(f"rollout.engine: {lines[0]}")
+
+    @classmethod
+    def check_engines(
+        cls, config: Config, hf_config: Mapping[str, Any], device: torch.device, engines: int
+    ) -> None:
+        """Raise ConfigError where SGLang would repack block FP8 weights on this GPU."""
+        if config.rollout.weights_dtype != "fp8_block" or device.type == "cpu":
+            return
+        capability = torch.cuda.get_device_capability(device)
+        problem = ""
+        if capability >= (10, 0):
+            problem = "on Blackwell SGLang packs the blocks' scales in a way of its own"
+        elif capability < (8, 9):  # can_auto_enable_marlin_fp8, SGLang 0.5.23
+            problem = "on GPUs before Ada and Hopper SGLang repacks the weights for Marlin's kernels"
+        if problem:
+            unwritten = "which megarl does not write (set it to model)"
+            raise ConfigError(f"rollout.weights_dtype: fp8_block: {problem}, {unwritten}")
+
+    @classmethod
+    def machine_note(cls, device: str) -> str | None:
+        return allocator_problem() if device == "cuda" else None
 
     def __init__(
         self,

@@ -29,10 +29,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
+import torch
 from packaging.version import InvalidVersion, Version
 
 from megarl.config.errors import ConfigError, EngineError, EngineFailure, MegarlError
 from megarl.config.schema import Config
+from megarl.parallel.runtime import Runtime
+from megarl.rollout.chat_turns import end_tokens
 from megarl.rollout.engines.engine import RolloutEngine, check_positions
 from megarl.rollout.engines.sglang import TAGS, completion_of
 from megarl.rollout.sampling import Completion, Request, SamplingParams
@@ -291,6 +294,18 @@ class SGLangServers(RolloutEngine):
     """
 
     streams = True
+
+    @classmethod
+    def build(cls, config: Config, tokenizer: Any, runtime: Runtime) -> SGLangServers:
+        mine, ranks = runtime.rank - runtime.first_engine, runtime.rollout_ranks or runtime.world
+        return cls(config, read_config(config.model.path), mine, ranks, end_tokens(tokenizer))
+
+    @classmethod
+    def check_engines(
+        cls, config: Config, hf_config: Mapping[str, Any], device: torch.device, engines: int
+    ) -> None:
+        """Ask all servers, see `check_servers`."""
+        check_servers(config, hf_config, engines)
 
     def __init__(
         self, config: Config, hf_config: Mapping[str, Any], rank: int, ranks: int, eos_ids: Sequence[int]

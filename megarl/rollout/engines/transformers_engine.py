@@ -21,6 +21,10 @@ from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import Qwen3_5MoeGated
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDeltaNet
 
 from megarl.config.errors import CheckpointError, EngineError, first_line
+from megarl.config.schema import Config
+from megarl.model.builder import DTYPES
+from megarl.parallel.runtime import Runtime
+from megarl.rollout.chat_turns import end_tokens
 from megarl.rollout.engines.engine import RolloutEngine, check_positions
 from megarl.rollout.engines.transformers_decode import DecodeLoop, Stopping
 from megarl.rollout.engines.transformers_layers import (
@@ -50,6 +54,12 @@ class TransformersEngine(RolloutEngine):
     """
 
     streams = False
+
+    @classmethod
+    def build(cls, config: Config, tokenizer: Any, runtime: Runtime) -> TransformersEngine:
+        dtype, max_batch = DTYPES[config.model.dtype], config.rollout.max_batch
+        eos_ids = end_tokens(tokenizer)
+        return cls(config.model.path, dtype, runtime.device, max_batch, eos_ids, tokenizer)
 
     def __init__(
         self,
