@@ -24,7 +24,7 @@ from megarl.parallel.layout import Layout
 from megarl.plan.memory import plan_of
 from megarl.plan.text import lines
 from megarl.plan.times import default_lengths, estimate, rollout_seconds
-from megarl.rollout.engines import sglang_servers
+from megarl.rollout.engines import sglang_pool, sglang_servers
 from megarl.rollout.engines.sglang_servers import SGLangServers, check_servers
 from megarl.rollout.sampling import Completion, Request, SamplingParams
 from megarl.sync.backends.http import HttpBackend
@@ -316,7 +316,7 @@ def test_nonsense_is_not_taken(serve, train, what: str) -> None:
 
 
 def test_a_server_without_a_sign_of_life_is_left_out(serve, train, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sglang_servers, "PULSE", 0.05)
+    monkeypatch.setattr(sglang_pool, "PULSE", 0.05)
     servers = serve()
     client = train(servers, engine_timeout=4.0)
     client.update(0)
@@ -329,7 +329,7 @@ def test_a_server_without_a_sign_of_life_is_left_out(serve, train, monkeypatch: 
 
 def test_a_slow_server_is_waited_for(serve, train, monkeypatch: pytest.MonkeyPatch) -> None:
     """It holds a response for longer than the time that it may be silent."""
-    monkeypatch.setattr(sglang_servers, "PULSE", 0.05)
+    monkeypatch.setattr(sglang_pool, "PULSE", 0.05)
     monkeypatch.setattr(sglang_servers, "TOKEN", 10.0)
     servers = serve(1)
     client = train(servers, engine_timeout=3.0)
@@ -513,9 +513,9 @@ def test_ranks_share_clients_and_clients_share_out_servers(serve, folder: Path) 
     clients = [Trained(folder, servers, rank, 4, engine_tp=2) for rank in (0, 2, 1)]
     first, second, idle = clients
     urls = [server.url for server in servers]
-    assert [server.url for server in first.engine.own] == [urls[0], urls[2]]
-    assert [server.url for server in second.engine.own] == [urls[1]]
-    assert idle.engine.own == [] and idle.buckets == [{}]
+    assert [server.url for server in first.engine.pool.own] == [urls[0], urls[2]]
+    assert [server.url for server in second.engine.pool.own] == [urls[1]]
+    assert idle.engine.pool.own == [] and idle.buckets == [{}]
     assert sum(tensor.nbytes for tensor in idle.buckets[0].values()) == 0
     for client in clients:  # each phase after the other, as the ranks of a job
         client.backend.begin()

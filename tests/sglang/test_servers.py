@@ -220,10 +220,10 @@ def test_another_model_is_found_out(server: Server, tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match="tensors differ"):
             check_servers(client.config, read_config(folder), 1)
         # By its answer alone, as where its folder is on another machine.
-        from megarl.rollout.engines import sglang_servers
+        from megarl.rollout.engines import sglang_http
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(sglang_servers, "_differs", lambda *_: "")
+            patch.setattr(sglang_http, "_differs", lambda *_: "")
             with pytest.raises(ConfigError, match=f"a vocabulary of {what} tokens, not {vocab}"):
                 check_servers(client.config, read_config(folder), 1)
 
