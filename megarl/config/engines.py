@@ -1,4 +1,4 @@
-"""The registry of rollout engines: what `rollout.engine` names, where its class is, and what it can do.
+"""The registry of rollout engines: for each name of `rollout.engine` its class and its capabilities.
 
 Checks and planner read it without torch. A new engine is a row here, its name in `EngineName`, and a file in
 rollout/engines.
@@ -14,7 +14,7 @@ EngineName = Literal["transformers", "sglang", "sglang_url"]
 
 @dataclass(frozen=True)
 class EngineCapabilities:
-    """What the rest of megarl knows of an engine.
+    """What an engine can do, as checks, planner, controller and weight sync read it.
 
     continuous_batching  requests end one by one, in processes of the engine, which may hang and be restarted.
                          Its KV cache is what rollout.engine_memory leaves. Without it the engine decodes in
@@ -41,7 +41,7 @@ class EngineEntry:
     """One engine.
 
     implementation  its class, as module:class
-    package         to be installed for it, besides what megarl needs
+    package         to be installed for it, in addition to megarl's requirements
     install         command that installs the package
     import_test     statement that a sound installation of the package runs
     """

@@ -1,7 +1,7 @@
 """What a weight transfer costs each rank. Imports without torch.
 
-Costs are bytes per class of link, rounds, staging memory, and seconds at given speeds; the same for the way
-that the plan replaces, in which every rank gathers whole tensors, bucket by bucket, and cuts out its part.
+Costs are bytes per class of link, rounds, staging memory, and seconds at given speeds. They are compared with
+a full gather, in which every rank gets whole tensors, bucket by bucket, and cuts out its part.
 """
 
 from __future__ import annotations
@@ -54,9 +54,10 @@ def _seconds(moved: Sequence[int], cluster: ClusterConfig) -> float:
 
 
 def direct_cost(plan: Plan, itemsize: int, bucket_bytes: int, cluster: ClusterConfig) -> dict[int, RankCost]:
-    """Return each rank's cost of carrying out a plan; an element of the model's dtype has `itemsize` bytes.
-    Seconds: until a rank is through its last round, when each round waits for the ranks that it exchanges
-    messages with."""
+    """Return each rank's cost of a transfer by a plan.
+
+    itemsize: bytes of an element of the model's dtype. Seconds count to the end of a rank's last round, where
+    each round waits for the ranks that it exchanges messages with."""
     local = {rank: traffic.local for rank, traffic in plan.summary(itemsize).items()}
     total = {rank: [0] * 4 for rank in local}
     rounds: dict[int, dict[int, _Turn]] = defaultdict(lambda: defaultdict(_Turn))
@@ -93,9 +94,10 @@ def direct_cost(plan: Plan, itemsize: int, bucket_bytes: int, cluster: ClusterCo
 def gather_cost(
     plan: Plan, shapes: Mapping[str, Shape], itemsize: int, bucket_bytes: int, cluster: ClusterConfig
 ) -> dict[int, RankCost]:
-    """Return each rank's cost of gathering all of `shapes` from the plan's sources, counted at its best.
-    Nobody is sent what it holds, each byte enters a node once, over all its adapters alike, and goes round in
-    the node, so that a rank sends what it receives."""
+    """Return each rank's cost of gathering all of `shapes` from the plan's sources, at best.
+
+    A rank receives only bytes that it does not hold. Each byte enters a node once, over all adapters evenly.
+    Within the node it is passed in a ring, so that a rank sends as many bytes as it receives."""
 
     def nbytes(boxes: Iterable[tuple[str, Box]]) -> int:
         return sum(volume(box) for _, box in boxes) * itemsize

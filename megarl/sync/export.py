@@ -43,7 +43,7 @@ def export_hf(
     bucket_bytes: int = 256 << 20,
     control: dist.ProcessGroup | None = None,
 ) -> None:
-    """Write the model that all ranks of `layout` hold together into the folder `out`; every rank calls this.
+    """Write the model that all ranks of `layout` hold together into a folder. Every rank calls this.
 
     source    the Hugging Face folder that the run started from; all but its weights is carried along
     tensors   this rank's parameters by the table's names

@@ -40,8 +40,9 @@ BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass(frozen=True)
 class TransferStats:
-    """What one run did on this rank: bytes sent, received and copied on the rank itself, and seconds.
-    bytes_kept: of its engine's tensors that were not written, as they hold frozen weights."""
+    """Bytes that one run sent, received and copied on this rank, and its seconds.
+
+    bytes_kept: of the engine's tensors that were skipped, because they hold frozen weights"""
 
     bytes_sent: int
     bytes_received: int
@@ -80,7 +81,7 @@ class Staging:
         return self._memory.untyped_storage().nbytes()
 
     def reserve(self, size: int) -> None:
-        """Announce that somebody who shares it will need so many bytes."""
+        """Announce that one of its users will need `size` bytes."""
         self._needed = max(self._needed, size)
 
     def take(self) -> Tensor:
@@ -97,8 +98,7 @@ class Staging:
 
 
 class _Moves:
-    """Writes to tensors of this rank, carried out together: copies, and what is computed first (quantised or
-    merged)."""
+    """Writes to tensors of this rank that run together: copies, and values that are quantised or merged."""
 
     def __init__(self) -> None:
         # Lists of one pair of dtypes each, as a device needs them to copy all tensors of a list at once.
@@ -135,10 +135,10 @@ class Transfer:
     (offloading), the next run notices.
 
     bucket_bytes  limit of a rank's staging memory, sends and receives together
-    dtype         of target tensors without a format of their own, by default that of this rank's (a rank
-                  without such targets must be told); sources are converted or quantised before they are sent
-    group         of the messages, by default the whole job's. On NCCL all its ranks must have used it once;
-                  where targets are quantised or checked all of them take part
+    dtype         of target tensors without a format. Default: that of this rank's targets, so a rank without
+                  targets must give it. Sources are converted or quantised before they are sent
+    group         of the messages; default: the whole job. On NCCL all its ranks must have used it once. All
+                  its ranks take part if targets are quantised or checked
     staging       the staging memory, where several transfers share one
 
     Raises ValueError if names, shapes or dtypes of the tensors are not the plan's."""
@@ -289,9 +289,10 @@ class Transfer:
 
     @torch.no_grad()
     def check(self) -> None:
-        """Compare every target with its sources by fingerprints, after `run`. Each side adds up 64-bit hashes
-        of its pieces, so nothing is gathered; one number per target tensor travels. Raises TransferError on
-        every rank, naming tensors, if one differs."""
+        """Compare every target with its sources by fingerprints, after `run`.
+
+        Each side adds up 64-bit hashes of its pieces, so only one number per target tensor is sent. Raises
+        TransferError on every rank, with the names of tensors that differ."""
         index, mine = self._hashed
         difference = torch.zeros(len(index), dtype=torch.int64, device=self._device)
         known: dict[tuple[str, int, str | None], Tensor] = {}  # engine replicas are sent the same pieces
@@ -323,7 +324,8 @@ class Transfer:
 
 
 def fingerprint(values: Tensor, box: Box) -> Tensor:
-    """Return the hash of `values`, which are `box` of a tensor: int64 [], to be added to its other boxes'.
+    """Return the hash of a box of a tensor: int64 [], to be added to the hashes of its other boxes.
+
     hash = sum of bits[i, j] * a[i] * b[j] mod 2^64 over the elements, with a and b odd and pseudo-random in
     the Hugging Face coordinates i and j. A sum does not care how a tensor is cut. An element that differs
     always shows, as odd numbers have inverses; so do rows or columns that changed places."""

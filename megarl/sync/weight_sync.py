@@ -77,7 +77,7 @@ class WeightSync:
         self.complete = False
         self.asleep: set[str] = set()
         # On ranks without the actor: host copies of the buckets. A restarted engine gets its weights from
-        # them while the trainers go on.
+        # them while the trainers continue.
         self._copies: list[dict[str, Tensor]] = []
         self._keeps_copies = engine is not None and runtime.rollout_ranks > 0 and backend.can_recover
         self._events: list[str] = []
@@ -102,7 +102,7 @@ class WeightSync:
     def recover(self, failures: Failures) -> None:
         """Restart the engines that failed, and give them the weights of `version` again.
 
-        The actor must still have these weights; an engine on ranks of its own gets them from a host copy.
+        The actor must still have these weights. An engine on ranks without the actor gets a host copy.
         Unfinished requests continue. Raises EngineError on every rank once there were too many failures.
 
         failures: by rank, of the ranks with engines"""
@@ -140,7 +140,7 @@ class WeightSync:
         self._await_ready(guard, ranks)
         if engine is not None:
             guard(call, engine)
-        # An engine that failed is not asked again: once started anew it is put to sleep as `asleep` says.
+        # A failed engine is not called again. After its restart `_await_ready` puts it to sleep if need be.
         while any(failures := gather_objects(ranks, guard.failure, EngineFailure | None)):
             self.complete = False
             guard = _Guard(active=self._restart(failures, ranks))

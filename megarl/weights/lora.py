@@ -42,7 +42,7 @@ class Merged:
         return self.weight.device
 
     def data_ptr(self) -> int:
-        """Return where the weight lies; its adapters are read through views, wherever they lie."""
+        """Return the address of the weight. Its adapters are read through views, so they may move."""
         return self.weight.data_ptr()
 
     def read(self, box: Box) -> Tensor:

@@ -17,8 +17,8 @@ from megarl.rollout.engines.engine import RolloutEngine
 def engine_class(config: Config) -> type[RolloutEngine]:
     """Import the class of the engine."""
     module, _, name = ENGINES[config.rollout.engine].implementation.partition(":")
-    found: type[RolloutEngine] = getattr(import_module(module), name)
-    return found
+    engine: type[RolloutEngine] = getattr(import_module(module), name)
+    return engine
 
 
 def make_engine(config: Config, tokenizer: Any, runtime: Runtime) -> RolloutEngine:

@@ -34,11 +34,11 @@ T = TypeVar("T")
 class Server:
     """A server as one client sees it.
 
-    usable   it may be asked: it has the present weights, as far as this client knows
-    loading  this client is bringing it weights
-    running  ids of the requests that it is answering
-    why      it was left out
-    gone     its result is why it is not usable any more
+    usable   it has the present weights, as far as this client knows, and gets requests
+    loading  this client is sending it weights
+    running  ids of its unfinished requests
+    why      reason for which it was left out
+    gone     resolves, with the reason, when it is no longer usable
     """
 
     def __init__(self, url: str) -> None:
@@ -73,7 +73,7 @@ class ServerPool:
         self.own = [server for server in servers if server.url in mine]
         self.others = [server for server in servers if server.url not in mine]
         self.router = Server(rollout.router) if rollout.router and mine else None
-        # Versions of this run are told from those of another one that has the servers' weights replaced.
+        # Another run may replace the servers' weights too: versions carry a hash of this run's folder.
         self.run = hashlib.sha256(str(config.run_dir.absolute()).encode()).hexdigest()[:8]
         self.limit, self.question = rollout.engine_timeout, min(QUESTION, rollout.engine_timeout)
         self.version_name = ""
@@ -89,7 +89,7 @@ class ServerPool:
         return await call(self.session, server.url + path, limit, kind, body)
 
     async def command(self, server: Server, path: str, limit: float, body: Any) -> None:
-        """Have a server do something that it says it has done. Raises Unanswered where it has not."""
+        """Make a call that a server answers with its success. Raises Unanswered if it failed."""
         done = await self.ask(server, path, limit, Done, body)
         if not done.success:
             raise Unanswered(f"{path}: {done.message}")
@@ -111,8 +111,9 @@ class ServerPool:
         return info.weight_version == self.version_name
 
     def choose(self, *, direct: bool) -> Server:
-        """Return whom to ask next: the router, else the one with least to do. EngineFailure where nobody is
-        left."""
+        """Return the server for the next request: the router, or the one with the fewest requests.
+
+        Raises EngineFailure if no server is left."""
         if not direct and self.router and self.router.usable:
             return self.router
         for servers in (self.own, self.others):
@@ -127,7 +128,7 @@ class ServerPool:
         server.watch = asyncio.get_running_loop().create_task(self._watch(server))
 
     def close(self, server: Server, why: str) -> None:
-        """Ask a server nothing more, and have what it was asked be asked elsewhere."""
+        """Stop using a server. Its requests are sent to other servers."""
         server.usable = server.loading = False
         if server.watch is not None:
             server.watch.cancel()

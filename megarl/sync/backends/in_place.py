@@ -27,7 +27,7 @@ class InPlaceBackend(WeightBackend[InProcessEngine]):
 
     @property
     def bucket_bytes(self) -> float:
-        """Return infinity, as no bucket needs memory of its own."""
+        """Return infinity: buckets need no memory beside the parameters."""
         return math.inf
 
     def connect(

@@ -76,8 +76,8 @@ class SharedMemoryBackend(WeightBackend[ProcessEngine]):
             part = part | {"path": f"/proc/{os.getpid()}/fd/{self._file}", "size": self._memory.numel()}
             memory = torch.empty(0, dtype=torch.uint8)
         else:
-            # An alias with a storage of its own: torch wraps a storage once more at each sharing, and keeps
-            # the wrappers as long as the storage.
+            # An alias with a new storage: torch adds a wrapper to a storage each time it is shared, and keeps
+            # all wrappers as long as the storage.
             memory = torch.from_dlpack(self._memory)
         return bytes(ForkingPickler.dumps([(json.dumps(part), memory)]))
 
