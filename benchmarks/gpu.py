@@ -24,7 +24,7 @@ import time
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from measure import Verdicts, in_fresh_process, machine
@@ -165,23 +165,23 @@ def memory(tiny: bool) -> dict[str, Any]:
 def transfers(scene: Any) -> tuple[Any, list[Any]]:
     """The plan and the transfers, bucket after bucket, of the actor's weights into SGLang's layout, without
     SGLang."""
-    from megarl.rollout.engines.sglang import SGLangEngine
+    from megarl.sync.backends.shared_memory import SharedMemoryBackend
+    from megarl.sync.plan import engine_plan
+    from megarl.sync.transfer import Staging, Transfer
     from megarl.weights.families import table_names
-    from megarl.weights.plan import engine_plan
-    from megarl.weights.transfer import Staging, Transfer
-    from tests.gpu.scene import EOS, WEIGHTS
+    from tests.gpu.scene import WEIGHTS
 
     scene.offload.onload("weight_transfer", WEIGHTS)
     device, rank = scene.runtime.device, scene.runtime.rank
     plan = engine_plan(scene.config, scene.sizes, scene.runtime.layout, cpu=device.type == "cpu")
-    engine = SGLangEngine(scene.config, scene.sizes, rank, device, (EOS,))
     sources = table_names(dict(scene.actor.model.named_parameters()))
     dtype = next(iter(sources.values())).dtype
     staging, memory = Staging(device), Staging(device)
-    plans = [plan.part(names) for names in engine.split(plan)]
+    backend, no_engine = SharedMemoryBackend(scene.config, rank, device, dtype), cast(Any, None)
+    plans = [plan.part(names) for names in backend.split(plan)]
     parts = [
         Transfer(part, rank, sources, targets, 2**28, dtype=dtype, staging=staging)
-        for part, targets in zip(plans, engine.buckets(plans, memory), strict=True)
+        for part, targets in zip(plans, backend.connect(no_engine, plans, memory), strict=True)
     ]
     return plan, parts
 

@@ -399,7 +399,7 @@ def rank_transfer(given: Given, tp: int, pp: int, engine_tp: int, answer: str) -
 
     from megarl.config.schema import ClusterConfig
     from megarl.parallel.comm import gather_objects
-    from megarl.weights.cost import direct_cost
+    from megarl.sync.cost import direct_cost
     from tests.gpu.scene import Scene, sizes_of
 
     runtime = start_runtime(tp, pp)

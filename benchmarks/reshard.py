@@ -28,10 +28,12 @@ from torch import Tensor
 
 from megarl.config.schema import ClusterConfig
 from megarl.parallel.layout import Layout
-from megarl.weights.cost import KNOWN_MODELS, direct_cost
-from megarl.weights.plan import Plan, make_plan
+from megarl.sync.cost import direct_cost
+from megarl.sync.plan import Plan, make_plan
+from megarl.sync.transfer import Transfer
+from megarl.weights.boxes import view
+from megarl.weights.known_models import KNOWN_MODELS
 from megarl.weights.shards import Region, Shards, hf_shapes, megatron_layout, sglang_shards
-from megarl.weights.transfer import Transfer, view
 
 LAYOUT, ENGINE_TP = Layout(tp=2, pp=2), 2
 BUCKET = 64 << 20

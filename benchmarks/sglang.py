@@ -62,18 +62,20 @@ def make_engine(folder: Path, responses: int, tokens: int) -> Any:
 
 def deliver(engine: Any, folder: Path) -> None:
     """The folder's weights, as version 0."""
+    from megarl.sync.backends.shared_memory import SharedMemoryBackend
+    from megarl.sync.plan import Plan
+    from megarl.sync.transfer import Staging
     from megarl.weights.hf import HFFolder, load_into
-    from megarl.weights.plan import Plan
     from megarl.weights.shards import sglang_shards
-    from megarl.weights.transfer import Staging
 
     source = HFFolder(folder)
     shards = sglang_shards(source.config, 1, 0, cpu=True)
-    [tensors] = engine.buckets([Plan((), {}, {0: shards})], Staging(engine.device))
+    backend = SharedMemoryBackend(engine.config, 0, engine.device, torch.float32)
+    [tensors] = backend.connect(engine, [Plan((), {}, {0: shards})], Staging(engine.device))
     load_into(tensors, shards, source)
-    engine.begin_update()
-    engine.load_bucket(0, [engine.handle(0)], 0)
-    engine.end_update(0)
+    backend.begin()
+    backend.send(0, [backend.publish(0)], 0)
+    backend.finish(0)
 
 
 def main() -> int:

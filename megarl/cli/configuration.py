@@ -224,7 +224,7 @@ def plan(
     from megarl.plan.inputs import make_plan_inputs
     from megarl.plan.search import Found, search
     from megarl.plan.times import default_lengths, estimate, with_deviation
-    from megarl.weights.cost import planning_config
+    from megarl.weights.known_models import planning_config
 
     config = load_config(path, overrides)
     check_config(config, str(path))

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import platform
 import sys
-from importlib.util import find_spec
 from typing import Annotated
 
 from typer import Option
@@ -41,13 +40,12 @@ def preflight(
     The first one checks the configuration too. The exit code is 2 where something is in the way."""
     from megarl.parallel.machine import (
         GIB,
-        SGLANG_IMPORT,
         broken_transformer_engine,
         cudnn_problem,
-        import_problem,
     )
     from megarl.parallel.node_checks import NodeNeeds, NodePlace, check_nodes
     from megarl.parallel.runtime import choose_device
+    from megarl.rollout.engines.registry import engine_import_problem
     from megarl.schedule.preflight import preflight as check_run
 
     config = load_config(path, overrides)
@@ -64,9 +62,8 @@ def preflight(
         bandwidth=bandwidth,
     )
     # Packages that are there and cannot be imported: the ranks would find them when they have all started.
-    sglang = config.rollout.engine == "sglang" and find_spec("sglang")
     broken = (
-        import_problem("sglang", SGLANG_IMPORT) if sglang else None,
+        engine_import_problem(config),
         broken_transformer_engine(),
         cudnn_problem() if cuda and config.model.layers != "portable" else None,
     )
@@ -86,7 +83,7 @@ def planned_needs(config: Config, world: int) -> tuple[float, float]:
     from megarl.plan.disk import disk_bytes
     from megarl.plan.host import node_bytes
     from megarl.plan.inputs import make_plan_inputs
-    from megarl.weights.cost import planning_config
+    from megarl.weights.known_models import planning_config
 
     made = make_plan_inputs(config, planning_config(config.model.path)[1], world=world)
     return sum(node_bytes(made).values()), disk_bytes(made)

@@ -203,8 +203,9 @@ def run_rank(
     lease: on the `folder` that the job writes into; None on a rank of torchrun's other than 0, which took it.
     launched: `launch` started this rank, and prints the line that a rank writes to its error file."""
     quiet_libraries()  # a rank on GPUs was not forked
-    # Landlock keeps tools and verifiers from a rank's keys by itself. SGLang reads a rank's open files.
-    if config.rollout.engine == "transformers" and not landlock_version():
+    # Landlock keeps tools and verifiers from a rank's keys by itself. An engine's own processes read a rank's
+    # open files.
+    if not config.rollout.capabilities.continuous_batching and not landlock_version():
         hide_memory()
     from megarl.parallel import runtime as parallel
     from megarl.parallel.comm import from_rank_0

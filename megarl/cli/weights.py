@@ -35,8 +35,9 @@ def plan_weights(
 
     Beside it stands what it would cost to gather whole tensors everywhere."""
     from megarl.parallel.layout import Layout
-    from megarl.weights.cost import RankCost, direct_cost, gather_cost, planning_config
-    from megarl.weights.plan import engine_plan
+    from megarl.sync.cost import RankCost, direct_cost, gather_cost
+    from megarl.sync.plan import engine_plan
+    from megarl.weights.known_models import planning_config
     from megarl.weights.shards import hf_shapes
 
     config = load_config(path, overrides)

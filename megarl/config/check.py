@@ -335,14 +335,14 @@ def _algorithm_problems(c: Config) -> Iterator[str]:
 
 def _rollout_problems(c: Config) -> Iterator[str]:
     r, limit = c.rollout, c.parallel.timeout
-    if r.engine_kind.streams and r.engine_timeout >= limit:
+    if r.capabilities.continuous_batching and r.engine_timeout >= limit:
         what = f"must be < parallel.timeout {limit:g}, as other ranks wait"
         yield f"rollout.engine_timeout: {what} (got {r.engine_timeout:g})"
-    kind = r.engine_kind
+    kind = r.capabilities
     if not (kind.sharded or kind.remote) and r.engine_tp > 1:
         what = f"must be 1 for rollout.engine {r.engine}, which is not sharded"
         yield f"rollout.engine_tp: {what} (got {r.engine_tp})"
-    if not r.engine_kind.sharded and r.weights_dtype != "model":
+    if not r.capabilities.sharded and r.weights_dtype != "model":
         yield f"rollout.weights_dtype: must be model for rollout.engine {r.engine} (got {r.weights_dtype})"
     yield from _server_problems(r)
     if r.routing_compare and not (r.routing_replay and c.algorithm.old_logprobs == "trainer"):
@@ -458,13 +458,13 @@ def _server_problems(r: RolloutConfig) -> Iterator[str]:
     """Yield what is wrong with the servers that somebody else runs."""
     given = {"rollout.urls": r.urls, "rollout.router": (r.router,) if r.router else ()}
     for key, urls in given.items():
-        if urls and not r.engine_kind.remote:
+        if urls and not r.capabilities.remote:
             what = f"has no effect with rollout.engine {r.engine}"
             yield f"{key}: {what} (leave it out, or set rollout.engine=sglang_url)"
         for url in urls:
             if not re.fullmatch(r"https?://[^/?#@\s]+", url):
                 yield f"{key}: must be http://host:port, without a path (got {url!r})"
-    if not r.engine_kind.remote:
+    if not r.capabilities.remote:
         return
     if not r.urls:
         yield "rollout.urls: rollout.engine sglang_url needs the servers' URLs, the router's servers too"

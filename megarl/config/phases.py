@@ -411,7 +411,7 @@ def resident_groups(config: Config, phases: Sequence[Phase]) -> list[frozenset[s
     """Return the tensor groups on a trainer's GPU during each phase of a step that follows another step."""
     own = frozenset(group for group in get_args(TensorGroup) if config.has_group(group))
     elsewhere = ENGINE if config.parallel.rollout_ranks else NOTHING
-    if elsewhere or config.rollout.engine_kind.remote:
+    if elsewhere or config.rollout.capabilities.remote:
         own -= ENGINE
     keep = own & never_offloaded(config, gpu=config.parallel.device != "cpu")
     resident, found = keep, list[frozenset[str]]()

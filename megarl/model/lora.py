@@ -27,9 +27,9 @@ from torch import Tensor
 
 from megarl.config.schema import LoraConfig
 from megarl.parallel.runtime import Runtime
+from megarl.weights.boxes import view
 from megarl.weights.families import Pair, Sizes, adapters, family_of
 from megarl.weights.shards import pair_shard, sizes_of
-from megarl.weights.transfer import view
 
 
 class Adapters(torch.nn.Module):

@@ -20,6 +20,7 @@ from pathlib import Path
 from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import canonicalize_name
 
+from megarl.config.engines import ENGINES
 from megarl.config.errors import ConfigError, first_line
 from megarl.parallel.internals import changed
 
@@ -44,8 +45,6 @@ LOCKED_FIRST = (
 )
 INSTALL = "make install-gpu"
 NEEDS_TE = "needs a CUDA device and transformer-engine"
-# megarl's module stands for what a CPU lacks.
-SGLANG_IMPORT = "import megarl.rollout.engines.sglang_host, sglang.srt.entrypoints.engine"
 # Products of the shape of a small model's layers, half a second in each precision.
 MATRIX_RATES = """
 import time, torch
@@ -135,7 +134,7 @@ def flaws(cuda: str | None) -> Iterator[str]:
         if LOCK.exists():
             problems.append(lock_problem(LOCK.read_text(encoding="utf-8")))
     if find_spec("sglang"):
-        problems.append(import_problem("sglang", SGLANG_IMPORT))
+        problems.append(import_problem("sglang", ENGINES["sglang"].import_test))
         if cuda:
             problems.append(memory_saver_problem(cuda))
     yield from filter(None, problems)

@@ -8,7 +8,7 @@ from megarl.plan.inputs import PlanInputs
 
 def engine_weight_bytes(plan: PlanInputs) -> float:
     """Return the bytes of an engine's weights on one rank, or of a server's at a URL on one of its GPUs."""
-    if not plan.config.rollout.engine_kind.sharded:
+    if not plan.config.rollout.capabilities.sharded:
         return plan.actor.parameters * plan.actor.itemsize
     return int(sum(plan.actor.engine_tensors(plan.engine_tp, plan.config.rollout.weights_dtype)))
 
@@ -17,13 +17,13 @@ def kv_cache_bytes(plan: PlanInputs) -> float:
     """Return the bytes of an engine's KV cache on one rank."""
     rollout = plan.config.rollout
     if (
-        not rollout.engine_kind.streams
+        not rollout.capabilities.continuous_batching
     ):  # as much as a batch fills; other engines take the rest of their share
         return rollout.max_batch * (plan.longest * plan.actor.cache_bytes(1) + plan.actor.state_bytes(1))
     weights = engine_weight_bytes(plan)
     left = rollout.engine_memory * plan.device.memory - weights
     # The room of a server is its own, and check_servers asks for it. It is at least that of the weights.
-    return max(weights if rollout.engine_kind.remote else 0.0, left)
+    return max(weights if rollout.capabilities.remote else 0.0, left)
 
 
 def kv_cache_tokens(plan: PlanInputs) -> float:
@@ -52,7 +52,7 @@ def transfer_buffer_bytes(plan: PlanInputs) -> float:
     bucket = float(rollout.transfer_bucket * 2**20)
     if lora.rank is not None:  # a weight is merged with its adapters when it is sent
         bucket += plan.actor.adapted(lora, plan.layout.tp)[1] * plan.actor.itemsize
-    if not rollout.engine_kind.streams:
+    if not rollout.capabilities.continuous_batching:
         return bucket
     # SGLang's ranks and servers receive whole tensors: the buffer holds at least the largest.
     largest = max(plan.actor.engine_tensors(plan.engine_tp, rollout.weights_dtype))

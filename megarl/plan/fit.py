@@ -52,7 +52,7 @@ def find_problem(plan: PlanInputs, room: float = 0.0) -> str | None:
                 f"{plan.device.name} (stage {need.stage}: {listed}); {_suggest_change(plan, need)}"
             )
     cached = kv_cache_tokens(plan)
-    too_small = cached < plan.longest and not rollout.engine_kind.remote
+    too_small = cached < plan.longest and not rollout.capabilities.remote
     if plan.config.has_engine and not plan.replay and too_small:
         return (
             f"the KV cache of an engine holds {cached:,.0f} tokens, one sequence has up to "
@@ -74,7 +74,7 @@ def _suggest_change(plan: PlanInputs, need: Need) -> str:
     if plan.keep & set(need.parts):
         return f"take {', '.join(sorted(plan.keep))} out of residency.keep"
     if need.phase == "rollout":
-        key = "engine_memory" if plan.config.rollout.engine_kind.streams else "max_batch"
+        key = "engine_memory" if plan.config.rollout.capabilities.continuous_batching else "max_batch"
         return f"lower rollout.{key}"
     if need.phase == "construction":
         return "raise parallel.tp or parallel.pp"

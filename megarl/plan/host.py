@@ -135,7 +135,7 @@ def cpu_bytes_by_phase(plan: PlanInputs) -> dict[str, dict[str, float]]:
             stages = range(plan.layout.pp)
             sums = max(group_bytes(plan, f"{phase.model}.gradients", stage) for stage in stages)
             parts["summed gradients"] = sums * world
-        if phase.name == ROLLOUT and not config.rollout.engine_kind.streams:
+        if phase.name == ROLLOUT and not config.rollout.capabilities.continuous_batching:
             parts["KV cache"] = _cpu_kv_cache_bytes(plan)
         found[phase.name] = parts
     if config.checkpoint.every:

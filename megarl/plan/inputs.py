@@ -177,12 +177,12 @@ class PlanInputs:
     def engine_tp(self) -> int:
         """Return the tensor-parallel size of an engine."""
         rollout = self.config.rollout
-        return rollout.engine_tp if rollout.engine_kind.sharded else 1
+        return rollout.engine_tp if rollout.capabilities.sharded else 1
 
     def engines(self, ranks: int) -> int:
         """Return the number of engines on this many ranks, or at URLs."""
         rollout = self.config.rollout
-        return len(rollout.urls) if rollout.engine_kind.remote else ranks // self.engine_tp
+        return len(rollout.urls) if rollout.capabilities.remote else ranks // self.engine_tp
 
     def step_tokens(self, length: float) -> float:
         """Return the tokens of a step's batch whose sequences have this length."""

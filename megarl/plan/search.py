@@ -23,7 +23,7 @@ from megarl.plan.inputs import PlanInputs
 from megarl.plan.memory import gpu_needs
 from megarl.plan.sizes import GIB
 from megarl.plan.times import Estimate, Lengths, estimate, rollout_seconds
-from megarl.weights.plan import engine_ranks
+from megarl.sync.plan import engine_ranks
 from megarl.weights.shards import check_layout
 
 # Keys that are chosen, in the order in which they are printed.
@@ -74,7 +74,7 @@ def search(plan: PlanInputs, lengths: Lengths) -> list[Found]:
     config, world = plan.config, plan.layout.world
     node = min(config.cluster.gpus_per_node, world)
     engines = _powers(node)
-    if not config.rollout.engine_kind.sharded or not config.has_engine:
+    if not config.rollout.capabilities.sharded or not config.has_engine:
         engines = [config.rollout.engine_tp]
     asleep = [with_keys(plan, rollout__engine_tp=tp) for tp in engines]
     if config.has_engine:  # the quickest engine first; it is not the layout's to say how quick it is

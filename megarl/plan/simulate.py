@@ -36,7 +36,7 @@ from megarl.plan.times import (
     estimate,
     windows_of,
 )
-from megarl.weights.plan import engine_ranks
+from megarl.sync.plan import engine_ranks
 
 ALIKE = 0.5  # our estimate: of the variance of log lengths, what the responses to one prompt have in common
 BATCHES, FIRST = 6, 3  # that are simulated, and the step from which on they count
@@ -440,7 +440,7 @@ def costs_of(plan: PlanInputs, lengths: Lengths) -> Costs:
     one = decoding(plan)
     return Costs(
         decode=one.step,
-        prefill=lengths.prefilled(cached=plan.config.rollout.engine_kind.streams) * one.prefill,
+        prefill=lengths.prefilled(cached=plan.config.rollout.capabilities.continuous_batching) * one.prefill,
         at_once=decoded_at_once(plan, lengths),
         train=lambda tokens: {name: s * tokens / parts.tokens for name, s in train.items()},
         transfer=parts.parts["weight_transfer"],
@@ -458,7 +458,7 @@ def work_of(
         prompt=lengths.prompt + lengths.shown,  # in the cache from the beginning on; tools take no time
         draw=draw or log_normal(lengths),
         kept=(kept or GROUPS_KEPT) if rollout.dynamic_sampling.enabled else 1.0,
-        streams=rollout.engine_kind.streams,
+        streams=rollout.capabilities.continuous_batching,
         oversample=rollout.dynamic_sampling.oversample,
         balance=balance,
         window=rollout.window or 0,

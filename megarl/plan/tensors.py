@@ -48,7 +48,7 @@ def group_bytes(plan: PlanInputs, name: str, stage: int, *, every: bool = False)
     a group that is never offloaded, all of them are."""
     model, _, part = name.partition(".")
     if model == "engine":
-        if plan.config.rollout.engine_kind.remote:
+        if plan.config.rollout.capabilities.remote:
             return 0.0  # servers have separate GPUs
         return engine_weight_bytes(plan) if part == "weights" else kv_cache_bytes(plan)
     every = every or name in plan.keep

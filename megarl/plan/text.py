@@ -57,7 +57,7 @@ def lines(plan: PlanInputs, where: str, lengths: Lengths, made: Estimate) -> Ite
         ranks = apart or layout.world
         engines = f"{plan.engines(ranks)} of tp {plan.engine_tp} ({config.rollout.engine})"
         cache = f"KV cache of each {kv_cache_tokens(plan):,.0f} tokens"
-        if config.rollout.engine_kind.remote:
+        if config.rollout.capabilities.remote:
             cache = "nothing of which is on these GPUs; how quick they are is a guess"
         yield f"engines  {engines}, {cache}"
     yield ""

@@ -405,7 +405,7 @@ def rollout_seconds(plan: PlanInputs, lengths: Lengths) -> float:
     sampled = config.responses / (GROUPS_KEPT if config.rollout.dynamic_sampling.enabled else 1.0)
     each = max(1, round(sampled / max(1, plan.engines(ranks))))
     at_once = min(decoded_at_once(plan, lengths), each)
-    costs, cached = decoding(plan), config.rollout.engine_kind.streams
+    costs, cached = decoding(plan), config.rollout.capabilities.continuous_batching
     # The weights are new: what was drawn before is read again.
     prefilled = lengths.prefilled(cached=cached) + lengths.begun
     return _decode(costs, each, at_once, lengths) + each * prefilled * costs.prefill

@@ -39,8 +39,8 @@ from megarl.rollout.responses import (
     routing_state,
 )
 from megarl.rollout.sampling import Completion, SamplingParams, evaluation_seed
-from megarl.rollout.weight_sync import Failures
 from megarl.rollout.worker import Worker
+from megarl.sync.weight_sync import Failures
 
 if TYPE_CHECKING:
     from megarl.rewards.pool import VerifierPool

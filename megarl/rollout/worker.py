@@ -29,7 +29,7 @@ from megarl.rollout.engines.engine import EngineClient, RolloutEngine
 from megarl.rollout.episode import Episode, EpisodeAborted, load_runner
 from megarl.rollout.responses import Body, Response
 from megarl.rollout.sampling import Completion
-from megarl.rollout.weight_sync import Failures
+from megarl.sync.weight_sync import Failures
 
 if TYPE_CHECKING:
     from megarl.rewards.pool import Item, VerifierPool

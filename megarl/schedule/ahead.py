@@ -32,8 +32,7 @@ from megarl.observe.timeline import Timeline
 from megarl.parallel.comm import from_rank_0
 from megarl.parallel.runtime import Runtime
 from megarl.rollout import messages as m
-from megarl.rollout.weight_sync import WeightSync
-from megarl.schedule.generation import Generation, load_tokenizer, make_weight_sync
+from megarl.schedule.generation import Generation, load_tokenizer
 from megarl.schedule.profiler import Profiler
 from megarl.schedule.rollouts import (
     FOLDER,
@@ -46,6 +45,7 @@ from megarl.schedule.rollouts import (
 )
 from megarl.schedule.source import BatchSource, Rollout
 from megarl.schedule.watchdog import Watchdog
+from megarl.sync.weight_sync import WeightSync, make_weight_sync
 from megarl.training.checkpoint import BATCHES
 from megarl.weights.megatron import open_model
 

@@ -14,11 +14,13 @@ from megarl.model.builder import build_actor, read_hf_config
 from megarl.parallel.comm import from_rank_0
 from megarl.parallel.runtime import Runtime
 from megarl.rewards.pool import VerifierPool
+from megarl.rollout.engines.registry import make_engine
 from megarl.rollout.episode import load_prompt_options
 from megarl.rollout.rank import RolloutRank
 from megarl.rollout.responses import EvaluationResult
-from megarl.schedule.generation import load_tokenizer, make_engine, make_weight_sync, start_engine
+from megarl.schedule.generation import load_tokenizer, start_engine
 from megarl.schedule.models import load_weights
+from megarl.sync.weight_sync import make_weight_sync
 from megarl.training.checkpoint import (
     FOLDER,
     MANIFEST,

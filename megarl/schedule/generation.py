@@ -6,58 +6,30 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypedDict, assert_never
+from typing import Any, TypedDict
 
-import torch
 from transformers import AutoTokenizer
 
 from megarl.config.schema import PRETRAINING, Config
 from megarl.data.generated import own_verifiers
 from megarl.data.prompts import Prompt, PromptSampler, content_of, read_problem_sets, read_prompts
-from megarl.data.response_text import end_tokens
-from megarl.model.builder import DTYPES
 from megarl.observe.run_log import Sample
 from megarl.parallel.comm import barrier, shares_on_0
 from megarl.parallel.device_memory import empty_cache
 from megarl.parallel.runtime import Runtime
 from megarl.rewards.pool import VerifierPool
 from megarl.rollout.engines.engine import RolloutEngine
-from megarl.rollout.engines.sglang import SGLangEngine
-from megarl.rollout.engines.sglang_servers import SGLangServers
-from megarl.rollout.engines.transformers_engine import TransformersEngine
+from megarl.rollout.engines.registry import make_engine
 from megarl.rollout.episode import load_prompt_options
 from megarl.rollout.rank import RolloutRank, RolloutShare, joined
-from megarl.rollout.weight_sync import Failures, WeightSync
 from megarl.schedule.rollouts import RolloutStore, pretraining_rollouts, rollouts_folder
 from megarl.schedule.source import BatchSource, Rollout
-from megarl.weights.families import read_config
-from megarl.weights.lora import merged
-from megarl.weights.plan import engine_plan, frozen_targets
-from megarl.weights.transfer import Staging, Transfer
+from megarl.sync.weight_sync import Failures
 
 
 def load_tokenizer(folder: Path) -> Any:
     """Load the model's tokenizer."""
     return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-
-
-def make_engine(config: Config, tokenizer: Any, runtime: Runtime) -> RolloutEngine:
-    """Make the engine that `rollout.engine` names, not started. A trainer that has none gets that of the
-    first rank with one, which it never starts, to know its parts."""
-    rank = max(runtime.rank, runtime.first_engine)
-    eos_ids = end_tokens(tokenizer)
-    match config.rollout.engine:
-        case "sglang":
-            hf_config = read_config(config.model.path)
-            return SGLangEngine(config, hf_config, rank, runtime.device, eos_ids)
-        case "transformers":
-            dtype, max_batch = DTYPES[config.model.dtype], config.rollout.max_batch
-            return TransformersEngine(config.model.path, dtype, runtime.device, max_batch, eos_ids, tokenizer)
-        case "sglang_url":
-            mine, ranks = rank - runtime.first_engine, runtime.rollout_ranks or runtime.world
-            return SGLangServers(config, read_config(config.model.path), mine, ranks, eos_ids)
-        case other:
-            assert_never(other)
 
 
 def start_engine(engine: RolloutEngine, runtime: Runtime) -> None:
@@ -66,48 +38,6 @@ def start_engine(engine: RolloutEngine, runtime: Runtime) -> None:
     empty_cache(runtime.device)
     barrier(runtime.engines)
     engine.start()
-
-
-def make_weight_sync(
-    config: Config,
-    runtime: Runtime,
-    hf_config: Mapping[str, Any],
-    model: torch.nn.Module | None,
-    engine: RolloutEngine,
-) -> WeightSync:
-    """Make the weight sync from the actor `model` to every engine. hf_config: its config.json; model: None on
-    a rank that does not train. The engine of a rank that has none is only asked for its parts."""
-    plan = engine_plan(config, hf_config, runtime.layout, cpu=runtime.device.type == "cpu")
-    named = {} if model is None else dict(model.named_parameters())
-    sources = merged(named, hf_config, runtime.layout, runtime.rank, config.actor.lora) if named else {}
-    dtype, size = DTYPES[config.model.dtype], config.rollout.transfer_bucket * 2**20
-    staging, memory = Staging(runtime.device), Staging(runtime.device)
-    # A server that comes back has none of its weights: it is brought all of them each time.
-    remote = config.rollout.engine_kind.remote
-    frozen = frozenset[str]() if remote else frozen_targets(plan, hf_config, config.actor)
-    names = engine.split(plan, frozen)
-    parts = [plan.part(part) for part in names] if len(names) > 1 else [plan]
-    has_engine = runtime.rank >= runtime.first_engine
-    targets = engine.buckets(parts, memory) if has_engine else [{} for _ in parts]
-    transfers = [
-        Transfer(
-            part,
-            runtime.rank,
-            sources,
-            tensors,
-            size,
-            dtype=dtype,
-            group=runtime.transfer_group,
-            staging=staging,
-        )
-        for part, tensors in zip(parts, targets, strict=True)
-    ]
-    constant = sum(frozen.issuperset(part) for part in names)
-    shared, ours = (staging, memory), engine if has_engine else None
-    weight_sync = WeightSync(config.rollout, runtime, ours, transfers, shared, constant)
-    # The engine, which is starting, needs the memory in which the buckets were laid out.
-    empty_cache(runtime.device)
-    return weight_sync
 
 
 class GenerationShare(TypedDict):

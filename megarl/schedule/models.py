@@ -13,11 +13,12 @@ from megarl.model.builder import DTYPES, ModelChunks, build_actor, build_critic,
 from megarl.parallel.movable import HostPool
 from megarl.parallel.runtime import Runtime
 from megarl.schedule.offload import OffloadManager
+from megarl.sync.export import export_hf, export_peft
 from megarl.training.model import InferenceModel, TrainableModel
 from megarl.training.tensor_groups import tensor_groups
 from megarl.weights.families import model_weights, read_config
-from megarl.weights.hf import ModelFolder, export_hf, load_into
-from megarl.weights.lora import export_peft, merged
+from megarl.weights.hf import ModelFolder, load_into
+from megarl.weights.lora import merged
 from megarl.weights.megatron import open_model
 from megarl.weights.shards import megatron_layout
 from megarl.weights.tensor_files import Processes

@@ -19,7 +19,7 @@ from megarl.parallel.device_memory import (
     reset_device_peak,
 )
 from megarl.parallel.movable import Movable
-from megarl.rollout.weight_sync import WeightSync
+from megarl.sync.weight_sync import WeightSync
 from megarl.training.model import TrainableModel
 
 GIB = 2**30

@@ -48,8 +48,7 @@ PARTS = {
 
 def precision(config: Config) -> str:
     """Return the coarsest arithmetic in trainer or engine: a key of LIMITS."""
-    # Of the other engines they are not arguments.
-    options = config.rollout.engine_options if config.rollout.engine == "sglang" else {}
+    options = config.rollout.engine_options if config.rollout.capabilities.takes_options else {}
     own = {str(value) for key, value in options.items() if key in ("dtype", "kv_cache_dtype")}
     fp8 = config.model.fp8.format != "none" or config.rollout.weights_dtype != "model"
     if fp8 or options.get("quantization") or any(value.startswith("fp8") for value in own):

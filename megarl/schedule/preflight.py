@@ -25,14 +25,12 @@ from megarl.data.prompts import absent_sources, validate_files
 from megarl.model.fp8 import check_sizes
 from megarl.parallel.launch import ranks_here, without_tokenizer_threads
 from megarl.parallel.machine import (
-    allocator_problem,
     attention_problem,
     broken_transformer_engine,
     cudnn_problem,
     memory_here,
     muon_problem,
     transformer_engine_problem,
-    unmet,
     version_of,
 )
 from megarl.parallel.runtime import choose_device, is_launched, launched_world, layout_for
@@ -42,14 +40,14 @@ from megarl.rewards import VerifierPool
 from megarl.rewards.pool import Item
 from megarl.rewards.sandbox import probe
 from megarl.rewards.verdict import Reference, get_term, get_verifier
-from megarl.rollout.engines.sglang_servers import check_servers
+from megarl.rollout.engines.registry import check_engine, engine_class
 from megarl.rollout.episode import load_prompt_options, load_runner
 from megarl.schedule.rollouts import check_pretraining_rollouts
+from megarl.sync.plan import engine_targets
 from megarl.training.checkpoint import check_continues, find_checkpoint, has_finished, settings_of
 from megarl.weights.families import family_of, read_config
 from megarl.weights.hf import ModelFolder
 from megarl.weights.megatron import open_model
-from megarl.weights.plan import engine_targets
 from megarl.weights.shards import (
     check_frozen,
     check_layout,
@@ -167,9 +165,8 @@ def preflight(config: Config, where: str, world: int | None = None, *, replay: b
         check_verifier(config.reward, references, own_verifiers(config.data))
         sandbox = sandbox_warning()
     check_pretraining_rollouts(config)
-    if device.type == "cuda" and config.rollout.engine == "sglang":
-        near = allocator_problem()
-    return [line for line in (near, sandbox) if line]
+    engine = engine_class(config).machine_note(device.type) if config.has_engine else None
+    return [line for line in (near, engine, sandbox) if line]
 
 
 def sandbox_warning() -> str | None:
@@ -369,17 +366,8 @@ def check_verifier(
 def _check_machine(config: Config, device: str, world: int | None = None, *, replay: bool = False) -> None:
     """Check that what the configuration asks for is installed and plugged in. replay: without its engine
     and logs."""
-    engine, kind = config.rollout.engine, config.rollout.engine_kind
-    if not replay and kind.package and not find_spec(kind.package):
-        remedy = f"{kind.install}, or use transformers"
-        raise ConfigError(f"rollout.engine: {engine} is not installed ({remedy})")
-    if not replay and engine == "sglang":
-        if device == "cpu" and config.rollout.routing_replay:
-            problem = "SGLang records experts on a GPU only (set it to false, or use transformers)"
-            raise ConfigError(f"rollout.routing_replay: {problem}")
-        # On a CPU it does without most of what it asks for.
-        if device == "cuda" and (lines := list(unmet("sglang"))):
-            raise ConfigError(f"rollout.engine: {lines[0]}")
+    if not replay:
+        check_engine(config, device)
     if world or is_launched():
         layout_for(config.parallel, world or launched_world())
     if broken := broken_transformer_engine():
@@ -417,27 +405,16 @@ def _check_engine_layout(
     config: Config, hf_config: Mapping[str, Any], device: torch.device, world: int | None = None
 ) -> None:
     """Check that the engines divide the ranks and the model, and that each lies within a node."""
-    tp, cpu, remote = config.rollout.engine_tp, device.type == "cpu", config.rollout.engine_kind.remote
+    tp, cpu, remote = config.rollout.engine_tp, device.type == "cpu", config.rollout.capabilities.remote
     if not cpu and not remote and torch.cuda.device_count() % tp:
         devices = f"the {torch.cuda.device_count()} devices of this node"
         raise ConfigError(
             f"rollout.engine_tp: {tp} does not divide {devices} (an engine lies within one node)"
         )
-    if config.rollout.weights_dtype == "fp8_block" and not cpu:
-        capability = torch.cuda.get_device_capability(device)
-        problem = ""
-        if capability >= (10, 0):
-            problem = "on Blackwell SGLang packs the blocks' scales in a way of its own"
-        elif capability < (8, 9):  # can_auto_enable_marlin_fp8, SGLang 0.5.23
-            problem = "on GPUs before Ada and Hopper SGLang repacks the weights for Marlin's kernels"
-        if problem:
-            unwritten = "which megarl does not write (set it to model)"
-            raise ConfigError(f"rollout.weights_dtype: fp8_block: {problem}, {unwritten}")
     world = world or (launched_world() if is_launched() else ranks_here(config.parallel))
     apart = config.parallel.rollout_ranks
     engine_targets(config, hf_config, world - apart, cpu=cpu)
-    if remote:
-        check_servers(config, hf_config, (apart or world) // tp)
+    engine_class(config).check_engines(config, hf_config, device, (apart or world) // tp)
 
 
 def _check_vocabulary(folder: ModelFolder | Described, key: str, tokenizer: Any) -> None:

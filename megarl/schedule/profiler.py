@@ -38,7 +38,7 @@ class Profiler:
         self.gpu = runtime.device.type == "cuda"
         self.activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self.gpu else [])]
         rollout = config.rollout
-        decoded = 0 if rollout.engine_kind.streams else layers * rollout.max_response_tokens
+        decoded = 0 if rollout.capabilities.continuous_batching else layers * rollout.max_response_tokens
         self.pauses_in = {"rollout"} if decoded > OPERATORS_IN_ROLLOUT else set[str]()
         self.trace: profile | None = None
 

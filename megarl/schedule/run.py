@@ -21,12 +21,12 @@ from megarl.observe.run_log import Sample
 from megarl.parallel.movable import HostPool
 from megarl.parallel.runtime import Runtime
 from megarl.rollout.engines.engine import RolloutEngine
-from megarl.rollout.weight_sync import Failures, WeightSync
 from megarl.schedule.ahead import GenerationApart
-from megarl.schedule.generation import Generation, load_tokenizer, make_engine, make_weight_sync
+from megarl.schedule.generation import Generation, load_tokenizer
 from megarl.schedule.models import ModelBuilder
 from megarl.schedule.offload import EngineMemory, OffloadManager, Residency
 from megarl.schedule.source import BatchSource, Rollout, SupervisedPairs
+from megarl.sync.weight_sync import Failures, WeightSync, make_weight_sync
 from megarl.training.batch import LocalBatch
 from megarl.training.columns import Tables
 from megarl.training.model import InferenceModel, TrainableModel
@@ -135,8 +135,7 @@ def build_run(config: Config, runtime: Runtime, source: BatchSource | None = Non
         if not config.has_engine:
             source = SupervisedPairs(config, tokenizer)
         elif runtime.rollout_ranks:
-            described = make_engine(config, tokenizer, runtime)  # never started
-            weight_sync = make_weight_sync(config, runtime, folder.config, actor.model, described)
+            weight_sync = make_weight_sync(config, runtime, folder.config, actor.model, None)
             source = apart = GenerationApart(config, runtime, weight_sync)
         else:
             source, weight_sync = build_generation(config, runtime, tokenizer, folder, actor, offload)
@@ -187,7 +186,7 @@ def build_generation(
 
     generation = Generation(config, runtime, tokenizer, recover)
     weight_sync = make_weight_sync(config, runtime, folder.config, actor.model, generation.engine)
-    nbytes = 0 if config.rollout.engine_kind.remote else weight_sync.nbytes
+    nbytes = 0 if config.rollout.capabilities.remote else weight_sync.nbytes
     for tag, size in (("weights", nbytes), ("kv_cache", 0)):
         offload.register({f"engine.{tag}": EngineMemory(weight_sync, tag, runtime.device, size)})
     return generation, weight_sync

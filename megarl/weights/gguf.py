@@ -27,10 +27,11 @@ import torch
 from torch import Tensor
 
 from megarl.config.errors import CheckpointError, ConfigError, first_line
+from megarl.weights.boxes import Box, full_box
 from megarl.weights.families import Shape, Sizes, family_of, read_config
 from megarl.weights.hf import ModelFolder, exported_config
 from megarl.weights.megatron import Conversion, Watch, unwatched, write_hf
-from megarl.weights.shards import Box, full_box, hf_shapes
+from megarl.weights.shards import hf_shapes
 from megarl.weights.tensor_files import damaged, write_json
 
 # llama.cpp's names of architectures, and of these whether the rows of q and k stand in its own order: the

@@ -9,43 +9,26 @@ import json
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
-from functools import partial
 from itertools import product
-from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megarl.config.errors import CheckpointError
 from megarl.config.files import open_regular, read_json
-from megarl.parallel.layout import Layout
+from megarl.weights.boxes import Box, full_box, view
 from megarl.weights.families import EMBEDDING, OUTPUT, Shape, family_of, is_tied, read_config
-from megarl.weights.plan import FP32, make_plan
-from megarl.weights.shards import (
-    Box,
-    Shards,
-    float32_tensors,
-    full_box,
-    hf_shapes,
-    hf_shards,
-    megatron_layout,
-)
+from megarl.weights.shards import Shards, hf_shapes
 from megarl.weights.tensor_files import (
     FileTensor,
-    Processes,
     as_bytes,
     blocks,
-    carry_along,
     damaged,
-    new_folder,
     write_json,
-    write_tensors,
 )
-from megarl.weights.transfer import Source, Transfer, view
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -282,63 +265,6 @@ def load_into(tensors: Mapping[str, Tensor], shards: Shards, folder: ModelFolder
 def _is_finite(values: Tensor) -> bool:
     # In one pass and without memory of its own: a NaN is the smallest and the largest number.
     return values.numel() == 0 or all(bool(extreme.isfinite()) for extreme in values.aminmax())
-
-
-def export_hf(
-    out: Path,
-    source: Path,
-    layout: Layout,
-    rank: int,
-    tensors: Mapping[str, Source],
-    *,
-    critic: bool = False,
-    dtype: torch.dtype | None = None,
-    max_shard_bytes: int = 4 << 30,
-    bucket_bytes: int = 256 << 20,
-    control: dist.ProcessGroup | None = None,
-) -> None:
-    """Write the model that all ranks of `layout` hold together into the folder `out`; every rank calls this.
-
-    source    the Hugging Face folder that the run started from; all but its weights is carried along
-    tensors   this rank's parameters by the table's names
-    critic    whether it becomes a one-label token classifier
-    dtype     to write, by default that of the first tensor; a router's bias stays in float32
-    control   gloo, if the default group, which carries tensors, is NCCL; carries a line of text per file
-
-    Rank 0 needs memory for one bucket and one file of at most `max_shard_bytes` (or one tensor, if that is
-    larger), which is staged where the tensors are. The folder appears under its name only when it is complete
-    and on disk. Raises CheckpointError on every rank if `out` exists or rank 0 cannot write; nothing is left
-    behind then."""
-    processes, config = Processes(control), read_config(source)
-    shards = hf_shards(config, critic=critic)
-    sources = megatron_layout(config, layout, critic=critic)
-    first = next(iter(tensors.values()))
-    kind: torch.dtype = first.dtype if dtype is None else dtype
-    single = float32_tensors(config)
-    kinds = {name: torch.float32 if name in single else kind for name in shards}
-    sizes = {name: prod(shard.shape) * kinds[name].itemsize for name, shard in shards.items()}
-    files = named_files(sizes, max_shard_bytes)
-
-    def finish() -> None:
-        write_index(folder, files, sum(sizes.values()) + (kind.itemsize if critic else 0))
-        carry_along(source, folder, exported_config(config, critic, kind))
-
-    with new_folder(out, sum(sizes.values()), processes) as folder:
-        for file, names in files.items():
-            part = {name: shards[name] for name in names}
-            plan = make_plan(sources, [(0, part)], formats=dict.fromkeys(single & part.keys(), FP32))
-            plan.verify()
-            target: dict[str, Tensor] = {}
-            if rank == 0:
-                for name, shard in part.items():
-                    target[name] = torch.empty(shard.shape, dtype=kinds[name], device=first.device)
-            Transfer(plan, rank, tensors, target, bucket_bytes, dtype=kind).run()
-            if "score.weight" in part:
-                names.append(SCORE_BIAS)
-                target[SCORE_BIAS] = torch.zeros(1, dtype=kind)
-            processes.first(partial(write_tensors, folder / file, target))
-            del target
-        processes.first(finish)
 
 
 def named_files(sizes: Mapping[str, int], limit: int) -> dict[str, list[str]]:

@@ -1,24 +1,74 @@
-"""LoRA adapters on their way out of Megatron: merged into their weights, and as a folder of PEFT's."""
+"""LoRA adapters merged into their weights, where a piece of a weight is read."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from pathlib import Path
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from megarl.config.schema import LoraConfig
 from megarl.parallel.layout import Layout
-from megarl.weights.families import model_weights, read_config, table_names
-from megarl.weights.plan import make_plan
-from megarl.weights.shards import Box, Region, hf_shards, megatron_layout
-from megarl.weights.tensor_files import Processes, new_folder, write_json, write_tensors
-from megarl.weights.transfer import Merged, Source, Transfer
+from megarl.weights.boxes import Box, full_box, intersect, shift, view
+from megarl.weights.families import model_weights, table_names
+from megarl.weights.shards import Region, megatron_layout
 
-PREFIX = "base_model.model."  # of PEFT's names, before the model's own
+CHUNK = 1 << 22  # elements of which merging, quantising and hashing make temporaries at once
+
+
+@dataclass(frozen=True)
+class Merged:
+    """A weight with its LoRA adapters, computed where it is read: W + scale * B A, in float32 and then
+    rounded to the weight's dtype.
+
+    parts: boxes of the weight, each with its A [rank, columns] and B [rows, rank], views of the adapters'."""
+
+    weight: Tensor
+    parts: Sequence[tuple[Box, Tensor, Tensor]]
+    scale: float
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.weight.shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.weight.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.weight.device
+
+    def data_ptr(self) -> int:
+        """Return the address of the weight. Its adapters are read through views, so they may move."""
+        return self.weight.data_ptr()
+
+    def read(self, box: Box) -> Tensor:
+        """Return a box of it: a copy, made in strips of about CHUNK elements."""
+        out = view(self.weight, box).clone()
+        for place, a, b in self.parts:
+            common = intersect(place, box)
+            if common is None:
+                continue
+            (top, bottom), columns = shift(common, place, full_box((len(b), a.shape[1])))
+            a = view(a, (full_box(a.shape)[0], columns)).float()
+            into = view(out, shift(common, box, full_box(tuple(out.shape))))
+            height = max(1, CHUNK // a.shape[1])
+            for first in range(top, bottom, height):
+                last = min(first + height, bottom)
+                strip = into[first - top : last - top]
+                strip.copy_(torch.addmm(strip.float(), b.detach()[first:last].float(), a, alpha=self.scale))
+        return out
+
+
+Source = Tensor | Merged
+
+
+def read(source: Source, box: Box) -> Tensor:
+    """Return a box of a source: of a tensor a view, of a merged weight a copy."""
+    return source.read(box) if isinstance(source, Merged) else view(source, box)
 
 
 def merged(
@@ -58,55 +108,3 @@ def merged(
         if parts:
             found[name] = Merged(named[name], parts, lora.scale)
     return found
-
-
-def export_peft(
-    out: Path,
-    source: Path,
-    layout: Layout,
-    rank: int,
-    tensors: Mapping[str, Tensor],
-    lora: LoraConfig,
-    *,
-    bucket_bytes: int = 256 << 20,
-    control: dist.ProcessGroup | None = None,
-) -> None:
-    """Write the adapters that all ranks of `layout` hold together as a folder that PEFT loads; every rank
-    calls this. source: the folder of the model; tensors: this rank's parameters; control: as
-    `export_hf`, also in what is raised."""
-    processes, config = Processes(control), read_config(source)
-    halves = {name: tensor for name, tensor in table_names(tensors).items() if ".lora." in name}
-    shards = hf_shards(config, lora=lora)
-    plan = make_plan(megatron_layout(config, layout, lora=lora), [(0, shards)])
-    plan.verify()
-    first = next(iter(tensors.values()))
-    target: dict[str, Tensor] = {}
-    if rank == 0:
-        target = {
-            name: torch.empty(shard.shape, dtype=first.dtype, device=first.device)
-            for name, shard in shards.items()
-        }
-    Transfer(plan, rank, halves, target, bucket_bytes, dtype=first.dtype).run()
-    # Where PEFT joins experts' gate and up it doubles rank and alpha, which is right for alpha / rank alone.
-    joins = any(".experts." in name for name in shards)
-    described = {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": str(source),
-        "r": lora.rank,
-        "lora_alpha": lora.scale * (lora.rank or 1) if joins else lora.alpha,
-        "use_rslora": lora.rank_stabilized and not joins,
-        "target_modules": sorted({name.split(".")[-3] for name in shards}),
-        "lora_dropout": 0.0,
-        "bias": "none",
-        "inference_mode": True,
-    }
-
-    def write() -> None:
-        named = {PREFIX + name: tensor for name, tensor in target.items()}
-        write_tensors(folder / "adapter_model.safetensors", named)
-        write_json(folder / "adapter_config.json", described)
-
-    size = sum(tensor.nbytes for tensor in target.values())
-    with new_folder(out, size, processes) as folder:
-        processes.first(write)

@@ -34,6 +34,7 @@ from torch.distributed.checkpoint.utils import _create_file_view
 from megarl.config.errors import CheckpointError, first_line
 from megarl.config.files import fsync
 from megarl.parallel.layout import Layout, padded_vocab
+from megarl.weights.boxes import Box, full_box, intersect, shift, view, volume
 from megarl.weights.families import (
     OUTPUT,
     TE_ALIASES,
@@ -58,17 +59,7 @@ from megarl.weights.hf import (
     write_index,
 )
 from megarl.weights.index import COMMON, CONFIG, FORMAT, METADATA, read_index
-from megarl.weights.plan import intersect, shift, volume
-from megarl.weights.shards import (
-    Box,
-    Region,
-    float32_tensors,
-    full_box,
-    hf_shapes,
-    pair_shard,
-    parameters,
-    whole_model,
-)
+from megarl.weights.shards import Region, float32_tensors, hf_shapes, pair_shard, parameters, whole_model
 from megarl.weights.tensor_files import (
     SMALL,
     FileTensor,
@@ -80,7 +71,6 @@ from megarl.weights.tensor_files import (
     damaged,
     new_folder,
 )
-from megarl.weights.transfer import view
 
 EXTRA = "extra_state.distcp"
 # What dist_checkpointing asks of a folder before it loads; common.pt, which is not sharded, is empty here.

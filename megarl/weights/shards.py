@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from megarl.config.errors import ConfigError
 from megarl.config.schema import Config, LoraConfig, ModelConfig, OptimizerConfig
 from megarl.parallel.layout import Layout, padded_vocab
+from megarl.weights.boxes import Box, full_box
 from megarl.weights.families import (
     EMBEDDED,
     EMBEDDING,
@@ -31,7 +32,6 @@ from megarl.weights.families import (
     is_tied,
 )
 
-Box = tuple[tuple[int, int], ...]  # (start, stop) of every dimension
 VOCABULARY_MULTIPLE = 64  # SGLang pads the vocabulary to a multiple of this
 CPU_FFN_MULTIPLE = 32  # SGLang's CPU engine pads the feed-forward columns of a rank to a multiple of this
 
@@ -72,11 +72,6 @@ class _Part(NamedTuple):
     start: int
     stop: int
     width: int
-
-
-def full_box(shape: Shape) -> Box:
-    """Return the box that covers a whole tensor."""
-    return tuple((0, size) for size in shape)
 
 
 def _joined(parts: Sequence[_Part], shape: Shape, axis: int = 0) -> Shard:
@@ -190,7 +185,7 @@ def check_linear(hf_config: Mapping[str, Any], config: Config) -> None:
     for key in (key for key, (wanted, _) in asked.items() if wanted):
         what = f"is not there for linear attention, which {hf_config.get('model_type')} has"
         raise ConfigError(f"{key}: {what} ({asked[key][1]})")
-    if config.rollout.engine == "sglang":
+    if config.rollout.capabilities.sharded:
         full_attention_interval(hf_config)
 
 

@@ -30,8 +30,8 @@ from torch import Tensor
 from megarl.config.errors import CheckpointError, MegarlError
 from megarl.config.files import fsync, stays_inside
 from megarl.parallel.comm import gather_over
+from megarl.weights.boxes import Box, full_box
 from megarl.weights.families import Shape
-from megarl.weights.shards import Box, full_box
 
 T = TypeVar("T")
 BLOCK = 2 << 20  # bytes to read, convert, hash and write at a time: they stay in a processor's cache

@@ -30,7 +30,8 @@ from megarl.agents.episode import Turn
 from megarl.config import load_config
 from megarl.config.errors import ConfigError
 from megarl.data.response_text import check_end_of_turn, end_tokens, policy_text, policy_texts
-from megarl.schedule.generation import load_tokenizer, make_engine
+from megarl.rollout.engines.registry import make_engine
+from megarl.schedule.generation import load_tokenizer
 from tests.agents.talk import (
     CHATML,
     END,

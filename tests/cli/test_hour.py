@@ -18,7 +18,7 @@ import pytest
 from megarl.config import check_config, load_config
 from megarl.plan.fit import find_problem
 from megarl.plan.memory import gpu_needs
-from megarl.weights.cost import KNOWN_MODELS
+from megarl.weights.known_models import KNOWN_MODELS
 from tests.cli.processes import LIMIT, environment, wait_for
 from tests.rehearsal.fakecuda import pretend
 

@@ -828,7 +828,7 @@ class TestNumbersAndTexts:
         assert dump_config(config) == dump_config(load_config(minimum))
 
 
-def test_every_engine_has_a_kind() -> None:
+def test_every_engine_has_a_row() -> None:
     assert set(get_args(EngineName)) == set(ENGINES)
 
 

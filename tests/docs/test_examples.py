@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from megarl.rollout.chat import ChatTurns
+from megarl.agents.chat_turns import ChatTurns
 from tests.rollout.talk import ScriptedPolicy, merging_tokenizer, prompt_of
 
 from megarl.config import check_config, load_config

@@ -22,20 +22,23 @@ import torch
 from transformers import AutoTokenizer, Ernie4_5Config
 
 from megarl.agents.episode import Policy
-from megarl.config.errors import CheckpointError
+from megarl.config.engines import ENGINES, EngineCapabilities, EngineEntry
+from megarl.config.errors import CheckpointError, EngineFailure
 from megarl.config.plugins import plugins
 from megarl.config.schema import Config
 from megarl.data import prompts
 from megarl.data.experience import Experience
 from megarl.parallel.layout import Layout
+from megarl.parallel.runtime import Runtime
 from megarl.rewards.pool import VerifierPool
 from megarl.rewards.verdict import verifier_path
 from megarl.rollout.engines.engine import EngineClient
 from megarl.rollout.engines.transformers_engine import TransformersEngine
 from megarl.rollout.episode import EpisodeAborted
 from megarl.rollout.sampling import Completion, Request, SamplingParams, turn_seed
+from megarl.sync.backends import BACKENDS
+from megarl.sync.plan import engine_plan
 from megarl.weights import families
-from megarl.weights.plan import engine_plan
 from tests.engines import load_folder
 from tests.families import ROWS, Row
 from tests.tiny_models import make_tiny_model
@@ -156,7 +159,7 @@ def test_no_more_files_than_the_page_promises() -> None:
         title: re.findall(r"`((?:\w+/)+\w+\.py)`", files) + ["its own"] * ("of its own" in files)
         for title, files in re.findall(r"^\| \[.*?\]\(#([\w-]+)\) \|.*?\| (.+?) \|$", PAGE, flags=re.M)
     }
-    assert len(touched) == 6
+    assert len(touched) == 7
     for section, files in touched.items():
         own = {name for name in FILES if f"# {name}\n" in PAGE.split(f"## {section}\n")[1].split("\n## ")[0]}
         promised = table[section.lower().replace(" ", "-")]
@@ -255,6 +258,67 @@ def test_an_engine_draws_what_others_draw(engines: list[TransformersEngine]) -> 
         assert (mine.tokens, mine.finish) == (theirs.tokens, theirs.finish)
         assert mine.versions == [3] * len(mine.tokens)
         assert mine.logprobs == pytest.approx(theirs.logprobs, abs=1e-5)
+
+
+def syncs_by_files(runtime: Runtime, folder: Path) -> list[dict[str, Any]]:
+    """Weight syncs from the actor into the page's engine by the page's backend, in buckets of 16 KiB. The
+    engine of rank 0 fails in the second one, and is restarted without weights."""
+    from megarl.model.builder import build_actor, read_hf_config
+    from megarl.sync.weight_sync import make_weight_sync
+    from tests.parallel import jobs
+
+    backend = module_of("files", FILES["sync/backends/files.py"]).FilesBackend
+    backend.bucket_bytes = 2**14
+    config = jobs.make_config(folder)
+    model = build_actor(config, read_hf_config(folder), runtime)
+    jobs.load(model, folder, runtime)
+    engine = module_of("plain_engine", FILES["rollout/engines/plain_engine.py"]).PlainEngine(folder)
+    engine.start()
+    failing: list[EngineFailure] = []
+    load_file = engine.load_file
+
+    def load(path: Path) -> None:
+        if failing:
+            raise failing.pop()
+        load_file(path)
+
+    engine.load_file, engine.restart = load, engine.start
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(BACKENDS, "files", backend)
+        patch.setitem(ENGINES, "transformers", EngineEntry("", EngineCapabilities(weight_backend="files")))
+        sync = make_weight_sync(config, runtime, families.read_config(folder), model, engine)
+    found = []
+    for version in range(2):
+        if version == 1 and runtime.rank == 0:
+            failing.append(EngineFailure("died while it read a file"))
+        sync.sync(version)
+        named = {name: parameter.detach() for name, parameter in model.named_parameters()}
+        found.append(
+            {
+                "actor": jobs._in_hf_names(named, folder, runtime, critic=False),
+                "engine": {name: tensor.clone() for name, tensor in engine.parameters().items()},
+                "version": engine.weight_version,
+                "buckets": len(sync.transfers),
+                "events": sync.take_events(),
+            }
+        )
+        for parameter in model.parameters():
+            parameter.data.add_(0.5)
+    return found
+
+
+def test_a_weight_backend(ranks: Any, tmp_path: Path) -> None:
+    """The engine of each rank has the weights of an actor that is cut over both, bit for bit; also the one
+    that was restarted."""
+    folder = make_tiny_model(tmp_path / "model", "qwen3")
+    for rank in (found := ranks(2, 1, 1).run(syncs_by_files, folder=folder)):
+        for version, sync in enumerate(rank):
+            actor = found[0][version]["actor"]
+            assert actor.keys() == sync["engine"].keys() and sync["buckets"] > 3
+            assert all(torch.equal(tensor, actor[name]) for name, tensor in sync["engine"].items())
+            assert sync["version"] == version and len(sync["events"]) == version
+    assert "engine of rank 0 failed" in found[0][1]["events"][0]
+    assert not list(folder.glob("weights-*"))
 
 
 def test_an_episode(engines: list[TransformersEngine], sums: Path) -> None:

@@ -19,17 +19,18 @@ from megarl.model.builder import build_actor, read_hf_config
 from megarl.parallel.movable import HostPool
 from megarl.parallel.runtime import Runtime
 from megarl.rollout.engines.engine import RolloutEngine
+from megarl.rollout.engines.registry import make_engine
 from megarl.rollout.sampling import Completion, Request, SamplingParams
-from megarl.rollout.weight_sync import WeightSync
-from megarl.schedule.generation import make_engine, make_weight_sync, start_engine
+from megarl.schedule.generation import start_engine
 from megarl.schedule.models import load_weights
 from megarl.schedule.offload import EngineMemory, OffloadManager
+from megarl.sync.weight_sync import WeightSync, make_weight_sync
 from megarl.training.batch import LocalBatch, distribute
 from megarl.training.model import TrainableModel, UpdateResult
 from megarl.training.objectives import supervised_loss
 from megarl.training.tensor_groups import tensor_groups
-from megarl.weights.cost import KNOWN_MODELS
 from megarl.weights.families import read_config, table_names
+from megarl.weights.known_models import KNOWN_MODELS
 from megarl.weights.megatron import open_model
 
 EOS = 1

@@ -88,9 +88,9 @@ def load_adapters(
     model: Any, folder: Path, runtime: Runtime, lora: Any, given: Mapping[str, torch.Tensor]
 ) -> None:
     """Whole adapters, by PEFT's names without its prefix, into this rank's parts of them."""
+    from megarl.weights.boxes import view
     from megarl.weights.families import read_config, table_names
     from megarl.weights.shards import megatron_layout
-    from megarl.weights.transfer import view
 
     named = table_names(dict(model.named_parameters()))
     for name, shard in megatron_layout(read_config(folder), runtime.layout, lora=lora)[runtime.rank][
@@ -335,11 +335,11 @@ def _in_hf_names(
 ) -> dict[str, torch.Tensor]:
     """All ranks' float32 tensors, by their parameters' names, as Hugging Face's: on rank 0, {} elsewhere.
     lora: adapters alone."""
+    from megarl.sync.plan import make_plan
+    from megarl.sync.transfer import Transfer
     from megarl.weights.families import table_names
     from megarl.weights.hf import HFFolder
-    from megarl.weights.plan import make_plan
     from megarl.weights.shards import hf_shards, megatron_layout
-    from megarl.weights.transfer import Transfer
 
     hf_config = HFFolder(folder, critic=critic).config
     targets = hf_shards(hf_config, critic=critic, lora=lora)
@@ -364,13 +364,14 @@ def rollout_after_update(
     from megarl.model.builder import DTYPES, build_actor, read_hf_config
     from megarl.rollout.engines.transformers_engine import TransformersEngine
     from megarl.rollout.sampling import Request, SamplingParams
+    from megarl.sync.export import export_hf
+    from megarl.sync.plan import engine_plan
+    from megarl.sync.transfer import Transfer
     from megarl.training.batch import distribute
     from megarl.training.model import TrainableModel
     from megarl.training.objectives import supervised_loss
     from megarl.weights.families import table_names
-    from megarl.weights.hf import HFFolder, export_hf
-    from megarl.weights.plan import engine_plan
-    from megarl.weights.transfer import Transfer
+    from megarl.weights.hf import HFFolder
 
     config = make_config(folder, dtype=dtype, nll_weight=1.0)
     model = build_actor(config, read_hf_config(folder), runtime)
@@ -870,7 +871,7 @@ def syncs_of_frozen(runtime: Runtime, folder: Path, optimizer: dict[str, Any]) -
     weights (on rank 0) and the engine's."""
     from megarl.model.builder import build_actor, read_hf_config
     from megarl.rollout.engines.transformers_engine import TransformersEngine
-    from megarl.schedule.generation import make_weight_sync
+    from megarl.sync.weight_sync import make_weight_sync
     from megarl.weights.families import read_config
 
     config = make_config(folder, optimizer=optimizer)
@@ -920,11 +921,11 @@ def with_adapters(
     turned off. Then a weight sync into this rank's engine, one more after B has grown, and both exports."""
     from megarl.model.builder import DTYPES, build_actor, read_hf_config
     from megarl.rollout.engines.transformers_engine import TransformersEngine
-    from megarl.schedule.generation import make_weight_sync
+    from megarl.sync.export import export_hf, export_peft
+    from megarl.sync.weight_sync import make_weight_sync
     from megarl.training.model import InferenceModel
     from megarl.weights.families import read_config
-    from megarl.weights.hf import export_hf
-    from megarl.weights.lora import export_peft, merged
+    from megarl.weights.lora import merged
 
     config = make_config(folder, dtype=dtype, optimizer={"lora": lora}, model=model)
     config = config.model_copy(update={"rollout": config.rollout.model_copy(update={"fingerprint": True})})

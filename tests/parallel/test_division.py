@@ -17,7 +17,7 @@ from megarl.data.experience import Experience
 from megarl.parallel.runtime import Runtime
 from megarl.plan.sizes import Shape
 from megarl.training.batch import matrix_shape
-from megarl.weights.cost import KNOWN_MODELS
+from megarl.weights.known_models import KNOWN_MODELS
 from tests.parallel.jobs import make_config
 from tests.ranks import RankPool
 from tests.tiny_models import make_tiny_model

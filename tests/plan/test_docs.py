@@ -17,7 +17,7 @@ from megarl.plan.fit import find_problem
 from megarl.plan.inputs import make_plan_inputs
 from megarl.plan.memory import gpu_needs
 from megarl.plan.sizes import GIB
-from megarl.weights.cost import KNOWN_MODELS
+from megarl.weights.known_models import KNOWN_MODELS
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "planning.md"

@@ -15,7 +15,7 @@ from megarl.config import load_config
 from megarl.plan import text
 from megarl.plan.inputs import make_plan_inputs
 from megarl.plan.times import Decoding, Lengths, _decode, decoded_at_once, default_lengths, estimate
-from megarl.weights.cost import KNOWN_MODELS
+from megarl.weights.known_models import KNOWN_MODELS
 from tests.plan.test_published import ROOT
 
 VAPO = ROOT / "configs/vapo_7b.yaml"

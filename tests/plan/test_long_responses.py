@@ -15,7 +15,7 @@ from megarl.plan.inputs import PlanInputs
 from megarl.plan.search import with_keys
 from megarl.plan.sizes import Shape, device_of
 from megarl.plan.times import Estimate, Lengths, estimate
-from megarl.weights.cost import KNOWN_MODELS
+from megarl.weights.known_models import KNOWN_MODELS
 from tests.plan.test_published import ROOT, TABLE
 
 VAPO = ROOT / "configs/vapo_32b.yaml"

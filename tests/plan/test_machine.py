@@ -21,8 +21,8 @@ from megarl.plan.fit import find_cpu_problem, find_cpu_warning
 from megarl.plan.host import cpu_bytes, cpu_bytes_by_phase
 from megarl.plan.inputs import PlanInputs, make_plan_inputs
 from megarl.schedule.preflight import check_fits
-from megarl.weights.cost import KNOWN_MODELS, planning_config
 from megarl.weights.families import read_config
+from megarl.weights.known_models import KNOWN_MODELS, planning_config
 from tests.plan.test_memory import GIB, ROOT
 
 HALF_B = KNOWN_MODELS["Qwen2.5-0.5B"]

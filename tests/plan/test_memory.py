@@ -41,7 +41,7 @@ from megarl.plan.tensors import count_bucket_params, count_params, count_trained
 from megarl.plan.times import LINKS, default_lengths, estimate
 from megarl.schedule.preflight import check_fits
 from megarl.training.checkpoint import FOLDER, FORMAT, MANIFEST, folder_name, prune, seal
-from megarl.weights.cost import KNOWN_MODELS
+from megarl.weights.known_models import KNOWN_MODELS
 from tests.plan.jobs import LINEAR, batch_bytes, construction, group_sizes, hf_of, largest_bucket, plan_for
 from tests.ranks import RankPool
 

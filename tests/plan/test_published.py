@@ -15,7 +15,7 @@ from megarl.config.schema import ParallelConfig
 from megarl.plan.inputs import PlanInputs
 from megarl.plan.sizes import Shape, device_of
 from megarl.plan.times import Estimate, Lengths, estimate
-from megarl.weights.cost import KNOWN_MODELS
+from megarl.weights.known_models import KNOWN_MODELS
 
 ROOT = Path(__file__).parents[2]
 TABLE: dict[str, Any] = yaml.safe_load((Path(__file__).parent / "published.yaml").read_text())

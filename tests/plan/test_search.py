@@ -25,8 +25,8 @@ from megarl.plan.memory import gpu_needs
 from megarl.plan.search import Found, best_of, proven, search, with_keys
 from megarl.plan.sizes import Shape
 from megarl.plan.times import default_lengths, estimate, rollout_seconds
-from megarl.weights.cost import KNOWN_MODELS, planning_config
-from megarl.weights.plan import engine_targets
+from megarl.sync.plan import engine_targets
+from megarl.weights.known_models import KNOWN_MODELS, planning_config
 from tests.plan.test_memory import GIB, ROOT
 
 SHIPPED = ("vapo_7b", "dapo_30b_a3b", "vapo_32b", "dapo_32b", "tppo_32b", "sao_32b", "dapo_72b")

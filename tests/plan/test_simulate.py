@@ -39,8 +39,8 @@ from megarl.plan.simulate import (
 from megarl.plan.sizes import Shape, device_of
 from megarl.plan.text import clock, lines
 from megarl.plan.times import Lengths, default_lengths, estimate, rollout_seconds, with_deviation
-from megarl.weights.cost import KNOWN_MODELS
-from megarl.weights.plan import engine_targets
+from megarl.sync.plan import engine_targets
+from megarl.weights.known_models import KNOWN_MODELS
 from tests.plan.test_published import ROOT, TABLE
 
 

@@ -24,7 +24,7 @@ from megarl.plan.simulate import (
     work_of,
 )
 from megarl.plan.times import Lengths, cached_tokens, default_lengths, estimate, windows_of
-from megarl.weights.cost import KNOWN_MODELS
+from megarl.weights.known_models import KNOWN_MODELS
 
 CONFIG = Path(__file__).parents[2] / "configs" / "tppo_32b.yaml"
 LENGTHS = Lengths(300.0, 900, 20, window=128)

@@ -23,7 +23,7 @@ from megarl.config import load_config
 from megarl.config.schema import Config
 from megarl.plan.inputs import make_plan_inputs
 from megarl.plan.sizes import GIB
-from megarl.weights.cost import planning_config
+from megarl.weights.known_models import planning_config
 
 ROOT = Path(__file__).parents[2]
 LIMIT = 3000.0  # seconds for one rank

@@ -24,14 +24,16 @@ from megarl.parallel import device_memory, machine, movable, node_checks
 from megarl.parallel import runtime as parallel
 from megarl.parallel.node_checks import NodeNeeds
 from megarl.rollout import episode
+from megarl.rollout.engines import registry, sglang
 from megarl.rollout.engines.sglang import SGLangEngine
 from megarl.rollout.engines.transformers_engine import TransformersEngine
 from megarl.schedule import preflight
 from megarl.schedule.offload import EngineMemory, OffloadManager
-from megarl.weights import transfer
+from megarl.sync import transfer
+from megarl.sync.plan import make_plan
+from megarl.weights.boxes import Box
 from megarl.weights.families import read_config
-from megarl.weights.plan import make_plan
-from megarl.weights.shards import Box, Region, Shard
+from megarl.weights.shards import Region, Shard
 from tests.gpu.scene import TINY, sizes_of
 from tests.rehearsal.fakecuda import FREE, TOTAL, pretend
 from tests.tiny_models import make_tokenizer
@@ -244,7 +246,7 @@ class TestEngines:
 
 
 def test_a_transfer_ends_when_the_device_has(calls: list[Any]) -> None:
-    """weights/transfer.py: nobody else may read what is still being written."""
+    """sync/transfer.py: nobody else may read what is still being written."""
     box: Box = ((0, 4),)
     shards = [(0, {"w": Shard((4,), (Region("w", box, box),))})]
     plan = make_plan(shards, shards, formats={}, gpus_per_node=8)
@@ -337,9 +339,9 @@ class TestPreflight:
     def test_an_engine_whose_packages_do_not_fit(
         self, calls: list[Any], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(preflight, "find_spec", lambda name: object())
+        monkeypatch.setattr(registry, "find_spec", lambda name: object())
         monkeypatch.setattr(
-            preflight,
+            sglang,
             "unmet",
             lambda name: [f"{name} 0.5.23 needs torch==2.14.1, there is torch 2.13.0 (make install-gpu)"],
         )
@@ -363,7 +365,7 @@ class TestPreflight:
         tokenizer = SimpleNamespace()
         monkeypatch.setattr(preflight, "check_tokenizer", lambda *a, **k: tokenizer)
         monkeypatch.setattr(episode, "check_end_of_turn", lambda *a, **k: None)
-        for module in (machine, preflight):
+        for module in (machine, preflight, registry):
             monkeypatch.setattr(module, "find_spec", lambda name: None)
         return {"path": tmp_path, "dtype": "bf16", "recompute": "full"}
 

@@ -123,7 +123,7 @@ def test_parameters_of_fp8_blocks_are_those_of_the_plan(model_type: str) -> None
 
     from megarl.rollout.engines.sglang import FP8_CONFIG
     from megarl.rollout.engines.sglang_inside import KV_SCALES
-    from megarl.weights.plan import fp8_block
+    from megarl.sync.plan import fp8_block
     from megarl.weights.shards import hf_shapes, sglang_shards
 
     sizes = {"model_type": model_type, "num_hidden_layers": 1, "hidden_size": 256, "num_attention_heads": 2}

@@ -14,8 +14,8 @@ import pytest
 from megarl.config.schema import Config
 from megarl.parallel.internals import changed
 from megarl.parallel.layout import Layout
-from megarl.weights.cost import KNOWN_MODELS
 from megarl.weights.families import table_names
+from megarl.weights.known_models import KNOWN_MODELS
 from megarl.weights.shards import megatron_layout
 from tests.rehearsal.pretended import rank_of
 from tests.tiny_models import make_config

@@ -27,14 +27,15 @@ from megarl.plan.memory import gpu_needs
 from megarl.plan.tensors import group_bytes
 from megarl.plan.text import lines
 from megarl.plan.times import default_lengths, estimate, rollout_seconds
-from megarl.rollout.engines import sglang_servers
+from megarl.rollout.engines import sglang_pool, sglang_servers
 from megarl.rollout.engines.sglang_servers import SGLangServers, check_servers
 from megarl.rollout.sampling import Completion, Request, SamplingParams
-from megarl.weights.cost import KNOWN_MODELS
+from megarl.sync.backends.http import HttpBackend
+from megarl.sync.plan import Plan, engine_plan, engine_targets
+from megarl.sync.transfer import Staging
 from megarl.weights.families import read_config
-from megarl.weights.plan import Plan, engine_plan, engine_targets
+from megarl.weights.known_models import KNOWN_MODELS
 from megarl.weights.shards import hf_shapes
-from megarl.weights.transfer import Staging
 from tests.docs.test_docs import ROOT
 from tests.rollout.servers import WAIT, Router, Server, make_engine
 from tests.tiny_models import make_tiny_model
@@ -100,9 +101,10 @@ class Trained:
         self.plan = Plan((), {}, dict(engine_targets(self.config, hf, ranks)))
         self.weights = load_file(folder / "model.safetensors")
         self.reference = make_engine(folder)
-        parts = [self.plan.part(names) for names in self.engine.split(self.plan)]
+        self.backend = HttpBackend(self.config, rank, torch.device("cpu"), torch.float32)
+        parts = [self.plan.part(names) for names in self.backend.split(self.plan)]
         self.memory = Staging(torch.device("cpu"))
-        self.buckets = self.engine.buckets(parts, self.memory)
+        self.buckets = self.backend.connect(self.engine, parts, self.memory)
         self.engine.start()
         while not self.engine.ready(0.1):
             pass
@@ -111,12 +113,12 @@ class Trained:
         return self.weights[name] * (1 + version / 4)
 
     def update(self, version: int) -> list[str]:
-        self.engine.begin_update()
+        self.backend.begin()
         for number, bucket in enumerate(self.buckets):
             for name, tensor in bucket.items():
                 tensor.copy_(self.value(name, version))
-            self.engine.load_bucket(number, [None], version)
-        self.engine.end_update(version)
+            self.backend.send(number, [None], version)
+        self.backend.finish(version)
         for name, parameter in self.reference.parameters().items():
             parameter.detach().copy_(self.value(name, version))
         self.reference.end_update(version)
@@ -202,7 +204,9 @@ def test_a_routers_bias_goes_in_float32(tmp_path: Path) -> None:
     config = config.model_copy(update={"model": ModelConfig(path=folder, dtype="bf16")})
     plan = engine_plan(config, read_config(folder), Layout())
     engine = SGLangServers(config, read_config(folder), 0, 1, (1,))
-    [bucket] = engine.buckets([plan.part(part) for part in engine.split(plan)], Staging(torch.device("cpu")))
+    backend = HttpBackend(config, 0, torch.device("cpu"), torch.bfloat16)
+    parts = [plan.part(part) for part in backend.split(plan)]
+    [bucket] = backend.connect(engine, parts, Staging(torch.device("cpu")))
     server.close()
     weights = load_file(folder / "model.safetensors")
     for name, tensor in bucket.items():
@@ -315,7 +319,7 @@ def test_nonsense_is_not_taken(serve, train, what: str) -> None:
 
 
 def test_a_server_without_a_sign_of_life_is_left_out(serve, train, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sglang_servers, "PULSE", 0.05)
+    monkeypatch.setattr(sglang_pool, "PULSE", 0.05)
     servers = serve()
     client = train(servers, engine_timeout=4.0)
     client.update(0)
@@ -328,7 +332,7 @@ def test_a_server_without_a_sign_of_life_is_left_out(serve, train, monkeypatch: 
 
 def test_a_slow_server_is_waited_for(serve, train, monkeypatch: pytest.MonkeyPatch) -> None:
     """It holds a response for longer than the time that it may be silent."""
-    monkeypatch.setattr(sglang_servers, "PULSE", 0.05)
+    monkeypatch.setattr(sglang_pool, "PULSE", 0.05)
     monkeypatch.setattr(sglang_servers, "TOKEN", 10.0)
     servers = serve(1)
     client = train(servers, engine_timeout=3.0)
@@ -512,17 +516,17 @@ def test_ranks_share_clients_and_clients_share_out_servers(serve, folder: Path) 
     clients = [Trained(folder, servers, rank, 4, engine_tp=2) for rank in (0, 2, 1)]
     first, second, idle = clients
     urls = [server.url for server in servers]
-    assert [server.url for server in first.engine.own] == [urls[0], urls[2]]
-    assert [server.url for server in second.engine.own] == [urls[1]]
-    assert idle.engine.own == [] and idle.buckets == [{}]
+    assert [server.url for server in first.engine.pool.own] == [urls[0], urls[2]]
+    assert [server.url for server in second.engine.pool.own] == [urls[1]]
+    assert idle.engine.pool.own == [] and idle.buckets == [{}]
     assert sum(tensor.nbytes for tensor in idle.buckets[0].values()) == 0
     for client in clients:  # each phase after the other, as the ranks of a job
-        client.engine.begin_update()
+        client.backend.begin()
     for client in clients:
         for name, tensor in client.buckets[0].items():
             tensor.copy_(client.value(name, 1))
-        client.engine.load_bucket(0, [], 1)
-        client.engine.end_update(1)
+        client.backend.send(0, [], 1)
+        client.backend.finish(1)
     for server in servers:
         first.check_weights(server, 1)
         assert server.paths("/update_weights_from_tensor") == ["/update_weights_from_tensor"]

@@ -30,7 +30,7 @@ from megarl.rollout.engines.sglang import SGLangEngine
 from megarl.rollout.engines.transformers_engine import TransformersEngine
 from megarl.rollout.rank import RolloutRank
 from megarl.rollout.sampling import Completion, Request, SamplingParams
-from megarl.rollout.weight_sync import Failures
+from megarl.sync.weight_sync import Failures
 from tests.engines import load_folder
 from tests.rollout.conftest import TINIEST, state_of, threads
 from tests.tiny_models import make_tiny_model

@@ -31,14 +31,16 @@ from megarl.parallel.layout import Layout
 from megarl.parallel.machine import allocator_problem
 from megarl.plan.engines import transfer_buffer_bytes
 from megarl.plan.inputs import make_plan_inputs
-from megarl.rollout.engines.sglang import SGLangEngine, packed
-from megarl.rollout.weight_sync import WeightSync
+from megarl.rollout.engines.sglang import SGLangEngine
 from megarl.schedule import evaluation, generation, models, preflight, run
-from megarl.schedule.generation import make_weight_sync
-from megarl.weights.cost import KNOWN_MODELS
-from megarl.weights.plan import Plan, engine_plan, engine_targets
-from megarl.weights.shards import Region, Shard, full_box
-from megarl.weights.transfer import Staging, Transfer, TransferStats
+from megarl.sync.backends.base import pack
+from megarl.sync.backends.shared_memory import SharedMemoryBackend
+from megarl.sync.plan import Plan, engine_plan, engine_targets
+from megarl.sync.transfer import Staging, Transfer, TransferStats
+from megarl.sync.weight_sync import WeightSync, make_weight_sync
+from megarl.weights.boxes import full_box
+from megarl.weights.known_models import KNOWN_MODELS
+from megarl.weights.shards import Region, Shard
 
 ROOT = Path(__file__).parents[2]
 HF = {
@@ -115,7 +117,7 @@ def test_a_weight_sync_takes_what_is_planned_and_gives_it_back(
         return TransferStats(0, 0, 0, 0.0)
 
     monkeypatch.setattr(Transfer, "run", note)
-    monkeypatch.setattr(SGLangEngine, "handle", lambda self, bucket: b"")
+    monkeypatch.setattr(SharedMemoryBackend, "publish", lambda self, bucket: b"")
     for rank in (0, plan.layout.world - 1):
         made = weight_sync_of(rank, *sizes, *overrides)
         assert len(made.transfers) > 3
@@ -130,7 +132,7 @@ def test_a_weight_sync_takes_what_is_planned_and_gives_it_back(
 @given(st.lists(st.integers(0, 9)), st.integers(1, 12))
 def test_tensors_are_packed_in_their_order(sizes: list[int], limit: int) -> None:
     """As full as they may be: the first tensor of a part would not have fitted into the one before."""
-    parts = packed({str(i): size for i, size in enumerate(sizes)}, limit)
+    parts = pack({str(i): size for i, size in enumerate(sizes)}, limit)
     assert [int(name) for part in parts for name in part] == list(range(len(sizes))) and all(parts)
     filled = [[sizes[int(name)] for name in part] for part in parts]
     assert all(sum(part) <= limit or sum(part) == max(part) for part in filled)
@@ -146,7 +148,7 @@ def test_an_engine_that_has_its_frozen_weights_gets_the_others(
     monkeypatch.setattr(
         Transfer, "run", lambda self: ran.extend(self._targets) or TransferStats(0, 0, 0, 0.0)
     )
-    monkeypatch.setattr(SGLangEngine, "handle", lambda self, bucket: b"")
+    monkeypatch.setattr(SharedMemoryBackend, "publish", lambda self, bucket: b"")
     overrides = (f"rollout.weights_dtype={weights}", "actor.frozen=attention", "actor.frozen_layers=3")
     made = weight_sync_of(0, 2, 1, 1, 2, *overrides)
 
@@ -226,7 +228,7 @@ def test_no_transfer_is_the_first_use_of_a_group(sizes: tuple[int, int, int, int
     """Messages go through the job's group; NCCL would make its communicator with those ranks alone that have
     some, and wait for ever."""
     config, layout, plan = planned(*sizes)
-    first = plan.part(SGLangEngine(config, HF, 1, META, (1,)).split(plan)[0])
+    first = plan.part(SharedMemoryBackend(config, 1, META, torch.bfloat16).split(plan)[0])
     everyone = list(range(layout.world))
     talking = {
         rank
@@ -251,17 +253,18 @@ def test_a_handle_is_of_memory_that_is_shared_once(monkeypatch: pytest.MonkeyPat
         shared.append(value[0][1])
         return pickle.dumps(value[0][0])
 
-    monkeypatch.setattr("megarl.rollout.engines.sglang.ForkingPickler.dumps", dumps)
+    monkeypatch.setattr("megarl.sync.backends.shared_memory.ForkingPickler.dumps", dumps)
     config, _, _ = planned(2, 1, 4, 2)
     engine = SGLangEngine(config, HF, 1, torch.device("cuda", 1), (1,))
+    backend = SharedMemoryBackend(config, 1, torch.device("cuda", 1), torch.bfloat16)
     box = full_box((8, 4))
     shards = {name: Shard((8, 4), (Region(name, box, box),)) for name in ("a", "b")}
     memory = Staging(torch.device("cpu"))
-    [tensors] = engine.buckets([Plan((), {}, {1: shards})], memory)
+    [tensors] = backend.connect(engine, [Plan((), {}, {1: shards})], memory)
     memory.release()
     memory.take()
     tensors["b"].fill_(3.0)
-    parts = [json.loads(pickle.loads(engine.handle(0))) for _ in range(3)]
+    parts = [json.loads(pickle.loads(backend.publish(0))) for _ in range(3)]
     storages = {tensor.untyped_storage()._cdata for tensor in (*shared, memory.take())}
     assert len(storages) == 4 and {tensor.data_ptr() for tensor in shared} == {memory.take().data_ptr()}
     start, shape, dtype = parts[0]["tensors"]["b"]

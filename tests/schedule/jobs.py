@@ -14,22 +14,27 @@ import numpy as np
 import pytest
 import torch
 
-import megarl.schedule.generation as generation
 from megarl.cli.ranks import spared_output
 from megarl.config.errors import CheckpointError, MegarlError, NumericalError, StorageError
 from megarl.config.schema import Config
 from megarl.data.experience import Experience
 from megarl.parallel.runtime import Runtime
+from megarl.rewards.pool import VerifierPool
+from megarl.rollout.engines.sglang import SGLangEngine
+from megarl.rollout.engines.sglang_servers import SGLangServers
+from megarl.rollout.engines.transformers_engine import TransformersEngine
 from megarl.schedule import parity
 from megarl.schedule.models import export_model
 from megarl.schedule.replay import Outcome, replay
 from megarl.schedule.run import Step, build_run
 from megarl.schedule.trainer import Trainer
+from megarl.sync import weight_sync
+from megarl.sync.plan import Copy, Plan
+from megarl.sync.weight_sync import WeightSync
 from megarl.training.batch import LocalBatch, MicroBatch
 from megarl.training.checkpoint import find_checkpoint
 from megarl.training.model import Loss
 from megarl.training.sharded import load_checkpoint
-from megarl.weights.plan import Copy, Plan
 from tests.checkpoints import save_checkpoint, save_model
 
 
@@ -109,8 +114,8 @@ def train_and_replay(runtime: Runtime, config: Config, numbers: tuple[int, ...])
         raise AssertionError(f"a replay makes a {type(self).__name__}")
 
     with pytest.MonkeyPatch.context() as patch:
-        for kind in ("TransformersEngine", "SGLangEngine", "SGLangServers", "VerifierPool", "WeightSync"):
-            patch.setattr(getattr(generation, kind), "__init__", refuse)
+        for kind in (TransformersEngine, SGLangEngine, SGLangServers, VerifierPool, WeightSync):
+            patch.setattr(kind, "__init__", refuse)
         return [replay(config, number, runtime) for number in numbers]
 
 
@@ -152,7 +157,7 @@ def train_with_swapped(runtime: Runtime, config: Config, swapped: tuple[str, ...
     """Runs `config` with an engine in which two tensors have each other's weights, or, where both names are
     one, the two heads of it have. Gives the error with which it ends, if any, and which models were
     updated."""
-    plan_of = generation.engine_plan
+    plan_of = weight_sync.engine_plan
 
     def plan(*arguments: Any, **options: Any) -> Plan:
         made = plan_of(*arguments, **options)
@@ -172,11 +177,11 @@ def train_with_swapped(runtime: Runtime, config: Config, swapped: tuple[str, ...
 
         return replace(made, copies=tuple(map(moved, made.copies)))
 
-    generation.engine_plan = plan
+    weight_sync.engine_plan = plan
     try:
         run = build_run(config, runtime)
     finally:
-        generation.engine_plan = plan_of
+        weight_sync.engine_plan = plan_of
     error, updated = "", list[str]()
     for name, model in run.models.items():
 

@@ -21,11 +21,11 @@ from megarl.parallel import secret
 from megarl.parallel.runtime import layout_for
 from megarl.parallel.secret import SignedStore
 from megarl.rollout import messages as m
-from megarl.rollout import weight_sync
-from megarl.rollout.weight_sync import WeightSync
 from megarl.schedule import ahead
 from megarl.schedule.ahead import ControllerLink, GenerationApart
-from megarl.weights.transfer import TransferStats
+from megarl.sync import weight_sync
+from megarl.sync.transfer import TransferStats
+from megarl.sync.weight_sync import WeightSync
 from tests.schedule.demo import make_warm_model, train
 from tests.schedule.test_profiler import events
 
@@ -167,11 +167,14 @@ def test_an_engine_that_is_started_anew_gets_a_copy(monkeypatch: pytest.MonkeyPa
         def __getattr__(self, name: str) -> Any:
             return lambda *arguments: calls.append(name) or True
 
-        def handle(self, bucket: int) -> int:
+    class Backend(Engine):
+        can_recover, reports_notes = True, False
+
+        def publish(self, bucket: int) -> int:
             return bucket
 
-        def load_bucket(self, bucket: int, handles: Any, version: int) -> None:
-            calls.append((bucket, list(handles), version, memory.tolist()))
+        def send(self, bucket: int, published: Any, version: int) -> None:
+            calls.append((bucket, list(published), version, memory.tolist()))
 
     memory, weights = torch.zeros(2), torch.tensor([1.0, 2.0])
 
@@ -185,7 +188,7 @@ def test_an_engine_that_is_started_anew_gets_a_copy(monkeypatch: pytest.MonkeyPa
         rollout_ranks=1, first_engine=1, engines=engines, job=SimpleNamespace(rank=1, world=2)
     )
     config = RolloutConfig(engine="sglang", engine_failures=1, fingerprint=False)
-    sync = WeightSync(config, runtime, Engine(), [transfer])  # type: ignore[arg-type]
+    sync = WeightSync(config, runtime, Engine(), Backend(), [transfer])  # type: ignore[arg-type]
     sync.sync(4)
     memory.zero_()
     weights.zero_()
@@ -194,7 +197,7 @@ def test_an_engine_that_is_started_anew_gets_a_copy(monkeypatch: pytest.MonkeyPa
     sync.recover([EngineFailure("died")])
     assert met and all(ranks is engines for ranks in met)
     assert [call for call in calls if isinstance(call, tuple)] == [(0, [None, 0], 4, [1.0, 2.0])]
-    assert calls[0] == "restart" and sync.complete
+    assert calls[0] == "recover" and sync.complete
     assert "engine of rank 1 failed" in sync.take_events()[0]
 
 

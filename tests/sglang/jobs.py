@@ -47,7 +47,8 @@ class Scene:
         from transformers import AutoTokenizer
 
         from megarl.model.builder import build_actor, read_hf_config
-        from megarl.schedule.generation import make_engine, make_weight_sync
+        from megarl.rollout.engines.registry import make_engine
+        from megarl.sync.weight_sync import make_weight_sync
         from megarl.training.model import TrainableModel
         from megarl.weights.families import read_config
 
@@ -106,8 +107,8 @@ def wait(runtime: Runtime, name: str) -> bool:
 def deliver(runtime: Runtime, name: str, version: int, dump: Path) -> dict[str, Any]:
     """The actor's weights into the engine; what SGLang's ranks hold then goes to files, and the actor is
     exported."""
+    from megarl.sync.export import export_hf
     from megarl.weights.families import table_names
-    from megarl.weights.hf import export_hf
 
     scene = SCENES[name]
     stats = scene.weight_sync.sync(version)

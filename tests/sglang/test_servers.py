@@ -23,9 +23,10 @@ from megarl.config.errors import ConfigError, EngineFailure
 from megarl.config.schema import Config, DataConfig, ModelConfig, RolloutConfig
 from megarl.rollout.engines.sglang_servers import SGLangServers, check_servers
 from megarl.rollout.sampling import Completion, Request, SamplingParams
+from megarl.sync.backends.http import HttpBackend
+from megarl.sync.plan import Plan, engine_targets
+from megarl.sync.transfer import Staging
 from megarl.weights.families import read_config
-from megarl.weights.plan import Plan, engine_targets
-from megarl.weights.transfer import Staging
 from tests.docs.test_docs import ROOT
 from tests.tiny_models import make_tiny_model
 
@@ -122,7 +123,8 @@ class Client:
         plan = Plan((), {}, dict(engine_targets(self.config, self.hf, 1)))
         names = list(plan.targets[0])
         self.parts = [plan.part(names[:7]), plan.part(names[7:])]
-        self.buckets = self.engine.buckets(self.parts, Staging(torch.device("cpu")))
+        self.backend = HttpBackend(self.config, 0, torch.device("cpu"), torch.float32)
+        self.buckets = self.backend.connect(self.engine, self.parts, Staging(torch.device("cpu")))
         self.weights = load_file(server.folder / "model.safetensors")
 
     def start(self) -> None:
@@ -134,12 +136,12 @@ class Client:
             pass
 
     def update(self, version: int, scale: float) -> None:
-        self.engine.begin_update()
+        self.backend.begin()
         for number, bucket in enumerate(self.buckets):
             for name, tensor in bucket.items():
                 tensor.copy_(self.weights[name] * scale)
-            self.engine.load_bucket(number, [], version)
-        self.engine.end_update(version)
+            self.backend.send(number, [], version)
+        self.backend.finish(version)
 
     def check(self, requests: list[Request], found: list[Completion], version: int, scale: float) -> None:
         """Log-probs are those of the weights that were sent, by transformers' own model."""
@@ -195,7 +197,7 @@ def test_a_client_that_was_killed_in_the_middle_is_no_hindrance(server: Server) 
     """It has left the server waiting, between the begin and the end of an update."""
     killed = Client(server)
     killed.start()
-    killed.engine.begin_update()
+    killed.backend.begin()
     client = Client(server)
     check_servers(client.config, client.hf, 1)
     client.start()
@@ -218,10 +220,10 @@ def test_another_model_is_found_out(server: Server, tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match="tensors differ"):
             check_servers(client.config, read_config(folder), 1)
         # By its answer alone, as where its folder is on another machine.
-        from megarl.rollout.engines import sglang_servers
+        from megarl.rollout.engines import sglang_http
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(sglang_servers, "_differs", lambda *_: "")
+            patch.setattr(sglang_http, "_differs", lambda *_: "")
             with pytest.raises(ConfigError, match=f"a vocabulary of {what} tokens, not {vocab}"):
                 check_servers(client.config, read_config(folder), 1)
 

@@ -13,9 +13,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from megarl.parallel.layout import Layout
+from megarl.sync.plan import Plan
 from megarl.weights.families import FAMILIES
 from megarl.weights.hf import HFFolder, load_into
-from megarl.weights.plan import Plan
 from megarl.weights.shards import Shards, hf_shapes
 
 PREFIX = {

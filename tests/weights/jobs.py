@@ -14,10 +14,11 @@ from megarl.config.errors import CheckpointError, TransferError
 from megarl.parallel.cpu_platform import on_cpu
 from megarl.parallel.layout import Layout
 from megarl.parallel.runtime import Runtime
-from megarl.weights.hf import HFFolder, export_hf, load_into
-from megarl.weights.plan import fp8_block, make_plan, rounds_of
+from megarl.sync.export import export_hf
+from megarl.sync.plan import fp8_block, make_plan, rounds_of
+from megarl.sync.transfer import FORMAT_DTYPES, Staging, Transfer
+from megarl.weights.hf import HFFolder, load_into
 from megarl.weights.shards import Shards, hf_shapes, hf_shards, megatron_layout, sglang_shards
-from megarl.weights.transfer import FORMAT_DTYPES, Staging, Transfer
 from tests.parallel.jobs import load, make_config
 from tests.weights.folders import sliced
 

@@ -21,10 +21,11 @@ from transformers import AutoConfig
 
 from megarl.config.errors import CheckpointError
 from megarl.parallel.layout import Layout
+from megarl.weights.boxes import full_box
 from megarl.weights.families import FAMILIES
 from megarl.weights.hf import HFFolder, load_into
 from megarl.weights.megatron import MegatronFolder, conversion_layout, hf_to_megatron, megatron_to_hf
-from megarl.weights.shards import full_box, megatron_layout
+from megarl.weights.shards import megatron_layout
 from megarl.weights.tensor_files import BLOCK, FileTensor, blocks
 from tests.families import BF16, FP16, ROWS
 from tests.ranks import RankPool

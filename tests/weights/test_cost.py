@@ -16,9 +16,10 @@ from hypothesis import strategies as st
 from megarl.config.errors import ConfigError
 from megarl.config.schema import ClusterConfig
 from megarl.parallel.layout import Layout
-from megarl.weights.cost import KNOWN_MODELS, direct_cost, gather_cost, planning_config
+from megarl.sync.cost import direct_cost, gather_cost
+from megarl.sync.plan import make_plan
 from megarl.weights.families import family_of
-from megarl.weights.plan import make_plan
+from megarl.weights.known_models import KNOWN_MODELS, planning_config
 from megarl.weights.shards import Region, Shard, check_layout, hf_shapes, megatron_layout, sglang_shards
 from tests.weights.folders import hf_configs
 

@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 
 from megarl.config.errors import TransferError
 from megarl.parallel.layout import Layout
-from megarl.weights.plan import make_plan
-from megarl.weights.shards import full_box, megatron_layout, sglang_shards
-from megarl.weights.transfer import Transfer, fingerprint
+from megarl.sync.plan import make_plan
+from megarl.sync.transfer import Transfer, fingerprint
+from megarl.weights.boxes import full_box
+from megarl.weights.shards import megatron_layout, sglang_shards
 from tests.ranks import RankPool
 from tests.weights.folders import described, sliced
 from tests.weights.jobs import into_engines, whole_model

@@ -18,7 +18,8 @@ from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, 
 from megarl.config.errors import CheckpointError
 from megarl.config.files import read_json
 from megarl.parallel.layout import Layout
-from megarl.weights.hf import INDEX, HFFolder, export_hf, load_into
+from megarl.sync.export import export_hf
+from megarl.weights.hf import INDEX, HFFolder, load_into
 from megarl.weights.shards import megatron_layout
 from megarl.weights.tensor_files import write_tensors
 from tests.ranks import RankPool

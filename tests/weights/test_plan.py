@@ -15,19 +15,12 @@ from hypothesis import strategies as st
 
 from megarl.config.schema import ClusterConfig
 from megarl.parallel.layout import Layout
-from megarl.weights.cost import KNOWN_MODELS, direct_cost
+from megarl.sync.cost import direct_cost
+from megarl.sync.plan import Copy, Plan, PlanError, make_plan
+from megarl.weights.boxes import full_box
 from megarl.weights.hf import HFFolder
-from megarl.weights.plan import Copy, Plan, PlanError, make_plan
-from megarl.weights.shards import (
-    Region,
-    Shard,
-    Shards,
-    full_box,
-    hf_shapes,
-    hf_shards,
-    megatron_layout,
-    sglang_shards,
-)
+from megarl.weights.known_models import KNOWN_MODELS
+from megarl.weights.shards import Region, Shard, Shards, hf_shapes, hf_shards, megatron_layout, sglang_shards
 from tests.weights.folders import described, execute, hf_configs, loaded, numbered, write_folder
 
 Drawn = tuple[dict[str, Any], list[Layout]]

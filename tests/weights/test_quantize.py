@@ -14,10 +14,10 @@ from torch import Tensor
 from megarl.config.errors import ConfigError
 from megarl.config.schema import LoraConfig
 from megarl.parallel.layout import Layout
-from megarl.weights.lora import merged
-from megarl.weights.plan import Plan, fp8_block, make_plan
+from megarl.sync.plan import Plan, fp8_block, make_plan
+from megarl.sync.transfer import FORMAT_DTYPES, Transfer
+from megarl.weights.lora import Source, merged
 from megarl.weights.shards import Shards, hf_shapes, hf_shards, megatron_layout, sglang_shards
-from megarl.weights.transfer import FORMAT_DTYPES, Source, Transfer
 from tests.ranks import RankPool
 from tests.weights.folders import described, sliced
 from tests.weights.jobs import into_engines, whole_model

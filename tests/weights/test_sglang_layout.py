@@ -16,7 +16,7 @@ from torch.nn.functional import pad
 from megarl.config.errors import ConfigError
 from megarl.config.schema import Config
 from megarl.parallel.layout import Layout
-from megarl.weights.plan import engine_plan, make_plan
+from megarl.sync.plan import engine_plan, make_plan
 from megarl.weights.shards import megatron_layout, sglang_shards
 from tests.weights.folders import PREFIX, described, execute, hf_configs, numbered, sliced
 

@@ -14,10 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl.parallel.layout import Layout
+from megarl.sync.plan import Copy, Plan, make_plan, rounds_of, split
+from megarl.sync.transfer import Staging, Transfer
+from megarl.weights.boxes import full_box, volume
 from megarl.weights.hf import HFFolder
-from megarl.weights.plan import Copy, Plan, make_plan, rounds_of, split, volume
-from megarl.weights.shards import Region, Shard, full_box, hf_shards, megatron_layout
-from megarl.weights.transfer import Staging, Transfer
+from megarl.weights.shards import Region, Shard, hf_shards, megatron_layout
 from tests.ranks import RankPool
 from tests.tiny_models import make_tiny_model
 from tests.weights import jobs

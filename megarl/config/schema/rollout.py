@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Literal
 
-from megarl.config.engines import ENGINES, EngineKind, EngineName
+from megarl.config.engines import ENGINES, EngineCapabilities, EngineName
 from megarl.config.schema.section import Section, field, section
 
 
@@ -178,6 +178,6 @@ class RolloutConfig(Section):
         return math.ceil(self.max_response_tokens / (self.window or self.max_response_tokens))
 
     @property
-    def engine_kind(self) -> EngineKind:
-        """Return what kind of engine this is."""
-        return ENGINES[self.engine]
+    def capabilities(self) -> EngineCapabilities:
+        """Return what the engine can do."""
+        return ENGINES[self.engine].capabilities

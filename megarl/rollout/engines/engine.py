@@ -1,8 +1,7 @@
 """What every rollout engine is, and the client by which a worker's coroutines use one.
 
-A new engine needs: a subclass of RolloutEngine, in a file of its own; its name and its kind in
-config/engines.py, of which checks, planner and weight transfers know what they must; and a case in
-`make_engine` (schedule/generation.py). docs/extending.md has an example, and what a kind cannot say.
+A new engine needs: a subclass of RolloutEngine in a separate file, and its row in config/engines.py, from
+which checks, planner and weight transfers read its capabilities. docs/extending.md has an example.
 """
 
 from __future__ import annotations
@@ -10,16 +9,16 @@ from __future__ import annotations
 import asyncio
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Executor
 from typing import Any
 
-from torch import Tensor
+import torch
 
 from megarl.config.errors import EngineError
+from megarl.config.schema import Config
+from megarl.parallel.runtime import Runtime
 from megarl.rollout.sampling import Completion, Request, SamplingParams
-from megarl.weights.plan import Plan
-from megarl.weights.transfer import Staging
 
 SLICE = 0.1  # seconds for which an engine in this process decodes before others have their turn
 TURN = 0.001  # seconds of theirs: messages come through several wake-ups
@@ -39,6 +38,28 @@ class RolloutEngine(ABC):
     weight_version: int
     streams: bool
 
+    @classmethod
+    @abstractmethod
+    def build(cls, config: Config, tokenizer: Any, runtime: Runtime) -> RolloutEngine:
+        """Make the engine of a rank. It is not started."""
+
+    @classmethod
+    def check_machine(cls, config: Config, device: str) -> None:
+        """Raise ConfigError where this machine cannot run the engine. device: cpu or cuda"""
+        return None
+
+    @classmethod
+    def check_engines(
+        cls, config: Config, hf_config: Mapping[str, Any], device: torch.device, engines: int
+    ) -> None:
+        """Raise ConfigError where this number of engines cannot run the model."""
+        return None
+
+    @classmethod
+    def machine_note(cls, device: str) -> str | None:
+        """Return a line about this machine that a user should see before a run."""
+        return None
+
     @abstractmethod
     def start(self) -> None:
         """Begin the start with undefined weights; an update must follow before `submit`."""
@@ -55,28 +76,9 @@ class RolloutEngine(ABC):
     def stop(self) -> None:
         """End the engine and free everything."""
 
-    @abstractmethod
-    def split(self, plan: Plan, frozen: Collection[str] = ()) -> list[list[str]]:
-        """Split the target tensors of a weight transfer into parts, by name; the same on every rank, whether
-        its engine has been started or not. `frozen`: those that never change; they are in parts of their own,
-        which come first, as an update of an engine that has its weights leaves these out."""
-
-    @abstractmethod
-    def buckets(self, parts: Sequence[Plan], memory: Staging) -> list[dict[str, Tensor]]:
-        """Return this rank's tensors that each part of a weight transfer writes. Where these are not the
-        engine's own, all parts share `memory`: each is loaded before the next is written."""
-
-    def handle(self, bucket: int) -> bytes | None:
-        """Return how the engine finds what this rank has written; None where weights are written in place."""
-        return None
-
     def begin_update(self) -> None:
         """Prepare for new weights, and refuse requests until `end_update`. Called before the first bucket;
         what no bucket brings stays."""
-        return None
-
-    def load_bucket(self, bucket: int, handles: Sequence[Any], version: int) -> None:
-        """Load a bucket that all ranks have written. `handles`: of all ranks of the job, by rank."""
         return None
 
     @abstractmethod

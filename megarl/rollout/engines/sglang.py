@@ -17,33 +17,30 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection
-from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import psutil
 import torch
-from torch import Tensor
 
-from megarl.config.errors import EngineError, EngineFailure
+from megarl.config.errors import ConfigError, EngineError, EngineFailure
 from megarl.config.schema import Config
+from megarl.data.response_text import end_tokens
 from megarl.parallel.launch import environment_of_children
-from megarl.parallel.machine import cuda_runtime_folders
+from megarl.parallel.machine import allocator_problem, cuda_runtime_folders, unmet
+from megarl.parallel.runtime import Runtime
 from megarl.rollout.engines.engine import RolloutEngine, check_positions
 from megarl.rollout.sampling import Completion, Request, SamplingParams, routing_array
-from megarl.weights.families import EXPERT_KEYS, Sizes, family_of
-from megarl.weights.plan import Plan
+from megarl.weights.families import EXPERT_KEYS, Sizes, family_of, read_config
 from megarl.weights.shards import full_attention_interval
-from megarl.weights.transfer import Staging
 
 LOADER = "megarl.rollout.engines.sglang_inside.load_shards"
 TAGS = ("weights", "kv_cache")  # device memory that can sleep
 GRAPHS = "cuda_graph"  # SGLang's tag of the memory of captured graphs, which only decoding needs
-ALIGN = 256  # bytes; tensors of a bucket begin at multiples of this
 LOGPROB_ABOVE_ZERO = 1e-3  # rounding of a probability of 1
 FP8_CONFIG = {
     "quant_method": "fp8",
@@ -225,6 +222,41 @@ class SGLangEngine(RolloutEngine):
 
     streams = True
 
+    @classmethod
+    def build(cls, config: Config, tokenizer: Any, runtime: Runtime) -> SGLangEngine:
+        hf_config, eos_ids = read_config(config.model.path), end_tokens(tokenizer)
+        return cls(config, hf_config, runtime.rank, runtime.device, eos_ids)
+
+    @classmethod
+    def check_machine(cls, config: Config, device: str) -> None:
+        if device == "cpu" and config.rollout.routing_replay:
+            problem = "SGLang records experts on a GPU only (set it to false, or use transformers)"
+            raise ConfigError(f"rollout.routing_replay: {problem}")
+        # On a CPU it does without most of what it asks for.
+        if device == "cuda" and (lines := list(unmet("sglang"))):
+            raise ConfigError(f"rollout.engine: {lines[0]}")
+
+    @classmethod
+    def check_engines(
+        cls, config: Config, hf_config: Mapping[str, Any], device: torch.device, engines: int
+    ) -> None:
+        """Raise ConfigError where SGLang would repack block FP8 weights on this GPU."""
+        if config.rollout.weights_dtype != "fp8_block" or device.type == "cpu":
+            return
+        capability = torch.cuda.get_device_capability(device)
+        problem = ""
+        if capability >= (10, 0):
+            problem = "on Blackwell SGLang packs the blocks' scales in a way of its own"
+        elif capability < (8, 9):  # can_auto_enable_marlin_fp8, SGLang 0.5.23
+            problem = "on GPUs before Ada and Hopper SGLang repacks the weights for Marlin's kernels"
+        if problem:
+            unwritten = "which megarl does not write (set it to model)"
+            raise ConfigError(f"rollout.weights_dtype: fp8_block: {problem}, {unwritten}")
+
+    @classmethod
+    def machine_note(cls, device: str) -> str | None:
+        return allocator_problem() if device == "cuda" else None
+
     def __init__(
         self,
         config: Config,
@@ -243,10 +275,6 @@ class SGLangEngine(RolloutEngine):
             environment = environment_of_children() | self._environment()
             limits = rollout.engine_timeout, rollout.engine_start_timeout
             self.process = EngineProcess(self._arguments(), environment, *limits)
-        self._memory: Tensor | None = None
-        # Per bucket, as load_shards reads it: "tensors", name -> (first byte in the memory, shape, dtype),
-        # "complete".
-        self._buckets: list[dict[str, Any]] = []
         self._outstanding: dict[int, tuple[Request, SamplingParams]] = {}
         self._failure: EngineFailure | None = None
         self._has_weights = self._restarted = False
@@ -356,75 +384,18 @@ class SGLangEngine(RolloutEngine):
             self.process.end()
         self._outstanding.clear()
         self._has_weights = False
-        if self._memory is not None and self.device.type == "cpu":
-            os.close(self._file)
-        self._memory = None
 
     def _call(self, name: str, *arguments: Any) -> None:
         if self.process is not None:
             self.process.call(name, *arguments)
 
-    def split(self, plan: Plan, frozen: Collection[str] = ()) -> list[list[str]]:
-        """See RolloutEngine. A part fills `rollout.transfer_bucket`, or is one tensor."""
-        sizes = {name: self._bytes(plan, name) for name in plan.targets[self.rank]}
-        kept = {name: size for name, size in sizes.items() if name in frozen}
-        changing = {name: size for name, size in sizes.items() if name not in frozen}
-        limit = self.config.rollout.transfer_bucket * 2**20
-        return packed(kept, limit) + packed(changing, limit)
-
-    def _bytes(self, plan: Plan, name: str) -> int:
-        dtype = plan.formats.get(name, self._dtype)
-        return -(-_nbytes(plan.targets[self.rank][name].shape, dtype) // ALIGN) * ALIGN
-
-    def buckets(self, parts: Sequence[Plan], memory: Staging) -> list[dict[str, Tensor]]:
-        """See RolloutEngine. On a CPU the memory is a file, which another process can open."""
-        self._buckets, size = [], 0
-        for part in parts:
-            tensors, start = {}, 0
-            for name, shard in part.targets[self.rank].items():
-                tensors[name] = (start, list(shard.shape), part.formats.get(name, self._dtype))
-                start += self._bytes(part, name)
-            self._buckets.append({"tensors": tensors, "complete": []})
-            size = max(size, start)
-        self._buckets[-1]["complete"] = [name for part in parts for name in part.targets[self.rank]]
-        if self.device.type == "cpu":
-            # A file that exists as long as this process has it open.
-            self._file = os.memfd_create("megarl-weights")
-            os.truncate(self._file, size)
-            path = f"/proc/self/fd/{self._file}"
-            self._memory = torch.from_file(path, shared=True, size=size, dtype=torch.uint8)
-        else:
-            memory.reserve(size)
-            self._memory = memory.take()
-        found = []
-        for bucket in self._buckets:
-            views = {}
-            for name, (first, shape, dtype) in bucket["tensors"].items():
-                of_it = self._memory[first : first + _nbytes(shape, dtype)]
-                views[name] = of_it.view(getattr(torch, dtype)).view(shape)
-            found.append(views)
-        return found
-
-    def handle(self, bucket: int) -> bytes:
-        """Return where SGLang's rank finds this rank's part; for one load (a CUDA handle is good for one)."""
-        assert self._memory is not None
-        part = self._buckets[bucket]
-        if self.device.type == "cpu":
-            part = part | {"path": f"/proc/{os.getpid()}/fd/{self._file}", "size": self._memory.numel()}
-            memory = torch.empty(0, dtype=torch.uint8)
-        else:
-            # An alias with a storage of its own: torch wraps a storage once more at each sharing, and keeps
-            # the wrappers as long as the storage.
-            memory = torch.from_dlpack(self._memory)
-        return bytes(ForkingPickler.dumps([(json.dumps(part), memory)]))
-
     def begin_update(self) -> None:
         self._has_weights = False
         self._call("begin")
 
-    def load_bucket(self, bucket: int, handles: Sequence[bytes], version: int) -> None:
-        mine = list(handles[self.rank : self.rank + self.config.rollout.engine_tp])
-        self._call("load", mine, version, bucket == len(self._buckets) - 1)
+    def load_shared(self, handles: Sequence[bytes | None], version: int, *, last: bool) -> None:
+        """Have SGLang's ranks load a bucket, see SharedMemoryBackend."""
+        self._call("load", list(handles), version, last)
 
     def end_update(self, version: int) -> None:
         """See RolloutEngine; the last bucket has dropped the prefix cache. Requests that were unfinished when
@@ -514,23 +485,6 @@ class SGLangEngine(RolloutEngine):
 
 def _with_graphs(tags: Sequence[str]) -> list[str]:
     return [*tags, GRAPHS] if "kv_cache" in tags else list(tags)
-
-
-def packed(sizes: Mapping[str, int], limit: int) -> list[list[str]]:
-    """Pack tensors of these sizes, in their order, into parts of at most `limit` bytes or of one tensor."""
-    parts: list[list[str]] = []
-    used = 0
-    for name, size in sizes.items():
-        if not parts or (used and used + size > limit):
-            parts.append([])
-            used = 0
-        parts[-1].append(name)
-        used += size
-    return parts
-
-
-def _nbytes(shape: Sequence[int], dtype: str) -> int:
-    return math.prod(shape) * int(getattr(torch, dtype).itemsize)
 
 
 def completion_of(

@@ -21,6 +21,10 @@ from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import Qwen3_5MoeGated
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDeltaNet
 
 from megarl.config.errors import CheckpointError, EngineError, first_line
+from megarl.config.schema import Config
+from megarl.data.response_text import end_tokens
+from megarl.model.builder import DTYPES
+from megarl.parallel.runtime import Runtime
 from megarl.rollout.engines.engine import RolloutEngine, check_positions
 from megarl.rollout.engines.transformers_decode import DecodeLoop, Stopping
 from megarl.rollout.engines.transformers_layers import (
@@ -33,8 +37,6 @@ from megarl.rollout.engines.transformers_layers import (
 )
 from megarl.rollout.sampling import Completion, Request, SamplingParams
 from megarl.weights.families import EXPERT_BIAS
-from megarl.weights.plan import Plan
-from megarl.weights.transfer import Staging
 
 BIAS = EXPERT_BIAS.hf[0][0].partition("{l}")[2]  # how the names of the buffers end that are weights
 # A layer's number (-1 before the first, their count behind the last), and what part of it; its whole output.
@@ -52,6 +54,12 @@ class TransformersEngine(RolloutEngine):
     """
 
     streams = False
+
+    @classmethod
+    def build(cls, config: Config, tokenizer: Any, runtime: Runtime) -> TransformersEngine:
+        dtype, max_batch = DTYPES[config.model.dtype], config.rollout.max_batch
+        eos_ids = end_tokens(tokenizer)
+        return cls(config.model.path, dtype, runtime.device, max_batch, eos_ids, tokenizer)
 
     def __init__(
         self,
@@ -153,15 +161,6 @@ class TransformersEngine(RolloutEngine):
                 for part, view in zip(parts, tensor.chunk(len(parts)), strict=True):
                     found[f"{layer}.experts.{expert}.{part}.weight"] = view
         return found
-
-    def split(self, plan: Plan, frozen: Collection[str] = ()) -> list[list[str]]:
-        names = next(iter(plan.targets.values()))
-        parts = [name for name in names if name in frozen], [name for name in names if name not in frozen]
-        return [part for part in parts if part]
-
-    def buckets(self, parts: Sequence[Plan], memory: Staging) -> list[dict[str, Tensor]]:
-        tensors = self.parameters()
-        return [{name: tensors[name] for name in next(iter(part.targets.values()))} for part in parts]
 
     def begin_update(self) -> None:
         self._has_weights = False

@@ -1,7 +1,7 @@
-"""The plan of a weight transfer: what is sent where, in which round, and the proof of it, from shapes alone.
+"""The plan of a weight transfer: which slice goes to which rank in which round, and its proof.
 
-Sources and targets are described in Hugging Face coordinates; a copy is an intersection of two boxes there.
-Imports without torch, so that a laptop plans a job of 1,024 GPUs.
+Sources and targets are described in Hugging Face coordinates, where a copy is an intersection of two boxes.
+Needs shapes only and imports without torch, so that a laptop can plan a job of 1,024 GPUs.
 """
 
 from __future__ import annotations
@@ -18,14 +18,13 @@ from typing import Any, NamedTuple
 from megarl.config.errors import ConfigError
 from megarl.config.schema import Config, OptimizerConfig
 from megarl.parallel.layout import Layout
+from megarl.weights.boxes import Box, full_box, intersect, shift, volume
 from megarl.weights.families import Shape, adapters, family_of, is_frozen
 from megarl.weights.shards import (
-    Box,
     Region,
     Shard,
     Shards,
     float32_tensors,
-    full_box,
     hf_shapes,
     hf_shards,
     megatron_layout,
@@ -76,10 +75,16 @@ class Traffic(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """All copies of a transfer, in an order that every rank computes alike, and the layouts at both ends.
-    relays: done after `copies`, from one target to another on its node; `src_name` and `src_box` are those of
-    a target, to which a copy has brought the bytes. formats: of target tensors that are not of the model's
-    dtype, by name. Rank r is on node r // gpus_per_node."""
+    """All copies of a transfer, in the same order on every rank, and the layouts at both ends.
+
+    copies   from sources to targets
+    sources  shards by rank; targets: the same
+    formats  of target tensors that do not have the model's dtype, by name
+    relays   copies between targets on one node, made after `copies`. Their `src_name` and `src_box` belong to
+             a target, to which a copy has brought the bytes
+
+    Rank r is on node r // gpus_per_node.
+    """
 
     copies: tuple[Copy, ...]
     sources: dict[int, Shards]
@@ -108,8 +113,9 @@ class Plan:
         return FORMAT_BYTES[self.formats[copy.dst_name]] if copy.dst_name in self.formats else itemsize
 
     def direct(self) -> Iterator[Copy]:
-        """Yield all copies as if each came from the source that holds its bytes. Raises PlanError if a relay
-        takes what no copy brings."""
+        """Yield all copies as if each came from the source that holds its bytes.
+
+        Raises PlanError if a relay reads bytes that no copy brings."""
         yield from self.copies
         brought = {(c.dst_rank, c.dst_name, c.dst_box): c for c in self.copies} if self.relays else {}
         for relay in self.relays:
@@ -132,10 +138,11 @@ class Plan:
         return {rank: Traffic(*count) for rank, count in counts.items()}
 
     def verify(self) -> None:
-        """Prove that every byte of every target is written exactly once, with the bytes that belong there. It
-        does not use how the plan was made. The two boxes of each copy are the same box in Hugging Face
-        coordinates; those written to a target tensor are disjoint, and with its padding as large as the
-        tensor. Raises PlanError naming the first tensor for which one of this is false."""
+        """Prove that every byte of every target is written exactly once, with the right bytes.
+
+        The proof does not depend on how the plan was made. The two boxes of each copy are the same box in
+        Hugging Face coordinates. The boxes written to a target tensor are disjoint. Together with its padding
+        they are as large as the tensor. Raises PlanError with the first tensor for which this is false."""
         written: dict[tuple[int, str], list[Box]] = defaultdict(list)
         # By identity, as the copies keep the objects alive: replicas often share shards and boxes.
         located: dict[tuple[int, int], tuple[str, Box]] = {}
@@ -163,26 +170,6 @@ class Plan:
                 if (shard.shape, boxes) not in proved:
                     _prove_tiling(shard.shape, boxes, f"rank {rank}, {name}")
                     proved.add((shard.shape, boxes))
-
-
-def volume(box: Box) -> int:
-    """Return the number of elements of a box."""
-    return prod(stop - start for start, stop in box)
-
-
-def intersect(a: Box, b: Box) -> Box | None:
-    """Return the common box, or None if it is empty."""
-    common = tuple(
-        (max(start, other), min(stop, end)) for (start, stop), (other, end) in zip(a, b, strict=True)
-    )
-    return common if all(start < stop for start, stop in common) else None
-
-
-def shift(box: Box, origin: Box, destination: Box) -> Box:
-    """Return a box within `origin`, moved to where `destination` lies."""
-    return tuple(
-        (a - o + d, b - o + d) for (a, b), (o, _), (d, _) in zip(box, origin, destination, strict=True)
-    )
 
 
 def to_hf(shard: Shard, box: Box, where: str) -> tuple[str, Box]:
@@ -241,16 +228,81 @@ def make_plan(
     formats: Mapping[str, str] | None = None,
     gpus_per_node: int = GPUS_PER_NODE,
 ) -> Plan:
-    """Plan how `targets` get their bytes from `sources`, both (rank, shards of that rank). Where several
-    ranks hold a box (data-parallel replicas, replicated norms), the target's own rank is taken, else one on
-    its node, else any; among equals the one that has sent least so far, so that the load is spread. What
-    several targets of a node want from another node comes in once, and is passed on within the node. Regions
-    of different sources must be equal or disjoint in Hugging Face coordinates. Raises PlanError if a target
-    wants something that no source has."""
+    """Plan how `targets` get their bytes from `sources`, both (rank, shards of that rank).
+
+    Several ranks may hold a box (data-parallel replicas, replicated norms). The target's own rank is chosen
+    first, then a rank on its node, then any; of several the one that sends least so far. Bytes that several
+    targets of a node need from another node enter the node once, and are relayed within it.
+
+    Regions of different sources must be equal or disjoint in Hugging Face coordinates. Raises PlanError if
+    no source has a box that a target needs."""
     source_of, target_of = dict(sources), dict(targets)
     parts = _parts(source_of, target_of, gpus_per_node)
-    # (Node, identity of a part that nobody there holds) -> the rank there that gets it, from which its
-    # neighbours with the same shards get it. Each takes about the same number of bytes.
+    entrance = _entrances(parts, target_of, gpus_per_node)
+    copies, near, far, relayed = _queues(parts, target_of, entrance, gpus_per_node)
+
+    def alternating(queues: list[Queue]) -> Iterator[tuple[int, _Part]]:
+        return (entry for row in zip_longest(*queues) for entry in row if entry is not None)
+
+    # Elements that each rank sends within its node and to other nodes. The two use different links, so they
+    # are balanced separately.
+    sent_near: dict[int, int] = defaultdict(int)
+    sent_far: dict[int, int] = defaultdict(int)
+    for rank, part in alternating(near):
+        there = part.holders.by_node[rank // gpus_per_node]
+        source = min(there, key=lambda holder: (sent_near[holder], holder))
+        sent_near[source] += part.size
+        copies.append(Copy(source, *part.places[source], rank, part.dst_name, part.dst_box))
+    for rank, part in alternating(far):
+        # Loads only grow: an outdated entry sinks, and the top is the smallest.
+        heap = part.holders.heap
+        while sent_far[heap[0][1]] != heap[0][0]:
+            heapreplace(heap, (sent_far[heap[0][1]], heap[0][1]))
+        source = heap[0][1]
+        sent_far[source] += part.size
+        copies.append(Copy(source, *part.places[source], rank, part.dst_name, part.dst_box))
+    relays = []
+    for rank, part in alternating(relayed):
+        place = (part.dst_name, part.dst_box)
+        relays.append(Copy(entrance[rank // gpus_per_node, id(part)], *place, rank, *place))
+    return Plan(tuple(copies), source_of, target_of, formats or {}, gpus_per_node, tuple(relays))
+
+
+def _queues(
+    parts: Mapping[int, Sequence[_Part]],
+    target_of: Mapping[int, Shards],
+    entrance: Mapping[tuple[int, int], int],
+    gpus_per_node: int,
+) -> tuple[list[Copy], list[Queue], list[Queue], list[Queue]]:
+    """Sort the parts of all targets: copies on a rank itself, and for each target the parts from its node,
+    from other nodes, and by relays.
+
+    All targets are served at the same time, one part after the other. They begin at different layers, or they
+    would queue for one source."""
+    copies: list[Copy] = []
+    near, far, relayed = ([Queue() for _ in target_of] for _ in range(3))
+    for position, (rank, shards) in enumerate(target_of.items()):
+        mine = parts[id(shards)]
+        first = position * len(mine) // len(target_of)
+        for part in (*mine[first:], *mine[:first]):
+            receiver = entrance.get((rank // gpus_per_node, id(part)))
+            if rank in part.places:
+                copies.append(Copy(rank, *part.places[rank], rank, part.dst_name, part.dst_box))
+            elif receiver is None:
+                near[position].append((rank, part))
+            elif receiver == rank:
+                far[position].append((rank, part))
+            else:
+                relayed[position].append((rank, part))
+    return copies, near, far, relayed
+
+
+def _entrances(
+    parts: Mapping[int, Sequence[_Part]], target_of: Mapping[int, Shards], gpus_per_node: int
+) -> dict[tuple[int, int], int]:
+    """Return the rank of each node that receives a part from outside, by (node, id of the part).
+
+    Its neighbours with the same shards get the part from that rank. Their bytes are balanced."""
     entrance: dict[tuple[int, int], int] = {}
     neighbours: dict[tuple[int, int], list[int]] = defaultdict(list)
     for rank, shards in target_of.items():
@@ -262,50 +314,7 @@ def make_plan(
                 first = min(load, key=load.__getitem__)
                 load[first] += part.size
                 entrance[node, id(part)] = first
-    # All targets are served at the same time, a part each in turn, and begin at different layers: else they
-    # would queue for one source. What a rank has itself comes first, then what its node has, so that for the
-    # rest all of them are at the same point.
-    copies: list[Copy] = []
-    near, far, relayed = ([Queue() for _ in target_of] for _ in range(3))
-    for position, (rank, shards) in enumerate(target_of.items()):
-        mine = parts[id(shards)]
-        turn = position * len(mine) // len(target_of)
-        for part in (*mine[turn:], *mine[:turn]):
-            first_here = entrance.get((rank // gpus_per_node, id(part)))
-            if rank in part.places:
-                copies.append(Copy(rank, *part.places[rank], rank, part.dst_name, part.dst_box))
-            elif first_here is None:
-                near[position].append((rank, part))
-            elif first_here == rank:
-                far[position].append((rank, part))
-            else:
-                relayed[position].append((rank, part))
-
-    def in_turn(queues: list[Queue]) -> Iterator[tuple[int, _Part]]:
-        return (entry for row in zip_longest(*queues) for entry in row if entry is not None)
-
-    # Elements that each rank has been given to send within its node, and to other nodes: they use different
-    # wires, and are balanced apart.
-    sent_near: dict[int, int] = defaultdict(int)
-    sent_far: dict[int, int] = defaultdict(int)
-    for rank, part in in_turn(near):
-        there = part.holders.by_node[rank // gpus_per_node]
-        source = min(there, key=lambda holder: (sent_near[holder], holder))
-        sent_near[source] += part.size
-        copies.append(Copy(source, *part.places[source], rank, part.dst_name, part.dst_box))
-    for rank, part in in_turn(far):
-        # Loads only grow: an outdated entry sinks, and the top is the smallest.
-        heap = part.holders.heap
-        while sent_far[heap[0][1]] != heap[0][0]:
-            heapreplace(heap, (sent_far[heap[0][1]], heap[0][1]))
-        source = heap[0][1]
-        sent_far[source] += part.size
-        copies.append(Copy(source, *part.places[source], rank, part.dst_name, part.dst_box))
-    relays = []
-    for rank, part in in_turn(relayed):
-        place = (part.dst_name, part.dst_box)
-        relays.append(Copy(entrance[rank // gpus_per_node, id(part)], *place, rank, *place))
-    return Plan(tuple(copies), source_of, target_of, formats or {}, gpus_per_node, tuple(relays))
+    return entrance
 
 
 def _parts(
@@ -378,11 +387,12 @@ def staged(size: int) -> int:
 
 
 def placed(plan: Plan, itemsize: int, bucket_bytes: int) -> Iterator[Placed]:
-    """Yield every piece that travels, with its round, as every rank computes it alike. No rank stages more
-    than `bucket_bytes` (but at least one element) in a round, half of it for what it sends and half for what
-    it receives, as both happen at once. A piece goes into the first round in which both ends have room after
-    their earlier pieces. A rank works off its rounds in order, and a round waits only for ranks that are in
-    it, so the lowest unfinished one can always be finished: no deadlock."""
+    """Yield every piece that is sent between ranks, with its round; the same on every rank.
+
+    A rank stages at most `bucket_bytes` in a round, or one element: half of it for sends, half for receives,
+    as both happen at once. A piece goes into the first round in which both ends have room after their earlier
+    pieces. Each rank runs its rounds in order, and a round waits only for its own ranks. So the lowest
+    unfinished round can always finish, and there is no deadlock."""
     limit = max(ALIGN, bucket_bytes // 2 // ALIGN * ALIGN)
     first = 0
     for relayed, copies in ((False, plan.copies), (True, plan.relays)):
@@ -448,7 +458,7 @@ def engine_ranks(config: Config, trainers: int) -> range:
     if world % tp:
         devices = f"{world} devices (parallel.tp * parallel.pp * parallel.dp * parallel.cp)"
         raise ConfigError(f"rollout.engine_tp: {tp} does not divide the {devices}")
-    if first % tp and not config.rollout.engine_kind.remote:
+    if first % tp and not config.rollout.capabilities.remote:
         ranks = f"the {first} ranks that train, behind which the engines begin"
         lies = "an engine of several ranks lies within one node"
         raise ConfigError(f"rollout.engine_tp: {tp} does not divide {ranks} ({lies}: change one of the two)")
@@ -461,7 +471,7 @@ def engine_targets(
     """Return (rank, shards) of every rank with an engine (`engine_ranks`). The r-th of them holds part
     r % engine_tp of engine r // engine_tp; of servers at URLs the first one has all, and the others nothing.
     cpu: SGLang's CPU engine. Raises ConfigError if the ranks or the model cannot be divided so."""
-    ranks, tp, kind = engine_ranks(config, trainers), config.rollout.engine_tp, config.rollout.engine_kind
+    ranks, tp, kind = engine_ranks(config, trainers), config.rollout.engine_tp, config.rollout.capabilities
     if kind.sharded:
         shards = [sglang_shards(hf_config, tp, rank, cpu=cpu) for rank in range(tp)]
     elif kind.remote:
@@ -475,7 +485,7 @@ def engine_plan(config: Config, hf_config: Mapping[str, Any], layout: Layout, *,
     """Plan how the actor's weights get into all engines; ConfigError if the model cannot be divided so."""
     sources = megatron_layout(hf_config, layout)
     targets = engine_targets(config, hf_config, layout.world, cpu=cpu)
-    single = float32_tensors(hf_config, sglang=config.rollout.engine_kind.sharded)
+    single = float32_tensors(hf_config, sglang=config.rollout.capabilities.sharded)
     formats = dict.fromkeys(single, FP32)
     if config.rollout.weights_dtype == "fp8_block":
         if family_of(hf_config).is_latent:
@@ -523,7 +533,7 @@ def fp8_block(
             region = Region(name + SCALE_SUFFIX, blocks, blocks)
             scales[name + SCALE_SUFFIX] = Shard(tuple(stop for _, stop in blocks), (region,))
     formats: dict[str, str] = {}
-    joined: dict[int, Shards] = {}  # ranks with the same shards go on sharing them
+    joined: dict[int, Shards] = {}  # ranks with the same shards still share them
     quantised: dict[int, Shards] = {}
     for _, shards in targets:
         if id(shards) in quantised:
@@ -550,7 +560,7 @@ def _scale_name(name: str) -> str:
 
 
 def _scales_of(name: str, shard: Shard, shapes: Mapping[str, Shape]) -> Shard:
-    """Return the scales of a quantised target tensor."""
+    """Return the scales of a quantised target tensor, as a shard."""
     key = "rollout.weights_dtype: fp8_block"
     if shard.padding:
         raise ConfigError(f"{key}: the engine pads {name} {shard.shape} (choose a smaller rollout.engine_tp)")

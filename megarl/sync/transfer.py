@@ -6,7 +6,7 @@ The hot path is `Transfer.run`. Block FP8 is quantised before it travels, and fi
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import astuple, dataclass, field
 from functools import cached_property
 
@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megarl.config.errors import TransferError, WaitTimeout
-from megarl.weights.plan import (
+from megarl.sync.plan import (
     BLOCK,
     FP8,
     FP32,
@@ -25,82 +25,24 @@ from megarl.weights.plan import (
     Plan,
     Round,
     Traffic,
-    intersect,
     rounds_of,
-    shift,
     staged,
     to_hf,
 )
-from megarl.weights.shards import Box, Region, full_box
+from megarl.weights.boxes import Box, view
+from megarl.weights.lora import CHUNK, Merged, Source, read
+from megarl.weights.shards import Region
 
 FORMAT_DTYPES = {FP8: torch.float8_e4m3fn, FP32: torch.float32}
 E4M3_MAX = 448.0
-CHUNK = 1 << 22  # elements of which quantising and hashing make float32 or int64 temporaries at once
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-def view(tensor: Tensor, box: Box) -> Tensor:
-    """Return `tensor[box]`, sharing its memory."""
-    return tensor.detach()[tuple(slice(start, stop) for start, stop in box)]
-
-
-@dataclass(frozen=True)
-class Merged:
-    """A weight with its LoRA adapters, computed where it is read: W + scale * B A, in float32 and then
-    rounded to the weight's dtype.
-
-    parts: boxes of the weight, each with its A [rank, columns] and B [rows, rank], views of the adapters'."""
-
-    weight: Tensor
-    parts: Sequence[tuple[Box, Tensor, Tensor]]
-    scale: float
-
-    @property
-    def shape(self) -> torch.Size:
-        return self.weight.shape
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.weight.dtype
-
-    @property
-    def device(self) -> torch.device:
-        return self.weight.device
-
-    def data_ptr(self) -> int:
-        """Return where the weight lies; its adapters are read through views, wherever they lie."""
-        return self.weight.data_ptr()
-
-    def read(self, box: Box) -> Tensor:
-        """Return a box of it: a copy, made in strips of about CHUNK elements."""
-        out = view(self.weight, box).clone()
-        for place, a, b in self.parts:
-            common = intersect(place, box)
-            if common is None:
-                continue
-            (top, bottom), columns = shift(common, place, full_box((len(b), a.shape[1])))
-            a = view(a, (full_box(a.shape)[0], columns)).float()
-            into = view(out, shift(common, box, full_box(tuple(out.shape))))
-            height = max(1, CHUNK // a.shape[1])
-            for first in range(top, bottom, height):
-                last = min(first + height, bottom)
-                strip = into[first - top : last - top]
-                strip.copy_(torch.addmm(strip.float(), b.detach()[first:last].float(), a, alpha=self.scale))
-        return out
-
-
-Source = Tensor | Merged
-
-
-def read(source: Source, box: Box) -> Tensor:
-    """Return a box of a source: of a tensor a view, of a merged weight a copy."""
-    return source.read(box) if isinstance(source, Merged) else view(source, box)
 
 
 @dataclass(frozen=True)
 class TransferStats:
-    """What one run did on this rank: bytes sent, received and copied on the rank itself, and seconds.
-    bytes_kept: of its engine's tensors that were not written, as they hold frozen weights."""
+    """Bytes that one run sent, received and copied on this rank, and its seconds.
+
+    bytes_kept: of the engine's tensors that were skipped, because they hold frozen weights"""
 
     bytes_sent: int
     bytes_received: int
@@ -139,7 +81,7 @@ class Staging:
         return self._memory.untyped_storage().nbytes()
 
     def reserve(self, size: int) -> None:
-        """Announce that somebody who shares it will need so many bytes."""
+        """Announce that one of its users will need `size` bytes."""
         self._needed = max(self._needed, size)
 
     def take(self) -> Tensor:
@@ -156,8 +98,7 @@ class Staging:
 
 
 class _Moves:
-    """Writes to tensors of this rank, carried out together: copies, and what is computed first (quantised or
-    merged)."""
+    """Writes to tensors of this rank that run together: copies, and values that are quantised or merged."""
 
     def __init__(self) -> None:
         # Lists of one pair of dtypes each, as a device needs them to copy all tensors of a list at once.
@@ -194,10 +135,10 @@ class Transfer:
     (offloading), the next run notices.
 
     bucket_bytes  limit of a rank's staging memory, sends and receives together
-    dtype         of target tensors without a format of their own, by default that of this rank's (a rank
-                  without such targets must be told); sources are converted or quantised before they are sent
-    group         of the messages, by default the whole job's. On NCCL all its ranks must have used it once;
-                  where targets are quantised or checked all of them take part
+    dtype         of target tensors without a format. Default: that of this rank's targets, so a rank without
+                  targets must give it. Sources are converted or quantised before they are sent
+    group         of the messages; default: the whole job. On NCCL all its ranks must have used it once. All
+                  its ranks take part if targets are quantised or checked
     staging       the staging memory, where several transfers share one
 
     Raises ValueError if names, shapes or dtypes of the tensors are not the plan's."""
@@ -348,9 +289,10 @@ class Transfer:
 
     @torch.no_grad()
     def check(self) -> None:
-        """Compare every target with its sources by fingerprints, after `run`. Each side adds up 64-bit hashes
-        of its pieces, so nothing is gathered; one number per target tensor travels. Raises TransferError on
-        every rank, naming tensors, if one differs."""
+        """Compare every target with its sources by fingerprints, after `run`.
+
+        Each side adds up 64-bit hashes of its pieces, so only one number per target tensor is sent. Raises
+        TransferError on every rank, with the names of tensors that differ."""
         index, mine = self._hashed
         difference = torch.zeros(len(index), dtype=torch.int64, device=self._device)
         known: dict[tuple[str, int, str | None], Tensor] = {}  # engine replicas are sent the same pieces
@@ -382,7 +324,8 @@ class Transfer:
 
 
 def fingerprint(values: Tensor, box: Box) -> Tensor:
-    """Return the hash of `values`, which are `box` of a tensor: int64 [], to be added to its other boxes'.
+    """Return the hash of a box of a tensor: int64 [], to be added to the hashes of its other boxes.
+
     hash = sum of bits[i, j] * a[i] * b[j] mod 2^64 over the elements, with a and b odd and pseudo-random in
     the Hugging Face coordinates i and j. A sum does not care how a tensor is cut. An element that differs
     always shows, as odd numbers have inverses; so do rows or columns that changed places."""

@@ -1,0 +1,241 @@
+"""The HTTP calls of an SGLang server that somebody else runs: answers by type, and who a server is.
+
+Written against SGLang 0.5.23; needs aiohttp, the extra `agents`. Answers are JSON, checked by type; none is
+unpickled.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import Coroutine, Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import msgspec
+from packaging.version import InvalidVersion, Version
+
+from megarl.config.errors import ConfigError, MegarlError
+from megarl.config.schema import Config
+from megarl.weights.families import read_config
+from megarl.weights.shards import hf_shapes
+
+if TYPE_CHECKING:
+    import aiohttp
+
+OLDEST = "0.5.23"  # the version that was tried; before it there are no weight-update sessions
+CONNECTION = 5.0  # seconds to a connection
+QUESTION = 30.0  # seconds for what a server answers at once; its own check of its health takes up to 20
+_RANGE = re.compile(r"valid range is \[0, (\d+)\)")
+T = TypeVar("T")
+
+
+class Unanswered(Exception):
+    """A server has not answered, or not what was asked: the call, and what became of it.
+
+    code  of its HTTP answer; 0: there was none"""
+
+    def __init__(self, text: str, code: int = 0) -> None:
+        super().__init__(text)
+        self.code = code
+
+
+class ModelInfo(msgspec.Struct):
+    model_path: str
+    weight_version: str
+    served_model_name: str = ""
+    is_generation: bool = True
+    model_type: str | None = None
+    architectures: list[str] | None = None
+    preferred_sampling_params: Any = None
+
+
+class ServerInfo(msgspec.Struct):
+    version: str
+    max_total_num_tokens: int
+    tp_size: int = 1
+    dp_size: int = 1
+    skip_tokenizer_init: bool = False
+    disaggregation_mode: str = "null"
+    speculative_algorithm: str | None = None
+
+
+class Card(msgspec.Struct):
+    max_model_len: int | None = None
+
+
+class Models(msgspec.Struct):
+    data: list[Card]
+
+
+class Done(msgspec.Struct):
+    success: bool
+    message: str = ""
+
+
+class Span(msgspec.Struct):
+    version: str
+
+
+class Meta(msgspec.Struct):
+    finish_reason: dict[str, Any]
+    weight_version: str
+    output_token_logprobs: list[tuple[float, int, str | None]] = []
+    weight_versions: list[Span] = []
+
+
+class Generated(msgspec.Struct):
+    meta_info: Meta
+    output_ids: list[int] = []
+
+
+async def call(session: aiohttp.ClientSession, url: str, limit: float, kind: type[T], body: Any = None) -> T:
+    """GET a URL, or POST `body` (JSON, encoded already or not) to it, and return its answer as `kind`. Raises
+    Unanswered after `limit` seconds, for every other status than 200 and for an answer of another form."""
+    import aiohttp
+
+    path = "/" + url.split("/", 3)[-1]
+    data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
+    try:
+        async with session.request(
+            "GET" if body is None else "POST",
+            url,
+            data=data,
+            headers={"Content-Type": "application/json"},
+            timeout=aiohttp.ClientTimeout(total=limit, sock_connect=CONNECTION),
+            allow_redirects=False,
+        ) as answer:
+            content = await answer.read()
+    except aiohttp.ConnectionTimeoutError:
+        raise Unanswered(f"{path}: no connection within {CONNECTION:g} s") from None
+    except TimeoutError:
+        raise Unanswered(f"{path} was not answered within {limit:g} s") from None
+    except (aiohttp.ClientError, OSError) as error:
+        raise Unanswered(f"{path}: {type(error).__name__}: {error}") from None
+    if answer.status != 200:
+        said = content[:300].decode(errors="replace")
+        raise Unanswered(f"{path} was answered {answer.status}: {said}", answer.status)
+    try:
+        return msgspec.json.decode(content, type=kind) if kind is not type(None) else kind()
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise Unanswered(f"{path} was answered with something else: {error}") from None
+
+
+async def open_session() -> aiohttp.ClientSession:
+    """Return a session whose connections serve once: a server closes those that are idle, and a request may
+    just have been sent through one. It asks no proxy."""
+    import aiohttp
+
+    connector = aiohttp.TCPConnector(limit=0, force_close=True)
+    return aiohttp.ClientSession(connector=connector, cookie_jar=aiohttp.DummyCookieJar())
+
+
+async def identify(
+    session: aiohttp.ClientSession, url: str, config: Config, hf_config: Mapping[str, Any]
+) -> ServerInfo:
+    """Return what a server says of itself. Raises ConfigError unless it runs the run's model, with room for
+    its prompts and responses, in a way in which its weights can be replaced; Unanswered where it is not
+    there."""
+    limit = min(QUESTION, config.rollout.engine_timeout)
+    model = await call(session, f"{url}/model_info", limit, ModelInfo)
+    server = await call(session, f"{url}/server_info", limit, ServerInfo)
+    models = await call(session, f"{url}/v1/models", limit, Models)
+    try:
+        is_old = Version(server.version) < Version(OLDEST)
+    except InvalidVersion:
+        is_old = False  # somebody's own build
+    longest = config.data.max_prompt_tokens + config.rollout.max_extent
+    room = min([server.max_total_num_tokens, *(card.max_model_len or longest for card in models.data)])
+    ours = hf_config.get("model_type"), hf_config.get("architectures")
+    theirs = model.model_type, model.architectures
+    differs = model.is_generation and _differs(model, config.model.path, hf_config)
+    problem = ""
+    if is_old:
+        problem = f"is SGLang {server.version} (update it to {OLDEST} or later)"
+    elif not model.is_generation or ours != theirs:
+        problem = f"runs {theirs[0]} {theirs[1]}, not the run's {ours[0]} {ours[1]} (start it on model.path)"
+    elif differs:
+        problem = differs
+    elif room < longest:
+        needed = f"{config.data.max_prompt_tokens} + {config.rollout.max_extent}"
+        problem = f"has room for {room} tokens, a prompt and its response are up to {needed} (give it more)"
+    elif server.dp_size > 1:
+        problem = "has data-parallel replicas, whose weights cannot be replaced (start one server for each)"
+    elif server.disaggregation_mode != "null" or server.speculative_algorithm:
+        problem = "has prefill or drafts of its own (start it without disaggregation and speculation)"
+    elif server.skip_tokenizer_init and (config.rollout.stop or config.rollout.acts):
+        problem = "has no tokenizer, and responses end at texts (start it without --skip-tokenizer-init)"
+    elif model.preferred_sampling_params:
+        problem = "samples in a way of its own (start it without --preferred-sampling-params)"
+    else:
+        wanted = hf_config["vocab_size"]
+        found = await _vocabulary(session, url, wanted, limit)
+        if found != str(wanted):
+            problem = f"has a vocabulary of {found} tokens, not {wanted} (start it on model.path)"
+    if problem:
+        raise ConfigError(f"rollout.urls: {url}: {problem}")
+    return server
+
+
+def _differs(model: ModelInfo, ours: Path, hf_config: Mapping[str, Any]) -> str:
+    """Return how a server's model differs in size; weights of another size would end it. Its folder tells
+    where that is here too, else its name."""
+    folder = Path(model.model_path)
+    if (folder / "config.json").is_file():
+        try:
+            same = hf_shapes(read_config(folder)) == hf_shapes(hf_config)
+        except MegarlError:
+            same = False
+        what = f"runs {folder}, whose tensors differ from those of {ours} (start it on that)"
+        return "" if same else what
+    if ours.name in (folder.name, Path(model.served_model_name).name):
+        return ""
+    remedy = f"start it on that model, or with --served-model-name {ours.name} if it is the same"
+    return f"runs {model.model_path}, and model.path is {ours} ({remedy})"
+
+
+async def _vocabulary(session: aiohttp.ClientSession, url: str, expected: int, limit: float) -> str:
+    """Return how many tokens a server's model has, by what it says to a token beyond."""
+    # A client that was killed in the middle of an update has left it waiting.
+    await call(session, f"{url}/continue_generation", limit, type(None), {})
+    one = {"input_ids": [0], "sampling_params": {"max_new_tokens": 1}}
+    beyond = one | {"return_logprob": True, "token_ids_logprob": [expected]}
+    try:
+        await call(session, f"{url}/generate", limit, Generated, beyond)
+    except Unanswered as answer:
+        if answer.code == 400 and (said := _RANGE.search(str(answer))):
+            return said[1]
+        raise
+    return f"more than {expected}"
+
+
+def check_servers(config: Config, hf_config: Mapping[str, Any], engines: int) -> None:
+    """Ask all servers who they are. Raises ConfigError where one is not there, is not what the run needs, or
+    where there are fewer than `engines`, the ranks that each talk to their own."""
+    rollout = config.rollout
+    if len(rollout.urls) < engines:
+        tp = rollout.engine_tp * -(-engines // len(rollout.urls))
+        what = f"{len(rollout.urls)} for {engines} ranks with clients of their own"
+        raise ConfigError(f"rollout.urls: {what} (name more, or let ranks share: rollout.engine_tp={tp})")
+
+    async def ask(session: aiohttp.ClientSession, url: str, key: str) -> None:
+        try:
+            if key == "rollout.router":
+                await call(session, f"{url}/health", min(QUESTION, rollout.engine_timeout), type(None))
+            else:
+                await identify(session, url, config, hf_config)
+        except Unanswered as problem:
+            raise ConfigError(f"{key}: {url}: {problem} (start it, or leave it out)") from None
+
+    async def ask_all() -> None:
+        async with await open_session() as session:
+            await gather(ask(session, url, "rollout.urls") for url in rollout.urls)
+            if rollout.router:
+                await ask(session, rollout.router, "rollout.router")
+
+    asyncio.run(ask_all())
+
+
+async def gather(jobs: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    return list(await asyncio.gather(*jobs))

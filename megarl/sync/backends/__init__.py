@@ -1,0 +1,14 @@
+"""The table of weight backends. An engine names one of them (`backend` in config/engines.py)."""
+
+from typing import Any
+
+from megarl.sync.backends.base import WeightBackend
+from megarl.sync.backends.http import HttpBackend
+from megarl.sync.backends.in_place import InPlaceBackend
+from megarl.sync.backends.shared_memory import SharedMemoryBackend
+
+BACKENDS: dict[str, type[WeightBackend[Any]]] = {
+    "in_place": InPlaceBackend,
+    "shared_memory": SharedMemoryBackend,
+    "http": HttpBackend,
+}

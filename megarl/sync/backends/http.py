@@ -1,0 +1,51 @@
+"""Weights in the bodies of HTTP requests: SGLang servers that somebody else runs.
+
+The leader of the ranks that share a client has whole tensors by their Hugging Face names. It serializes each
+bucket once, and its engine posts it to all servers of the client.
+"""
+
+from __future__ import annotations
+
+import base64
+import pickle
+from collections.abc import Sequence
+from typing import Protocol
+
+from torch import Tensor
+
+from megarl.sync.backends.base import UpdatableEngine, WeightBackend, stage
+from megarl.sync.plan import Plan
+from megarl.sync.transfer import Staging
+
+
+class HttpEngine(UpdatableEngine, Protocol):
+    """A client of servers that take weights by `update_weights_from_tensor`."""
+
+    @property
+    def is_updating(self) -> bool:
+        """True if a server of this client takes part in the update."""
+
+    def post_weights(self, payload: str, version: int | None) -> None:
+        """Post a bucket to all servers that take part.
+
+        payload: base64 of a pickled list of (name, tensor); version: None unless it is the update's last"""
+
+
+class HttpBackend(WeightBackend[HttpEngine]):
+    """Has the transfer write staging memory on the leader, and posts that."""
+
+    keeps_frozen = False  # a server that comes back has none of its weights
+    reports_notes = True  # of servers that are left out, or back
+
+    def connect(self, engine: HttpEngine, parts: Sequence[Plan], memory: Staging) -> list[dict[str, Tensor]]:
+        self.engine = engine
+        self._buckets = stage([self.places(part) for part in parts], memory)
+        return self._buckets
+
+    def send(self, bucket: int, published: Sequence[bytes | None], version: int) -> None:
+        if not self.engine.is_updating:
+            return
+        # Copies: a view would be pickled with all of its memory.
+        tensors = [(name, tensor.to("cpu", copy=True)) for name, tensor in self._buckets[bucket].items()]
+        payload = base64.b64encode(pickle.dumps(tensors, pickle.HIGHEST_PROTOCOL)).decode()
+        self.engine.post_weights(payload, version if bucket == len(self._buckets) - 1 else None)

@@ -1,0 +1,86 @@
+"""Weights through memory that the engine's processes open: SGLang on the ranks' own devices.
+
+Each rank of an engine has one memory, into which a transfer writes its share of one bucket after the other.
+The leader passes handles of these memories to the engine: a file on a CPU, CUDA IPC on a GPU. Each of the
+engine's processes copies its share from there.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import weakref
+from collections.abc import Sequence
+from multiprocessing.reduction import ForkingPickler
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from megarl.sync.backends.base import UpdatableEngine, WeightBackend, stage
+from megarl.sync.plan import Plan
+from megarl.sync.transfer import Staging
+
+
+class ProcessEngine(UpdatableEngine, Protocol):
+    """An engine in separate processes, on the machine of its ranks."""
+
+    def load_shared(self, handles: Sequence[bytes | None], version: int, *, last: bool) -> None:
+        """Have the engine's processes load a bucket, and return when they have.
+
+        handles: of the engine's ranks, in order (`SharedMemoryBackend.publish`); last: of the update"""
+
+
+class SharedMemoryBackend(WeightBackend[ProcessEngine]):
+    """Has the transfer write memory from which the engine's processes load."""
+
+    alignment = 256
+
+    def connect(
+        self, engine: ProcessEngine, parts: Sequence[Plan], memory: Staging
+    ) -> list[dict[str, Tensor]]:
+        self.engine = engine
+        places = [self.places(part) for part in parts]
+        # Per bucket, as sglang_inside.load_shards reads it.
+        self._described: list[dict[str, Any]] = [
+            {
+                "tensors": {
+                    name: (place.start, list(place.shape), str(place.dtype).removeprefix("torch."))
+                    for name, place in bucket.items()
+                },
+                "complete": [],
+            }
+            for bucket, _ in places
+        ]
+        self._described[-1]["complete"] = [name for bucket, _ in places for name in bucket]
+        if self.device.type == "cpu":
+            self._memory = self._open_file(max(size for _, size in places))
+            return [
+                {name: place.view(self._memory) for name, place in bucket.items()} for bucket, _ in places
+            ]
+        tensors = stage(places, memory)
+        self._memory = memory.take()
+        return tensors
+
+    def _open_file(self, size: int) -> Tensor:
+        """Return the memory of a file that other processes can open as long as this object exists."""
+        self._file = os.memfd_create("megarl-weights")
+        weakref.finalize(self, os.close, self._file)
+        os.truncate(self._file, size)
+        return torch.from_file(f"/proc/self/fd/{self._file}", shared=True, size=size, dtype=torch.uint8)
+
+    def publish(self, bucket: int) -> bytes:
+        """Return where the engine's process finds this rank's part. A CUDA handle is good for one load."""
+        part = self._described[bucket]
+        if self.device.type == "cpu":
+            part = part | {"path": f"/proc/{os.getpid()}/fd/{self._file}", "size": self._memory.numel()}
+            memory = torch.empty(0, dtype=torch.uint8)
+        else:
+            # An alias with a new storage: torch adds a wrapper to a storage each time it is shared, and keeps
+            # all wrappers as long as the storage.
+            memory = torch.from_dlpack(self._memory)
+        return bytes(ForkingPickler.dumps([(json.dumps(part), memory)]))
+
+    def send(self, bucket: int, published: Sequence[bytes | None], version: int) -> None:
+        mine = list(published[self.rank : self.rank + self.config.rollout.engine_tp])
+        self.engine.load_shared(mine, version, last=bucket == len(self._described) - 1)

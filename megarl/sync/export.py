@@ -1,0 +1,139 @@
+"""Export of a model or its LoRA adapters into a folder, by a transfer from all ranks to rank 0."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from math import prod
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megarl.config.schema import LoraConfig
+from megarl.parallel.layout import Layout
+from megarl.sync.plan import FP32, make_plan
+from megarl.sync.transfer import Transfer
+from megarl.weights.families import read_config, table_names
+from megarl.weights.hf import SCORE_BIAS, exported_config, named_files, write_index
+from megarl.weights.lora import Source
+from megarl.weights.shards import float32_tensors, hf_shards, megatron_layout
+from megarl.weights.tensor_files import (
+    Processes,
+    carry_along,
+    new_folder,
+    write_json,
+    write_tensors,
+)
+
+PREFIX = "base_model.model."  # of PEFT's names, before the model's own
+
+
+def export_hf(
+    out: Path,
+    source: Path,
+    layout: Layout,
+    rank: int,
+    tensors: Mapping[str, Source],
+    *,
+    critic: bool = False,
+    dtype: torch.dtype | None = None,
+    max_shard_bytes: int = 4 << 30,
+    bucket_bytes: int = 256 << 20,
+    control: dist.ProcessGroup | None = None,
+) -> None:
+    """Write the model that all ranks of `layout` hold together into a folder. Every rank calls this.
+
+    source    the Hugging Face folder that the run started from; all but its weights is carried along
+    tensors   this rank's parameters by the table's names
+    critic    whether it becomes a one-label token classifier
+    dtype     to write, by default that of the first tensor; a router's bias stays in float32
+    control   gloo, if the default group, which carries tensors, is NCCL; carries a line of text per file
+
+    Rank 0 needs memory for one bucket and one file of at most `max_shard_bytes` (or one tensor, if that is
+    larger), which is staged where the tensors are. The folder appears under its name only when it is complete
+    and on disk. Raises CheckpointError on every rank if `out` exists or rank 0 cannot write; nothing is left
+    behind then."""
+    processes, config = Processes(control), read_config(source)
+    shards = hf_shards(config, critic=critic)
+    sources = megatron_layout(config, layout, critic=critic)
+    first = next(iter(tensors.values()))
+    kind: torch.dtype = first.dtype if dtype is None else dtype
+    single = float32_tensors(config)
+    kinds = {name: torch.float32 if name in single else kind for name in shards}
+    sizes = {name: prod(shard.shape) * kinds[name].itemsize for name, shard in shards.items()}
+    files = named_files(sizes, max_shard_bytes)
+
+    def finish() -> None:
+        write_index(folder, files, sum(sizes.values()) + (kind.itemsize if critic else 0))
+        carry_along(source, folder, exported_config(config, critic, kind))
+
+    with new_folder(out, sum(sizes.values()), processes) as folder:
+        for file, names in files.items():
+            part = {name: shards[name] for name in names}
+            plan = make_plan(sources, [(0, part)], formats=dict.fromkeys(single & part.keys(), FP32))
+            plan.verify()
+            target: dict[str, Tensor] = {}
+            if rank == 0:
+                for name, shard in part.items():
+                    target[name] = torch.empty(shard.shape, dtype=kinds[name], device=first.device)
+            Transfer(plan, rank, tensors, target, bucket_bytes, dtype=kind).run()
+            if "score.weight" in part:
+                names.append(SCORE_BIAS)
+                target[SCORE_BIAS] = torch.zeros(1, dtype=kind)
+            processes.first(partial(write_tensors, folder / file, target))
+            del target
+        processes.first(finish)
+
+
+def export_peft(
+    out: Path,
+    source: Path,
+    layout: Layout,
+    rank: int,
+    tensors: Mapping[str, Tensor],
+    lora: LoraConfig,
+    *,
+    bucket_bytes: int = 256 << 20,
+    control: dist.ProcessGroup | None = None,
+) -> None:
+    """Write the adapters that all ranks of `layout` hold together as a folder that PEFT loads; every rank
+    calls this. source: the folder of the model; tensors: this rank's parameters; control: as
+    `export_hf`, also in what is raised."""
+    processes, config = Processes(control), read_config(source)
+    halves = {name: tensor for name, tensor in table_names(tensors).items() if ".lora." in name}
+    shards = hf_shards(config, lora=lora)
+    plan = make_plan(megatron_layout(config, layout, lora=lora), [(0, shards)])
+    plan.verify()
+    first = next(iter(tensors.values()))
+    target: dict[str, Tensor] = {}
+    if rank == 0:
+        target = {
+            name: torch.empty(shard.shape, dtype=first.dtype, device=first.device)
+            for name, shard in shards.items()
+        }
+    Transfer(plan, rank, halves, target, bucket_bytes, dtype=first.dtype).run()
+    # Where PEFT joins experts' gate and up it doubles rank and alpha, which is right for alpha / rank alone.
+    joins = any(".experts." in name for name in shards)
+    described = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": str(source),
+        "r": lora.rank,
+        "lora_alpha": lora.scale * (lora.rank or 1) if joins else lora.alpha,
+        "use_rslora": lora.rank_stabilized and not joins,
+        "target_modules": sorted({name.split(".")[-3] for name in shards}),
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "inference_mode": True,
+    }
+
+    def write() -> None:
+        named = {PREFIX + name: tensor for name, tensor in target.items()}
+        write_tensors(folder / "adapter_model.safetensors", named)
+        write_json(folder / "adapter_config.json", described)
+
+    size = sum(tensor.nbytes for tensor in target.values())
+    with new_folder(out, size, processes) as folder:
+        processes.first(write)

@@ -1,0 +1,286 @@
+"""The order of a weight sync: the actor's weights into all engines, and recovery of engines.
+
+For each bucket: transfer between ranks, check, send into the engines. Collective: all ranks call the same
+methods in the same order, `recover` those with engines.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megarl.config.errors import EngineError, EngineFailure
+from megarl.config.schema import Config, RolloutConfig
+from megarl.model.builder import DTYPES
+from megarl.parallel.comm import gather_objects
+from megarl.parallel.device_memory import empty_cache
+from megarl.parallel.runtime import Ranks, Runtime
+from megarl.sync.backends import BACKENDS
+from megarl.sync.backends.base import UpdatableEngine, WeightBackend
+from megarl.sync.plan import engine_plan, frozen_targets
+from megarl.sync.transfer import Staging, Transfer, TransferStats
+from megarl.weights.lora import merged
+
+READY_WAIT = 10.0  # seconds that a rank waits for its engine before it exchanges with the others
+Failures = list[EngineFailure | None]  # by rank
+
+
+class _Guard:
+    """Makes calls for this rank's engine until the first failure; none where it is not active."""
+
+    def __init__(self, *, active: bool) -> None:
+        self.active = active
+        self.failure: EngineFailure | None = None
+
+    def __call__(self, call: Callable[..., Any], *arguments: Any) -> Any:
+        if self.active and self.failure is None:
+            try:
+                return call(*arguments)
+            except EngineFailure as error:
+                self.failure = error
+        return None
+
+
+class WeightSync:
+    """Keeps the engines supplied with the actor's weights. All ranks of the job have one.
+
+    engine         of this rank, None where it has none
+    backend        brings weights into the engine, to which it is connected
+    transfers      one for each bucket of the engine, in order
+    memory         shared by all transfers; on the device only during a sync
+    constant       number of transfers with frozen weights, which come first; engines that have kept these
+                   get the other transfers only
+    version        of the weights that were synced last
+    complete       whether all engines have weights
+    asleep         tags whose device memory the engines have freed
+    failures       of engines, since the last sync; beyond `max_failures` the run ends
+    """
+
+    def __init__(
+        self,
+        config: RolloutConfig,
+        runtime: Runtime,
+        engine: UpdatableEngine | None,
+        backend: WeightBackend[Any],
+        transfers: Sequence[Transfer],
+        memory: Sequence[Staging] = (),
+        constant: int = 0,
+    ) -> None:
+        self.config, self.runtime = config, runtime
+        self.engine, self.backend = engine, backend
+        self.transfers, self.memory, self.constant = transfers, memory, constant
+        self.max_failures, self.failures = config.engine_failures, 0
+        self.version = -1
+        self.complete = False
+        self.asleep: set[str] = set()
+        # On ranks without the actor: host copies of the buckets. A restarted engine gets its weights from
+        # them while the trainers continue.
+        self._copies: list[dict[str, Tensor]] = []
+        self._keeps_copies = engine is not None and runtime.rollout_ranks > 0 and backend.can_recover
+        self._events: list[str] = []
+        self._restarted = False  # this rank's engine was started again, and nothing of it sleeps
+        for staging in memory:
+            staging.release()
+
+    @property
+    def nbytes(self) -> int:
+        """Return the bytes of this rank's share of its engine's weights."""
+        return sum(transfer.target_bytes for transfer in self.transfers)
+
+    def sync(self, version: int) -> TransferStats:
+        """Write the actor's present weights into all engines, which then carry `version`.
+
+        Frozen weights are skipped where all engines have kept their weights since the last sync."""
+        self.failures, self.version = 0, version
+        failures, stats = self._update(self._guard(), self.runtime.job)
+        self._recover(failures, self.runtime.job)
+        return stats
+
+    def recover(self, failures: Failures) -> None:
+        """Restart the engines that failed, and give them the weights of `version` again.
+
+        The actor must still have these weights. An engine on ranks without the actor gets a host copy.
+        Unfinished requests continue. Raises EngineError on every rank once there were too many failures.
+
+        failures: by rank, of the ranks with engines"""
+        self._recover(failures, self.runtime.engines)
+
+    def _recover(self, failures: Failures, ranks: Ranks) -> None:
+        while any(failures):
+            self.complete = False
+            started_again = self._restart(failures, ranks)
+            failures, _ = self._update(_Guard(active=started_again), ranks)
+
+    def sleep(self, tags: Sequence[str]) -> None:
+        """Free the device memory of the tags in all engines; without weights they need a sync."""
+        self.asleep |= set(tags)
+        self.complete &= "weights" not in tags
+        self._call_all(lambda engine: engine.sleep(tags))
+
+    def wake(self, tags: Sequence[str]) -> None:
+        """Allocate the memory of the tags again; weights are undefined until a sync."""
+        self.asleep -= set(tags)
+        self._call_all(lambda engine: engine.wake(tags))
+
+    def take_events(self) -> list[str]:
+        """Return the lines about failures since the last call."""
+        events, self._events = self._events, []
+        return events
+
+    def _guard(self) -> _Guard:
+        return _Guard(active=self.engine is not None)
+
+    def _call_all(self, call: Callable[[UpdatableEngine], None]) -> None:
+        """Make a call of every engine; restart those that fail."""
+        guard = self._guard()
+        ranks, engine = self.runtime.job, self.engine
+        self._await_ready(guard, ranks)
+        if engine is not None:
+            guard(call, engine)
+        # A failed engine is not called again. After its restart `_await_ready` puts it to sleep if need be.
+        while any(failures := gather_objects(ranks, guard.failure, EngineFailure | None)):
+            self.complete = False
+            guard = _Guard(active=self._restart(failures, ranks))
+            self._await_ready(guard, ranks)
+
+    def _restart(self, failures: Failures, ranks: Ranks) -> bool:
+        """Start this rank's engine again where it failed, and return whether it did. Raises EngineError on
+        every rank once there were too many failures."""
+        trainers = ranks.world - (self.runtime.rollout_ranks or ranks.world)  # of `ranks`, before the engines
+        for rank, failure in enumerate(failures):
+            if failure is not None:
+                self.failures += 1
+                count = f"{self.failures} of at most {self.max_failures}"
+                number = rank - trainers + self.runtime.first_engine
+                self._events.append(f"engine of rank {number} failed ({count}): {failure}")
+                last = failure
+        if self.failures > self.max_failures:
+            error = EngineError(
+                f"rollout: {self.failures} engine failures since the last weight transfer, "
+                f"rollout.engine_failures allows {self.max_failures}; the last: {last}"
+            )
+            error.on_every_rank = True
+            raise error
+        # All ranks of an engine start it again, of which the leader alone meets failures.
+        tp = self.config.engine_tp
+        leader = trainers + (ranks.rank - trainers) // tp * tp
+        if self.engine is None or not any(failures[leader : leader + tp]):
+            return False
+        self.backend.recover()
+        self._restarted = True
+        return True
+
+    def _await_ready(self, guard: _Guard, ranks: Ranks) -> None:
+        """Wait until all guarded engines are ready; those started again sleep as far as the others do."""
+        # An engine may take longer to start than any rank may wait in a collective. A guard that is not
+        # active, or whose engine has failed, answers None: nobody waits for that one.
+        engine, is_ready = self.engine, False
+        while not is_ready:
+            answer = guard(lambda: engine is None or engine.ready(READY_WAIT)) is not False
+            is_ready = all(gather_objects(ranks, answer, bool))
+        if self._restarted and self.asleep and engine is not None:
+            guard(engine.sleep, sorted(self.asleep))
+        self._restarted = False
+
+    def _update(self, guard: _Guard, ranks: Ranks) -> tuple[Failures, TransferStats]:
+        """Transfer the weights once. All `ranks` take part in the transfer; only the engines whose guard is
+        active get what it brings."""
+        self._await_ready(guard, ranks)
+        skipped = self.constant if self.complete else 0
+        kept = sum(transfer.target_bytes for transfer in self.transfers[:skipped])
+        stats = TransferStats(0, 0, 0, 0.0, bytes_kept=kept)
+        failures: Failures = []
+        guard(self.backend.begin)
+        for memory in self.memory:
+            memory.take()
+        for bucket in range(skipped, len(self.transfers)):
+            stats = stats.plus(self._fill(bucket, ranks))
+            failures = self._send(bucket, guard, ranks)
+        if self.backend.reports_notes:
+            notes = self.engine.take_notes() if self.engine else []
+            for theirs in gather_objects(ranks, notes, list[str]):
+                self._events += theirs
+        for memory in self.memory:
+            memory.release()
+        self.complete = not any(failures)
+        return failures, stats
+
+    def _fill(self, bucket: int, ranks: Ranks) -> TransferStats:
+        """Write a bucket's tensors: from the actor, or where its ranks take no part from the host copies."""
+        transfer = self.transfers[bucket]
+        if ranks.world < self.runtime.job.world:
+            for name, copy in self._copies[bucket].items():
+                transfer.targets[name].copy_(copy)
+            return TransferStats(0, 0, 0, 0.0)
+        stats = transfer.run()
+        if self.config.fingerprint:
+            transfer.check()
+        if self._keeps_copies:
+            self._copy(bucket, transfer.targets)
+        return stats
+
+    def _send(self, bucket: int, guard: _Guard, ranks: Ranks) -> Failures:
+        """Bring a bucket that all ranks have written into the engines, and return their failures by rank."""
+        # Nobody reads before all have written, ...
+        own = None if self.engine is None else self.backend.publish(bucket)
+        published: list[bytes | None] = [None] * (self.runtime.job.world - ranks.world)  # by rank of the job
+        published += gather_objects(ranks, own, bytes | None)
+        guard(self.backend.send, bucket, published, self.version)
+        if bucket == len(self.transfers) - 1:
+            guard(self.backend.finish, self.version)
+        # ... and nobody writes before all have read.
+        return gather_objects(ranks, guard.failure, EngineFailure | None)
+
+    def _copy(self, bucket: int, targets: Mapping[str, Tensor]) -> None:
+        """Copy a bucket's tensors to the host."""
+        if len(self._copies) <= bucket:
+            self._copies.append({name: torch.empty_like(t, device="cpu") for name, t in targets.items()})
+        for name, tensor in targets.items():
+            self._copies[bucket][name].copy_(tensor)
+
+
+def make_weight_sync(
+    config: Config,
+    runtime: Runtime,
+    hf_config: Mapping[str, Any],
+    model: torch.nn.Module | None,
+    engine: UpdatableEngine | None,
+) -> WeightSync:
+    """Make the weight sync from the actor to every engine.
+
+    Args:
+    hf_config: config.json of the actor
+    model: the actor; None on a rank that does not train
+    engine: None on a rank that has none"""
+    plan = engine_plan(config, hf_config, runtime.layout, cpu=runtime.device.type == "cpu")
+    named = {} if model is None else dict(model.named_parameters())
+    sources = merged(named, hf_config, runtime.layout, runtime.rank, config.actor.lora) if named else {}
+    dtype, size = DTYPES[config.model.dtype], config.rollout.transfer_bucket * 2**20
+    staging, memory = Staging(runtime.device), Staging(runtime.device)
+    backend_class = BACKENDS[config.rollout.capabilities.weight_backend]
+    backend = backend_class(config, runtime.rank, runtime.device, dtype)
+    frozen = frozen_targets(plan, hf_config, config.actor) if backend.keeps_frozen else frozenset[str]()
+    names = backend.split(plan, frozen)
+    parts = [plan.part(part) for part in names] if len(names) > 1 else [plan]
+    targets = [{} for _ in parts] if engine is None else backend.connect(engine, parts, memory)
+    transfers = [
+        Transfer(
+            part,
+            runtime.rank,
+            sources,
+            tensors,
+            size,
+            dtype=dtype,
+            group=runtime.transfer_group,
+            staging=staging,
+        )
+        for part, tensors in zip(parts, targets, strict=True)
+    ]
+    constant = sum(frozen.issuperset(part) for part in names)
+    weight_sync = WeightSync(config.rollout, runtime, engine, backend, transfers, (staging, memory), constant)
+    # The engine, which is starting, needs the memory in which the buckets were laid out.
+    empty_cache(runtime.device)
+    return weight_sync
