@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from megarl.agents.chat_turns import ChatTurns
-from tests.rollout.talk import ScriptedPolicy, merging_tokenizer, prompt_of
 
+from megarl.agents.chat_turns import ChatTurns
 from megarl.config import check_config, load_config
 from megarl.rewards.pool import VerifierPool
 from megarl.rollout.engines.transformers_engine import TransformersEngine
 from megarl.rollout.sampling import Request, SamplingParams
+from tests.agents.talk import ScriptedPolicy, merging_tokenizer, prompt_of
 from tests.docs.test_docs import ROOT, commands
 from tests.engines import load_folder
 from tests.tiny_models import make_tiny_model, make_tokenizer
