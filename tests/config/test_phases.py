@@ -87,9 +87,9 @@ def test_vapo_32b(capsys: pytest.CaptureFixture[str]) -> None:
             ["dapo_32b.yaml", "teacher.path=teacher", "teacher.top_k=8"],
             [DAPO.replace("actor_update", "teacher_top_k actor_update")],
         ),
-        (["demo_spo.yaml"], [DAPO.replace("group_", "tracked_")]),
+        (["demos/spo.yaml"], [DAPO.replace("group_", "tracked_")]),
         (
-            ["demo_sppo.yaml"],
+            ["demos/sppo.yaml"],
             [
                 PRETRAINING,
                 f"rollout distribute old_logprobs parity {CRITIC}".replace("gae_", "prompt_"),
@@ -99,7 +99,7 @@ def test_vapo_32b(capsys: pytest.CaptureFixture[str]) -> None:
             ["vapo_32b.yaml", "value_pretraining.steps=0"],
             [f"rollout distribute old_logprobs parity {CRITIC}"],
         ),
-        (["demo_sft.yaml"], ["read_pairs distribute supervised_update"]),
+        (["demos/sft.yaml"], ["read_pairs distribute supervised_update"]),
     ],
 )
 def test_order(arguments: list[str], stages: list[str], capsys: pytest.CaptureFixture[str]) -> None:
