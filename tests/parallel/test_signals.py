@@ -17,7 +17,7 @@ import pytest
 from megarl.cli import ranks, train
 from megarl.cli.ranks import run_rank
 from megarl.config.errors import ConfigError, DeviceMemoryError, Interrupted, MegarlError
-from megarl.config.schema import ParallelConfig
+from megarl.config.schema import ParallelConfig, RolloutConfig
 from megarl.parallel import runtime
 from megarl.parallel.launch import LOST, launch
 from megarl.parallel.lease import Lease, leased
@@ -102,7 +102,7 @@ def test_only_a_rank_that_fails_alone_leaves_without_the_others(
 
     (tmp_path / "config.json").write_text(json.dumps(TINY))
     config: Any = SimpleNamespace(
-        parallel=None, seed=0, model=SimpleNamespace(path=tmp_path), rollout=SimpleNamespace(engine="sglang")
+        parallel=None, seed=0, model=SimpleNamespace(path=tmp_path), rollout=RolloutConfig(engine="sglang")
     )
     with leased(tmp_path / "run", "megarl test", remedy="") as lease:
         code = error.code if isinstance(error, MegarlError) else 2
