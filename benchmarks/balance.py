@@ -96,7 +96,8 @@ def work(rank: int, args: argparse.Namespace, results: Any) -> None:
                 for r, response in enumerate(group.responses)
                 if response.body is not None
             }
-            ended.append((seconds, worker.moved, worker.seconds["idle"], drawn))
+            moved = worker.controller.dispatcher.rebalanced if worker.controller else 0
+            ended.append((seconds, moved, worker.seconds["idle"], drawn))
             worker.close()
         parts: list[Any] = [None] * len(SLOWER)
         dist.all_gather_object(parts, {key: len(tokens) for key, (tokens, _) in drawn.items()})
