@@ -221,7 +221,7 @@ def test_rollouts_of_something_else_are_refused(
     kept = {"rollouts": first}
     cases = {
         "rollout.temperature 1.0, this run has 0.5": {"rollout": {"temperature": 0.5}},
-        "seed 0, this run has 4": {"seed": 4},
+        "seed 1, this run has 4": {"seed": 4},
         "other model.path": {"model": {"path": folder / "other_model"}},
         "other data.train": {"data": {"train": [tmp_path / "train.jsonl"]}},
     }
