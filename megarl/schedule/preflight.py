@@ -366,12 +366,12 @@ def check_verifier(
 def _check_machine(config: Config, device: str, world: int | None = None, *, replay: bool = False) -> None:
     """Check that what the configuration asks for is installed and plugged in. replay: without its engine
     and logs."""
-    if not replay:
-        check_engine(config, device)
     if world or is_launched():
         layout_for(config.parallel, world or launched_world())
     if broken := broken_transformer_engine():
         raise ConfigError(broken)
+    if not replay:  # after Transformer Engine, which an engine's file may import
+        check_engine(config, device)
     if device == "cuda" and config.model.layers != "portable" and (problem := cudnn_problem()):
         raise ConfigError(problem)
     if config.model.layers == "te" and (problem := transformer_engine_problem(device)):
