@@ -34,8 +34,8 @@ class Trainer:
     def __init__(self, run: Run, stop: StopRequest | None = None, watchdog: Watchdog | None = None) -> None:
         self.run, self.config = run, run.config
         self.stage, self.phases = self.config.main_stage, select_phases(self.config)
-        check_phases(self.phases)
-        check_phases(select_phases(self.config, PRETRAINING))
+        for stage in (self.stage, PRETRAINING):
+            check_phases(select_phases(self.config, stage, first_step=True))
         # Stages in which no step has passed since the program started.
         self.fresh_stages = {self.stage, PRETRAINING}
         self.guards = Guards(self.config.guard, self.config.rollout.windows)
