@@ -102,8 +102,10 @@ class Experience:
 
     @property
     def drawn(self) -> Tensor:
-        """Return the response tokens that the step's rollout has drawn, bool [T]: all but, where a column
-        `begun` [n] says so, the first of each response, which earlier steps drew (`rollout.window`)."""
+        """Return which response tokens this step's rollout has sampled, bool [T].
+
+        The column `begun` [n], if there is one, counts the first tokens of each response that earlier steps
+        have sampled (`rollout.window`)."""
         if "begun" not in self:
             return self.response_mask
         so_far = torch.cat([self.cu_seqlens[:1], self.response_mask.cumsum(0)])

@@ -127,9 +127,10 @@ class Recovery:
                 self.check(self.longest_step + self.writer.seconds)
 
     def check(self, seconds: float = 0.0, *, weights_changed: bool = False) -> None:
-        """Move the checkpoint that is being written forward. Unless `weights_changed` since the last
-        step, leave where the run was told to, or has less than `seconds` left: nothing is lost but this
-        step's work so far. Raises as `after_step`."""
+        """Continue writing the present checkpoint, and end the run if it was told to end or has less than
+        `seconds` left. This loses the step's work so far.
+
+        weights_changed: since the last step; the run then goes on. Raises as `after_step`."""
         if not (self.writer.unfinished if weights_changed else self.every):
             return
         should_stop = not weights_changed and self.stop.should_stop(seconds)

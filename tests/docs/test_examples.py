@@ -93,7 +93,7 @@ def test_loss(capsys: pytest.CaptureFixture[str]) -> None:
 def test_loss_and_engine_are_those_of_the_page() -> None:
     """The test of docs/extending.md puts both into megarl and trains with them."""
     _, _, engine = (EXAMPLES / "own_engine.py").read_text().partition("\n")
-    # The page's engine has a weight backend of its own, that of the example the usual one.
+    # The page's engine has a new weight backend, the example's the usual one.
     page = re.sub(r"from (pathlib|safetensors\.torch) import \w+\n", "", PAGE)
     page = re.sub(
         r"    def load_file\(self, path: Path\) -> None:\n        own = .*?\n\n", "", page, flags=re.S

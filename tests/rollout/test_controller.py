@@ -540,7 +540,7 @@ def test_a_silent_rank_is_reported_with_what_is_waited_for(world, monkeypatch):
         found_out.set()
         return silence(self, rank)
 
-    # Long enough that rank 1, once its engine goes on, reads the controller's messages before it misses them.
+    # Long enough for rank 1 to read the controller's messages after its engine continues.
     monkeypatch.setattr("megarl.rollout.messages.ALIVE", 0.5)
     monkeypatch.setattr(engine, "poll", hangs)
     monkeypatch.setattr(Controller, "_silence", told)

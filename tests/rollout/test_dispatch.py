@@ -1,5 +1,6 @@
-"""Who begins what: a rule that loses nothing, gives nothing twice and leaves nobody idle; and, over a
-simulated clock, what it gains where one engine is slow."""
+"""Which engine starts which response: no response is lost or assigned twice, and no engine is idle.
+
+A simulated clock measures the gain where one engine is slow."""
 
 from __future__ import annotations
 
@@ -16,13 +17,13 @@ ENGINES = st.integers(1, 9)
 
 @given(data=st.data(), engines=ENGINES)
 def test_nothing_is_lost_or_given_twice_and_nobody_is_idle(data: st.DataObject, engines: int) -> None:
-    def of_each(values: st.SearchStrategy[int]) -> list[int]:
+    def sample_per_engine(values: st.SearchStrategy[int]) -> list[int]:
         return data.draw(st.lists(values, min_size=engines, max_size=engines))
 
-    ends = of_each(st.integers(0, 30))
+    ends = sample_per_engine(st.integers(0, 30))
     waiting = [list(range(sum(ends[:e]), sum(ends[: e + 1]))) for e in range(engines)]
-    running, limits = of_each(st.integers(0, 20)), of_each(st.integers(1, 20))
-    ended = of_each(st.integers(0, 500))
+    running, limits = sample_per_engine(st.integers(0, 20)), sample_per_engine(st.integers(1, 20))
+    ended = sample_per_engine(st.integers(0, 500))
     given_ = share_out(waiting, running, limits, ended)
     assert given_ == share_out(waiting, running, limits, ended) and len(given_) == engines
     begun = [number for numbers in given_ for number in numbers]
@@ -50,9 +51,10 @@ def test_engines_that_are_alike_get_what_the_division_gave_them(engines: int, co
 
 
 def clock(speeds: list[int], lengths: list[int], in_flight: int, *, moves: bool = True) -> float:
-    """The time that engines take over responses of these lengths, as a multiple of the ideal split's: the
-    work divided by the sum of the speeds. In a tick an engine makes `speed` tokens, in turn for each of the
-    responses that it has."""
+    """Return the time for responses of these lengths, as a multiple of the ideal split's.
+
+    The ideal is the work divided by the sum of the speeds. In a tick an engine samples `speed` tokens, one
+    after the other for its responses."""
     count, n = len(speeds), len(lengths)
     waiting = [list(range(e * n // count, (e + 1) * n // count)) for e in range(count)]
     left: list[dict[int, int]] = [{} for _ in speeds]
@@ -84,8 +86,9 @@ def clock(speeds: list[int], lengths: list[int], in_flight: int, *, moves: bool 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("engines", [2, 4])
 def test_a_slow_engine_holds_up_nobody(engines: int, seed: int) -> None:
-    """One of the engines is slower by a factor of 3: at most 1.15 of the ideal split, where equal parts take
-    2 (of two engines) or 2.5 (of four). Lengths are log-normal."""
+    """One engine is slower by a factor of 3. Equal parts take 2 (two engines) or 2.5 (four) of the ideal.
+
+    Lengths are log-normal."""
     rng = random.Random(seed)
     lengths = [min(200, 1 + int(rng.lognormvariate(3.4, 0.6))) for _ in range(150 * engines)]
     speeds = [20] + [60] * (engines - 1)

@@ -57,9 +57,10 @@ def simulate_twice(each: int) -> list[list[Counts]]:
 
 @pytest.mark.parametrize("each", [1, 4])
 def test_counts_of_simulated_ranks(each: int) -> None:
-    """The same code on 8 and 32 ranks that are threads: whoever waits says and hears now and then that all is
-    well, and each rank gets its share. In a process of their own: a crash of its threads (seen once, cause
-    unknown) is then an error of this test."""
+    """Ranks that wait exchange signs of life now and then, and each rank gets its share of the batch.
+
+    The ranks are 8 and 32 threads of a separate process. These crashed once, for an unknown reason; such a
+    crash is then an error of this test."""
     for ranks in in_a_fork(simulate_twice, each):
         found = summary(ranks, each, 2.5, 128)
         assert found["bytes of facts into a leader, a response"] < 100
