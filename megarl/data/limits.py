@@ -14,20 +14,24 @@ from megarl.config.errors import ConfigError
 
 MEMORY = 1 << 30  # bytes that rendering a conversation, or decoding a batch of rows, may take
 _STATM = Path("/proc/self/statm")
+_ONE_THREAD = threading.RLock()  # the limit is the process's: two threads that each restore it would leave one's
 
 
 @contextmanager
 def memory_limit(size: int = MEMORY) -> Iterator[None]:
-    """Raise MemoryError where the block allocates more than `size` bytes. Linux only, else no limit."""
-    before = resource.getrlimit(resource.RLIMIT_DATA)
-    if _STATM.exists():
-        used = int(_STATM.read_text().split()[5]) * resource.getpagesize()
-        limits = [limit for limit in (used + size, *before) if limit != resource.RLIM_INFINITY]
-        resource.setrlimit(resource.RLIMIT_DATA, (min(limits), before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_DATA, before)
+    """Raise MemoryError where the block allocates more than `size` bytes. Linux only, else no limit.
+
+    One thread at a time enters the block; it may be nested."""
+    with _ONE_THREAD:
+        before = resource.getrlimit(resource.RLIMIT_DATA)
+        if _STATM.exists():
+            used = int(_STATM.read_text().split()[5]) * resource.getpagesize()
+            limits = [limit for limit in (used + size, *before) if limit != resource.RLIM_INFINITY]
+            resource.setrlimit(resource.RLIMIT_DATA, (min(limits), before[1]))
+        try:
+            yield
+        finally:
+            resource.setrlimit(resource.RLIMIT_DATA, before)
 
 
 @contextmanager

@@ -271,3 +271,22 @@ def test_limits_leave_no_trace() -> None:
     assert done == [1]
     with pytest.raises(MemoryError), limits.memory_limit(MIB):
         bytearray(64 * MIB)
+
+
+def test_threads_leave_no_memory_limit() -> None:
+    """The limit is the process's. A second thread that met the first one's limit would restore that one at
+    last: hours later a library would find no memory, and end the process."""
+    before, entered, left = resource.getrlimit(resource.RLIMIT_DATA), threading.Event(), threading.Event()
+
+    def other() -> None:
+        with limits.memory_limit(512 * MIB):
+            entered.set()
+            assert left.wait(60)
+
+    thread = threading.Thread(target=other)
+    with limits.memory_limit(512 * MIB):
+        thread.start()
+        entered.wait(0.5)  # it must not, but might have
+    left.set()
+    thread.join()
+    assert entered.is_set() and resource.getrlimit(resource.RLIMIT_DATA) == before
