@@ -3,27 +3,23 @@
     python examples/own_loss.py
 
 prints its gradient next to that of PPO's clip. `algorithm.surrogate` takes only names that megarl knows. To
-train with a loss of your own, put its function and its name into megarl: docs/extending.md, "A policy loss".
+train with a loss of your own, give it a file and a row in megarl: docs/extending.md, "A policy loss".
 """
 
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
-from megarl.algorithms.losses import SURROGATES, Tokens, policy_loss
+from megarl.algorithms.losses import Objective, Surrogate, Tokens, policy_loss, ppo
 
 
-def simple(t: Tokens) -> tuple[Tensor, Tensor, Tensor]:
+def simple(t: Tokens) -> Objective:
     """Return r_t A_t - |A_t| (r_t - 1)^2 / (2 epsilon) (arXiv 2401.16025)."""
     away = (t.ratio - 1).square() / (2 * t.clip_high)
-    return t.ratio * t.advantage - t.advantage.abs() * away, t.ratio < t.low, t.ratio > t.high
+    return Objective(t.ratio * t.advantage - t.advantage.abs() * away, t.ratio < t.low, t.ratio > t.high)
 
 
-SURROGATES["simple"] = simple
-
-
-def gradient(surrogate: str, ratio: float, advantage: float, clip: float = 0.2) -> float:
+def gradient(surrogate: Surrogate, ratio: float, advantage: float, clip: float = 0.2) -> float:
     """Return the loss's derivative by the log-prob of one token, at a ratio of new to old probability."""
     old = torch.tensor([-1.0], dtype=torch.float64)
     new = (old + torch.tensor([ratio], dtype=torch.float64).log()).requires_grad_()
@@ -36,4 +32,4 @@ def gradient(surrogate: str, ratio: float, advantage: float, clip: float = 0.2) 
 if __name__ == "__main__":
     print("ratio    clip  simple   of a token with advantage 1")
     for ratio in (0.6, 0.8, 1.0, 1.2, 1.4):
-        print(f"{ratio:5.1f} {gradient('ppo', ratio, 1.0):7.3f} {gradient('simple', ratio, 1.0):7.3f}")
+        print(f"{ratio:5.1f} {gradient(ppo, ratio, 1.0):7.3f} {gradient(simple, ratio, 1.0):7.3f}")

@@ -6,8 +6,8 @@ ranks simply add up."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Literal, NamedTuple, get_args
 
 import torch
@@ -83,9 +83,16 @@ def _sums(loss: Tensor, loss_name: str, **sums: Tensor) -> Stats:
 
 
 class Tokens(NamedTuple):
-    """What a surrogate sees of the tokens, float64 [T]; advantage and log-probs are 0 where one does not
-    count. selected: bool [T], the tokens of high covariance, for clip_cov and kl_cov. likeliest: log pi and
-    log pi_old of further tokens at each place, [T, k] each, for dppo_tv and dppo_kl."""
+    """Tokens as a policy loss reads them, float64 [T]. Where one does not count, advantage and log-prob are 0.
+
+    ratio         r_t = pi / pi_old
+    selected      bool [T], tokens that the method's `selector` selected
+    likeliest     log pi and log pi_old of pi_old's top-k tokens at each place, [T, k] each
+    log_ratio     log r_t, clamped, [T]
+    counted       bool [T], whether a token counts
+    sequence_ids  int [T], the sequence of each token
+    dual_clip     a c > 1: J_t is at least c A_t where A_t < 0 (arXiv 1912.09729, eq. 5); 0: off
+    """
 
     ratio: Tensor
     advantage: Tensor
@@ -95,6 +102,10 @@ class Tokens(NamedTuple):
     old_logprobs: Tensor
     selected: Tensor | None = None
     likeliest: tuple[Tensor, Tensor] | None = None
+    log_ratio: Tensor | None = None
+    counted: Tensor | None = None
+    sequence_ids: Tensor | None = None
+    dual_clip: float = 0.0
 
     @property
     def low(self) -> float:
@@ -107,132 +118,34 @@ class Tokens(NamedTuple):
         return 1.0 + self.clip_high
 
 
-# Gives J_t, and the tokens whose ratio is too low and too high, bool [T], which are only counted. What it
-# takes besides are numbers of its own section of the configuration.
-Surrogate = Callable[..., tuple[Tensor, Tensor, Tensor]]
+class Objective(NamedTuple):
+    """The objective of each token, which the policy maximises.
+
+    objective   J_t, float64 [T]
+    too_low     bool [T], ratios below the interval, which are only counted
+    too_high    bool [T], ratios above it
+    statistics  sums over tokens, of metrics policy/<name> that only this method has
+    """
+
+    objective: Tensor
+    too_low: Tensor
+    too_high: Tensor
+    statistics: Mapping[str, Tensor] = MappingProxyType({})
 
 
-def ppo(t: Tokens) -> tuple[Tensor, Tensor, Tensor]:
-    """Return min(r_t A_t, clip(r_t) A_t) (DAPO eq. 8, VAPO eq. 8)."""
+# A policy loss: its tokens, and its options by name, give the objective. config/methods.py has the table.
+Surrogate = Callable[..., Objective]
+
+
+def ppo(t: Tokens) -> Objective:
+    """Return min(r_t A_t, clip(r_t) A_t) (DAPO eq. 8, VAPO eq. 8), with a dual clip at least c A_t."""
     objective = torch.minimum(t.ratio * t.advantage, t.ratio.clamp(t.low, t.high) * t.advantage)
-    return objective, (t.ratio < t.low) & (t.advantage < 0), (t.ratio > t.high) & (t.advantage > 0)
-
-
-def cispo(t: Tokens) -> tuple[Tensor, Tensor, Tensor]:
-    """Return clip(r_t) A_t log pi_t, no gradient through the ratio (arXiv 2506.13585, eq. 4 and 5)."""
-    objective = t.ratio.clamp(t.low, t.high).detach() * t.advantage * t.logprobs
-    return objective, t.ratio < t.low, t.ratio > t.high
-
-
-def masked(t: Tokens) -> tuple[Tensor, Tensor, Tensor]:
-    """Return r_t A_t where r_t is inside the open interval, else 0, whatever the sign of A_t (SAO, arXiv
-    2607.07508, eq. 1 to 3; its f(r_t) A_t log pi_t, with f held fixed, has the same gradient)."""
-    low, high = t.ratio <= t.low, t.ratio >= t.high
-    return torch.where(low | high, 0.0, t.ratio * t.advantage), low, high
-
-
-def dppo_tv(t: Tokens, ratio_cap: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Return min(r_t, ratio_cap) A_t log pi_t, no gradient through the ratio, and 0 where A_t has moved the
-    token far enough: it is likelier than under pi_old, A_t > 0, and the policies' total variation exceeds
-    clip_high; or it is less likely, A_t <= 0, and it exceeds clip_low. They are compared over the token,
-    those of `likeliest`, and all others as one: DPPO-Binary-TV without any, else DPPO-TopK-TV (arXiv
-    2602.04879, as its authors' code has it, sail-sg/Stable-RL)."""
-    new, old = (logs.exp() for logs in _told_apart(t))
-    return _trusted(t, ratio_cap, (new - old).abs().sum(-1) / 2)
-
-
-def dppo_kl(t: Tokens, ratio_cap: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Return as `dppo_tv`, by the divergence KL(pi_old || pi) (DPPO-Binary-KL, DPPO-TopK-KL)."""
-    new, old = _told_apart(t)
-    return _trusted(t, ratio_cap, (old.exp() * (old - new)).sum(-1))
-
-
-def _told_apart(t: Tokens) -> list[Tensor]:
-    """Return log pi and log pi_old, [T, 2 + k], of the token, those of `likeliest`, and all others as one,
-    whose probability is at least 1e-8: rounding would leave less than none."""
-    both = []
-    for own, further in zip((t.logprobs.detach(), t.old_logprobs), t.likeliest or (None, None), strict=True):
-        logs = own[:, None] if further is None else torch.cat([own[:, None], further], -1)
-        others = (1 - logs.exp().sum(-1, keepdim=True)).clamp(min=1e-8).log()
-        both.append(torch.cat([logs, others], -1))
-    return both
-
-
-def _trusted(t: Tokens, ratio_cap: float, divergence: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    moved = t.logprobs.detach() - t.old_logprobs
-    low = (divergence > t.clip_low) & (moved < 0) & (t.advantage <= 0)
-    high = (divergence > t.clip_high) & (moved > 0) & (t.advantage > 0)
-    objective = t.ratio.clamp(max=ratio_cap).detach() * t.advantage * t.logprobs
-    return torch.where(low | high, 0.0, objective), low, high
-
-
-def sapo(t: Tokens, tau_positive: float, tau_negative: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Return 4 / tau sigmoid(tau (r_t - 1)) A_t: a gate whose slope is 1 at r_t = 1 and falls off smoothly,
-    with a tau for A_t > 0 and one for the others (SAPO, arXiv 2511.20347). Nothing is clipped: what lies
-    outside the interval is only counted."""
-    tau = torch.where(t.advantage > 0, tau_positive, tau_negative)
-    # Not torch.sigmoid, whose last bit depends on where in the tensor a token stands.
-    gate = 1 / (1 + torch.exp(tau * (1 - t.ratio)))
-    return 4 / tau * gate * t.advantage, t.ratio < t.low, t.ratio > t.high
-
-
-def clip_cov(t: Tokens) -> tuple[Tensor, Tensor, Tensor]:
-    """Return `ppo`, and 0 on the selected tokens (Clip-Cov, arXiv 2505.22617)."""
-    assert t.selected is not None
-    objective, low, high = ppo(t)
-    return objective * ~t.selected, low, high
-
-
-def kl_cov(t: Tokens, kl_weight: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Return r_t A_t, not clipped, less kl_weight |log r_t| on the selected tokens (KL-Cov, arXiv 2505.22617,
-    with the estimate of the KL that its authors' code takes, PRIME-RL/Entropy-Mechanism-of-RL)."""
-    assert t.selected is not None
-    penalty = kl_weight * t.ratio.log().abs() * t.selected
-    return t.ratio * t.advantage - penalty, t.ratio < t.low, t.ratio > t.high
-
-
-# What `algorithm.surrogate` may name (config/schema/algorithm.py repeats the names, as it imports no torch).
-SURROGATES: dict[str, Surrogate] = {
-    "ppo": ppo,
-    "gspo": ppo,  # with the ratio of the whole sequence (`_sequence_ratio`)
-    "fipo": ppo,  # with A_t times `future_factors`
-    "cispo": cispo,
-    "masked": masked,
-    "dppo_tv": dppo_tv,
-    "dppo_kl": dppo_kl,
-    "sapo": sapo,
-    "clip_cov": clip_cov,
-    "kl_cov": kl_cov,
-}
-
-
-@torch.no_grad()
-def future_factors(
-    difference: Tensor,
-    advantage: Tensor,
-    sequence_ids: Tensor,
-    *,
-    half_life: float,
-    low: float,
-    high: float,
-    limit: float,
-) -> Tensor:
-    """Return f_t = clip(exp F_t, low, high) with F_t = sum over k >= t of 2^(-(k - t) / half_life) log r_k,
-    k up to the response's end (FIPO, arXiv 2603.19835, as its authors' code has it): the advantage of what
-    led to tokens that have become likelier counts more.
-
-    Tokens of r_k > `limit` are left out of the sum; where A_t < 0, f_t is there within [0.8, 1] (1 where
-    `low` is, as by default), so that what is far off already is not pushed further. difference: log r_t,
-    float64 [T], 0 where a token does not count; sequence_ids: int [T], each sequence of one piece."""
-    beyond, decay, step = difference > math.log(limit), 2 ** (-1 / half_life), 1
-    future = torch.where(beyond, 0.0, difference)
-    # `future` sums over `step` tokens; each round doubles that.
-    while bool((same := sequence_ids[step:] == sequence_ids[:-step]).any()):
-        later = torch.where(same, future[step:], 0.0)
-        future = torch.cat([future[:-step] + decay**step * later, future[-step:]])
-        step *= 2
-    factors = future.exp().clamp(low, high)
-    return torch.where(beyond & (advantage < 0), factors.clamp(0.8, 1.0), factors)
+    low, high = (t.ratio < t.low) & (t.advantage < 0), (t.ratio > t.high) & (t.advantage > 0)
+    if not t.dual_clip:
+        return Objective(objective, low, high)
+    lowest = torch.where(t.advantage < 0, t.dual_clip * t.advantage, -torch.inf)
+    objective = torch.maximum(objective, lowest)
+    return Objective(objective, low, high, {"clip_fraction_dual": (objective == lowest).sum()})
 
 
 def policy_loss(
@@ -244,53 +157,52 @@ def policy_loss(
     clip_high: float,
     entropy: Tensor | None = None,
     *,
-    surrogate: str = "ppo",
+    surrogate: Surrogate = ppo,
     options: Mapping[str, float] | None = None,
     dual_clip: float = 0.0,
     sequence_ids: Tensor | None = None,
     selected: Tensor | None = None,
     likeliest: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Stats]:
-    """Return sum_t w_t * -J_t and its statistics. J_t is what the surrogate makes of r_t = pi / pi_old, A_t
-    and the interval [1 - clip_low, 1 + clip_high] (SURROGATES).
+    """Return sum_t w_t * -J_t and its statistics; the surrogate computes J_t from `Tokens`.
 
-    options       the surrogate's own numbers, by name
-    dual_clip     a c > 1: J_t is at least c A_t where A_t < 0 (arXiv 1912.09729, eq. 5); of ppo, gspo, fipo
-    sequence_ids  int [T], the sequence of each token: for gspo, whose ratio is `_sequence_ratio`, and for
-                  fipo, whose A_t are multiplied by `future_factors`
-    selected      bool [T], for clip_cov and kl_cov
-    likeliest     for dppo_tv and dppo_kl: log pi and log pi_old of the tokens that were likeliest to pi_old,
-                  [T, k] each; the least finite number where one is the token itself
+    All tensors are [T] unless noted. Tokens of weight 0 do not count, whatever they hold. Beyond r = e^20,
+    and below e^-20, the gradient is 0.
 
-    All tensors are [T]; old_logprobs and advantages carry no gradient. Tokens of weight 0 do not count,
-    whatever they hold. Beyond r = e^20, and below e^-20, the gradient is 0.
+    Args:
+        old_logprobs, advantages: without gradient.
+        clip_low, clip_high: the interval is [1 - clip_low, 1 + clip_high].
+        entropy: of the policy at each token, only for the statistic.
+        options: arguments of the surrogate, by name.
+        dual_clip, sequence_ids, selected: fields of `Tokens`.
+        likeliest: as in `Tokens`; the least finite number where one is the sampled token itself.
 
-    entropy: of the policy at each token, only for the statistic.
-
-    Statistics over the tokens of weight > 0: loss, tokens, those without a gradient (cispo: of a clipped
-    ratio; sapo, kl_cov: outside the interval) low and high, k3 estimate of KL(pi_old || pi), probability,
-    entropy; the probability of the high ones (DAPO figure 3a); fipo's factor, and the selected tokens."""
-    counted, options = weights > 0, dict(options or {})
+    Returns:
+        The loss, and sums over the tokens of weight > 0: loss, tokens, ratios that are too low and too high,
+        the k3 estimate of KL(pi_old || pi), probability, entropy, the probability of the tokens whose ratio
+        is too high (DAPO figure 3a), and the surrogate's own statistics.
+    """
+    counted = weights > 0
     difference = log_ratio(logprobs, old_logprobs.detach(), counted)
-    advantage = torch.where(counted, advantages.detach().double(), 0.0)
-    if surrogate == "fipo":
-        assert sequence_ids is not None
-        factors, options = future_factors(difference, advantage, sequence_ids, **options), {}
-        advantage = advantage * factors
-    if surrogate == "gspo":
-        assert sequence_ids is not None
-        ratio = _sequence_ratio(difference, counted, sequence_ids)
-    else:
-        ratio = difference.exp()
     logprob, old = (torch.where(counted, x.double(), 0.0) for x in (logprobs, old_logprobs.detach()))
     if likeliest is not None:
         further = [torch.where(counted[:, None], x.detach().double(), 0.0) for x in likeliest]
         likeliest = further[0], further[1]
-    tokens = Tokens(ratio, advantage, logprob, clip_low, clip_high, old, selected, likeliest)
-    objective, too_low, too_high = SURROGATES[surrogate](tokens, **options)
-    if dual_clip:
-        lowest = torch.where(advantage < 0, dual_clip * advantage, -torch.inf)
-        objective = torch.maximum(objective, lowest)
+    tokens = Tokens(
+        ratio=difference.exp(),
+        advantage=torch.where(counted, advantages.detach().double(), 0.0),
+        logprobs=logprob,
+        clip_low=clip_low,
+        clip_high=clip_high,
+        old_logprobs=old,
+        selected=selected,
+        likeliest=likeliest,
+        log_ratio=difference,
+        counted=counted,
+        sequence_ids=sequence_ids,
+        dual_clip=dual_clip,
+    )
+    objective, too_low, too_high, statistics = surrogate(tokens, **(options or {}))
     loss = _weighted_sum(-objective, weights, logprobs)
     with torch.no_grad():
         high = too_high & counted
@@ -301,31 +213,11 @@ def policy_loss(
             "clip_prob_high": torch.where(high, logprobs.double(), -torch.inf).exp().sum(),
             "approx_kl": (torch.expm1(difference) - difference).sum(),
             "mean_prob": torch.where(counted, logprobs.double(), -torch.inf).exp().sum(),
+            **statistics,
         }
-        if dual_clip:
-            sums["clip_fraction_dual"] = (objective == lowest).sum()
-        if surrogate == "fipo":
-            sums["future_factor"] = torch.where(counted, factors, 0.0).sum()
-        if selected is not None:
-            sums["selected"] = (selected & counted).sum()
         if entropy is not None:
             sums["entropy"] = torch.where(counted, entropy.double(), 0.0).sum()
     return loss, _sums(loss, "policy/loss", **sums)
-
-
-def _sequence_ratio(difference: Tensor, counted: Tensor, sequence_ids: Tensor) -> Tensor:
-    """Return s_it = sg(s_i) pi_t / sg(pi_t), [T], s_i = exp(mean of log r over the sequence of the token).
-
-    This is GSPO-token (arXiv 2507.18071, section 4.3; verl's `compute_policy_loss_gspo`). Where a sequence
-    has one advantage, the gradient is GSPO's. Where advantages differ by token (a critic's, a teacher's), a
-    token gets the gradient of its advantage alone.
-
-    difference: log r_t, [T], 0 where a token does not count."""
-    fixed = difference.detach()
-    sums = fixed.new_zeros(2, int(sequence_ids.max()) + 1 if sequence_ids.numel() else 0)
-    sums = sums.index_add(1, sequence_ids, torch.stack([fixed, counted.to(fixed.dtype)]))
-    means = (sums[0] / sums[1].clamp(min=1))[sequence_ids]
-    return means.exp() * (difference - fixed).exp()
 
 
 def nll_loss(logprobs: Tensor, weights: Tensor) -> tuple[Tensor, Stats]:

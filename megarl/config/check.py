@@ -292,7 +292,7 @@ def _algorithm_problems(c: Config) -> Iterator[str]:
         what = "has no effect unless algorithm.lambda_policy is length_adaptive"
         yield f"algorithm.lambda_floor: {what} (set it to 0)"
 
-    if a.dual_clip and (a.dual_clip <= 1 or a.surrogate not in ("ppo", "gspo", "fipo")):
+    if a.dual_clip and (a.dual_clip <= 1 or not a.policy_loss.has_dual_clip):
         what = "must be > 1, or 0, and 0 for another algorithm.surrogate than ppo, gspo and fipo"
         yield f"algorithm.dual_clip: {what} (got {a.dual_clip:g} with {a.surrogate})"
     for name, (switch, readers) in READ_WITH.items():

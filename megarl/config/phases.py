@@ -183,6 +183,11 @@ def corrects_mismatch(config: Config) -> bool:
     return config.algorithm.mismatch.enabled
 
 
+def selects_tokens(config: Config) -> bool:
+    """Return whether the policy loss treats selected tokens of the mini-batch differently."""
+    return bool(config.algorithm.policy_loss.selector)
+
+
 def filters_entropy(config: Config) -> bool:
     """Return whether tokens on which the critics disagree have no entropy term (AsyPPO)."""
     return bool(config.algorithm.agreement.filter)
@@ -321,8 +326,8 @@ COLUMNS: tuple[Columns, ...] = (
     Columns("actor_update", reads="uncorrected_weights", when=corrects_mismatch),
     Columns("actor_update", reads="entropy_weights", when=filters_entropy),
     Columns("actor_update", reads="ref_logprobs", when=lambda c: c.algorithm.kl_weight > 0),
-    # Random numbers of each response decide which tokens clip_cov and kl_cov select.
-    Columns("actor_update", reads="group_ids response_index", when=lambda c: c.algorithm.selects_tokens),
+    # Random numbers of each response decide which tokens are selected.
+    Columns("actor_update", reads="group_ids response_index", when=selects_tokens),
     Columns(
         "actor_update", reads="old_top_logprobs old_top_tokens", when=lambda c: c.algorithm.dppo.top_k > 0
     ),

@@ -215,7 +215,7 @@ def estimate(plan: PlanInputs, lengths: Lengths) -> Estimate:
         bubble = 1 + (layout.pp - 1) / layout.vpp * largest
         seconds = share * uneven * _token_seconds(plan, phase.model, phase.updates_weights, read)
         seconds += packs * _pack_seconds(plan, phase.model, phase.updates_weights)
-        if phase.model == "actor" and phase.updates_weights and config.algorithm.selects_tokens:
+        if phase.model == "actor" and phase.updates_weights and config.algorithm.policy_loss.selector:
             # A forward pass before each update.
             seconds += share * uneven * _token_seconds(plan, phase.model, False, whole)
             seconds += packs * _pack_seconds(plan, phase.model, False)

@@ -11,6 +11,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from megarl.config.methods import load_function
 from megarl.config.phases import PARITY, PHASES, Phase
 from megarl.config.schema import PRETRAINING
 from megarl.data.experience import Experience, StepBatch
@@ -37,7 +38,7 @@ from megarl.training.columns import (
     turn_rewards,
 )
 from megarl.training.model import InferenceModel
-from megarl.training.objectives import actor_loss, critic_loss, other_tokens, select_tokens, supervised_loss
+from megarl.training.objectives import actor_loss, critic_loss, other_tokens, supervised_loss
 
 
 def rollout(run: Run, step: Step) -> None:
@@ -251,14 +252,15 @@ def critic_update(run: Run, step: Step) -> None:
 def actor_update(run: Run, step: Step) -> None:
     """Update the policy over its mini-batches (DAPO eq. 8, VAPO eq. 8 and 10)."""
     algorithm, experience, epochs = run.config.algorithm, step.local.experience, run.config.update.epochs
-    selected = torch.zeros(experience.num_tokens, dtype=torch.bool) if algorithm.selects_tokens else None
+    selector = load_function(path) if (path := algorithm.policy_loss.selector) else None
+    selected = torch.zeros(experience.num_tokens, dtype=torch.bool) if selector else None
 
     def select(number: int, mini_batch: Sequence[batch.MicroBatch]) -> None:
-        """Mark in `selected` what the policy as it is now selects of a mini-batch."""
-        assert selected is not None
+        """Mark in `selected` the tokens of a mini-batch that the selector chooses now."""
+        assert selector is not None and selected is not None
         logprobs = run.actor.logprob_columns(experience, mini_batch)["logprobs"]
         draws = draw_tokens(experience, run.config.seed, step.index, number)
-        selected.copy_(select_tokens(algorithm, experience, mini_batch, logprobs, draws, run.runtime))
+        selected.copy_(selector(algorithm, experience, mini_batch, logprobs, draws, run.runtime))
 
     step.count_tokens(epochs if selected is None else 2 * epochs)
     loss = actor_loss(algorithm, experience, selected, run.config.teacher)

@@ -4,28 +4,23 @@ is a function of the model's output and the micro-batch, which `TrainableModel.u
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from megarl.algorithms.losses import (
-    Tokens,
     chance_loss,
     entropy_loss,
     kl_loss,
-    log_ratio,
     nll_loss,
     policy_loss,
-    ppo,
     top_k_loss,
     value_loss,
 )
+from megarl.config.methods import load_function
 from megarl.config.schema import AlgorithmConfig, TeacherConfig
 from megarl.data.experience import Experience
-from megarl.parallel.comm import among_largest, sum_over_replicas
-from megarl.parallel.runtime import Runtime
 from megarl.training.batch import MicroBatch
 from megarl.training.model import Loss, Stats
 
@@ -41,10 +36,11 @@ def actor_loss(
     their place), advantages, and where their factor is not 0 nll_loss_weights and ref_logprobs;
     with algorithm.mismatch, uncorrected_weights, and with algorithm.agreement.filter, entropy_weights.
 
-    selected: bool [T], for clip_cov and kl_cov, what `select_tokens` gives for the mini-batch of an update.
+    selected: bool [T], the tokens that the policy loss's selector chose in the mini-batch of an update.
     With algorithm.dppo.top_k, old_top_logprobs and old_top_tokens are read, with teacher.top_k
     teacher_logprobs, [T, k] each; micro-batches then have what `other_tokens` gives as `others`."""
     sequence_ids, old_k = experience.sequence_ids, config.dppo.top_k
+    surrogate = load_function(config.policy_loss.function)
 
     def loss(output: Any, batch: MicroBatch) -> tuple[Tensor, Stats]:
         logprobs, entropy = output
@@ -69,8 +65,8 @@ def actor_loss(
             config.clip_low,
             config.clip_high,
             entropy.detach(),
-            surrogate=config.surrogate,
-            options=config.surrogate_options,
+            surrogate=surrogate,
+            options=config.policy_loss_options,
             dual_clip=config.dual_clip,
             sequence_ids=sequence_ids[batch.token_indices].to(weights.device),
             selected=None if selected is None else selected[batch.token_indices].to(weights.device),
@@ -103,43 +99,6 @@ def other_tokens(experience: Experience) -> Tensor | None:
     k]: pi_old's likeliest and a teacher's; None without any."""
     names = [name for name in ("old_top_tokens", "teacher_tokens") if name in experience]
     return torch.cat([experience[name] for name in names], 1) if names else None
-
-
-def select_tokens(
-    config: AlgorithmConfig,
-    experience: Experience,
-    mini_batch: Sequence[MicroBatch],
-    logprobs: Tensor,
-    draws: Tensor,
-    runtime: Runtime,
-) -> Tensor:
-    """Return the tokens of a mini-batch, of all its micro-batches on all replicas together, that clip_cov or
-    kl_cov selects, bool [T] (arXiv 2505.22617, section 4). With cov_t = (A_t - mean A) (log pi_t - mean log
-    pi) and n = max(1, share of its tokens):
-
-    clip_cov: n at random of those with low < cov_t < high that PPO does not clip (all if these are fewer)
-    kl_cov:   the n with the largest cov_t
-
-    logprobs: [T], of the policy that is to be updated. draws: [T], a random number of each token, which
-    decides among equals."""
-    at = torch.cat([batch.token_indices for batch in mini_batch])
-    at = at[experience["policy_loss_weights"][at] > 0]
-    new, advantage = logprobs[at].double(), experience["advantages"][at].double()
-    sums = torch.stack([torch.tensor(float(at.numel())), advantage.sum(), new.sum()])
-    count, of_advantages, of_logprobs = sum_over_replicas(runtime, sums).tolist()
-    covariance = (advantage - of_advantages / max(count, 1)) * (new - of_logprobs / max(count, 1))
-    order = covariance
-    if config.surrogate == "clip_cov":
-        old = experience[config.old_column][at].double()
-        ratio = log_ratio(new, old, torch.ones_like(at, dtype=torch.bool)).exp()
-        clipped = ppo(Tokens(ratio, advantage, new, config.clip_low, config.clip_high, old))[1:]
-        inside = (covariance > config.covariance.low) & (covariance < config.covariance.high)
-        at = at[inside & ~clipped[0] & ~clipped[1]]
-        order = draws[at]
-    chosen = among_largest(runtime, order, draws[at], max(1, int(config.covariance.share * count)))
-    selected = torch.zeros(experience.num_tokens, dtype=torch.bool)
-    selected[at[chosen]] = True
-    return selected
 
 
 def critic_loss(config: AlgorithmConfig, experience: Experience, number: int = 0) -> Loss:

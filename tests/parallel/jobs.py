@@ -234,13 +234,14 @@ def gradients(
     statistics' sums. prompts: tokens of each prompt, of a batch that rank 0 has drawn, and delivers.
     adapters: LoRA's, to begin with; their gradients come by PEFT's names. which: actor, critic or
     critic_2."""
+    from megarl.config.methods import load_function
     from megarl.model.builder import build_actor, build_critic, read_hf_config
     from megarl.parallel.comm import sum_stats
     from megarl.schedule.phases import draw_tokens
     from megarl.training.batch import distribute
     from megarl.training.columns import correct_mismatch
     from megarl.training.model import TrainableModel
-    from megarl.training.objectives import actor_loss, critic_loss, other_tokens, select_tokens
+    from megarl.training.objectives import actor_loss, critic_loss, other_tokens
 
     config = make_config(folder, mini_batch=batch.num_sequences, **options)
     which, _, last = which.partition("_")
@@ -273,10 +274,11 @@ def gradients(
     algorithm, experience = config.algorithm, local.experience
     if which == "critic":
         loss = critic_loss(algorithm, experience, critic)
-    elif algorithm.selects_tokens:
+    elif selector := algorithm.policy_loss.selector:
         of_policy = learner.logprob_columns(experience, micro_batches)["logprobs"]
         draws = draw_tokens(experience, 0, 1, 1)
-        found = select_tokens(algorithm, experience, micro_batches, of_policy, draws, runtime)
+        select = load_function(selector)
+        found = select(algorithm, experience, micro_batches, of_policy, draws, runtime)
         loss = actor_loss(algorithm, experience, found)
     else:
         loss = actor_loss(algorithm, experience, teacher=config.teacher)

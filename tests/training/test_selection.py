@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl.algorithms.losses import token_weights
+from megarl.config.methods import load_function
 from megarl.config.schema import AlgorithmConfig
 from megarl.schedule.phases import draw_tokens
-from megarl.training.objectives import select_tokens
 from tests.algorithms.loops import Batch, batches, make_batch
 from tests.training.test_actor_loss import ALONE, whole
 
@@ -31,6 +31,7 @@ def select(batch: Batch, surrogate: str, share: float, parts: int = 1) -> list[i
     pieces = [replace(micro, token_indices=at) for at in micro.token_indices.tensor_split(parts)]
     logprobs = torch.where(e["policy_loss_weights"] > 0, e["logprobs"], torch.nan)
     draws = draw_tokens(e, seed=3, step=2, update=1)
+    select_tokens = load_function(config.policy_loss.selector)
     return select_tokens(config, e, pieces, logprobs, draws, ALONE).nonzero().squeeze(-1).tolist()
 
 

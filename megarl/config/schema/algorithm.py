@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from operator import attrgetter
 from typing import Literal
 
+from megarl.config.methods import POLICY_LOSSES, PolicyLoss, PolicyLossName
 from megarl.config.schema.section import Section, field, section
 
 
@@ -165,16 +167,14 @@ class AlgorithmConfig(Section):
     whiten: bool = field(
         False, "whiten advantages over the tokens of the step that count in the loss", source="REINFORCE++"
     )
-    surrogate: Literal[
-        "ppo", "gspo", "cispo", "masked", "dppo_tv", "dppo_kl", "sapo", "clip_cov", "kl_cov", "fipo"
-    ] = field(
+    surrogate: PolicyLossName = field(
         "ppo",
         "ppo: clipped; gspo: with one ratio a sequence; cispo: clipped ratio times log-prob, no gradient "
         "through it; masked: tokens outside the interval have no gradient, on both sides; dppo_tv, dppo_kl: "
         "bounded by how far probabilities moved; sapo: a smooth gate; clip_cov, kl_cov: tokens of high "
         "covariance left out or held back; fipo: ppo, advantages by how the rest of the response moved",
         source="DAPO eq. 8, VAPO eq. 8; GSPO eq. 5; CISPO eq. 4; SAO; DPPO; SAPO; arXiv 2505.22617; FIPO",
-    )  # fmt: skip
+    )
     old_logprobs: Literal["trainer", "engine"] = field(
         "trainer",
         "pi_old of the ratio: the trainer computes it before the updates, or the engine's log-probs of the "
@@ -226,23 +226,14 @@ class AlgorithmConfig(Section):
         return self.advantage in ("group", "group_mean", "leave_one_out", "per_reward")
 
     @property
-    def surrogate_options(self) -> dict[str, float]:
-        """Return the keyword arguments of the surrogate's function."""
-        match self.surrogate:
-            case "dppo_tv" | "dppo_kl":
-                return {"ratio_cap": self.dppo.ratio_cap}
-            case "sapo":
-                return self.sapo.model_dump()
-            case "fipo":
-                return self.fipo.model_dump()
-            case "kl_cov":
-                return {"kl_weight": self.covariance.kl_weight}
-        return {}
+    def policy_loss(self) -> PolicyLoss:
+        """Return the row of the policy loss in the registry of methods."""
+        return POLICY_LOSSES[self.surrogate]
 
     @property
-    def selects_tokens(self) -> bool:
-        """Return whether the surrogate selects tokens among those of the whole mini-batch."""
-        return self.surrogate in ("clip_cov", "kl_cov")
+    def policy_loss_options(self) -> dict[str, float]:
+        """Return the options of the policy loss's function, by name."""
+        return {key.rpartition(".")[2]: attrgetter(key)(self) for key in self.policy_loss.options}
 
     @property
     def has_reference(self) -> bool:

@@ -1,0 +1,11 @@
+"""CISPO (MiniMax-M1, arXiv 2506.13585): a clipped importance weight times the log-probability."""
+
+from __future__ import annotations
+
+from megarl.algorithms.losses import Objective, Tokens
+
+
+def cispo(t: Tokens) -> Objective:
+    """Return clip(r_t) A_t log pi_t, no gradient through the ratio (eq. 4 and 5)."""
+    objective = t.ratio.clamp(t.low, t.high).detach() * t.advantage * t.logprobs
+    return Objective(objective, t.ratio < t.low, t.ratio > t.high)

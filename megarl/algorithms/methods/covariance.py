@@ -1,0 +1,32 @@
+"""Clip-Cov and KL-Cov (arXiv 2505.22617): tokens of high covariance are left out or held back.
+
+megarl/training/methods/covariance.py selects them among the tokens of the whole mini-batch.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from megarl.algorithms.losses import Objective, Tokens, ppo
+
+
+def clip_cov(t: Tokens) -> Objective:
+    """Return PPO's objective, and 0 on the selected tokens."""
+    assert t.selected is not None
+    objective, low, high, _ = ppo(t)
+    return Objective(objective * ~t.selected, low, high, _statistics(t))
+
+
+def kl_cov(t: Tokens, kl_weight: float) -> Objective:
+    """Return r_t A_t, not clipped, less kl_weight |log r_t| on the selected tokens.
+
+    The estimate of the KL is that of the authors' code (PRIME-RL/Entropy-Mechanism-of-RL).
+    """
+    assert t.selected is not None
+    penalty = kl_weight * t.ratio.log().abs() * t.selected
+    return Objective(t.ratio * t.advantage - penalty, t.ratio < t.low, t.ratio > t.high, _statistics(t))
+
+
+def _statistics(t: Tokens) -> dict[str, Tensor]:
+    assert t.selected is not None and t.counted is not None
+    return {"selected": (t.selected & t.counted).sum()}

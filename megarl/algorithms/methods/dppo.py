@@ -1,0 +1,47 @@
+"""DPPO (arXiv 2602.04879): a trust region by how far probabilities moved, as its authors' code has it
+(sail-sg/Stable-RL)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megarl.algorithms.losses import Objective, Tokens
+
+
+def dppo_tv(t: Tokens, ratio_cap: float) -> Objective:
+    """Return `_objective` by the total variation: DPPO-Binary-TV, with further tokens DPPO-TopK-TV."""
+    new, old = (logprobs.exp() for logprobs in _compared_logprobs(t))
+    return _objective(t, ratio_cap, (new - old).abs().sum(-1) / 2)
+
+
+def dppo_kl(t: Tokens, ratio_cap: float) -> Objective:
+    """Return `_objective` by KL(pi_old || pi): DPPO-Binary-KL, with further tokens DPPO-TopK-KL."""
+    new, old = _compared_logprobs(t)
+    return _objective(t, ratio_cap, (old.exp() * (old - new)).sum(-1))
+
+
+def _compared_logprobs(t: Tokens) -> list[Tensor]:
+    """Return log pi and log pi_old, [T, 2 + k], of the token, those of `t.likeliest`, and all others as one.
+
+    The probability of all others is at least 1e-8. Rounding could leave less than 0.
+    """
+    both = []
+    for own, further in zip((t.logprobs.detach(), t.old_logprobs), t.likeliest or (None, None), strict=True):
+        logs = own[:, None] if further is None else torch.cat([own[:, None], further], -1)
+        others = (1 - logs.exp().sum(-1, keepdim=True)).clamp(min=1e-8).log()
+        both.append(torch.cat([logs, others], -1))
+    return both
+
+
+def _objective(t: Tokens, ratio_cap: float, divergence: Tensor) -> Objective:
+    """Return min(r_t, ratio_cap) A_t log pi_t without gradient through the ratio; 0 outside the trust region.
+
+    A token is outside if it moved in the direction of A_t and the divergence [T] exceeds clip_high (A_t > 0)
+    or clip_low (A_t <= 0).
+    """
+    moved = t.logprobs.detach() - t.old_logprobs
+    low = (divergence > t.clip_low) & (moved < 0) & (t.advantage <= 0)
+    high = (divergence > t.clip_high) & (moved > 0) & (t.advantage > 0)
+    objective = t.ratio.clamp(max=ratio_cap).detach() * t.advantage * t.logprobs
+    return Objective(torch.where(low | high, 0.0, objective), low, high)

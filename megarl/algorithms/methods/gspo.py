@@ -1,0 +1,33 @@
+"""GSPO (arXiv 2507.18071): PPO's loss with one ratio a sequence."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megarl.algorithms.losses import Objective, Tokens, ppo
+
+
+def gspo(t: Tokens) -> Objective:
+    """Return PPO's objective with the ratio of the token's whole sequence (GSPO eq. 5)."""
+    assert t.log_ratio is not None and t.counted is not None and t.sequence_ids is not None
+    return ppo(t._replace(ratio=sequence_ratio(t.log_ratio, t.counted, t.sequence_ids)))
+
+
+def sequence_ratio(log_ratio: Tensor, counted: Tensor, sequence_ids: Tensor) -> Tensor:
+    """Return s_it = sg(s_i) pi_t / sg(pi_t), [T], s_i = exp(mean of log r over the sequence of the token).
+
+    This is GSPO-token (section 4.3; verl's `compute_policy_loss_gspo`). Where a sequence has one advantage,
+    the gradient is GSPO's. Where advantages differ by token (a critic's, a teacher's), a token gets the
+    gradient of its advantage alone.
+
+    Args:
+        log_ratio: log r_t, [T], 0 where a token does not count.
+        counted: bool [T].
+        sequence_ids: int [T].
+    """
+    fixed = log_ratio.detach()
+    sums = fixed.new_zeros(2, int(sequence_ids.max()) + 1 if sequence_ids.numel() else 0)
+    sums = sums.index_add(1, sequence_ids, torch.stack([fixed, counted.to(fixed.dtype)]))
+    means = (sums[0] / sums[1].clamp(min=1))[sequence_ids]
+    return means.exp() * (log_ratio - fixed).exp()

@@ -1,0 +1,16 @@
+"""The policy loss of SAO (arXiv 2607.07508): tokens outside the interval have no gradient."""
+
+from __future__ import annotations
+
+import torch
+
+from megarl.algorithms.losses import Objective, Tokens
+
+
+def masked(t: Tokens) -> Objective:
+    """Return r_t A_t where r_t is inside the open interval, else 0, whatever the sign of A_t (eq. 1 to 3).
+
+    The paper's f(r_t) A_t log pi_t, with f held fixed, has the same gradient.
+    """
+    low, high = t.ratio <= t.low, t.ratio >= t.high
+    return Objective(torch.where(low | high, 0.0, t.ratio * t.advantage), low, high)

@@ -1,0 +1,91 @@
+"""The tokens of a mini-batch that Clip-Cov and KL-Cov select (arXiv 2505.22617, section 4).
+
+A token's covariance is cov_t = (A_t - mean A) (log pi_t - mean log pi). Means and selection are over all
+micro-batches of the mini-batch on all replicas together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from megarl.algorithms.losses import Tokens, log_ratio, ppo
+from megarl.config.schema import AlgorithmConfig
+from megarl.data.experience import Experience
+from megarl.parallel.comm import among_largest, sum_over_replicas
+from megarl.parallel.runtime import Runtime
+from megarl.training.batch import MicroBatch
+
+
+def select_kl_cov(
+    config: AlgorithmConfig,
+    experience: Experience,
+    mini_batch: Sequence[MicroBatch],
+    logprobs: Tensor,
+    draws: Tensor,
+    runtime: Runtime,
+) -> Tensor:
+    """Select the tokens with the largest covariance, bool [T]: the configured share, at least one.
+
+    Args:
+        logprobs: [T], of the policy before the update.
+        draws: [T], a random number of each token, which decides among equals.
+    """
+    at = counted_tokens(experience, mini_batch)
+    covariance, count = covariances(experience, at, logprobs, runtime)
+    chosen = among_largest(runtime, covariance, draws[at], _share(config, count))
+    return _mark(experience, at[chosen])
+
+
+def select_clip_cov(
+    config: AlgorithmConfig,
+    experience: Experience,
+    mini_batch: Sequence[MicroBatch],
+    logprobs: Tensor,
+    draws: Tensor,
+    runtime: Runtime,
+) -> Tensor:
+    """Select at random tokens with low < cov_t < high that PPO does not clip, bool [T].
+
+    Their number is the configured share of all tokens, at least one, or all such tokens if these are fewer.
+    Arguments are those of `select_kl_cov`.
+    """
+    at = counted_tokens(experience, mini_batch)
+    covariance, count = covariances(experience, at, logprobs, runtime)
+    new, old = logprobs[at].double(), experience[config.old_column][at].double()
+    ratio = log_ratio(new, old, torch.ones_like(at, dtype=torch.bool)).exp()
+    advantage = experience["advantages"][at].double()
+    clipped = ppo(Tokens(ratio, advantage, new, config.clip_low, config.clip_high, old))
+    inside = (covariance > config.covariance.low) & (covariance < config.covariance.high)
+    at = at[inside & ~clipped.too_low & ~clipped.too_high]
+    chosen = among_largest(runtime, draws[at], draws[at], _share(config, count))
+    return _mark(experience, at[chosen])
+
+
+def counted_tokens(experience: Experience, mini_batch: Sequence[MicroBatch]) -> Tensor:
+    """Return where the mini-batch's tokens of the policy loss stand on this replica, int64."""
+    at = torch.cat([batch.token_indices for batch in mini_batch])
+    return at[experience["policy_loss_weights"][at] > 0]
+
+
+def covariances(
+    experience: Experience, at: Tensor, logprobs: Tensor, runtime: Runtime
+) -> tuple[Tensor, float]:
+    """Return the covariance of each of the tokens `at`, float64, and their number on all replicas."""
+    new, advantage = logprobs[at].double(), experience["advantages"][at].double()
+    sums = torch.stack([torch.tensor(float(at.numel())), advantage.sum(), new.sum()])
+    count, of_advantages, of_logprobs = sum_over_replicas(runtime, sums).tolist()
+    mean_advantage, mean_logprob = of_advantages / max(count, 1), of_logprobs / max(count, 1)
+    return (advantage - mean_advantage) * (new - mean_logprob), count
+
+
+def _share(config: AlgorithmConfig, count: float) -> int:
+    return max(1, int(config.covariance.share * count))
+
+
+def _mark(experience: Experience, tokens: Tensor) -> Tensor:
+    selected = torch.zeros(experience.num_tokens, dtype=torch.bool)
+    selected[tokens] = True
+    return selected
