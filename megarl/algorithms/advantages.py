@@ -1,18 +1,16 @@
-"""Advantages: from the group's rewards (DAPO, Dr. GRPO, RLOO, GDPO), and generalised advantage estimation
-with decoupled and length-adaptive lambda (VAPO), on packed batches; and how lambda, the value error and
-entropy are distributed.
+"""Advantages on packed batches: from the group's rewards (DAPO), and generalised advantage estimation with
+decoupled and length-adaptive lambda (VAPO). Other methods' are in algorithms/methods.
 
-Sums are taken in float64, so that 20,000 tokens of lambda = 1 lose nothing."""
+It also has the distributions of lambda, value error and entropy. Sums are taken in float64, so that 20,000
+tokens of lambda = 1 lose nothing."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
-
-GroupBaseline = Literal["group", "group_mean", "leave_one_out"]
 
 # A window of the recurrence has about GAE_WINDOW tokens, which stay in the cache with what is computed from
 # them: 256 tokens of 1,024 responses, fewer of more. GAE_STEPS are its fewest and most tokens of one
@@ -26,93 +24,65 @@ LENGTH_BINS = 24  # equal parts of 1 ... the longest possible response
 POSITION_BINS = 25  # equal parts of each response
 
 
-def group_advantages(rewards: Tensor, group_ids: Tensor, kind: GroupBaseline = "group") -> Tensor:
-    """Return the advantage of each response within its group, [n], float32 (float64 for float64):
+class Responses(NamedTuple):
+    """The responses of a step, of all replicas, as an advantage by response reads them.
 
-    group          (R_i - mean(R)) / (std(R) + 1e-6) (DAPO eq. 9); std is the sample standard deviation
-    group_mean     R_i - mean(R) (Dr. GRPO, arXiv 2503.20783)
-    leave_one_out  R_i - mean of the others' R = G / (G - 1) (R_i - mean(R)) (RLOO, arXiv 2402.14740)
+    rewards    [n]
+    group_ids  int [n], the prompt of each response: any numbers in any order; groups may differ in size
+    counted    bool [n], whether a response counts in the policy loss
+    parts      [n, k], each part of the rewards without its weight; None unless the method reads them
+    weights    of the k parts
+    """
 
-    A group of one response, or of equal rewards, gets 0.
+    rewards: Tensor
+    group_ids: Tensor
+    counted: Tensor | None = None
+    parts: Tensor | None = None
+    weights: Sequence[float] = ()
 
-    rewards: [n]. group_ids: int [n], any numbers in any order; groups may differ in size."""
+
+class CentredRewards(NamedTuple):
+    """Rewards minus the mean of their group, float64 [n], and the groups that they belong to.
+
+    group  int64 [n], the group of each response: 0, 1, ...
+    sizes  int64 [number of groups], responses of each group
+    """
+
+    rewards: Tensor
     group: Tensor
     sizes: Tensor
-    _, group, sizes = torch.unique(group_ids, return_inverse=True, return_counts=True)
-    zeros = torch.zeros(sizes.numel(), dtype=torch.float64, device=rewards.device)
-    exact = rewards.double()
-    centred = exact - (zeros.index_add(0, group, exact) / sizes)[group]
-    if kind == "group":
-        variance = zeros.index_add(0, group, centred.square()) / (sizes - 1).clamp(min=1)
-        centred = centred / (variance.sqrt() + 1e-6)[group]
-    elif kind == "leave_one_out":
-        centred = centred * (sizes.double() / (sizes - 1).clamp(min=1))[group]
-    return centred.to(torch.promote_types(rewards.dtype, torch.float32))
 
 
-def per_reward_advantages(
-    rewards: Tensor, weights: Sequence[float], group_ids: Tensor, counted: Tensor
-) -> Tensor:
-    """Return the advantage of each response by several rewards, of which each is normalised by itself, [n],
-    float32 (float64 for float64), 0 where not `counted` (GDPO, arXiv 2601.05242, as NVlabs/GDPO has it for
-    TRL: over responses, not tokens):
-
-    S_i = sum_k w_k (R_ik - mean(R_k)) / (std(R_k) + 1e-6) within the group, as `group_advantages`
-    A_i = (S_i - mean(S)) / sqrt(var(S) + 1e-8) over all counted responses of the batch, as `whiten`
-
-    rewards: [n, k], without the weights, which normalising would take away. counted: bool [n]."""
-    columns = rewards.double().unbind(1)
-    total = torch.zeros(len(rewards), dtype=torch.float64, device=rewards.device)
-    for weight, column in zip(weights, columns, strict=True):
-        total += weight * group_advantages(column, group_ids)
-    normalised = whiten(total, counted, *mean_and_variance(moments(total, counted)))
-    return normalised.to(torch.promote_types(rewards.dtype, torch.float32))
+def centre_by_group(r: Responses) -> CentredRewards:
+    """Subtract from each reward the mean of its group."""
+    group: Tensor
+    sizes: Tensor
+    _, group, sizes = torch.unique(r.group_ids, return_inverse=True, return_counts=True)
+    zeros = torch.zeros(sizes.numel(), dtype=torch.float64, device=r.rewards.device)
+    exact = r.rewards.double()
+    return CentredRewards(exact - (zeros.index_add(0, group, exact) / sizes)[group], group, sizes)
 
 
-class SuccessTracker:
-    """How likely an answer to each prompt is right, from the answers that it has had: Beta(a, b), which
-    forgets (Single-stream Policy Optimization, arXiv 2509.13232; verl-recipe's spo_ray_trainer.py with a
-    constant rho and no offline samples).
+def group_advantages(r: Responses) -> Tensor:
+    """Return (R_i - mean(R)) / (std(R) + 1e-6) within the group (DAPO eq. 9), [n].
 
-    The chance is a / (a + b). A step with r right and w wrong answers to a prompt makes it rho a + r and
-    rho b + w, so that about the last 1 / (1 - rho) answers count.
+    std is the sample standard deviation. A group of one response, or of equal rewards, gets 0. The result is
+    float32, or float64 for float64 rewards.
+    """
+    centred, group, sizes = centre_by_group(r)
+    zeros = torch.zeros(sizes.numel(), dtype=torch.float64, device=r.rewards.device)
+    variance = zeros.index_add(0, group, centred.square()) / (sizes - 1).clamp(min=1)
+    return as_advantages(centred / (variance.sqrt() + 1e-6)[group], r.rewards)
 
-    counts  uid of a prompt -> (a, b); any other's are PRIOR"""
 
-    PRIOR = (0.5, 0.5)
-
-    def __init__(self, rho: float) -> None:
-        self.rho = rho
-        self.counts: dict[int, tuple[float, float]] = {}
-
-    def chances(self, prompts: Tensor) -> Tensor:
-        """Return the chance of a right answer to each prompt, float64 [n]. prompts: int64 [n], uids."""
-        counts = [self.counts.get(uid, self.PRIOR) for uid in prompts.tolist()]
-        return torch.tensor([a / (a + b) for a, b in counts], dtype=torch.float64)
-
-    def observe(self, prompts: Tensor, correct: Tensor) -> None:
-        """Take in a step's answers, in any order. prompts: int64 [n], uids; correct: bool [n]."""
-        answers: dict[int, list[int]] = {}
-        for uid, right in zip(prompts.tolist(), correct.tolist(), strict=True):
-            answers.setdefault(uid, [0, 0])[0 if right else 1] += 1
-        for uid, (right, wrong) in answers.items():
-            a, b = self.counts.get(uid, self.PRIOR)
-            self.counts[uid] = (self.rho * a + right, self.rho * b + wrong)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps: lists of numbers, which later steps do not change."""
-        right, wrong = ([count[i] for count in self.counts.values()] for i in (0, 1))
-        return {"prompts": list(self.counts), "right": right, "wrong": wrong}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from what `state_dict` gave."""
-        counts = zip(state["right"], state["wrong"], strict=True)
-        self.counts = dict(zip(state["prompts"], counts, strict=True))
+def as_advantages(exact: Tensor, rewards: Tensor) -> Tensor:
+    """Return float64 advantages in the dtype of the rewards, at least float32."""
+    return exact.to(torch.promote_types(rewards.dtype, torch.float32))
 
 
 def length_adaptive_lambda(lengths: Tensor, alpha: float, floor: float = 0.0) -> Tensor:
     """Return lambda = 1 - 1 / (alpha * l) (VAPO eq. 5), float64 [n], clamped to [floor, 1]: the formula is
-    negative for l < 1 / alpha. (T-PPO has a floor of 0.95.)
+    negative for l < 1 / alpha.
 
     lengths: response lengths in tokens, int [n]. float64 because rounding lambda to float32 moves lambda^t, t
     in the thousands, by 1e-4."""
@@ -201,39 +171,6 @@ def gae(
             window.write(advantage, out)
             done += steps
     return out[:total]
-
-
-def extended_gae(
-    rewards: Tensor,
-    values: Tensor,
-    drawn: Tensor,
-    cu_seqlens: Tensor,
-    lam: float | Tensor,
-    unfinished: Tensor,
-    gamma: float = 1.0,
-    tail: int = 0,
-) -> Tensor:
-    """Return the advantages of windows of responses, as `gae`, where a response that is `unfinished` goes on
-    behind its window: the value there is taken to be that of the state before, V(s_l) = V(s_{l-1}), so that
-    delta_{l-1} = R_{l-1} + (gamma - 1) V(s_{l-1}) (EGAE of T-PPO, arXiv 2506.15050, as its authors'
-    implementation has it, verl pull request 3728). The last `tail` tokens of such a window get 0.
-
-    drawn: bool [T], the tokens that a step has drawn, the last ones of each response. unfinished: bool [n].
-    The rest as in `gae`."""
-    own, after = drawn.nonzero().squeeze(-1), None
-    if own.numel():
-        last = own[(torch.searchsorted(own, cu_seqlens[1:]) - 1).clamp(min=0)]
-        after = torch.where(unfinished, values[last].double(), 0.0)
-    advantages = gae(rewards, values, drawn, cu_seqlens, lam, gamma, after)
-    return advantages.masked_fill(window_tail(drawn, cu_seqlens, unfinished, tail), 0.0)
-
-
-def window_tail(drawn: Tensor, cu_seqlens: Tensor, unfinished: Tensor, tail: int) -> Tensor:
-    """Return the last `tail` tokens of the windows of unfinished responses, bool [T]."""
-    behind = drawn.flip(0).cumsum(0).flip(0)  # of a token, those of this and all later windows from it on
-    ends = torch.cat([behind, behind.new_zeros(1)])[cu_seqlens[1:]]
-    left = behind - torch.repeat_interleave(ends, cu_seqlens.diff())
-    return drawn & (left <= tail) & torch.repeat_interleave(unfinished, cu_seqlens.diff())
 
 
 class _Window:

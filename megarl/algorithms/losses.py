@@ -83,7 +83,7 @@ def _sums(loss: Tensor, loss_name: str, **sums: Tensor) -> Stats:
 
 
 class Tokens(NamedTuple):
-    """Tokens as a policy loss reads them, float64 [T]. Where one does not count, advantage and log-prob are 0.
+    """Tokens as a policy loss reads them, float64 [T]; where one does not count, A_t and log-prob are 0.
 
     ratio         r_t = pi / pi_old
     selected      bool [T], tokens that the method's `selector` selected

@@ -1,7 +1,7 @@
-"""The registry of methods: for each policy loss its function, its options and what else it needs.
+"""The registry of methods: for each policy loss and each advantage its function and what it needs.
 
-Checks and planner read it without torch. A new policy loss is a file in algorithms/methods, its name in
-`PolicyLossName` and a row here.
+Checks and planner read it without torch. A new policy loss, or a new advantage by response, is a file in
+algorithms/methods, its name in `PolicyLossName` or `AdvantageName`, and a row here.
 """
 
 from __future__ import annotations
@@ -13,6 +13,10 @@ from typing import Any, Literal
 PolicyLossName = Literal[
     "ppo", "gspo", "cispo", "masked", "dppo_tv", "dppo_kl", "sapo", "clip_cov", "kl_cov", "fipo"
 ]  # fmt: skip
+
+AdvantageName = Literal[
+    "group", "group_mean", "leave_one_out", "per_reward", "tracked", "return", "gae", "prompt_value"
+]
 
 
 @dataclass(frozen=True)
@@ -57,6 +61,52 @@ POLICY_LOSSES: dict[PolicyLossName, PolicyLoss] = {
         has_dual_clip=True,
     ),
 }
+
+
+@dataclass(frozen=True)
+class Advantage:
+    """One value of `algorithm.advantage`.
+
+    phase           the phase that computes it, a row of PHASES (config/phases.py)
+    function        for phase group_advantages: from `Responses` (algorithms/advantages.py) to one advantage a
+                    response, as module:function
+    compares_group  whether an advantage depends on the other responses of the group
+    critic          what the critic reads: responses, prompts, or nothing if there is no critic
+    columns         further columns of the rollout that it reads
+    states          what it remembers between steps: the name in a checkpoint, and the function of `algorithm`
+                    that makes it, as module:function
+    """
+
+    phase: str = "group_advantages"
+    function: str = ""
+    compares_group: bool = False
+    critic: Literal["", "responses", "prompts"] = ""
+    columns: tuple[str, ...] = ()
+    states: tuple[tuple[str, str], ...] = ()
+
+
+ADVANTAGES: dict[AdvantageName, Advantage] = {
+    "group": Advantage(function="megarl.algorithms.advantages:group_advantages", compares_group=True),
+    "group_mean": Advantage(function="megarl.algorithms.methods.dr_grpo:group_mean", compares_group=True),
+    "leave_one_out": Advantage(function="megarl.algorithms.methods.rloo:leave_one_out", compares_group=True),
+    "per_reward": Advantage(
+        function="megarl.algorithms.methods.gdpo:per_reward_advantages",
+        compares_group=True,
+        columns=("reward_parts",),
+    ),
+    "tracked": Advantage(
+        "tracked_advantages",
+        columns=("prompt_uids",),
+        states=(("tracker", "megarl.training.methods.spo:make_tracker"),),
+    ),
+    "return": Advantage("return_advantages"),
+    "gae": Advantage("gae_advantages", critic="responses"),
+    "prompt_value": Advantage("prompt_advantages", critic="prompts"),
+}
+
+# Writes the advantages of phase gae_advantages: of whole responses, or of windows (`rollout.window`).
+GAE = "megarl.training.columns:add_gae"
+WINDOW_GAE = "megarl.training.methods.tppo:add_window_gae"
 
 
 def load_function(path: str) -> Any:

@@ -103,19 +103,19 @@ def has_prompt_critic(config: Config) -> bool:
     return config.values_prompts
 
 
-def has_group_baseline(config: Config) -> bool:
-    """Return whether advantages compare a response with its group (GRPO, DAPO, RLOO, GDPO)."""
-    return config.algorithm.advantage in ("group", "group_mean", "leave_one_out", "per_reward")
+def computes_advantages(phase: str) -> Condition:
+    """Return the condition of the phase that computes the configured advantage (config/methods.py)."""
+    return lambda config: config.algorithm.advantage_method.phase == phase
 
 
 def has_reward_parts(config: Config) -> bool:
     """Return whether each part of the reward is normalised separately (GDPO)."""
-    return config.algorithm.advantage == "per_reward"
+    return "reward_parts" in config.algorithm.advantage_method.columns
 
 
-def has_tracker(config: Config) -> bool:
-    """Return whether a running success rate per prompt is the baseline (SPO)."""
-    return config.algorithm.advantage == "tracked"
+def reads_prompt_uids(config: Config) -> bool:
+    """Return whether the advantage tells prompts apart over steps (SPO)."""
+    return "prompt_uids" in config.algorithm.advantage_method.columns
 
 
 def uses_old_logprobs(config: Config) -> bool:
@@ -208,11 +208,12 @@ PHASES: tuple[Phase, ...] = (
     Phase("reward_model",        SAMPLED,  REWARD,          lambda c: c.has_reward_model),
     Phase("values",              SAMPLED,  CRITIC,          has_critic),
     Phase("monte_carlo_returns", PRETRAIN),
-    Phase("group_advantages",    RL,       NOTHING,         has_group_baseline),
-    Phase("tracked_advantages",  RL,       NOTHING,         has_tracker),
-    Phase("return_advantages",   RL,       NOTHING,         lambda c: c.algorithm.advantage == "return"),
-    Phase("gae_advantages",      RL,       NOTHING,         lambda c: c.algorithm.advantage == "gae"),
-    Phase("prompt_advantages",   RL,       NOTHING,         has_prompt_critic),
+    Phase("group_advantages",    RL,       NOTHING,         computes_advantages("group_advantages")),
+    Phase("tracked_advantages",  RL,       NOTHING,         computes_advantages("tracked_advantages")),
+    Phase("return_advantages",   RL,       NOTHING,         computes_advantages("return_advantages")),
+    Phase("gae_advantages",      RL,       NOTHING,         computes_advantages("gae_advantages")),
+    Phase("prompt_advantages",   RL,       NOTHING,         computes_advantages("prompt_advantages")),
+    Phase("critic_agreement",    RL,       NOTHING,         has_critics),
     Phase("teacher_advantages",  RL,       TEACHER,         has_teacher_of_samples),
     Phase("teacher_top_k",       RL,       TEACHER,         has_teacher_of_top_k),
     Phase("critic_update",       SAMPLED,  CRITIC_TRAINING, has_critic),
@@ -252,8 +253,8 @@ class Columns:
         return frozenset(self.writes.split())
 
 
-WITHOUT_TRACKER = "group_advantages return_advantages gae_advantages"
-ADVANTAGES = f"{WITHOUT_TRACKER} tracked_advantages prompt_advantages"
+WITH_KL_REWARD = "group_advantages return_advantages gae_advantages"
+ADVANTAGES = f"{WITH_KL_REWARD} tracked_advantages prompt_advantages"
 
 COLUMNS: tuple[Columns, ...] = (
     Columns("read_pairs", writes="tokens correct truncated"),
@@ -264,7 +265,7 @@ COLUMNS: tuple[Columns, ...] = (
         may_write="token_versions turn_rewards routing begun unfinished",
     ),
     Columns("rollout", writes="reward_parts", when=has_reward_parts),
-    Columns("rollout", writes="prompt_uids", when=has_tracker),
+    Columns("rollout", writes="prompt_uids", when=reads_prompt_uids),
     Columns("rollout", writes="teachers", when=has_teacher_by_source, stages=RL),
     Columns(
         "distribute",
@@ -292,26 +293,21 @@ COLUMNS: tuple[Columns, ...] = (
     Columns("monte_carlo_returns", reads="rewards turn_rewards", when=lambda c: not has_prompt_critic(c)),
     Columns("group_advantages", reads="rewards turn_rewards group_ids", writes="advantages"),
     Columns("group_advantages", reads="reward_parts", when=has_reward_parts),
-    Columns(
-        "group_advantages",
-        reads="truncated",
-        when=lambda c: has_reward_parts(c) and c.reward.overlong.filter,
-    ),
     Columns("tracked_advantages", reads="rewards correct prompt_uids", writes="advantages"),
-    Columns("tracked_advantages", reads="truncated", when=lambda c: c.reward.overlong.filter),
+    Columns(
+        "group_advantages tracked_advantages",
+        reads="truncated",
+        when=lambda c: c.reward.overlong.filter,
+    ),
     Columns("return_advantages", reads="rewards turn_rewards", writes="advantages"),
     Columns("gae_advantages", reads="rewards turn_rewards values", writes="advantages returns"),
-    Columns("gae_advantages", reads="critic_values policy_loss_weights", when=has_critics),
-    Columns(
-        "gae_advantages",
-        reads="uncorrected_weights",
-        when=lambda c: has_critics(c) and corrects_mismatch(c),
-    ),
-    Columns("gae_advantages", writes="entropy_weights", when=filters_entropy),
+    Columns("critic_agreement", reads="advantages critic_values policy_loss_weights", writes="advantages"),
+    Columns("critic_agreement", reads="uncorrected_weights", when=corrects_mismatch),
+    Columns("critic_agreement", writes="entropy_weights", when=filters_entropy),
     Columns("prompt_advantages", reads="rewards correct values", writes="advantages returns"),
     Columns(ADVANTAGES, reads="policy_loss_weights", when=whitens),
-    Columns(WITHOUT_TRACKER, reads="old_logprobs ref_logprobs", when=has_kl_reward_with_old_logprobs),
-    Columns(WITHOUT_TRACKER, reads="engine_logprobs ref_logprobs", when=has_kl_reward_with_engine_logprobs),
+    Columns(WITH_KL_REWARD, reads="old_logprobs ref_logprobs", when=has_kl_reward_with_old_logprobs),
+    Columns(WITH_KL_REWARD, reads="engine_logprobs ref_logprobs", when=has_kl_reward_with_engine_logprobs),
     Columns("teacher_advantages", reads="tokens advantages", writes="advantages"),
     Columns("teacher_top_k", reads="tokens", writes="teacher_logprobs teacher_tokens"),
     Columns("teacher_advantages teacher_top_k", reads="teachers", when=has_teacher_by_source),

@@ -117,9 +117,10 @@ class Generation(BatchSource):
         if stage != PRETRAINING:
             found = self.rollout_rank.collect(number, self.config.log.samples)
             batch = found.to_step_batch(compared=compared)
-            if self.config.algorithm.advantage == "per_reward":
+            columns = self.config.algorithm.advantage_method.columns
+            if "reward_parts" in columns:
                 batch["reward_parts"] = found.reward_parts(self.config.reward)
-            elif self.config.algorithm.advantage == "tracked":
+            if "prompt_uids" in columns:
                 batch["prompt_uids"] = found.prompt_uids
             if self.config.teacher.by_source:
                 batch["teachers"] = found.teachers(self.config.teacher)

@@ -22,21 +22,18 @@ from megarl.schedule.parity import check_parity
 from megarl.schedule.run import Run, Step
 from megarl.training import batch
 from megarl.training.columns import (
-    add_agreement,
-    add_gae,
     add_group_advantages,
-    add_per_reward_advantages,
-    add_prompt_advantages,
-    add_prompt_returns,
     add_return_advantages,
     add_returns,
     add_teacher,
-    add_tracked_advantages,
     correct_mismatch,
     mismatch,
     policy_statistics,
     turn_rewards,
 )
+from megarl.training.methods.asyppo import add_agreement
+from megarl.training.methods.spo import add_tracked_advantages
+from megarl.training.methods.sppo import add_prompt_advantages, add_prompt_returns
 from megarl.training.model import InferenceModel
 from megarl.training.objectives import actor_loss, critic_loss, other_tokens, supervised_loss
 
@@ -117,7 +114,7 @@ def reward_model(run: Run, step: Step) -> None:
     scores = local.gather(own, whole, run.runtime)
     whole["rewards"] = whole["rewards"] + run.config.reward.model.weight * scores
     local.experience["rewards"] = whole["rewards"][local.rows]
-    if run.config.algorithm.advantage == "per_reward" and run.config.reward.model.weight:
+    if "reward_parts" in whole and run.config.reward.model.weight:
         whole["reward_parts"] = torch.cat([whole["reward_parts"], scores[:, None]], 1)
         local.experience["reward_parts"] = whole["reward_parts"][local.rows]
     scores = scores[whole.response_lengths > 0]
@@ -143,17 +140,14 @@ def values(run: Run, step: Step) -> None:
 
 
 def group_advantages(run: Run, step: Step) -> None:
-    """Compare rewards within their group (DAPO eq. 9, Dr. GRPO, RLOO), or each of their parts (GDPO)."""
-    if run.config.algorithm.advantage == "per_reward":
-        add_per_reward_advantages(run.config, step.batch, step.local, run.runtime)
-    else:
-        step.metrics |= add_group_advantages(run.config.algorithm, step.batch, step.local, run.runtime)
+    """Compute the advantage of each response from the rewards of the batch, by the configured method."""
+    step.metrics |= add_group_advantages(run.config, step.batch, step.local, run.runtime)
 
 
 def tracked_advantages(run: Run, step: Step) -> None:
-    """Compare rewards with what earlier answers to their prompts let expect (SPO)."""
-    assert run.tracker is not None
-    step.metrics |= add_tracked_advantages(run.config, step.batch, step.local, run.runtime, run.tracker)
+    """Compare rewards with the running success rates of their prompts."""
+    [state] = run.method_states.values()
+    step.metrics |= add_tracked_advantages(run.config, step.batch, step.local, run.runtime, state)
 
 
 def return_advantages(run: Run, step: Step) -> None:
@@ -162,13 +156,14 @@ def return_advantages(run: Run, step: Step) -> None:
 
 
 def gae_advantages(run: Run, step: Step) -> None:
-    """Compute decoupled and length-adaptive GAE (VAPO eq. 3 and 5), of windows EGAE (T-PPO); of two critics
-    heed where they agree (AsyPPO)."""
-    settings, experience = run.config.rollout, step.local.experience
-    longest, window = settings.max_response_tokens, settings.window or 0
-    step.add(*add_gae(run.config.algorithm, experience, longest, run.runtime, window))
-    if run.config.critic.count > 1:
-        step.metrics |= add_agreement(run.config.algorithm.agreement, experience, run.runtime)
+    """Compute generalised advantages and returns by the values (VAPO eq. 3 and 5)."""
+    add_gae = load_function(run.config.gae_function)
+    step.add(*add_gae(run.config, step.local.experience, run.runtime))
+
+
+def critic_agreement(run: Run, step: Step) -> None:
+    """Change advantages and entropy weights where several critics agree or disagree."""
+    step.metrics |= add_agreement(run.config.algorithm.agreement, step.local.experience, run.runtime)
 
 
 def teacher_advantages(run: Run, step: Step) -> None:
@@ -216,7 +211,7 @@ def teachers_in_turn(
 
 
 def prompt_advantages(run: Run, step: Step) -> None:
-    """Compare rewards with what the critic expects of their prompts (SPPO)."""
+    """Compare rewards with the critic's expectation of their prompts."""
     step.metrics |= add_prompt_advantages(run.config, step.local.experience, run.runtime)
 
 
@@ -230,8 +225,8 @@ def monte_carlo_returns(run: Run, step: Step) -> None:
 
 
 def critic_update(run: Run, step: Step) -> None:
-    """Update each critic over its own mini-batches; with `rollout.window` there may be none, as no response
-    has ended. Metrics are means over the critics."""
+    """Update each critic over its own mini-batches. There are none if no response is finished. Metrics are
+    means over the critics."""
     config, found = run.config, list[dict[str, float]]()
     epochs = config.value_pretraining.epochs if step.stage == PRETRAINING else config.critic.epochs
     read = batch.critic_lengths(step.batch, config)

@@ -108,8 +108,8 @@ def replay(config: Config, number: int, runtime: Runtime, tolerance: float | Non
                 raise CheckpointError(damaged[0])
             state = load_checkpoint(checkpoint, run.models, run.residency.onload_for_checkpoint)
             run.source.load_state_dict(state["samplers"])
-            if run.tracker is not None:
-                run.tracker.load_state_dict(state["tracker"])
+            for name, method_state in run.method_states.items():
+                method_state.load_state_dict(state[name])
             layout = asdict(runtime.layout)
             wrote = {"cp": 1, "vpp": 1, **checkpoint.manifest["layout"]}  # older checkpoints have neither
             if wrote != layout:

@@ -11,8 +11,8 @@ from typing import Any
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from megarl.algorithms.advantages import SuccessTracker
 from megarl.config.files import Dispensable
+from megarl.config.methods import load_function
 from megarl.config.phases import never_offloaded
 from megarl.config.schema import PRETRAINING, Config
 from megarl.data.experience import Experience, StepBatch
@@ -42,7 +42,8 @@ class Run:
     hf           its config.json
     offload      which tensor groups are on the device
     host         pinned memory of the offloaded tensor groups
-    tracker      success rate of each prompt, the same on every rank (SPO)
+    method_states  what the advantage's method remembers between steps, by its name in a checkpoint; the
+                 same on every rank
     source       of the batches
     engine       of this rank; None if there is none, or if engines have separate ranks
     apart        the source if engines run on separate ranks, else None
@@ -62,7 +63,7 @@ class Run:
     reference: InferenceModel | None
     reward_model: InferenceModel | None
     teachers: list[InferenceModel]
-    tracker: SuccessTracker | None
+    method_states: dict[str, Any]
     source: BatchSource
     engine: RolloutEngine | None = None
     apart: GenerationApart | None = None
@@ -127,8 +128,8 @@ def build_run(config: Config, runtime: Runtime, source: BatchSource | None = Non
     reward_model = builder.build_frozen("reward", scorer) if config.has_reward_model else None
     folders = config.teacher.folders.values() if config.has_teacher else ()
     teachers = [builder.build_frozen("teacher", path) for path in folders]
-    tracks = config.algorithm.advantage == "tracked"
-    tracker = SuccessTracker(config.algorithm.tracker_rho) if tracks else None
+    states = config.algorithm.advantage_method.states
+    method_states = {name: load_function(make)(config.algorithm) for name, make in states}
 
     engine, apart, weight_sync = None, None, None
     if source is None:
@@ -153,7 +154,7 @@ def build_run(config: Config, runtime: Runtime, source: BatchSource | None = Non
         reference=reference,
         reward_model=reward_model,
         teachers=teachers,
-        tracker=tracker,
+        method_states=method_states,
         source=source,
         engine=engine,
         apart=apart,

@@ -43,8 +43,7 @@ class Trainer:
         self.pretraining = Progress()
         self.listeners = listeners_of(run, watchdog)
         stateful: dict[str, Stateful] = {"guards": self.guards, "value_pretraining": self.pretraining}
-        if run.tracker is not None:
-            stateful["tracker"] = run.tracker
+        stateful |= run.method_states
         self.recovery = Recovery(run, stateful, self.listeners, stop or StopRequest(()))
         if watchdog is not None:
             pending = {"bytes of a checkpoint": lambda: self.recovery.writer.pending}

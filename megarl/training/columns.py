@@ -9,28 +9,25 @@ import torch
 from torch import Tensor
 
 from megarl.algorithms.advantages import (
-    SuccessTracker,
+    Responses,
     error_by_position,
-    extended_gae,
     gae,
     gae_metrics,
     gae_sums,
-    group_advantages,
     lambda_by_length,
     length_adaptive_lambda,
     mean_and_variance,
     moments,
-    per_reward_advantages,
     returns,
     sums_by_position,
     whiten,
-    window_tail,
 )
 from megarl.algorithms.mismatch import difference_histogram, mismatch_factors, mismatch_metrics, mismatch_sums
 from megarl.algorithms.scores import explained_variance, variance_sums
-from megarl.config.schema import AgreementConfig, AlgorithmConfig, Config, MismatchConfig, RewardConfig
+from megarl.config.methods import load_function
+from megarl.config.schema import AlgorithmConfig, Config, MismatchConfig, RewardConfig
 from megarl.data.experience import Experience, StepBatch
-from megarl.parallel.comm import among_smallest, max_over_ranks, sum_over_replicas
+from megarl.parallel.comm import max_over_ranks, sum_over_replicas
 from megarl.parallel.runtime import Runtime
 from megarl.training.batch import LocalBatch
 
@@ -38,73 +35,52 @@ Tables = dict[str, dict[str, list[float]]]  # of distributions.jsonl: table -> r
 
 
 def add_group_advantages(
-    config: AlgorithmConfig, batch: Experience | StepBatch, local: LocalBatch, runtime: Runtime
+    config: Config, batch: Experience | StepBatch, local: LocalBatch, runtime: Runtime
 ) -> dict[str, float]:
-    """Write this replica's advantages [T], each response's own at all of its tokens; return policy/kl_reward
-    where there is one. The groups are those of the whole batch, and compare whole rewards: of several turns
-    their sum."""
+    """Write this replica's advantages [T], each response's own at all of its tokens.
+
+    The configured method computes them from all responses of the step (`Responses`). Rewards are of whole
+    responses: of several turns their sum. Return policy/kl_reward if the reward has a KL term.
+    """
     experience, rewards = local.experience, batch["rewards"]
-    of_tokens, metrics = token_rewards(config, experience, runtime)
-    if config.kl_reward:  # the KL of the whole response
+    of_tokens, metrics = token_rewards(config.algorithm, experience, runtime)
+    if config.algorithm.kl_reward:  # the KL of the whole response
         rewards = local.gather(experience.totals(of_tokens), batch, runtime).to(rewards.dtype)
-    assert config.advantage in ("group", "group_mean", "leave_one_out")
-    advantages = group_advantages(rewards, batch["group_ids"], config.advantage)
-    _write_advantages(config, experience, experience.spread(advantages[local.rows]), runtime)
+    parts, weights = reward_parts(config.reward, batch, local, runtime)
+    counted = responses_in_loss(config.reward, batch)
+    compute_advantages = load_function(config.algorithm.advantage_method.function)
+    advantages = compute_advantages(Responses(rewards, batch["group_ids"], counted, parts, weights))
+    write_advantages(config.algorithm, experience, experience.spread(advantages[local.rows]), runtime)
     return metrics
 
 
-def add_per_reward_advantages(
-    config: Config, batch: Experience | StepBatch, local: LocalBatch, runtime: Runtime
-) -> None:
-    """Write this replica's advantages [T] from the parts of the rewards (GDPO), each response's own at all of
-    its tokens. What turns have got of their own is one more part, of weight 1."""
-    experience, parts = local.experience, batch["reward_parts"]
-    weights = [*config.reward.parts.values()]
-    if "turn_rewards" in experience:
-        of_turns = local.gather(experience.totals(experience["turn_rewards"]), batch, runtime)
-        parts, weights = torch.cat([parts, of_turns[:, None].to(parts.dtype)], 1), [*weights, 1.0]
-    counted = responses_in_loss(config.reward, batch)
-    advantages = per_reward_advantages(parts, weights, batch["group_ids"], counted)
-    _write_advantages(config.algorithm, experience, experience.spread(advantages[local.rows]), runtime)
+def reward_parts(
+    config: RewardConfig, batch: Experience | StepBatch, local: LocalBatch, runtime: Runtime
+) -> tuple[Tensor | None, list[float]]:
+    """Return the parts of all responses' rewards [n, k] and their weights; None and [] without parts.
 
-
-def add_tracked_advantages(
-    config: Config,
-    batch: Experience | StepBatch,
-    local: LocalBatch,
-    runtime: Runtime,
-    tracker: SuccessTracker,
-) -> dict[str, float]:
-    """Write this replica's advantages [T]: each response's reward less what the tracker expects of its
-    prompt, normalised over the batch's responses (SPO, arXiv 2509.13232). Then have the tracker see the
-    answers.
-
-    Return value/explained_variance of its chances, and tracker/known, the share of responses to prompts that
-    had been answered before."""
-    answered, prompts, correct = batch.response_lengths > 0, batch["prompt_uids"], batch["correct"]
-    chances = tracker.chances(prompts)
-    known = [uid in tracker.counts for uid in prompts[answered].tolist()]
-    advantages = batch["rewards"].double() - expected_reward(config.reward, chances)
-    counted = responses_in_loss(config.reward, batch)
-    advantages = whiten(advantages, counted, *mean_and_variance(moments(advantages, counted)))
-    tracker.observe(prompts[answered], correct[answered])
-    experience = local.experience
-    _write_advantages(
-        config.algorithm, experience, experience.spread(advantages[local.rows].float()), runtime
-    )
-    explained = explained_variance(variance_sums(correct.double(), chances, answered))
-    return {"value/explained_variance": explained, "tracker/known": sum(known) / max(len(known), 1)}
+    The sum of the turns' own rewards is one more part, of weight 1.
+    """
+    if "reward_parts" not in batch:
+        return None, []
+    experience, parts, weights = local.experience, batch["reward_parts"], [*config.parts.values()]
+    if "turn_rewards" not in experience:
+        return parts, weights
+    of_turns = local.gather(experience.totals(experience["turn_rewards"]), batch, runtime)
+    return torch.cat([parts, of_turns[:, None].to(parts.dtype)], 1), [*weights, 1.0]
 
 
 def responses_in_loss(config: RewardConfig, batch: Experience | StepBatch) -> Tensor:
-    """Return which responses count in the policy loss, bool [n]: those with tokens, without the truncated
-    ones that overlong filtering leaves out."""
+    """Return which responses count in the policy loss, bool [n].
+
+    Those are the responses with tokens, without the truncated ones that overlong filtering leaves out.
+    """
     counted = batch.response_lengths > 0
     return counted & ~batch["truncated"] if config.overlong.filter else counted
 
 
 def expected_reward(config: RewardConfig, chance: Tensor) -> Tensor:
-    """Return what an answer earns on average from the verifier that is right with this chance, [n]."""
+    """Return the mean reward from the verifier of an answer that is right with this chance, [n]."""
     return config.weight * ((1 - chance) * config.incorrect + chance * config.correct)
 
 
@@ -116,7 +92,7 @@ def add_return_advantages(
     rewards, metrics = token_rewards(config, experience, runtime)
     mask = experience.response_mask
     ahead = gae(rewards, torch.zeros_like(rewards), mask, experience.cu_seqlens, 1.0, config.gamma)
-    _write_advantages(config, experience, ahead, runtime)
+    write_advantages(config, experience, ahead, runtime)
     return metrics
 
 
@@ -152,91 +128,70 @@ def turn_rewards(experience: Experience) -> Tensor:
     return rewards
 
 
-def _write_advantages(
-    config: AlgorithmConfig, experience: Experience, advantages: Tensor, runtime: Runtime
+def write_advantages(
+    config: AlgorithmConfig,
+    experience: Experience,
+    advantages: Tensor,
+    runtime: Runtime,
+    left_out: Tensor | None = None,
 ) -> None:
     """Write advantages [T]; with `whiten`, normalise them over all replicas' tokens in the policy loss.
 
-    Those are the tokens of this step, without what overlong filtering and mismatch masks leave out. The tail
-    of unfinished windows (`window_tail`) does not count either."""
+    Those are the tokens of this step, without what overlong filtering and mismatch masks leave out.
+
+    Args:
+        left_out: bool [T], further tokens that whitening leaves out.
+    """
     if config.whiten:
         mask = experience["policy_loss_weights"] > 0
-        if config.window_tail:
-            unfinished = experience.unfinished
-            drawn = experience.drawn
-            mask = mask & ~window_tail(drawn, experience.cu_seqlens, unfinished, config.window_tail)
+        if left_out is not None:
+            mask = mask & ~left_out
         sums = sum_over_replicas(runtime, moments(advantages, mask))
         advantages = whiten(advantages, mask, *mean_and_variance(sums))
     experience["advantages"] = advantages
 
 
-def add_gae(
-    config: AlgorithmConfig, experience: Experience, longest: int, runtime: Runtime, window: int = 0
+def add_gae(config: Config, experience: Experience, runtime: Runtime) -> tuple[dict[str, float], Tables]:
+    """Write advantages and returns [T] from rewards and values, each with its own lambda (VAPO section 4.1).
+
+    Return gae/* and the results of `add_returns`, with a table of lambda by response length.
+    """
+    algorithm = config.algorithm
+    lam = policy_lambda(algorithm, experience.response_lengths)
+    rewards, metrics = token_rewards(algorithm, experience, runtime)
+    advantages = gae(
+        *(
+            rewards,
+            experience["values"],
+            experience.response_mask,
+            experience.cu_seqlens,
+            lam,
+            algorithm.gamma,
+        )
+    )
+    measured, lambdas = gae_statistics(config, experience, advantages, lam, runtime)
+    write_advantages(algorithm, experience, advantages, runtime)
+    value_metrics, tables = add_returns(algorithm, experience, runtime, rewards)
+    return metrics | measured | value_metrics, {**lambdas, **tables}
+
+
+def policy_lambda(config: AlgorithmConfig, lengths: Tensor) -> Tensor:
+    """Return lambda of the policy's advantages, float64 [n], of responses of these lengths (VAPO eq. 5)."""
+    if config.lambda_policy == "length_adaptive":
+        return length_adaptive_lambda(lengths, config.alpha, config.lambda_floor)
+    return torch.full((len(lengths),), float(config.lambda_policy), dtype=torch.float64)
+
+
+def gae_statistics(
+    config: Config, experience: Experience, advantages: Tensor, lam: Tensor, runtime: Runtime
 ) -> tuple[dict[str, float], Tables]:
-    """Write advantages and returns [T] from rewards and values, each with its own lambda (VAPO section 4.1);
-    of windows of at most `window` tokens EGAE (T-PPO), for whose lambda an unfinished response is taken to be
-    half a window longer than it is. Return gae/* and what `add_returns` does, with a table of lambda by
-    response length (at most `longest` tokens)."""
-    mask, lengths, unfinished = experience.drawn, experience.response_lengths, experience.unfinished
-    if config.lambda_policy == "length_adaptive":  # VAPO eq. 5
-        expected = lengths + unfinished * (window // 2)
-        lam = length_adaptive_lambda(expected, config.alpha, config.lambda_floor)
-    else:
-        lam = torch.full((experience.num_sequences,), float(config.lambda_policy), dtype=torch.float64)
-    rewards, metrics = token_rewards(config, experience, runtime)
-    advantages = extended_gae(
-        rewards,
-        experience["values"],
-        mask,
-        experience.cu_seqlens,
-        lam,
-        unfinished,
-        config.gamma,
-        config.window_tail,
-    )
-    some = lengths > 0  # a response that nobody has judged has no token
-    metrics |= gae_metrics(
-        sum_over_replicas(runtime, gae_sums(advantages, mask, lam[some], config.lambda_floor))
-    )
-    _write_advantages(config, experience, advantages, runtime)
+    """Return gae/* of advantages [T] before whitening, and a table of lambda [n] by response length."""
+    lengths, longest = experience.response_lengths, config.rollout.max_response_tokens
+    some = lengths > 0  # an ungraded response has no token
+    sums = gae_sums(advantages, experience.drawn, lam[some], config.algorithm.lambda_floor)
+    metrics = gae_metrics(sum_over_replicas(runtime, sums))
     by_length = sum_over_replicas(runtime, lambda_by_length(lengths[some], lam[some], longest)).tolist()
-    value_metrics, tables = add_returns(config, experience, runtime, rewards)
-    return metrics | value_metrics, {
-        "lambda": dict(zip(("responses", "lambda"), by_length, strict=True)),
-        **tables,
-    }
-
-
-def add_agreement(config: AgreementConfig, experience: Experience, runtime: Runtime) -> dict[str, float]:
-    """Set the advantages [T] to 0 at that share of the step's tokens on whose values, critic_values [T, m],
-    the critics agree most, and with a filter write entropy_weights [T]: the token weights before any mismatch
-    correction, but 0 at the share on which they agree least (AsyPPO, arXiv 2510.01656). Denominators stay as
-    they are.
-
-    How far apart they are is their standard deviation in float32. Of tokens that are alike in it all are
-    taken or none, so that a share is at most what it says. Return value/spread, its mean, and the shares
-    policy/agreed and policy/disputed."""
-    weights = experience["policy_loss_weights"]
-    counted = weights > 0
-    spread = experience["critic_values"].double().std(-1, correction=0).float()
-    keys = spread.view(torch.int32)[counted]  # floats that are not negative are ordered as their bits are
-    sums = torch.stack([counted.sum().double(), spread[counted].double().sum()])
-    tokens, total = sum_over_replicas(runtime, sums).tolist()
-    metrics, taken = {"value/spread": total / max(tokens, 1)}, {}
-    for name, share, order in (
-        ("agreed", config.mask, keys),
-        ("disputed", config.filter, torch.iinfo(keys.dtype).max - keys),
-    ):
-        taken[name] = counted.clone()
-        taken[name][counted] = among_smallest(runtime, order, int(share * tokens))
-        count = float(sum_over_replicas(runtime, taken[name].sum()))
-        metrics[f"policy/{name}"] = count / max(tokens, 1)
-    experience["advantages"] = experience["advantages"].masked_fill(taken["agreed"], 0.0)
-    if config.filter:
-        if "uncorrected_weights" in experience:
-            weights = experience["uncorrected_weights"]
-        experience["entropy_weights"] = weights.masked_fill(taken["disputed"], 0.0)
-    return metrics
+    return metrics, {"lambda": dict(zip(("responses", "lambda"), by_length, strict=True))}
 
 
 def add_teacher(
@@ -256,30 +211,6 @@ def add_teacher(
     sums = torch.stack([drawn.sum().double(), mask.sum().double(), kl.double().sum()])
     tokens, taught, total = sum_over_replicas(runtime, sums).tolist()
     return {"policy/teacher_kl": total / max(taught, 1), "policy/taught": taught / max(tokens, 1)}
-
-
-def add_prompt_advantages(config: Config, experience: Experience, runtime: Runtime) -> dict[str, float]:
-    """Write advantages [T], each response's own at all of its tokens: its reward less what the critic expects
-    of its prompt (SPPO, arXiv 2604.08865: R - sigmoid(V) for R in {0, 1}); and what `add_prompt_returns`
-    does."""
-    metrics, chances = add_prompt_returns(experience, runtime)
-    advantages = experience["rewards"].double() - expected_reward(config.reward, chances)
-    _write_advantages(config.algorithm, experience, experience.spread(advantages.float()), runtime)
-    return metrics
-
-
-def add_prompt_returns(experience: Experience, runtime: Runtime) -> tuple[dict[str, float], Tensor]:
-    """Write returns [T], the targets of a critic that reads prompts alone: at the first token of a response 1
-    if it is right. Return value/explained_variance of its chances of that, sigmoid(V), and these, float64
-    [n]; 1/2 where nobody has judged."""
-    some = experience.response_lengths > 0
-    first = (experience.cu_seqlens[:-1] + experience.prompt_lengths)[some]
-    chances = torch.full((experience.num_sequences,), 0.5, dtype=torch.float64)
-    chances[some] = experience["values"][first].double().sigmoid()
-    right = experience["correct"].double()
-    experience["returns"] = torch.zeros(experience.num_tokens).index_copy_(0, first, right[some].float())
-    variance = sum_over_replicas(runtime, variance_sums(right, chances, some))
-    return {"value/explained_variance": explained_variance(variance)}, chances
 
 
 def add_returns(

@@ -11,6 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl.algorithms import advantages as adv
+from megarl.algorithms.advantages import Responses
+from megarl.algorithms.methods.dr_grpo import group_mean
+from megarl.algorithms.methods.gdpo import per_reward_advantages
+from megarl.algorithms.methods.rloo import leave_one_out
+from megarl.algorithms.methods.spo import SuccessTracker
+from megarl.algorithms.methods.tppo import extended_gae
 from tests.algorithms.loops import batches, loop_gae, make_batch, sum_extended_gae, sum_gae
 
 LAMBDAS = [0.0, 0.5, 0.95, 1.0]
@@ -43,30 +49,30 @@ def test_group_advantages_equal_the_formula(rows):
         members = groups[g]
         flat = len(set(members)) == 1
         expected.append(0.0 if flat else (r - statistics.fmean(members)) / (statistics.stdev(members) + 1e-6))
-    result = adv.group_advantages(rewards, ids)
+    result = adv.group_advantages(Responses(rewards, ids))
     torch.testing.assert_close(result, torch.tensor(expected), rtol=1e-6, atol=1e-7)
     means = [r - statistics.fmean(groups[g]) for g, r in rows]
-    found = adv.group_advantages(rewards, ids, "group_mean")
+    found = group_mean(Responses(rewards, ids))
     torch.testing.assert_close(found, torch.tensor(means), rtol=1e-6, atol=1e-6)
     others = [r - (sum(groups[g]) - r) / (len(groups[g]) - 1) if len(groups[g]) > 1 else 0.0 for g, r in rows]
-    found = adv.group_advantages(rewards, ids, "leave_one_out")
+    found = leave_one_out(Responses(rewards, ids))
     torch.testing.assert_close(found, torch.tensor(others), rtol=1e-6, atol=1e-5)
     order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(len(rows)))
     torch.testing.assert_close(
-        adv.group_advantages(rewards[order], ids[order]), result[order], rtol=1e-6, atol=1e-12
+        adv.group_advantages(Responses(rewards[order], ids[order])), result[order], rtol=1e-6, atol=1e-12
     )
 
 
-@pytest.mark.parametrize("kind", ["group_mean", "leave_one_out"])
-def test_group_advantages_of_float64_are_exact(kind):
+@pytest.mark.parametrize("method", [group_mean, leave_one_out])
+def test_group_advantages_of_float64_are_exact(method):
     """With groups of 2 to 8, whose G / (G - 1) float32 does not have."""
     generator = torch.Generator().manual_seed(1)
     ids = torch.repeat_interleave(torch.arange(7), torch.arange(2, 9))
     rewards = torch.randn(len(ids), dtype=torch.float64, generator=generator)
-    found = adv.group_advantages(rewards, ids, kind)
+    found = method(Responses(rewards, ids))
     for i, group in enumerate(ids):
         others = [
-            float(r) for j, r in enumerate(rewards) if ids[j] == group and (kind == "group_mean" or i != j)
+            float(r) for j, r in enumerate(rewards) if ids[j] == group and (method is group_mean or i != j)
         ]
         assert abs(float(found[i]) - (float(rewards[i]) - statistics.fmean(others))) < 1e-14
 
@@ -75,10 +81,15 @@ def test_group_advantages_by_hand():
     """+1, -1, -1, -1: mean -1/2, sample standard deviation 1; a group of one and equal rewards give exactly
     0."""
     rewards, ids = torch.tensor([1.0, 0.1, -1, 0.1, -1, 5, -1, 0.1]), torch.tensor([7, 2, 7, 2, 7, 0, 7, 2])
-    result = adv.group_advantages(rewards, ids)
+    result = adv.group_advantages(Responses(rewards, ids))
     torch.testing.assert_close(result[[0, 2, 4, 6]], torch.tensor([1.5, -0.5, -0.5, -0.5]), rtol=2e-6, atol=0)
     assert result[[1, 3, 5, 7]].tolist() == [0, 0, 0, 0]
-    assert adv.group_advantages(torch.tensor([1, 0]), torch.tensor([0, 0])).dtype == torch.float32
+    assert adv.group_advantages(Responses(torch.tensor([1, 0]), torch.tensor([0, 0]))).dtype == torch.float32
+
+
+def per_reward(rewards, weights, ids, counted):
+    """GDPO's advantages of rewards in parts."""
+    return per_reward_advantages(Responses(rewards.sum(1), ids, counted, rewards, weights))
 
 
 @settings(max_examples=80, deadline=None)
@@ -122,12 +133,12 @@ def test_per_reward_advantages_equal_the_formula(rows, weights):
     ids, counted = torch.tensor([g for g, _, _ in rows]), torch.tensor([c for _, c, _ in rows])
     rewards = torch.tensor([r for _, _, r in rows], dtype=torch.float64)
     own = weights[: rewards.shape[1]]
-    result = adv.per_reward_advantages(rewards, own, ids, counted)
+    result = per_reward(rewards, own, ids, counted)
     torch.testing.assert_close(result, torch.tensor(expected, dtype=torch.float64), rtol=1e-6, atol=1e-6)
     order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(len(rows)))
-    again = adv.per_reward_advantages(rewards[order], own, ids[order], counted[order])
+    again = per_reward(rewards[order], own, ids[order], counted[order])
     torch.testing.assert_close(again, result[order], rtol=1e-6, atol=1e-9)
-    assert adv.per_reward_advantages(rewards.float(), own, ids, counted).dtype == torch.float32
+    assert per_reward(rewards.float(), own, ids, counted).dtype == torch.float32
 
 
 def test_rewards_whose_sums_are_alike_are_told_apart():
@@ -135,11 +146,11 @@ def test_rewards_whose_sums_are_alike_are_told_apart():
     groups, and by each reward they do not. Scaling a reward changes nothing but for epsilon."""
     rewards = torch.tensor([[0.0, 0], [1, 0], [0, 0], [1, 1]], dtype=torch.float64)
     ids, all_of_them = torch.tensor([0, 0, 1, 1]), torch.ones(4, dtype=torch.bool)
-    sums = adv.group_advantages(rewards.sum(1), ids)
+    sums = adv.group_advantages(Responses(rewards.sum(1), ids))
     assert float(sums[1]) == pytest.approx(float(sums[3]), rel=1e-5)
-    found = adv.per_reward_advantages(rewards, [1, 1], ids, all_of_them)
+    found = per_reward(rewards, [1, 1], ids, all_of_them)
     assert float(found[3]) == pytest.approx(2 * float(found[1]), rel=1e-5)
-    scaled = adv.per_reward_advantages(rewards * torch.tensor([100.0, 1]), [1, 1], ids, all_of_them)
+    scaled = per_reward(rewards * torch.tensor([100.0, 1]), [1, 1], ids, all_of_them)
     torch.testing.assert_close(scaled, found, rtol=1e-5, atol=0)
 
 
@@ -155,7 +166,7 @@ UIDS = st.integers(0, 2**63 - 1) | st.just(7)
 def test_the_tracker_equals_the_formula(steps, rho, random):
     """The chance of each prompt is a weighted share of all its answers: those of the n-th last step that it
     was in count rho^n, and half an answer of either kind was there before. It survives JSON bit for bit."""
-    tracker = adv.SuccessTracker(rho)
+    tracker = SuccessTracker(rho)
     history: dict[int, list[list[bool]]] = {}
     for answers in steps:
         order = random.sample(answers, len(answers))
@@ -172,14 +183,14 @@ def test_the_tracker_equals_the_formula(steps, rho, random):
     prompts = torch.tensor([*history, unknown], dtype=torch.int64)
     chances = tracker.chances(prompts)
     assert chances.tolist() == pytest.approx([*expected, 0.5], rel=1e-12)
-    again = adv.SuccessTracker(rho)
+    again = SuccessTracker(rho)
     again.load_state_dict(json.loads(json.dumps(tracker.state_dict())))
     assert torch.equal(again.chances(prompts), chances) and again.state_dict() == tracker.state_dict()
 
 
 def test_a_state_of_the_tracker_does_not_change_with_later_steps():
     """A checkpoint is written while the next step runs."""
-    tracker = adv.SuccessTracker(0.5)
+    tracker = SuccessTracker(0.5)
     tracker.observe(torch.tensor([3]), torch.tensor([True]))
     state = tracker.state_dict()
     tracker.observe(torch.tensor([3, 4]), torch.tensor([True, False]))
@@ -315,16 +326,14 @@ def test_extended_gae_equals_the_sum_of_the_paper(batch, data, lam, gamma, tail)
     assert e.drawn.equal(mask)
     assert e.drawn_lengths.tolist() == [end - start for start, end in windows]
     rewards, values = (torch.where(mask, e[name], torch.nan) for name in ("rewards", "values"))
-    found = adv.extended_gae(
-        rewards, values, mask, e.cu_seqlens, lam_each, torch.tensor(goes_on), gamma, tail
-    )
+    found = extended_gae(rewards, values, mask, e.cu_seqlens, lam_each, torch.tensor(goes_on), gamma, tail)
     loop = e["rewards"].tolist(), e["values"].tolist(), windows, goes_on, lams, gamma, tail
     expected = sum_extended_gae(*loop)
     torch.testing.assert_close(found.tolist(), expected, rtol=1e-6, atol=1e-9)
     none = torch.zeros(len(windows), dtype=torch.bool)
     plain = adv.gae(rewards, values, mask, e.cu_seqlens, lam_each, gamma)
     given = rewards, values, mask, e.cu_seqlens, lam_each, none, gamma, tail
-    assert adv.extended_gae(*given).equal(plain)
+    assert extended_gae(*given).equal(plain)
 
 
 def test_extended_gae_by_hand():
@@ -335,10 +344,10 @@ def test_extended_gae_by_hand():
         torch.tensor([0, 3, 6]),
         torch.tensor([True, False]),
     )
-    found = adv.extended_gae(rewards, values, mask, ends, 0.5, goes_on)
+    found = extended_gae(rewards, values, mask, ends, 0.5, goes_on)
     assert found.tolist() == [2.0, 2.0, 0.0, 1.25, 0.5, -3.0]
-    assert adv.extended_gae(rewards, values, mask, ends, 0.5, goes_on, tail=2).tolist()[:3] == [2.0, 0.0, 0.0]
-    nothing = adv.extended_gae(rewards, values, ~mask, ends, 0.5, goes_on)
+    assert extended_gae(rewards, values, mask, ends, 0.5, goes_on, tail=2).tolist()[:3] == [2.0, 0.0, 0.0]
+    nothing = extended_gae(rewards, values, ~mask, ends, 0.5, goes_on)
     assert nothing.tolist() == [0.0] * 6
 
 

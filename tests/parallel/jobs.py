@@ -217,7 +217,7 @@ def advantages_of_turns(
     load(critic, folder, runtime, critic=True)
     batches = make_micro_batches(batch, range(batch.num_sequences), 40, critic)
     batch["values"] = InferenceModel("critic", critic, runtime).value_columns(batch, batches)["values"]
-    add_gae(config.algorithm, batch, 40, runtime)
+    add_gae(config, batch, runtime)
     return batch
 
 

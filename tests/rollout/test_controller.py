@@ -26,8 +26,9 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from megarl.agents.episode import Policy
-from megarl.algorithms.advantages import group_advantages
+from megarl.algorithms.advantages import Responses
 from megarl.config.errors import ConfigError, DataError, EngineError, WaitTimeout
+from megarl.config.methods import ADVANTAGES, load_function
 from megarl.config.schema import Config
 from megarl.data.experience import Experience
 from megarl.data.prompts import ProblemSet, Prompt
@@ -682,7 +683,8 @@ def test_unjudged_responses_leave_the_signal_of_the_others_as_it_is(world, advan
     prompts = [len(group.prompt.tokens) for group in found.groups for _ in group.responses]
     assert [step.lengths[i] for i in others] == [prompts[i] for i in others]
 
-    advantages = group_advantages(step["rewards"].double(), step["group_ids"], advantage)
+    compute = load_function(ADVANTAGES[advantage].function)
+    advantages = compute(Responses(step["rewards"].double(), step["group_ids"]))
     for i in rows:
         group = found.groups[i // 5]
         rewards = [r.reward for r in group.responses if r.judged]

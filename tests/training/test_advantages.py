@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 
-from megarl.algorithms.advantages import SuccessTracker
 from megarl.config.schema import RewardConfig, RewardTerm
 from megarl.data.experience import Experience
 from megarl.parallel.runtime import Runtime
@@ -84,6 +83,8 @@ def advantages_of(runtime: Runtime, folder: Path, algorithm: dict[str, Any], tur
     from megarl.model.builder import build_actor, read_hf_config
     from megarl.training import columns
     from megarl.training.batch import distribute
+    from megarl.training.methods.spo import add_tracked_advantages, make_tracker
+    from megarl.training.methods.sppo import add_prompt_advantages
 
     weight = algorithm.get("teacher", 0.0)
     algorithm = {key: value for key, value in algorithm.items() if key != "teacher"}
@@ -93,24 +94,24 @@ def advantages_of(runtime: Runtime, folder: Path, algorithm: dict[str, Any], tur
     local = distribute(batch, config, 6, 1, [model], runtime)
     experience = local.experience
     if config.values_prompts:
-        metrics = columns.add_prompt_advantages(config, experience, runtime)
+        metrics = add_prompt_advantages(config, experience, runtime)
     elif config.has_critic:
-        metrics, _ = columns.add_gae(config.algorithm, experience, 20, runtime)
+        metrics, _ = columns.add_gae(config, experience, runtime)
     elif config.algorithm.advantage == "per_reward":
         term = RewardTerm(function="module:function", weight=WEIGHTS[1])
         reward = RewardConfig(weight=WEIGHTS[0], terms={"form": term}, overlong=config.reward.overlong)
         config = config.model_copy(update={"reward": reward})
-        metrics = columns.add_per_reward_advantages(config, batch, local, runtime) or {}
+        metrics = columns.add_group_advantages(config, batch, local, runtime)
     elif config.algorithm.advantage == "tracked":
-        tracker = SuccessTracker(config.algorithm.tracker_rho)
+        tracker = make_tracker(config.algorithm)
         arguments = config, batch, local, runtime, tracker
-        assert columns.add_tracked_advantages(*arguments)["tracker/known"] == 0
-        metrics = columns.add_tracked_advantages(*arguments)  # the step after, with the same answers
+        assert add_tracked_advantages(*arguments)["tracker/known"] == 0
+        metrics = add_tracked_advantages(*arguments)  # the step after, with the same answers
         assert metrics["tracker/known"] == 1
     elif config.algorithm.advantage == "return":
         metrics = columns.add_return_advantages(config.algorithm, experience, runtime)
     else:
-        metrics = columns.add_group_advantages(config.algorithm, batch, local, runtime)
+        metrics = columns.add_group_advantages(config, batch, local, runtime)
     if weight:
         old, teacher = experience[config.algorithm.old_column], experience["teacher"]
         metrics |= columns.add_teacher(weight, old, teacher, experience, runtime)
@@ -270,14 +271,14 @@ def test_equal_the_loop_on_every_layout(
 def agreement_of(runtime: Runtime, folder: Path, batch: Experience) -> Any:
     """Number of a response -> its advantages and entropy weights, of this rank's share; and the metrics."""
     from megarl.model.builder import build_actor, read_hf_config
-    from megarl.training import columns
     from megarl.training.batch import distribute
+    from megarl.training.methods.asyppo import add_agreement
 
     config = make_config(folder, mini_batch=6, overlong=True, agreement={"mask": 0.3, "filter": 0.2})
     model = build_actor(config, read_hf_config(folder), runtime)
     experience = distribute(batch, config, 6, 1, [model], runtime).experience
     of_policy = experience["policy_loss_weights"].clone()
-    metrics = columns.add_agreement(config.algorithm.agreement, experience, runtime)
+    metrics = add_agreement(config.algorithm.agreement, experience, runtime)
     assert torch.equal(experience["policy_loss_weights"], of_policy)
     names = "advantages", "policy_loss_weights", "entropy_weights"
     of_responses = [experience[name].split(experience.lengths.tolist()) for name in names]
@@ -352,12 +353,15 @@ def windows_of(runtime: Runtime, folder: Path) -> Any:
     from megarl.model.builder import build_actor, read_hf_config
     from megarl.training import columns
     from megarl.training.batch import distribute
+    from megarl.training.methods.tppo import add_window_gae
 
     config = make_config(folder, mini_batch=6, **WINDOWED)
+    rollout = config.rollout.model_copy(update={"window": WINDOW})
+    config = config.model_copy(update={"rollout": rollout})
     model = build_actor(config, read_hf_config(folder), runtime)
     local = distribute(make_windows(), config, 6, 1, [model], runtime)
     experience = local.experience
-    metrics, tables = columns.add_gae(config.algorithm, experience, 20, runtime, WINDOW)
+    metrics, tables = add_window_gae(config, experience, runtime)
     for more, more_tables in (
         columns.policy_statistics(experience, runtime),
         columns.mismatch(experience, experience["old_logprobs"], 5, runtime),

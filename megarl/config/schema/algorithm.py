@@ -5,7 +5,14 @@ from __future__ import annotations
 from operator import attrgetter
 from typing import Literal
 
-from megarl.config.methods import POLICY_LOSSES, PolicyLoss, PolicyLossName
+from megarl.config.methods import (
+    ADVANTAGES,
+    POLICY_LOSSES,
+    Advantage,
+    AdvantageName,
+    PolicyLoss,
+    PolicyLossName,
+)
 from megarl.config.schema.section import Section, field, section
 
 
@@ -112,16 +119,11 @@ class FipoConfig(Section):
     limit: float = field(10.0, "tokens of a larger ratio are left out of the sum", "", "FIPO's script", gt=1)
 
 
-Advantage = Literal[
-    "group", "group_mean", "leave_one_out", "per_reward", "tracked", "return", "gae", "prompt_value"
-]
-
-
 class AlgorithmConfig(Section):
     """Every technique of both papers' ablation tables is one key here, in `rollout`, `reward.overlong` or
     `value_pretraining`."""
 
-    advantage: Advantage = field(
+    advantage: AdvantageName = field(
         "group",
         "gae: by a critic; group: (reward - the group's mean) / the group's standard deviation; group_mean: "
         "without that division; leave_one_out: reward minus the mean of the group's other responses; "
@@ -223,7 +225,12 @@ class AlgorithmConfig(Section):
     @property
     def compares(self) -> bool:
         """Return whether a response's advantage depends on the other responses of its group."""
-        return self.advantage in ("group", "group_mean", "leave_one_out", "per_reward")
+        return self.advantage_method.compares_group
+
+    @property
+    def advantage_method(self) -> Advantage:
+        """Return the row of the advantage in the registry of methods."""
+        return ADVANTAGES[self.advantage]
 
     @property
     def policy_loss(self) -> PolicyLoss:

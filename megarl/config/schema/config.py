@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
+from megarl.config.methods import GAE, WINDOW_GAE
 from megarl.config.schema.actor import LoraConfig, OptimizerConfig
 from megarl.config.schema.algorithm import AlgorithmConfig
 from megarl.config.schema.checkpoint import CheckpointConfig
@@ -75,12 +76,17 @@ class Config(Section):
     @property
     def has_critic(self) -> bool:
         """Return whether this run trains a value model."""
-        return self.has_engine and self.algorithm.advantage in ("gae", "prompt_value")
+        return self.has_engine and bool(self.algorithm.advantage_method.critic)
 
     @property
     def values_prompts(self) -> bool:
         """Return whether the value model reads only prompts."""
-        return self.has_engine and self.algorithm.advantage == "prompt_value"
+        return self.has_engine and self.algorithm.advantage_method.critic == "prompts"
+
+    @property
+    def gae_function(self) -> str:
+        """Return what writes generalised advantages, as module:function."""
+        return GAE if self.rollout.window is None else WINDOW_GAE
 
     @property
     def has_reward_model(self) -> bool:

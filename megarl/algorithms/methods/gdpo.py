@@ -1,0 +1,31 @@
+"""GDPO (arXiv 2601.05242): each part of the reward is normalised by itself."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megarl.algorithms.advantages import (
+    Responses,
+    as_advantages,
+    group_advantages,
+    mean_and_variance,
+    moments,
+    whiten,
+)
+
+
+def per_reward_advantages(r: Responses) -> Tensor:
+    """Return advantages from the parts of the rewards, [n], 0 where a response is not counted.
+
+        S_i = sum_k w_k (R_ik - mean(R_k)) / (std(R_k) + 1e-6) within the group, as `group_advantages`
+        A_i = (S_i - mean(S)) / sqrt(var(S) + 1e-8) over all counted responses of the batch, as `whiten`
+
+    NVlabs/GDPO for TRL has it so: over responses, not tokens.
+    """
+    assert r.parts is not None and r.counted is not None
+    total = torch.zeros(len(r.parts), dtype=torch.float64, device=r.parts.device)
+    for weight, part in zip(r.weights, r.parts.double().unbind(1), strict=True):
+        total += weight * group_advantages(Responses(part, r.group_ids))
+    normalised = whiten(total, r.counted, *mean_and_variance(moments(total, r.counted)))
+    return as_advantages(normalised, r.parts)

@@ -1,0 +1,58 @@
+"""AsyPPO (arXiv 2510.01656): several critics, and what their agreement decides."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megarl.config.schema import AgreementConfig, Config
+from megarl.data.experience import Experience, StepBatch
+from megarl.parallel.comm import among_smallest, sum_over_replicas
+from megarl.parallel.runtime import Runtime
+
+
+def critic_of(batch: Experience | StepBatch, config: Config) -> Tensor:
+    """Return which critic learns from each sequence, int64 [n].
+
+    The responses of a group go to the critics in turn. So each critic sees every prompt, and no two see the
+    same response.
+    """
+    if config.critic.count == 1:
+        return torch.zeros_like(batch.lengths)
+    return batch["response_index"] % config.critic.count
+
+
+def add_agreement(config: AgreementConfig, experience: Experience, runtime: Runtime) -> dict[str, float]:
+    """Set advantages [T] to 0 where the critics agree most, and leave tokens out of the entropy term.
+
+    critic_values [T, m] decide. `mask` is the share of the step's tokens whose advantage becomes 0. With
+    `filter`, write entropy_weights [T]: the token weights before any mismatch correction, but 0 at the share
+    of tokens on which the critics agree least. Denominators do not change.
+
+    The measure is the standard deviation of the values in float32. Of tokens with equal deviations all are
+    selected or none, so that a share is an upper bound.
+
+    Returns:
+        value/spread, the mean deviation, and the shares policy/agreed and policy/disputed.
+    """
+    weights = experience["policy_loss_weights"]
+    counted = weights > 0
+    spread = experience["critic_values"].double().std(-1, correction=0).float()
+    keys = spread.view(torch.int32)[counted]  # floats that are not negative are ordered as their bits are
+    sums = torch.stack([counted.sum().double(), spread[counted].double().sum()])
+    tokens, total = sum_over_replicas(runtime, sums).tolist()
+    metrics, taken = {"value/spread": total / max(tokens, 1)}, {}
+    for name, share, order in (
+        ("agreed", config.mask, keys),
+        ("disputed", config.filter, torch.iinfo(keys.dtype).max - keys),
+    ):
+        taken[name] = counted.clone()
+        taken[name][counted] = among_smallest(runtime, order, int(share * tokens))
+        count = float(sum_over_replicas(runtime, taken[name].sum()))
+        metrics[f"policy/{name}"] = count / max(tokens, 1)
+    experience["advantages"] = experience["advantages"].masked_fill(taken["agreed"], 0.0)
+    if config.filter:
+        if "uncorrected_weights" in experience:
+            weights = experience["uncorrected_weights"]
+        experience["entropy_weights"] = weights.masked_fill(taken["disputed"], 0.0)
+    return metrics
