@@ -68,8 +68,8 @@ class Advantage:
     """One value of `algorithm.advantage`.
 
     phase           the phase that computes it, a row of PHASES (config/phases.py)
-    function        for phase group_advantages: from `Responses` (algorithms/advantages.py) to one advantage a
-                    response, as module:function
+    function        what that phase calls, as module:function; for group_advantages from `Responses`
+                    (algorithms/advantages.py) to one advantage a response. Empty: the phase's own code
     compares_group  whether an advantage depends on the other responses of the group
     critic          what the critic reads: responses, prompts, or nothing if there is no critic
     columns         further columns of the rollout that it reads
@@ -96,17 +96,22 @@ ADVANTAGES: dict[AdvantageName, Advantage] = {
     ),
     "tracked": Advantage(
         "tracked_advantages",
+        "megarl.training.methods.spo:add_tracked_advantages",
         columns=("prompt_uids",),
         states=(("tracker", "megarl.training.methods.spo:make_tracker"),),
     ),
     "return": Advantage("return_advantages"),
     "gae": Advantage("gae_advantages", critic="responses"),
-    "prompt_value": Advantage("prompt_advantages", critic="prompts"),
+    "prompt_value": Advantage(
+        "prompt_advantages", "megarl.training.methods.sppo:add_prompt_advantages", critic="prompts"
+    ),
 }
 
 # Writes the advantages of phase gae_advantages: of whole responses, or of windows (`rollout.window`).
 GAE = "megarl.training.columns:add_gae"
 WINDOW_GAE = "megarl.training.methods.tppo:add_window_gae"
+# Called by phase critic_agreement, of several critics.
+CRITIC_AGREEMENT = "megarl.training.methods.asyppo:add_agreement"
 
 
 def load_function(path: str) -> Any:

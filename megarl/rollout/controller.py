@@ -127,8 +127,8 @@ class Controller:
         return self._draw(collector.refill(complete, missing), step, times_sampled)
 
     async def _collect_windows(self, step: int) -> RolloutBatch:
-        """Sample the next tokens of a step's responses (T-PPO's successive batching): first of the unfinished
-        ones of the step before, then of new prompts. What is sampled does not depend on time."""
+        """Sample the next tokens of a step's responses: first of the unfinished ones of the step before,
+        then of new prompts. What is sampled does not depend on time."""
         size, wanted = self.config.rollout.group_size, self.config.responses
         waiting, self.returned = self.returned, []
         prompts = max(0, math.ceil((wanted - len(waiting)) / size))

@@ -11,7 +11,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from megarl.config.methods import load_function
+from megarl.config.methods import CRITIC_AGREEMENT, load_function
 from megarl.config.phases import PARITY, PHASES, Phase
 from megarl.config.schema import PRETRAINING
 from megarl.data.experience import Experience, StepBatch
@@ -31,9 +31,7 @@ from megarl.training.columns import (
     policy_statistics,
     turn_rewards,
 )
-from megarl.training.methods.asyppo import add_agreement
-from megarl.training.methods.spo import add_tracked_advantages
-from megarl.training.methods.sppo import add_prompt_advantages, add_prompt_returns
+from megarl.training.methods.sppo import add_prompt_returns
 from megarl.training.model import InferenceModel
 from megarl.training.objectives import actor_loss, critic_loss, other_tokens, supervised_loss
 
@@ -146,6 +144,7 @@ def group_advantages(run: Run, step: Step) -> None:
 
 def tracked_advantages(run: Run, step: Step) -> None:
     """Compare rewards with the running success rates of their prompts."""
+    add_tracked_advantages = load_function(run.config.algorithm.advantage_method.function)
     [state] = run.method_states.values()
     step.metrics |= add_tracked_advantages(run.config, step.batch, step.local, run.runtime, state)
 
@@ -163,6 +162,7 @@ def gae_advantages(run: Run, step: Step) -> None:
 
 def critic_agreement(run: Run, step: Step) -> None:
     """Change advantages and entropy weights where several critics agree or disagree."""
+    add_agreement = load_function(CRITIC_AGREEMENT)
     step.metrics |= add_agreement(run.config.algorithm.agreement, step.local.experience, run.runtime)
 
 
@@ -212,6 +212,7 @@ def teachers_in_turn(
 
 def prompt_advantages(run: Run, step: Step) -> None:
     """Compare rewards with the critic's expectation of their prompts."""
+    add_prompt_advantages = load_function(run.config.algorithm.advantage_method.function)
     step.metrics |= add_prompt_advantages(run.config, step.local.experience, run.runtime)
 
 

@@ -30,7 +30,6 @@ from megarl.model.fp8 import pack_multiple
 from megarl.parallel.comm import max_over_ranks, sum_over_replicas
 from megarl.parallel.delivery import deliver
 from megarl.parallel.runtime import Runtime
-from megarl.training.methods.asyppo import critic_of
 
 
 @dataclass
@@ -219,6 +218,17 @@ def distribute(
             for number in range(config.critic.count)
         ]
     return LocalBatch(local, rows, mini_batches, critics)
+
+
+def critic_of(batch: Experience | StepBatch, config: Config) -> Tensor:
+    """Return which critic learns from each sequence, int64 [n].
+
+    The responses of a group go to the critics in turn. So each critic sees every prompt, and no two see the
+    same response.
+    """
+    if config.critic.count == 1:
+        return torch.zeros_like(batch.lengths)
+    return batch["response_index"] % config.critic.count
 
 
 def micro_batches_of(

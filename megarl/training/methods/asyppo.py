@@ -1,25 +1,13 @@
-"""AsyPPO (arXiv 2510.01656): several critics, and what their agreement decides."""
+"""AsyPPO (arXiv 2510.01656): what the agreement of several critics decides."""
 
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
-from megarl.config.schema import AgreementConfig, Config
-from megarl.data.experience import Experience, StepBatch
+from megarl.config.schema import AgreementConfig
+from megarl.data.experience import Experience
 from megarl.parallel.comm import among_smallest, sum_over_replicas
 from megarl.parallel.runtime import Runtime
-
-
-def critic_of(batch: Experience | StepBatch, config: Config) -> Tensor:
-    """Return which critic learns from each sequence, int64 [n].
-
-    The responses of a group go to the critics in turn. So each critic sees every prompt, and no two see the
-    same response.
-    """
-    if config.critic.count == 1:
-        return torch.zeros_like(batch.lengths)
-    return batch["response_index"] % config.critic.count
 
 
 def add_agreement(config: AgreementConfig, experience: Experience, runtime: Runtime) -> dict[str, float]:
