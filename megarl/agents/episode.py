@@ -22,7 +22,7 @@ from megarl.config.schema import TurnsConfig
 from megarl.data.prompts import Prompt
 from megarl.data.response_text import policy_text
 from megarl.rewards.verdict import Verdict
-from megarl.rollout.engines.engine import EngineClient
+from megarl.rollout.engines.base import EngineClient
 from megarl.rollout.episode import EpisodeAborted, generate_turn
 from megarl.rollout.sampling import Completion, SamplingParams, environment_seed, turn_seed
 

@@ -25,7 +25,7 @@ from megarl.config.schema import Config
 from megarl.data.prompts import Prompt
 from megarl.data.response_text import check_end_of_turn
 from megarl.rewards.verdict import UnusableError, Verdict, as_verdict, imported
-from megarl.rollout.engines.engine import EngineClient
+from megarl.rollout.engines.base import EngineClient
 from megarl.rollout.episode import EpisodeAborted
 from megarl.rollout.sampling import Completion, SamplingParams
 

@@ -14,7 +14,7 @@ from megarl.config.schema import Config
 from megarl.data.prompts import Prompt
 from megarl.data.response_text import check_end_of_turn
 from megarl.rewards.verdict import Verdict
-from megarl.rollout.engines.engine import EngineClient
+from megarl.rollout.engines.base import EngineClient
 from megarl.rollout.sampling import Completion, SamplingParams, stop_window
 
 

@@ -20,13 +20,13 @@ import zmq.asyncio
 from megarl.config.errors import DataError, EngineError, MegarlError
 from megarl.config.schema import Config
 from megarl.data.prompts import ProblemSet, Prompt
-from megarl.observe.run_log import Sample
+from megarl.observe.run_log import SampleRecord
 from megarl.parallel.comm import from_rank_0
 from megarl.parallel.runtime import Ranks
 from megarl.rollout import messages as m
 from megarl.rollout.controller import Controller, with_bodies
 from megarl.rollout.dispatch import GroupRequest
-from megarl.rollout.engines.engine import RolloutEngine
+from megarl.rollout.engines.base import RolloutEngine
 from megarl.rollout.responses import (
     Body,
     EvaluationResult,
@@ -158,7 +158,7 @@ class RolloutRank:
             self.worker.drawn.pop(response.number, None)  # what is left is the next step's
         return found
 
-    def samples(self, found: RolloutBatch, limit: int) -> dict[int, Sample]:
+    def samples(self, found: RolloutBatch, limit: int) -> dict[int, SampleRecord]:
         """Return on rank 0 at most `limit` responses of the first groups, by their row of the batch; nothing
         on the others."""
         return replace(found, groups=self._shown).samples(self.tokenizer, limit) if self._shown else {}

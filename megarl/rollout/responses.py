@@ -21,7 +21,7 @@ from megarl.config.schema import RewardConfig, TeacherConfig
 from megarl.data.experience import Experience, StepBatch
 from megarl.data.prompts import ProblemSet, Prompt
 from megarl.data.response_text import policy_texts
-from megarl.observe.run_log import OBSERVED, POLICY, Sample, choose_samples
+from megarl.observe.run_log import OBSERVED, POLICY, SampleRecord, choose_samples
 
 # Fields of a response that its state has not.
 DERIVED = ("number", "body", "owner", "length", "extent", "oldest", "routed", "rewarded")
@@ -486,13 +486,13 @@ class RolloutBatch:
         """Return the groups of which `samples` takes its at most `limit` responses."""
         return self.groups[: max(2, math.ceil(limit / len(self.groups[0].responses)))] if limit else []
 
-    def samples(self, tokenizer: Any, limit: int) -> dict[int, Sample]:
+    def samples(self, tokenizer: Any, limit: int) -> dict[int, SampleRecord]:
         """Return at most `limit` responses of the first groups, as `choose_samples` takes them, by their row
         of the batch; none that goes on in the next step. The bodies of `shown` must be here."""
-        found: list[Sample] = []
+        found: list[SampleRecord] = []
         for group in self.shown(limit):
             found += [
-                Sample(
+                SampleRecord(
                     step=self.step,
                     prompt=group.prompt.text,
                     question=group.prompt.question,

@@ -25,7 +25,7 @@ from megarl.data.response_text import policy_texts
 from megarl.rewards.shaping import soft_overlong_punishment
 from megarl.rewards.verdict import Verdict, short
 from megarl.rollout import messages as m
-from megarl.rollout.engines.engine import EngineClient, RolloutEngine
+from megarl.rollout.engines.base import EngineClient, RolloutEngine
 from megarl.rollout.episode import Episode, EpisodeAborted, load_runner
 from megarl.rollout.responses import Body, Response
 from megarl.rollout.sampling import Completion

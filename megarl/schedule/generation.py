@@ -13,12 +13,12 @@ from transformers import AutoTokenizer
 from megarl.config.schema import PRETRAINING, Config
 from megarl.data.generated import own_verifiers
 from megarl.data.prompts import Prompt, PromptSampler, content_of, read_problem_sets, read_prompts
-from megarl.observe.run_log import Sample
+from megarl.observe.run_log import SampleRecord
 from megarl.parallel.comm import barrier, shares_on_0
 from megarl.parallel.device_memory import empty_cache
 from megarl.parallel.runtime import Runtime
 from megarl.rewards.pool import VerifierPool
-from megarl.rollout.engines.engine import RolloutEngine
+from megarl.rollout.engines.base import RolloutEngine
 from megarl.rollout.engines.registry import make_engine
 from megarl.rollout.episode import load_prompt_options
 from megarl.rollout.rank import RolloutRank, RolloutShare, joined
@@ -130,7 +130,9 @@ class Generation(BatchSource):
                 batch, state = stored
                 # As if it had been sampled now: the next draw does not change.
                 self.load_state_dict(state["samplers"])
-                samples = {int(row): Sample(**sample) for row, sample in state.get("samples", {}).items()}
+                samples = {
+                    int(row): SampleRecord(**sample) for row, sample in state.get("samples", {}).items()
+                }
                 return Rollout(batch, {"rollout/reused": 1.0, **state["stats"]}, {}, samples, events)
             found = self.rollout_rank.collect(-number, self.config.log.samples)  # seeds of its own
             metrics = {"rollout/reused": 0.0, **found.stats}

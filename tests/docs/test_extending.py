@@ -32,7 +32,7 @@ from megarl.parallel.layout import Layout
 from megarl.parallel.runtime import Runtime
 from megarl.rewards.pool import VerifierPool
 from megarl.rewards.verdict import verifier_path
-from megarl.rollout.engines.engine import EngineClient
+from megarl.rollout.engines.base import EngineClient
 from megarl.rollout.engines.transformers_engine import TransformersEngine
 from megarl.rollout.episode import EpisodeAborted
 from megarl.rollout.sampling import Completion, Request, SamplingParams, turn_seed

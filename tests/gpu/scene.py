@@ -18,7 +18,7 @@ from megarl.data.experience import Experience
 from megarl.model.builder import build_actor, read_hf_config
 from megarl.parallel.movable import HostPool
 from megarl.parallel.runtime import Runtime
-from megarl.rollout.engines.engine import RolloutEngine
+from megarl.rollout.engines.base import RolloutEngine
 from megarl.rollout.engines.registry import make_engine
 from megarl.rollout.sampling import Completion, Request, SamplingParams
 from megarl.schedule.generation import start_engine

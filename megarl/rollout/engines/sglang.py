@@ -33,7 +33,7 @@ from megarl.data.response_text import end_tokens
 from megarl.parallel.launch import environment_of_children
 from megarl.parallel.machine import allocator_problem, cuda_runtime_folders, unmet
 from megarl.parallel.runtime import Runtime
-from megarl.rollout.engines.engine import RolloutEngine, check_positions
+from megarl.rollout.engines.base import RolloutEngine, check_positions
 from megarl.rollout.sampling import Completion, Request, SamplingParams, routing_array
 from megarl.weights.families import EXPERT_KEYS, Sizes, family_of, read_config
 from megarl.weights.shards import full_attention_interval

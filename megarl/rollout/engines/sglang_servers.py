@@ -28,7 +28,7 @@ from megarl.config.errors import EngineError, EngineFailure
 from megarl.config.schema import Config
 from megarl.data.response_text import end_tokens
 from megarl.parallel.runtime import Runtime
-from megarl.rollout.engines.engine import RolloutEngine, check_positions
+from megarl.rollout.engines.base import RolloutEngine, check_positions
 from megarl.rollout.engines.sglang import TAGS, completion_of
 from megarl.rollout.engines.sglang_http import (
     Generated,

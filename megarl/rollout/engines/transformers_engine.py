@@ -25,7 +25,7 @@ from megarl.config.schema import Config
 from megarl.data.response_text import end_tokens
 from megarl.model.builder import DTYPES
 from megarl.parallel.runtime import Runtime
-from megarl.rollout.engines.engine import RolloutEngine, check_positions
+from megarl.rollout.engines.base import RolloutEngine, check_positions
 from megarl.rollout.engines.transformers_decode import DecodeLoop, Stopping
 from megarl.rollout.engines.transformers_layers import (
     ATTENTION,
