@@ -1,4 +1,4 @@
-"""What every rollout engine is, and the client by which a worker's coroutines use one.
+"""The protocol of rollout engines.
 
 A new engine needs: a subclass of RolloutEngine in a separate file, and its row in config/engines.py, from
 which checks, planner and weight transfers read its capabilities. docs/extending.md has an example.
@@ -6,23 +6,50 @@ which checks, planner and weight transfers read its capabilities. docs/extending
 
 from __future__ import annotations
 
-import asyncio
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import Executor
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from megarl.config.errors import EngineError
 from megarl.config.schema import Config
+from megarl.data.sample import TokenData
 from megarl.parallel.runtime import Runtime
-from megarl.rollout.sampling import Completion, Request, SamplingParams
+from megarl.rollout.sampling import SamplingParams
 
-SLICE = 0.1  # seconds for which an engine in this process decodes before others have their turn
-TURN = 0.001  # seconds of theirs: messages come through several wake-ups
-WAIT = 0.2  # seconds for which an engine in processes of its own is listened to at once
+
+@dataclass(frozen=True)
+class GenerationRequest:
+    """A request for one response to a prompt.
+
+    The same seed gives the same response, whatever else is in the batch.
+
+    prefix      first tokens of the response, which the engine continues
+    max_tokens  of the response, those of `prefix` included; None: as many as its SamplingParams allow
+    """
+
+    prompt_tokens: tuple[int, ...]
+    seed: int
+    prefix: TokenData | None = None
+    max_tokens: int | None = None
+
+    @property
+    def prefix_length(self) -> int:
+        """Return the number of tokens of the response that exist already."""
+        return self.prefix.num_tokens if self.prefix is not None else 0
+
+    @property
+    def context(self) -> tuple[int, ...]:
+        """Return the tokens after which the next one is sampled: the prompt and the prefix."""
+        if self.prefix is None:
+            return self.prompt_tokens
+        return (*self.prompt_tokens, *self.prefix.tokens.tolist())
+
+    def limit(self, params: SamplingParams) -> int:
+        """Return the most tokens that the response may have."""
+        return params.max_tokens if self.max_tokens is None else self.max_tokens
 
 
 class RolloutEngine(ABC):
@@ -86,12 +113,12 @@ class RolloutEngine(ABC):
         """Drop what depends on the old weights and set `weight_version`. Called after the last bucket."""
 
     @abstractmethod
-    def submit(self, requests: Mapping[int, Request], params: SamplingParams) -> None:
+    def submit(self, requests: Mapping[int, GenerationRequest], params: SamplingParams) -> None:
         """Begin generating, beside what runs; `poll` gives the keys back. Requests of other params have their
         turn too."""
 
     @abstractmethod
-    def poll(self, seconds: float) -> list[tuple[int, Completion]]:
+    def poll(self, seconds: float) -> list[tuple[int, TokenData]]:
         """Return what has ended; wait at most `seconds` for the first. Without streaming all end now."""
 
     @property
@@ -99,17 +126,17 @@ class RolloutEngine(ABC):
     def running(self) -> int:
         """Return the number of requests that have not come back."""
 
-    def generate(self, requests: Sequence[Request], params: SamplingParams) -> list[Completion]:
-        """Return one completion per request, in the order of the requests, for tests and benchmarks."""
+    def generate(self, requests: Sequence[GenerationRequest], params: SamplingParams) -> list[TokenData]:
+        """Return one response per request, in the order of the requests, for tests and benchmarks."""
         self.submit(dict(enumerate(requests)), params)
-        ended: dict[int, Completion] = {}
+        ended: dict[int, TokenData] = {}
         while self.running:
             ended |= self.poll(1.0)
         return [ended[i] for i in range(len(requests))]
 
     @abstractmethod
-    def abort(self) -> list[tuple[int, Completion]]:
-        """End everything that runs and return it, with finish "abort" unless it has just ended."""
+    def abort(self) -> list[tuple[int, TokenData]]:
+        """End everything that runs and return it, with finish_reason "abort" unless it has just ended."""
 
     def take_notes(self) -> list[str]:
         """Return what a user should hear of and no call has raised, since the last call, a line each."""
@@ -125,93 +152,13 @@ class RolloutEngine(ABC):
         """Allocate the memory of the tags again; weights are undefined until an update."""
 
 
-def check_positions(requests: Iterable[Request], params: SamplingParams, positions: float) -> None:
+def check_positions(requests: Iterable[GenerationRequest], params: SamplingParams, positions: float) -> None:
     """Raise EngineError where what a request has and what it may still get do not fit the model's
     positions."""
     for request in requests:
-        there, left = len(request.text), request.limit(params) - request.begun
+        there, left = len(request.context), request.limit(params) - request.prefix_length
         if left < 1 or there + left > positions:
             raise EngineError(
                 f"rollout: a prompt of {there} tokens and {left} response tokens do not fit the model's "
                 f"{positions} positions (lower rollout.max_response_tokens or data.max_prompt_tokens)"
             )
-
-
-class EngineClient:
-    """What coroutines on the leader's event loop ask of its engine. While `run` runs, requests come back.
-
-    threads  where an engine in processes of its own is waited for. Not the loop's, all of which an episode's
-             own calls (`asyncio.to_thread`) may hold while they wait for the engine
-    busy     seconds in which the engine had something to do"""
-
-    def __init__(self, engine: RolloutEngine, threads: Executor) -> None:
-        self.engine, self.threads = engine, threads
-        self.busy = 0.0
-        self._count = 0
-        self._new: dict[SamplingParams, dict[int, Request]] = {}
-        self._answers: dict[int, asyncio.Future[Completion]] = {}
-        self._wanted = asyncio.Event()
-        self._polling = asyncio.Lock()
-
-    async def generate(
-        self,
-        tokens: tuple[int, ...],
-        seed: int,
-        params: SamplingParams,
-        begun: Completion | None = None,
-        max_tokens: int | None = None,
-    ) -> Completion:
-        """Return what the engine writes behind `tokens`, `begun` included, which it goes on with; with finish
-        "abort" where that was ended by `abort`. max_tokens: see Request."""
-        key, self._count = self._count, self._count + 1
-        answer = self._answers[key] = asyncio.get_running_loop().create_future()
-        self._new.setdefault(params, {})[key] = Request(tokens, seed, begun, max_tokens)
-        self._wanted.set()
-        return await answer
-
-    async def run(self) -> None:
-        """Give requests to the engine, those made at one time together, and answers to those who asked, for
-        ever. Raises what the engine raises; after an EngineFailure it may be called again."""
-        loop = asyncio.get_running_loop()
-        while True:
-            await self._wanted.wait()
-            await asyncio.sleep(0)  # all that is asked now
-            started = time.perf_counter()
-            async with self._polling:
-                while self._new:
-                    params = next(iter(self._new))
-                    self.engine.submit(self._new.pop(params), params)
-                if not self.engine.running:
-                    self._wanted.clear()
-                    continue
-                if self.engine.streams:
-                    ended = await loop.run_in_executor(self.threads, self.engine.poll, WAIT)
-                else:
-                    ended = self.engine.poll(SLICE)
-            if any(completion.finish == "abort" for _, completion in ended):
-                raise EngineError("rollout: generation was aborted, the batch is not complete")
-            self.busy += time.perf_counter() - started
-            self._settle(ended)
-            await asyncio.sleep(0 if self.engine.streams else TURN)
-
-    def _settle(self, ended: Sequence[tuple[int, Completion]]) -> None:
-        for key, completion in ended:
-            answer = self._answers.pop(key)
-            if not answer.done():  # who asked may have been cancelled meanwhile
-                answer.set_result(completion)
-
-    @property
-    def abandoned(self) -> bool:
-        """Return whether the engine is still to write what nobody waits for any more."""
-        return any(answer.cancelled() for answer in self._answers.values())
-
-    async def abort(self) -> None:
-        """End everything that was asked for: it comes back as far as it is. Raises EngineFailure where the
-        engine fails; then it comes back with nothing."""
-        loop = asyncio.get_running_loop()
-        async with self._polling:
-            self._new.clear()
-            try:
-                self._settle(await loop.run_in_executor(self.threads, self.engine.abort))
-            finally:
-                self._settle([(key, Completion()) for key in list(self._answers)])
