@@ -71,7 +71,7 @@ def work(rank: int, args: argparse.Namespace, results: Any) -> None:
         requests = make_requests(args.responses // GROUP, GROUP, 1)
         groups = [
             GroupRequest(
-                Prompt(uid, "", requests[uid * GROUP].prompt, ""),
+                Prompt(uid, "", requests[uid * GROUP].prompt_tokens, ""),
                 [response_seed(0, 1, uid, i) for i in range(GROUP)],
             )
             for uid in range(args.responses // GROUP)
@@ -91,10 +91,10 @@ def work(rank: int, args: argparse.Namespace, results: Any) -> None:
             found = worker.generate(groups, SamplingParams(args.max_tokens))
             seconds = time.perf_counter() - start
             drawn = {  # the engine that drew a response has its tokens
-                (g, r): (response.body.tokens.tolist(), response.body.logprobs.tobytes())
+                (g, r): (response.data.tokens.tolist(), response.data.logprobs.tobytes())
                 for g, group in enumerate(found)
-                for r, response in enumerate(group.responses)
-                if response.body is not None
+                for r, response in enumerate(group.samples)
+                if response.data is not None
             }
             moved = worker.controller.dispatcher.rebalanced if worker.controller else 0
             ended.append((seconds, moved, worker.seconds["idle"], drawn))

@@ -26,8 +26,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from megarl.rollout.engines import transformers_decode, transformers_layers
+from megarl.rollout.engines.base import GenerationRequest
 from megarl.rollout.engines.transformers_engine import TransformersEngine
-from megarl.rollout.sampling import Request, SamplingParams, response_seed
+from megarl.rollout.sampling import SamplingParams, response_seed
 
 VOCAB, EOS = 40, 1
 DEMO = {
@@ -70,13 +71,13 @@ def make_engine(folder: Path, max_batch: int, sizes: Mapping[str, int] = DEMO) -
     return engine
 
 
-def make_requests(prompts: int, group: int, step: int) -> list[Request]:
+def make_requests(prompts: int, group: int, step: int) -> list[GenerationRequest]:
     """Prompts of 5 to 15 tokens, `group` requests each."""
     rng = random.Random(step)
     requests = []
     for uid in range(prompts):
         prompt = tuple(rng.randrange(2, VOCAB) for _ in range(rng.choice((7, 9, 11, 13, 15))))
-        requests += [Request(prompt, response_seed(0, step, uid, i)) for i in range(group)]
+        requests += [GenerationRequest(prompt, response_seed(0, step, uid, i)) for i in range(group)]
     return requests
 
 
@@ -99,12 +100,12 @@ def free_order() -> Iterator[None]:
         yield
 
 
-def with_examples(prompts: int) -> list[Request]:
+def with_examples(prompts: int) -> list[GenerationRequest]:
     """Prompts of four tasks, each with 140 tokens of examples before 20 to 50 of its own; a request each."""
     rng = random.Random(0)
     examples = [tuple(rng.randrange(2, VOCAB) for _ in range(140)) for _ in range(4)]
     questions = [tuple(rng.randrange(2, VOCAB) for _ in range(rng.randint(20, 50))) for _ in range(prompts)]
-    return [Request(examples[i % 4] + question, i) for i, question in enumerate(questions)]
+    return [GenerationRequest(examples[i % 4] + question, i) for i, question in enumerate(questions)]
 
 
 @contextmanager
@@ -166,7 +167,7 @@ def main() -> None:
             )
 
         def generation(
-            sizes: Mapping[str, int], asked: Sequence[Request], params: SamplingParams = params
+            sizes: Mapping[str, int], asked: Sequence[GenerationRequest], params: SamplingParams = params
         ) -> float:
             with tempfile.TemporaryDirectory() as other:
                 of_its_own = make_engine(Path(other), args.max_batch, sizes)  # made as it is patched now

@@ -130,7 +130,7 @@ def main() -> int:
                     groups = worker.generate(requests, SamplingParams(args.tokens))
                     seconds = time.perf_counter() - begin
                     worker.close()
-                    made = sum(r.length for group in groups for r in group.responses)
+                    made = sum(r.num_sampled for group in groups for r in group.samples)
                     assert made == straight["tokens"] == args.tokens * len(rows), (made, straight["tokens"])
                     print(
                         f"straight {made / straight['seconds']:,.0f} tokens/s, megarl "

@@ -8,8 +8,10 @@ from collections.abc import Mapping
 import torch
 
 from megarl.config.errors import EngineError
+from megarl.data.sample import TokenData
+from megarl.rollout.engines.base import GenerationRequest
 from megarl.rollout.engines.transformers_engine import TransformersEngine
-from megarl.rollout.sampling import Completion, Request, SamplingParams, choose
+from megarl.rollout.sampling import SamplingParams, choose
 
 
 class PlainEngine(TransformersEngine):
@@ -17,9 +19,9 @@ class PlainEngine(TransformersEngine):
 
     def start(self) -> None:
         super().start()
-        self._asked: dict[int, tuple[Request, SamplingParams]] = {}
+        self._asked: dict[int, tuple[GenerationRequest, SamplingParams]] = {}
 
-    def submit(self, requests: Mapping[int, Request], params: SamplingParams) -> None:
+    def submit(self, requests: Mapping[int, GenerationRequest], params: SamplingParams) -> None:
         if params.stop:
             raise EngineError("rollout.stop: the plain engine knows no stop texts (leave them out)")
         self._check(requests.values(), params)
@@ -29,30 +31,29 @@ class PlainEngine(TransformersEngine):
     def running(self) -> int:
         return len(self._asked)
 
-    def poll(self, seconds: float) -> list[tuple[int, Completion]]:
+    def poll(self, seconds: float) -> list[tuple[int, TokenData]]:
         ended, end = [], time.monotonic() + seconds
         while self._asked and not (ended and time.monotonic() >= end):
             key = next(iter(self._asked))
             ended.append((key, self._decode(*self._asked.pop(key))))
         return ended
 
-    def abort(self) -> list[tuple[int, Completion]]:
-        forgotten = [(key, Completion()) for key in self._asked]
+    def abort(self) -> list[tuple[int, TokenData]]:
+        forgotten = [(key, TokenData()) for key in self._asked]
         self._asked.clear()
         return forgotten
 
     @torch.inference_mode()
-    def _decode(self, request: Request, params: SamplingParams) -> Completion:
-        made = Completion(finish="length")
+    def _decode(self, request: GenerationRequest, params: SamplingParams) -> TokenData:
+        tokens, logprobs, reason = list[int](), list[float](), "length"
         seed = torch.tensor([request.seed], device=self.device)
-        while len(made.tokens) < request.limit(params):
-            text = torch.tensor([[*request.prompt, *made.tokens]], device=self.device)
-            logits = self._model(text, use_cache=False).logits[:, -1]
-            token, logprob = choose(logits, seed, torch.full_like(seed, len(made.tokens)), params)
-            made.tokens.append(int(token))
-            made.logprobs.append(float(logprob))
-            if made.tokens[-1] in self.eos_ids:
-                made.finish = "stop"
+        while len(tokens) < request.limit(params):
+            context = torch.tensor([[*request.prompt_tokens, *tokens]], device=self.device)
+            logits = self._model(context, use_cache=False).logits[:, -1]
+            token, logprob = choose(logits, seed, torch.full_like(seed, len(tokens)), params)
+            tokens.append(int(token))
+            logprobs.append(float(logprob))
+            if tokens[-1] in self.eos_ids:
+                reason = "stop"
                 break
-        made.versions = [self.weight_version] * len(made.tokens)
-        return made
+        return TokenData(tokens, logprobs, reason, [self.weight_version] * len(tokens))

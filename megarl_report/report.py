@@ -18,7 +18,7 @@ from megarl.config.errors import ConfigError, DataError
 from megarl.config.files import why, write_whole
 from megarl.config.schema import EVALUATION, PRETRAINING, SUPERVISED, TRAIN
 from megarl.config.text import printable
-from megarl.observe.run_log import OBSERVED, Sample, shorten
+from megarl.observe.run_log import OBSERVED, SampleRecord, shorten
 from megarl.observe.runs import RecordedRun, layout_text, load_run
 from megarl.observe.terminal import MISSING, duration, evaluated_sources, number
 from megarl_report.figures import SECTIONS, draw, families
@@ -248,7 +248,7 @@ def browser(run: RecordedRun) -> dict[str, Any]:
 
     Steps of training are shown, else of any stage; only those with tokens, if any has. scales: what colours
     a token (advantage, value) -> its size at the strongest colour, which 2 % of the tokens exceed."""
-    by_step: dict[int, dict[str, list[Sample]]] = {}
+    by_step: dict[int, dict[str, list[SampleRecord]]] = {}
     for sample in [s for s in run.samples if s.stage == TRAIN] or run.samples:
         by_step.setdefault(sample.step, {}).setdefault(sample.prompt, []).append(sample)
     samples = {step: [s for group in groups.values() for s in group] for step, groups in by_step.items()}
@@ -270,7 +270,7 @@ def browser(run: RecordedRun) -> dict[str, Any]:
     }
 
 
-def _worth(sample: Sample, name: str) -> Sequence[float | None]:
+def _worth(sample: SampleRecord, name: str) -> Sequence[float | None]:
     return (sample.advantages if name == "advantage" else sample.values) or ()
 
 
@@ -285,7 +285,7 @@ class TurnShown(NamedTuple):
     unfolded: bool
 
 
-def turns(sample: Sample, scales: Mapping[str, float] | None) -> list[TurnShown]:
+def turns(sample: SampleRecord, scales: Mapping[str, float] | None) -> list[TurnShown]:
     """Return the turns of an episode; [] for a response of one turn."""
     parts: list[tuple[bool, str, list[tuple[str, str, str]]]] = []  # observed, text, spans
     tokens = sample.tokens or []
@@ -314,7 +314,7 @@ def turns(sample: Sample, scales: Mapping[str, float] | None) -> list[TurnShown]
 
 
 def spans(
-    sample: Sample, scales: Mapping[str, float] | None, begin: int = 0, end: int | None = None
+    sample: SampleRecord, scales: Mapping[str, float] | None, begin: int = 0, end: int | None = None
 ) -> list[tuple[str, str, str]]:
     """Return a response, or its tokens `begin` to `end`, as (CSS classes, title, text), one for neighbouring
     tokens that are worth the same.

@@ -16,15 +16,18 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
+
 from megarl.agents.tools import Result, State, ToolPool, described, observation
 from megarl.config.errors import EngineError
 from megarl.config.schema import TurnsConfig
 from megarl.data.prompts import Prompt
 from megarl.data.response_text import policy_text
+from megarl.data.sample import DTYPES, TokenData
 from megarl.rewards.verdict import Verdict
-from megarl.rollout.engines.engine import EngineClient
+from megarl.rollout.engine_client import EngineClient
 from megarl.rollout.episode import EpisodeAborted, generate_turn
-from megarl.rollout.sampling import Completion, SamplingParams, environment_seed, turn_seed
+from megarl.rollout.sampling import SamplingParams, environment_seed, turn_seed
 
 
 class EpisodeTruncated(BaseException):
@@ -62,7 +65,7 @@ class Policy:
     client     asks the engine
     seed       of the response; each turn has its own
     params     how tokens are drawn; max_tokens is the most that the policy may write in all turns together
-    begun      what an earlier run of the episode came to
+    earlier    tokens of an earlier run of the episode
     tokenizer  needed for the texts of turns and for texts that are shown
     limits     of turns, calls and all tokens
     tools      processes that calls are made in
@@ -79,7 +82,7 @@ class Policy:
     client: EngineClient
     seed: int
     params: SamplingParams
-    begun: Completion | None = None
+    earlier: TokenData | None = None
     tokenizer: Any = None
     limits: TurnsConfig = field(default_factory=TurnsConfig)
     tools: ToolPool | None = None
@@ -99,23 +102,23 @@ class Policy:
     _waits: list[str] = field(default_factory=list)  # for what
 
     def __post_init__(self) -> None:
-        self.written = Completion(finish="stop", sampled=[], rewards=[])
-        self._to_replay = list(self.begun.journal) if self.begun is not None else []
-        if self.begun is not None and self.begun.tokens and not self._to_replay:  # of one turn, see `result`
-            sampled = self.begun.sampled or [True] * len(self.begun.tokens)
-            self._to_replay = [["turn", sum(sampled), self.begun.finish]]
+        none: dict[str, Any] = {name: np.empty(0, dtype) for name, dtype in DTYPES.items()}
+        self.written = TokenData(finish_reason="stop", **none)
+        self._to_replay = list(self.earlier.journal) if self.earlier is not None else []
+        if self.earlier is not None and self.earlier.num_tokens and not self._to_replay:  # of one turn
+            self._to_replay = [["turn", self.earlier.num_sampled, self.earlier.finish_reason]]
 
     @property
     def tokens(self) -> tuple[int, ...]:
         """Return the prompt, and all that was written and shown since."""
-        return (*self.prompt.tokens, *self.written.tokens, *self._observed)
+        return (*self.prompt.tokens, *self.written.tokens.tolist(), *self._observed)
 
     @property
     def room(self) -> int:
         """Return how many tokens the policy may still write."""
-        extent = len(self.written.tokens) + len(self._observed)
-        left = self.params.max_tokens - sum(self.written.sampled or ())
-        return min(left, (self.limits.max_tokens or self.params.max_tokens) - extent)
+        total = self.written.num_tokens + len(self._observed)
+        left = self.params.max_tokens - self.written.num_sampled
+        return min(left, (self.limits.max_tokens or self.params.max_tokens) - total)
 
     @property
     def waiting(self) -> str:
@@ -148,28 +151,10 @@ class Policy:
         if self.turns >= self.limits.max or self.room < 1:
             self.truncated = True
             raise EpisodeTruncated
-        written, room = self.written, self.room
+        room = self.room
         most = room if max_tokens is None else max(1, min(room, max_tokens))
-        recorded, found = self._next("turn"), None
-        if recorded is not None:
-            assert self.begun is not None
-            # An observation behind the last recorded turn was never among the begun tokens.
-            first = len(written.tokens) + len(self._observed)
-            part = slice(first, first + recorded[1])
-            routing = self.begun.routing
-            if routing is not None:  # of what comes behind, the episode may want nothing now
-                routing = routing[: len(self.prompt.tokens) + part.stop]
-            found = Completion(
-                self.begun.tokens[part], self.begun.logprobs[part], recorded[2], self.begun.versions[part],
-                routing,
-            )  # fmt: skip
-            if found.finish == "abort" and recorded[1] >= most:  # nor so many tokens
-                found.finish = "length"
-            if list(self.begun.tokens[len(written.tokens) : first]) != self._observed:
-                self._to_replay, found = [], None
-                if not self.lenient:
-                    raise self._differs("shows the policy something else")
-        if found is None or found.finish == "abort":
+        found = self._replay_turn(most)
+        if found is None or found.finish_reason == "abort":
             params = self.params
             if stop:
                 params = replace(params, stop=(*params.stop, *stop))
@@ -181,27 +166,58 @@ class Policy:
             finally:
                 self.generating = False
                 self.notify()
-        if found.tokens:
-            shown = len(self._observed)
-            for tokens, logprobs, versions, sampled in (
-                (self._observed, [0.0] * shown, found.versions[:1] * shown, False),
-                (found.tokens, found.logprobs, found.versions, True),
-            ):
-                written.tokens += tokens
-                written.logprobs += logprobs
-                written.versions += versions
-                assert written.sampled is not None and written.rewards is not None
-                written.sampled += [sampled] * len(tokens)
-                written.rewards += [0.0] * len(tokens)
-            self._observed = []
-            written.routing = found.routing
-            written.journal.append(["turn", len(found.tokens), found.finish])
-        if found.finish == "abort":
+        if found.num_tokens:
+            self._append(found)
+        if found.finish_reason == "abort":
             self.aborted = True
             self._refuse_if_aborted()
         self.turns += 1
-        self.truncated = found.finish == "length" and len(found.tokens) >= room
-        return Turn(tuple(found.tokens), found.finish, self.tokenizer)
+        self.truncated = found.finish_reason == "length" and found.num_tokens >= room
+        return Turn(tuple(found.tokens.tolist()), found.finish_reason, self.tokenizer)
+
+    def _replay_turn(self, most: int) -> TokenData | None:
+        """Return the tokens of the next turn, if an earlier run of the episode has generated any.
+
+        most: tokens that the turn may have now"""
+        recorded = self._next("turn")
+        if recorded is None:
+            return None
+        assert self.earlier is not None
+        # An observation after the last recorded turn was never among the earlier tokens.
+        first = self.written.num_tokens + len(self._observed)
+        if self.earlier.tokens[self.written.num_tokens : first].tolist() != self._observed:
+            self._to_replay = []
+            if not self.lenient:
+                raise self._differs("shows the policy something else")
+            return None
+        # The experts of what comes after the turn are left out: the episode may do something else now.
+        whole = self.earlier.first(first + recorded[1], len(self.prompt.tokens))
+        versions = whole.policy_versions
+        return TokenData(
+            whole.tokens[first:],
+            whole.logprobs[first:],
+            "length" if recorded[2] == "abort" and recorded[1] >= most else recorded[2],
+            None if versions is None else versions[first:],
+            whole.routed_experts,
+        )
+
+    def _append(self, turn: TokenData) -> None:
+        """Append what was observed since the last turn, and a new turn."""
+        written, shown = self.written, len(self._observed)
+        assert turn.policy_versions is not None
+        added: dict[str, Any] = {
+            "tokens": [*self._observed, *turn.tokens],
+            "logprobs": [*[0.0] * shown, *turn.logprobs],
+            "policy_versions": [*[turn.policy_versions[0]] * shown, *turn.policy_versions],
+            "is_sampled": [*[False] * shown, *[True] * turn.num_tokens],
+            "turn_rewards": [0.0] * (shown + turn.num_tokens),
+        }
+        for name, dtype in DTYPES.items():
+            column = np.concatenate([getattr(written, name), np.array(added[name], dtype)])
+            setattr(written, name, column)
+        self._observed = []
+        written.routed_experts = turn.routed_experts
+        written.journal.append(["turn", turn.num_tokens, turn.finish_reason])
 
     def observe(self, shown: str | Sequence[int]) -> None:
         """Show the policy something: a text, which is tokenised here and in which special tokens are plain
@@ -221,8 +237,8 @@ class Policy:
             raise EngineError(f"{self.key}: the reward of turn {self.turns - 1} is {value}, not finite")
         if not self.turns:
             raise EngineError(f"{self.key}: a reward before the policy's first turn")
-        assert self.written.rewards is not None
-        self.written.rewards[-1] += float(value)
+        assert self.written.turn_rewards is not None
+        self.written.turn_rewards[-1] += float(value)
 
     async def call(self, tool: str | Callable[..., Any], /, *arguments: Any, **keywords: Any) -> str:
         """Return what a tool gives, as a text. A plain function runs in a process of its own, within
@@ -337,21 +353,23 @@ class Policy:
         self._observed = []
         await self.generate(max_tokens=1)
 
-    def result(self, *, ended: bool = True) -> Completion:
-        """Return what was written, without a journal where that is one turn and no call; with finish "abort"
-        where the episode has not `ended`, or has caught an EpisodeAborted and ended for that. One that was
-        run again and has not come to where it was yet: what it was begun with."""
-        if self._to_replay and self.begun is not None and not ended:
-            return self.begun
+    def result(self, *, ended: bool = True) -> TokenData:
+        """Return all tokens after the prompt.
+
+        The finish_reason is "abort" unless the episode has `ended`. It is "abort" too if the episode has
+        caught EpisodeAborted and ended for that. There is no journal if the response is one turn without a call.
+        An aborted replay that has not reached the end of the journal returns the earlier tokens."""
+        if self._to_replay and self.earlier is not None and not ended:
+            return self.earlier
         written = self.written
-        written.finish = "length" if self.truncated else "stop"
+        written.finish_reason = "length" if self.truncated else "stop"
         if not ended or self._refused:
-            written.finish = "abort"
-        if not any(written.rewards or ()):
-            written.rewards = None
-        if all(written.sampled or ()):
-            written.sampled = None
-        if [entry[::2] for entry in written.journal] == [["turn", written.finish]]:
+            written.finish_reason = "abort"
+        if written.turn_rewards is not None and not written.turn_rewards.any():
+            written.turn_rewards = None
+        if written.is_sampled is not None and written.is_sampled.all():
+            written.is_sampled = None
+        if [entry[::2] for entry in written.journal] == [["turn", written.finish_reason]]:
             written.journal = []
         return written
 

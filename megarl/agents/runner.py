@@ -24,10 +24,11 @@ from megarl.config.errors import ConfigError, EngineError, MegarlError
 from megarl.config.schema import Config
 from megarl.data.prompts import Prompt
 from megarl.data.response_text import check_end_of_turn
+from megarl.data.sample import TokenData
 from megarl.rewards.verdict import UnusableError, Verdict, as_verdict, imported
-from megarl.rollout.engines.engine import EngineClient
+from megarl.rollout.engine_client import EngineClient
 from megarl.rollout.episode import EpisodeAborted
-from megarl.rollout.sampling import Completion, SamplingParams
+from megarl.rollout.sampling import SamplingParams
 
 PATIENCE = 0.8  # fraction of parallel.timeout, after which the other ranks give up
 
@@ -65,7 +66,7 @@ class AgentRunner:
         client: EngineClient,
         seed: int,
         params: SamplingParams,
-        prefix: Completion | None,
+        prefix: TokenData | None,
         window: int,
         notify: Callable[[], None],
     ) -> AgentEpisode:

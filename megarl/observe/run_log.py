@@ -81,7 +81,7 @@ def plain(value: Any, name: str, alarms: list[str]) -> Any:
 
 
 @dataclass(frozen=True)
-class Sample:
+class SampleRecord:
     """One response of a step, for people to read. A field is None where nothing was recorded.
 
     prompt: as the model read it; question: what the user asked in it;
@@ -112,15 +112,15 @@ class Sample:
     observed: list[bool] | None = None
 
 
-def choose_samples(samples: Sequence[Sample], limit: int) -> list[Sample]:
+def choose_samples(samples: Sequence[SampleRecord], limit: int) -> list[SampleRecord]:
     """Return at most `limit` of one step's samples, in their order.
 
     Groups are taken whole from the first one on. Of a group that does not fit, right and wrong responses are
     taken in turn, so that both are seen."""
-    groups: dict[str, list[Sample]] = {}
+    groups: dict[str, list[SampleRecord]] = {}
     for sample in samples:
         groups.setdefault(sample.prompt, []).append(sample)
-    chosen: list[Sample] = []
+    chosen: list[SampleRecord] = []
     for group in groups.values():
         right, wrong = ([s for s in group if s.correct is flag] for flag in (True, False))
         turns = [s for pair in zip_longest(right, wrong) for s in pair if s is not None]
@@ -261,7 +261,7 @@ class RunLog:
             self._exporter.update(written["stage"], numbers | {"step": written["step"]})
         return written
 
-    def write_samples(self, samples: Iterable[Sample]) -> int:
+    def write_samples(self, samples: Iterable[SampleRecord]) -> int:
         """Write some of a step's samples (see `choose_samples`), long texts shortened; return how many."""
         chosen = choose_samples(list(samples), self.samples_per_step)
         for sample in chosen:

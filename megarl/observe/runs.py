@@ -14,7 +14,7 @@ from megarl.config.files import open_regular
 from megarl.config.load import parse_yaml
 from megarl.config.schema import PRETRAINING, SUPERVISED, TRAIN
 from megarl.observe import run_log
-from megarl.observe.run_log import Record, Sample, is_step, parse
+from megarl.observe.run_log import Record, SampleRecord, is_step, parse
 from megarl.observe.timeline import FOLDER, NAME, chosen_ranks, is_phase, timeline_ranks
 
 RANKS = 16  # whose timelines are read, at most
@@ -61,7 +61,7 @@ class RecordedRun:
 
     name: str
     records: list[Record]
-    samples: list[Sample] = field(default_factory=list)
+    samples: list[SampleRecord] = field(default_factory=list)
     config: dict[str, Any] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)
     unreadable: int = 0
@@ -111,7 +111,7 @@ def load_run(run_dir: Path) -> RecordedRun:
         path = run_dir / name
         return read_jsonl(path, valid) if path.exists() else JsonLines([], [])
 
-    known = {f.name: f.default for f in fields(Sample)}
+    known = {f.name: f.default for f in fields(SampleRecord)}
     needed = {name for name, default in known.items() if default is MISSING}
     metrics = read_metrics(run_dir)
     samples = read(run_log.SAMPLES_FILE, lambda record: needed <= record.keys())
@@ -131,7 +131,9 @@ def load_run(run_dir: Path) -> RecordedRun:
     return RecordedRun(
         name=run_dir.resolve().name,
         records=metrics.records,
-        samples=[Sample(**{k: v for k, v in record.items() if k in known}) for record in samples.records],
+        samples=[
+            SampleRecord(**{k: v for k, v in record.items() if k in known}) for record in samples.records
+        ],
         config=config,
         versions=read_mapping(run_dir / "versions.json"),
         unreadable=sum(len(found.unreadable) for found in (metrics, samples, distributions, events)),

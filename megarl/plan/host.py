@@ -17,7 +17,7 @@ VERIFIER = 0.3 * GIB  # a verifier's process
 LAUNCHER, FORKED = 0.5 * GIB, 0.15 * GIB
 # Bytes of a response on every rank: lengths, owner, reward and the like of a StepBatch (docs/scale.md).
 KNOWN = 80
-# Bytes of a token on the rank that sampled it: token and log-prob of a Body (rollout/responses.py), and
+# Bytes of a token on the rank that sampled it: token and log-prob of a TokenData (data/sample.py), and
 # packed in StepBatch.own (data/experience.py) token, mask and log-prob.
 SAMPLED = 4 + 4 + 8 + 1 + 4
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from megarl.config.errors import ConfigError, DataError
 from megarl.config.schema import DynamicSamplingConfig
-from megarl.rollout.responses import Group
+from megarl.data.sample import SampleGroup
 
 SAME = 1e-6  # rewards of a smaller standard deviation count as one: group_advantages adds this to it
 
@@ -26,11 +26,13 @@ class GroupCollector:
     Every decision follows from the groups offered, in their order, and from nothing else.
     """
 
-    def __init__(self, prompts: int, dynamic: DynamicSamplingConfig, surplus: Iterable[Group] = ()) -> None:
+    def __init__(
+        self, prompts: int, dynamic: DynamicSamplingConfig, surplus: Iterable[SampleGroup] = ()
+    ) -> None:
         self.prompts, self.dynamic = prompts, dynamic
         self.accepted = list(surplus)
-        self.offered: list[Group] = []  # of this step, in order
-        self.rejected: list[Group] = []
+        self.offered: list[SampleGroup] = []  # of this step, in order
+        self.rejected: list[SampleGroup] = []
         self.batches = 0
         self.submitted = 0  # prompts, where the engine streams
 
@@ -55,7 +57,7 @@ class GroupCollector:
             return self._first
         return min(self.prompts, max(self.missing, self._estimate(self.missing, ())))
 
-    def refill(self, ahead: Sequence[Group], running: int) -> int:
+    def refill(self, ahead: Sequence[SampleGroup], running: int) -> int:
         """Return how many prompts to submit beside those that run. Never more run at once than `prompts` (or
         the first batch), and a step has at most `prompts` * max_batches. How many run ahead depends on time;
         which groups are accepted does not. Raises as `next_batch`.
@@ -81,13 +83,13 @@ class GroupCollector:
     def _first(self) -> int:
         return math.ceil(self.missing * self.dynamic.oversample) if self.dynamic.enabled else self.missing
 
-    def _differs(self, group: Group) -> bool:
-        return group.mixed if self.dynamic.by == "accuracy" else group.spread > SAME
+    def _differs(self, group: SampleGroup) -> bool:
+        return group.is_mixed if self.dynamic.by == "accuracy" else group.reward_std > SAME
 
-    def _accepts(self, group: Group) -> bool:
+    def _accepts(self, group: SampleGroup) -> bool:
         return not self.dynamic.enabled or self._differs(group)
 
-    def _estimate(self, missing: int, ahead: Sequence[Group]) -> int:
+    def _estimate(self, missing: int, ahead: Sequence[SampleGroup]) -> int:
         """Estimate the prompts for `missing` accepted groups, by Laplace's rule: careful after few."""
         kept = len(self.offered) - len(self.rejected) + sum(map(self._differs, ahead))
         return math.ceil(missing * (len(self.offered) + len(ahead) + 2) / (kept + 1))
@@ -95,7 +97,7 @@ class GroupCollector:
     def _check_limit(self) -> None:
         if self.dynamic.at_limit != "stop":
             return
-        count, responses = len(self.offered), [r for group in self.offered for r in group.responses]
+        count, responses = len(self.offered), [r for group in self.offered for r in group.samples]
         errors = sorted(r.error for r in responses if r.error is not None)
         first = errors[0] if errors else "no error is known"
         if responses and not any(r.judged for r in responses):
@@ -111,13 +113,13 @@ class GroupCollector:
             "(raise it, choose other prompts, or set rollout.dynamic_sampling.at_limit to continue)"
         )
 
-    def offer(self, groups: Sequence[Group]) -> None:
+    def offer(self, groups: Sequence[SampleGroup]) -> None:
         """Accept or reject complete groups, in the order of their prompts."""
         self.offered += groups
         for group in groups:
             (self.accepted if self._accepts(group) else self.rejected).append(group)
 
-    def result(self) -> tuple[list[Group], list[Group]]:
+    def result(self) -> tuple[list[SampleGroup], list[SampleGroup]]:
         """Return the `prompts` groups to train on, and the surplus for the next step (at most `prompts`; the
         rest is dropped). Where too few were accepted, the first rejected ones follow the accepted."""
         groups = (self.accepted + self.rejected)[: self.prompts]
@@ -130,11 +132,11 @@ class GroupCollector:
         that are neither trained on nor kept for the next step."""
         groups, surplus = self.result()
         used = {id(group) for group in (*groups, *surplus)}
-        tokens = [sum(r.length for r in group.responses) for group in self.offered]
+        tokens = [sum(r.num_sampled for r in group.samples) for group in self.offered]
         waste = sum(n for group, n in zip(self.offered, tokens, strict=True) if id(group) not in used)
         alike = [group for group in self.offered if not self._differs(group)]
-        right = sum(group.correct == len(group.responses) for group in alike)
-        wrong = sum(group.correct == 0 for group in alike)
+        right = sum(group.num_correct == len(group.samples) for group in alike)
+        wrong = sum(group.num_correct == 0 for group in alike)
         stats = {
             "rollout/groups_kept": len(self.offered) - len(alike),
             "rollout/groups_all_right": right,

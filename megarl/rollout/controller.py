@@ -10,23 +10,15 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-import msgspec
-
 from megarl.config import errors
 from megarl.config.errors import ConfigError, EngineError, WaitTimeout
 from megarl.config.schema import Config
 from megarl.data.prompts import Prompt
+from megarl.data.sample import SampleGroup
 from megarl.rollout import messages as m
 from megarl.rollout.collector import GroupCollector
 from megarl.rollout.dispatch import Dispatcher, GroupRequest, Slot, Status
-from megarl.rollout.responses import (
-    Body,
-    Group,
-    RolloutBatch,
-    length_error,
-    response_stats,
-    source_stats,
-)
+from megarl.rollout.responses import RolloutBatch, length_error, response_stats, source_stats
 from megarl.rollout.sampling import SamplingParams, response_seed
 
 
@@ -41,7 +33,7 @@ class Controller:
     surplus    accepted groups that the next step trains on
     returned   requests that the next step samples first
     lengths    mean response length of each prompt's newest group, tokens, by uid
-    count      number of the next response
+    next_id    id of the next sample
     orders     orders of the trainers that wait
     """
 
@@ -51,11 +43,11 @@ class Controller:
         self.config, self.hub, self.streams, self.draw = config, hub, streams, draw
         self.ranks_per_engine = config.rollout.engine_tp
         self.engines = ranks // self.ranks_per_engine
-        self.surplus: list[Group] = []
+        self.surplus: list[SampleGroup] = []
         self.returned: list[GroupRequest] = []
         self.lengths: dict[int, float] = {}
         self.orders: list[m.Order] = []
-        self.count = 1
+        self.next_id = 1
         self._start_rollout(SamplingParams(0))
 
     def _start_rollout(self, params: SamplingParams, *, terms: bool = True, window: int = 0) -> None:
@@ -101,7 +93,7 @@ class Controller:
                 elif self.streams:
                     self.returned = await self._abort() + self.returned
         for group in collector.offered:
-            lengths = [r.length for r in group.responses]
+            lengths = [r.num_sampled for r in group.samples]
             self.lengths[group.prompt.uid] = sum(lengths) / len(lengths)
         groups, self.surplus = collector.result()
         # Nothing was offered where the surplus of the step before was enough.
@@ -139,19 +131,19 @@ class Controller:
         slots = list(self.dispatcher.slots.values())
         while any(slot.status is not Status.DONE for slot in slots):
             await self._handle_messages()
-        responses = [group.responses[0] for group in self.dispatcher.take_groups(self.version)]
-        groups: list[Group] = []
-        for request, slot, response in zip(requests, slots, responses, strict=True):
+        samples = [group.samples[0] for group in self.dispatcher.take_groups(self.version)]
+        groups: list[SampleGroup] = []
+        for request, slot, sample in zip(requests, slots, samples, strict=True):
             if not groups or groups[-1].prompt.uid != request.prompt.uid:
-                groups.append(Group(request.prompt, [], self.version))
-            groups[-1].responses.append(response)
-            if response.unfinished:
-                self.returned.append(replace(request, first=slot.number, holders=[slot.engine]))
+                groups.append(SampleGroup(request.prompt, [], self.version))
+            groups[-1].samples.append(sample)
+            if sample.is_partial:
+                self.returned.append(replace(request, first=slot.id, holders=[slot.engine]))
         stats = {
             "rollout/prompts": len(groups),
-            "rollout/tokens": sum(r.length - r.begun for r in responses),
-            "rollout/continued": sum(r.begun > 0 for r in responses) / len(responses),
-            "rollout/unfinished": len(self.returned) / len(responses),
+            "rollout/tokens": sum(s.num_sampled - s.prefix_tokens for s in samples),
+            "rollout/continued": sum(s.prefix_tokens > 0 for s in samples) / len(samples),
+            "rollout/unfinished": len(self.returned) / len(samples),
             "rollout/moved": self.dispatcher.rebalanced,
         }
         self.returned += rest
@@ -173,7 +165,7 @@ class Controller:
             times_sampled[uid] += 1
         return requests
 
-    async def generate(self, requests: Sequence[GroupRequest], params: SamplingParams) -> list[Group]:
+    async def generate(self, requests: Sequence[GroupRequest], params: SamplingParams) -> list[SampleGroup]:
         """Return one group per request, in their order, without the terms of the reward."""
         self._start_rollout(params, terms=False)
         await self._dispatch(requests)
@@ -186,8 +178,8 @@ class Controller:
         numbered = []
         for request in requests:
             if request.first is None:
-                request = replace(request, first=self.count)
-                self.count += len(request.seeds)
+                request = replace(request, first=self.next_id)
+                self.next_id += len(request.seeds)
             numbered.append(request)
         continued = self.dispatcher.add(numbered)
         for engine, slots in enumerate(self.dispatcher.assign()):
@@ -202,7 +194,7 @@ class Controller:
         whole = self.config.rollout.acts
         questions = [m.Question.of(prompt, whole=whole) for prompt in prompts.values()]
         work = [
-            m.Work(slot.number, place[id(slot.request.prompt)], slot.index, slot.request.seeds[slot.index])
+            m.Work(slot.id, place[id(slot.request.prompt)], slot.index, slot.request.seeds[slot.index])
             for slot in slots
         ]
         await self._tell(engine, m.Begin(self._params, self._terms, self._window, questions, work))
@@ -220,13 +212,13 @@ class Controller:
         for rank, message in messages:
             engine = rank // self.ranks_per_engine
             match message:
-                case m.Ended(version, facts, busy):
+                case m.Ended(version, samples, busy):
                     if self.version not in (-1, version):
                         versions = sorted((self.version, version))
                         different = f"the ranks' engines have different weight versions: {versions}"
                         raise EngineError(f"rollout: {different}")
                     self.version = version
-                    self.dispatcher.finish(engine, facts, busy)
+                    self.dispatcher.finish(engine, samples, busy)
                 case m.Unseated(count):
                     self.dispatcher.engines[engine].waiting_for_tool = count
                 case m.Failed("EngineFailure", text):
@@ -278,7 +270,7 @@ class Controller:
         wanted: dict[int, list[int]] = {}
         for slot in self.dispatcher.slots.values():
             if slot.engine is not None and (keep or slot.status is Status.RUNNING):
-                wanted.setdefault(slot.engine, []).extend([slot.number] if keep else [])
+                wanted.setdefault(slot.engine, []).extend([slot.id] if keep else [])
         for engine, number in held_partials(self.returned):  # it drops what is not named
             wanted.setdefault(engine, []).append(number)
         answers = await self._ask({engine: m.Abort(numbers) for engine, numbers in wanted.items()})
@@ -297,24 +289,23 @@ class Controller:
         self.dispatcher.clear()  # `fetch` handles messages too, and must not start responses that wait
         return returned
 
-    async def fetch(self, groups: Sequence[Group]) -> list[Group]:
-        """Return the groups with all their bodies."""
+    async def fetch(self, groups: Sequence[SampleGroup]) -> list[SampleGroup]:
+        """Return the groups with the tokens of all their samples."""
         wanted: dict[int, list[int]] = {}
-        for response in (r for group in groups for r in group.responses):
-            wanted.setdefault(response.owner // self.ranks_per_engine, []).append(response.number)
-        answers = await self._ask({engine: m.Fetch(numbers) for engine, numbers in wanted.items()})
-        sent = [answer.bodies for answer in answers if isinstance(answer, m.Bodies)]
-        bodies = {number: body for some in sent for number, body in some.items()}
-        return [with_bodies(group, bodies) for group in groups]
+        for sample in (sample for group in groups for sample in group.samples):
+            wanted.setdefault(sample.owner // self.ranks_per_engine, []).append(sample.id)
+        answers = await self._ask({engine: m.Fetch(ids) for engine, ids in wanted.items()})
+        sent = [answer.data for answer in answers if isinstance(answer, m.Bodies)]
+        data_by_id = {i: data for some in sent for i, data in some.items()}
+        return [group.with_data(data_by_id) for group in groups]
 
-    async def end(self, groups: Sequence[Group]) -> None:
-        """Tell all ranks that the rollout has ended, and what they are to keep: the bodies of `groups` and of
-        what the next step needs."""
+    async def end(self, groups: Sequence[SampleGroup]) -> None:
+        """End the rollout on all ranks. They keep the tokens of `groups` and those of the next step."""
         keep: dict[int, list[int]] = {}
-        for response in (r for group in (*groups, *self.surplus) for r in group.responses):
-            keep.setdefault(response.owner, []).append(response.number)
-        for engine, number in held_partials(self.returned):
-            keep.setdefault(engine * self.ranks_per_engine, []).append(number)
+        for sample in (sample for group in (*groups, *self.surplus) for sample in group.samples):
+            keep.setdefault(sample.owner, []).append(sample.id)
+        for engine, sample_id in held_partials(self.returned):
+            keep.setdefault(engine * self.ranks_per_engine, []).append(sample_id)
         for rank in range(self.engines * self.ranks_per_engine):
             await self.hub.send(rank, m.End(keep.get(rank, [])))
 
@@ -331,15 +322,8 @@ class Controller:
         return order
 
 
-def with_bodies(group: Group, bodies: Mapping[int, Body]) -> Group:
-    """Return a group with those of its bodies, by the number of their response, that are in `bodies`."""
-    return replace(
-        group, responses=[msgspec.structs.replace(r, body=bodies.get(r.number)) for r in group.responses]
-    )
-
-
 def held_partials(requests: Sequence[GroupRequest]) -> list[tuple[int, int]]:
-    """Return the engine and the number of each partial response that continues with these requests."""
+    """Return the engine and the id of each partial sample that continues with these requests."""
     return [
         (holder, request.first + i)
         for request in requests
@@ -351,8 +335,8 @@ def held_partials(requests: Sequence[GroupRequest]) -> list[tuple[int, int]]:
 
 def make_batch(
     step: int,
-    groups: list[Group],
-    counted: Sequence[Group],
+    groups: list[SampleGroup],
+    counted: Sequence[SampleGroup],
     stats: Mapping[str, float],
     max_unjudged: float,
 ) -> RolloutBatch:
@@ -360,11 +344,11 @@ def make_batch(
 
     Raises ConfigError where more than the share `max_unjudged` of them has no verdict."""
     finished = [
-        replace(group, responses=some)
+        replace(group, samples=finished_samples)
         for group in counted
-        if (some := [r for r in group.responses if not r.unfinished])
+        if (finished_samples := [sample for sample in group.samples if not sample.is_partial])
     ]
-    responses = [r for group in finished for r in group.responses]
+    responses = [r for group in finished for r in group.samples]
     unjudged = [r.error for r in responses if not r.judged]
     if len(unjudged) > max_unjudged * len(responses):
         share = f"{len(unjudged)} of {len(responses)} responses of a step were not judged"

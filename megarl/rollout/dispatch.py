@@ -12,7 +12,7 @@ from itertools import groupby
 
 from megarl.config.schema import Config
 from megarl.data.prompts import Prompt
-from megarl.rollout.responses import Facts, Group, Response
+from megarl.data.sample import Sample, SampleGroup
 
 PRIOR = (
     8  # finished responses that every engine is credited with at the start, so that speeds vary little then
@@ -24,7 +24,7 @@ class GroupRequest:
     """A prompt, and a seed for each of its responses.
 
     expected  mean length of the prompt's newest group, tokens; 0: unknown. The longest are started first
-    first     number of its first response, where an earlier rollout has assigned it
+    first     id of its first sample, if an earlier rollout has assigned it
     holders   by response, the engine whose leader keeps a partial response; None: there is none"""
 
     prompt: Prompt
@@ -44,17 +44,17 @@ class Status(Enum):
 class Slot:
     """One response of a group that the controller has not taken yet.
 
-    number    unique within a run
+    id        of its sample, unique within a run
     index     position in its group
     engine    that generates or generated it; None while it waits
-    response  its result; None until it is done"""
+    sample    its result; None until it is done"""
 
     request: GroupRequest
-    number: int
+    id: int
     index: int
     engine: int | None = None
     status: Status = Status.WAITING
-    response: Response | None = None
+    sample: Sample | None = None
 
 
 @dataclass
@@ -79,7 +79,7 @@ class EngineLoad:
 class Dispatcher:
     """Assigns responses to engines.
 
-    slots       by number, in the order of the prompts, until their group is taken
+    slots       by id, in the order of the prompts, until their group is taken
     engines     one record per engine
     rebalanced  responses that started on another engine than an equal division gives
     """
@@ -100,7 +100,7 @@ class Dispatcher:
         return max(busy) - sum(busy) / len(busy)
 
     def add(self, requests: Sequence[GroupRequest]) -> list[list[Slot]]:
-        """Add numbered requests to the table and plan their engines. Return, by engine, the slots that
+        """Add requests with ids to the table and plan their engines. Return, by engine, the slots that
         continue a partial response on the engine that keeps it.
 
         New slots are cut in the order of their prompts into equal parts, one per engine, so that one engine
@@ -111,7 +111,7 @@ class Dispatcher:
             assert request.first is not None
             for i, holder in enumerate(request.holders or [None] * len(request.seeds)):
                 slot = Slot(request, request.first + i, i)
-                self.slots[slot.number] = slot
+                self.slots[slot.id] = slot
                 if holder is None:
                     fresh.append(slot)
                 else:
@@ -130,45 +130,45 @@ class Dispatcher:
         on_engine = Counter(slot.engine for slot in self.slots.values() if slot.status is Status.RUNNING)
         running = [max(0, on_engine[e] - one.waiting_for_tool) for e, one in enumerate(self.engines)]
         limits = [self._limit * one.servers + one.newly_finished for one in self.engines]
-        queues = [[slot.number for slot in one.queue] for one in self.engines]
+        queues = [[slot.id for slot in one.queue] for one in self.engines]
         shares = share_out(queues, running, limits, [one.finished for one in self.engines])
         for e, (queue, share) in enumerate(zip(queues, shares, strict=True)):
             self.rebalanced += len(set(share).difference(queue))
-            for number in share:
-                self.slots[number].engine, self.slots[number].status = e, Status.RUNNING
+            for i in share:
+                self.slots[i].engine, self.slots[i].status = e, Status.RUNNING
         for one in self.engines:
             one.queue = [slot for slot in one.queue if slot.status is Status.WAITING]
-        return [[self.slots[number] for number in share] for share in shares]
+        return [[self.slots[i] for i in share] for share in shares]
 
-    def finish(self, engine: int, facts: Sequence[Facts], busy_seconds: float) -> None:
-        """Note finished responses of an engine."""
+    def finish(self, engine: int, samples: Sequence[Sample], busy_seconds: float) -> None:
+        """Note finished samples of an engine."""
         load = self.engines[engine]
-        load.newly_finished += len(facts)
-        load.finished += len(facts)
+        load.newly_finished += len(samples)
+        load.finished += len(samples)
         load.busy_seconds = busy_seconds
-        for one in facts:
-            slot = self.slots[one.number]
-            slot.response, slot.status = one.response(), Status.DONE
+        for sample in samples:
+            slot = self.slots[sample.id]
+            slot.sample, slot.status = sample, Status.DONE
 
-    def groups(self, version: int) -> Iterator[tuple[GroupRequest, Group | None]]:
+    def groups(self, version: int) -> Iterator[tuple[GroupRequest, SampleGroup | None]]:
         """Yield each request, in the order of the prompts, with its group; None while a response is missing.
 
         version: of the weights that the responses were sampled with"""
         for _, some in groupby(self.slots.values(), key=lambda slot: slot.request.first):
             slots = list(some)
-            responses = [slot.response for slot in slots if slot.response is not None]
-            request = slots[0].request
-            yield request, Group(request.prompt, responses, version) if len(responses) == len(slots) else None
+            samples = [slot.sample for slot in slots if slot.sample is not None]
+            request, is_complete = slots[0].request, len(samples) == len(slots)
+            yield request, SampleGroup(request.prompt, samples, version) if is_complete else None
 
-    def take_groups(self, version: int, most: int | None = None) -> list[Group]:
+    def take_groups(self, version: int, most: int | None = None) -> list[SampleGroup]:
         """Remove and return the complete groups before the first incomplete one, at most `most`."""
-        taken: list[Group] = []
+        taken: list[SampleGroup] = []
         for _, group in self.groups(version):
             if group is None or len(taken) == most:
                 break
             taken.append(group)
-        for response in (response for group in taken for response in group.responses):
-            del self.slots[response.number]
+        for sample in (sample for group in taken for sample in group.samples):
+            del self.slots[sample.id]
         return taken
 
     def clear(self) -> None:

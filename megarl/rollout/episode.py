@@ -7,15 +7,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Protocol
+
+import numpy as np
+from msgspec import structs
 
 from megarl.config.schema import Config
 from megarl.data.prompts import Prompt
 from megarl.data.response_text import check_end_of_turn
+from megarl.data.sample import TokenData
 from megarl.rewards.verdict import Verdict
-from megarl.rollout.engines.engine import EngineClient
-from megarl.rollout.sampling import Completion, SamplingParams, stop_window
+from megarl.rollout.engine_client import EngineClient
+from megarl.rollout.sampling import SamplingParams, stop_window
 
 
 class EpisodeAborted(BaseException):
@@ -61,8 +65,8 @@ class Episode(Protocol):
         Returns its verdict; None if the verifier is to grade it. Raises EpisodeAborted if the rollout ends
         first."""
 
-    def result(self, *, ended: bool = True) -> Completion:
-        """Return the tokens so far, with finish "abort" unless the episode has `ended`."""
+    def result(self, *, ended: bool = True) -> TokenData:
+        """Return the tokens so far, with finish_reason "abort" unless the episode has `ended`."""
 
 
 class EpisodeRunner(Protocol):
@@ -84,7 +88,7 @@ class EpisodeRunner(Protocol):
         client: EngineClient,
         seed: int,
         params: SamplingParams,
-        prefix: Completion | None,
+        prefix: TokenData | None,
         window: int,
         notify: Callable[[], None],
     ) -> Episode:
@@ -149,7 +153,7 @@ class SingleTurnRunner:
         client: EngineClient,
         seed: int,
         params: SamplingParams,
-        prefix: Completion | None,
+        prefix: TokenData | None,
         window: int,
         notify: Callable[[], None],
     ) -> SingleTurn:
@@ -173,7 +177,7 @@ class SingleTurn:
     client: EngineClient
     seed: int
     params: SamplingParams
-    prefix: Completion | None
+    prefix: TokenData | None
     tokenizer: Any
     window: int = 0
     turns: int = 0
@@ -183,32 +187,31 @@ class SingleTurn:
     generating: bool = False
     waiting = ""
     in_engine = True
-    _completion: Completion | None = None
+    _data: TokenData | None = None
 
     @property
     def prefix_tokens(self) -> int:
-        return len(self.prefix.tokens) if self.prefix is not None and self.window else 0
+        return self.prefix.num_tokens if self.prefix is not None and self.window else 0
 
     async def run(self) -> None:
         if self.aborted:
             raise EpisodeAborted
         most, prefix = self.params.max_tokens, self.prefix
-        if prefix is not None and (prefix.finish != "abort" or len(prefix.tokens) >= most):  # it is complete
-            found = replace(prefix, finish="length" if prefix.finish == "abort" else prefix.finish)
+        if prefix is not None and (prefix.finish_reason != "abort" or prefix.num_tokens >= most):  # complete
+            reason = "length" if prefix.finish_reason == "abort" else prefix.finish_reason
+            found = structs.replace(prefix, finish_reason=reason)
         else:
             limit = min(most, self.window + self.prefix_tokens) if self.window else most
             found = await self._generate(limit)
-        self._completion = Completion(
-            found.tokens, found.logprobs, found.finish, found.versions, found.routing
-        )
-        if found.finish == "abort":
+        self._data = found.first(found.num_tokens, len(self.prompt.tokens))
+        if found.finish_reason == "abort":
             self.aborted = True
             raise EpisodeAborted
         self.turns = 1
-        if found.finish == "length" and len(found.tokens) < most:  # cut by the engine's own limit
-            self._completion.finish = "stop"
+        if found.finish_reason == "length" and found.num_tokens < most:  # cut by the engine's own limit
+            self._data.finish_reason = "stop"
 
-    async def _generate(self, limit: int) -> Completion:
+    async def _generate(self, limit: int) -> TokenData:
         self.generating = True
         try:
             tokens, tokenizer = self.prompt.tokens, self.tokenizer
@@ -217,15 +220,15 @@ class SingleTurn:
             )
         finally:
             self.generating = False
-        if self.window and found.finish == "length" and len(found.tokens) < self.params.max_tokens:
+        if self.window and found.finish_reason == "length" and found.num_tokens < self.params.max_tokens:
             self.windowed = True
-            return replace(found, finish="abort")
+            return structs.replace(found, finish_reason="abort")
         return found
 
-    def result(self, *, ended: bool = True) -> Completion:
-        if self._completion is not None:
-            return self._completion
-        return self.prefix or Completion()
+    def result(self, *, ended: bool = True) -> TokenData:
+        if self._data is not None:
+            return self._data
+        return self.prefix or TokenData()
 
 
 async def generate_turn(
@@ -233,10 +236,10 @@ async def generate_turn(
     tokens: tuple[int, ...],
     seed: int,
     params: SamplingParams,
-    prefix: Completion | None,
+    prefix: TokenData | None,
     max_tokens: int,
     tokenizer: Any,
-) -> Completion:
+) -> TokenData:
     """Have the engine generate one turn after `tokens`, with the policy version of each token.
 
     Args:
@@ -245,20 +248,21 @@ async def generate_turn(
     """
     found = await client.generate(tokens, seed, params, prefix, max_tokens=max_tokens)
     if prefix is not None and params.stop:
-        found = _cut_at_stop(found, len(prefix.tokens), params.stop, tokenizer, len(tokens))
-    if not found.tokens and prefix is not None:
+        found = _cut_at_stop(found, prefix.num_tokens, params.stop, tokenizer, len(tokens))
+    if not found.num_tokens and prefix is not None:
         found = prefix
-    if found.tokens and not found.versions:
+    if found.policy_versions is None:
         # The transformers engine reports no versions: its new tokens are from its present weights.
-        earlier = prefix.versions if prefix is not None else []
-        new = len(found.tokens) - len(earlier)
-        found = replace(found, versions=[*earlier, *[client.engine.weight_version] * new])
+        versions = np.full(found.num_tokens, client.engine.weight_version)
+        if prefix is not None and prefix.policy_versions is not None:
+            versions[: prefix.num_tokens] = prefix.policy_versions
+        found = structs.replace(found, policy_versions=versions)
     return found
 
 
 def _cut_at_stop(
-    found: Completion, prefix: int, stop: Sequence[str], tokenizer: Any, context: int
-) -> Completion:
+    found: TokenData, prefix: int, stop: Sequence[str], tokenizer: Any, context: int
+) -> TokenData:
     """Cut a turn at a stop text that begins in its first `prefix` tokens and ends after them.
 
     These tokens were part of SGLang's prompt, and it searches only the tokens that it generates.
@@ -267,11 +271,9 @@ def _cut_at_stop(
         context: tokens before the turn
     """
     window = stop_window(stop)
-    for end in range(prefix + 1, min(prefix + window, len(found.tokens)) + 1):
-        newest = found.tokens[max(0, end - window) : end]
+    for end in range(prefix + 1, min(prefix + window, found.num_tokens) + 1):
+        newest = found.tokens[max(0, end - window) : end].tolist()
         text = tokenizer.decode(newest, skip_special_tokens=False)
         if any(one in text for one in stop):
-            of_tokens = {name: getattr(found, name)[:end] for name in ("tokens", "logprobs", "versions")}
-            routing = None if found.routing is None else found.routing[: context + end]
-            return replace(found, **of_tokens, finish="stop", routing=routing)
+            return structs.replace(found.first(end, context), finish_reason="stop")
     return found

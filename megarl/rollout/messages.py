@@ -27,9 +27,9 @@ from zmq.utils import z85
 
 from megarl.config.errors import EngineError, WaitTimeout
 from megarl.data.prompts import Prompt, ReadReport
+from megarl.data.sample import Sample, TokenData
 from megarl.parallel.objects import encode, from_plain
 from megarl.parallel.secret import sign
-from megarl.rollout.responses import Body, Facts
 from megarl.rollout.sampling import SamplingParams
 
 TRAINER = -1  # the first trainer's number, where trainers are other ranks; ranks with engines count from 0
@@ -139,7 +139,7 @@ class Ended(Message):
     the engine had something to do since the rollout began."""
 
     version: int
-    facts: list[Facts]
+    samples: list[Sample]
     busy: float
 
 
@@ -166,7 +166,7 @@ class Aborted(Message):
 class Bodies(Message):
     """What `Fetch` wanted, by number; without journals."""
 
-    bodies: dict[int, Body]
+    data: dict[int, TokenData]
 
 
 # The trainers to the controller, which passes them on to all ranks with engines; one is carried out after the

@@ -1,17 +1,18 @@
-"""Rollouts as a rank with an engine calls them: all such ranks call the same methods in the same order, and
-get the same facts. Inside, the first of them decides (controller.py), and each does its part (worker.py)."""
+"""Rollouts as a rank with an engine calls them.
+
+All such ranks call the same methods in the same order, and get the same samples. Inside, the first of them
+decides (controller.py), and each does its part (worker.py)."""
 
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import islice
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
@@ -20,25 +21,17 @@ import zmq.asyncio
 from megarl.config.errors import DataError, EngineError, MegarlError
 from megarl.config.schema import Config
 from megarl.data.prompts import ProblemSet, Prompt
-from megarl.observe.run_log import Sample
+from megarl.data.sample import Sample, SampleGroup
+from megarl.observe.run_log import SampleRecord
 from megarl.parallel.comm import from_rank_0
 from megarl.parallel.runtime import Ranks
 from megarl.rollout import messages as m
-from megarl.rollout.controller import Controller, with_bodies
+from megarl.rollout.controller import Controller
 from megarl.rollout.dispatch import GroupRequest
-from megarl.rollout.engines.engine import RolloutEngine
-from megarl.rollout.responses import (
-    Body,
-    EvaluationResult,
-    Facts,
-    Group,
-    RolloutBatch,
-    prompt_from_state,
-    prompt_state,
-    routing_from_state,
-    routing_state,
-)
-from megarl.rollout.sampling import Completion, SamplingParams, evaluation_seed
+from megarl.rollout.engines.base import RolloutEngine
+from megarl.rollout.responses import EvaluationResult, RolloutBatch
+from megarl.rollout.sampling import SamplingParams, evaluation_seed
+from megarl.rollout.state import load_state, pack_journal
 from megarl.rollout.worker import Worker
 from megarl.sync.weight_sync import Failures
 
@@ -46,35 +39,24 @@ if TYPE_CHECKING:
     from megarl.rewards.pool import VerifierPool
 
 
-class RolloutShare(TypedDict, total=False):
-    """What a rank other than the first adds to a snapshot (`RolloutRank.snapshot`), by response."""
-
-    drawn: dict[int, Body | None]
-    partials: dict[int, Completion]
-
-
-class GroupFacts(msgspec.Struct, array_like=True):
-    """A group without bodies. tokens: of its prompt, int32, and its data_source; empty where all ranks have
-    the prompt"""
-
-    uid: int
-    tokens: bytes
-    source: str
-    version: int
-    facts: list[Facts]
-
-
 class RolloutOutcome(msgspec.Struct, array_like=True):
-    """What all ranks hear of a rollout once it has ended."""
+    """What all ranks get when a rollout has ended. The first three have an entry per group.
 
-    groups: list[GroupFacts]
+    prompts  without the text; None where all ranks have the prompt
+    samples  without their tokens
+    seconds  of the controller's rank
+    """
+
+    prompts: list[m.Question | None]
+    samples: list[list[Sample]]
+    policy_versions: list[int]
     stats: dict[str, int | float]
     errors: dict[str, int]
-    seconds: dict[str, float]  # of the controller's rank
+    seconds: dict[str, float]
     idle: float
 
 
-Decide = Callable[[Controller], Awaitable[tuple[Any, list[Group]]]]
+Decide = Callable[[Controller], Awaitable[tuple[Any, list[SampleGroup]]]]
 
 
 def raise_failure(failures: Failures) -> None:
@@ -107,7 +89,7 @@ class RolloutRank:
         self.worker = Worker(config, ranks.rank, ranks.world, engine, verifier, tokenizer, recover)
         self.seconds = dict.fromkeys(("generate", "verify", "gather", "idle"), 0.0)
         self._loop, self._context = asyncio.new_event_loop(), zmq.asyncio.Context()
-        self._shown: list[Group] = []
+        self._shown: list[SampleGroup] = []
         self.controller: Controller | None = None
         if ranks.rank == 0:
             hub = self._run(self._listen(ranks.world))
@@ -145,37 +127,37 @@ class RolloutRank:
     def collect(self, step: int, shown: int = 0) -> RolloutBatch:
         """Collect the groups of a step, see Controller.collect. An error is raised on every rank.
 
-        shown: how many responses `samples` gives afterwards"""
+        shown: how many responses `sample_records` gives afterwards"""
 
-        async def decide(controller: Controller) -> tuple[RolloutBatch, list[Group]]:
+        async def decide(controller: Controller) -> tuple[RolloutBatch, list[SampleGroup]]:
             batch = await controller.collect(step)
-            self._shown = await controller.fetch(batch.shown(shown))
+            self._shown = await controller.fetch(batch.shown_groups(shown))
             return batch, batch.groups
 
         _, outcome, groups = self._together(decide, ())
         found = RolloutBatch(step, groups, outcome.stats, self.seconds, outcome.errors)
-        for response in found.responses:
-            self.worker.drawn.pop(response.number, None)  # what is left is the next step's
+        for sample in found.samples:
+            self.worker.graded.pop(sample.id, None)  # what is left is the next step's
         return found
 
-    def samples(self, found: RolloutBatch, limit: int) -> dict[int, Sample]:
+    def sample_records(self, found: RolloutBatch, limit: int) -> dict[int, SampleRecord]:
         """Return on rank 0 at most `limit` responses of the first groups, by their row of the batch; nothing
         on the others."""
-        return replace(found, groups=self._shown).samples(self.tokenizer, limit) if self._shown else {}
+        return replace(found, groups=self._shown).records(self.tokenizer, limit) if self._shown else {}
 
     def generate(
         self, requests: Sequence[GroupRequest], params: SamplingParams, *, whole: bool = False
-    ) -> list[Group]:
+    ) -> list[SampleGroup]:
         """Return one group per request, in their order, without the terms of the reward. whole: with all
         bodies on rank 0"""
 
-        async def decide(controller: Controller) -> tuple[list[Group], list[Group]]:
+        async def decide(controller: Controller) -> tuple[list[SampleGroup], list[SampleGroup]]:
             groups = await controller.generate(requests, params)
             return await controller.fetch(groups) if whole else groups, groups
 
         fetched, _, groups = self._together(decide, [request.prompt for request in requests])
-        for response in (r for group in groups for r in group.responses):
-            self.worker.drawn.pop(response.number, None)
+        for sample in (sample for group in groups for sample in group.samples):
+            self.worker.graded.pop(sample.id, None)
         return fetched if whole and fetched is not None else groups
 
     def evaluate(self, sets: Sequence[ProblemSet], params: SamplingParams | None = None) -> EvaluationResult:
@@ -198,7 +180,9 @@ class RolloutRank:
         groups = iter(self.generate(requests, params, whole=True))
         return EvaluationResult([(one, list(islice(groups, len(one.problems)))) for one in sets])
 
-    def _together(self, decide: Decide, prompts: Sequence[Prompt]) -> tuple[Any, RolloutOutcome, list[Group]]:
+    def _together(
+        self, decide: Decide, prompts: Sequence[Prompt]
+    ) -> tuple[Any, RolloutOutcome, list[SampleGroup]]:
         """Run a rollout on all ranks: the controller decides, the workers sample and grade.
 
         decide: what the controller does. It returns a result, and the groups that all ranks get
@@ -226,7 +210,7 @@ class RolloutRank:
         known = prompts or [group.prompt for group in groups]
         return result, outcome, self._make_groups(outcome, known)
 
-    async def _serve(self, decide: Decide) -> tuple[Any, list[Group]] | MegarlError | None:
+    async def _serve(self, decide: Decide) -> tuple[Any, list[SampleGroup]] | MegarlError | None:
         """Run this rank's worker until the rollout has ended, on rank 0 beside the controller. Return what
         the controller has decided, or its error; None on other ranks."""
         if self.controller is None:
@@ -241,33 +225,30 @@ class RolloutRank:
                 task.cancel()
         return deciding.result()
 
-    def _make_outcome(self, result: Any, groups: Sequence[Group], *, known: bool) -> RolloutOutcome:
-        """Return what rank 0 sends to all ranks. known: whether they know the groups' prompts."""
+    def _make_outcome(self, result: Any, groups: Sequence[SampleGroup], *, known: bool) -> RolloutOutcome:
+        """Return what rank 0 sends to all ranks. known: whether they know the groups' prompts"""
         assert self.controller is not None
         stats, errors = (result.stats, result.errors) if isinstance(result, RolloutBatch) else ({}, {})
-        facts = [
-            GroupFacts(
-                group.prompt.uid,
-                b"" if known else m.pack(group.prompt.tokens, np.int32),
-                "" if known else group.prompt.source,
-                group.version,
-                [response.facts for response in group.responses],
+        prompts = [
+            None
+            if known
+            else m.Question(
+                group.prompt.uid, m.pack(group.prompt.tokens, np.int32), "", "", source=group.prompt.source
             )
             for group in groups
         ]
+        samples = [[sample.with_data(None) for sample in group.samples] for group in groups]
+        versions = [group.policy_version for group in groups]
         idle = self.controller.dispatcher.idle_seconds
-        return RolloutOutcome(facts, stats, errors, self.worker.seconds, idle)
+        return RolloutOutcome(prompts, samples, versions, stats, errors, self.worker.seconds, idle)
 
-    def _make_groups(self, outcome: RolloutOutcome, known: Sequence[Prompt]) -> list[Group]:
-        """Return the groups of an outcome, with the bodies that lie on this rank. known: their prompts, if
-        this rank knows them."""
-        bodies = {number: response.body for number, response in self.worker.drawn.items() if response.body}
-        groups = []
-        for i, one in enumerate(outcome.groups):
-            prompt = known[i] if known else m.Question(one.uid, one.tokens, "", "", source=one.source).prompt
-            responses = [facts.response() for facts in one.facts]
-            groups.append(with_bodies(Group(prompt, responses, one.version), bodies))
-        return groups
+    def _make_groups(self, outcome: RolloutOutcome, known: Sequence[Prompt]) -> list[SampleGroup]:
+        """Return the groups of an outcome, with the tokens that lie on this rank. known: their prompts, if
+        this rank knows them"""
+        here = {i: sample.data for i, sample in self.worker.graded.items() if sample.data is not None}
+        prompts = known or [sent.prompt for sent in outcome.prompts if sent is not None]
+        columns = zip(prompts, outcome.samples, outcome.policy_versions, strict=True)
+        return [SampleGroup(*columns_of_one).with_data(here) for columns_of_one in columns]
 
     def next_order(self, seconds: float) -> m.Order | None:
         """Return the trainers' next order, on every rank; None where there is none within `seconds`."""
@@ -287,50 +268,34 @@ class RolloutRank:
             self._run(self.controller.hub.send(m.TRAINER, message))
 
     def snapshot(self) -> dict[str, Any]:
-        """Return this rank's share of what the next step needs, besides the weights and the prompts' order;
-        references only, to what never changes once it is made. `joined` makes one state of all shares."""
-        drawn = {number: response.body for number, response in self.worker.drawn.items()}
-        share: dict[str, Any] = {"drawn": drawn, "partials": dict(self.worker.partials)}
-        made = self.controller
-        if made is None:
-            share["drawn"] = {number: body and _packed(body) for number, body in drawn.items()}
-            share["partials"] = {number: _packed(partial) for number, partial in share["partials"].items()}
-        else:
-            share |= {"surplus": list(made.surplus), "returned": list(made.returned)}
-            share["lengths"] = dict(made.lengths)
-        return share
+        """Return this rank's share of what the next step needs, besides the weights and the prompts' order.
+
+        It holds references only, to what never changes once it is made. `join_shares` makes one state of all
+        shares."""
+        graded = {i: sample.data for i, sample in self.worker.graded.items()}
+        partials, controller = self.worker.partials, self.controller
+        if controller is None:
+            return {
+                "graded": {i: data and pack_journal(data) for i, data in graded.items()},
+                "partials": {i: pack_journal(data) for i, data in partials.items()},
+            }
+        return {
+            "graded": graded,
+            "partials": dict(partials),
+            "surplus": list(controller.surplus),
+            "returned": list(controller.returned),
+            "lengths": dict(controller.lengths),
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from what `joined` gave. What was drawn then is shared out evenly among the engines,
-        however many there are now."""
+        """Continue from what `join_shares` gave. Its samples are divided evenly among the engines there are
+        now."""
         each, worker = self.config.rollout.engine_tp, self.worker
-        engines, count = self.ranks.world // each, 1
-        surplus: list[Group] = []
-        returned: list[GroupRequest] = []
-        worker.drawn, worker.partials = {}, {}
-        for i, entry in enumerate(state["surplus"]):
-            owner = i % engines * each
-            group = Group.from_state(entry, owner)
-            for response in group.responses:
-                response.number, count = count, count + 1
-                if owner == worker.rank:
-                    worker.drawn[response.number] = response
-            surplus.append(group)
-        for i, entry in enumerate(state.get("returned", ())):
-            engine, prompt, seeds = i % engines, prompt_from_state(entry["prompt"]), entry["seeds"]
-            if not entry["begun"]:
-                returned.append(GroupRequest(prompt, seeds))
-                continue
-            for j, c in enumerate(entry["begun"]):
-                if c and engine * each == worker.rank:
-                    routing = {"routing": routing_from_state(c.get("routing"))}
-                    worker.partials[count + j] = Completion(**c | routing)
-            holders = [engine if c else None for c in entry["begun"]]
-            returned.append(GroupRequest(prompt, seeds, first=count, holders=holders))
-            count += len(seeds)
-        if (made := self.controller) is not None:
-            made.surplus, made.returned, made.count = surplus, returned, count
-            made.lengths = dict(state.get("lengths", ()))
+        loaded = load_state(state, worker.rank, self.ranks.world // each, each)
+        worker.graded, worker.partials = loaded.graded, loaded.partials
+        if (controller := self.controller) is not None:
+            controller.surplus, controller.returned = loaded.surplus, loaded.returned
+            controller.next_id, controller.lengths = loaded.next_id, loaded.lengths
 
     def close(self) -> None:
         """Let go of the connections. May be called again."""
@@ -350,9 +315,11 @@ class RolloutRank:
         self._loop.close()
 
 
-async def decide_and_end(controller: Controller, decide: Decide) -> tuple[Any, list[Group]] | MegarlError:
+async def decide_and_end(
+    controller: Controller, decide: Decide
+) -> tuple[Any, list[SampleGroup]] | MegarlError:
     """Return what a rollout's decisions come to, or their error, and end the rollout on all workers."""
-    groups: list[Group] = []
+    groups: list[SampleGroup] = []
     try:
         result, groups = await decide(controller)
     except MegarlError as error:
@@ -360,44 +327,3 @@ async def decide_and_end(controller: Controller, decide: Decide) -> tuple[Any, l
     finally:
         await controller.end(groups)
     return result, groups
-
-
-def _packed(response: Any) -> Any:
-    """Return a Body or Completion whose journal is one JSON text: it may hold integers of any size."""
-    return _with_journal(response, [json.dumps(response.journal)]) if response.journal else response
-
-
-def _unpacked(response: Any) -> Any:
-    """Undo `_packed`."""
-    return _with_journal(response, json.loads(response.journal[0])) if response.journal else response
-
-
-def _with_journal(response: Any, journal: list[Any]) -> Any:
-    if isinstance(response, Body):
-        return msgspec.structs.replace(response, journal=journal)
-    return replace(response, journal=journal)
-
-
-def joined(shares: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the state that the shares of all ranks make, the first rank's first: lists, dicts, numbers and
-    texts only."""
-    if not shares:
-        return {}
-    bodies, partials = dict(shares[0]["drawn"]), dict(shares[0]["partials"])
-    for share in shares[1:]:
-        bodies |= {number: body and _unpacked(body) for number, body in share["drawn"].items()}
-        partials |= {number: _unpacked(partial) for number, partial in share["partials"].items()}
-    rows = []
-    for request in shares[0]["returned"]:
-        begun: list[Any] = []
-        if request.first is not None:
-            begun = [partials.get(request.first + i) for i in range(len(request.seeds))]
-        rows.append(
-            {
-                "prompt": prompt_state(request.prompt),
-                "seeds": list(request.seeds),
-                "begun": [c and vars(c) | {"routing": routing_state(c.routing)} for c in begun],
-            }
-        )
-    surplus = [with_bodies(group, bodies).state_dict() for group in shares[0]["surplus"]]
-    return {"surplus": surplus, "returned": rows, "lengths": list(shares[0]["lengths"].items())}

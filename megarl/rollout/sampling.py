@@ -1,4 +1,4 @@
-"""What is asked of a rollout engine, what it gives back, and how a token is drawn.
+"""How a token is sampled, and the seeds that it follows from.
 
 A response follows from its prompt, its seed and the weights alone: seeds are hashes of what is sampled, a
 token is the inverse CDF at a counter-based random number. Imported inside SGLang's processes, so it needs
@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,7 +25,7 @@ _MIX_2 = 0x94D049BB133111EB - (1 << 64)
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How responses are drawn. max_tokens: of a response whose Request has no limit of its own. `temperature`
+    """How responses are drawn. max_tokens: of a response whose GenerationRequest has no limit. `temperature`
     0 is greedy; `top_k` 0 and `top_p` 1 are off. routing: whether the experts that each token went to are
     wanted too."""
 
@@ -35,60 +35,6 @@ class SamplingParams:
     top_k: int = 0
     stop: tuple[str, ...] = ()
     routing: bool = False
-
-
-@dataclass
-class Completion:
-    """A response, or the part of it that was made before it was aborted.
-
-    tokens    ids, end-of-sequence included when it was reached
-    logprobs  of each token under the distribution after temperature and before top-p and top-k, float32
-    finish    "stop" (end-of-sequence or a stop text), "length" (max_tokens reached) or "abort"
-    versions  version of the weights that each token was sampled from
-    routing   the experts that prompt and response went to, see `routing_array`; None where none was asked for
-
-    Of an episode of several turns (agents/episode.py) it is all that stands behind the prompt:
-
-    sampled   whether each token is the policy's; None: all are. What it was shown has log-probs of 0
-    rewards   at each token: a turn's, at its last one; None: no turn has any
-    journal   what the episode is run again by
-    """
-
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    finish: Literal["stop", "length", "abort"] = "abort"
-    versions: list[int] = field(default_factory=list)
-    routing: np.ndarray | None = None
-    sampled: list[bool] | None = None
-    rewards: list[float] | None = None
-    journal: list[Any] = field(default_factory=list)
-
-
-@dataclass(frozen=True)
-class Request:
-    """One response to one prompt. The same seed gives the same response, whatever else is in the batch.
-
-    partial     the aborted response that is to be continued
-    max_tokens  of the response, what `partial` has included; None: as many as its SamplingParams allow"""
-
-    prompt: tuple[int, ...]
-    seed: int
-    partial: Completion | None = None
-    max_tokens: int | None = None
-
-    @property
-    def begun(self) -> int:
-        """Return the response's tokens that are there already."""
-        return len(self.partial.tokens) if self.partial else 0
-
-    @property
-    def text(self) -> tuple[int, ...]:
-        """Return all tokens that are there, behind which the next one is drawn."""
-        return (*self.prompt, *self.partial.tokens) if self.partial else self.prompt
-
-    def limit(self, params: SamplingParams) -> int:
-        """Return the tokens that the response may have."""
-        return params.max_tokens if self.max_tokens is None else self.max_tokens
 
 
 def stop_window(stop: Sequence[str]) -> int:

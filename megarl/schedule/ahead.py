@@ -27,7 +27,7 @@ import zmq.asyncio
 from megarl.config.errors import CheckpointError, StorageError
 from megarl.config.files import Dispensable, essential
 from megarl.config.schema import PRETRAINING, TRAIN, Config
-from megarl.observe.run_log import Sample
+from megarl.observe.run_log import SampleRecord
 from megarl.observe.timeline import Timeline
 from megarl.parallel.comm import from_rank_0
 from megarl.parallel.runtime import Runtime
@@ -213,7 +213,7 @@ class GenerationApart(BatchSource):
         visible(self._path(stage, number), VISIBLE)
         # Its files are shared out among the trainers, who deliver it.
         batch, state = read_rollout(self._folder(stage), number, self.runtime)
-        samples = {int(row): Sample(**sample) for row, sample in state["samples"].items()}
+        samples = {int(row): SampleRecord(**sample) for row, sample in state["samples"].items()}
         staleness = (number - 1 - batch["policy_version"]).float() if stage != PRETRAINING else None
         metrics = state["stats"] | told.metrics
         if staleness is not None:

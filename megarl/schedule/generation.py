@@ -13,15 +13,16 @@ from transformers import AutoTokenizer
 from megarl.config.schema import PRETRAINING, Config
 from megarl.data.generated import own_verifiers
 from megarl.data.prompts import Prompt, PromptSampler, content_of, read_problem_sets, read_prompts
-from megarl.observe.run_log import Sample
+from megarl.observe.run_log import SampleRecord
 from megarl.parallel.comm import barrier, shares_on_0
 from megarl.parallel.device_memory import empty_cache
 from megarl.parallel.runtime import Runtime
 from megarl.rewards.pool import VerifierPool
-from megarl.rollout.engines.engine import RolloutEngine
+from megarl.rollout.engines.base import RolloutEngine
 from megarl.rollout.engines.registry import make_engine
 from megarl.rollout.episode import load_prompt_options
-from megarl.rollout.rank import RolloutRank, RolloutShare, joined
+from megarl.rollout.rank import RolloutRank
+from megarl.rollout.state import RolloutShare, join_shares
 from megarl.schedule.rollouts import RolloutStore, pretraining_rollouts, rollouts_folder
 from megarl.schedule.source import BatchSource, Rollout
 from megarl.sync.weight_sync import Failures
@@ -131,14 +132,16 @@ class Generation(BatchSource):
                 batch, state = stored
                 # As if it had been sampled now: the next draw does not change.
                 self.load_state_dict(state["samplers"])
-                samples = {int(row): Sample(**sample) for row, sample in state.get("samples", {}).items()}
+                samples = {
+                    int(row): SampleRecord(**sample) for row, sample in state.get("samples", {}).items()
+                }
                 return Rollout(batch, {"rollout/reused": 1.0, **state["stats"]}, {}, samples, events)
             found = self.rollout_rank.collect(-number, self.config.log.samples)  # seeds of its own
             metrics = {"rollout/reused": 0.0, **found.stats}
             batch = found.to_step_batch(compared=compared)
             rollout = Rollout(batch, metrics, found.errors, {}, events)
         self._waited += found.seconds["gather"]
-        rollout.samples = self.rollout_rank.samples(found, self.config.log.samples)
+        rollout.samples = self.rollout_rank.sample_records(found, self.config.log.samples)
         rollout.metrics |= {f"inside/{part}": seconds for part, seconds in found.seconds.items()}
         apart = self.runtime.rollout_ranks > 0  # trainers read the batch, and a checkpoint keeps it
         if stage == PRETRAINING or apart:
@@ -174,7 +177,8 @@ class Generation(BatchSource):
 
     def join(self, shares: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Return all ranks' snapshots as one, on rank 0, in any thread: JSON."""
-        return {"prompts": shares[0]["prompts"], "rollout": joined([share["rollout"] for share in shares])}
+        rollout = join_shares([share["rollout"] for share in shares])
+        return {"prompts": shares[0]["prompts"], "rollout": rollout}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from what `join` gave. Raises CheckpointError where the data files have changed."""

@@ -15,7 +15,7 @@ from megarl.config.errors import ConfigError, MegarlError, StorageError
 from megarl.config.phases import PHASES
 from megarl.config.schema import EVALUATION
 from megarl.observe.prometheus import Exporter
-from megarl.observe.run_log import RunLog, Sample
+from megarl.observe.run_log import RunLog, SampleRecord
 from megarl.observe.terminal import RunFacts, TerminalView
 from megarl.observe.timeline import Timeline
 from megarl.parallel.comm import from_rank_0, gather_objects
@@ -246,7 +246,7 @@ class Records(Listener):
         if kept:
             self._write_events([line])
 
-    def _samples(self, step: Step) -> list[Sample]:
+    def _samples(self, step: Step) -> list[SampleRecord]:
         """Return the step's samples; in some steps with their tokens, to which every rank adds its share."""
         if self.config.log.samples and has_tokens(step.number, self.facts.total(step.stage)):
             return with_tokens(step.samples, step.local, self.run.tokenizer, self.runtime)

@@ -29,7 +29,7 @@ from megarl.config.files import fsync, why, write_whole
 from megarl.config.schema import Config
 from megarl.data.experience import Experience, StepBatch, join, read_experience, write_experience
 from megarl.data.prompts import Prompt, content_of
-from megarl.observe.run_log import Sample
+from megarl.observe.run_log import SampleRecord
 from megarl.parallel.comm import from_rank_0, gather_objects, gather_on_0
 from megarl.parallel.runtime import Ranks, Runtime
 from megarl.training.checkpoint import settings_of, sha256_of
@@ -280,8 +280,8 @@ def has_tokens(number: int, steps: int) -> bool:
 
 
 def with_tokens(
-    samples: Mapping[int, Sample], local: LocalBatch, tokenizer: Any, runtime: Runtime
-) -> list[Sample]:
+    samples: Mapping[int, SampleRecord], local: LocalBatch, tokenizer: Any, runtime: Runtime
+) -> list[SampleRecord]:
     """Return a step's samples, by their row of the batch, with their tokens, advantages and values. Every
     rank calls this with its replica's share of the batch; rank 0, which has the samples, gets them
     complete."""

@@ -17,10 +17,10 @@ from megarl.config.phases import never_offloaded
 from megarl.config.schema import PRETRAINING, Config
 from megarl.data.experience import Experience, StepBatch
 from megarl.model.builder import read_hf_config
-from megarl.observe.run_log import Sample
+from megarl.observe.run_log import SampleRecord
 from megarl.parallel.movable import HostPool
 from megarl.parallel.runtime import Runtime
-from megarl.rollout.engines.engine import RolloutEngine
+from megarl.rollout.engines.base import RolloutEngine
 from megarl.schedule.ahead import GenerationApart
 from megarl.schedule.generation import Generation, load_tokenizer
 from megarl.schedule.models import ModelBuilder
@@ -211,7 +211,7 @@ class Step:
     metrics: dict[str, float] = field(default_factory=dict)
     events: list[str] = field(default_factory=list)
     verifier_errors: dict[str, int] = field(default_factory=dict)
-    samples: dict[int, Sample] = field(default_factory=dict)
+    samples: dict[int, SampleRecord] = field(default_factory=dict)
     distributions: Tables = field(default_factory=dict)
     started: float = field(default_factory=time.perf_counter)
     batch: Experience | StepBatch = field(init=False, repr=False)

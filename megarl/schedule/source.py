@@ -15,7 +15,7 @@ import torch
 from megarl.config.schema import Config
 from megarl.data.experience import Experience, StepBatch
 from megarl.data.prompts import PromptSampler, ReadReport, read_pairs
-from megarl.observe.run_log import Sample
+from megarl.observe.run_log import SampleRecord
 
 
 @dataclass
@@ -30,7 +30,7 @@ class Rollout:
     batch: StepBatch | Experience
     metrics: dict[str, float]
     errors: dict[str, int]
-    samples: dict[int, Sample]
+    samples: dict[int, SampleRecord]
     events: list[str]
 
 

@@ -13,8 +13,9 @@ from megarl.agents.episode import Policy
 from megarl.agents.tools import Answer, Result
 from megarl.config.schema import TurnsConfig
 from megarl.data.prompts import Prompt
+from megarl.data.sample import TokenData
 from megarl.rewards.verdict import Verdict, as_verdict
-from megarl.rollout.sampling import Completion, SamplingParams
+from megarl.rollout.sampling import SamplingParams
 
 SPECIALS = ("<pad>", "<eos>", "<bos>", "<|im_start|>", "<|im_end|>", "<|eot|>")
 END = 4
@@ -99,13 +100,13 @@ class ScriptedClient:
         self.asked: list[tuple[tuple[int, ...], SamplingParams, int | None]] = []
 
     async def generate(
-        self, tokens: tuple[int, ...], seed: int, params: SamplingParams, begun: Any, max_tokens: int
-    ) -> Completion:
+        self, tokens: tuple[int, ...], seed: int, params: SamplingParams, prefix: Any, max_tokens: int
+    ) -> TokenData:
         turn = self.script[len(self.said)]
         made = [*encode(self.tokenizer, turn), self.tokenizer.eos_token_id] if isinstance(turn, str) else turn
         self.asked.append((tokens, params, max_tokens))
         self.said.append(tuple(made))
-        return Completion(list(made), [-1.0] * len(made), "stop", [3] * len(made))
+        return TokenData(list(made), [-1.0] * len(made), "stop", [3] * len(made))
 
 
 class Functions:
@@ -146,12 +147,12 @@ class ScriptedPolicy(Policy):
         tokenizer: Any,
         script: Sequence[str | Sequence[int]],
         tools: Mapping[str, Callable[..., Any]] | None = None,
-        begun: Completion | None = None,
+        earlier: TokenData | None = None,
     ) -> None:
         limits = TurnsConfig(max=max(1, len(script)), max_tokens=10_000)
         client: Any = ScriptedClient(tokenizer, script)
         pool: Any = Functions(tools or {})
-        super().__init__(prompt, client, 5, SamplingParams(10_000), begun, tokenizer, limits, pool)
+        super().__init__(prompt, client, 5, SamplingParams(10_000), earlier, tokenizer, limits, pool)
 
     @property
     def said(self) -> list[tuple[int, ...]]:
@@ -170,7 +171,7 @@ class ScriptedPolicy(Policy):
 def trained_on(policy: Policy) -> list[tuple[int, ...]]:
     """The turns that a finished response is trained on."""
     written = policy.result()
-    sampled = written.sampled or [True] * len(written.tokens)
+    sampled = [True] * written.num_tokens if written.is_sampled is None else written.is_sampled.tolist()
     runs = groupby(zip(written.tokens, sampled, strict=True), key=lambda pair: pair[1])
     return [tuple(token for token, _ in run) for mine, run in runs if mine]
 

@@ -394,7 +394,7 @@ def test_tools_are_called_until_an_answer():
     ]
     policy = ScriptedPolicy(prompt, tokenizer, script, {"here:add": add})
     assert asyncio.run(tool_calls(chat, {"add": "here:add"})(prompt, policy)) is None
-    again = ScriptedPolicy(prompt, tokenizer, [], begun=policy.result())
+    again = ScriptedPolicy(prompt, tokenizer, [], earlier=policy.result())
     again.limits = policy.limits
     asyncio.run(tool_calls(chat, {"add": "here:add"})(prompt, again))
     assert not again.said and again.result() == policy.result() and trained_on(policy) == policy.said

@@ -6,20 +6,20 @@ import asyncio
 import json
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import aiohttp
 import numpy as np
 import openai
 import pytest
+from msgspec import structs
 
 from megarl.agents.chat import opening
 from megarl.agents.endpoint import Endpoint
 from megarl.agents.episode import EpisodeTruncated
 from megarl.config.errors import ConfigError, EngineError
+from megarl.data.sample import TokenData
 from megarl.rollout.episode import EpisodeAborted
-from megarl.rollout.sampling import Completion
 from tests.agents.talk import (
     CHATML,
     END,
@@ -106,7 +106,7 @@ def test_an_openai_agent_is_captured():
     assert run(policy, openai_agent) == 1.0
     assert policy.said == [(*encode(tokenizer, f"an {CALL}"), END), (*encode(tokenizer, "3"), END)]
     assert trained_on(policy) == policy.said
-    again = ScriptedPolicy(policy.prompt, tokenizer, [], begun=policy.result())
+    again = ScriptedPolicy(policy.prompt, tokenizer, [], earlier=policy.result())
     again.limits = policy.limits
     assert run(again, openai_agent) == 1.0 and not again.said and again.result() == policy.result()
     text = tokenizer.decode(policy.tokens)
@@ -390,16 +390,18 @@ def test_an_agent_that_differs_when_it_is_run_again_goes_on_anew():
     policy = policy_of(["two", "one"])
     said = [{"messages": user(*texts)} for texts in (["one"], ["one", "two", "an"], ["one", "two", "ans"])]
     run(policy, asking(*said[:2])[0])
-    again = ScriptedPolicy(policy.prompt, policy.tokenizer, ["an"], begun=policy.result())
+    again = ScriptedPolicy(policy.prompt, policy.tokenizer, ["an"], earlier=policy.result())
     again.limits = policy.limits
     agent, answers = asking(said[0], said[2])
     assert run(again, agent) is True
     assert [answer["choices"][0]["message"]["content"] for _, answer in answers] == ["two", "an"]
     assert trained_on(again) == [policy.said[0], again.said[0]]
-    written = replace(policy.result(), routing=np.zeros((len(policy.tokens), 1, 2), dtype=np.uint8))
-    ends_before = ScriptedPolicy(policy.prompt, policy.tokenizer, ["an"], begun=written)
+    written = structs.replace(
+        policy.result(), routed_experts=np.zeros((len(policy.tokens), 1, 2), dtype=np.uint8)
+    )
+    ends_before = ScriptedPolicy(policy.prompt, policy.tokenizer, ["an"], earlier=written)
     run(ends_before, asking(said[0])[0])
-    routing = ends_before.result().routing
+    routing = ends_before.result().routed_experts
     assert routing is not None and len(routing) == len(ends_before.tokens) < len(policy.tokens)
 
 
@@ -407,12 +409,14 @@ def test_an_agent_that_wants_less_when_it_is_run_again_gets_what_there_is():
     """There is nothing to go on with, for an engine that is to write at least one token."""
     policy = policy_of([])
     tokens = encode(policy.tokenizer, "an one two")
-    begun = Completion(tokens, [-1.0] * len(tokens), "abort", [3] * len(tokens))
-    policy = ScriptedPolicy(policy.prompt, policy.tokenizer, [], begun=begun)
+    begun = TokenData(tokens, [-1.0] * len(tokens), "abort", [3] * len(tokens))
+    policy = ScriptedPolicy(policy.prompt, policy.tokenizer, [], earlier=begun)
     policy.observe = lambda shown: None  # type: ignore[method-assign]
     agent, answers = asking({"messages": user("one"), "max_tokens": 2})
     assert run(policy, agent) is True and not policy.said
-    assert answers[0][1]["choices"][0]["finish_reason"] == "length" and policy.result().tokens == tokens
+    assert (
+        answers[0][1]["choices"][0]["finish_reason"] == "length" and policy.result().tokens.tolist() == tokens
+    )
 
 
 def test_templates_are_checked_first():

@@ -23,11 +23,12 @@ from megarl.agents.tools import ToolPool
 from megarl.config.errors import ConfigError, EngineError
 from megarl.config.schema import Config, DataConfig, RolloutConfig, TurnsConfig
 from megarl.data.prompts import Prompt
+from megarl.data.sample import TokenData
 from megarl.rewards.verdict import Verdict
 from megarl.rollout.engines.transformers_engine import TransformersEngine
 from megarl.rollout.episode import EpisodeAborted, load_runner
 from megarl.rollout.rank import RolloutRank
-from megarl.rollout.sampling import Completion, SamplingParams
+from megarl.rollout.sampling import SamplingParams
 from tests.agents.talk import ScriptedPolicy, encode, merging_tokenizer, prompt_of
 from tests.engines import load_folder
 from tests.rollout.conftest import TINIEST, threads
@@ -302,7 +303,7 @@ def drawn(
         draw=lambda n: [next(prompts) for _ in range(n)],
     )
     try:
-        responses = rank.collect(1).responses
+        responses = rank.collect(1).samples
         assert not engine.running
         return responses
     finally:
@@ -326,7 +327,7 @@ def test_nobody_has_judged(folder: Path, episode: str, error: str, length: int) 
     for response in drawn(folder, episode):
         assert not response.judged and not response.correct
         assert response.error.startswith("rollout.episode: ") and error in response.error
-        assert response.length == response.extent == length
+        assert response.num_sampled == response.num_tokens == length
 
 
 @pytest.mark.parametrize(("name", "where"), [("Broken", "ToolUnavailable: step: "), ("Unjudged", "")])
@@ -346,7 +347,7 @@ def test_errors_begin_with_the_key_that_was_set(
 
 def test_what_ran_out_of_room_in_a_group_is_truncated(folder: Path) -> None:
     for response in drawn(folder, "without_room_in_a_group"):
-        assert response.judged and response.correct and response.truncated and response.length == 2
+        assert response.judged and response.correct and response.is_truncated and response.num_sampled == 2
 
 
 def test_the_run_ends_where_too_many_are_not_judged(folder: Path) -> None:
@@ -378,7 +379,7 @@ def test_what_an_episode_says_is_text(folder: Path) -> None:
 def test_tasks_that_are_left_behind_are_named_and_cancelled(folder: Path) -> None:
     CANCELLED.clear()
     for response in drawn(folder, "leaves_tasks_behind"):
-        assert not response.judged and response.length == 2
+        assert not response.judged and response.num_sampled == 2
         said, names = response.error.split(" had ended: ")
         assert said == "rollout.episode: UnusableError: it returned before these tasks of its own"
         for name in ("leaves_tasks_behind.<locals>.another (", "Policy.generate (", f"poll ({__file__}:"):
@@ -452,9 +453,9 @@ def test_a_turn_that_was_taken_back_was_never_written(folder: Path) -> None:
     for one, other in zip(
         taken, drawn(folder, "one_turn_behind_nine", turns={"max_tokens": 20}), strict=True
     ):
-        assert one.judged and one.correct and one.length == 3
-        assert one.body.tokens.tolist() == other.body.tokens.tolist()
-        assert one.body.logprobs.tolist() == other.body.logprobs.tolist()
+        assert one.judged and one.correct and one.num_sampled == 3
+        assert one.data.tokens.tolist() == other.data.tokens.tolist()
+        assert one.data.logprobs.tolist() == other.data.logprobs.tolist()
 
 
 def test_threads_that_wait_for_the_engine_do_not_keep_it_from_answering(folder: Path) -> None:
@@ -495,7 +496,7 @@ def test_ctrl_c_leaves_nothing_that_speaks_later(
     class Interrupted(OutOfOrder):
         streams = False
 
-        def poll(self, seconds: float) -> list[tuple[int, Completion]]:
+        def poll(self, seconds: float) -> list[tuple[int, TokenData]]:
             if within == "the loop":
                 asyncio.get_running_loop().call_soon(signal.raise_signal, signal.SIGINT)
                 return []
@@ -525,7 +526,7 @@ def test_what_is_aborted_while_it_is_run_again_loses_nothing() -> None:
     script, prompt = ["one", "two"], prompt_of([5])
     first = ScriptedPolicy(prompt, merging_tokenizer(), script)
 
-    async def act(policy: Policy, turns: int) -> Completion:
+    async def act(policy: Policy, turns: int) -> TokenData:
         for _ in range(turns):
             await policy.generate()
         policy.aborted = True
@@ -534,7 +535,7 @@ def test_what_is_aborted_while_it_is_run_again_loses_nothing() -> None:
         return policy.result(ended=False)
 
     written = asyncio.run(act(first, 2))
-    again = [ScriptedPolicy(prompt, first.tokenizer, script, begun=written) for _ in range(2)]
+    again = [ScriptedPolicy(prompt, first.tokenizer, script, earlier=written) for _ in range(2)]
     assert [asyncio.run(act(policy, turns)) for policy, turns in zip(again, (1, 2), strict=True)] == [
         written
     ] * 2
@@ -546,13 +547,13 @@ def test_a_first_turn_goes_on_behind_what_was_shown_before_it() -> None:
 
     class Client:
         async def generate(
-            self, tokens: Any, seed: int, params: SamplingParams, begun: Any, max_tokens: int
-        ) -> Completion:
-            made = [*(begun.tokens if begun else ()), 20, 21, 22]
+            self, tokens: Any, seed: int, params: SamplingParams, prefix: Any, max_tokens: int
+        ) -> TokenData:
+            made = [*(prefix.tokens if prefix else ()), 20, 21, 22]
             finish: Any = "length" if len(made) == max_tokens else "abort"
-            return Completion(made, [-1.0] * len(made), finish, [3] * len(made))
+            return TokenData(made, [-1.0] * len(made), finish, [3] * len(made))
 
-    def policy_of(begun: Completion | None) -> Policy:
+    def policy_of(begun: TokenData | None) -> Policy:
         client: Any = Client()
         limits = TurnsConfig(max_tokens=20)
         policy = Policy(prompt_of([5, 6]), client, 5, SamplingParams(6), begun, limits=limits)
@@ -566,8 +567,8 @@ def test_a_first_turn_goes_on_behind_what_was_shown_before_it() -> None:
     turn = asyncio.run(again.generate())
     assert (turn.tokens, turn.finish) == ((20, 21, 22) * 2, "length")
     written = again.result()
-    assert (written.tokens, written.finish) == ([7, 8, 9, 10, *turn.tokens], "length")
-    assert written.sampled == [False] * 4 + [True] * 6
+    assert (written.tokens.tolist(), written.finish_reason) == ([7, 8, 9, 10, *turn.tokens], "length")
+    assert written.is_sampled.tolist() == [False] * 4 + [True] * 6
 
 
 @pytest.mark.parametrize("aborted_again", [False, True])
@@ -580,9 +581,9 @@ def test_a_stop_text_is_found_wherever_an_abort_has_split_it(aborted_again: bool
 
     class Client:
         async def generate(
-            self, tokens: Any, seed: int, params: SamplingParams, begun: Any, max_tokens: int
-        ) -> Completion:
-            first, last = len(begun.tokens), len(whole)
+            self, tokens: Any, seed: int, params: SamplingParams, prefix: Any, max_tokens: int
+        ) -> TokenData:
+            first, last = len(prefix.tokens), len(whole)
             for stop in range(first + 1, len(whole)):
                 if "STOP" in tokenizer.decode(whole[first:stop]):
                     last = stop
@@ -590,18 +591,20 @@ def test_a_stop_text_is_found_wherever_an_abort_has_split_it(aborted_again: bool
             routing = np.zeros((len(tokens) + last, 1, 1), dtype=np.uint8)
             finish: Any = "abort" if aborted_again else "stop"
             logprobs = [-float(i) for i in range(last)]
-            return Completion(whole[:last], logprobs, finish, [3] * first + [4] * (last - first), routing)
+            return TokenData(whole[:last], logprobs, finish, [3] * first + [4] * (last - first), routing)
 
     for split in range(1, end):
-        begun = Completion(whole[:split], [-float(i) for i in range(split)], "abort", [3] * split)
+        begun = TokenData(whole[:split], [-float(i) for i in range(split)], "abort", [3] * split)
         client: Any = Client()
         policy = Policy(prompt_of([5, 6]), client, 5, params, begun, tokenizer, aborted=False)
         turn = asyncio.run(policy.generate())
         assert (list(turn.tokens), turn.finish) == (whole[:end], "stop"), split
         written = policy.result()
-        assert written.logprobs == [-float(i) for i in range(end)] and written.finish == "stop"
-        assert written.versions == [3] * split + [4] * (end - split)
-        assert written.routing is not None and len(written.routing) == 2 + end
+        assert (
+            written.logprobs.tolist() == [-float(i) for i in range(end)] and written.finish_reason == "stop"
+        )
+        assert written.policy_versions.tolist() == [3] * split + [4] * (end - split)
+        assert written.routed_experts is not None and len(written.routed_experts) == 2 + end
 
 
 def test_a_rows_own_columns_hide_nothing() -> None:
@@ -620,9 +623,9 @@ def test_who_waits_is_not_seated() -> None:
     class Client:
         engine = None
 
-        async def generate(self, *_: Any, **__: Any) -> Completion:
+        async def generate(self, *_: Any, **__: Any) -> TokenData:
             seen.append((policy.waiting, policy.in_engine))
-            return Completion([5], [0.0], "stop", [1])
+            return TokenData([5], [0.0], "stop", [1])
 
     async def first() -> str:
         while policy.calls < 2:

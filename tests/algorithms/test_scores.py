@@ -24,7 +24,8 @@ from megarl.algorithms.scores import (
     variance_sums,
 )
 from megarl.data.prompts import Prompt
-from megarl.rollout.responses import Group, Response, Scores
+from megarl.data.sample import Sample, SampleGroup
+from megarl.rollout.responses import Scores
 from tests.algorithms.loops import batches
 
 
@@ -190,7 +191,7 @@ def _result(rows: list[list[tuple[str | None, bool]]]) -> Scores:
     for uid, row in enumerate(rows):
         prompt = Prompt(uid=uid, text=f"problem {uid}", tokens=(1,), answer="1")
         groups.append(
-            Group(prompt, [Response(0, 2, "stop", right, vote, None, 0.0, 0.0) for vote, right in row], 0)
+            SampleGroup(prompt, [Sample(0, 2, "stop", right, vote, None, 0.0, 0.0) for vote, right in row], 0)
         )
     return Scores(groups)
 

@@ -19,8 +19,9 @@ import pytest
 from megarl.agents.chat_turns import ChatTurns
 from megarl.config import check_config, load_config
 from megarl.rewards.pool import VerifierPool
+from megarl.rollout.engines.base import GenerationRequest
 from megarl.rollout.engines.transformers_engine import TransformersEngine
-from megarl.rollout.sampling import Request, SamplingParams
+from megarl.rollout.sampling import SamplingParams
 from tests.agents.talk import ScriptedPolicy, merging_tokenizer, prompt_of
 from tests.docs.test_docs import ROOT, commands
 from tests.engines import load_folder
@@ -106,7 +107,7 @@ def test_loss_and_engine_are_those_of_the_page() -> None:
 def test_engine(tmp_path: Path) -> None:
     """It samples what the transformers engine samples."""
     folder = make_tiny_model(tmp_path / "model", "qwen3")
-    requests = [Request((5, 6, 7), seed) for seed in range(3)] + [Request((9,), 4)]
+    requests = [GenerationRequest((5, 6, 7), seed) for seed in range(3)] + [GenerationRequest((9,), 4)]
     found = []
     for kind in (example("own_engine").PlainEngine, TransformersEngine):
         engine = kind(folder, eos_ids=[1], tokenizer=make_tokenizer(300))
@@ -114,7 +115,7 @@ def test_engine(tmp_path: Path) -> None:
         load_folder(engine, version=3)
         found.append(engine.generate(requests, SamplingParams(max_tokens=8)))
     for own, other in zip(*found, strict=True):
-        assert (own.tokens, own.finish) == (other.tokens, other.finish)
+        assert (own.tokens.tolist(), own.finish_reason) == (other.tokens.tolist(), other.finish_reason)
 
 
 @pytest.mark.slow

@@ -29,14 +29,16 @@ from megarl.config.plugins import plugins
 from megarl.config.schema import Config
 from megarl.data import prompts
 from megarl.data.experience import Experience
+from megarl.data.sample import TokenData
 from megarl.parallel.layout import Layout
 from megarl.parallel.runtime import Runtime
 from megarl.rewards.pool import VerifierPool
 from megarl.rewards.verdict import verifier_path
-from megarl.rollout.engines.engine import EngineClient
+from megarl.rollout.engine_client import EngineClient
+from megarl.rollout.engines.base import GenerationRequest
 from megarl.rollout.engines.transformers_engine import TransformersEngine
 from megarl.rollout.episode import EpisodeAborted
-from megarl.rollout.sampling import Completion, Request, SamplingParams, turn_seed
+from megarl.rollout.sampling import SamplingParams, turn_seed
 from megarl.sync.backends import BACKENDS
 from megarl.sync.plan import engine_plan
 from megarl.weights import families
@@ -253,12 +255,12 @@ def engines(sums: Path) -> list[TransformersEngine]:
 
 def test_an_engine_draws_what_others_draw(engines: list[TransformersEngine]) -> None:
     params = SamplingParams(max_tokens=8)
-    requests = [Request((5, 6, 7), seed) for seed in range(4)] + [Request((9,), 4)]
+    requests = [GenerationRequest((5, 6, 7), seed) for seed in range(4)] + [GenerationRequest((9,), 4)]
     plain, other = (engine.generate(requests, params) for engine in engines)
     for mine, theirs in zip(plain, other, strict=True):
-        assert (mine.tokens, mine.finish) == (theirs.tokens, theirs.finish)
-        assert mine.versions == [3] * len(mine.tokens)
-        assert mine.logprobs == pytest.approx(theirs.logprobs, abs=1e-5)
+        assert (mine.tokens.tolist(), mine.finish_reason) == (theirs.tokens.tolist(), theirs.finish_reason)
+        assert mine.policy_versions.tolist() == [3] * len(mine.tokens.tolist())
+        assert mine.logprobs.tolist() == pytest.approx(theirs.logprobs.tolist(), abs=1e-5)
 
 
 def syncs_by_files(runtime: Runtime, folder: Path) -> list[dict[str, Any]]:
@@ -328,7 +330,7 @@ def test_an_episode(engines: list[TransformersEngine], sums: Path) -> None:
     episode, prompt = module_of("twice", FILES["twice.py"]).again, prompts.Prompt(1, "", (5, 6, 7), "")
     tokenizer, params = AutoTokenizer.from_pretrained(sums / "model"), SamplingParams(40)
 
-    async def run(begun: Completion | None) -> Completion:
+    async def run(begun: TokenData | None) -> TokenData:
         with ThreadPoolExecutor(1) as threads:
             client = EngineClient(engines[1], threads)
             running = asyncio.create_task(client.run())
@@ -339,24 +341,30 @@ def test_an_episode(engines: list[TransformersEngine], sums: Path) -> None:
 
     found = asyncio.run(run(None))
     shown = tokenizer(" Again: ", add_special_tokens=False).input_ids
-    [first] = engines[0].generate([Request(prompt.tokens, 3, max_tokens=4)], params)
-    behind = (*prompt.tokens, *first.tokens, *shown)
-    left = 40 - len(first.tokens) - len(shown)
-    [second] = engines[0].generate([Request(behind, turn_seed(3, 1), max_tokens=left)], params)
-    assert found.tokens == [*first.tokens, *shown, *second.tokens]
-    assert found.sampled == [True] * len(first.tokens) + [False] * len(shown) + [True] * len(second.tokens)
-    assert found.finish == second.finish
-    assert asyncio.run(run(found)).tokens == found.tokens
+    [first] = engines[0].generate([GenerationRequest(prompt.tokens, 3, max_tokens=4)], params)
+    behind = (*prompt.tokens, *first.tokens.tolist(), *shown)
+    left = 40 - len(first.tokens.tolist()) - len(shown)
+    [second] = engines[0].generate([GenerationRequest(behind, turn_seed(3, 1), max_tokens=left)], params)
+    assert found.tokens.tolist() == [*first.tokens.tolist(), *shown, *second.tokens.tolist()]
+    assert found.is_sampled.tolist() == [True] * len(first.tokens.tolist()) + [False] * len(shown) + [
+        True
+    ] * len(second.tokens.tolist())
+    assert found.finish_reason == second.finish_reason
+    assert asyncio.run(run(found)).tokens.tolist() == found.tokens.tolist()
 
     class Ends:
-        async def generate(self, *_: object, **__: object) -> Completion:
-            return Completion([4], [-1.0], "abort", [2])
+        async def generate(self, *_: object, **__: object) -> TokenData:
+            return TokenData([4], [-1.0], "abort", [2])
 
     policy = Policy(prompt, Ends(), 3, params, None, tokenizer)  # type: ignore[arg-type]
     with pytest.raises(EpisodeAborted):
         asyncio.run(episode(prompt, policy))
     cut = policy.result()
-    assert (cut.tokens, cut.finish, cut.journal) == ([4], "abort", [["turn", 1, "abort"]]) or not cut.journal
+    assert (cut.tokens, cut.finish_reason, cut.journal) == (
+        [4],
+        "abort",
+        [["turn", 1, "abort"]],
+    ) or not cut.journal
 
 
 def test_a_policy_loss() -> None:

@@ -15,12 +15,13 @@ import torch
 
 from megarl.config.schema import Config
 from megarl.data.experience import Experience
+from megarl.data.sample import TokenData
 from megarl.model.builder import build_actor, read_hf_config
 from megarl.parallel.movable import HostPool
 from megarl.parallel.runtime import Runtime
-from megarl.rollout.engines.engine import RolloutEngine
+from megarl.rollout.engines.base import GenerationRequest, RolloutEngine
 from megarl.rollout.engines.registry import make_engine
-from megarl.rollout.sampling import Completion, Request, SamplingParams
+from megarl.rollout.sampling import SamplingParams
 from megarl.schedule.generation import start_engine
 from megarl.schedule.models import load_weights
 from megarl.schedule.offload import EngineMemory, OffloadManager
@@ -189,15 +190,15 @@ class Scene:
         stats = weight_sync.sync(version)
         return (stats.bytes_local + stats.bytes_received) / stats.seconds / 1e9
 
-    def generate(self, prompts: list[list[int]], tokens: int, temperature: float = 1.0) -> list[Completion]:
+    def generate(self, prompts: list[list[int]], tokens: int, temperature: float = 1.0) -> list[TokenData]:
         """Of the engine, whose weights were synced."""
         self.offload.onload("rollout", ENGINE)
-        requests = [Request(tuple(prompt), seed) for seed, prompt in enumerate(prompts)]
+        requests = [GenerationRequest(tuple(prompt), seed) for seed, prompt in enumerate(prompts)]
         return self.engine.generate(requests, SamplingParams(tokens, temperature))
 
-    def trainers_logprobs(self, prompts: list[list[int]], completions: list[Completion]) -> torch.Tensor:
+    def trainers_logprobs(self, prompts: list[list[int]], completions: list[TokenData]) -> torch.Tensor:
         """What the actor gives to the tokens that the engine drew."""
-        experience = Experience.build(prompts, [completion.tokens for completion in completions])
+        experience = Experience.build(prompts, [completion.tokens.tolist() for completion in completions])
         experience["correct"] = torch.ones(len(prompts), dtype=torch.bool)
         experience["truncated"] = torch.zeros(len(prompts), dtype=torch.bool)
         local = distribute(experience, self.config, len(prompts), 3, [self.actor.model], self.runtime)
@@ -214,8 +215,8 @@ def colocated(scene: Scene) -> dict[str, Any]:
         scene.transfer(version)
         completions = scene.generate(prompts, 16, temperature=1.0)
         found["present"].append(set(scene.offload.present))
-        found["answers"].append([completion.tokens for completion in completions])
-        drawn = torch.tensor([logprob for completion in completions for logprob in completion.logprobs])
+        found["answers"].append([completion.tokens.tolist() for completion in completions])
+        drawn = torch.tensor([logprob for made in completions for logprob in made.logprobs.tolist()])
         found["differences"].append((scene.trainers_logprobs(prompts, completions) - drawn).abs())
         scene.update(local)
         found["present"].append(set(scene.offload.present))

@@ -26,7 +26,7 @@ from megarl.config.errors import ConfigError, StorageError
 from megarl.config.files import Dispensable, whole_file, write_whole
 from megarl.config.schema import RolloutConfig, WatchdogConfig
 from megarl.data.experience import Experience, read_experience, write_experience
-from megarl.observe.run_log import JsonlWriter, RunLog, Sample
+from megarl.observe.run_log import JsonlWriter, RunLog, SampleRecord
 from megarl.observe.timeline import Timeline
 from megarl.parallel.launch import write_error_file
 from megarl.parallel.lease import leased
@@ -105,7 +105,7 @@ def test_it_is_said_once_of_each_file(tmp_path: Path, capsys: pytest.CaptureFixt
         for step in (1, 2):
             timeline.step("train", step)
             timeline.enter("rollout")
-            log.write_samples([Sample(step, "1+1", "2", 1.0, True, False, 1)])
+            log.write_samples([SampleRecord(step, "1+1", "2", 1.0, True, False, 1)])
             log.write_event("something")
             log.write_distributions(step, "train", {"mismatch": {"tokens": [1.0]}})
         timeline.close()

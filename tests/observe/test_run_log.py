@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl.config.errors import ConfigError, DataError
-from megarl.observe.run_log import METRICS_FILE, RunLog, Sample, choose_samples, shorten
+from megarl.observe.run_log import METRICS_FILE, RunLog, SampleRecord, choose_samples, shorten
 from megarl.observe.runs import load_run, read_metrics
 
 NAMES = st.sampled_from(["policy/loss", "reward/mean", "eval/avg", "time/step", "throughput/rollout_tokens"])
@@ -171,7 +171,7 @@ def test_tensorboard_gets_the_same_numbers(tmp_path: Path) -> None:
 
 
 SAMPLES = st.builds(
-    Sample,
+    SampleRecord,
     step=st.just(1),
     prompt=st.sampled_from(["a", "b", "c"]),
     response=st.text(max_size=40),
@@ -186,7 +186,7 @@ SAMPLES = st.builds(
 
 @settings(max_examples=100, deadline=None)
 @given(st.lists(SAMPLES, max_size=12), st.integers(0, 8))
-def test_samples_round_trip_and_bound(samples: list[Sample], limit: int) -> None:
+def test_samples_round_trip_and_bound(samples: list[SampleRecord], limit: int) -> None:
     with tempfile.TemporaryDirectory() as folder:
         with RunLog(Path(folder), samples=limit) as log:
             written = log.write_samples(samples)
@@ -201,7 +201,7 @@ def test_samples_round_trip_and_bound(samples: list[Sample], limit: int) -> None
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.booleans(), min_size=2, max_size=16), st.integers(2, 8))
 def test_a_mixed_group_shows_both_verdicts(verdicts: list[bool], limit: int) -> None:
-    group = [Sample(1, "p", str(i), 0.0, verdict, False, 1) for i, verdict in enumerate(verdicts)]
+    group = [SampleRecord(1, "p", str(i), 0.0, verdict, False, 1) for i, verdict in enumerate(verdicts)]
     chosen = choose_samples(group, limit)
     assert {s.correct for s in chosen} == set(verdicts)
     assert chosen == sorted(chosen, key=lambda s: int(s.response))
@@ -225,7 +225,9 @@ def test_shortened_text_keeps_both_ends(text: str, limit: int) -> None:
 def test_long_responses_are_shortened_and_later_samples_dropped(tmp_path: Path) -> None:
     with RunLog(tmp_path, samples=4) as log:
         for step in (1, 2, 3):
-            log.write_samples([Sample(step, "q" * 30_000, "x" * 50_000 + "Answer: 5", 1.0, True, False, 300)])
+            log.write_samples(
+                [SampleRecord(step, "q" * 30_000, "x" * 50_000 + "Answer: 5", 1.0, True, False, 300)]
+            )
         assert log.truncate_after(1) == 2
     with (tmp_path / "samples.jsonl").open("ab") as file:
         file.write(b'{"step": 4, "prompt": "foreign"}\n{"step": 5, "pro')

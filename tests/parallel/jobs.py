@@ -364,8 +364,9 @@ def rollout_after_update(
     Gives the engine's parameters, its completions, and the trainer's log-probabilities of the sampled
     tokens."""
     from megarl.model.builder import DTYPES, build_actor, read_hf_config
+    from megarl.rollout.engines.base import GenerationRequest
     from megarl.rollout.engines.transformers_engine import TransformersEngine
-    from megarl.rollout.sampling import Request, SamplingParams
+    from megarl.rollout.sampling import SamplingParams
     from megarl.sync.export import export_hf
     from megarl.sync.plan import engine_plan
     from megarl.sync.transfer import Transfer
@@ -395,10 +396,10 @@ def rollout_after_update(
     Transfer(plan, runtime.rank, named, engine.parameters(), 2**12, dtype=DTYPES[dtype]).run()
     engine.end_update(1)
     sampled = engine.generate(
-        [Request(tuple(p), seed=i) for i, p in enumerate(prompts)], SamplingParams(max_tokens=12)
+        [GenerationRequest(tuple(p), seed=i) for i, p in enumerate(prompts)], SamplingParams(max_tokens=12)
     )
     greedy = engine.generate(
-        [Request(tuple(p), seed=0) for p in prompts], SamplingParams(max_tokens=12, temperature=0.0)
+        [GenerationRequest(tuple(p), seed=0) for p in prompts], SamplingParams(max_tokens=12, temperature=0.0)
     )
     export_hf(out, folder, runtime.layout, runtime.rank, named, dtype=DTYPES[dtype])
 

@@ -14,7 +14,8 @@ from transformers import AutoModelForCausalLM
 
 from megarl.config.errors import CheckpointError
 from megarl.model.routing import routing_metrics
-from megarl.rollout.sampling import Request, SamplingParams
+from megarl.rollout.engines.base import GenerationRequest
+from megarl.rollout.sampling import SamplingParams
 from megarl.weights.families import read_config
 from megarl.weights.hf import HFFolder
 from megarl.weights.megatron import conversion_layout, hf_to_megatron, megatron_to_hf
@@ -70,7 +71,8 @@ def test_the_engine_records_what_its_routers_chose(tmp_path: Path) -> None:
     """As SGLang does: of a dense layer zeros."""
     folder = tiny(tmp_path / "model", "glm4_moe", vocab=61)
     completions = engine_of(folder, torch.float32).generate(
-        [Request((5, 6, 7), seed=0), Request((9,) * 11, seed=1)], SamplingParams(max_tokens=12, routing=True)
+        [GenerationRequest((5, 6, 7), seed=0), GenerationRequest((9,) * 11, seed=1)],
+        SamplingParams(max_tokens=12, routing=True),
     )
     model, seen = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), list[Any]()
     for layer in model.model.layers[1:]:
@@ -78,9 +80,9 @@ def test_the_engine_records_what_its_routers_chose(tmp_path: Path) -> None:
     for prompt, completion in zip(((5, 6, 7), (9,) * 11), completions, strict=True):
         seen.clear()
         with torch.no_grad():
-            model(torch.tensor([[*prompt, *completion.tokens]]))
-        assert completion.routing is not None
-        found = torch.from_numpy(completion.routing[:-1]).long()
+            model(torch.tensor([[*prompt, *completion.tokens.tolist()]]))
+        assert completion.routed_experts is not None
+        found = torch.from_numpy(completion.routed_experts[:-1]).long()
         assert found.shape[1:] == (4, 3) and not found[:, 0].any()
         assert torch.equal(found[:, 1:].sort(-1)[0], torch.stack(seen, 1)[:-1].sort(-1)[0])
 

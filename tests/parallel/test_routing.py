@@ -16,8 +16,9 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from megarl.model.routing import routing_metrics
+from megarl.rollout.engines.base import GenerationRequest
 from megarl.rollout.engines.transformers_engine import TransformersEngine
-from megarl.rollout.sampling import Request, SamplingParams
+from megarl.rollout.sampling import SamplingParams
 from tests.parallel import jobs
 from tests.parallel.test_experts import LAYOUTS, NAMES, mixture
 from tests.parallel.test_invariance import VOCAB, make_batch, relative_difference
@@ -143,24 +144,26 @@ def test_the_engine_records_what_its_routers_chose(tmp_path: Path) -> None:
     folder = mixture(tmp_path / "model", vocab=61)
     engine = engine_of(folder, torch.float32, max_batch=4)
     prompts = [(5, 6, 7), (9,) * 11, (5, 6, 7), (20, 21), (5, 6, 7), (9,) * 11, (30, 31, 32, 33, 34)]
-    requests = [Request(prompt, seed=i) for i, prompt in enumerate(prompts)]
+    requests = [GenerationRequest(prompt, seed=i) for i, prompt in enumerate(prompts)]
     params = SamplingParams(max_tokens=24, routing=True)
     completions = engine.generate(requests, params)
-    assert len({len(c.tokens) for c in completions}) > 2
+    assert len({len(c.tokens.tolist()) for c in completions}) > 2
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     for prompt, completion in zip(prompts, completions, strict=True):
-        tokens = [*prompt, *completion.tokens]
+        tokens = [*prompt, *completion.tokens.tolist()]
         free, seen = torch.full((len(tokens), LAYERS, TOPK), NONE), []
         with torch.no_grad(), choosing(model, free, seen):
             model(torch.tensor([tokens]))
-        assert completion.routing is not None and completion.routing.dtype == np.uint8
-        assert completion.routing.shape == (len(tokens), LAYERS, TOPK)
+        assert completion.routed_experts is not None and completion.routed_experts.dtype == np.uint8
+        assert completion.routed_experts.shape == (len(tokens), LAYERS, TOPK)
         for layer, (_, own) in enumerate(seen):
-            found = torch.from_numpy(completion.routing[:-1, layer]).sort(-1)[0]
+            found = torch.from_numpy(completion.routed_experts[:-1, layer]).sort(-1)[0]
             assert torch.equal(found.long(), own[:-1].sort(-1)[0])
-        assert (completion.routing[-1] == NONE).all()
+        assert (completion.routed_experts[-1] == NONE).all()
     again = engine.generate(requests, SamplingParams(max_tokens=24))
-    assert [c.tokens for c in again] == [c.tokens for c in completions] and again[0].routing is None
+    assert [c.tokens.tolist() for c in again] == [c.tokens.tolist() for c in completions] and again[
+        0
+    ].routed_experts is None
 
 
 @pytest.mark.parametrize(("dtype", "noise"), [(torch.bfloat16, 0.0), (torch.float32, 0.05)], ids=str)
@@ -171,11 +174,15 @@ def test_the_mismatch_falls_with_replay(
     engine = engine_of(folder, dtype, noise)
     prompts = [[3 + i, 20, 21 + i] for i in range(16)]
     params = SamplingParams(max_tokens=40, routing=True)
-    completions = engine.generate([Request(tuple(p), seed=i) for i, p in enumerate(prompts)], params)
-    routing = torch.from_numpy(np.concatenate([c.routing for c in completions if c.routing is not None]))
-    theirs = torch.tensor([x for c in completions for x in c.logprobs], dtype=torch.float64)
+    completions = engine.generate(
+        [GenerationRequest(tuple(p), seed=i) for i, p in enumerate(prompts)], params
+    )
+    routing = torch.from_numpy(
+        np.concatenate([c.routed_experts for c in completions if c.routed_experts is not None])
+    )
+    theirs = torch.tensor([x for c in completions for x in c.logprobs.tolist()], dtype=torch.float64)
     arguments: dict[str, Any] = {"folder": folder, "prompts": prompts}
-    arguments["responses"] = [c.tokens for c in completions]
+    arguments["responses"] = [c.tokens.tolist() for c in completions]
     pool = ranks(1, 1, 1)
     without = pool.run(jobs.logprobs, **arguments)[0][0]
     replayed, counts = pool.run(jobs.logprobs, routing=routing, **arguments)[0]

@@ -13,13 +13,14 @@ from megarl.config.phases import select_phases
 from megarl.config.schema import Config, OptimizerConfig, ParallelConfig
 from megarl.data.experience import Experience
 from megarl.data.prompts import Prompt
+from megarl.data.sample import Sample, SampleGroup, TokenData
 from megarl.model.builder import build_actor, build_critic
 from megarl.parallel.comm import barrier
 from megarl.parallel.delivery import deliver
 from megarl.parallel.runtime import Runtime
 from megarl.plan.inputs import PlanInputs, make_plan_inputs
 from megarl.plan.sizes import Passes, Shape, activations, in_flight, passed_on
-from megarl.rollout.responses import Body, Group, Response, RolloutBatch
+from megarl.rollout.responses import RolloutBatch
 from megarl.training.batch import make_micro_batches
 from megarl.training.model import TrainableModel
 from megarl.weights.families import Sizes
@@ -215,24 +216,22 @@ def batch_bytes(runtime: Runtime, prompts: int, group: int, prompt: int, length:
     """Return the bytes of a step's batch on this rank, with all columns of VAPO's phases: what its engine has
     drawn, as bodies and packed, what it knows of the whole, and its replica's share, delivered."""
     tokens, logprobs = np.full(length, 7, dtype=np.int32), np.zeros(length, dtype=np.float32)
-    judged: dict[str, Any] = {"finish": "stop", "correct": True, "extracted": None, "error": None}
-    judged |= {"reward": 1.0, "penalty": 0.0}
-    groups = [Group(Prompt(uid, "", (3,) * prompt, ""), [], 0) for uid in range(prompts)]
-    bodies = []
+    judged: dict[str, Any] = {"finish_reason": "stop", "correct": True, "extracted": None, "error": None}
+    judged |= {"reward": 1.0, "overlong_penalty": 0.0}
+    groups = [SampleGroup(Prompt(uid, "", (3,) * prompt, ""), [], 0) for uid in range(prompts)]
+    kept = []
     for number in range(prompts * group):
         owner = number % runtime.world
-        response = Response.of(Body(tokens.copy(), logprobs.copy()), owner, **judged)
+        sample = Sample.from_data(TokenData(tokens.copy(), logprobs.copy()), owner, **judged)
         if owner == runtime.rank:
-            bodies.append(response.body)
-        else:
-            response.body = None
-        groups[number // group].responses.append(response)
+            kept.append(sample.data)
+        groups[number // group].samples.append(sample if owner == runtime.rank else sample.with_data(None))
     batch = RolloutBatch(1, groups, {}, {}, {}).to_step_batch()
     known = [batch.lengths, batch.response_lengths, batch.prompt_lengths, batch.owners]
     known += batch.columns.values()
     drawn = [batch.own.tokens, batch.own.response_mask, *batch.own.columns.values()]
     held = sum(tensor.nbytes for tensor in (*known, *drawn))
-    held += sum(body.tokens.nbytes + body.logprobs.nbytes for body in bodies if body is not None)
+    held += sum(data.tokens.nbytes + data.logprobs.nbytes for data in kept if data is not None)
     layout, order = runtime.layout, range(prompts * group)
     shares = [[i for i in order if i % layout.dp == replica] for replica in range(layout.dp)]
     ranks = range(layout.world)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import yaml
 
-from megarl.observe.run_log import RunLog, Sample
+from megarl.observe.run_log import RunLog, SampleRecord
 from megarl.observe.timeline import Timeline
 from megarl_report.report import write_report
 
@@ -107,7 +107,7 @@ def tables(recipe: str, progress: float, rng: random.Random) -> dict[str, dict[s
     return found
 
 
-def samples(step: int, steps: int, rng: random.Random, values: bool) -> list[Sample]:
+def samples(step: int, steps: int, rng: random.Random, values: bool) -> list[SampleRecord]:
     """Two groups of four sums with chains of thought, their tokens worth the more the later they are."""
     found = []
     for _ in range(2):
@@ -124,7 +124,7 @@ def samples(step: int, steps: int, rng: random.Random, values: bool) -> list[Sam
             tokens = [*re.findall(r"\w+|\W", text), "<eos>"]
             worth = [advantage * (at + 1) / len(tokens) for at in range(len(tokens))]
             found.append(
-                Sample(
+                SampleRecord(
                     step,
                     "+".join(map(str, terms)) + "=?\n",
                     text,

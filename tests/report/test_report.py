@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from megarl.config import phases
 from megarl.config.errors import ConfigError, DataError
-from megarl.observe.run_log import RunLog, Sample
+from megarl.observe.run_log import RunLog, SampleRecord
 from megarl.observe.runs import RecordedRun, kept_share, load_run
 from megarl_report.figures import PHASES, SECTIONS, families, mean_course
 from megarl_report.plots import MAX_POINTS, Line, draw_lines, moving_average, spread, thin, value_text
@@ -196,7 +196,7 @@ def test_texts_are_escaped_and_troubles_shown(tmp_path: Path) -> None:
                 "events": [evil],
             }
         )
-        log.write_samples([Sample(1, evil, evil, None, False, True, 3, answer=evil)])
+        log.write_samples([SampleRecord(1, evil, evil, None, False, True, 3, answer=evil)])
     with (tmp_path / "metrics.jsonl").open("ab") as file:
         file.write(b'{"step": 2, "st')
     (tmp_path / "config.yaml").write_text(f"model: {{path: '{evil}'}}\n")
@@ -415,13 +415,13 @@ class Tokens(HTMLParser):
             self.spans[-1][2] += data
 
 
-def browser(samples: list[Sample]) -> str:
+def browser(samples: list[SampleRecord]) -> str:
     """The page of a run that has nothing but samples, without its style sheet."""
     return render([RecordedRun("run", [], samples)]).split("</style>")[1]
 
 
-def sample(step: int = 1, **fields: object) -> Sample:
-    return Sample(
+def sample(step: int = 1, **fields: object) -> SampleRecord:
+    return SampleRecord(
         **{
             "step": step,
             "prompt": "p",

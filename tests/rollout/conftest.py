@@ -19,8 +19,9 @@ from megarl.data.experience import Experience
 from megarl.parallel.delivery import deliver
 from megarl.parallel.objects import decode, encode
 from megarl.rollout.engines.transformers_engine import TransformersEngine
-from megarl.rollout.rank import RolloutRank, RolloutShare, joined
+from megarl.rollout.rank import RolloutRank
 from megarl.rollout.responses import RolloutBatch
+from megarl.rollout.state import RolloutShare, join_shares
 from tests.engines import load_folder
 from tests.tiny_models import make_tiny_model
 
@@ -66,7 +67,7 @@ def state_of(rank: RolloutRank) -> dict[str, Any]:
     own = rank.snapshot()
     first, *others = rank.ranks.gather(own if rank.ranks.rank == 0 else encode(own))
     shares = [first, *(decode(blob, RolloutShare, "a rank") for blob in others)]
-    state: dict[str, Any] = json.loads(json.dumps(joined(shares)))
+    state: dict[str, Any] = json.loads(json.dumps(join_shares(shares)))
     return state
 
 

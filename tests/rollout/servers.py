@@ -16,8 +16,10 @@ from aiohttp import ClientSession, web
 from torch import Tensor
 from transformers import AutoTokenizer
 
+from megarl.data.sample import TokenData
+from megarl.rollout.engines.base import GenerationRequest
 from megarl.rollout.engines.transformers_engine import TransformersEngine
-from megarl.rollout.sampling import Completion, Request, SamplingParams
+from megarl.rollout.sampling import SamplingParams
 
 # What a tensor with its bytes is made of, and SGLang 0.5.23 takes (SafeUnpickler, srt/utils/common.py).
 ALLOWED = {
@@ -238,11 +240,11 @@ class Server(Http):
             tuple(sampling.get("stop") or ()),
         )
         seed = sampling.get("sampling_seed", 0)
-        made = self.engine.generate([Request(tuple(body["input_ids"]), seed)], params)[0]
-        finish = "abort" if stopped.is_set() else made.finish
+        made = self.engine.generate([GenerationRequest(tuple(body["input_ids"]), seed)], params)[0]
+        finish = "abort" if stopped.is_set() else made.finish_reason
         return web.json_response(self.said(made, finish))
 
-    def said(self, made: Completion, finish: str) -> dict[str, Any]:
+    def said(self, made: TokenData, finish: str) -> dict[str, Any]:
         version, pairs = self.model_info["weight_version"], zip(made.logprobs, made.tokens, strict=True)
         return {
             "text": "what nobody reads", "output_ids": made.tokens,

@@ -32,16 +32,18 @@ from megarl.config.methods import ADVANTAGES, load_function
 from megarl.config.schema import Config
 from megarl.data.experience import Experience
 from megarl.data.prompts import ProblemSet, Prompt
+from megarl.data.sample import TokenData
 from megarl.rewards.pool import VerifierPool
 from megarl.rewards.verdict import Verdict
+from megarl.rollout import engine_client
 from megarl.rollout.controller import Controller
 from megarl.rollout.dispatch import Dispatcher, GroupRequest
-from megarl.rollout.engines import engine as engine_module
 from megarl.rollout.engines.transformers_engine import TransformersEngine
 from megarl.rollout.messages import Hello, Hub, Link
-from megarl.rollout.rank import RolloutRank, joined
-from megarl.rollout.responses import Group, RolloutBatch
-from megarl.rollout.sampling import Completion, SamplingParams, response_seed
+from megarl.rollout.rank import RolloutRank
+from megarl.rollout.responses import RolloutBatch
+from megarl.rollout.sampling import SamplingParams, response_seed
+from megarl.rollout.state import group_from_state, group_state, join_shares
 from megarl.training.batch import loss_weights
 from tests.engines import load_folder
 from tests.rollout.conftest import TINIEST, experience_of, state_of, threads
@@ -143,8 +145,8 @@ def facts(batch: RolloutBatch) -> Any:
     rows = [
         (
             g.prompt.uid,
-            g.version,
-            [(r.length, r.finish, r.correct, r.extracted, r.error, r.reward) for r in g.responses],
+            g.policy_version,
+            [(r.num_sampled, r.finish_reason, r.correct, r.extracted, r.error, r.reward) for r in g.samples],
         )
         for g in batch.groups
     ]
@@ -154,8 +156,8 @@ def facts(batch: RolloutBatch) -> Any:
 def bodies(batches: Sequence[RolloutBatch]) -> list[Any]:
     """Tokens and log-probs of each response of a batch, of which one of the ranks has the body."""
     held = [
-        [r.body for r in responses if r.body is not None]
-        for responses in zip(*(b.responses for b in batches), strict=True)
+        [r.data for r in responses if r.data is not None]
+        for responses in zip(*(b.samples for b in batches), strict=True)
     ]
     assert {len(each) for each in held} == {1}
     return [(body.tokens.tolist(), body.logprobs.tobytes()) for (body,) in held]
@@ -201,13 +203,13 @@ def test_any_split_of_the_work_gives_the_same_run(
 def test_engines_of_different_speeds_give_the_same_run(world, monkeypatch):
     """One of three engines makes a token where the others make several responses: they take what it would
     have come to last, and the batch is the same to the bit as that of one engine."""
-    monkeypatch.setattr(engine_module, "SLICE", 0.02)
+    monkeypatch.setattr(engine_client, "DECODE_SECONDS", 0.02)
     work = {"prompts": 12, "group_size": 4, "max_response_tokens": 20}
     one_engine = run_ranks(world, config(rollout=work), 1, steps=2)[0]
     alone = [facts(batch) for batch in one_engine]
     slow, poll = world[0][0], world[0][0].poll
 
-    def one_step(seconds: float) -> list[tuple[int, Completion]]:
+    def one_step(seconds: float) -> list[tuple[int, TokenData]]:
         ended = poll(0.0)
         time.sleep(seconds)
         return ended
@@ -269,7 +271,7 @@ def test_responses_that_wait_for_a_tool_are_no_work_for_an_engine(world):
     for found in batches:
         assert facts(found[0][0]) == facts(batches[0][0][0])
         assert bodies([each for (each,) in found]) == bodies([batches[0][0][0]])
-        assert all((r.turns, r.calls) == (2, 1) for r in found[0][0].responses)
+        assert all((r.turns, r.calls) == (2, 1) for r in found[0][0].samples)
 
 
 @pytest.mark.parametrize(("in_flight", "each"), [(None, 4), (2, 2)])
@@ -301,7 +303,7 @@ def test_the_longest_begin_first(world, monkeypatch):
         return [first, rank.collect(1)]
 
     first, second = run_ranks(world, settings_, 1, 0, act=two_epochs)[0]
-    took = {g.prompt.uid: np.mean([r.length for r in g.responses]) for g in first.groups}
+    took = {g.prompt.uid: np.mean([r.num_sampled for r in g.samples]) for g in first.groups}
     in_order = [response_seed(5, 0, g.prompt.uid, j) for g in first.groups for j in range(3)]
     longest_first = sorted(second.groups, key=lambda g: -took[g.prompt.uid])
     assert longest_first != second.groups == sorted(second.groups, key=lambda g: g.prompt.uid)
@@ -316,22 +318,20 @@ def test_rewards_flags_and_statistics(world):
     batch = run_ranks(world, settings_, 1, steps=1)[0][0]
     _, tokenizer, _ = world
     items = [
-        (spoken(tokenizer, r.body.tokens.tolist()), g.prompt.answer)
-        for g in batch.groups
-        for r in g.responses
+        (spoken(tokenizer, r.data.tokens.tolist()), g.prompt.answer) for g in batch.groups for r in g.samples
     ]
     verdicts = OddText().verify(items)
     penalties = []
-    for r, verdict in zip(batch.responses, verdicts, strict=True):
-        n = r.length
+    for r, verdict in zip(batch.samples, verdicts, strict=True):
+        n = r.num_sampled
         penalties.append(0.0 if n <= 6 else (6 - n) / 6)
-        assert r.truncated == (n == 12 and r.body.tokens[-1] not in range(1, 40))
+        assert r.is_truncated == (n == 12 and r.data.tokens[-1] not in range(1, 40))
         assert (r.correct, r.extracted, r.error) == (verdict.correct, verdict.extracted, verdict.error)
         assert r.reward == pytest.approx(float(verdict.correct) + penalties[-1])
-    assert min(penalties) < 0 and {r.truncated for r in batch.responses} == {True, False}
-    lengths = [r.length for r in batch.responses]
+    assert min(penalties) < 0 and {r.is_truncated for r in batch.samples} == {True, False}
+    lengths = [r.num_sampled for r in batch.samples]
     words = [bool({"e", "7"} & set(re.findall(r"\w+", text, re.ASCII))) for text, _ in items]
-    assert [r.reflects for r in batch.responses] == words and {*words} == {True, False}
+    assert [r.reflects for r in batch.samples] == words and {*words} == {True, False}
     right = [v.correct for v in verdicts]
 
     def mean(numbers, chosen) -> float:
@@ -343,9 +343,9 @@ def test_rewards_flags_and_statistics(world):
         "reflection/share": np.mean(words),
         "reflection/accuracy": mean(right, words),
         "reflection/accuracy_without": mean(right, [not flag for flag in words]),
-        "reward/mean": np.mean([r.reward for r in batch.responses]),
+        "reward/mean": np.mean([r.reward for r in batch.samples]),
         "reward/accuracy": np.mean([v.correct for v in verdicts]),
-        "reward/truncated": np.mean([r.truncated for r in batch.responses]),
+        "reward/truncated": np.mean([r.is_truncated for r in batch.samples]),
         "reward/unverified": np.mean([v.error is not None for v in verdicts]),
         "reward/overlong_penalty": np.mean(penalties),
         "response/length_mean": np.mean(lengths),
@@ -372,10 +372,10 @@ class Graded(OddText):
 def test_scores_are_rewards(world):
     settings_ = config(reward={"correct": 3.0, "incorrect": -2.0, "overlong": {"soft_punishment": False}})
     batch = run_ranks(world, settings_, 1, steps=1, verifiers=[Graded()])[0][0]
-    scores = [0.0 if r.score is None else r.score for r in batch.responses]
+    scores = [0.0 if r.score is None else r.score for r in batch.samples]
     assert len(set(scores)) > 5
-    assert [r.reward for r in batch.responses] == pytest.approx([5 * score - 2 for score in scores])
-    assert [r.correct for r in batch.responses] == [score > 0.5 for score in scores]
+    assert [r.reward for r in batch.samples] == pytest.approx([5 * score - 2 for score in scores])
+    assert [r.correct for r in batch.samples] == [score > 0.5 for score in scores]
     assert batch.stats["reward/score"] == pytest.approx(np.mean(scores))
     assert batch.stats["reward/mean"] == pytest.approx(5 * np.mean(scores) - 2)
     result = run_ranks(
@@ -407,20 +407,20 @@ def test_terms_are_added_by_their_weights(world):
     }
     settings_ = config(reward={"weight": 3.0, "terms": terms, "overlong": {"soft_punishment": False}})
     batches = run_ranks(world, settings_, 1, steps=3, verifiers=[WithTerms()])[0]
-    responses, failed = [r for batch in batches for r in batch.responses], 0
+    responses, failed = [r for batch in batches for r in batch.samples], 0
     for r in responses:
         value = 3.0 if r.correct else -3.0
         if r.error is None:
-            value += 0.5 * (1 - r.length / 12) - 2.0 * r.truncated
-            assert r.terms == {"brevity": 1 - r.length / 12, "cut": float(r.truncated)}
+            value += 0.5 * (1 - r.num_sampled / 12) - 2.0 * r.is_truncated
+            assert r.terms == {"brevity": 1 - r.num_sampled / 12, "cut": float(r.is_truncated)}
         failed += r.error is not None
         assert r.reward == pytest.approx(value)
-    assert failed and {r.truncated for r in responses} == {True, False}
-    rows = batches[0].responses  # of the first step none was sampled before
+    assert failed and {r.is_truncated for r in responses} == {True, False}
+    rows = batches[0].samples  # of the first step none was sampled before
     means = {f"reward/term_{name}": np.mean([r.terms.get(name, 0.0) for r in rows]) for name in terms}
     assert {name: batches[0].stats[name] for name in means} == pytest.approx(means)
-    again = [Group.from_state(json.loads(json.dumps(g.state_dict()))) for g in batches[0].groups]
-    assert [r.terms for g in again for r in g.responses] == [r.terms for r in rows]
+    again = [group_from_state(json.loads(json.dumps(group_state(g)))) for g in batches[0].groups]
+    assert [r.terms for g in again for r in g.samples] == [r.terms for r in rows]
     parts = batches[0].reward_parts(settings_.reward).tolist()
     assert list(settings_.reward.parts) == ["verifier", "terms.brevity", "terms.cut"]
     for r, (score, brevity, cut) in zip(rows, parts, strict=True):
@@ -433,34 +433,32 @@ def test_terms_are_added_by_their_weights(world):
         act=lambda s: s.evaluate([ProblemSet(world[2][:2], 2)]),
         verifiers=[WithTerms()],
     )[0]
-    assert all(r.terms == {} for g in evaluated.headline.groups for r in g.responses)
+    assert all(r.terms == {} for g in evaluated.headline.groups for r in g.samples)
 
 
 def test_a_batch_is_build_with_the_columns(world):
     batch = run_ranks(world, config(), 1, steps=1)[0][0]
     experience = experience_of(batch)
-    prompts = [g.prompt.tokens for g in batch.groups for _ in g.responses]
-    built = Experience.build(prompts, [r.body.tokens.tolist() for r in batch.responses])
+    prompts = [g.prompt.tokens for g in batch.groups for _ in g.samples]
+    built = Experience.build(prompts, [r.data.tokens.tolist() for r in batch.samples])
     for name in ("tokens", "cu_seqlens", "response_mask"):
         packed, expected = getattr(experience, name), getattr(built, name)
         assert torch.equal(packed, expected) and packed.dtype == expected.dtype
     mask, logprobs = experience.response_mask, experience["engine_logprobs"]
-    assert torch.equal(
-        logprobs[mask], torch.cat([torch.from_numpy(r.body.logprobs) for r in batch.responses])
-    )
+    assert torch.equal(logprobs[mask], torch.cat([torch.from_numpy(r.data.logprobs) for r in batch.samples]))
     assert not logprobs[~mask].any() and bool((logprobs[mask] < 0).all())
-    for column, name in (("rewards", "reward"), ("correct", "correct"), ("truncated", "truncated")):
-        assert experience[column].tolist() == [getattr(r, name) for r in batch.responses]
+    for column, name in (("rewards", "reward"), ("correct", "correct"), ("truncated", "is_truncated")):
+        assert experience[column].tolist() == [getattr(r, name) for r in batch.samples]
     assert experience["group_ids"].tolist() == [g for g in range(4) for _ in range(3)]
     assert experience["response_index"].tolist() == [0, 1, 2] * 4
-    samples = batch.samples(world[1], 4)
+    samples = batch.records(world[1], 4)
     assert len(samples) == 4 and set(samples) <= set(range(6)) and {0, 1, 2} <= set(samples)
     for row, sample in samples.items():
-        response, group = batch.responses[row], batch.groups[row // 3]
+        response, group = batch.samples[row], batch.groups[row // 3]
         seen = (sample.length, sample.reward, sample.prompt)
-        assert seen == (response.length, response.reward, group.prompt.text)
-        assert sample.response == spoken(world[1], response.body.tokens.tolist())
-        assert (sample.group_size, sample.group_right) == (3, sum(r.correct for r in group.responses))
+        assert seen == (response.num_sampled, response.reward, group.prompt.text)
+        assert sample.response == spoken(world[1], response.data.tokens.tolist())
+        assert (sample.group_size, sample.group_right) == (3, sum(r.correct for r in group.samples))
 
 
 def test_a_resumed_sampler_goes_on_as_if_nothing_had_happened(world):
@@ -498,7 +496,7 @@ def test_a_snapshot_stays_as_it_was_while_the_next_step_is_drawn(world, ranks):
     by_rank = run_ranks(world, settings_, ranks, steps=0, act=taken)
     surplus = []
     for of_ranks in zip(*by_rank, strict=True):
-        later, at_once = (joined(shares) for shares in zip(*of_ranks, strict=True))
+        later, at_once = (join_shares(shares) for shares in zip(*of_ranks, strict=True))
         assert json.dumps(later) == json.dumps(at_once)
         surplus += later["surplus"]
     assert surplus
@@ -509,8 +507,8 @@ def test_a_prompt_drawn_twice_in_a_step_gets_other_responses(world):
     batch = run_ranks(world, twice, 1, steps=1)[0][0]
     for first, second in zip(batch.groups[:9], batch.groups[9:], strict=True):
         assert first.prompt.uid == second.prompt.uid
-        again = {tuple(r.body.tokens) for r in second.responses if r.length > 2}
-        assert again.isdisjoint(tuple(r.body.tokens) for r in first.responses)
+        again = {tuple(r.data.tokens) for r in second.samples if r.num_sampled > 2}
+        assert again.isdisjoint(tuple(r.data.tokens) for r in first.samples)
 
 
 def test_an_error_of_one_rank_is_raised_on_all(world):
@@ -533,7 +531,7 @@ def test_a_silent_rank_is_reported_with_what_is_waited_for(world, monkeypatch):
     engine, found_out, silence = world[0][1], threading.Event(), Controller._silence
     poll = engine.poll
 
-    def hangs(seconds: float) -> list[tuple[int, Completion]]:
+    def hangs(seconds: float) -> list[tuple[int, TokenData]]:
         assert found_out.wait(60), "the controller has not found out within 60 s"
         return poll(seconds)
 
@@ -619,13 +617,13 @@ def test_evaluation(world):
     params = SamplingParams(6, temperature=0)
     greedy = run_ranks(world, settings_, 1, 0, act=lambda s: s.evaluate([ProblemSet(problems, 2)], params))[0]
     assert all(
-        np.array_equal(g.responses[0].body.tokens, g.responses[1].body.tokens) for g in greedy.headline.groups
+        np.array_equal(g.samples[0].data.tokens, g.samples[1].data.tokens) for g in greedy.headline.groups
     )
     again = run_ranks(
         world, settings_, 1, 0, act=lambda s: s.evaluate([ProblemSet(problems + problems[:2], 5)])
     )[0].headline.groups
-    pairs = zip(again[0].responses, again[9].responses, strict=True)
-    assert any(not np.array_equal(a.body.tokens, b.body.tokens) for a, b in pairs)
+    pairs = zip(again[0].samples, again[9].samples, strict=True)
+    assert any(not np.array_equal(a.data.tokens, b.data.tokens) for a, b in pairs)
 
 
 def test_data_sources_have_figures_of_their_own(world):
@@ -650,11 +648,11 @@ def test_data_sources_have_figures_of_their_own(world):
     for batch in batches:
         for name, source in (("gsm_8k", "gsm 8k"), ("aime", "aime")):
             # The controller's rank alone knows all of a prompt.
-            own = [r for g in batches[0].groups if g.prompt.source == source for r in g.responses]
+            own = [r for g in batches[0].groups if g.prompt.source == source for r in g.samples]
             assert batch.stats[f"source/{name}/responses"] == len(own)
             if own:
                 accuracy, length = (
-                    np.mean([getattr(r, what) for r in own]) for what in ("correct", "length")
+                    np.mean([getattr(r, what) for r in own]) for what in ("correct", "num_sampled")
                 )
                 assert batch.stats[f"source/{name}/accuracy"] == pytest.approx(accuracy)
                 assert batch.stats[f"source/{name}/length"] == pytest.approx(length)
@@ -669,26 +667,26 @@ def test_unjudged_responses_leave_the_signal_of_the_others_as_it_is(world, advan
     settings_ = config(rollout={"prompts": 8, "group_size": 5}, **keys)
     (found,) = run_ranks(world, settings_, 1, steps=1, verifiers=[Failing()])[0]
     step = found.to_step_batch()
-    kept = [(g, r) for g, group in enumerate(found.groups) for r in group.responses if r.judged]
+    kept = [(g, r) for g, group in enumerate(found.groups) for r in group.samples if r.judged]
     sizes = Counter(g for g, _ in kept)
     assert len(set(sizes.values())) >= 2 and len(kept) < 40, "groups of different sizes are wanted"
-    rows = [i for i, r in enumerate(found.responses) if r.judged]
+    rows = [i for i, r in enumerate(found.samples) if r.judged]
     rows = [i for i, (g, _) in zip(rows, kept, strict=True) if sizes[g] > 1]
     others = sorted(set(range(40)) - set(rows))
-    assert step.response_lengths[rows].tolist() == [found.responses[i].length for i in rows]
+    assert step.response_lengths[rows].tolist() == [found.samples[i].num_sampled for i in rows]
     assert not step.response_lengths[others].any() and len(step.lengths) == 40
     own = step.own
     assert own.response_mask.sum() == step.response_lengths.sum()
     assert own.lengths.tolist() == step.lengths.tolist()
-    prompts = [len(group.prompt.tokens) for group in found.groups for _ in group.responses]
+    prompts = [len(group.prompt.tokens) for group in found.groups for _ in group.samples]
     assert [step.lengths[i] for i in others] == [prompts[i] for i in others]
 
     compute = load_function(ADVANTAGES[advantage].function)
     advantages = compute(Responses(step["rewards"].double(), step["group_ids"]))
     for i in rows:
         group = found.groups[i // 5]
-        rewards = [r.reward for r in group.responses if r.judged]
-        own_reward, mean = found.responses[i].reward, sum(rewards) / len(rewards)
+        rewards = [r.reward for r in group.samples if r.judged]
+        own_reward, mean = found.samples[i].reward, sum(rewards) / len(rewards)
         deviation = math.sqrt(sum((r - mean) ** 2 for r in rewards) / (len(rewards) - 1))
         expected = {
             "group": (own_reward - mean) / (deviation + 1e-6),
@@ -707,7 +705,7 @@ def test_unjudged_responses_leave_the_signal_of_the_others_as_it_is(world, advan
     for name, expected in loss_weights(alone, ids[index], ids[index], settings_).items():
         assert torch.equal(weights[name][index], expected) and not weights[name][others].any()
 
-    judged = [r for r in found.responses if r.judged]
+    judged = [r for r in found.samples if r.judged]
     assert found.stats["reward/unjudged"] == pytest.approx(1 - len(judged) / 40)
     assert found.stats["reward/accuracy"] == pytest.approx(np.mean([r.correct for r in judged]))
     assert found.errors["ConnectionRefusedError: nobody is there"] == 40 - len(judged)
@@ -787,6 +785,6 @@ def test_with_the_real_verifier_pool(world):
         assert batch.stats["reward/accuracy"] == 0
         assert batch.stats["rollout/groups_all_wrong"] == batch.stats["rollout/prompts"] == 8
         # Filled up with rejected groups.
-        assert len(batch.groups) == 4 and {r.reward for r in batch.responses} == {-1.0}
+        assert len(batch.groups) == 4 and {r.reward for r in batch.samples} == {-1.0}
         strict = config(rollout={"dynamic_sampling": {**dynamic, "at_limit": "stop"}})
         assert isinstance(run_ranks(world, strict, 1, steps=1, verifiers=[pool])[0], DataError)

@@ -18,7 +18,9 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megarl.config.errors import CheckpointError, EngineError
+from megarl.data.sample import TokenData
 from megarl.rollout.engines import transformers_decode, transformers_layers
+from megarl.rollout.engines.base import GenerationRequest
 from megarl.rollout.engines.transformers_decode import DecodeLoop, KVCache, Stopping, _width, segments_of
 from megarl.rollout.engines.transformers_engine import TransformersEngine
 from megarl.rollout.engines.transformers_layers import (
@@ -30,7 +32,7 @@ from megarl.rollout.engines.transformers_layers import (
     fewest_rows,
     prefill_attention,
 )
-from megarl.rollout.sampling import Completion, Request, SamplingParams
+from megarl.rollout.sampling import SamplingParams
 from tests.engines import load_folder
 from tests.rollout.conftest import EOS, FAMILIES
 from tests.tiny_models import make_tokenizer
@@ -41,45 +43,51 @@ def prompts(count: int, seed: int = 0, low: int = 1, high: int = 23) -> list[tup
     return [tuple(rng.randrange(5, 307) for _ in range(rng.randint(low, high))) for _ in range(count)]
 
 
-def requests(count: int, group: int = 2, **kwargs) -> list[Request]:
-    return [Request(p, 1000 * i + j) for i, p in enumerate(prompts(count, **kwargs)) for j in range(group)]
+def requests(count: int, group: int = 2, **kwargs) -> list[GenerationRequest]:
+    return [
+        GenerationRequest(p, 1000 * i + j)
+        for i, p in enumerate(prompts(count, **kwargs))
+        for j in range(group)
+    ]
 
 
-COMPANY = [Request(p, 100 * i + j) for i, p in enumerate([*prompts(9, high=40), (7,)]) for j in range(3)]
+COMPANY = [
+    GenerationRequest(p, 100 * i + j) for i, p in enumerate([*prompts(9, high=40), (7,)]) for j in range(3)
+]
 # By family, and whether its layers count as wide, what COMPANY is answered as one batch.
-TOGETHER: dict[tuple[str, bool], list[Completion]] = {}
+TOGETHER: dict[tuple[str, bool], list[TokenData]] = {}
 
 
 def assert_logprobs(reference, completions, asked, temperature: float = 1.0) -> None:
     for request, completion in zip(asked, completions, strict=True):
-        ids = torch.tensor([[*request.prompt, *completion.tokens]])
+        ids = torch.tensor([[*request.prompt_tokens, *completion.tokens.tolist()]])
         with torch.no_grad():
-            logits = reference(input_ids=ids).logits[0, len(request.prompt) - 1 : -1] / temperature
-        expected = logits.log_softmax(-1).gather(1, torch.tensor(completion.tokens)[:, None])[:, 0]
-        torch.testing.assert_close(torch.tensor(completion.logprobs), expected, atol=1e-5, rtol=0)
+            logits = reference(input_ids=ids).logits[0, len(request.prompt_tokens) - 1 : -1] / temperature
+        expected = logits.log_softmax(-1).gather(1, torch.tensor(completion.tokens.tolist())[:, None])[:, 0]
+        torch.testing.assert_close(torch.tensor(completion.logprobs.tolist()), expected, atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_equals_generate(family, make_engine, reference):
-    asked = [Request(p, 0) for p in prompts(9)]
+    asked = [GenerationRequest(p, 0) for p in prompts(9)]
     model = reference(family)
     # eos is a token that greedy decoding does reach, so that both ways of ending are compared.
     free = make_engine(family, eos_ids=[]).generate(asked, SamplingParams(max_tokens=30, temperature=0))
-    eos = free[0].tokens[7]
+    eos = free[0].tokens.tolist()[7]
     completions = make_engine(family, eos_ids=[eos], max_batch=4).generate(
         asked, SamplingParams(max_tokens=30, temperature=0)
     )
     for request, completion in zip(asked, completions, strict=True):
         expected = model.generate(
-            torch.tensor([request.prompt]),
+            torch.tensor([request.prompt_tokens]),
             max_new_tokens=30,
             do_sample=False,
             eos_token_id=eos,
             pad_token_id=0,
-        )[0, len(request.prompt) :].tolist()
-        assert completion.tokens == expected
-        assert completion.finish == ("stop" if expected[-1] == eos else "length")
-    assert {c.finish for c in completions} == {"stop", "length"}
+        )[0, len(request.prompt_tokens) :].tolist()
+        assert completion.tokens.tolist() == expected
+        assert completion.finish_reason == ("stop" if expected[-1] == eos else "length")
+    assert {c.finish_reason for c in completions} == {"stop", "length"}
     assert_logprobs(model, completions, asked)
 
 
@@ -89,7 +97,7 @@ def test_logprobs_of_sampled_tokens(family, make_engine, reference):
     params = SamplingParams(max_tokens=40, temperature=0.7, top_p=0.9, top_k=50)
     completions = make_engine(family).generate(asked, params)
     assert_logprobs(reference(family), completions, asked, temperature=0.7)
-    assert len({tuple(c.tokens) for c in completions}) == len(completions)
+    assert len({tuple(c.tokens.tolist()) for c in completions}) == len(completions)
 
 
 @settings(max_examples=3, deadline=None)
@@ -126,7 +134,7 @@ def test_a_response_is_the_same_to_the_bit_in_any_company(make_engine, chance, m
 def test_a_long_response_is_the_same_to_the_bit_in_any_company(make_engine):
     """Where torch's attention has more than one block of queries or of keys."""
     sizes = (3, 60, 190, 191, 193, 300, 420)
-    asked = [Request(p, i) for i, n in enumerate(sizes) for p in prompts(1, seed=n, low=n, high=n)]
+    asked = [GenerationRequest(p, i) for i, n in enumerate(sizes) for p in prompts(1, seed=n, low=n, high=n)]
     params = SamplingParams(max_tokens=90)
     engine = make_engine(eos_ids=())
     together = engine.generate(asked, params)
@@ -257,14 +265,17 @@ def test_no_shape_that_a_response_meets_depends_on_its_company(make_engine, monk
     monkeypatch.setattr(transformers_layers, "fewest_rows", lambda weights: min(alike))
     sizes = (3, 30, 31, 70, 100, 140, 5, 12, 9, 180)
     asked = [
-        Request(p, 10 * i + j) for i, n in enumerate(sizes) for p in prompts(1, i, n, n) for j in range(9)
+        GenerationRequest(p, 10 * i + j)
+        for i, n in enumerate(sizes)
+        for p in prompts(1, i, n, n)
+        for j in range(9)
     ]
     params = SamplingParams(max_tokens=70, top_p=0.9, top_k=40)
     engine = make_engine(family, eos_ids=())
     company = shapes_of(monkeypatch, engine, asked, params, alike)
     for i in (0, 12, 39):
         alone = shapes_of(monkeypatch, engine, asked[i : i + 1], params, alike)
-        own = {"step", f"prefill {_width(asked[i].prompt)}"}
+        own = {"step", f"prefill {_width(asked[i].prompt_tokens)}"}
         assert alone == {shape for shape in company if shape[0] in own}
         assert {phase for phase, *_ in alone} == own and len(alone) > 15
     few = shapes_of(monkeypatch, engine, asked[:9], params, alike)
@@ -284,7 +295,7 @@ def test_the_shapes_show_what_depends_on_company(make_engine, monkeypatch, what)
         monkeypatch.setattr(transformers_layers, "decode_attention", plain)
     else:
         monkeypatch.setattr(BlockLinear, "forward", torch.nn.Linear.forward)
-    asked = [Request(p, 10 * i + j) for i, p in enumerate(prompts(9, high=100)) for j in range(9)]
+    asked = [GenerationRequest(p, 10 * i + j) for i, p in enumerate(prompts(9, high=100)) for j in range(9)]
     engine, params = make_engine(eos_ids=()), SamplingParams(max_tokens=70)
     company = shapes_of(monkeypatch, engine, asked, params)
     alone = shapes_of(monkeypatch, engine, asked[:1], params)
@@ -326,10 +337,10 @@ def test_chunks_of_keys_are_attention_and_masked_ones_change_no_bit(seed, length
 def test_poll_comes_back_in_time(make_engine):
     """A slice of no time is a step, or a prefill: nobody waits for the longest response."""
     engine, params = make_engine(eos_ids=()), SamplingParams(max_tokens=30)
-    engine.submit({7: Request((5, 6), 0), 9: Request((5, 6), 1)}, params)
+    engine.submit({7: GenerationRequest((5, 6), 0), 9: GenerationRequest((5, 6), 1)}, params)
     for _ in range(29):
         assert engine.poll(0.0) == [] and engine.running == 2
-    engine.submit({8: Request((5, 6), 0)}, params)
+    engine.submit({8: GenerationRequest((5, 6), 0)}, params)
     assert engine.poll(0.0) == []  # its prefill
     ended = dict(engine.poll(0.0))
     assert set(ended) == {7, 9} and engine.running == 1
@@ -348,17 +359,22 @@ def test_each_request_has_a_limit_of_its_own(make_engine, chance, max_batch):
     asked = [replace(request, max_tokens=limit) for request, limit in zip(COMPANY, limits, strict=True)]
     found = make_engine("qwen3", max_batch=max_batch).generate(asked, replace(params, max_tokens=20))
     for whole, limit, got in zip(TOGETHER["qwen3"], limits, found, strict=True):
-        count = min(len(whole.tokens), limit or 20)
-        assert (got.tokens, got.logprobs) == (whole.tokens[:count], whole.logprobs[:count])
-        assert got.finish == (whole.finish if count == len(whole.tokens) else "length")
+        count = min(len(whole.tokens.tolist()), limit or 20)
+        assert (got.tokens.tolist(), got.logprobs.tolist()) == (
+            whole.tokens.tolist()[:count],
+            whole.logprobs.tolist()[:count],
+        )
+        assert got.finish_reason == (whole.finish_reason if count == len(whole.tokens.tolist()) else "length")
 
 
 def test_a_limit_above_that_of_the_params(make_engine):
     """The cache grows for it."""
     engine = make_engine(eos_ids=())
-    [whole] = engine.generate([Request((5, 6), 3)], SamplingParams(300))
-    short, long = engine.generate([Request((5, 6), 2), Request((5, 6), 3, max_tokens=300)], SamplingParams(2))
-    assert (len(short.tokens), short.finish) == (2, "length") and long == whole
+    [whole] = engine.generate([GenerationRequest((5, 6), 3)], SamplingParams(300))
+    short, long = engine.generate(
+        [GenerationRequest((5, 6), 2), GenerationRequest((5, 6), 3, max_tokens=300)], SamplingParams(2)
+    )
+    assert (len(short.tokens.tolist()), short.finish_reason) == (2, "length") and long == whole
 
 
 def test_requests_of_other_params_take_turns(make_engine):
@@ -367,14 +383,14 @@ def test_requests_of_other_params_take_turns(make_engine):
         make_engine(eos_ids=()),
         [SamplingParams(30, stop=stop) for stop in ((), ("~~",), ("^^",))],
     )
-    alone = [engine.generate([Request((5, 6), i)], params)[0] for i, params in enumerate(kinds)]
+    alone = [engine.generate([GenerationRequest((5, 6), i)], params)[0] for i, params in enumerate(kinds)]
     for i, params in enumerate(kinds):
-        engine.submit({i: Request((5, 6), i)}, params)
+        engine.submit({i: GenerationRequest((5, 6), i)}, params)
     ended = {}
     for _ in range(89):
         ended |= engine.poll(0.0)
         assert len({loop.longest for loop in engine._loops}) <= 2  # no more than a token apart
-    engine.submit({3: Request((5, 6), 0)}, kinds[0])
+    engine.submit({3: GenerationRequest((5, 6), 0)}, kinds[0])
     while engine.running:
         ended |= engine.poll(1.0)
     assert ended == {**dict(enumerate(alone)), 3: alone[0]}
@@ -393,7 +409,7 @@ def test_long_responses_outgrow_the_cache_and_late_prompts_join(make_engine, ref
     # 12 rows at once, prompts of 1 to 350 tokens, responses of up to 150, whose lengths differ between
     # processors: the cache grows for responses, and for the last prompts, longer than all before.
     asked = [
-        Request(p, i)
+        GenerationRequest(p, i)
         for i, p in enumerate(
             prompts(12, seed=3, high=10)
             + prompts(15, seed=4, low=100, high=150)
@@ -402,7 +418,10 @@ def test_long_responses_outgrow_the_cache_and_late_prompts_join(make_engine, ref
     ]
     engine = make_engine(max_batch=12, eos_ids=range(1, 5))
     completions = engine.generate(asked, SamplingParams(max_tokens=150))
-    assert max(len(c.tokens) for c in completions) > 100 and min(len(c.tokens) for c in completions) < 20
+    assert (
+        max(len(c.tokens.tolist()) for c in completions) > 100
+        and min(len(c.tokens.tolist()) for c in completions) < 20
+    )
     assert len(grown) > 2 and all(before < after for before, after in grown)
     assert_logprobs(reference("qwen3"), completions, asked)
 
@@ -472,49 +491,52 @@ def test_prompts_that_begin_alike_are_answered_as_alone(family, make_engine, ref
     mixture = family in ("experts", "latents")
     monkeypatch.setattr(transformers_layers, "NARROW", 0 if family == "wide" else 256)
     engine = make_engine(family := "grouped" if family == "wide" else family, eos_ids=())
-    asked = [Request(p, 10 * i + j) for i, p in enumerate(branches(2, 14)) for j in range(2)]
+    asked = [GenerationRequest(p, 10 * i + j) for i, p in enumerate(branches(2, 14)) for j in range(2)]
     params, tokens = SamplingParams(max_tokens=6, routing=mixture), []
     embed = engine._model.get_input_embeddings()
     hook = embed.register_forward_pre_hook(lambda _, args: tokens.append(args[0].shape))
     together = engine.generate(asked, params)
     hook.remove()
-    whole = sum(_width(request.prompt) for request in asked[::2])
+    whole = sum(_width(request.prompt_tokens) for request in asked[::2])
     prefilled = sum(shape.numel() for shape in tokens[: -(params.max_tokens - 1)])
     assert prefilled == whole if family == "qwen3_5_text" else prefilled < 0.7 * whole
     assert_logprobs(reference(family), together, asked)
     for request, answer in zip(asked, together, strict=True):
         alone = engine.generate([request], params)[0]
         if mixture:
-            assert alone.tokens == answer.tokens and (alone.routing == answer.routing).all()
+            assert (
+                alone.tokens.tolist() == answer.tokens.tolist()
+                and (alone.routed_experts == answer.routed_experts).all()
+            )
         else:
             assert alone == answer
 
 
 def test_no_shape_depends_on_what_prompts_share(make_engine, monkeypatch):
     """On every processor: what is prefilled in segments meets the shapes of what is prefilled as one."""
-    asked = [Request(prompt, i) for i, prompt in enumerate(branches(2, 14))]
+    asked = [GenerationRequest(prompt, i) for i, prompt in enumerate(branches(2, 14))]
     engine, params = make_engine("grouped", eos_ids=()), SamplingParams(max_tokens=1)
 
-    def shapes(requests: Sequence[Request]) -> set[tuple[str, str]]:
+    def shapes(requests: Sequence[GenerationRequest]) -> set[tuple[str, str]]:
         return {found[1:] for found in shapes_of(monkeypatch, engine, requests, params)}
 
     assert shapes(asked) == set.union(*(shapes([request]) for request in asked))
 
 
 def test_prompts_that_begin_alike_in_bfloat16(make_engine, reference):
-    asked = [Request(prompt, i) for i, prompt in enumerate(branches(3, 9))]
+    asked = [GenerationRequest(prompt, i) for i, prompt in enumerate(branches(3, 9))]
     completions = make_engine("grouped", dtype=torch.bfloat16).generate(asked, SamplingParams(max_tokens=20))
-    apart = Request(tuple(reversed(asked[-1].prompt)), 0)  # shares nothing
+    apart = GenerationRequest(tuple(reversed(asked[-1].prompt_tokens)), 0)  # shares nothing
     completions += make_engine("grouped", dtype=torch.bfloat16).generate(
         [apart], SamplingParams(max_tokens=20)
     )
     errors = []
     for request, completion in zip([*asked, apart], completions, strict=True):
-        ids = torch.tensor([[*request.prompt, *completion.tokens]])
+        ids = torch.tensor([[*request.prompt_tokens, *completion.tokens.tolist()]])
         with torch.no_grad():
-            logits = reference("grouped")(input_ids=ids).logits[0, len(request.prompt) - 1 : -1]
-        expected = logits.log_softmax(-1).gather(1, torch.tensor(completion.tokens)[:, None])[:, 0]
-        errors.append(float((torch.tensor(completion.logprobs) - expected).abs().mean()))
+            logits = reference("grouped")(input_ids=ids).logits[0, len(request.prompt_tokens) - 1 : -1]
+        expected = logits.log_softmax(-1).gather(1, torch.tensor(completion.tokens.tolist())[:, None])[:, 0]
+        errors.append(float((torch.tensor(completion.logprobs.tolist()) - expected).abs().mean()))
     assert max(errors[:-1]) < 3 * errors[-1] + 1e-3
 
 
@@ -546,12 +568,14 @@ def test_a_long_prefill_is_cut(make_engine, monkeypatch):
     asked, params = requests(12), SamplingParams(max_tokens=12)
     whole = make_engine().generate(asked, params)
     monkeypatch.setattr(transformers_decode, "PREFILL_TOKENS", 40)
-    assert [c.tokens for c in make_engine().generate(asked, params)] == [c.tokens for c in whole]
+    assert [c.tokens.tolist() for c in make_engine().generate(asked, params)] == [
+        c.tokens.tolist() for c in whole
+    ]
 
 
 def test_a_prefill_is_cut_by_what_stands_before_it_too(make_engine, monkeypatch):
     """Keys and values of what prompts share are gathered for each of them."""
-    asked = [Request((5,) * 2 * COLUMNS + (6 + i,), i) for i in range(20)]
+    asked = [GenerationRequest((5,) * 2 * COLUMNS + (6 + i,), i) for i in range(20)]
     sizes, prefill = [], DecodeLoop._prefill
 
     def spy(loop, segments, *more):
@@ -568,7 +592,7 @@ def test_stop_texts(make_engine):
     asked = requests(12)
     engine = make_engine()
     free = engine.generate(asked, SamplingParams(max_tokens=40))
-    texts = [engine.tokenizer.decode(c.tokens, skip_special_tokens=False) for c in free]
+    texts = [engine.tokenizer.decode(c.tokens.tolist(), skip_special_tokens=False) for c in free]
     ascii_pair = next(t[i : i + 2] for t in texts for i in range(2, 30) if t[i : i + 2].isascii())
     stops = (ascii_pair, next(c for c in texts[5] if c.isalpha() and c.isascii()), "never\nthere")
     stopped = engine.generate(asked, SamplingParams(max_tokens=40, stop=stops))
@@ -576,12 +600,15 @@ def test_stop_texts(make_engine):
         # By hand: the shortest beginning whose text holds a stop text.
         ends = [
             n
-            for n in range(1, len(alone.tokens) + 1)
-            if any(s in engine.tokenizer.decode(alone.tokens[:n], skip_special_tokens=False) for s in stops)
+            for n in range(1, len(alone.tokens.tolist()) + 1)
+            if any(
+                s in engine.tokenizer.decode(alone.tokens.tolist()[:n], skip_special_tokens=False)
+                for s in stops
+            )
         ]
-        assert cut.tokens == alone.tokens[: ends[0] if ends else None]
-        assert cut.finish == ("stop" if ends else alone.finish)
-    assert sum(len(c.tokens) for c in stopped) < sum(len(c.tokens) for c in free)
+        assert cut.tokens == alone.tokens.tolist()[: ends[0] if ends else None]
+        assert cut.finish == ("stop" if ends else alone.finish_reason)
+    assert sum(len(c.tokens.tolist()) for c in stopped) < sum(len(c.tokens.tolist()) for c in free)
 
 
 def test_a_stop_text_may_be_a_special_token():
@@ -600,28 +627,31 @@ def test_what_was_begun_goes_on(make_engine):
     engine, params = make_engine(max_batch=16), SamplingParams(max_tokens=24)
     asked = requests(6, seed=3)
     wholes = engine.generate(asked, params)
-    cut = [(i, k) for i, whole in enumerate(wholes) for k in (1, 2, 7, len(whole.tokens) - 1)]
-    cut = [(i, k) for i, k in cut if 0 < k < len(wholes[i].tokens)]
+    cut = [(i, k) for i, whole in enumerate(wholes) for k in (1, 2, 7, len(whole.tokens.tolist()) - 1)]
+    cut = [(i, k) for i, k in cut if 0 < k < len(wholes[i].tokens.tolist())]
 
-    def begun(i: int, k: int, max_tokens: int | None = None) -> Request:
-        given = Completion(wholes[i].tokens[:k], [-0.5] * k)
-        return replace(asked[i], partial=given, max_tokens=max_tokens)
+    def begun(i: int, k: int, max_tokens: int | None = None) -> GenerationRequest:
+        given = TokenData(wholes[i].tokens.tolist()[:k], [-0.5] * k)
+        return replace(asked[i], prefix=given, max_tokens=max_tokens)
 
     together = engine.generate([begun(i, k) for i, k in cut], params)
     for (i, k), found in zip(cut, together, strict=True):
-        assert (found.tokens, found.finish) == (wholes[i].tokens, wholes[i].finish)
-        assert found.logprobs[:k] == [-0.5] * k
-        assert found.logprobs[k:] == pytest.approx(wholes[i].logprobs[k:], abs=1e-5)
+        assert (found.tokens.tolist(), found.finish_reason) == (
+            wholes[i].tokens.tolist(),
+            wholes[i].finish_reason,
+        )
+        assert found.logprobs.tolist()[:k] == [-0.5] * k
+        assert found.logprobs.tolist()[k:] == pytest.approx(wholes[i].logprobs.tolist()[k:], abs=1e-5)
         assert engine.generate([begun(i, k)], params) == [found]
-    longest = max(range(len(asked)), key=lambda i: len(wholes[i].tokens))
+    longest = max(range(len(asked)), key=lambda i: len(wholes[i].tokens.tolist()))
     (short,) = engine.generate([begun(longest, 3, max_tokens=5)], params)
-    assert (short.tokens, short.finish) == (wholes[longest].tokens[:5], "length")
-    pair = engine.tokenizer.decode(wholes[longest].tokens[3:5], skip_special_tokens=False)
+    assert (short.tokens.tolist(), short.finish_reason) == (wholes[longest].tokens.tolist()[:5], "length")
+    pair = engine.tokenizer.decode(wholes[longest].tokens.tolist()[3:5], skip_special_tokens=False)
     stopped = SamplingParams(max_tokens=24, stop=(pair,))
     (straight,) = engine.generate([asked[longest]], stopped)
-    assert straight.finish == "stop" and len(straight.tokens) == 5
+    assert straight.finish_reason == "stop" and len(straight.tokens.tolist()) == 5
     (cut_through,) = engine.generate([begun(longest, 4)], stopped)
-    assert (cut_through.tokens, cut_through.finish) == (straight.tokens, "stop")
+    assert (cut_through.tokens.tolist(), cut_through.finish_reason) == (straight.tokens.tolist(), "stop")
 
 
 def test_what_was_begun_alike_goes_on(make_engine):
@@ -629,16 +659,18 @@ def test_what_was_begun_alike_goes_on(make_engine):
     and theirs."""
     engine, params = make_engine(eos_ids=()), SamplingParams(max_tokens=2 * COLUMNS)
     common = tuple(range(10, 10 + COLUMNS))
-    cut = [Completion([*common, 5 + i], [-0.5] * (COLUMNS + 1)) for i in range(2)]
-    asked = [Request((7,), i, partial=given) for i, given in enumerate(cut)]
-    found = engine.generate([Request((8,) * 70, 3), *asked], params)[1:]
-    assert [answer.tokens[: COLUMNS + 1] for answer in found] == [given.tokens for given in cut]
+    cut = [TokenData([*common, 5 + i], [-0.5] * (COLUMNS + 1)) for i in range(2)]
+    asked = [GenerationRequest((7,), i, prefix=given) for i, given in enumerate(cut)]
+    found = engine.generate([GenerationRequest((8,) * 70, 3), *asked], params)[1:]
+    assert [answer.tokens.tolist()[: COLUMNS + 1] for answer in found] == [
+        given.tokens.tolist() for given in cut
+    ]
     assert [engine.generate([request], params)[0] for request in asked] == found
 
 
 def test_sleep_frees_and_wake_needs_an_update(make_engine):
     engine, asked, params = make_engine(), requests(3), SamplingParams(max_tokens=8)
-    before = [c.tokens for c in engine.generate(asked, params)]
+    before = [c.tokens.tolist() for c in engine.generate(asked, params)]
     parameters = engine.parameters()
     engine.sleep()
     assert sum(p.untyped_storage().nbytes() for p in parameters.values()) == 0
@@ -650,7 +682,9 @@ def test_sleep_frees_and_wake_needs_an_update(make_engine):
         engine.generate(asked, params)
     assert all(p.untyped_storage().nbytes() == p.numel() * 4 for p in parameters.values())
     load_folder(engine, version=9)
-    assert [c.tokens for c in engine.generate(asked, params)] == before and engine.weight_version == 9
+    assert [
+        c.tokens.tolist() for c in engine.generate(asked, params)
+    ] == before and engine.weight_version == 9
     engine.stop()
     with pytest.raises(EngineError, match="not started"):
         engine.generate(asked, params)
@@ -681,14 +715,18 @@ def test_bfloat16(make_engine):
     engine = make_engine(dtype=torch.bfloat16)
     assert {p.dtype for p in engine.parameters().values()} == {torch.bfloat16}
     completions = engine.generate(requests(4), SamplingParams(max_tokens=20))
-    assert all(-20 < p <= 0 for c in completions for p in c.logprobs)
+    assert all(-20 < p <= 0 for c in completions for p in c.logprobs.tolist())
 
 
 def test_nan_logits_name_row_and_version(make_engine):
     engine = make_engine("qwen2")
     poisoned = 200
     engine.parameters()["model.embed_tokens.weight"][poisoned] = torch.nan
-    asked = [Request((5, 6), 0), Request((5, 6, 9), 1), Request((5, poisoned), 2)]
+    asked = [
+        GenerationRequest((5, 6), 0),
+        GenerationRequest((5, 6, 9), 1),
+        GenerationRequest((5, poisoned), 2),
+    ]
     with pytest.raises(EngineError, match=r"NaN logits in row 2, response token 0, with weight version 7"):
         engine.generate(asked, SamplingParams(max_tokens=1))
 
@@ -705,7 +743,9 @@ def test_nan_logits_name_row_and_version(make_engine):
 )
 def test_requests_that_do_not_fit(make_engine, prompt, max_tokens, message):
     with pytest.raises(EngineError, match=message):
-        make_engine().generate([Request((7,), 0), Request(prompt, 0)], SamplingParams(max_tokens))
+        make_engine().generate(
+            [GenerationRequest((7,), 0), GenerationRequest(prompt, 0)], SamplingParams(max_tokens)
+        )
 
 
 def test_stop_texts_need_a_tokenizer(make_engine):
@@ -723,4 +763,4 @@ def test_unusable_folders(folders, tmp_path):
     engine = TransformersEngine(folders["qwen2"])
     engine.start()
     with pytest.raises(EngineError, match="update must follow"):
-        engine.generate([Request((5,), 0)], SamplingParams(1))
+        engine.generate([GenerationRequest((5,), 0)], SamplingParams(1))

@@ -18,32 +18,36 @@ from msgspec import structs
 from megarl.config.errors import ConfigError, DataError
 from megarl.config.schema import AlgorithmConfig, DynamicSamplingConfig
 from megarl.data.prompts import Prompt
+from megarl.data.sample import Sample, SampleGroup, TokenData
 from megarl.rollout import messages as m
 from megarl.rollout.collector import GroupCollector
-from megarl.rollout.responses import DERIVED, Body, Facts, Group, Response, RolloutBatch, response_stats
+from megarl.rollout.grading import words_pattern
+from megarl.rollout.responses import RolloutBatch, response_stats
 from megarl.rollout.sampling import SamplingParams
-from megarl.rollout.worker import words_pattern
+from megarl.rollout.state import SAMPLE_KEYS, group_from_state, group_state
 from tests.rollout.conftest import experience_of
 
 SIZE = 3
 
 
-def group(uid: int, correct: int, version: int = 0, reflects: bool | None = None) -> Group:
+def group(uid: int, correct: int, version: int = 0, reflects: bool | None = None) -> SampleGroup:
     responses = [
-        Response.of(
-            Body(np.arange(2 + i, dtype=np.int32), np.array([-0.1, *[-1 / 3] * (1 + i)], dtype=np.float32)),
+        Sample.from_data(
+            TokenData(
+                np.arange(2 + i, dtype=np.int32), np.array([-0.1, *[-1 / 3] * (1 + i)], dtype=np.float32)
+            ),
             0,
-            finish="stop" if i else "length",
+            finish_reason="stop" if i else "length",
             correct=i < correct,
             extracted=str(i) if i else None,
             error=None if i else "timeout after 10 s",
             reward=1.0 if i < correct else -1.3,
-            penalty=0.0,
+            overlong_penalty=0.0,
             reflects=reflects,
         )
         for i in range(SIZE)
     ]
-    return Group(Prompt(uid, f"p{uid}", (uid, uid + 1), "7", extra={"row": uid}), responses, version)
+    return SampleGroup(Prompt(uid, f"p{uid}", (uid, uid + 1), "7", extra={"row": uid}), responses, version)
 
 
 def drive(collector: GroupCollector, outcomes: list[int]) -> list[int]:
@@ -116,20 +120,18 @@ def test_what_must_differ(rewards, correct, by):
     groups = []
     for i, row in enumerate(rewards):
         one = group(i, correct[i])
-        one.responses = [
-            structs.replace(r, reward=reward) for r, reward in zip(one.responses, row, strict=True)
-        ]
+        one.samples = [structs.replace(r, reward=reward) for r, reward in zip(one.samples, row, strict=True)]
         groups.append(one)
     collector = GroupCollector(99, DynamicSamplingConfig(enabled=True, by=by))
     collector.offer(groups)
     differ = [
-        max(row) - min(row) > 0.01 if by == "score" else g.mixed
+        max(row) - min(row) > 0.01 if by == "score" else g.is_mixed
         for row, g in zip(rewards, groups, strict=True)
     ]
     assert [g.prompt.uid for g in collector.accepted] == [i for i, found in enumerate(differ) if found]
     stats = collector.stats()
     assert stats["rollout/groups_kept"] == sum(differ)
-    alike = [g.correct for g, found in zip(groups, differ, strict=True) if not found]
+    alike = [g.num_correct for g, found in zip(groups, differ, strict=True) if not found]
     assert stats["rollout/groups_all_right"] == alike.count(SIZE)
     assert stats["rollout/groups_all_wrong"] == alike.count(0)
 
@@ -172,16 +174,16 @@ def test_the_limit_names_who_has_failed(error, judged, kind, message):
     the run as wrong answers do."""
     config = DynamicSamplingConfig(enabled=True, max_batches=2, at_limit="stop")
     collector = GroupCollector(4, config)
-    failed = [structs.replace(response, error=error, judged=judged) for response in group(0, 0).responses]
+    failed = [structs.replace(response, error=error, judged=judged) for response in group(0, 0).samples]
     with pytest.raises(kind) as caught:
         while n := collector.next_batch():
-            collector.offer([replace(group(i, 0), responses=failed) for i in range(n)])
+            collector.offer([replace(group(i, 0), samples=failed) for i in range(n)])
     assert str(caught.value).startswith(message) and error in str(caught.value)
 
 
 def test_lengths_and_reflection_by_hand():
     """Of three responses of 2, 3 and 4 tokens the first is right; the means of nothing are left out."""
-    plain = group(0, 1).responses
+    plain = group(0, 1).samples
     stats = response_stats(plain)
     assert (stats["response/length_right"], stats["response/length_wrong"]) == (2, 3.5)
     assert not any(name.startswith("reflection/") for name in stats)  # no words, nothing counted
@@ -190,7 +192,7 @@ def test_lengths_and_reflection_by_hand():
     expected = {"share": 2 / 3, "accuracy": 1 / 2, "accuracy_without": 0.0}
     assert found == pytest.approx({f"reflection/{name}": value for name, value in expected.items()})
     for flag in (True, False):
-        wrong = response_stats([structs.replace(r, reflects=flag) for r in group(0, 0).responses])
+        wrong = response_stats([structs.replace(r, reflects=flag) for r in group(0, 0).samples])
         assert wrong["response/length_wrong"] == 3 and "response/length_right" not in wrong
         names = [name for name in wrong if name.startswith("reflection/")]
         assert names == ["reflection/share"] and wrong["reflection/share"] == float(flag)
@@ -230,12 +232,13 @@ def test_no_words_find_nothing():
 def test_routing_survives_json_and_is_a_column(kind):
     """Of responses that have none, as of surplus from before it was recorded, each token has no choice."""
     routed, free = group(5, 2), group(6, 1)
-    lengths = [len(routed.prompt.tokens) + r.length for r in routed.responses]
-    for i, response in enumerate(routed.responses):
-        response.body.routing = np.full((lengths[i], 3, 2), i, dtype=kind)
-    again = Group.from_state(json.loads(json.dumps(routed.state_dict())))
-    for a, b in zip(again.responses, routed.responses, strict=True):
-        assert a.body.routing.dtype == kind and np.array_equal(a.body.routing, b.body.routing)
+    lengths = [len(routed.prompt.tokens) + r.num_sampled for r in routed.samples]
+    for i, response in enumerate(routed.samples):
+        response.data.routed_experts = np.full((lengths[i], 3, 2), i, dtype=kind)
+    again = group_from_state(json.loads(json.dumps(group_state(routed))))
+    for a, b in zip(again.samples, routed.samples, strict=True):
+        assert a.data.routed_experts.dtype == kind
+        assert np.array_equal(a.data.routed_experts, b.data.routed_experts)
     experience = experience_of(RolloutBatch(1, [free, again], {}, {}, {}))
     column, starts = experience["routing"].numpy(), experience.cu_seqlens.tolist()
     assert column.shape == (experience.num_tokens, 3, 2) and column.dtype == kind
@@ -245,17 +248,17 @@ def test_routing_survives_json_and_is_a_column(kind):
     assert "routing" not in experience_of(RolloutBatch(1, [free], {}, {}, {}))
 
 
-def of_turns(uid: int, reward: bool = True) -> Group:
+def of_turns(uid: int, reward: bool = True) -> SampleGroup:
     """Responses of two turns with an observation between: s o s, s s o s, s s s o s."""
     made = group(uid, 2)
-    for i, response in enumerate(made.responses):
+    for i, response in enumerate(made.samples):
         tokens = np.arange(3 + i, dtype=np.int32)
         sampled = tokens != i + 1
         rewards = np.where(tokens == i, 0.25, 0.0).astype(np.float32) if reward else None
         logprobs, versions = np.full(3 + i, -0.5, dtype=np.float32), (7 * sampled).astype(np.int32)
-        body = Body(tokens, logprobs, versions, sampled=sampled, rewards=rewards)
-        facts = {name: v for name, v in structs.asdict(response).items() if name not in DERIVED}
-        made.responses[i] = Response.of(body, 0, **facts | {"turns": 2, "calls": 1})
+        data = TokenData(tokens, logprobs, policy_versions=versions, is_sampled=sampled, turn_rewards=rewards)
+        fields = {name: getattr(response, name) for name in SAMPLE_KEYS}
+        made.samples[i] = Sample.from_data(data, 0, **fields | {"turns": 2, "calls": 1})
     return made
 
 
@@ -263,13 +266,17 @@ def test_what_was_observed_is_not_the_policys():
     """Lengths count sampled tokens, and no version or reward of an observed one is looked at; one turn says
     nothing of turns."""
     made, plain = of_turns(3), group(4, 1)
-    assert [(r.length, r.extent, r.oldest) for r in made.responses] == [(2, 3, 7), (3, 4, 7), (4, 5, 7)]
-    stats = response_stats(made.responses)
+    assert [(r.num_sampled, r.num_tokens, r.oldest_version) for r in made.samples] == [
+        (2, 3, 7),
+        (3, 4, 7),
+        (4, 5, 7),
+    ]
+    stats = response_stats(made.samples)
     assert stats["response/length_mean"] == 3 and stats["response/length_max"] == 4
     found = {name: value for name, value in stats.items() if name.startswith("episode/")}
     assert found == {"episode/turns_mean": 2, "episode/calls_mean": 1, "episode/observed_mean": 1}
-    assert not any(name.startswith("episode/") for name in response_stats(plain.responses))
-    for groups in ([plain, made], [Group.from_state(json.loads(json.dumps(made.state_dict()))), plain]):
+    assert not any(name.startswith("episode/") for name in response_stats(plain.samples))
+    for groups in ([plain, made], [group_from_state(json.loads(json.dumps(group_state(made)))), plain]):
         batch = RolloutBatch(1, groups, {}, {}, {}).to_step_batch()
         own = batch.own
         for name in ("lengths", "response_lengths", "prompt_lengths"):
@@ -294,43 +301,42 @@ def test_one_response_alone_counts_where_none_is_compared(advantage, counts):
     """As with T-PPO's windows, of which one may be there without the others of its prompt."""
     groups = [group(1, 1), group(2, 1)]
     for number, only in zip((0, 1), ({0}, {1, 2}), strict=True):
-        judged = [structs.replace(r, judged=i in only) for i, r in enumerate(groups[number].responses)]
-        groups[number] = replace(groups[number], responses=judged)
+        judged = [structs.replace(r, judged=i in only) for i, r in enumerate(groups[number].samples)]
+        groups[number] = replace(groups[number], samples=judged)
     compared = AlgorithmConfig(advantage=advantage).compares
     batch = RolloutBatch(1, groups, {}, {}, {}).to_step_batch(compared=compared)
     assert batch.response_lengths.tolist() == counts
     assert batch["rewards"].tolist() == pytest.approx([1.0 * (counts[0] > 0), 0, 0, 0, -1.3, -1.3])
 
 
-def test_a_body_and_facts_survive_the_wire():
-    for one in (*of_turns(1).responses, *of_turns(2, reward=False).responses, *group(3, 1).responses):
-        facts = msgspec.msgpack.decode(msgspec.msgpack.encode(one.facts), type=Facts)
-        assert facts.response() == structs.replace(one, body=None)
-        told = m.decoded("rank 1", m.encoded(m.Bodies({5: one.body})))
-        assert isinstance(told, m.Bodies)
-        body = told.bodies[5]
-        for name, column in structs.asdict(one.body).items():
-            found = getattr(body, name)
-            assert found is None if column is None else np.array_equal(found, column), name
-            assert name == "journal" or found is None or found.dtype == column.dtype, name
-        left = body.without_tokens(2)
-        assert all(column is None or not len(column) for column in structs.asdict(left).values())
+def test_samples_and_tokens_survive_the_wire():
+    for one in (*of_turns(1).samples, *of_turns(2, reward=False).samples, *group(3, 1).samples):
+        sent = msgspec.msgpack.encode(one.with_data(None))
+        assert msgspec.msgpack.decode(sent, type=Sample) == one.with_data(None)
+        told = m.decoded("rank 1", m.encoded(m.Bodies({5: one.data})))
+        assert isinstance(told, m.Bodies) and told.data[5] == one.data
+        for name, column in structs.asdict(one.data).items():
+            assert column is None or getattr(column, "dtype", 0) == getattr(
+                getattr(told.data[5], name), "dtype", 0
+            )
+        nothing = structs.asdict(one.data.first(0, 2)).items()
+        assert all(column is None or not len(column) for name, column in nothing if name != "finish_reason")
 
 
 def test_state_survives_json_exactly():
     before = group(5, 2, version=11, reflects=True)
-    after = Group.from_state(json.loads(json.dumps(before.state_dict())))
-    assert after.prompt == before.prompt and after.version == 11
-    for a, b in zip(after.responses, before.responses, strict=True):
-        assert a.body.tokens.dtype == np.int32 and a.body.logprobs.dtype == np.float32
-        assert np.array_equal(a.body.tokens, b.body.tokens)
-        assert np.array_equal(a.body.logprobs, b.body.logprobs)
-        assert a.facts == b.facts
-    old = before.state_dict()  # of a checkpoint from before there were these fields
+    after = group_from_state(json.loads(json.dumps(group_state(before))))
+    assert after.prompt == before.prompt and after.policy_version == 11
+    for a, b in zip(after.samples, before.samples, strict=True):
+        assert a.data.tokens.dtype == np.int32 and a.data.logprobs.dtype == np.float32
+        assert np.array_equal(a.data.tokens, b.data.tokens)
+        assert np.array_equal(a.data.logprobs, b.data.logprobs)
+        assert a.with_data(None) == b.with_data(None)
+    old = group_state(before)  # of a checkpoint from before there were these fields
     for response in old["responses"]:
         for name in ("reflects", "routing", "sampled", "rewards", "turns", "calls"):
             del response[name]
-    assert [r.reflects for r in Group.from_state(old).responses] == [None] * SIZE
+    assert [r.reflects for r in group_from_state(old).samples] == [None] * SIZE
 
 
 class Words:
@@ -346,16 +352,16 @@ class Words:
 def test_samples_know_whose_each_part_is():
     """What the parts say is the response; where nothing was shown, nothing is said of parts."""
     batch = RolloutBatch(1, [of_turns(3), group(4, 1)], {}, {}, {})
-    found = batch.samples(Words(), 6)
+    found = batch.records(Words(), 6)
     for i in range(SIZE):
         turns = found[i].turns
         assert turns is not None and [who for who, _ in turns] == ["policy", "observed", "policy"]
         assert "".join(text for _, text in turns) == found[i].response
         assert turns[1][1] == f"{i + 1} "
     assert found[SIZE].turns is None
-    silent = of_turns(5).responses[0]
-    silent.body.sampled[:] = True
-    assert Group.turns(silent, Words()) is None
+    silent = of_turns(5).samples[0]
+    silent.data.is_sampled[:] = True
+    assert silent.turn_texts(Words()) is None
 
 
 def test_a_rows_other_columns_reach_whoever_draws() -> None:

@@ -10,14 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl.rollout import sampling
-from megarl.rollout.sampling import (
-    SamplingParams,
-    choose,
-    evaluation_seed,
-    keep_top,
-    response_seed,
-    uniform,
-)
+from megarl.rollout.sampling import SamplingParams, choose, evaluation_seed, keep_top, response_seed, uniform
 
 SEEDS = st.integers(0, 2**63 - 1)
 DRAWN = [777, 793, 105, 347, 195, 353, 104, 742, 16, 831, 250, 300, 740, 702, 444, 127]

@@ -20,6 +20,7 @@ from megarl.config import load_config
 from megarl.config.check import check_config
 from megarl.config.errors import ConfigError, EngineError, EngineFailure
 from megarl.config.schema import Config, DataConfig, ModelConfig, ParallelConfig, RolloutConfig
+from megarl.data.sample import TokenData
 from megarl.parallel.layout import Layout
 from megarl.plan.fit import find_problem
 from megarl.plan.inputs import make_plan_inputs
@@ -28,8 +29,9 @@ from megarl.plan.tensors import group_bytes
 from megarl.plan.text import lines
 from megarl.plan.times import default_lengths, estimate, rollout_seconds
 from megarl.rollout.engines import sglang_pool, sglang_servers
+from megarl.rollout.engines.base import GenerationRequest
 from megarl.rollout.engines.sglang_servers import SGLangServers, check_servers
-from megarl.rollout.sampling import Completion, Request, SamplingParams
+from megarl.rollout.sampling import SamplingParams
 from megarl.sync.backends.http import HttpBackend
 from megarl.sync.plan import Plan, engine_plan, engine_targets
 from megarl.sync.transfer import Staging
@@ -131,13 +133,16 @@ class Trained:
         assert not server.session_open and not server.paused
 
     def check(
-        self, requests: list[Request], found: list[Completion], params: SamplingParams = PARAMS
+        self, requests: list[GenerationRequest], found: list[TokenData], params: SamplingParams = PARAMS
     ) -> None:
         """Responses are those of the present weights and the seeds, whoever gave them."""
         for ours, theirs in zip(found, self.reference.generate(requests, params), strict=True):
-            assert (ours.tokens, ours.finish) == (theirs.tokens, theirs.finish)
-            assert ours.versions == [self.engine.weight_version] * len(ours.tokens)
-            assert ours.logprobs == pytest.approx(theirs.logprobs, abs=1e-5)
+            assert (ours.tokens.tolist(), ours.finish_reason) == (
+                theirs.tokens.tolist(),
+                theirs.finish_reason,
+            )
+            assert ours.policy_versions.tolist() == [self.engine.weight_version] * len(ours.tokens.tolist())
+            assert ours.logprobs.tolist() == pytest.approx(theirs.logprobs.tolist(), abs=1e-5)
 
 
 @pytest.fixture
@@ -153,8 +158,10 @@ def train(folder: Path) -> Iterator[Callable[..., Trained]]:
         one.engine.stop()
 
 
-def asked(count: int = 12) -> list[Request]:
-    return [Request((3 + i, 9, 4), seed=100 + i, max_tokens=(None, 5, 9)[i % 3]) for i in range(count)]
+def asked(count: int = 12) -> list[GenerationRequest]:
+    return [
+        GenerationRequest((3 + i, 9, 4), seed=100 + i, max_tokens=(None, 5, 9)[i % 3]) for i in range(count)
+    ]
 
 
 def test_responses_are_those_of_the_weights_that_were_sent(serve, train) -> None:
@@ -302,7 +309,7 @@ def test_nonsense_is_not_taken(serve, train, what: str) -> None:
     client.update(0)
     said = servers[1].said
 
-    def nonsense(made: Completion, finish: str) -> dict[str, Any]:
+    def nonsense(made: TokenData, finish: str) -> dict[str, Any]:
         answer = said(made, finish)
         if what == "token":
             answer["output_ids"][0] = 10**6
@@ -341,7 +348,7 @@ def test_a_slow_server_is_waited_for(serve, train, monkeypatch: pytest.MonkeyPat
     client.engine.submit(dict(enumerate(asked())), PARAMS)
     assert client.engine.poll(6.0) == []
     servers[0].release()
-    found: dict[int, Completion] = {}
+    found: dict[int, TokenData] = {}
     while client.engine.running:
         found |= dict(client.engine.poll(5.0))
     client.check(asked(), [found[i] for i in range(12)])
@@ -369,7 +376,7 @@ def test_without_any_server_the_engine_fails_and_starts_again(serve, train) -> N
     while not client.engine.ready(0.1):
         pass
     client.update(0)
-    found: dict[int, Completion] = {}
+    found: dict[int, TokenData] = {}
     while client.engine.running:
         found |= dict(client.engine.poll(5.0))
     client.check(asked(), [found[i] for i in range(12)])
@@ -401,19 +408,26 @@ def test_what_is_aborted_comes_back_as_far_as_it_is(serve, train) -> None:
     assert client.engine.running == 0 and client.engine.poll(0) == []
     whole = client.reference.generate(list(requests.values()), PARAMS)
     for number, completion in back.items():
-        assert completion.finish == "abort" and completion.tokens == whole[number].tokens[:2]
+        assert (
+            completion.finish_reason == "abort"
+            and completion.tokens.tolist() == whole[number].tokens.tolist()[:2]
+        )
     for server in servers:
         server.release()
         server.asked.clear()
-    again = {n: Request(r.prompt, r.seed, back[n], r.max_tokens) for n, r in requests.items()}
+    again = {
+        n: GenerationRequest(r.prompt_tokens, r.seed, back[n], r.max_tokens) for n, r in requests.items()
+    }
     found = client.engine.generate(list(again.values()), PARAMS)
     sent = [body for server in servers for path, body in server.asked if path == "/generate"]
     for number, completion in enumerate(found):
         begun = back[number]
-        assert completion.tokens[: len(begun.tokens)] == begun.tokens
-        (body,) = [b for b in sent if b["input_ids"] == [*requests[number].prompt, *begun.tokens]]
+        assert completion.tokens.tolist()[: len(begun.tokens.tolist())] == begun.tokens.tolist()
+        (body,) = [
+            b for b in sent if b["input_ids"] == [*requests[number].prompt_tokens, *begun.tokens.tolist()]
+        ]
         most = requests[number].max_tokens or PARAMS.max_tokens
-        assert body["sampling_params"]["max_new_tokens"] == most - len(begun.tokens)
+        assert body["sampling_params"]["max_new_tokens"] == most - len(begun.tokens.tolist())
         assert body["sampling_params"]["sampling_seed"] == requests[number].seed
 
 
@@ -426,7 +440,7 @@ def test_an_abort_does_not_wait_for_a_dead_server(serve, train) -> None:
     while len(servers[0].waiting) < 3:
         client.engine.poll(0.05)
     servers[0].stop()
-    assert [c.finish for _, c in client.engine.abort()] == ["abort"] * 3
+    assert [c.finish_reason for _, c in client.engine.abort()] == ["abort"] * 3
     assert client.engine.running == 0
 
 
@@ -435,7 +449,7 @@ def test_a_request_that_is_refused_ends_the_run(serve, train) -> None:
     client = train(servers)
     client.update(0)
     with pytest.raises(EngineError, match="do not fit the model's 512 positions"):
-        client.engine.submit({0: Request((5,) * 501, 1)}, PARAMS)
+        client.engine.submit({0: GenerationRequest((5,) * 501, 1)}, PARAMS)
     assert not client.engine.running
 
 
@@ -495,7 +509,7 @@ def test_the_router_is_asked_and_its_servers_get_the_weights(serve, train) -> No
         client.engine.submit(dict(enumerate(asked(6))), PARAMS)
         while sum(len(server.waiting) for server in servers) < 6:
             client.engine.poll(0.05)
-        assert [completion.finish for _, completion in client.engine.abort()] == ["abort"] * 6
+        assert [completion.finish_reason for _, completion in client.engine.abort()] == ["abort"] * 6
         for server in servers:
             server.release()
         servers[1].stop()

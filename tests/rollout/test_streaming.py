@@ -24,12 +24,14 @@ from megarl.agents.episode import Policy
 from megarl.config.errors import EngineError, EngineFailure
 from megarl.config.schema import Config
 from megarl.data.prompts import Prompt
+from megarl.data.sample import TokenData
 from megarl.rewards.verdict import Verdict
 from megarl.rollout import messages as m
+from megarl.rollout.engines.base import GenerationRequest
 from megarl.rollout.engines.sglang import SGLangEngine
 from megarl.rollout.engines.transformers_engine import TransformersEngine
 from megarl.rollout.rank import RolloutRank
-from megarl.rollout.sampling import Completion, Request, SamplingParams
+from megarl.rollout.sampling import SamplingParams
 from megarl.sync.weight_sync import Failures
 from tests.engines import load_folder
 from tests.rollout.conftest import TINIEST, state_of, threads
@@ -45,21 +47,21 @@ class OutOfOrder(TransformersEngine):
     chance = random.Random(0)
     fail_after = 0  # polls; 0: never
 
-    def submit(self, requests: Mapping[int, Request], params: SamplingParams) -> None:
+    def submit(self, requests: Mapping[int, GenerationRequest], params: SamplingParams) -> None:
         if not hasattr(self, "ready_made"):
-            self.ready_made: dict[int, Completion] = {}
-        super().submit({number: replace(one, partial=None) for number, one in requests.items()}, params)
+            self.ready_made: dict[int, TokenData] = {}
+        super().submit({number: replace(one, prefix=None) for number, one in requests.items()}, params)
         wholes = dict(super().poll(math.inf))
         for number, request in requests.items():
             whole = wholes[number]
-            whole.versions = [self.weight_version] * len(whole.tokens)
-            if request.partial is not None:
-                assert whole.tokens[: len(request.partial.tokens)] == request.partial.tokens
-                assert len(request.partial.tokens) < len(whole.tokens)
-                whole.versions[: len(request.partial.tokens)] = request.partial.versions
+            whole.policy_versions = np.full(whole.num_tokens, self.weight_version)
+            if request.prefix is not None:
+                assert whole.first(request.prefix_length, 0).tokens.tolist() == request.prefix.tokens.tolist()
+                assert len(request.prefix.tokens) < len(whole.tokens)
+                whole.policy_versions[: request.prefix_length] = request.prefix.policy_versions
             self.ready_made[number] = whole
 
-    def poll(self, seconds: float) -> list[tuple[int, Completion]]:
+    def poll(self, seconds: float) -> list[tuple[int, TokenData]]:
         self.fail_after -= 1
         if self.fail_after == 0:
             raise EngineFailure("it died")
@@ -72,7 +74,7 @@ class OutOfOrder(TransformersEngine):
     def running(self) -> int:
         return len(getattr(self, "ready_made", {}))
 
-    def abort(self) -> list[tuple[int, Completion]]:
+    def abort(self) -> list[tuple[int, TokenData]]:
         ended = []
         for number, whole in self.ready_made.items():
             if number % 3 == 0:
@@ -80,7 +82,9 @@ class OutOfOrder(TransformersEngine):
                 continue
             half = len(whole.tokens) // 2
             versions = [self.weight_version] * half
-            ended.append((number, Completion(whole.tokens[:half], whole.logprobs[:half], versions=versions)))
+            ended.append(
+                (number, TokenData(whole.tokens[:half], whole.logprobs[:half], policy_versions=versions))
+            )
         self.ready_made.clear()
         return ended
 
@@ -145,7 +149,7 @@ def collect(
             responses = []
             for bodies in zip(*(responses for _, responses in groups), strict=True):
                 (body,) = (body for body in bodies if body is not None)  # on one rank
-                responses.append((body.tokens.tolist(), body.versions is None))
+                responses.append((body.tokens.tolist(), body.policy_versions is None))
             step.append((groups[0][0], responses))
         together.append(step)
     return together, failures
@@ -181,7 +185,7 @@ def collect_one(
         if rank.controller is not None:
             rank.controller.returned = []
         rank.load_state_dict(state)
-        steps_.append([(g.prompt.uid, [r.body for r in g.responses]) for g in batch.groups])
+        steps_.append([(g.prompt.uid, [r.data for r in g.samples]) for g in batch.groups])
         assert batch.stats["rollout/prompts"] >= 5
         made = batch.to_step_batch()
         versions = made.own.columns.get("token_versions")
@@ -324,12 +328,12 @@ class DiesWhenDropping(OutOfOrder):
 
     dies = dead = False
 
-    def submit(self, requests: Mapping[int, Request], params: SamplingParams) -> None:
+    def submit(self, requests: Mapping[int, GenerationRequest], params: SamplingParams) -> None:
         super().submit(requests, params)
         endless = {n for n, request in requests.items() if request.limit(params) > 3}
         self.endless = getattr(self, "endless", set()) | endless
 
-    def poll(self, seconds: float) -> list[tuple[int, Completion]]:
+    def poll(self, seconds: float) -> list[tuple[int, TokenData]]:
         if self.dead:
             raise EngineFailure("it died")
         held = {n: self.ready_made.pop(n) for n in self.endless & self.ready_made.keys()}
@@ -337,7 +341,7 @@ class DiesWhenDropping(OutOfOrder):
         self.ready_made |= held
         return ended
 
-    def abort(self) -> list[tuple[int, Completion]]:
+    def abort(self) -> list[tuple[int, TokenData]]:
         aborted, self.dead = super().abort(), self.dies
         if self.dead:
             raise EngineFailure("it died")
@@ -366,7 +370,7 @@ def test_an_engine_that_dies_when_requests_are_dropped_is_started_again_by_all(w
         rank = RolloutRank(
             config, runtimes[number], engine, OddText(), world[1], recover, lambda n: [*islice(prompts, n)]
         )
-        found = [len(rank.collect(step).responses) for step in range(2)]
+        found = [len(rank.collect(step).samples) for step in range(2)]
         rank.close()
         return found, told
 
@@ -394,10 +398,10 @@ def test_nonsense_is_found(answer: Any, message: str, tmp_path: Path) -> None:
     config = Config(recipe="dapo", run_dir=tmp_path, steps=1, model={"path": tmp_path}, rollout=rollout)
     engine = SGLangEngine(config, {"vocab_size": 307}, 3, torch.device("cpu"), (1,))  # never started
     engine.weight_version = 4
-    good = engine._completion(Request((7,), 0), ([5], [-1.0], "stop", "4", None))
-    assert good == Completion([5], [-1.0], "stop", [4])
+    good = engine._token_data(GenerationRequest((7,), 0), ([5], [-1.0], "stop", "4", None))
+    assert good == TokenData([5], [-1.0], "stop", [4])
     with pytest.raises(EngineFailure, match=message):
-        engine._completion(Request((7,), 0), answer)
+        engine._token_data(GenerationRequest((7,), 0), answer)
 
 
 def test_the_experts_of_an_answer(tmp_path: Path) -> None:
@@ -409,18 +413,18 @@ def test_the_experts_of_an_answer(tmp_path: Path) -> None:
     mixture["num_experts_per_tok"] = 3
     engine = SGLangEngine(config, mixture, 3, torch.device("cpu"), (1,))  # never started
     engine.weight_version = 4
-    begun = Completion([9, 9], [-1.0, -1.0], "abort", [3, 3])
-    request = Request((7, 8), 0, begun)
+    begun = TokenData([9, 9], [-1.0, -1.0], "abort", [3, 3])
+    request = GenerationRequest((7, 8), 0, begun)
     chosen = np.random.default_rng(0).integers(0, 300, (5, 2, 3), dtype=np.int32)
 
-    def answered(experts: np.ndarray | None, finish: str = "stop") -> Completion:
+    def answered(experts: np.ndarray | None, finish: str = "stop") -> TokenData:
         encoded = None if experts is None else base64.b64encode(experts.tobytes()).decode()
-        return engine._completion(request, ([5, 6], [-1.0, -2.0], finish, "4", encoded), routed=True)
+        return engine._token_data(request, ([5, 6], [-1.0, -2.0], finish, "4", encoded), routed=True)
 
-    routing = answered(chosen).routing
+    routing = answered(chosen).routed_experts
     assert routing is not None and routing.dtype == np.int16 and routing.shape == (6, 2, 3)
     assert (routing[:5] == chosen).all() and (routing[5] == 32767).all()
-    assert answered(None, "abort").routing is None
+    assert answered(None, "abort").routed_experts is None
     for wrong, message in (
         (chosen[:4], "24 chosen experts for 6 tokens, not 30"),
         (chosen + 1000, "an expert outside of 0 to 299"),
@@ -441,7 +445,7 @@ def test_only_an_engine_that_was_started_again_is_sent_its_requests_again(tmp_pa
     process: Any = SimpleNamespace(submit=lambda rows, _: sent.extend(row[0] for row in rows), **quiet)
     engine.process = process
     engine.end_update(1)
-    engine.submit({5: Request((7, 8), 5)}, SamplingParams(20))
+    engine.submit({5: GenerationRequest((7, 8), 5)}, SamplingParams(20))
     engine.end_update(2)
     assert sent == [5]
     engine.restart()
@@ -461,15 +465,15 @@ def test_each_request_brings_its_own_limit(tmp_path: Path) -> None:
     sent: list[Any] = []
     engine.process = SimpleNamespace(submit=lambda rows, params: sent.extend(rows))  # type: ignore[assignment]
     engine._has_weights = True
-    begun = Completion([9, 9], [-1.0, -1.0], "abort", [3, 3])
+    begun = TokenData([9, 9], [-1.0, -1.0], "abort", [3, 3])
     asked = {
-        0: Request((7, 8), 5),
-        1: Request((7, 8), 6, max_tokens=4),
-        2: Request((7, 8), 7, begun, max_tokens=3),
+        0: GenerationRequest((7, 8), 5),
+        1: GenerationRequest((7, 8), 6, max_tokens=4),
+        2: GenerationRequest((7, 8), 7, begun, max_tokens=3),
     }
     engine.submit(asked, SamplingParams(20))
     assert sent == [(0, [7, 8], 2, 5, 20), (1, [7, 8], 2, 6, 4), (2, [7, 8, 9, 9], 2, 7, 1)]
     for number, limit in enumerate((2, 29)):
         with pytest.raises(EngineError, match="do not fit the model's 30 positions"):
-            engine.submit({9 + number: Request((7, 8), 7, begun, limit)}, SamplingParams(20))
+            engine.submit({9 + number: GenerationRequest((7, 8), 7, begun, limit)}, SamplingParams(20))
     assert engine.running == 3

@@ -16,10 +16,11 @@ from transformers import AutoTokenizer
 
 from megarl.config.schema import Config
 from megarl.data.prompts import Prompt
+from megarl.data.sample import TokenData
+from megarl.rollout.engines.base import GenerationRequest
 from megarl.rollout.engines.transformers_engine import TransformersEngine
 from megarl.rollout.rank import RolloutRank
-from megarl.rollout.responses import Body
-from megarl.rollout.sampling import Request, SamplingParams, response_seed
+from megarl.rollout.sampling import SamplingParams, response_seed
 from tests.engines import load_folder
 from tests.rollout.conftest import TINIEST, experience_of, state_of, threads
 from tests.rollout.test_streaming import OddText, OutOfOrder
@@ -37,7 +38,7 @@ class Seen(NamedTuple):
     begun: int
     correct: bool
     reward: float
-    body: Body | None
+    body: TokenData | None
 
 
 @pytest.fixture(scope="module")
@@ -83,9 +84,9 @@ def draw(
             engine.weight_version = step - 1
             batch = made.collect(step)
             rows = [
-                Seen(g.prompt.uid, r.finish, r.begun, r.correct, r.reward, r.body)
+                Seen(g.prompt.uid, r.finish_reason, r.prefix_tokens, r.correct, r.reward, r.data)
                 for g in batch.groups
-                for r in g.responses
+                for r in g.samples
             ]
             found.append((rows, batch.stats, experience_of(batch) if ranks == 1 else None))
             if step == reload:
@@ -185,11 +186,11 @@ def test_windows_together_are_the_response(world: Any, drawn: Any) -> None:
         assert [step for step, _ in windows] == list(range(windows[0][0], number + 1))
         drawn_in = {first[last.uid], first[last.uid] - 1} - {0}  # a prompt's last responses may wait a step
         requests = [
-            Request(world[2][last.uid].tokens, response_seed(5, step, last.uid, index))
+            GenerationRequest(world[2][last.uid].tokens, response_seed(5, step, last.uid, index))
             for step in drawn_in
             for index in range(GROUP)
         ]
-        wholes = [c.tokens for c in engine.generate(requests, SamplingParams(LONGEST))]
+        wholes = [c.tokens.tolist() for c in engine.generate(requests, SamplingParams(LONGEST))]
         assert last.body.tokens.tolist() in wholes
         checked += 1
     assert checked > 2 * PROMPTS * GROUP

@@ -20,14 +20,16 @@ from megarl.config.schema import (
     UpdateConfig,
 )
 from megarl.data.prompts import Prompt
+from megarl.data.sample import TokenData
 from megarl.parallel.delivery import deliver, row_bytes
 from megarl.parallel.layout import Layout
 from megarl.parallel.runtime import Ranks
 from megarl.rewards.verdict import Verdict
 from megarl.rollout.dispatch import GroupRequest
+from megarl.rollout.engines.base import GenerationRequest
 from megarl.rollout.rank import RolloutRank
 from megarl.rollout.responses import RolloutBatch
-from megarl.rollout.sampling import Completion, Request, SamplingParams
+from megarl.rollout.sampling import SamplingParams
 
 GROUP = 16  # responses to a prompt
 PROMPT = 50  # tokens
@@ -39,27 +41,27 @@ class Drawn:
     weight_version, streams = 0, True
 
     def __init__(self, tokens: int) -> None:
-        self.tokens, self.held, self.made = tokens, 0.0, dict[int, Completion]()
+        self.tokens, self.held, self.made = tokens, 0.0, dict[int, TokenData]()
 
-    def submit(self, requests: Mapping[int, Request], params: SamplingParams) -> None:
+    def submit(self, requests: Mapping[int, GenerationRequest], params: SamplingParams) -> None:
         self.ready = time.monotonic() + self.held
         for number, request in requests.items():
             # From a half to one and a half of the mean.
             length = random.Random(request.seed).randint(self.tokens // 2, 3 * self.tokens // 2)
-            self.made[number] = Completion([7] * length, [-1.0] * length, "stop", [0] * length)
+            self.made[number] = TokenData([7] * length, [-1.0] * length, "stop", [0] * length)
 
     @property
     def running(self) -> int:
         return len(self.made)
 
-    def poll(self, seconds: float) -> list[tuple[int, Completion]]:
+    def poll(self, seconds: float) -> list[tuple[int, TokenData]]:
         time.sleep(min(seconds, max(0.0, self.ready - time.monotonic())))
         if time.monotonic() < self.ready:
             return []
         ended, self.made = list(self.made.items()), {}
         return ended
 
-    def abort(self) -> list[tuple[int, Completion]]:
+    def abort(self) -> list[tuple[int, TokenData]]:
         return []
 
 

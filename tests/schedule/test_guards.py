@@ -15,8 +15,9 @@ import torch
 from megarl.config.errors import ConfigError, NumericalError
 from megarl.config.schema import GuardConfig, RolloutConfig
 from megarl.data.prompts import Prompt
+from megarl.data.sample import Sample, SampleGroup
 from megarl.observe.runs import read_metrics
-from megarl.rollout.responses import Group, Response, length_error, response_stats
+from megarl.rollout.responses import length_error, response_stats
 from megarl.schedule.guards import Guards
 from tests.chaos.harness import make_config, prepare
 from tests.ranks import RankPool
@@ -149,10 +150,11 @@ def drawn(rng: random.Random, scale: float, prompts: int, size: int, between: fl
         of_prompt = scale * rng.lognormvariate(0, between)
         lengths = [max(1, round(of_prompt * rng.lognormvariate(0, 0.6))) for _ in range(size)]
         responses = [
-            Response(0, length, "stop", True, None, None, reward=1.0, penalty=0.0) for length in lengths
+            Sample(0, length, "stop", True, None, None, reward=1.0, overlong_penalty=0.0)
+            for length in lengths
         ]
-        groups.append(Group(Prompt(uid, str(uid), (1,), ""), responses, 0))
-    every = [response for group in groups for response in group.responses]
+        groups.append(SampleGroup(Prompt(uid, str(uid), (1,), ""), responses, 0))
+    every = [response for group in groups for response in group.samples]
     return response_stats(every) | length_error(groups)
 
 
@@ -198,9 +200,9 @@ def test_the_standard_error_of_lengths_by_hand() -> None:
 
     def of(*lengths: tuple[int, ...]) -> float | None:
         made = [
-            Group(
+            SampleGroup(
                 Prompt(uid, str(uid), (1,), ""),
-                [Response(0, n, "stop", True, None, None, reward=1.0, penalty=0.0) for n in some],
+                [Sample(0, n, "stop", True, None, None, reward=1.0, overlong_penalty=0.0) for n in some],
                 0,
             )
             for uid, some in enumerate(lengths)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megarl.data.experience import Experience
-from megarl.observe.run_log import Sample
+from megarl.observe.run_log import SampleRecord
 from megarl.schedule import rollouts
 from megarl.schedule.rollouts import has_tokens, response_indices, token_texts, token_worth, with_tokens
 from megarl.training.batch import LocalBatch
@@ -61,7 +61,7 @@ def test_each_sample_gets_the_numbers_of_its_own_tokens(shown: int, monkeypatch:
     monkeypatch.setattr(rollouts, "from_rank_0", lambda runtime, value, kind: value)
     monkeypatch.setattr(rollouts, "gather_on_0", lambda runtime, value, kind: [value, theirs])
     runtime: Any = SimpleNamespace(rank=0, world=1, is_replica_leader=True)
-    samples = {row: Sample(1, "p", TEXTS[row % 3], 1.0, True, False, 1) for row in (0, 1, 4)}
+    samples = {row: SampleRecord(1, "p", TEXTS[row % 3], 1.0, True, False, 1) for row in (0, 1, 4)}
     complete = with_tokens(samples, locals_[0], tokenizer, runtime)
     for (row, sample), found in zip(samples.items(), complete, strict=True):
         number = row // 3 * 100 + row % 3 * 10
@@ -89,7 +89,7 @@ def test_what_was_observed_is_shown_without_numbers(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(rollouts, "from_rank_0", lambda runtime, value, kind: value)
     monkeypatch.setattr(rollouts, "gather_on_0", lambda runtime, value, kind: [value])
     runtime: Any = SimpleNamespace(rank=0, world=1, is_replica_leader=True)
-    samples = {0: Sample(1, "p", "2+2=4.", 1.0, True, False, 4)}
+    samples = {0: SampleRecord(1, "p", "2+2=4.", 1.0, True, False, 4)}
     [found] = with_tokens(samples, LocalBatch(batch, torch.tensor([0]), [], []), tokenizer, runtime)
     assert found.tokens == list("2+2=4.") and found.advantages == [2, 3, None, None, 6, 7]
     assert found.observed == [False, False, True, True, False, False]

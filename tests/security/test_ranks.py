@@ -25,13 +25,12 @@ import zmq
 import zmq.asyncio
 
 from megarl.config.errors import ConfigError, MessageError, WaitTimeout
+from megarl.data.sample import TokenData
 from megarl.parallel import comm, objects, secret
 from megarl.parallel.runtime import Runtime
 from megarl.parallel.secret import SignedStore, agree_on_secret, make_secret, open_store, read_secret
 from megarl.rollout import messages as m
-from megarl.rollout import rank as rollout_rank
-from megarl.rollout.responses import Body
-from megarl.rollout.sampling import Completion
+from megarl.rollout.state import RolloutShare, pack_journal, unpack_journal
 from tests.cli.processes import Job
 from tests.cli.scene import Scene
 from tests.ranks import RankPool
@@ -318,15 +317,15 @@ def test_only_known_types_come_out_of_bytes(sent: Any, kind: Any) -> None:
 def test_what_a_rank_adds_to_a_snapshot_arrives_whole() -> None:
     """An environment's state may hold integers of any size, and msgpack has 64 bits."""
     journal = [["call", "step", {"rng": 2**127}, None, True]]
-    body = Body(np.arange(3, dtype=np.int32), np.zeros(3, np.float32), journal=journal)
+    body = TokenData(np.arange(3, dtype=np.int32), np.zeros(3, np.float32), journal=journal)
     own = {
-        "drawn": {5: rollout_rank._packed(body), 6: None},
-        "partials": {7: rollout_rank._packed(Completion([1], [0.5], journal=journal))},
+        "graded": {5: pack_journal(body), 6: None},
+        "partials": {7: pack_journal(TokenData([1], [0.5], journal=journal))},
     }
-    sent = objects.decode(objects.encode(own), rollout_rank.RolloutShare, "rank 1")
-    assert rollout_rank._unpacked(sent["drawn"][5]).journal == journal and sent["drawn"][6] is None
-    assert sent["drawn"][5].tokens.tolist() == [0, 1, 2]
-    assert rollout_rank._unpacked(sent["partials"][7]) == Completion([1], [0.5], journal=journal)
+    sent = objects.decode(objects.encode(own), RolloutShare, "rank 1")
+    assert unpack_journal(sent["graded"][5]).journal == journal and sent["graded"][6] is None
+    assert sent["graded"][5].tokens.tolist() == [0, 1, 2]
+    assert unpack_journal(sent["partials"][7]) == TokenData([1], [0.5], journal=journal)
 
 
 # The store

@@ -23,13 +23,15 @@ from megarl.config.schema import (
 )
 from megarl.data.experience import Experience
 from megarl.data.prompts import Prompt
+from megarl.data.sample import TokenData
 from megarl.parallel.comm import gather_objects
 from megarl.parallel.runtime import Runtime
 from megarl.rewards.verdict import Verdict
 from megarl.rollout.dispatch import GroupRequest
+from megarl.rollout.engines.base import GenerationRequest
 from megarl.rollout.engines.sglang import SGLangEngine
 from megarl.rollout.rank import RolloutRank
-from megarl.rollout.sampling import Completion, Request, SamplingParams
+from megarl.rollout.sampling import SamplingParams
 from tests.parallel import jobs as parallel_jobs
 
 SCENES: dict[str, Any] = {}  # of this rank's process
@@ -84,11 +86,11 @@ class Scene:
         self.engine.start()
         self.weight_sync = make_weight_sync(self.config, runtime, read_config(folder), model, self.engine)
 
-    def generate(self, requests: list[Request], params: SamplingParams) -> list[Completion]:
+    def generate(self, requests: list[GenerationRequest], params: SamplingParams) -> list[TokenData]:
         """From the engine's first rank, on every rank."""
         leader = self.runtime.rank == 0
         return gather_objects(
-            self.runtime, self.engine.generate(requests, params) if leader else None, list[Completion] | None
+            self.runtime, self.engine.generate(requests, params) if leader else None, list[TokenData] | None
         )[0]
 
 
@@ -156,14 +158,16 @@ def sample(
     params: SamplingParams,
     count: int = 3,
     asked: Sequence[tuple[int, ...]] = PROMPTS,
-) -> tuple[list[Completion], Any]:
+) -> tuple[list[TokenData], Any]:
     """`count` responses to each prompt, and the trainer's log-probabilities of their tokens."""
     from megarl.training.batch import make_micro_batches
 
     scene = SCENES[name]
     prompts = [prompt for prompt in asked for _ in range(count)]
-    completions = scene.generate([Request(prompt, seed) for seed, prompt in enumerate(prompts)], params)
-    experience = Experience.build([list(p) for p in prompts], [c.tokens for c in completions])
+    completions = scene.generate(
+        [GenerationRequest(prompt, seed) for seed, prompt in enumerate(prompts)], params
+    )
+    experience = Experience.build([list(p) for p in prompts], [c.tokens.tolist() for c in completions])
     batches = make_micro_batches(experience, range(len(prompts)), 200, scene.actor.model)
     ours = scene.actor.logprob_columns(experience, batches)["logprobs"][experience.response_mask]
     return completions, ours
@@ -171,31 +175,33 @@ def sample(
 
 def interrupt(
     runtime: Runtime, name: str, params: SamplingParams
-) -> tuple[list[Completion], list[Completion], list[Completion]]:
+) -> tuple[list[TokenData], list[TokenData], list[TokenData]]:
     """Responses in one go; the same aborted in the middle; and those gone on with."""
     engine = SCENES[name].engine
-    requests = {i: Request(PROMPTS[i % len(PROMPTS)], 100 + i) for i in range(40)}
+    requests = {i: GenerationRequest(PROMPTS[i % len(PROMPTS)], 100 + i) for i in range(40)}
     whole = engine.generate(list(requests.values()), params)
     engine.submit(requests, params)
-    ended: dict[int, Completion] = {}
+    ended: dict[int, TokenData] = {}
     while len(ended) < 2:  # some of 40 have ended, some of the 32 that run at once are under way, some wait
         ended |= dict(engine.poll(5.0))
     ended |= dict(engine.abort())
     begun = [ended[i] for i in requests]
-    left = [i for i in requests if ended[i].finish == "abort"]
-    engine.submit({i: Request(requests[i].prompt, requests[i].seed, ended[i]) for i in left}, params)
+    left = [i for i in requests if ended[i].finish_reason == "abort"]
+    engine.submit(
+        {i: GenerationRequest(requests[i].prompt_tokens, requests[i].seed, ended[i]) for i in left}, params
+    )
     while engine.running:
         ended |= dict(engine.poll(5.0))
     return whole, begun, [ended[i] for i in requests]
 
 
-def read_late(runtime: Runtime, name: str, params: SamplingParams) -> list[Completion]:
+def read_late(runtime: Runtime, name: str, params: SamplingParams) -> list[TokenData]:
     """More answers than a socket holds, to a reader that looks away while they come."""
     engine = SCENES[name].engine
-    requests = {i: Request(PROMPTS[i % len(PROMPTS)], i) for i in range(300)}
+    requests = {i: GenerationRequest(PROMPTS[i % len(PROMPTS)], i) for i in range(300)}
     engine.submit(requests, params)
     time.sleep(10.0)
-    ended: dict[int, Completion] = {}
+    ended: dict[int, TokenData] = {}
     while engine.running:
         ended |= dict(engine.poll(5.0))
     return [ended[i] for i in requests]
@@ -207,7 +213,7 @@ def sleep_and_wake(runtime: Runtime, name: str, version: int) -> str:
     scene.engine.sleep()
     scene.engine.wake()
     try:
-        scene.engine.submit({0: Request(PROMPTS[0], 0)}, SamplingParams(4))
+        scene.engine.submit({0: GenerationRequest(PROMPTS[0], 0)}, SamplingParams(4))
     except EngineError as error:
         scene.weight_sync.sync(version)
         return str(error)
@@ -278,7 +284,7 @@ def rollout(runtime: Runtime, name: str, harm: str = "", most_failures: int = 3)
     rank.close()
     return {
         "responses": [
-            (r.body.tokens.tolist(), r.body.logprobs.tolist()) for group in groups for r in group.responses
+            (r.data.tokens.tolist(), r.data.logprobs.tolist()) for group in groups for r in group.samples
         ],
         "error": None if error is None else (type(error).__name__, str(error), error.on_every_rank),
         "events": scene.weight_sync.take_events(),

@@ -16,8 +16,9 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
+from megarl.rollout.engines.base import GenerationRequest
 from megarl.rollout.engines.transformers_engine import TransformersEngine
-from megarl.rollout.sampling import Request, SamplingParams
+from megarl.rollout.sampling import SamplingParams
 from megarl.weights.hf import HFFolder, load_into
 from megarl.weights.shards import sglang_shards
 from tests.engines import load_folder
@@ -75,23 +76,29 @@ def check_samples(pool: RankPool, name: str, dump: Path, params: SamplingParams,
     """The trainer's log-probabilities, Hugging Face's of the same tokens, and the transformers engine's
     tokens, from the exported folder and the same seeds."""
     (completions, ours), *_ = pool.run(jobs.sample, name=name, params=params)
-    theirs = torch.tensor([x for c in completions for x in c.logprobs])
-    assert {v for c in completions for v in c.versions} == {version}
+    theirs = torch.tensor([x for c in completions for x in c.logprobs.tolist()])
+    assert {v for c in completions for v in c.policy_versions.tolist()} == {version}
     prompts = [prompt for prompt in jobs.PROMPTS for _ in range(3)]
     if params.temperature == 1:
         assert (theirs - ours).abs().max() <= 1e-4
-        exact, _ = hf_logprobs(dump / "hf", [list(p) for p in prompts], [c.tokens for c in completions], 1.0)
+        exact, _ = hf_logprobs(
+            dump / "hf", [list(p) for p in prompts], [c.tokens.tolist() for c in completions], 1.0
+        )
         assert (theirs - exact).abs().max() <= 1e-4
     engine = TransformersEngine(dump / "hf", eos_ids=(1,))
     engine.start()
     load_folder(engine)
-    reference = engine.generate([Request(prompt, seed) for seed, prompt in enumerate(prompts)], params)
-    same = [a.tokens == b.tokens for a, b in zip(completions, reference, strict=True)]
+    reference = engine.generate(
+        [GenerationRequest(prompt, seed) for seed, prompt in enumerate(prompts)], params
+    )
+    same = [a.tokens.tolist() == b.tokens.tolist() for a, b in zip(completions, reference, strict=True)]
     assert sum(same) >= len(same) - 1  # rounding may turn one draw in some thousand
     for a, b, equal in zip(completions, reference, same, strict=True):
         if equal:
-            assert a.finish == b.finish
-            assert torch.allclose(torch.tensor(a.logprobs), torch.tensor(b.logprobs), atol=1e-4)
+            assert a.finish_reason == b.finish_reason
+            assert torch.allclose(
+                torch.tensor(a.logprobs.tolist()), torch.tensor(b.logprobs.tolist()), atol=1e-4
+            )
 
 
 @pytest.mark.parametrize(
@@ -111,7 +118,7 @@ def test_weights_after_an_update_are_the_exported_ones(one: RankPool, tmp_path: 
     check_weights(tmp_path, 1)
     check_samples(one, "one", tmp_path, SamplingParams(24), 1)
     [(after, _)] = one.run(jobs.sample, name="one", params=SamplingParams(24))
-    assert any(a.logprobs != b.logprobs for a, b in zip(before, after, strict=True))
+    assert any(a.logprobs.tolist() != b.logprobs.tolist() for a, b in zip(before, after, strict=True))
 
 
 @pytest.mark.shows("SGLang", family="llama")
@@ -136,8 +143,8 @@ def test_a_pretrained_model(smollm2: Path, ranks: Callable[..., RankPool], tmp_p
         [(completions, ours)] = pool.run(
             jobs.sample, name="real", params=SamplingParams(24), count=2, asked=asked
         )
-        theirs = torch.tensor([x for c in completions for x in c.logprobs])
-        assert (theirs - ours).abs().max() <= 2e-4 and all(c.tokens for c in completions)
+        theirs = torch.tensor([x for c in completions for x in c.logprobs.tolist()])
+        assert (theirs - ours).abs().max() <= 2e-4 and all(c.tokens.tolist() for c in completions)
     finally:
         if pool.alive:
             pool.run(jobs.stop, name="real")
@@ -145,28 +152,31 @@ def test_a_pretrained_model(smollm2: Path, ranks: Callable[..., RankPool], tmp_p
 
 def test_an_aborted_response_goes_on_as_if_nothing_had_happened(one: RankPool) -> None:
     [(whole, begun, gone_on)] = one.run(jobs.interrupt, name="one", params=SamplingParams(100))
-    aborted = [c for c in begun if c.finish == "abort"]
+    aborted = [c for c in begun if c.finish_reason == "abort"]
     assert aborted
-    assert any(0 < len(c.tokens) < 100 for c in aborted)
-    same = sum(a.tokens == b.tokens and a.finish == b.finish for a, b in zip(whole, gone_on, strict=True))
+    assert any(0 < len(c.tokens.tolist()) < 100 for c in aborted)
+    same = sum(
+        a.tokens.tolist() == b.tokens.tolist() and a.finish_reason == b.finish_reason
+        for a, b in zip(whole, gone_on, strict=True)
+    )
     assert same >= len(whole) - 1
     for start, end in zip(begun, gone_on, strict=True):
-        assert end.tokens[: len(start.tokens)] == start.tokens
-        assert len(end.logprobs) == len(end.versions) == len(end.tokens)
+        assert end.tokens.tolist()[: len(start.tokens.tolist())] == start.tokens.tolist()
+        assert len(end.logprobs.tolist()) == len(end.policy_versions.tolist()) == len(end.tokens.tolist())
 
 
 def test_a_reader_that_is_late_loses_nothing(one: RankPool) -> None:
     [completions] = one.run(jobs.read_late, name="one", params=SamplingParams(100))
-    assert all(c.tokens and c.finish in ("stop", "length") for c in completions)
+    assert all(c.tokens.tolist() and c.finish_reason in ("stop", "length") for c in completions)
     # bytes as they are sent; Linux's default of a socket's buffer
-    assert sum(len(c.tokens) for c in completions) * 12 > 212_992
+    assert sum(len(c.tokens.tolist()) for c in completions) * 12 > 212_992
 
 
 def test_sleep_and_wake_by_tags(one: RankPool) -> None:
     [message] = one.run(jobs.sleep_and_wake, name="one", version=1)
     assert "no weights" in message
     [(completions, ours)] = one.run(jobs.sample, name="one", params=SamplingParams(8))
-    assert (torch.tensor([x for c in completions for x in c.logprobs]) - ours).abs().max() <= 1e-4
+    assert (torch.tensor([x for c in completions for x in c.logprobs.tolist()]) - ours).abs().max() <= 1e-4
 
 
 def test_an_engine_that_dies_before_it_sleeps_sleeps_nevertheless(one: RankPool) -> None:
@@ -175,7 +185,7 @@ def test_an_engine_that_dies_before_it_sleeps_sleeps_nevertheless(one: RankPool)
     assert found["asleep"] == {"weights", "kv_cache"} and not found["before"]
     assert found["awake"] == set() and found["after"]
     [(completions, ours)] = one.run(jobs.sample, name="one", params=SamplingParams(8))
-    assert (torch.tensor([x for c in completions for x in c.logprobs]) - ours).abs().max() <= 1e-4
+    assert (torch.tensor([x for c in completions for x in c.logprobs.tolist()]) - ours).abs().max() <= 1e-4
 
 
 def check_own_loading(pool: RankPool, name: str, dump: Path, other: Path, tp: int) -> None:

@@ -21,8 +21,10 @@ from transformers import AutoModelForCausalLM
 
 from megarl.config.errors import ConfigError, EngineFailure
 from megarl.config.schema import Config, DataConfig, ModelConfig, RolloutConfig
+from megarl.data.sample import TokenData
+from megarl.rollout.engines.base import GenerationRequest
 from megarl.rollout.engines.sglang_servers import SGLangServers, check_servers
-from megarl.rollout.sampling import Completion, Request, SamplingParams
+from megarl.rollout.sampling import SamplingParams
 from megarl.sync.backends.http import HttpBackend
 from megarl.sync.plan import Plan, engine_targets
 from megarl.sync.transfer import Staging
@@ -143,23 +145,27 @@ class Client:
             self.backend.send(number, [], version)
         self.backend.finish(version)
 
-    def check(self, requests: list[Request], found: list[Completion], version: int, scale: float) -> None:
+    def check(
+        self, requests: list[GenerationRequest], found: list[TokenData], version: int, scale: float
+    ) -> None:
         """Log-probs are those of the weights that were sent, by transformers' own model."""
         model = AutoModelForCausalLM.from_pretrained(self.folder, dtype=torch.float32)
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.mul_(scale)
             for request, one in zip(requests, found, strict=True):
-                assert one.versions == [version] * len(one.tokens) and one.finish in ("stop", "length")
-                assert len(one.tokens) <= (request.max_tokens or 60)
-                logits = model(torch.tensor([[*request.prompt, *one.tokens]])).logits[0]
-                ours = logits[len(request.prompt) - 1 : -1].log_softmax(-1)
-                ours = ours.gather(-1, torch.tensor(one.tokens)[:, None])[:, 0]
-                assert (ours - torch.tensor(one.logprobs)).abs().max() < 1e-4
+                assert one.policy_versions.tolist() == [version] * len(
+                    one.tokens.tolist()
+                ) and one.finish_reason in ("stop", "length")
+                assert len(one.tokens.tolist()) <= (request.max_tokens or 60)
+                logits = model(torch.tensor([[*request.prompt_tokens, *one.tokens.tolist()]])).logits[0]
+                ours = logits[len(request.prompt_tokens) - 1 : -1].log_softmax(-1)
+                ours = ours.gather(-1, torch.tensor(one.tokens.tolist())[:, None])[:, 0]
+                assert (ours - torch.tensor(one.logprobs.tolist())).abs().max() < 1e-4
 
 
-def requests(count: int) -> list[Request]:
-    return [Request((3 + i, 9, 4), i, max_tokens=(None, 3)[i % 2]) for i in range(count)]
+def requests(count: int) -> list[GenerationRequest]:
+    return [GenerationRequest((3 + i, 9, 4), i, max_tokens=(None, 3)[i % 2]) for i in range(count)]
 
 
 def test_weights_and_responses(server: Server) -> None:
@@ -172,7 +178,7 @@ def test_weights_and_responses(server: Server) -> None:
         found = client.engine.generate(requests(8), SamplingParams(60))
         client.check(requests(8), found, version, scale)
     greedy = [client.engine.generate(requests(4), SamplingParams(20, 0.0)) for _ in range(2)]
-    assert [c.tokens for c in greedy[0]] == [c.tokens for c in greedy[1]]
+    assert [c.tokens.tolist() for c in greedy[0]] == [c.tokens.tolist() for c in greedy[1]]
     assert client.engine.take_notes() == []
     client.engine.stop()
 
@@ -181,13 +187,13 @@ def test_what_runs_is_aborted(server: Server) -> None:
     client = Client(server)
     client.start()
     client.update(0, 1.0)
-    client.engine.submit({i: Request((5, 6), i) for i in range(200)}, SamplingParams(400))
+    client.engine.submit({i: GenerationRequest((5, 6), i) for i in range(200)}, SamplingParams(400))
     done = client.engine.poll(60.0)
     back = client.engine.abort()
     assert len(done) + len(back) == 200 and client.engine.running == 0
-    assert any(c.finish == "abort" and c.tokens for _, c in back)
+    assert any(c.finish_reason == "abort" and c.tokens.tolist() for _, c in back)
     for _, one in back:
-        assert len(one.tokens) == len(one.logprobs) == len(one.versions)
+        assert len(one.tokens.tolist()) == len(one.logprobs.tolist()) == len(one.policy_versions.tolist())
     found = client.engine.generate(requests(4), SamplingParams(60))
     client.check(requests(4), found, 0, 1.0)
     client.engine.stop()
@@ -262,10 +268,10 @@ def test_a_server_that_is_killed_is_waited_for(server: Server) -> None:
     client = Client(server)
     client.start()
     client.update(0, 1.0)
-    asked = [Request((3 + i, 9), i) for i in range(40)]
+    asked = [GenerationRequest((3 + i, 9), i) for i in range(40)]
     client.engine.submit(dict(enumerate(asked)), SamplingParams(60))
     server.kill()
-    ended: dict[int, Completion] = {}
+    ended: dict[int, TokenData] = {}
     with pytest.raises(EngineFailure, match="none of 1 servers is left"):
         while client.engine.running:
             ended |= dict(client.engine.poll(5.0))

@@ -11,7 +11,7 @@ from megarl.config.errors import ConfigError
 from megarl.config.schema import Config
 from megarl.parallel.machine import import_problem
 from megarl.parallel.runtime import Runtime
-from megarl.rollout.engines.engine import RolloutEngine
+from megarl.rollout.engines.base import RolloutEngine
 
 
 def engine_class(config: Config) -> type[RolloutEngine]:

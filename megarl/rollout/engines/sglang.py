@@ -30,11 +30,12 @@ import torch
 from megarl.config.errors import ConfigError, EngineError, EngineFailure
 from megarl.config.schema import Config
 from megarl.data.response_text import end_tokens
+from megarl.data.sample import TokenData
 from megarl.parallel.launch import environment_of_children
 from megarl.parallel.machine import allocator_problem, cuda_runtime_folders, unmet
 from megarl.parallel.runtime import Runtime
-from megarl.rollout.engines.engine import RolloutEngine, check_positions
-from megarl.rollout.sampling import Completion, Request, SamplingParams, routing_array
+from megarl.rollout.engines.base import GenerationRequest, RolloutEngine, check_positions
+from megarl.rollout.sampling import SamplingParams, routing_array
 from megarl.weights.families import EXPERT_KEYS, Sizes, family_of, read_config
 from megarl.weights.shards import full_attention_interval
 
@@ -275,7 +276,7 @@ class SGLangEngine(RolloutEngine):
             environment = environment_of_children() | self._environment()
             limits = rollout.engine_timeout, rollout.engine_start_timeout
             self.process = EngineProcess(self._arguments(), environment, *limits)
-        self._outstanding: dict[int, tuple[Request, SamplingParams]] = {}
+        self._outstanding: dict[int, tuple[GenerationRequest, SamplingParams]] = {}
         self._failure: EngineFailure | None = None
         self._has_weights = self._restarted = False
 
@@ -408,7 +409,7 @@ class SGLangEngine(RolloutEngine):
             self._send(own, params)
         self._restarted = False
 
-    def submit(self, requests: Mapping[int, Request], params: SamplingParams) -> None:
+    def submit(self, requests: Mapping[int, GenerationRequest], params: SamplingParams) -> None:
         """Begin generating. The keys must be free. Raises EngineError without weights and for a request that
         does not fit the model."""
         if not requests:
@@ -423,12 +424,12 @@ class SGLangEngine(RolloutEngine):
         self._outstanding |= {number: (request, params) for number, request in requests.items()}
         self._send(requests, params)
 
-    def _send(self, requests: Mapping[int, Request], params: SamplingParams) -> None:
+    def _send(self, requests: Mapping[int, GenerationRequest], params: SamplingParams) -> None:
         assert self.process is not None, "only the leader takes requests"
         rows = []
         for number, request in requests.items():
-            left = request.limit(params) - request.begun
-            rows.append((number, list(request.text), len(request.prompt), request.seed, left))
+            left = request.limit(params) - request.prefix_length
+            rows.append((number, list(request.context), len(request.prompt_tokens), request.seed, left))
         settings = vars(params) | {"stop": list(params.stop), "stop_token_ids": list(self.eos_ids)}
         self.process.submit(rows, settings)
 
@@ -436,7 +437,7 @@ class SGLangEngine(RolloutEngine):
     def running(self) -> int:
         return len(self._outstanding)
 
-    def poll(self, seconds: float) -> list[tuple[int, Completion]]:
+    def poll(self, seconds: float) -> list[tuple[int, TokenData]]:
         """See RolloutEngine. Raises EngineFailure where the engine has died, hangs, or answers nonsense."""
         if not self._outstanding:
             return []
@@ -447,20 +448,20 @@ class SGLangEngine(RolloutEngine):
         for number, answer in self.process.poll(seconds):
             try:
                 request, params = self._outstanding[number]
-                ended.append((number, self._completion(request, answer, params.routing)))
+                ended.append((number, self._token_data(request, answer, params.routing)))
             except EngineFailure as failure:
                 self._failure = failure  # raised by the next call: the good answers of this one are not lost
                 continue
             del self._outstanding[number]
         return ended
 
-    def _completion(self, request: Request, answer: Any, routed: bool = False) -> Completion:
-        """Return SGLang's answer behind the partial response, see `completion_of`."""
+    def _token_data(self, request: GenerationRequest, answer: Any, routed: bool = False) -> TokenData:
+        """Return the request's prefix and SGLang's answer, see `token_data_of`."""
         if isinstance(answer, str):
             raise EngineFailure(f"SGLang: generate: {answer}")
-        return completion_of(request, answer, self.weight_version, self.hf_config, routed=routed)
+        return token_data_of(request, answer, self.weight_version, self.hf_config, routed=routed)
 
-    def abort(self) -> list[tuple[int, Completion]]:
+    def abort(self) -> list[tuple[int, TokenData]]:
         """See RolloutEngine. Where the engine fails, everything that runs is forgotten."""
         ended = []
         try:
@@ -487,21 +488,25 @@ def _with_graphs(tags: Sequence[str]) -> list[str]:
     return [*tags, GRAPHS] if "kv_cache" in tags else list(tags)
 
 
-def completion_of(
-    request: Request,
+def token_data_of(
+    request: GenerationRequest,
     answer: tuple[list[int], list[float], str, str, str | None],
     version: int,
     hf_config: Mapping[str, Any],
     *,
     name: str = "",
     routed: bool = False,
-) -> Completion:
-    """Return an answer (tokens, their log-probs, why it ended, the weights' version, experts) behind the
-    partial response. name: of the version, where that is not its number; routed: whether experts were asked
-    for. EngineFailure where it is nonsense."""
+) -> TokenData:
+    """Return the request's prefix followed by an answer of SGLang. Raises EngineFailure if it is malformed.
+
+    Args:
+        answer: tokens, their log-probs, finish reason, version of the weights, experts in base64
+        name: of the version, if that is not its number
+        routed: whether experts were asked for
+    """
     tokens, logprobs, finish, answered, routing = answer
     count, vocab = len(tokens), hf_config["vocab_size"]
-    before = request.partial or Completion()
+    prefix = request.prefix or TokenData()
     known = finish in ("stop", "length", "abort")
     problem = ""
     if answered != (name or str(version)):
@@ -514,14 +519,20 @@ def completion_of(
         problem = "a log-probability that is not a finite number below 0"
     chosen = None
     if not problem and routed and finish != "abort":
-        # Of the whole sequence, a partial response included, which these weights have read again.
-        length = len(request.prompt) + len(before.tokens) + count
+        # Of the whole sequence with the prefix, which these weights have read again.
+        length = len(request.prompt_tokens) + prefix.num_tokens + count
         chosen, problem = _routing(routing or "", length, hf_config)
     if problem:
         raise EngineFailure(f"SGLang answered {problem}")
-    versions = before.versions + [version] * count
-    ended: Any = finish
-    return Completion(before.tokens + tokens, before.logprobs + logprobs, ended, versions, chosen)
+    earlier: Any = () if prefix.policy_versions is None else prefix.policy_versions
+    reason: Any = finish
+    return TokenData(
+        np.array([*prefix.tokens, *tokens]),
+        np.array([*prefix.logprobs, *logprobs]),
+        reason,
+        np.array([*earlier, *[version] * count]),
+        chosen,
+    )
 
 
 def _routing(encoded: str, length: int, hf_config: Mapping[str, Any]) -> tuple[np.ndarray | None, str]:

@@ -19,17 +19,18 @@ import time
 from collections import Counter
 from collections.abc import Coroutine, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
+from msgspec import structs
 
 from megarl.config.errors import EngineError, EngineFailure
 from megarl.config.schema import Config
 from megarl.data.response_text import end_tokens
+from megarl.data.sample import TokenData
 from megarl.parallel.runtime import Runtime
-from megarl.rollout.engines.engine import RolloutEngine, check_positions
-from megarl.rollout.engines.sglang import TAGS, completion_of
+from megarl.rollout.engines.base import GenerationRequest, RolloutEngine, check_positions
+from megarl.rollout.engines.sglang import TAGS, token_data_of
 from megarl.rollout.engines.sglang_http import (
     Generated,
     Unanswered,
@@ -38,7 +39,7 @@ from megarl.rollout.engines.sglang_http import (
     open_session,
 )
 from megarl.rollout.engines.sglang_pool import Server, ServerPool
-from megarl.rollout.sampling import Completion, Request, SamplingParams
+from megarl.rollout.sampling import SamplingParams
 from megarl.weights.families import read_config
 
 TOKEN = 1.0  # seconds that one token may take, the wait for its turn included, beside engine_timeout
@@ -80,9 +81,9 @@ class SGLangServers(RolloutEngine):
         self.config, self.hf_config, self.rank, self.eos_ids = config, hf_config, rank, tuple(eos_ids)
         self.pool = ServerPool(config, hf_config, rank, ranks)
         self.weight_version = -1
-        self._outstanding: dict[int, tuple[Request, SamplingParams]] = {}
-        self._tasks: dict[int, asyncio.Task[Completion]] = {}
-        self._ended: queue.SimpleQueue[tuple[int, asyncio.Task[Completion]]] = queue.SimpleQueue()
+        self._outstanding: dict[int, tuple[GenerationRequest, SamplingParams]] = {}
+        self._tasks: dict[int, asyncio.Task[TokenData]] = {}
+        self._ended: queue.SimpleQueue[tuple[int, asyncio.Task[TokenData]]] = queue.SimpleQueue()
         self._count = itertools.count()
         self._failure: EngineFailure | None = None
         self._has_weights = self._aborting = False
@@ -189,7 +190,7 @@ class SGLangServers(RolloutEngine):
 
     # Responses
 
-    def submit(self, requests: Mapping[int, Request], params: SamplingParams) -> None:
+    def submit(self, requests: Mapping[int, GenerationRequest], params: SamplingParams) -> None:
         """Begin generating. The keys must be free. Raises EngineError without weights and for a request that
         does not fit the model."""
         if not requests:
@@ -202,7 +203,7 @@ class SGLangServers(RolloutEngine):
         self._outstanding |= asked
         self._begin(asked)
 
-    def _begin(self, asked: Mapping[int, tuple[Request, SamplingParams]]) -> None:
+    def _begin(self, asked: Mapping[int, tuple[GenerationRequest, SamplingParams]]) -> None:
         async def begin() -> None:
             for number, (request, params) in asked.items():
                 task = asyncio.get_running_loop().create_task(self._generate(request, params))
@@ -212,7 +213,7 @@ class SGLangServers(RolloutEngine):
         if asked:
             self._do(begin())
 
-    async def _generate(self, request: Request, params: SamplingParams) -> Completion:
+    async def _generate(self, request: GenerationRequest, params: SamplingParams) -> TokenData:
         """Ask until there is an answer. Raises EngineFailure once there is nobody to ask."""
         tries: Counter[str] = Counter()
         direct = self.pool.router is None
@@ -231,14 +232,14 @@ class SGLangServers(RolloutEngine):
                     again = server.usable and tries[server.url] < TRIES and await self.pool.is_current(server)
                     if not again:
                         self.pool.leave_out(server, str(problem))
-            return replace(request.partial or Completion(), finish="abort")
+            return structs.replace(request.prefix or TokenData(), finish_reason="abort")
 
-    async def _answer(self, server: Server, request: Request, params: SamplingParams) -> Completion:
-        left = request.limit(params) - request.begun
+    async def _answer(self, server: Server, request: GenerationRequest, params: SamplingParams) -> TokenData:
+        left = request.limit(params) - request.prefix_length
         rid = f"megarl-{self.pool.run}-{self.rank}-{next(self._count)}"
         body = {
             "rid": rid,
-            "input_ids": request.text,
+            "input_ids": request.context,
             "return_logprob": True,
             "sampling_params": {
                 "max_new_tokens": left,
@@ -271,7 +272,7 @@ class SGLangServers(RolloutEngine):
         versions = {meta.weight_version, *(span.version for span in meta.weight_versions)}
         answered = " and ".join(sorted(versions))
         answer = found.output_ids, logprobs, finish, answered, None
-        return completion_of(
+        return token_data_of(
             request, answer, self.weight_version, self.hf_config, name=self.pool.version_name
         )
 
@@ -279,10 +280,10 @@ class SGLangServers(RolloutEngine):
     def running(self) -> int:
         return len(self._outstanding)
 
-    def poll(self, seconds: float) -> list[tuple[int, Completion]]:
+    def poll(self, seconds: float) -> list[tuple[int, TokenData]]:
         """See RolloutEngine. Raises EngineFailure where no server is left, EngineError where one refuses a
         request."""
-        ended: list[tuple[int, Completion]] = []
+        ended: list[tuple[int, TokenData]] = []
         end = time.monotonic() + seconds
         while self._outstanding and self._failure is None:
             try:
@@ -302,7 +303,7 @@ class SGLangServers(RolloutEngine):
             raise self._failure
         return ended
 
-    def abort(self) -> list[tuple[int, Completion]]:
+    def abort(self) -> list[tuple[int, TokenData]]:
         """See RolloutEngine. What a server does not give back in time comes back as it was."""
         if not self._outstanding:
             return []
@@ -311,8 +312,8 @@ class SGLangServers(RolloutEngine):
         for number, (request, _) in self._outstanding.items():
             task = self._tasks.pop(number, None)
             given_back = task is not None and not task.cancelled() and task.exception() is None
-            begun = replace(request.partial or Completion(), finish="abort")
-            ended.append((number, task.result() if given_back and task is not None else begun))
+            unfinished = structs.replace(request.prefix or TokenData(), finish_reason="abort")
+            ended.append((number, task.result() if given_back and task is not None else unfinished))
         self._outstanding.clear()
         return ended
 

@@ -13,8 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megarl.config.errors import EngineError
+from megarl.data.sample import TokenData
+from megarl.rollout.engines.base import GenerationRequest
 from megarl.rollout.engines.transformers_layers import COLUMNS, Block, round_up
-from megarl.rollout.sampling import Completion, Request, SamplingParams, choose, routing_array, stop_window
+from megarl.rollout.sampling import SamplingParams, choose, routing_array, stop_window
 from megarl.weights.families import Sizes
 
 PREFILL_TOKENS = 16384  # padded prompt tokens in one forward pass, with those that stand before its segments
@@ -84,7 +86,7 @@ class DecodeLoop:
     ) -> None:
         self.params, self.stopping, self.max_batch, self.block = params, stopping, max_batch, block
         self.body, self.head, self.device = model.get_decoder(), model.get_output_embeddings(), model.device
-        self.requests: dict[int, Request] = {}  # that have not come back
+        self.requests: dict[int, GenerationRequest] = {}  # that have not come back
         self.waiting: list[tuple[tuple[int, ...], list[int]]] = []  # the next one is popped from the end
         # Of a mixture whose routing is wanted: what the routers of the layers have just chosen, [tokens,
         # topk] each.
@@ -104,25 +106,25 @@ class DecodeLoop:
         self.used = 0
         self.longest = 0  # no row's newest token has a higher position
 
-    def add(self, requests: Mapping[int, Request]) -> None:
+    def add(self, requests: Mapping[int, GenerationRequest]) -> None:
         """Let requests wait for free rows. The keys must be free."""
         self.requests |= requests
         self.highest = max(self.highest, *(request.limit(self.params) for request in requests.values()))
         groups: dict[tuple[int, ...], list[int]] = {}
         for key, request in requests.items():
-            groups.setdefault(request.text, []).append(key)
+            groups.setdefault(request.context, []).append(key)
         most = self.max_batch
         new = [(p, keys[i : i + most]) for p, keys in groups.items() for i in range(0, len(keys), most)]
         self.waiting = new[::-1] + self.waiting
 
-    def run(self, seconds: float) -> list[tuple[int, Completion]]:
+    def run(self, seconds: float) -> list[tuple[int, TokenData]]:
         """Return what ends within `seconds`. Raises FloatingPointError at NaN logits, with the place."""
         hooks = [
             layer.mlp.gate.register_forward_hook(lambda _gate, _inputs, output: self.chosen.append(output[2]))
             for layer in (self.body.layers if self.experts else ())
             if hasattr(layer.mlp, "gate")
         ]
-        ended: list[tuple[int, Completion]] = []
+        ended: list[tuple[int, TokenData]] = []
         end = time.monotonic() + seconds
         try:
             while self.requests:
@@ -202,7 +204,7 @@ class DecodeLoop:
             [[request.seed for request in asked], [request.limit(self.params) for request in asked]]
         ).to(device)
         self.position[new] = lengths[source] - 1
-        self.count[new] = torch.tensor([request.begun for request in asked], device=device)
+        self.count[new] = torch.tensor([request.prefix_length for request in asked], device=device)
         cache.tokens[new, :stop] = tokens[source]
         self.used = new.stop
         # The head, and what draws from its logits, see whole blocks too.
@@ -264,7 +266,7 @@ class DecodeLoop:
             if self.stopping.found_in(self.cache.tokens[row, first : end + 1].tolist()):
                 self.live[row] = False
 
-    def _sweep(self, at_once: bool) -> list[tuple[int, Completion]]:
+    def _sweep(self, at_once: bool) -> list[tuple[int, TokenData]]:
         """Return the rows that have ended once they are over a sixteenth, or `at_once`: live rows from the
         end take their places."""
         used = self.used
@@ -286,7 +288,7 @@ class DecodeLoop:
         self.longest = int(self.position[:status].max()) if status else 0
         return ended
 
-    def _take(self, rows: Tensor) -> list[tuple[int, Completion]]:
+    def _take(self, rows: Tensor) -> list[tuple[int, TokenData]]:
         """Return the responses of rows, which have ended and are to be given up."""
         cache, columns = self.cache, self.longest + 1
         tokens, logprobs = cache.tokens[rows, :columns].cpu(), cache.logprobs[rows, :columns].cpu()
@@ -294,15 +296,16 @@ class DecodeLoop:
         taken = []
         for row, (key, end, count, limit) in enumerate(self.state[[0, 3, 4, 5]][:, rows].T.tolist()):
             span = slice(end + 1 - count, end + 1)
-            completion = Completion(tokens[row, span].tolist(), logprobs[row, span].tolist())
-            if (partial := self.requests[key].partial) is not None:
-                completion.logprobs[: len(partial.logprobs)] = partial.logprobs
-            by_itself = count < limit or self.stopping.ends(completion.tokens)
-            completion.finish = "stop" if by_itself else "length"
+            # A copy, as a view would keep the log-probs of all rows.
+            data = TokenData(tokens[row, span].numpy(), logprobs[row, span].numpy().copy())
+            if (prefix := self.requests[key].prefix) is not None:
+                data.logprobs[: prefix.num_tokens] = prefix.logprobs
+            is_stopped = count < limit or self.stopping.ends(data.tokens.tolist())
+            data.finish_reason = "stop" if is_stopped else "length"
             if chosen is not None:
-                completion.routing = routing_array(chosen[row, :end], end + 1, self.experts)
+                data.routed_experts = routing_array(chosen[row, :end], end + 1, self.experts)
             del self.requests[key]
-            taken.append((key, completion))
+            taken.append((key, data))
         return taken
 
     def _make_room(self, rows: int) -> None:

@@ -23,9 +23,10 @@ from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDel
 from megarl.config.errors import CheckpointError, EngineError, first_line
 from megarl.config.schema import Config
 from megarl.data.response_text import end_tokens
+from megarl.data.sample import TokenData
 from megarl.model.builder import DTYPES
 from megarl.parallel.runtime import Runtime
-from megarl.rollout.engines.engine import RolloutEngine, check_positions
+from megarl.rollout.engines.base import GenerationRequest, RolloutEngine, check_positions
 from megarl.rollout.engines.transformers_decode import DecodeLoop, Stopping
 from megarl.rollout.engines.transformers_layers import (
     ATTENTION,
@@ -35,7 +36,7 @@ from megarl.rollout.engines.transformers_layers import (
     CachedFusedDeltaNet,
     in_fixed_order,
 )
-from megarl.rollout.sampling import Completion, Request, SamplingParams
+from megarl.rollout.sampling import SamplingParams
 from megarl.weights.families import EXPERT_BIAS
 
 BIAS = EXPERT_BIAS.hf[0][0].partition("{l}")[2]  # how the names of the buffers end that are weights
@@ -229,7 +230,7 @@ class TransformersEngine(RolloutEngine):
         hidden = given[last + 1, "final norm"].float()  # logits rounded to bf16 would be off by up to 0.06
         return {**found, (last + 1, HEAD): F.linear(hidden, head.weight.cpu().float())}
 
-    def submit(self, requests: Mapping[int, Request], params: SamplingParams) -> None:
+    def submit(self, requests: Mapping[int, GenerationRequest], params: SamplingParams) -> None:
         """Let requests wait for `poll`, beside what runs. A stop text stays in the response, up to the end of
         the token that completed it. Raises EngineError without valid weights and for a request that does not
         fit the model."""
@@ -246,11 +247,11 @@ class TransformersEngine(RolloutEngine):
         return sum(len(loop.requests) for loop in self._loops)
 
     @torch.inference_mode()
-    def poll(self, seconds: float) -> list[tuple[int, Completion]]:
+    def poll(self, seconds: float) -> list[tuple[int, TokenData]]:
         """Generate for `seconds`, or until all has ended; return what has ended. Requests of one params are
         decoded together, those of different params in turns, a call each. Raises EngineError for NaN logits.
         """
-        ended: list[tuple[int, Completion]] = []
+        ended: list[tuple[int, TokenData]] = []
         end = time.monotonic() + seconds
         while self._loops and not (ended and time.monotonic() >= end):
             ended += self._run(self._loops[0], end - time.monotonic())
@@ -260,9 +261,9 @@ class TransformersEngine(RolloutEngine):
                 break
         return ended
 
-    def abort(self) -> list[tuple[int, Completion]]:
+    def abort(self) -> list[tuple[int, TokenData]]:
         """Forget what was submitted."""
-        forgotten = [(key, Completion()) for loop in self._loops for key in loop.requests]
+        forgotten = [(key, TokenData()) for loop in self._loops for key in loop.requests]
         self._loops.clear()
         return forgotten
 
@@ -278,16 +279,16 @@ class TransformersEngine(RolloutEngine):
             )
         return DecodeLoop(self._model, self._block, self.max_batch, params, self._stopping[params.stop])
 
-    def _check(self, requests: Collection[Request], params: SamplingParams) -> None:
+    def _check(self, requests: Collection[GenerationRequest], params: SamplingParams) -> None:
         """Raise EngineError for a request that does not fit the model."""
         positions, vocab = self._model.config.max_position_embeddings, self._model.config.vocab_size
         check_positions(requests, params, positions)
-        for i, prompt in enumerate(dict.fromkeys(request.prompt for request in requests)):
+        for i, prompt in enumerate(dict.fromkeys(request.prompt_tokens for request in requests)):
             if not prompt or min(prompt) < 0 or max(prompt) >= vocab:
                 problem = f"is empty or has a token id outside the model's vocabulary of {vocab}"
                 raise EngineError(f"rollout: prompt {i} {problem}")
 
-    def _run(self, loop: DecodeLoop, seconds: float) -> list[tuple[int, Completion]]:
+    def _run(self, loop: DecodeLoop, seconds: float) -> list[tuple[int, TokenData]]:
         try:
             return loop.run(seconds)
         except FloatingPointError as error:

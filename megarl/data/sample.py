@@ -1,0 +1,223 @@
+"""Samples: the responses to a prompt on their way from the engine to the update.
+
+A `Sample` is small, and every rank gets it. Its `TokenData` has one entry per token, and stays on the rank
+whose engine generated it until the rank that trains on it is known."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, Literal
+
+import msgspec
+import numpy as np
+from msgspec import structs
+
+from megarl.data.response_text import policy_texts
+from megarl.observe.run_log import OBSERVED, POLICY
+
+if TYPE_CHECKING:
+    from megarl.data.prompts import Prompt
+
+# The columns of a TokenData with one number per token. Rewards are float64: their sum is the sample's reward.
+DTYPES: dict[str, Any] = {
+    "tokens": np.int32,
+    "logprobs": np.float32,
+    "policy_versions": np.int32,
+    "is_sampled": np.bool_,
+    "turn_rewards": np.float64,
+}
+
+
+def _empty() -> np.ndarray:
+    return np.empty(0)
+
+
+class TokenData(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
+    """All tokens of a response, or of its first part. Engines return it.
+
+    Columns of another dtype, or lists, are converted.
+
+    tokens           int32 [num_tokens], end-of-sequence included; tool output (observations) too
+    logprobs         float32 [num_tokens], natural log, under the distribution after temperature and before
+                     top-p and top-k; 0 for observations
+    finish_reason    "stop" (end-of-sequence or stop text), "length" (token limit) or "abort" (unfinished)
+    policy_versions  int32 [num_tokens], version of the weights that sampled each token; None: not reported by
+                     the engine, or the version of the sample's group
+    routed_experts   [prompt + num_tokens, layers, topk], see `routing_array`; None: not recorded
+    is_sampled       bool [num_tokens], False for observations; None: the policy sampled all of them
+    turn_rewards     float64 [num_tokens], the reward of a turn on its last token; None: no turn has one
+    journal          what an episode of several turns is replayed by; stays on its rank
+    """
+
+    tokens: np.ndarray = msgspec.field(default_factory=_empty)
+    logprobs: np.ndarray = msgspec.field(default_factory=_empty)
+    finish_reason: Literal["stop", "length", "abort"] = "abort"
+    policy_versions: np.ndarray | None = None
+    routed_experts: np.ndarray | None = None
+    is_sampled: np.ndarray | None = None
+    turn_rewards: np.ndarray | None = None
+    journal: list[Any] = msgspec.field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        for name, dtype in DTYPES.items():
+            if (column := getattr(self, name)) is not None:
+                setattr(self, name, np.asarray(column, dtype))
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, TokenData):
+            return NotImplemented
+        pairs = zip(structs.astuple(self), structs.astuple(other), strict=True)
+        return all(np.array_equal(a, b) if isinstance(a, np.ndarray) else a is b or a == b for a, b in pairs)
+
+    @property
+    def num_tokens(self) -> int:
+        """Return the number of tokens."""
+        return int(self.tokens.size)
+
+    @property
+    def num_sampled(self) -> int:
+        """Return the number of tokens that the policy sampled."""
+        return self.num_tokens if self.is_sampled is None else int(self.is_sampled.sum())
+
+    def first(self, count: int, prompt_length: int) -> TokenData:
+        """Return the first `count` tokens, without the journal.
+
+        Args:
+            prompt_length: tokens of the prompt, which has entries in `routed_experts` too
+        """
+        columns: dict[str, Any] = {name: getattr(self, name) for name in DTYPES}
+        columns = {name: None if column is None else column[:count] for name, column in columns.items()}
+        experts = None if self.routed_experts is None else self.routed_experts[: prompt_length + count]
+        return TokenData(finish_reason=self.finish_reason, routed_experts=experts, **columns)
+
+
+class Sample(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
+    """One response to a prompt. Grading sets `score`, `reward` and the fields beside them.
+
+    owner             rank whose engine generated it, counted among the ranks with engines
+    num_sampled       tokens that the policy sampled
+    finish_reason     "stop", "length", or "window" (unfinished: it continues in the next step)
+    correct           as in Verdict; so are extracted, error, score, terms and judged
+    reward            what enters the advantages: score, reward terms and overlong penalty combined
+    overlong_penalty  soft overlong punishment, <= 0
+    reflects          whether its text holds one of `log.reflection_words`; None: there are none
+    oldest_version    lowest policy version of its sampled tokens; None: the group's
+    experts_format    dtype and shape of a token's entry in `routed_experts`; None: not recorded
+    id                unique within a run; 0: no longer needed
+    num_tokens        tokens after the prompt, observations included; 0 stands for `num_sampled`
+    turns             turns of the policy; calls: calls of tools
+    has_turn_rewards  whether turns have rewards of their own, which `reward` includes
+    prefix_tokens     tokens that earlier steps sampled (`rollout.window`)
+    data              its tokens; None on every rank but the owner
+    """
+
+    owner: int
+    num_sampled: int
+    finish_reason: Literal["stop", "length", "window"]
+    correct: bool = False
+    extracted: str | None = None
+    error: str | None = None
+    reward: float = 0.0
+    overlong_penalty: float = 0.0
+    score: float | None = None
+    terms: dict[str, float] = msgspec.field(default_factory=dict)
+    judged: bool = True
+    reflects: bool | None = None
+    oldest_version: int | None = None
+    experts_format: tuple[str, tuple[int, ...]] | None = None
+    id: int = 0
+    num_tokens: int = 0
+    turns: int = 1
+    calls: int = 0
+    has_turn_rewards: bool = False
+    prefix_tokens: int = 0
+    data: TokenData | None = None
+
+    def __post_init__(self) -> None:
+        self.num_tokens = self.num_tokens or self.num_sampled
+
+    @staticmethod
+    def from_data(data: TokenData, owner: int, **fields: Any) -> Sample:
+        """Return the sample with these tokens. `fields`: those that do not follow from them."""
+        sampled, experts = slice(None) if data.is_sampled is None else data.is_sampled, data.routed_experts
+        versions = data.policy_versions
+        return Sample(
+            owner,
+            data.num_sampled,
+            oldest_version=None if versions is None else int(versions[sampled].min()),
+            experts_format=None if experts is None else (str(experts.dtype), experts.shape[1:]),
+            num_tokens=data.num_tokens,
+            has_turn_rewards=data.turn_rewards is not None,
+            data=data,
+            **fields,
+        )
+
+    def with_data(self, data: TokenData | None) -> Sample:
+        """Return a copy with these tokens; None: the form that other ranks get."""
+        return structs.replace(self, data=data)
+
+    @property
+    def is_truncated(self) -> bool:
+        """Return whether it reached the limit of tokens."""
+        return self.finish_reason == "length"
+
+    @property
+    def is_partial(self) -> bool:
+        """Return whether it continues in the next step. It is not graded yet, and its reward is 0."""
+        return self.finish_reason == "window"
+
+    def turn_texts(self, tokenizer: Any) -> list[list[str]] | None:
+        """Return its parts in their order as [POLICY or OBSERVED, text]; None if the policy wrote it all."""
+        if self.data is None or self.data.is_sampled is None or self.data.is_sampled.all():
+            return None
+        tokens, is_sampled = self.data.tokens, self.data.is_sampled
+        ends = [*(np.flatnonzero(np.diff(is_sampled)) + 1).tolist(), tokens.size]
+        parts = [(begin, tokens[begin:end].tolist()) for begin, end in pairwise([0, *ends])]
+        texts = policy_texts(tokenizer, [part for _, part in parts])
+        authors = [POLICY if is_sampled[begin] else OBSERVED for begin, _ in parts]
+        return [[author, text] for author, text in zip(authors, texts, strict=True)]
+
+
+@dataclass
+class SampleGroup:
+    """All samples of one prompt. policy_version: of the weights that generated them."""
+
+    prompt: Prompt
+    samples: list[Sample]
+    policy_version: int
+
+    @property
+    def counted(self) -> list[Sample]:
+        """Return the samples to train on: those that were judged.
+
+        One judged sample among several is left out: it has nothing to be compared with."""
+        judged = [sample for sample in self.samples if sample.judged]
+        return judged if len(judged) > 1 or len(self.samples) == 1 else []
+
+    @property
+    def num_correct(self) -> int:
+        """Return the number of correct samples."""
+        return sum(sample.correct for sample in self.counted)
+
+    @property
+    def is_mixed(self) -> bool:
+        """Return whether 0 < num_correct < group size (DAPO eq. 11)."""
+        return 0 < self.num_correct < len(self.counted)
+
+    @property
+    def reward_std(self) -> float:
+        """Return the standard deviation of the rewards (of the group, not of a population)."""
+        return float(np.std([sample.reward for sample in self.counted])) if self.counted else 0.0
+
+    def with_data(self, data_by_id: Mapping[int, TokenData]) -> SampleGroup:
+        """Return a copy whose samples have the tokens that `data_by_id` has for them, else None."""
+        samples = [sample.with_data(data_by_id.get(sample.id)) for sample in self.samples]
+        return SampleGroup(self.prompt, samples, self.policy_version)
+
+    def texts(self, tokenizer: Any) -> Iterator[tuple[Sample, str]]:
+        """Return each sample whose tokens are on this rank, with its text."""
+        here = [(sample, sample.data.tokens.tolist()) for sample in self.samples if sample.data is not None]
+        texts = policy_texts(tokenizer, [tokens for _, tokens in here])
+        return zip([sample for sample, _ in here], texts, strict=True)

@@ -1,0 +1,164 @@
+"""The protocol of rollout engines.
+
+A new engine needs: a subclass of RolloutEngine in a separate file, and its row in config/engines.py, from
+which checks, planner and weight transfers read its capabilities. docs/extending.md has an example.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from megarl.config.errors import EngineError
+from megarl.config.schema import Config
+from megarl.data.sample import TokenData
+from megarl.parallel.runtime import Runtime
+from megarl.rollout.sampling import SamplingParams
+
+
+@dataclass(frozen=True)
+class GenerationRequest:
+    """A request for one response to a prompt.
+
+    The same seed gives the same response, whatever else is in the batch.
+
+    prefix      first tokens of the response, which the engine continues
+    max_tokens  of the response, those of `prefix` included; None: as many as its SamplingParams allow
+    """
+
+    prompt_tokens: tuple[int, ...]
+    seed: int
+    prefix: TokenData | None = None
+    max_tokens: int | None = None
+
+    @property
+    def prefix_length(self) -> int:
+        """Return the number of tokens of the response that exist already."""
+        return self.prefix.num_tokens if self.prefix is not None else 0
+
+    @property
+    def context(self) -> tuple[int, ...]:
+        """Return the tokens after which the next one is sampled: the prompt and the prefix."""
+        if self.prefix is None:
+            return self.prompt_tokens
+        return (*self.prompt_tokens, *self.prefix.tokens.tolist())
+
+    def limit(self, params: SamplingParams) -> int:
+        """Return the most tokens that the response may have."""
+        return params.max_tokens if self.max_tokens is None else self.max_tokens
+
+
+class RolloutEngine(ABC):
+    """An engine over one or several ranks of the training job, each of which has such an object. All of them
+    call the methods of start, stop, updates, sleep and wake. The first of them, the leader, alone is given
+    requests, and alone can meet an EngineFailure.
+
+    weight_version  version of the weights that it generates with
+    streams         whether requests end one by one: more can be submitted while some run, others be aborted;
+                    such an engine has processes of its own, and `poll` waits for them
+    """
+
+    weight_version: int
+    streams: bool
+
+    @classmethod
+    @abstractmethod
+    def build(cls, config: Config, tokenizer: Any, runtime: Runtime) -> RolloutEngine:
+        """Make the engine of a rank. It is not started."""
+
+    @classmethod
+    def check_machine(cls, config: Config, device: str) -> None:
+        """Raise ConfigError where this machine cannot run the engine. device: cpu or cuda"""
+        return None
+
+    @classmethod
+    def check_engines(
+        cls, config: Config, hf_config: Mapping[str, Any], device: torch.device, engines: int
+    ) -> None:
+        """Raise ConfigError where this number of engines cannot run the model."""
+        return None
+
+    @classmethod
+    def machine_note(cls, device: str) -> str | None:
+        """Return a line about this machine that a user should see before a run."""
+        return None
+
+    @abstractmethod
+    def start(self) -> None:
+        """Begin the start with undefined weights; an update must follow before `submit`."""
+
+    @abstractmethod
+    def ready(self, seconds: float) -> bool:
+        """Return whether the start has ended; wait for it, at most `seconds`."""
+
+    @abstractmethod
+    def restart(self) -> None:
+        """Start anew after an EngineFailure; unfinished requests continue after the next update."""
+
+    @abstractmethod
+    def stop(self) -> None:
+        """End the engine and free everything."""
+
+    def begin_update(self) -> None:
+        """Prepare for new weights, and refuse requests until `end_update`. Called before the first bucket;
+        what no bucket brings stays."""
+        return None
+
+    @abstractmethod
+    def end_update(self, version: int) -> None:
+        """Drop what depends on the old weights and set `weight_version`. Called after the last bucket."""
+
+    @abstractmethod
+    def submit(self, requests: Mapping[int, GenerationRequest], params: SamplingParams) -> None:
+        """Begin generating, beside what runs; `poll` gives the keys back. Requests of other params have their
+        turn too."""
+
+    @abstractmethod
+    def poll(self, seconds: float) -> list[tuple[int, TokenData]]:
+        """Return what has ended; wait at most `seconds` for the first. Without streaming all end now."""
+
+    @property
+    @abstractmethod
+    def running(self) -> int:
+        """Return the number of requests that have not come back."""
+
+    def generate(self, requests: Sequence[GenerationRequest], params: SamplingParams) -> list[TokenData]:
+        """Return one response per request, in the order of the requests, for tests and benchmarks."""
+        self.submit(dict(enumerate(requests)), params)
+        ended: dict[int, TokenData] = {}
+        while self.running:
+            ended |= self.poll(1.0)
+        return [ended[i] for i in range(len(requests))]
+
+    @abstractmethod
+    def abort(self) -> list[tuple[int, TokenData]]:
+        """End everything that runs and return it, with finish_reason "abort" unless it has just ended."""
+
+    def take_notes(self) -> list[str]:
+        """Return what a user should hear of and no call has raised, since the last call, a line each."""
+        return []
+
+    @abstractmethod
+    def sleep(self, tags: Sequence[str]) -> None:
+        """Free the device memory of the tags ("weights", "kv_cache"). `wake` must follow before `submit`, and
+        an update where the tags name weights."""
+
+    @abstractmethod
+    def wake(self, tags: Sequence[str]) -> None:
+        """Allocate the memory of the tags again; weights are undefined until an update."""
+
+
+def check_positions(requests: Iterable[GenerationRequest], params: SamplingParams, positions: float) -> None:
+    """Raise EngineError where what a request has and what it may still get do not fit the model's
+    positions."""
+    for request in requests:
+        there, left = len(request.context), request.limit(params) - request.prefix_length
+        if left < 1 or there + left > positions:
+            raise EngineError(
+                f"rollout: a prompt of {there} tokens and {left} response tokens do not fit the model's "
+                f"{positions} positions (lower rollout.max_response_tokens or data.max_prompt_tokens)"
+            )

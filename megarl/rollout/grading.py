@@ -1,0 +1,143 @@
+"""The coroutine of a worker that grades finished samples: verifier, reward terms, overlong penalty."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import re
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import Executor
+from dataclasses import replace
+from itertools import groupby, islice
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from megarl.config.schema import Config
+from megarl.data.prompts import Prompt
+from megarl.data.response_text import policy_texts
+from megarl.data.sample import Sample, TokenData
+from megarl.rewards.shaping import soft_overlong_punishment
+from megarl.rewards.verdict import Verdict, short
+
+if TYPE_CHECKING:
+    from megarl.rewards.pool import Item, VerifierPool
+
+
+class Ungraded(NamedTuple):
+    """An entry of the grader's queue. verdict: the episode's own; None: the verifier is to grade it"""
+
+    sample: Sample
+    prompt: Prompt
+    verdict: Verdict | None
+
+
+class Grader:
+    """Grades the samples of one rollout on one rank.
+
+    threads     where it waits for the verifiers
+    max_tokens  most tokens of a response
+    with_terms  whether rewards include `reward.terms`
+    seconds     spent on verification
+    """
+
+    def __init__(self, config: Config, verifier: VerifierPool, tokenizer: Any, threads: Executor) -> None:
+        self.reward, self.verifier, self.tokenizer, self.threads = config.reward, verifier, tokenizer, threads
+        self.reflection = words_pattern(config.log.reflection_words)
+        self.max_tokens, self.with_terms, self.seconds = 0, False, 0.0
+        self._queue: list[Ungraded] = []
+        self._has_work, self._grading = asyncio.Event(), asyncio.Lock()
+
+    def add(self, sample: Sample, prompt: Prompt, verdict: Verdict | None) -> None:
+        """Queue a sample. verdict: its episode's own, if it has one"""
+        self._queue.append(Ungraded(sample, prompt, verdict))
+        self._has_work.set()
+
+    async def run(self, report: Callable[[list[Sample]], Awaitable[None]]) -> None:
+        """Grade all that is queued together and `report` it, for ever."""
+        loop = asyncio.get_running_loop()
+        while True:
+            await self._has_work.wait()
+            self._has_work.clear()
+            async with self._grading:
+                queue, self._queue = self._queue, []
+                if not queue:
+                    continue
+                started = time.perf_counter()
+                await loop.run_in_executor(self.threads, self._grade, queue)
+                self.seconds += time.perf_counter() - started
+                await report([entry.sample for entry in queue])
+
+    async def take_queue(self) -> list[Sample]:
+        """Remove and return the samples that wait, once those that are being graded are reported."""
+        async with self._grading:
+            queue, self._queue = self._queue, []
+        return [entry.sample for entry in queue]
+
+    def _grade(self, queue: Sequence[Ungraded]) -> None:
+        """Set score, reward and the fields beside them. The reward of a partial sample stays 0."""
+        texts = self._texts([entry.sample for entry in queue])
+        finished = [
+            (entry, text) for entry, text in zip(queue, texts, strict=True) if not entry.sample.is_partial
+        ]
+        for (entry, _), verdict in zip(finished, self._verdicts(finished), strict=True):
+            self._set_reward(entry.sample, verdict)
+        for entry, text in zip(queue, texts, strict=True):
+            if self.reflection is not None:
+                entry.sample.reflects = self.reflection.search(text) is not None
+
+    def _texts(self, samples: Sequence[Sample]) -> list[str]:
+        """Return what the policy wrote in each sample, its turns joined by line breaks."""
+        by_turn = [policy_turns(sample.data) if sample.data is not None else [] for sample in samples]
+        texts = iter(policy_texts(self.tokenizer, [turn for turns in by_turn for turn in turns]))
+        return ["\n".join(islice(texts, len(turns))) for turns in by_turn]
+
+    def _verdicts(self, finished: Sequence[tuple[Ungraded, str]]) -> list[Verdict]:
+        """Return the verdicts of finished samples with these texts.
+
+        An episode's own verdict stands. The verifier still runs if there are reward terms, because these see
+        its verdict. If it or a term fails, that counts as for other samples."""
+        with_terms = self.with_terms and bool(self.reward.terms)
+        items: list[Item] = []
+        for (sample, prompt, own), text in finished:
+            if own is None or with_terms:
+                answer = text, prompt.reference
+                sizes = sample.num_sampled, self.max_tokens, sample.is_truncated
+                items.append((*answer, *sizes) if with_terms else answer)
+        graded, verdicts = iter(self.verifier.verify(items)), []
+        for (_, _, own), _ in finished:
+            verdict = own if own is not None and not with_terms else next(graded)
+            # If the verifier or a term has failed, there are no terms, and that error is the verdict.
+            if own is not None and (verdict.error is None or own.error is not None or not own.judged):
+                verdict = replace(own, terms=verdict.terms)
+            verdicts.append(verdict)
+        return verdicts
+
+    def _set_reward(self, sample: Sample, verdict: Verdict) -> None:
+        reward, overlong, penalty = self.reward, self.reward.overlong, 0.0
+        if overlong.soft_punishment:
+            penalty = soft_overlong_punishment(sample.num_sampled, self.max_tokens, overlong.buffer)
+        terms = sum(reward.terms[name].weight * value for name, value in verdict.terms.items())
+        total = reward.weight * verdict.reward(reward.correct, reward.incorrect) + terms + penalty
+        if sample.data is not None and sample.data.turn_rewards is not None:
+            total += math.fsum(sample.data.turn_rewards)
+        sample.correct, sample.judged, sample.score = verdict.correct, verdict.judged, verdict.score
+        sample.extracted, sample.error = short(verdict.extracted), short(verdict.error)
+        sample.terms, sample.overlong_penalty, sample.reward = dict(verdict.terms), penalty, total
+
+
+def policy_turns(data: TokenData) -> list[list[int]]:
+    """Return the tokens of each turn of the policy. Turns without an observation between them are one."""
+    if data.is_sampled is None:
+        return [data.tokens.tolist()]
+    pairs = zip(data.tokens.tolist(), data.is_sampled.tolist(), strict=True)
+    turns = groupby(pairs, key=lambda pair: pair[1])
+    return [[token for token, _ in turn] for is_sampled, turn in turns if is_sampled]
+
+
+def words_pattern(words: Sequence[str]) -> re.Pattern[str] | None:
+    """Return a pattern that finds one of `words` in a text; None without a word.
+
+    Case does not matter, nor the kind of space between the parts of a word. A match does not lie inside a
+    longer word of Latin letters (Chinese has no space between words)."""
+    found = "|".join(r"\s+".join(map(re.escape, word.split())) for word in words)
+    return re.compile(rf"(?<![A-Za-z0-9_])(?:{found})(?![A-Za-z0-9_])", re.IGNORECASE) if words else None

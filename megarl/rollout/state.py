@@ -1,0 +1,207 @@
+"""The state of rollouts between two steps, as a checkpoint holds it: lists, dicts, numbers and texts only.
+
+The keys in a checkpoint do not change when fields are renamed: SAMPLE_KEYS and TOKEN_KEYS map one to the
+other."""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypedDict
+
+import numpy as np
+from msgspec import structs
+
+from megarl.data.prompts import Prompt
+from megarl.data.sample import Sample, SampleGroup, TokenData
+from megarl.rollout.dispatch import GroupRequest
+
+# Fields of a Sample that a checkpoint holds, with their keys there. The others follow from its tokens.
+SAMPLE_KEYS = {
+    "finish_reason": "finish",
+    "correct": "correct",
+    "extracted": "extracted",
+    "error": "error",
+    "reward": "reward",
+    "overlong_penalty": "penalty",
+    "score": "score",
+    "terms": "terms",
+    "judged": "judged",
+    "reflects": "reflects",
+    "turns": "turns",
+    "calls": "calls",
+    "prefix_tokens": "begun",
+}
+TOKEN_KEYS = {
+    "tokens": "tokens",
+    "logprobs": "logprobs",
+    "policy_versions": "versions",
+    "is_sampled": "sampled",
+    "turn_rewards": "rewards",
+}
+
+
+class RolloutShare(TypedDict, total=False):
+    """What a rank other than the first adds to a snapshot, by the id of a sample.
+
+    graded: tokens of graded samples; partials: of unfinished ones"""
+
+    graded: dict[int, TokenData | None]
+    partials: dict[int, TokenData]
+
+
+def pack_journal(data: TokenData) -> TokenData:
+    """Return tokens whose journal is one JSON text: it may hold integers of any size."""
+    return structs.replace(data, journal=[json.dumps(data.journal)]) if data.journal else data
+
+
+def unpack_journal(data: TokenData) -> TokenData:
+    """Undo `pack_journal`."""
+    return structs.replace(data, journal=json.loads(data.journal[0])) if data.journal else data
+
+
+def join_shares(shares: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the state that the shares of all ranks make, the first rank's first."""
+    if not shares:
+        return {}
+    graded, partials = dict(shares[0]["graded"]), dict(shares[0]["partials"])
+    for share in shares[1:]:
+        graded |= {i: data and unpack_journal(data) for i, data in share["graded"].items()}
+        partials |= {i: unpack_journal(data) for i, data in share["partials"].items()}
+    return {
+        "surplus": [
+            group_state(group, [graded.get(sample.id) for sample in group.samples])
+            for group in shares[0]["surplus"]
+        ],
+        "returned": [request_state(request, partials) for request in shares[0]["returned"]],
+        "lengths": list(shares[0]["lengths"].items()),
+    }
+
+
+@dataclass
+class LoadedState:
+    """What `load_state` gives one rank.
+
+    graded, partials  samples and tokens that the rank keeps, by id
+    next_id          id of the next sample
+    """
+
+    surplus: list[SampleGroup] = field(default_factory=list)
+    returned: list[GroupRequest] = field(default_factory=list)
+    lengths: dict[int, float] = field(default_factory=dict)
+    graded: dict[int, Sample] = field(default_factory=dict)
+    partials: dict[int, TokenData] = field(default_factory=dict)
+    next_id: int = 1
+
+
+def load_state(state: Mapping[str, Any], rank: int, engines: int, ranks_per_engine: int) -> LoadedState:
+    """Undo `join_shares` for one rank. Samples are divided evenly among the engines there are now."""
+    loaded = LoadedState(lengths=dict(state.get("lengths", ())))
+    for i, entry in enumerate(state["surplus"]):
+        owner = i % engines * ranks_per_engine
+        group = group_from_state(entry, owner)
+        for sample in group.samples:
+            sample.id, loaded.next_id = loaded.next_id, loaded.next_id + 1
+            if owner == rank:
+                loaded.graded[sample.id] = sample
+        loaded.surplus.append(group)
+    for i, entry in enumerate(state.get("returned", ())):
+        engine, prompt, seeds = i % engines, prompt_from_state(entry["prompt"]), entry["seeds"]
+        if not entry["begun"]:
+            loaded.returned.append(GroupRequest(prompt, seeds))
+            continue
+        first = loaded.next_id
+        for j, saved in enumerate(entry["begun"]):
+            if saved and engine * ranks_per_engine == rank:
+                loaded.partials[first + j] = partial_from_state(saved)
+        holders = [engine if saved else None for saved in entry["begun"]]
+        loaded.returned.append(GroupRequest(prompt, seeds, first=first, holders=holders))
+        loaded.next_id += len(seeds)
+    return loaded
+
+
+def group_state(group: SampleGroup, tokens: Sequence[TokenData | None] | None = None) -> dict[str, Any]:
+    """Return a group as JSON holds it. Exact: a float32 survives as a float64.
+
+    Args:
+        tokens: of its samples; None: each sample has its own
+    """
+    samples = []
+    for sample, data in zip(group.samples, tokens or [s.data for s in group.samples], strict=True):
+        assert data is not None
+        fields = {key: getattr(sample, name) for name, key in SAMPLE_KEYS.items()}
+        samples.append(fields | _columns(data) | {"routing": experts_state(data.routed_experts)})
+    return {"prompt": prompt_state(group.prompt), "responses": samples, "version": group.policy_version}
+
+
+def group_from_state(state: Mapping[str, Any], owner: int = 0) -> SampleGroup:
+    """Undo `group_state`. owner: rank that keeps the group's tokens from now on"""
+    names = {key: name for name, key in SAMPLE_KEYS.items()}
+    samples = []
+    for saved in state["responses"]:
+        fields = {names[key]: value for key, value in saved.items() if key in names}
+        finish = saved["finish"] if saved["finish"] != "window" else "abort"
+        samples.append(Sample.from_data(_token_data(saved, finish), owner, **fields))
+    return SampleGroup(prompt_from_state(state["prompt"]), samples, state["version"])
+
+
+def request_state(request: GroupRequest, partials: Mapping[int, TokenData]) -> dict[str, Any]:
+    """Return a returned request as JSON holds it, with those of its responses that are unfinished."""
+    begun: list[TokenData | None] = []
+    if request.first is not None:
+        begun = [partials.get(request.first + i) for i in range(len(request.seeds))]
+    return {
+        "prompt": prompt_state(request.prompt),
+        "seeds": list(request.seeds),
+        "begun": [data and partial_state(data) for data in begun],
+    }
+
+
+def partial_state(data: TokenData) -> dict[str, Any]:
+    """Return an unfinished response as JSON holds it."""
+    experts = {"routing": experts_state(data.routed_experts)}
+    return _columns(data) | experts | {"finish": data.finish_reason, "journal": data.journal}
+
+
+def partial_from_state(saved: Mapping[str, Any]) -> TokenData:
+    """Undo `partial_state`."""
+    return structs.replace(_token_data(saved, saved["finish"]), journal=[*saved.get("journal", ())])
+
+
+def prompt_state(prompt: Prompt) -> dict[str, Any]:
+    """Return a prompt as JSON holds it."""
+    return vars(prompt) | {"tokens": list(prompt.tokens)}
+
+
+def prompt_from_state(state: Mapping[str, Any]) -> Prompt:
+    """Undo `prompt_state`."""
+    return Prompt(**{**state, "tokens": tuple(state["tokens"])})
+
+
+def experts_state(experts: np.ndarray | None) -> list[Any] | None:
+    """Return the routed experts of a response as JSON holds them: a hundred numbers and more a token."""
+    if experts is None:
+        return None
+    return [str(experts.dtype), experts.shape, base64.b64encode(experts.tobytes()).decode()]
+
+
+def experts_from_state(state: Sequence[Any] | None) -> np.ndarray | None:
+    """Undo `experts_state`."""
+    if state is None:
+        return None
+    dtype, shape, data = state
+    return np.frombuffer(base64.b64decode(data), dtype=dtype).reshape(shape)
+
+
+def _columns(data: TokenData) -> dict[str, Any]:
+    """Return the columns of a TokenData as lists, by their keys in a checkpoint."""
+    columns = {key: getattr(data, name) for name, key in TOKEN_KEYS.items()}
+    return {key: None if column is None else column.tolist() for key, column in columns.items()}
+
+
+def _token_data(saved: Mapping[str, Any], finish_reason: Any) -> TokenData:
+    columns: dict[str, Any] = {name: saved.get(key) for name, key in TOKEN_KEYS.items()}
+    experts = experts_from_state(saved.get("routing"))
+    return TokenData(finish_reason=finish_reason, routed_experts=experts, **columns)
