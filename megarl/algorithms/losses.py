@@ -202,22 +202,30 @@ def policy_loss(
         sequence_ids=sequence_ids,
         dual_clip=dual_clip,
     )
-    objective, too_low, too_high, statistics = surrogate(tokens, **(options or {}))
-    loss = _weighted_sum(-objective, weights, logprobs)
-    with torch.no_grad():
-        high = too_high & counted
-        sums = {
-            "tokens": counted.sum(),
-            "clip_fraction_low": (too_low & counted).sum(),
-            "clip_fraction_high": high.sum(),
-            "clip_prob_high": torch.where(high, logprobs.double(), -torch.inf).exp().sum(),
-            "approx_kl": (torch.expm1(difference) - difference).sum(),
-            "mean_prob": torch.where(counted, logprobs.double(), -torch.inf).exp().sum(),
-            **statistics,
-        }
-        if entropy is not None:
-            sums["entropy"] = torch.where(counted, entropy.double(), 0.0).sum()
-    return loss, _sums(loss, "policy/loss", **sums)
+    found = surrogate(tokens, **(options or {}))
+    loss = _weighted_sum(-found.objective, weights, logprobs)
+    return loss, _sums(loss, "policy/loss", **_policy_statistics(tokens, found, logprobs, entropy))
+
+
+@torch.no_grad()
+def _policy_statistics(
+    t: Tokens, found: Objective, logprobs: Tensor, entropy: Tensor | None
+) -> dict[str, Tensor]:
+    """Return the sums of `policy_loss` over the tokens that count."""
+    assert t.counted is not None and t.log_ratio is not None
+    high, difference = found.too_high & t.counted, t.log_ratio
+    sums = {
+        "tokens": t.counted.sum(),
+        "clip_fraction_low": (found.too_low & t.counted).sum(),
+        "clip_fraction_high": high.sum(),
+        "clip_prob_high": torch.where(high, logprobs.double(), -torch.inf).exp().sum(),
+        "approx_kl": (torch.expm1(difference) - difference).sum(),
+        "mean_prob": torch.where(t.counted, logprobs.double(), -torch.inf).exp().sum(),
+        **found.statistics,
+    }
+    if entropy is not None:
+        sums["entropy"] = torch.where(t.counted, entropy.double(), 0.0).sum()
+    return sums
 
 
 def nll_loss(logprobs: Tensor, weights: Tensor) -> tuple[Tensor, Stats]:
