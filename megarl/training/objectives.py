@@ -46,10 +46,12 @@ def actor_loss(
 
     def loss(output: Any, batch: MicroBatch) -> tuple[Tensor, Stats]:
         logprobs, entropy = output
-        of_old = of_teacher = None
+        top_k_logprobs = of_teacher = None
         if batch.others is not None:
             logprobs, of_old, of_teacher = logprobs.tensor_split((1, 1 + config.dppo.top_k), 1)
             logprobs = logprobs[:, 0]
+            if config.dppo.top_k:
+                top_k_logprobs = compared_top_k(experience, batch, of_old)
         weights = batch.column(experience, "policy_loss_weights")
         total, stats = policy_loss(
             logprobs,
@@ -64,7 +66,7 @@ def actor_loss(
             dual_clip=config.dual_clip,
             sequence_ids=sequence_ids[batch.token_indices].to(weights.device),
             selected=None if selected is None else selected[batch.token_indices].to(weights.device),
-            likeliest=None if not config.dppo.top_k else compared_top_k(experience, batch, of_old),
+            top_k_logprobs=top_k_logprobs,
         )
         for factor, (term, term_stats) in further_terms(
             config, experience, batch, logprobs, entropy, of_teacher, teacher
@@ -99,7 +101,7 @@ def further_terms(
     of_teacher: Tensor | None,
     teacher: TeacherConfig | None,
 ) -> Iterator[tuple[float, tuple[Tensor, Stats]]]:
-    """Yield the factor, loss and statistics of each term beside the policy loss whose factor is not 0.
+    """Yield the factor, loss and statistics of each further term of the actor's loss.
 
     Args:
         logprobs, entropy: of the policy, [r].
@@ -128,8 +130,10 @@ def further_terms(
 
 
 def other_tokens(experience: Experience) -> Tensor | None:
-    """Return the tokens whose log-probs `actor_loss` wants at each place beside the sampled one's, int32 [T,
-    k]: pi_old's likeliest and a teacher's; None without any."""
+    """Return the tokens whose log-probs `actor_loss` needs in addition to the sampled one's, int32 [T, k].
+
+    They are pi_old's top-k tokens and a teacher's. None without any.
+    """
     names = [name for name in ("old_top_tokens", "teacher_tokens") if name in experience]
     return torch.cat([experience[name] for name in names], 1) if names else None
 
