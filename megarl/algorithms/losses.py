@@ -85,13 +85,13 @@ def _sums(loss: Tensor, loss_name: str, **sums: Tensor) -> Stats:
 class Tokens(NamedTuple):
     """Tokens as a policy loss reads them, float64 [T]; where one does not count, A_t and log-prob are 0.
 
-    ratio         r_t = pi / pi_old
-    selected      bool [T], tokens that the method's `selector` selected
-    likeliest     log pi and log pi_old of pi_old's top-k tokens at each place, [T, k] each
-    log_ratio     log r_t, clamped, [T]
-    counted       bool [T], whether a token counts
-    sequence_ids  int [T], the sequence of each token
-    dual_clip     a c > 1: J_t is at least c A_t where A_t < 0 (arXiv 1912.09729, eq. 5); 0: off
+    ratio           r_t = pi / pi_old
+    selected        bool [T], tokens that the method's `selector` selected
+    top_k_logprobs  log pi and log pi_old of pi_old's top-k tokens at each place, [T, k] each
+    log_ratio       log r_t, clamped, [T]
+    counted         bool [T], whether a token counts
+    sequence_ids    int [T], the sequence of each token
+    dual_clip       a c > 1: J_t is at least c A_t where A_t < 0 (arXiv 1912.09729, eq. 5); 0: off
     """
 
     ratio: Tensor
@@ -101,7 +101,7 @@ class Tokens(NamedTuple):
     clip_high: float
     old_logprobs: Tensor
     selected: Tensor | None = None
-    likeliest: tuple[Tensor, Tensor] | None = None
+    top_k_logprobs: tuple[Tensor, Tensor] | None = None
     log_ratio: Tensor | None = None
     counted: Tensor | None = None
     sequence_ids: Tensor | None = None
@@ -162,7 +162,7 @@ def policy_loss(
     dual_clip: float = 0.0,
     sequence_ids: Tensor | None = None,
     selected: Tensor | None = None,
-    likeliest: tuple[Tensor, Tensor] | None = None,
+    top_k_logprobs: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Stats]:
     """Return sum_t w_t * -J_t and its statistics; the surrogate computes J_t from `Tokens`.
 
@@ -175,19 +175,19 @@ def policy_loss(
         entropy: of the policy at each token, only for the statistic.
         options: arguments of the surrogate, by name.
         dual_clip, sequence_ids, selected: fields of `Tokens`.
-        likeliest: as in `Tokens`; the least finite number where one is the sampled token itself.
+        top_k_logprobs: as in `Tokens`; the least finite number where one is the sampled token itself.
 
     Returns:
-        The loss, and sums over the tokens of weight > 0: loss, tokens, ratios that are too low and too high,
-        the k3 estimate of KL(pi_old || pi), probability, entropy, the probability of the tokens whose ratio
-        is too high (DAPO figure 3a), and the surrogate's own statistics.
+        The loss, and sums over the tokens of weight > 0, with the surrogate's own statistics. approx_kl
+        is the k3 estimate of KL(pi_old || pi), clip_prob_high the probability of the tokens whose ratio is
+        too high (DAPO figure 3a).
     """
     counted = weights > 0
     difference = log_ratio(logprobs, old_logprobs.detach(), counted)
     logprob, old = (torch.where(counted, x.double(), 0.0) for x in (logprobs, old_logprobs.detach()))
-    if likeliest is not None:
-        further = [torch.where(counted[:, None], x.detach().double(), 0.0) for x in likeliest]
-        likeliest = further[0], further[1]
+    if top_k_logprobs is not None:
+        further = [torch.where(counted[:, None], x.detach().double(), 0.0) for x in top_k_logprobs]
+        top_k_logprobs = further[0], further[1]
     tokens = Tokens(
         ratio=difference.exp(),
         advantage=torch.where(counted, advantages.detach().double(), 0.0),
@@ -196,28 +196,36 @@ def policy_loss(
         clip_high=clip_high,
         old_logprobs=old,
         selected=selected,
-        likeliest=likeliest,
+        top_k_logprobs=top_k_logprobs,
         log_ratio=difference,
         counted=counted,
         sequence_ids=sequence_ids,
         dual_clip=dual_clip,
     )
-    objective, too_low, too_high, statistics = surrogate(tokens, **(options or {}))
-    loss = _weighted_sum(-objective, weights, logprobs)
-    with torch.no_grad():
-        high = too_high & counted
-        sums = {
-            "tokens": counted.sum(),
-            "clip_fraction_low": (too_low & counted).sum(),
-            "clip_fraction_high": high.sum(),
-            "clip_prob_high": torch.where(high, logprobs.double(), -torch.inf).exp().sum(),
-            "approx_kl": (torch.expm1(difference) - difference).sum(),
-            "mean_prob": torch.where(counted, logprobs.double(), -torch.inf).exp().sum(),
-            **statistics,
-        }
-        if entropy is not None:
-            sums["entropy"] = torch.where(counted, entropy.double(), 0.0).sum()
-    return loss, _sums(loss, "policy/loss", **sums)
+    found = surrogate(tokens, **(options or {}))
+    loss = _weighted_sum(-found.objective, weights, logprobs)
+    return loss, _sums(loss, "policy/loss", **_policy_statistics(tokens, found, logprobs, entropy))
+
+
+@torch.no_grad()
+def _policy_statistics(
+    t: Tokens, found: Objective, logprobs: Tensor, entropy: Tensor | None
+) -> dict[str, Tensor]:
+    """Return the sums of `policy_loss` over the tokens that count."""
+    assert t.counted is not None and t.log_ratio is not None
+    high, difference = found.too_high & t.counted, t.log_ratio
+    sums = {
+        "tokens": t.counted.sum(),
+        "clip_fraction_low": (found.too_low & t.counted).sum(),
+        "clip_fraction_high": high.sum(),
+        "clip_prob_high": torch.where(high, logprobs.double(), -torch.inf).exp().sum(),
+        "approx_kl": (torch.expm1(difference) - difference).sum(),
+        "mean_prob": torch.where(t.counted, logprobs.double(), -torch.inf).exp().sum(),
+        **found.statistics,
+    }
+    if entropy is not None:
+        sums["entropy"] = torch.where(t.counted, entropy.double(), 0.0).sum()
+    return sums
 
 
 def nll_loss(logprobs: Tensor, weights: Tensor) -> tuple[Tensor, Stats]:

@@ -1,4 +1,4 @@
-"""The registry of methods: for each policy loss and each advantage its function and what it needs.
+"""The registry of methods: for each policy loss and each advantage its function and its needs.
 
 Checks and planner read it without torch. A new policy loss, or a new advantage by response, is a file in
 algorithms/methods, its name in `PolicyLossName` or `AdvantageName`, and a row here.
@@ -73,7 +73,7 @@ class Advantage:
     compares_group  whether an advantage depends on the other responses of the group
     critic          what the critic reads: responses, prompts, or nothing if there is no critic
     columns         further columns of the rollout that it reads
-    states          what it remembers between steps: the name in a checkpoint, and the function of `algorithm`
+    states          state kept between steps: the name in a checkpoint, and the function of `algorithm`
                     that makes it, as module:function
     """
 

@@ -114,7 +114,7 @@ def has_reward_parts(config: Config) -> bool:
 
 
 def reads_prompt_uids(config: Config) -> bool:
-    """Return whether the advantage tells prompts apart over steps (SPO)."""
+    """Return whether the advantage depends on earlier steps' answers to the prompt (SPO)."""
     return "prompt_uids" in config.algorithm.advantage_method.columns
 
 

@@ -152,7 +152,7 @@ def write_advantages(
 
 
 def add_gae(config: Config, experience: Experience, runtime: Runtime) -> tuple[dict[str, float], Tables]:
-    """Write advantages and returns [T] from rewards and values, each with its own lambda (VAPO section 4.1).
+    """Write advantages and returns [T], each with its own lambda (VAPO section 4.1).
 
     Return gae/* and the results of `add_returns`, with a table of lambda by response length.
     """

@@ -4,6 +4,7 @@ is a function of the model's output and the micro-batch, which `TrainableModel.u
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -31,32 +32,27 @@ def actor_loss(
     selected: Tensor | None = None,
     teacher: TeacherConfig | None = None,
 ) -> Loss:
-    """Return the policy loss + mu * positive-example NLL (VAPO eq. 10) + beta * KL - factor * entropy + c *
-    KL to a teacher's likeliest tokens. It reads policy_loss_weights, old_logprobs (or engine_logprobs in
-    their place), advantages, and where their factor is not 0 nll_loss_weights and ref_logprobs;
-    with algorithm.mismatch, uncorrected_weights, and with algorithm.agreement.filter, entropy_weights.
+    """Return the actor's loss: the policy loss, and the terms whose factor is not 0.
 
-    selected: bool [T], the tokens that the policy loss's selector chose in the mini-batch of an update.
-    With algorithm.dppo.top_k, old_top_logprobs and old_top_tokens are read, with teacher.top_k
-    teacher_logprobs, [T, k] each; micro-batches then have what `other_tokens` gives as `others`."""
-    sequence_ids, old_k = experience.sequence_ids, config.dppo.top_k
-    surrogate = load_function(config.policy_loss.function)
+    The terms are mu * positive-example NLL (VAPO eq. 10), beta * KL to the initial policy, - factor * entropy
+    and c * KL to a teacher's top-k tokens. The phase actor_update declares the columns that they read
+    (config/phases.py). With top-k tokens of pi_old or of a teacher, micro-batches have the result of
+    `other_tokens` as `others`.
+
+    Args:
+        selected: bool [T], the tokens that the policy loss's selector chose in the mini-batch of an update.
+    """
+    surrogate, sequence_ids = load_function(config.policy_loss.function), experience.sequence_ids
 
     def loss(output: Any, batch: MicroBatch) -> tuple[Tensor, Stats]:
         logprobs, entropy = output
-        likeliest = None
+        top_k_logprobs = of_teacher = None
         if batch.others is not None:
-            logprobs, of_old, of_teacher = logprobs.tensor_split((1, 1 + old_k), 1)
+            logprobs, of_old, of_teacher = logprobs.tensor_split((1, 1 + config.dppo.top_k), 1)
             logprobs = logprobs[:, 0]
-        if old_k:  # the sampled token is one of its own
-            sampled = experience.tokens[batch.token_indices].to(of_old.device)
-            same = batch.column(experience, "old_top_tokens") == sampled[:, None]
-            old = batch.column(experience, "old_top_logprobs")
-            least = torch.finfo(old.dtype).min
-            likeliest = of_old.masked_fill(same, least), old.masked_fill(same, least)
-        weights = uncorrected = batch.column(experience, "policy_loss_weights")
-        if "uncorrected_weights" in experience:
-            uncorrected = batch.column(experience, "uncorrected_weights")
+            if config.dppo.top_k:
+                top_k_logprobs = compared_top_k(experience, batch, of_old)
+        weights = batch.column(experience, "policy_loss_weights")
         total, stats = policy_loss(
             logprobs,
             batch.column(experience, config.old_column),
@@ -70,33 +66,74 @@ def actor_loss(
             dual_clip=config.dual_clip,
             sequence_ids=sequence_ids[batch.token_indices].to(weights.device),
             selected=None if selected is None else selected[batch.token_indices].to(weights.device),
-            likeliest=likeliest,
+            top_k_logprobs=top_k_logprobs,
         )
-        if config.nll_weight:
-            nll, nll_stats = nll_loss(logprobs, batch.column(experience, "nll_loss_weights"))
-            total, stats = total + config.nll_weight * nll, stats | nll_stats
-        if config.kl_weight:
-            ref = batch.column(experience, "ref_logprobs")
-            kl, kl_stats = kl_loss(logprobs, ref, weights, config.kl_estimator)
-            total, stats = total + config.kl_weight * kl, stats | kl_stats
-        if config.entropy_weight:
-            filtered = config.agreement.filter > 0
-            bonus, entropy_stats = entropy_loss(
-                entropy, batch.column(experience, "entropy_weights") if filtered else uncorrected
-            )
-            total, stats = total + config.entropy_weight * bonus, stats | entropy_stats
-        if teacher is not None and teacher.top_k:
-            judged = batch.column(experience, "teacher_logprobs")
-            kl, kl_stats = top_k_loss(of_teacher, judged, uncorrected)
-            total, stats = total + teacher.weight * kl, stats | kl_stats
+        for factor, (term, term_stats) in further_terms(
+            config, experience, batch, logprobs, entropy, of_teacher, teacher
+        ):
+            total, stats = total + factor * term, stats | term_stats
         return total, stats
 
     return loss
 
 
+def compared_top_k(experience: Experience, batch: MicroBatch, logprobs: Tensor) -> tuple[Tensor, Tensor]:
+    """Return log pi and log pi_old of pi_old's top-k tokens, [r, k] each.
+
+    Where one is the sampled token, which a trust region counts by itself, both are the least finite number.
+
+    Args:
+        logprobs: log pi of these tokens, [r, k].
+    """
+    sampled = experience.tokens[batch.token_indices].to(logprobs.device)
+    same = batch.column(experience, "old_top_tokens") == sampled[:, None]
+    old = batch.column(experience, "old_top_logprobs")
+    least = torch.finfo(old.dtype).min
+    return logprobs.masked_fill(same, least), old.masked_fill(same, least)
+
+
+def further_terms(
+    config: AlgorithmConfig,
+    experience: Experience,
+    batch: MicroBatch,
+    logprobs: Tensor,
+    entropy: Tensor,
+    of_teacher: Tensor | None,
+    teacher: TeacherConfig | None,
+) -> Iterator[tuple[float, tuple[Tensor, Stats]]]:
+    """Yield the factor, loss and statistics of each further term of the actor's loss.
+
+    Args:
+        logprobs, entropy: of the policy, [r].
+        of_teacher: log pi of the teacher's top-k tokens, [r, k].
+    """
+
+    def column(name: str) -> Tensor:
+        return batch.column(experience, name)
+
+    corrected = "uncorrected_weights" in experience
+    weights = "uncorrected_weights" if corrected else "policy_loss_weights"
+    if config.nll_weight:
+        yield config.nll_weight, nll_loss(logprobs, column("nll_loss_weights"))
+    if config.kl_weight:
+        reference = column("ref_logprobs")
+        yield (
+            config.kl_weight,
+            kl_loss(logprobs, reference, column("policy_loss_weights"), config.kl_estimator),
+        )
+    if config.entropy_weight:
+        of_entropy = "entropy_weights" if config.agreement.filter else weights
+        yield config.entropy_weight, entropy_loss(entropy, column(of_entropy))
+    if teacher is not None and teacher.top_k:
+        assert of_teacher is not None
+        yield teacher.weight, top_k_loss(of_teacher, column("teacher_logprobs"), column(weights))
+
+
 def other_tokens(experience: Experience) -> Tensor | None:
-    """Return the tokens whose log-probs `actor_loss` wants at each place beside the sampled one's, int32 [T,
-    k]: pi_old's likeliest and a teacher's; None without any."""
+    """Return the tokens whose log-probs `actor_loss` needs in addition to the sampled one's, int32 [T, k].
+
+    They are pi_old's top-k tokens and a teacher's. None without any.
+    """
     names = [name for name in ("old_top_tokens", "teacher_tokens") if name in experience]
     return torch.cat([experience[name] for name in names], 1) if names else None
 

@@ -75,7 +75,7 @@ def surrogate(name: str) -> Loss:
         dual_clip=dual,
         sequence_ids=e.sequence_ids,
         selected=e["selected"].bool() if kind in ("clip_cov", "kl_cov") else None,
-        likeliest=(e["further_logprobs"], e["further_old_logprobs"]) if further else None,
+        top_k_logprobs=(e["further_logprobs"], e["further_old_logprobs"]) if further else None,
     )
 
 

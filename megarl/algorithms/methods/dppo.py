@@ -22,12 +22,14 @@ def dppo_kl(t: Tokens, ratio_cap: float) -> Objective:
 
 
 def _compared_logprobs(t: Tokens) -> list[Tensor]:
-    """Return log pi and log pi_old, [T, 2 + k], of the token, those of `t.likeliest`, and all others as one.
+    """Return log pi and log pi_old, [T, 2 + k]: of the token, the top-k tokens, and all others.
 
     The probability of all others is at least 1e-8. Rounding could leave less than 0.
     """
     both = []
-    for own, further in zip((t.logprobs.detach(), t.old_logprobs), t.likeliest or (None, None), strict=True):
+    for own, further in zip(
+        (t.logprobs.detach(), t.old_logprobs), t.top_k_logprobs or (None, None), strict=True
+    ):
         logs = own[:, None] if further is None else torch.cat([own[:, None], further], -1)
         others = (1 - logs.exp().sum(-1, keepdim=True)).clamp(min=1e-8).log()
         both.append(torch.cat([logs, others], -1))
@@ -35,7 +37,7 @@ def _compared_logprobs(t: Tokens) -> list[Tensor]:
 
 
 def _objective(t: Tokens, ratio_cap: float, divergence: Tensor) -> Objective:
-    """Return min(r_t, ratio_cap) A_t log pi_t without gradient through the ratio; 0 outside the trust region.
+    """Return min(r_t, ratio_cap) A_t log pi_t, no gradient through the ratio; 0 outside the region.
 
     A token is outside if it moved in the direction of A_t and the divergence [T] exceeds clip_high (A_t > 0)
     or clip_low (A_t <= 0).

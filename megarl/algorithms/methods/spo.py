@@ -12,8 +12,8 @@ from torch import Tensor
 class SuccessTracker:
     """The chance of a right answer to each prompt, from its earlier answers: Beta(a, b) with forgetting.
 
-    The chance is a / (a + b). A step with r right and w wrong answers to a prompt makes it rho a + r and
-    rho b + w, so that about the last 1 / (1 - rho) answers count. It follows verl-recipe's
+    The chance is a / (a + b). A step with r right and w wrong answers replaces a by rho a + r and b by
+    rho b + w. About the last 1 / (1 - rho) answers count. It follows verl-recipe's
     spo_ray_trainer.py, with a constant rho and no offline samples.
 
     counts  uid of a prompt -> (a, b); PRIOR for any other

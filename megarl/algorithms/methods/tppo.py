@@ -1,4 +1,4 @@
-"""T-PPO (arXiv 2506.15050): generalised advantages of windows of responses that continue in the next step.
+"""T-PPO (arXiv 2506.15050): generalised advantages of windows of unfinished responses.
 
 It follows the authors' implementation (verl pull request 3728).
 """

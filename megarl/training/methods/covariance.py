@@ -24,18 +24,18 @@ def select_kl_cov(
     experience: Experience,
     mini_batch: Sequence[MicroBatch],
     logprobs: Tensor,
-    draws: Tensor,
+    random_numbers: Tensor,
     runtime: Runtime,
 ) -> Tensor:
     """Select the tokens with the largest covariance, bool [T]: the configured share, at least one.
 
     Args:
         logprobs: [T], of the policy before the update.
-        draws: [T], a random number of each token, which decides among equals.
+        random_numbers: [T], one a token, which decides among equals.
     """
     at = counted_tokens(experience, mini_batch)
     covariance, count = covariances(experience, at, logprobs, runtime)
-    chosen = among_largest(runtime, covariance, draws[at], _share(config, count))
+    chosen = among_largest(runtime, covariance, random_numbers[at], _share(config, count))
     return _mark(experience, at[chosen])
 
 
@@ -44,7 +44,7 @@ def select_clip_cov(
     experience: Experience,
     mini_batch: Sequence[MicroBatch],
     logprobs: Tensor,
-    draws: Tensor,
+    random_numbers: Tensor,
     runtime: Runtime,
 ) -> Tensor:
     """Select at random tokens with low < cov_t < high that PPO does not clip, bool [T].
@@ -60,7 +60,7 @@ def select_clip_cov(
     clipped = ppo(Tokens(ratio, advantage, new, config.clip_low, config.clip_high, old))
     inside = (covariance > config.covariance.low) & (covariance < config.covariance.high)
     at = at[inside & ~clipped.too_low & ~clipped.too_high]
-    chosen = among_largest(runtime, draws[at], draws[at], _share(config, count))
+    chosen = among_largest(runtime, random_numbers[at], random_numbers[at], _share(config, count))
     return _mark(experience, at[chosen])
 
 
