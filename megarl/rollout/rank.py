@@ -47,7 +47,7 @@ class RolloutOutcome(msgspec.Struct, array_like=True):
     seconds  of the controller's rank
     """
 
-    prompts: list[m.Question | None]
+    prompts: list[m.PromptMessage | None]
     samples: list[list[Sample]]
     policy_versions: list[int]
     stats: dict[str, int | float]
@@ -116,13 +116,13 @@ class RolloutRank:
             raise EngineError(f"{self.worker.key}: {what} (raise an error there)") from error
 
     async def _listen(self, ranks: int) -> m.Hub:
-        return m.Hub(self._context, m.address_here(), ranks)
+        return m.Hub(self._context, m.own_address(), ranks)
 
     async def _connect(self) -> None:
         self.link = m.Link(self._context, self.address, self.ranks.rank, here=self.controller is not None)
-        await self.link.send(m.Hello())
+        await self.link.send(m.RankReady())
         if self.controller is not None:
-            await self.controller.hub.meet(self.ranks.world, self.config.parallel.timeout)
+            await self.controller.hub.wait_for_ranks(self.ranks.world, self.config.parallel.timeout)
 
     def collect(self, step: int, shown: int = 0) -> RolloutBatch:
         """Collect the groups of a step, see Controller.collect. An error is raised on every rank.
@@ -232,7 +232,7 @@ class RolloutRank:
         prompts = [
             None
             if known
-            else m.Question(
+            else m.PromptMessage(
                 group.prompt.uid, m.pack(group.prompt.tokens, np.int32), "", "", source=group.prompt.source
             )
             for group in groups
