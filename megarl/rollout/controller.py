@@ -22,14 +22,16 @@ from megarl.rollout.dispatch import Dispatcher, GroupRequest, Slot, Status
 from megarl.rollout.responses import RolloutBatch, length_error, response_stats, source_stats
 from megarl.rollout.sampling import SamplingParams, response_seed
 
+DrawPrompts = Callable[[int], Sequence[Prompt]]
+
 
 class Controller:
     """Runs rollouts from what workers report.
 
     ranks      ranks with engines; `rollout.engine_tp` of them make one engine
-    streams    whether engines batch continuously, see RolloutEngine. Then prompts are sampled ahead while
-               groups are missing, and the rest is aborted once there are enough. Aborted prompts come first
-               in the next step; with `rollout.continue_partial` their responses continue
+    continuous_batching  whether engines have it. Then prompts are sampled ahead while groups are missing, and
+               the rest is aborted once there are enough. Aborted prompts come first in the next step; with
+               `rollout.continue_partial` their responses continue
     draw       returns the next n prompts of the training data
     surplus    accepted groups that the next step trains on
     returned   requests that the next step samples first
@@ -39,9 +41,9 @@ class Controller:
     """
 
     def __init__(
-        self, config: Config, hub: m.Hub, ranks: int, streams: bool, draw: Callable[[int], Sequence[Prompt]]
+        self, config: Config, hub: m.Hub, ranks: int, continuous_batching: bool, draw: DrawPrompts
     ) -> None:
-        self.config, self.hub, self.streams, self.draw = config, hub, streams, draw
+        self.config, self.hub, self.continuous_batching, self.draw = config, hub, continuous_batching, draw
         self.ranks_per_engine = config.rollout.engine_tp
         self.engines = ranks // self.ranks_per_engine
         self.surplus: list[SampleGroup] = []
@@ -85,9 +87,9 @@ class Controller:
             while self.dispatcher.slots:
                 await self._handle_messages()
                 self._offer_groups(collector)
-                if self.streams and collector.missing:
+                if self.continuous_batching and collector.missing:
                     await self._dispatch(self._next_requests(step, collector, times_sampled))
-                elif self.streams:
+                elif self.continuous_batching:
                     self.returned = await self._abort() + self.returned
         for group in collector.offered:
             lengths = [r.num_sampled for r in group.samples]
@@ -100,7 +102,7 @@ class Controller:
     def _offer_groups(self, collector: GroupCollector) -> None:
         """Offer complete groups. The collector may reject some, so it may take more than it misses."""
         while groups := self.dispatcher.take_groups(
-            self.version, collector.missing if self.streams else None
+            self.version, collector.missing if self.continuous_batching else None
         ):
             collector.offer(groups)
 
@@ -108,7 +110,7 @@ class Controller:
         self, step: int, collector: GroupCollector, times_sampled: Counter[int]
     ) -> list[GroupRequest]:
         """Return requests for as many further prompts as the collector wants."""
-        if not self.streams:
+        if not self.continuous_batching:
             return self._draw(collector.next_batch(), step, times_sampled)
         groups = [group for _, group in self.dispatcher.groups(self.version)]
         complete = [group for group in groups if group is not None]

@@ -93,7 +93,7 @@ class RolloutRank:
         self.controller: Controller | None = None
         if ranks.rank == 0:
             hub = self._run(self._listen(ranks.world))
-            self.controller = Controller(config, hub, ranks.world, engine.streams, draw)
+            self.controller = Controller(config, hub, ranks.world, engine.supports_continuous_batching, draw)
             self.address = hub.address
         self.address = from_rank_0(ranks, self.address if self.controller else "", str)
         self._run(self._connect())
@@ -149,7 +149,7 @@ class RolloutRank:
         self, requests: Sequence[GroupRequest], params: SamplingParams, *, whole: bool = False
     ) -> list[SampleGroup]:
         """Return one group per request, in their order, without the terms of the reward. whole: with all
-        bodies on rank 0"""
+        tokens on rank 0"""
 
         async def decide(controller: Controller) -> tuple[list[SampleGroup], list[SampleGroup]]:
             groups = await controller.generate(requests, params)
@@ -188,7 +188,7 @@ class RolloutRank:
         decide: what the controller does. It returns a result, and the groups that all ranks get
         prompts: of these groups, where all ranks know them; else empty
 
-        Return the result on rank 0, the outcome, and the groups with those bodies that lie on this rank.
+        Return the result on rank 0, the outcome, and the groups with the tokens that lie on this rank.
         Raise an error of the controller on every rank."""
         started = time.perf_counter()
         decided = self._run(self._serve(decide))

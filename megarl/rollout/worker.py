@@ -1,6 +1,6 @@
 """The worker of a rank: runs the episodes that the controller (controller.py) assigns to its engine.
 
-Three coroutines run beside each other: episodes here, engine_client.py keeps the engine busy, grading.py
+Three coroutines run at the same time: episodes here, engine_client.py keeps the engine busy, grading.py
 grades finished samples. User code runs only here. The worker keeps the tokens of its samples, and sends the
 samples without them to the controller. The other ranks of an engine only help to start it again."""
 
@@ -145,7 +145,7 @@ class Worker:
             match message:
                 case m.StartSamples():
                     self._start_episodes(message)
-                case m.AbortSamples(ids):  # takes its time: signs of life must go on meanwhile
+                case m.AbortSamples(ids):  # a task, because signs of life must continue meanwhile
                     self._start_task(self._abort, ids)
                 case m.SendTokenData(ids):
                     await self._send_token_data(ids)
@@ -202,7 +202,7 @@ class Worker:
     def _queue_for_grading(
         self, sample_id: int, episode: Episode, data: TokenData, verdict: Verdict | None
     ) -> None:
-        if np.all(data.policy_versions == self.engine.weight_version):  # then the group's version says it
+        if np.all(data.policy_versions == self.engine.weight_version):  # the same as the group's
             data = structs.replace(data, policy_versions=None)
         sample = Sample.from_data(
             data,
@@ -287,7 +287,7 @@ class Worker:
         await self.link.send(m.SamplesAborted(list(self.partials)))
 
     async def _wait_for_episodes(self) -> None:
-        """Wait until all episodes have ended. They were told to.
+        """Wait until all episodes have ended. All of them are marked as aborted.
 
         Episodes in the engine have their tokens by now and end by themselves. The others are cancelled."""
         tasks = [one.task for one in self._running.values()]

@@ -494,7 +494,7 @@ def test_ctrl_c_leaves_nothing_that_speaks_later(
     monkeypatch.setattr(sys, "unraisablehook", said.append)
 
     class Interrupted(OutOfOrder):
-        streams = False
+        supports_continuous_batching = False
 
         def poll(self, seconds: float) -> list[tuple[int, TokenData]]:
             if within == "the loop":

@@ -43,7 +43,7 @@ class OutOfOrder(TransformersEngine):
     """The transformers engine, whose answers are handed out a few at a time, in an order of chance; what is
     aborted has got half-way, or has just ended, which no later request may go on with."""
 
-    streams = True
+    supports_continuous_batching = True
     chance = random.Random(0)
     fail_after = 0  # polls; 0: never
 
