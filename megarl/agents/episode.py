@@ -167,7 +167,9 @@ class Policy:
                 self.generating = False
                 self.notify()
         if found.num_tokens:
-            self._append(found)
+            self.written.append_turn(self._observed, found)
+            self.written.journal.append(["turn", found.num_tokens, found.finish_reason])
+            self._observed = []
         if found.finish_reason == "abort":
             self.aborted = True
             self._refuse_if_aborted()
@@ -200,24 +202,6 @@ class Policy:
             None if versions is None else versions[first:],
             whole.routed_experts,
         )
-
-    def _append(self, turn: TokenData) -> None:
-        """Append what was observed since the last turn, and a new turn."""
-        written, shown = self.written, len(self._observed)
-        assert turn.policy_versions is not None
-        added: dict[str, Any] = {
-            "tokens": [*self._observed, *turn.tokens],
-            "logprobs": [*[0.0] * shown, *turn.logprobs],
-            "policy_versions": [*[turn.policy_versions[0]] * shown, *turn.policy_versions],
-            "is_sampled": [*[False] * shown, *[True] * turn.num_tokens],
-            "turn_rewards": [0.0] * (shown + turn.num_tokens),
-        }
-        for name, dtype in DTYPES.items():
-            column = np.concatenate([getattr(written, name), np.array(added[name], dtype)])
-            setattr(written, name, column)
-        self._observed = []
-        written.routed_experts = turn.routed_experts
-        written.journal.append(["turn", turn.num_tokens, turn.finish_reason])
 
     def observe(self, shown: str | Sequence[int]) -> None:
         """Show the policy something: a text, which is tokenised here and in which special tokens are plain
@@ -357,7 +341,7 @@ class Policy:
         """Return all tokens after the prompt.
 
         The finish_reason is "abort" unless the episode has `ended`. It is "abort" too if the episode has
-        caught EpisodeAborted and ended for that. There is no journal if the response is one turn without a call.
+        caught EpisodeAborted and ended for that. A response of one turn without a call has no journal.
         An aborted replay that has not reached the end of the journal returns the earlier tokens."""
         if self._to_replay and self.earlier is not None and not ended:
             return self.earlier

@@ -5,7 +5,7 @@ whose engine generated it until the rank that trains on it is known."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Literal
@@ -91,6 +91,22 @@ class TokenData(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
         columns = {name: None if column is None else column[:count] for name, column in columns.items()}
         experts = None if self.routed_experts is None else self.routed_experts[: prompt_length + count]
         return TokenData(finish_reason=self.finish_reason, routed_experts=experts, **columns)
+
+    def append_turn(self, observed: Sequence[int], turn: TokenData) -> None:
+        """Append an observation, and the turn of the policy that follows it. All columns must exist."""
+        assert turn.policy_versions is not None
+        shown = len(observed)
+        added: dict[str, Any] = {
+            "tokens": [*observed, *turn.tokens],
+            "logprobs": [*[0.0] * shown, *turn.logprobs],
+            "policy_versions": [*[turn.policy_versions[0]] * shown, *turn.policy_versions],
+            "is_sampled": [*[False] * shown, *[True] * turn.num_tokens],
+            "turn_rewards": [0.0] * (shown + turn.num_tokens),
+        }
+        for name, dtype in DTYPES.items():
+            column = np.concatenate([getattr(self, name), np.array(added[name], dtype)])
+            setattr(self, name, column)
+        self.routed_experts = turn.routed_experts
 
 
 class Sample(msgspec.Struct, array_like=True, forbid_unknown_fields=True):

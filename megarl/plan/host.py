@@ -79,7 +79,7 @@ def routed_bytes(plan: PlanInputs) -> int:
 
 def sampled_bytes(plan: PlanInputs) -> float:
     """Return the bytes of a step's responses on the ranks that sampled them, of all ranks together, until
-    they are delivered: as bodies, and packed."""
+    they are delivered: as samples, and packed."""
     return plan.step_tokens(plan.longest) * (SAMPLED + 2 * routed_bytes(plan))
 
 

@@ -9,10 +9,11 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 
 from megarl.config import errors
 from megarl.config.errors import ConfigError, EngineError, WaitTimeout
-from megarl.config.schema import Config
+from megarl.config.schema import Config, RolloutConfig
 from megarl.data.prompts import Prompt
 from megarl.data.sample import SampleGroup
 from megarl.rollout import messages as m
@@ -21,14 +22,16 @@ from megarl.rollout.dispatch import Dispatcher, GroupRequest, Slot, Status
 from megarl.rollout.responses import RolloutBatch, length_error, response_stats, source_stats
 from megarl.rollout.sampling import SamplingParams, response_seed
 
+DrawPrompts = Callable[[int], Sequence[Prompt]]
+
 
 class Controller:
     """Runs rollouts from what workers report.
 
     ranks      ranks with engines; `rollout.engine_tp` of them make one engine
-    streams    whether engines batch continuously, see RolloutEngine. Then prompts are sampled ahead while
-               groups are missing, and the rest is aborted once there are enough. Aborted prompts come first
-               in the next step; with `rollout.continue_partial` their responses continue
+    continuous_batching  whether engines have it. Then prompts are sampled ahead while groups are missing, and
+               the rest is aborted once there are enough. Aborted prompts come first in the next step; with
+               `rollout.continue_partial` their responses continue
     draw       returns the next n prompts of the training data
     surplus    accepted groups that the next step trains on
     returned   requests that the next step samples first
@@ -38,9 +41,9 @@ class Controller:
     """
 
     def __init__(
-        self, config: Config, hub: m.Hub, ranks: int, streams: bool, draw: Callable[[int], Sequence[Prompt]]
+        self, config: Config, hub: m.Hub, ranks: int, continuous_batching: bool, draw: DrawPrompts
     ) -> None:
-        self.config, self.hub, self.streams, self.draw = config, hub, streams, draw
+        self.config, self.hub, self.continuous_batching, self.draw = config, hub, continuous_batching, draw
         self.ranks_per_engine = config.rollout.engine_tp
         self.engines = ranks // self.ranks_per_engine
         self.surplus: list[SampleGroup] = []
@@ -57,10 +60,10 @@ class Controller:
         self._params, self._terms, self._window = params, terms, window
         self.dispatcher = Dispatcher(self.config, self.engines)
         self.version = -1
-        self._answers: list[m.Aborted | m.Bodies] = []
+        self._answers: list[m.SamplesAborted | m.TokenDataReply] = []
         self._is_aborting = False
         self._failures: dict[int, str] = {}  # of engines, by rank
-        self.hub.expect()
+        self.hub.reset_silence()
 
     async def collect(self, step: int) -> RolloutBatch:
         """Collect `rollout.prompts` groups for a step.
@@ -72,11 +75,7 @@ class Controller:
         Raises DataError at the limit of generation batches where the configuration says so, and the errors
         of engines and verifiers."""
         rollout = self.config.rollout
-        # No policy is trained in value pretraining (steps below 0), so nothing replays the engine's routing.
-        params = SamplingParams(
-            *(rollout.max_response_tokens, rollout.temperature, rollout.top_p, rollout.top_k, rollout.stop),
-            routing=rollout.routing_replay and step > 0,
-        )
+        params = sampling_params(rollout, step)
         if rollout.window is not None and step > 0:  # value pretraining needs whole responses
             self._start_rollout(params, window=rollout.window)
             return await self._collect_windows(step)
@@ -88,9 +87,9 @@ class Controller:
             while self.dispatcher.slots:
                 await self._handle_messages()
                 self._offer_groups(collector)
-                if self.streams and collector.missing:
+                if self.continuous_batching and collector.missing:
                     await self._dispatch(self._next_requests(step, collector, times_sampled))
-                elif self.streams:
+                elif self.continuous_batching:
                     self.returned = await self._abort() + self.returned
         for group in collector.offered:
             lengths = [r.num_sampled for r in group.samples]
@@ -103,7 +102,7 @@ class Controller:
     def _offer_groups(self, collector: GroupCollector) -> None:
         """Offer complete groups. The collector may reject some, so it may take more than it misses."""
         while groups := self.dispatcher.take_groups(
-            self.version, collector.missing if self.streams else None
+            self.version, collector.missing if self.continuous_batching else None
         ):
             collector.offer(groups)
 
@@ -111,7 +110,7 @@ class Controller:
         self, step: int, collector: GroupCollector, times_sampled: Counter[int]
     ) -> list[GroupRequest]:
         """Return requests for as many further prompts as the collector wants."""
-        if not self.streams:
+        if not self.continuous_batching:
             return self._draw(collector.next_batch(), step, times_sampled)
         groups = [group for _, group in self.dispatcher.groups(self.version)]
         complete = [group for group in groups if group is not None]
@@ -192,45 +191,50 @@ class Controller:
         prompts = {id(slot.request.prompt): slot.request.prompt for slot in slots}
         place = {key: i for i, key in enumerate(prompts)}
         whole = self.config.rollout.acts
-        questions = [m.Question.of(prompt, whole=whole) for prompt in prompts.values()]
-        work = [
-            m.Work(slot.id, place[id(slot.request.prompt)], slot.index, slot.request.seeds[slot.index])
-            for slot in slots
-        ]
-        await self._tell(engine, m.Begin(self._params, self._terms, self._window, questions, work))
+        message = m.StartSamples(
+            self._params,
+            self._terms,
+            self._window,
+            prompts=[m.PromptMessage.from_prompt(prompt, whole=whole) for prompt in prompts.values()],
+            ids=[slot.id for slot in slots],
+            prompt_positions=[place[id(slot.request.prompt)] for slot in slots],
+            indices=[slot.index for slot in slots],
+            seeds=[slot.request.seeds[slot.index] for slot in slots],
+        )
+        await self._send(engine, message)
 
-    async def _tell(self, engine: int, message: m.Message) -> None:
+    async def _send(self, engine: int, message: m.Message) -> None:
         await self.hub.send(engine * self.ranks_per_engine, message)
 
     async def _handle_messages(self) -> None:
         """Wait for messages and act on each. Note results and answers, have all ranks with engines recover
         from a failure of one, and give engines with room more work (not while aborting). Raises the error of
         any rank."""
-        messages = await self.hub.receive(m.ALIVE)
+        messages = await self.hub.receive(m.KEEP_ALIVE_SECONDS)
         for load in self.dispatcher.engines:
             load.newly_finished = 0
         for rank, message in messages:
             engine = rank // self.ranks_per_engine
             match message:
-                case m.Ended(version, samples, busy):
+                case m.SamplesFinished(version, samples, busy):
                     if self.version not in (-1, version):
                         versions = sorted((self.version, version))
                         different = f"the ranks' engines have different weight versions: {versions}"
                         raise EngineError(f"rollout: {different}")
                     self.version = version
                     self.dispatcher.finish(engine, samples, busy)
-                case m.Unseated(count):
+                case m.ToolWaitCount(count):
                     self.dispatcher.engines[engine].waiting_for_tool = count
-                case m.Failed("EngineFailure", text):
+                case m.RankFailed("EngineFailure", text):
                     self._failures[rank] = text
-                case m.Failed(error, text):
+                case m.RankFailed(error, text):
                     raise errors.error_class(error)(text)
-                case m.Aborted() | m.Bodies():
+                case m.SamplesAborted() | m.TokenDataReply():
                     self._answers.append(message)
                 case _ if isinstance(message, m.ORDERS):
                     self.orders.append(message)
         await self.hub.keep_alive()
-        if (silent := self.hub.silent(self.config.parallel.timeout)) is not None:
+        if (silent := self.hub.find_silent_rank(self.config.parallel.timeout)) is not None:
             raise WaitTimeout(self._silence(silent))
         if self._is_aborting:
             return
@@ -242,23 +246,22 @@ class Controller:
         """Have all ranks with engines start those again that have failed."""
         failures, self._failures = sorted(self._failures.items()), {}
         if failures:
-            await self.hub.send_all(m.Recover(failures))
+            await self.hub.send_all(m.RestartEngines(failures))
 
     def _silence(self, rank: int) -> str:
-        """Return what there is to say of a rank that says nothing."""
+        """Return an error message about a rank that sends nothing."""
         limit = f"has said nothing for {self.config.parallel.timeout:g} s (parallel.timeout)"
-        engine, slots = rank // self.ranks_per_engine, self.dispatcher.slots.values()
-        running = (slot for slot in slots if slot.status is Status.RUNNING and slot.engine == engine)
-        if (slot := next(running, None)) is None:
-            return f"rollout: {m.name_of(rank)} {limit}; it has no response to draw"
-        what = f"response number {slot.index} to prompt {slot.request.prompt.uid}"
-        return f"rollout: {m.name_of(rank)} {limit}; the first that it draws is {what}"
+        what = "it has no response to draw"
+        if (slot := self.dispatcher.first_running(rank // self.ranks_per_engine)) is not None:
+            uid = slot.request.prompt.uid
+            what = f"the first that it draws is response number {slot.index} to prompt {uid}"
+        return f"rollout: {m.rank_name(rank)} {limit}; {what}"
 
-    async def _ask(self, questions: Mapping[int, m.Message]) -> list[m.Aborted | m.Bodies]:
+    async def _ask(self, questions: Mapping[int, m.Message]) -> list[m.SamplesAborted | m.TokenDataReply]:
         """Return the answers of engines' leaders to what each is asked."""
         self._answers = []
         for engine, question in questions.items():
-            await self._tell(engine, question)
+            await self._send(engine, question)
         while len(self._answers) < len(questions):
             await self._handle_messages()
         return self._answers
@@ -273,8 +276,8 @@ class Controller:
                 wanted.setdefault(slot.engine, []).extend([slot.id] if keep else [])
         for engine, number in held_partials(self.returned):  # it drops what is not named
             wanted.setdefault(engine, []).append(number)
-        answers = await self._ask({engine: m.Abort(numbers) for engine, numbers in wanted.items()})
-        held = {number for answer in answers if isinstance(answer, m.Aborted) for number in answer.held}
+        answers = await self._ask({engine: m.AbortSamples(numbers) for engine, numbers in wanted.items()})
+        held = {number for answer in answers if isinstance(answer, m.SamplesAborted) for number in answer.ids}
         self._is_aborting = False
         await self._recover()
         returned = []
@@ -294,9 +297,9 @@ class Controller:
         wanted: dict[int, list[int]] = {}
         for sample in (sample for group in groups for sample in group.samples):
             wanted.setdefault(sample.owner // self.ranks_per_engine, []).append(sample.id)
-        answers = await self._ask({engine: m.Fetch(ids) for engine, ids in wanted.items()})
-        sent = [answer.data for answer in answers if isinstance(answer, m.Bodies)]
-        data_by_id = {i: data for some in sent for i, data in some.items()}
+        answers = await self._ask({engine: m.SendTokenData(ids) for engine, ids in wanted.items()})
+        replies = [answer.data.items() for answer in answers if isinstance(answer, m.TokenDataReply)]
+        data_by_id = dict(chain.from_iterable(replies))
         return [group.with_data(data_by_id) for group in groups]
 
     async def end(self, groups: Sequence[SampleGroup]) -> None:
@@ -307,7 +310,7 @@ class Controller:
         for engine, sample_id in held_partials(self.returned):
             keep.setdefault(engine * self.ranks_per_engine, []).append(sample_id)
         for rank in range(self.engines * self.ranks_per_engine):
-            await self.hub.send(rank, m.End(keep.get(rank, [])))
+            await self.hub.send(rank, m.EndRollout(keep.get(rank, [])))
 
     async def next_order(self, seconds: float) -> m.Order | None:
         """Return the trainers' next order, within `seconds`, and pass it on to the other ranks."""
@@ -320,6 +323,15 @@ class Controller:
         for rank in range(1, self.engines * self.ranks_per_engine):
             await self.hub.send(rank, order)
         return order
+
+
+def sampling_params(rollout: RolloutConfig, step: int) -> SamplingParams:
+    """Return how the responses of a step are sampled."""
+    # No policy is trained in value pretraining (steps below 0), so nothing replays the engine's routing.
+    return SamplingParams(
+        *(rollout.max_response_tokens, rollout.temperature, rollout.top_p, rollout.top_k, rollout.stop),
+        routing=rollout.routing_replay and step > 0,
+    )
 
 
 def held_partials(requests: Sequence[GroupRequest]) -> list[tuple[int, int]]:

@@ -171,6 +171,13 @@ class Dispatcher:
             del self.slots[sample.id]
         return taken
 
+    def first_running(self, engine: int) -> Slot | None:
+        """Return the running slot of an engine that was added first."""
+        for slot in self.slots.values():
+            if slot.status is Status.RUNNING and slot.engine == engine:
+                return slot
+        return None
+
     def clear(self) -> None:
         """Drop all slots, waiting ones too."""
         self.slots.clear()

@@ -1,4 +1,4 @@
-"""The client by which episodes use their worker's engine, and the coroutine that keeps the engine busy."""
+"""The coroutine of a worker that keeps the engine busy, and the client by which episodes use it."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class EngineClient:
                 if not self.engine.running:
                     self._has_requests.clear()
                     continue
-                if self.engine.streams:
+                if self.engine.supports_continuous_batching:
                     ended = await loop.run_in_executor(self.threads, self.engine.poll, POLL_SECONDS)
                 else:
                     ended = self.engine.poll(DECODE_SECONDS)
@@ -88,7 +88,7 @@ class EngineClient:
                 raise EngineError("rollout: generation was aborted, the batch is not complete")
             self.busy += time.perf_counter() - started
             self._set_answers(ended)
-            await asyncio.sleep(0 if self.engine.streams else YIELD_SECONDS)
+            await asyncio.sleep(0 if self.engine.supports_continuous_batching else YIELD_SECONDS)
 
     def _set_answers(self, ended: Sequence[tuple[int, TokenData]]) -> None:
         for key, data in ended:

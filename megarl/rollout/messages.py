@@ -1,9 +1,9 @@
-"""The messages of a rollout, and the sockets that carry them: between the controller and every rank that has
-an engine, and the trainers where they are other ranks. docs/design.md shows who says what to whom.
+"""The messages of a rollout, and the sockets that carry them.
 
-A message is a msgpack array, checked against its class when it arrives. Numbers of responses are the
-controller's, and no two responses have the same.
-"""
+They go between the controller, every rank that has an engine, and the first trainer if trainers are other
+ranks. docs/design.md shows who sends what to whom.
+A message is a msgpack array, checked against its class when it arrives. The controller gives each sample an
+id that no other sample has."""
 
 from __future__ import annotations
 
@@ -33,18 +33,21 @@ from megarl.parallel.secret import sign
 from megarl.rollout.sampling import SamplingParams
 
 TRAINER = -1  # the first trainer's number, where trainers are other ranks; ranks with engines count from 0
-ALIVE = 10.0  # seconds of silence after which an `Alive` is sent
+KEEP_ALIVE_SECONDS = 10.0  # of silence, after which a `KeepAlive` is sent
 LINGER = 5000  # milliseconds that a closed socket has for what it has not sent yet
-_DOOR = "inproc://controller"
+_INPROC_ADDRESS = "inproc://controller"
 
 
 class Message(msgspec.Struct, array_like=True, tag=True, forbid_unknown_fields=True):
-    """What one side tells the other."""
+    """The base of all messages."""
 
 
-class Question(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
-    """What a rank must know of a prompt. tokens: int32; answer, entry: as in Prompt; and the rest of it where
-    responses may have several turns. extra: JSON, as integers there may be of any size"""
+class PromptMessage(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
+    """A prompt inside a message, with the fields that the receiver needs.
+
+    tokens  int32, as bytes
+    extra   JSON, because its integers may be of any size
+    """
 
     uid: int
     tokens: bytes
@@ -56,73 +59,73 @@ class Question(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     extra: str = "{}"
 
     @staticmethod
-    def of(prompt: Prompt, *, whole: bool = False) -> Question:
-        """Return what is sent of a prompt."""
+    def from_prompt(prompt: Prompt, *, whole: bool = False) -> PromptMessage:
+        """Return what is sent of a prompt. whole: all fields, for responses of several turns"""
         needed = prompt.uid, pack(prompt.tokens, np.int32), prompt.answer, prompt.entry
         if not whole:
-            return Question(*needed)
+            return PromptMessage(*needed)
         extra = json.dumps(prompt.extra, default=str)  # a row's columns may be of any type
-        return Question(*needed, prompt.text, prompt.source, prompt.question, extra)
+        return PromptMessage(*needed, prompt.text, prompt.source, prompt.question, extra)
 
     @property
     def prompt(self) -> Prompt:
-        """Return the prompt, as far as it was sent."""
+        """Return the prompt, with the fields that were sent."""
         tokens = tuple(np.frombuffer(self.tokens, np.int32).tolist())
         rest = self.source, json.loads(self.extra), self.question, self.entry
         return Prompt(self.uid, self.text, tokens, self.answer, *rest)
 
 
-class Work(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
-    """One response to be drawn. question: its place in the message; index: its place in the group. What an
-    earlier step began lies on the rank, under the same number, and goes on."""
-
-    number: int
-    question: int
-    index: int
-    seed: int
+# In both directions.
 
 
-# Either way.
-
-
-class Alive(Message):
-    """Nothing new."""
+class KeepAlive(Message):
+    """A sign of life."""
 
 
 # The controller to a rank with an engine.
 
 
-class Begin(Message):
-    """Draw these responses beside those that you draw. terms: whether the reward's terms are wanted too;
-    window: the most tokens that each gets, and then comes back unfinished; 0: no such limit."""
+class StartSamples(Message):
+    """Generate these samples beside those that run.
+
+    Each of the last four lists has an entry per sample. The rank continues what it keeps under a sample's id.
+
+    terms             whether rewards include `reward.terms`
+    window            most new tokens of a sample, after which it comes back unfinished; 0: no limit
+    prompt_positions  of its prompt in `prompts`
+    indices           its position in its group
+    """
 
     params: SamplingParams
     terms: bool
     window: int
-    questions: list[Question]
-    work: list[Work]
+    prompts: list[PromptMessage]
+    ids: list[int]
+    prompt_positions: list[int]
+    indices: list[int]
+    seeds: list[int]
 
 
-class Abort(Message):
-    """End what runs. Of these responses, keep what there is: they go on in a later rollout."""
+class AbortSamples(Message):
+    """End all that runs. Keep the tokens of these samples: a later rollout continues them."""
 
-    numbers: list[int]
-
-
-class Fetch(Message):
-    """Send the bodies of these responses."""
-
-    numbers: list[int]
+    ids: list[int]
 
 
-class Recover(Message):
-    """Start engines again, together with all ranks that have any. failures: of each, (rank, why)."""
+class SendTokenData(Message):
+    """Send the tokens of these samples."""
+
+    ids: list[int]
+
+
+class RestartEngines(Message):
+    """Restart engines, together with all ranks that have one. failures: of each, (rank, why)"""
 
     failures: list[tuple[int, str]]
 
 
-class End(Message):
-    """The rollout has ended: come for what came of it. keep: the responses whose bodies are still wanted."""
+class EndRollout(Message):
+    """The rollout is finished; join the broadcast. keep: ids of the samples whose tokens are still needed"""
 
     keep: list[int]
 
@@ -130,105 +133,107 @@ class End(Message):
 # A rank with an engine to the controller.
 
 
-class Hello(Message):
-    """Here is this rank (or the trainers)."""
+class RankReady(Message):
+    """This rank is connected."""
 
 
-class Ended(Message):
-    """These responses have ended and are verified. version: of the engine's weights; busy: seconds in which
-    the engine had something to do since the rollout began."""
+class SamplesFinished(Message):
+    """These samples are finished and graded.
+
+    version  of the engine's weights
+    busy     seconds in which the engine had work since the rollout began
+    """
 
     version: int
     samples: list[Sample]
     busy: float
 
 
-class Unseated(Message):
-    """Of the responses that run on this rank, so many wait for a tool, an environment or an agent: the engine
-    has room for as many others."""
+class ToolWaitCount(Message):
+    """So many running episodes wait for a tool, an environment or an agent: the engine has room for more."""
 
     count: int
 
 
-class Failed(Message):
-    """The rank has met an error: the name of its class, and its text."""
+class RankFailed(Message):
+    """The rank had an error. error: name of its class"""
 
     error: str
     text: str
 
 
-class Aborted(Message):
-    """Nothing runs any more. held: the responses of `Abort` of which there is something."""
+class SamplesAborted(Message):
+    """Nothing runs any more. ids: samples of `AbortSamples` that have tokens"""
 
-    held: list[int]
+    ids: list[int]
 
 
-class Bodies(Message):
-    """What `Fetch` wanted, by number; without journals."""
+class TokenDataReply(Message):
+    """The answer to `SendTokenData`, by id, without journals."""
 
     data: dict[int, TokenData]
 
 
-# The trainers to the controller, which passes them on to all ranks with engines; one is carried out after the
-# other. And what it answers.
+# The first trainer to the controller, which passes them on to all ranks with engines. They are carried out
+# one after the other. Then the controller's replies.
 
 
-class SendReports(Message):
-    """Send what was read of the data files."""
+class SendDataReports(Message):
+    """Send the reports about the data files."""
 
 
-class Sync(Message):
+class TransferWeights(Message):
     """Take part in the transfer of the actor's weights as this version."""
 
     version: int
 
 
-class Draw(Message):
-    """Draw the responses of a step. done: the step up to which batches are needed no more."""
+class CollectRollout(Message):
+    """Collect the rollout of step `number`. done: step up to which batches are no longer needed"""
 
     stage: str
     number: int
     done: int
 
 
-class Take(Message):
-    """A checkpoint has the batch of a step already, in this folder."""
+class ReuseStoredRollout(Message):
+    """Take the batch of step `number` from this folder of a checkpoint."""
 
     source: str
     number: int
 
 
-class Continue(Message):
-    """Forget what was recorded after a step; 0: all."""
+class RewindTo(Message):
+    """Drop what was recorded after a step; 0: all."""
 
     step: int
     stage: str
 
 
-class Load(Message):
-    """Continue from what a snapshot gave, as JSON."""
+class LoadState(Message):
+    """Continue from the state of a checkpoint, as JSON."""
 
     state: str
 
 
-class Evaluate(Message):
+class RunEvaluation(Message):
     """Answer the held-out problems that are due after a step."""
 
     step: int
 
 
-class Leave(Message):
+class Shutdown(Message):
     """The run has ended."""
 
 
-class Reports(Message):
-    """What was read of the data files."""
+class DataReports(Message):
+    """The reports about the data files, by key."""
 
     reports: dict[str, ReadReport]
 
 
-class Drawn(Message):
-    """The batch of a step is in its folder."""
+class RolloutStored(Message):
+    """The batch of step `number` is in its folder."""
 
     stage: str
     number: int
@@ -237,25 +242,48 @@ class Drawn(Message):
     events: list[str]
 
 
-class Evaluated(Message):
+class EvaluationScores(Message):
     """The scores, and every answer."""
 
     stats: dict[str, int | float]
     answers: list[dict[str, Any]]
 
 
-ORDERS = (SendReports, Sync, Draw, Take, Continue, Load, Evaluate, Leave)
-Order = SendReports | Sync | Draw | Take | Continue | Load | Evaluate | Leave
-
-
-ENGINES = (Alive, Hello, Ended, Unseated, Failed, Aborted, Bodies)  # what a rank with an engine may send
-Answer = Reports | Drawn | Evaluated
-encoded = encode
-_decode = msgspec.msgpack.Decoder(
-    Order | Alive | Begin | Abort | Fetch | Recover | End | Hello | Ended | Unseated | Failed | Aborted
-    | Bodies | Answer,
-    dec_hook=from_plain,
-).decode  # fmt: skip
+ORDERS = (
+    SendDataReports,
+    TransferWeights,
+    CollectRollout,
+    ReuseStoredRollout,
+    RewindTo,
+    LoadState,
+    RunEvaluation,
+    Shutdown,
+)
+Order = (
+    SendDataReports
+    | TransferWeights
+    | CollectRollout
+    | ReuseStoredRollout
+    | RewindTo
+    | LoadState
+    | RunEvaluation
+    | Shutdown
+)
+# What a rank with an engine may send.
+REPORTS = (
+    KeepAlive,
+    RankReady,
+    SamplesFinished,
+    ToolWaitCount,
+    RankFailed,
+    SamplesAborted,
+    TokenDataReply,
+)
+Answer = DataReports | RolloutStored | EvaluationScores
+_ToRank = KeepAlive | StartSamples | AbortSamples | SendTokenData | RestartEngines | EndRollout
+_FromRank = RankReady | SamplesFinished | ToolWaitCount | RankFailed | SamplesAborted | TokenDataReply
+encode_message = encode
+_decode = msgspec.msgpack.Decoder(Order | _ToRank | _FromRank | Answer, dec_hook=from_plain).decode
 
 
 def pack(numbers: Iterable[float], kind: Any) -> bytes:
@@ -263,7 +291,7 @@ def pack(numbers: Iterable[float], kind: Any) -> bytes:
     return np.array(numbers, dtype=kind).tobytes()
 
 
-def decoded(sender: str, data: bytes) -> Message:
+def decode_message(sender: str, data: bytes) -> Message:
     """Return the message. Raises EngineError where it is none."""
     try:
         message: Message = _decode(data)
@@ -310,9 +338,9 @@ class Hub:
     It takes a message only over a connection with the key of the rank that the message names, and only if
     such a rank may send it. Other messages are dropped.
 
-    address  where ranks in other processes connect; "": nowhere
-    heard    by number, when somebody last said something
-    dropped  how many messages were dropped, by the reason"""
+    address     where ranks in other processes connect; "": nowhere
+    last_heard  by rank, time of its last message
+    dropped     how many messages were dropped, by the reason"""
 
     def __init__(self, context: zmq.asyncio.Context, host: str, ranks: int) -> None:
         """Listen for `ranks` ranks with engines, and the trainers.
@@ -335,22 +363,22 @@ class Hub:
             _set(self.socket, zmq.ZAP_DOMAIN, b"ranks", zmq.ZAP_ENFORCE_DOMAIN, 1)  # nobody without the guard
             self.socket.bind(f"tcp://[{host}]:*" if ":" in host else f"tcp://{host}:*")
             self.address = bytes(self.socket.last_endpoint).rstrip(b"\0").decode()  # type: ignore[arg-type]
-        self.socket.bind(_DOOR)
+        self.socket.bind(_INPROC_ADDRESS)
         self._incoming = _Incoming(self.socket)
-        self.heard: dict[int, float] = {}
-        self._told: dict[int, float] = {}
+        self.last_heard: dict[int, float] = {}
+        self._last_sent: dict[int, float] = {}
 
     async def send(self, number: int, message: Message) -> None:
         """Send a message; never waits for it to be read."""
-        self._told[number] = time.monotonic()
+        self._last_sent[number] = time.monotonic()
         try:
-            await self.socket.send_multipart([str(number).encode(), encoded(message)])
+            await self.socket.send_multipart([str(number).encode(), encode_message(message)])
         except zmq.ZMQError as error:
-            raise WaitTimeout(f"rollout: {name_of(number)} cannot be reached any more: {error}") from None
+            raise WaitTimeout(f"rollout: {rank_name(number)} cannot be reached any more: {error}") from None
 
     async def send_all(self, message: Message) -> None:
         """Send a message to every rank with an engine."""
-        for number in [number for number in self.heard if number != TRAINER]:
+        for number in [number for number in self.last_heard if number != TRAINER]:
             await self.send(number, message)
 
     async def receive(self, seconds: float) -> list[tuple[int, Message]]:
@@ -360,10 +388,10 @@ class Hub:
         while (parts := await self._incoming.wait(0.0 if found else seconds)) is not None:
             message = self._accept(parts)
             if message is not None:
-                self.heard[message[0]] = time.monotonic()
+                self.last_heard[message[0]] = time.monotonic()
                 found.append(message)
-        if time.monotonic() - began > seconds + ALIVE:
-            self.expect()  # this process stood still, as in a recovery of all ranks: nobody else's silence
+        if time.monotonic() - began > seconds + KEEP_ALIVE_SECONDS:
+            self.reset_silence()  # this process stood still, as in a recovery of all ranks
         return found
 
     def callback(self, domain: str, key: bytes) -> bool:
@@ -381,9 +409,9 @@ class Hub:
         if number is None or len(parts) != 2 or key != self._keys.get(number, ""):
             self._drop("a message whose sender's key is not that of the rank it names")
             return None
-        message = decoded(name_of(number), parts[1].bytes)
-        if not isinstance(message, ORDERS if number == TRAINER else ENGINES):
-            self._drop(f"{type(message).__name__} from {name_of(number)}, which may not send it")
+        message = decode_message(rank_name(number), parts[1].bytes)
+        if not isinstance(message, ORDERS if number == TRAINER else REPORTS):
+            self._drop(f"{type(message).__name__} from {rank_name(number)}, which may not send it")
             return None
         return number, message
 
@@ -395,28 +423,28 @@ class Hub:
             print(line, file=sys.stderr, flush=True)
         return False
 
-    async def meet(self, ranks: int, limit: float) -> None:
-        """Wait until so many ranks with engines have said hello. Raises WaitTimeout after `limit` seconds."""
+    async def wait_for_ranks(self, ranks: int, limit: float) -> None:
+        """Wait until so many ranks with engines are connected. Raises WaitTimeout after `limit` seconds."""
         end = time.monotonic() + limit
-        while missing := set(range(ranks)) - self.heard.keys():
+        while missing := set(range(ranks)) - self.last_heard.keys():
             if time.monotonic() > end:
-                raise WaitTimeout(f"rollout: {name_of(min(missing))} has not connected within {limit:g} s")
+                raise WaitTimeout(f"rollout: {rank_name(min(missing))} has not connected within {limit:g} s")
             await self.receive(1.0)
 
-    def expect(self) -> None:
-        """Begin to count the seconds of silence of all ranks with engines now."""
-        for number in self.heard:
-            self.heard[number] = time.monotonic()
+    def reset_silence(self) -> None:
+        """Count the silence of all ranks from now on."""
+        for number in self.last_heard:
+            self.last_heard[number] = time.monotonic()
 
     async def keep_alive(self) -> None:
-        """Tell those to whom nothing was said for a while that all is well."""
-        for number in list(self.heard):
-            if number != TRAINER and time.monotonic() - self._told.get(number, 0.0) > ALIVE:
-                await self.send(number, Alive())
+        """Send a `KeepAlive` to each rank to which nothing was sent for a while."""
+        for number in list(self.last_heard):
+            if number != TRAINER and time.monotonic() - self._last_sent.get(number, 0.0) > KEEP_ALIVE_SECONDS:
+                await self.send(number, KeepAlive())
 
-    def silent(self, limit: float) -> int | None:
-        """Return a rank that has said nothing for more than `limit` seconds."""
-        late = [n for n, at in self.heard.items() if n != TRAINER and time.monotonic() - at > limit]
+    def find_silent_rank(self, limit: float) -> int | None:
+        """Return a rank that has sent nothing for more than `limit` seconds; None if there is none."""
+        late = [n for n, at in self.last_heard.items() if n != TRAINER and time.monotonic() - at > limit]
         return min(late, default=None)
 
     def close(self) -> None:
@@ -440,30 +468,30 @@ class Link:
             server = curve_keys("controller")[0]
             _set(self.socket, zmq.CURVE_SERVERKEY, server, zmq.CURVE_PUBLICKEY, public)
             _set(self.socket, zmq.CURVE_SECRETKEY, secret, zmq.IPV6, int("[" in address))
-        self.socket.connect(_DOOR if here else address)
+        self.socket.connect(_INPROC_ADDRESS if here else address)
         self._incoming = _Incoming(self.socket)
-        self.told = time.monotonic()
+        self.last_sent = time.monotonic()
 
     async def send(self, message: Message) -> None:
         """Send a message; never waits for it to be read."""
-        self.told = time.monotonic()
-        await self.socket.send(encoded(message))
+        self.last_sent = time.monotonic()
+        await self.socket.send(encode_message(message))
 
     async def receive(self, seconds: float) -> Message | None:
         """Return the next message; None where there is none within `seconds`."""
         parts = await self._incoming.wait(seconds)
-        return None if parts is None else decoded("the controller", parts[0].bytes)
+        return None if parts is None else decode_message("the controller", parts[0].bytes)
 
     def close(self) -> None:
         self._incoming.close()
 
 
-def name_of(number: int) -> str:
-    """Return who has a number, for messages."""
+def rank_name(number: int) -> str:
+    """Return the name of a rank for messages to users."""
     return "the first trainer" if number == TRAINER else f"engine rank {number}"
 
 
-def address_here() -> str:
+def own_address() -> str:
     """Return the address of this machine that the job's other machines know; "" for a job of one process."""
     master, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT", "1")
     if not master or os.environ.get("WORLD_SIZE", "1") == "1":

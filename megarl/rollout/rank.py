@@ -47,7 +47,7 @@ class RolloutOutcome(msgspec.Struct, array_like=True):
     seconds  of the controller's rank
     """
 
-    prompts: list[m.Question | None]
+    prompts: list[m.PromptMessage | None]
     samples: list[list[Sample]]
     policy_versions: list[int]
     stats: dict[str, int | float]
@@ -93,7 +93,7 @@ class RolloutRank:
         self.controller: Controller | None = None
         if ranks.rank == 0:
             hub = self._run(self._listen(ranks.world))
-            self.controller = Controller(config, hub, ranks.world, engine.streams, draw)
+            self.controller = Controller(config, hub, ranks.world, engine.supports_continuous_batching, draw)
             self.address = hub.address
         self.address = from_rank_0(ranks, self.address if self.controller else "", str)
         self._run(self._connect())
@@ -116,13 +116,13 @@ class RolloutRank:
             raise EngineError(f"{self.worker.key}: {what} (raise an error there)") from error
 
     async def _listen(self, ranks: int) -> m.Hub:
-        return m.Hub(self._context, m.address_here(), ranks)
+        return m.Hub(self._context, m.own_address(), ranks)
 
     async def _connect(self) -> None:
         self.link = m.Link(self._context, self.address, self.ranks.rank, here=self.controller is not None)
-        await self.link.send(m.Hello())
+        await self.link.send(m.RankReady())
         if self.controller is not None:
-            await self.controller.hub.meet(self.ranks.world, self.config.parallel.timeout)
+            await self.controller.hub.wait_for_ranks(self.ranks.world, self.config.parallel.timeout)
 
     def collect(self, step: int, shown: int = 0) -> RolloutBatch:
         """Collect the groups of a step, see Controller.collect. An error is raised on every rank.
@@ -149,7 +149,7 @@ class RolloutRank:
         self, requests: Sequence[GroupRequest], params: SamplingParams, *, whole: bool = False
     ) -> list[SampleGroup]:
         """Return one group per request, in their order, without the terms of the reward. whole: with all
-        bodies on rank 0"""
+        tokens on rank 0"""
 
         async def decide(controller: Controller) -> tuple[list[SampleGroup], list[SampleGroup]]:
             groups = await controller.generate(requests, params)
@@ -188,7 +188,7 @@ class RolloutRank:
         decide: what the controller does. It returns a result, and the groups that all ranks get
         prompts: of these groups, where all ranks know them; else empty
 
-        Return the result on rank 0, the outcome, and the groups with those bodies that lie on this rank.
+        Return the result on rank 0, the outcome, and the groups with the tokens that lie on this rank.
         Raise an error of the controller on every rank."""
         started = time.perf_counter()
         decided = self._run(self._serve(decide))
@@ -232,7 +232,7 @@ class RolloutRank:
         prompts = [
             None
             if known
-            else m.Question(
+            else m.PromptMessage(
                 group.prompt.uid, m.pack(group.prompt.tokens, np.int32), "", "", source=group.prompt.source
             )
             for group in groups

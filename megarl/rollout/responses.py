@@ -251,8 +251,9 @@ class RolloutBatch:
         return self.groups[: max(2, math.ceil(limit / len(self.groups[0].samples)))] if limit else []
 
     def records(self, tokenizer: Any, limit: int) -> dict[int, SampleRecord]:
-        """Return at most `limit` responses of the first groups, as `choose_samples` takes them, by their row
-        of the batch; none that goes on in the next step. The bodies of `shown_groups` must be here."""
+        """Return at most `limit` samples of the first groups for people to read, by their row of the batch.
+
+        `choose_samples` chooses them among the finished ones. The tokens of `shown_groups` must be here."""
         found: list[SampleRecord] = []
         for group in self.shown_groups(limit):
             found += [
@@ -376,7 +377,7 @@ class Scores:
 
 @dataclass
 class EvaluationResult:
-    """The sets of problems that were evaluated, each with the answers to it, whose bodies are on rank 0."""
+    """The sets of problems that were evaluated, each with the answers to it, whose tokens are on rank 0."""
 
     sets: list[tuple[ProblemSet, list[SampleGroup]]]
 
@@ -414,7 +415,7 @@ class EvaluationResult:
         return [{**row, "set": one.name or None} for one, some in self.sets for row in Scores(some).table()]
 
     def answers(self, tokenizer: Any) -> Iterator[dict[str, Any]]:
-        """Yield every answer with its text, decoded on demand: on rank 0, where all bodies are."""
+        """Yield every answer with its text, decoded on demand: on rank 0, where all tokens are."""
         for one, group in ((one, group) for one, groups in self.sets for group in groups):
             for i, (r, text) in enumerate(group.texts(tokenizer)):
                 yield {

@@ -1,6 +1,6 @@
 """The worker of a rank: runs the episodes that the controller (controller.py) assigns to its engine.
 
-Three coroutines run beside each other: episodes here, engine_client.py keeps the engine busy, grading.py
+Three coroutines run at the same time: episodes here, engine_client.py keeps the engine busy, grading.py
 grades finished samples. User code runs only here. The worker keeps the tokens of its samples, and sends the
 samples without them to the controller. The other ranks of an engine only help to start it again."""
 
@@ -128,51 +128,52 @@ class Worker:
         try:
             await job(*arguments)
         except MegarlError as error:
-            await self.link.send(m.Failed(type(error).__name__, str(error)))
+            await self.link.send(m.RankFailed(type(error).__name__, str(error)))
 
     async def _follow_controller(self) -> None:
         """Act on the controller's messages until the last one, and send signs of life."""
         heard, limit = time.monotonic(), self.config.parallel.timeout
         while True:
-            message = await self.link.receive(m.ALIVE)
-            if time.monotonic() - self.link.told > m.ALIVE:
-                await self.link.send(m.Alive())
+            message = await self.link.receive(m.KEEP_ALIVE_SECONDS)
+            if time.monotonic() - self.link.last_sent > m.KEEP_ALIVE_SECONDS:
+                await self.link.send(m.KeepAlive())
             if message is not None:
                 heard = time.monotonic()
             elif time.monotonic() - heard > limit:
                 silence = f"nothing for {limit:g} s (parallel.timeout)"
                 raise WaitTimeout(f"rollout: engine rank {self.rank} has heard from the controller {silence}")
             match message:
-                case m.Begin():
+                case m.StartSamples():
                     self._start_episodes(message)
-                case m.Abort(numbers):  # takes its time: signs of life must go on meanwhile
-                    self._start_task(self._abort, numbers)
-                case m.Fetch(numbers):
-                    await self._send_token_data(numbers)
-                case m.Recover(failures):
+                case m.AbortSamples(ids):  # a task, because signs of life must continue meanwhile
+                    self._start_task(self._abort, ids)
+                case m.SendTokenData(ids):
+                    await self._send_token_data(ids)
+                case m.RestartEngines(failures):
                     self._recover(failures)
                     heard = time.monotonic()
-                case m.End(keep):
+                case m.EndRollout(keep):
                     await self._end(set(keep))
                     return
 
     # Episodes
 
-    def _start_episodes(self, message: m.Begin) -> None:
+    def _start_episodes(self, message: m.StartSamples) -> None:
         self.grader.max_tokens, self.grader.with_terms = message.params.max_tokens, message.terms
-        prompts = [question.prompt for question in message.questions]
-        for work in message.work:
+        prompts = [sent.prompt for sent in message.prompts]
+        columns = zip(message.ids, message.prompt_positions, message.indices, message.seeds, strict=True)
+        for sample_id, position, index, seed in columns:
             episode = self.runner.start(
-                prompts[work.question],
+                prompts[position],
                 self.client,
-                work.seed,
+                seed,
                 message.params,
-                self.partials.pop(work.number, None),
+                self.partials.pop(sample_id, None),
                 message.window,
                 self._tool_waits_changed.set,
             )
-            task = asyncio.create_task(self._send_errors(self._run, work.number, episode))
-            self._running[work.number] = RunningEpisode(episode, work.index, time.monotonic(), task)
+            task = asyncio.create_task(self._send_errors(self._run, sample_id, episode))
+            self._running[sample_id] = RunningEpisode(episode, index, time.monotonic(), task)
             # Not in the group itself, which would wait for ever for an episode that cannot be cancelled.
             self._tasks.append(self._group.create_task(_wait_for(task)))
 
@@ -201,7 +202,7 @@ class Worker:
     def _queue_for_grading(
         self, sample_id: int, episode: Episode, data: TokenData, verdict: Verdict | None
     ) -> None:
-        if np.all(data.policy_versions == self.engine.weight_version):  # then the group's version says it
+        if np.all(data.policy_versions == self.engine.weight_version):  # the same as the group's
             data = structs.replace(data, policy_versions=None)
         sample = Sample.from_data(
             data,
@@ -225,12 +226,12 @@ class Worker:
     # Reports to the controller
 
     async def _report_failure(self, failure: EngineFailure) -> None:
-        await self.link.send(m.Failed(type(failure).__name__, str(failure)))
+        await self.link.send(m.RankFailed(type(failure).__name__, str(failure)))
 
     async def _report_graded(self, samples: Sequence[Sample]) -> None:
         self.graded |= {sample.id: sample for sample in samples}
         without_data = [sample.with_data(None) for sample in samples]
-        await self.link.send(m.Ended(self.engine.weight_version, without_data, self.client.busy))
+        await self.link.send(m.SamplesFinished(self.engine.weight_version, without_data, self.client.busy))
 
     async def _report_tool_waits(self) -> None:
         """Report how many episodes wait for something other than the engine, so that it gets others.
@@ -243,12 +244,14 @@ class Worker:
             waiting = sum(not one.episode.in_engine for one in self._running.values())
             if abs(waiting - reported) > len(self._running) // 16:
                 reported = waiting
-                await self.link.send(m.Unseated(reported))
+                await self.link.send(m.ToolWaitCount(reported))
 
     async def _send_token_data(self, ids: Iterable[int]) -> None:
         """Send the tokens of samples, without journals."""
         found = {i: data for i in ids if (data := self.graded[i].data) is not None}
-        await self.link.send(m.Bodies({i: structs.replace(data, journal=[]) for i, data in found.items()}))
+        await self.link.send(
+            m.TokenDataReply({i: structs.replace(data, journal=[]) for i, data in found.items()})
+        )
 
     # The end
 
@@ -281,10 +284,10 @@ class Worker:
         if failure is not None:
             self.client.recovered.clear()
             await self._report_failure(failure)
-        await self.link.send(m.Aborted(list(self.partials)))
+        await self.link.send(m.SamplesAborted(list(self.partials)))
 
     async def _wait_for_episodes(self) -> None:
-        """Wait until all episodes have ended. They were told to.
+        """Wait until all episodes have ended. All of them are marked as aborted.
 
         Episodes in the engine have their tokens by now and end by themselves. The others are cancelled."""
         tasks = [one.task for one in self._running.values()]

@@ -76,7 +76,7 @@ class ControllerLink:
         found = None
         if self.runtime.rank == 0:
             found = self._loop.run_until_complete(self._next(seconds))
-        brief = msgspec.structs.replace(found, answers=[]) if isinstance(found, m.Evaluated) else found
+        brief = msgspec.structs.replace(found, answers=[]) if isinstance(found, m.EvaluationScores) else found
         heard: m.Message | None = from_rank_0(self.runtime, brief, m.Answer | None)
         return found or heard
 
@@ -86,7 +86,7 @@ class ControllerLink:
         while self._link is None:
             if store.has(ADDRESS):
                 self._link = m.Link(self._context, store.get(ADDRESS), m.TRAINER)
-                await self._link.send(m.SendReports())
+                await self._link.send(m.SendDataReports())
             elif time.monotonic() > end:
                 return None
             await asyncio.sleep(LOOK)
@@ -125,7 +125,7 @@ class GenerationApart(BatchSource):
         self._answers: list[Any] = []
         self._waited = 0.0
         self._last = PRETRAINING, 0  # stage and number of the rollout that was asked for last
-        self.reports = self._hear(m.Reports).reports
+        self.reports = self._hear(m.DataReports).reports
 
     @property
     def depths(self) -> dict[str, Callable[[], int | str]]:
@@ -148,12 +148,14 @@ class GenerationApart(BatchSource):
         if answer is None:
             return False
         self._answers.append(answer)
-        if isinstance(answer, m.Drawn) and answer.stage != PRETRAINING:
+        if isinstance(answer, m.RolloutStored) and answer.stage != PRETRAINING:
             self.drawn = answer.number
         return True
 
     def _order(self, order: m.Order) -> None:
-        if isinstance(order, m.Take) or (isinstance(order, m.Draw) and order.stage == TRAIN):
+        if isinstance(order, m.ReuseStoredRollout) or (
+            isinstance(order, m.CollectRollout) and order.stage == TRAIN
+        ):
             self.ordered = order.number
         self._link.send(order)
 
@@ -175,7 +177,7 @@ class GenerationApart(BatchSource):
         """Transfer the version that is due; return the transfer's metrics. The actor's weights must be on the
         device."""
         assert self.pending is not None
-        self._order(m.Sync(self.pending))
+        self._order(m.TransferWeights(self.pending))
         metrics = self.weight_sync.sync(self.pending).metrics()
         self.pending, due, self._due = None, self._due, []
         for order in due:
@@ -192,24 +194,24 @@ class GenerationApart(BatchSource):
         for number in range(done + 1, min(done + 1 + self.ahead, self.steps) + 1):
             kept = None if checkpoint is None else checkpoint / BATCHES / FOLDER.format(number)
             if kept is not None and from_rank_0(self.runtime, kept.exists(), bool):
-                self._order(m.Take(str(kept), number))
+                self._order(m.ReuseStoredRollout(str(kept), number))
             else:
-                self._order(m.Draw(TRAIN, number, done))
+                self._order(m.CollectRollout(TRAIN, number, done))
 
     def draw_next(self, done: int, unfinished: int | None) -> None:
         """Have the step drawn for which the weights after step `done` are meant. unfinished: the step of a
         checkpoint that is not whole yet, and needs the batches after it."""
         number, kept = done + 1 + self.ahead, done if unfinished is None else min(done, unfinished)
         if number <= self.steps:
-            order = m.Draw(TRAIN, number, kept)
+            order = m.CollectRollout(TRAIN, number, kept)
             self._due.append(order) if self.pending is not None else self._order(order)
 
     def rollout(self, stage: str, number: int) -> Rollout:
         """Return a step's rollout once it has been drawn. Value pretraining is in turn: it is drawn now."""
         self._last = stage, number
         if stage == PRETRAINING:
-            self._order(m.Draw(stage, number, 0))
-        told = self._hear(m.Drawn, stage, number)
+            self._order(m.CollectRollout(stage, number, 0))
+        told = self._hear(m.RolloutStored, stage, number)
         visible(self._path(stage, number), VISIBLE)
         # Its files are shared out among the trainers, who deliver it.
         batch, state = read_rollout(self._folder(stage), number, self.runtime)
@@ -228,8 +230,8 @@ class GenerationApart(BatchSource):
 
     def evaluate(self, step: int) -> tuple[dict[str, float], Any]:
         """Have the problems answered with the weights that were published last; see Generation.evaluate."""
-        self._order(m.Evaluate(step))
-        told = self._hear(m.Evaluated)
+        self._order(m.RunEvaluation(step))
+        told = self._hear(m.EvaluationScores)
         return told.stats, told.answers
 
     def take_waited(self) -> float:
@@ -250,11 +252,11 @@ class GenerationApart(BatchSource):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from what `join` gave."""
-        self._order(m.Load(json.dumps(state)))
+        self._order(m.LoadState(json.dumps(state)))
 
     def continue_after(self, step: int, stage: str) -> None:
         """Have the others drop what they have recorded after a step; 0 where the run begins anew."""
-        self._order(m.Continue(step, stage))
+        self._order(m.RewindTo(step, stage))
 
     def files(self, step: int) -> list[Path]:
         """Return the batches that a checkpoint after `step` holds, once they are there; called in a
@@ -270,7 +272,7 @@ class GenerationApart(BatchSource):
 
     def close(self) -> None:
         """Let the ranks with engines go."""
-        self._order(m.Leave())
+        self._order(m.Shutdown())
         self._link.close()
 
 
@@ -327,13 +329,13 @@ class EngineRank:
             match trainers.next_order(SLICE):
                 case None:
                     continue
-                case m.SendReports():
-                    trainers.answer(m.Reports(dict(generation.reports)))
-                case m.Sync(version):
+                case m.SendDataReports():
+                    trainers.answer(m.DataReports(dict(generation.reports)))
+                case m.TransferWeights(version):
                     enter("weight_transfer", TRAIN, version)
                     with profiler.phase("weight_transfer"):
                         self.weight_sync.sync(version)
-                case m.Draw(stage, number, done):
+                case m.CollectRollout(stage, number, done):
                     enter("rollout", stage, number)
                     started = time.perf_counter()
                     with profiler.step(stage, number), profiler.phase("rollout"):
@@ -345,8 +347,8 @@ class EngineRank:
                         metrics["rollout/reused"] = found.metrics["rollout/reused"]
                     elif ranks.rank == 0 and not config.checkpoint.rollouts:
                         remove(folder, 0, done)
-                    trainers.answer(m.Drawn(stage, number, metrics, found.errors, events))
-                case m.Take(source, number):
+                    trainers.answer(m.RolloutStored(stage, number, metrics, found.errors, events))
+                case m.ReuseStoredRollout(source, number):
                     failure, place = None, folder / FOLDER.format(number)
                     try:
                         if ranks.rank == 0:
@@ -361,16 +363,18 @@ class EngineRank:
                     if (failure := from_rank_0(ranks, failure, StorageError | None)) is not None:
                         raise failure
                     state = read_manifest(stored(Path(source).parent, number))["state"]
-                    trainers.answer(m.Drawn(TRAIN, number, {"inside/rollout": 0.0}, state["errors"], []))
-                case m.Continue(step, stage):
+                    trainers.answer(
+                        m.RolloutStored(TRAIN, number, {"inside/rollout": 0.0}, state["errors"], [])
+                    )
+                case m.RewindTo(step, stage):
                     timeline.truncate_after(step, stage) if step else timeline.clear()
-                case m.Load(state):
+                case m.LoadState(state):
                     generation.load_state_dict(json.loads(state))
-                case m.Evaluate(step):
+                case m.RunEvaluation(step):
                     enter("evaluation")
                     stats, answers = generation.evaluate(step)
-                    trainers.answer(m.Evaluated(stats, list(answers) if ranks.rank == 0 else []))
-                case m.Leave():
+                    trainers.answer(m.EvaluationScores(stats, list(answers) if ranks.rank == 0 else []))
+                case m.Shutdown():
                     timeline.close()
                     return
             timeline.waited(generation.take_waited())

@@ -442,7 +442,7 @@ def test_who_waits_for_verdicts_at_an_abort_is_not_silent(
     WAIT.clear()
     TOGETHER[:] = [asyncio.Barrier(4)]
     monkeypatch.setattr(Right, "verify", verify)
-    monkeypatch.setattr("megarl.rollout.messages.ALIVE", 0.5)
+    monkeypatch.setattr("megarl.rollout.messages.KEEP_ALIVE_SECONDS", 0.5)
     rollout = {"dynamic_sampling": DYNAMIC}
     assert len(drawn(folder, "is_judged_late", OutOfOrder, rollout=rollout, parallel={"timeout": 6.0})) == 4
     assert len(WAIT) > 1
@@ -494,7 +494,7 @@ def test_ctrl_c_leaves_nothing_that_speaks_later(
     monkeypatch.setattr(sys, "unraisablehook", said.append)
 
     class Interrupted(OutOfOrder):
-        streams = False
+        supports_continuous_batching = False
 
         def poll(self, seconds: float) -> list[tuple[int, TokenData]]:
             if within == "the loop":

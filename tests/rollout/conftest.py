@@ -80,7 +80,7 @@ def experience_of(batch: RolloutBatch) -> Experience:
 @pytest.fixture(autouse=True)
 def on_loopback(monkeypatch):
     """Ranks that are threads reach each other as processes of one machine do."""
-    monkeypatch.setattr("megarl.rollout.messages.address_here", lambda: "127.0.0.1")
+    monkeypatch.setattr("megarl.rollout.messages.own_address", lambda: "127.0.0.1")
     monkeypatch.setattr("megarl.parallel.secret._secret", bytes(32))
 
 

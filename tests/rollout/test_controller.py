@@ -39,7 +39,7 @@ from megarl.rollout import engine_client
 from megarl.rollout.controller import Controller
 from megarl.rollout.dispatch import Dispatcher, GroupRequest
 from megarl.rollout.engines.transformers_engine import TransformersEngine
-from megarl.rollout.messages import Hello, Hub, Link
+from megarl.rollout.messages import Hub, Link, RankReady
 from megarl.rollout.rank import RolloutRank
 from megarl.rollout.responses import RolloutBatch
 from megarl.rollout.sampling import SamplingParams, response_seed
@@ -192,7 +192,7 @@ def test_any_split_of_the_work_gives_the_same_run(
     single = settings_.model_copy(update={"rollout": settings_.rollout.model_copy(update={"engine_tp": 1})})
     alone = run_ranks(world, single, 1, steps=3)[0]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("megarl.rollout.messages.ALIVE", 0.01)  # those who wait hear all the time
+        patch.setattr("megarl.rollout.messages.KEEP_ALIVE_SECONDS", 0.01)  # those who wait hear all the time
         found = run_ranks(world, settings_, ranks, steps=3)
     for batches in found:
         assert [facts(batch) for batch in batches] == [facts(batch) for batch in alone]
@@ -540,7 +540,7 @@ def test_a_silent_rank_is_reported_with_what_is_waited_for(world, monkeypatch):
         return silence(self, rank)
 
     # Long enough for rank 1 to read the controller's messages after its engine continues.
-    monkeypatch.setattr("megarl.rollout.messages.ALIVE", 0.5)
+    monkeypatch.setattr("megarl.rollout.messages.KEEP_ALIVE_SECONDS", 0.5)
     monkeypatch.setattr(engine, "poll", hangs)
     monkeypatch.setattr(Controller, "_silence", told)
     what = "rollout: engine rank 1 has said nothing for 6 s (parallel.timeout); "
@@ -562,7 +562,7 @@ def test_a_controller_that_is_not_heard_of_is_reported(world, monkeypatch):
         finally:
             ended.set()
 
-    monkeypatch.setattr("megarl.rollout.messages.ALIVE", 0.01)
+    monkeypatch.setattr("megarl.rollout.messages.KEEP_ALIVE_SECONDS", 0.01)
     first, second = run_ranks(world, config(parallel={"timeout": 1}), 2, steps=0, act=act)
     what = "rollout: engine rank 1 has heard from the controller nothing for 1 s (parallel.timeout)"
     assert first is None and isinstance(second, WaitTimeout) and str(second) == what
@@ -574,8 +574,8 @@ def test_a_rank_that_never_connects_is_named():
         hub = Hub(context, "", 2)
         link = Link(context, hub.address, 0, here=True)
         try:
-            await link.send(Hello())
-            await hub.meet(2, 0.5)
+            await link.send(RankReady())
+            await hub.wait_for_ranks(2, 0.5)
         finally:
             link.close()
             hub.close()

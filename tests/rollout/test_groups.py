@@ -313,8 +313,8 @@ def test_samples_and_tokens_survive_the_wire():
     for one in (*of_turns(1).samples, *of_turns(2, reward=False).samples, *group(3, 1).samples):
         sent = msgspec.msgpack.encode(one.with_data(None))
         assert msgspec.msgpack.decode(sent, type=Sample) == one.with_data(None)
-        told = m.decoded("rank 1", m.encoded(m.Bodies({5: one.data})))
-        assert isinstance(told, m.Bodies) and told.data[5] == one.data
+        told = m.decode_message("rank 1", m.encode_message(m.TokenDataReply({5: one.data})))
+        assert isinstance(told, m.TokenDataReply) and told.data[5] == one.data
         for name, column in structs.asdict(one.data).items():
             assert column is None or getattr(column, "dtype", 0) == getattr(
                 getattr(told.data[5], name), "dtype", 0
@@ -368,7 +368,11 @@ def test_a_rows_other_columns_reach_whoever_draws() -> None:
     """Integers of any size, half of a surrogate pair, and what JSON does not know."""
     extra = {"n": 10**30, "half": "\ud800", "day": date(2026, 11, 25), "raw": b"x", "a": {"b": [1, None]}}
     prompt = Prompt(7, "a", (1, 2), "3", "sums", extra, "q", "e")
-    sent = m.encoded(m.Begin(SamplingParams(1), True, 0, [m.Question.of(prompt, whole=True)], []))
-    begin = m.decoded("the controller", sent)
-    assert isinstance(begin, m.Begin)
-    assert begin.questions[0].prompt == replace(prompt, extra=extra | {"day": "2026-11-25", "raw": "b'x'"})
+    sent = m.encode_message(
+        m.StartSamples(
+            SamplingParams(1), True, 0, [m.PromptMessage.from_prompt(prompt, whole=True)], [], [], [], []
+        )
+    )
+    begin = m.decode_message("the controller", sent)
+    assert isinstance(begin, m.StartSamples)
+    assert begin.prompts[0].prompt == replace(prompt, extra=extra | {"day": "2026-11-25", "raw": "b'x'"})

@@ -43,7 +43,7 @@ class OutOfOrder(TransformersEngine):
     """The transformers engine, whose answers are handed out a few at a time, in an order of chance; what is
     aborted has got half-way, or has just ended, which no later request may go on with."""
 
-    streams = True
+    supports_continuous_batching = True
     chance = random.Random(0)
     fail_after = 0  # polls; 0: never
 
@@ -295,9 +295,9 @@ def test_nothing_begins_behind_an_abort(world: Any, monkeypatch: pytest.MonkeyPa
 
     async def noted(hub: m.Hub, number: int, message: m.Message) -> None:
         nonlocal aborted, fetched, begun
-        aborted = isinstance(message, m.Abort) or (aborted and not isinstance(message, m.End))
-        fetched += aborted and isinstance(message, m.Fetch)
-        begun += aborted and isinstance(message, m.Begin)
+        aborted = isinstance(message, m.AbortSamples) or (aborted and not isinstance(message, m.EndRollout))
+        fetched += aborted and isinstance(message, m.SendTokenData)
+        begun += aborted and isinstance(message, m.StartSamples)
         await send(hub, number, message)
 
     monkeypatch.setattr(m.Hub, "send", noted)

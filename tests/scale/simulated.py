@@ -121,7 +121,7 @@ def in_place_of_torch(net: Net) -> Iterator[None]:
     hub, link = messages.Hub.send, messages.Link.send
 
     def count(source: int, target: int, message: messages.Message) -> None:
-        size = len(messages.encoded(message))
+        size = len(messages.encode_message(message))
         if source != target:
             net.counts[source].update(messages=1, bytes=size)
             net.counts[target].update(messages=1, bytes=size, bytes_in=size)
@@ -136,7 +136,7 @@ def in_place_of_torch(net: Net) -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(comm, "dist", net)
-        patch.setattr(messages, "address_here", lambda: "127.0.0.1")
+        patch.setattr(messages, "own_address", lambda: "127.0.0.1")
         patch.setattr(secret, "_secret", bytes(secret.SIZE))
         patch.setattr(messages.Hub, "send", from_hub)
         patch.setattr(messages.Link, "send", from_link)

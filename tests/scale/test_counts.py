@@ -21,7 +21,7 @@ from tests.scale.idle import NEWS
 from tests.scale.simulated import simulate, summary
 
 ROOT = Path(__file__).parents[2]
-ALIVE = len(messages.encoded(messages.Alive()))
+ALIVE = len(messages.encode_message(messages.KeepAlive()))
 Counts = dict[str, Any]
 
 
@@ -50,7 +50,7 @@ def counts(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int, int, int]
 def simulate_twice(each: int) -> list[list[Counts]]:
     """Simulate 8 and 32 ranks that send a sign of life every second."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(messages, "ALIVE", 1.0)
+        patch.setattr(messages, "KEEP_ALIVE_SECONDS", 1.0)
         layouts = Layout(tp=4, dp=2), Layout(tp=4, pp=2, dp=4)
         return [simulate(layout, each, responses=128, tokens=600, waited=2.5) for layout in layouts]
 
@@ -89,7 +89,7 @@ def test_a_rank_says_no_more_among_many(counts: Callable[[int, int, int], list[C
 
     # While nothing ends: now and then a word to the controller, and one from it, whatever the ranks.
     for ranks in (few, many):
-        words = 2 * (1 + usual(ranks, "waiting", "seconds") / messages.ALIVE)
+        words = 2 * (1 + usual(ranks, "waiting", "seconds") / messages.KEEP_ALIVE_SECONDS)
         assert usual(ranks, "waiting", "messages") <= words
         assert usual(ranks, "waiting", "bytes") <= 64 * words  # of seven bytes, framed and encrypted
     # A step's batch: each rank gets its replica's share, once, and less than 100 bytes of facts a response.

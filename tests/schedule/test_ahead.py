@@ -49,23 +49,26 @@ def test_orders_come_in_order_and_whole(monkeypatch: pytest.MonkeyPatch) -> None
     store.set(ahead.ADDRESS, hub.address)
     assert link.hear(0.2) is None
     state = json.dumps({"lengths": list(range(100_000)), "text": "x" * 10_000_000})
-    for order in (m.Draw("train", 1, 0), m.Load(state)):
+    for order in (m.CollectRollout("train", 1, 0), m.LoadState(state)):
         link.send(order)
     heard: list[Any] = []
     while len(heard) < 3:
         heard += run(hub.receive(5.0))
-    assert heard == [(m.TRAINER, order) for order in (m.SendReports(), m.Draw("train", 1, 0), m.Load(state))]
-    run(hub.send(m.TRAINER, m.Evaluated({"eval/k": 2, "eval/avg": 0.5}, [{"index": 0}])))
+    assert heard == [
+        (m.TRAINER, order)
+        for order in (m.SendDataReports(), m.CollectRollout("train", 1, 0), m.LoadState(state))
+    ]
+    run(hub.send(m.TRAINER, m.EvaluationScores({"eval/k": 2, "eval/avg": 0.5}, [{"index": 0}])))
     answer = link.hear(5.0)
-    assert answer == m.Evaluated({"eval/k": 2, "eval/avg": 0.5}, [{"index": 0}])
+    assert answer == m.EvaluationScores({"eval/k": 2, "eval/avg": 0.5}, [{"index": 0}])
     with pytest.raises(EngineError, match="3 bytes that are no message"):
-        m.decoded("engine rank 3", b"abc")
+        m.decode_message("engine rank 3", b"abc")
 
     async def stranger() -> bool:
         with monkeypatch.context() as patch:
             patch.setattr(secret, "_secret", bytes(32))
             other = m.Link(context, hub.address, 1)
-        await other.send(m.Alive())
+        await other.send(m.KeepAlive())
         found = await hub.receive(0.5)
         other.close()
         return bool(found)
@@ -86,21 +89,23 @@ class Engines:
         self.version = -1
 
     def link(self, runtime: Any) -> Any:
-        answers: list[Any] = [m.Reports({})]
+        answers: list[Any] = [m.DataReports({})]
 
         def hear(seconds: float) -> Any:
             if not answers and self.orders:
                 order = self.orders.pop(0)
-                if isinstance(order, m.Draw):
+                if isinstance(order, m.CollectRollout):
                     self.log.append(("draw", order.number, self.version))
-                    answers.append(m.Drawn(order.stage, order.number, {}, {}, []))
+                    answers.append(m.RolloutStored(order.stage, order.number, {}, {}, []))
             return answers.pop(0) if answers else None
 
         return SimpleNamespace(send=self.orders.append, hear=hear)
 
     def sync(self, version: int) -> TransferStats:
         """The engines take part once they come to the order; nothing may stand before it."""
-        assert self.orders == [m.Sync(version)], "trainers wait in a transfer for engines that still draw"
+        assert self.orders == [m.TransferWeights(version)], (
+            "trainers wait in a transfer for engines that still draw"
+        )
         self.orders.clear()
         self.version = version
         self.log.append(("sync", version))
@@ -128,7 +133,7 @@ def test_each_step_is_drawn_with_its_own_version(steps_ahead: int, steps: int, d
         there.publish(done)
         there.begin(done, None)
         for number in range(done + 1, steps + 1):
-            there._hear(m.Drawn, "train", number)
+            there._hear(m.RolloutStored, "train", number)
             for _ in range(data.draw(st.integers(0, 3))):  # phases before the actor's update
                 meet(there, wait=False)
             meet(there, wait=True)  # the weights are about to change

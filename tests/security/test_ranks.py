@@ -412,20 +412,20 @@ def test_the_controller_obeys_nobody_but_the_ranks_it_knows(
             one.curve_serverkey = m.curve_keys("controller")[0]
             one.curve_publickey, one.curve_secretkey = public, private
             one.connect(hub.address)
-            for data in (m.encoded(m.Leave()), b"no message"):
+            for data in (m.encode_message(m.Shutdown()), b"no message"):
                 await one.send(data)
             others.append(one)
         links = [m.Link(context, hub.address, number) for number in (1, m.TRAINER)]
         found: list[Any] = []
-        await links[0].send(m.Leave())  # an order, of a rank with an engine
-        await links[0].send(m.Unseated(1))
-        await links[1].send(m.Hello())  # what an engine's rank says, of the trainer
-        await links[1].send(m.Sync(3))
+        await links[0].send(m.Shutdown())  # an order, of a rank with an engine
+        await links[0].send(m.ToolWaitCount(1))
+        await links[1].send(m.RankReady())  # what an engine's rank says, of the trainer
+        await links[1].send(m.TransferWeights(3))
         for _ in range(60):
             found += await hub.receive(0.5)
             if len(found) == 2 and len(hub.dropped) == 4:
                 break
-        await hub.send(1, m.Alive())  # the right one has the connection
+        await hub.send(1, m.KeepAlive())  # the right one has the connection
         answer = await links[0].receive(10)
         for one in (*links, hub):
             one.close()
@@ -436,13 +436,16 @@ def test_the_controller_obeys_nobody_but_the_ranks_it_knows(
         return [*found, answer], dict(hub.dropped)
 
     found, dropped = asyncio.run(talk())
-    assert sorted(found[:2], key=lambda pair: pair[0]) == [(m.TRAINER, m.Sync(3)), (1, m.Unseated(1))]
-    assert found[2] == m.Alive()
+    assert sorted(found[:2], key=lambda pair: pair[0]) == [
+        (m.TRAINER, m.TransferWeights(3)),
+        (1, m.ToolWaitCount(1)),
+    ]
+    assert found[2] == m.KeepAlive()
     assert dropped == {
         "a connection without a key of this job": dropped["a connection without a key of this job"],
         "a message whose sender's key is not that of the rank it names": 6,
-        "Leave from engine rank 1, which may not send it": 1,
-        "Hello from the first trainer, which may not send it": 1,
+        "Shutdown from engine rank 1, which may not send it": 1,
+        "RankReady from the first trainer, which may not send it": 1,
     }
     lines = capfd.readouterr().err.splitlines()
     assert all(line.startswith("megarl: rollout: dropped ") for line in lines)

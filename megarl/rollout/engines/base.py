@@ -53,17 +53,18 @@ class GenerationRequest:
 
 
 class RolloutEngine(ABC):
-    """An engine over one or several ranks of the training job, each of which has such an object. All of them
-    call the methods of start, stop, updates, sleep and wake. The first of them, the leader, alone is given
-    requests, and alone can meet an EngineFailure.
+    """An engine on one or several ranks of the job. Each of these ranks has such an object.
+
+    All of them call the methods of start, stop, updates, sleep and wake. Only the first, the leader, gets
+    requests and can raise an EngineFailure.
 
     weight_version  version of the weights that it generates with
-    streams         whether requests end one by one: more can be submitted while some run, others be aborted;
-                    such an engine has processes of its own, and `poll` waits for them
+    supports_continuous_batching  whether requests can be submitted and aborted while others run. Such an
+                    engine has separate processes, and `poll` waits for them
     """
 
     weight_version: int
-    streams: bool
+    supports_continuous_batching: bool
 
     @classmethod
     @abstractmethod

@@ -221,7 +221,7 @@ class SGLangEngine(RolloutEngine):
     process    of the engine, on its leader; None on its other ranks
     """
 
-    streams = True
+    supports_continuous_batching = True
 
     @classmethod
     def build(cls, config: Config, tokenizer: Any, runtime: Runtime) -> SGLangEngine:

@@ -61,7 +61,7 @@ class SGLangServers(RolloutEngine):
     eos_ids      tokens that end a response, besides those that the servers know
     """
 
-    streams = True
+    supports_continuous_batching = True
 
     @classmethod
     def build(cls, config: Config, tokenizer: Any, runtime: Runtime) -> SGLangServers:

@@ -54,7 +54,7 @@ class TransformersEngine(RolloutEngine):
     tokenizer  needed for stop texts only
     """
 
-    streams = False
+    supports_continuous_batching = False
 
     @classmethod
     def build(cls, config: Config, tokenizer: Any, runtime: Runtime) -> TransformersEngine:
