@@ -160,7 +160,7 @@ def bodies(batches: Sequence[RolloutBatch]) -> list[Any]:
     return [(body.tokens.tolist(), body.logprobs.tobytes()) for (body,) in held]
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(
     split=st.sampled_from([(2, 1), (3, 1), (4, 1), (2, 2), (4, 2)]),
     prompts=st.integers(1, 6),
@@ -201,7 +201,7 @@ def test_engines_of_different_speeds_give_the_same_run(world, monkeypatch):
     """One of three engines makes a token where the others make several responses: they take what it would
     have come to last, and the batch is the same to the bit as that of one engine."""
     monkeypatch.setattr(engine_module, "SLICE", 0.02)
-    work = {"prompts": 12, "group_size": 4, "max_response_tokens": 20}
+    work = {"prompts": 12, "group_size": 4, "max_response_tokens": 12}
     one_engine = run_ranks(world, config(rollout=work), 1, steps=2)[0]
     alone = [facts(batch) for batch in one_engine]
     slow, poll = world[0][0], world[0][0].poll
@@ -541,12 +541,12 @@ def test_a_silent_rank_is_reported_with_what_is_waited_for(world, monkeypatch):
         return silence(self, rank)
 
     # Long enough for rank 1 to read the controller's messages after its engine continues.
-    monkeypatch.setattr("megarl.rollout.messages.ALIVE", 0.5)
+    monkeypatch.setattr("megarl.rollout.messages.ALIVE", 0.25)
     monkeypatch.setattr(engine, "poll", hangs)
     monkeypatch.setattr(Controller, "_silence", told)
-    what = "rollout: engine rank 1 has said nothing for 6 s (parallel.timeout); "
+    what = "rollout: engine rank 1 has said nothing for 3 s (parallel.timeout); "
     what += "the first that it draws is response number 0 to prompt 102"
-    for error in run_ranks(world, config(parallel={"timeout": 6}), 2, steps=1):
+    for error in run_ranks(world, config(parallel={"timeout": 3}), 2, steps=1):
         assert isinstance(error, WaitTimeout) and str(error) == what
     engine.abort()
 
