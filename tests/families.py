@@ -78,8 +78,6 @@ DELTA_NET: Options = {
     "linear_value_head_dim": 4,
 }
 WITHOUT_CP: tuple[Layout, ...] = (ONE, (2, 2, 1))
-WITH_CP: tuple[Layout, ...] = (ONE, (1, 1, 1, 1, 2), (2, 2, 1, 1, 2))
-CRITICS: tuple[Layout, ...] = (ONE, (2, 1, 1), (2, 2, 1))
 
 
 @dataclass(frozen=True)
@@ -92,7 +90,7 @@ class Row:
     models: tuple[Options, ...] = ({},)  # held against Hugging Face's
     layouts: tuple[Layout, ...] = DENSE  # where they are
     critics: bool = True  # whether transformers' parts make a token classifier
-    # Those of the fast tests: log-probs, gradients, values.
+    # Those of the fast tests: log-probs on one rank and on several, gradients and values only on several.
     fast: dict[str, tuple[Layout, ...]] = field(default_factory=lambda: {"log-probs": WITHOUT_CP})
     # A layout that writes a checkpoint, and others that read it.
     checkpoints: tuple[tuple[Layout, tuple[Layout, ...]], ...] = (
@@ -108,7 +106,7 @@ ROWS: dict[str, Row] = {
     "qwen2": Row(
         Qwen2Config,
         models=({}, {"tied": True}),
-        fast={"log-probs": WITHOUT_CP, "values": CRITICS},
+        fast={"log-probs": WITHOUT_CP, "values": ((2, 2, 1),)},
         sent=(((2, 1, 1), {"tied": True}), ((1, 1, 2), {})),
         converted=(
             ({"dtype": BF16, "hidden": 56, "heads": 14, "kv_heads": 2, "vocab": 307}, (2, 1, 1)),
@@ -120,7 +118,7 @@ ROWS: dict[str, Row] = {
         Qwen3Config,
         switches={"attention_bias": False},
         models=({"head_dim": 12}, {"tied": True}),
-        fast={"log-probs": WITH_CP},
+        fast={"log-probs": (ONE, (2, 2, 1, 1, 2))},
         sent=((ONE, {"tied": True}), ((1, 2, 1), {"tied": True})),
         converted=(
             ({"tied": True, "head_dim": 12, "vocab": 307, "max_shard_bytes": 20_000}, (2, 2, 1)),
@@ -133,7 +131,7 @@ ROWS: dict[str, Row] = {
         models=({"head_dim": 12}, {"norm_topk_prob": False, "tied": True}),
         layouts=MIXTURE,
         fast={
-            "log-probs": (ONE, (2, 1, 1), (2, 1, 1, 2), (1, 1, 2, 2), (1, 2, 1)),
+            "log-probs": (ONE, (2, 1, 1), (1, 1, 2, 2), (1, 2, 1)),
             "values": ((2, 1, 1, 2),),
         },
         checkpoints=(
@@ -151,7 +149,7 @@ ROWS: dict[str, Row] = {
         LlamaConfig,
         switches={"attention_bias": False},
         models=({"rope": "llama3"},),
-        fast={"log-probs": WITH_CP},
+        fast={"log-probs": (ONE, (1, 1, 1, 1, 2))},
         sent=(((2, 2, 1), {"rope": "llama3"}),),
         converted=(
             ({"rope": "llama3", "head_dim": 10, "dtype": BF16, "heads": 8, "kv_heads": 4}, (4, 1, 1)),
@@ -170,7 +168,7 @@ ROWS: dict[str, Row] = {
             {"head_dim": 12},
             {"tied": True, "attention_bias": False, "partial_rotary_factor": 0.25, "head_dim": 16},
         ),
-        fast={"log-probs": WITH_CP, "values": CRITICS},
+        fast={"log-probs": (ONE, (1, 1, 1, 1, 2)), "values": ((2, 1, 1),)},
         sent=(((2, 1, 1), {"head_dim": 12}),),
         converted=(
             ({"dtype": BF16, "head_dim": 12, "vocab": 307, "max_shard_bytes": 20_000}, (2, 2, 1)),
@@ -197,7 +195,7 @@ ROWS: dict[str, Row] = {
             {"experts": 12, "active": 4, "n_group": 4, "topk_group": 2, "first_k_dense_replace": 0},
         ),
         layouts=UNEVEN,
-        fast={"log-probs": (ONE, (2, 2, 1, 2)), "gradients": (ONE, (2, 2, 1, 2))},
+        fast={"log-probs": (ONE, (2, 2, 1, 2)), "gradients": ((2, 2, 1, 2),)},
         checkpoints=(((2, 2, 1, 2), (ONE, (1, 2, 2, 2), (1, 2, 1, 1, 1, 2))),),
         sent=(((2, 1, 1, 2), {}),),
         converted=(
@@ -232,7 +230,7 @@ ROWS: dict[str, Row] = {
             {"first_k_dense_replace": 0, "tied": True, "v_head_dim": 12},
         ),
         layouts=UNEVEN,
-        fast={"log-probs": (ONE, (2, 2, 1, 2)), "gradients": (ONE, (2, 2, 1, 2))},
+        fast={"log-probs": (ONE, (2, 2, 1, 2)), "gradients": ((2, 2, 1, 2),)},
         checkpoints=(((2, 2, 1, 2), (ONE, (1, 2, 2, 2), (1, 2, 1, 1, 1, 2))),),
         sent=(((2, 1, 1, 2), {}),),
         converted=(
@@ -252,8 +250,8 @@ ROWS: dict[str, Row] = {
         ),
         layouts=LINEAR,
         fast={
-            "log-probs": (ONE, (2, 2, 1), (1, 1, 1, 1, 2)),
-            "gradients": (ONE, (2, 2, 1), (1, 1, 1, 1, 2)),
+            "log-probs": (ONE, (2, 2, 1)),
+            "gradients": ((2, 2, 1), (1, 1, 1, 1, 2)),
             "values": (ONE,),
         },
         sent=(((2, 1, 1), {"head_dim": 16}),),
@@ -275,8 +273,8 @@ ROWS: dict[str, Row] = {
         layouts=LINEAR_MIXTURE,
         critics=False,
         fast={
-            "log-probs": (ONE, (2, 2, 1, 2), (1, 1, 1, 2, 2)),
-            "gradients": (ONE, (2, 2, 1, 2), (1, 1, 1, 2, 2)),
+            "log-probs": (ONE, (2, 2, 1, 2)),
+            "gradients": ((1, 1, 1, 2, 2),),
         },
         checkpoints=(((2, 2, 1, 2), (ONE, (1, 2, 2, 2), (1, 2, 1, 1, 1, 2))),),
         sent=(((2, 1, 1, 2), {"head_dim": 16}),),
@@ -293,8 +291,8 @@ ROWS: dict[str, Row] = {
         ),
         layouts=LINEAR_MIXTURE,
         fast={
-            "log-probs": (ONE, (2, 2, 1, 2), (1, 1, 1, 2, 2)),
-            "gradients": (ONE, (2, 2, 1, 2), (1, 1, 1, 2, 2)),
+            "log-probs": (ONE, (1, 1, 1, 2, 2)),
+            "gradients": ((2, 2, 1, 2),),
             "values": ((2, 1, 1, 2),),
         },
         checkpoints=(((2, 2, 1, 2), (ONE, (1, 2, 2, 2), (1, 2, 1, 1, 1, 2))),),

@@ -33,6 +33,7 @@ CONTROL = 2**20  # of one where the question is only whether it arrives
 ROUNDS = 3
 CLOCKS = 5.0  # seconds that two nodes' clocks may differ: beyond that logs and time stamps of files mislead
 VISIBLE = 5.0  # seconds after which a file that the first node has written must be seen by the others
+HEARD = 5.0  # seconds that the first node waits for each other node to read the problems
 UNSIGNED = 300  # bytes of a line that are shown though nobody has signed it
 OUTLIER = 4.0  # a node this many times slower than the median one would slow down all of them
 DEVICE_FREE = 0.9  # share of a GPU's memory that must be free
@@ -221,7 +222,7 @@ def _share(store: SignedStore, place: NodePlace, part: str, findings: Findings) 
     if place.node == 0:
         store.set(f"findings/{part}", json.dumps(findings))
         for node in range(1, place.nodes):
-            store.wait(f"heard/{part}/{node}", 5.0 if findings.problems else place.limit)
+            store.wait(f"heard/{part}/{node}", HEARD if findings.problems else place.limit)
         return findings
     if not store.wait(f"findings/{part}", place.limit * 2):
         return Findings([f"{place.name}: the first node {place.host} has stopped answering"], [])

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.cli.processes import environment
 
 ROOT = Path(__file__).parents[2]
@@ -28,6 +30,7 @@ print("imported:", [name for name in sys.modules if name.startswith("megarl.agen
 """
 
 
+@pytest.mark.slow
 def test_the_vapo_demo_never_imports_agents(tmp_path: Path) -> None:
     """Neither the checks before the run, nor its rollouts, nor its training and export."""
     command = [sys.executable, "-c", RUN, ROOT / "configs/demos/vapo.yaml", tmp_path]

@@ -304,7 +304,7 @@ def test_returns_of_lambda_one_are_monte_carlo(batch):
     torch.testing.assert_close(targets, expected, rtol=1e-9, atol=1e-12)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     batches(),
     st.data(),

@@ -112,6 +112,7 @@ def test_what_has_become_worse_is_printed(
     assert not list(history.worse([*eight, *run(0.54, 2000.0)])) and list(history.worse(eight[:6]))
 
 
+@pytest.mark.slow
 def test_a_run_appends_to_the_history(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A real benchmark, twice, in a repository whose history is committed: that it has grown makes no commit
     "-dirty", another change does."""

@@ -162,7 +162,8 @@ class TestRefusals:
         line = scene.refused(*pretrained, "--recipe", "sao")
         assert line == "--recipe: with --model smollm2 it is vapo or dapo (got sao)"
 
-    def test_two_at_once(self, scene: Scene, tmp_path: Path) -> None:
+    def test_two_at_once(self, scene: Scene, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("megarl.parallel.lease.PATIENCE", 0.1)
         with leased(tmp_path / "demo", "megarl demo", remedy=""):
             (tmp_path / "demo" / MARK).touch()
             line = scene.refused("demo", "--folder", str(tmp_path / "demo"))

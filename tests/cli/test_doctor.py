@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -138,19 +141,38 @@ def test_a_package_that_does_not_fit_is_one_line_with_the_version_that_does(
     )
 
 
-def test_this_machine(capsys: pytest.CaptureFixture[str]) -> None:
-    machine = look()
+@pytest.fixture(scope="module")
+def this_machine() -> Iterator[tuple[Machine, str]]:
+    """What `megarl doctor` finds on this machine, and what it prints. It takes seconds to look."""
+    found: list[Machine] = []
+
+    def record() -> Machine:
+        found.append(look())
+        return found[-1]
+
+    printed = io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(printed):
+        patch.setattr("megarl.cli.doctor.look", record)
+        assert main(["doctor"]) == 0
+    yield found[0], printed.getvalue()
+
+
+def test_this_machine(this_machine: tuple[Machine, str]) -> None:
+    machine, printed = this_machine
     assert machine.versions["torch"] and machine.cores >= 1
-    assert main(["doctor"]) == 0
-    printed = capsys.readouterr().out
     assert "yes  the demo on CPUs" in printed and f"torch {machine.versions['torch']}" in printed
 
 
-def test_the_sandbox_that_this_machine_has() -> None:
+def test_the_sandbox_that_this_machine_has(this_machine: tuple[Machine, str]) -> None:
     """Each protection has its row, and one that does not hold says what there is instead."""
     machine = replace(LAPTOP, sandbox=("seccomp",), held={"other files": False, "the network": True})
     rows = {one.name: one for one in abilities(machine) if "sandbox" in one.name}
     files = rows["a sandbox that keeps verifiers and tools from other files"]
     assert not files.ready and files.note == "seccomp (docs/verifiers.md)"
     assert rows["a sandbox that keeps verifiers and tools from the network"].ready
-    assert set(look().held) == {"other processes", "other files", "the network", "the time after its end"}
+    assert set(this_machine[0].held) == {
+        "other processes",
+        "other files",
+        "the network",
+        "the time after its end",
+    }

@@ -20,6 +20,7 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
+@pytest.mark.slow
 def test_the_page_shows_what_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     page = (ROOT / "docs" / "weights.md").read_text()
     (command,) = re.findall(r"^megarl (weights plan .*)$", page, flags=re.M)

@@ -22,7 +22,7 @@ NAMES = st.sampled_from(["policy/loss", "reward/mean", "eval/avg", "time/step", 
 VALUES = st.one_of(st.floats(), st.integers(-(2**60), 2**60), st.none(), st.text(max_size=5))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(st.lists(st.dictionaries(NAMES, VALUES), max_size=6))
 def test_what_is_written_is_read(metrics: list[dict[str, object]]) -> None:
     with tempfile.TemporaryDirectory() as folder:

@@ -219,7 +219,9 @@ def gradients_by_rendezvous(runtime: Any, **arguments: Any) -> tuple[Any, ...]:
 
 
 @pytest.mark.parametrize("flush", [False, True], ids=["", "warmup_flush"])
-@pytest.mark.parametrize("layout", [(1, 2, 1, 1, 1, 2), (1, 4, 1, 1, 1, 2)], ids=str)
+@pytest.mark.parametrize(
+    "layout", [(1, 2, 1, 1, 1, 2), pytest.param((1, 4, 1, 1, 1, 2), marks=pytest.mark.slow)], ids=str
+)
 def test_stages_wait_for_none_that_waits_for_them(
     layout: Layout, flush: bool, ranks: Ranks, tmp_path: Path
 ) -> None:

@@ -17,6 +17,7 @@ from tests.tiny_models import make_tiny_model
 
 VOCAB = 61
 LAYOUTS = [(1, 1, 1), (2, 1, 1), (1, 2, 1), (2, 2, 1), (1, 1, 2), (1, 2, 2)]
+MIXED = [(1, 1, 1), (2, 2, 1), (1, 2, 2)]  # between them, tp, pp and dp
 FAR = {"clip_low": 0.004, "clip_high": 0.004}  # for probabilities of about 1 / VOCAB
 # One test per loss term: the others are switched off by zero advantages, or by their weight.
 TERMS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -176,7 +177,7 @@ def test_gradients_do_not_depend_on_the_layout(
     expected = gradients((1, 1, 1), budget=10_000)
     if term in ACTS:
         assert expected["sums"][f"policy/{ACTS[term]}"] > 0, "no token is treated otherwise than by PPO"
-    for layout in LAYOUTS:
+    for layout in LAYOUTS if term in ("VAPO", "value") else MIXED:
         found = gradients(layout, budget=48, shuffle=layout[0] == 1)
         assert relative_difference(found["gradients"], expected["gradients"]) <= 1e-5, layout
         exact = torch.cat([x.flatten() for x in found["gradients"].values()]).double().norm()
@@ -304,7 +305,7 @@ def test_prompts_that_are_computed_once_change_no_gradient(
 
     expected = gradients((1, 1, 1), list(range(8)), budget=10_000)
     assert expected["computed"] == shared.num_tokens
-    for layout in LAYOUTS:
+    for layout in MIXED:
         for budget in (10_000, 50):
             found = gradients(layout, [5, 2, 7, 0, 1, 6, 3, 4], budget=budget, share_prompts=True)
             assert relative_difference(found["gradients"], expected["gradients"]) <= 1e-5, (layout, budget)

@@ -14,27 +14,29 @@ TOLERANCE = 0.15
 CASES: list[Any] = [
     {},
     {"recompute": "full"},
-    {"recompute": "selective"},
-    {"recompute": "selective", "recompute_modules": ["mlp"]},
+    pytest.param({"recompute": "selective"}, marks=pytest.mark.slow),
+    pytest.param({"recompute": "selective", "recompute_modules": ["mlp"]}, marks=pytest.mark.slow),
     {"recompute": "selective", "recompute_modules": ["mlp", "attention"], "family": "glm4"},
     {"recompute": "full", "recompute_layers": 1},
     {"recompute": "full", "recompute_layers": 3, "critic": True},
     pytest.param({"dtype": "bf16"}, marks=pytest.mark.slow),
     pytest.param({"dtype": "bf16", "recompute": "full"}, marks=pytest.mark.slow),
     {"critic": True},
-    {"critic": True, "recompute": "full"},
+    pytest.param({"critic": True, "recompute": "full"}, marks=pytest.mark.slow),
     {"family": "qwen3"},
-    {"family": "glm4"},
+    pytest.param({"family": "glm4"}, marks=pytest.mark.slow),
     pytest.param({"family": "glm4", "recompute": "full", "dtype": "bf16"}, marks=pytest.mark.slow),
-    LINEAR,
+    pytest.param(LINEAR, marks=pytest.mark.slow),
     {**LINEAR, "recompute": "full"},
     pytest.param({**LINEAR, "dtype": "bf16"}, marks=pytest.mark.slow),
     {**LINEAR, "family": "qwen3_5_moe_text", "num_experts": 4, "num_experts_per_tok": 2}
     | {"moe_intermediate_size": 256, "shared_expert_intermediate_size": 512},
-    {"num_hidden_layers": 1, "vocab_size": 4096},  # the head is most of it
+    pytest.param(  # the head is most of it
+        {"num_hidden_layers": 1, "vocab_size": 4096}, marks=pytest.mark.slow
+    ),
     {"num_hidden_layers": 1, "vocab_size": 4096, "optimizer": {"lora": {"rank": 1}}},
     {"num_hidden_layers": 1, "chunk": 2048},
-    {"intermediate_size": 2048, "num_key_value_heads": 8},
+    pytest.param({"intermediate_size": 2048, "num_key_value_heads": 8}, marks=pytest.mark.slow),
 ]
 
 
@@ -50,7 +52,7 @@ def test_prediction_on_one_rank(ranks: Callable[..., RankPool], case: dict[str, 
     [
         {},
         pytest.param({"recompute": "full", "dtype": "bf16"}, marks=pytest.mark.slow),
-        {"sequence_parallel": False},
+        pytest.param({"sequence_parallel": False}, marks=pytest.mark.slow),
     ],
     ids=str,
 )
@@ -132,7 +134,11 @@ LATENT |= {
 
 @pytest.mark.parametrize(
     "case",
-    [{"q_lora_rank": None}, {"q_lora_rank": 96, "recompute": "selective"}, {"recompute": "full"}],
+    [
+        pytest.param({"q_lora_rank": None}, marks=pytest.mark.slow),
+        {"q_lora_rank": 96, "recompute": "selective"},
+        pytest.param({"recompute": "full"}, marks=pytest.mark.slow),
+    ],
     ids=str,
 )
 def test_prediction_of_latent_attention(ranks: Callable[..., RankPool], case: dict[str, Any]) -> None:

@@ -82,7 +82,13 @@ def test_all_layouts_are_listed_on_demand(
     assert "responses of 2,000 tokens" in text and "(--all)" not in text
 
 
-@pytest.mark.parametrize("options", ["vapo_32b", "dapo_30b_a3b --best", "dapo_72b --best"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        *(pytest.param(one, marks=pytest.mark.slow) for one in ("vapo_32b", "dapo_30b_a3b --best")),
+        "dapo_72b --best",
+    ],
+)
 def test_no_torch_is_needed_and_the_work_is_little(options: str) -> None:
     """Importing torch and Megatron takes longer than the plan. Counted in calls of functions, as many on any
     machine: six million take two to four seconds. (Without the schema's import, which takes 0.2 s.)"""
@@ -90,7 +96,7 @@ def test_no_torch_is_needed_and_the_work_is_little(options: str) -> None:
     import sys
 
     code = (
-        "import sys, cProfile, pstats; import megarl.config; from megarl.cli.main import main;"
+        "import sys, cProfile, pstats; import megarl.config.check; from megarl.cli.main import main;"
         "profile = cProfile.Profile();"
         "profile.runcall(main, ['plan', *sys.argv[1:]]); calls = pstats.Stats(profile).total_calls;"
         "assert not {'torch', 'megatron', 'transformers'} & set(sys.modules);"

@@ -86,7 +86,9 @@ MODELS: list[dict[str, Any]] = [
 def is_slow(case: dict[str, Any], layout: tuple[int, ...]) -> bool:
     if "optimizer" in case:
         return layout != ((1, 1, 1, 1) if case.get("critic") else (1, 2, 1, 1))
-    return layout in ((2, 1, 2, 1), (1, 1, 1, 1, 2)) or (bool(case.get("critic")) and layout != (1, 1, 1, 1))
+    if case["dtype"] == "fp32":
+        return layout != (2, 1, 1, 1)
+    return layout in ((2, 1, 2, 1), (1, 1, 1, 1, 2)) or bool(case.get("critic")) != (layout == (1, 1, 1, 1))
 
 
 def planned(family: str) -> pytest.MarkDecorator:

@@ -30,6 +30,7 @@ from megarl.weights.known_models import KNOWN_MODELS, planning_config
 from tests.plan.test_memory import GIB, ROOT
 
 SHIPPED = ("vapo_7b", "dapo_30b_a3b", "vapo_32b", "dapo_32b", "tppo_32b", "sao_32b", "dapo_72b")
+FAST = ("dapo_30b_a3b", "vapo_32b", "dapo_72b")  # the first two have a search that other tests need, too
 
 
 def plan_for(name: str, *changes: str) -> PlanInputs:
@@ -43,7 +44,10 @@ def searched(name: str, *changes: str) -> list[Found]:
     return search(plan, default_lengths(plan))
 
 
-@pytest.mark.parametrize("name", SHIPPED)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=[] if n in FAST else [pytest.mark.slow]) for n in SHIPPED],
+)
 def test_shipped_layouts_are_the_planners_best(name: str) -> None:
     """Of those without what no GPU has run under megarl (the files say so): within 2 percent, as one has its
     base's layout; with 5 percent of each GPU to spare."""
@@ -103,6 +107,7 @@ def test_fewer_layers_are_recomputed_where_more_memory_is() -> None:
     assert of_141.recomputed_share < of_80.recomputed_share
 
 
+@pytest.mark.slow
 def test_groups_are_kept_where_there_is_room() -> None:
     """They save the way to the host and back; with them no phase is short of memory."""
     roomy = best_of(searched("dapo_32b", "cluster.gpu=H200"))
@@ -175,10 +180,11 @@ def test_context_parallel_and_virtual_stages_are_planned() -> None:
             ["parallel.tp=2", "parallel.pp=1", "parallel.dp=1"],
             r"no layout of 2 H100 fits; the nearest, tp \d, pp \d, .*dp 1: lacks [\d.]+ GiB on each GPU \(",
         ),
-        (
+        pytest.param(
             "vapo_32b",
             ["cluster.host_memory=50"],
             r"no layout of 128 H100 fits; the nearest, tp \d, .*: a node needs \d+ GiB of memory and has 50",
+            marks=pytest.mark.slow,
         ),
     ],
 )

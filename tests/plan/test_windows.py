@@ -81,6 +81,7 @@ def test_a_steady_step_is_what_many_steps_come_to() -> None:
     assert cached_tokens(whole) == pytest.approx(20 + fmean(whole.quantiles()) / 2)
 
 
+@pytest.mark.slow
 def test_a_rollout_of_windows_counts_what_is_new_once() -> None:
     plan = plan_32b()
     lengths = default_lengths(plan)

@@ -100,7 +100,7 @@ def test_logprobs_of_sampled_tokens(family, make_engine, reference):
     assert len({tuple(c.tokens.tolist()) for c in completions}) == len(completions)
 
 
-@settings(max_examples=3, deadline=None)
+@settings(max_examples=2, deadline=None)
 @given(
     chance=st.integers(0, 2**32),
     max_batch=st.integers(1, 40),
@@ -114,7 +114,7 @@ def test_logprobs_of_sampled_tokens(family, make_engine, reference):
 def test_a_response_is_the_same_to_the_bit_in_any_company(make_engine, chance, max_batch, family, wide):
     """Its log-probabilities too: with others or alone, in any order, in one batch or one after another, and
     where others come while it runs."""
-    asked, params, rng = COMPANY, SamplingParams(max_tokens=20), random.Random(chance)
+    asked, params, rng = COMPANY, SamplingParams(max_tokens=12), random.Random(chance)
     with patch.object(transformers_layers, "NARROW", 0 if wide else 256):
         if (family, wide) not in TOGETHER:
             TOGETHER[family, wide] = make_engine(family).generate(asked, params)
@@ -135,7 +135,7 @@ def test_a_long_response_is_the_same_to_the_bit_in_any_company(make_engine):
     """Where torch's attention has more than one block of queries or of keys."""
     sizes = (3, 60, 190, 191, 193, 300, 420)
     asked = [GenerationRequest(p, i) for i, n in enumerate(sizes) for p in prompts(1, seed=n, low=n, high=n)]
-    params = SamplingParams(max_tokens=90)
+    params = SamplingParams(max_tokens=40)
     engine = make_engine(eos_ids=())
     together = engine.generate(asked, params)
     assert [engine.generate([request], params)[0] for request in asked] == together
@@ -251,9 +251,7 @@ def shapes_of(monkeypatch, engine, asked, params, alike: Sequence[int] = ()) -> 
     [
         ("grouped", ()),
         ("qwen3", (64,)),
-        ("qwen3", (8, 16, 32, 64)),
         ("glm4", (16, 32, 64)),
-        ("qwen3_5_text", (64,)),
         ("qwen3_5_text", (8, 16, 32, 64)),
     ],
 )
@@ -270,7 +268,8 @@ def test_no_shape_that_a_response_meets_depends_on_its_company(make_engine, monk
         for p in prompts(1, i, n, n)
         for j in range(9)
     ]
-    params = SamplingParams(max_tokens=70, top_p=0.9, top_k=40)
+    # Enough for the prompts of 30 and 100 tokens to need another chunk of keys.
+    params = SamplingParams(max_tokens=40, top_p=0.9, top_k=40)
     engine = make_engine(family, eos_ids=())
     company = shapes_of(monkeypatch, engine, asked, params, alike)
     for i in (0, 12, 39):
@@ -296,7 +295,7 @@ def test_the_shapes_show_what_depends_on_company(make_engine, monkeypatch, what)
     else:
         monkeypatch.setattr(BlockLinear, "forward", torch.nn.Linear.forward)
     asked = [GenerationRequest(p, 10 * i + j) for i, p in enumerate(prompts(9, high=100)) for j in range(9)]
-    engine, params = make_engine(eos_ids=()), SamplingParams(max_tokens=70)
+    engine, params = make_engine(eos_ids=()), SamplingParams(max_tokens=20)
     company = shapes_of(monkeypatch, engine, asked, params)
     alone = shapes_of(monkeypatch, engine, asked[:1], params)
     assert {s for s in alone if s[0] == "step"} != {s for s in company if s[0] == "step"}
@@ -370,9 +369,9 @@ def test_each_request_has_a_limit_of_its_own(make_engine, chance, max_batch):
 def test_a_limit_above_that_of_the_params(make_engine):
     """The cache grows for it."""
     engine = make_engine(eos_ids=())
-    [whole] = engine.generate([GenerationRequest((5, 6), 3)], SamplingParams(300))
+    [whole] = engine.generate([GenerationRequest((5, 6), 3)], SamplingParams(150))
     short, long = engine.generate(
-        [GenerationRequest((5, 6), 2), GenerationRequest((5, 6), 3, max_tokens=300)], SamplingParams(2)
+        [GenerationRequest((5, 6), 2), GenerationRequest((5, 6), 3, max_tokens=150)], SamplingParams(2)
     )
     assert (len(short.tokens.tolist()), short.finish_reason) == (2, "length") and long == whole
 
@@ -625,7 +624,7 @@ def test_what_was_begun_goes_on(make_engine):
     """Wherever it was cut, beside others or not; with a limit of its own, and a stop text that the cut goes
     through. Log-probs of what was there are as they were given."""
     engine, params = make_engine(max_batch=16), SamplingParams(max_tokens=24)
-    asked = requests(6, seed=3)
+    asked = requests(4, seed=3)
     wholes = engine.generate(asked, params)
     cut = [(i, k) for i, whole in enumerate(wholes) for k in (1, 2, 7, len(whole.tokens.tolist()) - 1)]
     cut = [(i, k) for i, k in cut if 0 < k < len(wholes[i].tokens.tolist())]
@@ -657,7 +656,7 @@ def test_what_was_begun_goes_on(make_engine):
 def test_what_was_begun_alike_goes_on(make_engine):
     """Two responses to a prompt that have parted behind a chunk, beside one that begins between its prefill
     and theirs."""
-    engine, params = make_engine(eos_ids=()), SamplingParams(max_tokens=2 * COLUMNS)
+    engine, params = make_engine(eos_ids=()), SamplingParams(max_tokens=COLUMNS + 16)
     common = tuple(range(10, 10 + COLUMNS))
     cut = [TokenData([*common, 5 + i], [-0.5] * (COLUMNS + 1)) for i in range(2)]
     asked = [GenerationRequest((7,), i, prefix=given) for i, given in enumerate(cut)]

@@ -153,11 +153,11 @@ def test_value_pretraining_is_not_wasted(folder: Path, ranks: Pool, tmp_path: Pa
     """Nor a run whose ratio is to the engine's own log-probs: where no phase computes the trainer's, the gate
     does."""
     pool = ranks(1, 1, 1)
-    for name, keys, stage in (
-        ("vapo", {"value_pretraining": {"steps": 2}}, "value pretraining"),
-        ("sao", {"algorithm": {"old_logprobs": "engine"}}, "train"),
+    for name, keys, stage, cases in (
+        ("vapo", {"value_pretraining": {"steps": 2}}, "value pretraining", (GATE_UP,)),
+        ("sao", {"algorithm": {"old_logprobs": "engine"}}, "train", (GATE_UP, ())),
     ):
-        for swapped in (GATE_UP, ()):
+        for swapped in cases:
             config = config_of(folder, tmp_path / f"{name}{len(swapped)}", **keys)
             ((line, updated),) = pool.run(train_with_swapped, config=config, swapped=swapped)
             start = f"ParityError 2: guard.parity: in {stage} step 1 the engine's log-probs are "

@@ -31,6 +31,7 @@ def process_names(found: list[dict[str, Any]]) -> list[str]:
     return [event["args"]["name"] for event in found if event["name"] == "process_name"]
 
 
+@pytest.mark.slow
 def test_a_run_traces_the_steps_after_its_first(ranks: Callable[..., RankPool], tmp_path: Path) -> None:
     prepare(tmp_path)
     keys: dict[str, Any] = {"recipe": "dapo", "algorithm": {"advantage": "group", "lambda_policy": 1.0}}

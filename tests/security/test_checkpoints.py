@@ -172,13 +172,17 @@ def converted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "megatron"
 
 
+def test_a_run_continues_from_what_was_written(trained: Path, ranks: Callable[..., RankPool]) -> None:
+    """Without an attack, so that the refusals below are of the attacks."""
+    assert ranks(1, 1, 1).run(continue_from, folder=trained) == [""]
+
+
 @pytest.mark.parametrize("attack", ATTACKS, ids=lambda attack: attack.__name__)
 def test_a_run_that_continues(
     attack: Callable[[Path, Path], None], trained: Path, ranks: Callable[..., RankPool], tmp_path: Path
 ) -> None:
     folder, marker = tmp_path / "actor", tmp_path / "marker"
     shutil.copytree(trained, folder)
-    assert ranks(1, 1, 1).run(continue_from, folder=folder) == [""]  # as it was written
     attack(folder, marker)
     [line] = ranks(1, 1, 1).run(continue_from, folder=folder)
     assert ATTACKS[attack] in line and str(folder) in line and "\n" not in line

@@ -16,7 +16,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -110,15 +110,22 @@ def hostile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def call(path: str, *arguments: Any, kind: str = "strict") -> Result[str]:
-    async def one() -> Result[str]:
+    (result,) = call_all([(path, arguments)], kind)
+    return result
+
+
+def call_all(calls: Sequence[tuple[str, Sequence[Any]]], kind: str = "strict") -> list[Result[str]]:
+    """Call functions one after the other in one confined process, which then ends."""
+
+    async def one_by_one() -> list[Result[str]]:
         pool = ToolPool(workers=1, seconds=60.0, sandbox=kind)
         try:
-            return await pool.call(path, arguments)
+            return [await pool.call(path, arguments) for path, arguments in calls]
         finally:
             pool.close()
             await asyncio.sleep(0)
 
-    return asyncio.run(one())
+    return asyncio.run(one_by_one())
 
 
 def running(name: str) -> list[str]:
@@ -160,25 +167,27 @@ def test_a_tool_reaches_neither_the_trainer_nor_its_files(
     secret.write_text("key")
     secret.chmod(0o600)
     marker, listener, of_trainer = tmp_path / "marker", tmp_path / "listener", os.getpid()
+    attempts: list[tuple[str, Any]] = [
+        *((name, of_trainer) for name in ("environment", "memory", "descriptors", "send", "limit")),
+        *(("affinity", of_trainer), ("attach", of_trainer), ("namespace", 0)),
+        *(("write", str(marker)), ("read", str(secret)), ("pipes_of_parent", 0)),
+        *((name, str(secret)) for name in ("mode", "times", "attribute", "cut")),
+        *((name, str(listener)) for name in ("unix_datagram", "unix_stream")),
+    ]
+    allowed: list[tuple[str, Any]] = [("program", str(marker)), ("variables", 0), ("own_folder", 0)]
+    calls = [(f"{hostile}:{name}", [argument]) for name, argument in (*attempts, *allowed)]
     try:
-        for name, argument in [
-            *((name, of_trainer) for name in ("environment", "memory", "descriptors", "send", "limit")),
-            *(("affinity", of_trainer), ("attach", of_trainer), ("namespace", 0)),
-            *(("write", str(marker)), ("read", str(secret)), ("pipes_of_parent", 0)),
-            *((name, str(secret)) for name in ("mode", "times", "attribute", "cut")),
-            *((name, str(listener)) for name in ("unix_datagram", "unix_stream")),
-        ]:
-            result = call(f"{hostile}:{name}", argument, kind=kind)
+        *refused, program, printed, own = call_all(calls, kind)
+        for (name, _), result in zip(attempts, refused, strict=True):
             assert result.value is None, (name, result)
             assert re.match("(Permission|ProcessLookup|FileNotFound|OS)Error", result.error or ""), result
         assert secret.read_text() == "key" and secret.stat().st_mode & 0o777 == 0o600
-        program = call(f"{hostile}:program", str(marker), kind=kind)
         assert program.value not in (None, "0") and not marker.exists()  # it starts, and may do no more
     finally:
         secret.unlink()
-    variables = json.loads(call(f"{hostile}:variables", 0, kind=kind).value or "")
+    variables = json.loads(printed.value or "")
     assert {"PATH", "TMPDIR"} <= set(variables) and "WANDB_API_KEY" not in variables
-    folder = call(f"{hostile}:own_folder", 0, kind=kind).value
+    folder = own.value
     assert folder is not None and "megarl-worker-" in folder and not Path(folder).exists()
 
 

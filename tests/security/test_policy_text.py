@@ -191,6 +191,7 @@ KNOWN = {
 }
 
 
+@pytest.mark.slow
 def test_no_other_scorer_evaluates_text() -> None:
     """A version of reasoning-gym with a new one fails here, before it is used."""
     import reasoning_gym

@@ -122,7 +122,7 @@ def test_an_integer_is_never_the_next(number: int, spelling: str) -> None:
         assert not verify_math(spelling.format(number + 1), form).correct, form
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=30)
 @given(
     st.text("abcdefghijklmnopqrstuvwxyz", min_size=2, max_size=9), st.randoms(), st.booleans(), st.booleans()
 )
@@ -169,7 +169,7 @@ def test_bases_agree_with_exact_arithmetic(number: int, base: int, other: int, o
     assert verify_math(f"\\boxed{{{mine}}}", f"{digits_in(number, base)}_{base}").correct == (off == 0)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=20)
 @given(
     st.sampled_from(
         ["{}^{{{}}}", "\\frac{{1}}{{{}^{{{}}}}}", "\\frac{{\\pi}}{{{}^{{{}}}}}", "\\{{{}^{{-{}}}\\}}"]

@@ -95,7 +95,7 @@ def test_into_shards_and_back_is_bitwise(tmp_path_factory: pytest.TempPathFactor
             assert torch.equal(moved[rank][name].nan_to_num(0.0), tensor), name
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(hf_configs(), st.sampled_from((1, 2, 4)))
 def test_into_an_engines_fused_shards(
     tmp_path_factory: pytest.TempPathFactory, drawn: Drawn, tp: int
@@ -148,7 +148,7 @@ def mutations(copy: Copy, others: tuple[Copy, ...]) -> list[tuple[Copy, ...]]:
     return wrong
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(hf_configs(), st.sampled_from((1, 2, 8)), st.booleans(), st.data())
 def test_a_wrong_plan_is_found_out(drawn: Drawn, node: int, fused: bool, data: st.DataObject) -> None:
     config, (layout, other) = drawn

@@ -102,7 +102,7 @@ def check(config: dict[str, Any], layout: Layout, tp: int, engines: int, cpu: bo
 
 
 @pytest.mark.shows("SGLang's names", family=list(PREFIX))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     hf_configs(),
     st.sampled_from((1, 2, 4, 8)),
