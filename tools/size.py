@@ -1,7 +1,8 @@
 """Print how large megarl and each package beside it are: files, lines, and lines of code, which are not
-blank, comment or docstring. With --step also how many files of megarl one VAPO step crosses: those of which a
-function is called in the second step of the tiny demo, on one rank. All threads count: a lease that is
-renewed in this second adds its file.
+blank, comment or docstring. Print what should stay small beside its target: the core, its rollouts, and the
+path from a prompt to its gradient as docs/design.md lists it. With --step also print how many files of megarl
+one VAPO step crosses: those of which a function is called in the second step of the tiny demo, on one rank.
+All threads count: a lease that is renewed in this second adds its file.
 
     python tools/size.py --step
 """
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import ast
 import io
+import re
 import sys
 import tempfile
 import threading
@@ -58,6 +60,43 @@ def sizes(package: Path) -> tuple[int, int, int]:
     return len(sources), sum(text.count("\n") for text in sources), sum(map(code_lines, sources))
 
 
+def longest(package: Path, kinds: tuple[type[ast.AST], ...]) -> tuple[int, str]:
+    """Return the lines of the longest definition of one of these kinds in a package, and its name."""
+    found = [(0, "")]
+    for file in package.rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, kinds):
+                assert isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+                size = (node.end_lineno or node.lineno) - node.lineno + 1
+                found.append((size, f"{node.name} in {file.name}"))
+    return max(found)
+
+
+def path_of_a_prompt(page: str) -> tuple[set[str], set[str]]:
+    """Return the files and the sample types in the design page's table "From a prompt to its gradient"."""
+    section = page.partition("\n## From a prompt to its gradient\n")[2].partition("\n## ")[0]
+    rows = [line.strip("|").split("|") for line in section.splitlines() if line.startswith("| [")]
+    files = {name for row in rows for cell in row[:2] for name in re.findall(r"\(\.\./megarl/(\S+?)\)", cell)}
+    return files, {name for row in rows for name in re.findall(r"`(\w+)`", row[2])}
+
+
+def targets() -> list[tuple[str, int, int]]:
+    """Return what should stay small: its name, its present figure, its target."""
+    core = ROOT / CORE
+    files, types = path_of_a_prompt((ROOT / "docs/design.md").read_text(encoding="utf-8"))
+    class_size, class_name = longest(core / "rollout", (ast.ClassDef,))
+    size, name = longest(core / "rollout", (ast.FunctionDef, ast.AsyncFunctionDef))
+    return [
+        ("files from a prompt to its gradient", len(files), 18),
+        ("sample types on that path", len(types), 6),
+        (f"lines of the longest class of rollout/: {class_name}", class_size, 300),
+        (f"lines of the longest function of rollout/: {name}", size, 60),
+        ("lines of the core", sizes(core)[1], 31_000),
+        ("lines of code of the core", sizes(core)[2], 22_500),
+        ("lines of rollout/", sizes(core / "rollout")[1], 5_000),
+    ]
+
+
 def files_of_a_step(folder: Path) -> list[str]:
     """Train the tiny demo for two steps in `folder`; return megarl's files that the second one crosses."""
     from megarl.cli.train import train
@@ -77,13 +116,13 @@ def files_of_a_step(folder: Path) -> list[str]:
         ):
             found.add(code.co_filename)
 
-    def step(self: Trainer, step: Any, phases: Any) -> None:
+    def step(self: Trainer, step: Any) -> None:
         if (step.stage, step.number) != ("train", 2):
-            return whole(self, step, phases)
+            return whole(self, step)
         inside.set()
         sys.setprofile(note)
         try:
-            return whole(self, step, phases)
+            return whole(self, step)
         finally:
             sys.setprofile(None)
             inside.clear()
@@ -107,6 +146,9 @@ def main() -> None:
     for package in (ROOT / CORE, *sorted(ROOT.glob(f"{CORE}_*/"))):
         files, lines, code = sizes(package)
         print(f"{package.name:20} {files:5} {lines:6} {code:6}")
+    print(f"\n{'should stay small':72} {'now':>6} {'target':>6}")
+    for what, now, target in targets():
+        print(f"{what:72} {now:6} {target:6}{'  over' if now > target else ''}")
     if "--step" in sys.argv[1:]:
         sys.path.insert(0, str(ROOT))
         with tempfile.TemporaryDirectory() as folder:

@@ -8,6 +8,7 @@ connection, and answers every path.
 from __future__ import annotations
 
 import re
+import socket
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -21,14 +22,14 @@ from prometheus_client.registry import Collector
 
 from megarl.config.errors import ConfigError
 
-PATIENCE = 2.0  # seconds that a client may take for its request, and for taking the answer
+PATIENCE = 2.0  # seconds of silence that a client may have; it is hung up on after twice as many in all
 
 
 class Exporter(Collector):
     """Serves gauges such as `megarl_policy_entropy{stage="train"}`, the newest record of each stage, from a
     thread of its own. Raises ConfigError where the port cannot be had.
 
-    One client after the other, each at most PATIENCE twice: whatever clients do, a step does not wait."""
+    One client after the other, each for at most twice PATIENCE: whatever clients do, a step does not wait."""
 
     def __init__(self, port: int, host: str = "127.0.0.1") -> None:
         self._records: dict[str, dict[str, float]] = {}
@@ -82,5 +83,14 @@ class _Handler(MetricsHandler):
             self.send_error(404, "metrics are at /metrics")
 
     def handle(self) -> None:
-        with suppress(OSError):  # a client that has gone, or was too slow
-            super().handle()
+        limit = threading.Timer(2 * PATIENCE, self._hang_up)  # one that sends a byte a second is never silent
+        limit.start()
+        try:
+            with suppress(OSError):  # a client that has gone, or was too slow
+                super().handle()
+        finally:
+            limit.cancel()
+
+    def _hang_up(self) -> None:
+        with suppress(OSError):  # it has just ended
+            self.connection.shutdown(socket.SHUT_RDWR)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import re
 import socket
+import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 from urllib.error import HTTPError
 from urllib.request import urlopen
@@ -99,6 +101,29 @@ def test_clients_that_hang_or_leave_hold_nobody_up(
     exporter.close()
     silent.close()
     assert capfd.readouterr() == ("", "")
+
+
+def test_a_client_that_is_never_silent_is_hung_up_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megarl.observe.prometheus.PATIENCE", 0.5)
+    exporter, over = Exporter(0), threading.Event()
+    slow = socket.create_connection(("127.0.0.1", exporter.port))
+
+    def trickle() -> None:
+        with suppress(OSError):
+            while not over.wait(0.1):
+                slow.sendall(b"G")
+
+    thread = threading.Thread(target=trickle)
+    thread.start()
+    ends = threading.Thread(target=exporter.close)
+    ends.start()
+    ends.join(60)
+    in_time = not ends.is_alive()
+    over.set()
+    thread.join()
+    slow.close()
+    ends.join()
+    assert in_time
 
 
 def test_a_port_that_is_taken_is_refused() -> None:
