@@ -56,7 +56,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    # What imports have made stays. Each full garbage collection would go through all of it: a tenth of the CPU time.
+    # What imports have made stays. Full garbage collections would go through it: a tenth of the CPU time.
     gc.freeze()
 
 
