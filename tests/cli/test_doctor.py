@@ -143,18 +143,18 @@ def test_a_package_that_does_not_fit_is_one_line_with_the_version_that_does(
 
 @pytest.fixture(scope="module")
 def this_machine() -> Iterator[tuple[Machine, str]]:
-    """What `megarl doctor` finds on this machine, and what it prints. It takes seconds to look."""
-    found: list[Machine] = []
+    """Run `megarl doctor` once; return the machine that it saw and the text that it printed."""
+    machines: list[Machine] = []
 
     def record() -> Machine:
-        found.append(look())
-        return found[-1]
+        machines.append(look())
+        return machines[-1]
 
     printed = io.StringIO()
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(printed):
         patch.setattr("megarl.cli.doctor.look", record)
         assert main(["doctor"]) == 0
-    yield found[0], printed.getvalue()
+    yield machines[0], printed.getvalue()
 
 
 def test_this_machine(this_machine: tuple[Machine, str]) -> None:
