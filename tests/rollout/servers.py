@@ -245,9 +245,12 @@ class Server(Http):
         return web.json_response(self.said(made, finish))
 
     def said(self, made: TokenData, finish: str) -> dict[str, Any]:
-        version, pairs = self.model_info["weight_version"], zip(made.logprobs, made.tokens, strict=True)
+        version, pairs = (
+            self.model_info["weight_version"],
+            zip(made.logprobs.tolist(), made.tokens.tolist(), strict=True),
+        )
         return {
-            "text": "what nobody reads", "output_ids": made.tokens,
+            "text": "what nobody reads", "output_ids": made.tokens.tolist(),
             "meta_info": {
                 "finish_reason": {"type": finish}, "weight_version": version,
                 "weight_versions": [{"version": version, "start": 0, "end": len(made.tokens)}],
