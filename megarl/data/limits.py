@@ -14,7 +14,7 @@ from megarl.config.errors import ConfigError
 
 MEMORY = 1 << 30  # bytes that rendering a conversation, or decoding a batch of rows, may take
 _STATM = Path("/proc/self/statm")
-_ONE_THREAD = threading.RLock()  # the limit is the process's: two threads that each restore it would leave one's
+_ONE_THREAD = threading.RLock()  # the limit belongs to the process: of two threads, one would leave its own
 
 
 @contextmanager
