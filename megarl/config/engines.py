@@ -1,4 +1,4 @@
-"""The registry of rollout engines: for each name of `rollout.engine` its class and its capabilities.
+"""The table of rollout engines: for each name of `rollout.engine` its class and its capabilities.
 
 Checks and planner read it without torch. A new engine is a row here, its name in `EngineName`, and a file in
 rollout/engines.

@@ -135,7 +135,7 @@ class RolloutBatch:
         engine_logprobs float32 [T], which is 0 outside the mask of sampled tokens, as all columns [T] but
         routing are; turn_rewards float32 [T] where some turn has a reward.
 
-        A response that does not count (`Group.counted`; where none is `compared` with its group's, one that
+        A response that does not count (`SampleGroup.counted`; where none is `compared` with its group's, one that
         was not judged) is its prompt alone, and a group of its own: no token of it is in any loss,
         denominator or statistic, and the rows stay as many.
 

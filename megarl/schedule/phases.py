@@ -279,7 +279,7 @@ def draw_tokens(experience: Experience, seed: int, step: int, update: int) -> Te
 
 
 def weight_transfer(run: Run, step: Step) -> None:
-    """Write the actor's shards into the engine's, in place."""
+    """Send the actor's weights to the engines, by the engine's weight backend (sync/backends)."""
     assert run.weight_sync is not None
     step.metrics |= run.publish(step.number)
     step.events += run.weight_sync.take_events()

@@ -436,7 +436,7 @@ def test_who_waits_for_verdicts_at_an_abort_is_not_silent(
 ) -> None:
     def verify(_: Any, items: list[Any]) -> list[Verdict]:
         WAIT.append(0)
-        time.sleep(0.3 if len(WAIT) == 1 else 4.0)
+        time.sleep(0.3 if len(WAIT) == 1 else 7.0)
         return []
 
     WAIT.clear()
@@ -444,7 +444,7 @@ def test_who_waits_for_verdicts_at_an_abort_is_not_silent(
     monkeypatch.setattr(Right, "verify", verify)
     monkeypatch.setattr("megarl.rollout.messages.KEEP_ALIVE_SECONDS", 0.5)
     rollout = {"dynamic_sampling": DYNAMIC}
-    assert len(drawn(folder, "is_judged_late", OutOfOrder, rollout=rollout, parallel={"timeout": 3.0})) == 4
+    assert len(drawn(folder, "is_judged_late", OutOfOrder, rollout=rollout, parallel={"timeout": 6.0})) == 4
     assert len(WAIT) > 1
 
 

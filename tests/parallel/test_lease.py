@@ -174,7 +174,7 @@ def test_a_stopped_owner_is_dead_before_the_next_has_it(folder: Path) -> None:
         pass
     end(child)
     (folder / "written").unlink()
-    child = holder(folder, limit=1.5)
+    child = holder(folder, limit=3.0)
     os.kill(child, signal.SIGSTOP)
     written = (folder / "written").read_text()
     with take(folder, wait=WAIT):

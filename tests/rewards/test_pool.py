@@ -249,9 +249,9 @@ def test_terms_in_a_worker(user_module: str) -> None:
             Verdict(False, terms={"format": 0.0, "acts": 2 / 8}),
             Verdict(True),
         ]
-    with VerifierPool(user_module, workers=1, timeout=1.0, terms=terms) as pool:
+    with VerifierPool(user_module, workers=1, timeout=2.0, terms=terms) as pool:
         late = pool.verify([("slow term", "", 1, 8, False)])
-        assert late == [Verdict(False, error="timeout after 1 s")]
+        assert late == [Verdict(False, error="timeout after 2 s")]
     with pytest.raises(ConfigError, match=r"^reward.terms.x.function: pool_test_verifiers has no function"):
         VerifierPool("dapo", terms={"x": RewardTerm(function="pool_test_verifiers:no")})
     with pytest.raises(ConfigError, match=r"^reward.terms.x.function: 'dapo' names no function"):
@@ -337,7 +337,7 @@ def test_an_idle_worker_that_was_killed_costs_nothing(user_module: str) -> None:
 def test_a_stopped_worker_cannot_block_the_pool(user_module: str) -> None:
     """Megabytes are on their way to a process that reads nothing: neither writing nor waiting may last beyond
     the limit."""
-    with VerifierPool(user_module, workers=1, timeout=1.5) as pool:
+    with VerifierPool(user_module, workers=1, timeout=3.0) as pool:
         pool.verify([("a", "a")])
         (pid,) = pool.pids
         os.kill(pid, signal.SIGSTOP)
@@ -481,8 +481,8 @@ def test_a_time_out_of_an_answer_that_calculates_counts_once(
 
     monkeypatch.setattr(pool._Worker, "give", count)
     monkeypatch.setattr(pool._Worker, "calculated_since", record)
-    with VerifierPool(user_module, timeout=1.5) as workers:
-        assert workers.verify([("spin", "")]) == [Verdict(False, error="timeout after 1.5 s")]
+    with VerifierPool(user_module, timeout=3.0) as workers:
+        assert workers.verify([("spin", "")]) == [Verdict(False, error="timeout after 3 s")]
     assert batches == (1 if calculated[0] >= pool._BUSY * 1.5 else 2)
 
 
