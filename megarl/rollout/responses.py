@@ -135,9 +135,9 @@ class RolloutBatch:
         engine_logprobs float32 [T], which is 0 outside the mask of sampled tokens, as all columns [T] but
         routing are; turn_rewards float32 [T] where some turn has a reward.
 
-        A response that does not count (`SampleGroup.counted`; where none is `compared` with its group's, one that
-        was not judged) is its prompt alone, and a group of its own: no token of it is in any loss,
-        denominator or statistic, and the rows stay as many.
+        A sample that does not count (see `SampleGroup.counted`; where none is `compared` with its group's,
+        one that was not judged) is its prompt alone, and a group of its own: no token of it is in any loss,
+        denominator or statistic. The number of rows stays the same.
 
         group_ids[i] is the position of its group in `groups`, response_index[i] its position in the group.
         policy_version is that of a response's oldest token; where some were continued under new weights,

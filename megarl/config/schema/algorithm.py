@@ -184,7 +184,7 @@ class AlgorithmConfig(Section):
         source="engine: SAO",
     )
     clip_low: float = field(0.2, "epsilon_low; 1: none", source="DAPO eq. 10, VAPO eq. 8", gt=0, le=1)
-    clip_high: float = field(0.2, "epsilon_high; clip-higher: 0.28", "", "DAPO eq. 10, VAPO eq. 8: 0.28", gt=0)
+    clip_high: float = field(0.2, "epsilon_high; clip-higher: 0.28", "", "DAPO eq. 10, VAPO eq. 8", gt=0)
     dual_clip: float = field(
         0.0, "c: a negative advantage's loss is at most c |A|; 0: off", "", "arXiv 1912.09729: 3", ge=0
     )
