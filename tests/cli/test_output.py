@@ -200,7 +200,7 @@ class TestConfig:
         assert said["algorithm.clip_high"] == (
             "    number; default 0.2 (grpo 0.2, dapo 0.28, ppo 0.2, vapo 0.28, tppo 0.28, asyppo 0.28, "
             "gspo 0.0004, cispo 4.0, dppo 0.15, clip_cov 1.0, fipo 0.28, spo 0.28, sao 5.0); "
-            "source: DAPO eq. 8, VAPO eq. 8: 0.28"
+            "source: DAPO eq. 10, VAPO eq. 8"
         )
         assert said["actor.betas"] == "    list of 2 numbers; default [0.9, 0.999]; source: our choice"
         assert said["parallel.dp"] == "    whole number or null, in devices; default null; source: our choice"

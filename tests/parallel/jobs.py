@@ -408,9 +408,9 @@ def rollout_after_update(
     ours = learner.logprob_columns(experience, batches)["logprobs"][experience.response_mask]
     return {
         "parameters": {name: tensor.clone() for name, tensor in engine.parameters().items()},
-        "engine": torch.tensor([x for c in sampled for x in c.logprobs]),
+        "engine": torch.tensor([x for c in sampled for x in c.logprobs.tolist()]),
         "trainer": ours,
-        "greedy": [c.tokens for c in greedy],
+        "greedy": [c.tokens.tolist() for c in greedy],
         "grad_norm": result.grad_norm,
     }
 

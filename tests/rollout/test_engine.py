@@ -606,7 +606,7 @@ def test_stop_texts(make_engine):
             )
         ]
         assert cut.tokens.tolist() == alone.tokens.tolist()[: ends[0] if ends else None]
-        assert cut.finish == ("stop" if ends else alone.finish_reason)
+        assert cut.finish_reason == ("stop" if ends else alone.finish_reason)
     assert sum(len(c.tokens.tolist()) for c in stopped) < sum(len(c.tokens.tolist()) for c in free)
 
 
