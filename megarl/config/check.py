@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.config.errors import ConfigError
+from megarl.config.methods import POLICY_LOSSES
 from megarl.config.phases import WATCHED
 from megarl.config.schema import Config, OptimizerConfig, RolloutConfig
 from megarl.config.schema.section import Section
@@ -293,7 +294,8 @@ def _algorithm_problems(c: Config) -> Iterator[str]:
         yield f"algorithm.lambda_floor: {what} (set it to 0)"
 
     if a.dual_clip and (a.dual_clip <= 1 or not a.policy_loss.has_dual_clip):
-        what = "must be > 1, or 0, and 0 for another algorithm.surrogate than ppo, gspo and fipo"
+        names = ", ".join(name for name, loss in POLICY_LOSSES.items() if loss.has_dual_clip)
+        what = f"must be > 1, or 0, and 0 for another algorithm.surrogate than {names}"
         yield f"algorithm.dual_clip: {what} (got {a.dual_clip:g} with {a.surrogate})"
     for name, (switch, readers) in READ_WITH.items():
         for key in () if getattr(a, switch) in readers else _changed(c, name):
