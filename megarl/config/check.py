@@ -294,8 +294,8 @@ def _algorithm_problems(c: Config) -> Iterator[str]:
         yield f"algorithm.lambda_floor: {what} (set it to 0)"
 
     if a.dual_clip and (a.dual_clip <= 1 or not a.policy_loss.has_dual_clip):
-        names = ", ".join(name for name, loss in POLICY_LOSSES.items() if loss.has_dual_clip)
-        what = f"must be > 1, or 0, and 0 for another algorithm.surrogate than {names}"
+        *names, last = (name for name, loss in POLICY_LOSSES.items() if loss.has_dual_clip)
+        what = f"must be > 1, or 0, and 0 for another algorithm.surrogate than {', '.join(names)} and {last}"
         yield f"algorithm.dual_clip: {what} (got {a.dual_clip:g} with {a.surrogate})"
     for name, (switch, readers) in READ_WITH.items():
         for key in () if getattr(a, switch) in readers else _changed(c, name):

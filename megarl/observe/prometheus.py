@@ -22,7 +22,7 @@ from prometheus_client.registry import Collector
 
 from megarl.config.errors import ConfigError
 
-PATIENCE = 2.0  # seconds of silence that a client may have; it is hung up on after twice as many in all
+PATIENCE = 2.0  # seconds that a client may be silent; after twice this time in all its connection is closed
 
 
 class Exporter(Collector):

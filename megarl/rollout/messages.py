@@ -86,7 +86,7 @@ class KeepAlive(Message):
 
 
 class StartSamples(Message):
-    """Generate these samples beside those that run.
+    """Generate these samples in addition to those that run.
 
     Each of the last four lists has an entry per sample. The rank continues what it keeps under a sample's id.
 
@@ -150,7 +150,9 @@ class SamplesFinished(Message):
 
 
 class ToolWaitCount(Message):
-    """So many running episodes wait for a tool, an environment or an agent: the engine has room for more."""
+    """The number of running episodes that wait for a tool, an environment or an agent.
+
+    The engine has room for as many others."""
 
     count: int
 
@@ -424,7 +426,7 @@ class Hub:
         return False
 
     async def wait_for_ranks(self, ranks: int, limit: float) -> None:
-        """Wait until so many ranks with engines are connected. Raises WaitTimeout after `limit` seconds."""
+        """Wait until `ranks` ranks with engines are connected. Raises WaitTimeout after `limit` seconds."""
         end = time.monotonic() + limit
         while missing := set(range(ranks)) - self.last_heard.keys():
             if time.monotonic() > end:

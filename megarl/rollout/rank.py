@@ -268,7 +268,7 @@ class RolloutRank:
             self._run(self.controller.hub.send(m.TRAINER, message))
 
     def snapshot(self) -> dict[str, Any]:
-        """Return this rank's share of what the next step needs, besides the weights and the prompts' order.
+        """Return this rank's share of what the next step needs, in addition to weights and prompt order.
 
         It holds references only, to what never changes once it is made. `join_shares` makes one state of all
         shares."""

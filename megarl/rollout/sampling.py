@@ -25,9 +25,13 @@ _MIX_2 = 0x94D049BB133111EB - (1 << 64)
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How responses are drawn. max_tokens: of a response whose GenerationRequest has no limit. `temperature`
-    0 is greedy; `top_k` 0 and `top_p` 1 are off. routing: whether the experts that each token went to are
-    wanted too."""
+    """How responses are sampled.
+
+    max_tokens   of a response whose GenerationRequest has no limit
+    temperature  0: greedy
+    top_p        1: off; top_k: 0: off
+    routing      whether to record the experts that each token is routed to
+    """
 
     max_tokens: int
     temperature: float = 1.0

@@ -1,7 +1,7 @@
-"""The state of rollouts between two steps, as a checkpoint holds it: lists, dicts, numbers and texts only.
+"""The state of rollouts between two steps, as a checkpoint holds it.
 
-The keys in a checkpoint do not change when fields are renamed: SAMPLE_KEYS and TOKEN_KEYS map one to the
-other."""
+It has lists, dicts, numbers and texts only. Its keys do not change when fields are renamed: SAMPLE_KEYS and
+TOKEN_KEYS map one to the other."""
 
 from __future__ import annotations
 

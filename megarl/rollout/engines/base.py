@@ -115,8 +115,9 @@ class RolloutEngine(ABC):
 
     @abstractmethod
     def submit(self, requests: Mapping[int, GenerationRequest], params: SamplingParams) -> None:
-        """Begin generating, beside what runs; `poll` gives the keys back. Requests of other params have their
-        turn too."""
+        """Begin generating, in addition to running requests. `poll` returns the keys.
+
+        Requests with other `params` than those that run take turns with them."""
 
     @abstractmethod
     def poll(self, seconds: float) -> list[tuple[int, TokenData]]:
