@@ -104,7 +104,7 @@ def train(tiny: bool, layers: str, recipe: str) -> dict[str, float]:
         local = scene.local(responses, tokens)
         scene.update(local)
         took = seconds(lambda: scene.update(local))
-    work = flops(scene.sizes, local.experience.lengths.tolist(), int(local.experience.response_mask.sum()))
+    work = flops(scene.sizes, local.lengths.tolist(), int(local.response_mask.sum()))
     return {"tflops": work / took / 1e12, "tokens_per_second": responses * (tokens + 4) / took}
 
 

@@ -430,7 +430,7 @@ def one_curve(given: Given, layers: str, recipe: str) -> dict[str, Any]:
     local = scene.local(responses, tokens)
     scene.offload.onload("actor_update", UPDATE)
     for _ in range(steps):
-        loss = supervised_loss(local.experience)
+        loss = supervised_loss(local)
         metrics = scene.actor.update_mini_batches(local.mini_batches, loss, 1, "policy")
         losses.append(metrics["policy/nll_loss"])
         norms.append(metrics["policy/grad_norm"])

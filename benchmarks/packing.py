@@ -18,7 +18,7 @@ import time
 from measure import Verdicts, machine
 
 from megarl.config.schema import UpdateConfig
-from megarl.data.experience import balance, cost, even_length, pack
+from megarl.data.packing import balance, cost, even_length, pack
 
 Plan = list[list[list[int]]]  # rank, micro-batch, index
 HIDDEN, LAYERS, MATRICES = 5120, 64, 18.6  # Qwen2.5-32B; matrix parameters of a layer / hidden^2

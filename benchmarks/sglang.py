@@ -74,7 +74,7 @@ def deliver(engine: Any, folder: Path) -> None:
     [tensors] = backend.connect(engine, [Plan((), {}, {0: shards})], Staging(engine.device))
     load_into(tensors, shards, source)
     backend.begin()
-    backend.send(0, [backend.publish(0)], 0)
+    backend.send(0, [backend.handle(0)], 0)
     backend.finish(0)
 
 

@@ -27,7 +27,7 @@ from measure import Verdicts, machine
 from step import FOLDER as BENCH
 from step import megarl
 
-from megarl.data.experience import read_experience
+from megarl.data.batch import read_batch
 from megarl.observe.runs import read_jsonl
 from megarl.observe.timeline import is_phase, timeline_ranks
 from megarl.plan.simulate import Costs, RolloutWork, Split, recorded, simulate
@@ -105,7 +105,7 @@ class Measured:
     def lengths(self, step: int) -> tuple[list[np.ndarray], float]:
         """The lengths of the responses that each engine drew, and the mean prompt."""
         paths = sorted((self.run_dir / "rollouts" / f"step-{step:06d}").glob("rank-*.safetensors"))
-        parts = [read_experience(path) for path in paths]
+        parts = [read_batch(path) for path in paths]
         prompts = [part.prompt_lengths for part in parts]
         return [part.response_lengths.numpy() for part in parts], float(torch.cat(prompts).float().mean())
 

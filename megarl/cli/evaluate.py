@@ -27,8 +27,8 @@ from megarl.config.text import printable
 if TYPE_CHECKING:
     from megarl.parallel.lease import Lease
     from megarl.parallel.runtime import Runtime
-    from megarl.rollout.responses import EvaluationResult
     from megarl.schedule.evaluation import Evaluation
+    from megarl.schedule.scores import EvaluationResult
 
 SHOWN = 20  # problems in the terminal, the hardest; problems.jsonl has all
 

@@ -27,7 +27,7 @@ from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint, sharded_state_dict_default
 from torch import Tensor
 
-from megarl.data.experience import cut
+from megarl.data.packing import cut
 from megarl.model.delta_net import convolve, delta_rule, gated_norm, gates
 from megarl.weights.families import Sizes
 

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megarl.data.experience import Experience, StepBatch
+from megarl.data.batch import RolloutBatch, TrainBatch
 from megarl.parallel.comm import exchange
 from megarl.parallel.runtime import Ranks
 
@@ -23,11 +23,12 @@ MASK = "response_mask"
 
 
 def deliver(
-    ranks: Ranks, batch: StepBatch, shares: Sequence[Sequence[int]], replicas: Sequence[Sequence[int]]
-) -> Experience:
+    ranks: Ranks, batch: RolloutBatch, shares: Sequence[Sequence[int]], replicas: Sequence[Sequence[int]]
+) -> TrainBatch:
     """Return the sequences `shares[d]` of a batch, in that order and with all columns, on each of the ranks
     `replicas[d]`, which are of `ranks` as the batch's owners are; elsewhere no sequence. Owners and receivers
     call this alike, with the same shares and replicas."""
+    assert batch.owners is not None
     kinds = [(name, c.dtype, tuple(c.shape[1:])) for name, c in _sent(batch).items()]
     sizes = row_bytes(batch).tolist()
     owner_of = batch.owners.tolist()
@@ -75,7 +76,7 @@ def deliver(
     return _decode(batch, share, found, kinds)
 
 
-def row_bytes(batch: StepBatch) -> Tensor:
+def row_bytes(batch: RolloutBatch) -> Tensor:
     """Return the bytes of each sequence on its way, int64 [n]: its tokens as int32, and what is said of each
     of them."""
     sizes = 4 * batch.lengths
@@ -85,13 +86,13 @@ def row_bytes(batch: StepBatch) -> Tensor:
     return sizes
 
 
-def _sent(batch: StepBatch) -> dict[str, Tensor]:
+def _sent(batch: RolloutBatch) -> dict[str, Tensor]:
     """Return the columns [T] that are sent, the same on every rank: the mask only where it does not follow
     from the lengths."""
-    return batch.own.columns | ({MASK: batch.own.response_mask} if batch.observes else {})
+    return batch.own.columns | ({MASK: batch.own.response_mask} if batch.has_observations else {})
 
 
-def _encode(batch: StepBatch, places: Sequence[int]) -> Tensor:
+def _encode(batch: RolloutBatch, places: Sequence[int]) -> Tensor:
     """Return sequences that lie here as bytes, each its tokens (int32) and then its columns."""
     own, columns, parts = batch.own, _sent(batch), []
     starts, prompts = own.cu_seqlens.tolist(), batch.prompt_lengths[batch.rows].tolist()
@@ -108,11 +109,11 @@ def _joined(parts: Sequence[Tensor]) -> Tensor:
 
 
 def _decode(
-    batch: StepBatch,
+    batch: RolloutBatch,
     rows: Sequence[int],
     found: dict[int, np.ndarray],
     kinds: Sequence[tuple[str, torch.dtype, tuple[int, ...]]],
-) -> Experience:
+) -> TrainBatch:
     """Undo `_encode` for the bytes of each of `rows`, and pack them in this order, with the columns [n]."""
     index = torch.tensor(rows, dtype=torch.int64)
     cu_seqlens = torch.cat([torch.zeros(1, dtype=torch.int64), batch.lengths[index].cumsum(0)])
@@ -131,4 +132,4 @@ def _decode(
             at += size
     mask = columns.pop(MASK, mask)
     columns |= {name: column[index] for name, column in batch.columns.items()}
-    return Experience(tokens, cu_seqlens, mask, columns)
+    return TrainBatch(tokens, cu_seqlens, mask, columns)

@@ -15,10 +15,10 @@ VERIFIER = 0.3 * GIB  # a verifier's process
 # On CPUs, as found in runs of up to 128 ranks: the launcher with its imports, and what a rank that is forked
 # from it owns without tensors.
 LAUNCHER, FORKED = 0.5 * GIB, 0.15 * GIB
-# Bytes of a response on every rank: lengths, owner, reward and the like of a StepBatch (docs/scale.md).
+# Bytes of a response on every rank: lengths, owner, reward and the like of a RolloutBatch (docs/scale.md).
 KNOWN = 80
 # Bytes of a token on the rank that sampled it: token and log-prob of a TokenData (data/sample.py), and
-# packed in StepBatch.own (data/experience.py) token, mask and log-prob.
+# packed in RolloutBatch.own (data/batch.py) token, mask and log-prob.
 SAMPLED = 4 + 4 + 8 + 1 + 4
 
 

@@ -19,10 +19,11 @@ from megarl.data.sample import SampleGroup
 from megarl.rollout import messages as m
 from megarl.rollout.collector import GroupCollector
 from megarl.rollout.dispatch import Dispatcher, GroupRequest, Slot, Status
-from megarl.rollout.responses import RolloutBatch, length_error, response_stats, source_stats
+from megarl.rollout.responses import length_error, response_stats, source_stats
 from megarl.rollout.sampling import SamplingParams, response_seed
 
 DrawPrompts = Callable[[int], Sequence[Prompt]]
+StepGroups = tuple[list[SampleGroup], dict[str, float], dict[str, int]]  # groups, metrics, errors
 
 
 class Controller:
@@ -65,8 +66,8 @@ class Controller:
         self._failures: dict[int, str] = {}  # of engines, by rank
         self.hub.reset_silence()
 
-    async def collect(self, step: int) -> RolloutBatch:
-        """Collect `rollout.prompts` groups for a step.
+    async def collect(self, step: int) -> StepGroups:
+        """Collect `rollout.prompts` groups for a step. Return them, metrics, and the verifiers' errors.
 
         reward/*, response/* and reflection/* count all responses of the step, whether dynamic sampling
         accepts their groups or not, so that they show the policy's accuracy. With `rollout.window` groups
@@ -97,7 +98,7 @@ class Controller:
         groups, self.surplus = collector.result()
         # Nothing was offered where the surplus of the step before was enough.
         stats = collector.stats() | {"rollout/moved": self.dispatcher.rebalanced}
-        return make_batch(step, groups, collector.offered or groups, stats, self.config.reward.max_unjudged)
+        return with_metrics(groups, collector.offered or groups, stats, self.config.reward.max_unjudged)
 
     def _offer_groups(self, collector: GroupCollector) -> None:
         """Offer complete groups. The collector may reject some, so it may take more than it misses."""
@@ -117,7 +118,7 @@ class Controller:
         missing = len(groups) - len(complete)
         return self._draw(collector.refill(complete, missing), step, times_sampled)
 
-    async def _collect_windows(self, step: int) -> RolloutBatch:
+    async def _collect_windows(self, step: int) -> StepGroups:
         """Sample the next tokens of a step's responses: first of the unfinished ones of the step before,
         then of new prompts. What is sampled does not depend on time."""
         size, wanted = self.config.rollout.group_size, self.config.responses
@@ -146,7 +147,7 @@ class Controller:
             "rollout/moved": self.dispatcher.rebalanced,
         }
         self.returned += rest
-        return make_batch(step, groups, groups, stats, self.config.reward.max_unjudged)
+        return with_metrics(groups, groups, stats, self.config.reward.max_unjudged)
 
     def _draw(self, prompts: int, step: int, times_sampled: Counter[int]) -> list[GroupRequest]:
         """Return requests for the next prompts: first those that an earlier step returned. A prompt drawn
@@ -345,14 +346,13 @@ def held_partials(requests: Sequence[GroupRequest]) -> list[tuple[int, int]]:
     ]
 
 
-def make_batch(
-    step: int,
+def with_metrics(
     groups: list[SampleGroup],
     counted: Sequence[SampleGroup],
     stats: Mapping[str, float],
     max_unjudged: float,
-) -> RolloutBatch:
-    """Return a step's batch, with statistics of the finished responses of `counted`.
+) -> StepGroups:
+    """Return a step's groups, metrics with those of the finished responses of `counted`, and errors.
 
     Raises ConfigError where more than the share `max_unjudged` of them has no verdict."""
     finished = [
@@ -372,4 +372,4 @@ def make_batch(
         **source_stats(finished),
     }
     errors_found = Counter(r.error for r in responses if r.error is not None)
-    return RolloutBatch(step, groups, all_stats, {}, dict(errors_found))
+    return groups, all_stats, dict(errors_found)

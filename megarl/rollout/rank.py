@@ -10,7 +10,6 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -20,16 +19,16 @@ import zmq.asyncio
 
 from megarl.config.errors import DataError, EngineError, MegarlError
 from megarl.config.schema import Config
+from megarl.data.batch import RolloutBatch
 from megarl.data.prompts import ProblemSet, Prompt
 from megarl.data.sample import Sample, SampleGroup
-from megarl.observe.run_log import SampleRecord
 from megarl.parallel.comm import from_rank_0
 from megarl.parallel.runtime import Ranks
 from megarl.rollout import messages as m
 from megarl.rollout.controller import Controller
 from megarl.rollout.dispatch import GroupRequest
 from megarl.rollout.engines.base import RolloutEngine
-from megarl.rollout.responses import EvaluationResult, RolloutBatch
+from megarl.rollout.responses import groups_to_show, make_rollout_batch, method_columns, records
 from megarl.rollout.sampling import SamplingParams, evaluation_seed
 from megarl.rollout.state import load_state, pack_journal
 from megarl.rollout.worker import Worker
@@ -89,7 +88,6 @@ class RolloutRank:
         self.worker = Worker(config, ranks.rank, ranks.world, engine, verifier, tokenizer, recover)
         self.seconds = dict.fromkeys(("generate", "verify", "gather", "idle"), 0.0)
         self._loop, self._context = asyncio.new_event_loop(), zmq.asyncio.Context()
-        self._shown: list[SampleGroup] = []
         self.controller: Controller | None = None
         if ranks.rank == 0:
             hub = self._run(self._listen(ranks.world))
@@ -124,26 +122,27 @@ class RolloutRank:
         if self.controller is not None:
             await self.controller.hub.wait_for_ranks(self.ranks.world, self.config.parallel.timeout)
 
-    def collect(self, step: int, shown: int = 0) -> RolloutBatch:
+    def collect(self, step: int) -> RolloutBatch:
         """Collect the groups of a step, see Controller.collect. An error is raised on every rank.
 
-        shown: how many responses `sample_records` gives afterwards"""
+        Return them as columns, with the tokens that are on this rank. `shown` has up to `log.samples`
+        responses on rank 0."""
+        limit, shown = self.config.log.samples, list[SampleGroup]()
 
-        async def decide(controller: Controller) -> tuple[RolloutBatch, list[SampleGroup]]:
-            batch = await controller.collect(step)
-            self._shown = await controller.fetch(batch.shown_groups(shown))
-            return batch, batch.groups
+        async def decide(controller: Controller) -> tuple[tuple[Any, Any], list[SampleGroup]]:
+            groups, metrics, errors = await controller.collect(step)
+            shown.extend(await controller.fetch(groups_to_show(groups, limit)))
+            return (metrics, errors), groups
 
         _, outcome, groups = self._together(decide, ())
-        found = RolloutBatch(step, groups, outcome.stats, self.seconds, outcome.errors)
-        for sample in found.samples:
+        batch = make_rollout_batch(groups, compared=self.config.algorithm.compares)
+        if step > 0:  # value pretraining needs the rewards alone
+            batch.columns |= method_columns(groups, self.config)
+        batch.metrics, batch.errors = {**outcome.stats}, outcome.errors
+        batch.shown = records(step, shown, self.tokenizer, limit)
+        for sample in batch.samples:
             self.worker.graded.pop(sample.id, None)  # what is left is the next step's
-        return found
-
-    def sample_records(self, found: RolloutBatch, limit: int) -> dict[int, SampleRecord]:
-        """Return on rank 0 at most `limit` responses of the first groups, by their row of the batch; nothing
-        on the others."""
-        return replace(found, groups=self._shown).records(self.tokenizer, limit) if self._shown else {}
+        return batch
 
     def generate(
         self, requests: Sequence[GroupRequest], params: SamplingParams, *, whole: bool = False
@@ -160,7 +159,9 @@ class RolloutRank:
             self.worker.graded.pop(sample.id, None)
         return fetched if whole and fetched is not None else groups
 
-    def evaluate(self, sets: Sequence[ProblemSet], params: SamplingParams | None = None) -> EvaluationResult:
+    def evaluate(
+        self, sets: Sequence[ProblemSet], params: SamplingParams | None = None
+    ) -> list[tuple[ProblemSet, list[SampleGroup]]]:
         """Sample and verify as many answers to each problem as its set wants, whatever other sets there are;
         their texts are on rank 0. DataError without a problem."""
         if not any(one.problems for one in sets):
@@ -178,7 +179,7 @@ class RolloutRank:
                 requests.append(GroupRequest(problem, seeds))
                 drawn[problem.uid] += 1
         groups = iter(self.generate(requests, params, whole=True))
-        return EvaluationResult([(one, list(islice(groups, len(one.problems)))) for one in sets])
+        return [(one, list(islice(groups, len(one.problems)))) for one in sets]
 
     def _together(
         self, decide: Decide, prompts: Sequence[Prompt]
@@ -228,7 +229,7 @@ class RolloutRank:
     def _make_outcome(self, result: Any, groups: Sequence[SampleGroup], *, known: bool) -> RolloutOutcome:
         """Return what rank 0 sends to all ranks. known: whether they know the groups' prompts"""
         assert self.controller is not None
-        stats, errors = (result.stats, result.errors) if isinstance(result, RolloutBatch) else ({}, {})
+        stats, errors = result if isinstance(result, tuple) else ({}, {})
         prompts = [
             None
             if known

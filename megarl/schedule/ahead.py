@@ -27,6 +27,7 @@ import zmq.asyncio
 from megarl.config.errors import CheckpointError, StorageError
 from megarl.config.files import Dispensable, essential
 from megarl.config.schema import PRETRAINING, TRAIN, Config
+from megarl.data.batch import RolloutBatch
 from megarl.observe.run_log import SampleRecord
 from megarl.observe.timeline import Timeline
 from megarl.parallel.comm import from_rank_0
@@ -43,7 +44,7 @@ from megarl.schedule.rollouts import (
     rollouts_folder,
     stored,
 )
-from megarl.schedule.source import BatchSource, Rollout
+from megarl.schedule.source import BatchSource
 from megarl.schedule.watchdog import Watchdog
 from megarl.sync.weight_sync import WeightSync, make_weight_sync
 from megarl.training.checkpoint import BATCHES
@@ -206,7 +207,7 @@ class GenerationApart(BatchSource):
             order = m.CollectRollout(TRAIN, number, kept)
             self._due.append(order) if self.pending is not None else self._order(order)
 
-    def rollout(self, stage: str, number: int) -> Rollout:
+    def rollout(self, stage: str, number: int) -> RolloutBatch:
         """Return a step's rollout once it has been drawn. Value pretraining is in turn: it is drawn now."""
         self._last = stage, number
         if stage == PRETRAINING:
@@ -215,12 +216,13 @@ class GenerationApart(BatchSource):
         visible(self._path(stage, number), VISIBLE)
         # Its files are shared out among the trainers, who deliver it.
         batch, state = read_rollout(self._folder(stage), number, self.runtime)
-        samples = {int(row): SampleRecord(**sample) for row, sample in state["samples"].items()}
+        batch.shown = {int(row): SampleRecord(**record) for row, record in state["samples"].items()}
         staleness = (number - 1 - batch["policy_version"]).float() if stage != PRETRAINING else None
         metrics = state["stats"] | told.metrics
         if staleness is not None:
             metrics |= {"staleness/mean": float(staleness.mean()), "staleness/max": float(staleness.max())}
-        return Rollout(batch, metrics, told.errors, samples, told.events)
+        batch.metrics, batch.errors, batch.events = metrics, told.errors, told.events
+        return batch
 
     def _folder(self, stage: str) -> Path:
         return (pretraining_folder if stage == PRETRAINING else rollouts_folder)(self.config)

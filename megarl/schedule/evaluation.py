@@ -17,9 +17,9 @@ from megarl.rewards.pool import VerifierPool
 from megarl.rollout.engines.registry import make_engine
 from megarl.rollout.episode import load_prompt_options
 from megarl.rollout.rank import RolloutRank
-from megarl.rollout.responses import EvaluationResult
 from megarl.schedule.generation import load_tokenizer, start_engine
 from megarl.schedule.models import load_weights
+from megarl.schedule.scores import EvaluationResult
 from megarl.sync.weight_sync import make_weight_sync
 from megarl.training.checkpoint import (
     FOLDER,
@@ -123,7 +123,7 @@ class Evaluation:
         with VerifierPool(reward.verifier, *limits, own=own, sandbox=reward.sandbox) as verifiers:
             rank = RolloutRank(self.config, self.runtime, self.engine, verifiers, self.tokenizer)
             try:
-                return rank.evaluate(self.sets)
+                return EvaluationResult(rank.evaluate(self.sets))
             finally:
                 rank.close()
 

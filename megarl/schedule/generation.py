@@ -11,6 +11,7 @@ from typing import Any, TypedDict
 from transformers import AutoTokenizer
 
 from megarl.config.schema import PRETRAINING, Config
+from megarl.data.batch import RolloutBatch
 from megarl.data.generated import own_verifiers
 from megarl.data.prompts import Prompt, PromptSampler, content_of, read_problem_sets, read_prompts
 from megarl.observe.run_log import SampleRecord
@@ -24,7 +25,8 @@ from megarl.rollout.episode import load_prompt_options
 from megarl.rollout.rank import RolloutRank
 from megarl.rollout.state import RolloutShare, join_shares
 from megarl.schedule.rollouts import RolloutStore, pretraining_rollouts, rollouts_folder
-from megarl.schedule.source import BatchSource, Rollout
+from megarl.schedule.scores import EvaluationResult
+from megarl.schedule.source import BatchSource
 from megarl.sync.weight_sync import Failures
 
 
@@ -108,59 +110,54 @@ class Generation(BatchSource):
         """Return value pretraining's rollouts on disk. The first access is collective."""
         return pretraining_rollouts(self.config, self.prompts, self.runtime.engines)
 
-    def rollout(self, stage: str, number: int) -> Rollout:
+    def rollout(self, stage: str, number: int) -> RolloutBatch:
         """Sample groups of responses, verify them, and go on until the batch of effective prompts is full
         (DAPO eq. 11).
 
         Value pretraining, where the policy stands still, keeps its rollouts on disk and reads them the next
         time."""
-        compared = self.config.algorithm.compares
-        if stage != PRETRAINING:
-            found = self.rollout_rank.collect(number, self.config.log.samples)
-            batch = found.to_step_batch(compared=compared)
-            columns = self.config.algorithm.advantage_method.columns
-            if "reward_parts" in columns:
-                batch["reward_parts"] = found.reward_parts(self.config.reward)
-            if "prompt_uids" in columns:
-                batch["prompt_uids"] = found.prompt_uids
-            if self.config.teacher.by_source:
-                batch["teachers"] = found.teachers(self.config.teacher)
-            rollout = Rollout(batch, {**found.stats}, found.errors, {}, [])
-        else:
+        pretraining, events = stage == PRETRAINING, list[str]()
+        if pretraining:
             stored, events = self.pretraining_rollouts.read(number)
             if stored is not None:
-                batch, state = stored
-                # As if it had been sampled now: the next draw does not change.
-                self.load_state_dict(state["samplers"])
-                samples = {
-                    int(row): SampleRecord(**sample) for row, sample in state.get("samples", {}).items()
-                }
-                return Rollout(batch, {"rollout/reused": 1.0, **state["stats"]}, {}, samples, events)
-            found = self.rollout_rank.collect(-number, self.config.log.samples)  # seeds of its own
-            metrics = {"rollout/reused": 0.0, **found.stats}
-            batch = found.to_step_batch(compared=compared)
-            rollout = Rollout(batch, metrics, found.errors, {}, events)
-        self._waited += found.seconds["gather"]
-        rollout.samples = self.rollout_rank.sample_records(found, self.config.log.samples)
-        rollout.metrics |= {f"inside/{part}": seconds for part, seconds in found.seconds.items()}
-        apart = self.runtime.rollout_ranks > 0  # trainers read the batch, and a checkpoint keeps it
-        if stage == PRETRAINING or apart:
-            samples_ = {str(row): asdict(sample) for row, sample in rollout.samples.items()}
-            shares = shares_on_0(self.runtime.engines, self.snapshot(), self.share)
-            samplers = self.join(shares) if shares else {}
-            kept = {"stats": found.stats, "samplers": samplers, "samples": samples_}
-            store = self.pretraining_rollouts if stage == PRETRAINING else self.rollouts
-            store.write(number, batch, {**kept, "errors": found.errors})
-        elif self.config.checkpoint.rollouts:
-            self.rollouts.write(number, batch, {"stats": found.stats})
-        return rollout
+                return self._reuse(*stored, events)
+        batch = self.rollout_rank.collect(-number if pretraining else number)  # seeds of its own
+        batch.events = events
+        self._waited += self.rollout_rank.seconds["gather"]
+        self._store(stage, number, batch)
+        batch.metrics |= {f"inside/{part}": seconds for part, seconds in self.rollout_rank.seconds.items()}
+        if pretraining:
+            batch.metrics["rollout/reused"] = 0.0
+        return batch
+
+    def _reuse(self, batch: RolloutBatch, state: Mapping[str, Any], events: list[str]) -> RolloutBatch:
+        """Return a stored rollout as if it had been sampled now: the next draw does not change."""
+        self.load_state_dict(state["samplers"])
+        batch.shown = {int(row): SampleRecord(**record) for row, record in state.get("samples", {}).items()}
+        batch.metrics, batch.events = {"rollout/reused": 1.0, **state["stats"]}, events
+        return batch
+
+    def _store(self, stage: str, number: int, batch: RolloutBatch) -> None:
+        """Write a rollout to disk: in value pretraining, for trainers on other ranks, or if configured."""
+        if stage != PRETRAINING and not self.runtime.rollout_ranks:
+            if self.config.checkpoint.rollouts:
+                self.rollouts.write(number, batch, {"stats": batch.metrics})
+            return
+        shares = shares_on_0(self.runtime.engines, self.snapshot(), self.share)
+        state = {
+            "stats": batch.metrics,
+            "samplers": self.join(shares) if shares else {},
+            "samples": {str(row): asdict(record) for row, record in batch.shown.items()},
+            "errors": batch.errors,
+        }
+        store = self.pretraining_rollouts if stage == PRETRAINING else self.rollouts
+        store.write(number, batch, state)
 
     def evaluate(self, step: int) -> tuple[dict[str, float], Iterable[dict[str, Any]]]:
         """Answer the held-out problems that are due after a step; return eval/* and every answer, decoded on
         demand."""
-        result = self.rollout_rank.evaluate(
-            [one for one in self.sets if self.config.evaluates(step, one.every)]
-        )
+        due = [one for one in self.sets if self.config.evaluates(step, one.every)]
+        result = EvaluationResult(self.rollout_rank.evaluate(due))
         self._waited += self.rollout_rank.seconds["gather"]
         return result.stats(), result.answers(self.tokenizer)
 

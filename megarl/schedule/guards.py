@@ -160,11 +160,11 @@ def _differ(one: tuple[float, float], other: tuple[float, float]) -> bool:
 def keep_failed_batch(run: Run, step: Step, phase: str, error: NumericalError) -> NumericalError:
     """Write the batch of a phase that failed to run_dir/failed, one file a rank, and return the error with
     where it is."""
-    folder, experience = run.config.run_dir / "failed", step.local.experience
-    parts = {name: getattr(experience, name) for name in ("tokens", "cu_seqlens", "response_mask")}
+    folder, batch = run.config.run_dir / "failed", step.batch
+    parts = {name: getattr(batch, name) for name in ("tokens", "cu_seqlens", "response_mask")}
     path = folder / f"{step.stage}-{step.number:06d}-rank{run.runtime.rank}.pt"
     content, missing = BytesIO(), True
-    torch.save({**parts, **experience.columns}, content)  # which to a file hides a disk's errors
+    torch.save({**parts, **batch.columns}, content)  # which to a file hides a disk's errors
     with run.dispensable.file(path):
         folder.mkdir(exist_ok=True)
         write_whole(path, content.getvalue())

@@ -249,7 +249,7 @@ class Records(Listener):
     def _samples(self, step: Step) -> list[SampleRecord]:
         """Return the step's samples; in some steps with their tokens, to which every rank adds its share."""
         if self.config.log.samples and has_tokens(step.number, self.facts.total(step.stage)):
-            return with_tokens(step.samples, step.local, self.run.tokenizer, self.runtime)
+            return with_tokens(step.samples, step.batch, self.run.tokenizer, self.runtime)
         return list(step.samples.values())
 
     def _over_ranks(self, metrics: dict[str, float]) -> None:

@@ -19,13 +19,13 @@ from megarl.algorithms.mismatch import mismatch_metrics, mismatch_sums
 from megarl.config.errors import MegarlError, ParityError
 from megarl.config.files import write_whole
 from megarl.config.schema import PRETRAINING, Config
-from megarl.data.experience import Experience
+from megarl.data.batch import MicroBatch, TrainBatch
 from megarl.model.builder import DTYPES
 from megarl.parallel.comm import from_rank_0, gather_objects, gather_on_0, max_over_ranks, sum_over_replicas
 from megarl.rollout.engines.transformers_engine import HEAD, OUTPUT, Part, TransformersEngine
 from megarl.schedule.models import export_model
 from megarl.schedule.run import Run, Step
-from megarl.training.batch import MicroBatch, make_micro_batches
+from megarl.training.batch import make_micro_batches
 from megarl.weights.hf import load_into
 from megarl.weights.megatron import open_model
 from megarl.weights.shards import hf_shards
@@ -56,15 +56,15 @@ def precision(config: Config) -> str:
     return "bf16" if config.model.dtype == "bf16" or own & {"bfloat16", "float16", "half"} else "fp32"
 
 
-def comparable(experience: Experience, version: int) -> Tensor:
+def comparable(batch: TrainBatch, version: int) -> Tensor:
     """Return the response tokens that were drawn with the weights of `version`, bool [T]. Those that another
     version drew (surplus of dynamic sampling, rollouts that run ahead, the older part of a continued
     response) differ for a reason. Temperature is in both log-probs, top-p and top-k in neither."""
-    if "token_versions" in experience:
-        of_tokens = experience["token_versions"]
+    if "token_versions" in batch:
+        of_tokens = batch["token_versions"]
     else:
-        of_tokens = experience["policy_version"][experience.sequence_ids]
-    return experience.response_mask & (of_tokens == version)
+        of_tokens = batch["policy_version"][batch.sequence_ids]
+    return batch.response_mask & (of_tokens == version)
 
 
 def check_parity(run: Run, step: Step) -> None:
@@ -73,22 +73,22 @@ def check_parity(run: Run, step: Step) -> None:
     Uses the step's old log-probs. Where no phase computes them (value pretraining, and
     algorithm.old_logprobs engine) one pass over the first mini-batch does. Nothing is compared where no token
     was drawn with the present weights: in a step after a resumption that was drawn ahead."""
-    guard, experience, kind = run.config.guard, step.local.experience, precision(run.config)
+    guard, batch, kind = run.config.guard, step.batch, precision(run.config)
     if guard.parity == "none":
         return
     limit = LIMITS[kind] if guard.parity == "auto" else guard.parity
     version = 0 if step.stage == PRETRAINING else step.number - 1
-    mask = comparable(experience, version)
-    if "old_logprobs" in experience:
-        trainer = experience["old_logprobs"]
+    mask = comparable(batch, version)
+    if "old_logprobs" in batch:
+        trainer = batch["old_logprobs"]
     else:
-        batches = step.local.mini_batches[0]
-        trainer = run.actor.logprob_columns(experience, batches)["logprobs"]
+        batches = step.batch.mini_batches[0]
+        trainer = run.actor.logprob_columns(batch, batches)["logprobs"]
         passed = torch.zeros_like(mask)
-        for batch in batches:
-            passed[batch.token_indices] = True
+        for micro_batch in batches:
+            passed[micro_batch.token_indices] = True
         mask &= passed
-    engine = experience["engine_logprobs"]
+    engine = batch["engine_logprobs"]
     sums, largest = mismatch_sums(trainer, engine, mask)
     sums = sum_over_replicas(run.runtime, sums)
     found = mismatch_metrics(sums, max_over_ranks(run.runtime, float(largest)))
@@ -132,7 +132,7 @@ def _layers(run: Run, step: Step, version: int) -> str:
         weight_sync = run.weight_sync
         if own and weight_sync and not weight_sync.complete:  # it was away while the trainer had the device
             weight_sync.sync(weight_sync.version)
-        sequences = _sequences(run, step.local.experience)
+        sequences = _sequences(run, step.batch)
         states = [_trainer_states(run, *sequence) for sequence in sequences]
         reference, said = own or _from_folder(run, version), [""]
 
@@ -183,12 +183,12 @@ def _named(part: Part, layers: int) -> str:
     return name if layer in (-1, layers) else f"layer {layer} (of 0 to {layers - 1}), {name}"
 
 
-def _sequences(run: Run, experience: Experience) -> list[tuple[list[int], list[int]]]:
+def _sequences(run: Run, batch: TrainBatch) -> list[tuple[list[int], list[int]]]:
     """Return the beginnings of some responses with their prompts, the same on every rank."""
-    order = experience.lengths.clamp(max=TOKENS).argsort(descending=True, stable=True)[:SEQUENCES]
+    order = batch.lengths.clamp(max=TOKENS).argsort(descending=True, stable=True)[:SEQUENCES]
     mine, kind = [], list[tuple[list[int], list[int]]]
     for row in order.tolist():
-        of_row = experience.select([row])
+        of_row = batch.select([row])
         tokens = of_row.tokens[:TOKENS].tolist()
         prompt = min(int(of_row.prompt_lengths), len(tokens) - 1)
         mine.append((tokens[:prompt], tokens[prompt:]))
@@ -230,7 +230,7 @@ def _noted(chunks: Sequence[Any]) -> Iterator[dict[Part, Tensor]]:
 def _trainer_states(run: Run, prompt: list[int], response: list[int]) -> dict[Part, Tensor]:
     """Return what each part of the trainer's model gives for a sequence, [t, hidden], and the log-probs of
     the response as (layers, HEAD), [r]; on rank 0 alone, of its replica. Routers choose for themselves."""
-    runtime, actor, few = run.runtime, run.actor, Experience.build([prompt], [response])
+    runtime, actor, few = run.runtime, run.actor, TrainBatch.build([prompt], [response])
     batches = make_micro_batches(few, [0], few.num_tokens, actor.model)
     with actor.free_routing(), _noted(actor.model.chunks) as noted:
         logprobs = actor.logprob_columns(few, batches)["logprobs"]

@@ -15,6 +15,7 @@ import torch
 from megarl.config.errors import CheckpointError, ConfigError, DataError
 from megarl.config.phases import ROLLOUT, replay_phases
 from megarl.config.schema import PRETRAINING, Config
+from megarl.data.batch import RolloutBatch
 from megarl.observe.run_log import plain
 from megarl.observe.runs import read_metrics
 from megarl.parallel.comm import max_over_ranks
@@ -23,7 +24,7 @@ from megarl.schedule.phases import FUNCTIONS
 from megarl.schedule.preflight import versions
 from megarl.schedule.rollouts import read_rollout, rollout_files, rollouts_folder, stored
 from megarl.schedule.run import Run, Step, build_run
-from megarl.schedule.source import BatchSource, Rollout
+from megarl.schedule.source import BatchSource
 from megarl.training.checkpoint import (
     FOLDER,
     Checkpoint,
@@ -73,10 +74,11 @@ class RecordedRollouts(BatchSource):
     def __init__(self, config: Config, runtime: Runtime) -> None:
         self.folder, self.runtime, self.reports = rollouts_folder(config), runtime, {}
 
-    def rollout(self, stage: str, number: int) -> Rollout:
+    def rollout(self, stage: str, number: int) -> RolloutBatch:
         """Read the rollout of a step of the main stage. Raises DataError where it is missing or damaged."""
         batch, state = read_rollout(self.folder, number, self.runtime)
-        return Rollout(batch, state["stats"], {}, {}, [])
+        batch.metrics = state["stats"]
+        return batch
 
     def snapshot(self) -> dict[str, Any]:
         return {}

@@ -19,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,15 +27,12 @@ from torch import Tensor
 from megarl.config.errors import ConfigError, DataError, MegarlError
 from megarl.config.files import fsync, why, write_whole
 from megarl.config.schema import Config
-from megarl.data.experience import Experience, StepBatch, join, read_experience, write_experience
+from megarl.data.batch import RolloutBatch, TrainBatch, join, read_batch, write_batch
 from megarl.data.prompts import Prompt, content_of
 from megarl.observe.run_log import SampleRecord
 from megarl.parallel.comm import from_rank_0, gather_objects, gather_on_0
 from megarl.parallel.runtime import Ranks, Runtime
 from megarl.training.checkpoint import settings_of, sha256_of
-
-if TYPE_CHECKING:  # the preflight, which imports this file, says whether Megatron can be imported
-    from megarl.training.batch import LocalBatch
 
 KEY = "value_pretraining.rollouts"
 FOLDER = "step-{:06d}"
@@ -56,8 +53,8 @@ DECIDING = (
     *("reward.overlong.soft_punishment", "reward.overlong.buffer"),
 )
 # The rows that a rank has read: their numbers; lengths of sequences, responses and prompts; the columns [n];
-# an experience of no sequence, for the names and types of the columns [T].
-OwnRows = tuple[Tensor, tuple[Tensor, Tensor, Tensor], dict[str, Tensor], Experience]
+# a batch of no sequence, for the names and types of the columns [T].
+OwnRows = tuple[Tensor, tuple[Tensor, Tensor, Tensor], dict[str, Tensor], TrainBatch]
 MODEL_FILES = (".json", ".safetensors", ".distcp", ".model", ".jinja")  # of weights and tokenizer
 
 STEPS_WITH_TOKENS = 100  # about so many steps of a run: samples.jsonl stays small however long it is
@@ -80,7 +77,7 @@ class RolloutStore:
         self.folder, self.ranks, self.key, self.remedy = folder, ranks, key, remedy
         self.made_from = made_from or {}
 
-    def read(self, number: int) -> tuple[tuple[StepBatch, dict[str, Any]] | None, list[str]]:
+    def read(self, number: int) -> tuple[tuple[RolloutBatch, dict[str, Any]] | None, list[str]]:
         """Return ((batch, state), []); or (None, lines) where there is none, or a damaged one, which a line
         names.
 
@@ -92,7 +89,7 @@ class RolloutStore:
         except DataError as error:
             return None, [f"{error}; it is sampled again"]
 
-    def write(self, number: int, batch: StepBatch, state: Mapping[str, Any]) -> None:
+    def write(self, number: int, batch: RolloutBatch, state: Mapping[str, Any]) -> None:
         """Write a rollout with `state` (JSON, of rank 0). Raises ConfigError on every rank where it cannot be
         written."""
         folder, rank = self.folder / FOLDER.format(number), self.ranks.rank
@@ -119,7 +116,7 @@ class RolloutStore:
                 columns = {name: column[batch.rows] for name, column in batch.columns.items()}
                 columns |= {"row": batch.rows, "prompt_length": batch.prompt_lengths[batch.rows]}
                 own = replace(batch.own, columns=batch.own.columns | columns)
-                sha256 = write_experience(folder / part, own)
+                sha256 = write_batch(folder / part, own)
         parts = gather_on_0(self.ranks, (part, sha256), tuple[str, str])
         with writing(folder / MANIFEST):
             if parts is not None:
@@ -154,7 +151,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
 
 def read_rollout(
     folder: Path, number: int, ranks: Ranks, made_from: Mapping[str, Any] | None = None
-) -> tuple[StepBatch, dict[str, Any]]:
+) -> tuple[RolloutBatch, dict[str, Any]]:
     """Return the batch and the state of a rollout; every rank calls this, and holds what it has read. Raises
     on every rank DataError where it is missing or damaged, ConfigError where it was `made_from` other
     settings."""
@@ -175,7 +172,7 @@ def read_rollout(
     try:
         for i, (name, digest) in enumerate(manifest["files"].items()):
             if i % ranks.world == ranks.rank:
-                found.append(read_experience(path.parent / name, digest))
+                found.append(read_batch(path.parent / name, digest))
     except DataError as error:
         problem = error
     own, facts = None, None
@@ -196,7 +193,7 @@ def read_rollout(
     def whole(parts: Iterable[Tensor]) -> Tensor:
         return torch.cat([*parts])[order]
 
-    batch = StepBatch(
+    batch = RolloutBatch(
         lengths=whole(lengths for _, _, (lengths, _, _), *_ in by_rank),
         response_lengths=whole(sampled for _, _, (_, sampled, _), *_ in by_rank),
         prompt_lengths=whole(prompts for _, _, (_, _, prompts), *_ in by_rank),
@@ -280,13 +277,13 @@ def has_tokens(number: int, steps: int) -> bool:
 
 
 def with_tokens(
-    samples: Mapping[int, SampleRecord], local: LocalBatch, tokenizer: Any, runtime: Runtime
+    samples: Mapping[int, SampleRecord], batch: TrainBatch, tokenizer: Any, runtime: Runtime
 ) -> list[SampleRecord]:
     """Return a step's samples, by their row of the batch, with their tokens, advantages and values. Every
     rank calls this with its replica's share of the batch; rank 0, which has the samples, gets them
     complete."""
     wanted = from_rank_0(runtime, list(samples), list[int])
-    worths = token_worth(local, wanted) if runtime.is_replica_leader else {}
+    worths = token_worth(batch, wanted) if runtime.is_replica_leader else {}
     parts = gather_on_0(runtime, worths, dict[int, dict[str, Tensor]])
     if parts is None:
         return []
@@ -318,29 +315,28 @@ def _rounded(column: list[float]) -> list[float | None]:
     return [float(f"{value:.{DIGITS}g}") if math.isfinite(value) else None for value in column]
 
 
-def token_worth(local: LocalBatch, rows: Iterable[int]) -> dict[int, dict[str, Tensor]]:
+def token_worth(batch: TrainBatch, rows: Iterable[int]) -> dict[int, dict[str, Tensor]]:
     """Return row of the batch -> {"tokens", "observed", "advantages", "values"}, of the response's tokens and
-    of what was observed between them, NaN there, for the rows and columns that are in `local`, a replica's
+    of what was observed between them, NaN there, for the rows and columns that are in `batch`, a replica's
     share. What earlier steps drew of a response (`rollout.window`) has no advantage in this one: NaN."""
-    places = {row: i for i, row in enumerate(local.rows.tolist())}
-    experience, found = local.experience, {}
-    drawn = experience.drawn
+    places = {row: i for i, row in enumerate(batch.rows.tolist())}
+    drawn, found = batch.drawn, {}
     for row in rows:
         if row in places:
-            tokens = response_indices(experience, places[row])
-            observed = ~experience.response_mask[tokens]
-            columns = {"tokens": experience.tokens[tokens], "observed": observed}
+            tokens = response_indices(batch, places[row])
+            observed = ~batch.response_mask[tokens]
+            columns = {"tokens": batch.tokens[tokens], "observed": observed}
             for name, none in (("advantages", ~drawn[tokens]), ("values", observed)):
-                if name in experience:
-                    columns[name] = experience[name][tokens].float().masked_fill(none, math.nan)
+                if name in batch:
+                    columns[name] = batch[name][tokens].float().masked_fill(none, math.nan)
             found[row] = columns
     return found
 
 
-def response_indices(experience: Experience, row: int) -> Tensor:
+def response_indices(batch: TrainBatch, row: int) -> Tensor:
     """Return the indices of the tokens behind a response's prompt, int64."""
-    start, end = experience.cu_seqlens[row : row + 2].tolist()
-    return torch.arange(start + int(experience.prompt_lengths[row]), end)
+    start, end = batch.cu_seqlens[row : row + 2].tolist()
+    return torch.arange(start + int(batch.prompt_lengths[row]), end)
 
 
 def token_texts(tokenizer: Any, ids: Sequence[int]) -> list[str]:

@@ -15,7 +15,7 @@ from megarl.config.files import Dispensable
 from megarl.config.methods import load_function
 from megarl.config.phases import never_offloaded
 from megarl.config.schema import PRETRAINING, Config
-from megarl.data.experience import Experience, StepBatch
+from megarl.data.batch import RolloutBatch, TrainBatch
 from megarl.model.builder import read_hf_config
 from megarl.observe.run_log import SampleRecord
 from megarl.parallel.movable import HostPool
@@ -25,9 +25,8 @@ from megarl.schedule.ahead import GenerationApart
 from megarl.schedule.generation import Generation, load_tokenizer
 from megarl.schedule.models import ModelBuilder
 from megarl.schedule.offload import EngineMemory, OffloadManager, Residency
-from megarl.schedule.source import BatchSource, Rollout, SupervisedPairs
+from megarl.schedule.source import BatchSource, SupervisedPairs
 from megarl.sync.weight_sync import Failures, WeightSync, make_weight_sync
-from megarl.training.batch import LocalBatch
 from megarl.training.columns import Tables
 from megarl.training.model import InferenceModel, TrainableModel
 from megarl.weights.hf import ModelFolder
@@ -202,8 +201,8 @@ class Step:
     verifier_errors  error -> how often a verifier failed with it
     samples          on rank 0, responses to be shown to people, by their row of the batch
     distributions    tables for distributions.jsonl
-    batch            what every rank knows of the whole step; the pairs of a supervised step, whole
-    local            this replica's share of it
+    rollout          all sequences of the step
+    batch            those that this replica trains on
     """
 
     stage: str
@@ -214,17 +213,17 @@ class Step:
     samples: dict[int, SampleRecord] = field(default_factory=dict)
     distributions: Tables = field(default_factory=dict)
     started: float = field(default_factory=time.perf_counter)
-    batch: Experience | StepBatch = field(init=False, repr=False)
-    local: LocalBatch = field(init=False, repr=False)
+    rollout: RolloutBatch = field(init=False, repr=False)
+    batch: TrainBatch = field(init=False, repr=False)
 
     @property
     def index(self) -> int:
         """Return what seeds derive from: 1, 2, ... in the main stage, -1, -2, ... in value pretraining."""
         return -self.number if self.stage == PRETRAINING else self.number
 
-    def take(self, found: Rollout) -> None:
-        """Take what a source gives for this step."""
-        self.batch, self.verifier_errors, self.samples = found.batch, found.errors, found.samples
+    def take(self, found: RolloutBatch) -> None:
+        """Take the batch that a source gives for this step."""
+        self.rollout, self.verifier_errors, self.samples = found, found.errors, found.shown
         self.metrics |= found.metrics
         self.events += found.events
 
@@ -234,7 +233,7 @@ class Step:
         self.distributions |= distributions
 
     def count_tokens(self, passes: int, lengths: Tensor | None = None) -> None:
-        """Add a phase's tokens to train/tokens: those of the batch as often as they go through a model.
+        """Add a phase's tokens to train/tokens: those of the step as often as they go through a model.
         lengths: of its sequences, where that does not read all of them."""
-        tokens = self.batch.num_tokens if lengths is None else int(lengths.sum())
+        tokens = self.rollout.num_tokens if lengths is None else int(lengths.sum())
         self.metrics["train/tokens"] = self.metrics.get("train/tokens", 0.0) + passes * tokens

@@ -6,32 +6,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from hashlib import sha256
 from typing import Any
 
 import torch
 
 from megarl.config.schema import Config
-from megarl.data.experience import Experience, StepBatch
+from megarl.data.batch import RolloutBatch, TrainBatch
 from megarl.data.prompts import PromptSampler, ReadReport, read_pairs
-from megarl.observe.run_log import SampleRecord
-
-
-@dataclass
-class Rollout:
-    """What a source gives for one step.
-
-    batch    a StepBatch, whose tokens lie with the ranks that drew them; an Experience is whole on every rank
-    errors   of verifiers, and how often each occurred
-    samples  on rank 0, responses to be shown to people, by their row of the batch
-    events   lines to be shown"""
-
-    batch: StepBatch | Experience
-    metrics: dict[str, float]
-    errors: dict[str, int]
-    samples: dict[int, SampleRecord]
-    events: list[str]
 
 
 class BatchSource(ABC):
@@ -45,7 +27,7 @@ class BatchSource(ABC):
     share: Any = dict[str, Any]
 
     @abstractmethod
-    def rollout(self, stage: str, number: int) -> Rollout:
+    def rollout(self, stage: str, number: int) -> RolloutBatch:
         """Return the batch of a step."""
 
     @abstractmethod
@@ -91,13 +73,14 @@ class SupervisedPairs(BatchSource):
         content = sha256(repr(self.pairs).encode()).hexdigest()
         self.sampler = PromptSampler(len(self.pairs), config.seed, config.data.shuffle, content)
 
-    def rollout(self, stage: str, number: int) -> Rollout:
+    def rollout(self, stage: str, number: int) -> RolloutBatch:
         """Take the next pairs."""
         chosen = [self.pairs[i] for i in self.sampler.take(self.batch)]
-        batch = Experience.build([prompt for prompt, _ in chosen], [response for _, response in chosen])
+        pairs = [prompt for prompt, _ in chosen], [response for _, response in chosen]
+        batch = RolloutBatch.of(TrainBatch.build(*pairs))
         batch["correct"] = torch.ones(len(chosen), dtype=torch.bool)
         batch["truncated"] = torch.zeros(len(chosen), dtype=torch.bool)
-        return Rollout(batch, {}, {}, {}, [])
+        return batch
 
     def snapshot(self) -> dict[str, Any]:
         return {"pairs": self.sampler.state()}

@@ -225,10 +225,10 @@ class WeightSync:
     def _send(self, bucket: int, guard: _Guard, ranks: Ranks) -> Failures:
         """Bring a bucket that all ranks have written into the engines, and return their failures by rank."""
         # Nobody reads before all have written, ...
-        own = None if self.engine is None else self.backend.publish(bucket)
-        published: list[bytes | None] = [None] * (self.runtime.job.world - ranks.world)  # by rank of the job
-        published += gather_objects(ranks, own, bytes | None)
-        guard(self.backend.send, bucket, published, self.version)
+        own = None if self.engine is None else self.backend.handle(bucket)
+        handles: list[bytes | None] = [None] * (self.runtime.job.world - ranks.world)  # by rank of the job
+        handles += gather_objects(ranks, own, bytes | None)
+        guard(self.backend.send, bucket, handles, self.version)
         if bucket == len(self.transfers) - 1:
             guard(self.backend.finish, self.version)
         # ... and nobody writes before all have read.

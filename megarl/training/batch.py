@@ -1,9 +1,9 @@
-"""From a step's batch to this replica's share: mini-batches, denominators, balance, micro-batches."""
+"""From a RolloutBatch to this replica's TrainBatch: mini-batches, denominators, balance, micro-batches."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,16 +15,8 @@ from torch import Tensor
 
 from megarl.algorithms.losses import token_weights
 from megarl.config.schema import Config
-from megarl.data.experience import (
-    Experience,
-    StepBatch,
-    balance,
-    balance_groups,
-    cost,
-    cut,
-    even_length,
-    pack_groups,
-)
+from megarl.data.batch import MicroBatch, RolloutBatch, TrainBatch
+from megarl.data.packing import balance, balance_groups, cost, cut, even_length, pack_groups
 from megarl.model.builder import ModelChunks
 from megarl.model.fp8 import pack_multiple
 from megarl.parallel.comm import max_over_ranks, sum_over_replicas
@@ -32,161 +24,44 @@ from megarl.parallel.delivery import deliver
 from megarl.parallel.runtime import Runtime
 
 
-@dataclass
-class MicroBatch:
-    """One pack of t tokens, r of them response tokens. With `update.share_prompts` a prompt stands in it
-    once, before the responses to it. Of the prompts a b and c with the responses x y and z, not shared:
-    tokens a b x y c z, labels x y z, logit_indices 1 2 4, at 2 3 5.
-
-    tokens, positions  int64 [1, t] on the device; t: a multiple of what sequence parallelism and FP8 ask for
-    packed             what attention and routers need to know of the sequences
-    logit_indices      int64 [r], the places in the pack that predict the response tokens: that of the token
-                       before each
-    labels             int64 [r], the response tokens
-    token_indices      int64 [r] on the host, where these tokens stand in the Experience's columns [T]
-    at                 int64 [r] on the host, the places in the pack of the response tokens themselves
-    routing            the engine's choice of experts, host [layers, t, topk], see model/routing.py; or None
-
-    Under context parallelism t and r are the whole pack's in token_indices and at, this rank's in the others,
-    where r is the same on each rank (filled up), and:
-    cut                (rank, place) of each token of the pack (data/experience.py), on the host
-    order              int64 [r], where each response token is among the ranks' numbers, rank after rank
-
-    others             int64 or int32 [T, k] on the host, the column of further tokens whose log-probs an
-                       update wants at each place; or None
-    """
-
-    tokens: Tensor
-    positions: Tensor
-    packed: Any
-    logit_indices: Tensor
-    labels: Tensor
-    token_indices: Tensor
-    at: Tensor
-    routing: Tensor | None = None
-    cut: tuple[Tensor, Tensor] | None = None
-    order: Tensor | None = None
-    others: Tensor | None = None
-
-    def labels_and_others(self) -> Tensor:
-        """Return `labels`, int64 [r] on the device, with `others` behind each: [r, 1 + k]."""
-        if self.others is None:
-            return self.labels
-        others = self.others[self.token_indices].long()
-        if self.order is not None:  # this rank's, in the places of its labels
-            count, order = self.labels.numel(), self.order.cpu()
-            mine = order // max(count, 1) == parallel_state.get_context_parallel_rank()
-            placed = others.new_zeros(count, others.shape[1])
-            placed[order[mine] % max(count, 1)] = others[mine]
-            others = placed
-        return torch.cat([self.labels[:, None], others.to(self.labels.device)], 1)
-
-    def gather(self, of_head: Any) -> Any:
-        """Return what the head gives on all context-parallel ranks, [r, ...] of each output; the gradient
-        takes this rank's part, as every rank computes the same loss."""
-        if self.order is None or not self.order.numel():
-            return of_head
-        if isinstance(of_head, tuple):
-            return tuple(map(self.gather, of_head))
-        group = parallel_state.get_context_parallel_group()
-        whole = gather_from_sequence_parallel_region(of_head, tensor_parallel_output_grad=False, group=group)
-        return whole.index_select(0, self.order)
-
-    def column(self, experience: Experience, name: str) -> Tensor:
-        """Return column `name` at this micro-batch's response tokens, [r, ...] on the device."""
-        return experience[name][self.token_indices].to(self.tokens.device)
-
-
-@dataclass
-class LocalBatch:
-    """The sequences that this data-parallel replica trains on, where they stand in the whole batch (int64
-    [n]), and its micro-batches of each mini-batch of the actor and of each critic, in update order. The
-    actor's cover all of the sequences, the critics' all but those that go on in the next step, each critic's
-    its own of every group. They are the same lists for one critic, unless there are such sequences,
-    `critic.mini_batch` is set, or the critic reads prompts alone."""
-
-    experience: Experience
-    rows: Tensor
-    mini_batches: list[list[MicroBatch]]
-    critic_mini_batches: list[list[list[MicroBatch]]]
-
-    @property
-    def micro_batches(self) -> list[MicroBatch]:
-        """Return those of all mini-batches: what a forward pass over the whole share takes."""
-        return [batch for mini_batch in self.mini_batches for batch in mini_batch]
-
-    @property
-    def critic_micro_batches(self) -> list[MicroBatch]:
-        """Return those of all of the critics' mini-batches."""
-        return [batch for of_one in self.critic_mini_batches for some in of_one for batch in some]
-
-    def gather(self, of_responses: Tensor, whole: Experience | StepBatch, runtime: Runtime) -> Tensor:
-        """Return one number per response [n] of every replica's share, in the order of the whole batch, on
-        every rank."""
-        placed = torch.zeros(whole.num_sequences, dtype=torch.float64)
-        placed[self.rows] = of_responses.double()
-        return sum_over_replicas(runtime, placed).to(of_responses.dtype)
-
-
-def distribute(
-    batch: Experience | StepBatch,
+def make_train_batch(
+    rollout: RolloutBatch,
     config: Config,
     mini_batch: int,
     seed: int,
     models: Sequence[ModelChunks],
     runtime: Runtime,
-) -> LocalBatch:
-    """Return this replica's share of `batch`, of which every rank knows the lengths and the columns [n] and
-    computes the same assignment. The tokens come from the ranks that hold them, unless the batch is an
-    Experience, which every rank holds whole.
+) -> TrainBatch:
+    """Return the sequences of a step that this replica trains on, packed into micro-batches.
 
-    models: the networks that the share goes through; their sizes say what a sequence of a length costs."""
+    Every rank knows the lengths and computes the same assignment. The tokens come from the ranks that hold
+    them.
+
+    models: the networks that the sequences go through; their sizes say what a sequence of a length costs."""
     critic_mini_batch = config.critic.mini_batch or mini_batch
     # One divides the other (config/check.py): balanced parts give balanced unions.
     finest = min(mini_batch, critic_mini_batch)
-    sizes = (mini_batch, critic_mini_batch, finest)
     shared = config.update.share_prompts
-    groups = batch["group_ids"] if shared else torch.arange(batch.num_sequences)
+    groups = rollout["group_ids"] if shared else torch.arange(rollout.num_sequences)
+    sizes = (mini_batch, critic_mini_batch, finest)
     ids, critic_ids, finest_ids = (mini_batch_ids(groups, size, seed) for size in sizes)
-    lengths, group_of = batch.lengths.tolist(), groups.tolist()
-    prompts = batch.prompt_lengths.tolist()
-    even = even_length(*map(matrix_shape, models))
-    costs, of_prompts = cost(lengths, even), cost(prompts, even)
-    shares_of: list[list[list[int]]] = []  # by mini-batch and replica
-    for number in range(int(finest_ids.max()) + 1):
-        members = (finest_ids == number).nonzero().squeeze(-1).tolist()
-        if shared:
-            shares = balance_groups(
-                [of_prompts[i] for i in members],
-                [costs[i] - of_prompts[i] for i in members],
-                [group_of[i] for i in members],
-                runtime.layout.dp,
-            )
-        else:
-            shares = balance([costs[i] for i in members], runtime.layout.dp)
-        shares_of.append([[members[i] for i in share] for share in shares])
+    shares_of = divide(rollout, finest_ids, groups if shared else None, models, runtime.layout.dp)
     mine = [shares[runtime.dp_rank] for shares in shares_of]
-    rows = torch.tensor([i for share in mine for i in share], dtype=torch.int64)
-    if isinstance(batch, Experience):
-        local = batch.select(rows)
-    else:
-        layout, replicas = runtime.layout, range(runtime.layout.dp)
-        of_replicas = [[i for shares in shares_of for i in shares[replica]] for replica in replicas]
-        ranks = range(layout.world)
-        trained_by = [[rank for rank in ranks if layout.coords(rank).dp == replica] for replica in replicas]
-        local = deliver(runtime, batch, of_replicas, trained_by)
-    for name, of_responses in loss_weights(batch, ids, critic_ids, config).items():
-        local[name] = local.spread(of_responses[rows])
-    if "begun" in batch:
-        local["policy_loss_weights"] = torch.where(local.drawn, local["policy_loss_weights"], 0.0)
-    ended = ~batch["unfinished"] if "unfinished" in batch else torch.ones_like(batch["truncated"])
+    batch = take_share(rollout, shares_of, runtime)
+    rows = batch.rows
+    for name, of_responses in loss_weights(rollout, ids, critic_ids, config).items():
+        batch[name] = batch.spread(of_responses[rows])
+    if "begun" in rollout:
+        batch["policy_loss_weights"] = torch.where(batch.drawn, batch["policy_loss_weights"], 0.0)
+    every = torch.ones(rollout.num_sequences, dtype=torch.bool)
+    ended = ~rollout["unfinished"] if "unfinished" in rollout else every
     stops = torch.tensor([0, *map(len, mine)]).cumsum(0).tolist()
 
     def mini_batches_of(
-        size: int, read: Experience, read_lengths: Tensor, chosen: Tensor
+        size: int, read: TrainBatch, read_lengths: Tensor, chosen: Tensor
     ) -> list[list[MicroBatch]]:
         """Return the micro-batches of each mini-batch of `size`, of the chosen sequences (bool [n]) as `read`
-        has them, with these lengths in the whole batch (int64 [n]); none of a mini-batch without any."""
+        has them, with these lengths in the rollout (int64 [n]); none of a mini-batch without any."""
         budget, made = config.update.tokens_per_micro_batch, []
         for first in range(0, len(mine), size // finest):
             stop, at_least = min(first + size // finest, len(mine)), 1
@@ -196,81 +71,143 @@ def distribute(
             if runtime.layout.tp * runtime.layout.cp % runtime.layout.ep:
                 for replica in range(runtime.layout.dp):
                     theirs = [i for shares in shares_of[first:stop] for i in shares[replica] if chosen[i]]
-                    packs = _pack(batch.prompt_lengths[theirs], read_lengths[theirs], groups[theirs], budget)
+                    packs = _pack(
+                        rollout.prompt_lengths[theirs], read_lengths[theirs], groups[theirs], budget
+                    )
                     at_least = max(at_least, len(packs))
             own = [i for i in range(stops[first], stops[stop]) if chosen[rows[i]]]
-            prompts_of = batch.prompt_lengths[rows] if shared else None
+            prompts_of = rollout.prompt_lengths[rows] if shared else None
             made.append(make_micro_batches(read, own, budget, models[0], at_least, prompts_of))
         return made
 
-    mini_batches = mini_batches_of(mini_batch, local, batch.lengths, torch.ones_like(ended))
-    critics = [mini_batches]
+    batch.mini_batches = mini_batches_of(mini_batch, batch, rollout.lengths, every)
+    batch.critic_mini_batches = [batch.mini_batches]
     if config.values_prompts:
-        read, places = prompts_alone(local)
-        alone = mini_batches_of(critic_mini_batch, read, critic_lengths(batch, config), ended)
-        critics = [
+        read, places = prompts_alone(batch)
+        alone = mini_batches_of(critic_mini_batch, read, critic_lengths(rollout, config), ended)
+        batch.critic_mini_batches = [
             [[replace(one, token_indices=places[one.token_indices]) for one in some] for some in alone]
         ]
     elif config.critic.count > 1 or critic_mini_batch != mini_batch or not ended.all():
-        learners = critic_of(batch, config)
-        critics = [
-            mini_batches_of(critic_mini_batch, local, batch.lengths, ended & (learners == number))
+        learners = critic_of(rollout, config)
+        batch.critic_mini_batches = [
+            mini_batches_of(critic_mini_batch, batch, rollout.lengths, ended & (learners == number))
             for number in range(config.critic.count)
         ]
-    return LocalBatch(local, rows, mini_batches, critics)
+    return batch
 
 
-def critic_of(batch: Experience | StepBatch, config: Config) -> Tensor:
+def divide(
+    rollout: RolloutBatch,
+    mini_batch_of: Tensor,
+    groups: Tensor | None,
+    models: Sequence[ModelChunks],
+    replicas: int,
+) -> list[list[list[int]]]:
+    """Return the sequences of each mini-batch for each replica, so that replicas take equally long.
+
+    Args:
+        mini_batch_of: int64 [n].
+        groups: int64 [n], where responses of a group share their prompt (`update.share_prompts`).
+    """
+    even = even_length(*map(matrix_shape, models))
+    costs, of_prompts = (cost(some.tolist(), even) for some in (rollout.lengths, rollout.prompt_lengths))
+    shares_of = []
+    for number in range(int(mini_batch_of.max()) + 1):
+        members = (mini_batch_of == number).nonzero().squeeze(-1).tolist()
+        if groups is not None:
+            shares = balance_groups(
+                [of_prompts[i] for i in members],
+                [costs[i] - of_prompts[i] for i in members],
+                groups[members].tolist(),
+                replicas,
+            )
+        else:
+            shares = balance([costs[i] for i in members], replicas)
+        shares_of.append([[members[i] for i in share] for share in shares])
+    return shares_of
+
+
+def take_share(
+    rollout: RolloutBatch, shares_of: Sequence[Sequence[Sequence[int]]], runtime: Runtime
+) -> TrainBatch:
+    """Return this replica's sequences with their columns: `shares_of` is the result of `divide`."""
+    layout = runtime.layout
+    of_replicas = [[i for shares in shares_of for i in shares[replica]] for replica in range(layout.dp)]
+    rows = torch.tensor(of_replicas[runtime.dp_rank], dtype=torch.int64)
+    if rollout.owners is None:
+        batch = rollout.own.select(rows)
+        batch.columns |= {name: column[rows] for name, column in rollout.columns.items()}
+    else:
+        ranks = range(layout.world)
+        trained_by = [[rank for rank in ranks if layout.coords(rank).dp == dp] for dp in range(layout.dp)]
+        batch = deliver(runtime, rollout, of_replicas, trained_by)
+    batch.rows = rows
+    return batch
+
+
+def gather_responses(
+    of_responses: Tensor, rollout: RolloutBatch, batch: TrainBatch, runtime: Runtime
+) -> Tensor:
+    """Return one number per response of all replicas, in the order of the rollout [n], on every rank.
+
+    of_responses: those of this replica's share, in the order of `batch`."""
+    placed = torch.zeros(rollout.num_sequences, dtype=torch.float64)
+    placed[batch.rows] = of_responses.double()
+    return sum_over_replicas(runtime, placed).to(of_responses.dtype)
+
+
+def critic_of(rollout: RolloutBatch, config: Config) -> Tensor:
     """Return which critic learns from each sequence, int64 [n].
 
     The responses of a group go to the critics in turn. So each critic sees every prompt, and no two see the
     same response.
     """
     if config.critic.count == 1:
-        return torch.zeros_like(batch.lengths)
-    return batch["response_index"] % config.critic.count
+        return torch.zeros_like(rollout.lengths)
+    return rollout["response_index"] % config.critic.count
 
 
 def micro_batches_of(
     chosen: Tensor,
-    batch: Experience | StepBatch,
-    local: LocalBatch,
+    rollout: RolloutBatch,
+    batch: TrainBatch,
     config: Config,
     model: ModelChunks,
     runtime: Runtime,
 ) -> list[MicroBatch]:
-    """Pack those of this replica's share for a forward pass that are chosen of the whole batch, bool [n]."""
-    rows, groups, shared = local.rows, torch.arange(batch.num_sequences), config.update.share_prompts
-    groups, prompts = batch["group_ids"] if shared else groups, batch.prompt_lengths
+    """Pack the chosen sequences (bool [n], of the rollout) of this replica's share for a forward pass."""
+    rows, groups, shared = batch.rows, torch.arange(rollout.num_sequences), config.update.share_prompts
+    groups, prompts = rollout["group_ids"] if shared else groups, rollout.prompt_lengths
     own, budget, at_least = chosen[rows].nonzero().squeeze(-1), config.update.tokens_per_micro_batch, 1
-    if runtime.layout.tp * runtime.layout.cp % runtime.layout.ep:  # as in `distribute`
-        packs = _pack(prompts[rows[own]], batch.lengths[rows[own]], groups[rows[own]], budget)
+    if runtime.layout.tp * runtime.layout.cp % runtime.layout.ep:  # as in `make_train_batch`
+        packs = _pack(prompts[rows[own]], rollout.lengths[rows[own]], groups[rows[own]], budget)
         at_least = max(at_least, int(max_over_ranks(runtime, len(packs))))
-    whole, columns, of_prompts = local.experience, dict[str, Tensor](), None
+    columns, of_prompts = dict[str, Tensor](), None
     if shared:
-        columns, of_prompts = {"group_ids": whole["group_ids"]}, prompts[rows]
-    read = Experience(whole.tokens, whole.cu_seqlens, whole.response_mask, columns)
+        columns, of_prompts = {"group_ids": batch["group_ids"]}, prompts[rows]
+    read = TrainBatch(batch.tokens, batch.cu_seqlens, batch.response_mask, columns)
     return make_micro_batches(read, own.tolist(), budget, model, at_least, of_prompts)
 
 
-def critic_lengths(batch: Experience | StepBatch, config: Config) -> Tensor:
+def critic_lengths(rollout: RolloutBatch, config: Config) -> Tensor:
     """Return how many tokens of each sequence the critic reads, int64 [n]: all, or those of
     `prompts_alone`."""
     if config.values_prompts:
-        return torch.minimum(batch.lengths, batch.prompt_lengths + 1)
-    return batch.lengths
+        return torch.minimum(rollout.lengths, rollout.prompt_lengths + 1)
+    return rollout.lengths
 
 
-def prompts_alone(experience: Experience) -> tuple[Experience, Tensor]:
+def prompts_alone(batch: TrainBatch) -> tuple[TrainBatch, Tensor]:
     """Return each sequence up to the first token of its response, whose value is that of the prompt, without
-    columns but group_ids; and where its tokens stand in `experience`, int64."""
-    prompts, lengths, starts = experience.prompt_lengths, experience.lengths, experience.cu_seqlens[:-1]
-    within = torch.arange(experience.num_tokens) - torch.repeat_interleave(starts, lengths)
+    columns but group_ids; and where its tokens stand in `batch`, int64."""
+    prompts, lengths, starts = batch.prompt_lengths, batch.lengths, batch.cu_seqlens[:-1]
+    within = torch.arange(batch.num_tokens) - torch.repeat_interleave(starts, lengths)
     places = (within <= torch.repeat_interleave(prompts, lengths)).nonzero().squeeze(-1)
     ends = torch.minimum(lengths, prompts + 1).cumsum(0)
-    columns = {name: experience[name] for name in ("group_ids",) if name in experience}
-    tokens, mask = experience.tokens[places], experience.response_mask[places]
-    return Experience(tokens, torch.cat([ends.new_zeros(1), ends]), mask, columns), places
+    columns = {name: batch[name] for name in ("group_ids",) if name in batch}
+    tokens, mask = batch.tokens[places], batch.response_mask[places]
+    return TrainBatch(tokens, torch.cat([ends.new_zeros(1), ends]), mask, columns), places
 
 
 def mini_batch_ids(groups: Tensor, mini_batch: int, seed: int) -> Tensor:
@@ -287,9 +224,7 @@ def mini_batch_ids(groups: Tensor, mini_batch: int, seed: int) -> Tensor:
     return ids
 
 
-def loss_weights(
-    batch: Experience | StepBatch, ids: Tensor, critic_ids: Tensor, config: Config
-) -> dict[str, Tensor]:
+def loss_weights(rollout: RolloutBatch, ids: Tensor, critic_ids: Tensor, config: Config) -> dict[str, Tensor]:
     """Return policy_loss_weights, nll_loss_weights and value_loss_weights of each token of a response,
     float32 [n]: the denominators of every loss term, global over each mini-batch (docs/design.md, "Numbers
     that must hold everywhere"). Reads correct, truncated, begun and unfinished. Of windows the policy's are
@@ -297,17 +232,17 @@ def loss_weights(
     that have ended.
 
     ids, critic_ids: int64 [n], the actor's and the critic's mini-batch of each sequence."""
-    truncated = batch["truncated"]
+    truncated = rollout["truncated"]
     kept = ~truncated if config.reward.overlong.filter else torch.ones_like(truncated)
     aggregation, longest = config.algorithm.aggregation, config.rollout.max_response_tokens
-    lengths = batch.response_lengths
-    drawn = lengths - batch["begun"] if "begun" in batch else lengths
+    lengths = rollout.response_lengths
+    drawn = lengths - rollout["begun"] if "begun" in rollout else lengths
     valued = lengths.clamp(max=1) if config.values_prompts else lengths
-    ended = kept & ~batch["unfinished"] if "unfinished" in batch else kept
-    of_critics = critic_ids * config.critic.count + critic_of(batch, config)  # their mini-batches are apart
+    ended = kept & ~rollout["unfinished"] if "unfinished" in rollout else kept
+    of_critics = critic_ids * config.critic.count + critic_of(rollout, config)  # their mini-batches are apart
     return {
         "policy_loss_weights": token_weights(drawn, aggregation, ids, kept, longest),
-        "nll_loss_weights": token_weights(lengths, "token", ids, ended & batch["correct"]),
+        "nll_loss_weights": token_weights(lengths, "token", ids, ended & rollout["correct"]),
         "value_loss_weights": token_weights(valued, "token", of_critics, ended),
     }
 
@@ -355,6 +290,32 @@ def locate(
     return {"at": at, "logit_indices": filled[0], "labels": filled[1], "order": order.to(device)}
 
 
+def labels_and_others(micro_batch: MicroBatch) -> Tensor:
+    """Return `labels`, int64 [r] on the device, with `others` behind each: [r, 1 + k]."""
+    if micro_batch.others is None:
+        return micro_batch.labels
+    others = micro_batch.others[micro_batch.token_indices].long()
+    if micro_batch.order is not None:  # this rank's, in the places of its labels
+        count, order = micro_batch.labels.numel(), micro_batch.order.cpu()
+        mine = order // max(count, 1) == parallel_state.get_context_parallel_rank()
+        placed = others.new_zeros(count, others.shape[1])
+        placed[order[mine] % max(count, 1)] = others[mine]
+        others = placed
+    return torch.cat([micro_batch.labels[:, None], others.to(micro_batch.labels.device)], 1)
+
+
+def gather_output(micro_batch: MicroBatch, of_head: Any) -> Any:
+    """Return what the head gives on all context-parallel ranks, [r, ...] of each output; the gradient takes
+    this rank's part, as every rank computes the same loss."""
+    if micro_batch.order is None or not micro_batch.order.numel():
+        return of_head
+    if isinstance(of_head, tuple):
+        return tuple(gather_output(micro_batch, one) for one in of_head)
+    group = parallel_state.get_context_parallel_group()
+    whole = gather_from_sequence_parallel_region(of_head, tensor_parallel_output_grad=False, group=group)
+    return whole.index_select(0, micro_batch.order)
+
+
 def _pack(prompts: Tensor, lengths: Tensor, groups: Tensor, budget: int) -> list[list[list[int]]]:
     """Return micro-batches of families, as `pack_groups`, of sequences with so many tokens, and so many of
     these in their prompts."""
@@ -362,14 +323,14 @@ def _pack(prompts: Tensor, lengths: Tensor, groups: Tensor, budget: int) -> list
 
 
 def make_micro_batches(
-    experience: Experience,
+    batch: TrainBatch,
     indices: Sequence[int],
     max_tokens: int,
     model: ModelChunks,
     at_least: int = 1,
     shared: Tensor | None = None,
 ) -> list[MicroBatch]:
-    """Pack the sequences `indices` by token budget. shared: int64 [n], of each sequence of the experience how
+    """Pack the sequences `indices` by token budget. shared: int64 [n], of each sequence of the batch how
     many tokens it begins with that stand once for all with equal `group_ids`: the prompt's; None: each stands
     alone. Returns at least so many micro-batches, if only of one token that counts nowhere: every
     data-parallel replica must take part in an update, with or without sequences. With virtual stages their
@@ -378,9 +339,9 @@ def make_micro_batches(
     device, multiple = model.device, pack_multiple(model.config)
     cp = model.config.context_parallel_size
     wanted = torch.as_tensor(indices, dtype=torch.int64)
-    groups = torch.arange(len(wanted)) if shared is None else experience["group_ids"][wanted]
-    prompts = experience.prompt_lengths if shared is None else shared
-    packs = _pack(prompts[wanted], experience.lengths[wanted], groups, max_tokens)
+    groups = torch.arange(len(wanted)) if shared is None else batch["group_ids"][wanted]
+    prompts = batch.prompt_lengths if shared is None else shared
+    packs = _pack(prompts[wanted], batch.lengths[wanted], groups, max_tokens)
     wanted_packs, c = max(len(packs), at_least), model.config
     if c.virtual_pipeline_model_parallel_size is not None:
         wanted_packs += -wanted_packs % c.pipeline_model_parallel_size
@@ -390,7 +351,7 @@ def make_micro_batches(
         # what follows the prompt. `skipped`: the tokens of a prompt that stands further ahead, at `prompt`.
         index = wanted[torch.tensor([i for family in families for i in family], dtype=torch.int64)]
         first = torch.tensor([n == 0 for family in families for n in range(len(family))], dtype=torch.bool)
-        lengths = experience.lengths[index]
+        lengths = batch.lengths[index]
         skipped = torch.where(first, 0, prompts[index])
         lengths = lengths - skipped
         # Each sequence is filled up so that it can be cut, and the pack by one more sequence; what fills up
@@ -410,11 +371,11 @@ def make_micro_batches(
         within = torch.arange(total + filler) - torch.repeat_interleave(starts, sizes)
         is_real = within < torch.repeat_interleave(lengths, sizes)
         positions = within + torch.repeat_interleave(skipped, sizes)
-        token_indices = (torch.repeat_interleave(experience.cu_seqlens[index], sizes) + positions)[is_real]
+        token_indices = (torch.repeat_interleave(batch.cu_seqlens[index], sizes) + positions)[is_real]
         tokens = torch.zeros(total + filler, dtype=torch.int64)
-        tokens[is_real] = experience.tokens[token_indices]
+        tokens[is_real] = batch.tokens[token_indices]
         is_response = torch.zeros(total + filler, dtype=torch.bool)
-        is_response[is_real] = experience.response_mask[token_indices]
+        is_response[is_real] = batch.response_mask[token_indices]
         at = is_response.nonzero().squeeze(-1)
         # The first token of a response that has its prompt further ahead is predicted by that prompt's last.
         ends = torch.repeat_interleave(prompt + skipped, sizes) - 1
@@ -423,8 +384,8 @@ def make_micro_batches(
         here = places[0] == parallel_state.get_context_parallel_rank() if places else slice(None)
         packed, routing = model.pack(cu_seqlens, None if first.all() else (prompt, skipped)), None
         packed.real_tokens = is_real[here]
-        if "routing" in experience:
-            recorded = experience["routing"]
+        if "routing" in batch:
+            recorded = batch["routing"]
             none = torch.iinfo(recorded.dtype).max
             routing = recorded.new_full((total + filler, *recorded.shape[1:]), none)
             routing[is_real] = recorded[token_indices]
@@ -434,7 +395,7 @@ def make_micro_batches(
                 tokens=tokens[here][None].to(device),
                 positions=positions[here][None].to(device),
                 packed=packed,
-                token_indices=token_indices[experience.response_mask[token_indices]],
+                token_indices=token_indices[batch.response_mask[token_indices]],
                 routing=routing,
                 cut=places,
                 **locate(at, before, tokens[at], places, device),

@@ -25,7 +25,7 @@ from torch import Tensor
 from megarl.algorithms.losses import loss_metrics
 from megarl.config.errors import NumericalError
 from megarl.config.schema import OptimizerConfig, ParallelConfig
-from megarl.data.experience import Experience
+from megarl.data.batch import MicroBatch, TrainBatch
 from megarl.model.builder import ModelChunks
 from megarl.model.lora import without_adapters
 from megarl.model.routing import routing_counts, routing_metrics, start_counting
@@ -33,7 +33,7 @@ from megarl.parallel.comm import any_rank, from_last_stage, gather_objects, sum_
 from megarl.parallel.cpu_platform import on_cpu
 from megarl.parallel.layout import OVERLAP_ABOVE
 from megarl.parallel.runtime import Runtime
-from megarl.training.batch import MicroBatch, locate
+from megarl.training.batch import gather_output, labels_and_others, locate
 from megarl.training.muon import muon_buffer_layouts, muon_options
 from megarl.training.param_gather import ParamGather
 
@@ -61,15 +61,13 @@ class InferenceModel:
         self.megatron_seconds = 0.0
         self.replays_routing = False  # whether routers take the engine's choice, where it was recorded
 
-    def logprob_columns(
-        self, experience: Experience, micro_batches: Sequence[MicroBatch]
-    ) -> dict[str, Tensor]:
+    def logprob_columns(self, batch: TrainBatch, micro_batches: Sequence[MicroBatch]) -> dict[str, Tensor]:
         """Compute {"logprobs", "entropy"}: float32 [T], 0 outside the responses, on every rank of the
         replica. Raises NumericalError on every rank of the job where a number is not finite."""
-        return self._columns(("logprobs", "entropy"), experience, micro_batches)
+        return self._columns(("logprobs", "entropy"), batch, micro_batches)
 
     def top_k_columns(
-        self, experience: Experience, micro_batches: Sequence[MicroBatch], k: int, limit: int
+        self, batch: TrainBatch, micro_batches: Sequence[MicroBatch], k: int, limit: int
     ) -> dict[str, Tensor]:
         """Compute {"logprobs", "tokens"} of the k likeliest tokens below `limit` at each place, float32 [T,
         k], for the last pipeline stage alone, whose head reads them; [T, 0] on others. As
@@ -77,7 +75,7 @@ class InferenceModel:
         try:
             for chunk in self.model.chunks:
                 chunk.likeliest = k, limit
-            return self._columns(("logprobs", "tokens"), experience, micro_batches, k)
+            return self._columns(("logprobs", "tokens"), batch, micro_batches, k)
         finally:
             for chunk in self.model.chunks:
                 chunk.likeliest = None
@@ -101,28 +99,28 @@ class InferenceModel:
         dense = c.moe_layer_freq.count(0) if isinstance(c.moe_layer_freq, list) else 0
         return routing_metrics(sum_over_ranks(self.runtime, own)[dense:], c.moe_router_topk)
 
-    def value_columns(self, experience: Experience, micro_batches: Sequence[MicroBatch]) -> dict[str, Tensor]:
+    def value_columns(self, batch: TrainBatch, micro_batches: Sequence[MicroBatch]) -> dict[str, Tensor]:
         """Compute {"values"}: float32 [T], 0 outside the responses. As `logprob_columns`."""
-        return self._columns(("values",), experience, micro_batches)
+        return self._columns(("values",), batch, micro_batches)
 
-    def sequence_scores(self, experience: Experience, micro_batches: Sequence[MicroBatch]) -> Tensor:
+    def sequence_scores(self, batch: TrainBatch, micro_batches: Sequence[MicroBatch]) -> Tensor:
         """Compute a reward model's score of each sequence, float32 [n]: its head at the last token, as
         transformers' sequence classifiers have it (a critic's head for a token stands at the one before).
         As `logprob_columns`."""
-        ends = experience.cu_seqlens[1:] - 1
+        ends = batch.cu_seqlens[1:] - 1
         at_ends = []
-        for batch in micro_batches:
-            last = torch.isin(batch.token_indices, ends)
-            at = batch.at[last]
+        for micro_batch in micro_batches:
+            last = torch.isin(micro_batch.token_indices, ends)
+            at = micro_batch.at[last]
             # Whatever the labels are: values do not depend on them.
-            ends_of = locate(at, at, torch.zeros_like(at), batch.cut, batch.tokens.device)
-            at_ends.append(replace(batch, token_indices=batch.token_indices[last], **ends_of))
-        return self._columns(("scores",), experience, at_ends)["scores"][ends]
+            ends_of = locate(at, at, torch.zeros_like(at), micro_batch.cut, micro_batch.tokens.device)
+            at_ends.append(replace(micro_batch, token_indices=micro_batch.token_indices[last], **ends_of))
+        return self._columns(("scores",), batch, at_ends)["scores"][ends]
 
     def _columns(
-        self, names: tuple[str, ...], experience: Experience, micro_batches: Sequence[MicroBatch], k: int = 0
+        self, names: tuple[str, ...], batch: TrainBatch, micro_batches: Sequence[MicroBatch], k: int = 0
     ) -> dict[str, Tensor]:
-        def collect(output: Any, _batch: MicroBatch) -> tuple[Tensor, Any]:
+        def collect(output: Any, _: MicroBatch) -> tuple[Tensor, Any]:
             if k:  # numbers a token, of all micro-batches: no little thing on the device
                 output = tuple(values.float().cpu() for values in output)
             # On the device, where Megatron multiplies its loss scale for experts with what is on the loss's.
@@ -132,16 +130,16 @@ class InferenceModel:
             outputs = self._run(micro_batches, collect, forward_only=True)
         columns: dict[str, Tensor] | None = None
         if self.runtime.is_last_stage:
-            shape = (experience.num_tokens, *([k] if k else []))
+            shape = (batch.num_tokens, *([k] if k else []))
             columns = {name: torch.zeros(shape) for name in names}
-            for batch, output in zip(micro_batches, outputs, strict=True):
+            for micro_batch, output in zip(micro_batches, outputs, strict=True):
                 heads = output if isinstance(output, tuple) else (output,)
                 for name, values in zip(names, heads, strict=True):
-                    columns[name][batch.token_indices] = values.float().cpu()
+                    columns[name][micro_batch.token_indices] = values.float().cpu()
         if k:
-            found = columns or {name: torch.zeros(experience.num_tokens, 0) for name in names}
+            found = columns or {name: torch.zeros(batch.num_tokens, 0) for name in names}
         else:
-            found = from_last_stage(columns, names, experience.num_tokens, self.runtime)
+            found = from_last_stage(columns, names, batch.num_tokens, self.runtime)
         bad = [
             f"{name} of {int((~torch.isfinite(column)).sum())} tokens"
             for name, column in found.items()
@@ -157,15 +155,21 @@ class InferenceModel:
         one entry per micro-batch, on the last pipeline stage; [] elsewhere."""
 
         def forward_step(batches: Iterator[MicroBatch], chunk: Any) -> tuple[Any, Callable[[Any], Any]]:
-            batch = next(batches)
+            micro_batch = next(batches)
             # Until this model's backward pass: other models have other routers for the same pack.
-            batch.packed.routing = batch.routing if self.replays_routing else None
-            labels = batch.labels if forward_only else batch.labels_and_others()
-            output = chunk(batch.tokens, batch.positions, batch.packed, batch.logit_indices, labels)
+            micro_batch.packed.routing = micro_batch.routing if self.replays_routing else None
+            labels = micro_batch.labels if forward_only else labels_and_others(micro_batch)
+            output = chunk(
+                micro_batch.tokens,
+                micro_batch.positions,
+                micro_batch.packed,
+                micro_batch.logit_indices,
+                labels,
+            )
 
             def loss_func(output: Any) -> tuple[Tensor, Tensor, Any]:
                 started = time.perf_counter()
-                value, stats = loss(batch.gather(output), batch)
+                value, stats = loss(gather_output(micro_batch, output), micro_batch)
                 self.megatron_seconds -= time.perf_counter() - started
                 return value, torch.zeros((), dtype=torch.int, device=value.device), stats
 
@@ -384,8 +388,8 @@ class TrainableModel(InferenceModel):
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
 
-        def with_loss(output: Any, batch: MicroBatch) -> tuple[Tensor, Stats]:
-            value, stats = loss(output, batch)
+        def with_loss(output: Any, micro_batch: MicroBatch) -> tuple[Tensor, Stats]:
+            value, stats = loss(output, micro_batch)
             return value, {**stats, "_loss": value.detach().clone()}
 
         collected = self._run(micro_batches, with_loss, forward_only=False)

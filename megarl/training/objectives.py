@@ -21,14 +21,13 @@ from megarl.algorithms.losses import (
 )
 from megarl.config.methods import load_function
 from megarl.config.schema import AlgorithmConfig, TeacherConfig
-from megarl.data.experience import Experience
-from megarl.training.batch import MicroBatch
+from megarl.data.batch import MicroBatch, TrainBatch
 from megarl.training.model import Loss, Stats
 
 
 def actor_loss(
     config: AlgorithmConfig,
-    experience: Experience,
+    batch: TrainBatch,
     selected: Tensor | None = None,
     teacher: TeacherConfig | None = None,
 ) -> Loss:
@@ -42,21 +41,21 @@ def actor_loss(
     Args:
         selected: bool [T], the tokens that the policy loss's selector chose in the mini-batch of an update.
     """
-    surrogate, sequence_ids = load_function(config.policy_loss.function), experience.sequence_ids
+    surrogate, sequence_ids = load_function(config.policy_loss.function), batch.sequence_ids
 
-    def loss(output: Any, batch: MicroBatch) -> tuple[Tensor, Stats]:
+    def loss(output: Any, micro_batch: MicroBatch) -> tuple[Tensor, Stats]:
         logprobs, entropy = output
         top_k_logprobs = of_teacher = None
-        if batch.others is not None:
+        if micro_batch.others is not None:
             logprobs, of_old, of_teacher = logprobs.tensor_split((1, 1 + config.dppo.top_k), 1)
             logprobs = logprobs[:, 0]
             if config.dppo.top_k:
-                top_k_logprobs = compared_top_k(experience, batch, of_old)
-        weights = batch.column(experience, "policy_loss_weights")
+                top_k_logprobs = compared_top_k(batch, micro_batch, of_old)
+        weights = micro_batch.column(batch, "policy_loss_weights")
         total, stats = policy_loss(
             logprobs,
-            batch.column(experience, config.old_column),
-            batch.column(experience, "advantages"),
+            micro_batch.column(batch, config.old_column),
+            micro_batch.column(batch, "advantages"),
             weights,
             config.clip_low,
             config.clip_high,
@@ -64,12 +63,12 @@ def actor_loss(
             surrogate=surrogate,
             options=config.policy_loss_options,
             dual_clip=config.dual_clip,
-            sequence_ids=sequence_ids[batch.token_indices].to(weights.device),
-            selected=None if selected is None else selected[batch.token_indices].to(weights.device),
+            sequence_ids=sequence_ids[micro_batch.token_indices].to(weights.device),
+            selected=None if selected is None else selected[micro_batch.token_indices].to(weights.device),
             top_k_logprobs=top_k_logprobs,
         )
         for factor, (term, term_stats) in further_terms(
-            config, experience, batch, logprobs, entropy, of_teacher, teacher
+            config, batch, micro_batch, logprobs, entropy, of_teacher, teacher
         ):
             total, stats = total + factor * term, stats | term_stats
         return total, stats
@@ -77,7 +76,7 @@ def actor_loss(
     return loss
 
 
-def compared_top_k(experience: Experience, batch: MicroBatch, logprobs: Tensor) -> tuple[Tensor, Tensor]:
+def compared_top_k(batch: TrainBatch, micro_batch: MicroBatch, logprobs: Tensor) -> tuple[Tensor, Tensor]:
     """Return log pi and log pi_old of pi_old's top-k tokens, [r, k] each.
 
     Where one is the sampled token, which a trust region counts by itself, both are the least finite number.
@@ -85,17 +84,17 @@ def compared_top_k(experience: Experience, batch: MicroBatch, logprobs: Tensor) 
     Args:
         logprobs: log pi of these tokens, [r, k].
     """
-    sampled = experience.tokens[batch.token_indices].to(logprobs.device)
-    same = batch.column(experience, "old_top_tokens") == sampled[:, None]
-    old = batch.column(experience, "old_top_logprobs")
+    sampled = batch.tokens[micro_batch.token_indices].to(logprobs.device)
+    same = micro_batch.column(batch, "old_top_tokens") == sampled[:, None]
+    old = micro_batch.column(batch, "old_top_logprobs")
     least = torch.finfo(old.dtype).min
     return logprobs.masked_fill(same, least), old.masked_fill(same, least)
 
 
 def further_terms(
     config: AlgorithmConfig,
-    experience: Experience,
-    batch: MicroBatch,
+    batch: TrainBatch,
+    micro_batch: MicroBatch,
     logprobs: Tensor,
     entropy: Tensor,
     of_teacher: Tensor | None,
@@ -109,9 +108,9 @@ def further_terms(
     """
 
     def column(name: str) -> Tensor:
-        return batch.column(experience, name)
+        return micro_batch.column(batch, name)
 
-    corrected = "uncorrected_weights" in experience
+    corrected = "uncorrected_weights" in batch
     weights = "uncorrected_weights" if corrected else "policy_loss_weights"
     if config.nll_weight:
         yield config.nll_weight, nll_loss(logprobs, column("nll_loss_weights"))
@@ -129,24 +128,24 @@ def further_terms(
         yield teacher.weight, top_k_loss(of_teacher, column("teacher_logprobs"), column(weights))
 
 
-def other_tokens(experience: Experience) -> Tensor | None:
+def other_tokens(batch: TrainBatch) -> Tensor | None:
     """Return the tokens whose log-probs `actor_loss` needs in addition to the sampled one's, int32 [T, k].
 
     They are pi_old's top-k tokens and a teacher's. None without any.
     """
-    names = [name for name in ("old_top_tokens", "teacher_tokens") if name in experience]
-    return torch.cat([experience[name] for name in names], 1) if names else None
+    names = [name for name in ("old_top_tokens", "teacher_tokens") if name in batch]
+    return torch.cat([batch[name] for name in names], 1) if names else None
 
 
-def critic_loss(config: AlgorithmConfig, experience: Experience, number: int = 0) -> Loss:
+def critic_loss(config: AlgorithmConfig, batch: TrainBatch, number: int = 0) -> Loss:
     """Return the squared error to the returns, of a critic of the prompt the cross-entropy to them. It reads
     value_loss_weights, returns, and values or, of the critic `number` of several, critic_values."""
 
-    def loss(output: Any, batch: MicroBatch) -> tuple[Tensor, Stats]:
-        old, target = batch.column(experience, "values"), batch.column(experience, "returns")
-        if "critic_values" in experience:
-            old = batch.column(experience, "critic_values")[:, number]
-        weights = batch.column(experience, "value_loss_weights")
+    def loss(output: Any, micro_batch: MicroBatch) -> tuple[Tensor, Stats]:
+        old, target = micro_batch.column(batch, "values"), micro_batch.column(batch, "returns")
+        if "critic_values" in batch:
+            old = micro_batch.column(batch, "critic_values")[:, number]
+        weights = micro_batch.column(batch, "value_loss_weights")
         if config.advantage == "prompt_value":
             return chance_loss(output, target, weights)
         return value_loss(output, old, target, weights, config.value_clip)
@@ -154,12 +153,12 @@ def critic_loss(config: AlgorithmConfig, experience: Experience, number: int = 0
     return loss
 
 
-def supervised_loss(experience: Experience) -> Loss:
+def supervised_loss(batch: TrainBatch) -> Loss:
     """Return the positive-example loss alone (VAPO eq. 9), all responses right. It reads nll_loss_weights."""
 
-    def loss(output: Any, batch: MicroBatch) -> tuple[Tensor, Stats]:
+    def loss(output: Any, micro_batch: MicroBatch) -> tuple[Tensor, Stats]:
         logprobs, entropy = output
-        value, stats = nll_loss(logprobs, batch.column(experience, "nll_loss_weights"))
+        value, stats = nll_loss(logprobs, micro_batch.column(batch, "nll_loss_weights"))
         count = torch.tensor(float(logprobs.numel()), dtype=torch.float64)
         return value, {**stats, "policy/tokens": count, "policy/entropy": entropy.detach().double().sum()}
 

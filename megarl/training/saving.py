@@ -40,7 +40,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from megarl.config.errors import CheckpointError
 from megarl.config.files import fsync
 from megarl.config.schema import PRETRAINING, Config
-from megarl.data.experience import balance
+from megarl.data.packing import balance
 from megarl.parallel.comm import any_rank, from_rank_0, gather_on_0, shares_on_0
 from megarl.parallel.runtime import Runtime, generator_states
 from megarl.training.checkpoint import (

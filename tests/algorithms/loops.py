@@ -14,15 +14,15 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megarl.data.experience import Experience
+from megarl.data.batch import TrainBatch
 
 
 @dataclass
 class Batch:
-    """An Experience whose columns are float64, and its spans: (first response token, end) of each
+    """An TrainBatch whose columns are float64, and its spans: (first response token, end) of each
     sequence."""
 
-    experience: Experience
+    experience: TrainBatch
     spans: list[tuple[int, int]]
     include: Tensor
 
@@ -54,7 +54,7 @@ def make_batch(shapes: list[tuple[int, int]], seed: int, include: list[bool] | N
         "entropy": normal().abs(),
         "successes": (normal() > 0).double(),
     }
-    experience = Experience.build([[1] * p for p, _ in shapes], [[2] * r for _, r in shapes])
+    experience = TrainBatch.build([[1] * p for p, _ in shapes], [[2] * r for _, r in shapes])
     for name, column in columns.items():
         experience[name] = column
     ends = experience.cu_seqlens[1:].tolist()

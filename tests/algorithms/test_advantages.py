@@ -113,7 +113,7 @@ def per_reward(rewards, weights, ids, counted):
 )
 def test_per_reward_advantages_equal_the_formula(rows, weights):
     """GDPO's two normalisations, response by response and reward by reward. What is not counted is a group of
-    its own, as `to_step_batch` makes it."""
+    its own, as `make_rollout_batch` makes it."""
     rows = [(g if counted else 10 + i, counted, r) for i, (g, counted, r) in enumerate(rows)]
     sums = []
     for g, _, rewards in rows:

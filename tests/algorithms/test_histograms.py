@@ -18,17 +18,17 @@ from megarl.algorithms.advantages import (
     sums_by_position,
 )
 from megarl.algorithms.mismatch import DIFFERENCE_EDGES, difference_histogram
-from megarl.data.experience import Experience
+from megarl.data.batch import TrainBatch
 
 NUMBERS = st.floats(-12, 12, width=32)
 
 
 @st.composite
-def experiences(draw: st.DrawFn) -> Experience:
+def experiences(draw: st.DrawFn) -> TrainBatch:
     """1 to 6 sequences of 0 to 3 prompt tokens and 1 to 70 response tokens, with four columns of numbers on
     their tokens."""
     lengths = draw(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 70)), min_size=1, max_size=6))
-    batch = Experience.build([[7] * p for p, _ in lengths], [[8] * r for _, r in lengths])
+    batch = TrainBatch.build([[7] * p for p, _ in lengths], [[8] * r for _, r in lengths])
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
     for name in ("values", "returns", "trainer", "engine"):
         scale = 10.0 ** torch.randint(-8, 2, (batch.num_tokens,), generator=generator)
@@ -37,7 +37,7 @@ def experiences(draw: st.DrawFn) -> Experience:
     return batch
 
 
-def tables(batch: Experience, longest: int = 64) -> list[torch.Tensor]:
+def tables(batch: TrainBatch, longest: int = 64) -> list[torch.Tensor]:
     """The histograms of a batch, the trainer's column in the place of entropy."""
     return [
         lambda_by_length(batch.response_lengths, batch["lambda"], longest),
@@ -49,7 +49,7 @@ def tables(batch: Experience, longest: int = 64) -> list[torch.Tensor]:
 
 @settings(max_examples=100, deadline=None)
 @given(experiences(), st.integers(1, 80))
-def test_against_loops(batch: Experience, longest: int) -> None:
+def test_against_loops(batch: TrainBatch, longest: int) -> None:
     lam = [[0.0] * LENGTH_BINS for _ in range(2)]
     errors = [[0.0] * POSITION_BINS for _ in range(3)]
     entropy = [[0.0] * POSITION_BINS for _ in range(2)]
@@ -74,7 +74,7 @@ def test_against_loops(batch: Experience, longest: int) -> None:
 
 @settings(max_examples=50, deadline=None)
 @given(experiences(), st.data())
-def test_replicas_sums_are_those_of_the_whole(batch: Experience, data: st.DataObject) -> None:
+def test_replicas_sums_are_those_of_the_whole(batch: TrainBatch, data: st.DataObject) -> None:
     owner = data.draw(st.lists(st.integers(0, 1), min_size=batch.num_sequences, max_size=batch.num_sequences))
     shares = [
         batch.select([i for i, mine in enumerate(owner) if mine == rank]) for rank in (0, 1) if rank in owner

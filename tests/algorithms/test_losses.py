@@ -18,7 +18,7 @@ from megarl.algorithms.losses import token_weights
 from megarl.algorithms.methods.gspo import gspo
 from megarl.algorithms.methods.sao import masked
 from megarl.config.methods import POLICY_LOSSES, PolicyLossName, load_function
-from megarl.data.experience import Experience
+from megarl.data.batch import TrainBatch
 from tests.algorithms.loops import (
     OPTIONS,
     Batch,
@@ -62,7 +62,7 @@ INPUTS = {
     "value": ("values", "old_values", "returns"),
     "chance": ("values", "successes"),
 }
-Loss = Callable[[Experience, Tensor], tuple[Tensor, losses.Stats]]
+Loss = Callable[[TrainBatch, Tensor], tuple[Tensor, losses.Stats]]
 
 
 def surrogate(name: str) -> Loss:
@@ -92,10 +92,10 @@ LOSSES: dict[str, Loss] = {
 TERMS = pytest.mark.parametrize("term", list(LOSSES))
 
 
-def run(term: str, experience: Experience, weights: Tensor) -> tuple[Tensor, Tensor, losses.Stats]:
+def run(term: str, experience: TrainBatch, weights: Tensor) -> tuple[Tensor, Tensor, losses.Stats]:
     """Loss, its gradient by the new log-probs or values, statistics."""
     new = experience[INPUTS[term][0]].detach().clone().requires_grad_()
-    e = Experience(
+    e = TrainBatch(
         experience.tokens,
         experience.cu_seqlens,
         experience.response_mask,
@@ -106,7 +106,7 @@ def run(term: str, experience: Experience, weights: Tensor) -> tuple[Tensor, Ten
     return loss.detach(), new.grad, stats
 
 
-def weights_of(e: Experience, include: Tensor, aggregation: str) -> Tensor:
+def weights_of(e: TrainBatch, include: Tensor, aggregation: str) -> Tensor:
     return e.spread(token_weights(e.response_lengths, aggregation, include=include, constant=LIMIT))
 
 
@@ -245,7 +245,7 @@ def test_gradcheck(term):
 
     def loss(x: Tensor) -> Tensor:
         columns = e.columns | {INPUTS[term][0]: x}
-        return LOSSES[term](Experience(e.tokens, e.cu_seqlens, e.response_mask, columns), weights)[0]
+        return LOSSES[term](TrainBatch(e.tokens, e.cu_seqlens, e.response_mask, columns), weights)[0]
 
     assert torch.autograd.gradcheck(loss, (new,))
 

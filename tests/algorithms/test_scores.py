@@ -25,7 +25,7 @@ from megarl.algorithms.scores import (
 )
 from megarl.data.prompts import Prompt
 from megarl.data.sample import Sample, SampleGroup
-from megarl.rollout.responses import Scores
+from megarl.schedule.scores import Scores
 from tests.algorithms.loops import batches
 
 

@@ -14,7 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.data.experience import balance, balance_groups, cost, cut, even_length, pack, pack_groups
+from megarl.data.packing import balance, balance_groups, cost, cut, even_length, pack, pack_groups
 
 
 def lengths_of_responses(n: int, seed: int) -> list[int]:

@@ -28,7 +28,6 @@ from megarl.config.errors import CheckpointError, EngineFailure
 from megarl.config.plugins import plugins
 from megarl.config.schema import Config
 from megarl.data import prompts
-from megarl.data.experience import Experience
 from megarl.data.sample import TokenData
 from megarl.parallel.layout import Layout
 from megarl.parallel.runtime import Runtime
@@ -234,9 +233,9 @@ def test_a_batch_source_goes_on_from_where_it_stood(sums: Path) -> None:
     source, again = made(config, tokenizer), made(config, tokenizer)
     source.rollout("sft", 1)
     state = json.loads(json.dumps(source.join([source.snapshot()])))
-    batch = source.rollout("sft", 2).batch
+    batch = source.rollout("sft", 2).own
     again.load_state_dict(state)
-    assert isinstance(batch, Experience) and torch.equal(again.rollout("sft", 2).batch.tokens, batch.tokens)
+    assert torch.equal(again.rollout("sft", 2).own.tokens, batch.tokens)
     texts = tokenizer.batch_decode(batch.tokens.split(batch.lengths.tolist()), skip_special_tokens=True)
     assert texts == ["3+1=4", "4+1=5", "5+1=6"]
 

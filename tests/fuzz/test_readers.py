@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from megarl.config.errors import CheckpointError, MegarlError
 from megarl.config.schema import Config, DataConfig
-from megarl.data.experience import Experience, read_experience, write_experience
+from megarl.data.batch import TrainBatch, read_batch, write_batch
 from megarl.data.prompts import validate_files
 from megarl.model.hf_config import check_buildable
 from megarl.rewards import get_verifier
@@ -181,9 +181,9 @@ def test_tokenizer_of_a_model(model: tuple[Path, bytes, bytes], data: st.DataObj
 @given(data=st.data())
 def test_recorded_rollouts(tmp_path: Path, data: st.DataObject) -> None:
     path = tmp_path / "step.safetensors"
-    write_experience(path, Experience.build([[1, 2]], [[3, 4, 5]]))
+    write_batch(path, TrainBatch.build([[1, 2]], [[3, 4, 5]]))
     path.write_bytes(data.draw(damaged(path.read_bytes())))
-    only_our_errors(lambda: read_experience(path))
+    only_our_errors(lambda: read_batch(path))
     manifest, text = tmp_path / "manifest.json", '{"files": {}, "state": {"a": 1.0}, "made_from": {}}'
     whole = f"{hashlib.sha256(text.encode()).hexdigest()}\n{text}\n".encode()
     manifest.write_bytes(data.draw(damaged(whole)))
@@ -195,7 +195,7 @@ def test_recorded_rollouts(tmp_path: Path, data: st.DataObject) -> None:
 def test_foreign_files_in_the_place_of_rollouts(tmp_path: Path, tensors: dict[str, list[int]]) -> None:
     path, header = tmp_path / "step.safetensors", {"sha256": "0"}
     path.write_bytes(save({name: torch.tensor(values) for name, values in tensors.items()}, header))
-    only_our_errors(lambda: read_experience(path))
+    only_our_errors(lambda: read_batch(path))
 
 
 @QUICK

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from megarl.config.schema import Config
-from megarl.data.experience import Experience
+from megarl.data.batch import RolloutBatch, TrainBatch
 from megarl.data.sample import TokenData
 from megarl.model.builder import build_actor, read_hf_config
 from megarl.parallel.movable import HostPool
@@ -26,7 +26,7 @@ from megarl.schedule.generation import start_engine
 from megarl.schedule.models import load_weights
 from megarl.schedule.offload import EngineMemory, OffloadManager
 from megarl.sync.weight_sync import WeightSync, make_weight_sync
-from megarl.training.batch import LocalBatch, distribute
+from megarl.training.batch import make_train_batch
 from megarl.training.model import TrainableModel, UpdateResult
 from megarl.training.objectives import supervised_loss
 from megarl.training.tensor_groups import tensor_groups
@@ -127,27 +127,29 @@ class Scene:
         self.actor = TrainableModel("actor", built, config.actor, config.steps, runtime, config.parallel)
         self.offload.register(tensor_groups(self.actor, self.host))
 
-    def local(self, responses: int, tokens: int, seed: int = 3) -> LocalBatch:
+    def local(self, responses: int, tokens: int, seed: int = 3) -> TrainBatch:
         """Prompts of 4 tokens, random responses of `tokens` each, all of them right, in one mini-batch."""
         generator = torch.Generator().manual_seed(seed)
         drawn = torch.randint(
             2, self.sizes["vocab_size"], (responses, tokens + 4), generator=generator
         ).tolist()
-        batch = Experience.build([row[:4] for row in drawn], [row[4:] for row in drawn])
+        batch = TrainBatch.build([row[:4] for row in drawn], [row[4:] for row in drawn])
         batch["correct"] = torch.ones(responses, dtype=torch.bool)
         batch["truncated"] = torch.zeros(responses, dtype=torch.bool)
-        return distribute(batch, self.config, responses, 3, [self.actor.model], self.runtime)
+        return make_train_batch(
+            RolloutBatch.of(batch), self.config, responses, 3, [self.actor.model], self.runtime
+        )
 
-    def logprobs(self, local: LocalBatch) -> torch.Tensor:
+    def logprobs(self, local: TrainBatch) -> torch.Tensor:
         """Of the response tokens, in order."""
         self.offload.onload("old_logprobs", WEIGHTS)
-        columns = self.actor.logprob_columns(local.experience, local.micro_batches)
-        return columns["logprobs"][local.experience.response_mask]
+        columns = self.actor.logprob_columns(local, local.micro_batches)
+        return columns["logprobs"][local.response_mask]
 
-    def gradients(self, local: LocalBatch) -> dict[str, torch.Tensor]:
+    def gradients(self, local: TrainBatch) -> dict[str, torch.Tensor]:
         """Of the responses' likelihood, on the host, by the table's names."""
         self.offload.onload("actor_update", UPDATE)
-        self.actor.compute_gradients(local.mini_batches[0], supervised_loss(local.experience))
+        self.actor.compute_gradients(local.mini_batches[0], supervised_loss(local))
         named = table_names(dict(self.actor.model.named_parameters()))
         # Copies, for the buffer that these are views of is emptied when it leaves the device.
         return {
@@ -156,11 +158,11 @@ class Scene:
             if parameter.requires_grad
         }
 
-    def update(self, local: LocalBatch) -> UpdateResult:
+    def update(self, local: TrainBatch) -> UpdateResult:
         """One optimizer step."""
         self.offload.onload("actor_update", UPDATE)
         self.actor.begin_step()
-        return self.actor.update(local.mini_batches[0], supervised_loss(local.experience))
+        return self.actor.update(local.mini_batches[0], supervised_loss(local))
 
     @cached_property
     def engine(self) -> RolloutEngine:
@@ -198,10 +200,12 @@ class Scene:
 
     def trainers_logprobs(self, prompts: list[list[int]], completions: list[TokenData]) -> torch.Tensor:
         """What the actor gives to the tokens that the engine drew."""
-        experience = Experience.build(prompts, [completion.tokens.tolist() for completion in completions])
+        experience = TrainBatch.build(prompts, [completion.tokens.tolist() for completion in completions])
         experience["correct"] = torch.ones(len(prompts), dtype=torch.bool)
         experience["truncated"] = torch.zeros(len(prompts), dtype=torch.bool)
-        local = distribute(experience, self.config, len(prompts), 3, [self.actor.model], self.runtime)
+        local = make_train_batch(
+            RolloutBatch.of(experience), self.config, len(prompts), 3, [self.actor.model], self.runtime
+        )
         return self.logprobs(local)
 
 

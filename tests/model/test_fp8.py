@@ -14,7 +14,7 @@ from megarl.config import load_config
 from megarl.config.check import check_config
 from megarl.config.errors import ConfigError
 from megarl.config.schema import Config, ModelConfig
-from megarl.data.experience import Experience
+from megarl.data.batch import TrainBatch
 from megarl.model.builder import choose_layers
 from megarl.model.fp8 import RECIPES, check_sizes, device_problem, fp8_options, pack_multiple
 from megarl.schedule.preflight import preflight
@@ -182,7 +182,7 @@ def test_packs_are_filled_up(
         return SimpleNamespace()
 
     model: Any = SimpleNamespace(config=config, device=torch.device("cpu"), pack=packed)
-    experience = Experience.build([[3, 4]] * 5, [[5] * n for n in (1, 7, 30, 2, 11)])
+    experience = TrainBatch.build([[3, 4]] * 5, [[5] * n for n in (1, 7, 30, 2, 11)])
     batches = make_micro_batches(experience, range(5), 40, model)
     assert sum(len(batch.labels) for batch in batches) == 51
     for batch, cu_seqlens in zip(batches, seen, strict=True):

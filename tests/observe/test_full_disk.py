@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 from megarl.config.errors import ConfigError, StorageError
 from megarl.config.files import Dispensable, whole_file, write_whole
 from megarl.config.schema import RolloutConfig, WatchdogConfig
-from megarl.data.experience import Experience, read_experience, write_experience
+from megarl.data.batch import TrainBatch, read_batch, write_batch
 from megarl.observe.run_log import JsonlWriter, RunLog, SampleRecord
 from megarl.observe.timeline import Timeline
 from megarl.parallel.launch import write_error_file
@@ -210,12 +210,12 @@ def test_a_trace_is_whole_or_not_there(tmp_path: Path, capsys: pytest.CaptureFix
 
 
 def test_a_part_of_a_rollout_is_whole_or_not_there(tmp_path: Path) -> None:
-    path, part = tmp_path / "rank-00000.safetensors", Experience.build([[1, 2]], [[3, 4, 5]])
+    path, part = tmp_path / "rank-00000.safetensors", TrainBatch.build([[1, 2]], [[3, 4, 5]])
     with no_file_longer_than(64), pytest.raises(OSError, match=r"too large|serializ"):
-        write_experience(path, part)
+        write_batch(path, part)
     assert not path.exists()
-    checksum = write_experience(path, part)
-    assert read_experience(path, checksum).tokens.tolist() == [1, 2, 3, 4, 5]
+    checksum = write_batch(path, part)
+    assert read_batch(path, checksum).tokens.tolist() == [1, 2, 3, 4, 5]
 
 
 def test_a_lease_that_cannot_be_written_keeps_nobody_out(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from megarl.config.schema import (
     TeacherConfig,
     UpdateConfig,
 )
-from megarl.data.experience import Experience, StepBatch
+from megarl.data.batch import RolloutBatch, TrainBatch
 from megarl.model.routing import routing_counts, start_counting
 from megarl.parallel.comm import sum_over_ranks, sum_over_replicas
 from megarl.parallel.cpu_platform import on_cpu
@@ -130,7 +130,7 @@ def logprobs(
     )
     actor = build_actor(config, read_hf_config(folder), runtime)
     load(actor, folder, runtime)
-    experience = Experience.build(prompts, responses)
+    experience = TrainBatch.build(prompts, responses)
     if routing is not None:
         experience["routing"] = routing
     rows = range(len(prompts)) if routing is None else range(runtime.dp_rank, len(prompts), runtime.layout.dp)
@@ -168,7 +168,7 @@ def values(
 
     critic = build_critic(make_config(folder, model=model), read_hf_config(folder), runtime)
     load(critic, folder, runtime, critic=True)
-    experience = Experience.build(prompts, responses)
+    experience = TrainBatch.build(prompts, responses)
     batches = make_micro_batches(experience, range(len(prompts)), 40, critic)
     return InferenceModel("critic", critic, runtime).value_columns(experience, batches)["values"][
         experience.response_mask
@@ -185,28 +185,29 @@ def reward_scores(
     """A reward model's scores of all responses in the order given, on every rank, and the sequences in each
     micro-batch of this replica's share. group_ids: of prompts that are to be shared."""
     from megarl.model.builder import build_critic, read_hf_config
-    from megarl.training.batch import distribute
+    from megarl.training.batch import gather_responses, make_train_batch
     from megarl.training.model import InferenceModel
 
     config = make_config(folder, mini_batch=4, share_prompts=group_ids is not None)
     built = build_critic(config, read_hf_config(folder), runtime)
     load(built, folder, runtime, critic=True)
-    batch = Experience.build(prompts, responses)
+    batch = TrainBatch.build(prompts, responses)
     if group_ids is not None:
         batch["group_ids"] = torch.tensor(group_ids)
     for column in ("correct", "truncated"):
         batch[column] = torch.zeros(len(prompts), dtype=torch.bool)
-    local = distribute(batch, config, 4, 3, [built], runtime)
+    rollout = RolloutBatch.of(batch)
+    local = make_train_batch(rollout, config, 4, 3, [built], runtime)
     model = InferenceModel("reward", built, runtime)
-    scores = model.sequence_scores(local.experience, local.micro_batches)
-    ends = local.experience.cu_seqlens[1:] - 1
+    scores = model.sequence_scores(local, local.micro_batches)
+    ends = local.cu_seqlens[1:] - 1
     packed = [int(torch.isin(b.token_indices, ends).sum()) for b in local.micro_batches]
-    return local.gather(scores, batch, runtime), packed
+    return gather_responses(scores, rollout, local, runtime), packed
 
 
 def advantages_of_turns(
-    runtime: Runtime, folder: Path, batch: Experience, options: dict[str, Any]
-) -> Experience:
+    runtime: Runtime, folder: Path, batch: TrainBatch, options: dict[str, Any]
+) -> TrainBatch:
     """The batch with a critic's values, advantages and returns."""
     from megarl.model.builder import build_critic, read_hf_config
     from megarl.training.columns import add_gae
@@ -224,7 +225,7 @@ def advantages_of_turns(
 def gradients(
     runtime: Runtime,
     folder: Path,
-    batch: Experience,
+    batch: TrainBatch,
     which: str,
     options: dict[str, Any],
     prompts: list[int] | None = None,
@@ -238,7 +239,7 @@ def gradients(
     from megarl.model.builder import build_actor, build_critic, read_hf_config
     from megarl.parallel.comm import sum_stats
     from megarl.schedule.phases import draw_tokens
-    from megarl.training.batch import distribute
+    from megarl.training.batch import make_train_batch
     from megarl.training.columns import correct_mismatch
     from megarl.training.model import TrainableModel
     from megarl.training.objectives import actor_loss, critic_loss, other_tokens
@@ -253,12 +254,12 @@ def gradients(
     if adapters is not None:
         load_adapters(model, folder, runtime, settings.lora, adapters)
     learner = TrainableModel(which, model, settings, config.steps, runtime)
-    given: Experience | StepBatch = batch.select(range(batch.num_sequences))
+    given = RolloutBatch.of(batch)
     if prompts is not None:
         rows = torch.arange(batch.num_sequences if runtime.rank == 0 else 0)
         own = batch.select(rows)
         names = [name for name, column in batch.columns.items() if len(column) == batch.num_sequences]
-        given = StepBatch(
+        given = RolloutBatch(
             lengths=batch.lengths,
             response_lengths=batch.response_lengths,
             prompt_lengths=torch.tensor(prompts),
@@ -267,11 +268,11 @@ def gradients(
             rows=rows,
             own=replace(own, columns={n: column for n, column in own.columns.items() if n not in names}),
         )
-    local = distribute(given, config, config.update.mini_batch, 3, [model], runtime)
-    correct_mismatch(config.algorithm.mismatch, local.experience, runtime)
+    local = make_train_batch(given, config, config.update.mini_batch, 3, [model], runtime)
+    correct_mismatch(config.algorithm.mismatch, local, runtime)
     learner.replays_routing = "routing" in batch
     [micro_batches] = local.critic_mini_batches[critic] if which == "critic" else local.mini_batches
-    algorithm, experience = config.algorithm, local.experience
+    algorithm, experience = config.algorithm, local
     if which == "critic":
         loss = critic_loss(algorithm, experience, critic)
     elif selector := algorithm.policy_loss.selector:
@@ -298,7 +299,7 @@ def gradients(
     if adapters is not None:
         gathered |= _in_hf_names(grads, folder, runtime, which == "critic", settings.lora)
     computed = sum(batch.tokens.shape[1] for batch in micro_batches)
-    tokens = {"tokens": local.experience.num_tokens, "computed": computed}
+    tokens = {"tokens": local.num_tokens, "computed": computed}
     return {"gradients": gathered, "norm": norm, "sums": sums, **tokens}
 
 
@@ -370,7 +371,7 @@ def rollout_after_update(
     from megarl.sync.export import export_hf
     from megarl.sync.plan import engine_plan
     from megarl.sync.transfer import Transfer
-    from megarl.training.batch import distribute
+    from megarl.training.batch import make_train_batch
     from megarl.training.model import TrainableModel
     from megarl.training.objectives import supervised_loss
     from megarl.weights.families import table_names
@@ -381,11 +382,11 @@ def rollout_after_update(
     load(model, folder, runtime)
     # the critic's rate: large enough to be seen
     learner = TrainableModel("actor", model, config.critic, config.steps, runtime)
-    batch = Experience.build([[3, 4]] * 4, [[5, 6, 7], [8, 9], [10], [11, 12]])
+    batch = TrainBatch.build([[3, 4]] * 4, [[5, 6, 7], [8, 9], [10], [11, 12]])
     batch["correct"], batch["truncated"] = torch.ones(4, dtype=torch.bool), torch.zeros(4, dtype=torch.bool)
-    local = distribute(batch, config, 4, 0, [model], runtime)
+    local = make_train_batch(RolloutBatch.of(batch), config, 4, 0, [model], runtime)
     learner.begin_step()
-    result = learner.update(local.mini_batches[0], supervised_loss(local.experience))
+    result = learner.update(local.mini_batches[0], supervised_loss(local))
 
     named = table_names(dict(model.named_parameters()))
     engine = TransformersEngine(folder, dtype=DTYPES[dtype], eos_ids=(1,))
@@ -403,7 +404,7 @@ def rollout_after_update(
     )
     export_hf(out, folder, runtime.layout, runtime.rank, named, dtype=DTYPES[dtype])
 
-    experience = Experience.build(prompts, [c.tokens for c in sampled])
+    experience = TrainBatch.build(prompts, [c.tokens for c in sampled])
     batches = make_micro_batches(experience, range(len(prompts)), 40, model)
     ours = learner.logprob_columns(experience, batches)["logprobs"][experience.response_mask]
     return {
@@ -426,7 +427,7 @@ def update_with_bad_loss(runtime: Runtime, folder: Path, bad_rank: int, what: st
     model = build_actor(config, read_hf_config(folder), runtime)
     load(model, folder, runtime)
     learner = TrainableModel("actor", model, config.critic, config.steps, runtime)
-    batches = make_micro_batches(Experience.build([[3, 4]], [[5, 6, 7]]), [0], 40, model)
+    batches = make_micro_batches(TrainBatch.build([[3, 4]], [[5, 6, 7]]), [0], 40, model)
     learner.begin_step()
     before = [p.detach().clone() for p in model.parameters()]
 
@@ -491,7 +492,7 @@ def updates_with_moves(
 
     from megarl.model.builder import build_actor, build_critic, read_hf_config
     from megarl.parallel.movable import HostPool
-    from megarl.training.batch import distribute
+    from megarl.training.batch import make_train_batch
     from megarl.training.model import TrainableModel
     from megarl.training.objectives import critic_loss, supervised_loss
     from megarl.training.tensor_groups import tensor_groups
@@ -502,15 +503,11 @@ def updates_with_moves(
     learner = TrainableModel(which, built, config.critic, config.steps, runtime)
     pool = HostPool(runtime.device, 4096)
     groups = tensor_groups(learner, pool)
-    batch = Experience.build([[3, 9, 4, 5 + i] for i in range(6)], [[7 + i, 8, 1] for i in range(6)])
+    batch = TrainBatch.build([[3, 9, 4, 5 + i] for i in range(6)], [[7 + i, 8, 1] for i in range(6)])
     batch["correct"], batch["truncated"] = torch.ones(6, dtype=torch.bool), torch.zeros(6, dtype=torch.bool)
     batch["values"], batch["returns"] = torch.zeros(batch.num_tokens), torch.ones(batch.num_tokens)
-    local = distribute(batch, config, 6, 3, [built], runtime)
-    loss = (
-        critic_loss(config.algorithm, local.experience)
-        if which == "critic"
-        else supervised_loss(local.experience)
-    )
+    local = make_train_batch(RolloutBatch.of(batch), config, 6, 3, [built], runtime)
+    loss = critic_loss(config.algorithm, local) if which == "critic" else supervised_loss(local)
     norms, away, storages = [], 0, [p.untyped_storage() for p in built.parameters()]
     for _ in range(3):
         for group in groups.values() if moves else ():
@@ -546,7 +543,7 @@ def left_behind(
     storage's tensor, the largest first."""
     from megarl.model.builder import build_actor, read_hf_config
     from megarl.parallel.movable import HostPool
-    from megarl.training.batch import distribute
+    from megarl.training.batch import make_train_batch
     from megarl.training.model import TrainableModel
     from megarl.training.objectives import supervised_loss
     from megarl.training.tensor_groups import tensor_groups
@@ -562,12 +559,12 @@ def left_behind(
     learner = TrainableModel("actor", built, config.actor, config.steps, runtime)
     pool = HostPool(runtime.device, 4096)
     groups = tensor_groups(learner, pool)
-    batch = Experience.build([[3, 9, 4, 5 + i] for i in range(6)], [[7 + i, 8, 1] * 5 for i in range(6)])
+    batch = TrainBatch.build([[3, 9, 4, 5 + i] for i in range(6)], [[7 + i, 8, 1] * 5 for i in range(6)])
     batch["correct"], batch["truncated"] = torch.ones(6, dtype=torch.bool), torch.zeros(6, dtype=torch.bool)
-    local = distribute(batch, config, 6, 3, [built], runtime)
+    local = make_train_batch(RolloutBatch.of(batch), config, 6, 3, [built], runtime)
     before = alive().keys()
     learner.begin_step()
-    learner.update(local.mini_batches[0], supervised_loss(local.experience))
+    learner.update(local.mini_batches[0], supervised_loss(local))
     for group in groups.values():
         group.offload()
     left = {key: tensor for key, tensor in alive().items() if key not in before}
@@ -583,7 +580,7 @@ def around_a_checkpoint(runtime: Runtime, folder: Path, checkpoint: Path, read: 
     import megatron.core
 
     from megarl.model.builder import build_actor, read_hf_config
-    from megarl.training.batch import distribute
+    from megarl.training.batch import make_train_batch
     from megarl.training.model import TrainableModel
     from megarl.training.objectives import supervised_loss
     from megarl.training.sharded import load_trainable
@@ -593,13 +590,13 @@ def around_a_checkpoint(runtime: Runtime, folder: Path, checkpoint: Path, read: 
     model = build_actor(config, read_hf_config(folder), runtime)
     load(model, folder, runtime)
     learner = TrainableModel("actor", model, config.critic, config.steps, runtime)
-    batch = Experience.build([[3, 9, 4, 5 + i] for i in range(6)], [[7 + i, 8, 1] for i in range(6)])
+    batch = TrainBatch.build([[3, 9, 4, 5 + i] for i in range(6)], [[7 + i, 8, 1] for i in range(6)])
     batch["correct"], batch["truncated"] = torch.ones(6, dtype=torch.bool), torch.zeros(6, dtype=torch.bool)
-    local = distribute(batch, config, 6, 3, [model], runtime)
+    local = make_train_batch(RolloutBatch.of(batch), config, 6, 3, [model], runtime)
 
     def update() -> None:
         learner.begin_step()
-        learner.update(local.mini_batches[0], supervised_loss(local.experience))
+        learner.update(local.mini_batches[0], supervised_loss(local))
 
     def tensors() -> dict[str, torch.Tensor]:
         found = {f"weights {name}": p.data.clone() for name, p in model.named_parameters()}
@@ -627,7 +624,7 @@ def updates_with_overlap(runtime: Runtime, folder: Path, checkpoint: Path, **par
     from megarl.model.builder import build_actor, read_hf_config
     from megarl.parallel.comm import gather_objects
     from megarl.parallel.movable import HostPool
-    from megarl.training.batch import distribute
+    from megarl.training.batch import make_train_batch
     from megarl.training.model import TrainableModel
     from megarl.training.objectives import supervised_loss
     from megarl.training.sharded import load_trainable
@@ -644,18 +641,18 @@ def updates_with_overlap(runtime: Runtime, folder: Path, checkpoint: Path, **par
         )
 
     ours = learner(**parallel)
-    batch = Experience.build(
+    batch = TrainBatch.build(
         [[3, 9, 4, 5 + i % 7] for i in range(8)], [[7 + i, 8, 1][: 1 + i % 3] for i in range(8)]
     )
     batch["correct"], batch["truncated"] = torch.ones(8, dtype=torch.bool), torch.zeros(8, dtype=torch.bool)
-    local = distribute(batch, config, 4, 3, [ours.model], runtime)
+    local = make_train_batch(RolloutBatch.of(batch), config, 4, 3, [ours.model], runtime)
     norms, alike = [], []
     for _ in range(2):
         ours.begin_step()
         for number, micro_batches in enumerate(local.mini_batches, start=1):
             norms.append(
                 ours.update(
-                    micro_batches, supervised_loss(local.experience), more=number < len(local.mini_batches)
+                    micro_batches, supervised_loss(local), more=number < len(local.mini_batches)
                 ).grad_norm
             )
             size = float(sum(p.detach().double().abs().sum() for p in ours.model.parameters()))
@@ -684,7 +681,7 @@ def read_without_a_call(runtime: Runtime, folder: Path) -> list[str]:
     """The trainable weights of an actor whose modules are not called in a forward pass of the decoder."""
     from megarl.config.schema import ParallelConfig
     from megarl.model.builder import build_actor, read_hf_config
-    from megarl.training.batch import distribute
+    from megarl.training.batch import make_train_batch
     from megarl.training.model import TrainableModel
     from megarl.training.objectives import supervised_loss
 
@@ -692,15 +689,15 @@ def read_without_a_call(runtime: Runtime, folder: Path) -> list[str]:
     model = build_actor(config, read_hf_config(folder), runtime)
     load(model, folder, runtime)
     ours = TrainableModel("actor", model, config.critic, config.steps, runtime, ParallelConfig())
-    batch = Experience.build([[3, 9, 4, 5 + i] for i in range(4)], [[7 + i, 8, 1] for i in range(4)])
+    batch = TrainBatch.build([[3, 9, 4, 5 + i] for i in range(4)], [[7 + i, 8, 1] for i in range(4)])
     batch["correct"], batch["truncated"] = torch.ones(4, dtype=torch.bool), torch.zeros(4, dtype=torch.bool)
-    local = distribute(batch, config, 4, 3, [ours.model], runtime)
+    local = make_train_batch(RolloutBatch.of(batch), config, 4, 3, [ours.model], runtime)
     called: set[torch.nn.Module] = set()
     hooks = [
         module.register_forward_pre_hook(lambda module, _: called.add(module)) for module in model.modules()
     ]
     ours.begin_step()
-    ours.update(local.mini_batches[0], supervised_loss(local.experience))
+    ours.update(local.mini_batches[0], supervised_loss(local))
     for hook in hooks:
         hook.remove()
     return [
@@ -765,7 +762,7 @@ def partly_frozen(
     steps that it counts, and on rank 0 the whole weights before, between and after the updates."""
     from megarl.model.builder import build_actor, build_critic, read_hf_config
     from megarl.parallel.movable import HostPool
-    from megarl.training.batch import distribute
+    from megarl.training.batch import make_train_batch
     from megarl.training.model import TrainableModel
     from megarl.training.objectives import critic_loss, supervised_loss
     from megarl.training.sharded import load_model, load_trainable, megatron_state
@@ -781,11 +778,11 @@ def partly_frozen(
     parallel = ParallelConfig(overlap_grad_reduce=overlap, overlap_param_gather=overlap)
     learner = TrainableModel(which, model, settings, config.steps, runtime, parallel)
     groups = tensor_groups(learner, HostPool(runtime.device, 4096))
-    batch = Experience.build([[3, 9, 4, 5 + i] for i in range(6)], [[7 + i, 8, 1] for i in range(6)])
+    batch = TrainBatch.build([[3, 9, 4, 5 + i] for i in range(6)], [[7 + i, 8, 1] for i in range(6)])
     batch["correct"], batch["truncated"] = torch.ones(6, dtype=torch.bool), torch.zeros(6, dtype=torch.bool)
     batch["values"], batch["returns"] = torch.zeros(batch.num_tokens), torch.ones(batch.num_tokens)
-    local = distribute(batch, config, 6, 3, [model], runtime)
-    loss = critic_loss(config.algorithm, local.experience) if critic else supervised_loss(local.experience)
+    local = make_train_batch(RolloutBatch.of(batch), config, 6, 3, [model], runtime)
+    loss = critic_loss(config.algorithm, local) if critic else supervised_loss(local)
 
     def weights() -> dict[str, torch.Tensor]:
         named = {name: p.detach() for name, p in model.named_parameters()}
@@ -840,7 +837,7 @@ def updates_with_muon(
     """Weights before the first of some updates of the actor, and after each its gradient and the weights then
     (rank 0; {} elsewhere), in Hugging Face's names and shapes."""
     from megarl.model.builder import build_actor, read_hf_config
-    from megarl.training.batch import distribute
+    from megarl.training.batch import make_train_batch
     from megarl.training.model import TrainableModel
     from megarl.training.objectives import supervised_loss
 
@@ -849,10 +846,10 @@ def updates_with_muon(
     load(model, folder, runtime)
     parallel = ParallelConfig(overlap_grad_reduce=overlap, overlap_param_gather=overlap, overlap_bucket=2000)
     learner = TrainableModel("actor", model, config.actor, config.steps, runtime, parallel)
-    batch = Experience.build([[3, 9, 4, 5 + i] for i in range(6)], [[7 + i, 8, 1] for i in range(6)])
+    batch = TrainBatch.build([[3, 9, 4, 5 + i] for i in range(6)], [[7 + i, 8, 1] for i in range(6)])
     batch["correct"], batch["truncated"] = torch.ones(6, dtype=torch.bool), torch.zeros(6, dtype=torch.bool)
-    local = distribute(batch, config, 6, 3, [model], runtime)
-    loss, found = supervised_loss(local.experience), []
+    local = make_train_batch(RolloutBatch.of(batch), config, 6, 3, [model], runtime)
+    loss, found = supervised_loss(local), []
 
     def whole(of: Any) -> dict[str, torch.Tensor]:
         return _in_hf_names({n: of(p).clone() for n, p in model.named_parameters()}, folder, runtime, False)
@@ -932,7 +929,7 @@ def with_adapters(
 
     config = make_config(folder, dtype=dtype, optimizer={"lora": lora}, model=model)
     config = config.model_copy(update={"rollout": config.rollout.model_copy(update={"fingerprint": True})})
-    experience = Experience.build(prompts, responses)
+    experience = TrainBatch.build(prompts, responses)
 
     def logprobs_of(model: Any, adapters: bool = True) -> torch.Tensor:
         batches = make_micro_batches(experience, range(len(prompts)), 40, model)
@@ -1000,14 +997,14 @@ def optimizer_around_a_checkpoint(
     runtime: Runtime,
     folder: Path,
     checkpoint: Path,
-    batch: Experience,
+    batch: TrainBatch,
     which: str,
     read: bool,
     model: Mapping[str, Any] | None = None,
 ) -> dict[str, torch.Tensor]:
     """The whole model and its optimizer after an update and a checkpoint, or after reading that one."""
     from megarl.model.builder import build_actor, build_critic, read_hf_config
-    from megarl.training.batch import distribute
+    from megarl.training.batch import make_train_batch
     from megarl.training.model import TrainableModel
     from megarl.training.objectives import actor_loss, critic_loss
     from megarl.training.sharded import load_trainable
@@ -1021,9 +1018,11 @@ def optimizer_around_a_checkpoint(
     if read:
         load_trainable(learner, checkpoint)
     else:
-        local = distribute(batch, config, config.update.mini_batch, 3, [built], runtime)
+        local = make_train_batch(
+            RolloutBatch.of(batch), config, config.update.mini_batch, 3, [built], runtime
+        )
         learner.begin_step()
-        loss = (critic_loss if critic else actor_loss)(config.algorithm, local.experience)
+        loss = (critic_loss if critic else actor_loss)(config.algorithm, local)
         learner.update(local.mini_batches[0], loss)
         save_model(learner, checkpoint)
     return whole_optimizer(learner, folder, runtime, critic)

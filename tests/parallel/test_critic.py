@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megarl.algorithms.losses import token_weights
-from megarl.data.experience import Experience
+from megarl.data.batch import RolloutBatch, TrainBatch
 from megarl.parallel.runtime import Runtime
 from tests.algorithms.loops import Batch, loop_value, loop_weights
 from tests.algorithms.loops import make_batch as make_columns
@@ -68,20 +68,20 @@ def test_value_pretraining_has_a_rate_of_its_own(ranks: Callable[..., RankPool],
     assert main == pytest.approx(expected, rel=1e-6)
 
 
-def values_of(runtime: Runtime, folder: Path, advantage: str, batch: Experience, share: bool) -> Any:
+def values_of(runtime: Runtime, folder: Path, advantage: str, batch: TrainBatch, share: bool) -> Any:
     """Values of this replica's share, and which responses it has; how many tokens the critic has read."""
     from megarl.model.builder import build_critic, read_hf_config
-    from megarl.training.batch import distribute
+    from megarl.training.batch import make_train_batch
     from megarl.training.model import InferenceModel
 
     config = make_config(folder, mini_batch=4, budget=20, advantage=advantage, share_prompts=share)
     model = build_critic(config, read_hf_config(folder), runtime)
     load(model, folder, runtime, critic=True)
-    local = distribute(batch, config, 4, 1, [model], runtime)
+    local = make_train_batch(RolloutBatch.of(batch), config, 4, 1, [model], runtime)
     read = local.critic_micro_batches
-    values = InferenceModel("critic", model, runtime).value_columns(local.experience, read)["values"]
+    values = InferenceModel("critic", model, runtime).value_columns(local, read)["values"]
     tokens = sum(int(one.packed.real_tokens.sum()) for one in read)
-    return local.experience["number"].tolist(), values.split(local.experience.lengths.tolist()), tokens
+    return local["number"].tolist(), values.split(local.lengths.tolist()), tokens
 
 
 @pytest.mark.parametrize("share", [False, True], ids=["each alone", "shared prompts"])
@@ -92,7 +92,7 @@ def test_a_critic_of_prompts_is_one_that_reads_all(
     Of a response that nobody has judged there is none."""
     folder = make_tiny_model(tmp_path / "model", "qwen3", vocab=61, classification="token")
     prompts = [[3, 9, 5, 7 + i // 4] for i in range(8)]
-    batch = Experience.build(prompts, [[11 + i] * n for i, n in enumerate((7, 1, 13, 2, 5, 0, 9, 30))])
+    batch = TrainBatch.build(prompts, [[11 + i] * n for i, n in enumerate((7, 1, 13, 2, 5, 0, 9, 30))])
     batch["number"], batch["group_ids"] = torch.arange(8), torch.arange(8) // 4
     batch["correct"], batch["truncated"] = (torch.zeros(8, dtype=torch.bool) for _ in range(2))
     for layout in ((1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2)):
@@ -130,10 +130,8 @@ def test_two_critics_give_their_mean_and_learn_from_their_own() -> None:
     config = make_config(Path("model"), critics=2, value_clip=0.3)
     mini_batches = [[[whole(columns)]], [[whole(columns)]]]
     step, turns, skipped = Step("train", 1), list[str](), list[str]()
-    step.batch = experience
-    step.local = SimpleNamespace(  # type: ignore[assignment]
-        experience=experience, micro_batches=[], critic_mini_batches=mini_batches
-    )
+    step.rollout, step.batch = RolloutBatch.of(experience), experience
+    experience.critic_mini_batches = mini_batches
 
     def critic(number: int, name: str) -> Any:
         def update(given: Any, loss: Any, epochs: int, prefix: str) -> dict[str, float]:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from megarl.config.schema import Config
-from megarl.data.experience import Experience
+from megarl.data.batch import TrainBatch
 from megarl.rollout.engines.sglang import SGLangEngine
 from megarl.weights.families import read_config
 from tests.families import YARN
@@ -29,7 +29,7 @@ def test_recomputing_and_sharing_prompts_change_no_gradient(
 ) -> None:
     prompts, responses = sequences(101)
     groups = [2, 2, 1, 1, 0, 1]
-    batch = Experience.build([prompts[group] for group in groups], responses)
+    batch = TrainBatch.build([prompts[group] for group in groups], responses)
     batch["group_ids"] = torch.tensor(groups)
     batch["correct"], batch["truncated"] = torch.ones(6, dtype=torch.bool), torch.zeros(6, dtype=torch.bool)
     batch["rewards"] = torch.ones(6)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import torch
 
-from megarl.data.experience import Experience, StepBatch
+from megarl.data.batch import RolloutBatch, TrainBatch
 from megarl.parallel.delivery import deliver, row_bytes
 from megarl.parallel.runtime import Runtime
 from tests.ranks import RankPool
@@ -16,13 +16,13 @@ from tests.ranks import RankPool
 CASES = 24
 
 
-def whole_batch(seed: int) -> Experience:
+def whole_batch(seed: int) -> TrainBatch:
     """Random sequences; some batches with versions of tokens, choices of experts, observations between
     turns."""
     chance, g = random.Random(seed), torch.Generator().manual_seed(seed)
     n = chance.choice([0, 1, 3, 17])
     prompts = [[chance.randrange(200_000) for _ in range(chance.randint(1, 4))] for _ in range(n)]
-    whole = Experience.build(
+    whole = TrainBatch.build(
         prompts, [[chance.randrange(200_000) for _ in range(chance.randint(1, 9))] for _ in range(n)]
     )
     if chance.random() < 0.5:  # the last token stays the policy's
@@ -41,14 +41,14 @@ def whole_batch(seed: int) -> Experience:
     return whole
 
 
-def held_by(whole: Experience, owners: torch.Tensor, rank: int) -> StepBatch:
+def held_by(whole: TrainBatch, owners: torch.Tensor, rank: int) -> RolloutBatch:
     """What a rank has of the batch before it is delivered."""
     rows = (owners == rank).nonzero().squeeze(-1)
     of_sequences = {"rewards": whole["rewards"]}
     own = whole.select(rows)
     own.columns.pop("rewards")
     lengths = whole.lengths, whole.response_lengths, whole.prompt_lengths
-    return StepBatch(*lengths, owners, of_sequences, rows, own)
+    return RolloutBatch(*lengths, owners, of_sequences, rows, own)
 
 
 def deliver_cases(runtime: Runtime) -> list[int]:

@@ -13,7 +13,7 @@ import torch
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from safetensors.torch import load_file
 
-from megarl.data.experience import Experience
+from megarl.data.batch import RolloutBatch, TrainBatch
 from megarl.parallel.runtime import Runtime
 from megarl.plan.sizes import Shape
 from megarl.training.batch import matrix_shape
@@ -47,17 +47,17 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return actor, critic
 
 
-def make_batch() -> Experience:
+def make_batch() -> TrainBatch:
     g = torch.Generator().manual_seed(5)
     lengths = torch.randint(1, 60, (RESPONSES,), generator=g).tolist()
-    batch = Experience.build([[3, 4]] * RESPONSES, [[5] * n for n in lengths])
+    batch = TrainBatch.build([[3, 4]] * RESPONSES, [[5] * n for n in lengths])
     batch["correct"] = torch.rand(RESPONSES, generator=g) > 0.5
     batch["truncated"] = torch.rand(RESPONSES, generator=g) > 0.7
     batch["number"] = torch.arange(RESPONSES)
     return batch
 
 
-def in_windows(batch: Experience, none_ended_in: list[int] | None = None) -> Experience:
+def in_windows(batch: TrainBatch, none_ended_in: list[int] | None = None) -> TrainBatch:
     """Let some responses have begun in earlier steps, and some go on: wrong ones, and all of a mini-batch."""
     g = torch.Generator().manual_seed(6)
     batch["begun"] = (torch.rand(RESPONSES, generator=g) * batch.response_lengths).long()
@@ -72,12 +72,12 @@ def divide(
     folders: tuple[Path, Path],
     mini_batch: int,
     critic_mini_batch: int | None,
-    batch: Experience | None = None,
+    batch: TrainBatch | None = None,
     critics: int = 1,
 ) -> dict[str, Any]:
     """The shapes of actor and critic, and this rank's responses of each mini-batch of either."""
     from megarl.model.builder import build_actor, build_critic, read_hf_config
-    from megarl.training.batch import distribute
+    from megarl.training.batch import make_train_batch
 
     actor, critic = folders
     config = make_config(actor, mini_batch=mini_batch, overlong=batch is None)
@@ -91,8 +91,8 @@ def divide(
         build_critic(config, read_hf_config(critic), runtime),
     ]
     batch = make_batch() if batch is None else batch
-    local = distribute(batch, config, mini_batch, 7, models, runtime)
-    numbers = local.experience.spread(local.experience["number"])
+    local = make_train_batch(RolloutBatch.of(batch), config, mini_batch, 7, models, runtime)
+    numbers = local.spread(local["number"])
 
     def members(mini_batches: Any) -> list[list[int]]:
         return [
@@ -100,8 +100,8 @@ def divide(
         ]
 
     def by_number(name: str) -> dict[int, torch.Tensor]:
-        of_sequences = local.experience[name].split(local.experience.lengths.tolist())
-        return dict(zip(local.experience["number"].tolist(), of_sequences, strict=True))
+        of_sequences = local[name].split(local.lengths.tolist())
+        return dict(zip(local["number"].tolist(), of_sequences, strict=True))
 
     return {
         "shapes": [matrix_shape(model) for model in models],
@@ -110,7 +110,7 @@ def divide(
         "critics": [members(of_one) for of_one in local.critic_mini_batches],
         "weights": {name: by_number(f"{name}_loss_weights") for name in ("policy", "nll", "value")},
         "forward": sum(micro.token_indices.numel() for micro in local.micro_batches),
-        "local": int(local.experience.response_mask.sum()),
+        "local": int(local.response_mask.sum()),
     }
 
 
@@ -276,7 +276,7 @@ def some_of_a_share(
     """The tokens of each micro-batch of the chosen responses; the log-probs that they have there, and the
     most that these differ by from those of a pass over all."""
     from megarl.model.builder import build_actor, read_hf_config
-    from megarl.training.batch import distribute, micro_batches_of
+    from megarl.training.batch import make_train_batch, micro_batches_of
     from megarl.training.model import InferenceModel
     from tests.parallel.jobs import load
 
@@ -285,15 +285,14 @@ def some_of_a_share(
     load(model, folder, runtime)
     batch = make_batch()
     batch["group_ids"] = torch.arange(RESPONSES) // 4
-    local = distribute(batch, config, 4, 7, [model], runtime)
+    local = make_train_batch(RolloutBatch.of(batch), config, 4, 7, [model], runtime)
     some = torch.isin(torch.arange(RESPONSES), torch.tensor(chosen))
     packs = micro_batches_of(some, batch, local, config, model, runtime)
     actor = InferenceModel("actor", model, runtime)
     found, every = (
-        actor.logprob_columns(local.experience, batches)["logprobs"]
-        for batches in (packs, local.micro_batches)
+        actor.logprob_columns(local, batches)["logprobs"] for batches in (packs, local.micro_batches)
     )
-    expected = torch.where(local.experience.spread(some[local.rows].float()) > 0, every, 0.0)
+    expected = torch.where(local.spread(some[local.rows].float()) > 0, every, 0.0)
     return [pack.tokens.shape[1] for pack in packs], found, float((found - expected).abs().max())
 
 

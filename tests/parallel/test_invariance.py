@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from megarl.data.experience import Experience
+from megarl.data.batch import TrainBatch
 from tests.parallel import jobs
 from tests.ranks import RankPool
 from tests.tiny_models import make_tiny_model
@@ -87,13 +87,13 @@ FAST = {
 seconds each, of six layouts."""
 
 
-def make_batch(only_first_correct: bool = False, turns: bool = False) -> Experience:
+def make_batch(only_first_correct: bool = False, turns: bool = False) -> TrainBatch:
     """Ragged responses. Few are correct, so that a rank or a micro-batch may hold none; some are truncated.
     turns: with observations between what was sampled, and some before."""
     g = torch.Generator().manual_seed(11)
     sizes = [(3, 20), (5, 1), (2, 33), (4, 8), (6, 2), (1, 14), (9, 5), (2, 27)]
     draw = [[torch.randint(0, VOCAB, (n,), generator=g).tolist() for n in pair] for pair in sizes]
-    batch = Experience.build([p for p, _ in draw], [r for _, r in draw])
+    batch = TrainBatch.build([p for p, _ in draw], [r for _, r in draw])
     mask, total = batch.response_mask, batch.num_tokens
     if turns:
         mask &= torch.rand(total, generator=torch.Generator().manual_seed(13)) < 0.6
@@ -110,7 +110,7 @@ def make_batch(only_first_correct: bool = False, turns: bool = False) -> Experie
     return batch
 
 
-def make_batch_of(term: str, turns: bool = False) -> Experience:
+def make_batch_of(term: str, turns: bool = False) -> TrainBatch:
     """Make the batch with the columns that a term of `TERMS` reads."""
     batch = make_batch("NLL" in term, turns)
     if "T-PPO" in term:  # the last tokens of responses, of which half go on; of the right ones all have ended
@@ -286,7 +286,7 @@ def test_prompts_that_are_computed_once_change_no_gradient(
             batch.tokens.split(batch.lengths.tolist()), behind.split(batch.lengths.tolist()), strict=True
         )
     ]
-    shared = Experience.build([prompts[n] for n in groups], responses)
+    shared = TrainBatch.build([prompts[n] for n in groups], responses)
     shared["group_ids"] = torch.tensor(groups)
     in_shared, of_prompts = shared.response_mask.clone(), shared.prompt_lengths
     shared.response_mask[in_shared] = batch.response_mask[behind]

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from megarl.config.errors import ConfigError
 from megarl.config.schema import ModelConfig, ParallelConfig
-from megarl.data.experience import Experience
+from megarl.data.batch import RolloutBatch, TrainBatch
 from megarl.parallel.runtime import Runtime
 from megarl.weights.shards import check_recomputed
 from tests.parallel import jobs
@@ -159,7 +159,7 @@ def left_behind(runtime: Runtime, folder: Path) -> list[int]:
     _, learner = learner_of(runtime, folder, {})
     given: list[torch.Tensor] = []
     learner.model.chunks[0].register_forward_hook(lambda _module, _inputs, output: given.append(output))
-    batch = Experience.build([[3, 9, 4]] * 4, [[7, 8, 1]] * 4)
+    batch = TrainBatch.build([[3, 9, 4]] * 4, [[7, 8, 1]] * 4)
     batches = make_micro_batches(batch, range(4), 6, learner.model)
     learner.compute_gradients(batches, lambda output, _: (output[0].sum(), {}))
     return [output.numel() for output in given if isinstance(output, torch.Tensor)]
@@ -175,7 +175,7 @@ def summed(runtime: Runtime, folder: Path, overlap: bool, grad_dtype: str) -> di
     """This rank's share of the gradients of a mini-batch; a norm for each of two updates with all off the
     device in between; and the sum of its weights then."""
     from megarl.parallel.movable import HostPool
-    from megarl.training.batch import distribute
+    from megarl.training.batch import make_train_batch
     from megarl.training.objectives import supervised_loss
     from megarl.training.tensor_groups import tensor_groups
 
@@ -183,12 +183,12 @@ def summed(runtime: Runtime, folder: Path, overlap: bool, grad_dtype: str) -> di
         keys: dict[str, Any] = {"overlap_grad_reduce": overlap, "overlap_param_gather": overlap}
         keys |= {"grad_dtype": grad_dtype, "overlap_bucket": 1000 if overlap else None}
         config, learner = learner_of(runtime, folder, {"dtype": "bf16"}, **keys)
-        batch = Experience.build(
+        batch = TrainBatch.build(
             [[3, 9, 4, 5 + i % 7] for i in range(8)], [[7 + i, 8, 1][: 1 + i % 3] for i in range(8)]
         )
         batch["correct"], batch["truncated"] = (torch.full((8,), value) for value in (True, False))
-        local = distribute(batch, config, 8, 3, [learner.model], runtime)
-        loss, shares, norms = supervised_loss(local.experience), [], []
+        local = make_train_batch(RolloutBatch.of(batch), config, 8, 3, [learner.model], runtime)
+        loss, shares, norms = supervised_loss(local), [], []
         learner.compute_gradients(local.mini_batches[0], loss)
         for buffer in learner.buffers:
             for bucket in buffer.buckets:

@@ -19,7 +19,7 @@ from transformers import (
     AutoModelForTokenClassification,
 )
 
-from megarl.data.experience import Experience
+from megarl.data.batch import TrainBatch
 from megarl.weights.families import FAMILIES
 from tests.families import ROWS, Layout
 from tests.parallel import jobs
@@ -71,7 +71,7 @@ def hf_values(
     return torch.cat([model(torch.tensor([p + r])).logits[0, len(p) - 1 : -1, 0] for p, r in rows])
 
 
-def hf_gradients(folder: Path, family: str, batch: Experience) -> dict[str, Tensor]:
+def hf_gradients(folder: Path, family: str, batch: TrainBatch) -> dict[str, Tensor]:
     """Of the mean negative log-probability of all responses' tokens, by the files' names. In float64, but for
     Qwen3.5's delta rule, which transformers computes in float32."""
     # The grouped products of experts have no float64.
@@ -111,7 +111,7 @@ def over_families(quantity: str) -> pytest.MarkDecorator:
     return pytest.mark.parametrize(("family", "layout"), cases)
 
 
-def nll_batch() -> Experience:
+def nll_batch() -> TrainBatch:
     """Whose loss is the mean negative log-probability of all responses' tokens."""
     batch = make_batch()
     batch.tokens = batch.tokens.clamp(min=1)  # Hugging Face gives the padding token, 0, no gradient
@@ -274,14 +274,14 @@ def test_a_reward_models_scores_equal_hugging_face(
                 assert max(packed) > 1, "several sequences of one pack"
 
 
-def two_turns(vocab: int) -> Experience:
+def two_turns(vocab: int) -> TrainBatch:
     """Responses of two turns with an observation between, one of them of one turn; the first turn is
     rewarded, too."""
     g = torch.Generator().manual_seed(8)
     sizes = [(3, 4, 5, 6), (6, 1, 2, 1), (2, 9, 0, 0), (4, 2, 7, 3)]  # prompt, turn, observation, turn
     # Hugging Face gives the padding token, 0, no gradient.
     draw = [[torch.randint(1, vocab, (n,), generator=g).tolist() for n in row] for row in sizes]
-    batch = Experience.build([p for p, *_ in draw], [[*a, *o, *b] for _, a, o, b in draw])
+    batch = TrainBatch.build([p for p, *_ in draw], [[*a, *o, *b] for _, a, o, b in draw])
     mask = [s for p, a, o, b in sizes for s in [False] * p + [True] * a + [False] * o + [True] * b]
     batch.response_mask = torch.tensor(mask)
     batch["rewards"] = torch.tensor([1.0, -0.5, 0.75, -1.0])

@@ -11,7 +11,7 @@ import torch
 
 from megarl.config.phases import select_phases
 from megarl.config.schema import Config, OptimizerConfig, ParallelConfig
-from megarl.data.experience import Experience
+from megarl.data.batch import TrainBatch
 from megarl.data.prompts import Prompt
 from megarl.data.sample import Sample, SampleGroup, TokenData
 from megarl.model.builder import build_actor, build_critic
@@ -20,7 +20,7 @@ from megarl.parallel.delivery import deliver
 from megarl.parallel.runtime import Runtime
 from megarl.plan.inputs import PlanInputs, make_plan_inputs
 from megarl.plan.sizes import Passes, Shape, activations, in_flight, passed_on
-from megarl.rollout.responses import RolloutBatch
+from megarl.rollout.responses import make_rollout_batch
 from megarl.training.batch import make_micro_batches
 from megarl.training.model import TrainableModel
 from megarl.weights.families import Sizes
@@ -167,7 +167,7 @@ def storages(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
 def batches(learner: TrainableModel, count: int, tokens: int = PACK * LENGTH) -> list[Any]:
     """`count` micro-batches of `tokens` tokens, of sequences of LENGTH tokens."""
     rows = tokens // LENGTH * count
-    batch = Experience.build([[1, 2]] * rows, [[3] * (LENGTH - 2)] * rows)
+    batch = TrainBatch.build([[1, 2]] * rows, [[3] * (LENGTH - 2)] * rows)
     return make_micro_batches(batch, range(rows), tokens, learner.model)
 
 
@@ -226,7 +226,7 @@ def batch_bytes(runtime: Runtime, prompts: int, group: int, prompt: int, length:
         if owner == runtime.rank:
             kept.append(sample.data)
         groups[number // group].samples.append(sample if owner == runtime.rank else sample.with_data(None))
-    batch = RolloutBatch(1, groups, {}, {}, {}).to_step_batch()
+    batch = make_rollout_batch(groups)
     known = [batch.lengths, batch.response_lengths, batch.prompt_lengths, batch.owners]
     known += batch.columns.values()
     drawn = [batch.own.tokens, batch.own.response_mask, *batch.own.columns.values()]
@@ -252,7 +252,7 @@ def long_sequence(runtime: Runtime, length: int) -> tuple[int, float, float]:
     keys = {**narrow, **heads, "max_position_embeddings": length}
     _, learner = learner_of(runtime, "qwen3", "fp32", critic=False, **keys)
     drawn = torch.randint(0, 512, (length,), generator=torch.Generator().manual_seed(1)).tolist()
-    made = make_micro_batches(Experience.build([drawn[:64]], [drawn[64:]]), [0], length, learner.model)
+    made = make_micro_batches(TrainBatch.build([drawn[:64]], [drawn[64:]]), [0], length, learner.model)
     with LiveMemory() as memory:
         result = learner.update(made, lambda output, _: (-output[0].mean(), {}))
     return made[0].tokens.numel(), memory.peak / 2**20, result.grad_norm

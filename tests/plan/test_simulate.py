@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from megarl.cli.main import main
 from megarl.config import load_config
 from megarl.config.errors import DataError
-from megarl.data.experience import Experience, write_experience
+from megarl.data.batch import TrainBatch, write_batch
 from megarl.plan.fit import find_problem
 from megarl.plan.inputs import PlanInputs, make_plan_inputs
 from megarl.plan.search import search, with_keys
@@ -274,15 +274,15 @@ def test_lengths_of_a_run(tmp_path: Path) -> None:
     assert "10 steps" in where
 
     # With recorded rollouts, those themselves.
-    batch = Experience.build([[1, 2, 3]] * 4, [[5] * 10, [5] * 27, [5] * 300, [5] * 310])
+    batch = TrainBatch.build([[1, 2, 3]] * 4, [[5] * 10, [5] * 27, [5] * 300, [5] * 310])
     batch.response_mask[20:27] = False  # seven tokens between two turns, which nobody has drawn
     batch["group_ids"] = torch.tensor([7, 7, 9, 9])
     folder = tmp_path / "rollouts" / "step-000030"
-    write_experience(folder / "rank-00000.safetensors", batch.select([0, 1, 2]))  # of two engines
-    write_experience(folder / "rank-00001.safetensors", batch.select([3]))
-    going_on = Experience.build([[1, 2, 3]], [[5] * 50])  # its length is not known yet
+    write_batch(folder / "rank-00000.safetensors", batch.select([0, 1, 2]))  # of two engines
+    write_batch(folder / "rank-00001.safetensors", batch.select([3]))
+    going_on = TrainBatch.build([[1, 2, 3]], [[5] * 50])  # its length is not known yet
     going_on["group_ids"], going_on["unfinished"] = torch.tensor([9]), torch.tensor([True])
-    write_experience(folder / "rank-00002.safetensors", going_on)
+    write_batch(folder / "rank-00002.safetensors", going_on)
     assert "10 steps" in recorded(tmp_path, Lengths(1, 4000, 20))[2]  # not whole yet
     (folder / "manifest.json").write_text("")
     fitted, draw, where = recorded(tmp_path, Lengths(1, 4000, 20))

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megarl.algorithms.scores import interval
 from megarl.config import load_config
-from megarl.data.experience import Experience
+from megarl.data.batch import TrainBatch
 from megarl.plan.host import LAUNCHER, cpu_bytes, cpu_bytes_by_phase
 from megarl.plan.inputs import make_plan_inputs
 from megarl.weights.families import read_config
@@ -64,7 +64,7 @@ def test_logprobs_and_gradients_are_those_of_transformers(
         for found, _ in pool.run(jobs.logprobs, folder=smollm2, prompts=prompts, responses=responses):
             assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
 
-        batch = Experience.build(prompts, responses)
+        batch = TrainBatch.build(prompts, responses)
         mask = batch.response_mask
         advantages = torch.randn(int(mask.sum()), generator=torch.Generator().manual_seed(3))
         for name, values in (("old_logprobs", found.float()), ("advantages", advantages)):

@@ -27,7 +27,7 @@ import torch.distributed as dist
 
 from megarl.config.phases import never_offloaded, select_phases, select_stages
 from megarl.config.schema import PRETRAINING, Config
-from megarl.data.experience import Experience
+from megarl.data.batch import RolloutBatch, TrainBatch
 from megarl.model.builder import read_hf_config
 from megarl.parallel import comm
 from megarl.parallel import runtime as parallel
@@ -185,7 +185,7 @@ def connect(run: Run) -> None:
         run.offload.register({f"engine.{tag}": EngineMemory(weight_sync, tag, torch.device("cpu"), 0)})
 
 
-def batch_of(config: Config, plan: PlanInputs, updates: int) -> tuple[Config, Experience]:
+def batch_of(config: Config, plan: PlanInputs, updates: int) -> tuple[Config, TrainBatch]:
     """A batch of sequences as long as can be, for so many updates, in each of which a replica has as many
     full packs as its pipeline needs to be filled."""
     length, prompt = plan.longest, config.data.max_prompt_tokens
@@ -196,7 +196,7 @@ def batch_of(config: Config, plan: PlanInputs, updates: int) -> tuple[Config, Ex
     critic = config.critic.model_copy(update={"mini_batch": None, "epochs": 1})
     pretraining = config.value_pretraining.model_copy(update={"epochs": 1})
     config = config.model_copy(update={"update": update, "critic": critic, "value_pretraining": pretraining})
-    batch = Experience.build([[5] * prompt] * rows, [[5] * (length - prompt)] * rows)
+    batch = TrainBatch.build([[5] * prompt] * rows, [[5] * (length - prompt)] * rows)
     batch["correct"], batch["truncated"] = (
         torch.ones(rows, dtype=torch.bool),
         torch.zeros(rows, dtype=torch.bool),
@@ -281,7 +281,7 @@ def measure(config: Config, hf: Mapping[str, Any], stage: int, updates: int = 2)
         note("start of the engine", None)
         for kind in select_stages(config):
             step = Step(kind, 1)
-            step.batch = batch
+            step.rollout = RolloutBatch.of(batch)
             for phase in select_phases(config, kind):
                 label = f"{kind}: {phase.name}" if kind == PRETRAINING else phase.name
                 if phase.on_gpu:

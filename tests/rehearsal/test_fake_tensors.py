@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from megarl.data.experience import Experience
+from megarl.data.batch import RolloutBatch, TrainBatch
 from megarl.parallel.layout import Layout
 from tests.parallel.jobs import make_config
 from tests.parallel.test_experts import mixture
@@ -61,7 +61,7 @@ def passes_of_a_mixture(folder: Path, kind: str) -> tuple[dict[str, Any], dict[s
     are given the engine's choice, and what its routers have counted."""
     from megarl.model import builder
     from megarl.model.routing import start_counting
-    from megarl.training.batch import distribute
+    from megarl.training.batch import make_train_batch
     from megarl.training.model import TrainableModel
 
     with fake_cuda(TOPK / EXPERTS) as device, rank_of(Layout(tp=1, pp=1, dp=1, ep=1), 0, device) as runtime:
@@ -69,14 +69,14 @@ def passes_of_a_mixture(folder: Path, kind: str) -> tuple[dict[str, Any], dict[s
         model = getattr(builder, f"build_{kind}")(config, builder.read_hf_config(folder), runtime)
         assert {parameter.device for parameter in model.parameters()} == {device}
         learner = TrainableModel(kind, model, config.actor, 1, runtime)
-        batch = Experience.build([[3, 4, 5], [6, 7]], [[8, 9], [10, 1]])
+        batch = TrainBatch.build([[3, 4, 5], [6, 7]], [[8, 9], [10, 1]])
         batch["correct"] = batch["truncated"] = torch.zeros(2, dtype=torch.bool)
         batch["routing"] = torch.zeros(batch.num_tokens, LAYERS, TOPK, dtype=torch.uint8)
-        local = distribute(batch, config, 2, 3, [model], runtime)
+        local = make_train_batch(RolloutBatch.of(batch), config, 2, 3, [model], runtime)
         learner.replays_routing = True
         start_counting(model.routings, grad=False)
         columns = learner.logprob_columns if kind == "actor" else learner.value_columns
-        found = columns(local.experience, local.micro_batches)
+        found = columns(local, local.micro_batches)
         shapes = {name: (tuple(column.shape), column.device.type) for name, column in found.items()}
         return shapes, learner.routing_metrics()
 

@@ -15,12 +15,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from megarl.data.experience import Experience
+from megarl.data.batch import RolloutBatch, TrainBatch
 from megarl.parallel.delivery import deliver
 from megarl.parallel.objects import decode, encode
 from megarl.rollout.engines.transformers_engine import TransformersEngine
 from megarl.rollout.rank import RolloutRank
-from megarl.rollout.responses import RolloutBatch
 from megarl.rollout.state import RolloutShare, join_shares
 from tests.engines import load_folder
 from tests.tiny_models import make_tiny_model
@@ -71,10 +70,9 @@ def state_of(rank: RolloutRank) -> dict[str, Any]:
     return state
 
 
-def experience_of(batch: RolloutBatch) -> Experience:
+def experience_of(batch: RolloutBatch) -> TrainBatch:
     """Return the whole batch, all of which is here."""
-    made, alone = batch.to_step_batch(), threads(1)[0]
-    return deliver(alone, made, [range(made.num_sequences)], [[0]])
+    return deliver(threads(1)[0], batch, [range(batch.num_sequences)], [[0]])
 
 
 @pytest.fixture(autouse=True)

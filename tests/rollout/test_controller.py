@@ -30,7 +30,7 @@ from megarl.algorithms.advantages import Responses
 from megarl.config.errors import ConfigError, DataError, EngineError, WaitTimeout
 from megarl.config.methods import ADVANTAGES, load_function
 from megarl.config.schema import Config
-from megarl.data.experience import Experience
+from megarl.data.batch import RolloutBatch, TrainBatch
 from megarl.data.prompts import ProblemSet, Prompt
 from megarl.data.sample import TokenData
 from megarl.rewards.pool import VerifierPool
@@ -41,9 +41,10 @@ from megarl.rollout.dispatch import Dispatcher, GroupRequest
 from megarl.rollout.engines.transformers_engine import TransformersEngine
 from megarl.rollout.messages import Hub, Link, RankReady
 from megarl.rollout.rank import RolloutRank
-from megarl.rollout.responses import RolloutBatch
+from megarl.rollout.responses import groups_to_show, records, reward_part
 from megarl.rollout.sampling import SamplingParams, response_seed
 from megarl.rollout.state import group_from_state, group_state, join_shares
+from megarl.schedule.scores import EvaluationResult
 from megarl.training.batch import loss_weights
 from tests.engines import load_folder
 from tests.rollout.conftest import TINIEST, experience_of, state_of, threads
@@ -140,6 +141,10 @@ def run_ranks(
     return results
 
 
+def evaluate(rank: RolloutRank, *arguments: Any) -> EvaluationResult:
+    return EvaluationResult(rank.evaluate(*arguments))
+
+
 def facts(batch: RolloutBatch) -> Any:
     """Everything but times, log-probs to the last bit."""
     rows = [
@@ -150,7 +155,7 @@ def facts(batch: RolloutBatch) -> Any:
         )
         for g in batch.groups
     ]
-    return rows, {k: v for k, v in batch.stats.items() if k != "rollout/moved"}, batch.errors
+    return rows, {k: v for k, v in batch.metrics.items() if k != "rollout/moved"}, batch.errors
 
 
 def bodies(batches: Sequence[RolloutBatch]) -> list[Any]:
@@ -214,18 +219,25 @@ def test_engines_of_different_speeds_give_the_same_run(world, monkeypatch):
         time.sleep(seconds)
         return ended
 
+    idle: list[float] = []
+
+    def two_steps(rank: RolloutRank) -> list[RolloutBatch]:
+        batches = [rank.collect(step) for step in range(2)]
+        idle.append(rank.seconds["idle"])
+        return batches
+
     monkeypatch.setattr(slow, "poll", one_step)
-    spread = run_ranks(world, config(rollout={**work, "in_flight": 3}), 3, steps=2)
+    spread = run_ranks(world, config(rollout={**work, "in_flight": 3}), 3, steps=2, act=two_steps)
     for batches in spread:
         assert [facts(batch) for batch in batches] == alone
-        moved = [batch.stats["rollout/moved"] for batch in batches]
-        assert all(moved) and moved == [batch.stats["rollout/moved"] for batch in spread[0]]
+        moved = [batch.metrics["rollout/moved"] for batch in batches]
+        assert all(moved) and moved == [batch.metrics["rollout/moved"] for batch in spread[0]]
     for step, batch in enumerate(one_engine):
         assert bodies([batches[step] for batches in spread]) == bodies([batch])
-    assert spread[0][0].seconds["idle"] > 0
+    assert min(idle) > 0
     equal_parts = run_ranks(world, config(rollout={**work, "in_flight": 0}), 3, steps=2)
     assert [facts(batch) for batch in equal_parts[1]] == alone
-    assert [batch.stats["rollout/moved"] for batch in equal_parts[1]] == [0, 0]
+    assert [batch.metrics["rollout/moved"] for batch in equal_parts[1]] == [0, 0]
 
 
 class Gate:
@@ -352,8 +364,8 @@ def test_rewards_flags_and_statistics(world):
         "response/length_min": min(lengths),
         "response/length_max": max(lengths),
     }
-    assert {k: batch.stats[k] for k in expected} == pytest.approx(expected)
-    assert "reward/score" not in batch.stats  # the verifier gives none
+    assert {k: batch.metrics[k] for k in expected} == pytest.approx(expected)
+    assert "reward/score" not in batch.metrics  # the verifier gives none
     died = sum(v.error is not None for v in verdicts)
     assert batch.errors == ({"died": died} if died else {})
 
@@ -376,14 +388,19 @@ def test_scores_are_rewards(world):
     assert len(set(scores)) > 5
     assert [r.reward for r in batch.samples] == pytest.approx([5 * score - 2 for score in scores])
     assert [r.correct for r in batch.samples] == [score > 0.5 for score in scores]
-    assert batch.stats["reward/score"] == pytest.approx(np.mean(scores))
-    assert batch.stats["reward/mean"] == pytest.approx(5 * np.mean(scores) - 2)
+    assert batch.metrics["reward/score"] == pytest.approx(np.mean(scores))
+    assert batch.metrics["reward/mean"] == pytest.approx(5 * np.mean(scores) - 2)
     result = run_ranks(
-        world, settings_, 1, 0, act=lambda s: s.evaluate([ProblemSet(world[2][:2], 2)]), verifiers=[Graded()]
+        world,
+        settings_,
+        1,
+        0,
+        act=lambda s: evaluate(s, [ProblemSet(world[2][:2], 2)]),
+        verifiers=[Graded()],
     )[0]
     answers = list(result.answers(world[1]))
     assert result.stats()["eval/score"] == pytest.approx(np.mean([a["score"] or 0.0 for a in answers]))
-    plain = run_ranks(world, settings_, 1, 0, act=lambda s: s.evaluate([ProblemSet(world[2][:2], 2)]))[0]
+    plain = run_ranks(world, settings_, 1, 0, act=lambda s: evaluate(s, [ProblemSet(world[2][:2], 2)]))[0]
     assert "eval/score" not in plain.stats() and {a["score"] for a in plain.answers(world[1])} == {None}
 
 
@@ -418,19 +435,19 @@ def test_terms_are_added_by_their_weights(world):
     assert failed and {r.is_truncated for r in responses} == {True, False}
     rows = batches[0].samples  # of the first step none was sampled before
     means = {f"reward/term_{name}": np.mean([r.terms.get(name, 0.0) for r in rows]) for name in terms}
-    assert {name: batches[0].stats[name] for name in means} == pytest.approx(means)
+    assert {name: batches[0].metrics[name] for name in means} == pytest.approx(means)
     again = [group_from_state(json.loads(json.dumps(group_state(g)))) for g in batches[0].groups]
     assert [r.terms for g in again for r in g.samples] == [r.terms for r in rows]
-    parts = batches[0].reward_parts(settings_.reward).tolist()
     assert list(settings_.reward.parts) == ["verifier", "terms.brevity", "terms.cut"]
-    for r, (score, brevity, cut) in zip(rows, parts, strict=True):
+    for r in rows:
+        score, brevity, cut = (reward_part(r, name) for name in settings_.reward.parts)
         assert score == r.correct and r.reward == pytest.approx(6.0 * score - 3.0 + 0.5 * brevity - 2.0 * cut)
     evaluated = run_ranks(
         world,
         settings_,
         1,
         0,
-        act=lambda s: s.evaluate([ProblemSet(world[2][:2], 2)]),
+        act=lambda s: evaluate(s, [ProblemSet(world[2][:2], 2)]),
         verifiers=[WithTerms()],
     )[0]
     assert all(r.terms == {} for g in evaluated.headline.groups for r in g.samples)
@@ -440,7 +457,7 @@ def test_a_batch_is_build_with_the_columns(world):
     batch = run_ranks(world, config(), 1, steps=1)[0][0]
     experience = experience_of(batch)
     prompts = [g.prompt.tokens for g in batch.groups for _ in g.samples]
-    built = Experience.build(prompts, [r.data.tokens.tolist() for r in batch.samples])
+    built = TrainBatch.build(prompts, [r.data.tokens.tolist() for r in batch.samples])
     for name in ("tokens", "cu_seqlens", "response_mask"):
         packed, expected = getattr(experience, name), getattr(built, name)
         assert torch.equal(packed, expected) and packed.dtype == expected.dtype
@@ -451,7 +468,7 @@ def test_a_batch_is_build_with_the_columns(world):
         assert experience[column].tolist() == [getattr(r, name) for r in batch.samples]
     assert experience["group_ids"].tolist() == [g for g in range(4) for _ in range(3)]
     assert experience["response_index"].tolist() == [0, 1, 2] * 4
-    samples = batch.records(world[1], 4)
+    samples = records(1, groups_to_show(batch.groups, 4), world[1], 4)
     assert len(samples) == 4 and set(samples) <= set(range(6)) and {0, 1, 2} <= set(samples)
     for row, sample in samples.items():
         response, group = batch.samples[row], batch.groups[row // 3]
@@ -476,7 +493,7 @@ def test_a_resumed_sampler_goes_on_as_if_nothing_had_happened(world):
     straight = run_ranks(world, settings_, 1, steps=5)[0]
     resumed = run_ranks(world, settings_, 1, steps=0, act=through_json)[0]
     assert [facts(b) for b in resumed] == [facts(b) for b in straight]
-    assert any(b.stats["rollout/surplus"] for b in straight[:-1])
+    assert any(b.metrics["rollout/surplus"] for b in straight[:-1])
     for a, b in zip(resumed, straight, strict=True):
         assert torch.equal(experience_of(a)["engine_logprobs"], experience_of(b)["engine_logprobs"])
 
@@ -598,8 +615,8 @@ def test_ranks_with_different_weights_are_found(world):
 def test_evaluation(world):
     settings_ = config(evaluation={"top_p": 0.9})
     _, tokenizer, problems = world
-    alone, *_ = run_ranks(world, settings_, 1, 0, act=lambda s: s.evaluate([ProblemSet(problems, 5)]))
-    for result in run_ranks(world, settings_, 3, 0, act=lambda s: s.evaluate([ProblemSet(problems, 5)])):
+    alone, *_ = run_ranks(world, settings_, 1, 0, act=lambda s: evaluate(s, [ProblemSet(problems, 5)]))
+    for result in run_ranks(world, settings_, 3, 0, act=lambda s: evaluate(s, [ProblemSet(problems, 5)])):
         assert result.table() == alone.table() and result.stats() == alone.stats()
     answers = list(alone.answers(tokenizer))
     verdicts = OddText().verify([(a["response"], a["answer"]) for a in answers])
@@ -615,12 +632,14 @@ def test_evaluation(world):
     assert stats["eval/length_mean"] == pytest.approx(np.mean([a["length"] for a in answers]))
     assert (stats["eval/k"], stats["eval/problems"]) == (5, 9)
     params = SamplingParams(6, temperature=0)
-    greedy = run_ranks(world, settings_, 1, 0, act=lambda s: s.evaluate([ProblemSet(problems, 2)], params))[0]
+    greedy = run_ranks(world, settings_, 1, 0, act=lambda s: evaluate(s, [ProblemSet(problems, 2)], params))[
+        0
+    ]
     assert all(
         np.array_equal(g.samples[0].data.tokens, g.samples[1].data.tokens) for g in greedy.headline.groups
     )
     again = run_ranks(
-        world, settings_, 1, 0, act=lambda s: s.evaluate([ProblemSet(problems + problems[:2], 5)])
+        world, settings_, 1, 0, act=lambda s: evaluate(s, [ProblemSet(problems + problems[:2], 5)])
     )[0].headline.groups
     pairs = zip(again[0].samples, again[9].samples, strict=True)
     assert any(not np.array_equal(a.data.tokens, b.data.tokens) for a, b in pairs)
@@ -630,7 +649,7 @@ def test_data_sources_have_figures_of_their_own(world):
     """In a rollout and in an evaluation; with one source there are none beside those of all."""
     _, tokenizer, problems = world
     named = [replace(p, source=("gsm 8k", "aime", "")[i % 3]) for i, p in enumerate(problems)]
-    result = run_ranks(world, config(), 1, 0, act=lambda s: s.evaluate([ProblemSet(named, 4)]))[0]
+    result = run_ranks(world, config(), 1, 0, act=lambda s: evaluate(s, [ProblemSet(named, 4)]))[0]
     stats, answers = result.stats(), list(result.answers(tokenizer))
     assert list(result.by_name()) == ["aime", "gsm_8k", "unnamed"]
     for source, name in (("gsm 8k", "gsm_8k"), ("aime", "aime"), ("", "unnamed")):
@@ -640,7 +659,7 @@ def test_data_sources_have_figures_of_their_own(world):
         assert stats[f"eval/{name}/avg"] == pytest.approx(np.mean([a["correct"] for a in some]))
         assert stats[f"eval/{name}/length_mean"] == pytest.approx(np.mean([a["length"] for a in some]))
     assert stats["eval/problems"] == len(named)
-    plain = run_ranks(world, config(), 1, 0, act=lambda s: s.evaluate([ProblemSet(problems, 4)]))[0].stats()
+    plain = run_ranks(world, config(), 1, 0, act=lambda s: evaluate(s, [ProblemSet(problems, 4)]))[0].stats()
     assert plain == {key: value for key, value in stats.items() if key.count("/") == 1}
 
     model, *_ = world
@@ -649,13 +668,13 @@ def test_data_sources_have_figures_of_their_own(world):
         for name, source in (("gsm_8k", "gsm 8k"), ("aime", "aime")):
             # The controller's rank alone knows all of a prompt.
             own = [r for g in batches[0].groups if g.prompt.source == source for r in g.samples]
-            assert batch.stats[f"source/{name}/responses"] == len(own)
+            assert batch.metrics[f"source/{name}/responses"] == len(own)
             if own:
                 accuracy, length = (
                     np.mean([getattr(r, what) for r in own]) for what in ("correct", "num_sampled")
                 )
-                assert batch.stats[f"source/{name}/accuracy"] == pytest.approx(accuracy)
-                assert batch.stats[f"source/{name}/length"] == pytest.approx(length)
+                assert batch.metrics[f"source/{name}/accuracy"] == pytest.approx(accuracy)
+                assert batch.metrics[f"source/{name}/length"] == pytest.approx(length)
 
 
 @pytest.mark.parametrize("advantage", ["group", "group_mean", "leave_one_out"])
@@ -666,7 +685,7 @@ def test_unjudged_responses_leave_the_signal_of_the_others_as_it_is(world, advan
     keys = {"algorithm": {"advantage": advantage, "aggregation": aggregation}, "reward": {"max_unjudged": 1}}
     settings_ = config(rollout={"prompts": 8, "group_size": 5}, **keys)
     (found,) = run_ranks(world, settings_, 1, steps=1, verifiers=[Failing()])[0]
-    step = found.to_step_batch()
+    step = found
     kept = [(g, r) for g, group in enumerate(found.groups) for r in group.samples if r.judged]
     sizes = Counter(g for g, _ in kept)
     assert len(set(sizes.values())) >= 2 and len(kept) < 40, "groups of different sizes are wanted"
@@ -706,8 +725,8 @@ def test_unjudged_responses_leave_the_signal_of_the_others_as_it_is(world, advan
         assert torch.equal(weights[name][index], expected) and not weights[name][others].any()
 
     judged = [r for r in found.samples if r.judged]
-    assert found.stats["reward/unjudged"] == pytest.approx(1 - len(judged) / 40)
-    assert found.stats["reward/accuracy"] == pytest.approx(np.mean([r.correct for r in judged]))
+    assert found.metrics["reward/unjudged"] == pytest.approx(1 - len(judged) / 40)
+    assert found.metrics["reward/accuracy"] == pytest.approx(np.mean([r.correct for r in judged]))
     assert found.errors["ConnectionRefusedError: nobody is there"] == 40 - len(judged)
 
 
@@ -723,14 +742,14 @@ def test_groups_with_fewer_than_two_judged_responses_are_not_kept(world):
     dynamic = {"enabled": True, "max_batches": 20, "by": "score"}
     keys = {"rollout": {"prompts": 4, "dynamic_sampling": dynamic}, "reward": {"max_unjudged": 1}}
     (found,) = run_ranks(world, config(**keys), 1, steps=1, verifiers=[Failing()])[0]
-    assert len(found.groups) == 4 and found.stats["rollout/prompts"] > 4
+    assert len(found.groups) == 4 and found.metrics["rollout/prompts"] > 4
     assert all(len(group.counted) >= 2 for group in found.groups)
 
 
 def test_unjudged_problems_count_in_no_score(world):
     _, tokenizer, problems = world
     result = run_ranks(
-        world, config(), 1, 0, verifiers=[Failing()], act=lambda s: s.evaluate([ProblemSet(problems, 2)])
+        world, config(), 1, 0, verifiers=[Failing()], act=lambda s: evaluate(s, [ProblemSet(problems, 2)])
     )[0]
     answers = list(result.answers(tokenizer))
     failed = {a["uid"] for a in answers if not a["judged"]}
@@ -752,10 +771,10 @@ def test_sets_of_problems(world):
         ProblemSet(problems[3:], 2, "hard"),
         ProblemSet(problems[:2], 8, "rare", every=3),
     ]
-    alone = [run_ranks(world, config(), 1, 0, act=lambda s, one=one: s.evaluate([one]))[0] for one in sets]
-    for result in run_ranks(world, config(), 2, 0, act=lambda s: s.evaluate(sets)):
+    alone = [run_ranks(world, config(), 1, 0, act=lambda s, one=one: evaluate(s, [one]))[0] for one in sets]
+    for result in run_ranks(world, config(), 2, 0, act=lambda s: evaluate(s, sets)):
         assert result.table() == [row for one in alone for row in one.table()]
-    (result,) = run_ranks(world, config(), 1, 0, act=lambda s: s.evaluate(sets))
+    (result,) = run_ranks(world, config(), 1, 0, act=lambda s: evaluate(s, sets))
     answers = list(result.answers(tokenizer))
     assert answers == [answer for one in alone for answer in one.answers(tokenizer)]
     assert Counter(a["set"] for a in answers) == {None: 20, "hard": 12, "rare": 16}
@@ -768,12 +787,12 @@ def test_sets_of_problems(world):
         own = [row for row in table if (row["set"] or "unnamed") == name]
         assert stats[f"eval/{name}/pass"] == pytest.approx(np.mean([row["pass"] for row in own]))
         assert stats[f"eval/{name}/problems"] == len(own) and stats.get(f"eval/{name}/k") == k
-    (rare,) = run_ranks(world, config(), 1, 0, act=lambda s: s.evaluate(sets[2:]))
+    (rare,) = run_ranks(world, config(), 1, 0, act=lambda s: evaluate(s, sets[2:]))
     assert rare.stats() == {key: value for key, value in stats.items() if key.startswith("eval/rare/")}
 
 
 def test_evaluation_needs_a_problem(world):
-    error = run_ranks(world, config(), 1, 0, act=lambda s: s.evaluate([ProblemSet([], 2)]))[0]
+    error = run_ranks(world, config(), 1, 0, act=lambda s: evaluate(s, [ProblemSet([], 2)]))[0]
     assert isinstance(error, DataError) and str(error).startswith("data.eval:")
 
 
@@ -782,8 +801,8 @@ def test_with_the_real_verifier_pool(world):
     settings_ = config(rollout={"dynamic_sampling": dynamic})
     with VerifierPool("dapo") as pool:
         batch = run_ranks(world, settings_, 1, steps=1, verifiers=[pool])[0][0]
-        assert batch.stats["reward/accuracy"] == 0
-        assert batch.stats["rollout/groups_all_wrong"] == batch.stats["rollout/prompts"] == 8
+        assert batch.metrics["reward/accuracy"] == 0
+        assert batch.metrics["rollout/groups_all_wrong"] == batch.metrics["rollout/prompts"] == 8
         # Filled up with rejected groups.
         assert len(batch.groups) == 4 and {r.reward for r in batch.samples} == {-1.0}
         strict = config(rollout={"dynamic_sampling": {**dynamic, "at_limit": "stop"}})

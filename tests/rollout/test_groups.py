@@ -22,7 +22,7 @@ from megarl.data.sample import Sample, SampleGroup, TokenData
 from megarl.rollout import messages as m
 from megarl.rollout.collector import GroupCollector
 from megarl.rollout.grading import words_pattern
-from megarl.rollout.responses import RolloutBatch, response_stats
+from megarl.rollout.responses import make_rollout_batch, records, response_stats
 from megarl.rollout.sampling import SamplingParams
 from megarl.rollout.state import SAMPLE_KEYS, group_from_state, group_state
 from tests.rollout.conftest import experience_of
@@ -239,13 +239,13 @@ def test_routing_survives_json_and_is_a_column(kind):
     for a, b in zip(again.samples, routed.samples, strict=True):
         assert a.data.routed_experts.dtype == kind
         assert np.array_equal(a.data.routed_experts, b.data.routed_experts)
-    experience = experience_of(RolloutBatch(1, [free, again], {}, {}, {}))
+    experience = experience_of(make_rollout_batch([free, again]))
     column, starts = experience["routing"].numpy(), experience.cu_seqlens.tolist()
     assert column.shape == (experience.num_tokens, 3, 2) and column.dtype == kind
     assert (column[: starts[SIZE]] == np.iinfo(kind).max).all()
     for i in range(SIZE):
         assert (column[starts[SIZE + i] : starts[SIZE + i + 1]] == i).all()
-    assert "routing" not in experience_of(RolloutBatch(1, [free], {}, {}, {}))
+    assert "routing" not in experience_of(make_rollout_batch([free]))
 
 
 def of_turns(uid: int, reward: bool = True) -> SampleGroup:
@@ -277,11 +277,11 @@ def test_what_was_observed_is_not_the_policys():
     assert found == {"episode/turns_mean": 2, "episode/calls_mean": 1, "episode/observed_mean": 1}
     assert not any(name.startswith("episode/") for name in response_stats(plain.samples))
     for groups in ([plain, made], [group_from_state(json.loads(json.dumps(group_state(made)))), plain]):
-        batch = RolloutBatch(1, groups, {}, {}, {}).to_step_batch()
+        batch = make_rollout_batch(groups)
         own = batch.own
         for name in ("lengths", "response_lengths", "prompt_lengths"):
             assert torch.equal(getattr(batch, name), getattr(own, name)), name
-        assert batch.observes and (batch.prompt_lengths == 2).all()
+        assert batch.has_observations and (batch.prompt_lengths == 2).all()
         assert not own["engine_logprobs"][~own.response_mask].any()
         assert not own["token_versions"][~own.response_mask].any()
         for i, row in enumerate(range(own.num_sequences)[3:] if groups[0] is plain else range(3)):
@@ -289,9 +289,9 @@ def test_what_was_observed_is_not_the_policys():
             end = int(own.cu_seqlens[row + 1])
             assert own.response_mask[start:end].tolist() == [t != i + 1 for t in range(3 + i)]
             assert own["turn_rewards"][start:end].tolist() == [0.25 * (t == i) for t in range(3 + i)]
-    none = RolloutBatch(1, [of_turns(3, reward=False), plain], {}, {}, {}).to_step_batch()
-    assert "turn_rewards" not in none.own and none.observes
-    assert not RolloutBatch(1, [plain], {}, {}, {}).to_step_batch().observes
+    none = make_rollout_batch([of_turns(3, reward=False), plain])
+    assert "turn_rewards" not in none.own and none.has_observations
+    assert not make_rollout_batch([plain]).has_observations
 
 
 @pytest.mark.parametrize(
@@ -304,7 +304,7 @@ def test_one_response_alone_counts_where_none_is_compared(advantage, counts):
         judged = [structs.replace(r, judged=i in only) for i, r in enumerate(groups[number].samples)]
         groups[number] = replace(groups[number], samples=judged)
     compared = AlgorithmConfig(advantage=advantage).compares
-    batch = RolloutBatch(1, groups, {}, {}, {}).to_step_batch(compared=compared)
+    batch = make_rollout_batch(groups, compared=compared)
     assert batch.response_lengths.tolist() == counts
     assert batch["rewards"].tolist() == pytest.approx([1.0 * (counts[0] > 0), 0, 0, 0, -1.3, -1.3])
 
@@ -351,8 +351,8 @@ class Words:
 
 def test_samples_know_whose_each_part_is():
     """What the parts say is the response; where nothing was shown, nothing is said of parts."""
-    batch = RolloutBatch(1, [of_turns(3), group(4, 1)], {}, {}, {})
-    found = batch.records(Words(), 6)
+    groups = [of_turns(3), group(4, 1)]
+    found = records(1, groups, Words(), 6)
     for i in range(SIZE):
         turns = found[i].turns
         assert turns is not None and [who for who, _ in turns] == ["policy", "observed", "policy"]

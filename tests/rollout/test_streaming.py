@@ -121,7 +121,13 @@ def collect(
         **rollout,
     }
     config = Config(
-        recipe="dapo", run_dir="runs/x", steps=1, model={"path": world[0]}, rollout=settings, seed=5
+        recipe="dapo",
+        run_dir="runs/x",
+        steps=1,
+        model={"path": world[0]},
+        rollout=settings,
+        seed=5,
+        log={"samples": shown},
     )
     failures: list[Failures] = []
     runtimes = threads(ranks)
@@ -136,7 +142,6 @@ def collect(
                     steps,
                     fail_after * (not rank),
                     failures,
-                    shown,
                 ),
                 range(ranks),
             )
@@ -163,7 +168,6 @@ def collect_one(
     steps: int,
     fail_after: int,
     failures: list[Failures],
-    shown: int,
 ) -> list[Any]:
     """What one rank has of each step: the uids of the groups with their responses' bodies."""
     torch.set_num_threads(1)
@@ -180,17 +184,16 @@ def collect_one(
     steps_ = []
     for step in range(steps):
         engine.weight_version = 7 + step
-        batch = rank.collect(step, shown)
+        batch = rank.collect(step)
         state = state_of(rank)
         if rank.controller is not None:
             rank.controller.returned = []
         rank.load_state_dict(state)
         steps_.append([(g.prompt.uid, [r.data for r in g.samples]) for g in batch.groups])
-        assert batch.stats["rollout/prompts"] >= 5
-        made = batch.to_step_batch()
-        versions = made.own.columns.get("token_versions")
+        assert batch.metrics["rollout/prompts"] >= 5
+        versions = batch.own.columns.get("token_versions")
         assert versions is None or set(versions.unique().tolist()) <= {0, *range(7, 8 + step)}
-        assert made.rows.tolist() == (made.owners == runtime.rank).nonzero().squeeze(-1).tolist()
+        assert batch.rows.tolist() == (batch.owners == runtime.rank).nonzero().squeeze(-1).tolist()
     rank.close()
     return steps_
 

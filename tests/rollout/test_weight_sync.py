@@ -264,7 +264,7 @@ def test_a_handle_is_of_memory_that_is_shared_once(monkeypatch: pytest.MonkeyPat
     memory.release()
     memory.take()
     tensors["b"].fill_(3.0)
-    parts = [json.loads(pickle.loads(backend.publish(0))) for _ in range(3)]
+    parts = [json.loads(pickle.loads(backend.handle(0))) for _ in range(3)]
     storages = {tensor.untyped_storage()._cdata for tensor in (*shared, memory.take())}
     assert len(storages) == 4 and {tensor.data_ptr() for tensor in shared} == {memory.take().data_ptr()}
     start, shape, dtype = parts[0]["tensors"]["b"]

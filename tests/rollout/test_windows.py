@@ -88,7 +88,7 @@ def draw(
                 for g in batch.groups
                 for r in g.samples
             ]
-            found.append((rows, batch.stats, experience_of(batch) if ranks == 1 else None))
+            found.append((rows, batch.metrics, experience_of(batch) if ranks == 1 else None))
             if step == reload:
                 state = state_of(made)
                 made.close()

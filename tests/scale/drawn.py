@@ -28,7 +28,7 @@ from megarl.rewards.verdict import Verdict
 from megarl.rollout.dispatch import GroupRequest
 from megarl.rollout.engines.base import GenerationRequest
 from megarl.rollout.rank import RolloutRank
-from megarl.rollout.responses import RolloutBatch
+from megarl.rollout.responses import make_rollout_batch
 from megarl.rollout.sampling import SamplingParams
 
 GROUP = 16  # responses to a prompt
@@ -132,7 +132,7 @@ def count(
     engine.held = 0.0
     before = start()
     groups = rank.generate(requests, SamplingParams(2 * tokens))
-    batch = RolloutBatch(1, groups, {}, {}, {}).to_step_batch()
+    batch = make_rollout_batch(groups)
     found["facts"] = dict(start() - before)
     rank.close()
     order = chance.sample(range(responses), responses)

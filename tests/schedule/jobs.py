@@ -17,7 +17,7 @@ import torch
 from megarl.cli.ranks import spared_output
 from megarl.config.errors import CheckpointError, MegarlError, NumericalError, StorageError
 from megarl.config.schema import Config
-from megarl.data.experience import Experience
+from megarl.data.batch import MicroBatch, TrainBatch
 from megarl.parallel.runtime import Runtime
 from megarl.rewards.pool import VerifierPool
 from megarl.rollout.engines.sglang import SGLangEngine
@@ -31,7 +31,6 @@ from megarl.schedule.trainer import Trainer
 from megarl.sync import weight_sync
 from megarl.sync.plan import Copy, Plan
 from megarl.sync.weight_sync import WeightSync
-from megarl.training.batch import LocalBatch, MicroBatch
 from megarl.training.checkpoint import find_checkpoint
 from megarl.training.model import Loss
 from megarl.training.sharded import load_checkpoint
@@ -206,7 +205,7 @@ def layers_from_folder(runtime: Runtime, config: Config) -> tuple[str, str, str]
     run = build_run(config, runtime)
     run.engine = None
     step = Step("train", 1)
-    step.local = LocalBatch(Experience.build([[5, 6, 7]], [[*range(8, 40)]]), torch.zeros(1), [], [])
+    step.batch = TrainBatch.build([[5, 6, 7]], [[*range(8, 40)]])
     right = parity._layers(run, step, 0)
     for name, parameter in run.actor.model.named_parameters():
         if name.endswith("layers.2.mlp.linear_fc1.weight"):

@@ -175,7 +175,7 @@ def test_an_engine_that_is_started_anew_gets_a_copy(monkeypatch: pytest.MonkeyPa
     class Backend(Engine):
         can_recover, reports_notes = True, False
 
-        def publish(self, bucket: int) -> int:
+        def handle(self, bucket: int) -> int:
             return bucket
 
         def send(self, bucket: int, published: Any, version: int) -> None:

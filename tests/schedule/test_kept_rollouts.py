@@ -19,7 +19,7 @@ from megarl.cli.main import main
 from megarl.config import dump_config
 from megarl.config.errors import ConfigError, DataError
 from megarl.config.schema import Config
-from megarl.data.experience import Experience, StepBatch, read_experience, write_experience
+from megarl.data.batch import RolloutBatch, TrainBatch, read_batch, write_batch
 from megarl.parallel.runtime import Runtime
 from megarl.schedule.rollouts import RolloutStore, read_rollout
 from megarl.schedule.run import build_run
@@ -249,18 +249,18 @@ def read_whole(runtime: Runtime, folder: Path, number: int) -> tuple[dict[str, t
     return {"tokens": batch.own.tokens, **batch.own.columns, **batch.columns}, state
 
 
-def batch_of_turns(rank: int) -> StepBatch:
+def batch_of_turns(rank: int) -> RolloutBatch:
     """What a rank of two has of five responses to one prompt of two tokens, with observations at their
     begin and between; the third was not judged."""
     g, observed = torch.Generator().manual_seed(3), ((), (1, 2), (), (0, 3), (4,))
     sizes = [3, 5, 0, 6, 7]
-    whole = Experience.build([[1, 2]] * 5, [torch.randint(3, 99, (n,), generator=g).tolist() for n in sizes])
+    whole = TrainBatch.build([[1, 2]] * 5, [torch.randint(3, 99, (n,), generator=g).tolist() for n in sizes])
     for start, places in zip(whole.cu_seqlens.tolist(), observed, strict=False):
         whole.response_mask[[start + 2 + place for place in places]] = False
     for name in ("engine_logprobs", "turn_rewards"):
         whole[name] = torch.where(whole.response_mask, torch.randn(whole.num_tokens, generator=g), 0.0)
     rows = torch.arange(5)[rank::2]
-    return StepBatch(
+    return RolloutBatch(
         lengths=whole.lengths,
         response_lengths=whole.response_lengths,
         prompt_lengths=torch.full((5,), 2),
@@ -284,15 +284,15 @@ def keep_and_read(runtime: Runtime, folder: Path) -> bool:
     for name in ("tokens", "cu_seqlens", "response_mask", *written.own.columns):
         one, other = (getattr(e, name) if name not in e else e[name] for e in (found.own, written.own))
         assert one.dtype == other.dtype and torch.equal(one, other), name
-    return found.observes
+    return found.has_observations
 
 
 def test_responses_of_several_turns_are_kept(ranks: Ranks, tmp_path: Path) -> None:
     assert ranks(1, 1, 2).run(keep_and_read, folder=tmp_path) == [True, True]
 
 
-def make_experience() -> Experience:
-    experience = Experience.build([[1, 2], [3]], [[4], [5, 6]])
+def make_experience() -> TrainBatch:
+    experience = TrainBatch.build([[1, 2], [3]], [[4], [5, 6]])
     experience["rewards"] = torch.tensor([1.0, -1.0])
     experience["correct"] = torch.tensor([True, False])
     experience["engine_logprobs"] = torch.randn(experience.num_tokens)
@@ -301,8 +301,8 @@ def make_experience() -> Experience:
 
 def test_a_file_holds_what_was_written(tmp_path: Path) -> None:
     path, experience = tmp_path / "new" / "x.safetensors", make_experience()
-    write_experience(path, experience)
-    found = read_experience(path)
+    write_batch(path, experience)
+    found = read_batch(path)
     assert found.columns.keys() == experience.columns.keys()
     for one, other in zip(
         (found.tokens, found.cu_seqlens, found.response_mask, *found.columns.values()),
@@ -325,7 +325,7 @@ def test_damage_is_found_wherever_it_is(
 ) -> None:
     """A bit flipped or the end lost: one line that names the file, never another experience."""
     path, experience = tmp_path_factory.mktemp("damage") / "x.safetensors", make_experience()
-    write_experience(path, experience)
+    write_batch(path, experience)
     content = bytearray(path.read_bytes())
     at = data.draw(st.integers(0, len(content) - 1))
     if data.draw(st.booleans()):
@@ -334,7 +334,7 @@ def test_damage_is_found_wherever_it_is(
     else:
         os.truncate(path, at)
     try:
-        found = read_experience(path)
+        found = read_batch(path)
     except DataError as error:
         assert str(path) in str(error) and "\n" not in str(error)
         return

@@ -15,7 +15,7 @@ import torch
 from megarl.config import dump_config
 from megarl.config.phases import PARITY, select_phases
 from megarl.config.schema import Config
-from megarl.data.experience import Experience
+from megarl.data.batch import TrainBatch
 from megarl.schedule.parity import comparable, precision
 from tests.chaos.harness import ahead_by, make_config, prepare
 from tests.ranks import RankPool
@@ -216,7 +216,7 @@ def test_engines_of_their_own_that_are_ahead(folder: Path, tmp_path: Path) -> No
 
 
 def test_tokens_of_other_weights_do_not_count() -> None:
-    batch = Experience.build([[1, 2], [3], [4]], [[5, 6], [7], [8, 9, 10]])
+    batch = TrainBatch.build([[1, 2], [3], [4]], [[5, 6], [7], [8, 9, 10]])
     batch["policy_version"] = torch.tensor([3, 4, 3])
     assert comparable(batch, 4).nonzero()[:, 0].tolist() == [5]
     # With versions of tokens, the newer part of a continued response counts.

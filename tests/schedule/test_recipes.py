@@ -15,7 +15,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from megarl.config.phases import PHASES, Phase, check_phases
-from megarl.data.experience import Experience, join, read_experience
+from megarl.data.batch import TrainBatch, join, read_batch
 from megarl.observe.runs import load_run
 from megarl.schedule.phases import FUNCTIONS, enforced
 from megarl.schedule.run import Step
@@ -46,7 +46,7 @@ def test_a_reward_model(warm: Path, tmp_path: Path) -> None:
     records = train(warm, "dapo", tmp_path / "dapo", *options, *dapo)
     [first, _] = [record for record in records if record["stage"] == "train"]
     files = sorted((tmp_path / "dapo/rollouts/step-000001").glob("*.safetensors"))
-    batch = join([read_experience(file) for file in files])
+    batch = join([read_batch(file) for file in files])
     assert sorted(batch["row"].tolist()) == list(range(batch.num_sequences)) and len(files) == 2
     model = AutoModelForSequenceClassification.from_pretrained(scorer, dtype=torch.float32)
     ends = batch.cu_seqlens.tolist()
@@ -88,9 +88,9 @@ def make_teacher(warm: Path, folder: Path, layers: int) -> Any:
     return model
 
 
-def first_batch(run_dir: Path) -> Experience:
+def first_batch(run_dir: Path) -> TrainBatch:
     files = sorted((run_dir / "rollouts/step-000001").glob("*.safetensors"))
-    return join([read_experience(file) for file in files])
+    return join([read_batch(file) for file in files])
 
 
 @pytest.mark.slow
@@ -130,7 +130,7 @@ def test_teachers_by_source(warm: Path, tmp_path: Path) -> None:
         with torch.no_grad():
             return model(tokens[None]).logits[0, :-1].log_softmax(-1)
 
-    def means(batch: Experience, number: Callable[..., list[torch.Tensor]]) -> list[float]:
+    def means(batch: TrainBatch, number: Callable[..., list[torch.Tensor]]) -> list[float]:
         """The share of response tokens that have a teacher, and means over these."""
         found, ends = [], batch.cu_seqlens.tolist()
         for (a, b), teacher in zip(pairwise(ends), batch["teachers"].tolist(), strict=True):
@@ -193,7 +193,7 @@ def test_a_phase_is_held_to_its_declaration() -> None:
     """What it reads and writes without saying so is refused, and what it says and does not write."""
     phase = Phase("values", reads=frozenset({"tokens", "rewards"}), writes=frozenset({"values"}))
     step = Step("train", 1)
-    step.batch = Experience.build([[1], [2]], [[3], [4]])
+    step.batch = TrainBatch.build([[1], [2]], [[3], [4]])
     step.batch["rewards"], step.batch["correct"] = torch.ones(2), torch.ones(2, dtype=torch.bool)
 
     def run(work: Callable[[], object]) -> None:
@@ -218,7 +218,7 @@ def test_a_phase_is_held_to_its_declaration() -> None:
             ValueError, match=r"phase values writes (column )?returns, which it does not declare"
         ):
             run(work)
-    step.batch = Experience.build([[1], [2]], [[3], [4]])
+    step.batch = TrainBatch.build([[1], [2]], [[3], [4]])
     with pytest.raises(ValueError, match="phase values has not written values, which it declares"):
         run(lambda: None)
 
@@ -390,7 +390,7 @@ def test_recipe(recipe: str, overrides: list[str], expected: list[str], warm: Pa
     assert (tmp_path / "run" / "critic_pretrained").is_dir() == pretrains
     if recipe == "tppo":  # log-probs, values and the policy's update read all; the critic learns from some
         files = (tmp_path / "run/rollouts/step-000002").glob("*.safetensors")
-        batch = join([read_experience(file) for file in files])
+        batch = join([read_batch(file) for file in files])
         ended = batch.lengths[~batch["unfinished"]].sum()
         assert last["train/tokens"] == 3 * batch.num_tokens + ended < 4 * batch.num_tokens
 

@@ -2,33 +2,33 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from megarl.data.experience import Experience
+from megarl.data.batch import TrainBatch
 from megarl.observe.run_log import SampleRecord
 from megarl.schedule import rollouts
 from megarl.schedule.rollouts import has_tokens, response_indices, token_texts, token_worth, with_tokens
-from megarl.training.batch import LocalBatch
 from tests.tiny_models import make_tokenizer
 
 TEXTS = ("1+1=2", "Größe 👍!", "")
 
 
-def make_batch(tokenizer: Any) -> Experience:
+def make_batch(tokenizer: Any) -> TrainBatch:
     responses = [
         [*tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id] for text in TEXTS * 2
     ]
-    batch = Experience.build([[5, 6]] * 6, responses)
+    batch = TrainBatch.build([[5, 6]] * 6, responses)
     batch["group_ids"] = torch.tensor([0, 0, 0, 1, 1, 1])
     batch["response_index"] = torch.tensor([0, 1, 2] * 2)
     return batch
 
 
-def response_ids(batch: Experience, row: int) -> list[int]:
+def response_ids(batch: TrainBatch, row: int) -> list[int]:
     return batch.tokens[response_indices(batch, row)].tolist()
 
 
@@ -50,19 +50,19 @@ def test_each_sample_gets_the_numbers_of_its_own_tokens(shown: int, monkeypatch:
     tokenizer = make_tokenizer(300)
     batch = make_batch(tokenizer)
     rows = [torch.tensor([4, 0, 2]), torch.tensor([5, 3, 1])]
-    locals_ = [LocalBatch(batch.select(chosen), chosen, [], []) for chosen in rows]
-    for share in (local.experience for local in locals_):
+    shares = [replace(batch.select(chosen), rows=chosen) for chosen in rows]
+    for share in shares:
         numbers = share["group_ids"] * 100 + share["response_index"] * 10
         share["advantages"] = (
             share.spread(numbers).float() + torch.arange(share.num_tokens) / 1e4
         ) * share.response_mask
-    theirs = token_worth(locals_[1], [0, 1, 4])
+    theirs = token_worth(shares[1], [0, 1, 4])
     assert theirs.keys() == {1} and theirs[1].keys() == {"tokens", "observed", "advantages"}
     monkeypatch.setattr(rollouts, "from_rank_0", lambda runtime, value, kind: value)
     monkeypatch.setattr(rollouts, "gather_on_0", lambda runtime, value, kind: [value, theirs])
     runtime: Any = SimpleNamespace(rank=0, world=1, is_replica_leader=True)
     samples = {row: SampleRecord(1, "p", TEXTS[row % 3], 1.0, True, False, 1) for row in (0, 1, 4)}
-    complete = with_tokens(samples, locals_[0], tokenizer, runtime)
+    complete = with_tokens(samples, shares[0], tokenizer, runtime)
     for (row, sample), found in zip(samples.items(), complete, strict=True):
         number = row // 3 * 100 + row % 3 * 10
         assert found.response == sample.response and found.values is None
@@ -83,21 +83,21 @@ def test_each_sample_gets_the_numbers_of_its_own_tokens(shown: int, monkeypatch:
 
 def test_what_was_observed_is_shown_without_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = make_tokenizer(300)
-    batch = Experience.build([[5, 6]], [tokenizer.encode("2+2=4.", add_special_tokens=False)])
+    batch = TrainBatch.build([[5, 6]], [tokenizer.encode("2+2=4.", add_special_tokens=False)])
     batch.response_mask[4:6] = False
     batch["advantages"] = torch.arange(8.0) * batch.response_mask
     monkeypatch.setattr(rollouts, "from_rank_0", lambda runtime, value, kind: value)
     monkeypatch.setattr(rollouts, "gather_on_0", lambda runtime, value, kind: [value])
     runtime: Any = SimpleNamespace(rank=0, world=1, is_replica_leader=True)
     samples = {0: SampleRecord(1, "p", "2+2=4.", 1.0, True, False, 4)}
-    [found] = with_tokens(samples, LocalBatch(batch, torch.tensor([0]), [], []), tokenizer, runtime)
+    [found] = with_tokens(samples, replace(batch, rows=torch.tensor([0])), tokenizer, runtime)
     assert found.tokens == list("2+2=4.") and found.advantages == [2, 3, None, None, 6, 7]
     assert found.observed == [False, False, True, True, False, False]
     assert (found.advantage_mean, found.advantage_min, found.advantage_max) == (4.5, 2, 7)
     # Nor what an earlier step drew, whose advantages the batch has not.
     batch["begun"], batch["values"] = torch.tensor([2]), torch.ones(8)
     batch["advantages"] = batch["advantages"] * (torch.arange(8) > 3)
-    [found] = with_tokens(samples, LocalBatch(batch, torch.tensor([0]), [], []), tokenizer, runtime)
+    [found] = with_tokens(samples, replace(batch, rows=torch.tensor([0])), tokenizer, runtime)
     assert found.advantages == [None, None, None, None, 6, 7] and found.advantage_mean == 6.5
     assert found.values == [1, 1, None, None, 1, 1]
 

@@ -12,7 +12,6 @@ from transformers import AutoTokenizer
 
 from megarl.config.errors import CheckpointError
 from megarl.config.schema import Config
-from megarl.data.experience import Experience
 from megarl.schedule.listeners import Clock, Listener, Listeners
 from megarl.schedule.run import Step
 from megarl.schedule.source import SupervisedPairs
@@ -110,9 +109,9 @@ def test_pairs_go_on_from_where_they_stood(pairs: tuple[Config, Any]) -> None:
     """After a step, though the next one had been taken when the state was asked for."""
 
     def taken(source: SupervisedPairs, steps: int) -> list[list[int]]:
-        batches = [source.rollout("sft", number).batch for number in range(steps)]
-        assert all(isinstance(batch, Experience) and bool(batch["correct"].all()) for batch in batches)
-        return [batch.tokens.tolist() for batch in batches if isinstance(batch, Experience)]
+        batches = [source.rollout("sft", number) for number in range(steps)]
+        assert all(bool(batch["correct"].all()) for batch in batches)
+        return [batch.own.tokens.tolist() for batch in batches]
 
     straight = taken(SupervisedPairs(*pairs), 7)
     source = SupervisedPairs(*pairs)

@@ -21,7 +21,7 @@ from megarl.config.schema import (
     ParallelConfig,
     RolloutConfig,
 )
-from megarl.data.experience import Experience
+from megarl.data.batch import RolloutBatch, TrainBatch
 from megarl.data.prompts import Prompt
 from megarl.data.sample import TokenData
 from megarl.parallel.comm import gather_objects
@@ -140,16 +140,16 @@ def read(runtime: Runtime, name: str, folder: Path, dump: Path) -> None:
 
 def update(runtime: Runtime, name: str) -> float:
     """One optimizer step of the actor; gives the gradient's norm."""
-    from megarl.training.batch import distribute
+    from megarl.training.batch import make_train_batch
     from megarl.training.objectives import supervised_loss
 
     scene = SCENES[name]
     config = parallel_jobs.make_config(scene.folder, nll_weight=1.0)
-    batch = Experience.build([[3, 4]] * 4, [[5, 6, 7], [8, 9], [10], [11, 12]])
+    batch = TrainBatch.build([[3, 4]] * 4, [[5, 6, 7], [8, 9], [10], [11, 12]])
     batch["correct"], batch["truncated"] = torch.ones(4, dtype=torch.bool), torch.zeros(4, dtype=torch.bool)
-    local = distribute(batch, config, 4, 0, [scene.actor.model], runtime)
+    local = make_train_batch(RolloutBatch.of(batch), config, 4, 0, [scene.actor.model], runtime)
     scene.actor.begin_step()
-    return scene.actor.update(local.mini_batches[0], supervised_loss(local.experience)).grad_norm
+    return scene.actor.update(local.mini_batches[0], supervised_loss(local)).grad_norm
 
 
 def sample(
@@ -167,7 +167,7 @@ def sample(
     completions = scene.generate(
         [GenerationRequest(prompt, seed) for seed, prompt in enumerate(prompts)], params
     )
-    experience = Experience.build([list(p) for p in prompts], [c.tokens.tolist() for c in completions])
+    experience = TrainBatch.build([list(p) for p in prompts], [c.tokens.tolist() for c in completions])
     batches = make_micro_batches(experience, range(len(prompts)), 200, scene.actor.model)
     ours = scene.actor.logprob_columns(experience, batches)["logprobs"][experience.response_mask]
     return completions, ours

@@ -130,7 +130,7 @@ def _accumulated(scene: Scene) -> dict[str, float]:
     assert not scene.actor.model.config.gradient_accumulation_fusion, "apex would be asked for"
 
     def gradients(part: Any) -> torch.Tensor:
-        scene.actor.compute_gradients(part, supervised_loss(local.experience))
+        scene.actor.compute_gradients(part, supervised_loss(local))
         return torch.cat([weight.main_grad.flatten().clone() for weight in weights])
 
     exact = sum(gradients([batch]).double() for batch in batches)

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from megarl.algorithms.losses import token_weights
 from megarl.config.schema import AlgorithmConfig, TeacherConfig
+from megarl.data.batch import MicroBatch
 from megarl.parallel.layout import Layout
 from megarl.parallel.runtime import Runtime
-from megarl.training.batch import MicroBatch
 from megarl.training.columns import correct_mismatch
 from megarl.training.objectives import actor_loss
 from tests.algorithms.loops import (

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from megarl.config.schema import RewardConfig, RewardTerm
-from megarl.data.experience import Experience
+from megarl.data.batch import RolloutBatch, TrainBatch
 from megarl.parallel.runtime import Runtime
 from tests.parallel.jobs import make_config
 from tests.ranks import RankPool
@@ -51,12 +51,12 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def make_batch(turns: bool = False, truncated: bool = False) -> Experience:
+def make_batch(turns: bool = False, truncated: bool = False) -> TrainBatch:
     """Three groups of 4 ragged responses, dealt round; with `turns` most have some, with rewards of their
     own; with `truncated` every fifth is."""
     g = torch.Generator().manual_seed(2)
     lengths = torch.randint(1, 14, (12,), generator=g).tolist()
-    batch = Experience.build([[3, 4]] * 12, [[5] * n for n in lengths])
+    batch = TrainBatch.build([[3, 4]] * 12, [[5] * n for n in lengths])
     batch["group_ids"] = torch.arange(12) % 3
     batch["rewards"] = torch.randn(12, generator=g)
     batch["prompt_uids"] = 10**18 + batch["group_ids"]
@@ -82,7 +82,7 @@ def advantages_of(runtime: Runtime, folder: Path, algorithm: dict[str, Any], tur
     from megarl.config.phases import select_phases
     from megarl.model.builder import build_actor, read_hf_config
     from megarl.training import columns
-    from megarl.training.batch import distribute
+    from megarl.training.batch import make_train_batch
     from megarl.training.methods.spo import add_tracked_advantages, make_tracker
     from megarl.training.methods.sppo import add_prompt_advantages
 
@@ -91,8 +91,8 @@ def advantages_of(runtime: Runtime, folder: Path, algorithm: dict[str, Any], tur
     config = make_config(folder, mini_batch=6, **algorithm)
     model = build_actor(config, read_hf_config(folder), runtime)
     batch = make_batch(turns, algorithm.get("overlong", False))
-    local = distribute(batch, config, 6, 1, [model], runtime)
-    experience = local.experience
+    local = make_train_batch(RolloutBatch.of(batch), config, 6, 1, [model], runtime)
+    experience = local
     if config.values_prompts:
         metrics = add_prompt_advantages(config, experience, runtime)
     elif config.has_critic:
@@ -268,15 +268,15 @@ def test_equal_the_loop_on_every_layout(
                 )
 
 
-def agreement_of(runtime: Runtime, folder: Path, batch: Experience) -> Any:
+def agreement_of(runtime: Runtime, folder: Path, batch: TrainBatch) -> Any:
     """Number of a response -> its advantages and entropy weights, of this rank's share; and the metrics."""
     from megarl.model.builder import build_actor, read_hf_config
-    from megarl.training.batch import distribute
+    from megarl.training.batch import make_train_batch
     from megarl.training.methods.asyppo import add_agreement
 
     config = make_config(folder, mini_batch=6, overlong=True, agreement={"mask": 0.3, "filter": 0.2})
     model = build_actor(config, read_hf_config(folder), runtime)
-    experience = distribute(batch, config, 6, 1, [model], runtime).experience
+    experience = make_train_batch(RolloutBatch.of(batch), config, 6, 1, [model], runtime)
     of_policy = experience["policy_loss_weights"].clone()
     metrics = add_agreement(config.algorithm.agreement, experience, runtime)
     assert torch.equal(experience["policy_loss_weights"], of_policy)
@@ -336,7 +336,7 @@ WINDOWED: dict[str, Any] = {
 }
 
 
-def make_windows() -> Experience:
+def make_windows() -> TrainBatch:
     """Of the batch's responses the last 1 to 4 tokens are new; every third goes on."""
     batch = make_batch()
     batch["begun"] = (batch.response_lengths - 1 - torch.arange(12) % WINDOW).clamp(min=0)
@@ -352,15 +352,15 @@ def windows_of(runtime: Runtime, folder: Path) -> Any:
     """Number of a response -> its advantages and returns, of this rank's share; and the metrics."""
     from megarl.model.builder import build_actor, read_hf_config
     from megarl.training import columns
-    from megarl.training.batch import distribute
+    from megarl.training.batch import make_train_batch
     from megarl.training.methods.tppo import add_window_gae
 
     config = make_config(folder, mini_batch=6, **WINDOWED)
     rollout = config.rollout.model_copy(update={"window": WINDOW})
     config = config.model_copy(update={"rollout": rollout})
     model = build_actor(config, read_hf_config(folder), runtime)
-    local = distribute(make_windows(), config, 6, 1, [model], runtime)
-    experience = local.experience
+    local = make_train_batch(RolloutBatch.of(make_windows()), config, 6, 1, [model], runtime)
+    experience = local
     metrics, tables = add_window_gae(config, experience, runtime)
     for more, more_tables in (
         columns.policy_statistics(experience, runtime),

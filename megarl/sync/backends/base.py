@@ -101,15 +101,15 @@ class WeightBackend(ABC, Generic[E]):
         """Begin an update. The engine refuses requests until `finish`."""
         self.engine.begin_update()
 
-    def publish(self, bucket: int) -> bytes | None:
-        """Return what the engine's other ranks need to know of this rank's part of a bucket."""
+    def handle(self, bucket: int) -> bytes | None:
+        """Return where the engine's leader finds this rank's part of a bucket."""
         return None
 
     @abstractmethod
-    def send(self, bucket: int, published: Sequence[bytes | None], version: int) -> None:
+    def send(self, bucket: int, handles: Sequence[bytes | None], version: int) -> None:
         """Bring a bucket into the engine, after all ranks have written theirs.
 
-        published: by rank of the job, what `publish` returned there. The bucket's memory may be written again
+        handles: by rank of the job, what `handle` returned there. The bucket's memory may be written again
         when this has returned on all ranks."""
 
     def finish(self, version: int) -> None:

@@ -42,7 +42,7 @@ class HttpBackend(WeightBackend[HttpEngine]):
         self._buckets = stage([self.places(part) for part in parts], memory)
         return self._buckets
 
-    def send(self, bucket: int, published: Sequence[bytes | None], version: int) -> None:
+    def send(self, bucket: int, handles: Sequence[bytes | None], version: int) -> None:
         if not self.engine.is_updating:
             return
         # Copies: a view would be pickled with all of its memory.

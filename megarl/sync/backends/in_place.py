@@ -36,5 +36,5 @@ class InPlaceBackend(WeightBackend[InProcessEngine]):
         self.engine, tensors = engine, engine.parameters()
         return [{name: tensors[name] for name in part.targets[self.rank]} for part in parts]
 
-    def send(self, bucket: int, published: Sequence[bytes | None], version: int) -> None:
+    def send(self, bucket: int, handles: Sequence[bytes | None], version: int) -> None:
         """Do nothing: the transfer has written the parameters."""

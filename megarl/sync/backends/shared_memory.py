@@ -28,7 +28,7 @@ class ProcessEngine(UpdatableEngine, Protocol):
     def load_shared(self, handles: Sequence[bytes | None], version: int, *, last: bool) -> None:
         """Have the engine's processes load a bucket, and return when they have.
 
-        handles: of the engine's ranks, in order (`SharedMemoryBackend.publish`); last: of the update"""
+        handles: of the engine's ranks, in order (`SharedMemoryBackend.handle`); last: of the update"""
 
 
 class SharedMemoryBackend(WeightBackend[ProcessEngine]):
@@ -69,7 +69,7 @@ class SharedMemoryBackend(WeightBackend[ProcessEngine]):
         os.truncate(self._file, size)
         return torch.from_file(f"/proc/self/fd/{self._file}", shared=True, size=size, dtype=torch.uint8)
 
-    def publish(self, bucket: int) -> bytes:
+    def handle(self, bucket: int) -> bytes:
         """Return where the engine's process finds this rank's part. A CUDA handle is good for one load."""
         part = self._described[bucket]
         if self.device.type == "cpu":
@@ -81,6 +81,6 @@ class SharedMemoryBackend(WeightBackend[ProcessEngine]):
             memory = torch.from_dlpack(self._memory)
         return bytes(ForkingPickler.dumps([(json.dumps(part), memory)]))
 
-    def send(self, bucket: int, published: Sequence[bytes | None], version: int) -> None:
-        mine = list(published[self.rank : self.rank + self.config.rollout.engine_tp])
+    def send(self, bucket: int, handles: Sequence[bytes | None], version: int) -> None:
+        mine = list(handles[self.rank : self.rank + self.config.rollout.engine_tp])
         self.engine.load_shared(mine, version, last=bucket == len(self._described) - 1)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 
 from megarl.config.schema import AgreementConfig
-from megarl.data.experience import Experience
+from megarl.data.batch import TrainBatch
 from megarl.parallel.comm import among_smallest, sum_over_replicas
 from megarl.parallel.runtime import Runtime
 
 
-def add_agreement(config: AgreementConfig, experience: Experience, runtime: Runtime) -> dict[str, float]:
+def add_agreement(config: AgreementConfig, batch: TrainBatch, runtime: Runtime) -> dict[str, float]:
     """Set advantages [T] to 0 where the critics agree most, and leave tokens out of the entropy term.
 
     critic_values [T, m] decide. `mask` is the share of the step's tokens whose advantage becomes 0. With
@@ -23,9 +23,9 @@ def add_agreement(config: AgreementConfig, experience: Experience, runtime: Runt
     Returns:
         value/spread, the mean deviation, and the shares policy/agreed and policy/disputed.
     """
-    weights = experience["policy_loss_weights"]
+    weights = batch["policy_loss_weights"]
     counted = weights > 0
-    spread = experience["critic_values"].double().std(-1, correction=0).float()
+    spread = batch["critic_values"].double().std(-1, correction=0).float()
     keys = spread.view(torch.int32)[counted]  # floats that are not negative are ordered as their bits are
     sums = torch.stack([counted.sum().double(), spread[counted].double().sum()])
     tokens, total = sum_over_replicas(runtime, sums).tolist()
@@ -38,9 +38,9 @@ def add_agreement(config: AgreementConfig, experience: Experience, runtime: Runt
         taken[name][counted] = among_smallest(runtime, order, int(share * tokens))
         count = float(sum_over_replicas(runtime, taken[name].sum()))
         metrics[f"policy/{name}"] = count / max(tokens, 1)
-    experience["advantages"] = experience["advantages"].masked_fill(taken["agreed"], 0.0)
+    batch["advantages"] = batch["advantages"].masked_fill(taken["agreed"], 0.0)
     if config.filter:
-        if "uncorrected_weights" in experience:
-            weights = experience["uncorrected_weights"]
-        experience["entropy_weights"] = weights.masked_fill(taken["disputed"], 0.0)
+        if "uncorrected_weights" in batch:
+            weights = batch["uncorrected_weights"]
+        batch["entropy_weights"] = weights.masked_fill(taken["disputed"], 0.0)
     return metrics

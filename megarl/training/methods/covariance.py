@@ -13,15 +13,14 @@ from torch import Tensor
 
 from megarl.algorithms.losses import Tokens, log_ratio, ppo
 from megarl.config.schema import AlgorithmConfig
-from megarl.data.experience import Experience
+from megarl.data.batch import MicroBatch, TrainBatch
 from megarl.parallel.comm import among_largest, sum_over_replicas
 from megarl.parallel.runtime import Runtime
-from megarl.training.batch import MicroBatch
 
 
 def select_kl_cov(
     config: AlgorithmConfig,
-    experience: Experience,
+    batch: TrainBatch,
     mini_batch: Sequence[MicroBatch],
     logprobs: Tensor,
     random_numbers: Tensor,
@@ -33,15 +32,15 @@ def select_kl_cov(
         logprobs: [T], of the policy before the update.
         random_numbers: [T], one a token, which decides among equals.
     """
-    at = counted_tokens(experience, mini_batch)
-    covariance, count = covariances(experience, at, logprobs, runtime)
+    at = counted_tokens(batch, mini_batch)
+    covariance, count = covariances(batch, at, logprobs, runtime)
     chosen = among_largest(runtime, covariance, random_numbers[at], _share(config, count))
-    return _mark(experience, at[chosen])
+    return _mark(batch, at[chosen])
 
 
 def select_clip_cov(
     config: AlgorithmConfig,
-    experience: Experience,
+    batch: TrainBatch,
     mini_batch: Sequence[MicroBatch],
     logprobs: Tensor,
     random_numbers: Tensor,
@@ -52,29 +51,27 @@ def select_clip_cov(
     Their number is the configured share of all tokens, at least one, or all such tokens if these are fewer.
     Arguments are those of `select_kl_cov`.
     """
-    at = counted_tokens(experience, mini_batch)
-    covariance, count = covariances(experience, at, logprobs, runtime)
-    new, old = logprobs[at].double(), experience[config.old_column][at].double()
+    at = counted_tokens(batch, mini_batch)
+    covariance, count = covariances(batch, at, logprobs, runtime)
+    new, old = logprobs[at].double(), batch[config.old_column][at].double()
     ratio = log_ratio(new, old, torch.ones_like(at, dtype=torch.bool)).exp()
-    advantage = experience["advantages"][at].double()
+    advantage = batch["advantages"][at].double()
     clipped = ppo(Tokens(ratio, advantage, new, config.clip_low, config.clip_high, old))
     inside = (covariance > config.covariance.low) & (covariance < config.covariance.high)
     at = at[inside & ~clipped.too_low & ~clipped.too_high]
     chosen = among_largest(runtime, random_numbers[at], random_numbers[at], _share(config, count))
-    return _mark(experience, at[chosen])
+    return _mark(batch, at[chosen])
 
 
-def counted_tokens(experience: Experience, mini_batch: Sequence[MicroBatch]) -> Tensor:
+def counted_tokens(batch: TrainBatch, mini_batch: Sequence[MicroBatch]) -> Tensor:
     """Return where the mini-batch's tokens of the policy loss stand on this replica, int64."""
-    at = torch.cat([batch.token_indices for batch in mini_batch])
-    return at[experience["policy_loss_weights"][at] > 0]
+    at = torch.cat([one.token_indices for one in mini_batch])
+    return at[batch["policy_loss_weights"][at] > 0]
 
 
-def covariances(
-    experience: Experience, at: Tensor, logprobs: Tensor, runtime: Runtime
-) -> tuple[Tensor, float]:
+def covariances(batch: TrainBatch, at: Tensor, logprobs: Tensor, runtime: Runtime) -> tuple[Tensor, float]:
     """Return the covariance of each of the tokens `at`, float64, and their number on all replicas."""
-    new, advantage = logprobs[at].double(), experience["advantages"][at].double()
+    new, advantage = logprobs[at].double(), batch["advantages"][at].double()
     sums = torch.stack([torch.tensor(float(at.numel())), advantage.sum(), new.sum()])
     count, of_advantages, of_logprobs = sum_over_replicas(runtime, sums).tolist()
     mean_advantage, mean_logprob = of_advantages / max(count, 1), of_logprobs / max(count, 1)
@@ -85,7 +82,7 @@ def _share(config: AlgorithmConfig, count: float) -> int:
     return max(1, int(config.covariance.share * count))
 
 
-def _mark(experience: Experience, tokens: Tensor) -> Tensor:
-    selected = torch.zeros(experience.num_tokens, dtype=torch.bool)
+def _mark(batch: TrainBatch, tokens: Tensor) -> Tensor:
+    selected = torch.zeros(batch.num_tokens, dtype=torch.bool)
     selected[tokens] = True
     return selected

@@ -6,9 +6,8 @@ from megarl.algorithms.advantages import mean_and_variance, moments, whiten
 from megarl.algorithms.methods.spo import SuccessTracker
 from megarl.algorithms.scores import explained_variance, variance_sums
 from megarl.config.schema import AlgorithmConfig, Config
-from megarl.data.experience import Experience, StepBatch
+from megarl.data.batch import RolloutBatch, TrainBatch
 from megarl.parallel.runtime import Runtime
-from megarl.training.batch import LocalBatch
 from megarl.training.columns import expected_reward, responses_in_loss, write_advantages
 
 
@@ -19,28 +18,27 @@ def make_tracker(config: AlgorithmConfig) -> SuccessTracker:
 
 def add_tracked_advantages(
     config: Config,
-    batch: Experience | StepBatch,
-    local: LocalBatch,
+    rollout: RolloutBatch,
+    batch: TrainBatch,
     runtime: Runtime,
     tracker: SuccessTracker,
 ) -> dict[str, float]:
     """Write this replica's advantages [T]: each reward minus the tracker's expectation of its prompt.
 
-    They are normalised over the batch's responses. Then the tracker observes the answers.
+    They are normalised over the rollout's responses. Then the tracker observes the answers.
 
     Returns:
         value/explained_variance of the tracker's chances, and tracker/known, the share of responses to
         prompts that had been answered before.
     """
-    answered, prompts, correct = batch.response_lengths > 0, batch["prompt_uids"], batch["correct"]
+    answered, prompts, correct = rollout.response_lengths > 0, rollout["prompt_uids"], rollout["correct"]
     chances = tracker.chances(prompts)
     known = [uid in tracker.counts for uid in prompts[answered].tolist()]
-    advantages = batch["rewards"].double() - expected_reward(config.reward, chances)
-    counted = responses_in_loss(config.reward, batch)
+    advantages = rollout["rewards"].double() - expected_reward(config.reward, chances)
+    counted = responses_in_loss(config.reward, rollout)
     advantages = whiten(advantages, counted, *mean_and_variance(moments(advantages, counted)))
     tracker.observe(prompts[answered], correct[answered])
-    experience = local.experience
-    of_tokens = experience.spread(advantages[local.rows].float())
-    write_advantages(config.algorithm, experience, of_tokens, runtime)
+    of_tokens = batch.spread(advantages[batch.rows].float())
+    write_advantages(config.algorithm, batch, of_tokens, runtime)
     explained = explained_variance(variance_sums(correct.double(), chances, answered))
     return {"value/explained_variance": explained, "tracker/known": sum(known) / max(len(known), 1)}

@@ -7,35 +7,35 @@ from torch import Tensor
 
 from megarl.algorithms.scores import explained_variance, variance_sums
 from megarl.config.schema import Config
-from megarl.data.experience import Experience
+from megarl.data.batch import TrainBatch
 from megarl.parallel.comm import sum_over_replicas
 from megarl.parallel.runtime import Runtime
 from megarl.training.columns import expected_reward, write_advantages
 
 
-def add_prompt_advantages(config: Config, experience: Experience, runtime: Runtime) -> dict[str, float]:
+def add_prompt_advantages(config: Config, batch: TrainBatch, runtime: Runtime) -> dict[str, float]:
     """Write advantages [T]: each reward minus the reward that the critic expects of its prompt.
 
     That is R - sigmoid(V) for R in {0, 1}. Also do what `add_prompt_returns` does, and return its metric.
     """
-    metrics, chances = add_prompt_returns(experience, runtime)
-    advantages = experience["rewards"].double() - expected_reward(config.reward, chances)
-    write_advantages(config.algorithm, experience, experience.spread(advantages.float()), runtime)
+    metrics, chances = add_prompt_returns(batch, runtime)
+    advantages = batch["rewards"].double() - expected_reward(config.reward, chances)
+    write_advantages(config.algorithm, batch, batch.spread(advantages.float()), runtime)
     return metrics
 
 
-def add_prompt_returns(experience: Experience, runtime: Runtime) -> tuple[dict[str, float], Tensor]:
+def add_prompt_returns(batch: TrainBatch, runtime: Runtime) -> tuple[dict[str, float], Tensor]:
     """Write returns [T], the critic's targets: 1 at the first token of a right response, else 0.
 
     Returns:
         value/explained_variance of the critic's chances sigmoid(V), and these chances, float64 [n]; 1/2 for
         ungraded responses.
     """
-    some = experience.response_lengths > 0
-    first = (experience.cu_seqlens[:-1] + experience.prompt_lengths)[some]
-    chances = torch.full((experience.num_sequences,), 0.5, dtype=torch.float64)
-    chances[some] = experience["values"][first].double().sigmoid()
-    right = experience["correct"].double()
-    experience["returns"] = torch.zeros(experience.num_tokens).index_copy_(0, first, right[some].float())
+    some = batch.response_lengths > 0
+    first = (batch.cu_seqlens[:-1] + batch.prompt_lengths)[some]
+    chances = torch.full((batch.num_sequences,), 0.5, dtype=torch.float64)
+    chances[some] = batch["values"][first].double().sigmoid()
+    right = batch["correct"].double()
+    batch["returns"] = torch.zeros(batch.num_tokens).index_copy_(0, first, right[some].float())
     variance = sum_over_replicas(runtime, variance_sums(right, chances, some))
     return {"value/explained_variance": explained_variance(variance)}, chances

@@ -1,0 +1,352 @@
+"""The batches of a step, and the file of a batch.
+
+A `RolloutBatch` is what every rank knows of all responses of a step. A `TrainBatch` is the packed sequences
+that one replica trains on. A `MicroBatch` is what goes through a model at once."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from megarl.config.errors import DataError
+from megarl.config.files import fsync
+from megarl.data.sample import Sample, SampleGroup
+from megarl.observe.run_log import SampleRecord
+
+_PARTS = ("tokens", "cu_seqlens", "response_mask")
+
+
+@dataclass
+class RolloutBatch:
+    """The n sequences of a step: numbers of each, which every rank has, and the tokens of those on this rank.
+    `parallel.delivery.deliver` brings tokens to the ranks that train on them.
+
+    lengths           int64 [n], all tokens. What is neither prompt nor response are observations
+    response_lengths  int64 [n], tokens that the policy sampled
+    prompt_lengths    int64 [n], tokens of the prompt that a group shares
+    owners            int64 [n], the rank that holds a sequence's tokens; None if every rank holds all
+    columns           name -> Tensor [n], as in TrainBatch
+    rows              int64 [m], ascending, the sequences whose tokens are on this rank
+    own               these sequences, with columns [T] only; their names are the same on every rank
+    groups            the groups of samples that the columns were made of; empty if they were read from disk
+    metrics           of the rollout
+    errors            errors of verifiers, and how often each occurred
+    shown             on rank 0, responses to show to people, by their row
+    events            lines to show
+    """
+
+    lengths: Tensor
+    response_lengths: Tensor
+    prompt_lengths: Tensor
+    owners: Tensor | None
+    columns: dict[str, Tensor]
+    rows: Tensor
+    own: TrainBatch
+    groups: list[SampleGroup] = field(default_factory=list)
+    metrics: dict[str, float] = field(default_factory=dict)
+    errors: dict[str, int] = field(default_factory=dict)
+    shown: dict[int, SampleRecord] = field(default_factory=dict)
+    events: list[str] = field(default_factory=list)
+
+    @staticmethod
+    def of(batch: TrainBatch) -> RolloutBatch:
+        """Return a batch that every rank holds whole."""
+        own = batch.select(range(batch.num_sequences))
+        per_token = {name for name, column in own.columns.items() if column.shape[0] == own.num_tokens}
+        columns = {name: own.columns.pop(name) for name in [*own.columns] if name not in per_token}
+        rows = torch.arange(own.num_sequences)
+        return RolloutBatch(own.lengths, own.response_lengths, own.prompt_lengths, None, columns, rows, own)
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.columns[name]
+
+    def __setitem__(self, name: str, column: Tensor) -> None:
+        if column.shape[0] != self.num_sequences:
+            expected = f"an entry for each of {self.num_sequences} responses"
+            raise ValueError(f"column {name}: must have {expected} (got {column.shape[0]})")
+        self.columns[name] = column
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.columns
+
+    @property
+    def num_sequences(self) -> int:
+        return self.lengths.numel()
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.lengths.sum())
+
+    @property
+    def samples(self) -> list[Sample]:
+        """Return the samples of `groups`: row i of the batch is samples[i]."""
+        return [sample for group in self.groups for sample in group.samples]
+
+    @property
+    def has_observations(self) -> bool:
+        """Return whether some response has observations between its turns; the same on every rank."""
+        return not torch.equal(self.lengths, self.prompt_lengths + self.response_lengths)
+
+    def drop_tokens(self) -> None:
+        """Forget the tokens, which have been delivered."""
+        self.rows, self.own, self.groups = self.rows[:0], self.own.select([]), []
+
+
+@dataclass
+class TrainBatch:
+    """n prompt+response sequences, packed without padding into T tokens.
+
+    tokens         int64 [T]    sequence after sequence, each prompt followed by its response
+    cu_seqlens     int64 [n+1]  sequence i is tokens[cu_seqlens[i]:cu_seqlens[i+1]]
+    response_mask  bool  [T]    True on response tokens (the end-of-sequence token included): those that the
+                                policy sampled. The prompt is what lies before the first of them; what lies
+                                between two was shown to the policy between its turns (an observation)
+    columns        name -> Tensor: [T] (one entry a token) or [n] (one entry a response)
+    rows           int64 [n], the place of each sequence in the RolloutBatch
+    mini_batches   the actor's micro-batches, by mini-batch, in the order of its updates
+    critic_mini_batches  the same for each critic. They are the actor's own lists for one critic, unless some
+                   responses continue in the next step (the critic leaves those out), `critic.mini_batch` is
+                   set, or the critic reads prompts alone
+
+    `training.batch.make_train_batch` sets the last three.
+
+    A token column is aligned with the token it is about: `logprobs[t]` is log pi(tokens[t] | tokens before
+    t), and `values[t]` is V(s_t), the value of the state in which tokens[t] was chosen. Outside the response
+    mask they are 0.
+    """
+
+    tokens: Tensor
+    cu_seqlens: Tensor
+    response_mask: Tensor
+    columns: dict[str, Tensor] = field(default_factory=dict)
+    rows: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
+    mini_batches: list[list[MicroBatch]] = field(default_factory=list)
+    critic_mini_batches: list[list[list[MicroBatch]]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        total = int(self.cu_seqlens[-1])
+        if self.tokens.shape != (total,) or self.response_mask.shape != (total,):
+            shapes = (tuple(self.tokens.shape), tuple(self.response_mask.shape))
+            raise ValueError(f"tokens and response_mask must both be [{total}] (got {shapes})")
+        for name, column in self.columns.items():
+            self[name] = column
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.columns[name]
+
+    def __setitem__(self, name: str, column: Tensor) -> None:
+        if column.shape[0] not in (self.num_tokens, self.num_sequences):
+            expected = f"{self.num_tokens} tokens or {self.num_sequences} responses"
+            raise ValueError(
+                f"column {name}: must have an entry for each of {expected} (got {column.shape[0]})"
+            )
+        self.columns[name] = column
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.columns
+
+    @property
+    def num_sequences(self) -> int:
+        return self.cu_seqlens.numel() - 1
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.cu_seqlens[-1])
+
+    @property
+    def lengths(self) -> Tensor:
+        """Return the prompt + response tokens of each sequence, int64 [n]."""
+        return self.cu_seqlens.diff()
+
+    @property
+    def sequence_ids(self) -> Tensor:
+        """Return the sequence that each token belongs to, int64 [T]."""
+        numbers = torch.arange(self.num_sequences, device=self.cu_seqlens.device)
+        return torch.repeat_interleave(numbers, self.lengths)
+
+    @property
+    def response_lengths(self) -> Tensor:
+        """Return the response tokens of each sequence, int64 [n]; observations are not among them."""
+        none = torch.zeros_like(self.cu_seqlens[1:])
+        return none.index_add_(0, self.sequence_ids, self.response_mask.long())
+
+    @property
+    def prompt_lengths(self) -> Tensor:
+        """Return the tokens before the first response token of each sequence, int64 [n]; all of them where it
+        has none."""
+        start, end = self.cu_seqlens[:-1], self.cu_seqlens[1:]
+        own = torch.cat([self.response_mask.nonzero().squeeze(-1), self.cu_seqlens[-1:]])
+        return torch.minimum(own[torch.searchsorted(own, start)], end) - start
+
+    @property
+    def drawn(self) -> Tensor:
+        """Return which response tokens this step's rollout has sampled, bool [T].
+
+        The column `begun` [n], if there is one, counts the first tokens of each response that earlier steps
+        have sampled (`rollout.window`)."""
+        if "begun" not in self:
+            return self.response_mask
+        so_far = torch.cat([self.cu_seqlens[:1], self.response_mask.cumsum(0)])
+        before = so_far[self.cu_seqlens[:-1]] + self["begun"]
+        return self.response_mask & (so_far[1:] > torch.repeat_interleave(before, self.lengths))
+
+    @property
+    def unfinished(self) -> Tensor:
+        """Return which responses go on in the next step, bool [n]."""
+        if "unfinished" not in self:
+            return torch.zeros(self.num_sequences, dtype=torch.bool)
+        return self["unfinished"]
+
+    @property
+    def drawn_lengths(self) -> Tensor:
+        """Return the tokens of each response in `drawn`, int64 [n]."""
+        return self.response_lengths - self["begun"] if "begun" in self else self.response_lengths
+
+    @property
+    def micro_batches(self) -> list[MicroBatch]:
+        """Return the actor's micro-batches of all mini-batches."""
+        return [batch for mini_batch in self.mini_batches for batch in mini_batch]
+
+    @property
+    def critic_micro_batches(self) -> list[MicroBatch]:
+        """Return the micro-batches of all mini-batches of all critics."""
+        return [batch for of_one in self.critic_mini_batches for some in of_one for batch in some]
+
+    def spread(self, values: Tensor) -> Tensor:
+        """Return one value per response [n] at each of its tokens, [T]; 0 outside the response mask."""
+        return torch.where(self.response_mask, torch.repeat_interleave(values, self.lengths), 0)
+
+    def totals(self, values: Tensor) -> Tensor:
+        """Return the sum of one value per token [T] over each sequence, float64 [n]."""
+        sums = torch.zeros(self.num_sequences, dtype=torch.float64)
+        return sums.index_add_(0, self.sequence_ids, values.double())
+
+    def select(self, indices: Sequence[int] | Tensor) -> TrainBatch:
+        """Return the sequences `indices`, in that order, with all their columns."""
+        indices = torch.as_tensor(indices, dtype=torch.int64)
+        lengths = self.lengths[indices]
+        cu_seqlens = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+        starts = torch.repeat_interleave(self.cu_seqlens[:-1][indices] - cu_seqlens[:-1], lengths)
+        token_indices = torch.arange(int(cu_seqlens[-1])) + starts
+        columns = {
+            name: column[token_indices if column.shape[0] == self.num_tokens else indices]
+            for name, column in self.columns.items()
+        }
+        return TrainBatch(self.tokens[token_indices], cu_seqlens, self.response_mask[token_indices], columns)
+
+    @staticmethod
+    def build(
+        prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]], **columns: Tensor
+    ) -> TrainBatch:
+        """Pack lists of token ids; `columns` as in the class, already packed."""
+        pairs = list(zip(prompts, responses, strict=True))
+        cu_seqlens = torch.tensor([0] + [len(p) + len(r) for p, r in pairs]).cumsum(0)
+        tokens = torch.tensor([t for p, r in pairs for t in (*p, *r)], dtype=torch.int64)
+        mask = [flag for p, r in pairs for flag in [False] * len(p) + [True] * len(r)]
+        return TrainBatch(tokens, cu_seqlens, torch.tensor(mask, dtype=torch.bool), dict(columns))
+
+
+@dataclass
+class MicroBatch:
+    """One pack of t tokens, r of them response tokens. With `update.share_prompts` a prompt stands in it
+    once, before the responses to it. Of the prompts a b and c with the responses x y and z, not shared:
+    tokens a b x y c z, labels x y z, logit_indices 1 2 4, at 2 3 5.
+
+    tokens, positions  int64 [1, t] on the device; t: a multiple of what sequence parallelism and FP8 ask for
+    packed             what attention and routers need to know of the sequences
+    logit_indices      int64 [r], the places in the pack that predict the response tokens: that of the token
+                       before each
+    labels             int64 [r], the response tokens
+    token_indices      int64 [r] on the host, where these tokens stand in the TrainBatch's columns [T]
+    at                 int64 [r] on the host, the places in the pack of the response tokens themselves
+    routing            the engine's choice of experts, host [layers, t, topk], see model/routing.py; or None
+
+    Under context parallelism t and r are the whole pack's in token_indices and at, this rank's in the others,
+    where r is the same on each rank (filled up), and:
+    cut                (rank, place) of each token of the pack (`data.packing.cut`), on the host
+    order              int64 [r], where each response token is among the ranks' numbers, rank after rank
+
+    others             int64 or int32 [T, k] on the host, the column of further tokens whose log-probs an
+                       update wants at each place; or None
+    """
+
+    tokens: Tensor
+    positions: Tensor
+    packed: Any
+    logit_indices: Tensor
+    labels: Tensor
+    token_indices: Tensor
+    at: Tensor
+    routing: Tensor | None = None
+    cut: tuple[Tensor, Tensor] | None = None
+    order: Tensor | None = None
+    others: Tensor | None = None
+
+    def column(self, batch: TrainBatch, name: str) -> Tensor:
+        """Return column `name` at this micro-batch's response tokens, [r, ...] on the device."""
+        return batch[name][self.token_indices].to(self.tokens.device)
+
+
+def join(batches: Sequence[TrainBatch]) -> TrainBatch:
+    """Return the sequences of at least one batch, one after the other; all have the same columns."""
+    first = batches[0]
+    lengths = torch.cat([one.lengths for one in batches])
+    return TrainBatch(
+        torch.cat([one.tokens for one in batches]),
+        torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]),
+        torch.cat([one.response_mask for one in batches]),
+        {name: torch.cat([one[name] for one in batches]) for name in first.columns},
+    )
+
+
+def write_batch(path: Path, batch: TrainBatch) -> str:
+    """Write `batch`; return its checksum. Raises OSError."""
+    tensors = {name: getattr(batch, name).contiguous() for name in _PARTS}
+    tensors |= {f"column.{name}": column.contiguous() for name, column in batch.columns.items()}
+    partial = path.with_name(f".{path.name}.partial")
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    checksum = _checksum(tensors)
+    try:
+        partial.unlink(missing_ok=True)  # of a killed process, or a link, which safetensors would follow
+        save_file(tensors, partial, {"sha256": checksum})
+        fsync(partial)
+        os.replace(partial, path)
+        fsync(path.parent)
+    except SafetensorError as error:  # its own word for a disk's errors, too
+        raise OSError(str(error)) from error
+    return checksum
+
+
+def read_batch(path: Path, sha256: str | None = None) -> TrainBatch:
+    """Read the batch of a file. Raises DataError for a damaged file, and for another one than that with
+    the checksum `sha256`."""
+    try:
+        with safe_open(path, "pt") as file:
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
+            checksum = file.metadata()["sha256"]
+        if _checksum(tensors) != checksum or checksum != (sha256 or checksum):
+            raise DataError(f"{path}: is damaged (its checksum is another)")
+        tokens, cu_seqlens, mask = (tensors.pop(name) for name in _PARTS)
+        columns = {
+            name.removeprefix("column."): t for name, t in tensors.items() if name.startswith("column.")
+        }
+        return TrainBatch(tokens, cu_seqlens, mask, columns)
+    except (OSError, SafetensorError, ValueError, TypeError, KeyError) as error:
+        raise DataError(f"{path}: is damaged ({error})") from None
+
+
+def _checksum(tensors: Mapping[str, Tensor]) -> str:
+    digest = hashlib.sha256()
+    for name in sorted(tensors):
+        digest.update(f"{name} {tensors[name].dtype} {list(tensors[name].shape)}".encode())
+        digest.update(tensors[name].view(torch.uint8).numpy().data)
+    return digest.hexdigest()

@@ -1,0 +1,173 @@
+"""The scores of an evaluation: avg@k, pass@k, majority@k over problem sets."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from megarl.algorithms.scores import avg_at_k, interval, ks_up_to, majority_at_k, pass_at_k
+from megarl.data.prompts import ProblemSet
+from megarl.data.sample import SampleGroup
+from megarl.rollout.responses import mean_score, of_sources
+
+
+@dataclass
+class Scores:
+    """What answers to problems came to, in the order of the problems. A problem with an answer that nobody
+    has judged counts in no score."""
+
+    groups: list[SampleGroup]
+
+    @property
+    def k(self) -> int | None:
+        """Return the number of answers to each problem; None where they differ: then there is no pass@k and
+        no majority@k of all of them."""
+        numbers = {len(group.samples) for group in self.groups}
+        return numbers.pop() if len(numbers) == 1 else None
+
+    @property
+    def judged(self) -> list[SampleGroup]:
+        """Return the problems whose answers were all judged."""
+        return [group for group in self.groups if all(r.judged for r in group.samples)]
+
+    def table(self) -> list[dict[str, Any]]:
+        """Return one row per judged problem: its scores, pass@j for every j of `ks_up_to`, the most frequent
+        answer and its votes, mean length in tokens, share of truncated answers and of verifier failures."""
+        rows = []
+        for group in self.judged:
+            answers, correct = group.samples, [r.correct for r in group.samples]
+            k = len(answers)
+            first = Counter(r.extracted for r in answers if r.extracted is not None).most_common(1)
+            rows.append(
+                {
+                    "uid": group.prompt.uid,
+                    "question": group.prompt.question,
+                    "prompt": group.prompt.text,
+                    "answer": group.prompt.answer,
+                    "right": sum(correct),
+                    "avg": avg_at_k(correct),
+                    "pass": pass_at_k(k, sum(correct), k),
+                    "pass_at": {str(some): pass_at_k(k, sum(correct), some) for some in ks_up_to(k)},
+                    "majority": majority_at_k([r.extracted for r in answers], correct),
+                    "vote": first[0][0] if first else None,
+                    "votes": first[0][1] if first else 0,
+                    "length_mean": sum(r.num_sampled for r in answers) / k,
+                    "truncated": sum(r.is_truncated for r in answers) / k,
+                    "unverified": sum(r.error is not None for r in answers) / k,
+                    "samples": k,
+                }
+            )
+        return rows
+
+    def means(self, prefix: str) -> dict[str, float]:
+        """Return `prefix`/avg and so on: means over the problems; `prefix`/score where the verifier
+        grades."""
+        table, answers = self.table(), [answer for group in self.judged for answer in group.samples]
+        unjudged: dict[str, float] = {
+            f"{prefix}/unjudged": len(self.groups) - len(table),
+            f"{prefix}/problems": len(table),
+        }
+        if not table:
+            return unjudged
+        means = {
+            f"{prefix}/{name}": sum(row[name] for row in table) / len(table)
+            for name in ("avg", *(("pass", "majority") if self.k else ()), "length_mean", "truncated")
+        }
+        if any(answer.score is not None for answer in answers):
+            means[f"{prefix}/score"] = mean_score(answers)
+        return {**means, **unjudged}
+
+    def scores(self) -> dict[str, dict[str, float]]:
+        """Return avg@k, pass@1 ... pass@k and majority@k, each with its mean over the problems and the 95 %
+        confidence interval, low to high; where the numbers of answers differ, `avg` alone."""
+        table, samples = self.table(), self.k
+        columns = {"avg" if samples is None else f"avg@{samples}": [row["avg"] for row in table]}
+        if samples is not None:
+            columns |= {f"pass@{k}": [row["pass_at"][str(k)] for row in table] for k in ks_up_to(samples)}
+            columns[f"majority@{samples}"] = [row["majority"] for row in table]
+        found = {}
+        for name, values in columns.items():
+            if not values:
+                continue
+            low, high = interval(values, min(row["samples"] for row in table))
+            found[name] = {"mean": math.fsum(values) / len(values), "low": low, "high": high}
+        return found
+
+    def counts(self) -> dict[str, int]:
+        """Count answers by what became of them. unverified: those that the verifier came to no end with; they
+        are wrong, or, where that says nothing of the answer, left out (unjudged)."""
+        answers = [answer for group in self.groups for answer in group.samples]
+        return {
+            "all": len(answers),
+            "right": sum(answer.correct for answer in answers),
+            "without_answer": sum(answer.extracted is None for answer in answers),
+            "truncated": sum(answer.is_truncated for answer in answers),
+            "unverified": sum(answer.error is not None for answer in answers),
+            "unjudged": sum(not answer.judged for answer in answers),
+        }
+
+
+@dataclass
+class EvaluationResult:
+    """The sets of problems that were evaluated, each with the answers to it, whose tokens are on rank 0."""
+
+    sets: list[tuple[ProblemSet, list[SampleGroup]]]
+
+    @property
+    def headline(self) -> Scores:
+        """Return the scores over the problems of all sets without an `every` of their own. They are evaluated
+        at the same steps, so that these scores are of the same problems each time."""
+        return Scores([group for one, groups in self.sets if one.every is None for group in groups])
+
+    def by_name(self) -> dict[str, Scores]:
+        """Return the scores of each set that has a name, and of the problems of the others by data_source,
+        where that is another division than none."""
+        parts = of_sources(group for one, groups in self.sets if not one.name for group in groups)
+        parts |= {one.name: groups for one, groups in self.sets if one.name}
+        divided = len(parts) > 1 or any(one.name for one, _ in self.sets)
+        return {name: Scores(parts[name]) for name in sorted(parts)} if divided else {}
+
+    def stats(self) -> dict[str, float]:
+        """Return eval/* of the headline, where there is one, and eval/<name>/* of each part of `by_name`.
+
+        eval/k is there where it is the same for all problems of the headline; eval/<name>/k of sets with a
+        name, and of other parts where it is not eval/k."""
+        headline, named = self.headline, {one.name for one, _ in self.sets}
+        stats: dict[str, float] = {}
+        if headline.groups:
+            stats = headline.means("eval")
+        for name, scores in self.by_name().items():
+            stats |= scores.means(f"eval/{name}")
+            if scores.k is not None and (name in named or scores.k != headline.k):
+                stats[f"eval/{name}/k"] = scores.k
+        return stats if headline.k is None else {**stats, "eval/k": headline.k}
+
+    def table(self) -> list[dict[str, Any]]:
+        """Return the rows of all problems, see `Scores.table`, each with the name of its set, or None."""
+        return [{**row, "set": one.name or None} for one, some in self.sets for row in Scores(some).table()]
+
+    def answers(self, tokenizer: Any) -> Iterator[dict[str, Any]]:
+        """Yield every answer with its text, decoded on demand: on rank 0, where all tokens are."""
+        for one, group in ((one, group) for one, groups in self.sets for group in groups):
+            for i, (r, text) in enumerate(group.texts(tokenizer)):
+                yield {
+                    "set": one.name or None,
+                    "data_source": group.prompt.source_name,
+                    "uid": group.prompt.uid,
+                    "question": group.prompt.question,
+                    "prompt": group.prompt.text,
+                    "answer": group.prompt.answer,
+                    "index": i,
+                    "response": text,
+                    "turns": r.turn_texts(tokenizer),
+                    "extracted": r.extracted,
+                    "correct": r.correct,
+                    "score": r.score,
+                    "truncated": r.is_truncated,
+                    "error": r.error,
+                    "judged": r.judged,
+                    "length": r.num_sampled,
+                }
