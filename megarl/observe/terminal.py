@@ -171,8 +171,8 @@ def sparkline(points: Sequence[float], width: int, blocks: str = BLOCKS) -> str:
     """Return the course of `points` within the height of a character; a constant is drawn at the bottom."""
     shown = resample(points, width)
     low, high = min(shown), max(shown)
-    scale = (len(blocks) - 1) / (high - low) if high > low else 0.0
-    return "".join(blocks[round((p - low) * scale)] for p in shown)
+    span = (high - low) or 1.0
+    return "".join(blocks[round((p - low) / span * (len(blocks) - 1))] for p in shown)
 
 
 @dataclass(frozen=True)
