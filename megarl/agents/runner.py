@@ -26,8 +26,7 @@ from megarl.data.prompts import Prompt
 from megarl.data.response_text import check_end_of_turn
 from megarl.data.sample import TokenData
 from megarl.rewards.verdict import UnusableError, Verdict, as_verdict, imported
-from megarl.rollout.engine_client import EngineClient
-from megarl.rollout.episode import EpisodeAborted
+from megarl.rollout.episode import EngineClient, EpisodeAborted
 from megarl.rollout.sampling import SamplingParams
 
 PATIENCE = 0.8  # fraction of parallel.timeout, after which the other ranks give up

@@ -492,7 +492,7 @@ def test_prompts_that_begin_alike_are_answered_as_alone(family, make_engine, ref
     engine = make_engine(family := "grouped" if family == "wide" else family, eos_ids=())
     asked = [GenerationRequest(p, 10 * i + j) for i, p in enumerate(branches(2, 14)) for j in range(2)]
     params, tokens = SamplingParams(max_tokens=6, routing=mixture), []
-    embed = engine._model.get_input_embeddings()
+    embed = engine.model.get_input_embeddings()
     hook = embed.register_forward_pre_hook(lambda _, args: tokens.append(args[0].shape))
     together = engine.generate(asked, params)
     hook.remove()
