@@ -21,7 +21,7 @@ PRIOR = 8  # finished responses that each engine is credited with at the start: 
 class GroupRequest:
     """A prompt, and a seed for each of its responses.
 
-    expected  mean length of the prompt's newest group, tokens; 0: unknown. The longest are started first
+    expected  mean length of the prompt's newest group, tokens; 0: unknown. The longest start first
     first     id of its first sample, if an earlier rollout has assigned it
     holders   by response, the engine whose leader keeps a partial response; None: there is none"""
 
@@ -183,15 +183,13 @@ def share_out(
 
     Args, one entry per engine:
         queues: responses planned for it, in the order in which they should start
-        running: responses that it works on
+        running: number of responses that it works on
         limits: most responses at once
-        finished: responses that it has finished, a measure of its speed
+        finished: number of finished responses, a measure of its speed
 
-    Responses go one by one to the engine that would run dry first at its speed so far, while its limit
-    allows. No engine below its limit is without work while a response waits, and equal engines get what was
-    planned. An engine takes from the front of its own queue. When that is empty it takes from the end of the
-    longest queue, whose engine would reach those last. It takes neighbours together, as they may share a
-    prompt."""
+    Responses go one by one to the engine that would run dry first at its speed so far, up to its limit. Equal
+    engines get what was planned. An engine takes from the front of its own queue. When that is empty it takes
+    neighbours, which may share a prompt, from the end of the longest queue."""
     speeds = [PRIOR + count for count in finished]
     counts = [0] * len(queues)
     # Of two engines that would run dry at the same time, the one with responses of its own comes first.

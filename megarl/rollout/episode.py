@@ -128,6 +128,24 @@ class EngineClient:
                 self._set_answers([(key, TokenData()) for key in list(self._answers)])
 
 
+@dataclass
+class EpisodeInputs:
+    """What an episode starts from.
+
+    prefix  tokens of an earlier rollout, to continue
+    window  most tokens generated now, after which a later step continues; 0: no limit
+    notify  called when `in_engine` may have changed
+    """
+
+    prompt: Prompt
+    client: EngineClient
+    seed: int
+    params: SamplingParams
+    prefix: TokenData | None
+    window: int
+    notify: Callable[[], None]
+
+
 class Episode(Protocol):
     """One response while it is generated. The worker runs many of them.
 
@@ -183,23 +201,8 @@ class EpisodeRunner(Protocol):
         """Return what may be waiting here, for reports about a hang."""
         return {}
 
-    def start(
-        self,
-        prompt: Prompt,
-        client: EngineClient,
-        seed: int,
-        params: SamplingParams,
-        prefix: TokenData | None,
-        window: int,
-        notify: Callable[[], None],
-    ) -> Episode:
-        """Return a new episode, not yet running.
-
-        Args:
-            prefix: the tokens of an earlier rollout, to continue
-            window: most tokens generated now, after which a later step continues; 0: no limit
-            notify: called when `in_engine` may have changed
-        """
+    def start(self, inputs: EpisodeInputs) -> Episode:
+        """Return a new episode, not yet running."""
 
     def supervise(self, rank: int) -> AbstractContextManager[object]:
         """Watch the running event loop of an engine's rank while user code runs on it."""
@@ -251,30 +254,15 @@ class SingleTurnRunner(EpisodeRunner):
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
 
-    def start(
-        self,
-        prompt: Prompt,
-        client: EngineClient,
-        seed: int,
-        params: SamplingParams,
-        prefix: TokenData | None,
-        window: int,
-        notify: Callable[[], None],
-    ) -> SingleTurn:
-        return SingleTurn(prompt, client, seed, params, prefix, self.tokenizer, window)
+    def start(self, inputs: EpisodeInputs) -> SingleTurn:
+        return SingleTurn(**vars(inputs), tokenizer=self.tokenizer)
 
 
 @dataclass
-class SingleTurn:
-    """An episode in which the policy answers once. See Episode and EpisodeRunner.start for its fields."""
+class SingleTurn(EpisodeInputs):
+    """An episode in which the policy answers once. See Episode for its fields."""
 
-    prompt: Prompt
-    client: EngineClient
-    seed: int
-    params: SamplingParams
-    prefix: TokenData | None
     tokenizer: Any
-    window: int = 0
     turns: int = 0
     calls: int = 0
     aborted: bool = False
@@ -309,9 +297,8 @@ class SingleTurn:
     async def _generate(self, limit: int) -> TokenData:
         self.generating = True
         try:
-            tokens, tokenizer = self.prompt.tokens, self.tokenizer
             found = await generate_turn(
-                self.client, tokens, self.seed, self.params, self.prefix, limit, tokenizer
+                self.client, self.prompt.tokens, self.seed, self.params, self.prefix, limit, self.tokenizer
             )
         finally:
             self.generating = False

@@ -1,9 +1,8 @@
 """The messages of a rollout, and the sockets that carry them.
 
 They go between the controller, every rank that has an engine, and the first trainer if trainers are other
-ranks. docs/design.md shows who sends what to whom.
-A message is a msgpack array, checked against its class when it arrives. The controller gives each sample an
-id that no other sample has."""
+ranks. docs/design.md shows who sends what to whom. A message is a msgpack array, checked against its class
+when it arrives."""
 
 from __future__ import annotations
 
@@ -136,8 +135,7 @@ class TokenDataReply(Message):
     data: dict[int, TokenData]
 
 
-# The first trainer to the controller, which passes them on to all ranks with engines. They are carried out
-# one after the other. Then the controller's replies.
+# The first trainer to the controller, which passes them on to all ranks with engines; then the replies.
 
 
 class SendDataReports(Message):
@@ -255,18 +253,18 @@ def unpack_prompt(prompt: Prompt) -> Prompt:
 
 
 def curve_keys(owner: str) -> tuple[bytes, bytes]:
-    """Return the public and the secret CURVE key of the controller or of a rank's number. They follow from
-    the job's secret: every rank knows whose key is which, and nobody else has one."""
+    """Return the public and the secret CURVE key of the controller or of a rank's number, which follow from
+    the job's secret."""
     secret = z85.encode(sign("curve", owner))
     return zmq.curve_public(secret), secret
 
 
 def make_socket(context: zmq.asyncio.Context, kind: int) -> zmq.asyncio.Socket:
-    """Make a socket in which no message waits for another one to be read."""
-    made: zmq.asyncio.Socket = context.socket(kind)
-    made.set_hwm(0)
-    made.linger = LINGER
-    return made
+    """Make a socket that queues any number of messages."""
+    result: zmq.asyncio.Socket = context.socket(kind)
+    result.set_hwm(0)
+    result.linger = LINGER
+    return result
 
 
 async def receive_frames(source: zmq.asyncio.Socket, seconds: float) -> list[zmq.Frame] | None:

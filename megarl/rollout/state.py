@@ -148,15 +148,15 @@ def group_from_state(state: Mapping[str, Any], owner: int = 0) -> SampleGroup:
 
 def _request_state(request: GroupRequest, partials: Mapping[int, TokenData]) -> dict[str, Any]:
     """Return a returned request as JSON holds it, with those of its responses that are unfinished."""
-    begun: list[dict[str, Any] | None] = []
+    unfinished: list[dict[str, Any] | None] = []
     if request.first is not None:
         for number in range(request.first, request.first + len(request.seeds)):
             if (data := partials.get(number)) is None:
-                begun.append(None)
+                unfinished.append(None)
             else:
                 more = {"finish": data.finish_reason, "journal": data.journal}
-                begun.append(_token_state(data) | more)
-    return {"prompt": _prompt_state(request.prompt), "seeds": list(request.seeds), "begun": begun}
+                unfinished.append(_token_state(data) | more)
+    return {"prompt": _prompt_state(request.prompt), "seeds": list(request.seeds), "begun": unfinished}
 
 
 def _prompt_state(prompt: Prompt) -> dict[str, Any]:

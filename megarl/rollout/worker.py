@@ -24,7 +24,7 @@ from megarl.data.sample import Sample, TokenData
 from megarl.rewards.verdict import Verdict
 from megarl.rollout import messages as m
 from megarl.rollout.engines.base import RolloutEngine
-from megarl.rollout.episode import EngineClient, Episode, EpisodeAborted, load_runner
+from megarl.rollout.episode import EngineClient, Episode, EpisodeAborted, EpisodeInputs, load_runner
 from megarl.rollout.grading import Grader
 from megarl.sync.weight_sync import Failures
 
@@ -163,15 +163,9 @@ class Worker:
         self.grader.max_tokens, self.grader.with_terms = message.params.max_tokens, message.terms
         prompts = [m.unpack_prompt(prompt) for prompt in message.prompts]
         for sample_id, position, index, seed in message.samples:
-            episode = self.runner.start(
-                prompts[position],
-                self.client,
-                seed,
-                message.params,
-                self.partials.pop(sample_id, None),
-                message.window,
-                self._tool_waits_changed.set,
-            )
+            prefix, notify = self.partials.pop(sample_id, None), self._tool_waits_changed.set
+            inputs = prompts[position], self.client, seed, message.params, prefix, message.window, notify
+            episode = self.runner.start(EpisodeInputs(*inputs))
             task = asyncio.create_task(self._send_errors(self._run, sample_id, episode))
             self._running[sample_id] = RunningEpisode(episode, index, time.monotonic(), task)
             # Not in the group itself, which would wait for ever for an episode that cannot be cancelled.

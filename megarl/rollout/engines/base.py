@@ -38,15 +38,19 @@ class GenerationRequest:
 
     @property
     def prefix_length(self) -> int:
-        """Return the number of tokens of the response that exist already."""
+        """Return the number of tokens of the prefix."""
         return self.prefix.num_tokens if self.prefix is not None else 0
 
     @property
     def context(self) -> tuple[int, ...]:
-        """Return the tokens after which the next one is sampled: the prompt and the prefix."""
+        """Return the tokens of the prompt and the prefix."""
         if self.prefix is None:
             return self.prompt_tokens
         return (*self.prompt_tokens, *self.prefix.tokens.tolist())
+
+    def left(self, params: SamplingParams) -> int:
+        """Return the most tokens that may follow the prefix."""
+        return self.limit(params) - self.prefix_length
 
     def limit(self, params: SamplingParams) -> int:
         """Return the most tokens that the response may have."""
@@ -167,7 +171,7 @@ def load_engine_class(config: Config) -> type[RolloutEngine]:
 def check_positions(requests: Iterable[GenerationRequest], params: SamplingParams, positions: float) -> None:
     """Raise EngineError if a request's prompt and response do not fit the model's positions."""
     for request in requests:
-        there, left = len(request.context), request.limit(params) - request.prefix_length
+        there, left = len(request.context), request.left(params)
         if left < 1 or there + left > positions:
             raise EngineError(
                 f"rollout: a prompt of {there} tokens and {left} response tokens do not fit the model's "

@@ -310,17 +310,11 @@ class SGLangEngine(SGLangRequests):
     def _send(self, requests: Mapping[int, tuple[GenerationRequest, SamplingParams]]) -> None:
         for params in dict.fromkeys(params for _, params in requests.values()):
             assert self.process is not None, "only the leader takes requests"
-            rows = [
-                (
-                    number,
-                    list(request.context),
-                    len(request.prompt_tokens),
-                    request.seed,
-                    request.limit(params) - request.prefix_length,
-                )
-                for number, (request, theirs) in requests.items()
-                if theirs == params
-            ]
+            rows = []
+            for number, (request, theirs) in requests.items():
+                if theirs == params:
+                    sizes = len(request.prompt_tokens), request.seed, request.left(params)
+                    rows.append((number, list(request.context), *sizes))
             settings = vars(params) | {"stop": list(params.stop), "stop_token_ids": list(self.eos_ids)}
             self.process.submit(rows, settings)
 

@@ -1,5 +1,4 @@
-"""The leader's end of the process that holds an SGLang engine (sglang_host.py): starts and ends it, and sends
-it messages, with a limit on every wait."""
+"""The process that holds an SGLang engine (sglang_host.py), as the engine's leader sees it."""
 
 from __future__ import annotations
 
@@ -27,8 +26,8 @@ LOG_LINES = 4  # of the engine's own log, in an error
 
 
 class EngineProcess:
-    """The process that holds an SGLang engine (sglang_host.py). Whatever goes wrong is an EngineFailure,
-    after which the process must be ended.
+    """Starts and ends the process, and sends it messages, with a limit on every wait. It raises
+    EngineFailure, after which the process must be ended.
 
     arguments    of sglang.Engine
     environment  of the process
@@ -51,8 +50,7 @@ class EngineProcess:
 
     def start(self) -> None:
         """Begin the start; `ready` awaits its end."""
-        # SGLang leaves sockets and files in the folder for temporary files: one of our own, short enough for
-        # a socket's name.
+        # SGLang leaves sockets and files in TMPDIR. The name is short enough for a socket's.
         self.folder = Path(tempfile.mkdtemp(prefix="megarl-sglang-"))
         ours, theirs = socket.socketpair()
         with (self.folder / "log").open("wb") as log, theirs:
@@ -80,14 +78,14 @@ class EngineProcess:
         return self._process.pid
 
     def ready(self, seconds: float) -> bool:
-        """Return whether the engine takes requests; wait for it, at most `seconds`."""
+        """Return whether the engine takes requests; wait at most `seconds`."""
         end = time.monotonic() + seconds
         while not self._ready and (left := end - time.monotonic()) > 0:
             self._wait(left, self.start_limit, "it was not ready")
         return self._ready
 
     def call(self, name: str, *arguments: Any) -> None:
-        """Call a method of sglang_host.Calls. Raises EngineFailure with what SGLang said where it failed."""
+        """Call a method of sglang_host.Calls. Raises EngineFailure with SGLang's error if it fails."""
         self._calls += 1
         self._silent = 0.0
         self._send(("call", self._calls, name, arguments))
@@ -105,7 +103,7 @@ class EngineProcess:
         self._send(("submit", requests, params))
 
     def abort(self) -> None:
-        """Ask for the end of everything that runs; `poll` then returns it as far as it is."""
+        """Ask for the end of everything that runs; `poll` then returns it."""
         self._send(("abort",))
 
     def poll(self, seconds: float) -> list[tuple[int, Any]]:
@@ -119,7 +117,7 @@ class EngineProcess:
         return done
 
     def end(self) -> None:
-        """Kill the engine and all that it has started, and wait for their end. May be called again."""
+        """Kill the engine's processes, and wait for their end. May be called again."""
         if self._process is None:
             return
         with suppress(ProcessLookupError):
@@ -133,8 +131,8 @@ class EngineProcess:
         self._process, self._ready = None, False
 
     def _wait(self, seconds: float, limit: float, what: str) -> None:
-        """Wait for one message, at most `seconds` or POLL. Raises EngineFailure where the process has ended,
-        and after `limit` seconds of silence, over however many calls."""
+        """Wait for one message, at most `seconds` or POLL. Raises EngineFailure if the process has ended, and
+        after `limit` seconds of silence in all."""
         assert self._process is not None
         begin = time.monotonic()
         if self._connection.poll(min(seconds, POLL)):
@@ -174,7 +172,7 @@ class EngineProcess:
         return self._failure(f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}")
 
     def _failure(self, what: str) -> EngineFailure:
-        """Return an error with the last lines of SGLang's own log; in a traceback they say most."""
+        """Return an error with the last lines of SGLang's own log."""
         lines = [line.strip() for line in (self.folder / "log").read_text(errors="replace").splitlines()]
         last = [line for line in lines if line][-LOG_LINES:]
         log = f"; its last lines: {' | '.join(last)[-600:]}" if last else ""

@@ -210,7 +210,7 @@ class SGLangServers(SGLangRequests):
             return structs.replace(request.prefix or TokenData(), finish_reason="abort")
 
     async def _answer(self, server: Server, request: GenerationRequest, params: SamplingParams) -> TokenData:
-        left = request.limit(params) - request.prefix_length
+        left = request.left(params)
         rid = f"megarl-{self.pool.run}-{self.rank}-{next(self._count)}"
         body = {
             "rid": rid,
@@ -272,7 +272,7 @@ class SGLangServers(SGLangRequests):
         return ended
 
     def abort(self) -> list[tuple[int, TokenData]]:
-        """End everything, see RolloutEngine. A request that no server returns in time comes back as it was."""
+        """End everything. A request that no server returns in time comes back as it was."""
         if not self._outstanding:
             return []
         self._do(self._abort())

@@ -1,13 +1,11 @@
 """The rollout engine on Hugging Face transformers: the default on a CPU, and the reference for other engines.
 
-A weight transfer writes its weights in place (`parameters`). What decodes is a loop of our own over the
-transformers model (transformers_decode.py).
-"""
+A weight transfer writes its weights in place (`parameters`). transformers_decode.py has its decode loop."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -135,8 +133,10 @@ class TransformersEngine(RolloutEngine):
             torch.cuda.empty_cache()
 
     def parameters(self) -> dict[str, Tensor]:
-        """Return the weights by the names of Hugging Face's files, to be written between begin_update and
-        end_update; of tied weights only the embedding. Raises EngineError before `start` and while asleep."""
+        """Return the weights by the names of Hugging Face's files, of tied weights only the embedding.
+
+        They may be written between begin_update and end_update. Raises EngineError without a model and while
+        asleep."""
         if self.model is None or self._asleep:
             state = "asleep (call wake)" if self._asleep else "not started"
             raise EngineError(f"rollout engine: it has no weights to write, because it is {state}")
@@ -157,14 +157,11 @@ class TransformersEngine(RolloutEngine):
         self._has_weights = False
 
     def end_update(self, version: int) -> None:
-        """Accept requests again. Raises EngineError without weights."""
-        self.parameters()
-        self._has_weights = True
-        self.weight_version = version
+        self.parameters()  # raises EngineError if there are none
+        self._has_weights, self.weight_version = True, version
 
     def sleep(self, tags: Sequence[str] = ("weights",)) -> None:
-        """Free the storage of the weights; the tensors of `parameters` stay the same objects. The KV cache
-        ends with the requests."""
+        """Free the storage of the weights; the tensors of `parameters` stay the same objects."""
         if self.model is None or self._asleep or "weights" not in tags:
             return
         self._asleep, self._has_weights = True, False
@@ -181,13 +178,18 @@ class TransformersEngine(RolloutEngine):
         self._asleep = False
 
     def submit(self, requests: Mapping[int, GenerationRequest], params: SamplingParams) -> None:
-        """Let requests wait for `poll`, beside what runs. A stop text stays in the response, up to the end of
-        the token that completed it. Raises EngineError without valid weights and for a request that does not
-        fit the model."""
+        """Queue requests for `poll`. A stop text stays in the response, up to the end of the token that
+        completed it. Raises EngineError without valid weights and for a request that does not fit the
+        model."""
         if not requests:
             return
-        loop = next((loop for loop in self._loops if loop.params == params), None) or self._loop(params)
-        self._check(requests.values(), params)
+        loop = next((loop for loop in self._loops if loop.params == params), None) or self._make_loop(params)
+        positions, vocab = self.model.config.max_position_embeddings, self.model.config.vocab_size
+        check_positions(requests.values(), params, positions)
+        for i, prompt in enumerate(dict.fromkeys(request.prompt_tokens for request in requests.values())):
+            if not prompt or min(prompt) < 0 or max(prompt) >= vocab:
+                problem = f"is empty or has a token id outside the model's vocabulary of {vocab}"
+                raise EngineError(f"rollout: prompt {i} {problem}")
         loop.add(requests)
         if loop not in self._loops:
             self._loops.append(loop)
@@ -198,13 +200,20 @@ class TransformersEngine(RolloutEngine):
 
     @torch.inference_mode()
     def poll(self, seconds: float) -> list[tuple[int, TokenData]]:
-        """Generate for `seconds`, or until all has ended; return what has ended. Requests of one params are
-        decoded together, those of different params in turns, a call each. Raises EngineError for NaN logits.
-        """
+        """Generate for `seconds`, or until all has ended; return what has ended.
+
+        Requests of one params are decoded together, those of different params in turns, a call each. Raises
+        EngineError for NaN logits."""
         ended: list[tuple[int, TokenData]] = []
         end = time.monotonic() + seconds
         while self._loops and not (ended and time.monotonic() >= end):
-            ended += self._run(self._loops[0], end - time.monotonic())
+            try:
+                ended += self._loops[0].run(end - time.monotonic())
+            except FloatingPointError as error:
+                raise EngineError(
+                    f"rollout: NaN logits in {error}, with weight version {self.weight_version} (the weights "
+                    "or the last update are damaged; look at the update before this version)"
+                ) from None
             loop = self._loops.pop(0)
             if loop.requests:
                 self._loops.append(loop)
@@ -212,12 +221,11 @@ class TransformersEngine(RolloutEngine):
         return ended
 
     def abort(self) -> list[tuple[int, TokenData]]:
-        """Forget what was submitted."""
         forgotten = [(key, TokenData()) for loop in self._loops for key in loop.requests]
         self._loops.clear()
         return forgotten
 
-    def _loop(self, params: SamplingParams) -> DecodeLoop:
+    def _make_loop(self, params: SamplingParams) -> DecodeLoop:
         if not self._has_weights:
             state = "without weights: an update must follow start and wake"
             if self.model is None or self._asleep:
@@ -228,21 +236,3 @@ class TransformersEngine(RolloutEngine):
                 params.stop, self.model.config.vocab_size, self.eos_ids, self.tokenizer, self.device
             )
         return DecodeLoop(self.model, self._block, self.max_batch, params, self._stopping[params.stop])
-
-    def _check(self, requests: Collection[GenerationRequest], params: SamplingParams) -> None:
-        """Raise EngineError for a request that does not fit the model."""
-        positions, vocab = self.model.config.max_position_embeddings, self.model.config.vocab_size
-        check_positions(requests, params, positions)
-        for i, prompt in enumerate(dict.fromkeys(request.prompt_tokens for request in requests)):
-            if not prompt or min(prompt) < 0 or max(prompt) >= vocab:
-                problem = f"is empty or has a token id outside the model's vocabulary of {vocab}"
-                raise EngineError(f"rollout: prompt {i} {problem}")
-
-    def _run(self, loop: DecodeLoop, seconds: float) -> list[tuple[int, TokenData]]:
-        try:
-            return loop.run(seconds)
-        except FloatingPointError as error:
-            raise EngineError(
-                f"rollout: NaN logits in {error}, with weight version {self.weight_version} (the weights or "
-                "the last update are damaged; look at the update before this version)"
-            ) from None

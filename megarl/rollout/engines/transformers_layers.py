@@ -1,5 +1,5 @@
-"""Layers for transformers' models that add up the products of a row in an order which its company does not
-change: linear layers, and attention and linear attention over a KVCache (transformers_decode.py)."""
+"""Batch-invariant layers for transformers' models: linear layers, and attention and linear attention over a
+KVCache (transformers_decode.py)."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def round_up(number: int, multiple: int) -> int:
 
 
 def in_fixed_order(tensor: Tensor) -> bool:
-    """Return whether the sums of products with it are taken in an order that company does not change: in
-    float32 on a CPU. (bf16 would have to round the scores, or to keep its keys in float32.)"""
+    """Return whether products with it are batch-invariant: in float32 on a CPU. bf16 would have to round the
+    scores, or keep its keys in float32."""
     return tensor.device.type == "cpu" and tensor.dtype == torch.float32
 
 
@@ -48,10 +48,10 @@ class Block(NamedTuple):
 
     @staticmethod
     def of(weights: Sequence[Tensor], hidden: int) -> Block:
-        """Return the block for a model of such weights, whose values are undefined and may be overwritten,
-        and this width. In a narrow one blocks are small and go into one batched product, for which MKL has
-        another path where there is but one. Where no order is fixed they only keep the number of shapes
-        small."""
+        """Return the block for a model with these weights, whose values are overwritten, and this width.
+
+        Blocks of a narrow model are small and go into one batched product, at least two, as MKL has another
+        path for one. Where no order is fixed they only keep the number of shapes small."""
         if not in_fixed_order(weights[0]):
             return Block(8)
         return Block(16, 2) if hidden < NARROW else Block(fewest_rows(weights), largest=LARGEST)
@@ -69,10 +69,11 @@ class Block(NamedTuple):
 
 
 def fewest_rows(weights: Iterable[Tensor]) -> int:
-    """Return from how many rows on, a power of two of at least 8, products with such matrices add up a row in
-    the order of those of LARGEST rows, on this processor and with its library: LARGEST where none smaller
-    does. Tried with equal rows, of random numbers, whose results are equal where the order is. The values of
-    the weights are overwritten."""
+    """Return the fewest rows, a power of two from 8 to LARGEST, with which products with these matrices add
+    up a row in the same order as with LARGEST rows, on this processor and with its library.
+
+    Tried with equal rows of random numbers: equal results mean an equal order. The weights are
+    overwritten."""
     random, fewest = torch.Generator().manual_seed(0), 8
     for weight in {weight.shape: weight for weight in weights}.values():
         weight.normal_(generator=random)
@@ -85,8 +86,8 @@ def fewest_rows(weights: Iterable[Tensor]) -> int:
 
 
 class BlockLinear(nn.Linear):
-    """A linear layer that multiplies rows in products of the shapes of `block`: the order in which the
-    products of a row are added depends on nothing else."""
+    """A linear layer that multiplies rows in products of the shapes of `block`, so that it is
+    batch-invariant."""
 
     block: Block
 
@@ -177,9 +178,9 @@ def attention(
     """Implement transformers' attention interface: query [rows, heads, q, dim], key and value [rows,
     kv_heads, k, dim] -> [rows, q, heads, dim]. Values may be narrower; the output then is.
 
-    Without a mask (prefill) attention is causal, and the queries are those of the last keys. With one (a step
-    of decoding) query is [blocks, heads, rows, dim], one query of each row; the query heads that share a key
-    head are treated as queries of one head, so that grouped keys are never repeated."""
+    Without a mask (prefill) attention is causal, and the queries are those of the last keys. With one
+    (decoding) query is [blocks, heads, rows, dim], one query a row. Query heads of one key head become
+    queries of one head, so that grouped keys are never repeated."""
     scale, narrow = kwargs["scaling"], value.shape[3]
     if narrow < key.shape[3]:  # torch's attention that keeps no scores wants them as wide
         value = F.pad(value, (0, key.shape[3] - narrow))
@@ -196,9 +197,8 @@ def attention(
 
 
 def prefill_attention(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-    """Attend causally with the queries of the last keys. Where sums have an order, COLUMNS queries are taken
-    at once, so that it does not depend on how many keys stand before the first query: what a prompt shares
-    with others may be computed apart.
+    """Attend causally with the queries of the last keys, batch-invariant by COLUMNS queries at once: a shared
+    beginning of prompts may be computed before the rest.
 
     query [rows, heads, q, dim]; key, value [rows, kv_heads, k, dim], k - q a multiple of COLUMNS -> [rows,
     heads, q, dim]."""
@@ -222,8 +222,8 @@ def prefill_attention(query: Tensor, key: Tensor, value: Tensor, scale: float) -
 
 
 def decode_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> Tensor:
-    """Attend to keys in chunks of COLUMNS, whose results are added in the order of the keys: a row's sums are
-    the same whatever is masked behind its end, since such a chunk adds zeros.
+    """Attend to keys in chunks of COLUMNS, and add their results in the order of the keys. A chunk that is
+    masked whole adds zeros, so that a row's sums do not depend on the columns after its end.
 
     query [rows, kv_heads, group, dim]; key, value [rows, kv_heads, n * COLUMNS, dim], finite where masked;
     mask, additive, [rows, 1, 1, n * COLUMNS] -> [rows, kv_heads, group, dim]."""
