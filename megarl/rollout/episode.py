@@ -1,4 +1,4 @@
-"""How a worker has a response generated: the engine's client, episodes, and the episode of a single turn.
+"""Episodes: how a response is generated, in a single turn here; and the client by which they use an engine.
 
 Tools, environments, agents and user coroutines implement the protocol of episodes in megarl.agents. That
 package is imported only if the configuration asks for one of them."""
@@ -85,7 +85,7 @@ class EngineClient:
                 await asyncio.sleep(0 if self.continuous_batching else YIELD_SECONDS)
 
     async def _poll_once(self) -> None:
-        """Submit new requests, and hand out what has ended."""
+        """Submit new requests, and hand out finished responses."""
         started = time.perf_counter()
         async with self._polling:
             while self._new:

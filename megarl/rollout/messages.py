@@ -248,13 +248,14 @@ def pack_prompt(prompt: Prompt, *, whole: bool) -> Prompt:
 
 
 def unpack_prompt(prompt: Prompt) -> Prompt:
-    """Undo `pack_prompt`."""
+    """Return the prompt that `pack_prompt` was given, as far as it was sent."""
     return replace(prompt, extra=json.loads(prompt.extra["json"])) if prompt.extra else prompt
 
 
 def curve_keys(owner: str) -> tuple[bytes, bytes]:
-    """Return the public and the secret CURVE key of the controller or of a rank's number, which follow from
-    the job's secret."""
+    """Return the public and the secret CURVE key of the controller or of a rank's number.
+
+    They follow from the job's secret."""
     secret = z85.encode(sign("curve", owner))
     return zmq.curve_public(secret), secret
 

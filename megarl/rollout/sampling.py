@@ -78,8 +78,7 @@ def environment_seed(seed: int) -> int:
 
 
 def evaluation_seed(run_seed: int, problem_uid: int, index: int) -> int:
-    """Return the seed (63 bits) of answer `index` to a held-out problem, the same at every step: the curve of
-    a run moves because of the policy."""
+    """Return the seed (63 bits) of answer `index` to a held-out problem, the same at every step."""
     return _hash("megarl.evaluation", run_seed, problem_uid, index)
 
 

@@ -168,8 +168,7 @@ def _prompt_from_state(state: Mapping[str, Any]) -> Prompt:
 
 
 def _token_state(data: TokenData) -> dict[str, Any]:
-    """Return the columns of a response's tokens as lists. Routed experts, a hundred numbers and more a token,
-    are dtype, shape and base64."""
+    """Return the columns of a response's tokens as lists. Routed experts are dtype, shape and base64."""
     columns = {key: getattr(data, name) for name, key in TOKEN_KEYS.items()}
     experts, routing = data.routed_experts, None
     if experts is not None:
@@ -179,7 +178,7 @@ def _token_state(data: TokenData) -> dict[str, Any]:
 
 
 def _token_data(saved: Mapping[str, Any], finish_reason: Any, journal: Sequence[Any] = ()) -> TokenData:
-    """Undo `_token_state`."""
+    """Return the tokens of `_token_state`."""
     columns: dict[str, Any] = {name: saved.get(key) for name, key in TOKEN_KEYS.items()}
     if saved.get("routing") is not None:
         dtype, shape, encoded = saved["routing"]

@@ -15,7 +15,7 @@ class WindowController(Controller):
     """Samples at most `rollout.window` new tokens of each response in a step.
 
     Unfinished responses of the step before come first, then new prompts. What is sampled does not depend on
-    time. Each response is a request of its own."""
+    time. Each response has a separate request."""
 
     async def collect(self, step: int) -> RolloutBatch:
         """Collect `Config.responses` responses. Groups hold those that the step sampled; reward/* and

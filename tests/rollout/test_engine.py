@@ -21,13 +21,14 @@ from megarl.config.errors import CheckpointError, EngineError
 from megarl.data.sample import TokenData
 from megarl.rollout.engines import transformers_decode, transformers_layers
 from megarl.rollout.engines.base import GenerationRequest
-from megarl.rollout.engines.transformers_decode import DecodeLoop, KVCache, Stopping, _width, segments_of
+from megarl.rollout.engines.transformers_decode import DecodeLoop, Stopping, _width, segments_of
 from megarl.rollout.engines.transformers_engine import TransformersEngine
 from megarl.rollout.engines.transformers_layers import (
     COLUMNS,
     LARGEST,
     Block,
     BlockLinear,
+    KVCache,
     decode_attention,
     fewest_rows,
     prefill_attention,

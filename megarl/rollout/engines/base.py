@@ -87,7 +87,7 @@ class RolloutEngine(ABC):
     def submit(self, requests: Mapping[int, GenerationRequest], params: SamplingParams) -> None:
         """Begin generating, in addition to running requests. `poll` returns the keys.
 
-        Requests with other `params` than those that run take turns with them."""
+        Requests with different `params` may run alternately."""
 
     @abstractmethod
     def poll(self, seconds: float) -> list[tuple[int, TokenData]]:

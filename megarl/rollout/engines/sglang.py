@@ -45,7 +45,7 @@ MOE_RUNNER = "triton"  # the runner of experts whose weights lie as `weights/sha
 class SGLangRequests(RolloutEngine):
     """Requests to SGLang and its answers, whether it runs in this job or elsewhere.
 
-    eos_ids  tokens that end a response, besides those that SGLang knows from the model's folder
+    eos_ids  tokens that end a response, in addition to those that the model's folder names
     """
 
     def __init__(self, config: Config, hf_config: Mapping[str, Any], eos_ids: Sequence[int]) -> None:
@@ -81,12 +81,12 @@ class SGLangRequests(RolloutEngine):
     def _token_data(
         self, request: GenerationRequest, answer: Any, *, name: str = "", routed: bool = False
     ) -> TokenData:
-        """Return the request's prefix followed by an answer of SGLang. Raises EngineFailure if it is an error
-        or malformed.
+        """Return the request's prefix followed by an answer of SGLang.
+
+        Raises EngineFailure if the answer is an error or malformed.
 
         Args:
-            answer: tokens, their log-probs, finish reason, version of the weights, experts in base64; or an
-                error's text
+            answer: (tokens, log-probs, finish reason, weight version, experts in base64), or an error's text
             name: of the version, if that is not its number
             routed: whether experts were asked for
         """

@@ -1,5 +1,6 @@
-"""The process that holds one SGLang engine: `python -m megarl.rollout.engines.sglang_host FD PID`. FD is a
-socket to the rank with process id PID.
+"""The process that holds one SGLang engine.
+
+Usage: `python -m megarl.rollout.engines.sglang_host FD PID`. FD is a socket to the rank with process id PID.
 
 SGLang kills the process that made an engine when one of the engine's children fails: so this is not the rank.
 SGLang's children import this module first (multiprocessing's spawn does), so that each of them has the stubs
@@ -41,7 +42,7 @@ def install_cpu_stubs() -> None:
     sgl_kernel    Many modules import it (srt/mem_cache/allocation.py, srt/layers/moe/topk.py), then run
                   torch-native code, or kernels of sglang_kernels.py.
     torchvision   srt/configs imports it through srt/multimodal/internvl_utils.py. The package index has only
-                  a build for CUDA, which breaks transformers beside a CPU torch.
+                  a build for CUDA, which breaks transformers with a CPU torch.
     """
     if torch.cuda.is_available():
         return
@@ -162,7 +163,7 @@ class Host:
     submit [(id, prompt and partial response, prompt length, seed, tokens that may come), ...], params
                                                        -> done [(id, answer), ...]
     abort                                              -> done, of what was running
-    call number, name, arguments of a method of Calls  -> answer number, error or None
+    call name, arguments of a method of Calls          -> answer error or ""
     """
 
     def __init__(self, engine: Any, connection: Connection, calls: Calls) -> None:
@@ -214,13 +215,13 @@ class Host:
         self.tasks.add(task)
         task.add_done_callback(self.tasks.discard)
 
-    async def _call(self, number: int, name: str, arguments: tuple[Any, ...]) -> None:
-        problem = None
+    async def _call(self, name: str, arguments: tuple[Any, ...]) -> None:
+        problem = ""
         try:
             await getattr(self.calls, name)(*arguments)
         except Exception as error:  # noqa: BLE001 (the rank raises it)
             problem = f"{type(error).__name__}: {error}"
-        self.outbox.put(("answer", number, problem))
+        self.outbox.put(("answer", problem))
 
     def _submit(self, requests: list[tuple[int, list[int], int, int, int]], params: dict[str, Any]) -> None:
         """Begin the responses; SGLang queues those beyond what it may run at once. `params`: temperature,

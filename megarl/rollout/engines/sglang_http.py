@@ -130,8 +130,10 @@ async def open_session() -> aiohttp.ClientSession:
 async def identify(
     session: aiohttp.ClientSession, url: str, config: Config, hf_config: Mapping[str, Any]
 ) -> ServerInfo:
-    """Return a server's description. Raises ConfigError unless it runs the run's model, has room for prompts
-    and responses, and can take new weights. Raises Unanswered if it is not there."""
+    """Return a server's description.
+
+    Raises ConfigError unless it runs the run's model, has room for prompts and responses, and can take new
+    weights. Raises Unanswered if it is not there."""
     limit = min(QUESTION, config.rollout.engine_timeout)
     model = await call(session, f"{url}/model_info", limit, ModelInfo)
     server = await call(session, f"{url}/server_info", limit, ServerInfo)

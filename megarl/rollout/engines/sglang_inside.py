@@ -1,4 +1,4 @@
-"""Runs inside SGLang's processes: a sampler with a seed for each response, and a loader of weight shards.
+"""Code inside SGLang's processes: a sampler with a seed for each response, a loader of weights.
 
 SGLang's own seeds of requests need its deterministic mode, which has no CPU kernels and no prefix cache."""
 
@@ -29,8 +29,7 @@ class KeepParams(CustomLogitProcessor):
 
 
 class SeededSampler(Sampler):
-    """Samples as the transformers engine does (sampling.py): a token follows from its logits, the response's
-    seed and position.
+    """Samples as the transformers engine does (sampling.py).
 
     `custom_params` of a request: seed, prompt (its length in tokens), temperature, top_p, top_k. A batch
     keeps the list of them until a request joins, which makes it longer, or leaves, which makes a new one
@@ -113,10 +112,9 @@ def _prepare_cpu() -> None:
 def load_shards(model: torch.nn.Module, named_tensors: list[tuple[str, Tensor]]) -> None:
     """Load a bucket of a weight transfer; SGLang calls it as a `custom_weight_loader`.
 
-    Each name is JSON. `tensors`: places of this rank's tensors in the memory, which is the tensor that comes
-    with the name (CUDA) or, if that is empty, the file `path` of `size` bytes. `complete`: all names of the
-    transfer, with its last bucket. Raises ValueError if they are not the model's, or a shape or dtype
-    differs.
+    Each name is JSON. `tensors`: places of this rank's tensors in the memory. The memory is the tensor that
+    comes with the name (CUDA) or, if that is empty, the file `path` of `size` bytes. `complete`: all names of
+    the transfer, with its last bucket. Raises ValueError if names, shapes or dtypes are not the model's.
 
     Waits until the device has read the memory: it is written again after a barrier of SGLang's processes,
     which does not wait for their devices."""

@@ -1,5 +1,6 @@
-"""The servers of one client (sglang_servers.py): which are there, which have the present weights, and which
-gets the next request. All coroutines run on the client's thread."""
+"""The servers of one client (sglang_servers.py), and which of them gets the next request.
+
+All coroutines run on the client's thread."""
 
 from __future__ import annotations
 

@@ -45,7 +45,6 @@ class EngineProcess:
         self.limit, self.start_limit = limit, start_limit
         self.children: list[int] = []
         self._process: subprocess.Popen[bytes] | None = None
-        self._calls = 0
         self._ready = False
 
     def start(self) -> None:
@@ -66,7 +65,7 @@ class EngineProcess:
         self._connection = Connection(ours.detach())
         self._silent = 0.0  # seconds spent waiting since the last message
         self._done: list[tuple[int, Any]] = []
-        self._answers: dict[int, str | None] = {}
+        self._answers: list[str] = []  # to the newest call: its error; "" without one
         self._ready = False
         self.children = []
         self._send(self.arguments)
@@ -86,13 +85,11 @@ class EngineProcess:
 
     def call(self, name: str, *arguments: Any) -> None:
         """Call a method of sglang_host.Calls. Raises EngineFailure with SGLang's error if it fails."""
-        self._calls += 1
-        self._silent = 0.0
-        self._send(("call", self._calls, name, arguments))
-        while self._calls not in self._answers:
+        self._silent, self._answers = 0.0, []
+        self._send(("call", name, arguments))
+        while not self._answers:
             self._wait(self.limit, self.limit, f"{name} was not answered")
-        problem = self._answers.pop(self._calls)
-        if problem is not None:
+        if problem := self._answers[0]:
             raise EngineFailure(f"SGLang: {name}: {problem}")
 
     def submit(
@@ -153,7 +150,7 @@ class EngineProcess:
         if kind == "done":
             self._done += content[0]
         elif kind == "answer":
-            self._answers[content[0]] = content[1]
+            self._answers.append(content[0])
         elif kind == "ready":
             self._ready, self.children = True, content[0]
 

@@ -44,9 +44,10 @@ T = TypeVar("T")
 
 
 class SGLangServers(SGLangRequests):
-    """A RolloutEngine whose responses come from servers at `rollout.urls`. The first of every
-    `rollout.engine_tp` ranks is a client. It supplies some of the servers with weights, and asks these, or
-    `rollout.router`; if none of its own is left, it asks the others.
+    """A RolloutEngine whose responses come from servers at `rollout.urls`.
+
+    The first of every `rollout.engine_tp` ranks is a client. It supplies some of the servers with weights,
+    and asks these, or `rollout.router`; if none of them is left, it asks the others.
 
     A server that does not answer, or answers with other weights, is left out, and its requests go to another
     one with the same seeds. Each weight update tries all servers again. Without any server there is an

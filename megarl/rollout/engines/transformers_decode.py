@@ -4,8 +4,7 @@ prefilled once, and finished rows make room for the next."""
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +14,7 @@ from torch import Tensor
 from megarl.config.errors import EngineError
 from megarl.data.sample import TokenData
 from megarl.rollout.engines.base import GenerationRequest
-from megarl.rollout.engines.transformers_layers import COLUMNS, Block, round_up
+from megarl.rollout.engines.transformers_layers import COLUMNS, Block, KVCache, round_up
 from megarl.rollout.sampling import SamplingParams, choose, routing_array, stop_window
 from megarl.weights.families import Sizes
 
@@ -67,16 +66,16 @@ class DecodeLoop:
     """Decodes at most `max_batch` requests together; waiting prompts are admitted as rows become free.
 
     A row of the batch is one response. Requests with equal prompts share one prefill (unless they are more
-    than `max_batch`) and are admitted together, in the order of their prompts. Admitted prompts that begin
-    alike share the prefill of the beginning (`segments_of`). The state of rows lives in tensors, and becomes
+    than `max_batch`) and are admitted together, in the order of their prompts. Admitted prompts with a common
+    beginning share its prefill (`segments_of`). The state of rows lives in tensors, and becomes
     Python lists once, when a row ends.
 
     On a CPU, in float32, a response and its log-probs do not depend on the batch composition, bitwise. A
     library's order of summation depends on the shape of its operands, so no shape may depend on other
     responses. Linear layers multiply rows in blocks of one size (`Block`). Attention adds chunks of COLUMNS
     keys in their order, each row from its own column 0 on (`decode_attention`), and takes a prompt's queries
-    in such chunks (`prefill_attention`). A prompt is padded to a width of its own. Linear attention takes a
-    step row by row. Mixtures do depend on it: an expert multiplies as many tokens as it gets."""
+    in such chunks (`prefill_attention`). A prompt's padding depends on its length alone. Linear attention
+    takes a step row by row. Mixtures do depend on it: experts multiply all tokens that they get at once."""
 
     def __init__(
         self, model: Any, block: Block, max_batch: int, params: SamplingParams, stopping: Stopping
@@ -311,148 +310,8 @@ class DecodeLoop:
             self.cache.reserve(rows, grown if columns > self.cache.columns else 0)
 
 
-class KVCache:
-    """Keys and values per layer [rows, kv_heads, columns, dim]; of multi-latent attention latents and rotated
-    keys, one head each. Also each position's token, log-prob and, if routing is recorded, experts. The token
-    of position p is in column p. A layer of linear attention has one state a row instead (`CachedDeltaNet`).
-
-    Passed to transformers' forward as `past_key_values`; its attention layers call only `update`. While
-    `prefilling`, keys and values are kept for `place`; else the new column of each row is written at the
-    positions of `attend`."""
-
-    def __init__(self, model: Any, experts: int) -> None:
-        config, dtype, device = model.config, model.dtype, model.device
-        heads, layers = config.num_attention_heads, config.num_hidden_layers
-        kv_heads = getattr(config, "num_key_value_heads", None) or heads
-        widths = (getattr(config, "head_dim", None) or config.hidden_size // heads,) * 2
-        if hasattr(config, "kv_lora_rank"):
-            kv_heads, widths = 1, (config.kv_lora_rank, config.qk_rope_head_dim)
-        self.rows = self.columns = 0
-        sizes = Sizes.of(config.to_dict())
-        # A layer of linear attention has no heads here.
-        heads_of = [0 if layer in sizes.linear else kv_heads for layer in range(layers)]
-        self.kv_heads = kv_heads
-        self.keys, self.values = (
-            [torch.zeros(0, heads, 0, width, dtype=dtype, device=device) for heads in heads_of]
-            for width in widths
-        )
-        # Of those layers: the newest inputs of the convolution, and the delta rule's state.
-        self.inputs = {
-            n: torch.zeros(0, sizes.mixed, sizes.conv - 1, dtype=dtype, device=device) for n in sizes.linear
-        }
-        shape = 0, sizes.value_heads, sizes.key // max(sizes.key_heads, 1), sizes.value_dim
-        self.states = {n: torch.zeros(shape, device=device) for n in sizes.linear}
-        self.tokens = torch.zeros(0, 0, dtype=torch.int64, device=device)
-        self.logprobs = torch.zeros(0, 0, device=device)
-        routed = layers, config.num_experts_per_tok if experts else 0
-        self.chosen = torch.zeros(0, 0, *routed, dtype=torch.int16, device=device)
-        # While prefilling, see `prefill`.
-        self.prefilling, self.start = False, 0
-        self.before = self.lengths = torch.zeros(0, dtype=torch.int64, device=device)
-        self._aside: dict[int, tuple[Tensor, Tensor]] = {}
-
-    def update(
-        self, key: Tensor, value: Tensor, layer: int, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, Tensor]:
-        """Add a layer's new keys and values, [segments, kv_heads, tokens, dim] or of a step [blocks,
-        kv_heads, rows, dim]; return all that it attends to, [rows, kv_heads, columns, dim]."""
-        if self.prefilling:
-            self._aside[layer] = key, value
-            if not self.start:
-                return key, value
-            both = zip((self.keys[layer], self.values[layer]), (key, value), strict=True)
-            key, value = (torch.cat([old[self.before, :, : self.start], new], 2) for old, new in both)
-            return key, value
-        keys, values = self.keys[layer], self.values[layer]
-        rows = len(key) * key.shape[2]
-        for cache, fresh in ((keys, key), (values, value)):
-            dim = fresh.shape[3]
-            cache.view(-1, dim).index_copy_(0, self._at, fresh.transpose(1, 2).reshape(-1, dim))
-        return keys[:rows, :, : self._seen], values[:rows, :, : self._seen]
-
-    @contextmanager
-    def prefill(self, start: int, before: Tensor, lengths: Tensor) -> Iterator[None]:
-        """Keep keys and values of a forward pass for `place`.
-
-        Args:
-            start: the segments' first column
-            before: int64 [segments], a row that holds the tokens before each
-            lengths: int64 [segments], tokens of its prompt up to the segment's end, without padding
-        """
-        self.prefilling, self.start, self.before, self.lengths = True, start, before, lengths
-        try:
-            yield
-        finally:
-            self.prefilling = False
-
-    def keep(self, layer: int, inputs: Tensor, state: Tensor) -> None:
-        """Store the state of a layer of linear attention after the newest tokens."""
-        if self.prefilling:
-            self._aside[layer] = inputs, state
-            return
-        self.inputs[layer][: len(inputs)], self.states[layer][: len(state)] = inputs, state
-
-    def attend(self, position: Tensor, longest: int) -> Tensor:
-        """Prepare a step whose new tokens have these positions, int64 [rows], none above `longest`. Return
-        its additive mask, [rows, 1, 1, columns]."""
-        self._seen = round_up(longest + 1, COLUMNS)
-        rows, position = len(position), position[:, None]
-        self._at = (self._starts_of_heads[:rows] + position).view(-1)
-        mask = torch.zeros(rows, self._seen, dtype=self.keys[0].dtype, device=position.device)
-        return mask.masked_fill_(self._numbers[: self._seen] > position, -torch.inf)[:, None, None]
-
-    def place(self, rows: Tensor, source: Tensor, chosen: Tensor | None) -> None:
-        """Write the prefill's keys, values and experts of the segments `source` into `rows`, int64 [n] each.
-
-        chosen: experts of the segments, [segments, tokens, layers, topk]"""
-        for layer, pair in self._aside.items():
-            if layer in self.states:
-                self.inputs[layer][rows], self.states[layer][rows] = (fresh[source] for fresh in pair)
-                continue
-            for cache, fresh in zip((self.keys[layer], self.values[layer]), pair, strict=True):
-                cache[rows, :, self.start : self.start + fresh.shape[2]] = fresh[source]
-        self._aside.clear()
-        if chosen is not None:
-            self.chosen[rows, self.start : self.start + chosen.shape[1]] = chosen[source]
-
-    def move(self, source: Tensor, target: Tensor, columns: int) -> None:
-        """Copy the first `columns` columns of rows `source` over rows `target`."""
-        for cache in (*self.keys, *self.values):
-            cache[target, :, :columns] = cache[source, :, :columns]
-        for of_rows in (*self.inputs.values(), *self.states.values()):
-            of_rows[target] = of_rows[source]
-        for of_tokens in (self.tokens, self.logprobs, self.chosen):
-            of_tokens[target, :columns] = of_tokens[source, :columns]
-
-    def reserve(self, rows: int, columns: int) -> None:
-        """Grow to at least these sizes; what is there stays."""
-        old_rows, old_columns = self.rows, self.columns
-        self.rows, self.columns = max(rows, old_rows), max(round_up(columns, COLUMNS), old_columns)
-
-        def grown(old: Tensor, dim: int) -> Tensor:
-            shape = [self.rows, *old.shape[1:dim], self.columns, *old.shape[dim + 1 :]]
-            # Zeros, not empty: masked columns get weight 0, and 0 times an uninitialised NaN is NaN.
-            fresh = old.new_zeros(shape)
-            fresh[:old_rows].narrow(dim, 0, old_columns).copy_(old)
-            return fresh
-
-        for caches in (self.keys, self.values):
-            for layer, old in enumerate(caches):
-                caches[layer] = grown(old, 2)
-        for states in (self.inputs, self.states):
-            for layer, old in states.items():
-                states[layer] = F.pad(old, (0, 0) * (old.dim() - 1) + (0, self.rows - old_rows))
-        self.tokens, self.logprobs = grown(self.tokens, 1), grown(self.logprobs, 1)
-        self.chosen = grown(self.chosen, 1)
-        # Of the flattened tensors: where rows, and heads of rows, begin.
-        heads, device = self.kv_heads, self.tokens.device
-        self.starts = torch.arange(self.rows, device=device) * self.columns
-        self._starts_of_heads = torch.arange(self.rows * heads, device=device).view(-1, heads) * self.columns
-        self._numbers = torch.arange(self.columns, device=device)
-
-
 class Segment(NamedTuple):
-    """A part of a prompt, or of several that begin alike, that goes through the model at once.
+    """A part of a prompt, or of several with a common beginning, that goes through the model at once.
 
     start, width  its first token, and its tokens with padding
     prompts       their numbers

@@ -200,7 +200,7 @@ class TransformersEngine(RolloutEngine):
 
     @torch.inference_mode()
     def poll(self, seconds: float) -> list[tuple[int, TokenData]]:
-        """Generate for `seconds`, or until all has ended; return what has ended.
+        """Generate for `seconds`, or until all has ended; return finished responses.
 
         Requests of one params are decoded together, those of different params in turns, a call each. Raises
         EngineError for NaN logits."""
