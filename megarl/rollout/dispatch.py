@@ -192,7 +192,7 @@ def share_out(
     neighbours, which may share a prompt, from the end of the longest queue."""
     speeds = [PRIOR + count for count in finished]
     counts = [0] * len(queues)
-    # Of two engines that would run dry at the same time, the one with responses of its own comes first.
+    # Of two engines that would run dry at the same time, the one with own responses comes first.
     heap = [
         (n / speed, not own, e) for e, (n, speed, own) in enumerate(zip(running, speeds, queues, strict=True))
     ]

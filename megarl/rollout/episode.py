@@ -1,4 +1,4 @@
-"""Episodes: how a response is generated, in a single turn here; and the client by which they use an engine.
+"""Episodes, which generate a response each, and the client by which they use an engine.
 
 Tools, environments, agents and user coroutines implement the protocol of episodes in megarl.agents. That
 package is imported only if the configuration asks for one of them."""

@@ -113,9 +113,11 @@ class BlockLinear(nn.Linear):
 
 
 class KVCache:
-    """Keys and values per layer [rows, kv_heads, columns, dim]; of multi-latent attention latents and rotated
-    keys, one head each. Also each position's token, log-prob and, if routing is recorded, experts. The token
-    of position p is in column p. A layer of linear attention has one state a row instead (`CachedDeltaNet`).
+    """Keys and values per layer, [rows, kv_heads, columns, dim].
+
+    Multi-latent attention has latents and rotated keys, one head each. Layers of linear attention have a
+    state for each row instead (`CachedDeltaNet`). The cache also has each position's token, log-prob and, if
+    routing is recorded, experts. The token of position p is in column p.
 
     Passed to transformers' forward as `past_key_values`; its attention layers call only `update`. While
     `prefilling`, keys and values are kept for `place`; else the new column of each row is written at the
@@ -155,8 +157,10 @@ class KVCache:
     def update(
         self, key: Tensor, value: Tensor, layer: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Add a layer's new keys and values, [segments, kv_heads, tokens, dim] or of a step [blocks,
-        kv_heads, rows, dim]; return all that it attends to, [rows, kv_heads, columns, dim]."""
+        """Add a layer's new keys and values, and return all that it attends to.
+
+        key, value: [segments, kv_heads, tokens, dim], or when decoding [blocks, kv_heads, rows, dim] ->
+        [rows, kv_heads, columns, dim]"""
         if self.prefilling:
             self._aside[layer] = key, value
             if not self.start:
@@ -337,8 +341,10 @@ def attention(
 
 
 def prefill_attention(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-    """Attend causally with the queries of the last keys, batch-invariant by COLUMNS queries at once: a shared
-    beginning of prompts may be computed before the rest.
+    """Attend causally with the queries of the last keys.
+
+    Where that makes it batch-invariant, COLUMNS queries are taken at once: a common beginning of prompts may
+    be computed before the rest.
 
     query [rows, heads, q, dim]; key, value [rows, kv_heads, k, dim], k - q a multiple of COLUMNS -> [rows,
     heads, q, dim]."""
