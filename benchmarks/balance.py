@@ -67,7 +67,7 @@ def work(rank: int, args: argparse.Namespace, results: Any) -> None:
             time.sleep(max(0.0, began + args.step * SLOWER[rank] - time.monotonic()))
             began = time.monotonic()
 
-        engine._model.get_output_embeddings().register_forward_pre_hook(pace)
+        engine.model.get_output_embeddings().register_forward_pre_hook(pace)
         requests = make_requests(args.responses // GROUP, GROUP, 1)
         groups = [
             GroupRequest(

@@ -2,58 +2,58 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
-from megarl.config.errors import EngineError
+from megarl.config.schema import Config
 from megarl.data.sample import TokenData
-from megarl.rollout.engines.base import GenerationRequest
-from megarl.rollout.engines.transformers_engine import TransformersEngine
+from megarl.parallel.runtime import Runtime
+from megarl.rollout.engines.base import GenerationRequest, RolloutEngine
 from megarl.rollout.sampling import SamplingParams, choose
 
 
-class PlainEngine(TransformersEngine):
-    """Decodes one response after the other, each token from the whole text before it."""
+class PlainEngine(RolloutEngine):
+    """Decodes one response after the other on the CPU, each token from the whole text before it."""
+
+    def __init__(self, folder: Path, eos_ids: Sequence[int]) -> None:
+        self.folder, self.eos_ids = folder, set(eos_ids)
+        self.requests: dict[int, tuple[GenerationRequest, SamplingParams]] = {}
+
+    @classmethod
+    def build(cls, config: Config, tokenizer: Any, runtime: Runtime) -> PlainEngine:
+        return cls(config.model.path, [tokenizer.eos_token_id])
 
     def start(self) -> None:
-        super().start()
-        self._asked: dict[int, tuple[GenerationRequest, SamplingParams]] = {}
+        self.model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(self.folder)).eval()
+
+    def parameters(self) -> dict[str, torch.Tensor]:  # the weight backend writes them
+        return {name: parameter.data for name, parameter in self.model.named_parameters()}
+
+    def end_update(self, version: int) -> None:
+        self.weight_version = version
 
     def submit(self, requests: Mapping[int, GenerationRequest], params: SamplingParams) -> None:
-        if params.stop:
-            raise EngineError("rollout.stop: the plain engine knows no stop texts (leave them out)")
-        self._check(requests.values(), params)
-        self._asked |= {key: (request, params) for key, request in requests.items()}
+        self.requests |= {key: (request, params) for key, request in requests.items()}
 
     @property
     def running(self) -> int:
-        return len(self._asked)
-
-    def poll(self, seconds: float) -> list[tuple[int, TokenData]]:
-        ended, end = [], time.monotonic() + seconds
-        while self._asked and not (ended and time.monotonic() >= end):
-            key = next(iter(self._asked))
-            ended.append((key, self._decode(*self._asked.pop(key))))
-        return ended
-
-    def abort(self) -> list[tuple[int, TokenData]]:
-        forgotten = [(key, TokenData()) for key in self._asked]
-        self._asked.clear()
-        return forgotten
+        return len(self.requests)
 
     @torch.inference_mode()
-    def _decode(self, request: GenerationRequest, params: SamplingParams) -> TokenData:
-        tokens, logprobs, reason = list[int](), list[float](), "length"
-        seed = torch.tensor([request.seed], device=self.device)
-        while len(tokens) < request.limit(params):
-            context = torch.tensor([[*request.prompt_tokens, *tokens]], device=self.device)
-            logits = self._model(context, use_cache=False).logits[:, -1]
-            token, logprob = choose(logits, seed, torch.full_like(seed, len(tokens)), params)
-            tokens.append(int(token))
-            logprobs.append(float(logprob))
-            if tokens[-1] in self.eos_ids:
-                reason = "stop"
-                break
-        return TokenData(tokens, logprobs, reason, [self.weight_version] * len(tokens))
+    def poll(self, seconds: float) -> list[tuple[int, TokenData]]:
+        key, (request, params) = self.requests.popitem()
+        tokens, logprobs, seed = list[int](), list[float](), torch.tensor([request.seed])
+        while len(tokens) < request.limit(params) and self.eos_ids.isdisjoint(tokens[-1:]):
+            logits = self.model(torch.tensor([[*request.prompt_tokens, *tokens]])).logits[:, -1]
+            token, logprob = choose(logits, seed, torch.tensor([len(tokens)]), params)
+            tokens, logprobs = [*tokens, int(token)], [*logprobs, float(logprob)]
+        ended = "length" if self.eos_ids.isdisjoint(tokens[-1:]) else "stop"
+        return [(key, TokenData(tokens, logprobs, ended, [self.weight_version] * len(tokens)))]
+
+    def abort(self) -> list[tuple[int, TokenData]]:
+        aborted, self.requests = [(key, TokenData()) for key in self.requests], {}
+        return aborted

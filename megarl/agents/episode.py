@@ -25,8 +25,7 @@ from megarl.data.prompts import Prompt
 from megarl.data.response_text import policy_text
 from megarl.data.sample import DTYPES, TokenData
 from megarl.rewards.verdict import Verdict
-from megarl.rollout.engine_client import EngineClient
-from megarl.rollout.episode import EpisodeAborted, generate_turn
+from megarl.rollout.episode import EngineClient, EpisodeAborted, generate_turn
 from megarl.rollout.sampling import SamplingParams, environment_seed, turn_seed
 
 

@@ -22,13 +22,9 @@ from megarl.agents.loop_watch import LoopWatch
 from megarl.agents.tools import ToolPool, described, environment_class
 from megarl.config.errors import ConfigError, EngineError, MegarlError
 from megarl.config.schema import Config
-from megarl.data.prompts import Prompt
 from megarl.data.response_text import check_end_of_turn
-from megarl.data.sample import TokenData
 from megarl.rewards.verdict import UnusableError, Verdict, as_verdict, imported
-from megarl.rollout.engine_client import EngineClient
-from megarl.rollout.episode import EpisodeAborted
-from megarl.rollout.sampling import SamplingParams
+from megarl.rollout.episode import EpisodeAborted, EpisodeInputs
 
 PATIENCE = 0.8  # fraction of parallel.timeout, after which the other ranks give up
 
@@ -60,28 +56,19 @@ class AgentRunner:
             "is the oldest of them": lambda: self.tools.oldest,
         }
 
-    def start(
-        self,
-        prompt: Prompt,
-        client: EngineClient,
-        seed: int,
-        params: SamplingParams,
-        prefix: TokenData | None,
-        window: int,
-        notify: Callable[[], None],
-    ) -> AgentEpisode:
+    def start(self, inputs: EpisodeInputs) -> AgentEpisode:
         return AgentEpisode(
-            prompt,
-            client,
-            seed,
-            params,
-            prefix,
+            inputs.prompt,
+            inputs.client,
+            inputs.seed,
+            inputs.params,
+            inputs.prefix,
             self.tokenizer,
             self.config.rollout.turns,
             self.tools,
             self.config.update.share_prompts,
             key=self.key,
-            notify=notify,
+            notify=inputs.notify,
             function=self.function,
             warned=self._warned,
         )

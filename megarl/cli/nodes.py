@@ -42,10 +42,10 @@ def preflight(
         GIB,
         broken_transformer_engine,
         cudnn_problem,
+        engine_import_problem,
     )
     from megarl.parallel.node_checks import NodeNeeds, NodePlace, check_nodes
     from megarl.parallel.runtime import choose_device
-    from megarl.rollout.engines.registry import engine_import_problem
     from megarl.schedule.preflight import preflight as check_run
 
     config = load_config(path, overrides)
@@ -63,7 +63,7 @@ def preflight(
     )
     # Packages that are there and cannot be imported: the ranks would find them when they have all started.
     broken = (
-        engine_import_problem(config),
+        engine_import_problem(config.rollout.engine),
         broken_transformer_engine(),
         cudnn_problem() if cuda and config.model.layers != "portable" else None,
     )

@@ -72,7 +72,7 @@ class Prompt:
     tokens: tuple[int, ...]
     answer: str
     source: str = ""
-    extra: dict[str, object] = field(default_factory=dict)
+    extra: dict[str, Any] = field(default_factory=dict)
     question: str = ""
     entry: str = ""
 

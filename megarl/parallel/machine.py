@@ -20,7 +20,7 @@ from pathlib import Path
 from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import canonicalize_name
 
-from megarl.config.engines import ENGINES
+from megarl.config.engines import ENGINES, EngineName
 from megarl.config.errors import ConfigError, first_line
 from megarl.parallel.internals import changed
 
@@ -133,10 +133,9 @@ def flaws(cuda: str | None) -> Iterator[str]:
         problems.append(cudnn_problem())
         if LOCK.exists():
             problems.append(lock_problem(LOCK.read_text(encoding="utf-8")))
-    if find_spec("sglang"):
-        problems.append(import_problem("sglang", ENGINES["sglang"].import_test))
-        if cuda:
-            problems.append(memory_saver_problem(cuda))
+    problems.append(engine_import_problem("sglang"))
+    if cuda and find_spec("sglang"):
+        problems.append(memory_saver_problem(cuda))
     yield from filter(None, problems)
     for package in ("torch", "megatron-core", "sglang", "transformer-engine"):
         yield from changed(package)
@@ -293,6 +292,14 @@ def import_problem(package: str, code: str, limit: float = 300.0) -> str | None:
     last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
     hint = ", compiled for another torch?" if "undefined symbol" in last else ""
     return f"{package} {version_of(package)} cannot be imported: {last[:300]}{hint} ({INSTALL})"
+
+
+def engine_import_problem(name: EngineName) -> str | None:
+    """Return why an engine's package, which is installed, cannot be imported; None if it can."""
+    entry = ENGINES[name]
+    if not entry.import_test or not find_spec(entry.package):
+        return None
+    return import_problem(entry.package, entry.import_test)
 
 
 def allocator_problem(environment: Mapping[str, str] = os.environ) -> str | None:

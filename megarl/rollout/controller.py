@@ -5,20 +5,19 @@ messages (messages.py). dispatch.py has its table of responses."""
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 
 from megarl.config import errors
-from megarl.config.errors import ConfigError, EngineError, WaitTimeout
+from megarl.config.errors import ConfigError, WaitTimeout
 from megarl.config.schema import Config, RolloutConfig
 from megarl.data.prompts import Prompt
 from megarl.data.sample import SampleGroup
 from megarl.rollout import messages as m
 from megarl.rollout.collector import GroupCollector
-from megarl.rollout.dispatch import Dispatcher, GroupRequest, Slot, Status
+from megarl.rollout.dispatch import Dispatcher, GroupRequest, Slot
 from megarl.rollout.responses import length_error, response_stats, source_stats
 from megarl.rollout.sampling import SamplingParams, response_seed
 
@@ -29,10 +28,11 @@ StepGroups = tuple[list[SampleGroup], dict[str, float], dict[str, int]]  # group
 class Controller:
     """Runs rollouts from what workers report.
 
+    With continuous batching, prompts are sampled ahead while groups are missing, and the rest is aborted once
+    there are enough. Aborted prompts come first in the next step; with `rollout.continue_partial` their
+    responses continue.
+
     ranks      ranks with engines; `rollout.engine_tp` of them make one engine
-    continuous_batching  whether engines have it. Then prompts are sampled ahead while groups are missing, and
-               the rest is aborted once there are enough. Aborted prompts come first in the next step; with
-               `rollout.continue_partial` their responses continue
     draw       returns the next n prompts of the training data
     surplus    accepted groups that the next step trains on
     returned   requests that the next step samples first
@@ -41,10 +41,9 @@ class Controller:
     orders     orders of the trainers that wait
     """
 
-    def __init__(
-        self, config: Config, hub: m.Hub, ranks: int, continuous_batching: bool, draw: DrawPrompts
-    ) -> None:
-        self.config, self.hub, self.continuous_batching, self.draw = config, hub, continuous_batching, draw
+    def __init__(self, config: Config, hub: m.Hub, ranks: int, draw: DrawPrompts) -> None:
+        self.config, self.hub, self.draw = config, hub, draw
+        self.continuous_batching = config.rollout.capabilities.continuous_batching
         self.ranks_per_engine = config.rollout.engine_tp
         self.engines = ranks // self.ranks_per_engine
         self.surplus: list[SampleGroup] = []
@@ -52,15 +51,15 @@ class Controller:
         self.lengths: dict[int, float] = {}
         self.orders: list[m.Order] = []
         self.next_id = 1
-        self._start_rollout(SamplingParams(0))
+        self.start_rollout(SamplingParams(0))
 
-    def _start_rollout(self, params: SamplingParams, *, terms: bool = True, window: int = 0) -> None:
+    def start_rollout(self, params: SamplingParams, *, terms: bool = True, window: int = 0) -> None:
         """Forget the rollout before.
 
         terms: whether rewards include `reward.terms`; window: most new tokens of a response; 0: no limit"""
         self._params, self._terms, self._window = params, terms, window
         self.dispatcher = Dispatcher(self.config, self.engines)
-        self.version = -1
+        self._times_sampled: Counter[int] = Counter()  # prompts of this rollout, by uid
         self._answers: list[m.SamplesAborted | m.TokenDataReply] = []
         self._is_aborting = False
         self._failures: dict[int, str] = {}  # of engines, by rank
@@ -70,26 +69,20 @@ class Controller:
         """Collect `rollout.prompts` groups for a step. Return them, metrics, and the verifiers' errors.
 
         reward/*, response/* and reflection/* count all responses of the step, whether dynamic sampling
-        accepts their groups or not, so that they show the policy's accuracy. With `rollout.window` groups
-        hold the responses that the step continued, and these metrics count finished ones.
+        accepts their groups or not, so that they show the policy's accuracy.
 
         Raises DataError at the limit of generation batches where the configuration says so, and the errors
         of engines and verifiers."""
         rollout = self.config.rollout
-        params = sampling_params(rollout, step)
-        if rollout.window is not None and step > 0:  # value pretraining needs whole responses
-            self._start_rollout(params, window=rollout.window)
-            return await self._collect_windows(step)
-        self._start_rollout(params)
+        self.start_rollout(sampling_params(rollout, step))
         collector = GroupCollector(rollout.prompts, rollout.dynamic_sampling, self.surplus)
-        times_sampled: Counter[int] = Counter()
-        while requests := self._next_requests(step, collector, times_sampled):
-            await self._dispatch(requests)
+        while requests := self._next_requests(step, collector):
+            await self.dispatch(requests)
             while self.dispatcher.slots:
-                await self._handle_messages()
+                await self.handle_messages()
                 self._offer_groups(collector)
                 if self.continuous_batching and collector.missing:
-                    await self._dispatch(self._next_requests(step, collector, times_sampled))
+                    await self.dispatch(self._next_requests(step, collector))
                 elif self.continuous_batching:
                     self.returned = await self._abort() + self.returned
         for group in collector.offered:
@@ -102,54 +95,18 @@ class Controller:
 
     def _offer_groups(self, collector: GroupCollector) -> None:
         """Offer complete groups. The collector may reject some, so it may take more than it misses."""
-        while groups := self.dispatcher.take_groups(
-            self.version, collector.missing if self.continuous_batching else None
-        ):
+        while groups := self.dispatcher.take_groups(collector.missing if self.continuous_batching else None):
             collector.offer(groups)
 
-    def _next_requests(
-        self, step: int, collector: GroupCollector, times_sampled: Counter[int]
-    ) -> list[GroupRequest]:
+    def _next_requests(self, step: int, collector: GroupCollector) -> list[GroupRequest]:
         """Return requests for as many further prompts as the collector wants."""
         if not self.continuous_batching:
-            return self._draw(collector.next_batch(), step, times_sampled)
-        groups = [group for _, group in self.dispatcher.groups(self.version)]
+            return self.take_requests(collector.next_batch(), step)
+        groups = [group for _, group in self.dispatcher.groups()]
         complete = [group for group in groups if group is not None]
-        missing = len(groups) - len(complete)
-        return self._draw(collector.refill(complete, missing), step, times_sampled)
+        return self.take_requests(collector.refill(complete, len(groups) - len(complete)), step)
 
-    async def _collect_windows(self, step: int) -> StepGroups:
-        """Sample the next tokens of a step's responses: first of the unfinished ones of the step before,
-        then of new prompts. What is sampled does not depend on time."""
-        size, wanted = self.config.rollout.group_size, self.config.responses
-        waiting, self.returned = self.returned, []
-        prompts = max(0, math.ceil((wanted - len(waiting)) / size))
-        for request in self._draw(prompts, step, Counter()):
-            waiting += [GroupRequest(request.prompt, [seed]) for seed in request.seeds]
-        requests, rest = waiting[:wanted], waiting[wanted:]
-        await self._dispatch(requests)
-        slots = list(self.dispatcher.slots.values())
-        while any(slot.status is not Status.DONE for slot in slots):
-            await self._handle_messages()
-        samples = [group.samples[0] for group in self.dispatcher.take_groups(self.version)]
-        groups: list[SampleGroup] = []
-        for request, slot, sample in zip(requests, slots, samples, strict=True):
-            if not groups or groups[-1].prompt.uid != request.prompt.uid:
-                groups.append(SampleGroup(request.prompt, [], self.version))
-            groups[-1].samples.append(sample)
-            if sample.is_partial:
-                self.returned.append(replace(request, first=slot.id, holders=[slot.engine]))
-        stats = {
-            "rollout/prompts": len(groups),
-            "rollout/tokens": sum(s.num_sampled - s.prefix_tokens for s in samples),
-            "rollout/continued": sum(s.prefix_tokens > 0 for s in samples) / len(samples),
-            "rollout/unfinished": len(self.returned) / len(samples),
-            "rollout/moved": self.dispatcher.rebalanced,
-        }
-        self.returned += rest
-        return with_metrics(groups, groups, stats, self.config.reward.max_unjudged)
-
-    def _draw(self, prompts: int, step: int, times_sampled: Counter[int]) -> list[GroupRequest]:
+    def take_requests(self, prompts: int, step: int) -> list[GroupRequest]:
         """Return requests for the next prompts: first those that an earlier step returned. A prompt drawn
         again in one step gets further seeds."""
         requests, self.returned = self.returned[:prompts], self.returned[prompts:]
@@ -159,21 +116,25 @@ class Controller:
         for i, request in enumerate(requests):
             uid, seeds = request.prompt.uid, request.seeds
             if request.first is None:
-                first = times_sampled[uid] * size
+                first = self._times_sampled[uid] * size
                 seeds = [response_seed(self.config.seed, step, uid, first + j) for j in range(size)]
             requests[i] = replace(request, seeds=seeds, expected=self.lengths.get(uid, 0.0))
-            times_sampled[uid] += 1
+            self._times_sampled[uid] += 1
         return requests
 
     async def generate(self, requests: Sequence[GroupRequest], params: SamplingParams) -> list[SampleGroup]:
         """Return one group per request, in their order, without the terms of the reward."""
-        self._start_rollout(params, terms=False)
-        await self._dispatch(requests)
-        while any(slot.status is not Status.DONE for slot in self.dispatcher.slots.values()):
-            await self._handle_messages()
-        return self.dispatcher.take_groups(self.version)
+        self.start_rollout(params, terms=False)
+        await self.dispatch(requests)
+        return await self.finished_groups()
 
-    async def _dispatch(self, requests: Sequence[GroupRequest]) -> None:
+    async def finished_groups(self) -> list[SampleGroup]:
+        """Wait for all responses and return their groups."""
+        while any(slot.sample is None for slot in self.dispatcher.slots.values()):
+            await self.handle_messages()
+        return self.dispatcher.take_groups()
+
+    async def dispatch(self, requests: Sequence[GroupRequest]) -> None:
         """Add requests, number their responses, and start those that have room on an engine."""
         numbered = []
         for request in requests:
@@ -196,18 +157,18 @@ class Controller:
             self._params,
             self._terms,
             self._window,
-            prompts=[m.PromptMessage.from_prompt(prompt, whole=whole) for prompt in prompts.values()],
-            ids=[slot.id for slot in slots],
-            prompt_positions=[place[id(slot.request.prompt)] for slot in slots],
-            indices=[slot.index for slot in slots],
-            seeds=[slot.request.seeds[slot.index] for slot in slots],
+            [m.pack_prompt(prompt, whole=whole) for prompt in prompts.values()],
+            [
+                (slot.id, place[id(slot.request.prompt)], slot.index, slot.request.seeds[slot.index])
+                for slot in slots
+            ],
         )
         await self._send(engine, message)
 
     async def _send(self, engine: int, message: m.Message) -> None:
         await self.hub.send(engine * self.ranks_per_engine, message)
 
-    async def _handle_messages(self) -> None:
+    async def handle_messages(self) -> None:
         """Wait for messages and act on each. Note results and answers, have all ranks with engines recover
         from a failure of one, and give engines with room more work (not while aborting). Raises the error of
         any rank."""
@@ -218,12 +179,7 @@ class Controller:
             engine = rank // self.ranks_per_engine
             match message:
                 case m.SamplesFinished(version, samples, busy):
-                    if self.version not in (-1, version):
-                        versions = sorted((self.version, version))
-                        different = f"the ranks' engines have different weight versions: {versions}"
-                        raise EngineError(f"rollout: {different}")
-                    self.version = version
-                    self.dispatcher.finish(engine, samples, busy)
+                    self.dispatcher.finish(engine, version, samples, busy)
                 case m.ToolWaitCount(count):
                     self.dispatcher.engines[engine].waiting_for_tool = count
                 case m.RankFailed("EngineFailure", text):
@@ -232,7 +188,7 @@ class Controller:
                     raise errors.error_class(error)(text)
                 case m.SamplesAborted() | m.TokenDataReply():
                     self._answers.append(message)
-                case _ if isinstance(message, m.ORDERS):
+                case _ if isinstance(message, m.Order):
                     self.orders.append(message)
         await self.hub.keep_alive()
         if (silent := self.hub.find_silent_rank(self.config.parallel.timeout)) is not None:
@@ -241,7 +197,7 @@ class Controller:
             return
         await self._recover()
         if messages:
-            await self._dispatch([])
+            await self.dispatch([])
 
     async def _recover(self) -> None:
         """Have all ranks with engines start those again that have failed."""
@@ -253,7 +209,8 @@ class Controller:
         """Return an error message about a rank that sends nothing."""
         limit = f"has said nothing for {self.config.parallel.timeout:g} s (parallel.timeout)"
         what = "it has no response to draw"
-        if (slot := self.dispatcher.first_running(rank // self.ranks_per_engine)) is not None:
+        engine = rank // self.ranks_per_engine
+        for slot in [one for one in self.dispatcher.slots.values() if one.is_running_on(engine)][:1]:
             uid = slot.request.prompt.uid
             what = f"the first that it draws is response number {slot.index} to prompt {uid}"
         return f"rollout: {m.rank_name(rank)} {limit}; {what}"
@@ -264,7 +221,7 @@ class Controller:
         for engine, question in questions.items():
             await self._send(engine, question)
         while len(self._answers) < len(questions):
-            await self._handle_messages()
+            await self.handle_messages()
         return self._answers
 
     async def _abort(self) -> list[GroupRequest]:
@@ -273,7 +230,7 @@ class Controller:
         keep, self._is_aborting = self.config.rollout.continue_partial, True
         wanted: dict[int, list[int]] = {}
         for slot in self.dispatcher.slots.values():
-            if slot.engine is not None and (keep or slot.status is Status.RUNNING):
+            if slot.engine is not None and (keep or slot.sample is None):
                 wanted.setdefault(slot.engine, []).extend([slot.id] if keep else [])
         for engine, number in held_partials(self.returned):  # it drops what is not named
             wanted.setdefault(engine, []).append(number)
@@ -282,7 +239,7 @@ class Controller:
         self._is_aborting = False
         await self._recover()
         returned = []
-        for request, _ in self.dispatcher.groups(self.version):
+        for request, _ in self.dispatcher.groups():
             if not keep:
                 returned.append(GroupRequest(request.prompt, request.seeds))
                 continue
@@ -317,7 +274,7 @@ class Controller:
         """Return the trainers' next order, within `seconds`, and pass it on to the other ranks."""
         if not self.orders:
             said = await self.hub.receive(seconds)
-            self.orders += [message for _, message in said if isinstance(message, m.ORDERS)]
+            self.orders += [message for _, message in said if isinstance(message, m.Order)]
         if not self.orders:
             return None
         order = self.orders.pop(0)

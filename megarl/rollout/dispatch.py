@@ -7,23 +7,21 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
 from itertools import groupby
 
+from megarl.config.errors import EngineError
 from megarl.config.schema import Config
 from megarl.data.prompts import Prompt
 from megarl.data.sample import Sample, SampleGroup
 
-PRIOR = (
-    8  # finished responses that every engine is credited with at the start, so that speeds vary little then
-)
+PRIOR = 8  # finished responses that each engine is credited with at the start: speeds vary little then
 
 
 @dataclass
 class GroupRequest:
     """A prompt, and a seed for each of its responses.
 
-    expected  mean length of the prompt's newest group, tokens; 0: unknown. The longest are started first
+    expected  mean length of the prompt's newest group, tokens; 0: unknown. The longest start first
     first     id of its first sample, if an earlier rollout has assigned it
     holders   by response, the engine whose leader keeps a partial response; None: there is none"""
 
@@ -34,27 +32,24 @@ class GroupRequest:
     holders: Sequence[int | None] = ()
 
 
-class Status(Enum):
-    WAITING = "waiting for an engine"
-    RUNNING = "running on an engine"
-    DONE = "done"
-
-
 @dataclass
 class Slot:
     """One response of a group that the controller has not taken yet.
 
-    id        of its sample, unique within a run
-    index     position in its group
-    engine    that generates or generated it; None while it waits
-    sample    its result; None until it is done"""
+    id      of its sample, unique within a run
+    index   position in its group
+    engine  that generates or generated it; None while it waits for one
+    sample  its result; None until it is finished"""
 
     request: GroupRequest
     id: int
     index: int
     engine: int | None = None
-    status: Status = Status.WAITING
     sample: Sample | None = None
+
+    def is_running_on(self, engine: int) -> bool:
+        """Return whether this engine is generating it."""
+        return self.engine == engine and self.sample is None
 
 
 @dataclass
@@ -81,12 +76,14 @@ class Dispatcher:
 
     slots       by id, in the order of the prompts, until their group is taken
     engines     one record per engine
+    version     of the weights that the responses were sampled with; -1 before the first is finished
     rebalanced  responses that started on another engine than an equal division gives
     """
 
     def __init__(self, config: Config, engines: int) -> None:
         rollout = config.rollout
         self.slots: dict[int, Slot] = {}
+        self.version = -1
         # A client of servers counts its own servers.
         self.engines = [EngineLoad(len(rollout.urls[e::engines]) or 1) for e in range(engines)]
         self.rebalanced = 0
@@ -115,7 +112,7 @@ class Dispatcher:
                 if holder is None:
                     fresh.append(slot)
                 else:
-                    slot.engine, slot.status = holder, Status.RUNNING
+                    slot.engine = holder
                     continued[holder].append(slot)
         for e, engine in enumerate(self.engines):
             part = fresh[e * len(fresh) // len(self.engines) : (e + 1) * len(fresh) // len(self.engines)]
@@ -127,7 +124,7 @@ class Dispatcher:
 
         An engine (or each of its servers) has room for `rollout.in_flight` responses beside those that wait
         for a tool. What it has just finished is added, so that it never runs dry between two messages."""
-        on_engine = Counter(slot.engine for slot in self.slots.values() if slot.status is Status.RUNNING)
+        on_engine = Counter(slot.engine for slot in self.slots.values() if slot.sample is None)
         running = [max(0, on_engine[e] - one.waiting_for_tool) for e, one in enumerate(self.engines)]
         limits = [self._limit * one.servers + one.newly_finished for one in self.engines]
         queues = [[slot.id for slot in one.queue] for one in self.engines]
@@ -135,48 +132,42 @@ class Dispatcher:
         for e, (queue, share) in enumerate(zip(queues, shares, strict=True)):
             self.rebalanced += len(set(share).difference(queue))
             for i in share:
-                self.slots[i].engine, self.slots[i].status = e, Status.RUNNING
+                self.slots[i].engine = e
         for one in self.engines:
-            one.queue = [slot for slot in one.queue if slot.status is Status.WAITING]
+            one.queue = [slot for slot in one.queue if slot.engine is None]
         return [[self.slots[i] for i in share] for share in shares]
 
-    def finish(self, engine: int, samples: Sequence[Sample], busy_seconds: float) -> None:
-        """Note finished samples of an engine."""
+    def finish(self, engine: int, version: int, samples: Sequence[Sample], busy_seconds: float) -> None:
+        """Note finished samples of an engine. Raises EngineError if another one has other weights."""
+        if self.version not in (-1, version):
+            different = f"different weight versions: {sorted((self.version, version))}"
+            raise EngineError(f"rollout: the ranks' engines have {different}")
+        self.version = version
         load = self.engines[engine]
         load.newly_finished += len(samples)
         load.finished += len(samples)
         load.busy_seconds = busy_seconds
         for sample in samples:
-            slot = self.slots[sample.id]
-            slot.sample, slot.status = sample, Status.DONE
+            self.slots[sample.id].sample = sample
 
-    def groups(self, version: int) -> Iterator[tuple[GroupRequest, SampleGroup | None]]:
-        """Yield each request, in the order of the prompts, with its group; None while a response is missing.
-
-        version: of the weights that the responses were sampled with"""
+    def groups(self) -> Iterator[tuple[GroupRequest, SampleGroup | None]]:
+        """Yield each request, in the order of the prompts, with its group; None if a response is missing."""
         for _, some in groupby(self.slots.values(), key=lambda slot: slot.request.first):
             slots = list(some)
             samples = [slot.sample for slot in slots if slot.sample is not None]
             request, is_complete = slots[0].request, len(samples) == len(slots)
-            yield request, SampleGroup(request.prompt, samples, version) if is_complete else None
+            yield request, SampleGroup(request.prompt, samples, self.version) if is_complete else None
 
-    def take_groups(self, version: int, most: int | None = None) -> list[SampleGroup]:
+    def take_groups(self, most: int | None = None) -> list[SampleGroup]:
         """Remove and return the complete groups before the first incomplete one, at most `most`."""
         taken: list[SampleGroup] = []
-        for _, group in self.groups(version):
+        for _, group in self.groups():
             if group is None or len(taken) == most:
                 break
             taken.append(group)
         for sample in (sample for group in taken for sample in group.samples):
             del self.slots[sample.id]
         return taken
-
-    def first_running(self, engine: int) -> Slot | None:
-        """Return the running slot of an engine that was added first."""
-        for slot in self.slots.values():
-            if slot.status is Status.RUNNING and slot.engine == engine:
-                return slot
-        return None
 
     def clear(self) -> None:
         """Drop all slots, waiting ones too."""
@@ -192,18 +183,16 @@ def share_out(
 
     Args, one entry per engine:
         queues: responses planned for it, in the order in which they should start
-        running: responses that it works on
+        running: number of responses that it works on
         limits: most responses at once
-        finished: responses that it has finished, a measure of its speed
+        finished: number of finished responses, a measure of its speed
 
-    Responses go one by one to the engine that would run dry first at its speed so far, while its limit
-    allows. No engine below its limit is without work while a response waits, and equal engines get what was
-    planned. An engine takes from the front of its own queue. When that is empty it takes from the end of the
-    longest queue, whose engine would reach those last. It takes neighbours together, as they may share a
-    prompt."""
+    Responses go one by one to the engine that would run dry first at its speed so far, up to its limit. Equal
+    engines get what was planned. An engine takes from the front of its own queue. When that is empty it takes
+    neighbours, which may share a prompt, from the end of the longest queue."""
     speeds = [PRIOR + count for count in finished]
     counts = [0] * len(queues)
-    # Of two engines that would run dry at the same time, the one with responses of its own comes first.
+    # Of two engines that would run dry at the same time, the one with own responses comes first.
     heap = [
         (n / speed, not own, e) for e, (n, speed, own) in enumerate(zip(running, speeds, queues, strict=True))
     ]

@@ -1,11 +1,14 @@
-"""How a worker has a response generated: the protocol of episodes, and the episode of a single turn.
+"""Episodes, which generate a response each, and the client by which they use an engine.
 
-Tools, environments, agents and user coroutines implement the protocol in megarl.agents. That package is
-imported only if the configuration asks for one of them."""
+Tools, environments, agents and user coroutines implement the protocol of episodes in megarl.agents. That
+package is imported only if the configuration asks for one of them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import Executor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -13,19 +16,134 @@ from typing import Any, Protocol
 import numpy as np
 from msgspec import structs
 
+from megarl.config.errors import EngineError, EngineFailure
 from megarl.config.schema import Config
 from megarl.data.prompts import Prompt
 from megarl.data.response_text import check_end_of_turn
 from megarl.data.sample import TokenData
 from megarl.rewards.verdict import Verdict
-from megarl.rollout.engine_client import EngineClient
+from megarl.rollout.engines.base import GenerationRequest, RolloutEngine
 from megarl.rollout.sampling import SamplingParams, stop_window
+
+DECODE_SECONDS = 0.1  # an engine in this process decodes so long before other coroutines run
+YIELD_SECONDS = 0.001  # for these coroutines: messages take several wake-ups
+POLL_SECONDS = 0.2  # an engine in other processes is polled so long at once
 
 
 class EpisodeAborted(BaseException):
     """The rollout has enough responses: a later one continues this response.
 
     It is no Exception, so that an episode which catches its tools' errors does not catch this."""
+
+
+class EngineClient:
+    """What coroutines on the leader's event loop ask of its engine. `keep_busy` passes it on.
+
+    threads    wait for an engine in other processes. Not the loop's default threads: an episode's own calls
+               (`asyncio.to_thread`) may hold all of these while they wait for the engine.
+    busy       seconds in which the engine had work
+    recovered  set when the engine has started again after a failure
+    """
+
+    def __init__(self, engine: RolloutEngine, threads: Executor, *, continuous_batching: bool) -> None:
+        self.engine, self.threads, self.continuous_batching = engine, threads, continuous_batching
+        self.busy = 0.0
+        self.recovered = asyncio.Event()
+        self._count = 0
+        self._new: dict[SamplingParams, dict[int, GenerationRequest]] = {}
+        self._answers: dict[int, asyncio.Future[TokenData]] = {}
+        self._has_requests = asyncio.Event()
+        self._polling = asyncio.Lock()
+
+    async def generate(
+        self, tokens: tuple[int, ...], seed: int, params: SamplingParams, prefix: TokenData | None, most: int
+    ) -> TokenData:
+        """Return `prefix` and what the engine generates after it, together at most `most` tokens.
+
+        Its finish_reason is "abort" if `abort` has ended it."""
+        key, self._count = self._count, self._count + 1
+        answer = self._answers[key] = asyncio.get_running_loop().create_future()
+        self._new.setdefault(params, {})[key] = GenerationRequest(tokens, seed, prefix, most)
+        self._has_requests.set()
+        return await answer
+
+    async def keep_busy(self, report: Callable[[EngineFailure], Awaitable[None]]) -> None:
+        """Give requests to the engine, and its answers to the callers, for ever.
+
+        Requests made at one time are submitted together. After a failure, `report` it and wait until the
+        engine has started again."""
+        while True:
+            await self._has_requests.wait()
+            await asyncio.sleep(0)  # collects all requests that are made now
+            try:
+                await self._poll_once()
+            except EngineFailure as failure:
+                self.recovered.clear()
+                await report(failure)
+                await self.recovered.wait()
+            else:
+                await asyncio.sleep(0 if self.continuous_batching else YIELD_SECONDS)
+
+    async def _poll_once(self) -> None:
+        """Submit new requests, and hand out finished responses."""
+        started = time.perf_counter()
+        async with self._polling:
+            while self._new:
+                params = next(iter(self._new))
+                self.engine.submit(self._new.pop(params), params)
+            if not self.engine.running:
+                self._has_requests.clear()
+                return
+            if self.continuous_batching:
+                loop = asyncio.get_running_loop()
+                ended = await loop.run_in_executor(self.threads, self.engine.poll, POLL_SECONDS)
+            else:
+                ended = self.engine.poll(DECODE_SECONDS)
+        if any(data.finish_reason == "abort" for _, data in ended):
+            raise EngineError("rollout: generation was aborted, the batch is not complete")
+        self.busy += time.perf_counter() - started
+        self._set_answers(ended)
+
+    def _set_answers(self, ended: Sequence[tuple[int, TokenData]]) -> None:
+        for key, data in ended:
+            answer = self._answers.pop(key)
+            if not answer.done():  # the caller may have been cancelled meanwhile
+                answer.set_result(data)
+
+    @property
+    def has_abandoned(self) -> bool:
+        """Return whether the engine still generates for a caller that was cancelled."""
+        return any(answer.cancelled() for answer in self._answers.values())
+
+    async def abort(self) -> None:
+        """End all requests. Callers get what exists of their responses.
+
+        Raises EngineFailure if the engine fails. Then callers get nothing."""
+        loop = asyncio.get_running_loop()
+        async with self._polling:
+            self._new.clear()
+            try:
+                self._set_answers(await loop.run_in_executor(self.threads, self.engine.abort))
+            finally:
+                self._set_answers([(key, TokenData()) for key in list(self._answers)])
+
+
+@dataclass
+class EpisodeInputs:
+    """What an episode starts from.
+
+    prefix  tokens of an earlier rollout, to continue
+    window  most tokens generated now, after which a later step continues; 0: no limit
+    notify  called when `in_engine` may have changed
+    """
+
+    prompt: Prompt
+    client: EngineClient
+    seed: int
+    params: SamplingParams
+    prefix: TokenData | None
+    window: int
+    notify: Callable[[], None]
 
 
 class Episode(Protocol):
@@ -81,36 +199,26 @@ class EpisodeRunner(Protocol):
     @property
     def depths(self) -> Mapping[str, Callable[[], int | str]]:
         """Return what may be waiting here, for reports about a hang."""
+        return {}
 
-    def start(
-        self,
-        prompt: Prompt,
-        client: EngineClient,
-        seed: int,
-        params: SamplingParams,
-        prefix: TokenData | None,
-        window: int,
-        notify: Callable[[], None],
-    ) -> Episode:
-        """Return a new episode, not yet running.
-
-        Args:
-            prefix: the tokens of an earlier rollout, to continue
-            window: most tokens generated now, after which a later step continues; 0: no limit
-            notify: called when `in_engine` may have changed
-        """
+    def start(self, inputs: EpisodeInputs) -> Episode:
+        """Return a new episode, not yet running."""
 
     def supervise(self, rank: int) -> AbstractContextManager[object]:
         """Watch the running event loop of an engine's rank while user code runs on it."""
+        return nullcontext()
 
     def forget(self, seed: int) -> None:
         """Drop the state of the episode with this seed: nothing continues it."""
+        return None
 
     async def disconnect(self) -> None:
         """Close the connections that belong to the event loop."""
+        return None
 
     def close(self) -> None:
         """End the processes. Call it when the event loop is not running."""
+        return None
 
 
 def load_runner(config: Config, tokenizer: Any) -> EpisodeRunner:
@@ -138,48 +246,23 @@ def load_prompt_options(config: Config, tokenizer: Any) -> dict[str, Any]:
     return prompt_options(config, tokenizer)
 
 
-class SingleTurnRunner:
+class SingleTurnRunner(EpisodeRunner):
     """Starts episodes of one turn, which share nothing."""
 
     key = "rollout.episode"
-    depths: Mapping[str, Callable[[], int | str]] = {}
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
 
-    def start(
-        self,
-        prompt: Prompt,
-        client: EngineClient,
-        seed: int,
-        params: SamplingParams,
-        prefix: TokenData | None,
-        window: int,
-        notify: Callable[[], None],
-    ) -> SingleTurn:
-        return SingleTurn(prompt, client, seed, params, prefix, self.tokenizer, window)
-
-    def supervise(self, rank: int) -> AbstractContextManager[object]:
-        return nullcontext()
-
-    def forget(self, seed: int) -> None: ...
-
-    async def disconnect(self) -> None: ...
-
-    def close(self) -> None: ...
+    def start(self, inputs: EpisodeInputs) -> SingleTurn:
+        return SingleTurn(**vars(inputs), tokenizer=self.tokenizer)
 
 
 @dataclass
-class SingleTurn:
-    """An episode in which the policy answers once. See Episode and EpisodeRunner.start for its fields."""
+class SingleTurn(EpisodeInputs):
+    """An episode in which the policy answers once. See Episode for its fields."""
 
-    prompt: Prompt
-    client: EngineClient
-    seed: int
-    params: SamplingParams
-    prefix: TokenData | None
     tokenizer: Any
-    window: int = 0
     turns: int = 0
     calls: int = 0
     aborted: bool = False
@@ -214,9 +297,8 @@ class SingleTurn:
     async def _generate(self, limit: int) -> TokenData:
         self.generating = True
         try:
-            tokens, tokenizer = self.prompt.tokens, self.tokenizer
             found = await generate_turn(
-                self.client, tokens, self.seed, self.params, self.prefix, limit, tokenizer
+                self.client, self.prompt.tokens, self.seed, self.params, self.prefix, limit, self.tokenizer
             )
         finally:
             self.generating = False
@@ -246,7 +328,7 @@ async def generate_turn(
         prefix: the turn's first tokens, which an aborted request generated; the engine continues them
         max_tokens: of the turn, those of `prefix` included
     """
-    found = await client.generate(tokens, seed, params, prefix, max_tokens=max_tokens)
+    found = await client.generate(tokens, seed, params, prefix, max_tokens)
     if prefix is not None and params.stop:
         found = _cut_at_stop(found, prefix.num_tokens, params.stop, tokenizer, len(tokens))
     if not found.num_tokens and prefix is not None:

@@ -1,13 +1,11 @@
 """The messages of a rollout, and the sockets that carry them.
 
 They go between the controller, every rank that has an engine, and the first trainer if trainers are other
-ranks. docs/design.md shows who sends what to whom.
-A message is a msgpack array, checked against its class when it arrives. The controller gives each sample an
-id that no other sample has."""
+ranks. docs/design.md shows who sends what to whom. A message is a msgpack array, checked against its class
+when it arrives."""
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import re
@@ -15,11 +13,10 @@ import socket
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import msgspec
-import numpy as np
 import zmq
 import zmq.asyncio
 from zmq.auth.asyncio import AsyncioAuthenticator
@@ -42,39 +39,6 @@ class Message(msgspec.Struct, array_like=True, tag=True, forbid_unknown_fields=T
     """The base of all messages."""
 
 
-class PromptMessage(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
-    """A prompt inside a message, with the fields that the receiver needs.
-
-    tokens  int32, as bytes
-    extra   JSON, because its integers may be of any size
-    """
-
-    uid: int
-    tokens: bytes
-    answer: str
-    entry: str
-    text: str = ""
-    source: str = ""
-    question: str = ""
-    extra: str = "{}"
-
-    @staticmethod
-    def from_prompt(prompt: Prompt, *, whole: bool = False) -> PromptMessage:
-        """Return what is sent of a prompt. whole: all fields, for responses of several turns"""
-        needed = prompt.uid, pack(prompt.tokens, np.int32), prompt.answer, prompt.entry
-        if not whole:
-            return PromptMessage(*needed)
-        extra = json.dumps(prompt.extra, default=str)  # a row's columns may be of any type
-        return PromptMessage(*needed, prompt.text, prompt.source, prompt.question, extra)
-
-    @property
-    def prompt(self) -> Prompt:
-        """Return the prompt, with the fields that were sent."""
-        tokens = tuple(np.frombuffer(self.tokens, np.int32).tolist())
-        rest = self.source, json.loads(self.extra), self.question, self.entry
-        return Prompt(self.uid, self.text, tokens, self.answer, *rest)
-
-
 # In both directions.
 
 
@@ -88,22 +52,17 @@ class KeepAlive(Message):
 class StartSamples(Message):
     """Generate these samples in addition to those that run.
 
-    Each of the last four lists has an entry per sample. The rank continues what it keeps under a sample's id.
-
-    terms             whether rewards include `reward.terms`
-    window            most new tokens of a sample, after which it comes back unfinished; 0: no limit
-    prompt_positions  of its prompt in `prompts`
-    indices           its position in its group
+    terms    whether rewards include `reward.terms`
+    window   most new tokens of a sample, after which it comes back unfinished; 0: no limit
+    samples  of each: id, position of its prompt in `prompts`, position in its group, seed. The rank continues
+             the tokens that it keeps under the id
     """
 
     params: SamplingParams
     terms: bool
     window: int
-    prompts: list[PromptMessage]
-    ids: list[int]
-    prompt_positions: list[int]
-    indices: list[int]
-    seeds: list[int]
+    prompts: list[Prompt]
+    samples: list[tuple[int, int, int, int]]
 
 
 class AbortSamples(Message):
@@ -176,8 +135,7 @@ class TokenDataReply(Message):
     data: dict[int, TokenData]
 
 
-# The first trainer to the controller, which passes them on to all ranks with engines. They are carried out
-# one after the other. Then the controller's replies.
+# The first trainer to the controller, which passes them on to all ranks with engines; then the replies.
 
 
 class SendDataReports(Message):
@@ -251,16 +209,6 @@ class EvaluationScores(Message):
     answers: list[dict[str, Any]]
 
 
-ORDERS = (
-    SendDataReports,
-    TransferWeights,
-    CollectRollout,
-    ReuseStoredRollout,
-    RewindTo,
-    LoadState,
-    RunEvaluation,
-    Shutdown,
-)
 Order = (
     SendDataReports
     | TransferWeights
@@ -271,26 +219,13 @@ Order = (
     | RunEvaluation
     | Shutdown
 )
-# What a rank with an engine may send.
-REPORTS = (
-    KeepAlive,
-    RankReady,
-    SamplesFinished,
-    ToolWaitCount,
-    RankFailed,
-    SamplesAborted,
-    TokenDataReply,
+Command = StartSamples | AbortSamples | SendTokenData | RestartEngines | EndRollout
+Report = (
+    KeepAlive | RankReady | SamplesFinished | ToolWaitCount | RankFailed | SamplesAborted | TokenDataReply
 )
 Answer = DataReports | RolloutStored | EvaluationScores
-_ToRank = KeepAlive | StartSamples | AbortSamples | SendTokenData | RestartEngines | EndRollout
-_FromRank = RankReady | SamplesFinished | ToolWaitCount | RankFailed | SamplesAborted | TokenDataReply
 encode_message = encode
-_decode = msgspec.msgpack.Decoder(Order | _ToRank | _FromRank | Answer, dec_hook=from_plain).decode
-
-
-def pack(numbers: Iterable[float], kind: Any) -> bytes:
-    """Return numbers as bytes."""
-    return np.array(numbers, dtype=kind).tobytes()
+_decode = msgspec.msgpack.Decoder(Order | Command | Report | Answer, dec_hook=from_plain).decode
 
 
 def decode_message(sender: str, data: bytes) -> Message:
@@ -303,35 +238,42 @@ def decode_message(sender: str, data: bytes) -> Message:
     return message
 
 
+def pack_prompt(prompt: Prompt, *, whole: bool) -> Prompt:
+    """Return the fields of a prompt that the receiver needs. whole: all, for responses of several turns
+
+    `extra` becomes one JSON text, because its integers may be of any size."""
+    if not whole:
+        return Prompt(prompt.uid, "", prompt.tokens, prompt.answer, entry=prompt.entry)
+    return replace(prompt, extra={"json": json.dumps(prompt.extra, default=str)})
+
+
+def unpack_prompt(prompt: Prompt) -> Prompt:
+    """Return the prompt that `pack_prompt` was given, as far as it was sent."""
+    return replace(prompt, extra=json.loads(prompt.extra["json"])) if prompt.extra else prompt
+
+
 def curve_keys(owner: str) -> tuple[bytes, bytes]:
-    """Return the public and the secret CURVE key of the controller or of a rank's number. They follow from
-    the job's secret: every rank knows whose key is which, and nobody else has one."""
+    """Return the public and the secret CURVE key of the controller or of a rank's number.
+
+    They follow from the job's secret."""
     secret = z85.encode(sign("curve", owner))
     return zmq.curve_public(secret), secret
 
 
-class _Incoming:
-    """What arrives at a socket; a wait that is given up loses nothing."""
+def make_socket(context: zmq.asyncio.Context, kind: int) -> zmq.asyncio.Socket:
+    """Make a socket that queues any number of messages."""
+    result: zmq.asyncio.Socket = context.socket(kind)
+    result.set_hwm(0)
+    result.linger = LINGER
+    return result
 
-    def __init__(self, one: zmq.asyncio.Socket) -> None:
-        self.socket = one
-        self._next: asyncio.Future[list[zmq.Frame]] | None = None
 
-    async def wait(self, seconds: float) -> list[zmq.Frame] | None:
-        """Return the next message; None where there is none within `seconds`."""
-        if self._next is None:
-            self._next = asyncio.ensure_future(self.socket.recv_multipart(copy=False))
-        done, _ = await asyncio.wait({self._next}, timeout=seconds)
-        if not done:
-            return None
-        found, self._next = self._next.result(), None
-        return found
-
-    def close(self) -> None:
-        """Close the socket, once what was sent is gone or LINGER is over."""
-        if self._next is not None:
-            self._next.cancel()
-        self.socket.close()
+async def receive_frames(source: zmq.asyncio.Socket, seconds: float) -> list[zmq.Frame] | None:
+    """Return the next message of a socket; None where there is none within `seconds`."""
+    if not await source.poll(1000 * seconds):
+        return None
+    frames: list[zmq.Frame] = await source.recv_multipart(copy=False)
+    return frames
 
 
 class Hub:
@@ -348,8 +290,8 @@ class Hub:
         """Listen for `ranks` ranks with engines, and the trainers.
 
         host: an address of this machine; "": no socket, rank 0 of this process connects alone"""
-        self.socket = context.socket(zmq.ROUTER)
-        _set(self.socket, zmq.ROUTER_MANDATORY, 1)
+        self.socket = make_socket(context, zmq.ROUTER)
+        self.socket.router_mandatory = True
         self.dropped: Counter[str] = Counter()
         self._keys: dict[int, str] = {}
         self._guard: AsyncioAuthenticator | None = None
@@ -360,13 +302,12 @@ class Hub:
             self._guard = AsyncioAuthenticator(context)
             self._guard.start()
             self._guard.configure_curve_callback("ranks", self)
-            secret = curve_keys("controller")[1]
-            _set(self.socket, zmq.CURVE_SERVER, 1, zmq.CURVE_SECRETKEY, secret, zmq.IPV6, int(":" in host))
-            _set(self.socket, zmq.ZAP_DOMAIN, b"ranks", zmq.ZAP_ENFORCE_DOMAIN, 1)  # nobody without the guard
+            self.socket.curve_server, self.socket.curve_secretkey = True, curve_keys("controller")[1]
+            self.socket.ipv6 = ":" in host
+            self.socket.zap_domain, self.socket.zap_enforce_domain = b"ranks", 1  # nobody without the guard
             self.socket.bind(f"tcp://[{host}]:*" if ":" in host else f"tcp://{host}:*")
             self.address = bytes(self.socket.last_endpoint).rstrip(b"\0").decode()  # type: ignore[arg-type]
         self.socket.bind(_INPROC_ADDRESS)
-        self._incoming = _Incoming(self.socket)
         self.last_heard: dict[int, float] = {}
         self._last_sent: dict[int, float] = {}
 
@@ -387,7 +328,7 @@ class Hub:
         """Return what has arrived, from whom; wait at most `seconds` for the first."""
         found: list[tuple[int, Message]] = []
         began = time.monotonic()
-        while (parts := await self._incoming.wait(0.0 if found else seconds)) is not None:
+        while (parts := await receive_frames(self.socket, 0.0 if found else seconds)) is not None:
             message = self._accept(parts)
             if message is not None:
                 self.last_heard[message[0]] = time.monotonic()
@@ -412,7 +353,7 @@ class Hub:
             self._drop("a message whose sender's key is not that of the rank it names")
             return None
         message = decode_message(rank_name(number), parts[1].bytes)
-        if not isinstance(message, ORDERS if number == TRAINER else REPORTS):
+        if not isinstance(message, Order if number == TRAINER else Report):
             self._drop(f"{type(message).__name__} from {rank_name(number)}, which may not send it")
             return None
         return number, message
@@ -450,7 +391,7 @@ class Hub:
         return min(late, default=None)
 
     def close(self) -> None:
-        self._incoming.close()
+        self.socket.close()
         if self._guard is not None:
             self._guard.stop()
 
@@ -463,15 +404,13 @@ class Link:
     ) -> None:
         """Connect. here: from within the controller's own process."""
         self.number, self.here = number, here
-        self.socket = context.socket(zmq.DEALER)
-        _set(self.socket, zmq.IDENTITY, str(number).encode())
+        self.socket = make_socket(context, zmq.DEALER)
+        self.socket.identity = str(number).encode()
         if not here:
-            public, secret = curve_keys(str(number))
-            server = curve_keys("controller")[0]
-            _set(self.socket, zmq.CURVE_SERVERKEY, server, zmq.CURVE_PUBLICKEY, public)
-            _set(self.socket, zmq.CURVE_SECRETKEY, secret, zmq.IPV6, int("[" in address))
+            self.socket.curve_publickey, self.socket.curve_secretkey = curve_keys(str(number))
+            self.socket.curve_serverkey = curve_keys("controller")[0]
+            self.socket.ipv6 = "[" in address
         self.socket.connect(_INPROC_ADDRESS if here else address)
-        self._incoming = _Incoming(self.socket)
         self.last_sent = time.monotonic()
 
     async def send(self, message: Message) -> None:
@@ -481,11 +420,11 @@ class Link:
 
     async def receive(self, seconds: float) -> Message | None:
         """Return the next message; None where there is none within `seconds`."""
-        parts = await self._incoming.wait(seconds)
+        parts = await receive_frames(self.socket, seconds)
         return None if parts is None else decode_message("the controller", parts[0].bytes)
 
     def close(self) -> None:
-        self._incoming.close()
+        self.socket.close()
 
 
 def rank_name(number: int) -> str:
@@ -502,10 +441,3 @@ def own_address() -> str:
     with socket.socket(family, socket.SOCK_DGRAM) as one:  # sends nothing: the kernel says which way it would
         one.connect(there)
         return str(one.getsockname()[0])
-
-
-def _set(one: zmq.asyncio.Socket, *options: Any) -> None:
-    """Set options of a socket, and those that all have: no message waits for another one to be read."""
-    common = (zmq.SNDHWM, 0, zmq.RCVHWM, 0, zmq.LINGER, LINGER)
-    for option, value in zip((*options, *common)[::2], (*options, *common)[1::2], strict=True):
-        one.setsockopt(option, value)

@@ -14,7 +14,6 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-import numpy as np
 import zmq.asyncio
 
 from megarl.config.errors import DataError, EngineError, MegarlError
@@ -31,6 +30,7 @@ from megarl.rollout.engines.base import RolloutEngine
 from megarl.rollout.responses import groups_to_show, make_rollout_batch, method_columns, records
 from megarl.rollout.sampling import SamplingParams, evaluation_seed
 from megarl.rollout.state import load_state, pack_journal
+from megarl.rollout.windows import WindowController
 from megarl.rollout.worker import Worker
 from megarl.sync.weight_sync import Failures
 
@@ -46,7 +46,7 @@ class RolloutOutcome(msgspec.Struct, array_like=True):
     seconds  of the controller's rank
     """
 
-    prompts: list[m.PromptMessage | None]
+    prompts: list[Prompt | None]
     samples: list[list[Sample]]
     policy_versions: list[int]
     stats: dict[str, int | float]
@@ -91,7 +91,8 @@ class RolloutRank:
         self.controller: Controller | None = None
         if ranks.rank == 0:
             hub = self._run(self._listen(ranks.world))
-            self.controller = Controller(config, hub, ranks.world, engine.supports_continuous_batching, draw)
+            kind = WindowController if config.rollout.window is not None else Controller
+            self.controller = kind(config, hub, ranks.world, draw)
             self.address = hub.address
         self.address = from_rank_0(ranks, self.address if self.controller else "", str)
         self._run(self._connect())
@@ -231,11 +232,7 @@ class RolloutRank:
         assert self.controller is not None
         stats, errors = result if isinstance(result, tuple) else ({}, {})
         prompts = [
-            None
-            if known
-            else m.PromptMessage(
-                group.prompt.uid, m.pack(group.prompt.tokens, np.int32), "", "", source=group.prompt.source
-            )
+            None if known else Prompt(group.prompt.uid, "", group.prompt.tokens, "", group.prompt.source)
             for group in groups
         ]
         samples = [[sample.with_data(None) for sample in group.samples] for group in groups]
@@ -247,7 +244,7 @@ class RolloutRank:
         """Return the groups of an outcome, with the tokens that lie on this rank. known: their prompts, if
         this rank knows them"""
         here = {i: sample.data for i, sample in self.worker.graded.items() if sample.data is not None}
-        prompts = known or [sent.prompt for sent in outcome.prompts if sent is not None]
+        prompts = known or [prompt for prompt in outcome.prompts if prompt is not None]
         columns = zip(prompts, outcome.samples, outcome.policy_versions, strict=True)
         return [SampleGroup(*columns_of_one).with_data(here) for columns_of_one in columns]
 
@@ -258,7 +255,7 @@ class RolloutRank:
             if self.controller is not None:
                 return await self.controller.next_order(seconds)
             message = await self.link.receive(seconds)
-            return message if isinstance(message, m.ORDERS) else None
+            return message if isinstance(message, m.Order) else None
 
         order: m.Order | None = self._run(wait())
         return order

@@ -1,9 +1,7 @@
-"""How a token is sampled, and the seeds that it follows from.
+"""How a token is sampled, and seeds.
 
-A response follows from its prompt, its seed and the weights alone: seeds are hashes of what is sampled, a
-token is the inverse CDF at a counter-based random number. Imported inside SGLang's processes, so it needs
-nothing but torch.
-"""
+A response follows from its prompt, its seed and the weights alone: a token is the inverse CDF at a
+counter-based random number. SGLang's processes import this file, so it needs nothing but torch."""
 
 from __future__ import annotations
 
@@ -47,11 +45,12 @@ def stop_window(stop: Sequence[str]) -> int:
 
 
 def routing_array(chosen: np.ndarray, tokens: int, experts: int) -> np.ndarray:
-    """Return the experts that a prompt and its response of together `tokens` tokens went to, [tokens, layers,
-    topk]: uint8 where that has room for each of `experts` and one more, else int16.
+    """Return the experts of a prompt and its response, together `tokens` tokens, [tokens, layers, topk].
 
-    chosen: integers [t, layers, topk] of the first t <= tokens. The others' entries are the dtype's largest
-    number: an engine never feeds a response's last token to the model, and chooses no experts for it."""
+    The dtype is uint8 if it can hold `experts` and one more, else int16.
+
+    chosen: integers [t, layers, topk] of the first t <= tokens. Others get the dtype's largest number: no
+    engine feeds a response's last token to the model."""
     kind: Any = np.uint8 if experts < 256 else np.int16
     found = np.full((tokens, *chosen.shape[1:]), np.iinfo(kind).max, dtype=kind)
     found[: len(chosen)] = chosen
@@ -64,13 +63,12 @@ def _hash(salt: str, *numbers: int) -> int:
 
 
 def response_seed(run_seed: int, step: int, prompt_uid: int, index: int) -> int:
-    """Return the seed (63 bits) of response `index` to a prompt in a rollout step; the step separates
-    repeated prompts."""
+    """Return the seed (63 bits) of response `index` to a prompt in a rollout step."""
     return _hash("megarl.rollout", run_seed, step, prompt_uid, index)
 
 
 def turn_seed(seed: int, turn: int) -> int:
-    """Return the seed (63 bits) of a turn of a response; of the first one the response's own."""
+    """Return the seed (63 bits) of a turn of a response; the first turn has the response's own."""
     return _hash("megarl.turn", seed, turn) if turn else seed
 
 
@@ -80,8 +78,7 @@ def environment_seed(seed: int) -> int:
 
 
 def evaluation_seed(run_seed: int, problem_uid: int, index: int) -> int:
-    """Return the seed (63 bits) of answer `index` to a held-out problem. It has no step: every evaluation of
-    a run draws with the same numbers, so that its curve moves because of the policy."""
+    """Return the seed (63 bits) of answer `index` to a held-out problem, the same at every step."""
     return _hash("megarl.evaluation", run_seed, problem_uid, index)
 
 
@@ -91,8 +88,7 @@ def shuffle_seed(run_seed: int, step: int) -> int:
 
 
 def selection_seed(run_seed: int, step: int, update: int, group: int, index: int) -> int:
-    """Return the seed (63 bits) of what is drawn for the tokens of response `index` of a group in an
-    update."""
+    """Return the seed (63 bits) of the selection of tokens of a response in an update."""
     return _hash("megarl.selection", run_seed, step, update, group, index)
 
 
@@ -116,9 +112,8 @@ def _search(weights: Tensor, share: Tensor | float, *, right: bool) -> Tensor:
     """Find in each row of weights [rows, n] the first column up to which the sum exceeds (`right`) or reaches
     `share` ([rows, 1]) of the row's sum; int64 [rows, 1]. With `right` that column's weight is positive.
 
-    Sums are float64: a float32 sum over 150,000 tokens is off by more than the probability of the rare ones.
-    Only the sums of blocks and the running sum within one block are: an array [rows, n] of float64 would be
-    300 MB at each token."""
+    Sums are float64, as a float32 sum over a vocabulary is off by more than the probability of rare tokens.
+    Only sums of blocks and the running sum within one block are made, to save memory."""
     size = weights.shape[1]
     if size <= BLOCK:
         cdf = weights.cumsum(-1, dtype=torch.float64)
@@ -142,9 +137,9 @@ def _search(weights: Tensor, share: Tensor | float, *, right: bool) -> Tensor:
 
 
 def keep_top(probs: Tensor, top_k: int, top_p: float) -> Tensor:
-    """Set probs [rows, vocab] to 0 outside the `top_k` largest (0: all) and then, of what is left and
-    renormalised, outside the smallest set whose mass reaches `top_p` (1: all). Tokens as probable as the last
-    kept one are kept. The result is not renormalised."""
+    """Set probs [rows, vocab] to 0 outside the `top_k` largest (0: all), then, of the renormalised rest,
+    outside the smallest set whose mass reaches `top_p` (1: all). Ties with the last kept token are kept. The
+    result is not renormalised."""
     if 0 < top_k < probs.shape[-1]:
         least = probs.topk(top_k, dim=-1).values[:, -1:]
         probs = probs.where(probs >= least, 0.0)
@@ -156,11 +151,13 @@ def keep_top(probs: Tensor, top_k: int, top_p: float) -> Tensor:
 
 
 def choose(logits: Tensor, seeds: Tensor, index: Tensor, params: SamplingParams) -> tuple[Tensor, Tensor]:
-    """Draw token number `index` of the responses with `seeds`; return the tokens and their log-probabilities.
+    """Sample token number `index` of the responses with `seeds`.
 
-    logits [rows, vocab]; seeds and index int64 [rows]. Tokens are int64 [rows], log-probabilities float32
-    [rows] under the whole temperature-scaled distribution (greedy: temperature 1), NaN where a row's logits
-    hold NaN."""
+    Args:
+        logits: [rows, vocab]; seeds and index: int64 [rows]
+
+    Returns tokens int64 [rows], and their log-probs float32 [rows] under the whole distribution after
+    temperature (greedy: temperature 1), NaN where a row's logits hold NaN."""
     logits = logits.float()
     if params.temperature == 0:
         logprobs = torch.log_softmax(logits, dim=-1)

@@ -75,7 +75,7 @@ def join_shares(shares: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             group_state(group, [graded.get(sample.id) for sample in group.samples])
             for group in shares[0]["surplus"]
         ],
-        "returned": [request_state(request, partials) for request in shares[0]["returned"]],
+        "returned": [_request_state(request, partials) for request in shares[0]["returned"]],
         "lengths": list(shares[0]["lengths"].items()),
     }
 
@@ -108,14 +108,14 @@ def load_state(state: Mapping[str, Any], rank: int, engines: int, ranks_per_engi
                 loaded.graded[sample.id] = sample
         loaded.surplus.append(group)
     for i, entry in enumerate(state.get("returned", ())):
-        engine, prompt, seeds = i % engines, prompt_from_state(entry["prompt"]), entry["seeds"]
+        engine, prompt, seeds = i % engines, _prompt_from_state(entry["prompt"]), entry["seeds"]
         if not entry["begun"]:
             loaded.returned.append(GroupRequest(prompt, seeds))
             continue
         first = loaded.next_id
         for j, saved in enumerate(entry["begun"]):
             if saved and engine * ranks_per_engine == rank:
-                loaded.partials[first + j] = partial_from_state(saved)
+                loaded.partials[first + j] = _token_data(saved, saved["finish"], saved.get("journal", ()))
         holders = [engine if saved else None for saved in entry["begun"]]
         loaded.returned.append(GroupRequest(prompt, seeds, first=first, holders=holders))
         loaded.next_id += len(seeds)
@@ -132,76 +132,55 @@ def group_state(group: SampleGroup, tokens: Sequence[TokenData | None] | None = 
     for sample, data in zip(group.samples, tokens or [s.data for s in group.samples], strict=True):
         assert data is not None
         fields = {key: getattr(sample, name) for name, key in SAMPLE_KEYS.items()}
-        samples.append(fields | _columns(data) | {"routing": experts_state(data.routed_experts)})
-    return {"prompt": prompt_state(group.prompt), "responses": samples, "version": group.policy_version}
+        samples.append(fields | _token_state(data))
+    return {"prompt": _prompt_state(group.prompt), "responses": samples, "version": group.policy_version}
 
 
 def group_from_state(state: Mapping[str, Any], owner: int = 0) -> SampleGroup:
     """Undo `group_state`. owner: rank that keeps the group's tokens from now on"""
-    names = {key: name for name, key in SAMPLE_KEYS.items()}
     samples = []
     for saved in state["responses"]:
-        fields = {names[key]: value for key, value in saved.items() if key in names}
+        fields = {name: saved[key] for name, key in SAMPLE_KEYS.items() if key in saved}
         finish = saved["finish"] if saved["finish"] != "window" else "abort"
         samples.append(Sample.from_data(_token_data(saved, finish), owner, **fields))
-    return SampleGroup(prompt_from_state(state["prompt"]), samples, state["version"])
+    return SampleGroup(_prompt_from_state(state["prompt"]), samples, state["version"])
 
 
-def request_state(request: GroupRequest, partials: Mapping[int, TokenData]) -> dict[str, Any]:
+def _request_state(request: GroupRequest, partials: Mapping[int, TokenData]) -> dict[str, Any]:
     """Return a returned request as JSON holds it, with those of its responses that are unfinished."""
-    begun: list[TokenData | None] = []
+    unfinished: list[dict[str, Any] | None] = []
     if request.first is not None:
-        begun = [partials.get(request.first + i) for i in range(len(request.seeds))]
-    return {
-        "prompt": prompt_state(request.prompt),
-        "seeds": list(request.seeds),
-        "begun": [data and partial_state(data) for data in begun],
-    }
+        for number in range(request.first, request.first + len(request.seeds)):
+            if (data := partials.get(number)) is None:
+                unfinished.append(None)
+            else:
+                more = {"finish": data.finish_reason, "journal": data.journal}
+                unfinished.append(_token_state(data) | more)
+    return {"prompt": _prompt_state(request.prompt), "seeds": list(request.seeds), "begun": unfinished}
 
 
-def partial_state(data: TokenData) -> dict[str, Any]:
-    """Return an unfinished response as JSON holds it."""
-    experts = {"routing": experts_state(data.routed_experts)}
-    return _columns(data) | experts | {"finish": data.finish_reason, "journal": data.journal}
-
-
-def partial_from_state(saved: Mapping[str, Any]) -> TokenData:
-    """Undo `partial_state`."""
-    return structs.replace(_token_data(saved, saved["finish"]), journal=[*saved.get("journal", ())])
-
-
-def prompt_state(prompt: Prompt) -> dict[str, Any]:
-    """Return a prompt as JSON holds it."""
+def _prompt_state(prompt: Prompt) -> dict[str, Any]:
     return vars(prompt) | {"tokens": list(prompt.tokens)}
 
 
-def prompt_from_state(state: Mapping[str, Any]) -> Prompt:
-    """Undo `prompt_state`."""
+def _prompt_from_state(state: Mapping[str, Any]) -> Prompt:
     return Prompt(**{**state, "tokens": tuple(state["tokens"])})
 
 
-def experts_state(experts: np.ndarray | None) -> list[Any] | None:
-    """Return the routed experts of a response as JSON holds them: a hundred numbers and more a token."""
-    if experts is None:
-        return None
-    return [str(experts.dtype), experts.shape, base64.b64encode(experts.tobytes()).decode()]
-
-
-def experts_from_state(state: Sequence[Any] | None) -> np.ndarray | None:
-    """Undo `experts_state`."""
-    if state is None:
-        return None
-    dtype, shape, data = state
-    return np.frombuffer(base64.b64decode(data), dtype=dtype).reshape(shape)
-
-
-def _columns(data: TokenData) -> dict[str, Any]:
-    """Return the columns of a TokenData as lists, by their keys in a checkpoint."""
+def _token_state(data: TokenData) -> dict[str, Any]:
+    """Return the columns of a response's tokens as lists. Routed experts are dtype, shape and base64."""
     columns = {key: getattr(data, name) for name, key in TOKEN_KEYS.items()}
-    return {key: None if column is None else column.tolist() for key, column in columns.items()}
+    experts, routing = data.routed_experts, None
+    if experts is not None:
+        routing = [str(experts.dtype), experts.shape, base64.b64encode(experts.tobytes()).decode()]
+    lists = {key: None if column is None else column.tolist() for key, column in columns.items()}
+    return lists | {"routing": routing}
 
 
-def _token_data(saved: Mapping[str, Any], finish_reason: Any) -> TokenData:
+def _token_data(saved: Mapping[str, Any], finish_reason: Any, journal: Sequence[Any] = ()) -> TokenData:
+    """Return the tokens of `_token_state`."""
     columns: dict[str, Any] = {name: saved.get(key) for name, key in TOKEN_KEYS.items()}
-    experts = experts_from_state(saved.get("routing"))
-    return TokenData(finish_reason=finish_reason, routed_experts=experts, **columns)
+    if saved.get("routing") is not None:
+        dtype, shape, encoded = saved["routing"]
+        columns["routed_experts"] = np.frombuffer(base64.b64decode(encoded), dtype=dtype).reshape(shape)
+    return TokenData(finish_reason=finish_reason, journal=[*journal], **columns)

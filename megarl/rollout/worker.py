@@ -1,8 +1,9 @@
 """The worker of a rank: runs the episodes that the controller (controller.py) assigns to its engine.
 
-Three coroutines run at the same time: episodes here, engine_client.py keeps the engine busy, grading.py
-grades finished samples. User code runs only here. The worker keeps the tokens of its samples, and sends the
-samples without them to the controller. The other ranks of an engine only help to start it again."""
+Three coroutines run at the same time: episodes here, the engine's client (episode.py) keeps the engine
+busy, grading.py grades finished samples. User code runs only here. The worker keeps the tokens of its
+samples, and sends the samples without them to the controller. The other ranks of an engine only help to start
+it again."""
 
 from __future__ import annotations
 
@@ -22,9 +23,8 @@ from megarl.config.schema import Config
 from megarl.data.sample import Sample, TokenData
 from megarl.rewards.verdict import Verdict
 from megarl.rollout import messages as m
-from megarl.rollout.engine_client import EngineClient
 from megarl.rollout.engines.base import RolloutEngine
-from megarl.rollout.episode import Episode, EpisodeAborted, load_runner
+from megarl.rollout.episode import EngineClient, Episode, EpisodeAborted, EpisodeInputs, load_runner
 from megarl.rollout.grading import Grader
 from megarl.sync.weight_sync import Failures
 
@@ -95,7 +95,8 @@ class Worker:
 
         Errors of this rank are sent to the controller, which raises them. Errors of `recover`, the same on
         all ranks, are raised here."""
-        self.link, self.client = link, EngineClient(self.engine, self.threads)
+        batching = self.config.rollout.capabilities.continuous_batching
+        self.link, self.client = link, EngineClient(self.engine, self.threads, continuous_batching=batching)
         self.grader = Grader(self.config, self.verifier, self.tokenizer, self.threads)
         self._tool_waits_changed = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
@@ -160,18 +161,11 @@ class Worker:
 
     def _start_episodes(self, message: m.StartSamples) -> None:
         self.grader.max_tokens, self.grader.with_terms = message.params.max_tokens, message.terms
-        prompts = [sent.prompt for sent in message.prompts]
-        columns = zip(message.ids, message.prompt_positions, message.indices, message.seeds, strict=True)
-        for sample_id, position, index, seed in columns:
-            episode = self.runner.start(
-                prompts[position],
-                self.client,
-                seed,
-                message.params,
-                self.partials.pop(sample_id, None),
-                message.window,
-                self._tool_waits_changed.set,
-            )
+        prompts = [m.unpack_prompt(prompt) for prompt in message.prompts]
+        for sample_id, position, index, seed in message.samples:
+            prefix, notify = self.partials.pop(sample_id, None), self._tool_waits_changed.set
+            inputs = prompts[position], self.client, seed, message.params, prefix, message.window, notify
+            episode = self.runner.start(EpisodeInputs(*inputs))
             task = asyncio.create_task(self._send_errors(self._run, sample_id, episode))
             self._running[sample_id] = RunningEpisode(episode, index, time.monotonic(), task)
             # Not in the group itself, which would wait for ever for an episode that cannot be cancelled.

@@ -14,7 +14,7 @@ from megarl.model.builder import build_actor, read_hf_config
 from megarl.parallel.comm import from_rank_0
 from megarl.parallel.runtime import Runtime
 from megarl.rewards.pool import VerifierPool
-from megarl.rollout.engines.registry import make_engine
+from megarl.rollout.engines.base import load_engine_class
 from megarl.rollout.episode import load_prompt_options
 from megarl.rollout.rank import RolloutRank
 from megarl.schedule.generation import load_tokenizer, start_engine
@@ -95,7 +95,7 @@ class Evaluation:
         self.tokenizer = load_tokenizer(config.model.path)
         shown = load_prompt_options(config, self.tokenizer)
         self.sets, self.reports = read_problem_sets(config.data, config.evaluation, self.tokenizer, **shown)
-        self.engine = make_engine(config, self.tokenizer, runtime)
+        self.engine = load_engine_class(config).build(config, self.tokenizer, runtime)
         # Load the weights into Megatron's actor at this job's layout, sync them into the engine, drop the
         # actor.
         path, lora = config.model.path, config.actor.lora.rank is not None

@@ -19,8 +19,7 @@ from megarl.parallel.comm import barrier, shares_on_0
 from megarl.parallel.device_memory import empty_cache
 from megarl.parallel.runtime import Runtime
 from megarl.rewards.pool import VerifierPool
-from megarl.rollout.engines.base import RolloutEngine
-from megarl.rollout.engines.registry import make_engine
+from megarl.rollout.engines.base import RolloutEngine, load_engine_class
 from megarl.rollout.episode import load_prompt_options
 from megarl.rollout.rank import RolloutRank
 from megarl.rollout.state import RolloutShare, join_shares
@@ -81,7 +80,7 @@ class Generation(BatchSource):
             own_verifiers(config.data),
             reward.sandbox,
         )
-        self.engine = make_engine(config, tokenizer, runtime)
+        self.engine = load_engine_class(config).build(config, tokenizer, runtime)
         start_engine(self.engine, runtime)
         self.rollout_rank = RolloutRank(
             config, runtime.engines, self.engine, self.verifiers, tokenizer, recover, self._draw

@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from megarl.algorithms.mismatch import mismatch_metrics, mismatch_sums
@@ -22,7 +23,7 @@ from megarl.config.schema import PRETRAINING, Config
 from megarl.data.batch import MicroBatch, TrainBatch
 from megarl.model.builder import DTYPES
 from megarl.parallel.comm import from_rank_0, gather_objects, gather_on_0, max_over_ranks, sum_over_replicas
-from megarl.rollout.engines.transformers_engine import HEAD, OUTPUT, Part, TransformersEngine
+from megarl.rollout.engines.transformers_engine import TransformersEngine
 from megarl.schedule.models import export_model
 from megarl.schedule.run import Run, Step
 from megarl.training.batch import make_micro_batches
@@ -37,6 +38,9 @@ LIMITS = {"fp32": 1e-3, "bf16": 0.15, "fp8": 0.4}
 # Of what one part of a layer makes of the same input: the difference's share of its size.
 PART_LIMITS = {"fp32": 1e-3, "bf16": 0.05, "fp8": 0.25}
 SEQUENCES, TOKENS = 2, 256  # whose hidden states are compared: of so many responses, so many tokens at most
+# A layer's number (-1 before the first, their count behind the last), and what part of it; its whole output.
+Part = tuple[int, str]
+OUTPUT, HEAD = "residual, or a norm behind attention or MLP", "output layer"
 # What a layer consists of, in its order, as Megatron names it.
 PARTS = {
     "norm before attention": "input_layernorm",
@@ -277,6 +281,50 @@ def _from_folder(run: Run, version: int) -> TransformersEngine | None:
     return engine
 
 
+@torch.inference_mode()
+def _reference_parts(
+    engine: TransformersEngine, tokens: Sequence[int], given: Mapping[Part, Tensor]
+) -> dict[Part, Tensor]:
+    """Return, in the model's order, what each part gives for a sequence, on the host, [t, hidden]; as
+    (layers, HEAD) the logits, float32 [t, vocab].
+
+    A layer's input is what `given` has as the output of the one before it: so a difference stays where it
+    arises."""
+    body, found, hooks = engine.model.get_decoder(), dict[Part, Tensor](), []
+    last = len(body.layers) - 1
+
+    def note(part: Part, _module: Any, _arguments: Any, output: Any) -> None:
+        found[part] = (output[0] if isinstance(output, tuple) else output)[0].cpu()
+
+    def replace(before: Part, _module: Any, arguments: Any) -> Any:
+        own = arguments[0]
+        if before == (-1, "embedding"):
+            found[before] = own[0].cpu()
+        return given[before][None].to(own), *arguments[1:]
+
+    def watch(module: Any, part: Part, before: Part | None = None) -> None:
+        hooks.append(module.register_forward_hook(partial(note, part)))
+        if before is not None:
+            hooks.append(module.register_forward_pre_hook(partial(replace, before)))
+
+    for number, layer in enumerate(body.layers):
+        watch(layer.input_layernorm, (number, "norm before attention"))
+        mixer = layer.linear_attn if hasattr(layer, "linear_attn") else layer.self_attn
+        watch(mixer, (number, "attention"))
+        watch(layer.post_attention_layernorm, (number, "norm before MLP"))
+        watch(layer.mlp, (number, "MLP"))
+        watch(layer, (number, OUTPUT), (number - 1, OUTPUT) if number else (-1, "embedding"))
+    watch(body.norm, (last + 1, "final norm"), (last, OUTPUT))
+    try:
+        body(input_ids=torch.tensor([tokens], device=engine.device), use_cache=False)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    head = engine.model.get_output_embeddings().weight.cpu().float()
+    hidden = given[last + 1, "final norm"].float()  # logits rounded to bf16 would be off by up to 0.06
+    return {**found, (last + 1, HEAD): F.linear(hidden, head)}
+
+
 def _compare(
     reference: TransformersEngine,
     prompt: list[int],
@@ -286,7 +334,7 @@ def _compare(
 ) -> list[Difference]:
     """Compare each part with the reference's, in their order, given the trainer's input. Of the output layer
     it is the mean |difference| of the response's log-probs."""
-    theirs = reference.parts([*prompt, *response], states)
+    theirs = _reference_parts(reference, [*prompt, *response], states)
     found, fused = [], False
     for part, output in theirs.items():
         if part[1] == HEAD:

@@ -15,6 +15,7 @@ import psutil
 import torch
 
 from megarl.config.check import check_config, evaluation_problems
+from megarl.config.engines import ENGINES
 from megarl.config.errors import CheckpointError, ConfigError, MegarlError, first_line
 from megarl.config.files import essential, read_json, write_whole
 from megarl.config.schema import Config, RewardConfig
@@ -40,7 +41,7 @@ from megarl.rewards import VerifierPool
 from megarl.rewards.pool import Item
 from megarl.rewards.sandbox import probe
 from megarl.rewards.verdict import Reference, get_term, get_verifier
-from megarl.rollout.engines.registry import check_engine, engine_class
+from megarl.rollout.engines.base import load_engine_class
 from megarl.rollout.episode import load_prompt_options, load_runner
 from megarl.schedule.rollouts import check_pretraining_rollouts
 from megarl.sync.plan import engine_targets
@@ -165,7 +166,7 @@ def preflight(config: Config, where: str, world: int | None = None, *, replay: b
         check_verifier(config.reward, references, own_verifiers(config.data))
         sandbox = sandbox_warning()
     check_pretraining_rollouts(config)
-    engine = engine_class(config).machine_note(device.type) if config.has_engine else None
+    engine = load_engine_class(config).machine_note(device.type) if config.has_engine else None
     return [line for line in (near, engine, sandbox) if line]
 
 
@@ -371,7 +372,7 @@ def _check_machine(config: Config, device: str, world: int | None = None, *, rep
     if broken := broken_transformer_engine():
         raise ConfigError(broken)
     if not replay:  # after Transformer Engine, which an engine's file may import
-        check_engine(config, device)
+        _check_engine(config, device)
     if device == "cuda" and config.model.layers != "portable" and (problem := cudnn_problem()):
         raise ConfigError(problem)
     if config.model.layers == "te" and (problem := transformer_engine_problem(device)):
@@ -401,6 +402,15 @@ def _check_machine(config: Config, device: str, world: int | None = None, *, rep
         )
 
 
+def _check_engine(config: Config, device: str) -> None:
+    """Check that the engine is installed, and that this machine can run it."""
+    entry = ENGINES[config.rollout.engine]
+    if entry.package and not find_spec(entry.package):
+        remedy = f"{entry.install}, or use transformers"
+        raise ConfigError(f"rollout.engine: {config.rollout.engine} is not installed ({remedy})")
+    load_engine_class(config).check_machine(config, device)
+
+
 def _check_engine_layout(
     config: Config, hf_config: Mapping[str, Any], device: torch.device, world: int | None = None
 ) -> None:
@@ -414,7 +424,7 @@ def _check_engine_layout(
     world = world or (launched_world() if is_launched() else ranks_here(config.parallel))
     apart = config.parallel.rollout_ranks
     engine_targets(config, hf_config, world - apart, cpu=cpu)
-    engine_class(config).check_engines(config, hf_config, device, (apart or world) // tp)
+    load_engine_class(config).check_engines(config, hf_config, device, (apart or world) // tp)
 
 
 def _check_vocabulary(folder: ModelFolder | Described, key: str, tokenizer: Any) -> None:

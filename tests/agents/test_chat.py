@@ -30,7 +30,7 @@ from megarl.agents.episode import Turn
 from megarl.config import load_config
 from megarl.config.errors import ConfigError
 from megarl.data.response_text import check_end_of_turn, end_tokens, policy_text, policy_texts
-from megarl.rollout.engines.registry import make_engine
+from megarl.rollout.engines.base import load_engine_class
 from megarl.schedule.generation import load_tokenizer
 from tests.agents.talk import (
     CHATML,
@@ -573,5 +573,6 @@ def test_the_engine_knows_all_ends(tmp_path):
         f"{{recipe: dapo, run_dir: {tmp_path}/run, steps: 1, {model}, parallel: {{device: cpu}}}}"
     )
     runtime: Any = SimpleNamespace(rank=0, first_engine=0, device=torch.device("cpu"))
-    engine = make_engine(load_config(config, []), load_tokenizer(tmp_path), runtime)
+    loaded = load_config(config, [])
+    engine = load_engine_class(loaded).build(loaded, load_tokenizer(tmp_path), runtime)
     assert engine.eos_ids == (1, 2)

@@ -287,6 +287,8 @@ def drawn(
 ) -> list[Any]:
     """The responses of a step, all of which may be unjudged."""
     rollout = {"prompts": 2, "group_size": 2, "max_response_tokens": 8, "turns": turns or {}}
+    if engine_class is OutOfOrder:
+        rollout["engine"] = "sglang"  # whose continuous batching it stands for
     settings: dict[str, Any] = {"reward": {"max_unjudged": 1.0}, **sections}
     settings["rollout"] = rollout | {"episode": f"{__name__}:{episode}"} | sections.get("rollout", {})
     config = Config(recipe="grpo", run_dir="runs/x", steps=1, model={"path": folder}, **settings)
@@ -494,8 +496,6 @@ def test_ctrl_c_leaves_nothing_that_speaks_later(
     monkeypatch.setattr(sys, "unraisablehook", said.append)
 
     class Interrupted(OutOfOrder):
-        supports_continuous_batching = False
-
         def poll(self, seconds: float) -> list[tuple[int, TokenData]]:
             if within == "the loop":
                 asyncio.get_running_loop().call_soon(signal.raise_signal, signal.SIGINT)

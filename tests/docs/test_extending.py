@@ -16,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
 import torch
@@ -33,10 +34,9 @@ from megarl.parallel.layout import Layout
 from megarl.parallel.runtime import Runtime
 from megarl.rewards.pool import VerifierPool
 from megarl.rewards.verdict import verifier_path
-from megarl.rollout.engine_client import EngineClient
 from megarl.rollout.engines.base import GenerationRequest
 from megarl.rollout.engines.transformers_engine import TransformersEngine
-from megarl.rollout.episode import EpisodeAborted
+from megarl.rollout.episode import EngineClient, EpisodeAborted
 from megarl.rollout.sampling import SamplingParams, turn_seed
 from megarl.sync.backends import BACKENDS
 from megarl.sync.plan import engine_plan
@@ -244,8 +244,7 @@ def test_a_batch_source_goes_on_from_where_it_stood(sums: Path) -> None:
 def engines(sums: Path) -> list[TransformersEngine]:
     """The page's engine and the transformers one, with the same weights."""
     made = module_of("plain_engine", FILES["rollout/engines/plain_engine.py"]).PlainEngine
-    tokenizer = AutoTokenizer.from_pretrained(sums / "model")
-    found = [kind(sums / "model", eos_ids=[1], tokenizer=tokenizer) for kind in (made, TransformersEngine)]
+    found = [kind(sums / "model", eos_ids=[1]) for kind in (made, TransformersEngine)]
     for engine in found:
         engine.start()
         load_folder(engine, version=3)
@@ -274,7 +273,7 @@ def syncs_by_files(runtime: Runtime, folder: Path) -> list[dict[str, Any]]:
     config = jobs.make_config(folder)
     model = build_actor(config, read_hf_config(folder), runtime)
     jobs.load(model, folder, runtime)
-    engine = module_of("plain_engine", FILES["rollout/engines/plain_engine.py"]).PlainEngine(folder)
+    engine = module_of("plain_engine", FILES["rollout/engines/plain_engine.py"]).PlainEngine(folder, [1])
     engine.start()
     failing: list[EngineFailure] = []
     load_file = engine.load_file
@@ -331,8 +330,8 @@ def test_an_episode(engines: list[TransformersEngine], sums: Path) -> None:
 
     async def run(begun: TokenData | None) -> TokenData:
         with ThreadPoolExecutor(1) as threads:
-            client = EngineClient(engines[1], threads)
-            running = asyncio.create_task(client.run())
+            client = EngineClient(engines[1], threads, continuous_batching=False)
+            running = asyncio.create_task(client.keep_busy(AsyncMock()))
             policy = Policy(prompt, client, 3, params, begun, tokenizer)
             await episode(prompt, policy)
             running.cancel()

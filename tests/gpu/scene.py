@@ -19,8 +19,7 @@ from megarl.data.sample import TokenData
 from megarl.model.builder import build_actor, read_hf_config
 from megarl.parallel.movable import HostPool
 from megarl.parallel.runtime import Runtime
-from megarl.rollout.engines.base import GenerationRequest, RolloutEngine
-from megarl.rollout.engines.registry import make_engine
+from megarl.rollout.engines.base import GenerationRequest, RolloutEngine, load_engine_class
 from megarl.rollout.sampling import SamplingParams
 from megarl.schedule.generation import start_engine
 from megarl.schedule.models import load_weights
@@ -167,7 +166,8 @@ class Scene:
     @cached_property
     def engine(self) -> RolloutEngine:
         """The configured engine, not started."""
-        return make_engine(self.config, SimpleNamespace(eos_token_id=EOS, name_or_path=""), self.runtime)
+        tokenizer = SimpleNamespace(eos_token_id=EOS, name_or_path="")
+        return load_engine_class(self.config).build(self.config, tokenizer, self.runtime)
 
     @cached_property
     def weight_sync(self) -> WeightSync:

@@ -24,7 +24,7 @@ from megarl.parallel import device_memory, machine, movable, node_checks
 from megarl.parallel import runtime as parallel
 from megarl.parallel.node_checks import NodeNeeds
 from megarl.rollout import episode
-from megarl.rollout.engines import registry, sglang
+from megarl.rollout.engines import sglang
 from megarl.rollout.engines.sglang import SGLangEngine
 from megarl.rollout.engines.transformers_engine import TransformersEngine
 from megarl.schedule import preflight
@@ -339,7 +339,7 @@ class TestPreflight:
     def test_an_engine_whose_packages_do_not_fit(
         self, calls: list[Any], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(registry, "find_spec", lambda name: object())
+        monkeypatch.setattr(preflight, "find_spec", lambda name: object())
         monkeypatch.setattr(
             sglang,
             "unmet",
@@ -365,7 +365,7 @@ class TestPreflight:
         tokenizer = SimpleNamespace()
         monkeypatch.setattr(preflight, "check_tokenizer", lambda *a, **k: tokenizer)
         monkeypatch.setattr(episode, "check_end_of_turn", lambda *a, **k: None)
-        for module in (machine, preflight, registry):
+        for module in (machine, preflight):
             monkeypatch.setattr(module, "find_spec", lambda name: None)
         return {"path": tmp_path, "dtype": "bf16", "recompute": "full"}
 

@@ -132,7 +132,7 @@ class Server(Http):
         for parameter in self.engine.parameters().values():
             parameter.detach().normal_()
         self.engine.end_update(0)
-        config = self.engine._model.config
+        config = self.engine.model.config
         self.vocabulary = config.vocab_size
         self.model_info = {
             "model_path": str(self.folder), "served_model_name": "x", "is_generation": True,

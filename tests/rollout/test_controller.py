@@ -35,7 +35,6 @@ from megarl.data.prompts import ProblemSet, Prompt
 from megarl.data.sample import TokenData
 from megarl.rewards.pool import VerifierPool
 from megarl.rewards.verdict import Verdict
-from megarl.rollout import engine_client
 from megarl.rollout.controller import Controller
 from megarl.rollout.dispatch import Dispatcher, GroupRequest
 from megarl.rollout.engines.transformers_engine import TransformersEngine
@@ -208,7 +207,7 @@ def test_any_split_of_the_work_gives_the_same_run(
 def test_engines_of_different_speeds_give_the_same_run(world, monkeypatch):
     """One of three engines makes a token where the others make several responses: they take what it would
     have come to last, and the batch is the same to the bit as that of one engine."""
-    monkeypatch.setattr(engine_client, "DECODE_SECONDS", 0.02)
+    monkeypatch.setattr("megarl.rollout.episode.DECODE_SECONDS", 0.02)
     work = {"prompts": 12, "group_size": 4, "max_response_tokens": 12}
     one_engine = run_ranks(world, config(rollout=work), 1, steps=2)[0]
     alone = [facts(batch) for batch in one_engine]

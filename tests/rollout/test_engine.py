@@ -21,13 +21,14 @@ from megarl.config.errors import CheckpointError, EngineError
 from megarl.data.sample import TokenData
 from megarl.rollout.engines import transformers_decode, transformers_layers
 from megarl.rollout.engines.base import GenerationRequest
-from megarl.rollout.engines.transformers_decode import DecodeLoop, KVCache, Stopping, _width, segments_of
+from megarl.rollout.engines.transformers_decode import DecodeLoop, Stopping, _width, segments_of
 from megarl.rollout.engines.transformers_engine import TransformersEngine
 from megarl.rollout.engines.transformers_layers import (
     COLUMNS,
     LARGEST,
     Block,
     BlockLinear,
+    KVCache,
     decode_attention,
     fewest_rows,
     prefill_attention,
@@ -492,7 +493,7 @@ def test_prompts_that_begin_alike_are_answered_as_alone(family, make_engine, ref
     engine = make_engine(family := "grouped" if family == "wide" else family, eos_ids=())
     asked = [GenerationRequest(p, 10 * i + j) for i, p in enumerate(branches(2, 14)) for j in range(2)]
     params, tokens = SamplingParams(max_tokens=6, routing=mixture), []
-    embed = engine._model.get_input_embeddings()
+    embed = engine.model.get_input_embeddings()
     hook = embed.register_forward_pre_hook(lambda _, args: tokens.append(args[0].shape))
     together = engine.generate(asked, params)
     hook.remove()

@@ -369,10 +369,10 @@ def test_a_rows_other_columns_reach_whoever_draws() -> None:
     extra = {"n": 10**30, "half": "\ud800", "day": date(2026, 11, 25), "raw": b"x", "a": {"b": [1, None]}}
     prompt = Prompt(7, "a", (1, 2), "3", "sums", extra, "q", "e")
     sent = m.encode_message(
-        m.StartSamples(
-            SamplingParams(1), True, 0, [m.PromptMessage.from_prompt(prompt, whole=True)], [], [], [], []
-        )
+        m.StartSamples(SamplingParams(1), True, 0, [m.pack_prompt(prompt, whole=True)], [])
     )
     begin = m.decode_message("the controller", sent)
     assert isinstance(begin, m.StartSamples)
-    assert begin.prompts[0].prompt == replace(prompt, extra=extra | {"day": "2026-11-25", "raw": "b'x'"})
+    assert m.unpack_prompt(begin.prompts[0]) == replace(
+        prompt, extra=extra | {"day": "2026-11-25", "raw": "b'x'"}
+    )

@@ -43,7 +43,6 @@ class OutOfOrder(TransformersEngine):
     """The transformers engine, whose answers are handed out a few at a time, in an order of chance; what is
     aborted has got half-way, or has just ended, which no later request may go on with."""
 
-    supports_continuous_batching = True
     chance = random.Random(0)
     fail_after = 0  # polls; 0: never
 
@@ -114,6 +113,7 @@ def collect(
     """The uids of each step's groups with their responses' tokens, of all ranks together; and the failures
     that were to be recovered from."""
     settings = {
+        "engine": "sglang",  # whose continuous batching OutOfOrder stands for
         "prompts": 5,
         "group_size": 3,
         "max_response_tokens": 8,
@@ -226,7 +226,7 @@ def test_partial_responses_are_kept_until_they_are_drawn_again(world: Any) -> No
     for step in range(8):
         dynamic = {"enabled": True, "oversample": 1.5 if step % 2 else 8.0}
         settings = {"prompts": 2, "group_size": 3, "max_response_tokens": 8, "continue_partial": True}
-        rollout = {**settings, "dynamic_sampling": dynamic}
+        rollout = {"engine": "sglang", **settings, "dynamic_sampling": dynamic}
         config = Config(recipe="dapo", run_dir="runs/x", steps=1, model={"path": folder}, rollout=rollout)
         draw = lambda n: [next(left) for _ in range(n)]  # noqa: E731
         rank = RolloutRank(config, runtime, engine, OddText(), tokenizer, draw=draw)
@@ -354,7 +354,7 @@ class DiesWhenDropping(OutOfOrder):
 def test_an_engine_that_dies_when_requests_are_dropped_is_started_again_by_all(world: Any) -> None:
     """At the end of a rollout, where the other ranks meet no failure: the next one has it."""
     episode = {"episode": f"{__name__}:thinks_better_of_it", "max_response_tokens": 9}
-    rollout: dict[str, Any] = {"prompts": 4, "group_size": 2, **episode}
+    rollout: dict[str, Any] = {"engine": "sglang", "prompts": 4, "group_size": 2, **episode}
     config = Config(recipe="ppo", run_dir="runs/x", steps=1, model={"path": world[0]}, rollout=rollout)
     runtimes, prompts = threads(2), iter(world[2])
 

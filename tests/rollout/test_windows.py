@@ -63,6 +63,8 @@ def draw(
     """The responses of each step with their bodies, which are on one of the ranks; its statistics; and its
     batches, where there is one rank. order: None is the transformers engine; else answers come back in an
     order of chance. reload: a step after which another RolloutRank goes on from what a checkpoint holds."""
+    if order is not None:
+        rollout["engine"] = "sglang"  # whose continuous batching OutOfOrder stands for
     config, runtimes = make_config(world[0], **rollout), threads(ranks)
 
     def one(rank: int) -> list[Any]:

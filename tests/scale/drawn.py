@@ -38,7 +38,7 @@ PROMPT = 50  # tokens
 class Drawn:
     """An engine that has what is asked of it after `held` seconds."""
 
-    weight_version, supports_continuous_batching = 0, True
+    weight_version = 0
 
     def __init__(self, tokens: int) -> None:
         self.tokens, self.held, self.made = tokens, 0.0, dict[int, TokenData]()

@@ -49,7 +49,7 @@ class Scene:
         from transformers import AutoTokenizer
 
         from megarl.model.builder import build_actor, read_hf_config
-        from megarl.rollout.engines.registry import make_engine
+        from megarl.rollout.engines.base import load_engine_class
         from megarl.sync.weight_sync import make_weight_sync
         from megarl.training.model import TrainableModel
         from megarl.weights.families import read_config
@@ -77,7 +77,7 @@ class Scene:
         model = build_actor(self.config, read_hf_config(folder), runtime)
         parallel_jobs.load(model, folder, runtime)
         self.actor = TrainableModel("actor", model, self.config.critic, self.config.steps, runtime)
-        self.engine = make_engine(self.config, self.tokenizer, runtime)
+        self.engine = load_engine_class(self.config).build(self.config, self.tokenizer, runtime)
         assert isinstance(self.engine, SGLangEngine)
         if self.engine.process is not None:
             self.engine.process.module = "tests.sglang.host"

@@ -1,2 +1,1 @@
-"""Engines that generate: one in this process, SGLang beside it, and servers that somebody else runs, behind
-one interface (engine.py)."""
+"""Rollout engines behind one protocol (base.py): transformers, SGLang, and SGLang servers elsewhere."""

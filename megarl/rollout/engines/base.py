@@ -1,18 +1,19 @@
 """The protocol of rollout engines.
 
-A new engine needs: a subclass of RolloutEngine in a separate file, and its row in config/engines.py, from
-which checks, planner and weight transfers read its capabilities. docs/extending.md has an example.
-"""
+A new engine is a subclass of RolloutEngine in a separate file, and a row in config/engines.py with its
+capabilities. examples/own_engine.py is one."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any
 
 import torch
 
+from megarl.config.engines import ENGINES
 from megarl.config.errors import EngineError
 from megarl.config.schema import Config
 from megarl.data.sample import TokenData
@@ -37,15 +38,19 @@ class GenerationRequest:
 
     @property
     def prefix_length(self) -> int:
-        """Return the number of tokens of the response that exist already."""
+        """Return the number of tokens of the prefix."""
         return self.prefix.num_tokens if self.prefix is not None else 0
 
     @property
     def context(self) -> tuple[int, ...]:
-        """Return the tokens after which the next one is sampled: the prompt and the prefix."""
+        """Return the tokens of the prompt and the prefix."""
         if self.prefix is None:
             return self.prompt_tokens
         return (*self.prompt_tokens, *self.prefix.tokens.tolist())
+
+    def left(self, params: SamplingParams) -> int:
+        """Return the most tokens that may follow the prefix."""
+        return self.limit(params) - self.prefix_length
 
     def limit(self, params: SamplingParams) -> int:
         """Return the most tokens that the response may have."""
@@ -58,18 +63,47 @@ class RolloutEngine(ABC):
     All of them call the methods of start, stop, updates, sleep and wake. Only the first, the leader, gets
     requests and can raise an EngineFailure.
 
-    weight_version  version of the weights that it generates with
-    supports_continuous_batching  whether requests can be submitted and aborted while others run. Such an
-                    engine has separate processes, and `poll` waits for them
+    weight_version  version of the weights that it generates with; -1 before the first update
     """
 
-    weight_version: int
-    supports_continuous_batching: bool
+    weight_version: int = -1
+
+    # What an engine must have. Its weight backend may call further methods, see sync/backends.
 
     @classmethod
     @abstractmethod
     def build(cls, config: Config, tokenizer: Any, runtime: Runtime) -> RolloutEngine:
         """Make the engine of a rank. It is not started."""
+
+    @abstractmethod
+    def start(self) -> None:
+        """Begin the start with undefined weights; an update must follow before `submit`."""
+
+    @abstractmethod
+    def end_update(self, version: int) -> None:
+        """Drop what depends on the old weights and set `weight_version`. Called after the last bucket."""
+
+    @abstractmethod
+    def submit(self, requests: Mapping[int, GenerationRequest], params: SamplingParams) -> None:
+        """Begin generating, in addition to running requests. `poll` returns the keys.
+
+        Requests with different `params` may run alternately."""
+
+    @abstractmethod
+    def poll(self, seconds: float) -> list[tuple[int, TokenData]]:
+        """Return finished responses. With continuous batching, wait at most `seconds` for the first; else
+        generate for `seconds`."""
+
+    @property
+    @abstractmethod
+    def running(self) -> int:
+        """Return the number of requests that `poll` and `abort` have not returned."""
+
+    @abstractmethod
+    def abort(self) -> list[tuple[int, TokenData]]:
+        """End everything that runs and return it, with finish_reason "abort" unless it has just ended."""
+
+    # What an engine may have.
 
     @classmethod
     def check_machine(cls, config: Config, device: str) -> None:
@@ -88,45 +122,35 @@ class RolloutEngine(ABC):
         """Return a line about this machine that a user should see before a run."""
         return None
 
-    @abstractmethod
-    def start(self) -> None:
-        """Begin the start with undefined weights; an update must follow before `submit`."""
-
-    @abstractmethod
     def ready(self, seconds: float) -> bool:
         """Return whether the start has ended; wait for it, at most `seconds`."""
+        return True
 
-    @abstractmethod
     def restart(self) -> None:
         """Start anew after an EngineFailure; unfinished requests continue after the next update."""
+        raise EngineError("rollout engine: it has no process that could be started anew")
 
-    @abstractmethod
     def stop(self) -> None:
         """End the engine and free everything."""
+        return None
 
     def begin_update(self) -> None:
         """Prepare for new weights, and refuse requests until `end_update`. Called before the first bucket;
         what no bucket brings stays."""
         return None
 
-    @abstractmethod
-    def end_update(self, version: int) -> None:
-        """Drop what depends on the old weights and set `weight_version`. Called after the last bucket."""
+    def sleep(self, tags: Sequence[str]) -> None:
+        """Free the device memory of the tags ("weights", "kv_cache"). `wake` must follow before `submit`, and
+        an update where the tags name weights."""
+        return None
 
-    @abstractmethod
-    def submit(self, requests: Mapping[int, GenerationRequest], params: SamplingParams) -> None:
-        """Begin generating, in addition to running requests. `poll` returns the keys.
+    def wake(self, tags: Sequence[str]) -> None:
+        """Allocate the memory of the tags again; weights are undefined until an update."""
+        return None
 
-        Requests with other `params` than those that run take turns with them."""
-
-    @abstractmethod
-    def poll(self, seconds: float) -> list[tuple[int, TokenData]]:
-        """Return what has ended; wait at most `seconds` for the first. Without streaming all end now."""
-
-    @property
-    @abstractmethod
-    def running(self) -> int:
-        """Return the number of requests that have not come back."""
+    def take_notes(self) -> list[str]:
+        """Return lines for the user about events since the last call that raised no error."""
+        return []
 
     def generate(self, requests: Sequence[GenerationRequest], params: SamplingParams) -> list[TokenData]:
         """Return one response per request, in the order of the requests, for tests and benchmarks."""
@@ -136,29 +160,18 @@ class RolloutEngine(ABC):
             ended |= self.poll(1.0)
         return [ended[i] for i in range(len(requests))]
 
-    @abstractmethod
-    def abort(self) -> list[tuple[int, TokenData]]:
-        """End everything that runs and return it, with finish_reason "abort" unless it has just ended."""
 
-    def take_notes(self) -> list[str]:
-        """Return what a user should hear of and no call has raised, since the last call, a line each."""
-        return []
-
-    @abstractmethod
-    def sleep(self, tags: Sequence[str]) -> None:
-        """Free the device memory of the tags ("weights", "kv_cache"). `wake` must follow before `submit`, and
-        an update where the tags name weights."""
-
-    @abstractmethod
-    def wake(self, tags: Sequence[str]) -> None:
-        """Allocate the memory of the tags again; weights are undefined until an update."""
+def load_engine_class(config: Config) -> type[RolloutEngine]:
+    """Import the class that config/engines.py names for `rollout.engine`."""
+    module, _, name = ENGINES[config.rollout.engine].implementation.partition(":")
+    engine: type[RolloutEngine] = getattr(import_module(module), name)
+    return engine
 
 
 def check_positions(requests: Iterable[GenerationRequest], params: SamplingParams, positions: float) -> None:
-    """Raise EngineError where what a request has and what it may still get do not fit the model's
-    positions."""
+    """Raise EngineError if a request's prompt and response do not fit the model's positions."""
     for request in requests:
-        there, left = len(request.context), request.limit(params) - request.prefix_length
+        there, left = len(request.context), request.left(params)
         if left < 1 or there + left > positions:
             raise EngineError(
                 f"rollout: a prompt of {there} tokens and {left} response tokens do not fit the model's "

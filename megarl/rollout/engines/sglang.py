@@ -1,8 +1,7 @@
 """The SGLang rollout engine as the ranks of a job see it.
 
 Each rank of an engine holds the memory in which a weight transfer leaves one SGLang rank's shard. The first
-of them, the leader, has an EngineProcess too: it starts and ends the engine's processes, and sends them
-messages, with a limit on every wait."""
+of them, the leader, has an EngineProcess too (sglang_process.py)."""
 
 from __future__ import annotations
 
@@ -10,21 +9,11 @@ import base64
 import json
 import math
 import os
-import shutil
-import signal
-import socket
-import subprocess
-import sys
-import tempfile
-import time
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 import torch
 
 from megarl.config.errors import ConfigError, EngineError, EngineFailure
@@ -35,6 +24,7 @@ from megarl.parallel.launch import environment_of_children
 from megarl.parallel.machine import allocator_problem, cuda_runtime_folders, unmet
 from megarl.parallel.runtime import Runtime
 from megarl.rollout.engines.base import GenerationRequest, RolloutEngine, check_positions
+from megarl.rollout.engines.sglang_process import EngineProcess
 from megarl.rollout.sampling import SamplingParams, routing_array
 from megarl.weights.families import EXPERT_KEYS, Sizes, family_of, read_config
 from megarl.weights.shards import full_attention_interval
@@ -50,178 +40,91 @@ FP8_CONFIG = {
     "weight_block_size": [128, 128],
 }
 MOE_RUNNER = "triton"  # the runner of experts whose weights lie as `weights/shards.py` writes them
-POLL = 0.2  # seconds between checks that the process is alive, while waiting
-KILL_WAIT = 30.0  # seconds for the kernel to end what was killed
-LOG_LINES = 4  # of the engine's own log, in an error
 
 
-class EngineProcess:
-    """The process that holds an SGLang engine (sglang_host.py). Whatever goes wrong is an EngineFailure,
-    after which the process must be ended.
+class SGLangRequests(RolloutEngine):
+    """Requests to SGLang and its answers, whether it runs in this job or elsewhere.
 
-    arguments    of sglang.Engine
-    environment  of the process
-    limit        seconds without a message from an engine that has work
-    start_limit  seconds until it is ready
-    children     process ids of SGLang's own processes
+    eos_ids  tokens that end a response, in addition to those that the model's folder names
     """
 
-    module = "megarl.rollout.engines.sglang_host"
+    def __init__(self, config: Config, hf_config: Mapping[str, Any], eos_ids: Sequence[int]) -> None:
+        self.config, self.hf_config, self.eos_ids = config, hf_config, tuple(eos_ids)
+        self._outstanding: dict[int, tuple[GenerationRequest, SamplingParams]] = {}
+        self._failure: EngineFailure | None = None
+        self._has_weights = False
 
-    def __init__(
-        self, arguments: Mapping[str, Any], environment: Mapping[str, str], limit: float, start_limit: float
-    ) -> None:
-        self.arguments, self.environment = dict(arguments), dict(environment)
-        self.limit, self.start_limit = limit, start_limit
-        self.children: list[int] = []
-        self._process: subprocess.Popen[bytes] | None = None
-        self._calls = 0
-        self._ready = False
-
-    def start(self) -> None:
-        """Begin the start; `ready` awaits its end."""
-        # SGLang leaves sockets and files in the folder for temporary files: one of our own, short enough for
-        # a socket's name.
-        self.folder = Path(tempfile.mkdtemp(prefix="megarl-sglang-"))
-        ours, theirs = socket.socketpair()
-        with (self.folder / "log").open("wb") as log, theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", self.module, str(theirs.fileno()), str(os.getpid())],
-                env={**self.environment, "TMPDIR": str(self.folder)},
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                pass_fds=[theirs.fileno()],
-                start_new_session=True,  # Ctrl-C is for the rank to answer; and `end` kills the group
+    def submit(self, requests: Mapping[int, GenerationRequest], params: SamplingParams) -> None:
+        """Begin generating. The keys must be free. Raises EngineError without weights and for a request that
+        does not fit the model."""
+        if not requests:
+            return
+        if not self._has_weights:
+            raise EngineError(
+                "rollout engine: submit was called while it has no weights: "
+                "an update must follow start and wake"
             )
-        self._connection = Connection(ours.detach())
-        self._silent = 0.0  # seconds spent waiting since the last message
-        self._done: list[tuple[int, Any]] = []
-        self._answers: dict[int, str | None] = {}
-        self._ready = False
-        self.children = []
-        self._send(self.arguments)
+        positions = self.hf_config.get("max_position_embeddings", math.inf)
+        check_positions(requests.values(), params, positions)
+        new = {number: (request, params) for number, request in requests.items()}
+        self._outstanding |= new
+        self._send(new)
+
+    @abstractmethod
+    def _send(self, requests: Mapping[int, tuple[GenerationRequest, SamplingParams]]) -> None:
+        """Send requests to SGLang."""
 
     @property
-    def pid(self) -> int:
-        """Return the id of the process that holds the engine."""
-        assert self._process is not None
-        return self._process.pid
+    def running(self) -> int:
+        return len(self._outstanding)
 
-    def ready(self, seconds: float) -> bool:
-        """Return whether the engine takes requests; wait for it, at most `seconds`."""
-        end = time.monotonic() + seconds
-        while not self._ready and (left := end - time.monotonic()) > 0:
-            self._wait(left, self.start_limit, "it was not ready")
-        return self._ready
+    def _token_data(
+        self, request: GenerationRequest, answer: Any, *, name: str = "", routed: bool = False
+    ) -> TokenData:
+        """Return the request's prefix followed by an answer of SGLang.
 
-    def call(self, name: str, *arguments: Any) -> None:
-        """Call a method of sglang_host.Calls. Raises EngineFailure with what SGLang said where it failed."""
-        self._calls += 1
-        self._silent = 0.0
-        self._send(("call", self._calls, name, arguments))
-        while self._calls not in self._answers:
-            self._wait(self.limit, self.limit, f"{name} was not answered")
-        problem = self._answers.pop(self._calls)
-        if problem is not None:
-            raise EngineFailure(f"SGLang: {name}: {problem}")
+        Raises EngineFailure if the answer is an error or malformed.
 
-    def submit(
-        self, requests: Sequence[tuple[int, Sequence[int], int, int, int]], params: Mapping[str, Any]
-    ) -> None:
-        """Send requests, see sglang_host.Host."""
-        self._silent = 0.0
-        self._send(("submit", requests, params))
-
-    def abort(self) -> None:
-        """Ask for the end of everything that runs; `poll` then returns it as far as it is."""
-        self._send(("abort",))
-
-    def poll(self, seconds: float) -> list[tuple[int, Any]]:
-        """Return the answers since the last call; wait at most `seconds` for the first."""
-        end = time.monotonic() + seconds
-        while not self._done and (left := end - time.monotonic()) > 0:
-            self._wait(left, self.limit, "no token came")
-        while self._connection.poll(0):
-            self._read()
-        done, self._done = self._done, []
-        return done
-
-    def end(self) -> None:
-        """Kill the engine and all that it has started, and wait for their end. May be called again."""
-        if self._process is None:
-            return
-        with suppress(ProcessLookupError):
-            os.killpg(self.pid, signal.SIGKILL)  # the group lives as long as one of its processes
-        self._process.wait()
-        self._connection.close()
-        deadline = time.monotonic() + KILL_WAIT
-        while any(map(psutil.pid_exists, self.children)) and time.monotonic() < deadline:
-            time.sleep(0.02)  # they hold device memory until they are gone
-        shutil.rmtree(self.folder, ignore_errors=True)
-        self._process, self._ready = None, False
-
-    def _wait(self, seconds: float, limit: float, what: str) -> None:
-        """Wait for one message, at most `seconds` or POLL. Raises EngineFailure where the process has ended,
-        and after `limit` seconds of silence, over however many calls."""
-        assert self._process is not None
-        begin = time.monotonic()
-        if self._connection.poll(min(seconds, POLL)):
-            self._read()
-            return
-        if self._process.poll() is not None:
-            raise self._connection_lost()
-        self._silent += time.monotonic() - begin
-        if self._silent >= limit:
-            raise self._failure(f"{what} for {limit:.0f} s")
-
-    def _read(self) -> None:
-        try:
-            kind, *content = self._connection.recv()
-        except (EOFError, OSError):
-            raise self._connection_lost() from None
-        self._silent = 0.0
-        if kind == "done":
-            self._done += content[0]
-        elif kind == "answer":
-            self._answers[content[0]] = content[1]
-        elif kind == "ready":
-            self._ready, self.children = True, content[0]
-
-    def _send(self, message: Any) -> None:
-        try:
-            self._connection.send(message)
-        except OSError:
-            raise self._connection_lost() from None
-
-    def _connection_lost(self) -> EngineFailure:
-        assert self._process is not None
-        try:
-            code = self._process.wait(timeout=5)
-        except subprocess.TimeoutExpired:
-            return self._failure("it closed its connection")
-        return self._failure(f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}")
-
-    def _failure(self, what: str) -> EngineFailure:
-        """Return an error with the last lines of SGLang's own log; in a traceback they say most."""
-        lines = [line.strip() for line in (self.folder / "log").read_text(errors="replace").splitlines()]
-        last = [line for line in lines if line][-LOG_LINES:]
-        log = f"; its last lines: {' | '.join(last)[-600:]}" if last else ""
-        return EngineFailure(f"SGLang, process {self.pid}: {what}{log}")
+        Args:
+            answer: (tokens, log-probs, finish reason, weight version, experts in base64), or an error's text
+            name: of the version, if that is not its number
+            routed: whether experts were asked for
+        """
+        if isinstance(answer, str):
+            raise EngineFailure(f"SGLang: generate: {answer}")
+        tokens, logprobs, finish, answered, routing = answer
+        version, prefix = self.weight_version, request.prefix or TokenData()
+        count, vocab = len(tokens), self.hf_config["vocab_size"]
+        known = finish in ("stop", "length", "abort")
+        problem, experts = "", None
+        if answered != (name or str(version)):
+            problem = f"with weights of version {answered}, not {name or version}"
+        elif not known or len(logprobs) != count or (not tokens and finish != "abort"):
+            problem = f"{count} tokens with {len(logprobs)} log-probabilities, ended by {finish}"
+        elif not all(0 <= token < vocab for token in tokens):
+            problem = f"a token outside of the vocabulary of {vocab}"
+        elif not all(-math.inf < logprob <= LOGPROB_ABOVE_ZERO for logprob in logprobs):
+            problem = "a log-probability that is not a finite number below 0"
+        elif routed and finish != "abort":
+            # Of the whole sequence with the prefix, which these weights have read again.
+            length = len(request.prompt_tokens) + prefix.num_tokens + count
+            experts, problem = _routing(routing or "", length, self.hf_config)
+        if problem:
+            raise EngineFailure(f"SGLang answered {problem}")
+        earlier: Any = () if prefix.policy_versions is None else prefix.policy_versions
+        versions = np.array([*earlier, *[version] * count])
+        columns = np.array([*prefix.tokens, *tokens]), np.array([*prefix.logprobs, *logprobs])
+        return TokenData(*columns, finish, versions, experts)
 
 
-class SGLangEngine(RolloutEngine):
+class SGLangEngine(SGLangRequests):
     """A RolloutEngine over `rollout.engine_tp` ranks: rank r holds part r % engine_tp of engine r //
     engine_tp. After an EngineFailure unfinished requests are sent again, with the same seeds, by the next
     `end_update`.
 
-    hf_config  config.json of the model's folder
-    device     of this rank; a CPU build of SGLang runs on CPUs
-    eos_ids    tokens that end a response, besides those that the folder's configs name
-    process    of the engine, on its leader; None on its other ranks
+    device   of this rank; a CPU build of SGLang runs on CPUs
+    process  of the engine, on its leader; None on its other ranks
     """
-
-    supports_continuous_batching = True
 
     @classmethod
     def build(cls, config: Config, tokenizer: Any, runtime: Runtime) -> SGLangEngine:
@@ -266,9 +169,8 @@ class SGLangEngine(RolloutEngine):
         device: torch.device,
         eos_ids: Sequence[int],
     ) -> None:
-        self.config, self.hf_config, self.rank, self.device = config, hf_config, rank, device
-        self.eos_ids = tuple(eos_ids)
-        self.weight_version = -1
+        super().__init__(config, hf_config, eos_ids)
+        self.rank, self.device = rank, device
         self._dtype = {"bf16": "bfloat16", "fp32": "float32"}[config.model.dtype]
         rollout = config.rollout
         self.process: EngineProcess | None = None
@@ -276,9 +178,7 @@ class SGLangEngine(RolloutEngine):
             environment = environment_of_children() | self._environment()
             limits = rollout.engine_timeout, rollout.engine_start_timeout
             self.process = EngineProcess(self._arguments(), environment, *limits)
-        self._outstanding: dict[int, tuple[GenerationRequest, SamplingParams]] = {}
-        self._failure: EngineFailure | None = None
-        self._has_weights = self._restarted = False
+        self._restarted = False
 
     def _arguments(self) -> dict[str, Any]:
         """Return the arguments of sglang.Engine. Its weights are undefined until a transfer."""
@@ -403,39 +303,20 @@ class SGLangEngine(RolloutEngine):
         the engine failed are sent again; those of an engine that was not restarted it still has."""
         self._call("end")
         self._has_weights, self.weight_version = True, version
-        unfinished = self._outstanding if self._restarted else {}
-        for params in dict.fromkeys(params for _, params in unfinished.values()):
-            own = {n: request for n, (request, theirs) in unfinished.items() if theirs == params}
-            self._send(own, params)
+        if self._restarted:
+            self._send(self._outstanding)
         self._restarted = False
 
-    def submit(self, requests: Mapping[int, GenerationRequest], params: SamplingParams) -> None:
-        """Begin generating. The keys must be free. Raises EngineError without weights and for a request that
-        does not fit the model."""
-        if not requests:
-            return
-        if not self._has_weights:
-            raise EngineError(
-                "rollout engine: submit was called while it has no weights: "
-                "an update must follow start and wake"
-            )
-        positions = self.hf_config.get("max_position_embeddings", math.inf)
-        check_positions(requests.values(), params, positions)
-        self._outstanding |= {number: (request, params) for number, request in requests.items()}
-        self._send(requests, params)
-
-    def _send(self, requests: Mapping[int, GenerationRequest], params: SamplingParams) -> None:
-        assert self.process is not None, "only the leader takes requests"
-        rows = []
-        for number, request in requests.items():
-            left = request.limit(params) - request.prefix_length
-            rows.append((number, list(request.context), len(request.prompt_tokens), request.seed, left))
-        settings = vars(params) | {"stop": list(params.stop), "stop_token_ids": list(self.eos_ids)}
-        self.process.submit(rows, settings)
-
-    @property
-    def running(self) -> int:
-        return len(self._outstanding)
+    def _send(self, requests: Mapping[int, tuple[GenerationRequest, SamplingParams]]) -> None:
+        for params in dict.fromkeys(params for _, params in requests.values()):
+            assert self.process is not None, "only the leader takes requests"
+            rows = []
+            for number, (request, theirs) in requests.items():
+                if theirs == params:
+                    sizes = len(request.prompt_tokens), request.seed, request.left(params)
+                    rows.append((number, list(request.context), *sizes))
+            settings = vars(params) | {"stop": list(params.stop), "stop_token_ids": list(self.eos_ids)}
+            self.process.submit(rows, settings)
 
     def poll(self, seconds: float) -> list[tuple[int, TokenData]]:
         """See RolloutEngine. Raises EngineFailure where the engine has died, hangs, or answers nonsense."""
@@ -448,18 +329,12 @@ class SGLangEngine(RolloutEngine):
         for number, answer in self.process.poll(seconds):
             try:
                 request, params = self._outstanding[number]
-                ended.append((number, self._token_data(request, answer, params.routing)))
+                ended.append((number, self._token_data(request, answer, routed=params.routing)))
             except EngineFailure as failure:
                 self._failure = failure  # raised by the next call: the good answers of this one are not lost
                 continue
             del self._outstanding[number]
         return ended
-
-    def _token_data(self, request: GenerationRequest, answer: Any, routed: bool = False) -> TokenData:
-        """Return the request's prefix and SGLang's answer, see `token_data_of`."""
-        if isinstance(answer, str):
-            raise EngineFailure(f"SGLang: generate: {answer}")
-        return token_data_of(request, answer, self.weight_version, self.hf_config, routed=routed)
 
     def abort(self) -> list[tuple[int, TokenData]]:
         """See RolloutEngine. Where the engine fails, everything that runs is forgotten."""
@@ -486,53 +361,6 @@ class SGLangEngine(RolloutEngine):
 
 def _with_graphs(tags: Sequence[str]) -> list[str]:
     return [*tags, GRAPHS] if "kv_cache" in tags else list(tags)
-
-
-def token_data_of(
-    request: GenerationRequest,
-    answer: tuple[list[int], list[float], str, str, str | None],
-    version: int,
-    hf_config: Mapping[str, Any],
-    *,
-    name: str = "",
-    routed: bool = False,
-) -> TokenData:
-    """Return the request's prefix followed by an answer of SGLang. Raises EngineFailure if it is malformed.
-
-    Args:
-        answer: tokens, their log-probs, finish reason, version of the weights, experts in base64
-        name: of the version, if that is not its number
-        routed: whether experts were asked for
-    """
-    tokens, logprobs, finish, answered, routing = answer
-    count, vocab = len(tokens), hf_config["vocab_size"]
-    prefix = request.prefix or TokenData()
-    known = finish in ("stop", "length", "abort")
-    problem = ""
-    if answered != (name or str(version)):
-        problem = f"with weights of version {answered}, not {name or version}"
-    elif not known or len(logprobs) != count or (not tokens and finish != "abort"):
-        problem = f"{count} tokens with {len(logprobs)} log-probabilities, ended by {finish}"
-    elif not all(0 <= token < vocab for token in tokens):
-        problem = f"a token outside of the vocabulary of {vocab}"
-    elif not all(-math.inf < logprob <= LOGPROB_ABOVE_ZERO for logprob in logprobs):
-        problem = "a log-probability that is not a finite number below 0"
-    chosen = None
-    if not problem and routed and finish != "abort":
-        # Of the whole sequence with the prefix, which these weights have read again.
-        length = len(request.prompt_tokens) + prefix.num_tokens + count
-        chosen, problem = _routing(routing or "", length, hf_config)
-    if problem:
-        raise EngineFailure(f"SGLang answered {problem}")
-    earlier: Any = () if prefix.policy_versions is None else prefix.policy_versions
-    reason: Any = finish
-    return TokenData(
-        np.array([*prefix.tokens, *tokens]),
-        np.array([*prefix.logprobs, *logprobs]),
-        reason,
-        np.array([*earlier, *[version] * count]),
-        chosen,
-    )
 
 
 def _routing(encoded: str, length: int, hf_config: Mapping[str, Any]) -> tuple[np.ndarray | None, str]:

@@ -1,10 +1,10 @@
-"""The process that holds one SGLang engine: `python -m megarl.rollout.engines.sglang_host FD PID`. Messages
-come and go through a socket from the rank with that process id.
+"""The process that holds one SGLang engine.
 
-It is a process of its own because SGLang kills the process that made an engine when one of the engine's
-children fails. SGLang's children import this module first (multiprocessing's spawn does), so that Megatron
-is out of reach and the stubs that a CPU needs are in place in each of them. Written against SGLang 0.5.23.
-"""
+Usage: `python -m megarl.rollout.engines.sglang_host FD PID`. FD is a socket to the rank with process id PID.
+
+SGLang kills the process that made an engine when one of the engine's children fails: so this is not the rank.
+SGLang's children import this module first (multiprocessing's spawn does), so that each of them has the stubs
+that a CPU needs, and cannot import Megatron. Written against SGLang 0.5.23."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def install_cpu_stubs() -> None:
-    """Install import stubs of two packages of which SGLang imports names and then uses few. Must run before
-    the first import of sglang, in each of its processes; does nothing where there is CUDA. Calling a stub
-    raises.
+    """Install import stubs of two packages of which SGLang uses little on a CPU. Calling a stub raises.
 
-    sgl_kernel    Imported at the top of many modules (srt/mem_cache/allocation.py, srt/layers/moe/topk.py)
-                  whose torch-native code then runs; where there is none, sglang_kernels.py has some.
-    torchvision   srt/multimodal/internvl_utils.py, which srt/configs imports. The package index has a build
-                  for CUDA alone, which cannot be imported beside a CPU torch and would break transformers.
+    Must run before the first import of sglang, in each of its processes. Does nothing where there is CUDA.
+
+    sgl_kernel    Many modules import it (srt/mem_cache/allocation.py, srt/layers/moe/topk.py), then run
+                  torch-native code, or kernels of sglang_kernels.py.
+    torchvision   srt/configs imports it through srt/multimodal/internvl_utils.py. The package index has only
+                  a build for CUDA, which breaks transformers with a CPU torch.
     """
     if torch.cuda.is_available():
         return
@@ -91,9 +91,8 @@ class _Stub(MetaPathFinder, Loader):
 
 
 def leave_out_megatron() -> None:
-    """Keep SGLang's processes from importing Megatron. SGLang's dumper does where it is installed, and
-    Megatron sets the mode of SGLang's memory saver (inference/contexts/dynamic_context.py) to one in which
-    CUDA graphs cannot sleep, so that SGLang ends as it captures the first. It takes seconds, too."""
+    """Keep SGLang's dumper from importing Megatron. Megatron sets a mode of SGLang's memory saver
+    (inference/contexts/dynamic_context.py) in which SGLang ends as it captures its first CUDA graph."""
     sys.modules.setdefault("megatron.core", None)  # type: ignore[arg-type]
 
 
@@ -103,8 +102,7 @@ if multiprocessing.current_process().name != "MainProcess":  # SGLang's child; i
 
 
 class Calls:
-    """Calls of SGLang that a rank asks for by name. SGLang returns its failures: they raise RuntimeError with
-    what it says.
+    """Calls of SGLang that a rank asks for by name. Failures that SGLang returns raise RuntimeError.
 
     0.5.15 has no weight-update sessions, 0.5.23 refuses updates outside of one."""
 
@@ -165,7 +163,7 @@ class Host:
     submit [(id, prompt and partial response, prompt length, seed, tokens that may come), ...], params
                                                        -> done [(id, answer), ...]
     abort                                              -> done, of what was running
-    call number, name, arguments of a method of Calls  -> answer number, error or None
+    call name, arguments of a method of Calls          -> answer error or ""
     """
 
     def __init__(self, engine: Any, connection: Connection, calls: Calls) -> None:
@@ -217,13 +215,13 @@ class Host:
         self.tasks.add(task)
         task.add_done_callback(self.tasks.discard)
 
-    async def _call(self, number: int, name: str, arguments: tuple[Any, ...]) -> None:
-        problem = None
+    async def _call(self, name: str, arguments: tuple[Any, ...]) -> None:
+        problem = ""
         try:
             await getattr(self.calls, name)(*arguments)
         except Exception as error:  # noqa: BLE001 (the rank raises it)
             problem = f"{type(error).__name__}: {error}"
-        self.outbox.put(("answer", number, problem))
+        self.outbox.put(("answer", problem))
 
     def _submit(self, requests: list[tuple[int, list[int], int, int, int]], params: dict[str, Any]) -> None:
         """Begin the responses; SGLang queues those beyond what it may run at once. `params`: temperature,

@@ -1,8 +1,6 @@
-"""The HTTP calls of an SGLang server that somebody else runs: answers by type, and who a server is.
+"""The HTTP calls of an SGLang server that somebody else runs, and the check that it fits the run.
 
-Written against SGLang 0.5.23; needs aiohttp, the extra `agents`. Answers are JSON, checked by type; none is
-unpickled.
-"""
+Written against SGLang 0.5.23; needs aiohttp, the extra `agents`. Answers are JSON, checked by type."""
 
 from __future__ import annotations
 
@@ -32,9 +30,7 @@ T = TypeVar("T")
 
 
 class Unanswered(Exception):
-    """A server has not answered, or not what was asked: the call, and what became of it.
-
-    code  of its HTTP answer; 0: there was none"""
+    """A server has not answered, or with an error. code: of its HTTP answer; 0: there was none"""
 
     def __init__(self, text: str, code: int = 0) -> None:
         super().__init__(text)
@@ -91,8 +87,9 @@ class Generated(msgspec.Struct):
 
 
 async def call(session: aiohttp.ClientSession, url: str, limit: float, kind: type[T], body: Any = None) -> T:
-    """GET a URL, or POST `body` (JSON, encoded already or not) to it, and return its answer as `kind`. Raises
-    Unanswered after `limit` seconds, for every other status than 200 and for an answer of another form."""
+    """GET a URL, or POST `body` (JSON, encoded already or not) to it, and return its answer as `kind`.
+
+    Raises Unanswered after `limit` seconds, for a status other than 200 and for another form."""
     import aiohttp
 
     path = "/" + url.split("/", 3)[-1]
@@ -123,8 +120,7 @@ async def call(session: aiohttp.ClientSession, url: str, limit: float, kind: typ
 
 
 async def open_session() -> aiohttp.ClientSession:
-    """Return a session whose connections serve once: a server closes those that are idle, and a request may
-    just have been sent through one. It asks no proxy."""
+    """Return a session whose connections serve once: a server may close an idle one as a request is sent."""
     import aiohttp
 
     connector = aiohttp.TCPConnector(limit=0, force_close=True)
@@ -134,9 +130,10 @@ async def open_session() -> aiohttp.ClientSession:
 async def identify(
     session: aiohttp.ClientSession, url: str, config: Config, hf_config: Mapping[str, Any]
 ) -> ServerInfo:
-    """Return what a server says of itself. Raises ConfigError unless it runs the run's model, with room for
-    its prompts and responses, in a way in which its weights can be replaced; Unanswered where it is not
-    there."""
+    """Return a server's description.
+
+    Raises ConfigError unless it runs the run's model, has room for prompts and responses, and can take new
+    weights. Raises Unanswered if it is not there."""
     limit = min(QUESTION, config.rollout.engine_timeout)
     model = await call(session, f"{url}/model_info", limit, ModelInfo)
     server = await call(session, f"{url}/server_info", limit, ServerInfo)
@@ -179,8 +176,9 @@ async def identify(
 
 
 def _differs(model: ModelInfo, ours: Path, hf_config: Mapping[str, Any]) -> str:
-    """Return how a server's model differs in size; weights of another size would end it. Its folder tells
-    where that is here too, else its name."""
+    """Return how a server's model differs; weights of another size would end the server.
+
+    The model's folder is compared if it exists here, else its name."""
     folder = Path(model.model_path)
     if (folder / "config.json").is_file():
         try:
@@ -196,7 +194,7 @@ def _differs(model: ModelInfo, ours: Path, hf_config: Mapping[str, Any]) -> str:
 
 
 async def _vocabulary(session: aiohttp.ClientSession, url: str, expected: int, limit: float) -> str:
-    """Return how many tokens a server's model has, by what it says to a token beyond."""
+    """Return the size of a server's vocabulary, from its error about a token outside of it."""
     # A client that was killed in the middle of an update has left it waiting.
     await call(session, f"{url}/continue_generation", limit, type(None), {})
     one = {"input_ids": [0], "sampling_params": {"max_new_tokens": 1}}
@@ -211,8 +209,8 @@ async def _vocabulary(session: aiohttp.ClientSession, url: str, expected: int, l
 
 
 def check_servers(config: Config, hf_config: Mapping[str, Any], engines: int) -> None:
-    """Ask all servers who they are. Raises ConfigError where one is not there, is not what the run needs, or
-    where there are fewer than `engines`, the ranks that each talk to their own."""
+    """Check all servers. Raises ConfigError if one is not there or does not fit the run, or if there are
+    fewer than `engines`, the clients."""
     rollout = config.rollout
     if len(rollout.urls) < engines:
         tp = rollout.engine_tp * -(-engines // len(rollout.urls))

@@ -1,9 +1,6 @@
-"""Runs inside SGLang's own processes: a sampler in which each response has its own seed, and a loader of
-weight shards.
+"""Code inside SGLang's processes: a sampler with a seed for each response, a loader of weights.
 
-Imported only there, since it needs sglang. SGLang's own per-request seeds need its deterministic mode, which
-has no CPU kernels and gives up the prefix cache.
-"""
+SGLang's own seeds of requests need its deterministic mode, which has no CPU kernels and no prefix cache."""
 
 from __future__ import annotations
 
@@ -32,13 +29,11 @@ class KeepParams(CustomLogitProcessor):
 
 
 class SeededSampler(Sampler):
-    """Draws as the transformers engine does (sampling.py): a token follows from its logits, the response's
-    seed and position.
+    """Samples as the transformers engine does (sampling.py).
 
-    `custom_params` of a request: seed, prompt (its length in tokens), temperature, top_p, top_k. A batch has
-    the same list of them from token to token until a request joins, which makes it longer, or leaves, which
-    makes a new one (SamplingBatchInfo): only then is anything copied to the device. The device is never
-    waited for, so that SGLang prepares a step while the one before it runs."""
+    `custom_params` of a request: seed, prompt (its length in tokens), temperature, top_p, top_k. A batch
+    keeps the list of them until a request joins, which makes it longer, or leaves, which makes a new one
+    (SamplingBatchInfo). Only then is anything copied to the device, and nothing waits for the device."""
 
     _rows: Any = None
     _count = 0
@@ -97,13 +92,12 @@ def run_scheduler(*arguments: Any, **options: Any) -> None:
 
 
 def _prepare_cpu() -> None:
-    """Have some of SGLang's families call what a CPU has.
+    """Replace what some of SGLang's families cannot do on a CPU.
 
-    multi-latent attention  In a prompt SGLang would make keys and values of each head and leave the latents
-                            alone in the cache; its torch-native attention reads the cache. So prompts go
-                            through latents too, as each token behind them does anyway.
-    linear attention        The norm behind the delta rule is a Triton kernel, and so is the gate of a
-                            mixture's shared expert."""
+    multi-latent attention  Prompts go through latents, as new tokens do: torch-native attention reads the
+                            cache, which holds only latents.
+    linear attention        The norm after the delta rule, and the gate of a mixture's shared expert, are
+                            Triton kernels."""
     from sglang.srt.models import qwen2_moe, qwen3_next
     from sglang.srt.models.deepseek_common.attention_backend_handler import AttentionBackendRegistry
     from sglang.srt.models.deepseek_common.attention_forward_methods.forward_methods import AttnForwardMethod
@@ -118,13 +112,12 @@ def _prepare_cpu() -> None:
 def load_shards(model: torch.nn.Module, named_tensors: list[tuple[str, Tensor]]) -> None:
     """Load a bucket of a weight transfer; SGLang calls it as a `custom_weight_loader`.
 
-    Each name is JSON. `tensors`: where tensors of this rank lie in the memory, which is the tensor that comes
-    with the name (CUDA) or, where that is empty, the file `path` of `size` bytes. `complete`: all names of
-    the transfer, with its last bucket. Raises ValueError if they are not the model's, or a shape or dtype
-    differs.
+    Each name is JSON. `tensors`: places of this rank's tensors in the memory. The memory is the tensor that
+    comes with the name (CUDA) or, if that is empty, the file `path` of `size` bytes. `complete`: all names of
+    the transfer, with its last bucket. Raises ValueError if names, shapes or dtypes are not the model's.
 
-    When it returns, the device has read the memory: SGLang answers for all its ranks after a barrier of their
-    processes, not of their devices, and then the memory is written again."""
+    Waits until the device has read the memory: it is written again after a barrier of SGLang's processes,
+    which does not wait for their devices."""
     parameters = dict(model.named_parameters())
     for text, memory in named_tensors:
         part = json.loads(text)

@@ -1,7 +1,6 @@
-"""The servers of one client: who is there, who has the present weights, and who is asked next.
+"""The servers of one client (sglang_servers.py), and which of them gets the next request.
 
-All coroutines run on the client's thread (sglang_servers.py).
-"""
+All coroutines run on the client's thread."""
 
 from __future__ import annotations
 
@@ -34,7 +33,7 @@ T = TypeVar("T")
 class Server:
     """A server as one client sees it.
 
-    usable   it has the present weights, as far as this client knows, and gets requests
+    usable   it has the present weights and gets requests
     loading  this client is sending it weights
     running  ids of its unfinished requests
     why      reason for which it was left out

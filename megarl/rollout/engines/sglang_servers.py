@@ -1,18 +1,14 @@
 """SGLang servers that somebody else runs (`rollout.urls`), by SGLang's public HTTP calls.
 
-Weights go by `update_weights_from_tensor`, each bucket as Hugging Face's tensors in the request's own body,
-between `pause_generation`, `begin_weight_update`, `end_weight_update` and `continue_generation`. Of SGLang's
-ways it alone needs nothing but the URL, on a CPU as on a GPU: a payload by handle would need one machine,
-`update_weights_from_disk` a folder that both see, `update_weights_from_distributed` a process group with each
-server, which ends with the first of them that dies. It costs a body of 4/3 of the weights' bytes, once for
-every tensor-parallel rank of the server.
-"""
+Weights go by `update_weights_from_tensor`, each bucket as Hugging Face's tensors in the request's body: of
+SGLang's ways it alone needs nothing but the URL. A handle would need one machine, `update_weights_from_disk`
+a shared folder, `update_weights_from_distributed` a process group that ends with the first server that dies.
+The body has 4/3 of the weights' bytes, once for every tensor-parallel rank of the server."""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
-import math
 import queue
 import threading
 import time
@@ -29,8 +25,8 @@ from megarl.config.schema import Config
 from megarl.data.response_text import end_tokens
 from megarl.data.sample import TokenData
 from megarl.parallel.runtime import Runtime
-from megarl.rollout.engines.base import GenerationRequest, RolloutEngine, check_positions
-from megarl.rollout.engines.sglang import TAGS, token_data_of
+from megarl.rollout.engines.base import GenerationRequest
+from megarl.rollout.engines.sglang import SGLangRequests
 from megarl.rollout.engines.sglang_http import (
     Generated,
     Unanswered,
@@ -47,21 +43,18 @@ TRIES = 3  # of one request at a server that is there and has the right weights
 T = TypeVar("T")
 
 
-class SGLangServers(RolloutEngine):
-    """A RolloutEngine whose responses come from servers at `rollout.urls`. The ranks with engines share one
-    client for each `rollout.engine_tp` of them, its leader's. Each client keeps some of the servers supplied
-    with weights, and asks these, or through `rollout.router`; where none of its own is left it asks the
-    others'.
+class SGLangServers(SGLangRequests):
+    """A RolloutEngine whose responses come from servers at `rollout.urls`.
 
-    A server that does not answer, or answers with other weights, is left out and what it was asked is asked
-    elsewhere, with the same seeds. At each weight update all are tried again: one that has come back is taken
-    once it has all of the weights. An EngineFailure is met where no server is left.
+    The first of every `rollout.engine_tp` ranks is a client. It supplies some of the servers with weights,
+    and asks these, or `rollout.router`; if none of them is left, it asks the others.
+
+    A server that does not answer, or answers with other weights, is left out, and its requests go to another
+    one with the same seeds. Each weight update tries all servers again. Without any server there is an
+    EngineFailure. The servers' memory is not the ranks': nothing sleeps.
 
     rank, ranks  number of this rank among those with engines, and how many they are
-    eos_ids      tokens that end a response, besides those that the servers know
     """
-
-    supports_continuous_batching = True
 
     @classmethod
     def build(cls, config: Config, tokenizer: Any, runtime: Runtime) -> SGLangServers:
@@ -78,15 +71,12 @@ class SGLangServers(RolloutEngine):
     def __init__(
         self, config: Config, hf_config: Mapping[str, Any], rank: int, ranks: int, eos_ids: Sequence[int]
     ) -> None:
-        self.config, self.hf_config, self.rank, self.eos_ids = config, hf_config, rank, tuple(eos_ids)
-        self.pool = ServerPool(config, hf_config, rank, ranks)
-        self.weight_version = -1
-        self._outstanding: dict[int, tuple[GenerationRequest, SamplingParams]] = {}
+        super().__init__(config, hf_config, eos_ids)
+        self.rank, self.pool = rank, ServerPool(config, hf_config, rank, ranks)
         self._tasks: dict[int, asyncio.Task[TokenData]] = {}
         self._ended: queue.SimpleQueue[tuple[int, asyncio.Task[TokenData]]] = queue.SimpleQueue()
         self._count = itertools.count()
-        self._failure: EngineFailure | None = None
-        self._has_weights = self._aborting = False
+        self._aborting = False
         self._loop: asyncio.AbstractEventLoop | None = None
 
     # Start and end
@@ -109,8 +99,7 @@ class SGLangServers(RolloutEngine):
         return asyncio.run_coroutine_threadsafe(job, self._loop).result()
 
     def ready(self, seconds: float) -> bool:
-        """See RolloutEngine: whether there is a server. Raises EngineFailure where there is none for so long
-        as an engine may take to start."""
+        """Return whether there is a server. Raises EngineFailure after `engine_start_timeout` without one."""
         end = time.monotonic() + seconds
         while self.pool.own:
             servers = (*self.pool.own, *self.pool.others)
@@ -128,7 +117,7 @@ class SGLangServers(RolloutEngine):
         return True
 
     def restart(self) -> None:
-        """See RolloutEngine: forget what is known of the servers, and wait for one."""
+        """Forget what is known of the servers. `ready` waits for one."""
         self._has_weights, self._failure, self.weight_version = False, None, -1
         self._deadline = time.monotonic() + self.config.rollout.engine_start_timeout
         if self.pool.own:
@@ -167,7 +156,7 @@ class SGLangServers(RolloutEngine):
     # Weights
 
     def begin_update(self) -> None:
-        """See RolloutEngine. Tries all servers of this client, those that were left out too."""
+        """Prepare all servers of this client, those that were left out too."""
         self._has_weights = False
         if self.pool.own:
             self._do(gather(self.pool.begin_update(server) for server in self.pool.own))
@@ -178,39 +167,26 @@ class SGLangServers(RolloutEngine):
         return any(server.loading for server in self.pool.own)
 
     def post_weights(self, payload: str, version: int | None) -> None:
-        """See HttpEngine. Sends to all servers at once."""
+        """Send a bucket to all servers at once, see HttpEngine."""
         self._do(self.pool.post_weights(payload, version))
 
     def end_update(self, version: int) -> None:
-        """See RolloutEngine. Raises EngineFailure where no server has the weights."""
+        """Use the servers that have the weights. Raises EngineFailure if none has them."""
         if self.pool.own:
             self._do(self.pool.end_update(version))
         self._has_weights, self.weight_version = True, version
-        self._begin(self._outstanding)
+        self._send(self._outstanding)
 
     # Responses
 
-    def submit(self, requests: Mapping[int, GenerationRequest], params: SamplingParams) -> None:
-        """Begin generating. The keys must be free. Raises EngineError without weights and for a request that
-        does not fit the model."""
-        if not requests:
-            return
-        if not self._has_weights:
-            raise EngineError("rollout engine: submit was called before an update of its weights")
-        positions = self.hf_config.get("max_position_embeddings", math.inf)
-        check_positions(requests.values(), params, positions)
-        asked = {number: (request, params) for number, request in requests.items()}
-        self._outstanding |= asked
-        self._begin(asked)
-
-    def _begin(self, asked: Mapping[int, tuple[GenerationRequest, SamplingParams]]) -> None:
+    def _send(self, requests: Mapping[int, tuple[GenerationRequest, SamplingParams]]) -> None:
         async def begin() -> None:
-            for number, (request, params) in asked.items():
+            for number, (request, params) in requests.items():
                 task = asyncio.get_running_loop().create_task(self._generate(request, params))
                 self._tasks[number] = task
                 task.add_done_callback(lambda task, number=number: self._ended.put((number, task)))  # type: ignore[misc]
 
-        if asked:
+        if requests:
             self._do(begin())
 
     async def _generate(self, request: GenerationRequest, params: SamplingParams) -> TokenData:
@@ -235,7 +211,7 @@ class SGLangServers(RolloutEngine):
             return structs.replace(request.prefix or TokenData(), finish_reason="abort")
 
     async def _answer(self, server: Server, request: GenerationRequest, params: SamplingParams) -> TokenData:
-        left = request.limit(params) - request.prefix_length
+        left = request.left(params)
         rid = f"megarl-{self.pool.run}-{self.rank}-{next(self._count)}"
         body = {
             "rid": rid,
@@ -272,17 +248,10 @@ class SGLangServers(RolloutEngine):
         versions = {meta.weight_version, *(span.version for span in meta.weight_versions)}
         answered = " and ".join(sorted(versions))
         answer = found.output_ids, logprobs, finish, answered, None
-        return token_data_of(
-            request, answer, self.weight_version, self.hf_config, name=self.pool.version_name
-        )
-
-    @property
-    def running(self) -> int:
-        return len(self._outstanding)
+        return self._token_data(request, answer, name=self.pool.version_name)
 
     def poll(self, seconds: float) -> list[tuple[int, TokenData]]:
-        """See RolloutEngine. Raises EngineFailure where no server is left, EngineError where one refuses a
-        request."""
+        """Return finished responses, see RolloutEngine. Raises EngineError if a server refuses a request."""
         ended: list[tuple[int, TokenData]] = []
         end = time.monotonic() + seconds
         while self._outstanding and self._failure is None:
@@ -304,7 +273,7 @@ class SGLangServers(RolloutEngine):
         return ended
 
     def abort(self) -> list[tuple[int, TokenData]]:
-        """See RolloutEngine. What a server does not give back in time comes back as it was."""
+        """End everything. A request that no server returns in time comes back as it was."""
         if not self._outstanding:
             return []
         self._do(self._abort())
@@ -340,9 +309,3 @@ class SGLangServers(RolloutEngine):
                 await asyncio.wait(left, timeout=0.5)
         finally:
             self._aborting = False
-
-    def sleep(self, tags: Sequence[str] = TAGS) -> None:
-        """Free nothing: the servers' memory is not the ranks'."""
-
-    def wake(self, tags: Sequence[str] = TAGS) -> None:
-        """Do nothing, see `sleep`."""

@@ -1,11 +1,10 @@
-"""Decoding with a transformers model: each response has its own seed, what prompts begin with in common is
-prefilled once, and rows that end make room for the next."""
+"""Decoding with a transformers model: each response has its own seed, a common beginning of prompts is
+prefilled once, and finished rows make room for the next."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +14,7 @@ from torch import Tensor
 from megarl.config.errors import EngineError
 from megarl.data.sample import TokenData
 from megarl.rollout.engines.base import GenerationRequest
-from megarl.rollout.engines.transformers_layers import COLUMNS, Block, round_up
+from megarl.rollout.engines.transformers_layers import COLUMNS, Block, KVCache, round_up
 from megarl.rollout.sampling import SamplingParams, choose, routing_array, stop_window
 from megarl.weights.families import Sizes
 
@@ -64,22 +63,19 @@ class Stopping:
 
 
 class DecodeLoop:
-    """Requests that are decoded together: it admits waiting prompts, decodes at most `max_batch` responses at
-    once, and gives back those that have ended, until its time is up.
+    """Decodes at most `max_batch` requests together; waiting prompts are admitted as rows become free.
 
     A row of the batch is one response. Requests with equal prompts share one prefill (unless they are more
-    than `max_batch`) and join together, in the order in which their prompts first appear, whenever rows are
-    free. Prompts that join together and begin alike, with the same examples, say, share that of their
-    beginning (`segments_of`). Everything per row lives in tensors and becomes Python lists once, when it
-    ends.
+    than `max_batch`) and are admitted together, in the order of their prompts. Admitted prompts with a common
+    beginning share its prefill (`segments_of`). The state of rows lives in tensors, and becomes
+    Python lists once, when a row ends.
 
-    On a CPU, in float32, a response and its log-probabilities are the same to the bit in any company. How a
-    library orders the sum of a product or a reduction depends on its shape, so no shape that a response meets
-    depends on its company: linear layers multiply rows in blocks of one size (`Block`), attention adds
-    chunks of COLUMNS keys in their order (`decode_attention`), each row from its own column 0 on, and takes a
-    prompt's queries in such chunks (`prefill_attention`); a prompt is padded to a width of its own, not to
-    the longest of its neighbours. (Mixtures are not: the tokens of an expert are multiplied as many as there
-    are.) Linear attention takes a step row by row."""
+    On a CPU, in float32, a response and its log-probs do not depend on the batch composition, bitwise. A
+    library's order of summation depends on the shape of its operands, so no shape may depend on other
+    responses. Linear layers multiply rows in blocks of one size (`Block`). Attention adds chunks of COLUMNS
+    keys in their order, each row from its own column 0 on (`decode_attention`), and takes a prompt's queries
+    in such chunks (`prefill_attention`). A prompt's padding depends on its length alone. Linear attention
+    takes a step row by row. Mixtures do depend on it: experts multiply all tokens that they get at once."""
 
     def __init__(
         self, model: Any, block: Block, max_batch: int, params: SamplingParams, stopping: Stopping
@@ -88,15 +84,13 @@ class DecodeLoop:
         self.body, self.head, self.device = model.get_decoder(), model.get_output_embeddings(), model.device
         self.requests: dict[int, GenerationRequest] = {}  # that have not come back
         self.waiting: list[tuple[tuple[int, ...], list[int]]] = []  # the next one is popped from the end
-        # Of a mixture whose routing is wanted: what the routers of the layers have just chosen, [tokens,
-        # topk] each.
+        # If routing is recorded: the choice of each layer's router in this pass, [tokens, topk].
         self.experts = Sizes.of(model.config.to_dict()).experts if params.routing else 0
         self.chosen: list[Tensor] = []
         self.cache = KVCache(model, self.experts)
         # Per row: the key of its request (-1: none), its seed, newest token, that token's position, the
-        # number of response tokens so far, and how many there may be. Rows up to `used` are responses, of
-        # which some have ended; those behind them, up to a whole number of blocks, are computed but mean
-        # nothing.
+        # number of response tokens so far, and their limit. Rows up to `used` are responses, some of them
+        # finished. Rows after them, up to a whole number of blocks, are computed but mean nothing.
         self.state = torch.zeros(6, self.block.room(max_batch), dtype=torch.int64, device=self.device)
         self.key, self.seed, self.token, self.position, self.count, self.limit = self.state
         self.highest = 0  # no row's limit is higher
@@ -128,8 +122,7 @@ class DecodeLoop:
         end = time.monotonic() + seconds
         try:
             while self.requests:
-                # Rows are filled where enough of them are free to pay for a prefill, or the batch has run
-                # empty.
+                # Admit prompts if enough rows are free to pay for a prefill, or the batch is empty.
                 free = self.max_batch - self.used
                 enough = max(len(self.waiting[-1][1]), self.max_batch // 4) if self.waiting else free + 1
                 if not self.used or free >= enough:
@@ -174,8 +167,8 @@ class DecodeLoop:
         groups: Sequence[tuple[tuple[int, ...], list[int]]],
         rows_of: Mapping[int, range],
     ) -> None:
-        """Take segments of one start and width through the model, and begin the responses to the prompts that
-        end in them, whose rows are the next ones."""
+        """Run segments of one start and width through the model, and start the responses to the prompts that
+        end in them, in the next rows."""
         cache, device, (start, width) = self.cache, self.device, segments[0][:2]
         stop = start + width
         prompts = [groups[segment.prompts[0]][0][:stop] for segment in segments]
@@ -235,8 +228,7 @@ class DecodeLoop:
         self._choose(rows, self.head(hidden).flatten(0, 1))
 
     def _take_chosen(self) -> Tensor:
-        """Return the experts of the forward pass just run, int16 [tokens, layers, topk]; of the first layers,
-        where these are dense, 0."""
+        """Return the experts of the forward pass, int16 [tokens, layers, topk]; 0 for dense first layers."""
         chosen = torch.stack(self.chosen, dim=1).short()
         self.chosen.clear()
         return F.pad(chosen, (0, 0, len(self.body.layers) - chosen.shape[1], 0))
@@ -267,8 +259,8 @@ class DecodeLoop:
                 self.live[row] = False
 
     def _sweep(self, at_once: bool) -> list[tuple[int, TokenData]]:
-        """Return the rows that have ended once they are over a sixteenth, or `at_once`: live rows from the
-        end take their places."""
+        """Return the finished rows once they are over a sixteenth, or `at_once`. Live rows from the end take
+        their places."""
         used = self.used
         live = self.live[:used]
         status = int(live.sum() + self.nan.any() * _NAN)
@@ -289,7 +281,7 @@ class DecodeLoop:
         return ended
 
     def _take(self, rows: Tensor) -> list[tuple[int, TokenData]]:
-        """Return the responses of rows, which have ended and are to be given up."""
+        """Return the responses of finished rows."""
         cache, columns = self.cache, self.longest + 1
         tokens, logprobs = cache.tokens[rows, :columns].cpu(), cache.logprobs[rows, :columns].cpu()
         chosen = cache.chosen[rows].cpu().numpy() if self.experts else None
@@ -309,8 +301,8 @@ class DecodeLoop:
         return taken
 
     def _make_room(self, rows: int) -> None:
-        """Let the cache hold `rows` rows, and the next token of each. Growth is geometric, but never beyond
-        what the live rows can still need."""
+        """Let the cache hold `rows` rows, and the next token of each. It grows geometrically, up to what the
+        live rows can still need."""
         # Behind a row's newest token there is a place for what is computed after its end.
         rows, columns = self.block.room(rows), self.longest + 3
         if rows > self.cache.rows or columns > self.cache.columns:
@@ -318,150 +310,12 @@ class DecodeLoop:
             self.cache.reserve(rows, grown if columns > self.cache.columns else 0)
 
 
-class KVCache:
-    """Keys and values per layer [rows, kv_heads, columns, dim], in multi-latent attention latents and rotated
-    keys, one head of each; and of each position its token, that token's log-probability and, where routing is
-    wanted, its experts. A row's token of position p stands in column p.
-    A layer of linear attention has a state of each row instead (`CachedDeltaNet`), behind its newest token.
-
-    Passed to transformers' forward as `past_key_values`, whose attention layers call only `update`. While
-    `prefilling`, keys and values are set aside for `place`; otherwise the one new column of each row is
-    written where `attend` says."""
-
-    def __init__(self, model: Any, experts: int) -> None:
-        config, dtype, device = model.config, model.dtype, model.device
-        heads, layers = config.num_attention_heads, config.num_hidden_layers
-        kv_heads = getattr(config, "num_key_value_heads", None) or heads
-        widths = (getattr(config, "head_dim", None) or config.hidden_size // heads,) * 2
-        if hasattr(config, "kv_lora_rank"):
-            kv_heads, widths = 1, (config.kv_lora_rank, config.qk_rope_head_dim)
-        self.rows = self.columns = 0
-        sizes = Sizes.of(config.to_dict())
-        # A layer of linear attention has no heads here.
-        heads_of = [0 if layer in sizes.linear else kv_heads for layer in range(layers)]
-        self.kv_heads = kv_heads
-        self.keys, self.values = (
-            [torch.zeros(0, heads, 0, width, dtype=dtype, device=device) for heads in heads_of]
-            for width in widths
-        )
-        # Of those layers: the newest inputs of the convolution, and the delta rule's state.
-        self.inputs = {
-            n: torch.zeros(0, sizes.mixed, sizes.conv - 1, dtype=dtype, device=device) for n in sizes.linear
-        }
-        shape = 0, sizes.value_heads, sizes.key // max(sizes.key_heads, 1), sizes.value_dim
-        self.states = {n: torch.zeros(shape, device=device) for n in sizes.linear}
-        self.tokens = torch.zeros(0, 0, dtype=torch.int64, device=device)
-        self.logprobs = torch.zeros(0, 0, device=device)
-        routed = layers, config.num_experts_per_tok if experts else 0
-        self.chosen = torch.zeros(0, 0, *routed, dtype=torch.int16, device=device)
-        # While prefilling, of the segments: their first column; a row that holds what stands before each; and
-        # the column behind the last token of each that is not padding.
-        self.prefilling, self.start = False, 0
-        self.before = self.lengths = torch.zeros(0, dtype=torch.int64, device=device)
-        self._aside: dict[int, tuple[Tensor, Tensor]] = {}
-
-    def update(
-        self, key: Tensor, value: Tensor, layer: int, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, Tensor]:
-        """Add a layer's new keys and values, [segments, kv_heads, tokens, dim] or of a step [blocks,
-        kv_heads, rows, dim]; return all that it attends to, [rows, kv_heads, columns, dim]."""
-        if self.prefilling:
-            self._aside[layer] = key, value
-            if not self.start:
-                return key, value
-            both = zip((self.keys[layer], self.values[layer]), (key, value), strict=True)
-            key, value = (torch.cat([old[self.before, :, : self.start], new], 2) for old, new in both)
-            return key, value
-        keys, values = self.keys[layer], self.values[layer]
-        rows = len(key) * key.shape[2]
-        for cache, fresh in ((keys, key), (values, value)):
-            dim = fresh.shape[3]
-            cache.view(-1, dim).index_copy_(0, self._at, fresh.transpose(1, 2).reshape(-1, dim))
-        return keys[:rows, :, : self._seen], values[:rows, :, : self._seen]
-
-    @contextmanager
-    def prefill(self, start: int, before: Tensor, lengths: Tensor) -> Iterator[None]:
-        """Set aside, for `place`, what a forward pass gives of segments that begin in column `start`. before,
-        lengths: int64 [segments], a row that holds what stands before each, and the tokens of its prompt up
-        to its end."""
-        self.prefilling, self.start, self.before, self.lengths = True, start, before, lengths
-        try:
-            yield
-        finally:
-            self.prefilling = False
-
-    def keep(self, layer: int, inputs: Tensor, state: Tensor) -> None:
-        """Take what a layer of linear attention has behind the newest tokens: of prompts, or of the first
-        rows."""
-        if self.prefilling:
-            self._aside[layer] = inputs, state
-            return
-        self.inputs[layer][: len(inputs)], self.states[layer][: len(state)] = inputs, state
-
-    def attend(self, position: Tensor, longest: int) -> Tensor:
-        """Prepare a step whose new tokens have these positions, int64 [rows], none above `longest`; return
-        its additive mask [rows, 1, 1, columns that attention sees]."""
-        self._seen = round_up(longest + 1, COLUMNS)
-        rows, position = len(position), position[:, None]
-        self._at = (self._starts_of_heads[:rows] + position).view(-1)
-        mask = torch.zeros(rows, self._seen, dtype=self.keys[0].dtype, device=position.device)
-        return mask.masked_fill_(self._numbers[: self._seen] > position, -torch.inf)[:, None, None]
-
-    def place(self, rows: Tensor, source: Tensor, chosen: Tensor | None) -> None:
-        """Write into `rows` what the prefill just run has set aside of the segments `source`, int64 [n] each,
-        and of the segments' experts, [segments, tokens, layers, topk]."""
-        for layer, pair in self._aside.items():
-            if layer in self.states:
-                self.inputs[layer][rows], self.states[layer][rows] = (fresh[source] for fresh in pair)
-                continue
-            for cache, fresh in zip((self.keys[layer], self.values[layer]), pair, strict=True):
-                cache[rows, :, self.start : self.start + fresh.shape[2]] = fresh[source]
-        self._aside.clear()
-        if chosen is not None:
-            self.chosen[rows, self.start : self.start + chosen.shape[1]] = chosen[source]
-
-    def move(self, source: Tensor, target: Tensor, columns: int) -> None:
-        """Copy the first `columns` columns of rows `source` over rows `target`."""
-        for cache in (*self.keys, *self.values):
-            cache[target, :, :columns] = cache[source, :, :columns]
-        for of_rows in (*self.inputs.values(), *self.states.values()):
-            of_rows[target] = of_rows[source]
-        for of_tokens in (self.tokens, self.logprobs, self.chosen):
-            of_tokens[target, :columns] = of_tokens[source, :columns]
-
-    def reserve(self, rows: int, columns: int) -> None:
-        """Grow to at least these sizes; what is there stays."""
-        old_rows, old_columns = self.rows, self.columns
-        self.rows, self.columns = max(rows, old_rows), max(round_up(columns, COLUMNS), old_columns)
-
-        def grown(old: Tensor, dim: int) -> Tensor:
-            shape = [self.rows, *old.shape[1:dim], self.columns, *old.shape[dim + 1 :]]
-            # Zeros, not empty: masked columns get weight 0, and 0 times an uninitialised NaN is NaN.
-            fresh = old.new_zeros(shape)
-            fresh[:old_rows].narrow(dim, 0, old_columns).copy_(old)
-            return fresh
-
-        for caches in (self.keys, self.values):
-            for layer, old in enumerate(caches):
-                caches[layer] = grown(old, 2)
-        for states in (self.inputs, self.states):
-            for layer, old in states.items():
-                states[layer] = F.pad(old, (0, 0) * (old.dim() - 1) + (0, self.rows - old_rows))
-        self.tokens, self.logprobs = grown(self.tokens, 1), grown(self.logprobs, 1)
-        self.chosen = grown(self.chosen, 1)
-        # Of the flattened tensors: where rows, and heads of rows, begin.
-        heads, device = self.kv_heads, self.tokens.device
-        self.starts = torch.arange(self.rows, device=device) * self.columns
-        self._starts_of_heads = torch.arange(self.rows * heads, device=device).view(-1, heads) * self.columns
-        self._numbers = torch.arange(self.columns, device=device)
-
-
 class Segment(NamedTuple):
-    """What goes through the model at once of a prompt, or of several that begin alike.
+    """A part of a prompt, or of several with a common beginning, that goes through the model at once.
 
-    start, width  its first token, and how many they are, with padding
+    start, width  its first token, and its tokens with padding
     prompts       their numbers
-    ends          whether a prompt ends in it, which is then the only one
+    ends          whether its only prompt ends in it
     """
 
     start: int
@@ -471,8 +325,10 @@ class Segment(NamedTuple):
 
 
 def segments_of(prompts: Sequence[tuple[int, ...]], shared: bool) -> list[Segment]:
-    """Cut prompts into segments, each behind those that stand before it. shared: whole chunks of COLUMNS
-    tokens that several of them begin with are a segment of their own; else each prompt is one."""
+    """Cut prompts into segments, ordered by their start.
+
+    shared: chunks of COLUMNS tokens that several prompts begin with make a segment; else each prompt is
+    one."""
 
     def chunk(number: int, start: int) -> object:
         """Return what others must have there too; where it is the prompt's end, nobody has."""
@@ -498,7 +354,8 @@ def segments_of(prompts: Sequence[tuple[int, ...]], shared: bool) -> list[Segmen
 
 
 def _width(prompt: tuple[int, ...]) -> int:
-    """Return the tokens to which a prompt is padded, at most a quarter more and less than COLUMNS: torch's
-    attention works in blocks whose size depends on it, so it must not depend on other prompts; and prompts of
-    few widths go through the model together."""
+    """Return the length to which a prompt is padded, at most a quarter and less than COLUMNS more.
+
+    Block sizes of torch's attention depend on it, so it must not depend on other prompts. Few widths let
+    prompts go through the model together."""
     return round_up(len(prompt), min(COLUMNS, max(16, (1 << (len(prompt) - 1).bit_length()) // 8)))

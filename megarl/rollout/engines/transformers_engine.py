@@ -1,19 +1,15 @@
 """The rollout engine on Hugging Face transformers: the default on a CPU, and the reference for other engines.
 
-A weight transfer writes its weights in place (`parameters`). What decodes is a loop of our own over the
-transformers model (transformers_decode.py).
-"""
+A weight transfer writes its weights in place (`parameters`). transformers_decode.py has its decode loop."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5GatedDeltaNet
@@ -40,21 +36,17 @@ from megarl.rollout.sampling import SamplingParams
 from megarl.weights.families import EXPERT_BIAS
 
 BIAS = EXPERT_BIAS.hf[0][0].partition("{l}")[2]  # how the names of the buffers end that are weights
-# A layer's number (-1 before the first, their count behind the last), and what part of it; its whole output.
-Part = tuple[int, str]
-OUTPUT, HEAD = "residual, or a norm behind attention or MLP", "output layer"
 
 
 class TransformersEngine(RolloutEngine):
     """A RolloutEngine in this process, on one device.
 
     folder     Hugging Face folder, of which `start` reads only config.json
+    model      a transformers model; None before `start`
     max_batch  responses decoded at once
     eos_ids    tokens that end a response
     tokenizer  needed for stop texts only
     """
-
-    supports_continuous_batching = False
 
     @classmethod
     def build(cls, config: Config, tokenizer: Any, runtime: Runtime) -> TransformersEngine:
@@ -74,7 +66,7 @@ class TransformersEngine(RolloutEngine):
         self.folder, self.dtype, self.device = Path(folder), dtype, torch.device(device)
         self.max_batch, self.eos_ids, self.tokenizer = max_batch, tuple(eos_ids), tokenizer
         self.weight_version = -1
-        self._model: Any = None
+        self.model: Any = None
         self._has_weights = self._asleep = False
         # Of what was submitted, one for each params; the first decodes next.
         self._loops: list[DecodeLoop] = []
@@ -121,7 +113,7 @@ class TransformersEngine(RolloutEngine):
                 module.__class__ = CachedDeltaNet
             elif type(module) is Qwen3NextGatedDeltaNet:
                 module.__class__ = CachedFusedDeltaNet
-        self._model = model.eval().requires_grad_(False)
+        self.model = model.eval().requires_grad_(False)
         linear = [module for module in model.modules() if type(module) is nn.Linear]
         self._block = Block.of([module.weight for module in linear], config.hidden_size)
         for module in linear if in_fixed_order(linear[0].weight) else ():
@@ -131,28 +123,26 @@ class TransformersEngine(RolloutEngine):
         self.weight_version = -1
 
     def ready(self, seconds: float) -> bool:
-        return self._model is not None
-
-    def restart(self) -> None:
-        """Raise EngineError: its errors are those of the rank."""
-        raise EngineError("rollout engine: the transformers engine has no process that could be started anew")
+        return self.model is not None
 
     def stop(self) -> None:
         self._loops.clear()
-        self._model, self._has_weights, self._asleep = None, False, False
+        self.model, self._has_weights, self._asleep = None, False, False
         self._stopping.clear()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
     def parameters(self) -> dict[str, Tensor]:
-        """Return the weights by the names of Hugging Face's files, to be written between begin_update and
-        end_update; of tied weights only the embedding. Raises EngineError before `start` and while asleep."""
-        if self._model is None or self._asleep:
+        """Return the weights by the names of Hugging Face's files, of tied weights only the embedding.
+
+        They may be written between begin_update and end_update. Raises EngineError without a model and while
+        asleep."""
+        if self.model is None or self._asleep:
             state = "asleep (call wake)" if self._asleep else "not started"
             raise EngineError(f"rollout engine: it has no weights to write, because it is {state}")
         found: dict[str, Tensor] = {}
-        biases = ((name, bias) for name, bias in self._model.named_buffers() if name.endswith(BIAS))
-        for name, parameter in (*self._model.named_parameters(), *biases):
+        biases = ((name, bias) for name, bias in self.model.named_buffers() if name.endswith(BIAS))
+        for name, parameter in (*self.model.named_parameters(), *biases):
             # transformers 5 has all experts of a layer in two tensors, whose parts the files name.
             layer, of_experts, kind = name.rpartition(".experts.")
             if not of_experts:
@@ -167,77 +157,39 @@ class TransformersEngine(RolloutEngine):
         self._has_weights = False
 
     def end_update(self, version: int) -> None:
-        """Accept requests again. Raises EngineError without weights."""
-        self.parameters()
-        self._has_weights = True
-        self.weight_version = version
+        self.parameters()  # raises EngineError if there are none
+        self._has_weights, self.weight_version = True, version
 
     def sleep(self, tags: Sequence[str] = ("weights",)) -> None:
-        """Free the storage of the weights; the tensors of `parameters` stay the same objects. The KV cache
-        ends with the requests."""
-        if self._model is None or self._asleep or "weights" not in tags:
+        """Free the storage of the weights; the tensors of `parameters` stay the same objects."""
+        if self.model is None or self._asleep or "weights" not in tags:
             return
         self._asleep, self._has_weights = True, False
-        for parameter in self._model.parameters():
+        for parameter in self.model.parameters():
             parameter.untyped_storage().resize_(0)
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
     def wake(self, tags: Sequence[str] = ("weights",)) -> None:
-        if self._model is None or not self._asleep or "weights" not in tags:
+        if self.model is None or not self._asleep or "weights" not in tags:
             return
-        for parameter in self._model.parameters():
+        for parameter in self.model.parameters():
             parameter.untyped_storage().resize_(parameter.numel() * parameter.element_size())
         self._asleep = False
 
-    @torch.inference_mode()
-    def parts(self, tokens: Sequence[int], given: Mapping[Part, Tensor]) -> dict[Part, Tensor]:
-        """Run a sequence and return, in the model's order, what each part of it gives, on the host, [t,
-        hidden]; as (layers, HEAD) the logits, float32 [t, vocab]. A layer's input is what `given` has as the
-        output of the one before it, not what that gave here: so a difference stays where it arises. Raises
-        EngineError before `start` and while asleep."""
-        self.parameters()
-        body, head, found, hooks = self._model.get_decoder(), self._model.get_output_embeddings(), {}, []
-        last = len(body.layers) - 1
-
-        def note(part: Part, _module: Any, _arguments: Any, output: Any) -> None:
-            found[part] = (output[0] if isinstance(output, tuple) else output)[0].cpu()
-
-        def replace(before: Part, _module: Any, arguments: Any) -> Any:
-            own = arguments[0]
-            if before == (-1, "embedding"):
-                found[before] = own[0].cpu()
-            return given[before][None].to(own), *arguments[1:]
-
-        def watch(module: Any, part: Part, before: Part | None = None) -> None:
-            hooks.append(module.register_forward_hook(partial(note, part)))
-            if before is not None:
-                hooks.append(module.register_forward_pre_hook(partial(replace, before)))
-
-        for number, layer in enumerate(body.layers):
-            watch(layer.input_layernorm, (number, "norm before attention"))
-            mixer = layer.linear_attn if hasattr(layer, "linear_attn") else layer.self_attn
-            watch(mixer, (number, "attention"))
-            watch(layer.post_attention_layernorm, (number, "norm before MLP"))
-            watch(layer.mlp, (number, "MLP"))
-            watch(layer, (number, OUTPUT), (number - 1, OUTPUT) if number else (-1, "embedding"))
-        watch(body.norm, (last + 1, "final norm"), (last, OUTPUT))
-        try:
-            body(input_ids=torch.tensor([tokens], device=self.device), use_cache=False)
-        finally:
-            for hook in hooks:
-                hook.remove()
-        hidden = given[last + 1, "final norm"].float()  # logits rounded to bf16 would be off by up to 0.06
-        return {**found, (last + 1, HEAD): F.linear(hidden, head.weight.cpu().float())}
-
     def submit(self, requests: Mapping[int, GenerationRequest], params: SamplingParams) -> None:
-        """Let requests wait for `poll`, beside what runs. A stop text stays in the response, up to the end of
-        the token that completed it. Raises EngineError without valid weights and for a request that does not
-        fit the model."""
+        """Queue requests for `poll`. A stop text stays in the response, up to the end of the token that
+        completed it. Raises EngineError without valid weights and for a request that does not fit the
+        model."""
         if not requests:
             return
-        loop = next((loop for loop in self._loops if loop.params == params), None) or self._loop(params)
-        self._check(requests.values(), params)
+        loop = next((loop for loop in self._loops if loop.params == params), None) or self._make_loop(params)
+        positions, vocab = self.model.config.max_position_embeddings, self.model.config.vocab_size
+        check_positions(requests.values(), params, positions)
+        for i, prompt in enumerate(dict.fromkeys(request.prompt_tokens for request in requests.values())):
+            if not prompt or min(prompt) < 0 or max(prompt) >= vocab:
+                problem = f"is empty or has a token id outside the model's vocabulary of {vocab}"
+                raise EngineError(f"rollout: prompt {i} {problem}")
         loop.add(requests)
         if loop not in self._loops:
             self._loops.append(loop)
@@ -248,13 +200,20 @@ class TransformersEngine(RolloutEngine):
 
     @torch.inference_mode()
     def poll(self, seconds: float) -> list[tuple[int, TokenData]]:
-        """Generate for `seconds`, or until all has ended; return what has ended. Requests of one params are
-        decoded together, those of different params in turns, a call each. Raises EngineError for NaN logits.
-        """
+        """Generate for `seconds`, or until all has ended; return finished responses.
+
+        Requests of one params are decoded together, those of different params in turns, a call each. Raises
+        EngineError for NaN logits."""
         ended: list[tuple[int, TokenData]] = []
         end = time.monotonic() + seconds
         while self._loops and not (ended and time.monotonic() >= end):
-            ended += self._run(self._loops[0], end - time.monotonic())
+            try:
+                ended += self._loops[0].run(end - time.monotonic())
+            except FloatingPointError as error:
+                raise EngineError(
+                    f"rollout: NaN logits in {error}, with weight version {self.weight_version} (the weights "
+                    "or the last update are damaged; look at the update before this version)"
+                ) from None
             loop = self._loops.pop(0)
             if loop.requests:
                 self._loops.append(loop)
@@ -262,37 +221,18 @@ class TransformersEngine(RolloutEngine):
         return ended
 
     def abort(self) -> list[tuple[int, TokenData]]:
-        """Forget what was submitted."""
         forgotten = [(key, TokenData()) for loop in self._loops for key in loop.requests]
         self._loops.clear()
         return forgotten
 
-    def _loop(self, params: SamplingParams) -> DecodeLoop:
+    def _make_loop(self, params: SamplingParams) -> DecodeLoop:
         if not self._has_weights:
             state = "without weights: an update must follow start and wake"
-            if self._model is None or self._asleep:
+            if self.model is None or self._asleep:
                 state = "asleep" if self._asleep else "not started"
             raise EngineError(f"rollout engine: asked for responses while it is {state}")
         if params.stop not in self._stopping:  # about a second for a vocabulary of 150,000
             self._stopping[params.stop] = Stopping(
-                params.stop, self._model.config.vocab_size, self.eos_ids, self.tokenizer, self.device
+                params.stop, self.model.config.vocab_size, self.eos_ids, self.tokenizer, self.device
             )
-        return DecodeLoop(self._model, self._block, self.max_batch, params, self._stopping[params.stop])
-
-    def _check(self, requests: Collection[GenerationRequest], params: SamplingParams) -> None:
-        """Raise EngineError for a request that does not fit the model."""
-        positions, vocab = self._model.config.max_position_embeddings, self._model.config.vocab_size
-        check_positions(requests, params, positions)
-        for i, prompt in enumerate(dict.fromkeys(request.prompt_tokens for request in requests)):
-            if not prompt or min(prompt) < 0 or max(prompt) >= vocab:
-                problem = f"is empty or has a token id outside the model's vocabulary of {vocab}"
-                raise EngineError(f"rollout: prompt {i} {problem}")
-
-    def _run(self, loop: DecodeLoop, seconds: float) -> list[tuple[int, TokenData]]:
-        try:
-            return loop.run(seconds)
-        except FloatingPointError as error:
-            raise EngineError(
-                f"rollout: NaN logits in {error}, with weight version {self.weight_version} (the weights or "
-                "the last update are damaged; look at the update before this version)"
-            ) from None
+        return DecodeLoop(self.model, self._block, self.max_batch, params, self._stopping[params.stop])

@@ -1,9 +1,9 @@
-"""Layers for transformers' models that add up the products of a row in an order which its company does not
-change: linear layers, and attention and linear attention over a KVCache (transformers_decode.py)."""
+"""Batch-invariant layers for transformers' models: linear layers, a KV cache, and attention over it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -14,6 +14,7 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5GatedDeltaNet
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDeltaNet
 
 from megarl.model.delta_net import convolve, delta_rule, delta_step, gated_norm, gates
+from megarl.weights.families import Sizes
 
 ATTENTION = "megarl_rollout"  # the name under which `attention` is registered with transformers
 COLUMNS = 64  # keys of a chunk of attention: see DecodeLoop
@@ -28,8 +29,9 @@ def round_up(number: int, multiple: int) -> int:
 
 
 def in_fixed_order(tensor: Tensor) -> bool:
-    """Return whether the sums of products with it are taken in an order that company does not change: in
-    float32 on a CPU. (bf16 would have to round the scores, or to keep its keys in float32.)"""
+    """Return whether products with it are batch-invariant: in float32 on a CPU.
+
+    bf16 would have to round the scores, or keep its keys in float32."""
     return tensor.device.type == "cpu" and tensor.dtype == torch.float32
 
 
@@ -48,10 +50,10 @@ class Block(NamedTuple):
 
     @staticmethod
     def of(weights: Sequence[Tensor], hidden: int) -> Block:
-        """Return the block for a model of such weights, whose values are undefined and may be overwritten,
-        and this width. In a narrow one blocks are small and go into one batched product, for which MKL has
-        another path where there is but one. Where no order is fixed they only keep the number of shapes
-        small."""
+        """Return the block for a model with these weights, whose values are overwritten, and this width.
+
+        Blocks of a narrow model are small and go into one batched product, at least two, as MKL has another
+        path for one. Where no order is fixed they only keep the number of shapes small."""
         if not in_fixed_order(weights[0]):
             return Block(8)
         return Block(16, 2) if hidden < NARROW else Block(fewest_rows(weights), largest=LARGEST)
@@ -69,10 +71,10 @@ class Block(NamedTuple):
 
 
 def fewest_rows(weights: Iterable[Tensor]) -> int:
-    """Return from how many rows on, a power of two of at least 8, products with such matrices add up a row in
-    the order of those of LARGEST rows, on this processor and with its library: LARGEST where none smaller
-    does. Tried with equal rows, of random numbers, whose results are equal where the order is. The values of
-    the weights are overwritten."""
+    """Return the fewest rows of a product that is added up in the order of one of LARGEST rows.
+
+    It is a power of two from 8 to LARGEST, and depends on processor and library. It is tried with equal rows
+    of random numbers: equal results mean an equal order. The weights are overwritten."""
     random, fewest = torch.Generator().manual_seed(0), 8
     for weight in {weight.shape: weight for weight in weights}.values():
         weight.normal_(generator=random)
@@ -85,8 +87,7 @@ def fewest_rows(weights: Iterable[Tensor]) -> int:
 
 
 class BlockLinear(nn.Linear):
-    """A linear layer that multiplies rows in products of the shapes of `block`: the order in which the
-    products of a row are added depends on nothing else."""
+    """A batch-invariant linear layer: it multiplies rows in products of the shapes of `block`."""
 
     block: Block
 
@@ -109,6 +110,150 @@ class BlockLinear(nn.Linear):
         if padding:
             out = out.view(-1, self.out_features)[:count]
         return out if out.shape == shape else out.view(shape)
+
+
+class KVCache:
+    """Keys and values per layer, [rows, kv_heads, columns, dim].
+
+    Multi-latent attention has latents and rotated keys, one head each. Layers of linear attention have a
+    state for each row instead (`CachedDeltaNet`). The cache also has each position's token, log-prob and, if
+    routing is recorded, experts. The token of position p is in column p.
+
+    Passed to transformers' forward as `past_key_values`; its attention layers call only `update`. While
+    `prefilling`, keys and values are kept for `place`; else the new column of each row is written at the
+    positions of `attend`."""
+
+    def __init__(self, model: Any, experts: int) -> None:
+        config, dtype, device = model.config, model.dtype, model.device
+        heads, layers = config.num_attention_heads, config.num_hidden_layers
+        kv_heads = getattr(config, "num_key_value_heads", None) or heads
+        widths = (getattr(config, "head_dim", None) or config.hidden_size // heads,) * 2
+        if hasattr(config, "kv_lora_rank"):
+            kv_heads, widths = 1, (config.kv_lora_rank, config.qk_rope_head_dim)
+        self.rows = self.columns = 0
+        sizes = Sizes.of(config.to_dict())
+        # A layer of linear attention has no heads here.
+        heads_of = [0 if layer in sizes.linear else kv_heads for layer in range(layers)]
+        self.kv_heads = kv_heads
+        self.keys, self.values = (
+            [torch.zeros(0, heads, 0, width, dtype=dtype, device=device) for heads in heads_of]
+            for width in widths
+        )
+        # Of those layers: the newest inputs of the convolution, and the delta rule's state.
+        self.inputs = {
+            n: torch.zeros(0, sizes.mixed, sizes.conv - 1, dtype=dtype, device=device) for n in sizes.linear
+        }
+        shape = 0, sizes.value_heads, sizes.key // max(sizes.key_heads, 1), sizes.value_dim
+        self.states = {n: torch.zeros(shape, device=device) for n in sizes.linear}
+        self.tokens = torch.zeros(0, 0, dtype=torch.int64, device=device)
+        self.logprobs = torch.zeros(0, 0, device=device)
+        routed = layers, config.num_experts_per_tok if experts else 0
+        self.chosen = torch.zeros(0, 0, *routed, dtype=torch.int16, device=device)
+        # While prefilling, see `prefill`.
+        self.prefilling, self.start = False, 0
+        self.before = self.lengths = torch.zeros(0, dtype=torch.int64, device=device)
+        self._aside: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def update(
+        self, key: Tensor, value: Tensor, layer: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Add a layer's new keys and values, and return all that it attends to.
+
+        key, value: [segments, kv_heads, tokens, dim], or when decoding [blocks, kv_heads, rows, dim] ->
+        [rows, kv_heads, columns, dim]"""
+        if self.prefilling:
+            self._aside[layer] = key, value
+            if not self.start:
+                return key, value
+            both = zip((self.keys[layer], self.values[layer]), (key, value), strict=True)
+            key, value = (torch.cat([old[self.before, :, : self.start], new], 2) for old, new in both)
+            return key, value
+        keys, values = self.keys[layer], self.values[layer]
+        rows = len(key) * key.shape[2]
+        for cache, fresh in ((keys, key), (values, value)):
+            dim = fresh.shape[3]
+            cache.view(-1, dim).index_copy_(0, self._at, fresh.transpose(1, 2).reshape(-1, dim))
+        return keys[:rows, :, : self._seen], values[:rows, :, : self._seen]
+
+    @contextmanager
+    def prefill(self, start: int, before: Tensor, lengths: Tensor) -> Iterator[None]:
+        """Keep keys and values of a forward pass for `place`.
+
+        Args:
+            start: the segments' first column
+            before: int64 [segments], a row that holds the tokens before each
+            lengths: int64 [segments], tokens of its prompt up to the segment's end, without padding
+        """
+        self.prefilling, self.start, self.before, self.lengths = True, start, before, lengths
+        try:
+            yield
+        finally:
+            self.prefilling = False
+
+    def keep(self, layer: int, inputs: Tensor, state: Tensor) -> None:
+        """Store the state of a layer of linear attention after the newest tokens."""
+        if self.prefilling:
+            self._aside[layer] = inputs, state
+            return
+        self.inputs[layer][: len(inputs)], self.states[layer][: len(state)] = inputs, state
+
+    def attend(self, position: Tensor, longest: int) -> Tensor:
+        """Prepare a step whose new tokens have these positions, int64 [rows], none above `longest`. Return
+        its additive mask, [rows, 1, 1, columns]."""
+        self._seen = round_up(longest + 1, COLUMNS)
+        rows, position = len(position), position[:, None]
+        self._at = (self._starts_of_heads[:rows] + position).view(-1)
+        mask = torch.zeros(rows, self._seen, dtype=self.keys[0].dtype, device=position.device)
+        return mask.masked_fill_(self._numbers[: self._seen] > position, -torch.inf)[:, None, None]
+
+    def place(self, rows: Tensor, source: Tensor, chosen: Tensor | None) -> None:
+        """Write the prefill's keys, values and experts of the segments `source` into `rows`, int64 [n] each.
+
+        chosen: experts of the segments, [segments, tokens, layers, topk]"""
+        for layer, pair in self._aside.items():
+            if layer in self.states:
+                self.inputs[layer][rows], self.states[layer][rows] = (fresh[source] for fresh in pair)
+                continue
+            for cache, fresh in zip((self.keys[layer], self.values[layer]), pair, strict=True):
+                cache[rows, :, self.start : self.start + fresh.shape[2]] = fresh[source]
+        self._aside.clear()
+        if chosen is not None:
+            self.chosen[rows, self.start : self.start + chosen.shape[1]] = chosen[source]
+
+    def move(self, source: Tensor, target: Tensor, columns: int) -> None:
+        """Copy the first `columns` columns of rows `source` over rows `target`."""
+        for cache in (*self.keys, *self.values):
+            cache[target, :, :columns] = cache[source, :, :columns]
+        for of_rows in (*self.inputs.values(), *self.states.values()):
+            of_rows[target] = of_rows[source]
+        for of_tokens in (self.tokens, self.logprobs, self.chosen):
+            of_tokens[target, :columns] = of_tokens[source, :columns]
+
+    def reserve(self, rows: int, columns: int) -> None:
+        """Grow to at least these sizes; what is there stays."""
+        old_rows, old_columns = self.rows, self.columns
+        self.rows, self.columns = max(rows, old_rows), max(round_up(columns, COLUMNS), old_columns)
+
+        def grown(old: Tensor, dim: int) -> Tensor:
+            shape = [self.rows, *old.shape[1:dim], self.columns, *old.shape[dim + 1 :]]
+            # Zeros, not empty: masked columns get weight 0, and 0 times an uninitialised NaN is NaN.
+            fresh = old.new_zeros(shape)
+            fresh[:old_rows].narrow(dim, 0, old_columns).copy_(old)
+            return fresh
+
+        for caches in (self.keys, self.values):
+            for layer, old in enumerate(caches):
+                caches[layer] = grown(old, 2)
+        for states in (self.inputs, self.states):
+            for layer, old in states.items():
+                states[layer] = F.pad(old, (0, 0) * (old.dim() - 1) + (0, self.rows - old_rows))
+        self.tokens, self.logprobs = grown(self.tokens, 1), grown(self.logprobs, 1)
+        self.chosen = grown(self.chosen, 1)
+        # Of the flattened tensors: where rows, and heads of rows, begin.
+        heads, device = self.kv_heads, self.tokens.device
+        self.starts = torch.arange(self.rows, device=device) * self.columns
+        self._starts_of_heads = torch.arange(self.rows * heads, device=device).view(-1, heads) * self.columns
+        self._numbers = torch.arange(self.columns, device=device)
 
 
 class CachedDeltaNet(Qwen3_5GatedDeltaNet):
@@ -177,9 +322,9 @@ def attention(
     """Implement transformers' attention interface: query [rows, heads, q, dim], key and value [rows,
     kv_heads, k, dim] -> [rows, q, heads, dim]. Values may be narrower; the output then is.
 
-    Without a mask (prefill) attention is causal, and the queries are those of the last keys. With one (a step
-    of decoding) query is [blocks, heads, rows, dim], one query of each row; the query heads that share a key
-    head are treated as queries of one head, so that grouped keys are never repeated."""
+    Without a mask (prefill) attention is causal, and the queries are those of the last keys. With one
+    (decoding) query is [blocks, heads, rows, dim], one query a row. Query heads of one key head become
+    queries of one head, so that grouped keys are never repeated."""
     scale, narrow = kwargs["scaling"], value.shape[3]
     if narrow < key.shape[3]:  # torch's attention that keeps no scores wants them as wide
         value = F.pad(value, (0, key.shape[3] - narrow))
@@ -196,9 +341,10 @@ def attention(
 
 
 def prefill_attention(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-    """Attend causally with the queries of the last keys. Where sums have an order, COLUMNS queries are taken
-    at once, so that it does not depend on how many keys stand before the first query: what a prompt shares
-    with others may be computed apart.
+    """Attend causally with the queries of the last keys.
+
+    Where that makes it batch-invariant, COLUMNS queries are taken at once: a common beginning of prompts may
+    be computed before the rest.
 
     query [rows, heads, q, dim]; key, value [rows, kv_heads, k, dim], k - q a multiple of COLUMNS -> [rows,
     heads, q, dim]."""
@@ -222,8 +368,8 @@ def prefill_attention(query: Tensor, key: Tensor, value: Tensor, scale: float) -
 
 
 def decode_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> Tensor:
-    """Attend to keys in chunks of COLUMNS, whose results are added in the order of the keys: a row's sums are
-    the same whatever is masked behind its end, since such a chunk adds zeros.
+    """Attend to keys in chunks of COLUMNS, and add their results in the order of the keys. A chunk that is
+    masked whole adds zeros, so that a row's sums do not depend on the columns after its end.
 
     query [rows, kv_heads, group, dim]; key, value [rows, kv_heads, n * COLUMNS, dim], finite where masked;
     mask, additive, [rows, 1, 1, n * COLUMNS] -> [rows, kv_heads, group, dim]."""

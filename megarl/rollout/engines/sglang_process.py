@@ -1,0 +1,176 @@
+"""The process that holds an SGLang engine (sglang_host.py), as the engine's leader sees it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from megarl.config.errors import EngineFailure
+
+POLL = 0.2  # seconds between checks that the process is alive, while waiting
+KILL_WAIT = 30.0  # seconds for the kernel to end what was killed
+LOG_LINES = 4  # of the engine's own log, in an error
+
+
+class EngineProcess:
+    """Starts and ends the process, and sends it messages, with a limit on every wait. It raises
+    EngineFailure, after which the process must be ended.
+
+    arguments    of sglang.Engine
+    environment  of the process
+    limit        seconds without a message from an engine that has work
+    start_limit  seconds until it is ready
+    children     process ids of SGLang's own processes
+    """
+
+    module = "megarl.rollout.engines.sglang_host"
+
+    def __init__(
+        self, arguments: Mapping[str, Any], environment: Mapping[str, str], limit: float, start_limit: float
+    ) -> None:
+        self.arguments, self.environment = dict(arguments), dict(environment)
+        self.limit, self.start_limit = limit, start_limit
+        self.children: list[int] = []
+        self._process: subprocess.Popen[bytes] | None = None
+        self._ready = False
+
+    def start(self) -> None:
+        """Begin the start; `ready` awaits its end."""
+        # SGLang leaves sockets and files in TMPDIR. The name is short enough for a socket's.
+        self.folder = Path(tempfile.mkdtemp(prefix="megarl-sglang-"))
+        ours, theirs = socket.socketpair()
+        with (self.folder / "log").open("wb") as log, theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-m", self.module, str(theirs.fileno()), str(os.getpid())],
+                env={**self.environment, "TMPDIR": str(self.folder)},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,  # Ctrl-C is for the rank to answer; and `end` kills the group
+            )
+        self._connection = Connection(ours.detach())
+        self._silent = 0.0  # seconds spent waiting since the last message
+        self._done: list[tuple[int, Any]] = []
+        self._answers: list[str] = []  # to the newest call: its error; "" without one
+        self._ready = False
+        self.children = []
+        self._send(self.arguments)
+
+    @property
+    def pid(self) -> int:
+        """Return the id of the process that holds the engine."""
+        assert self._process is not None
+        return self._process.pid
+
+    def ready(self, seconds: float) -> bool:
+        """Return whether the engine takes requests; wait at most `seconds`."""
+        end = time.monotonic() + seconds
+        while not self._ready and (left := end - time.monotonic()) > 0:
+            self._wait(left, self.start_limit, "it was not ready")
+        return self._ready
+
+    def call(self, name: str, *arguments: Any) -> None:
+        """Call a method of sglang_host.Calls. Raises EngineFailure with SGLang's error if it fails."""
+        self._silent, self._answers = 0.0, []
+        self._send(("call", name, arguments))
+        while not self._answers:
+            self._wait(self.limit, self.limit, f"{name} was not answered")
+        if problem := self._answers[0]:
+            raise EngineFailure(f"SGLang: {name}: {problem}")
+
+    def submit(
+        self, requests: Sequence[tuple[int, Sequence[int], int, int, int]], params: Mapping[str, Any]
+    ) -> None:
+        """Send requests, see sglang_host.Host."""
+        self._silent = 0.0
+        self._send(("submit", requests, params))
+
+    def abort(self) -> None:
+        """Ask for the end of everything that runs; `poll` then returns it."""
+        self._send(("abort",))
+
+    def poll(self, seconds: float) -> list[tuple[int, Any]]:
+        """Return the answers since the last call; wait at most `seconds` for the first."""
+        end = time.monotonic() + seconds
+        while not self._done and (left := end - time.monotonic()) > 0:
+            self._wait(left, self.limit, "no token came")
+        while self._connection.poll(0):
+            self._read()
+        done, self._done = self._done, []
+        return done
+
+    def end(self) -> None:
+        """Kill the engine's processes, and wait for their end. May be called again."""
+        if self._process is None:
+            return
+        with suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)  # the group lives as long as one of its processes
+        self._process.wait()
+        self._connection.close()
+        deadline = time.monotonic() + KILL_WAIT
+        while any(map(psutil.pid_exists, self.children)) and time.monotonic() < deadline:
+            time.sleep(0.02)  # they hold device memory until they are gone
+        shutil.rmtree(self.folder, ignore_errors=True)
+        self._process, self._ready = None, False
+
+    def _wait(self, seconds: float, limit: float, what: str) -> None:
+        """Wait for one message, at most `seconds` or POLL. Raises EngineFailure if the process has ended, and
+        after `limit` seconds of silence in all."""
+        assert self._process is not None
+        begin = time.monotonic()
+        if self._connection.poll(min(seconds, POLL)):
+            self._read()
+            return
+        if self._process.poll() is not None:
+            raise self._connection_lost()
+        self._silent += time.monotonic() - begin
+        if self._silent >= limit:
+            raise self._failure(f"{what} for {limit:.0f} s")
+
+    def _read(self) -> None:
+        try:
+            kind, *content = self._connection.recv()
+        except (EOFError, OSError):
+            raise self._connection_lost() from None
+        self._silent = 0.0
+        if kind == "done":
+            self._done += content[0]
+        elif kind == "answer":
+            self._answers.append(content[0])
+        elif kind == "ready":
+            self._ready, self.children = True, content[0]
+
+    def _send(self, message: Any) -> None:
+        try:
+            self._connection.send(message)
+        except OSError:
+            raise self._connection_lost() from None
+
+    def _connection_lost(self) -> EngineFailure:
+        assert self._process is not None
+        try:
+            code = self._process.wait(timeout=5)
+        except subprocess.TimeoutExpired:
+            return self._failure("it closed its connection")
+        return self._failure(f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}")
+
+    def _failure(self, what: str) -> EngineFailure:
+        """Return an error with the last lines of SGLang's own log."""
+        lines = [line.strip() for line in (self.folder / "log").read_text(errors="replace").splitlines()]
+        last = [line for line in lines if line][-LOG_LINES:]
+        log = f"; its last lines: {' | '.join(last)[-600:]}" if last else ""
+        return EngineFailure(f"SGLang, process {self.pid}: {what}{log}")

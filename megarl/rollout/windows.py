@@ -1,0 +1,49 @@
+"""Rollouts with `rollout.window` (T-PPO): a step samples the next tokens of its responses."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from megarl.data.sample import SampleGroup
+from megarl.rollout.controller import Controller, StepGroups, sampling_params, with_metrics
+from megarl.rollout.dispatch import GroupRequest
+
+
+class WindowController(Controller):
+    """Samples at most `rollout.window` new tokens of each response in a step.
+
+    Unfinished responses of the step before come first, then new prompts. What is sampled does not depend on
+    time. Each response has a separate request."""
+
+    async def collect(self, step: int) -> StepGroups:
+        """Collect `Config.responses` responses. Groups hold those that the step sampled; reward/* and
+        response/* count the finished ones."""
+        config = self.config
+        if config.rollout.window is None or step <= 0:  # value pretraining needs whole responses
+            return await super().collect(step)
+        self.start_rollout(sampling_params(config.rollout, step), window=config.rollout.window)
+        waiting, self.returned = self.returned, []
+        prompts = max(0, math.ceil((config.responses - len(waiting)) / config.rollout.group_size))
+        for request in self.take_requests(prompts, step):
+            waiting += [GroupRequest(request.prompt, [seed]) for seed in request.seeds]
+        requests, rest = waiting[: config.responses], waiting[config.responses :]
+        await self.dispatch(requests)
+        slots = list(self.dispatcher.slots.values())
+        samples = [group.samples[0] for group in await self.finished_groups()]
+        groups: list[SampleGroup] = []
+        for request, slot, sample in zip(requests, slots, samples, strict=True):
+            if not groups or groups[-1].prompt.uid != request.prompt.uid:
+                groups.append(SampleGroup(request.prompt, [], self.dispatcher.version))
+            groups[-1].samples.append(sample)
+            if sample.is_partial:
+                self.returned.append(replace(request, first=slot.id, holders=[slot.engine]))
+        stats = {
+            "rollout/prompts": len(groups),
+            "rollout/tokens": sum(s.num_sampled - s.prefix_tokens for s in samples),
+            "rollout/continued": sum(s.prefix_tokens > 0 for s in samples) / len(samples),
+            "rollout/unfinished": len(self.returned) / len(samples),
+            "rollout/moved": self.dispatcher.rebalanced,
+        }
+        self.returned += rest
+        return with_metrics(groups, groups, stats, config.reward.max_unjudged)
