@@ -73,6 +73,8 @@ class Advantage:
     compares_group  whether an advantage depends on the other responses of the group
     critic          what the critic reads: responses, prompts, or nothing if there is no critic
     columns         further columns of the rollout that it reads
+    returns         module:function that computes the critic's targets in value pretraining. Empty: they are
+                    Monte-Carlo returns
     states          state kept between steps: the name in a checkpoint, and the function of `algorithm`
                     that makes it, as module:function
     """
@@ -82,6 +84,7 @@ class Advantage:
     compares_group: bool = False
     critic: Literal["", "responses", "prompts"] = ""
     columns: tuple[str, ...] = ()
+    returns: str = ""
     states: tuple[tuple[str, str], ...] = ()
 
 
@@ -103,7 +106,10 @@ ADVANTAGES: dict[AdvantageName, Advantage] = {
     "return": Advantage("return_advantages"),
     "gae": Advantage("gae_advantages", critic="responses"),
     "prompt_value": Advantage(
-        "prompt_advantages", "megarl.training.methods.sppo:add_prompt_advantages", critic="prompts"
+        "prompt_advantages",
+        "megarl.training.methods.sppo:add_prompt_advantages",
+        critic="prompts",
+        returns="megarl.training.methods.sppo:add_prompt_returns",
     ),
 }
 

@@ -31,7 +31,6 @@ from megarl.training.columns import (
     policy_statistics,
     turn_rewards,
 )
-from megarl.training.methods.sppo import add_prompt_returns
 from megarl.training.model import InferenceModel
 from megarl.training.objectives import actor_loss, critic_loss, other_tokens, supervised_loss
 
@@ -219,11 +218,11 @@ def prompt_advantages(run: Run, step: Step) -> None:
 
 def monte_carlo_returns(run: Run, step: Step) -> None:
     """Compute the critic's targets alone, for value pretraining: the policy is the initial one, its KL 0."""
-    batch = step.batch
-    if run.config.values_prompts:
-        step.metrics |= add_prompt_returns(batch, run.runtime)[0]
+    algorithm, batch = run.config.algorithm, step.batch
+    if path := algorithm.advantage_method.returns:
+        step.metrics |= load_function(path)(batch, run.runtime)[0]
         return
-    step.add(*add_returns(run.config.algorithm, batch, run.runtime, turn_rewards(batch)))
+    step.add(*add_returns(algorithm, batch, run.runtime, turn_rewards(batch)))
 
 
 def critic_update(run: Run, step: Step) -> None:
