@@ -117,7 +117,7 @@ def test_a_weight_sync_takes_what_is_planned_and_gives_it_back(
         return TransferStats(0, 0, 0, 0.0)
 
     monkeypatch.setattr(Transfer, "run", note)
-    monkeypatch.setattr(SharedMemoryBackend, "publish", lambda self, bucket: b"")
+    monkeypatch.setattr(SharedMemoryBackend, "handle", lambda self, bucket: b"")
     for rank in (0, plan.layout.world - 1):
         made = weight_sync_of(rank, *sizes, *overrides)
         assert len(made.transfers) > 3
@@ -148,7 +148,7 @@ def test_an_engine_that_has_its_frozen_weights_gets_the_others(
     monkeypatch.setattr(
         Transfer, "run", lambda self: ran.extend(self._targets) or TransferStats(0, 0, 0, 0.0)
     )
-    monkeypatch.setattr(SharedMemoryBackend, "publish", lambda self, bucket: b"")
+    monkeypatch.setattr(SharedMemoryBackend, "handle", lambda self, bucket: b"")
     overrides = (f"rollout.weights_dtype={weights}", "actor.frozen=attention", "actor.frozen_layers=3")
     made = weight_sync_of(0, 2, 1, 1, 2, *overrides)
 
