@@ -33,7 +33,6 @@ T = TypeVar("T")
 class Server:
     """A server as one client sees it.
 
-    usable   it has the present weights and gets requests
     loading  this client is sending it weights
     running  ids of its unfinished requests
     why      reason for which it was left out
@@ -42,10 +41,15 @@ class Server:
 
     def __init__(self, url: str) -> None:
         self.url, self.tp, self.why = url, 1, ""
-        self.usable = self.loading = False
+        self.loading = False
         self.running: set[str] = set()
         self.gone: asyncio.Future[str] | None = None
         self.watch: asyncio.Task[None] | None = None
+
+    @property
+    def usable(self) -> bool:
+        """Return whether it has the present weights and gets requests."""
+        return self.gone is not None and not self.gone.done()
 
 
 class ServerPool:
@@ -122,13 +126,13 @@ class ServerPool:
 
     def open(self, server: Server) -> None:
         """Take a server that has the present weights."""
-        server.usable, server.loading, server.why = True, False, ""
+        server.loading, server.why = False, ""
         server.gone = asyncio.get_running_loop().create_future()
         server.watch = asyncio.get_running_loop().create_task(self._watch(server))
 
     def close(self, server: Server, why: str) -> None:
         """Stop using a server. Its requests are sent to other servers."""
-        server.usable = server.loading = False
+        server.loading = False
         if server.watch is not None:
             server.watch.cancel()
         if server.gone is not None and not server.gone.done():
