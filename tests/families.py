@@ -131,7 +131,7 @@ ROWS: dict[str, Row] = {
         models=({"head_dim": 12}, {"norm_topk_prob": False, "tied": True}),
         layouts=MIXTURE,
         fast={
-            "log-probs": (ONE, (2, 1, 1), (1, 1, 2, 2), (1, 2, 1)),
+            "log-probs": (ONE, (1, 1, 2, 2), (1, 2, 1)),
             "values": ((2, 1, 1, 2),),
         },
         checkpoints=(
@@ -159,6 +159,7 @@ ROWS: dict[str, Row] = {
         MistralConfig,
         switches={"sliding_window": None},
         models=({"head_dim": 12},),
+        fast={"log-probs": (ONE,)},
         sent=(((1, 2, 1), {"kv_heads": 1}),),
         converted=(({"head_dim": 12, "dtype": BF16, "vocab": 101}, (1, 2, 1)),),
     ),
@@ -290,7 +291,6 @@ ROWS: dict[str, Row] = {
         fast={
             "log-probs": (ONE, (1, 1, 1, 2, 2)),
             "gradients": ((2, 1, 1, 2),),
-            "values": ((2, 1, 1, 2),),
         },
         checkpoints=(((2, 2, 1, 2), (ONE, (1, 2, 2, 2), (1, 2, 1, 1, 1, 2))),),
         sent=(((1, 2, 1), {}),),
