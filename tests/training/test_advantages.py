@@ -78,7 +78,7 @@ def make_batch(turns: bool = False, truncated: bool = False) -> Experience:
     return batch
 
 
-def actor_of(config: Config, folder: Path, runtime: Runtime) -> Any:
+def get_actor(config: Config, folder: Path, runtime: Runtime) -> Any:
     """Return this rank's actor, made once: only its sizes are read, which are the same in every case."""
     from megarl.model.builder import build_actor, read_hf_config
 
@@ -98,7 +98,7 @@ def advantages_of(runtime: Runtime, folder: Path, algorithm: dict[str, Any], tur
     weight = algorithm.get("teacher", 0.0)
     algorithm = {key: value for key, value in algorithm.items() if key != "teacher"}
     config = make_config(folder, mini_batch=6, **algorithm)
-    model = actor_of(config, folder, runtime)
+    model = get_actor(config, folder, runtime)
     batch = make_batch(turns, algorithm.get("overlong", False))
     local = distribute(batch, config, 6, 1, [model], runtime)
     experience = local.experience
@@ -287,7 +287,7 @@ def agreement_of(runtime: Runtime, folder: Path, batch: Experience) -> Any:
     from megarl.training.methods.asyppo import add_agreement
 
     config = make_config(folder, mini_batch=6, overlong=True, agreement={"mask": 0.3, "filter": 0.2})
-    model = actor_of(config, folder, runtime)
+    model = get_actor(config, folder, runtime)
     experience = distribute(batch, config, 6, 1, [model], runtime).experience
     of_policy = experience["policy_loss_weights"].clone()
     metrics = add_agreement(config.algorithm.agreement, experience, runtime)
@@ -368,7 +368,7 @@ def windows_of(runtime: Runtime, folder: Path) -> Any:
     config = make_config(folder, mini_batch=6, **WINDOWED)
     rollout = config.rollout.model_copy(update={"window": WINDOW})
     config = config.model_copy(update={"rollout": rollout})
-    model = actor_of(config, folder, runtime)
+    model = get_actor(config, folder, runtime)
     local = distribute(make_windows(), config, 6, 1, [model], runtime)
     experience = local.experience
     metrics, tables = add_window_gae(config, experience, runtime)
