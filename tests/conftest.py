@@ -18,12 +18,16 @@ from tests.family_table import SHOWN, shown_by
 from tests.ranks import RankPool
 
 # No test may depend on seconds: hypothesis by default fails an example above 0.2 s, and a strategy that draws
-# slowly.
+# slowly. 50 examples where a test names no number, instead of 100.
 if importlib.util.find_spec("hypothesis"):  # `make gpu` does without
     from hypothesis import HealthCheck, settings
 
     settings.register_profile(
-        "any machine", settings.default, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+        "any machine",
+        settings.default,
+        max_examples=50,
+        deadline=None,
+        suppress_health_check=[HealthCheck.too_slow],
     )
     settings.load_profile("any machine")
 

@@ -118,7 +118,7 @@ ROWS: dict[str, Row] = {
         Qwen3Config,
         switches={"attention_bias": False},
         models=({"head_dim": 12}, {"tied": True}),
-        fast={"log-probs": (ONE, (2, 2, 1, 1, 2))},
+        fast={"log-probs": (ONE, (2, 1, 1))},
         sent=((ONE, {"tied": True}), ((1, 2, 1), {"tied": True})),
         converted=(
             ({"tied": True, "head_dim": 12, "vocab": 307, "max_shard_bytes": 20_000}, (2, 2, 1)),
@@ -131,7 +131,7 @@ ROWS: dict[str, Row] = {
         models=({"head_dim": 12}, {"norm_topk_prob": False, "tied": True}),
         layouts=MIXTURE,
         fast={
-            "log-probs": (ONE, (2, 1, 1), (1, 1, 2, 2), (1, 2, 1)),
+            "log-probs": (ONE, (1, 1, 2, 2), (1, 2, 1)),
             "values": ((2, 1, 1, 2),),
         },
         checkpoints=(
@@ -159,6 +159,7 @@ ROWS: dict[str, Row] = {
         MistralConfig,
         switches={"sliding_window": None},
         models=({"head_dim": 12},),
+        fast={"log-probs": (ONE,)},
         sent=(((1, 2, 1), {"kv_heads": 1}),),
         converted=(({"head_dim": 12, "dtype": BF16, "vocab": 101}, (1, 2, 1)),),
     ),
@@ -195,7 +196,7 @@ ROWS: dict[str, Row] = {
             {"experts": 12, "active": 4, "n_group": 4, "topk_group": 2, "first_k_dense_replace": 0},
         ),
         layouts=UNEVEN,
-        fast={"log-probs": (ONE, (2, 2, 1, 2)), "gradients": ((2, 2, 1, 2),)},
+        fast={"log-probs": (ONE, (2, 1, 1, 2))},
         checkpoints=(((2, 2, 1, 2), (ONE, (1, 2, 2, 2), (1, 2, 1, 1, 1, 2))),),
         sent=(((2, 1, 1, 2), {}),),
         converted=(
@@ -250,8 +251,8 @@ ROWS: dict[str, Row] = {
         ),
         layouts=LINEAR,
         fast={
-            "log-probs": (ONE, (2, 2, 1)),
-            "gradients": ((2, 2, 1), (1, 1, 1, 1, 2)),
+            "log-probs": (ONE, (2, 1, 1)),
+            "gradients": ((1, 1, 1, 1, 2),),
             "values": (ONE,),
         },
         sent=(((2, 1, 1), {"head_dim": 16}),),
@@ -272,10 +273,7 @@ ROWS: dict[str, Row] = {
         ),
         layouts=LINEAR_MIXTURE,
         critics=False,
-        fast={
-            "log-probs": (ONE, (2, 2, 1, 2)),
-            "gradients": ((1, 1, 1, 2, 2),),
-        },
+        fast={"log-probs": (ONE, (2, 2, 1, 2))},
         checkpoints=(((2, 2, 1, 2), (ONE, (1, 2, 2, 2), (1, 2, 1, 1, 1, 2))),),
         sent=(((2, 1, 1, 2), {"head_dim": 16}),),
         converted=(({"dtype": BF16, "head_dim": 16, "vocab": 101, "max_shard_bytes": 20_000}, (2, 2, 3)),),
@@ -292,8 +290,7 @@ ROWS: dict[str, Row] = {
         layouts=LINEAR_MIXTURE,
         fast={
             "log-probs": (ONE, (1, 1, 1, 2, 2)),
-            "gradients": ((2, 2, 1, 2),),
-            "values": ((2, 1, 1, 2),),
+            "gradients": ((2, 1, 1, 2),),
         },
         checkpoints=(((2, 2, 1, 2), (ONE, (1, 2, 2, 2), (1, 2, 1, 1, 1, 2))),),
         sent=(((1, 2, 1), {}),),

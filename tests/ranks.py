@@ -39,6 +39,12 @@ FORK.set_forkserver_preload(
         "megarl.schedule.evaluation",
         "megatron.core.dist_checkpointing",
         "transformers.models.qwen3.modeling_qwen3",
+        # what files of tests import, whose functions ranks call: half a second for each rank anew
+        "pytest",
+        "hypothesis.strategies",
+        "tests.families",
+        "tests.parallel.jobs",
+        "transformers.models.glm4_moe.modeling_glm4_moe",
     ]
 )
 USED_AT_START: list[

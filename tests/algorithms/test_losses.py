@@ -128,7 +128,7 @@ def reference(term: str, batch: Batch, weights: list[float]) -> tuple[Term, dict
 
 
 @TERMS
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(
     batch=batches(),
     aggregation=AGGREGATIONS,
@@ -154,7 +154,7 @@ def test_equal_the_formula(term, batch, aggregation, dtype):
 
 
 @TERMS
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(
     batch=batches(),
     aggregation=AGGREGATIONS,

@@ -11,7 +11,7 @@ import pytest
 
 from megarl.cli.doctor import Gpu, Machine, abilities, look
 from megarl.cli.main import main
-from megarl.parallel.machine import GIB
+from megarl.parallel.machine import GIB, matrix_rates
 
 FITTING = {"torch": "2.13.0+cpu", "megatron-core": "0.16.1", "transformers": "5.19.0"}
 
@@ -153,6 +153,8 @@ def this_machine() -> Iterator[tuple[Machine, str]]:
     printed = io.StringIO()
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(printed):
         patch.setattr("megarl.cli.doctor.look", record)
+        # each process imports torch: one measures as well as one for each core
+        patch.setattr("megarl.cli.doctor.matrix_rates", lambda processes: matrix_rates(1))
         assert main(["doctor"]) == 0
     yield machines[0], printed.getvalue()
 

@@ -116,7 +116,7 @@ def settings_of_knobs(draw: st.DrawFn) -> dict[str, Any]:
     return {key: draw(values(KNOBS[key])) for key in keys}
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(chosen=settings_of_knobs())
 @example(
     chosen={

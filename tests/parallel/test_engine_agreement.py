@@ -18,7 +18,12 @@ from tests.ranks import RankPool
 from tests.tiny_models import EXPERT_BIAS, make_tiny_model
 
 PROMPTS = [[3, 9, 4], [7] * 11, [20], [3, 9, 4], [5, 6, 7, 8, 9, 10]]
-CASES = [(layout, family, options) for family, row in ROWS.items() for layout, options in row.sent]
+FAST = {"qwen3", "qwen3_moe", "deepseek_v3", "qwen3_5_moe_text"}  # a kind of layer each
+CASES = [
+    pytest.param(layout, family, options, marks=() if family in FAST else pytest.mark.slow)
+    for family, row in ROWS.items()
+    for layout, options in row.sent
+]
 
 
 def changed_tensors(out: Path, folder: Path) -> dict[str, Tensor]:

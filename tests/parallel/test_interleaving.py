@@ -218,7 +218,9 @@ def gradients_by_rendezvous(runtime: Any, **arguments: Any) -> tuple[Any, ...]:
     return plain["gradients"], found["gradients"], sent, waited, SENT_AT_START
 
 
-@pytest.mark.parametrize("flush", [False, True], ids=["", "warmup_flush"])
+@pytest.mark.parametrize(
+    "flush", [pytest.param(False, marks=pytest.mark.slow), True], ids=["", "warmup_flush"]
+)
 @pytest.mark.parametrize(
     "layout", [(1, 2, 1, 1, 1, 2), pytest.param((1, 4, 1, 1, 1, 2), marks=pytest.mark.slow)], ids=str
 )

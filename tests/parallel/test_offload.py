@@ -109,7 +109,14 @@ def test_no_room_leaves_everything_off_the_device(monkeypatch: pytest.MonkeyPatc
     assert torch.equal(tensors[1], torch.arange(8.0))
 
 
-@pytest.mark.parametrize(("layout", "dtype"), [((2, 1, 1), "bf16"), ((1, 1, 2), "bf16"), ((1, 2, 1), "fp32")])
+@pytest.mark.parametrize(
+    ("layout", "dtype"),
+    [
+        ((2, 1, 1), "bf16"),
+        pytest.param((1, 1, 2), "bf16", marks=pytest.mark.slow),
+        pytest.param((1, 2, 1), "fp32", marks=pytest.mark.slow),
+    ],
+)
 def test_a_learner_that_was_away_learns_the_same_bits(
     layout: tuple, dtype: str, ranks: Callable[..., RankPool], tmp_path: Path
 ) -> None:
@@ -133,7 +140,12 @@ def test_a_learner_that_was_away_learns_the_same_bits(
 
 
 @pytest.mark.parametrize(
-    ("family", "layout"), [("qwen3", (2, 1, 1)), ("qwen3_moe", (2, 1, 1)), ("qwen3", (1, 2, 1))]
+    ("family", "layout"),
+    [
+        ("qwen3_moe", (2, 1, 1)),
+        ("qwen3", (1, 2, 1)),
+        pytest.param("qwen3", (2, 1, 1), marks=pytest.mark.slow),
+    ],
 )
 def test_nothing_of_an_update_stays_on_the_device(
     family: Family, layout: tuple, ranks: Callable[..., RankPool], tmp_path: Path

@@ -98,6 +98,7 @@ def test_what_is_printed_makes_the_configuration_the_best(capsys: pytest.Capture
     assert again.plan.config == best.config
 
 
+@pytest.mark.slow
 def test_fewer_layers_are_recomputed_where_more_memory_is() -> None:
     layout = plan_for("vapo_32b").layout
     of_80, of_141 = (

@@ -405,6 +405,7 @@ def test_doctor_on_such_a_node(
 
     monkeypatch.setattr(doctor, "driver_version", lambda: "580.95.05")
     monkeypatch.setattr(doctor, "flaws", lambda cuda: iter([f"for CUDA {cuda}"]))
+    monkeypatch.setattr(doctor, "matrix_rates", lambda processes: {"fp32": 17.0, "bf16": 119.0})
     assert doctor.doctor() == 0
     printed = capsys.readouterr().out
     assert "driver     580.95.05, torch for CUDA 13.0" in printed

@@ -68,7 +68,10 @@ def assert_logprobs(reference, completions, asked, temperature: float = 1.0) -> 
         torch.testing.assert_close(torch.tensor(completion.logprobs.tolist()), expected, atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family",
+    [pytest.param(f, marks=pytest.mark.slow if f in ("qwen2", "llama") else ()) for f in FAMILIES],
+)
 def test_greedy_equals_generate(family, make_engine, reference):
     asked = [GenerationRequest(p, 0) for p in prompts(9)]
     model = reference(family)
@@ -101,7 +104,7 @@ def test_logprobs_of_sampled_tokens(family, make_engine, reference):
     assert len({tuple(c.tokens.tolist()) for c in completions}) == len(completions)
 
 
-@settings(max_examples=2, deadline=None)
+@settings(max_examples=1, deadline=None)
 @given(
     chance=st.integers(0, 2**32),
     max_batch=st.integers(1, 40),
@@ -251,8 +254,8 @@ def shapes_of(monkeypatch, engine, asked, params, alike: Sequence[int] = ()) -> 
     ("family", "alike"),
     [
         ("grouped", ()),
-        ("qwen3", (64,)),
-        ("glm4", (16, 32, 64)),
+        pytest.param("qwen3", (64,), marks=pytest.mark.slow),
+        pytest.param("glm4", (16, 32, 64), marks=pytest.mark.slow),
         ("qwen3_5_text", (8, 16, 32, 64)),
     ],
 )
@@ -485,7 +488,13 @@ def test_what_prompts_begin_with_in_common_is_one_segment(seed, count):
     assert all(segment.start == 0 and segment.ends for segment in apart)
 
 
-@pytest.mark.parametrize("family", ["grouped", "wide", "glm4", "qwen3_5_text", "experts", "latents"])
+@pytest.mark.parametrize(
+    "family",
+    [
+        *("grouped", "wide", "qwen3_5_text", "experts"),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("glm4", "latents")),
+    ],
+)
 def test_prompts_that_begin_alike_are_answered_as_alone(family, make_engine, reference, monkeypatch):
     """To the bit, but for mixtures; and what they share goes through the model once."""
     mixture = family in ("experts", "latents")

@@ -268,8 +268,7 @@ def test_episodes_of_two_turns_go_on_where_they_stopped(world: Any) -> None:
     assert any(not fresh for steps in found for step in steps for _, each in step for _, fresh in each)
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize(("keep", "ranks"), [(False, 2), (True, 3)])
 def test_over_several_engines(world: Any, ranks: int, keep: bool) -> None:
     """Responses stay on the rank that drew them; what an engine goes on with comes there (it checks that it
     is the beginning of its own answer), from a checkpoint too."""

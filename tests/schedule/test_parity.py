@@ -67,8 +67,11 @@ def config_of(folder: Path, run: Path, name: str = "deep", **keys: Any) -> Confi
 FAULTS = [
     # layout, model, the targets that get each other's weights, what the line says of them
     ((1, 1, 1), "deep", GATE_UP, "layer 2 (of 0 to 3), MLP: by "),
-    ((2, 2, 1), "deep", GATE_UP, "layer 2 (of 0 to 3), MLP: by "),
-    ((2, 1, 1), "deep", NORMS, "layer 1 (of 0 to 3), norm before attention: by "),
+    pytest.param((2, 2, 1), "deep", GATE_UP, "layer 2 (of 0 to 3), MLP: by ", marks=pytest.mark.slow),
+    pytest.param(
+        *((2, 1, 1), "deep", NORMS, "layer 1 (of 0 to 3), norm before attention: by "),
+        marks=pytest.mark.slow,
+    ),
     (
         (2, 1, 1),
         "deep",

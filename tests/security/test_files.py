@@ -211,7 +211,8 @@ class TestCurrentFolder:
         (folder / "helper.py").write_text("def same(one, other):\n    return one == other\n")
         return folder
 
-    @pytest.mark.parametrize("how", ["module", pytest.param("script", marks=pytest.mark.slow)])
+    @pytest.mark.slow
+    @pytest.mark.parametrize("how", ["module", "script"])
     def test_its_files_are_not_imported(self, how: str, folder: Path) -> None:
         """Up to the checks before a run, which import and call the verifier of the configuration. A user's
         own lies in the current folder, with what it imports."""

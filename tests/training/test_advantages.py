@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from megarl.config.schema import RewardConfig, RewardTerm
+from megarl.config.schema import Config, RewardConfig, RewardTerm
 from megarl.data.batch import RolloutBatch, TrainBatch
 from megarl.parallel.runtime import Runtime
 from tests.parallel.jobs import make_config
@@ -21,6 +21,7 @@ from tests.ranks import RankPool
 from tests.tiny_models import make_tiny_model
 
 BETA, GAMMA = 0.3, 0.9
+ACTORS: dict[Path, Any] = {}  # in a rank: by the folder of the model
 WEIGHTS = [0.5, -2.0]  # of the two parts of the reward
 # Case -> algorithm.*
 CASES: dict[str, dict[str, Any]] = {
@@ -77,10 +78,18 @@ def make_batch(turns: bool = False, truncated: bool = False) -> TrainBatch:
     return batch
 
 
+def get_actor(config: Config, folder: Path, runtime: Runtime) -> Any:
+    """Return this rank's actor, made once: only its sizes are read, which are the same in every case."""
+    from megarl.model.builder import build_actor, read_hf_config
+
+    if folder not in ACTORS:
+        ACTORS[folder] = build_actor(config, read_hf_config(folder), runtime)
+    return ACTORS[folder]
+
+
 def advantages_of(runtime: Runtime, folder: Path, algorithm: dict[str, Any], turns: bool) -> Any:
     """Number of a response -> its advantages (and returns), of this rank's share; and the metrics."""
     from megarl.config.phases import select_phases
-    from megarl.model.builder import build_actor, read_hf_config
     from megarl.training import columns
     from megarl.training.batch import make_train_batch
     from megarl.training.methods.spo import add_tracked_advantages, make_tracker
@@ -89,10 +98,10 @@ def advantages_of(runtime: Runtime, folder: Path, algorithm: dict[str, Any], tur
     weight = algorithm.get("teacher", 0.0)
     algorithm = {key: value for key, value in algorithm.items() if key != "teacher"}
     config = make_config(folder, mini_batch=6, **algorithm)
-    model = build_actor(config, read_hf_config(folder), runtime)
+    model = get_actor(config, folder, runtime)
     batch = make_batch(turns, algorithm.get("overlong", False))
-    local = make_train_batch(RolloutBatch.of(batch), config, 6, 1, [model], runtime)
-    experience = local
+    rollout = RolloutBatch.of(batch)
+    experience = make_train_batch(rollout, config, 6, 1, [model], runtime)
     if config.values_prompts:
         metrics = add_prompt_advantages(config, experience, runtime)
     elif config.has_critic:
@@ -101,17 +110,17 @@ def advantages_of(runtime: Runtime, folder: Path, algorithm: dict[str, Any], tur
         term = RewardTerm(function="module:function", weight=WEIGHTS[1])
         reward = RewardConfig(weight=WEIGHTS[0], terms={"form": term}, overlong=config.reward.overlong)
         config = config.model_copy(update={"reward": reward})
-        metrics = columns.add_group_advantages(config, batch, local, runtime)
+        metrics = columns.add_group_advantages(config, rollout, experience, runtime)
     elif config.algorithm.advantage == "tracked":
         tracker = make_tracker(config.algorithm)
-        arguments = config, batch, local, runtime, tracker
+        arguments = config, rollout, experience, runtime, tracker
         assert add_tracked_advantages(*arguments)["tracker/known"] == 0
         metrics = add_tracked_advantages(*arguments)  # the step after, with the same answers
         assert metrics["tracker/known"] == 1
     elif config.algorithm.advantage == "return":
         metrics = columns.add_return_advantages(config.algorithm, experience, runtime)
     else:
-        metrics = columns.add_group_advantages(config, batch, local, runtime)
+        metrics = columns.add_group_advantages(config, rollout, experience, runtime)
     if weight:
         old, teacher = experience[config.algorithm.old_column], experience["teacher"]
         metrics |= columns.add_teacher(weight, old, teacher, experience, runtime)
@@ -241,12 +250,16 @@ def loop(algorithm: dict[str, Any], turns: bool) -> dict[int, dict[str, list[flo
     return found
 
 
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("advantages") / "model", "qwen3", vocab=61, layers=2)
+
+
 @pytest.mark.parametrize("turns", [False, True], ids=["one turn", "turns"])
 @pytest.mark.parametrize("case", CASES)
 def test_equal_the_loop_on_every_layout(
-    case: str, turns: bool, ranks: Callable[[int, int, int], RankPool], tmp_path: Path
+    case: str, turns: bool, ranks: Callable[[int, int, int], RankPool], folder: Path
 ) -> None:
-    folder = make_tiny_model(tmp_path / "model", "qwen3", vocab=61, layers=2)
     expected = loop(CASES[case], turns)
     for layout in ((1, 1, 1), (1, 1, 2), (1, 2, 1)):
         found: dict[int, dict[str, list[float]]] = {}
@@ -270,12 +283,11 @@ def test_equal_the_loop_on_every_layout(
 
 def agreement_of(runtime: Runtime, folder: Path, batch: TrainBatch) -> Any:
     """Number of a response -> its advantages and entropy weights, of this rank's share; and the metrics."""
-    from megarl.model.builder import build_actor, read_hf_config
     from megarl.training.batch import make_train_batch
     from megarl.training.methods.asyppo import add_agreement
 
     config = make_config(folder, mini_batch=6, overlong=True, agreement={"mask": 0.3, "filter": 0.2})
-    model = build_actor(config, read_hf_config(folder), runtime)
+    model = get_actor(config, folder, runtime)
     experience = make_train_batch(RolloutBatch.of(batch), config, 6, 1, [model], runtime)
     of_policy = experience["policy_loss_weights"].clone()
     metrics = add_agreement(config.algorithm.agreement, experience, runtime)
@@ -287,12 +299,11 @@ def agreement_of(runtime: Runtime, folder: Path, batch: TrainBatch) -> Any:
 
 @pytest.mark.parametrize("alike", [False, True])
 def test_agreement_equals_the_loop_on_every_layout(
-    alike: bool, ranks: Callable[[int, int, int], RankPool], tmp_path: Path
+    alike: bool, ranks: Callable[[int, int, int], RankPool], folder: Path
 ) -> None:
     """Of the whole step's tokens the three tenths on which two critics agree most have no advantage, and the
     entropy term leaves out the two tenths on which they agree least; none where all are alike. Tokens of
     which no loss hears, as overlong filtering has it, are not among them."""
-    folder = make_tiny_model(tmp_path / "model", "qwen3", vocab=61, layers=2)
     batch = make_batch()
     g = torch.Generator().manual_seed(8)
     of_critics = torch.tensor([[0.0, 1.0]]) if alike else torch.randn(batch.num_tokens, 2, generator=g)
@@ -350,7 +361,6 @@ def make_windows() -> TrainBatch:
 
 def windows_of(runtime: Runtime, folder: Path) -> Any:
     """Number of a response -> its advantages and returns, of this rank's share; and the metrics."""
-    from megarl.model.builder import build_actor, read_hf_config
     from megarl.training import columns
     from megarl.training.batch import make_train_batch
     from megarl.training.methods.tppo import add_window_gae
@@ -358,9 +368,8 @@ def windows_of(runtime: Runtime, folder: Path) -> Any:
     config = make_config(folder, mini_batch=6, **WINDOWED)
     rollout = config.rollout.model_copy(update={"window": WINDOW})
     config = config.model_copy(update={"rollout": rollout})
-    model = build_actor(config, read_hf_config(folder), runtime)
-    local = make_train_batch(RolloutBatch.of(make_windows()), config, 6, 1, [model], runtime)
-    experience = local
+    model = get_actor(config, folder, runtime)
+    experience = make_train_batch(RolloutBatch.of(make_windows()), config, 6, 1, [model], runtime)
     metrics, tables = add_window_gae(config, experience, runtime)
     for more, more_tables in (
         columns.policy_statistics(experience, runtime),
@@ -376,7 +385,7 @@ def windows_of(runtime: Runtime, folder: Path) -> Any:
 
 
 def test_windows_equal_the_loop_on_every_layout(
-    ranks: Callable[[int, int, int], RankPool], tmp_path: Path
+    ranks: Callable[[int, int, int], RankPool], folder: Path
 ) -> None:
     """T-PPO from its formulas, response by response, token by token; statistics are of the same tokens."""
     batch = make_windows()
@@ -409,7 +418,6 @@ def test_windows_equal_the_loop_on_every_layout(
         first, last = int(batch["begun"][i]), end - start - 2 - (i % 3 == 2)
         advantage = expected[i]["advantages"]
         advantage[first:last] = [(x - mean) / deviation for x in advantage[first:last]]
-    folder = make_tiny_model(tmp_path / "model", "qwen3", vocab=61, layers=2)
     for layout in ((1, 1, 1), (1, 1, 2), (1, 2, 1)):
         answers = ranks(*layout).run(windows_of, folder=folder)
         found = {number: columns for shares, *_ in answers for number, columns in shares.items()}

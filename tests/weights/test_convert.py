@@ -36,6 +36,7 @@ from tests.weights.folders import folder_tensors, same_bits
 Ranks = Callable[..., RankPool]
 # (family, options of the tiny model, (tp, pp, ep) that the checkpoint is cut for)
 MODELS = [(family, *case) for family, row in ROWS.items() for case in row.converted]
+FAST = {"qwen2", "qwen3_moe", "deepseek_v3", "qwen3_5_moe_text", "glm4"}  # a kind of layer each
 CARRIED = (
     "config.json",
     "generation_config.json",
@@ -46,7 +47,10 @@ CARRIED = (
 
 
 @pytest.mark.shows("converters")
-@pytest.mark.parametrize(("family", "options", "sizes"), MODELS)
+@pytest.mark.parametrize(
+    ("family", "options", "sizes"),
+    [pytest.param(*case, marks=() if case[0] in FAST else pytest.mark.slow) for case in MODELS],
+)
 def test_there_and_back_changes_no_bit(
     family: Any, options: dict[str, Any], sizes: tuple[int, int, int], tmp_path: Path
 ) -> None:
