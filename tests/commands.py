@@ -13,6 +13,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -150,6 +151,11 @@ def run_command(
     return subprocess.CompletedProcess(command.arguments, command.wait(), out, err)
 
 
+def start_python(arguments: Sequence[str], **options: Any) -> subprocess.Popen[str]:
+    """Start `python -m megarl`, whose imports and hash seed are its own."""
+    return subprocess.Popen([sys.executable, "-m", "megarl", *arguments], text=True, **options)
+
+
 class _File:
     """An open file, which the process that is being started gets under a number of its own."""
 
@@ -197,6 +203,7 @@ def _be_command(given: _Given) -> None:
         os.close(number)
     sys.stdout = open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
     sys.stderr = open(2, "w", 1, encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
+    tempfile.tempdir = None  # TMPDIR may be another
     os.chdir(given.cwd)
     os.environ.clear()
     os.environ.update(given.environment)

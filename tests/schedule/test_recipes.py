@@ -435,7 +435,7 @@ def test_a_seed_gives_the_same_run_and_the_layout_the_same_responses(warm: Path,
         records = train(warm, "dapo", tmp_path / name, *overrides, forked=forked)
         return [{k: v for k, v in record.items() if not k.startswith(UNREPEATABLE)} for record in records]
 
-    first, again = numbers("first"), numbers("again", forked=False)  # with another seed of hashes
+    first, again = numbers("first"), numbers("again", forked=False)  # its hash seed is another
     assert first == again
     assert (tmp_path / "first/hf/model.safetensors").read_bytes() == (
         tmp_path / "again/hf/model.safetensors"

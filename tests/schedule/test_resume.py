@@ -115,7 +115,7 @@ def start(config: Config) -> subprocess.Popen[str]:
 
 
 def train(config: Config) -> str:
-    """Runs to the end, forked; what it printed. A run that is killed is not: it has another seed of hashes."""
+    """Run to the end, forked, and return the output. Runs that are killed have other hash seeds."""
     path = config.run_dir.with_suffix(".yaml")
     path.write_text(dump_config(config))
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
