@@ -1,9 +1,10 @@
 """`megarl` commands for slow tests, forked from a process that has imported everything.
 
 A command that Python starts spends seven seconds of CPU on imports, more than most tests need for the rest.
-A forked one is a process like it: with a pid, ranks, signals and an exit code of its own. It does not show
-what imports print, how the interpreter starts, and a hash seed of its own. Tests of these, and one run of
-each pair whose bits are compared, start the command by `python -m megarl`.
+A forked command is a separate process too, with a pid, ranks, signals and an exit code. It does not show what
+imports print and how the interpreter starts, and all forked commands have the same hash seed. Tests of these
+start `python -m megarl`. So do some runs whose bits are compared with another run's: the killed runs of
+test_resume.py and the chaos tests, one run of test_recipes.py and one of test_ahead.py.
 """
 
 from __future__ import annotations
@@ -47,12 +48,12 @@ class Command:
         self.arguments = list(arguments)
         self.stdout: IO[str] | None = None
         self.stderr: IO[str] | None = None
-        ours: list[int] = []  # ends of pipes that only the command needs
-        out = self._end_of_pipe("stdout", ours) if stdout == subprocess.PIPE else _number(stdout)
+        write_ends: list[int] = []  # ends of pipes that only the command needs
+        out = self._end_of_pipe("stdout", write_ends) if stdout == subprocess.PIPE else _number(stdout)
         if stderr == subprocess.STDOUT:
             err = out
         else:
-            err = self._end_of_pipe("stderr", ours) if stderr == subprocess.PIPE else _number(stderr)
+            err = self._end_of_pipe("stderr", write_ends) if stderr == subprocess.PIPE else _number(stderr)
         given = _Given(
             self.arguments,
             str(cwd),
@@ -65,15 +66,15 @@ class Command:
         )
         self.process = context.Process(target=_be_command, args=(given,))
         self.process.start()
-        for number in ours:
+        for number in write_ends:
             os.close(number)
         assert self.process.pid is not None
         self.pid = self.process.pid
 
-    def _end_of_pipe(self, name: str, ours: list[int]) -> int:
+    def _end_of_pipe(self, name: str, write_ends: list[int]) -> int:
         read, write = os.pipe()
         setattr(self, name, open(read, encoding="utf-8", errors="replace"))  # noqa: SIM115
-        ours.append(write)
+        write_ends.append(write)
         return write
 
     def __enter__(self) -> Self:
@@ -152,12 +153,12 @@ def run_command(
 
 
 def start_python(arguments: Sequence[str], **options: Any) -> subprocess.Popen[str]:
-    """Start `python -m megarl`, whose imports and hash seed are its own."""
+    """Start `python -m megarl`, which imports everything itself and has another hash seed."""
     return subprocess.Popen([sys.executable, "-m", "megarl", *arguments], text=True, **options)
 
 
 class _File:
-    """An open file, which the process that is being started gets under a number of its own."""
+    """An open file for the process that is being started, where it may have another number."""
 
     def __init__(self, number: int) -> None:
         self.number = number
