@@ -1,6 +1,6 @@
 """`megarl` commands for slow tests, forked from a process that has imported everything.
 
-A command that Python starts spends seven seconds of CPU on imports, more than most tests need for the rest.
+`python -m megarl` spends seven seconds of CPU on imports. Most tests need less for everything else.
 A forked command is a separate process too, with a pid, ranks, signals and an exit code. It does not show what
 imports print and how the interpreter starts, and all forked commands have the same hash seed. Tests of these
 start `python -m megarl`. So do some runs whose bits are compared with another run's: the killed runs of
