@@ -192,8 +192,8 @@ def _number(file: IO[Any] | int) -> int:
 def _be_command(given: _Given) -> None:
     """Run the command in the forked process."""
     end_with_the_tests()
-    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGALRM):
-        signal.signal(number, signal.SIG_DFL)
+    for reset in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGALRM):
+        signal.signal(reset, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     if given.new_session:
         os.setsid()
@@ -235,4 +235,4 @@ def _fork_jobs() -> None:
             super().__init__(arguments, cwd=Path.cwd(), env=env, context=get_context("fork"), **files)
 
     names: Any = SimpleNamespace(**vars(subprocess) | {"Popen": Job})
-    jobs.subprocess = names  # type: ignore[attr-defined]
+    jobs.subprocess = names
