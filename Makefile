@@ -17,7 +17,7 @@ ENGINE ?= transformers
 JOBS ?= 2
 # Recipe of `make demo-te`; empty: bf16.
 FP8 ?= tensorwise
-# More arguments for megarl (demo), pytest (test, test-slow) or benchmarks/step.py (bench).
+# More arguments for megarl (demo), pytest (test, test-slow), benchmarks/step.py (bench) or .ci/run (ci).
 ARGS ?=
 # Benchmarks of `make bench`; empty: all of them.
 BENCH ?=
@@ -280,8 +280,8 @@ gpu-tests: # what the hour runs of pytest's and of benchmarks/gpu.py, by itself
 gpu-bench:
 	PYTHONPATH=.:$$PYTHONPATH $(PYTHON) benchmarks/gpu.py $(ARGS)
 
-ci: ## what CI runs
-	bash .ci/run
+ci: ## what CI runs; ARGS=all: also what runs before a release
+	bash .ci/run $(ARGS)
 
 clean: ## removes all environments and what builds and tests left; runs/ stays
 	rm -rf .venv .venv-* $(TE) build dist megarl.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -49,6 +49,11 @@ DENSE: tuple[Layout, ...] = (
     *(ONE, (2, 1, 1), (1, 2, 1), (2, 2, 1), (1, 1, 2), (1, 2, 1, 1, 1, 2)),
     *((1, 1, 1, 1, 2), (1, 1, 1, 1, 4), (2, 2, 1, 1, 2), (1, 2, 1, 1, 4)),
 )
+# For families whose layers are also those of Qwen2 and Qwen3: every division, alone or with another.
+ALIKE: tuple[Layout, ...] = (
+    *(ONE, (2, 2, 1), (1, 1, 2), (1, 2, 1, 1, 1, 2)),
+    *((1, 1, 1, 1, 2), (2, 2, 1, 1, 2)),
+)
 # Experts shared by neighbours under TP, by replicas, by both, and by neither; with and without a pipeline.
 MIXTURE: tuple[Layout, ...] = (
     *(ONE, (2, 1, 1), (1, 2, 1), (2, 2, 1), (2, 1, 1, 2), (1, 1, 2, 2)),
@@ -149,6 +154,7 @@ ROWS: dict[str, Row] = {
         LlamaConfig,
         switches={"attention_bias": False},
         models=({"rope": "llama3"},),
+        layouts=ALIKE,
         fast={"log-probs": (ONE, (1, 1, 1, 1, 2))},
         sent=(((2, 2, 1), {"rope": "llama3"}),),
         converted=(
@@ -160,6 +166,7 @@ ROWS: dict[str, Row] = {
         switches={"sliding_window": None},
         models=({"head_dim": 12},),
         fast={"log-probs": (ONE,)},
+        layouts=ALIKE,
         sent=(((1, 2, 1), {"kv_heads": 1}),),
         converted=(({"head_dim": 12, "dtype": BF16, "vocab": 101}, (1, 2, 1)),),
     ),

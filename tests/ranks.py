@@ -35,8 +35,10 @@ FORK = multiprocessing.get_context("forkserver")
 FORK.set_forkserver_preload(
     [
         "tests.ranks",
+        "megarl.cli.train",
         "megarl.schedule.replay",
         "megarl.schedule.evaluation",
+        "megarl.schedule.trainer",
         "megatron.core.dist_checkpointing",
         "transformers.models.qwen3.modeling_qwen3",
         # what files of tests import, whose functions ranks call: half a second for each rank anew

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import string
-import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 import pytest
 
 from tests.agents.talk import QWEN25
+from tests.commands import run_command
 from tests.docs.test_docs import ROOT
 from tests.tiny_models import make_tiny_model
 
@@ -123,11 +123,8 @@ def run(
     }  # fmt: skip
     (folder / f"{name}.json").write_text(json.dumps(config))
     path = f"{ROOT}{os.pathsep}{folder}"
-    done = subprocess.run(
-        [sys.executable, "-m", "megarl", "train", str(folder / f"{name}.json")],
-        cwd=folder, env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
-        capture_output=True, text=True, timeout=240,
-    )  # fmt: skip
+    environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    done = run_command(["train", str(folder / f"{name}.json")], cwd=folder, env=environment, timeout=240)
     assert done.returncode == code, f"{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
     metrics = folder / name / "metrics.jsonl"
     if code:

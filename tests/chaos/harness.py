@@ -12,7 +12,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -27,6 +26,7 @@ from safetensors.torch import load_file
 from megarl.config import dump_config, load_config
 from megarl.config.schema import Config
 from megarl.schedule.watchdog import read_beat
+from tests.commands import Command, run_command, start_python
 from tests.tiny_models import make_tiny_model
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -107,10 +107,13 @@ def prepare(folder: Path) -> None:
 
 @dataclass
 class Job:
-    """`megarl train` as a user starts it, its output in a file; `family`: every process of it that was ever
-    seen."""
+    """`megarl train`, its output in a file.
+
+    forked   as in tests/commands.py; else as a user starts it
+    family   every process of the run that was ever seen"""
 
     config: Config
+    forked: bool = False
     family: dict[int, psutil.Process] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -123,10 +126,10 @@ class Job:
             (run / "heartbeat" / f"rank-{rank:05d}.json").unlink(missing_ok=True)
         environment = {**os.environ, "WANDB_API_KEY": SECRET, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
         environment["PYTHONDONTWRITEBYTECODE"] = "1"  # what is cut off on a full disk, Python 3.11 believes
+        start = Command if self.forked else start_python
         with open(self.log, "ab") as log:
-            command = [sys.executable, "-m", "megarl", "train", str(path)]
-            self.process = subprocess.Popen(
-                command,
+            self.process = start(
+                ["train", str(path)],
                 cwd=ROOT,
                 env=environment,
                 stdout=log,
@@ -136,21 +139,11 @@ class Job:
 
     def second(self, *options: str) -> tuple[int, str]:
         """What becomes of the same command, given while this one is there: exit code and output."""
-        found = subprocess.run(
-            [
-                sys.executable,
-                "-m",
-                "megarl",
-                "train",
-                str(self.config.run_dir.with_suffix(".yaml")),
-                *options,
-            ],
+        found = run_command(
+            ["train", str(self.config.run_dir.with_suffix(".yaml")), *options],
             cwd=ROOT,
             env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-            capture_output=True,
-            text=True,
             timeout=LIMIT,
-            check=False,
         )
         return found.returncode, found.stdout + found.stderr
 
@@ -359,7 +352,7 @@ def _position(job: Job) -> int:
 
 def _restart(config: Config, worked_at: int) -> tuple[int, list[str]]:
     """The same command again, to the end: (whole steps that had to be done again, what went wrong)."""
-    job = Job(config)
+    job = Job(config, forked=True)
     try:
         code = job.wait()
         if code or job.orphans():
@@ -415,7 +408,7 @@ def undisturbed_run(folder: Path, fault: Fault) -> Path:
     name = "-".join(["undisturbed", *kind])
     if (folder / name / "hf").exists():
         return folder / name
-    job = Job(make_config(folder, name, **fault.of_the_run))
+    job = Job(make_config(folder, name, **fault.of_the_run), forked=True)
     try:
         assert job.wait() == 0, job.output()
     finally:

@@ -13,11 +13,17 @@ from pathlib import Path
 
 import psutil
 
+from tests.commands import Command, run_command, start_python
+
 LIMIT = 150.0  # seconds for any one wait; two ranks start within 20 on an idle machine
 
 
-def megarl(*arguments: str, cwd: Path, limit: float = 240.0) -> subprocess.CompletedProcess[str]:
-    """The command, run to its end."""
+def megarl(
+    *arguments: str, cwd: Path, limit: float = 240.0, forked: bool = True
+) -> subprocess.CompletedProcess[str]:
+    """Run the command to its end. forked: see tests/commands.py."""
+    if forked:
+        return run_command(arguments, cwd=cwd, env=environment(), timeout=limit, forked_jobs=True)
     command = [sys.executable, "-m", "megarl", *arguments]
     return subprocess.run(
         command, cwd=cwd, capture_output=True, text=True, timeout=limit, check=False, env=environment()
@@ -45,13 +51,19 @@ class Job:
     """A training run in the background, its output in files; ended with everything that it started when the
     `with` block ends."""
 
-    def __init__(self, config: Path, *overrides: str) -> None:
+    def __init__(self, config: Path, *overrides: str, forked: bool = True) -> None:
         self.folder = config.parent
         self.output, self.errors = self.folder / "stdout.txt", self.folder / "stderr.txt"
-        command = [sys.executable, "-m", "megarl", "train", str(config), *overrides]
+        arguments = ["train", str(config), *overrides]
+        start = Command if forked else start_python
         with open(self.output, "wb") as out, open(self.errors, "wb") as err:
-            self.process = subprocess.Popen(
-                command, cwd=self.folder, stdout=out, stderr=err, env=environment(), start_new_session=True
+            self.process = start(
+                arguments,
+                cwd=self.folder,
+                env=environment(),
+                stdout=out,
+                stderr=err,
+                start_new_session=True,
             )
         self.started: set[psutil.Process] = set()
 

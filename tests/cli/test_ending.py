@@ -15,9 +15,11 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from megarl.parallel.launch import HUNG, explain_failures
-from tests.cli.processes import Job, megarl, wait_for
+from tests.cli.processes import Job, environment, megarl, wait_for
 from tests.cli.scene import Scene
+from tests.commands import Command
 
+ROOT = Path(__file__).resolve().parents[2]
 ENDLESS = (
     "steps=100000",
     "rollout.dynamic_sampling.max_batches=1",
@@ -199,7 +201,7 @@ class TestRealJob:
 
     @pytest.mark.parametrize("moment", ["starting", "training"])
     def test_control_c(self, job_scene: Scene, moment: str) -> None:
-        with Job(job_scene.config, *ENDLESS) as job:
+        with Job(job_scene.config, *ENDLESS, forked=moment == "training") as job:
             job.ranks(2)
             if moment == "training":
                 job.wait_for_steps()
@@ -238,7 +240,7 @@ class TestRealJob:
         """No rank has a handler yet (they die of what the launcher passes on), or all have one and note what
         they were told."""
         folder = self.slow_start(job_scene, monkeypatch, SLOW_RANKS, with_handlers=with_handlers)
-        with Job(job_scene.config, *ENDLESS, "checkpoint.every=1") as job:
+        with Job(job_scene.config, *ENDLESS, "checkpoint.every=1", forked=False) as job:
             wait_for("the ranks to start", lambda: len(list(folder.glob("waits-*"))) == 2)
             job.process.send_signal(signal.SIGTERM)
             wait_for(
@@ -265,7 +267,7 @@ class TestRealJob:
     ) -> None:
         """As torchrun's ranks are: they take SIGTERM themselves."""
         folder = self.slow_start(job_scene, monkeypatch, SLOW_IMPORT)
-        with Job(job_scene.config, *ENDLESS, "parallel.tp=1", "checkpoint.every=1") as job:
+        with Job(job_scene.config, *ENDLESS, "parallel.tp=1", "checkpoint.every=1", forked=False) as job:
             wait_for("the import", (folder / "waits-alone").exists)
             job.process.send_signal(signal.SIGTERM)
             (folder / "go").touch()
@@ -328,8 +330,8 @@ class TestRealJob:
 def test_a_run_goes_on_whose_output_nobody_reads(scene: Scene, ranks: int) -> None:
     """As `megarl train ... | head -1`."""
     quick = ("steps=4", "data.eval=[]", *ENDLESS[1:3], f"parallel.tp={ranks}", "log.report=false")
-    command = [sys.executable, "-m", "megarl", "train", str(scene.config), *quick]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as run:
+    command, pipe = ["train", str(scene.config), *quick], subprocess.PIPE
+    with Command(command, cwd=ROOT, env=environment(), stdout=pipe, stderr=pipe) as run:
         assert run.stdout is not None and run.stderr is not None
         assert run.stdout.readline()
         run.stdout.close()
@@ -366,7 +368,7 @@ def test_a_command_ends_quietly_whose_output_nobody_reads(command: str) -> None:
         stderr=subprocess.PIPE,
         text=True,
         check=False,
-        cwd=Path(__file__).parents[2],
+        cwd=ROOT,
     )
     os.close(write)
     assert (done.returncode, done.stderr) == (0, "")

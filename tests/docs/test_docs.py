@@ -6,6 +6,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import json
+import os
 import re
 import shlex
 import shutil
@@ -22,6 +23,7 @@ from megarl.config.load import parse_yaml
 from megarl.config.recipes import PRESETS
 from megarl.config.schema import RewardConfig
 from megarl.config.schema.section import fields
+from tests.commands import run_command
 
 ROOT = Path(__file__).parents[2]
 ROOT_PAGES = ("README.md", "CONTRIBUTING.md", "examples/README.md")
@@ -347,17 +349,14 @@ def test_own_task(own_task: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.slow
-def test_own_task_trains(
-    own_task: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_own_task_trains(own_task: Path) -> None:
     """The page's commands, from a model with random weights and for one step, on the layout that the page's
     base has."""
     from megarl_tasks.arithmetic import write_demo
 
     write_demo(own_task / "made", 0)
     shutil.copytree(own_task / "made" / "model", own_task / "runs" / "demo" / "vapo" / "hf")
-    monkeypatch.setenv("PYTHONPATH", f"{own_task}:{ROOT}")
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    environment = os.environ | {"PYTHONPATH": f"{own_task}:{ROOT}", "OMP_NUM_THREADS": "1"}
     small = [
         "steps=1",
         "rollout.prompts=8",
@@ -366,10 +365,15 @@ def test_own_task_trains(
         "log.report=false",
         "log.terminal=quiet",
     ]
-    assert main(["config", "check", "sums.yaml"]) == 0
-    assert main(["eval", "sums.yaml", "--out", "runs/sums_before", "evaluation.max_problems=16"]) == 0
+
+    def megarl(*arguments: str) -> None:
+        done = run_command(arguments, cwd=own_task, env=environment, timeout=240)
+        assert done.returncode == 0, done.stderr
+
+    megarl("config", "check", "sums.yaml")
+    megarl("eval", "sums.yaml", "--out", "runs/sums_before", "evaluation.max_problems=16")
     assert json.loads((own_task / "runs/sums_before/scores.json").read_text())["problems"] == 16
-    assert main(["train", "sums.yaml", *small]) == 0
+    megarl("train", "sums.yaml", *small)
     assert (own_task / "runs/sums/hf/model.safetensors").is_file()
     records = [json.loads(line) for line in (own_task / "runs/sums/metrics.jsonl").read_text().splitlines()]
     assert [record["stage"] for record in records] == ["eval", "train", "eval"]

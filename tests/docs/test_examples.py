@@ -9,8 +9,6 @@ import os
 import re
 import runpy
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +21,7 @@ from megarl.rollout.engines.base import GenerationRequest
 from megarl.rollout.engines.transformers_engine import TransformersEngine
 from megarl.rollout.sampling import SamplingParams
 from tests.agents.talk import ScriptedPolicy, merging_tokenizer, prompt_of
+from tests.commands import run_command
 from tests.docs.test_docs import ROOT, commands
 from tests.engines import load_folder
 from tests.tiny_models import make_tiny_model
@@ -134,14 +133,9 @@ def test_runs(name: str, tmp_path: Path) -> None:
         "evaluation.max_problems=16",
         "log.report=false",
     )
-    done = subprocess.run(
-        [sys.executable, "-m", "megarl", "train", str(EXAMPLES / f"{name}.yaml"), *small],
-        cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": f"{EXAMPLES}:{ROOT}", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    environment = os.environ | {"PYTHONPATH": f"{EXAMPLES}:{ROOT}", "OMP_NUM_THREADS": "1"}
+    command = ["train", str(EXAMPLES / f"{name}.yaml"), *small]
+    done = run_command(command, cwd=tmp_path, env=environment, timeout=300)
     assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
     lines = (tmp_path / "runs" / name / "metrics.jsonl").read_text().splitlines()
     [record] = [record for record in map(json.loads, lines) if record["stage"] == "train"]

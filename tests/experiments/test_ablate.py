@@ -9,7 +9,6 @@ import os
 import signal
 import statistics
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,6 +19,7 @@ import pytest
 
 from megarl.cli.main import main
 from megarl_experiments.jobs import Job, run_jobs
+from tests import commands
 from tests.cli.processes import environment, wait_for
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
@@ -145,9 +145,6 @@ class Command:
     def __init__(self, table: Path, *arguments: str) -> None:
         self.output = table.parent / f"out-{time.monotonic_ns()}.txt"
         command = [
-            sys.executable,
-            "-m",
-            "megarl",
             "ablate",
             str(table),
             *SHORT,
@@ -160,13 +157,14 @@ class Command:
             "2",
         ]
         with open(self.output, "wb") as out:
-            self.process = subprocess.Popen(
+            self.process = commands.Command(
                 [*command, *arguments],
                 cwd=table.parent,
+                env=environment(),
                 stdout=out,
                 stderr=subprocess.STDOUT,
-                env=environment(),
                 start_new_session=True,
+                forked_jobs=True,
             )
 
     @property
@@ -219,7 +217,7 @@ def final(folder: Path) -> float:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(2400)  # some 15 processes one after the other, each of which imports torch and Megatron
+@pytest.mark.timeout(2400)  # some 15 runs one after the other
 def test_killed_interrupted_and_resumed(table: Path) -> None:
     out = table.parent / "runs" / "test"
     place = table.parent / "page.md"

@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -38,6 +36,7 @@ from megarl.sync.transfer import Staging
 from megarl.weights.families import read_config
 from megarl.weights.known_models import KNOWN_MODELS
 from megarl.weights.shards import hf_shapes
+from tests.commands import run_command
 from tests.docs.test_docs import ROOT
 from tests.rollout.servers import WAIT, Router, Server, make_engine
 from tests.tiny_models import make_tiny_model
@@ -694,11 +693,8 @@ def test_a_plan_counts_nothing_of_the_servers_on_the_ranks() -> None:
 
 
 def megarl(folder: Path, *words: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-m", "megarl", *words],
-        cwd=folder, env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        capture_output=True, text=True, timeout=400,
-    )  # fmt: skip
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = run_command(words, cwd=folder, env=environment, timeout=400)
     assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
     return done.stdout
 

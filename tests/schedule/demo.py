@@ -10,21 +10,23 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from tests.commands import run_command
+
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT = 240  # seconds for one run
 
 
-def megarl(*arguments: object, code: int = 0) -> subprocess.CompletedProcess[str]:
-    """`megarl ARGUMENTS` from the repository's root; its exit code must be `code`."""
-    command = [sys.executable, "-m", "megarl", *map(str, arguments)]
-    done = subprocess.run(
-        command,
-        cwd=ROOT,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=LIMIT,
-    )
+def megarl(*arguments: object, code: int = 0, forked: bool = True) -> subprocess.CompletedProcess[str]:
+    """`megarl ARGUMENTS` from the repository's root; its exit code must be `code`. forked: see
+    tests/commands.py."""
+    words, environment = [str(one) for one in arguments], os.environ | {"OMP_NUM_THREADS": "1"}
+    if forked:
+        done = run_command(words, cwd=ROOT, env=environment, timeout=LIMIT)
+    else:
+        command = [sys.executable, "-m", "megarl", *words]
+        done = subprocess.run(
+            command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=LIMIT
+        )
     assert done.returncode == code, (
         f"{arguments}: exit code {done.returncode}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
     )
@@ -45,7 +47,9 @@ def make_warm_model(folder: Path, steps: int = 120) -> Path:
     return folder
 
 
-def train(folder: Path, recipe: str, run_dir: Path, *overrides: str) -> list[dict[str, Any]]:
+def train(
+    folder: Path, recipe: str, run_dir: Path, *overrides: str, forked: bool = True
+) -> list[dict[str, Any]]:
     """A short run of a recipe of 8 prompts x 4 responses; gives its metrics."""
     known = {"ppo": "vapo", "vapo": "vapo", "sao": "vapo", "tppo": "tppo"}
     config = f"configs/demos/{known.get(recipe, 'dapo')}.yaml"
@@ -63,5 +67,5 @@ def train(folder: Path, recipe: str, run_dir: Path, *overrides: str) -> list[dic
         f"run_dir={run_dir}",
         "log.report=false",
     )
-    megarl("train", config, *settings, *overrides)
+    megarl("train", config, *settings, *overrides, forked=forked)
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]

@@ -49,6 +49,7 @@ from megarl.training.checkpoint import (
     settings_of,
     write_state,
 )
+from tests.commands import run_command
 from tests.ranks import RankPool
 from tests.schedule.jobs import generators_moved, write_again
 from tests.tiny_models import make_tiny_model
@@ -114,14 +115,13 @@ def start(config: Config) -> subprocess.Popen[str]:
 
 
 def train(config: Config) -> str:
-    """Runs to the end; what it printed."""
-    process = start(config)
-    try:
-        output, _ = process.communicate(timeout=LIMIT)
-    finally:
-        kill(process)
-    assert process.returncode == 0, output
-    return output
+    """Run to the end, forked, and return the output. Runs that are killed have other hash seeds."""
+    path = config.run_dir.with_suffix(".yaml")
+    path.write_text(dump_config(config))
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    done = run_command(["train", str(path)], cwd=ROOT, env=environment, timeout=LIMIT)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout + done.stderr
 
 
 def kill(process: subprocess.Popen[str]) -> None:

@@ -102,7 +102,7 @@ def test_a_run_of_two_ranks_has_nothing_for_other_users(
     """No socket of it listens beyond loopback, and another user can open neither the store nor the secret."""
     monkeypatch.setenv("TMPDIR", str(public))
     scene = Scene.make(tmp_path)
-    with Job(scene.config, *ENDLESS) as job:
+    with Job(scene.config, *ENDLESS, forked=False) as job:
         job.ranks(2)
         job.wait_for_steps()
         family = [psutil.Process(job.process.pid), *psutil.Process(job.process.pid).children(recursive=True)]
