@@ -179,7 +179,7 @@ def connect(run: Run) -> None:
     engine = Engine(run.config, run.folder.config, run.runtime.rank, run.runtime.device, (1,))
     run.engine = engine
     weight_sync = make_weight_sync(run.config, run.runtime, run.folder.config, run.actor.model, engine)
-    weight_sync.backend.publish = lambda bucket: b""  # type: ignore[method-assign]
+    weight_sync.backend.handle = lambda bucket: b""  # type: ignore[method-assign]
     run.weight_sync = weight_sync
     for tag in ("weights", "kv_cache"):
         run.offload.register({f"engine.{tag}": EngineMemory(weight_sync, tag, torch.device("cpu"), 0)})
