@@ -1,7 +1,7 @@
 """The batches of a step, and the file of a batch.
 
 A `RolloutBatch` is what every rank knows of all responses of a step. A `TrainBatch` is the packed sequences
-that one replica trains on. A `MicroBatch` is what goes through a model at once."""
+that one replica trains on. A `MicroBatch` is a part of it, one forward and backward pass."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ _PARTS = ("tokens", "cu_seqlens", "response_mask")
 
 @dataclass
 class RolloutBatch:
-    """The n sequences of a step: numbers of each, which every rank has, and the tokens of those on this rank.
+    """The n sequences of a step: columns, the same on every rank, and the tokens that are on this rank.
+
     `parallel.delivery.deliver` brings tokens to the ranks that train on them.
 
     lengths           int64 [n], all tokens. What is neither prompt nor response are observations
@@ -40,7 +41,7 @@ class RolloutBatch:
     groups            the groups of samples that the columns were made of; empty if they were read from disk
     metrics           of the rollout
     errors            errors of verifiers, and how often each occurred
-    shown             on rank 0, responses to show to people, by their row
+    records           on rank 0, responses for people to read, by their row
     events            lines to show
     """
 
@@ -54,7 +55,7 @@ class RolloutBatch:
     groups: list[SampleGroup] = field(default_factory=list)
     metrics: dict[str, float] = field(default_factory=dict)
     errors: dict[str, int] = field(default_factory=dict)
-    shown: dict[int, SampleRecord] = field(default_factory=dict)
+    records: dict[int, SampleRecord] = field(default_factory=dict)
     events: list[str] = field(default_factory=list)
 
     @staticmethod
@@ -113,9 +114,9 @@ class TrainBatch:
     columns        name -> Tensor: [T] (one entry a token) or [n] (one entry a response)
     rows           int64 [n], the place of each sequence in the RolloutBatch
     mini_batches   the actor's micro-batches, by mini-batch, in the order of its updates
-    critic_mini_batches  the same for each critic. They are the actor's own lists for one critic, unless some
-                   responses continue in the next step (the critic leaves those out), `critic.mini_batch` is
-                   set, or the critic reads prompts alone
+    critic_mini_batches  the same for each critic. One critic usually has the actor's lists. It has others if
+                   `critic.mini_batch` is set, if it reads prompts alone, or if some responses continue in the
+                   next step: it learns from finished ones
 
     `training.batch.make_train_batch` sets the last three.
 
@@ -201,7 +202,7 @@ class TrainBatch:
 
     @property
     def unfinished(self) -> Tensor:
-        """Return which responses go on in the next step, bool [n]."""
+        """Return which responses continue in the next step, bool [n]."""
         if "unfinished" not in self:
             return torch.zeros(self.num_sequences, dtype=torch.bool)
         return self["unfinished"]
@@ -257,9 +258,10 @@ class TrainBatch:
 
 @dataclass
 class MicroBatch:
-    """One pack of t tokens, r of them response tokens. With `update.share_prompts` a prompt stands in it
-    once, before the responses to it. Of the prompts a b and c with the responses x y and z, not shared:
-    tokens a b x y c z, labels x y z, logit_indices 1 2 4, at 2 3 5.
+    """One pack of t tokens, r of them response tokens.
+
+    Of the prompts a b and c with the responses x y and z: tokens a b x y c z, labels x y z, logit_indices
+    1 2 4, at 2 3 5. With `update.share_prompts` a prompt stands once before all responses to it.
 
     tokens, positions  int64 [1, t] on the device; t: a multiple of what sequence parallelism and FP8 ask for
     packed             what attention and routers need to know of the sequences

@@ -1,5 +1,6 @@
-"""Which sequences share a micro-batch or go to one rank. It depends on lengths alone, so that every rank
-computes the same."""
+"""Pack sequences into micro-batches, and balance them over ranks.
+
+The results depend on lengths alone, so every rank computes the same."""
 
 from __future__ import annotations
 
@@ -13,8 +14,9 @@ from torch import Tensor
 
 
 def pack(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
-    """Return micro-batches of at most `max_tokens`, as indices into `lengths` (tokens). A longer sequence is
-    alone.
+    """Return micro-batches of at most `max_tokens`, as indices into `lengths` (tokens).
+
+    A longer sequence is alone.
 
     Best fit decreasing. Longest first inside a micro-batch and among micro-batches: sequences of similar
     length stand together, and portable attention handles them in one call. The order of `lengths` does not
@@ -38,8 +40,10 @@ def pack(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
 def pack_groups(
     prompts: Sequence[int], responses: Sequence[int], groups: Sequence[int], max_tokens: int
 ) -> list[list[list[int]]]:
-    """Return micro-batches as `pack` does, where a prompt stands once before the responses to it: each is a
-    list of such families, of indices into `responses`.
+    """Return micro-batches in which a prompt stands once before the responses to it.
+
+    Each micro-batch is a list of such families, and a family a list of indices into `responses`. Families are
+    packed as by `pack`.
 
     prompts, responses: tokens of each sequence's prompt, and of all behind it; groups: equal where the prompt
     is. Responses that do not fit behind one prompt go behind a copy of it."""
@@ -62,8 +66,7 @@ def pack_groups(
 
 
 def cut(cu_seqlens: Tensor, cp: int) -> tuple[Tensor, Tensor]:
-    """Return for each token of a pack the context-parallel rank that has it, and its place there, int64 [t]
-    each.
+    """Return the context-parallel rank of each token of a pack, and its place there, int64 [t] each.
 
     Each sequence, of a multiple of 2 * cp tokens, is cut into 2 * cp chunks, and rank r has chunks r and
     2 * cp - 1 - r of every one: as many causal pairs on each rank (what Transformer Engine's
@@ -96,8 +99,9 @@ def balance(costs: Sequence[float], ranks: int) -> list[list[int]]:
 def balance_groups(
     prompts: Sequence[float], responses: Sequence[float], groups: Sequence[int], ranks: int
 ) -> list[list[int]]:
-    """Return one list of indices per rank, as `balance`, where a rank computes the prompt of a group once for
-    all of the group's responses that it has.
+    """Return one list of indices per rank, as `balance` does, with the prompts of groups shared.
+
+    A rank computes the prompt of a group once for all of the group's responses that it has.
 
     prompts, responses: the cost of each sequence's prompt, and of its response behind it. Groups are kept
     whole, or cut in halves, quarters and so on, whichever makes the slowest rank the quickest."""
@@ -120,15 +124,17 @@ def balance_groups(
 
 
 def cost(lengths: Sequence[int], even: float) -> list[float]:
-    """Return the time of each sequence's forward and backward pass, l + l^2 / even, in units of one token's
-    linears. even: the length, in tokens, at which causal attention takes as many FLOPs as the linears (see
-    `even_length`)."""
+    """Return the time of each sequence's forward and backward pass, l + l^2 / even.
+
+    The unit is one token's linear layers. even: the length, in tokens, at which causal attention costs the
+    same FLOPs as the linear layers (see `even_length`)."""
     return [length + length * length / even for length in lengths]
 
 
 def even_length(*models: tuple[int, int]) -> float:
-    """Return `cost`'s `even` for models that each sequence passes equally often, given as (matrix parameters,
-    query width).
+    """Return the argument `even` of `cost` for models that each sequence passes equally often.
+
+    models: (matrix parameters, query width) of each.
 
     Matrix parameters P: of all layers together. Query width w: heads * head_dim, summed over the layers. l
     tokens take 2 P l FLOPs in the linears. Causal attention reads half of the square: 2 w l^2 in scores and

@@ -126,7 +126,7 @@ class RolloutRank:
     def collect(self, step: int) -> RolloutBatch:
         """Collect the groups of a step, see Controller.collect. An error is raised on every rank.
 
-        Return them as columns, with the tokens that are on this rank. `shown` has up to `log.samples`
+        Return them as columns, with the tokens that are on this rank. `records` has up to `log.samples`
         responses on rank 0."""
         limit, shown = self.config.log.samples, list[SampleGroup]()
 
@@ -140,7 +140,7 @@ class RolloutRank:
         if step > 0:  # value pretraining needs the rewards alone
             batch.columns |= method_columns(groups, self.config)
         batch.metrics, batch.errors = {**outcome.stats}, outcome.errors
-        batch.shown = records(step, shown, self.tokenizer, limit)
+        batch.records = records(step, shown, self.tokenizer, limit)
         for sample in batch.samples:
             self.worker.graded.pop(sample.id, None)  # what is left is the next step's
         return batch

@@ -216,7 +216,7 @@ class GenerationApart(BatchSource):
         visible(self._path(stage, number), VISIBLE)
         # Its files are shared out among the trainers, who deliver it.
         batch, state = read_rollout(self._folder(stage), number, self.runtime)
-        batch.shown = {int(row): SampleRecord(**record) for row, record in state["samples"].items()}
+        batch.records = {int(row): SampleRecord(**record) for row, record in state["samples"].items()}
         staleness = (number - 1 - batch["policy_version"]).float() if stage != PRETRAINING else None
         metrics = state["stats"] | told.metrics
         if staleness is not None:

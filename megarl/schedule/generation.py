@@ -132,7 +132,7 @@ class Generation(BatchSource):
     def _reuse(self, batch: RolloutBatch, state: Mapping[str, Any], events: list[str]) -> RolloutBatch:
         """Return a stored rollout as if it had been sampled now: the next draw does not change."""
         self.load_state_dict(state["samplers"])
-        batch.shown = {int(row): SampleRecord(**record) for row, record in state.get("samples", {}).items()}
+        batch.records = {int(row): SampleRecord(**record) for row, record in state.get("samples", {}).items()}
         batch.metrics, batch.events = {"rollout/reused": 1.0, **state["stats"]}, events
         return batch
 
@@ -146,7 +146,7 @@ class Generation(BatchSource):
         state = {
             "stats": batch.metrics,
             "samplers": self.join(shares) if shares else {},
-            "samples": {str(row): asdict(record) for row, record in batch.shown.items()},
+            "samples": {str(row): asdict(record) for row, record in batch.records.items()},
             "errors": batch.errors,
         }
         store = self.pretraining_rollouts if stage == PRETRAINING else self.rollouts

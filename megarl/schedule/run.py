@@ -223,7 +223,7 @@ class Step:
 
     def take(self, found: RolloutBatch) -> None:
         """Take the batch that a source gives for this step."""
-        self.rollout, self.verifier_errors, self.samples = found, found.errors, found.shown
+        self.rollout, self.verifier_errors, self.samples = found, found.errors, found.records
         self.metrics |= found.metrics
         self.events += found.events
 

@@ -1,4 +1,4 @@
-"""From a RolloutBatch to this replica's TrainBatch: mini-batches, denominators, balance, micro-batches."""
+"""Make this replica's TrainBatch of a RolloutBatch: balance, loss weights, micro-batches."""
 
 from __future__ import annotations
 
