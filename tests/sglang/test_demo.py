@@ -26,7 +26,7 @@ def test_the_demo_learns_on_sglang(
     warm = make_warm_model(tmp_path / "demo", steps=60)
     before = {process.pid for process in psutil.process_iter()}
     said, megarl = [], demo.megarl
-    monkeypatch.setattr(demo, "megarl", lambda *arguments: said.append(megarl(*arguments)))
+    monkeypatch.setattr(demo, "megarl", lambda *words, **how: said.append(megarl(*words, **how)))
     records = train(
         warm,
         "dapo",
