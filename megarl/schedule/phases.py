@@ -65,7 +65,7 @@ def old_logprobs(run: Run, step: Step) -> None:
     correct the policy loss's token weights for that where `algorithm.mismatch` says so."""
     batch, version = step.batch, max(0, step.number - 1 - run.config.schedule.ahead)
     start_counting(run.actor.model.routings, grad=False)
-    columns = run.actor.logprob_columns(batch, step.batch.micro_batches)
+    columns = run.actor.logprob_columns(batch, batch.micro_batches)
     step.metrics |= run.actor.routing_metrics()
     batch["old_logprobs"], batch["entropy"] = columns["logprobs"], columns["entropy"]
     step.count_tokens(passes=1)
@@ -73,7 +73,7 @@ def old_logprobs(run: Run, step: Step) -> None:
     step.add(*mismatch(batch, columns["logprobs"], version, run.runtime))
     if run.config.rollout.routing_compare:
         with run.actor.free_routing():
-            own = run.actor.logprob_columns(batch, step.batch.micro_batches)["logprobs"]
+            own = run.actor.logprob_columns(batch, batch.micro_batches)["logprobs"]
         step.count_tokens(passes=1)
         without, _ = mismatch(batch, own, version, run.runtime)
         step.metrics |= {f"mismatch/unreplayed_{name[9:]}": value for name, value in without.items()}
@@ -84,7 +84,7 @@ def old_top_k(run: Run, step: Step) -> None:
     """Find the old policy's likeliest tokens at each place, by which a trust region compares it (DPPO)."""
     batch, k = step.batch, run.config.algorithm.dppo.top_k
     step.count_tokens(passes=1)
-    found = run.actor.top_k_columns(batch, step.batch.micro_batches, k, run.hf.vocab_size)
+    found = run.actor.top_k_columns(batch, batch.micro_batches, k, run.hf.vocab_size)
     batch["old_top_logprobs"], batch["old_top_tokens"] = found["logprobs"], found["tokens"].int()
 
 
@@ -99,7 +99,7 @@ def reference_logprobs(run: Run, step: Step) -> None:
     assert run.reference is not None
     batch = step.batch
     step.count_tokens(passes=1)
-    columns = run.reference.logprob_columns(batch, step.batch.micro_batches)
+    columns = run.reference.logprob_columns(batch, batch.micro_batches)
     batch["ref_logprobs"] = columns["logprobs"]
 
 
@@ -260,7 +260,7 @@ def actor_update(run: Run, step: Step) -> None:
 
     step.count_tokens(epochs if selected is None else 2 * epochs)
     loss = actor_loss(algorithm, batch, selected, run.config.teacher)
-    mini_batches, before = step.batch.mini_batches, None if selected is None else select
+    mini_batches, before = batch.mini_batches, None if selected is None else select
     if (others := other_tokens(batch)) is not None:
         mini_batches = [[replace(one, others=others) for one in some] for some in mini_batches]
     updates = run.actor.update_mini_batches(mini_batches, loss, epochs, "policy", before)
