@@ -120,8 +120,8 @@ class TrainBatch:
 
     `training.batch.make_train_batch` sets the last three.
 
-    A token column is aligned with the token it is about: `logprobs[t]` is log pi(tokens[t] | tokens before
-    t), and `values[t]` is V(s_t), the value of the state in which tokens[t] was chosen. Outside the response
+    A token column is aligned with the token it is about. `logprobs[t]` is log pi(tokens[t] | tokens before
+    t). `values[t]` is V(s_t), the value of the state in which tokens[t] was sampled. Outside the response
     mask they are 0.
     """
 
@@ -272,8 +272,8 @@ class MicroBatch:
     at                 int64 [r] on the host, the places in the pack of the response tokens themselves
     routing            the engine's choice of experts, host [layers, t, topk], see model/routing.py; or None
 
-    Under context parallelism t and r are the whole pack's in token_indices and at, this rank's in the others,
-    where r is the same on each rank (filled up), and:
+    Under context parallelism t and r are the whole pack's in token_indices and at. In the others they are
+    this rank's, and r is padded to the same number on each rank. Two more fields are set:
     cut                (rank, place) of each token of the pack (`data.packing.cut`), on the host
     order              int64 [r], where each response token is among the ranks' numbers, rank after rank
 

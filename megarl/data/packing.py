@@ -68,9 +68,9 @@ def pack_groups(
 def cut(cu_seqlens: Tensor, cp: int) -> tuple[Tensor, Tensor]:
     """Return the context-parallel rank of each token of a pack, and its place there, int64 [t] each.
 
-    Each sequence, of a multiple of 2 * cp tokens, is cut into 2 * cp chunks, and rank r has chunks r and
-    2 * cp - 1 - r of every one: as many causal pairs on each rank (what Transformer Engine's
-    thd_get_partitioned_indices gives)."""
+    Each sequence, of a multiple of 2 * cp tokens, is cut into 2 * cp chunks. Rank r has chunks r and
+    2 * cp - 1 - r of every sequence, so that each rank has the same number of causal pairs. Transformer
+    Engine's thd_get_partitioned_indices gives the same."""
     chunk = cu_seqlens.diff() // (2 * cp)
     starts = torch.repeat_interleave(cu_seqlens[:-1], cu_seqlens.diff())
     sizes = torch.repeat_interleave(chunk, cu_seqlens.diff())

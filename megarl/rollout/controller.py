@@ -210,7 +210,8 @@ class Controller:
         limit = f"has said nothing for {self.config.parallel.timeout:g} s (parallel.timeout)"
         what = "it has no response to draw"
         engine = rank // self.ranks_per_engine
-        for slot in [one for one in self.dispatcher.slots.values() if one.is_running_on(engine)][:1]:
+        slot = next((one for one in self.dispatcher.slots.values() if one.is_running_on(engine)), None)
+        if slot is not None:
             uid = slot.request.prompt.uid
             what = f"the first that it draws is response number {slot.index} to prompt {uid}"
         return f"rollout: {m.rank_name(rank)} {limit}; {what}"

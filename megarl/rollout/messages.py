@@ -111,7 +111,7 @@ class SamplesFinished(Message):
 class ToolWaitCount(Message):
     """The number of running episodes that wait for a tool, an environment or an agent.
 
-    The engine has room for as many others."""
+    The engine has room for the same number of others."""
 
     count: int
 
@@ -328,7 +328,9 @@ class Hub:
         """Return what has arrived, from whom; wait at most `seconds` for the first."""
         found: list[tuple[int, Message]] = []
         began = time.monotonic()
-        while (parts := await receive_frames(self.socket, 0.0 if found else seconds)) is not None:
+        left = seconds  # messages that are dropped do not extend the wait
+        while (parts := await receive_frames(self.socket, 0.0 if found else left)) is not None:
+            left = max(0.0, began + seconds - time.monotonic())
             message = self._accept(parts)
             if message is not None:
                 self.last_heard[message[0]] = time.monotonic()

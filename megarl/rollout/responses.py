@@ -107,20 +107,27 @@ def mean_score(responses: Sequence[Sample]) -> float:
 def make_rollout_batch(groups: Sequence[SampleGroup], *, compared: bool = True) -> RolloutBatch:
     """Return the samples of groups, in their order, as columns, with the tokens that are on this rank.
 
-    Columns [n]: rewards float32; correct, truncated bool; group_ids, the position of a sample's group in
-    `groups`, response_index, its position in the group, and policy_version, the version of its oldest token,
-    int64. In a batch of windows (`rollout.window`) also begun int64, tokens that earlier steps sampled, and
-    unfinished bool.
+    Columns [n]:
+        rewards          float32
+        correct          bool
+        truncated        bool
+        group_ids        int64, position of the sample's group in `groups`
+        response_index   int64, position in its group
+        policy_version   int64, version of its oldest token
+        begun            int64, tokens that earlier steps sampled; only with `rollout.window`
+        unfinished       bool; only with `rollout.window`
 
-    Columns [T], 0 for tokens that the policy did not sample: engine_logprobs float32; token_versions int32,
-    if some sample was continued under new weights; turn_rewards float32, if some turn has a reward. If the
-    engine's choice of experts was recorded, routing [T, layers, topk], see `routing_array`.
+    Columns [T], 0 for tokens that the policy did not sample:
+        engine_logprobs  float32
+        token_versions   int32, if some sample was continued under new weights
+        turn_rewards     float32, if some turn has a reward
+        routing          [T, layers, topk], if the engine's choice of experts was recorded (`routing_array`)
 
-    A sample that does not count is its prompt alone, and a group of its own: no token of it is in any loss,
+    A sample that does not count is its prompt alone, in a separate group. No token of it is in any loss,
     denominator or statistic. The number of rows stays the same.
 
-    compared: whether samples are compared with their group's. `SampleGroup.counted` then says which count;
-        otherwise all that were judged do.
+    compared: whether samples are compared with their group's. Then `SampleGroup.counted` chooses those that
+        count; otherwise all graded ones do.
     """
     rows = [(g, i, r) for g, group in enumerate(groups) for i, r in enumerate(group.samples)]
     samples = [r for _, _, r in rows]

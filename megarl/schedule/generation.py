@@ -120,7 +120,7 @@ class Generation(BatchSource):
             stored, events = self.pretraining_rollouts.read(number)
             if stored is not None:
                 return self._reuse(*stored, events)
-        batch = self.rollout_rank.collect(-number if pretraining else number)  # seeds of its own
+        batch = self.rollout_rank.collect(-number if pretraining else number)  # separate seeds
         batch.events = events
         self._waited += self.rollout_rank.seconds["gather"]
         self._store(stage, number, batch)
@@ -130,7 +130,7 @@ class Generation(BatchSource):
         return batch
 
     def _reuse(self, batch: RolloutBatch, state: Mapping[str, Any], events: list[str]) -> RolloutBatch:
-        """Return a stored rollout as if it had been sampled now: the next draw does not change."""
+        """Return a stored rollout as if it had been sampled now: the next samples do not change."""
         self.load_state_dict(state["samplers"])
         batch.records = {int(row): SampleRecord(**record) for row, record in state.get("samples", {}).items()}
         batch.metrics, batch.events = {"rollout/reused": 1.0, **state["stats"]}, events

@@ -16,8 +16,9 @@ from megarl.rollout.responses import mean_score, of_sources
 
 @dataclass
 class Scores:
-    """What answers to problems came to, in the order of the problems. A problem with an answer that nobody
-    has judged counts in no score."""
+    """The scores of answers, in the order of the problems.
+
+    A problem with an answer that was not graded counts in no score."""
 
     groups: list[SampleGroup]
 
@@ -30,12 +31,14 @@ class Scores:
 
     @property
     def judged(self) -> list[SampleGroup]:
-        """Return the problems whose answers were all judged."""
+        """Return the problems whose answers were all graded."""
         return [group for group in self.groups if all(r.judged for r in group.samples)]
 
     def table(self) -> list[dict[str, Any]]:
-        """Return one row per judged problem: its scores, pass@j for every j of `ks_up_to`, the most frequent
-        answer and its votes, mean length in tokens, share of truncated answers and of verifier failures."""
+        """Return one row per graded problem.
+
+        It has the scores, pass@j for every j of `ks_up_to`, the most frequent answer and its votes. It also
+        has the mean length in tokens, and the shares of truncated answers and of verifier failures."""
         rows = []
         for group in self.judged:
             answers, correct = group.samples, [r.correct for r in group.samples]
@@ -97,8 +100,10 @@ class Scores:
         return found
 
     def counts(self) -> dict[str, int]:
-        """Count answers by what became of them. unverified: those that the verifier came to no end with; they
-        are wrong, or, where that says nothing of the answer, left out (unjudged)."""
+        """Count answers by their outcome.
+
+        unverified: the verifier failed on them. They are wrong, or left out (unjudged) if its failure does
+        not depend on the answer."""
         answers = [answer for group in self.groups for answer in group.samples]
         return {
             "all": len(answers),
@@ -118,8 +123,9 @@ class EvaluationResult:
 
     @property
     def headline(self) -> Scores:
-        """Return the scores over the problems of all sets without an `every` of their own. They are evaluated
-        at the same steps, so that these scores are of the same problems each time."""
+        """Return the scores over the problems of all sets without a separate `every`.
+
+        They are evaluated at the same steps, so that these scores are of the same problems each time."""
         return Scores([group for one, groups in self.sets if one.every is None for group in groups])
 
     def by_name(self) -> dict[str, Scores]:
@@ -133,8 +139,8 @@ class EvaluationResult:
     def stats(self) -> dict[str, float]:
         """Return eval/* of the headline, where there is one, and eval/<name>/* of each part of `by_name`.
 
-        eval/k is there where it is the same for all problems of the headline; eval/<name>/k of sets with a
-        name, and of other parts where it is not eval/k."""
+        eval/k is set if it is the same for all problems of the headline. eval/<name>/k is set for sets with a
+        name, and for other parts if it differs from eval/k."""
         headline, named = self.headline, {one.name for one, _ in self.sets}
         stats: dict[str, float] = {}
         if headline.groups:

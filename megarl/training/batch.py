@@ -89,7 +89,7 @@ def make_train_batch(
             [[replace(one, token_indices=places[one.token_indices]) for one in some] for some in alone]
         ]
     elif config.critic.count > 1 or critic_mini_batch != mini_batch or not ended.all():
-        learners = critic_of(rollout, config)
+        learners = critic_numbers(rollout, config)
         batch.critic_mini_batches = [
             mini_batches_of(critic_mini_batch, batch, rollout.lengths, ended & (learners == number))
             for number in range(config.critic.count)
@@ -157,7 +157,7 @@ def gather_responses(
     return sum_over_replicas(runtime, placed).to(of_responses.dtype)
 
 
-def critic_of(rollout: RolloutBatch, config: Config) -> Tensor:
+def critic_numbers(rollout: RolloutBatch, config: Config) -> Tensor:
     """Return which critic learns from each sequence, int64 [n].
 
     The responses of a group go to the critics in turn. So each critic sees every prompt, and no two see the
@@ -239,7 +239,8 @@ def loss_weights(rollout: RolloutBatch, ids: Tensor, critic_ids: Tensor, config:
     drawn = lengths - rollout["begun"] if "begun" in rollout else lengths
     valued = lengths.clamp(max=1) if config.values_prompts else lengths
     ended = kept & ~rollout["unfinished"] if "unfinished" in rollout else kept
-    of_critics = critic_ids * config.critic.count + critic_of(rollout, config)  # their mini-batches are apart
+    # Each critic has separate mini-batches.
+    of_critics = critic_ids * config.critic.count + critic_numbers(rollout, config)
     return {
         "policy_loss_weights": token_weights(drawn, aggregation, ids, kept, longest),
         "nll_loss_weights": token_weights(lengths, "token", ids, ended & rollout["correct"]),
@@ -305,8 +306,9 @@ def labels_and_others(micro_batch: MicroBatch) -> Tensor:
 
 
 def gather_output(micro_batch: MicroBatch, of_head: Any) -> Any:
-    """Return what the head gives on all context-parallel ranks, [r, ...] of each output; the gradient takes
-    this rank's part, as every rank computes the same loss."""
+    """Return what the head gives on all context-parallel ranks, [r, ...] of each output.
+
+    The gradient takes this rank's part, because every rank computes the same loss."""
     if micro_batch.order is None or not micro_batch.order.numel():
         return of_head
     if isinstance(of_head, tuple):
@@ -330,12 +332,16 @@ def make_micro_batches(
     at_least: int = 1,
     shared: Tensor | None = None,
 ) -> list[MicroBatch]:
-    """Pack the sequences `indices` by token budget. shared: int64 [n], of each sequence of the batch how
-    many tokens it begins with that stand once for all with equal `group_ids`: the prompt's; None: each stands
-    alone. Returns at least so many micro-batches, if only of one token that counts nowhere: every
-    data-parallel replica must take part in an update, with or without sequences. With virtual stages their
-    number is a multiple of the pipeline's ranks, each of which takes so many through a chunk before it turns
-    to the next."""
+    """Pack the sequences `indices` into micro-batches of at most `max_tokens`.
+
+    Every data-parallel replica must take part in an update, with or without sequences. So there are at least
+    `at_least` micro-batches, if only of one token that counts nowhere. With virtual stages their number is a
+    multiple of the pipeline's ranks.
+
+    Args:
+        shared: int64 [n], tokens of each sequence's prompt, which stands once for all sequences with the same
+            `group_ids`; None: no prompt is shared.
+    """
     device, multiple = model.device, pack_multiple(model.config)
     cp = model.config.context_parallel_size
     wanted = torch.as_tensor(indices, dtype=torch.int64)

@@ -70,7 +70,7 @@ def state_of(rank: RolloutRank) -> dict[str, Any]:
     return state
 
 
-def experience_of(batch: RolloutBatch) -> TrainBatch:
+def delivered(batch: RolloutBatch) -> TrainBatch:
     """Return the whole batch, all of which is here."""
     return deliver(threads(1)[0], batch, [range(batch.num_sequences)], [[0]])
 

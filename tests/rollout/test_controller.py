@@ -46,7 +46,7 @@ from megarl.rollout.state import group_from_state, group_state, join_shares
 from megarl.schedule.scores import EvaluationResult
 from megarl.training.batch import loss_weights
 from tests.engines import load_folder
-from tests.rollout.conftest import TINIEST, experience_of, state_of, threads
+from tests.rollout.conftest import TINIEST, delivered, state_of, threads
 from tests.tiny_models import make_tiny_model
 
 
@@ -454,7 +454,7 @@ def test_terms_are_added_by_their_weights(world):
 
 def test_a_batch_is_build_with_the_columns(world):
     batch = run_ranks(world, config(), 1, steps=1)[0][0]
-    experience = experience_of(batch)
+    experience = delivered(batch)
     prompts = [g.prompt.tokens for g in batch.groups for _ in g.samples]
     built = TrainBatch.build(prompts, [r.data.tokens.tolist() for r in batch.samples])
     for name in ("tokens", "cu_seqlens", "response_mask"):
@@ -494,7 +494,7 @@ def test_a_resumed_sampler_goes_on_as_if_nothing_had_happened(world):
     assert [facts(b) for b in resumed] == [facts(b) for b in straight]
     assert any(b.metrics["rollout/surplus"] for b in straight[:-1])
     for a, b in zip(resumed, straight, strict=True):
-        assert torch.equal(experience_of(a)["engine_logprobs"], experience_of(b)["engine_logprobs"])
+        assert torch.equal(delivered(a)["engine_logprobs"], delivered(b)["engine_logprobs"])
 
 
 @pytest.mark.parametrize("ranks", [1, 3])

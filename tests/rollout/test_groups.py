@@ -25,7 +25,7 @@ from megarl.rollout.grading import words_pattern
 from megarl.rollout.responses import make_rollout_batch, records, response_stats
 from megarl.rollout.sampling import SamplingParams
 from megarl.rollout.state import SAMPLE_KEYS, group_from_state, group_state
-from tests.rollout.conftest import experience_of
+from tests.rollout.conftest import delivered
 
 SIZE = 3
 
@@ -239,13 +239,13 @@ def test_routing_survives_json_and_is_a_column(kind):
     for a, b in zip(again.samples, routed.samples, strict=True):
         assert a.data.routed_experts.dtype == kind
         assert np.array_equal(a.data.routed_experts, b.data.routed_experts)
-    experience = experience_of(make_rollout_batch([free, again]))
+    experience = delivered(make_rollout_batch([free, again]))
     column, starts = experience["routing"].numpy(), experience.cu_seqlens.tolist()
     assert column.shape == (experience.num_tokens, 3, 2) and column.dtype == kind
     assert (column[: starts[SIZE]] == np.iinfo(kind).max).all()
     for i in range(SIZE):
         assert (column[starts[SIZE + i] : starts[SIZE + i + 1]] == i).all()
-    assert "routing" not in experience_of(make_rollout_batch([free]))
+    assert "routing" not in delivered(make_rollout_batch([free]))
 
 
 def of_turns(uid: int, reward: bool = True) -> SampleGroup:

@@ -22,7 +22,7 @@ from megarl.rollout.engines.transformers_engine import TransformersEngine
 from megarl.rollout.rank import RolloutRank
 from megarl.rollout.sampling import SamplingParams, response_seed
 from tests.engines import load_folder
-from tests.rollout.conftest import TINIEST, experience_of, state_of, threads
+from tests.rollout.conftest import TINIEST, delivered, state_of, threads
 from tests.rollout.test_streaming import OddText, OutOfOrder
 from tests.tiny_models import make_tiny_model
 
@@ -90,7 +90,7 @@ def draw(
                 for g in batch.groups
                 for r in g.samples
             ]
-            found.append((rows, batch.metrics, experience_of(batch) if ranks == 1 else None))
+            found.append((rows, batch.metrics, delivered(batch) if ranks == 1 else None))
             if step == reload:
                 state = state_of(made)
                 made.close()
