@@ -1,9 +1,7 @@
-"""`megarl ablate`: rows x seeds as runs of `megarl train`, then one table and one figure; of a protocol, one
-verdict for each row.
+"""`megarl ablate`: run rows x seeds of a table or protocol by `megarl train`, and write table and figure.
 
-A seed's task and warm start are made once and shared by all rows of all tables. What is finished is not run
-again; what was interrupted starts anew; what was run with other settings is refused, or repeated with
---fresh.
+All rows and tables share a seed's task and warm start. A finished run is not repeated, an interrupted one
+starts anew. A run with other settings is refused, or repeated with --fresh.
 """
 
 from __future__ import annotations
@@ -28,11 +26,11 @@ from megarl_experiments.protocol import (
     Power,
     Protocol,
     RowOutcome,
+    decide_rows,
+    estimate_power,
     is_protocol,
-    judge,
     load_protocol,
-    note_tried,
-    power_of,
+    log_tried,
     read_tried,
 )
 from megarl_experiments.result import Curve, Result, RowResult, markdown
@@ -53,42 +51,44 @@ from megarl_experiments.tables import (
 
 
 @dataclass
-class Allowance:
-    """What one command may still begin of what is missing."""
+class Budget:
+    """The number of runs and the time that --most and --hours leave."""
 
     most: float  # runs
-    end: float  # of time.monotonic()
-    over: bool = False
+    end: float  # a value of time.monotonic()
+    is_spent: bool = False
 
     @classmethod
-    def of(cls, settings: Options) -> Allowance:
+    def from_options(cls, settings: Options) -> Budget:
         hours = math.inf if settings.hours is None else settings.hours
         return cls(math.inf if settings.most is None else settings.most, time.monotonic() + 3600 * hours)
 
-    def begins(self) -> bool:
-        """Tell whether one more run may begin, and count it."""
-        self.over |= self.most < 1 or time.monotonic() >= self.end
+    def take_run(self) -> bool:
+        """Return whether one more run may start, and count it."""
+        self.is_spent |= self.most < 1 or time.monotonic() >= self.end
         self.most -= 1
-        return not self.over
+        return not self.is_spent
 
-    def code(self, codes: Sequence[int]) -> int:
-        """Return the command's exit code: 75 where only the piece has ended."""
-        if self.over:
-            print("the piece has ended; the same command goes on", flush=True)
-        return max(codes, default=Interrupted.code if self.over else 0)
+    def exit_code(self, codes: Sequence[int]) -> int:
+        """Return the largest of `codes`; without one, 75 if the budget left runs, else 0."""
+        if self.is_spent:
+            print("--hours or --most reached; run the same command to continue", flush=True)
+        return max(codes, default=Interrupted.code if self.is_spent else 0)
 
 
 @contextmanager
-def _kept(folder: Path) -> Iterator[None]:
-    """Have the right to write into a folder: two commands in one would delete each other's runs."""
+def _lock(folder: Path) -> Iterator[None]:
+    """Hold the lease of a folder: two commands in it would delete each other's runs."""
     remedy = "wait for it, or choose another --folder"
     with leased(folder, "megarl ablate", remedy=remedy) as lease, lease.kept():
         yield
 
 
 def ablate(name: str, base: Path | None, into: Path | None, given: Options) -> int:
-    """Run what is missing of a table or protocol and write it; return 0, 75 where --hours or --most left
-    runs, or the exit code of a failed run. given: without seeds where those of the table are wanted."""
+    """Run the missing runs of a table or protocol and write its results.
+
+    Returns 0, the exit code of a failed run, or 75 if --hours or --most left runs. `given.seeds` may be
+    empty: the default seeds."""
     settings_after_rows = [row for row in given.rows if "=" in row]  # `--rows a b steps=30`
     rows = [row for row in given.rows if "=" not in row]
     given = replace(given, rows=rows, overrides=[*given.overrides, *settings_after_rows])
@@ -98,17 +98,17 @@ def ablate(name: str, base: Path | None, into: Path | None, given: Options) -> i
     table = load_table(name, base and config_file(base))
     _check_settings(settings, [row.slug for row in table.rows])
     if into is not None:
-        _place(into, table.name)
+        _split_at_table(into, table.name)
     task_writer(table.task)
-    # Seed by seed, so that every prefix is paired.
+    # Seed by seed: after an interruption, all rows have nearly the same seeds.
     planned = [row_run(table, settings, row, seed) for seed in settings.seeds for row in table.rows]
-    for run in planned:  # a mistake in the overrides is found now, not after the warm starts
+    for run in planned:  # reports a wrong override before the warm starts
         check_config(run.config, f"{table.folder / table.base}, row {run.row}")
-    out, piece = settings.folder / table.name, Allowance.of(settings)
-    with _kept(settings.folder):
+    out, budget = settings.folder / table.name, Budget.from_options(settings)
+    with _lock(settings.folder):
         print(f"{table.title}: {len(table.rows)} rows x {len(settings.seeds)} seeds in {out}", flush=True)
         started = time.monotonic()
-        codes, planned = _warm_up(_warm_starts(planned, settings), planned, settings, piece)
+        codes, planned = _warm_up(_warm_starts(planned, settings), planned, settings, budget)
         chosen = [run for run in planned if not settings.rows or run.row in settings.rows]
         others = (run for run in planned if run not in chosen)
         finished = {run.name: run for run in others if run.seconds() is not None and not run.changed()}
@@ -124,7 +124,7 @@ def ablate(name: str, base: Path | None, into: Path | None, given: Options) -> i
             finished[run.name] = run
             write_table()
 
-        codes += _complete(chosen, settings, piece, finish)
+        codes += _complete(chosen, settings, budget, finish)
         result = write_table()
         from megarl_experiments.curves import write_page, write_png
 
@@ -132,9 +132,9 @@ def ablate(name: str, base: Path | None, into: Path | None, given: Options) -> i
         write_page(result, out / "report.html")
         if into is not None:
             _write_into(into, table.name, out, "accuracy.png", "accuracy by step of each row")
-    took = _duration(time.monotonic() - started)
-    print(f"\n{markdown(result)}\ntable and figures: {out}\ntook {took}")
-    return piece.code(codes)
+    duration = _format_duration(time.monotonic() - started)
+    print(f"\n{markdown(result)}\ntable and figures: {out}\ntook {duration}")
+    return budget.exit_code(codes)
 
 
 def _ablate_protocol(
@@ -143,26 +143,25 @@ def _ablate_protocol(
     into: Path | None,
     given: Options,
 ) -> int:
-    """Run what is missing of a protocol's fresh seeds and judge its rows; or, with seeds below FRESH, try
-    settings and log them."""
+    """Run a protocol's missing seeds and decide its rows; with seeds below FRESH, log settings."""
     tuning = bool(given.seeds)
     settings = replace(given, seeds=given.seeds or protocol.fresh_seeds)
     tables = protocol.tables()
     known = {row.name: row for row in next(iter(tables.values())).rows}  # for slugs and points
     _check_settings(settings, [known[row.row].slug for row in protocol.rows])
     if tuning and max(settings.seeds) >= FRESH:
-        what = f"of a protocol, only tuning seeds, below {FRESH} (leave it out for the final run)"
-        raise ConfigError(f"--seeds: {what}")
+        problem = f"a protocol takes only tuning seeds, below {FRESH}. Leave --seeds out for the final run."
+        raise ConfigError(f"--seeds: {problem}")
     if base is not None or (settings.overrides and not tuning):
-        what = f"a protocol's final run has its own settings only (--seeds below {FRESH} to tune)"
-        raise ConfigError(f"{'--base' if base else settings.overrides[0]}: {what}")
+        problem = f"a protocol's final run has fixed settings. Give --seeds below {FRESH} to tune."
+        raise ConfigError(f"{'--base' if base else settings.overrides[0]}: {problem}")
     if into is not None:
-        _place(into, protocol.name)
+        _split_at_table(into, protocol.name)
     chosen = [row for row in protocol.rows if not settings.rows or known[row.row].slug in settings.rows]
     if tuning:
         protocol = protocol.model_copy(update={"rows": tuple(chosen)})
     planned: dict[Arm, Planned] = {}
-    for seed in settings.seeds:  # seed by seed, so that every prefix is paired
+    for seed in settings.seeds:  # seed by seed, as in `ablate`
         for row in protocol.rows:
             rows = {one.name: one for one in tables[row.task].rows}
             for arm in (row.against, row.row):
@@ -173,60 +172,59 @@ def _ablate_protocol(
     arms = {(row.task, arm) for row in chosen for arm in (row.row, row.against)}
     own = {key: run for key, run in planned.items() if key[:2] in arms}
     out = settings.folder / protocol.name / ("tuning" if tuning else "")
-    with _kept(settings.folder):
+    with _lock(settings.folder):
         what = f"tuning seeds {', '.join(map(str, settings.seeds))}" if tuning else f"{protocol.seeds} seeds"
         print(f"{protocol.title}: {len(chosen)} rows, {what}, in {out}", flush=True)
-        powers = power_of(protocol, read_tried(protocol.tried))
+        powers = estimate_power(protocol, read_tried(protocol.tried))
         warm = _warm_starts(own.values(), settings)
-        _tell_costs([one for one in powers if one.row in chosen], own, warm.values(), settings.fresh)
+        _print_costs([one for one in powers if one.row in chosen], own, warm.values(), settings.fresh)
         if settings.most == 0:
             return 0
-        started, piece = time.monotonic(), Allowance.of(settings)
-        codes, ready = _warm_up(warm, own.values(), settings, piece)
+        started, budget = time.monotonic(), Budget.from_options(settings)
+        codes, ready = _warm_up(warm, own.values(), settings, budget)
         finished = {key: run for key, run in planned.items() if key not in own and _usable(run)}
         key_of = {run.folder: key for key, run in own.items()}
 
-        def judged() -> tuple[dict[Arm, Curve], list[RowOutcome]]:
+        def decide() -> tuple[dict[Arm, Curve], list[RowOutcome]]:
             curves: dict[Arm, Curve] = {key: run.curve() for key, run in finished.items()}
-            return curves, judge(protocol, curves, {name: row.paper for name, row in known.items()})
+            return curves, decide_rows(protocol, curves, {name: row.paper for name, row in known.items()})
 
         def finish(run: Planned) -> None:
             finished[key_of[run.folder]] = run
-            if tuning:  # on record as soon as it is known
-                note_tried(protocol, judged()[1], settings.overrides, code_checksum())
+            if tuning:
+                log_tried(protocol, decide()[1], settings.overrides, code_checksum())
 
-        codes += _complete(ready, settings, piece, finish)
+        codes += _complete(ready, settings, budget, finish)
         from megarl_experiments import forest
         from megarl_experiments.curves import band
 
-        curves, outcomes = judged()
+        curves, outcomes = decide()
         code = ", ".join(sorted({run.mark()["code"] for run in finished.values()})) or "-"
-        spent = _duration(sum(run.seconds() or 0.0 for run in finished.values()))
-        said = f"{len(finished)} runs, {spent} of one core; code: {code} (checksum of megarl's files)."
-        forest.write(protocol, outcomes, curves, powers, said, out)
+        spent = _format_duration(sum(run.seconds() or 0.0 for run in finished.values()))
+        note = f"{len(finished)} runs, {spent} of one core; code: {code} (checksum of megarl's files)."
+        forest.write(protocol, outcomes, curves, powers, note, out)
         if into is not None and not tuning:
             _write_into(into, protocol.name, out, "forest.png", "difference and interval of each row")
     for row in protocol.rows if tuning else ():
-        for arm, found in zip((row.row, row.against), row.arms(curves), strict=True):
-            steps = zip(*band(found), strict=True)
+        for arm, by_seed in zip((row.row, row.against), row.arms(curves), strict=True):
+            steps = zip(*band(by_seed), strict=True)
             print(f"{arm} on {row.task}: {', '.join(f'{mean:.3f} at {step}' for step, mean, _ in steps)}")
     print(f"\n{forest.terminal(outcomes)}\n\ntable and figures: {out}")
-    print(f"took {_duration(time.monotonic() - started)}")
-    return piece.code(codes)
+    print(f"took {_format_duration(time.monotonic() - started)}")
+    return budget.exit_code(codes)
 
 
-def _tell_costs(
+def _print_costs(
     powers: Sequence[Power], own: Mapping[Arm, Planned], warm: Iterable[Planned], fresh: bool
 ) -> None:
-    """Print of each row what is still to be run and how long that takes, by earlier runs or by the protocol;
-    and what its seeds can find."""
+    """Print each row's missing runs with their estimated time, and the power of its seeds."""
 
     def cost(missing: Sequence[Planned]) -> str:
         usual = {run.folder.parent: run.usual_seconds() for run in missing}
         seconds = [s for run in missing if (s := usual[run.folder.parent]) is not None]
-        said = f"{len(missing)} runs" + (f", {_duration(sum(seconds))} of one core" if seconds else "")
+        text = f"{len(missing)} runs" + (f", {_format_duration(sum(seconds))} of one core" if seconds else "")
         unknown = len(missing) - len(seconds)
-        return said + (f" ({unknown} of unknown length)" if unknown else "")
+        return text + (f" ({unknown} of unknown length)" if unknown else "")
 
     missing = {key: run for key, run in own.items() if run.seconds() is None or (fresh and not _usable(run))}
     for one in powers:
@@ -237,45 +235,43 @@ def _tell_costs(
         if one.deviation is None:
             print("  power: unknown, no differences of tuning seeds with these settings")
             continue
-        find, show = (n or "more than 2000" for n in (one.for_difference, one.for_equivalence))
-        finds = "nothing" if one.finds is None else f"{one.finds:.3f}"
+        detect, show = (n or "more than 2000" for n in (one.for_difference, one.for_equivalence))
+        detectable = "nothing" if one.detectable is None else f"{one.detectable:.3f}"
         print(
-            f"  power: standard deviation {one.deviation:.3f} over {one.tuned} tuning seeds; {find} seeds "
-            f"find {row.bound:g}, {show} show equivalence within it; the protocol's seeds find {finds}"
+            f"  power: standard deviation {one.deviation:.3f} over {one.tuned} tuning seeds; {detect} seeds "
+            f"detect {row.bound:g}, {show} show equivalence; the protocol's seeds detect {detectable}"
         )
     cold = [run for run in warm if run.seconds() is None or (fresh and run.changed())]
-    print(f"all of it, shared arms once: {cost([*missing.values()])}; warm starts: {cost(cold)}")
-    print("  (by earlier runs in this folder; where there are none, by the protocol's file)", flush=True)
+    print(f"total, shared arms once: {cost([*missing.values()])}; warm starts: {cost(cold)}")
+    print("  (estimated from earlier runs in this folder, else from the protocol's file)", flush=True)
 
 
 def _warm_starts(planned: Iterable[Planned], settings: Options) -> dict[Path, Planned]:
-    """Return model path -> the warm start that makes it, for all that the runs begin from."""
+    """Return model path -> warm start for all models that the runs start from."""
     first = {run.config.model.path: run for run in planned}
     return {path: warm_start(run.table, settings, run.seed) for path, run in first.items()}
 
 
 def _warm_up(
-    warm: Mapping[Path, Planned], planned: Iterable[Planned], settings: Options, piece: Allowance
+    warm: Mapping[Path, Planned], planned: Iterable[Planned], settings: Options, budget: Budget
 ) -> tuple[list[int], list[Planned]]:
-    """Make the tasks and complete the warm starts of these runs; return the exit codes of those that failed,
-    and the runs that can begin."""
+    """Make tasks and complete warm starts; return the exit codes of failed ones and the ready runs."""
     code = code_checksum()
     for run in warm.values():
-        # The same code and knobs (which are in the folder's name) make the same task: a look at each of many
-        # takes seconds.
+        # Comparing tasks is slow. The same code and knobs (part of the folder's name) make the same task.
         if not (run.table.start and run.seconds() is not None and run.mark()["code"] == code):
             make_task(run.table, settings, run.seed)
-    codes = _complete([*warm.values()], settings, piece, lambda run: None)
+    codes = _complete([*warm.values()], settings, budget, lambda run: None)
     return codes, [run for run in planned if warm[run.config.model.path].seconds() is not None]
 
 
 def _usable(run: Planned) -> bool:
-    """Tell whether a run is finished and what it would be today."""
+    """Return whether a run is finished and has today's settings."""
     return run.seconds() is not None and run.config.model.path.is_dir() and not run.changed()
 
 
 def _check_settings(settings: Options, slugs: Sequence[str]) -> None:
-    """Refuse seeds, rows, limits and overrides that make no sense."""
+    """Raise ConfigError for impossible seeds, rows, limits or overrides."""
     if unknown := set(settings.rows) - {*slugs}:
         raise ConfigError(f"--rows: {min(unknown)}: no such row (one of {', '.join(slugs)})")
     if len(set(settings.seeds)) < len(settings.seeds) or min(settings.seeds) < 0:
@@ -286,15 +282,14 @@ def _check_settings(settings: Options, slugs: Sequence[str]) -> None:
         raise ConfigError("--hours and --most: must be greater than 0, or --most 0 to begin nothing")
     for override in settings.overrides:
         if override.partition("=")[0].strip() in SET_HERE:
-            what = "each run has its own, which megarl ablate sets (see --seeds and --folder)"
-            raise ConfigError(f"command line: {override}: {what}")
+            problem = "megarl ablate sets it for each run. Use --seeds and --folder."
+            raise ConfigError(f"command line: {override}: {problem}")
 
 
 def _complete(
-    planned: Sequence[Planned], settings: Options, piece: Allowance, finish: Callable[[Planned], None]
+    planned: Sequence[Planned], settings: Options, budget: Budget, finish: Callable[[Planned], None]
 ) -> list[int]:
-    """Run what is not finished and fits into the piece, call `finish` with each run that is; return the exit
-    codes of those that failed."""
+    """Run unfinished runs within the budget and `finish` each; return the exit codes of failed ones."""
     waiting = []
     for run in planned:
         if run.seconds() is None:
@@ -304,13 +299,13 @@ def _complete(
         elif settings.fresh:
             waiting.append(run)
         else:
-            what = f"was run with other settings: {changed}"
-            raise ConfigError(f"{run.folder}: {what} (give --fresh to repeat such runs, or another --folder)")
+            problem = f"was run with other settings: {changed}"
+            raise ConfigError(f"{run.folder}: {problem} (give --fresh to repeat it, or another --folder)")
     if len(waiting) < len(planned):
         print(f"{len(planned) - len(waiting)} of {len(planned)} are finished already", flush=True)
     codes, spent = [], 0.0
     by_name = {run.name: run for run in waiting}
-    jobs = (run.job() for run in waiting if piece.begins())
+    jobs = (run.job() for run in waiting if budget.take_run())
     with closing(run_jobs(jobs, settings.jobs, settings.limit)) as ended:
         for count, one in enumerate(ended, start=1):
             run, spent = by_name[one.job.name], spent + one.seconds
@@ -319,12 +314,12 @@ def _complete(
             facts = [
                 one.problem and f"FAILED: {one.problem}",
                 f"accuracy {curve[max(curve)]:.3f} at step {max(curve)}" if curve else "",
-                _duration(one.seconds),
-                f"{_duration(left)} left" if left else "",
+                _format_duration(one.seconds),
+                f"{_format_duration(left)} left" if left else "",
             ]
             print(f"[{count}/{len(waiting)}] {run.name}: {', '.join(filter(None, facts))}", flush=True)
             if one.problem:
-                codes.append(one.code if one.code in (1, 2) else 1)  # 1 for a run that was ended or killed
+                codes.append(one.code if one.code in (1, 2) else 1)  # 1 for a run that a signal ended
             else:
                 write_json(run.folder / MARK, {**run.mark(), "seconds": round(one.seconds, 1)})
                 finish(run)
@@ -341,7 +336,7 @@ def _result(table: AblationTable, settings: Options, finished: Sequence[Planned]
     records = read_metrics(finished[0].folder).records if finished else ()
     problems = {record["eval/problems"] for record in records if "eval/problems" in record}
     code = ", ".join(sorted({run.mark()["code"] for run in finished})) or "-"
-    said = (
+    notes = (
         f"Base at this scale: {table.base.name}, task {table.task}, warm start {table.warm_start.name}; "
         f"{config.steps} steps of {config.rollout.prompts} x {config.rollout.group_size} responses; "
         f"evaluation on {next(iter(problems), 'no')} held-out problems, "
@@ -350,34 +345,34 @@ def _result(table: AblationTable, settings: Options, finished: Sequence[Planned]
         f"Code: {code} (checksum of megarl's files).",
         *([f"Overrides: {' '.join(settings.overrides)}."] if settings.overrides else []),
     )
-    return Result(table.title, table.full, table.against, table.last, tuple(rows), {"said": said})
+    return Result(table.title, table.full, table.against, table.last, tuple(rows), {"notes": notes})
 
 
-def _place(into: Path, name: str) -> tuple[str, str]:
-    """Return what stands before and after the table's place in a Markdown file, its marks included."""
+def _split_at_table(into: Path, name: str) -> tuple[str, str]:
+    """Return the text before and after the table in a Markdown file, marks included."""
     begin, end = f"<!-- megarl ablate {name}: begin -->\n", f"<!-- megarl ablate {name}: end -->"
     try:
         text = into.read_text(encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"--into: {into}: cannot be read: {error.strerror}") from None
-    before, found, rest = text.partition(begin)
+    before, opened, rest = text.partition(begin)
     _, closed, after = rest.partition(end)
-    if not found or not closed:
-        what = f"has no place for the table: the lines `{begin.strip()}` and `{end}`"
-        raise ConfigError(f"--into: {into}: {what}")
+    if not opened or not closed:
+        problem = f"has no place for the table. Add the lines `{begin.strip()}` and `{end}`."
+        raise ConfigError(f"--into: {into}: {problem}")
     return before + begin, end + after
 
 
 def _write_into(into: Path, name: str, out: Path, picture: str, what: str) -> None:
-    """Write the table between its marks, its figure in images/ beside the file."""
-    before, after = _place(into, name)
+    """Write the table between its marks, and its figure to the folder images/ of the file's folder."""
+    before, after = _split_at_table(into, name)
     figure = into.parent / "images" / f"ablations_{name.replace('.', '_')}.png"
     figure.parent.mkdir(exist_ok=True)
     shutil.copyfile(out / picture, figure)
     table = (out / "table.md").read_text(encoding="utf-8")
-    shown = f"![{what}](images/{figure.name})"
-    into.write_text(f"{before}\n{table}\n{shown}\n\n{after}", encoding="utf-8")
+    image = f"![{what}](images/{figure.name})"
+    into.write_text(f"{before}\n{table}\n{image}\n\n{after}", encoding="utf-8")
 
 
-def _duration(seconds: float) -> str:
+def _format_duration(seconds: float) -> str:
     return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"

@@ -1,5 +1,4 @@
-"""What a protocol's rows show: a table with verdicts, and the forest plot (difference and interval of each
-row, the bound, the paper's points beside it) as text, as PNG and in one HTML page."""
+"""The results of a protocol: a table with verdicts and a forest plot, as text, PNG and one HTML page."""
 
 from __future__ import annotations
 
@@ -29,22 +28,22 @@ def write(
     outcomes: Sequence[RowOutcome],
     curves: Mapping[Arm, Curve],
     powers: Sequence[Power],
-    said: str,
+    note: str,
     folder: Path,
 ) -> None:
-    """Write table.md, table.json, forest.png and report.html. said: of the runs."""
+    """Write table.md, table.json, forest.png and report.html. note: a sentence about the runs."""
     folder.mkdir(parents=True, exist_ok=True)
     tried = read_tried(protocol.tried)
-    text = markdown(protocol, outcomes, powers, tried, said)
+    text = markdown(protocol, outcomes, powers, tried, note)
     (folder / "table.md").write_text(text, encoding="utf-8")
     rows = [
         {**vars(one), "row": one.row.row, "seeds": [*one.seeds], "verdict": one.verdict} for one in outcomes
     ]
-    content = {"protocol": protocol.model_dump(mode="json", exclude={"folder"}), "said": said, "rows": rows}
+    content = {"protocol": protocol.model_dump(mode="json", exclude={"folder"}), "note": note, "rows": rows}
     content["power"] = [{**vars(one), "row": one.row.row} for one in powers]
     write_json(folder / "table.json", {**content, "tried": tried})
     draw(outcomes).savefig(folder / "forest.png", dpi=200, metadata={"Software": None})
-    write_page(protocol, outcomes, curves, said, folder / "report.html")
+    write_page(protocol, outcomes, curves, note, folder / "report.html")
 
 
 def markdown(
@@ -52,10 +51,9 @@ def markdown(
     outcomes: Sequence[RowOutcome],
     powers: Sequence[Power],
     tried: Sequence[Mapping[str, Any]],
-    said: str,
+    note: str,
 ) -> str:
-    """Return the rows with their verdicts, how they were judged, their tasks, the power known before, and
-    what was tried."""
+    """Return the table of verdicts with its rules, tasks, estimated power and tried settings as Markdown."""
 
     def grid(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
         return "\n".join(f"| {' | '.join(line)} |" for line in (heads, ["---"] * len(heads), *rows))
@@ -71,10 +69,10 @@ def markdown(
         for name, task in protocol.tasks.items()
     ]
     powers_heads = ["row", "bound", "tuning seeds", "standard deviation of the differences"]
-    powers_heads += ["seeds to find it", "seeds to show equivalence", f"{protocol.seeds} seeds find"]
+    powers_heads += ["seeds to detect it", "seeds to show equivalence", f"{protocol.seeds} seeds detect"]
     known = []
     for one in powers:
-        figures = (one.tuned, one.deviation, one.for_difference, one.for_equivalence, one.finds)
+        figures = (one.tuned, one.deviation, one.for_difference, one.for_equivalence, one.detectable)
         known.append([one.row.row, f"{one.row.bound:g}", *map(number, figures)])
     own = {row.row: json.loads(json.dumps(protocol.setting(row))) for row in protocol.rows}
     settings = []
@@ -88,7 +86,7 @@ def markdown(
         settings.append([entry["when"][:10], entry["row"], text or "as now", ", ".join(values), mean])
     parts = [
         grid(*cells(protocol, outcomes)),
-        "\n".join(f"- {line}" for line in (said, *rules(protocol, outcomes), *tasks)),
+        "\n".join(f"- {line}" for line in (note, *rules(protocol, outcomes), *tasks)),
         "Power, from tuning seeds:",
         grid(powers_heads, known),
         f"Settings tried on seeds below {FRESH}: {len(settings) or 'none yet'}.",
@@ -99,7 +97,7 @@ def markdown(
 
 
 def cells(protocol: Protocol, outcomes: Sequence[RowOutcome]) -> tuple[list[str], list[list[str]]]:
-    """Return heads and rows of the table of verdicts, as text."""
+    """Return heads and rows of the table of verdicts as text."""
     other = "all evaluations" if protocol.statistic == "last" else "the last evaluations"
     heads = ["row", "task", "paper: points, claim", "difference", "p, Holm", "bound", "p of equivalence"]
     heads += [f"difference over {other}", "seeds", "verdict"]
@@ -114,13 +112,14 @@ def cells(protocol: Protocol, outcomes: Sequence[RowOutcome]) -> tuple[list[str]
         difference = "" if one.mean is None else f"{one.mean:+.3f}{interval}"
         line = [f"{one.row.row} - {one.row.against}", one.row.task, claim, difference, number(one.holm)]
         line += [f"{one.row.bound:g}", number(one.equivalence)]
-        line += ["" if one.other is None else f"{one.other:+.3f}", str(len(one.differences)), one.said]
+        line += ["" if one.other is None else f"{one.other:+.3f}", str(len(one.differences))]
+        line.append(one.qualified_verdict)
         rows.append(line)
     return heads, rows
 
 
 def rules(protocol: Protocol, outcomes: Sequence[RowOutcome]) -> list[str]:
-    """Return how the rows are judged, one sentence each."""
+    """Return the rules of the verdicts, one sentence each."""
     counts = {verdict: sum(one.verdict == verdict for one in outcomes) for verdict in VERDICTS}
     decided = sum(count for verdict, count in counts.items() if verdict != "undecided")
     listed = ", ".join(f"{count} {verdict}" for verdict, count in counts.items())
@@ -129,21 +128,21 @@ def rules(protocol: Protocol, outcomes: Sequence[RowOutcome]) -> list[str]:
     seeds = protocol.fresh_seeds
     return [
         f"{decided} of {len(outcomes)} rows are decided ({listed}).",
-        f"Score of a run: {decides}, as decided before; {other}, beside it, decides nothing.",
+        f"Score of a run: {decides}, as the protocol states. {other} is shown too, and decides nothing.",
         f"Seeds {seeds[0]} to {seeds[-1]}, in pairs: both runs share task, warm start and order of prompts. "
         f"Interval: {1 - LEVEL:.0%} of the paired t-test, uncorrected.",
-        f"holds, opposite: a difference in the paper's direction, or in the other, by flipping signs "
-        f"(two-sided), p < {LEVEL:g} after Holm's correction over the {len(outcomes)} rows.",
-        "equivalent: no such difference, and the interval lies within the bound that was named before; p of "
+        "holds, opposite: a difference in the paper's direction, or in the other, by a two-sided sign-flip "
+        f"test with p < {LEVEL:g} after Holm's correction over the {len(outcomes)} rows.",
+        "equivalent: no such difference, and the interval lies within the protocol's bound. p of "
         "equivalence: two one-sided t-tests, uncorrected.",
-        "undecided: neither. Would have found: the difference that these seeds, with the spread they had, "
-        f"find with a chance of {POWER:.0%} at p < {protocol.level:.4f}, the strictest of Holm's levels.",
+        "undecided: neither. Detectable: the difference that these seeds, with their measured spread, detect "
+        f"with probability {POWER:.0%} at p < {protocol.level:.4f}, the strictest of Holm's levels.",
     ]
 
 
 def terminal(outcomes: Sequence[RowOutcome], width: int = 41) -> str:
     """Return the forest plot as text: o the difference, = its interval, | no difference, ( ) the bound."""
-    scale = _reach(outcomes)
+    scale = _axis_limit(outcomes)
 
     def place(value: float) -> int:
         return round((value / scale + 1) / 2 * (width - 1))
@@ -160,20 +159,20 @@ def terminal(outcomes: Sequence[RowOutcome], width: int = 41) -> str:
             line[place(one.mean)] = "o"
         difference = "" if one.mean is None else f"{one.mean:+.3f}"
         paper = "" if one.paper is None else f"paper {one.paper:+g}"
-        lines.append(f"{one.row.row:{wide}} {''.join(line)} {difference:6}  {paper:9}  {one.said}".rstrip())
+        plot = f"{one.row.row:{wide}} {''.join(line)} {difference:6}"
+        lines.append(f"{plot}  {paper:9}  {one.qualified_verdict}".rstrip())
     return "\n".join([*lines, f"{'':{wide}} {-scale:<+{width // 2}.3f}{scale:>+{width - width // 2}.3f}"])
 
 
 def draw(outcomes: Sequence[RowOutcome]) -> Figure:
-    """Draw the rows under each other: the difference with its interval, shaded the bound, beside it the
-    paper's points, and above it the verdict as a word of its colour."""
+    """Plot each row's difference with interval, bound (shaded), the paper's points and the verdict."""
     heads = 34  # points a row
     fig, axes = figure(right=62, left=8, height=58 + heads * len(outcomes))
     axes.grid(False)
     axes.axvline(0, color=MUTED, linewidth=0.9)
     text: dict[str, Any] = {"textcoords": "offset points", "fontsize": FONT - 1, "annotation_clip": False}
     text["xycoords"] = ("axes fraction", "data")
-    beside: dict[str, Any] = {**text, "xytext": (56, 0), "ha": "right", "va": "center", "color": MUTED}
+    points: dict[str, Any] = {**text, "xytext": (56, 0), "ha": "right", "va": "center", "color": MUTED}
     for at, one in enumerate(outcomes):
         colour = SHADES.get(one.verdict, GREY)
         axes.barh(at, 2 * one.row.bound, left=-one.row.bound, height=0.3, color=GREY, alpha=0.22, linewidth=0)
@@ -185,10 +184,10 @@ def draw(outcomes: Sequence[RowOutcome]) -> Figure:
         axes.annotate(one.row.row, (0, at - 0.2), xytext=(0, 2), color=INK, **above)
         word = {**above, "ha": "right", "color": colour, "fontweight": "bold"}
         axes.annotate(one.verdict, (1, at - 0.2), xytext=(56, 2), **word)
-        axes.annotate("-" if one.paper is None else f"{one.paper:+g}", (1, at), **beside)
-    axes.annotate("paper's points", (1, -1.0), **beside)
-    reach = _reach(outcomes)
-    axes.set(xlim=(-reach, reach), ylim=(len(outcomes) - 0.55, -1.2), yticks=[])
+        axes.annotate("-" if one.paper is None else f"{one.paper:+g}", (1, at), **points)
+    axes.annotate("paper's points", (1, -1.0), **points)
+    limit = _axis_limit(outcomes)
+    axes.set(xlim=(-limit, limit), ylim=(len(outcomes) - 0.55, -1.2), yticks=[])
     axes.xaxis.set_major_locator(MaxNLocator(5, steps=NICE))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:+g}" if value else "0"))
     axes.set_xlabel("difference of accuracy; shaded: the bound", color=MUTED, fontsize=FONT, labelpad=2)
@@ -196,10 +195,9 @@ def draw(outcomes: Sequence[RowOutcome]) -> Figure:
 
 
 def write_page(
-    protocol: Protocol, outcomes: Sequence[RowOutcome], curves: Mapping[Arm, Curve], said: str, path: Path
+    protocol: Protocol, outcomes: Sequence[RowOutcome], curves: Mapping[Arm, Curve], note: str, path: Path
 ) -> None:
-    """Write one self-contained HTML file: forest plot, table, how it is judged, and each row's curves (blue)
-    over those of its neighbour (grey)."""
+    """Write one self-contained HTML file: forest plot, table, rules, and both curves of each row."""
     heads, rows = cells(protocol, outcomes)
     marked = [(line, one.verdict in ("holds", "opposite")) for line, one in zip(rows, outcomes, strict=True)]
     look = "Each line: mean difference and interval of the row minus its neighbour."
@@ -213,7 +211,7 @@ def write_page(
             finish(axes, "step", (0, 1), False, (steps[0], steps[-1]))
             text = f"{row.why} Grey: {row.against}."
             cards.append(page.figure(row.row, f"on {row.task}", svg(fig), (), text))
-    notes = "".join(f"<li>{escape(line)}</li>" for line in (said, *rules(protocol, outcomes)))
+    notes = "".join(f"<li>{escape(line)}</li>" for line in (note, *rules(protocol, outcomes)))
     body = [
         f"<h1>{escape(protocol.title)}</h1>",
         page.section("Verdicts", forest, page.table(heads, marked), f'<ul class="look">{notes}</ul>'),
@@ -222,7 +220,6 @@ def write_page(
     path.write_text(page.document(protocol.title, body), encoding="utf-8")
 
 
-def _reach(outcomes: Sequence[RowOutcome]) -> float:
-    """Return how far the axis goes to both sides."""
+def _axis_limit(outcomes: Sequence[RowOutcome]) -> float:
     ends = [(one.low, one.high, one.mean, one.row.bound) for one in outcomes]
     return 1.1 * max(abs(end) for row in ends for end in row if end is not None)

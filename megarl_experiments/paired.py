@@ -1,8 +1,4 @@
-"""The statistics of paired differences: tests, Holm's correction, equivalence, and the power of n seeds.
-
-Two runs of one seed share the warm start, the data and the order of prompts; what is judged is their
-difference, seed by seed. Nothing here knows of runs.
-"""
+"""Statistics of paired differences: tests, Holm's correction, equivalence, and the power of n seeds."""
 
 from __future__ import annotations
 
@@ -20,13 +16,12 @@ try:
 except ImportError as error:
     raise ConfigError(f"megarl ablate: {error} (pip install 'megarl[experiments]')") from None
 
-EXACT = 20  # seeds up to which all 2^n signs are tried
-DRAWS = 200_000  # of signs beyond that: a p of 0.005 is then known to 0.0002
+EXACT = 20  # number of seeds up to which all 2^n signs are tried
+SIGNS = 200_000  # random signs beyond that: a p of 0.005 then has a standard error of 0.0002
 
 
 def paired_t(differences: Sequence[float], level: float) -> tuple[float, float, float]:
-    """Return the interval of 1 - level of the mean difference, and the two-sided p of the paired t-test.
-    Differences that are all the same have an interval without width."""
+    """Return low, high and the two-sided p of the paired t-test; the interval is of 1 - level."""
     if min(differences) == max(differences):
         return differences[0], differences[0], float(differences[0] == 0)
     test = stats.ttest_1samp(differences, 0.0)
@@ -35,22 +30,23 @@ def paired_t(differences: Sequence[float], level: float) -> tuple[float, float, 
 
 
 def holm(ps: Sequence[float]) -> list[float]:
-    """Return the p-values after Holm's step-down correction: the i-th smallest of m times m - i + 1, never
-    less than the one before, at most 1. By hand, as statsmodels' multipletests comes to the same and collects
-    Python's garbage in each call, 0.15 s where torch is loaded."""
+    """Return the p-values after Holm's step-down correction.
+
+    The i-th smallest of m is multiplied by m - i + 1, and is at least the one before and at most 1.
+    statsmodels' multipletests gives the same, but collects Python's garbage in each call."""
     corrected, least = [0.0] * len(ps), 0.0
     for rank, i in enumerate(sorted(range(len(ps)), key=ps.__getitem__)):
         least = corrected[i] = max(least, min(1.0, ps[i] * (len(ps) - rank)))
     return corrected
 
 
-def sign_flip_p(differences: Sequence[float], exact: int = EXACT, draws: int = DRAWS) -> float:
-    """Return the two-sided p of the hypothesis that the differences are symmetric about 0: the share of all
-    choices of signs whose sum is at least as far from 0 as the observed one (Fisher 1935).
+def sign_flip_p(differences: Sequence[float], exact: int = EXACT, samples: int = SIGNS) -> float:
+    """Return the two-sided p that the differences are symmetric about 0 (Fisher 1935).
 
-    All 2^n choices up to `exact` differences; beyond, that many draws with the observed one among them,
-    always the same draws (Phipson and Smyth 2010: such a p is never 0 and still valid). By hand, as
-    scipy.stats.permutation_test comes to the same p in 9 s for 20 differences, and this in 25 ms."""
+    It is the share of sign choices whose sum is at least as far from 0 as the observed sum. All 2^n choices
+    are tried up to `exact` differences, else `samples` random ones from a fixed seed, plus the observed one,
+    which keeps p above 0 and valid (Phipson and Smyth 2010).
+    scipy.stats.permutation_test gives the same p and takes 300 times as long."""
     values = np.asarray(differences, dtype=np.float64)
     observed = abs(values.sum()) - 1e-9 * np.abs(values).sum()  # ties stay ties in any order of sums
     if len(values) <= exact:
@@ -59,15 +55,14 @@ def sign_flip_p(differences: Sequence[float], exact: int = EXACT, draws: int = D
             sums = np.concatenate([sums + value, sums - value])
         return float((np.abs(sums) >= observed).mean())
     rng, beyond = np.random.default_rng(0), 1
-    for _ in range(draws // 10_000):
+    for _ in range(samples // 10_000):
         signs = rng.integers(0, 2, (10_000, len(values))) * 2.0 - 1
         beyond += int((np.abs(signs @ values) >= observed).sum())
-    return beyond / (draws // 10_000 * 10_000 + 1)
+    return beyond / (samples // 10_000 * 10_000 + 1)
 
 
 def equivalence_p(differences: Sequence[float], bound: float) -> float:
-    """Return the p of |true mean| >= bound by two one-sided t-tests (Schuirmann 1987): the larger of the
-    two."""
+    """Return the p of |true mean| >= bound: the larger of two one-sided t-tests (Schuirmann 1987)."""
     if min(differences) == max(differences):
         return 0.0 if abs(differences[0]) < bound else 1.0
     above = stats.ttest_1samp(differences, -bound, alternative="greater").pvalue
@@ -76,7 +71,7 @@ def equivalence_p(differences: Sequence[float], bound: float) -> float:
 
 
 def least_seeds(alpha: float) -> int:
-    """Return the number of seeds from which a sign-flip test can find anything: its least p is 2 / 2^n."""
+    """Return the fewest seeds with which a sign-flip test can be significant: its smallest p is 2 / 2^n."""
     n = 2
     while 2.0 ** (1 - n) >= alpha:
         n += 1
@@ -84,10 +79,10 @@ def least_seeds(alpha: float) -> int:
 
 
 def power(n: int, effect: float, alpha: float) -> float:
-    """Return the chance that n paired differences of mean `effect` (in their standard deviations) are found,
-    in the right direction, by a two-sided test at alpha.
+    """Return the probability that a two-sided test at alpha detects n paired differences in their direction.
 
-    This is the t-test's power; the sign-flip test's is close to it for normal differences, and 0 below
+    effect: mean of the differences in units of their standard deviation.
+    This is the t-test's power. The sign-flip test's is close to it for normal differences, and 0 below
     `least_seeds`."""
     if n < least_seeds(alpha):
         return 0.0
@@ -95,14 +90,16 @@ def power(n: int, effect: float, alpha: float) -> float:
 
 
 def equivalence_power(n: int, bound: float, alpha: float) -> float:
-    """Return the chance that n paired differences of true mean 0 are shown to lie within `bound` (in their
-    standard deviations) at alpha: that of the mean, over what the measured standard deviation may come to.
-    (statsmodels has this for counts only.)"""
+    """Return the probability that n paired differences of true mean 0 are shown equivalent at alpha.
+
+    bound: in units of the standard deviation.
+    It integrates over the distribution of the measured standard deviation. statsmodels has no such power of a
+    paired test."""
     if n < 2:
         return 0.0
     critical, reach = stats.t.isf(alpha, n - 1), bound * math.sqrt(n)
     spread = stats.chi(n - 1, scale=(n - 1) ** -0.5)
-    # Between what it practically never is, or the integral could miss where it nearly always is.
+    # Integrate where nearly all of the probability lies, or the quadrature could miss it.
     low, high = spread.ppf(1e-13), min(spread.isf(1e-13), reach / critical)
     if low >= high:
         return 0.0
@@ -110,7 +107,7 @@ def equivalence_power(n: int, bound: float, alpha: float) -> float:
 
 
 def seeds_needed(chance: Callable[[int], float], wanted: float, most: int = 2000) -> int | None:
-    """Return the least n whose `chance` (of n, rising) is at least `wanted`; None where `most` do not do."""
+    """Return the smallest n with chance(n) >= wanted for a rising `chance`; None if that is above `most`."""
     if chance(most) < wanted:
         return None
     low, high = 1, 2
@@ -123,9 +120,10 @@ def seeds_needed(chance: Callable[[int], float], wanted: float, most: int = 2000
 
 
 @cache
-def smallest_found(n: int, alpha: float, wanted: float) -> float:
-    """Return the smallest effect, in standard deviations of the differences, that n seeds find with the
-    chance `wanted`; infinite where n seeds cannot find any."""
+def smallest_detectable(n: int, alpha: float, wanted: float) -> float:
+    """Return the smallest effect, in standard deviations, that n seeds detect with probability `wanted`.
+
+    Infinite if n seeds cannot detect any."""
     if n < least_seeds(alpha):
         return math.inf
     return float(TTestPower().solve_power(nobs=n, alpha=alpha / 2, power=wanted, alternative="larger"))

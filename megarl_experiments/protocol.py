@@ -1,7 +1,6 @@
-"""A protocol: which rows are compared, on which task, with how many fresh seeds, and how each is judged.
+"""A protocol, written before its runs: the rows to compare, their tasks, the seeds and the tests.
 
-It is written before its runs; afterwards nothing but the runs decides. A row is a row of a paper's table
-minus another one, both on one task of the family (megarl_tasks/family.py), paired by seed.
+A row is the difference of two rows of a paper's table on one task of megarl_tasks/family.py, paired by seed.
 """
 
 from __future__ import annotations
@@ -28,28 +27,28 @@ from megarl_experiments.tables import AblationTable, find_file, load_table, read
 from megarl_tasks.family import Knobs, longest_right
 
 TASK = "megarl_tasks.family:write_family"
-FRESH = 100  # seeds below are for tuning, and never part of a result
-POWER = 0.8  # chance with which a difference is to be found
+FRESH = 100  # lower seeds are for tuning, and never part of a result
+POWER = 0.8  # wanted probability of detecting a difference
 VERDICTS = ("holds", "opposite", "equivalent", "undecided")
 Arm = tuple[str, str, int]  # task, row of the table, seed
 
 
 class Task(Section):
-    """What rows run on, and from which warm start."""
+    """A task of rows, with its warm start."""
 
     what: str = Field(min_length=1)
     knobs: Knobs = Knobs()
     # rollout.max_response_tokens, as a multiple of the longest right response to a training prompt
     limit: float = Field(gt=0)
-    overrides: tuple[str, ...] = ()  # settings of all runs; a row's own sizes (in the table) go over them
-    warm_start: Path | None = None  # in place of the protocol's
-    # What a run and a warm start took elsewhere: their cost, until there are some in the folder.
+    overrides: tuple[str, ...] = ()  # settings of all runs; those of a row in the table take precedence
+    warm_start: Path | None = None  # replaces the protocol's
+    # Estimated cost of a run and of a warm start, used until the folder has finished ones.
     seconds: float | None = None
     warm_start_seconds: float | None = None
 
     @property
     def given(self) -> dict[str, Any]:
-        """Return the knobs that are not at their defaults, as JSON holds them."""
+        """Return the knobs that differ from their defaults, as JSON."""
         return self.knobs.model_dump(mode="json", exclude_defaults=True)
 
     @property
@@ -58,7 +57,7 @@ class Task(Section):
 
 
 class SharedTasks(Section):
-    """A file of tasks that several protocols have, which then share warm starts as well."""
+    """A file of tasks that several protocols share, with their warm starts."""
 
     tasks: dict[str, Task] = Field(min_length=1)
 
@@ -69,10 +68,10 @@ class ProtocolRow(Section):
     row: str
     against: str
     task: str
-    claims: Literal["worse", "better"]  # what the paper says of `row` beside `against`
-    # Smallest difference of interest: power is told for it, and what lies within it counts as equivalent.
+    claims: Literal["worse", "better"]  # the paper's result of `row` relative to `against`
+    # Smallest difference of interest: power is computed for it, and smaller ones count as equivalent.
     bound: float = Field(gt=0, lt=1)
-    why: str = Field(min_length=1)  # this task brings the technique out
+    why: str = Field(min_length=1)  # why this task needs the technique
 
     def arms(self, curves: Mapping[Arm, Curve]) -> tuple[dict[int, Curve], dict[int, Curve]]:
         """Return seed -> curve of `row` and of `against`."""
@@ -84,19 +83,19 @@ class ProtocolRow(Section):
 
 
 class Protocol(Section):
-    """What is decided before the runs. Files are relative to the protocol's own."""
+    """A protocol's file. Its paths are relative to it."""
 
     name: str
     folder: Path
     title: str
     table: Path  # the rows' files and the papers' points
-    warm_start: Path  # in place of the table's
+    warm_start: Path  # replaces the table's
     first_seed: int = Field(FRESH, ge=FRESH)
-    seeds: int = Field(ge=2)  # so many from first_seed on
+    seeds: int = Field(ge=2)  # number of seeds, from first_seed
     # A run's score: the mean accuracy of its last `last` evaluations, or of all after step 0 (`curve`).
     statistic: Literal["last", "curve"]
     last: int = Field(3, ge=1)
-    shared: Path | None = None  # a file of SharedTasks: a task in it needs only what is this protocol's own
+    shared: Path | None = None  # a file of SharedTasks; `tasks` then lists only what differs from it
     tasks: dict[str, Task] = Field(min_length=1)
     rows: tuple[ProtocolRow, ...] = Field(min_length=1)
 
@@ -118,7 +117,7 @@ class Protocol(Section):
 
     @property
     def tried(self) -> Path:
-        """Return the log of every setting that was run with tuning seeds."""
+        """Return the path of the log of all settings that were run with tuning seeds."""
         return self.path.with_name(f"{self.name.removesuffix('.protocol')}.tried.jsonl")
 
     @property
@@ -127,18 +126,19 @@ class Protocol(Section):
 
     @property
     def level(self) -> float:
-        """Return the strictest of Holm's levels: what a single row has for sure."""
+        """Return the strictest of Holm's levels, which holds for any single row."""
         return LEVEL / len(self.rows)
 
     def score(self, curve: Curve, statistic: str | None = None) -> float:
-        """Return a run's score, by the statistic decided before or by the other one."""
+        """Return a run's score by the protocol's statistic, or by `statistic`."""
         if (statistic or self.statistic) == "last":
             return statistics.fmean([curve[step] for step in sorted(curve)][-self.last :])
         return statistics.fmean(accuracy for step, accuracy in curve.items() if step > 0)
 
     def setting(self, row: ProtocolRow, overrides: Sequence[str] = ()) -> dict[str, Any]:
-        """Return what a row's differences depend on beside code and seeds, as JSON holds it. overrides: of
-        the command line, after the task's."""
+        """Return the settings, as JSON, that a row's differences depend on, except code and seeds.
+
+        overrides: those of the command line, applied after the task's."""
         task = self.tasks[row.task]
         common = {"against": row.against, "task": row.task, **task.given, "limit": task.limit}
         score = f"{self.statistic} {self.last}" if self.statistic == "last" else self.statistic
@@ -147,7 +147,7 @@ class Protocol(Section):
         return {**common, "score": score}
 
     def tables(self) -> dict[str, AblationTable]:
-        """Return for each task the paper's table on it. Raises ConfigError for a row that the table lacks."""
+        """Return the paper's table on each task. Raises ConfigError for a row that the table lacks."""
         table = load_table(str(self.folder / self.table))
         for name in (name for row in self.rows for name in (row.row, row.against)):
             if name not in {row.name for row in table.rows}:
@@ -156,10 +156,9 @@ class Protocol(Section):
         for name, task in self.tasks.items():
             common = (f"rollout.max_response_tokens={task.max_response_tokens}", *task.overrides)
             rows = [row.model_copy(update={"overrides": (*common, *row.overrides)}) for row in table.rows]
-            # Other knobs are another task, with warm starts and runs in folders of their own; a task that
-            # two protocols share has the same ones in both.
-            what = task.given | ({"warm_start": task.warm_start.name} if task.warm_start else {})
-            digest = hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:8]
+            # The folder's name depends on knobs and warm start, so that protocols with equal ones share runs.
+            key = task.given | ({"warm_start": task.warm_start.name} if task.warm_start else {})
+            digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:8]
             start = f"{name}-{digest}"
             update: dict[str, Any] = {"name": f"{self.name}/{start}", "start": start, "rows": tuple(rows)}
             update |= {"task": TASK, "knobs": task.given}
@@ -170,13 +169,14 @@ class Protocol(Section):
 
 
 def is_protocol(name: str) -> bool:
-    """Tell a protocol's name or path from a table's."""
+    """Return whether a name or path means a protocol, not a table."""
     return name.endswith((".protocol", ".protocol.yaml"))
 
 
 def load_protocol(name: str) -> Protocol:
-    """Read a protocol given as NAME.protocol or by its path. Raises ConfigError `file: key: what is wrong`,
-    or for an unknown name."""
+    """Read a protocol given as NAME.protocol or by its path.
+
+    Raises ConfigError `file: key: what is wrong`, or for an unknown name."""
     path = find_file(name, "protocol", ".yaml")
     given: Settings = {"name": path.name.removesuffix(".yaml"), "folder": path.parent}
     content = read_yaml(path)
@@ -191,31 +191,31 @@ def load_protocol(name: str) -> Protocol:
 
 @dataclass(frozen=True)
 class RowOutcome:
-    """A row as measured. Before all its seeds are there it has no p and no verdict: who looks earlier must
-    not be able to stop when the numbers please."""
+    """The result of a row. It has no p and no verdict until all seeds have run, so that nobody can stop at a
+    good moment."""
 
     row: ProtocolRow
     seeds: range  # the protocol's
-    differences: Mapping[int, float]  # by seed, of the statistic decided before
-    paper: float | None = None  # points: the row's minus its neighbour's
-    other: float | None = None  # mean difference of the statistic that does not decide
+    differences: Mapping[int, float]  # by seed, of the protocol's statistic
+    paper: float | None = None  # points of `row` minus those of `against`
+    other: float | None = None  # mean difference of the other statistic
     mean: float | None = None
     low: float | None = None  # interval of 1 - LEVEL of the mean, uncorrected
     high: float | None = None
-    found: float | None = None  # smallest difference that these seeds find; None where they cannot find any
+    detectable: float | None = None  # smallest difference that these seeds detect; None if they detect none
     p: float | None = None
     holm: float | None = None
     equivalence: float | None = None  # p of two one-sided tests
 
     @property
-    def within(self) -> bool:
-        """Tell whether the interval lies within the bound."""
+    def is_within_bound(self) -> bool:
+        """Return whether the interval lies within the bound."""
         bound = self.row.bound
         return self.low is not None and self.high is not None and -bound < self.low <= self.high < bound
 
     @property
     def verdict(self) -> str:
-        """Return one of VERDICTS, or how far the row is."""
+        """Return one of VERDICTS, or the number of finished seeds."""
         if self.mean is None:
             return "not run yet"
         if self.holm is None:
@@ -225,21 +225,24 @@ class RowOutcome:
             return f"{len(self.differences)} {total}"
         if self.holm < LEVEL:
             return "holds" if (self.mean < 0) == (self.row.claims == "worse") else "opposite"
-        return "equivalent" if self.within else "undecided"
+        return "equivalent" if self.is_within_bound else "undecided"
 
     @property
-    def said(self) -> str:
-        """Return the verdict with what a reader must know beside it."""
+    def qualified_verdict(self) -> str:
+        """Return the verdict with the note that its reader needs."""
         if self.verdict == "undecided":
-            size = "none, with so few seeds" if self.found is None else f"{self.found:.3f}"
-            return f"undecided (would have found: {size})"
-        small = self.within and self.verdict in ("holds", "opposite")
-        return f"{self.verdict} (but within the bound)" if small else self.verdict
+            size = "none, too few seeds" if self.detectable is None else f"{self.detectable:.3f}"
+            return f"undecided (detectable: {size})"
+        is_small = self.is_within_bound and self.verdict in ("holds", "opposite")
+        return f"{self.verdict} (but within the bound)" if is_small else self.verdict
 
 
-def measure(row: ProtocolRow, seeds: range, differences: Mapping[int, float], level: float) -> RowOutcome:
-    """Return a row with interval and tests, not yet corrected. seeds: that must be there for a p; level: of
-    the smallest difference that they find."""
+def measure_row(row: ProtocolRow, seeds: range, differences: Mapping[int, float], level: float) -> RowOutcome:
+    """Return a row with its interval and uncorrected tests.
+
+    Args:
+        seeds: seeds that a p needs
+        level: level of the smallest detectable difference"""
     one, values, n = RowOutcome(row, seeds, differences), [*differences.values()], len(differences)
     if not values:
         return one
@@ -251,58 +254,60 @@ def measure(row: ProtocolRow, seeds: range, differences: Mapping[int, float], le
     one = replace(one, low=low, high=high)
     if {*differences} != {*seeds}:
         return one
-    found = paired.smallest_found(n, level, POWER) * deviation if deviation else math.inf
+    detectable = paired.smallest_detectable(n, level, POWER) * deviation if deviation else math.inf
     return replace(
         one,
-        found=found if math.isfinite(found) else None,
+        detectable=detectable if math.isfinite(detectable) else None,
         p=paired.sign_flip_p(values),
         equivalence=paired.equivalence_p(values, row.bound),
     )
 
 
-def corrected(outcomes: Sequence[RowOutcome]) -> list[RowOutcome]:
-    """Apply Holm's correction. A row whose seeds are not all there counts as p = 1: what holds before the
-    others are there still holds then."""
+def correct_by_holm(outcomes: Sequence[RowOutcome]) -> list[RowOutcome]:
+    """Apply Holm's correction. An unfinished row counts as p = 1, so that a verdict never changes later."""
     ps = paired.holm([1.0 if one.p is None else one.p for one in outcomes])
     return [one if one.p is None else replace(one, holm=p) for one, p in zip(outcomes, ps, strict=True)]
 
 
-def judge(
+def decide_rows(
     protocol: Protocol, curves: Mapping[Arm, Curve], papers: Mapping[str, float | None]
 ) -> list[RowOutcome]:
-    """Return a protocol's rows, judged by the finished runs. papers: points of the table's rows."""
+    """Return the outcome of each row from the finished runs. papers: points of the table's rows."""
     outcomes = []
     for row in protocol.rows:
         own, its = row.arms(curves)
         both = sorted(own.keys() & its.keys())
         differences = {seed: protocol.score(own[seed]) - protocol.score(its[seed]) for seed in both}
-        one = measure(row, protocol.fresh_seeds, differences, protocol.level)
+        one = measure_row(row, protocol.fresh_seeds, differences, protocol.level)
         if both:
             name = "curve" if protocol.statistic == "last" else "last"
             others = [protocol.score(own[seed], name) - protocol.score(its[seed], name) for seed in both]
             one = replace(one, other=statistics.fmean(others))
-        points, beside = papers[row.row], papers[row.against]
-        outcomes.append(one if points is None or beside is None else replace(one, paper=points - beside))
-    return corrected(outcomes)
+        points, other_points = papers[row.row], papers[row.against]
+        if points is not None and other_points is not None:
+            one = replace(one, paper=points - other_points)
+        outcomes.append(one)
+    return correct_by_holm(outcomes)
 
 
 @dataclass(frozen=True)
 class Power:
-    """What is known of a row before its runs, from the spread of tuning seeds; all at the strictest of Holm's
-    levels, with a chance of POWER. None: unknown, or more than 2,000 seeds."""
+    """The power of a row, estimated from tuning seeds at the strictest of Holm's levels, with probability
+    POWER. None: unknown, or more than 2,000 seeds."""
 
     row: ProtocolRow
-    tuned: int  # seeds
-    deviation: float | None = None  # of the differences
-    for_difference: int | None = None  # seeds that find a difference of `bound`
-    for_equivalence: int | None = None  # seeds whose interval lies within the bound, where there is none
-    finds: float | None = None  # smallest difference that the protocol's seeds find
+    tuned: int  # number of tuning seeds
+    deviation: float | None = None  # standard deviation of the differences
+    for_difference: int | None = None  # seeds that detect a difference of `bound`
+    for_equivalence: int | None = None  # seeds that show equivalence if there is no difference
+    detectable: float | None = None  # smallest difference that the protocol's seeds detect
 
 
-def power_of(protocol: Protocol, tried: Sequence[Mapping[str, Any]]) -> list[Power]:
-    """Return the power of each row. tried: of `read_tried`; what was run with the protocol's own settings
-    counts."""
-    found, level = [], protocol.level
+def estimate_power(protocol: Protocol, tried: Sequence[Mapping[str, Any]]) -> list[Power]:
+    """Return the power of each row.
+
+    tried: the log from `read_tried`; only entries with the protocol's own settings count."""
+    powers, level = [], protocol.level
     for row in protocol.rows:
         setting = json.loads(json.dumps(protocol.setting(row)))
         entries = [one["differences"] for one in tried if (one["row"], one["setting"]) == (row.row, setting)]
@@ -310,7 +315,7 @@ def power_of(protocol: Protocol, tried: Sequence[Mapping[str, Any]]) -> list[Pow
         one = Power(row, len(values))
         if len(values) > 1 and (deviation := statistics.stdev(values)) > 0:
             size = row.bound / deviation
-            finds = paired.smallest_found(protocol.seeds, level, POWER) * deviation
+            detectable = paired.smallest_detectable(protocol.seeds, level, POWER) * deviation
             difference = partial(paired.power, effect=size, alpha=level)
             equivalence = partial(paired.equivalence_power, bound=size, alpha=LEVEL / 2)
             one = replace(
@@ -318,17 +323,20 @@ def power_of(protocol: Protocol, tried: Sequence[Mapping[str, Any]]) -> list[Pow
                 deviation=deviation,
                 for_difference=paired.seeds_needed(difference, POWER),
                 for_equivalence=paired.seeds_needed(equivalence, POWER),
-                finds=finds if math.isfinite(finds) else None,
+                detectable=detectable if math.isfinite(detectable) else None,
             )
-        found.append(one)
-    return found
+        powers.append(one)
+    return powers
 
 
-def note_tried(
+def log_tried(
     protocol: Protocol, outcomes: Sequence[RowOutcome], overrides: Sequence[str], code: str
 ) -> None:
-    """Append the differences of tuning seeds to the protocol's log, one line for each row, unless it has them
-    already. overrides: of the command line; code: checksum of megarl's files."""
+    """Append new differences of tuning seeds to the protocol's log, one line for each row.
+
+    Args:
+        overrides: those of the command line
+        code: checksum of megarl's files"""
     known, lines = read_tried(protocol.tried), []
     for one in outcomes:
         what = {"row": one.row.row, "setting": protocol.setting(one.row, overrides)}
@@ -342,13 +350,14 @@ def note_tried(
         with open(protocol.tried, "a", encoding="utf-8") as file:
             file.writelines(lines)
     except OSError as error:
-        problem = f"cannot be written: {error.strerror} (every setting that is tried must be on record)"
+        problem = f"cannot be written: {error.strerror} (it must record each setting that is tried)"
         raise ConfigError(f"{protocol.tried}: {problem}") from None
 
 
 def read_tried(path: Path) -> list[dict[str, Any]]:
-    """Return the settings tried: for each row and setting the last entry, with all seeds that were run.
-    Raises ConfigError where a line is none."""
+    """Return the last entry of each row and setting in the log, with the differences of all its seeds.
+
+    Raises ConfigError for a line that is not an entry."""
     found: dict[str, dict[str, Any]] = {}
     lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
     for number, line in enumerate(lines, start=1):
@@ -358,5 +367,5 @@ def read_tried(path: Path) -> list[dict[str, Any]]:
             before = found.pop(key, {"differences": {}})
             found[key] = {**entry, "differences": {**before["differences"], **entry["differences"]}}
         except (ValueError, KeyError, TypeError):
-            raise ConfigError(f"{path}: line {number}: not a setting that was tried (mend it)") from None
+            raise ConfigError(f"{path}: line {number}: not a log entry. Repair or remove it.") from None
     return [*found.values()]

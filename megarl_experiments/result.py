@@ -1,8 +1,7 @@
-"""The result of an ablation: scores over seeds, paired comparisons with an honest verdict, and the table in
-Markdown.
+"""The result of an ablation: scores over seeds, paired comparisons with verdicts, and a Markdown table.
 
-Runs of one seed share the warm start, the data and the order of prompts. What differs between two rows is
-therefore measured per seed, and the spread of these differences, not that of the scores, decides.
+Runs of one seed share warm start, data and the order of prompts. Rows are therefore compared seed by seed,
+and the spread of the differences decides, not that of the scores.
 """
 
 from __future__ import annotations
@@ -40,8 +39,8 @@ class RowResult:
 
 @dataclass(frozen=True)
 class Comparison:
-    """A row against another over the seeds that both have: the paired t-test. What is None was not found:
-    one seed, or differences that are all the same, say nothing of the spread."""
+    """The paired t-test of two rows over their common seeds. Fields are None if there is no spread: with one
+    seed, or with equal differences."""
 
     against: str
     seeds: int
@@ -54,8 +53,7 @@ class Comparison:
 
     @property
     def verdict(self) -> str:
-        """Return `worse` or `better` where the corrected test says so, or only the single one; else that the
-        difference is within the spread."""
+        """Return `worse` or `better` if the corrected or only the single test is significant."""
         if self.p is None or self.holm is None:
             return "no spread to judge by" if self.mean else "the same"
         if self.p >= LEVEL:
@@ -73,25 +71,24 @@ class Result:
     kinds: tuple[str, ...]  # keys of AGAINST, in the order of their columns
     last: int
     rows: tuple[RowResult, ...]
-    facts: Mapping[str, Any] = field(default_factory=dict)  # about the protocol
+    facts: Mapping[str, Any] = field(default_factory=dict)  # `notes`: sentences about the runs
 
     @property
     def full_row(self) -> RowResult:
         return next(row for row in self.rows if row.name == self.full)
 
     def comparisons(self, kind: str) -> dict[str, Comparison]:
-        """Return row -> its comparison with the full system or with the row above, corrected over all of this
-        kind."""
+        """Return row -> comparison with the full system or the row above, corrected over this kind."""
         found = {}
         for i, row in enumerate(self.rows):
             other = self.full_row if kind == "full" else self.rows[i - 1] if i else row
             compared = compare(row.scores(self.last), other.scores(self.last), other.name)
             if other is not row and compared:
                 found[row.name] = compared
-        return dict(zip(found, corrected([*found.values()]), strict=True))
+        return dict(zip(found, correct_by_holm([*found.values()]), strict=True))
 
     def record(self) -> dict[str, Any]:
-        """Return all of it as JSON can hold it."""
+        """Return the result as a JSON object."""
         compared = {kind: self.comparisons(kind) for kind in self.kinds}
         rows = []
         for row in self.rows:
@@ -106,7 +103,7 @@ class Result:
         return {"title": self.title, "full": self.full, "last": self.last, **self.facts, "rows": rows}
 
     def table(self) -> tuple[list[str], list[list[str]]]:
-        """Return the heads and the rows of the table, as text."""
+        """Return the heads and rows of the table as text."""
         heads = ["row", "paper: AIME 2024, 32B", "accuracy here"]
         for kind in self.kinds:
             heads += [f"difference to {AGAINST[kind]}", "p", "p, Holm", "verdict"]
@@ -128,8 +125,8 @@ class Result:
         return heads, rows
 
     def protocol(self) -> list[str]:
-        """Return what was measured and how it is judged, one sentence each."""
-        lines = [str(fact) for fact in self.facts.get("said", ())]
+        """Return sentences on what was measured and how verdicts follow."""
+        lines = [str(note) for note in self.facts.get("notes", ())]
         seconds = [s for row in self.rows for s in row.seconds.values()]
         if seconds:
             median, minutes = statistics.median(seconds), sum(seconds) / 60
@@ -139,17 +136,16 @@ class Result:
         return [
             *lines,
             f"Accuracy: {what}; mean ± standard deviation over n seeds.",
-            "Difference: mean over seeds of the difference between the two runs of one seed, which share "
-            "warm start, data and order of prompts, with the 95 % interval of the paired t-test (n - 1 "
-            "degrees of freedom); p is that test's, two-sided.",
-            "Verdict: worse or better if p < 0.05 after Holm's correction for the comparisons made "
-            f"({tests}); `not after Holm` if only the uncorrected p is below 0.05, which among so many "
-            "comparisons can happen by chance; else within the spread.",
+            "Difference: mean over seeds of the difference between the two runs of a seed. They share warm "
+            "start, data and order of prompts. Interval (95 %) and two-sided p: paired t-test.",
+            f"Verdict: worse or better if p < 0.05 after Holm's correction for all comparisons ({tests}). "
+            "`not after Holm`: only the uncorrected p is below 0.05, which can happen by chance. "
+            "Else within the spread.",
         ]
 
 
 def markdown(result: Result) -> str:
-    """Return the table with its protocol and the rule of its verdicts."""
+    """Return the table and its notes as Markdown."""
     heads, rows = result.table()
     lines = [f"| {' | '.join(cells)} |" for cells in (heads, ["---"] * len(heads), *rows)]
     return "\n".join([*lines, "", *(f"- {line}" for line in result.protocol())]) + "\n"
@@ -164,13 +160,13 @@ def score_text(scores: Mapping[int, float]) -> str:
 
 
 def spread(scores: Mapping[int, float]) -> tuple[float | None, float | None]:
-    """Return mean and sample standard deviation; None where there are too few scores."""
+    """Return mean and sample standard deviation; None if there are too few scores."""
     values = list(scores.values())
     return statistics.fmean(values) if values else None, statistics.stdev(values) if len(values) > 1 else None
 
 
 def compare(scores: Mapping[int, float], others: Mapping[int, float], against: str) -> Comparison | None:
-    """Return the paired t-test of scores - others over the seeds that both have; None without such a seed."""
+    """Return the paired t-test of scores - others over their common seeds; None if there are none."""
     differences = [scores[seed] - others[seed] for seed in scores if seed in others]
     n = len(differences)
     if not n:
@@ -183,7 +179,7 @@ def compare(scores: Mapping[int, float], others: Mapping[int, float], against: s
     return Comparison(against, n, mean, error, low, high, p=p)
 
 
-def corrected(comparisons: Sequence[Comparison]) -> list[Comparison]:
+def correct_by_holm(comparisons: Sequence[Comparison]) -> list[Comparison]:
     """Apply Holm's correction over the comparisons that have a p."""
-    found = iter(holm([c.p for c in comparisons if c.p is not None]))
-    return [c if c.p is None else replace(c, holm=next(found)) for c in comparisons]
+    ps = iter(holm([c.p for c in comparisons if c.p is not None]))
+    return [c if c.p is None else replace(c, holm=next(ps)) for c in comparisons]

@@ -144,9 +144,9 @@ def train(row: str, given: Sequence[str], seed: int, run_dir: Path, dtype: str) 
         "processor": processor(),
         "dtype": dtype,
         "versions": versions(),
-        "evaluations": list(held_out.evaluations(run_dir)),
-        "value_pretraining": held_out.value_pretraining(run_dir),
-        "steps": list(held_out.steps(run_dir)),
+        "evaluations": list(held_out.read_evaluations(run_dir)),
+        "value_pretraining": held_out.read_value_pretraining(run_dir),
+        "steps": list(held_out.read_steps(run_dir)),
     }
 
 
@@ -195,7 +195,7 @@ def tune(table: Table, found: Path, dtype: str, end: float) -> None:
             settings = [*given, f"steps={table.steps}", f"actor.lr={rate:g}", *TUNING]
             curve = train(row, settings, 0, folder, dtype)
             right = [each["right"] for each in curve["evaluations"] if each["of"] == "all" and each["step"]]
-            tried.setdefault(row, {})[f"{rate:g}"] = {"right": right, **held_out.seconds(curve)}
+            tried.setdefault(row, {})[f"{rate:g}"] = {"right": right, **held_out.measure_seconds(curve)}
             found.write_text(json.dumps(tried, indent=1) + "\n", encoding="utf-8")
             shutil.rmtree(folder / "critic_pretrained", ignore_errors=True)
 
@@ -237,17 +237,17 @@ def write_up(table: Table, runs: Sequence[Run], tried: Mapping[str, Mapping[str,
     for run in runs:
         if run.file.is_file():
             curve = json.loads(run.file.read_text(encoding="utf-8"))
-            rows.setdefault(run.row, []).append(held_out.first_steps(curve, table.steps))
+            rows.setdefault(run.row, []).append(held_out.truncate(curve, table.steps))
     for row in tried.keys() & rows.keys():
-        took = held_out.quickest([*tried[row].values(), *map(held_out.seconds, rows[row])])
-        rows[row] = [held_out.timed(curve, took) for curve in rows[row]]
+        took = held_out.take_minimum([*tried[row].values(), *map(held_out.measure_seconds, rows[row])])
+        rows[row] = [held_out.replace_seconds(curve, took) for curve in rows[row]]
     if not rows:
         return
     if table.name == "recipes":
         held_out.draw_curves([curve for curves in rows.values() for curve in curves], out)
     else:
         held_out.draw_table(rows, out / f"{table.name}.png", table.equal)
-    written = held_out.table(rows, minutes=bool(tried), equal=table.equal)
+    written = held_out.format_table(rows, minutes=bool(tried), equal=table.equal)
     (out / f"{table.name}.md").write_text(written, encoding="utf-8")
     print(f"\n{written}\nwritten, with its pictures, to {out}")
 

@@ -61,8 +61,8 @@ class TestRefusals:
         "{table} --seeds 1 1": "--seeds: must be different",
         "{table} --seeds -1": "--seeds: must be different",
         "{table} --jobs 0": "--jobs and --limit: must be greater than 0",
-        "{table} seed=3": "command line: seed=3: each run has its own",
-        "{table} run_dir=x": "command line: run_dir=x: each run has its own",
+        "{table} seed=3": "command line: seed=3: megarl ablate sets it",
+        "{table} run_dir=x": "command line: run_dir=x: megarl ablate sets it",
         "{table} rollout.groupsize=3": "command line: rollout.groupsize: unknown key",
         "{table} rollout.group_size=7": (
             "{configs}/demos/vapo.yaml, row vapo: update.mini_batch: must divide the 224 responses"

@@ -36,9 +36,9 @@ def curve(run_dir: Path, right: int, seed: int = 1, of: int = 40) -> dict[str, A
         "processor": "P",
         "dtype": "fp32",
         "versions": {"torch": "1"},
-        "evaluations": list(held_out.evaluations(run_dir)),
-        "value_pretraining": held_out.value_pretraining(run_dir),
-        "steps": list(held_out.steps(run_dir)),
+        "evaluations": list(held_out.read_evaluations(run_dir)),
+        "value_pretraining": held_out.read_value_pretraining(run_dir),
+        "steps": list(held_out.read_steps(run_dir)),
     }
 
 
@@ -73,8 +73,8 @@ def test_a_table_compares_at_equal_cost(tmp_path: Path) -> None:
     for run in dapo:  # without a critic, and with 1,800 tokens: twice as many
         run["value_pretraining"] = {"rollout/tokens": 0, "time/step": 0}
         run["steps"] = [{**step, "rollout/tokens": 360} for step in run["steps"]]
-    assert held_out.until(vapo[0], "rollout/tokens") == ([0, 900], [0.05, 21 / 40])
-    *_, first, second = held_out.table({"vapo": vapo, "dapo": dapo}, minutes=False).splitlines()
+    assert held_out.accumulate(vapo[0], "rollout/tokens") == ([0, 900], [0.05, 21 / 40])
+    *_, first, second = held_out.format_table({"vapo": vapo, "dapo": dapo}, minutes=False).splitlines()
     assert "| vapo | 0.550 ± 0.025 (n = 3) | 0.550 ± 0.025 (n = 3) |" in first
     halves = [(0.05 + (30 + 2 * seed) / 40) / 2 for seed in (1, 2, 3)]
     mean = sum(halves) / 3
@@ -90,7 +90,7 @@ def test_a_table_compares_after_equal_steps(tmp_path: Path) -> None:
     other = [curve(tmp_path / f"o{seed}", right=22 + 2 * seed, seed=seed) for seed in (1, 2, 3)]
     for run in other:
         run["value_pretraining"] = {"rollout/tokens": 0, "time/step": 0}
-    heads, _, _, second = held_out.table({"vapo": vapo, "other": other}, equal="steps").splitlines()
+    heads, _, _, second = held_out.format_table({"vapo": vapo, "other": other}, equal="steps").splitlines()
     assert "| difference to vapo after the last step |" in heads
     # Half of what vapo has spent, and at its end all the same.
     assert "| 0.650 ± 0.050 (n = 3) | 0.650 ± 0.050 (n = 3) | +0.100 [" in second
@@ -104,9 +104,9 @@ def test_minutes_are_those_of_the_quickest_run(tmp_path: Path) -> None:
         [curve(tmp_path / f"{row}{seed}", right=20, seed=seed) for seed in (1, 2, 3)] for row in "sf"
     )
     took = {"step_seconds": 6.0, "value_pretraining_seconds": 30.0}
-    slow = [held_out.timed(run, took) for run in slow]  # 60 seconds
-    fast = [held_out.timed(run, {**took, "value_pretraining_seconds": 0.0}) for run in fast]  # 30
-    table = held_out.table({"slow": slow, "fast": fast}, minutes=True).splitlines()
+    slow = [held_out.replace_seconds(run, took) for run in slow]  # 60 seconds
+    fast = [held_out.replace_seconds(run, {**took, "value_pretraining_seconds": 0.0}) for run in fast]  # 30
+    table = held_out.format_table({"slow": slow, "fast": fast}, minutes=True).splitlines()
     assert "at 0.5 minutes" in table[0]
     assert "| slow | 0.500 ± 0.000 (n = 3) | 0.500 ± 0.000 (n = 3) | 0.275 ± 0.000 (n = 3) |" in table[2]
     assert "| fast | 0.500 ± 0.000 (n = 3) | 0.500 ± 0.000 (n = 3) | 0.500 ± 0.000 (n = 3) |" in table[3]
@@ -114,14 +114,14 @@ def test_minutes_are_those_of_the_quickest_run(tmp_path: Path) -> None:
 
 def test_what_ran_beside_a_run_does_not_count(tmp_path: Path) -> None:
     tuning = {"step_seconds": 12.0, "value_pretraining_seconds": 3.0}
-    own = held_out.seconds(curve(tmp_path / "run", right=20))
+    own = held_out.measure_seconds(curve(tmp_path / "run", right=20))
     assert own == {"step_seconds": 9.0, "value_pretraining_seconds": 4.0}
-    assert held_out.quickest([tuning, own]) == {"step_seconds": 9.0, "value_pretraining_seconds": 3.0}
+    assert held_out.take_minimum([tuning, own]) == {"step_seconds": 9.0, "value_pretraining_seconds": 3.0}
 
 
 def test_a_longer_run_counts_up_to_the_tables_last_step(tmp_path: Path) -> None:
     whole = curve(tmp_path / "run", right=30)
-    cut = held_out.first_steps(whole, 4)
+    cut = held_out.truncate(whole, 4)
     assert [step["step"] for step in cut["steps"]] == [1, 2, 3, 4]
     assert {each["step"] for each in cut["evaluations"]} == {0}
-    assert held_out.first_steps(whole, 5) == whole
+    assert held_out.truncate(whole, 5) == whole

@@ -22,7 +22,7 @@ from megarl_experiments.paired import (
     power,
     seeds_needed,
     sign_flip_p,
-    smallest_found,
+    smallest_detectable,
 )
 
 
@@ -122,7 +122,7 @@ class TestPower:
     def test_as_gpower(self, effect: float, n: int, reached: float) -> None:
         assert seeds_needed(lambda n: power(n, effect, 0.05), 0.8) == n
         assert power(n, effect, 0.05) == pytest.approx(reached, abs=2e-4)
-        assert smallest_found(n, 0.05, reached) == pytest.approx(effect, abs=1e-3)
+        assert smallest_detectable(n, 0.05, reached) == pytest.approx(effect, abs=1e-3)
 
     def test_against_simulated_experiments(self) -> None:
         """20 seeds, at a ninth of 0.05: shares of 20,000 experiments."""
@@ -143,7 +143,7 @@ class TestPower:
         """5 seeds: the least p of all signs is 2 / 32, so nothing is below 0.05."""
         assert [least_seeds(alpha) for alpha in (0.07, 0.05, 0.05 / 9)] == [5, 6, 9]
         assert power(5, 100.0, 0.05) == 0.0 and power(6, 100.0, 0.05) == pytest.approx(1.0, abs=1e-6)
-        assert smallest_found(5, 0.05, 0.8) == math.inf
+        assert smallest_detectable(5, 0.05, 0.8) == math.inf
         assert seeds_needed(lambda n: power(n, 1e-3, 0.05), 0.8) is None
         assert equivalence_power(1, 1.0, 0.05) == 0.0
 

@@ -27,12 +27,12 @@ from megarl_experiments.protocol import (
     Protocol,
     ProtocolRow,
     RowOutcome,
-    corrected,
-    judge,
+    correct_by_holm,
+    decide_rows,
+    estimate_power,
     load_protocol,
-    measure,
-    note_tried,
-    power_of,
+    log_tried,
+    measure_row,
     read_tried,
 )
 from megarl_experiments.tables import load_table
@@ -84,21 +84,21 @@ def judged(drawn: Iterable[list[float]], level: float = 0.05, wanted: int | None
     found = []
     for values in drawn:
         seeds = range(wanted or len(values))
-        found.append(measure(ROW, seeds, dict(enumerate(values)), level))
-    return corrected(found)
+        found.append(measure_row(ROW, seeds, dict(enumerate(values)), level))
+    return correct_by_holm(found)
 
 
 class TestVerdicts:
     def test_from_curves_to_verdicts(self) -> None:
         plan = protocol()
-        outcomes = judge(plan, synthetic(plan.fresh_seeds), PAPERS)
+        outcomes = decide_rows(plan, synthetic(plan.fresh_seeds), PAPERS)
         assert [one.verdict for one in outcomes] == EXPECTED
         assert [one.paper for one in outcomes] == [-49, -15, -14, -7, -6, -5]
 
     def test_numbers_of_a_row_against_a_loop(self) -> None:
         plan = protocol()
         curves = synthetic(plan.fresh_seeds)
-        row = judge(plan, curves, PAPERS)[1]
+        row = decide_rows(plan, curves, PAPERS)[1]
         differences, others = [], []
         for seed in range(100, 120):
             own, its = (curves["sums", name, seed] for name in (row.row.row, "VAPO"))
@@ -112,26 +112,26 @@ class TestVerdicts:
             pytest.approx(mean + 2.0930 * error, abs=1e-5),
         )
         assert row.p == paired.sign_flip_p(differences) and row.holm is not None and row.holm > row.p
-        assert row.found == pytest.approx(
-            statistics.stdev(differences) * paired.smallest_found(20, 0.05 / 6, 0.8), rel=1e-6
+        assert row.detectable == pytest.approx(
+            statistics.stdev(differences) * paired.smallest_detectable(20, 0.05 / 6, 0.8), rel=1e-6
         )
-        swapped = judge(protocol(statistic="curve"), curves, PAPERS)[1]
+        swapped = decide_rows(protocol(statistic="curve"), curves, PAPERS)[1]
         assert (swapped.mean, swapped.other) == (pytest.approx(row.other), pytest.approx(row.mean))
 
     def test_no_verdict_before_the_last_seed(self) -> None:
         plan = protocol()
-        early = judge(plan, synthetic(range(100, 119)), PAPERS)
+        early = decide_rows(plan, synthetic(range(100, 119)), PAPERS)
         assert {one.verdict for one in early} == {"19 of 20 seeds"}
         assert all(one.p is None and one.holm is None and one.low is not None for one in early)
-        assert {one.verdict for one in judge(plan, synthetic(range(20)), PAPERS)} == {"20 tuning seeds"}
-        assert {one.verdict for one in judge(plan, {}, PAPERS)} == {"not run yet"}
+        assert {one.verdict for one in decide_rows(plan, synthetic(range(20)), PAPERS)} == {"20 tuning seeds"}
+        assert {one.verdict for one in decide_rows(plan, {}, PAPERS)} == {"not run yet"}
         assert "0 of 6 rows are decided" in markdown(plan, early, [], [], "")
 
     def test_a_row_that_is_not_there_counts_as_p_1(self) -> None:
         """What holds with half of the rows still holds with all of them."""
         plan, curves = protocol(), synthetic(range(100, 120))
         half = {key: curve for key, curve in curves.items() if key[1] in ("VAPO", *[*EFFECTS][:3])}
-        part, whole = judge(plan, half, PAPERS), judge(plan, curves, PAPERS)
+        part, whole = decide_rows(plan, half, PAPERS), decide_rows(plan, curves, PAPERS)
         assert [one.verdict for one in part] == [*EXPECTED[:3], *["not run yet"] * 3]
         for one, other in zip(part[:3], whole[:3], strict=True):
             assert one.holm is not None and other.holm is not None and one.holm >= other.holm
@@ -140,13 +140,13 @@ class TestVerdicts:
     def test_the_other_way_round(self, differences: list[float]) -> None:
         """A row minus its neighbour, and the neighbour minus the row."""
         [one], [other] = judged([differences]), judged([[-d for d in differences]])
-        assert (one.p, one.equivalence, one.found) == (other.p, other.equivalence, other.found)
+        assert (one.p, one.equivalence, one.detectable) == (other.p, other.equivalence, other.detectable)
         assert one.low == pytest.approx(-(other.high or 0.0)) and one.mean == pytest.approx(
             -(other.mean or 0)
         )
         turned = {"holds": "opposite", "opposite": "holds"}
         assert other.verdict == turned.get(one.verdict, one.verdict)
-        if one.within:  # an interval of 95 % within the bound is stricter than two tests at 5 %
+        if one.is_within_bound:  # an interval of 95 % within the bound is stricter than two tests at 5 %
             assert one.equivalence is not None and one.equivalence < 0.025 + 1e-9
 
     def test_the_bound_is_part_of_the_verdict(self) -> None:
@@ -155,10 +155,10 @@ class TestVerdicts:
         small = [-0.02 + 0.001 * (seed % 3) for seed in range(10)]
         wide = [0.07 * (-1) ** seed for seed in range(10)]
         found = judged([small, wide, [0.0] * 10])
-        assert [one.said.partition(" (would")[0] for one in found] == [
+        assert [one.qualified_verdict.partition(" (detect")[0] for one in found] == [
             "holds (but within the bound)", "undecided", "equivalent"]  # fmt: skip
         [few] = judged([[-0.3 - s / 100 for s in range(5)]])
-        assert few.said == "undecided (would have found: none, with so few seeds)"
+        assert few.qualified_verdict == "undecided (detectable: none, too few seeds)"
 
     @pytest.mark.slow
     def test_rows_without_effects_are_seldom_called_different(self) -> None:
@@ -170,8 +170,8 @@ class TestVerdicts:
         assert alarms / 200 < 0.09
 
     def test_what_would_have_been_found_is_found(self) -> None:
-        """Rows whose true difference is what 12 seeds find with a chance of 80 %."""
-        rng, size = random.Random(2), paired.smallest_found(12, 0.01, 0.8)
+        """Rows whose true difference is what 12 seeds detect with probability 0.8."""
+        rng, size = random.Random(2), paired.smallest_detectable(12, 0.01, 0.8)
         drawn = [[rng.gauss(-size, 1) for _ in range(12)] for _ in range(300)]
         found = sum(paired.sign_flip_p(differences) < 0.01 for differences in drawn)
         assert found / 300 == pytest.approx(0.8, abs=0.07)
@@ -180,23 +180,23 @@ class TestVerdicts:
 class TestTuning:
     def test_power_from_what_was_tried(self, tmp_path: Path) -> None:
         plan = protocol(folder=tmp_path)
-        assert {(one.tuned, one.deviation) for one in power_of(plan, [])} == {(0, None)}
-        tuned = judge(plan, synthetic(range(5)), PAPERS)
-        note_tried(plan, tuned, (), "c0de")
-        powers = power_of(plan, read_tried(plan.tried))
+        assert {(one.tuned, one.deviation) for one in estimate_power(plan, [])} == {(0, None)}
+        tuned = decide_rows(plan, synthetic(range(5)), PAPERS)
+        log_tried(plan, tuned, (), "c0de")
+        powers = estimate_power(plan, read_tried(plan.tried))
         for one, power in zip(tuned[:5], powers[:5], strict=True):
             deviation, n = statistics.stdev(one.differences.values()), power.for_difference
             assert power.deviation == pytest.approx(deviation) and power.tuned == 5 and n is not None
             reached = [paired.power(k, 0.05 / deviation, 0.05 / 6) for k in (n - 1, n)]
             assert reached[0] < 0.8 <= reached[1]
-            assert power.finds is not None and (power.finds <= 0.05) == (n <= 20)
+            assert power.detectable is not None and (power.detectable <= 0.05) == (n <= 20)
         assert powers[5].deviation is None  # runs that are all the same say nothing of the spread
         # Other settings say nothing of the protocol's: of the task, of the command line, of the score.
         for other in ({"limit": 2.0}, {"limit": 1.0, "warm_start": "ablation_sft.yaml"}):
             changed = protocol(folder=tmp_path, tasks={"sums": {"what": "Sums.", **other}})
-            assert {one.tuned for one in power_of(changed, read_tried(plan.tried))} == {0}
+            assert {one.tuned for one in estimate_power(changed, read_tried(plan.tried))} == {0}
         changed = protocol(folder=tmp_path, last=3)
-        assert {one.tuned for one in power_of(changed, read_tried(plan.tried))} == {0}
+        assert {one.tuned for one in estimate_power(changed, read_tried(plan.tried))} == {0}
 
     def test_a_task_with_a_warm_start_of_its_own(self) -> None:
         own = {"what": "Sums.", "limit": 1.0, "warm_start": "ablation_sft.yaml"}
@@ -211,7 +211,7 @@ class TestTuning:
         assert read_tried(plan.tried) == [] and plan.tried == tmp_path / "vapo.tried.jsonl"
 
         def note(differences: dict[int, float], *overrides: str) -> None:
-            note_tried(plan, [RowOutcome(ROW, range(100, 120), differences)], overrides, "c0de")
+            log_tried(plan, [RowOutcome(ROW, range(100, 120), differences)], overrides, "c0de")
 
         note({}, "steps=9")  # nothing is known of it yet
         note({0: 0.5}, "steps=9")
@@ -225,9 +225,9 @@ class TestTuning:
         # What was tried on the command line and then written into the file is the protocol's own setting.
         task = {"what": "Sums.", "limit": 1.0, "overrides": ["steps=3"]}
         moved = protocol(folder=tmp_path, rows=[ROW], tasks={"sums": task})
-        assert [one.tuned for one in power_of(moved, read_tried(plan.tried))] == [2]
+        assert [one.tuned for one in estimate_power(moved, read_tried(plan.tried))] == [2]
         plan.tried.write_text("{}\n")
-        with pytest.raises(ConfigError, match=r"tried\.jsonl: line 1: not a setting"):
+        with pytest.raises(ConfigError, match=r"tried\.jsonl: line 1: not a log entry"):
             read_tried(plan.tried)
 
 
@@ -235,8 +235,8 @@ class TestShown:
     def test_all_of_it(self, tmp_path: Path) -> None:
         plan = protocol()
         curves = synthetic(plan.fresh_seeds)
-        outcomes = judge(plan, curves, PAPERS)
-        write(plan, outcomes, curves, power_of(plan, []), "Said & done.", tmp_path)
+        outcomes = decide_rows(plan, curves, PAPERS)
+        write(plan, outcomes, curves, estimate_power(plan, []), "Said & done.", tmp_path)
         assert (tmp_path / "forest.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
         page = (tmp_path / "report.html").read_text()
         assert page.count("<svg") == 1 + 6 and "Synthetic &lt;results&gt;" in page and "Said &amp;" in page
@@ -259,13 +259,15 @@ class TestShown:
 
     def test_what_was_tried(self, tmp_path: Path) -> None:
         plan = protocol(folder=tmp_path)
-        note_tried(plan, judge(plan, synthetic([0, 1]), PAPERS), ["algorithm.surrogate=a|b"], "c0de")
-        text = markdown(plan, judge(plan, {}, PAPERS), power_of(plan, []), read_tried(plan.tried), "")
+        log_tried(plan, decide_rows(plan, synthetic([0, 1]), PAPERS), ["algorithm.surrogate=a|b"], "c0de")
+        text = markdown(
+            plan, decide_rows(plan, {}, PAPERS), estimate_power(plan, []), read_tried(plan.tried), ""
+        )
         assert text.count('overrides: ["algorithm.surrogate=a\\|b"] | 0, 1 |') == 6
         assert "Settings tried on seeds below 100: 6." in text
 
     def test_nothing_run_yet(self, tmp_path: Path) -> None:
-        outcomes = judge(protocol(), {}, PAPERS)
+        outcomes = decide_rows(protocol(), {}, PAPERS)
         write(protocol(), outcomes, {}, [], "", tmp_path)
         assert "not run yet" in (tmp_path / "report.html").read_text() and "not run yet" in terminal(outcomes)
 
@@ -354,9 +356,9 @@ class TestCommand:
         assert (
             "without value pretraining - VAPO on near: 14 runs, 7 min of one core\n  power: standard" in out
         )
-        assert "all of it, shared arms once: 28 runs, 14 min of one core; warm starts: 14 runs, 7 min" in out
+        assert "total, shared arms once: 28 runs, 14 min of one core; warm starts: 14 runs, 7 min" in out
         assert main([*ablate, "--most", "18"]) == 75  # 14 warm starts, 4 of 28 runs
-        assert len(ran) == 18 and "the same command goes on" in capsys.readouterr().out
+        assert len(ran) == 18 and "run the same command to continue" in capsys.readouterr().out
         assert main([*ablate, "--hours", "1e-9"]) == 75 and len(ran) == 18
         place = path.parent / "place.md"
         marks = "<!-- megarl ablate test.protocol: begin -->\n<!-- megarl ablate test.protocol: end -->"
@@ -394,13 +396,13 @@ class TestCommand:
     CASES = {
         "nosuch.protocol": "TABLE: nosuch.protocol: no such protocol "
         "(one of critic_lambda.protocol, dapo.protocol, vapo.protocol",
-        "{path} --seeds 3 100": "--seeds: of a protocol, only tuning seeds, below 100",
-        "{path} steps=3": "steps=3: a protocol's final run has its own settings",
+        "{path} --seeds 3 100": "--seeds: a protocol takes only tuning seeds, below 100",
+        "{path} steps=3": "steps=3: a protocol's final run has fixed settings",
         "{path} --base x.yaml": "--base: a protocol's final run",
         "{path} --most -1": "--hours and --most: must be greater than 0",
         "{path} --hours 0": "--hours and --most: must be greater than 0",
         "{path} --rows vapo": "--rows: vapo: no such row (one of without_value_pretraining, without_clip",
-        "{path} --seeds 1 --rows without_clip_higher seed=3": "command line: seed=3: each run has its own",
+        "{path} --seeds 1 --rows without_clip_higher seed=3": "command line: seed=3: megarl ablate sets it",
     }
 
     @pytest.mark.parametrize("arguments", CASES)

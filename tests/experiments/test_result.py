@@ -16,7 +16,7 @@ from megarl_experiments.result import (
     Result,
     RowResult,
     compare,
-    corrected,
+    correct_by_holm,
     markdown,
 )
 
@@ -41,7 +41,7 @@ class TestComparison:
     def test_holm_as_in_r(self) -> None:
         """p.adjust(c(0.01, 0.04, 0.03, 0.005), "holm") gives 0.03 0.06 0.06 0.02."""
         given_ = [Comparison("x", 5, 0.1, p=p) for p in (0.01, 0.04, 0.03, 0.005)]
-        assert [c.holm for c in corrected([*given_, Comparison("x", 1, 0.1)])] == [
+        assert [c.holm for c in correct_by_holm([*given_, Comparison("x", 1, 0.1)])] == [
             *map(pytest.approx, (0.03, 0.06, 0.06, 0.02)),
             None,
         ]
@@ -68,7 +68,7 @@ class TestComparison:
             reference, *rows = (
                 {seed: score + rng.gauss(0, 0.02) for seed, score in shared.items()} for _ in range(9)
             )
-            found = corrected([c for row in rows if (c := compare(row, reference, "x"))])
+            found = correct_by_holm([c for row in rows if (c := compare(row, reference, "x"))])
             alarms += any(c.verdict in ("worse", "better") for c in found)
             single += any("not after Holm" in c.verdict or c.verdict in ("worse", "better") for c in found)
         assert alarms / 300 < 0.08 < single / 300
@@ -89,7 +89,7 @@ def result(kinds: tuple[str, ...] = ("full",), seeds: int = 5) -> Result:
         row("without a", 11, 0.5, seeds),
         row("without b", 33, 0.6, max(seeds - 2, 0)),
     )
-    return Result("A table", "full <system>", kinds, 1, rows, {"said": ["Said."]})
+    return Result("A table", "full <system>", kinds, 1, rows, {"notes": ["Said."]})
 
 
 class TestTable:
