@@ -22,52 +22,48 @@ def ablate(
     ],
     overrides: Annotated[
         list[str],
-        key_values("steps=30 (right after TABLE or ROW); they are for the rows, not for the warm start"),
+        key_values("steps=30 (right after TABLE or ROW); for the rows, not for the warm start"),
     ],
     *,
     base: Annotated[
-        Path | None, Option(metavar="CONFIG", help="what the rows are put over; default: the table's")
+        Path | None, Option(metavar="CONFIG", help="configuration below the rows; default: the table's")
     ] = None,
     seeds: Annotated[
         list[int] | None,
         Option(
             metavar="N [N ...]",
-            help="default: 0 1 2 3 4, or a protocol's own; of a protocol only for tuning, below 100",
+            help="default: 0 1 2 3 4, or the protocol's; with a protocol only for tuning, below 100",
         ),
     ] = None,
     rows: Annotated[
         list[str] | None,
         Option(metavar="ROW [ROW ...]", help="the rows to run, e.g. vapo without_clip_higher; default: all"),
     ] = None,
-    folder: Annotated[Path, Option(metavar="FOLDER", help="everything is written below it")] = Path(
-        "runs/ablations"
-    ),
-    jobs: Annotated[int, Option(metavar="N", help="runs at a time")] = 1,
-    limit: Annotated[float, Option(metavar="SECONDS", help="longest time for one run")] = 1800.0,
+    folder: Annotated[Path, Option(metavar="FOLDER", help="folder for all output")] = Path("runs/ablations"),
+    jobs: Annotated[int, Option(metavar="N", help="number of runs at the same time")] = 1,
+    limit: Annotated[float, Option(metavar="SECONDS", help="time limit of one run")] = 1800.0,
     hours: Annotated[
-        float | None, Option(metavar="H", help="begin no run after them; default: no limit")
+        float | None, Option(metavar="H", help="start no run after H hours; default: no limit")
     ] = None,
     most: Annotated[
         int | None,
         Option(
             metavar="N",
-            help="begin at most so many runs; of a protocol, 0 only says what is missing; default: all",
+            help="start at most N runs; 0 with a protocol: print missing runs; default: all",
         ),
     ] = None,
-    fresh: Annotated[
-        bool, Option("--fresh", help="delete and repeat runs that were made with other settings")
-    ] = False,
+    fresh: Annotated[bool, Option("--fresh", help="delete and repeat runs that have other settings")] = False,
     into: Annotated[
         Path | None,
         Option(
             metavar="FILE",
-            help="Markdown file that has a place for the table: it is written there too",
+            help="Markdown file with a place for the table; write it there too",
         ),
     ] = None,
 ) -> int:
-    """Run a paper's ablation table at demo scale: each row with several seeds.
+    """Run a paper's ablation table at demo scale, each row with several seeds.
 
-    The exit code is 75 where --hours or --most left runs."""
+    The exit code is 75 if --hours or --most left runs."""
     from megarl_experiments import command
     from megarl_experiments.tables import Options
 

@@ -1,4 +1,4 @@
-"""`megarl ablate`: run rows x seeds of a table or protocol by `megarl train`, and write table and figure.
+"""`megarl ablate`: run the rows x seeds of a table or protocol, and write table and figure.
 
 All rows and tables share a seed's task and warm start. A finished run is not repeated, an interrupted one
 starts anew. A run with other settings is refused, or repeated with --fresh.

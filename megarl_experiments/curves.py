@@ -1,4 +1,4 @@
-"""The figures of an ablation, accuracy by step beside the full system: as one page and as one PNG."""
+"""Plot the accuracy by step of each row and the full system, as one page and one PNG."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def write_page(result: Result, path: Path) -> None:
 
 
 def write_png(result: Result, path: Path) -> None:
-    """Write all rows as small figures with the same axes, for a page that takes no HTML."""
+    """Write all rows as small figures with the same axes, for pages without HTML."""
     limits, steps = _axes_limits(result)
     lines = -(-len(result.rows) // COLUMNS)
     fig = Figure(figsize=(3.4 * COLUMNS, 2.25 * lines + 0.4), layout="constrained")
@@ -66,7 +66,7 @@ def write_png(result: Result, path: Path) -> None:
 
 
 def draw_row(axes: Axes, row: RowResult, full: RowResult) -> None:
-    """Draw the row in blue over the full system in grey."""
+    """Plot the row in blue over the full system in grey."""
     for shown, colour in ((row, GREY),) if row is full else ((full, GREY), (row, BLUE)):
         steps, means, deviations = band(shown.curves)
         if not steps:
@@ -77,8 +77,7 @@ def draw_row(axes: Axes, row: RowResult, full: RowResult) -> None:
 
 
 def band(curves: Mapping[int, Curve]) -> tuple[list[int], list[float], list[float]]:
-    """Return the steps that every run of a row has, with mean and standard deviation (0 for one seed) of the
-    accuracy."""
+    """Return the common steps of all runs, and mean and standard deviation (0 for one seed)."""
     steps = sorted(set.intersection(*(set(curve) for curve in curves.values()))) if curves else []
     values = [[curve[step] for curve in curves.values()] for step in steps]
     means = [statistics.fmean(v) for v in values]
@@ -86,14 +85,14 @@ def band(curves: Mapping[int, Curve]) -> tuple[list[int], list[float], list[floa
 
 
 def points_text(row: RowResult, full: RowResult) -> str:
-    """Return the paper's points beside those of its full system."""
+    """Return the paper's points of the row and of its full system, as text."""
     if row.paper is None:
         return ""
     return f"paper {row.paper:g}" + ("" if row is full or full.paper is None else f" of {full.paper:g}")
 
 
 def _axes_limits(result: Result) -> tuple[tuple[float, float], tuple[float, float]]:
-    """Return the same axes for all rows: accuracy from 0 as far as the highest band, and all steps."""
+    """Return limits that fit all rows: accuracy from 0 to the highest band, and all steps."""
     tops = [m + d for row in result.rows for m, d in zip(*band(row.curves)[1:], strict=True)]
     steps = [step for row in result.rows for curve in row.curves.values() for step in curve]
     span = (min(steps), max(max(steps), min(steps) + 1)) if steps else (0, 1)

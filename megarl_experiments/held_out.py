@@ -1,7 +1,7 @@
-"""Extract held-out curves from finished runs and compare them at equal cost, in a table and in figures.
+"""Extract held-out curves from finished runs and compare them at equal cost.
 
-A curve is a JSON object that is committed: recipe, seed, `evaluations` (step, problem set, accuracy, 95 %
-interval), and the tokens and seconds of `value_pretraining` and of each entry of `steps`."""
+A curve is a JSON object. It has recipe, seed, `evaluations` (step, problem set, accuracy, 95 % interval),
+`value_pretraining` and `steps`, the last two with tokens and seconds."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ FIGURES = {  # file -> problem set, title
 
 
 def read_evaluations(run_dir: Path) -> Iterator[dict[str, Any]]:
-    """Yield the accuracy, with its 95 % interval, of each evaluation and problem set, and of each task."""
-    found: dict[tuple[int, str], list[float]] = {}
+    """Yield the accuracy and 95 % interval of each evaluation, problem set and task."""
+    answers: dict[tuple[int, str], list[float]] = {}
     for answer in read_jsonl(run_dir / ANSWERS_FILE, lambda record: "step" in record).records:
         for name in {answer.get("set") or "all", answer.get("data_source") or "all"}:
-            found.setdefault((answer["step"], name), []).append(float(answer["correct"]))
-    for (step, name), right in sorted(found.items()):
+            answers.setdefault((answer["step"], name), []).append(float(answer["correct"]))
+    for (step, name), right in sorted(answers.items()):
         low, high = interval(right, 1)
         of = {"step": step, "of": name, "problems": len(right)}
         yield {**of, "right": fmean(right), "low": low, "high": high}
@@ -126,7 +126,7 @@ def score_rows(rows: Rows, equal: str) -> tuple[str, dict[str, dict[int, float]]
 
 
 def compare_rows(scores: Mapping[str, Mapping[int, float]]) -> dict[str, Comparison]:
-    """Return row -> difference to the first row, paired by seed, with Holm's correction over the rows."""
+    """Return row -> difference to the first row, paired by seed and corrected by Holm."""
     first, *others = scores
     compared = {row: compare(scores[row], scores[first], first) for row in others}
     comparisons = {row: one for row, one in compared.items() if one is not None}

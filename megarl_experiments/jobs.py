@@ -1,5 +1,4 @@
-"""Run commands of megarl side by side on this machine: each is a process with a log and a time limit, and
-ends with its parent."""
+"""Run megarl commands in parallel. Each has a log and a time limit, and ends with its parent."""
 
 from __future__ import annotations
 
@@ -18,8 +17,7 @@ GRACE = 10.0  # seconds between SIGTERM and SIGKILL
 
 @dataclass(frozen=True)
 class Job:
-    """`megarl ARGUMENTS`, its output in a file. The command must know `--follow PID` (see
-    `follow_launcher`)."""
+    """`megarl ARGUMENTS` with output to `log`. The command must take `--follow PID` (`follow_launcher`)."""
 
     name: str
     arguments: tuple[str, ...]
@@ -28,8 +26,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Ended:
-    """A job that has ended. problem: what went wrong, with the last line of its log; empty where the exit
-    code is 0."""
+    """A finished job. problem: the failure and the last line of its log; empty if the exit code is 0."""
 
     job: Job
     seconds: float
@@ -38,12 +35,12 @@ class Ended:
 
 
 def run_jobs(jobs: Iterable[Job], at_most: int, limit: float) -> Generator[Ended]:
-    """Start the jobs in their order, `at_most` at a time, and yield each as it ends. limit: seconds, after
-    which one is ended.
+    """Start the jobs in order, `at_most` at a time, and yield each when it ends.
 
-    Closing the generator, and any exception (Ctrl-C), ends what still runs. Each job has a session of its
-    own, so that a terminal's Ctrl-C reaches only the parent. To be used from the main thread: Linux ends a
-    job with the *thread* that started it."""
+    limit: seconds after which a job is ended.
+    Closing the generator or an exception (Ctrl-C) ends the running jobs. Each job has its own session, so
+    that Ctrl-C reaches only the parent. Use it from the main thread: Linux ends a job with the *thread* that
+    started it."""
     waiting = iter(jobs)
     running: list[tuple[Job, subprocess.Popen[bytes], float]] = []  # with the times of their starts
     try:
@@ -72,7 +69,7 @@ def run_jobs(jobs: Iterable[Job], at_most: int, limit: float) -> Generator[Ended
 
 
 def _end(job: Job, process: subprocess.Popen[bytes], started: float, limit: float) -> Ended:
-    """End a job that still runs, as its time is up, and return how it ended."""
+    """End the job if it still runs after its limit, and return its result."""
     code = process.poll()
     problem = ""
     if code is None:
@@ -83,13 +80,12 @@ def _end(job: Job, process: subprocess.Popen[bytes], started: float, limit: floa
     if problem:
         log = job.log.read_text(encoding="utf-8", errors="replace")
         lines = [line.strip() for line in log.splitlines() if line.strip()]
-        problem += f": {lines[-1] if lines else 'it said nothing'} (log: {job.log})"
+        problem += f": {lines[-1] if lines else 'no output'} (log: {job.log})"
     return Ended(job, time.monotonic() - started, code, problem)
 
 
 def _stop(processes: list[subprocess.Popen[bytes]]) -> None:
-    """Send SIGTERM to all, and SIGKILL to the process groups of those that are still there after GRACE
-    seconds."""
+    """Send SIGTERM to all, and after GRACE seconds SIGKILL to the process groups of the remaining ones."""
     for process in processes:
         process.terminate()
     end = time.monotonic() + GRACE

@@ -43,9 +43,9 @@ def holm(ps: Sequence[float]) -> list[float]:
 def sign_flip_p(differences: Sequence[float], exact: int = EXACT, samples: int = SIGNS) -> float:
     """Return the two-sided p that the differences are symmetric about 0 (Fisher 1935).
 
-    It is the share of sign choices whose sum is at least as far from 0 as the observed sum. All 2^n choices
-    are tried up to `exact` differences, else `samples` random ones from a fixed seed, plus the observed one,
-    which keeps p above 0 and valid (Phipson and Smyth 2010).
+    It is the share of sign choices whose sum is at least as far from 0 as the observed sum. Up to `exact`
+    differences all 2^n choices are tried, else `samples` random ones from a fixed seed. The observed choice
+    counts too, which keeps p above 0 and valid (Phipson and Smyth 2010).
     scipy.stats.permutation_test gives the same p and takes 300 times as long."""
     values = np.asarray(differences, dtype=np.float64)
     observed = abs(values.sum()) - 1e-9 * np.abs(values).sum()  # ties stay ties in any order of sums
@@ -79,7 +79,7 @@ def least_seeds(alpha: float) -> int:
 
 
 def power(n: int, effect: float, alpha: float) -> float:
-    """Return the probability that a two-sided test at alpha detects n paired differences in their direction.
+    """Return the probability that a two-sided test at alpha detects n paired differences.
 
     effect: mean of the differences in units of their standard deviation.
     This is the t-test's power. The sign-flip test's is close to it for normal differences, and 0 below

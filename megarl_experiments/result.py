@@ -1,4 +1,4 @@
-"""The result of an ablation: scores over seeds, paired comparisons with verdicts, and a Markdown table.
+"""The result of an ablation: scores, paired comparisons with verdicts, and a Markdown table.
 
 Runs of one seed share warm start, data and the order of prompts. Rows are therefore compared seed by seed,
 and the spread of the differences decides, not that of the scores.
@@ -39,8 +39,9 @@ class RowResult:
 
 @dataclass(frozen=True)
 class Comparison:
-    """The paired t-test of two rows over their common seeds. Fields are None if there is no spread: with one
-    seed, or with equal differences."""
+    """The paired t-test of two rows over their common seeds.
+
+    Fields are None if there is no spread: with one seed, or with equal differences."""
 
     against: str
     seeds: int

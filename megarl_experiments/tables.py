@@ -1,5 +1,4 @@
-"""An ablation table as data, and its runs on disk: what each starts from, whether it is finished, and
-whether it still is the same run."""
+"""An ablation table, and its runs on disk: their inputs, and whether they are finished and up to date."""
 
 from __future__ import annotations
 
@@ -27,7 +26,7 @@ from megarl_experiments.jobs import Job
 
 SUFFIX = ".table.yaml"
 AnySection = TypeVar("AnySection", bound=Section)
-MARK = "ablation.json"  # in every folder made here; in a run's folder with `seconds` once it has ended well
+MARK = "ablation.json"  # in each run's folder; it gets `seconds` when the run succeeds
 PLAN = "planned.yaml"
 LOG = "log.txt"
 SET_HERE = ("seed", *PATHS)  # keys that differ between runs
@@ -38,7 +37,7 @@ ONE_PROCESS = (
 
 
 class AblationRow(Section):
-    """One row."""
+    """A row of an ablation table."""
 
     name: str = Field(min_length=1)
     config: Path  # based on the paper's 32B file
@@ -58,17 +57,17 @@ class AblationTable(Section):
     folder: Path
     title: str
     base: Path  # configuration at demo scale
-    warm_start: Path  # likewise
-    # `module:function` of (folder, seed, **knobs): writes model/, sft.jsonl, train.jsonl, eval.jsonl
+    warm_start: Path  # configuration of the supervised run at demo scale
+    # `module:function` with arguments (folder, seed, **knobs): writes model/ and three .jsonl files
     task: str = Field(pattern=r"^[\w.]+:\w+$")
     full: str  # the row of the whole system
     # What each row is compared with: the full system, the row above, or both.
     against: tuple[Literal["full", "previous"], ...] = Field(("full",), min_length=1)
-    last: int = Field(1, ge=1)  # a run's score is the mean of its last so many evaluations
+    last: int = Field(1, ge=1)  # a run's score is the mean of its last `last` evaluations
     rows: tuple[AblationRow, ...] = Field(min_length=1)
-    # Keyword arguments of `task`, and a name of its own for the task with these; of a protocol, its tasks'.
-    knobs: dict[str, Any] = Field({})
-    start: str = ""
+    # A protocol sets these for each of its tasks.
+    knobs: dict[str, Any] = Field({})  # keyword arguments of `task`
+    start: str = ""  # the task's name, with a digest of the knobs
     seconds: float | None = None
     warm_start_seconds: float | None = None
 
@@ -82,15 +81,15 @@ class AblationTable(Section):
         return self
 
     def config(self, row: AblationRow, overrides: Sequence[str]) -> Config:
-        """Return the row at demo scale: its files over `base` in place of the 32B file, then its overrides
-        and these."""
+        """Return the row's configuration: its files over `base`, then its overrides and these."""
         base = self.folder / self.base
         return load_config(self.folder / row.config, (*row.overrides, *overrides), base=base)
 
 
 def load_table(name: str, base: Path | None = None) -> AblationTable:
-    """Read a table given by its name or path; `base` takes the place of its own. Raises ConfigError
-    `file: key: what is wrong`, or for an unknown name."""
+    """Read a table given by its name or path; `base` replaces its own.
+
+    Raises ConfigError `file: key: what is wrong`, or for an unknown name."""
     path = find_file(name, "table", SUFFIX)
     given = {} if base is None else {"base": base.absolute()}
     name = path.name.removesuffix(SUFFIX)
@@ -98,8 +97,9 @@ def load_table(name: str, base: Path | None = None) -> AblationTable:
 
 
 def find_file(name: str, kind: str, ending: str) -> Path:
-    """Return the path of a .KIND.yaml file that is given by its path, or by its name without `ending` in
-    configs/ablations. Raises ConfigError for an unknown name."""
+    """Return the path of a .KIND.yaml file from its path, or from its name in configs/ablations.
+
+    Raises ConfigError for an unknown name."""
     folder = Path("configs/ablations")
     path = Path(name) if name.endswith(".yaml") else config_file(folder / f"{name}{ending}")
     if not name.endswith(".yaml") and not path.is_file():
@@ -111,8 +111,7 @@ def find_file(name: str, kind: str, ending: str) -> Path:
 
 
 def read_section(kind: type[AnySection], path: Path, given: dict[str, Any]) -> AnySection:
-    """Read a file of one section, `given` over what it says. Raises ConfigError `file: key: what is
-    wrong`."""
+    """Read a file of one section, with the keys of `given`. Raises ConfigError `file: key: problem`."""
     try:
         return kind.model_validate({**read_yaml(path), **given})
     except ValidationError as error:
@@ -124,57 +123,55 @@ def read_section(kind: type[AnySection], path: Path, given: dict[str, Any]) -> A
 
 @dataclass(frozen=True)
 class Options:
-    """How the command was given."""
+    """The options of `megarl ablate`."""
 
     folder: Path
     seeds: Sequence[int]
-    rows: Sequence[str]  # slugs; none: all
+    rows: Sequence[str]  # slugs; empty: all
     jobs: int
-    limit: float  # seconds a run
+    limit: float  # seconds per run
     fresh: bool
     overrides: Sequence[str]  # settings for all rows
-    hours: float | None = None  # after which no run begins
-    most: int | None = None  # runs to begin
+    hours: float | None = None  # no run starts later
+    most: int | None = None  # number of runs to start
 
     def seed_folder(self, table: AblationTable, seed: int) -> Path:
-        """Return the folder of a seed's task and warm start, which all rows of all tables share that run on
-        this task."""
+        """Return the folder of a seed's task and warm start, shared by all rows and tables on this task."""
         return self.folder / "warm_start" / table.start / f"seed-{seed}"
 
 
 @dataclass(frozen=True)
 class Planned:
-    """One run as it is to be, in `config.run_dir`; the warm start of a seed, or a row with a seed."""
+    """A run to make in `config.run_dir`: the warm start of a seed, or a row with a seed."""
 
     table: AblationTable
-    what: str  # warm start, or the row's name
+    title: str  # "warm start" or the row's name
     seed: int
     config: Config
-    row: str = ""  # its slug
+    row: str = ""  # the row's slug
 
     @property
     def name(self) -> str:
-        return f"{self.what}{self.table.start and f' on {self.table.start}'}, seed {self.seed}"
+        return f"{self.title}{self.table.start and f' on {self.table.start}'}, seed {self.seed}"
 
     @property
     def folder(self) -> Path:
         return self.config.run_dir
 
     def job(self) -> Job:
-        """Make the run's folder anew and return the command that fills it."""
+        """Replace the run's folder by a new one and return the command that fills it."""
         make_anew(self.folder)
         write_json(self.folder / MARK, {"inputs": inputs(self.config), "code": code_checksum()})
         (self.folder / PLAN).write_text(dump_config(self.config), encoding="utf-8")
         return Job(self.name, ("train", str(self.folder / PLAN)), self.folder / LOG)
 
     def mark(self) -> dict[str, Any]:
-        """Read what was noted of the run when it started and when it ended."""
         return read_mark(self.folder)
 
     def usual_seconds(self) -> float | None:
-        """Return the median of the seconds of finished runs like this one, with any seed; where there is
-        none, of the other rows on its task, or of the warm starts on other tasks; else what its table says.
-        None where nothing is known."""
+        """Estimate the run's seconds: the median of similar finished runs, else the table's value, else None.
+
+        Similar is the same row with any seed, else other rows on its task or warm starts on other tasks."""
         own, pattern = (self.folder.parent, "seed-*") if self.row else (self.folder.parents[1], "seed-*/sft")
         for runs in (own.glob(pattern), own.parent.glob(f"*/{pattern}")):
             seconds = [read_mark(run).get("seconds") for run in runs if (run / MARK).is_file()]
@@ -183,9 +180,9 @@ class Planned:
         return self.table.seconds if self.row else self.table.warm_start_seconds
 
     def seconds(self) -> float | None:
-        """Return the wall time of the finished run, None where there is none.
+        """Return the wall time of the finished run; None if it is not finished.
 
-        Raises ConfigError where the folder was made by somebody else."""
+        Raises ConfigError if something else made the folder."""
         if not self.folder.exists() or not any(self.folder.iterdir()):
             return None
         if not (self.folder / MARK).is_file():
@@ -204,27 +201,27 @@ class Planned:
         return {record["step"]: record["eval/avg"] for record in scores if record.get("eval/avg") is not None}
 
     def changed(self) -> str:
-        """Describe what differs today from when the finished run was made; empty where nothing does."""
+        """Describe the settings or inputs that differ from the finished run's; empty if none do."""
         try:
             then, now = all_settings(load_config(self.folder / PLAN)), all_settings(self.config)
         except ConfigError as error:
             return str(error)
         keys = [key for key in {**then, **now} if then.get(key) != now.get(key)]
         if not keys and self.mark().get("inputs") != inputs(self.config):
-            return "the model or the data that it starts from"
+            return "its model or data"
         return "; ".join(f"{key} {then.get(key)}, now {now.get(key)}" for key in keys)
 
 
 def read_mark(folder: Path) -> dict[str, Any]:
-    """Return what was noted in a run's folder; nothing where its writer was killed in the middle."""
+    """Return the content of a run's MARK file; empty if its writer was killed."""
     try:
         return dict(json.loads((folder / MARK).read_text(encoding="utf-8")))
-    except ValueError:  # the run is not finished
+    except ValueError:
         return {}
 
 
 def warm_start(table: AblationTable, settings: Options, seed: int) -> Planned:
-    """Plan the supervised training of a seed, which all rows start from."""
+    """Plan the supervised run of a seed, from which all rows start."""
     folder = settings.seed_folder(table, seed)
     overrides = (
         *ONE_PROCESS,
@@ -255,7 +252,7 @@ def row_run(table: AblationTable, settings: Options, row: AblationRow, seed: int
 
 
 def task_writer(name: str) -> Callable[..., None]:
-    """Return the function that `module:function` names. Raises ConfigError where there is none."""
+    """Return the function that `module:function` names. Raises ConfigError if it does not exist."""
     module, _, attribute = name.partition(":")
     try:
         found: Callable[..., None] = getattr(importlib.import_module(module), attribute)
@@ -265,10 +262,7 @@ def task_writer(name: str) -> Callable[..., None]:
 
 
 def make_task(table: AblationTable, settings: Options, seed: int) -> None:
-    """Write the task's files. Where they exist, write them again to see whether the task is still the one
-    that was run.
-
-    Raises ConfigError where it is not, without --fresh."""
+    """Write the task's files. Raises ConfigError if different ones exist and --fresh is not given."""
     task = settings.seed_folder(table, seed) / "task"
     made = task.with_name("task.new")
     shutil.rmtree(made, ignore_errors=True)
@@ -280,8 +274,8 @@ def make_task(table: AblationTable, settings: Options, seed: int) -> None:
 
     if task.exists() and contents(task) != contents(made):
         if not settings.fresh:
-            what = f"another task than {table.task} makes today"
-            raise ConfigError(f"{task}: {what} (give --fresh to start over, or another --folder)")
+            problem = f"differs from the task that {table.task} makes today"
+            raise ConfigError(f"{task}: {problem} (give --fresh to start over, or another --folder)")
         shutil.rmtree(task)
     if task.exists():
         shutil.rmtree(made)

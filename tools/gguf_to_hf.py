@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""GGUF file to Hugging Face folder; the same as `megarl convert from-gguf`."""
+"""Convert a GGUF file to a Hugging Face folder; the same as `megarl convert from-gguf`."""
 
 import sys
 

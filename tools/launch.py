@@ -21,19 +21,18 @@ from megarl.config.errors import MegarlError
 from megarl.config.load import set_key
 
 ROOT = Path(__file__).resolve().parents[1]
-SIGNAL = 600  # seconds before the time limit at which Slurm says so, as in slurm/*.sbatch
+SIGNAL = 600  # Slurm sends a signal this many seconds before the time limit, as in slurm/*.sbatch
 
 
 class Job(NamedTuple):
-    """One run of the sweep: what `megarl train` is given."""
+    """One run of the sweep: the arguments of `megarl train`."""
 
     name: str
     arguments: list[str]
 
 
 def jobs(given: argparse.Namespace) -> Iterator[Job]:
-    """Each configuration with each seed, checked; with several seeds each has a folder of its own in the
-    configuration's run_dir."""
+    """Yield each configuration with each seed, checked. Several seeds get separate folders in run_dir."""
     for path in given.configs:
         for seed in given.seeds or [None]:
             overrides = list(given.overrides)
@@ -48,15 +47,17 @@ def jobs(given: argparse.Namespace) -> Iterator[Job]:
 
 
 def local(given: argparse.Namespace) -> Any:
-    """This machine; megarl starts the ranks that the layout needs itself."""
+    """Return an executor on this machine, where megarl itself starts the ranks of the layout."""
     import nemo_run
 
     return nemo_run.LocalExecutor(ntasks_per_node=1, env_vars={"OMP_NUM_THREADS": "1"})
 
 
 def slurm(given: argparse.Namespace, job: Job) -> Any:
-    """NeMo-Run's sbatch file, whose set-up lines do all of the work and leave: its template has no trap for
-    the signal before the time limit and would start the ranks without a preflight."""
+    """Return a Slurm executor whose set-up lines do all of the work and exit.
+
+    The rest of NeMo-Run's sbatch template has no trap for the signal before the time limit, and would start
+    the ranks without a preflight."""
     import nemo_run
 
     arguments = shlex.join(job.arguments)
@@ -90,7 +91,7 @@ def slurm(given: argparse.Namespace, job: Job) -> Any:
 
 
 def launch(given: argparse.Namespace) -> None:
-    """Hands the sweep to NeMo-Run, or prints what it would hand over."""
+    """Submit the sweep to NeMo-Run, or print it."""
     import nemo_run
 
     made = list(jobs(given))
@@ -112,21 +113,21 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "configs", nargs="+", metavar="CONFIG|key=value", help="YAML files, then overrides for all of them"
     )
-    parser.add_argument("--seeds", type=int, nargs="+", metavar="N", help="each configuration with each seed")
+    parser.add_argument("--seeds", type=int, nargs="+", metavar="N", help="seeds of each configuration")
     parser.add_argument("--executor", choices=("local", "slurm"), default="local")
-    parser.add_argument("--dryrun", action="store_true", help="print what would be run, and submit nothing")
-    parser.add_argument("--name", help="of the experiment; default: the first job's")
-    parser.add_argument("--nodes", type=int, default=1, help="of a Slurm job (default: %(default)s)")
-    parser.add_argument("--gpus", type=int, default=8, help="of a node; 0: CPUs alone (default: %(default)s)")
-    parser.add_argument("--account", default="none", help="on a Slurm that keeps accounts")
+    parser.add_argument("--dryrun", action="store_true", help="print the jobs, and submit nothing")
+    parser.add_argument("--name", help="name of the experiment; default: the first job's")
+    parser.add_argument("--nodes", type=int, default=1, help="nodes of a Slurm job (default: %(default)s)")
+    parser.add_argument("--gpus", type=int, default=8, help="GPUs of a node, 0: CPUs (default: %(default)s)")
+    parser.add_argument("--account", default="none", help="account, if the Slurm cluster uses accounts")
     parser.add_argument("--partition")
-    parser.add_argument("--time", default="24:00:00", help="limit of a Slurm job (default: %(default)s)")
+    parser.add_argument("--time", default="24:00:00", help="time limit of a Slurm job (default: %(default)s)")
     parser.add_argument(
         "--env",
         action="append",
         default=[],
         metavar="MEGARL_X=VALUE",
-        help="setting of slurm/common.sh, may be repeated",
+        help="setting of slurm/common.sh; may be repeated",
     )
     given = parser.parse_args(arguments)
     given.overrides = [text for text in given.configs if "=" in text]

@@ -1,6 +1,7 @@
 #!/usr/bin/env python
-"""Megatron distributed checkpoint to Hugging Face folder; the same as `megarl convert to-hf`. Alone or under
-torchrun."""
+"""Convert a Megatron checkpoint to a Hugging Face folder, alone or under torchrun.
+
+The same as `megarl convert to-hf`."""
 
 import sys
 

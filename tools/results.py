@@ -1,20 +1,18 @@
 #!/usr/bin/env python
-"""Held-out curves of a pretrained model under several recipes, with several seeds each: the runs, one after
-the other, their figures, and tables that compare them.
+"""Train a pretrained model with several recipes and seeds, and compare the held-out curves.
 
-    make results MODEL=smollm2                        # VAPO, DAPO, GRPO, PPO: all that is missing
-    make results MODEL=smollm2 TABLE=vapo             # VAPO without one of its techniques at a time
-    make results MODEL=smollm2 TABLE=methods ARGS=--tune    # look for the learning rates of nine methods
-    make results MODEL=smollm2 TABLE=methods          # the nine methods, each with its own
-    make results MODEL=smollm2 ARGS='--hours 2'       # begin no run after two hours; the same command goes on
-    make results MODEL=smollm2 ARGS='--check vapo-1'  # a run again, beside the curve that is committed
-    make results MODEL=smollm2 ARGS='--figures'       # the figures alone, of the curves that are there
-    make results MODEL=smollm2 ARGS='--gsm8k FILE'    # GSM8K's problems too, before and after each run
+    make results MODEL=smollm2                              # VAPO, DAPO, GRPO, PPO: all missing runs
+    make results MODEL=smollm2 TABLE=vapo                   # VAPO without one of its techniques
+    make results MODEL=smollm2 TABLE=methods ARGS=--tune    # find the learning rates of nine methods
+    make results MODEL=smollm2 TABLE=methods                # the nine methods with these rates
+    make results MODEL=smollm2 ARGS='--hours 2'             # start no run after two hours
+    make results MODEL=smollm2 ARGS='--check vapo-1'        # repeat a run and compare with its curve
+    make results MODEL=smollm2 ARGS='--figures'             # plot the existing curves
+    make results MODEL=smollm2 ARGS='--gsm8k FILE'          # answer GSM8K before and after each run
 
-A run that was interrupted goes on from its checkpoint. A finished one is written to docs/results/MODEL as one
-JSON file (of a table with settings of its own, to a folder there): command, versions, processor, every
-evaluation with its 95 % intervals, every step's figures. The rows of the tables are in
-configs/results/MODEL.table.yaml.
+The same command continues an interrupted run from its checkpoint. The curve of a finished run is written to
+docs/results/MODEL as a JSON file: command, versions, processor, evaluations with 95 % intervals, metrics of
+each step. configs/results/MODEL.table.yaml lists the tables and rows.
 """
 
 from __future__ import annotations
@@ -50,8 +48,9 @@ TUNING = ("checkpoint.every=0", "checkpoint.export_hf=false")
 
 @dataclass(frozen=True)
 class Run:
-    """A run of a table: its row and seed, its configuration with what is set over it, its own folder, and the
-    file in which its curve is committed."""
+    """A run of a table, its folder, and the file of its curve.
+
+    settings: a configuration file, then overrides."""
 
     row: str
     seed: int
@@ -62,48 +61,48 @@ class Run:
 
 @dataclass(frozen=True)
 class Table:
-    """A table of configs/results/MODEL.table.yaml: its rows, with their settings; how many steps count, and
-    where rows are judged; where curves are committed, and where runs are made."""
+    """A table of configs/results/MODEL.table.yaml."""
 
     name: str
-    rows: Mapping[str, Sequence[str]]
-    steps: int
-    equal: str
-    kept: Path
-    folder: Path
-    longer: Mapping[str, int]  # rows of which a longer run is shared with another table -> its steps
+    rows: Mapping[str, Sequence[str]]  # row -> configuration file and overrides
+    steps: int  # steps that the comparison uses
+    equal: str  # rows are compared at equal "steps" or "tokens"
+    curves: Path  # folder of the curves
+    folder: Path  # folder of the runs
+    longer: Mapping[str, int]  # row -> steps of the longer run that it shares with another table
 
     def runs(self, seeds: Sequence[int], rates: Mapping[str, float]) -> Iterator[Run]:
-        """Yield the runs, seed by seed. rates: learning rates that were found for rows; a row whose
-        configuration has another has runs of its own."""
+        """Yield the runs, seed by seed.
+
+        rates: row -> tuned learning rate; a row whose configuration has another one gets separate runs."""
         for seed in seeds:
             for row, settings in self.rows.items():
                 name, more = f"{row}-{seed}", [f"steps={self.longer.get(row, self.steps)}"]
                 rate = rates.get(row)
                 if rate is not None and rate != load_config(ROOT / settings[0], settings[1:]).actor.lr:
                     name, more = f"{row}-{rate:g}-{seed}", [f"steps={self.steps}", f"actor.lr={rate:g}"]
-                yield Run(row, seed, [*settings, *more], self.folder / name, self.kept / f"{name}.json")
+                yield Run(row, seed, [*settings, *more], self.folder / name, self.curves / f"{name}.json")
 
 
 def read_table(model: str, name: str, only: Sequence[str]) -> Table:
-    """Read a table. only: rows that are asked for; none: all. Raises ConfigError where one is none of it."""
+    """Read a table. only: wanted rows; empty: all. Raises ConfigError for an unknown row."""
     listed = read_yaml(ROOT / "configs" / "results" / f"{model}.table.yaml")
     table, whole = listed["tables"][name], listed["tables"]["recipes"]
     if unknown := {*only} - {*table["rows"]}:
         raise ConfigError(f"--rows: {min(unknown)}: no such row (one of {', '.join(table['rows'])})")
-    over = table.get("settings", [])  # with some, its runs are not those of the other tables
+    over = table.get("settings", [])  # a table with settings shares no runs
     rows = {}
     for row in only or table["rows"]:
         path, *settings = listed["rows"][row]
         rows[row] = [f"configs/results/{path}", *over, *settings]
-    kept, folder = ROOT / "docs" / "results" / model, ROOT / "runs" / "results" / model
+    curves, folder = ROOT / "docs" / "results" / model, ROOT / "runs" / "results" / model
     own = name if over else ""
     longer = {} if over else dict.fromkeys(whole["rows"], whole["steps"])
-    return Table(name, rows, table["steps"], table["equal"], kept / own, folder / own, longer)
+    return Table(name, rows, table["steps"], table["equal"], curves / own, folder / own, longer)
 
 
 def processor() -> str:
-    """Return the processor's name: bits depend on it."""
+    """Return the processor's name, on which the bits of a run depend."""
     lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     return next(
         (line.partition(":")[2].strip() for line in lines if "model name" in line), platform.machine()
@@ -111,30 +110,29 @@ def processor() -> str:
 
 
 def precision(committed: Path) -> str:
-    """Return the precision of the committed runs, which the runs of a table share; where there is none yet,
-    bf16 on a processor that multiplies it more than twice as fast as fp32, else fp32. A processor that is
-    slow in it is named."""
+    """Return the precision of the committed runs, and warn if this processor is slow in it.
+
+    Without committed runs: bf16 if its matrix products are more than twice as fast as fp32's, else fp32."""
     rates = matrix_rates(min(2, cores()))
     for path in sorted(committed.glob("*-*.json")):
         shared = str(json.loads(path.read_text(encoding="utf-8"))["dtype"])
         if rates[shared] < max(rates.values()) / 4:
-            said = ", ".join(f"{rate:.0f} GFLOP/s a core in {dtype}" for dtype, rate in rates.items())
-            print(f"the committed runs are {shared}, in which this processor is slow ({said}): take another")
+            speeds = ", ".join(f"{rate:.0f} GFLOP/s a core in {dtype}" for dtype, rate in rates.items())
+            print(f"the committed runs are {shared}; this processor is slow in it ({speeds}). Use another.")
         return shared
     return "bf16" if rates["bf16"] > 2 * rates["fp32"] else "fp32"
 
 
 def megarl(*arguments: str | Path) -> list[str]:
-    """Run a command of megarl in the repository's root, its output to this terminal; return the command.
-    Raises ConfigError where it fails."""
+    """Run a megarl command in the repository's root and return it. Raises ConfigError if it fails."""
     command = [sys.executable, "-m", "megarl", *map(str, arguments)]
     if code := subprocess.run(command, cwd=ROOT, check=False).returncode:
-        raise ConfigError(f"{' '.join(command[2:])}: ended with exit code {code} (what it said is above)")
+        raise ConfigError(f"{' '.join(command[2:])}: exit code {code} (see its output above)")
     return command[2:]
 
 
 def train(row: str, given: Sequence[str], seed: int, run_dir: Path, dtype: str) -> dict[str, Any]:
-    """Run, or go on with, one run; return its curve. given: a configuration and what is set over it."""
+    """Start or continue a run and return its curve. given: a configuration file, then overrides."""
     own = [f"seed={seed}", f"run_dir={run_dir.relative_to(ROOT)}", f"model.dtype={dtype}"]
     command = megarl("train", *given, *own)
     return {
@@ -151,7 +149,7 @@ def train(row: str, given: Sequence[str], seed: int, run_dir: Path, dtype: str) 
 
 
 def gsm8k(model: str, problems: Path, weights: Path, out: Path, dtype: str) -> dict[str, Any]:
-    """Answer GSM8K's problems, once; return how many are right, with a 95 % interval."""
+    """Answer GSM8K's problems once and return the accuracy with its 95 % interval."""
     config = f"configs/results/{model}_gsm8k.yaml"
     if not (out / "scores.json").is_file():
         where = [f"data.eval=[{problems.resolve()}]", f"model.dtype={dtype}"]
@@ -163,35 +161,38 @@ def gsm8k(model: str, problems: Path, weights: Path, out: Path, dtype: str) -> d
 
 
 def check(old: dict[str, Any], new: dict[str, Any]) -> str:
-    """Return how a run that was done again stands to a committed curve. Raises ConfigError where it is
-    another."""
-    alike = old["processor"] == new["processor"] and old["dtype"] == new["dtype"]
-    if alike and old["versions"] == new["versions"]:
+    """Compare a repeated run with its committed curve. Raises ConfigError if they differ.
+
+    On the same processor and versions the evaluations must be equal, else their intervals must overlap."""
+    same_machine = old["processor"] == new["processor"] and old["dtype"] == new["dtype"]
+    if same_machine and old["versions"] == new["versions"]:
         if old["evaluations"] != new["evaluations"]:
-            raise ConfigError(f"{old['recipe']}-{old['seed']}: another curve on the same kind of processor")
+            raise ConfigError(
+                f"{old['recipe']}-{old['seed']}: a different curve on the same kind of processor"
+            )
         return "equal to the last digit"
     for theirs, ours in zip(old["evaluations"], new["evaluations"], strict=True):
         if ours["low"] > theirs["high"] or ours["high"] < theirs["low"]:
-            where = f"step {ours['step']}, {ours['of']}: {ours['right']:.3f} beside {theirs['right']:.3f}"
-            raise ConfigError(f"{old['recipe']}-{old['seed']}: {where}: the intervals do not meet")
+            where = f"step {ours['step']}, {ours['of']}: {ours['right']:.3f} and {theirs['right']:.3f}"
+            raise ConfigError(f"{old['recipe']}-{old['seed']}: {where}: the intervals do not overlap")
     return f"within its intervals ({new['processor']}, {new['dtype']}; committed: {old['processor']})"
 
 
 def tune(table: Table, found: Path, dtype: str, end: float) -> None:
-    """Try RATES with each row, for as many steps as the table has, and write to `found` what decides, the
-    accuracy of the evaluations after the start, with the median of the seconds of a step and those of value
-    pretraining. end: of time.time(), after which no run begins."""
+    """Try RATES with each row for the table's steps, and write accuracies and seconds to the file `found`.
+
+    end: value of time.time() after which no run starts."""
     tried = json.loads(found.read_text("utf-8")) if found.is_file() else {}
     for row, given in table.rows.items():
         for rate in RATES:
             if f"{rate:g}" in tried.get(row, {}):
                 continue
             if time.time() > end:
-                print(f"{row} at {rate:g} and what follows is left: --hours have passed")
+                print(f"{row} at {rate:g} and later runs are left: --hours have passed")
                 return
             print(f"\n{row}, learning rate {rate:g}", flush=True)
             folder = table.folder / "tuning" / f"{row}-{rate:g}"
-            shutil.rmtree(folder, ignore_errors=True)  # without checkpoints a run is whole or begins anew
+            shutil.rmtree(folder, ignore_errors=True)  # without checkpoints it must start anew
             settings = [*given, f"steps={table.steps}", f"actor.lr={rate:g}", *TUNING]
             curve = train(row, settings, 0, folder, dtype)
             right = [each["right"] for each in curve["evaluations"] if each["of"] == "all" and each["step"]]
@@ -201,12 +202,12 @@ def tune(table: Table, found: Path, dtype: str, end: float) -> None:
 
 
 def best_rate(tried: Mapping[str, Mapping[str, Any]]) -> float:
-    """Return the learning rate with the highest accuracy; of equals the lowest."""
+    """Return the learning rate with the highest accuracy; the lowest of equals."""
     return max(sorted(map(float, tried)), key=lambda rate: fmean(tried[f"{rate:g}"]["right"]))
 
 
 def make(run: Run, model: str, dtype: str, problems: Path | None) -> None:
-    """Make a run, or go on with it, and write its curve. problems: GSM8K's, answered before and after too."""
+    """Start or continue a run and write its curve. problems: GSM8K, answered before and after the run."""
     print(f"\n{run.row}, seed {run.seed}", flush=True)
     curve = train(run.row, run.settings, run.seed, run.folder, dtype)
     if problems:
@@ -220,7 +221,7 @@ def make(run: Run, model: str, dtype: str, problems: Path | None) -> None:
 
 
 def check_again(runs: Sequence[Run], name: str, dtype: str) -> None:
-    """Do a committed run again, as long as it was, and print how the curves stand to each other."""
+    """Repeat a committed run with the same number of steps and print the comparison of the curves."""
     run = next((run for run in runs if run.file.stem == name and run.file.is_file()), None)
     if run is None:
         raise ConfigError(f"--check: {name}: no committed run of this table (one of ROW-SEED that is)")
@@ -232,7 +233,7 @@ def check_again(runs: Sequence[Run], name: str, dtype: str) -> None:
 
 
 def write_up(table: Table, runs: Sequence[Run], tried: Mapping[str, Mapping[str, Any]], out: Path) -> None:
-    """Draw and write the table of the curves that are there. tried: see `tune`."""
+    """Plot and write the table of the existing curves. tried: from `tune`."""
     rows: dict[str, list[Curve]] = {}
     for run in runs:
         if run.file.is_file():
@@ -253,40 +254,40 @@ def write_up(table: Table, runs: Sequence[Run], tried: Mapping[str, Mapping[str,
 
 
 def arguments() -> argparse.Namespace:
-    """Return what is asked for."""
+    """Return the parsed arguments."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("model", choices=MODELS)
     parser.add_argument("--table", choices=("recipes", "methods", "vapo"), default="recipes")
-    parser.add_argument("--rows", nargs="*", default=(), help="some of the table's; default: all")
+    parser.add_argument("--rows", nargs="*", default=(), help="rows of the table; default: all")
     parser.add_argument("--seeds", nargs="*", type=int, default=SEEDS)
+    parser.add_argument("--tune", action="store_true", help="find the rows' learning rates, and stop")
+    parser.add_argument("--hours", type=float, help="start no run after so many hours")
+    parser.add_argument("--check", metavar="ROW-SEED", help="repeat a committed run and compare")
     parser.add_argument(
-        "--tune", action="store_true", help="look for the rows' learning rates, and run no more"
+        "--gsm8k", metavar="FILE", type=Path, help="answer its problems before and after each run"
     )
-    parser.add_argument("--hours", type=float, help="begin no run after so many")
-    parser.add_argument("--check", metavar="ROW-SEED", help="do one that is committed again")
-    parser.add_argument("--gsm8k", metavar="FILE", type=Path, help="answer its problems before and after")
-    parser.add_argument("--figures", action="store_true", help="draw what is there, and run nothing")
+    parser.add_argument("--figures", action="store_true", help="plot the existing curves, and run nothing")
     return parser.parse_args()
 
 
 def results(given: argparse.Namespace) -> None:
-    """Look for learning rates, do one run again, or make what is missing of a table and write it up."""
+    """Tune learning rates, repeat one run, or make a table's missing runs and write the table."""
     end = math.inf if given.hours is None else time.time() + 3600 * given.hours
     out = ROOT / "docs" / "results" / given.model
     table, tuned = read_table(given.model, given.table, given.rows), out / "tuned.json"
-    table.kept.mkdir(parents=True, exist_ok=True)
+    table.curves.mkdir(parents=True, exist_ok=True)
     if not given.figures:
         megarl("demo", "--model", given.model, "--data-only")
-        dtype = precision(table.kept)
+        dtype = precision(table.curves)
     if given.tune:
         return tune(table, tuned, dtype, end)
     tried: dict[str, Any] = {}
     if given.table == "methods":
         tried = json.loads(tuned.read_text(encoding="utf-8")) if tuned.is_file() else {}
         if missing := [row for row in table.rows if len(tried.get(row, ())) < len(RATES)]:
-            raise ConfigError(f"{missing[0]}: its learning rate is not known ({tuned}: run --tune first)")
+            raise ConfigError(f"{missing[0]}: its learning rate is not tuned. Run --tune first ({tuned}).")
     runs = [*table.runs(given.seeds, {row: best_rate(rates) for row, rates in tried.items()})]
     if given.check:
         return check_again(runs, given.check, dtype)
@@ -294,7 +295,7 @@ def results(given: argparse.Namespace) -> None:
         if run.file.is_file():
             continue
         if time.time() > end:
-            print(f"{run.file.stem} and what follows is left: --hours have passed")
+            print(f"{run.file.stem} and later runs are left: --hours have passed")
             break
         make(run, given.model, dtype, given.gsm8k)
     write_up(table, runs, tried, out)

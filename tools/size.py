@@ -1,8 +1,8 @@
-"""Print how large megarl and each package beside it are: files, lines, and lines of code, which are not
-blank, comment or docstring. Print what should stay small beside its target: the core, its rollouts, and the
-path from a prompt to its gradient as docs/design.md lists it. With --step also print how many files of megarl
-one VAPO step crosses: those of which a function is called in the second step of the tiny demo, on one rank.
-All threads count: a lease that is renewed in this second adds its file.
+"""Print the size of each package, and the figures that should stay small with their targets.
+
+Lines of code are not blank, comment or docstring. The path from a prompt to its gradient is the table in
+docs/design.md. With --step, also print the files of megarl that one VAPO step crosses: a function of each is
+called, in any thread, in the second step of the tiny demo on one rank.
 
     python tools/size.py --step
 """
@@ -61,7 +61,7 @@ def sizes(package: Path) -> tuple[int, int, int]:
 
 
 def longest(package: Path, kinds: tuple[type[ast.AST], ...]) -> tuple[int, str]:
-    """Return the lines of the longest definition of one of these kinds in a package, and its name."""
+    """Return the number of lines of the longest definition of these kinds, and its name and file."""
     found = [(0, "")]
     for file in package.rglob("*.py"):
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
@@ -81,7 +81,7 @@ def path_of_a_prompt(page: str) -> tuple[set[str], set[str]]:
 
 
 def targets() -> list[tuple[str, int, int]]:
-    """Return what should stay small: its name, its present figure, its target."""
+    """Return name, present figure and target of each figure that should stay small."""
     core = ROOT / CORE
     files, types = path_of_a_prompt((ROOT / "docs/design.md").read_text(encoding="utf-8"))
     class_size, class_name = longest(core / "rollout", (ast.ClassDef,))
@@ -128,7 +128,7 @@ def files_of_a_step(folder: Path) -> list[str]:
             inside.clear()
 
     whole, Trainer.step = Trainer.step, step  # type: ignore[method-assign]
-    threading.setprofile(note)  # of threads that begin from here on
+    threading.setprofile(note)  # in threads that start from now on
     write_demo(folder, seed=0)
     paths = {"data.train": [folder / "train.jsonl"], "data.eval": [folder / "eval.jsonl"]}
     paths |= {"model.path": folder / "model", "run_dir": folder / "run"}
@@ -141,7 +141,7 @@ def files_of_a_step(folder: Path) -> list[str]:
 
 
 def main() -> None:
-    """Print the table, and the files of a step where asked for."""
+    """Print the tables, and with --step the files of a step."""
     print(f"{'':20} files  lines   code")
     for package in (ROOT / CORE, *sorted(ROOT.glob(f"{CORE}_*/"))):
         files, lines, code = sizes(package)
