@@ -1,6 +1,7 @@
 #!/usr/bin/env python
-"""Hugging Face folder to Megatron distributed checkpoint; the same as `megarl convert to-megatron`. Alone or
-under torchrun."""
+"""Convert a Hugging Face folder to a Megatron checkpoint, alone or under torchrun.
+
+The same as `megarl convert to-megatron`."""
 
 import sys
 

@@ -265,9 +265,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--tune", action="store_true", help="find the rows' learning rates, and stop")
     parser.add_argument("--hours", type=float, help="start no run after so many hours")
     parser.add_argument("--check", metavar="ROW-SEED", help="repeat a committed run and compare")
-    parser.add_argument(
-        "--gsm8k", metavar="FILE", type=Path, help="answer its problems before and after each run"
-    )
+    parser.add_argument("--gsm8k", metavar="FILE", type=Path, help="answer it before and after each run")
     parser.add_argument("--figures", action="store_true", help="plot the existing curves, and run nothing")
     return parser.parse_args()
 
