@@ -1,8 +1,8 @@
 """Print the size of each package, and the figures that should stay small with their targets.
 
 Lines of code are not blank, comment or docstring. The path from a prompt to its gradient is the table in
-docs/design.md. With --step, also print the files of megarl that one VAPO step crosses. These are the files with
-a function that any thread calls in the second step of the tiny demo, on one rank.
+docs/design.md. With --step, also print the files of megarl that one VAPO step crosses: those with
+a function that any thread calls in the second step of the tiny demo on one rank.
 
     python tools/size.py --step
 """
