@@ -1,3 +1,3 @@
-"""The papers' mathematics as pure functions on packed torch tensors: weights of the loss terms, advantages,
-losses, evaluation scores. Nothing but torch is imported here; whatever must be summed over ranks is returned
-as a sum."""
+"""The papers' mathematics as pure functions on packed torch tensors.
+
+Only torch is imported here. Quantities to be reduced over ranks are returned as sums."""

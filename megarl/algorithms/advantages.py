@@ -1,8 +1,7 @@
-"""Advantages on packed batches: from the group's rewards (DAPO), and generalised advantage estimation with
-decoupled and length-adaptive lambda (VAPO). Other methods' are in algorithms/methods.
+"""Compute advantages on packed batches: by group (DAPO), and GAE with length-adaptive lambda (VAPO).
 
-It also has the distributions of lambda, value error and entropy. Sums are taken in float64, so that 20,000
-tokens of lambda = 1 lose nothing."""
+Other methods' advantages are in algorithms/methods. Sums are in float64, which is exact enough for 20,000
+tokens of lambda = 1."""
 
 from __future__ import annotations
 
@@ -12,26 +11,25 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-# A window of the recurrence has about GAE_WINDOW tokens, which stay in the cache with what is computed from
-# them: 256 tokens of 1,024 responses, fewer of more. GAE_STEPS are its fewest and most tokens of one
-# response: rows of fewer are slow to copy, and with more a window reaches far beyond the start of short
-# responses. Measured with benchmarks/gae.py.
+# A window of the recurrence has about GAE_WINDOW tokens, which fit into the cache, and GAE_STEPS as the least
+# and most tokens per response. Shorter rows are slow to copy, longer ones reach far beyond short responses
+# (benchmarks/gae.py).
 GAE_WINDOW = 2**18
 GAE_STEPS = (32, 256)
 GAE_ROWS = 8192
 
-LENGTH_BINS = 24  # equal parts of 1 ... the longest possible response
+LENGTH_BINS = 24  # equal parts of 1 ... longest response
 POSITION_BINS = 25  # equal parts of each response
 
 
 class Responses(NamedTuple):
-    """The responses of a step, of all replicas, as an advantage by response reads them.
+    """The responses of a step, of all replicas, for advantages that have one value per response.
 
     rewards    [n]
     group_ids  int [n], the prompt of each response: any numbers in any order; groups may differ in size
     counted    bool [n], whether a response counts in the policy loss
-    parts      [n, k], each part of the rewards without its weight; None unless the method reads them
-    weights    of the k parts
+    parts      [n, k], the unweighted parts of the rewards; None unless the method reads them
+    weights    weights of the k parts
     """
 
     rewards: Tensor
@@ -42,10 +40,10 @@ class Responses(NamedTuple):
 
 
 class CentredRewards(NamedTuple):
-    """Rewards minus the mean of their group, float64 [n], and the groups that they belong to.
+    """Rewards minus the mean of their group, float64 [n], and their groups.
 
     group  int64 [n], the group of each response: 0, 1, ...
-    sizes  int64 [number of groups], responses of each group
+    sizes  int64 [number of groups], responses per group
     """
 
     rewards: Tensor
@@ -81,20 +79,18 @@ def as_advantages(exact: Tensor, rewards: Tensor) -> Tensor:
 
 
 def length_adaptive_lambda(lengths: Tensor, alpha: float, floor: float = 0.0) -> Tensor:
-    """Return lambda = 1 - 1 / (alpha * l) (VAPO eq. 5), float64 [n], clamped to [floor, 1]: the formula is
-    negative for l < 1 / alpha.
+    """Return lambda = 1 - 1 / (alpha * l) (VAPO eq. 5), float64 [n], clamped to [floor, 1].
 
-    lengths: response lengths in tokens, int [n]. float64 because rounding lambda to float32 moves lambda^t, t
-    in the thousands, by 1e-4."""
+    The formula is negative for l < 1 / alpha. In float32, lambda^t for t in the thousands would be off by
+    1e-4. lengths: response lengths in tokens, int [n]."""
     return (1.0 - 1.0 / (alpha * lengths.double())).clamp(floor, 1.0)
 
 
 def response_lengths(response_mask: Tensor, cu_seqlens: Tensor) -> Tensor | None:
-    """Return the tokens of each response, int64 [n], where each is all of its sequence from some token on
-    (possibly none); None where one is not: an episode of several turns has observations between them.
+    """Return the tokens of each response, int64 [n]; None if one is not the rest of its sequence.
 
-    By bisection, which reads a few entries of the mask for each sequence and makes no token-sized integers.
-    """
+    It is None if observations stand between the turns of an episode. Bisection reads a few mask entries per
+    sequence and allocates no token-sized integers."""
     begin, end = cu_seqlens[:-1], cu_seqlens[1:]
     falls = response_mask[:-1] & ~response_mask[1:]
     falls[end[(end > 0) & (end < response_mask.numel())] - 1] = False
@@ -119,24 +115,27 @@ def gae(
     gamma: float = 1.0,
     after: Tensor | None = None,
 ) -> Tensor:
-    """Return A_t = delta_t + gamma * lambda * A_{t+1}, delta_t = R_t + gamma * V(s_{t+1}) - V(s_t) (VAPO eq.
-    3, with a discount).
+    """Compute generalised advantages (VAPO eq. 3, with a discount).
 
-    t counts the tokens of a response that the policy sampled. Where it has several turns, s_{t+1} of a turn's
-    last token is the state before the next turn's first token, which holds what was observed between them: an
-    observation is the environment's transition, costs no discount, and has no V and no R of its own. V after
-    the last token of a response is `after`. Returns [T], float32 (float64 if an input is), 0 outside the
-    mask, whose rewards and values are not used.
+        A_t = delta_t + gamma * lambda * A_{t+1},  delta_t = R_t + gamma * V(s_{t+1}) - V(s_t)
 
-    rewards, values: float [T]. response_mask: bool [T]. cu_seqlens: int64 [n+1]. lam: one number, or [n], one
-    for each response. after: [n]; None: 0.
+    t counts the sampled tokens of a response. Observations between turns belong to the next turn's first
+    state: they have no V and no R, and cost no discount.
 
-    The recurrence runs backwards in time for all responses at once: sorted by length, those that are still
-    alive are the first ones, and windows of their tokens, counted from the end, are gathered time-major. No
-    padding exists beyond a window; besides the result only windows are allocated."""
+    Args:
+        rewards, values: float [T]; not used outside the mask
+        response_mask: bool [T], sampled tokens
+        cu_seqlens: int64 [n+1]
+        lam: a number, or [n], one per response
+        after: [n], V after the last token of each response; None: 0
+    Returns float32 [T], float64 if an input is; 0 outside the mask.
+
+    The recurrence runs backwards for all responses at once. They are sorted by length, so that the unfinished
+    ones come first, and windows of their tokens, counted from the end, are gathered time-major. Only windows
+    are padded and allocated."""
     total = rewards.numel()
     lengths_of_all = response_lengths(response_mask, cu_seqlens)
-    if lengths_of_all is None:  # without all that was not sampled; what is left is of one piece
+    if lengths_of_all is None:  # drop observations, so that each response is contiguous
         sampled = response_mask.nonzero().squeeze(-1)
         ends = torch.searchsorted(sampled, cu_seqlens)
         of_sampled = gae(rewards[sampled], values[sampled], response_mask[sampled], ends, lam, gamma, after)
@@ -144,8 +143,7 @@ def gae(
     all_lengths, order = lengths_of_all.sort(descending=True, stable=True)
     lam = torch.as_tensor(lam, dtype=torch.float64, device=rewards.device).expand(all_lengths.shape)
     last_values = lam.new_zeros(all_lengths.shape) if after is None else after.double()
-    # One entry more than tokens: a window reaches back beyond the start of short responses, and its values
-    # there are written to the extra entry.
+    # The extra entry receives the values of a window before the start of short responses.
     dtype = torch.promote_types(torch.result_type(rewards, values), torch.float32)
     out = torch.zeros(total + 1, dtype=dtype, device=rewards.device)
     for first in range(0, all_lengths.numel(), GAE_ROWS):
@@ -174,12 +172,11 @@ def gae(
 
 
 class _Window:
-    """The last `steps` tokens before `ends` of some responses, which have `left` tokens there, in descending
-    order.
+    """The last `steps` tokens before `ends` of responses with `left` tokens there, in descending order.
 
-    Responses with at least `steps` tokens are copied as whole rows, ten times faster than token by token. For
-    shorter ones, tokens before their start are read as anything (nothing flows from there to later tokens)
-    and written to out[T]."""
+    Responses with at least `steps` tokens are copied as rows, ten times faster than by token. For shorter
+    ones, positions before the start hold arbitrary values, which later tokens never use, and are written to
+    out[T]."""
 
     def __init__(self, ends: Tensor, left: Tensor, steps: int, total: int) -> None:
         whole = int(torch.searchsorted(-left, -steps, right=True))
@@ -205,22 +202,21 @@ class _Window:
 
 
 def returns(advantages: Tensor, values: Tensor, response_mask: Tensor) -> Tensor:
-    """Return the value targets A_t + V(s_t), [T], 0 outside the responses. With advantages of lambda = 1 they
-    are the Monte-Carlo returns (decoupled GAE, VAPO section 4.1)."""
+    """Return the value targets A_t + V(s_t), [T], 0 outside the responses.
+
+    With lambda = 1 they are the Monte-Carlo returns (decoupled GAE, VAPO section 4.1)."""
     return torch.where(response_mask, advantages + values, 0.0)
 
 
 def moments(x: Tensor, mask: Tensor) -> Tensor:
-    """Return (count, sum, sum of squares) of x [T] where mask [T] is True, float64 [3], to be summed over
-    ranks."""
+    """Return count, sum and sum of squares of x [T] within mask [T], float64 [3], to be summed over ranks."""
     kept = x[mask].double()
     count = torch.tensor(float(kept.numel()), dtype=torch.float64, device=x.device)
     return torch.stack([count, kept.sum(), kept.dot(kept)])
 
 
 def mean_and_variance(total: Tensor) -> tuple[float, float, float]:
-    """Return (count, mean, sample variance) from the global `moments`; the mean of nothing and the variance
-    of one are 0."""
+    """Return count, mean and sample variance from the global `moments`; 0 if undefined."""
     count, first, second = total.tolist()
     if count == 0:
         return 0.0, 0.0, 0.0
@@ -229,29 +225,25 @@ def mean_and_variance(total: Tensor) -> tuple[float, float, float]:
 
 
 def whiten(advantages: Tensor, mask: Tensor, count: float, mean: float, var: float) -> Tensor:
-    """Return (A - mean) / sqrt(var + 1e-8), [T], 0 outside the mask, from global moments: `whiten(a, m,
-    *mean_and_variance(total))`.
+    """Return (A - mean) / sqrt(var + 1e-8), [T], 0 outside the mask; unchanged if count < 2.
 
-    Fewer than two tokens have no spread and are left as they are."""
+    count, mean, var: from `mean_and_variance`."""
     whitened = (advantages.double() - mean) / (var + 1e-8) ** 0.5 if count > 1 else advantages
     return torch.where(mask, whitened, 0.0).to(advantages.dtype)
 
 
 def gae_sums(advantages: Tensor, response_mask: Tensor, lam: Tensor, floor: float = 0.0) -> Tensor:
-    """Return the sums that `gae_metrics` needs, float64 [6], to be summed over ranks: `moments` of the
-    advantages; responses, the sum of their lambda, and how many are at the lower clamp (lambda = floor; 0:
-    from l <= 1 / alpha).
+    """Return the sums for `gae_metrics`, float64 [6], to be summed over ranks.
 
-    lam: lambda of the policy's advantages, float64 [n] from `length_adaptive_lambda`. A fixed lambda must be
-    expanded to [n]."""
+    They are `moments` of the advantages, responses, sum of lambda, and responses with lambda <= floor.
+    lam: lambda of the policy's advantages, [n]."""
     lam = lam.double()
     responses = torch.stack([torch.ones_like(lam).sum(), lam.sum(), (lam <= floor).double().sum()])
     return torch.cat([moments(advantages, response_mask), responses])
 
 
 def gae_metrics(sums: Tensor) -> dict[str, float]:
-    """Return the metrics gae/* from the global `gae_sums`. advantage_std is of the advantages that were
-    given, whitened or not."""
+    """Return the metrics gae/* from the global `gae_sums`."""
     _, mean, variance = mean_and_variance(sums[:3])
     responses, lam, clamped = sums[3:].tolist()
     responses = max(responses, 1.0)
@@ -264,9 +256,10 @@ def gae_metrics(sums: Tensor) -> dict[str, float]:
 
 
 def lambda_by_length(lengths: Tensor, lam: Tensor, longest: int) -> Tensor:
-    """Return (responses, sum of their lambda) of each part of 1 ... longest tokens, float64 [2, LENGTH_BINS].
+    """Return number and sum of lambda of the responses per bin of length, float64 [2, LENGTH_BINS].
 
-    lengths: int64 [n], response tokens; a response longer than `longest` counts in the last bin. lam: [n]."""
+    The bins divide 1 ... longest tokens. Longer responses count in the last bin.
+    lengths: int64 [n], response tokens; lam: [n]."""
     bins = (((lengths - 1) * LENGTH_BINS) // longest).clamp(0, LENGTH_BINS - 1)
     lam = lam.double()
     sums = torch.zeros(2, LENGTH_BINS, dtype=torch.float64, device=lam.device)
@@ -274,19 +267,18 @@ def lambda_by_length(lengths: Tensor, lam: Tensor, longest: int) -> Tensor:
 
 
 def error_by_position(values: Tensor, returns: Tensor, response_mask: Tensor, lengths: Tensor) -> Tensor:
-    """Return (tokens, sum of V - R, sum of |V - R|) of each part of the responses, float64 [3,
-    POSITION_BINS]. values, returns: [T]; the rest as in `sums_by_position`."""
+    """Return tokens, sum of V - R and sum of |V - R| per part of a response, float64 [3, POSITION_BINS].
+
+    values, returns: [T]; the rest as in `sums_by_position`."""
     error = values.double() - returns.double()
     return sums_by_position(response_mask, lengths, error, error.abs())
 
 
 def sums_by_position(response_mask: Tensor, lengths: Tensor, *columns: Tensor) -> Tensor:
-    """Return (tokens, sum of each column) of each part of the responses, float64 [1 + columns,
-    POSITION_BINS].
+    """Return tokens and sum of each column per part of a response, float64 [1 + columns, bins].
 
-    Token p of a response of l tokens is in part floor(p * POSITION_BINS / l); observations do not count.
-    columns: [T] each; response_mask: bool [T]; lengths: int64 [n], response tokens, in the order in which the
-    responses lie in [T]."""
+    There are POSITION_BINS bins: token p of l is in part floor(p * POSITION_BINS / l). Observations do not count.
+    columns: [T] each; response_mask: bool [T]; lengths: int64 [n], response tokens, in pack order."""
     own = torch.repeat_interleave(lengths, lengths)
     starts = torch.repeat_interleave(lengths.cumsum(0) - lengths, lengths)
     bins = (torch.arange(own.numel(), device=lengths.device) - starts) * POSITION_BINS // own

@@ -35,8 +35,7 @@ def token_weights(
     include: Tensor | None = None,
     constant: int = 1,
 ) -> Tensor:
-    """Return the weight of one token of each response in a loss term, float32 [n]; 0 for those that do not
-    count.
+    """Return the weight of a token of each response in a loss term, float32 [n]; 0 if uncounted.
 
     token:  1 / (tokens of all counted responses of its mini-batch): every token counts the same (DAPO eq. 8
             and 12, VAPO eq. 7).
@@ -63,8 +62,7 @@ def token_weights(
 
 
 def log_ratio(new: Tensor, old: Tensor, counted: Tensor) -> Tensor:
-    """Return new - old in float64, clamped; 0, with a gradient of 0, on tokens that do not count, whatever
-    these hold."""
+    """Return new - old in float64, clamped; 0 with gradient 0 on uncounted tokens, even for NaN."""
     difference = torch.where(counted, new.double(), 0.0) - torch.where(counted, old.double(), 0.0)
     return difference.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
 
@@ -83,7 +81,7 @@ def _sums(loss: Tensor, loss_name: str, **sums: Tensor) -> Stats:
 
 
 class Tokens(NamedTuple):
-    """Tokens as a policy loss reads them, float64 [T]; where one does not count, A_t and log-prob are 0.
+    """The tokens of a policy loss, float64 [T]; A_t and log-prob of uncounted tokens are 0.
 
     ratio           r_t = pi / pi_old
     selected        bool [T], tokens that the method's `selector` selected
@@ -164,10 +162,10 @@ def policy_loss(
     selected: Tensor | None = None,
     top_k_logprobs: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Stats]:
-    """Return sum_t w_t * -J_t and its statistics; the surrogate computes J_t from `Tokens`.
+    """Return sum_t w_t * -J_t and its statistics; `algorithm.surrogate` chooses the function for J_t.
 
-    All tensors are [T] unless noted. Tokens of weight 0 do not count, whatever they hold. Beyond r = e^20,
-    and below e^-20, the gradient is 0.
+    All tensors are [T] unless noted. Tokens of weight 0 do not count. The gradient is 0 for r beyond e^20
+    and e^-20.
 
     Args:
         old_logprobs, advantages: without gradient.
@@ -281,8 +279,7 @@ def top_k_loss(logprobs: Tensor, teacher_logprobs: Tensor, weights: Tensor) -> t
 
 
 def entropy_loss(entropy: Tensor, weights: Tensor) -> tuple[Tensor, Stats]:
-    """Return sum_t w_t * -H(pi_t), before its factor: minimised, it keeps the policy's entropy H up. All
-    [T]."""
+    """Return sum_t w_t * -H(pi_t), before its factor; minimising it raises the entropy H. All [T]."""
     loss = _weighted_sum(-torch.where(weights > 0, entropy.double(), 0.0), weights, entropy)
     return loss, _sums(loss, "policy/entropy_loss")
 
@@ -290,11 +287,11 @@ def entropy_loss(entropy: Tensor, weights: Tensor) -> tuple[Tensor, Stats]:
 def value_loss(
     values: Tensor, old_values: Tensor, returns: Tensor, weights: Tensor, clip: float = 0.0
 ) -> tuple[Tensor, Stats]:
-    """Return sum_t w_t * 1/2 (V_t - returns_t)^2; with clip > 0 the larger of that and the same for V clamped
-    to V_old +- clip.
+    """Return sum_t w_t * 1/2 (V_t - returns_t)^2, optionally with PPO's value clipping.
 
-    All tensors are [T]; tokens of weight 0 do not count, whatever they hold. Statistics: loss, tokens, and
-    tokens whose clamped term is the larger (no gradient)."""
+    With clip > 0, a term is the larger of this and the same with V clamped to V_old +- clip.
+    All tensors are [T]; tokens of weight 0 do not count. Statistics: loss, tokens, and tokens whose clamped
+    term is larger (they have no gradient)."""
     counted = weights > 0
     value = torch.where(counted, values.double(), 0.0)
     target = torch.where(counted, returns.detach().double(), 0.0)
@@ -310,10 +307,10 @@ def value_loss(
 
 
 def chance_loss(logits: Tensor, successes: Tensor, weights: Tensor) -> tuple[Tensor, Stats]:
-    """Return sum_t w_t log(1 + exp((1 - 2 R_t) V_t)), the cross-entropy of the chances sigmoid(V) to outcomes
-    R in {0, 1} (SPPO, arXiv 2604.08865).
+    """Return sum_t w_t log(1 + exp((1 - 2 R_t) V_t)), the cross-entropy of sigmoid(V) to R in {0, 1}.
 
-    All tensors are [T]; tokens of weight 0 do not count, whatever they hold. Statistics: loss, tokens."""
+    SPPO (arXiv 2604.08865). All tensors are [T]; tokens of weight 0 do not count.
+    Statistics: loss, tokens."""
     counted = weights > 0
     value = torch.where(counted, logits.double(), 0.0)
     outcome = torch.where(counted, successes.detach().double(), 0.0)
@@ -326,11 +323,10 @@ def chance_loss(logits: Tensor, successes: Tensor, weights: Tensor) -> tuple[Ten
 
 
 def loss_metrics(sums: Mapping[str, Tensor | float], updates: int = 1) -> dict[str, float]:
-    """Return metrics from global sums: the statistics of one or several terms, added over micro-batches,
-    ranks and `updates` optimizer steps.
+    """Return metrics from global sums of the statistics over micro-batches, ranks and `updates` steps.
 
-    Losses become means over the updates, the rest means over their tokens (0 if there is none; left out where
-    these are the fewer ones of COUNTED_BY)."""
+    Losses become means over the updates, other statistics means over their tokens. Without tokens they are 0,
+    or missing if COUNTED_BY names other tokens."""
     values = {name: float(value) for name, value in sums.items()}
     metrics = {}
     for name, value in values.items():

@@ -1,5 +1,4 @@
-"""Scores of repeated answers (avg@k, pass@k, majority@k), how sure they are, and the explained variance of a
-value model."""
+"""Compute avg@k, pass@k, majority@k, confidence intervals, and the explained variance of values."""
 
 from __future__ import annotations
 
@@ -12,15 +11,14 @@ from torch import Tensor
 
 
 def avg_at_k(correct: Sequence[bool]) -> float:
-    """Return the share of right ones among the k answers to one problem; 0 if there is none."""
+    """Return the share of right answers to one problem; 0 without answers."""
     return sum(map(bool, correct)) / len(correct) if correct else 0.0
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
-    """Return the unbiased probability that k answers drawn from n, of which c are right, hold a right one: 1
-    - C(n-c, k) / C(n, k) (Chen et al. 2021, arXiv 2107.03374, eq. 1).
+    """Return 1 - C(n-c, k) / C(n, k), the unbiased pass@k of n answers with c right ones.
 
-    Raises ValueError unless 0 <= c <= n and 1 <= k <= n."""
+    Source: Chen et al. 2021, arXiv 2107.03374, eq. 1. Raises ValueError unless 0 <= c <= n and 1 <= k <= n."""
     if not (0 <= c <= n and 1 <= k <= n):
         raise ValueError(f"pass@k needs 0 <= c <= n and 1 <= k <= n (got n={n}, c={c}, k={k})")
     failure = 1.0
@@ -30,12 +28,11 @@ def pass_at_k(n: int, c: int, k: int) -> float:
 
 
 def majority_at_k(answers: Sequence[Hashable | None], correct: Sequence[bool]) -> float:
-    """Return whether the most frequent of the k answers to one problem is right: 1 or 0, or the share of
-    right ones when several are as frequent.
+    """Return 1 if the most frequent answer is right, else 0; the share of right ones among tied answers.
 
-    answers: normalised, so that equal answers compare equal; None (no answer was found) does not vote.
-    correct: what the verifier said of each; should it differ between equal answers, their share of right ones
-    counts. The order does not matter."""
+    Args:
+        answers: normalised, so that equal answers compare equal; None (no answer found) does not vote
+        correct: the verifier's results; equal answers with different results count by their share"""
     if len(answers) != len(correct):
         raise ValueError(f"majority@k: {len(answers)} answers, but {len(correct)} verdicts")
     votes = Counter(answer for answer in answers if answer is not None)
@@ -48,21 +45,19 @@ def majority_at_k(answers: Sequence[Hashable | None], correct: Sequence[bool]) -
 
 
 def ks_up_to(n: int) -> list[int]:
-    """Return the k of pass@k for n answers to a problem: powers of two, and n."""
+    """Return the values of k for pass@k with n answers: powers of two, and n."""
     return sorted({*(2**i for i in range(n.bit_length())), n})
 
 
 def interval(scores: Sequence[float], samples: int) -> tuple[float, float]:
-    """Return the 95 % confidence interval of the mean score over problems of this kind.
+    """Return the 95 % confidence interval of the mean score over problems; (0, 1) for a single problem.
 
-    scores: one per problem, in [0, 1], from `samples` answers.
+    scores: one per problem, in [0, 1], from `samples` answers each.
 
-    Wilson's interval (1927) for as many independent right-or-wrong answers as the scores are worth: m (1 - m)
-    / (s^2 / n) with their mean m and sample variance s^2 over the n problems, at least n and at most n *
-    samples (the effective sample size of Korn and Graubard 1998), with Student's t of n - 1. Answers to one
-    problem are not independent, so problems are the unit (Miller 2024, arXiv 2411.00640). Unlike a bootstrap
-    it does not shrink to a point where all are right or none is. One problem says nothing about others: (0,
-    1). Raises ValueError without a score."""
+    It is Wilson's interval (1927) with Student's t of n - 1, for the effective sample size m (1 - m) / (s^2 /
+    n), between n and n * samples (Korn and Graubard 1998). m and s^2 are mean and sample variance over the n
+    problems. Answers to one problem are dependent, so problems are the unit (Miller 2024, arXiv 2411.00640).
+    Unlike a bootstrap, it has a width even if all answers are right. Raises ValueError without a score."""
     n = len(scores)
     if not n:
         raise ValueError("a confidence interval needs at least one score")
@@ -77,13 +72,14 @@ def interval(scores: Sequence[float], samples: int) -> tuple[float, float]:
     t = _student(n - 1)
     centre = (mean + t * t / (2 * size)) / (1 + t * t / size)
     half = t * math.sqrt(max(spread, 0.0) / size + t * t / (4 * size * size)) / (1 + t * t / size)
-    # All right is inside, which rounding could deny.
+    # Rounding must not exclude the mean.
     return (min(max(0.0, centre - half), mean), max(min(1.0, centre + half), mean))
 
 
 def _student(freedom: int) -> float:
-    """Return the 0.975 quantile of Student's t: exact below 3, else its expansion around the normal one
-    (Abramowitz and Stegun 26.7.5), which is 0.12 % low at 3 and closer above."""
+    """Return the 0.975 quantile of Student's t: exact below 3, else by Abramowitz and Stegun 26.7.5.
+
+    The expansion is 0.12 % low at 3 and closer above."""
     if freedom < 3:
         return (12.706204736, 4.302652730)[freedom - 1]
     z = 1.959963985
@@ -98,8 +94,10 @@ def _student(freedom: int) -> float:
 
 
 def variance_sums(returns: Tensor, values: Tensor, mask: Tensor) -> Tensor:
-    """Return the sums that `explained_variance` needs, float64 [5], to be summed over ranks: tokens, and sum
-    and sum of squares of the returns and of the errors returns - values. All [T]; mask: bool."""
+    """Return the sums for `explained_variance`, float64 [5], to be summed over ranks.
+
+    They are tokens, and sum and sum of squares of the returns and of returns - values.
+    All [T]; mask: bool."""
     target = returns[mask].double()
     error = target - values[mask].double()
     count = torch.tensor(float(target.numel()), dtype=torch.float64, device=target.device)
@@ -107,14 +105,13 @@ def variance_sums(returns: Tensor, values: Tensor, mask: Tensor) -> Tensor:
 
 
 def explained_variance(sums: Tensor) -> float:
-    """Return 1 - Var(returns - values) / Var(returns) from the global `variance_sums`; 0 where the returns do
-    not vary."""
+    """Return 1 - Var(returns - values) / Var(returns) from `variance_sums`; 0 for constant returns."""
     count, *rest = map(float, sums.tolist())
     if count == 0:
         return 0.0
     total, squares, error, error_squares = (x / count for x in rest)
     variance = squares - total * total
-    # Of equal returns the difference of two float64 sums leaves a rounding error, not 0.
+    # Equal returns leave a rounding error instead of 0.
     if variance <= 1e-12 * squares:
         return 0.0
     return 1.0 - max(error_squares - error * error, 0.0) / variance

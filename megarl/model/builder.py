@@ -1,8 +1,7 @@
-"""Megatron models from a Hugging Face configuration: the only file that names a Megatron model class.
+"""Build Megatron models from a Hugging Face configuration.
 
-Actor and critic share the body; the actor's head gives log-probabilities, the critic's gives values. Weights
-are not initialised here (see megarl/weights), except the critic's head, which starts at zero or as
-critic.head_std says.
+Actor and critic share the body. The actor's head returns log-probabilities, the critic's returns values.
+Weights are loaded by megarl/weights; only the critic's head is initialised here, from critic.head_std.
 """
 
 from __future__ import annotations
@@ -68,15 +67,16 @@ from megarl.weights.shards import parameters
 
 LAYER = re.compile(r"(?<=decoder\.layers\.)\d+")
 MODULES = {"attention": "core_attn", "mlp": "mlp"}  # model.recompute_modules in Megatron's words
-# Of the norms of latents, whatever rms_norm_eps is (DeepseekV3RMSNorm in transformers and in published code).
+# Norms of latents use this, not rms_norm_eps (DeepseekV3RMSNorm in transformers and in published code).
 LATENT_EPS = 1e-6
 _ATTENTION = "transformer_engine.pytorch.attention.dot_product_attention.dot_product_attention"
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 def choose_layers(model: ModelConfig, device: torch.device) -> str:
-    """Return `te` or `portable`. Raises ConfigError where te or FP8 is asked for and CUDA or Transformer
-    Engine is missing, or the device has no FP8."""
+    """Return `te` or `portable`.
+
+    Raises ConfigError if te or FP8 is wanted and CUDA, Transformer Engine or FP8 hardware is missing."""
     fp8 = model.fp8.format != "none"
     experts = [key for key in ("grouped_experts", "permute_fusion") if getattr(model, key)]
     asked = model.layers == "te" or fp8 or experts
@@ -93,14 +93,15 @@ def choose_layers(model: ModelConfig, device: torch.device) -> str:
 
 
 def plain_attention(model: ModelConfig) -> str:
-    """Return that Transformer Engine attended with plain products in its last pass, as it does without a word
-    where cuDNN refuses a shape; empty where it did not, or was to. In float32 it has nothing else."""
+    """Return a warning if Transformer Engine's last pass used unfused attention; empty if not.
+
+    It does so silently when no fused kernel takes the shapes. In float32 it has no other kernel."""
     module = sys.modules.get(_ATTENTION)
     chosen = module and vars(module)["_attention_backends"]["use_unfused_attention"]
     if not chosen or model.dtype == "fp32" or model.attention != "auto":
         return ""
-    what = "attention is plain products, which hold all scores: no faster kernel takes these shapes"
-    return f"{what} (NVTE_DEBUG=1 NVTE_DEBUG_LEVEL=2 says why; with model.attention=fused the run would end)"
+    problem = "attention is unfused and keeps all scores in memory: no fused kernel takes these shapes"
+    return f"{problem} (NVTE_DEBUG=1 NVTE_DEBUG_LEVEL=2 shows why; model.attention=fused makes it an error)"
 
 
 def _has_apex() -> bool:
@@ -144,7 +145,7 @@ class _Body(GPTModel):
             raise ConfigError(f"update.share_prompts: {what} here (set it to false, or layers to portable)")
         self.layers_kind = layers
         self.input_needs_gradient = False  # see _prepare
-        if family.is_latent:  # Megatron's attention has rotary embeddings of its own, layer by layer
+        if family.is_latent:  # Megatron creates a rotary embedding in each layer; share one
             self.rotary_pos_emb = RotaryEmbedding(
                 hf.qk_rope_head_dim,
                 1.0,
@@ -158,21 +159,23 @@ class _Body(GPTModel):
                     if norm is not None:
                         norm.eps = LATENT_EPS
         self.rotary_pos_emb.inv_freq = rope_frequencies(hf).to(runtime.device)
-        # Angles of all positions: `_preprocess`, or Transformer Engine, picks this context-parallel rank's.
+        # Compute the angles of all positions; `_preprocess` or Transformer Engine selects this rank's.
         self.rotary_pos_emb.cp_group = None
         self.cp_rank = runtime.cp_rank
         self.routings = watch_routers(self, runtime.device)
         for layer in self.decoder.layers if family.has("router.expert_bias") else ():
             if hasattr(layer.mlp, "router"):
-                # A frozen parameter in the place of Megatron's buffer, whose updates are not wanted: so it is
-                # loaded, saved and sent as all others are.
+                # A frozen parameter instead of Megatron's buffer, which Megatron would update. It is loaded,
+                # saved and transferred like all parameters.
                 bias = torch.zeros(sizes.experts, dtype=torch.float32)
                 layer.mlp.router.expert_bias = torch.nn.Parameter(bias, requires_grad=False)
 
     def pack(self, cu_seqlens: Tensor, prompts: Prompts | None = None) -> Any:
-        """Return what the layers need to know of packed sequences; routers need `routing` and `real_tokens`
-        too (model/routing.py). cu_seqlens: int64 [n+1] on the host, of the whole pack under context
-        parallelism too; prompts: of sequences that share one (model/portable.py)."""
+        """Return Megatron's parameters of packed sequences; `routing` and `real_tokens` are None.
+
+        Args:
+            cu_seqlens: int64 [n+1] on the host, of the whole pack even under context parallelism
+            prompts: shared prompts of the sequences (model/portable.py)"""
         device, cp = self.rotary_pos_emb.inv_freq.device, self.config.context_parallel_size
         packed: Any
         if self.layers_kind == "portable":
@@ -182,7 +185,7 @@ class _Body(GPTModel):
             lengths = {"max_seqlen_q": longest, "max_seqlen_kv": longest}
             ends = cu_seqlens.to(device, torch.int32)
             packed = PackedSeqParams(qkv_format="thd", cu_seqlens_q=ends, cu_seqlens_kv=ends, **lengths)
-            if cp > 1:  # without them Transformer Engine's ring attention cuts nothing (context_parallel.py)
+            if cp > 1:  # Transformer Engine's ring attention splits only with these (context_parallel.py)
                 packed.cu_seqlens_q_padded = packed.cu_seqlens_kv_padded = ends
         packed.real_tokens = packed.routing = None
         return packed
@@ -190,11 +193,14 @@ class _Body(GPTModel):
     def forward(
         self, tokens: Tensor, positions: Tensor, packed: PackedSeqParams, indices: Tensor, labels: Tensor
     ) -> Any:
-        """Return what the model's head makes of the hidden states; before the last pipeline stage, those
-        themselves.
+        """Return the head's output; before the last pipeline stage, the hidden states.
 
-        tokens, positions: int64 [1, t]; indices: int64 [r], tokens of the pack that predict; labels: int64
-        [r] or [r, m], tokens that came there or might have. Under context parallelism all are this rank's."""
+        Under context parallelism all arguments are this rank's part.
+
+        Args:
+            tokens, positions: int64 [1, t]
+            indices: int64 [r], positions in the pack that predict a token
+            labels: int64 [r] or [r, m], the predicted tokens, or m candidates"""
         hidden = super().forward(tokens, positions, None, packed_seq_params=packed)
         return self._head(hidden, indices, labels) if self.post_process else hidden
 
@@ -206,7 +212,7 @@ class _Body(GPTModel):
         if self.input_needs_gradient and torch.is_grad_enabled():
             outputs[0].requires_grad_()
         if self.layers_kind == "portable":
-            # One row of angles per token: Megatron then rotates all sequences of the pack in one operation.
+            # With one row of angles per token, Megatron rotates all sequences of the pack at once.
             if isinstance(self.config, MLATransformerConfig):
                 packed = kwargs["packed_seq_params"]
                 angles = self.rotary_pos_emb(packed.max_seqlen_q)
@@ -221,10 +227,12 @@ class _Body(GPTModel):
 
 
 class Actor(_Body):
-    """forward(...) -> (logprobs, entropy), float32, like the labels and [r]. With `likeliest` = (k, limit)
-    instead the k likeliest tokens below `limit`: (logprobs float32, tokens int64), [r, k] each."""
+    """forward(...) -> logprobs, float32 like the labels, and entropy, float32 [r].
 
-    likeliest: tuple[int, int] | None = None
+    With `top_k` = (k, limit) it returns the top k of the tokens below `limit` instead: logprobs float32
+    [r, k] and tokens int64 [r, k]."""
+
+    top_k: tuple[int, int] | None = None
 
     def __init__(self, config: Config, hf: PretrainedConfig, runtime: Runtime, vp_stage: int) -> None:
         super().__init__(config, hf, runtime, vp_stage, tied=bool(hf.tie_word_embeddings))
@@ -249,8 +257,8 @@ class Actor(_Body):
             "chunk": self.chunk,
             "group": group,
         }
-        if self.likeliest is not None:
-            return vocab_parallel_top_k(*given, *self.likeliest, **shard)
+        if self.top_k is not None:
+            return vocab_parallel_top_k(*given, *self.top_k, **shard)
         return vocab_parallel_logprobs(*given, labels, **shard)
 
 
@@ -265,14 +273,12 @@ class Critic(_Body):
                 torch.nn.Linear, hf.hidden_size, 1, bias=False, dtype=torch.float32, device=runtime.device
             )
             torch.nn.init.zeros_(self.value_head.weight)
-            # Each tensor-parallel rank sees its part of the tokens only: Megatron sums such gradients over
-            # the ranks.
+            # Each tensor-parallel rank has part of the tokens; Megatron sums gradients with this mark.
             self.value_head.weight.sequence_parallel = self.config.sequence_parallel
-            # No matrix to Megatron's Muon, which leaves it to Adam.
+            # Megatron's Muon leaves marked parameters to Adam.
             self.value_head.weight.is_embedding_or_output_parameter = True
 
     def _head(self, hidden: Tensor, indices: Tensor, labels: Tensor) -> Tensor:
-        # Without the labels: the value of a state does not depend on the action.
         values = self.value_head(hidden.float()).squeeze(-1)
         if self.config.sequence_parallel:
             values = gather_from_sequence_parallel_region(values, tensor_parallel_output_grad=False)
@@ -280,8 +286,7 @@ class Critic(_Body):
 
 
 class ModelChunks(torch.nn.Module):
-    """A rank's part of an actor or critic: its chunks, one for each virtual stage (`parallel.vpp`), in the
-    order in which a token goes through them."""
+    """A rank's part of an actor or critic: one chunk per virtual stage (`parallel.vpp`), in forward order."""
 
     def __init__(
         self, kind: type[Actor | Critic], config: Config, hf: PretrainedConfig, runtime: Runtime
@@ -293,26 +298,25 @@ class ModelChunks(torch.nn.Module):
 
     @property
     def config(self) -> TransformerConfig:
-        """Return what the first chunk was built from: Megatron's schedule reads no other's."""
+        """Return the first chunk's config, the only one that Megatron's schedule reads."""
         return self.chunks[0].config
 
     @property
     def device(self) -> torch.device:
-        """Return where inputs belong."""
+        """Return the device of the inputs."""
         return self.chunks[0].rotary_pos_emb.inv_freq.device
 
     @property
     def routings(self) -> list[Routing]:
-        """Return what stands in the routers of a mixture's layers; [] for a dense model."""
+        """Return the Routing of each router; [] for a dense model."""
         return [routing for chunk in self.chunks for routing in chunk.routings]
 
     def pack(self, cu_seqlens: Tensor, prompts: Prompts | None = None) -> Any:
-        """Return what the layers need to know of packed sequences; see `_Body.pack`."""
+        """Return Megatron's parameters of packed sequences; see `_Body.pack`."""
         return self.chunks[0].pack(cu_seqlens, prompts)
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Any]]:
-        """Yield the parameters as if the chunks were one model, the rank's layers numbered through
-        (weights/shards.py:parameters)."""
+        """Yield the parameters as of one model: layers count through all chunks of the rank."""
         before = 0
         for chunk in self.chunks:
             for name, parameter in chunk.named_parameters(*args, **kwargs):
@@ -321,37 +325,35 @@ class ModelChunks(torch.nn.Module):
 
 
 def build_actor(config: Config, hf: PretrainedConfig, runtime: Runtime) -> ModelChunks:
-    """Build this rank's part of the actor, weights undefined."""
+    """Build this rank's part of the actor, with undefined weights."""
     model = ModelChunks(Actor, config, hf, runtime)
     return _prepare(model, hf, config.actor, config.seed, runtime)
 
 
 def build_critic(config: Config, hf: PretrainedConfig, runtime: Runtime) -> ModelChunks:
-    """Build this rank's part of the critic, weights undefined but for the value head's."""
+    """Build this rank's part of the critic, with undefined weights except the value head's."""
     model = ModelChunks(Critic, config, hf, runtime)
     if model.chunks[-1].post_process and config.critic.head_std:
         weight = model.chunks[-1].value_head.weight.data
-        alike = torch.Generator().manual_seed(config.seed)  # on all ranks
-        weight.copy_(config.critic.head_std * torch.randn(weight.shape, generator=alike))
+        generator = torch.Generator().manual_seed(config.seed)  # the same on all ranks
+        weight.copy_(config.critic.head_std * torch.randn(weight.shape, generator=generator))
     return _prepare(model, hf, config.critic, config.seed, runtime)
 
 
 def _prepare(
     model: ModelChunks, hf: PretrainedConfig, optimizer: OptimizerConfig, seed: int, runtime: Runtime
 ) -> ModelChunks:
-    """Add adapters, fuse gradients, mark shards, freeze what the optimizer leaves alone, and move the model
-    to its device."""
+    """Add adapters, fuse gradients, mark shards, freeze parameters, and move the model to its device."""
     for chunk in model.chunks if optimizer.lora.rank is not None else ():
         attach_adapters(chunk, hf.to_dict(), optimizer.lora, seed, runtime)
     modules: Iterator[Any] = model.modules()
     for module in modules:
-        # Transformer Engine's linears add a weight's gradient to Megatron's FP32 buffer by themselves.
-        # Megatron would have them told by gradient_accumulation_fusion, but without apex its head then
-        # refuses to be built, whose forward is never called.
+        # Transformer Engine's linears then add gradients to Megatron's FP32 buffer. Megatron's own option
+        # for it, gradient_accumulation_fusion, needs apex to build its output layer.
         if hasattr(module, "fuse_wgrad_accumulation"):
             module.fuse_wgrad_accumulation = True
-        # Megatron marks what tensor-parallel ranks hold different parts of when it draws initial weights,
-        # which we leave out; without the marks the gradient norm would count the shards of one rank only.
+        # Megatron marks tensor-parallel shards when it initialises weights, which we skip. Without the marks
+        # the gradient norm would count the shards of one rank only.
         shards: list[tuple[torch.nn.Parameter, int]] = []
         if isinstance(module, ColumnParallelLinear | VocabParallelEmbedding):
             shards = [(parameter, 0) for parameter in module.parameters(recurse=False)]
@@ -362,28 +364,27 @@ def _prepare(
                 set_tensor_model_parallel_attributes(parameter, is_parallel=True, dim=dim, stride=1)
     for name, parameter in model.named_parameters():
         if ".experts." in name:
-            # Megatron marks experts only where ep > 1. With ep = 1 the tensor-parallel ranks, each of which
-            # has seen some of the tokens, hold the same experts, and their gradients would not be added up.
+            # Megatron marks experts only with ep > 1. With ep = 1 the tensor-parallel ranks hold the same
+            # experts for different tokens, and without the mark their gradients would not be summed.
             parameter.allreduce = False
-            # In the gradient norm each rank counts its own part, for the ranks that hold an expert divide its
-            # optimizer. Neither Transformer Engine nor Megatron before 0.19 marks the weights of a grouped
-            # product so, and those of one tensor-parallel rank alone would be counted.
+            # Each rank must count its part in the gradient norm, as ranks with the same expert share its
+            # optimizer. Transformer Engine and Megatron before 0.19 do not mark grouped weights.
             parameter.tensor_model_parallel = True
             parameter.partition_dim = 1 if ".linear_fc2." in name else 0
             parameter.partition_stride = 1
         if name.endswith("_down_proj.weight"):
-            # Whole on every tensor-parallel rank. Transformer Engine marks it as a part nevertheless, and the
-            # gradient norm would count it once for each rank.
+            # Replicated on every tensor-parallel rank, though Transformer Engine marks it as a shard. The
+            # gradient norm would count it once per rank.
             parameter.tensor_model_parallel = False
     if optimizer.freezes:
-        # Before Megatron's DDP and optimizer are built, which pass over what needs no gradient.
+        # Freeze before Megatron's DDP and optimizer are built, which skip parameters without gradients.
         critic = isinstance(model.chunks[0], Critic)
         own = parameters(hf.to_dict(), runtime.layout, runtime.pp_rank, 0, critic=critic)
         frozen = {name for name, pair, layer, _ in own if is_frozen(pair, layer, optimizer)}
         for name, parameter in table_names(dict(model.named_parameters())).items():
             parameter.requires_grad_(name not in frozen)
-        # What is recomputed gives its weights no gradients where its input needs none: a whole layer as the
-        # first behind frozen embeddings, or any behind frozen layers; an MLP that alone has adapters.
+        # A recomputed module gets no weight gradients if its input needs none: after frozen embeddings or
+        # frozen layers. So the input must need a gradient.
         first, c = model.chunks[0], model.config
         again = c.recompute_granularity == "full" or (
             c.recompute_granularity == "selective" and "mlp" in c.recompute_modules
@@ -394,7 +395,7 @@ def _prepare(
 
 
 def _recompute_options(model: ModelConfig) -> dict[str, Any]:
-    """Return the fields of Megatron's TransformerConfig of what is computed again."""
+    """Return the fields of Megatron's TransformerConfig for recomputation."""
     if model.recompute == "none":
         return {}
     if model.recompute == "selective":
@@ -402,12 +403,12 @@ def _recompute_options(model: ModelConfig) -> dict[str, Any]:
         return {"recompute_granularity": "selective", "recompute_modules": modules}
     method, layers = "uniform", 1
     if model.recompute_layers is not None:
-        method, layers = "block", model.recompute_layers  # Megatron's word: the first layers of a stage alone
+        method, layers = "block", model.recompute_layers  # the first layers of a stage
     return {"recompute_granularity": "full", "recompute_method": method, "recompute_num_layers": layers}
 
 
 def _attention_options(hf: PretrainedConfig, family: Family, sizes: Sizes) -> dict[str, Any]:
-    """Return the fields of Megatron's TransformerConfig of linear and of multi-latent attention."""
+    """Return the fields of Megatron's TransformerConfig for linear and multi-latent attention."""
     options: dict[str, Any] = {}
     if sizes.linear:
         options["linear_attention_freq"] = [int(layer in sizes.linear) for layer in range(sizes.layers)]
@@ -419,8 +420,7 @@ def _attention_options(hf: PretrainedConfig, family: Family, sizes: Sizes) -> di
             "qk_head_dim": hf.qk_nope_head_dim,
             "qk_pos_emb_head_dim": hf.qk_rope_head_dim,
             "v_head_dim": hf.v_head_dim,
-            # Frequencies are Hugging Face's whatever they are (`_Body`). Of YaRN that leaves the scale of the
-            # softmax, which Megatron takes from these two.
+            # `_Body` sets Hugging Face's frequencies. Megatron still scales YaRN's softmax by these two.
             "rope_type": "rope",
             "rotary_scaling_factor": factor,
             "mscale_all_dim": power,
@@ -431,7 +431,7 @@ def _attention_options(hf: PretrainedConfig, family: Family, sizes: Sizes) -> di
 def _mlp_options(
     model: ModelConfig, hf: PretrainedConfig, ep: int, family: Family, sizes: Sizes
 ) -> dict[str, Any]:
-    """Return the fields of Megatron's TransformerConfig of MLPs and of mixtures of experts."""
+    """Return the fields of Megatron's TransformerConfig for MLPs and mixtures of experts."""
     mlp: dict[str, Any] = {"ffn_hidden_size": sizes.ffn}
     if family.is_moe:
         # Dropless and without auxiliary loss, so that a token's output does not depend on other tokens.
@@ -440,16 +440,14 @@ def _mlp_options(
             "ffn_hidden_size": sizes.ffn if sizes.dense else sizes.expert_ffn,
             "moe_ffn_hidden_size": sizes.expert_ffn,
             "moe_router_topk": hf.num_experts_per_tok,
-            # The softmax over the chosen experts is that over all of them, normalised to 1 over the chosen
-            # ones.
+            # A softmax over the chosen experts equals the full softmax normalised over them.
             "moe_router_pre_softmax": not getattr(hf, "norm_topk_prob", True),
             "moe_router_load_balancing_type": "none",
             "moe_aux_loss_coeff": 0.0,
             "expert_model_parallel_size": ep,
             "expert_tensor_parallel_size": 1,
             "moe_grouped_gemm": model.grouped_experts,
-            # Else logits and what experts are weighed by are rounded to model.dtype, and near ties decided by
-            # the rounding.
+            # In model.dtype, rounding would decide near ties and round the experts' weights.
             "moe_router_dtype": "fp32" if model.router_dtype == "fp32" else None,
             "moe_permute_fusion": model.permute_fusion,
         }
@@ -503,32 +501,27 @@ def _transformer_config(
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
         variable_seq_lengths=layout.pp > 1,
-        # Megatron's interleaved schedule always overlaps its messages with computing. Where it batches them
-        # instead, the exchange of packs' lengths deadlocks (seen over gloo with four stages: one sends hidden
-        # states to the next, which waits in the exchange for it), and two stages, each the other's next and
-        # previous one, mix up activations and gradients.
+        # The interleaved schedule must overlap its messages. Batched ones deadlock in the exchange of pack
+        # lengths with four stages over gloo, and two stages mix up activations and gradients.
         virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
         overlap_p2p_comm=layout.vpp > 1,
         overlap_p2p_comm_warmup_flush=layout.vpp > 1 and config.parallel.overlap_warmup_flush,
         batch_p2p_comm=layout.vpp == 1,
-        # Megatron would synchronise the device after each exchange, for a defect of old versions of torch.
+        # Megatron's default synchronises the device after each exchange, for old versions of torch.
         batch_p2p_sync=False,
-        # What has been sent on is freed, and its graph alone kept until it goes back: it is no view (a layer
-        # ends in make_viewless_tensor) and nobody else has it. Not with virtual stages, whose messages may
-        # still be under way then: megatron-core 0.16 waits for none of them.
+        # Free outputs once they are sent; only their graph is needed for the backward pass. Not with virtual
+        # stages: megatron-core 0.16 does not wait for their messages.
         deallocate_pipeline_outputs=layout.pp > 1 and layout.vpp == 1,
-        moe_token_dispatcher_type="alltoall",  # what variable_seq_lengths insists on, dense models included
+        moe_token_dispatcher_type="alltoall",  # variable_seq_lengths requires it, even in dense models
         calculate_per_token_loss=True,  # neither the schedule nor DDP divides the loss: see training/model.py
         perform_initialization=False,
         use_cpu_initialization=runtime.device.type == "cpu",
-        # apex's kernel adds a weight's gradient to Megatron's buffer within the matrix product. (Transformer
-        # Engine: `_prepare`.)
+        # apex's kernel adds gradients to Megatron's buffer. (Transformer Engine: `_prepare`.)
         gradient_accumulation_fusion=runtime.device.type == "cuda" and _has_apex(),
         bias_activation_fusion=layers == "te",
         bias_dropout_fusion=layers == "te",
         rotary_interleaved=family.rotary_pairs,
-        # megatron-core 0.16 does not tell Transformer Engine's kernel for packed sequences that pairs are to
-        # be turned; later ones do.
+        # megatron-core 0.16 cannot rotate pairs with Transformer Engine's kernel for packed sequences.
         apply_rope_fusion=layers == "te" and not family.rotary_pairs and not family.is_latent,
         masked_softmax_fusion=False,
         attention_backend=AttnBackend[config.model.attention],
@@ -548,7 +541,7 @@ def _block_spec(
     *,
     adapters: bool,
 ) -> TransformerBlockSubmodules:
-    """Return the specs of a chunk's layers. own: which layers of the model they are."""
+    """Return the specs of a chunk's layers. own: indices of these layers in the model."""
     norm: Any = RMSNorm
     if kind == "te":
         from megatron.core.extensions.transformer_engine import TEColumnParallelLinear, TENorm
@@ -567,11 +560,11 @@ def _block_spec(
                 multi_latent_attention=family.is_latent,
             )
             parts = layer.submodules
-            if family.is_latent:  # with norms of their own, as the portable layers have
+            if family.is_latent:  # separate norms, as in portable layers
                 attention, parts.self_attention.module = parts.self_attention.submodules, LatentAttention
                 attention.q_layernorm, attention.kv_layernorm = of_queries, TENorm
                 attention.linear_q_up_proj = attention.linear_kv_up_proj = TEColumnParallelLinear
-            if adapters:  # whose input is the norm's output, which the fused layers do not show
+            if adapters:  # adapters need the norm's output, which fused layers hide
                 parts.input_layernorm = parts.pre_mlp_layernorm = TENorm
                 if not family.is_latent:
                     parts.self_attention.submodules.linear_qkv = TEColumnParallelLinear
@@ -595,8 +588,8 @@ def _block_spec(
             elif config.qk_layernorm:
                 attention.q_layernorm = attention.k_layernorm = RMSNorm
             if mixture:
-                # Transformer Engine fuses this norm with dense layers only: in a checkpoint it has the name
-                # that it has there.
+                # Keep the checkpoint name that Transformer Engine uses, which fuses this norm only in dense
+                # layers.
                 del parts.sharded_state_dict_keys_map["pre_mlp_layernorm."]
         if config.attention_output_gate:
             parts.self_attention.module = GatedAttention

@@ -1,4 +1,4 @@
-"""The gated delta rule (Gated DeltaNet, arXiv 2412.06464) in plain torch, for training and for rollouts."""
+"""The gated delta rule (Gated DeltaNet, arXiv 2412.06464) in plain torch."""
 
 from __future__ import annotations
 
@@ -6,23 +6,25 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-CHUNK = 64  # tokens that are multiplied at once
-EPSILON = 1e-6  # of the norms of queries and keys
+CHUNK = 64  # tokens per matrix product
+EPSILON = 1e-6  # in the norms of queries and keys
 
 
 def convolve(x: Tensor, weight: Tensor) -> Tensor:
-    """Convolve each channel over the tokens up to its own, and apply SiLU: x [rows, tokens, channels], weight
-    [channels, 1, width] -> like x."""
+    """Apply a causal convolution per channel and SiLU.
+
+    x [rows, tokens, channels], weight [channels, 1, width] -> like x."""
     width = weight.shape[2]
     out = F.conv1d(F.pad(x.transpose(1, 2), (width - 1, 0)), weight, groups=len(weight))
     return F.silu(out).transpose(1, 2)
 
 
 def gates(alpha: Tensor, beta: Tensor, log_rate: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the logarithm of what a token leaves of the state, and how much of its own it writes there:
-    float32 [..., heads] each. log_rate, bias: A_log and dt_bias [heads]."""
-    # Not torch's softplus and sigmoid, which take the last numbers of a tensor one by one on a CPU, and round
-    # them otherwise: a token's would depend on how many come behind it.
+    """Return the log decay of the state and the strength beta of the write, float32 [..., heads] each.
+
+    log_rate, bias: A_log and dt_bias [heads]."""
+    # torch's softplus and sigmoid round the last elements of a CPU tensor differently, so that a token's
+    # value would depend on the number of tokens after it.
     softplus = -F.logsigmoid(-(alpha.float() + bias))
     return -log_rate.float().exp() * softplus, F.logsigmoid(beta.float()).exp()
 
@@ -30,17 +32,19 @@ def gates(alpha: Tensor, beta: Tensor, log_rate: Tensor, bias: Tensor) -> tuple[
 def delta_rule(
     query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, state: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Read a state S [dk, dv] of each head, which is `state` at first, or zero, and into which the tokens of
-    a row write one after the other (equation 10 of the paper, transposed):
+    """Apply the gated delta rule to the state S [dk, dv] of each head (equation 10, transposed):
 
         S_t = e^g_t (S_t-1 - beta_t k_t k_t^T S_t-1) + beta_t k_t v_t^T,   o_t = S_t^T q_t / sqrt(dk)
 
-    with queries and keys of length 1. Chunks of tokens are multiplied at once: within one the recurrence is a
-    triangular system (section 3.3 and its appendix).
+    with queries and keys of norm 1. Within a chunk of tokens the recurrence is a triangular system (section
+    3.3 and its appendix).
 
-    query, key [rows, t, key heads, dk]; value [rows, t, heads, dv], of which several share a key head; decay
-    (g), beta [rows, t, heads], float32 -> outputs like value, and S behind the last token, float32 [rows,
-    heads, dk, dv]. A token with g = beta = 0 leaves S as it is."""
+    Args:
+        query, key: [rows, t, key heads, dk]
+        value: [rows, t, heads, dv]; several heads share a key head
+        decay (g), beta: float32 [rows, t, heads]; a token with g = beta = 0 leaves S unchanged
+        state: initial S, zero if None
+    Returns outputs like value, and the final S, float32 [rows, heads, dk, dv]."""
     tokens, kind = value.shape[1], value.dtype
     shared = value.shape[2] // key.shape[2]
     query, key = (_unit(x).repeat_interleave(shared, 2) for x in (query, key))
@@ -48,7 +52,7 @@ def delta_rule(
     chunk = min(CHUNK, tokens)
     query, key, value, decay, beta = (
         F.pad(x.float().transpose(1, 2), (0, 0) * (x.dim() - 3) + (0, -tokens % chunk))
-        .contiguous()  # else a single row is multiplied transposed, which rounds otherwise than several
+        .contiguous()  # else a single row is multiplied transposed, with other rounding than several
         .unflatten(2, (-1, chunk))
         for x in (query, key, value, decay, beta)
     )  # [rows, heads, chunks, chunk, ...]
@@ -57,7 +61,7 @@ def delta_rule(
     between = (decay[..., :, None] - decay[..., None, :]).masked_fill(later, -torch.inf).exp()
     since, until = decay.exp()[..., None], (decay[..., -1:] - decay).exp()[..., None]
     written = beta[..., None] * key
-    # Of each chunk: what its tokens write where the state is zero, and what of the state they take away.
+    # Per chunk: the writes of its tokens to a zero state, and their removal from the incoming state.
     system = written @ key.mT * between
     both = torch.cat([beta[..., None] * value, written * since], -1)
     fresh, taken = torch.linalg.solve_triangular(system, both, upper=False, unitriangular=True).split(
@@ -77,9 +81,10 @@ def delta_rule(
 def delta_step(
     state: Tensor, query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Take one token of each row through the recurrence of `delta_rule`: state [rows, heads, dk, dv], query
-    and key [rows, key heads, dk], value [rows, heads, dv], decay, beta [rows, heads] -> (outputs, state).
-    Sums are over a dimension of fixed size, so that they do not depend on the other rows."""
+    """Apply `delta_rule` to one token of each row and return outputs and state.
+
+    state [rows, heads, dk, dv], query and key [rows, key heads, dk], value [rows, heads, dv], decay and beta
+    [rows, heads]. Sums have a fixed size, so that results are batch-invariant."""
     shared = value.shape[1] // key.shape[1]
     query, key = (x.repeat_interleave(shared, 1)[..., None] for x in (_unit(query), _unit(key)))
     state = state * decay.exp()[..., None, None]
@@ -89,7 +94,7 @@ def delta_step(
 
 
 def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    """Normalise the output of each head, and multiply it by SiLU of its gate: [..., dv] each."""
+    """Normalise each head's output and multiply it by SiLU of its gate: [..., dv] each."""
     normalised = F.rms_norm(x.float(), weight.shape, eps=epsilon).to(x.dtype)
     return (weight * normalised * F.silu(gate.float())).to(x.dtype)
 

@@ -1,6 +1,6 @@
-"""FP8 matrix products in Transformer Engine's layers: what each recipe asks of the device, the model's sizes
-and the length of packs. Needs neither Megatron nor Transformer Engine, so that a laptop can check the
-configuration of a GPU run.
+"""Requirements of FP8 recipes on device, model sizes and pack lengths.
+
+Imports neither Megatron nor Transformer Engine, so that a laptop can check a GPU run's configuration.
 """
 
 from __future__ import annotations
@@ -19,30 +19,28 @@ from megarl.weights.families import Sizes
 
 @dataclass(frozen=True)
 class Recipe:
-    """What a recipe needs. multiple: of each side of a rank's matrices, and of the tokens that a rank
-    quantises. capability: of the device, at least, and below `before`. cuda: that torch was built with, at
-    least (Transformer Engine: pytorch/quantization.py, pytorch/utils.py)."""
+    """Requirements of a recipe (Transformer Engine: pytorch/quantization.py, pytorch/utils.py)."""
 
-    multiple: int
-    capability: tuple[int, int] = (8, 9)
-    before: tuple[int, int] = (99, 0)
-    cuda: tuple[int, int] = (12, 1)
+    multiple: int  # divides each side of a rank's matrices and the tokens that a rank quantises
+    capability: tuple[int, int] = (8, 9)  # lowest compute capability
+    before: tuple[int, int] = (99, 0)  # capabilities from this one are not supported
+    cuda: tuple[int, int] = (12, 1)  # lowest CUDA version of torch
 
 
 RECIPES = {
     "delayed": Recipe(16),
     "tensorwise": Recipe(16),
-    # Its own matrix products take less, but an input that sequence parallelism gathers must consist of whole
-    # 128 x 128 blocks.
+    # An input that sequence parallelism gathers must consist of whole 128 x 128 blocks.
     "blockwise": Recipe(128, capability=(9, 0), cuda=(12, 9)),
     "mxfp8": Recipe(32, capability=(10, 0), before=(12, 0), cuda=(12, 8)),
 }
 
 
 def pack_multiple(config: Any) -> int:
-    """Return what the number of a pack's tokens must be a multiple of, for a Megatron TransformerConfig: with
-    sequence parallelism each tensor-parallel rank has its share of them, with context parallelism each rank
-    its two chunks, and with FP8 each share is quantised."""
+    """Return the number that must divide a pack's tokens, for a Megatron TransformerConfig.
+
+    Sequence parallelism splits them over tensor-parallel ranks, context parallelism into two chunks per rank,
+    and FP8 quantises each share."""
     ranks = config.tensor_model_parallel_size if config.sequence_parallel else 1
     multiple = ranks * (RECIPES[config.fp8_recipe].multiple if config.fp8 else 1)
     cp = config.context_parallel_size
@@ -50,7 +48,7 @@ def pack_multiple(config: Any) -> int:
 
 
 def fp8_options(config: Config) -> dict[str, Any]:
-    """Return the fields of Megatron's TransformerConfig."""
+    """Return the fields of Megatron's TransformerConfig for FP8."""
     fp8 = config.model.fp8
     if fp8.format == "none":
         return {}
@@ -58,15 +56,13 @@ def fp8_options(config: Config) -> dict[str, Any]:
         "fp8": fp8.format,
         "fp8_recipe": fp8.recipe,
         "first_last_layers_bf16": fp8.first_last_layers_bf16,
-        # Data-parallel replicas do not do equally many passes, so that a maximum over all of them would wait
-        # for ever; with tensor parallelism all ranks do.
+        # Replicas do different numbers of passes, so a maximum over data-parallel ranks would hang.
         "tp_only_amax_red": True,
     }
 
 
 def check_sizes(config: Config, hf_config: Mapping[str, Any], key: str = "model.path") -> None:
-    """Raise ConfigError for the first matrix of a rank that the recipe cannot multiply. `key`: what named the
-    model's folder."""
+    """Raise ConfigError for a matrix of a rank with unsuitable sides. key: config key of the model."""
     fp8, sizes, tp = config.model.fp8, Sizes.of(hf_config), config.parallel.tp
     if fp8.format == "none":
         return
@@ -85,7 +81,7 @@ def check_sizes(config: Config, hf_config: Mapping[str, Any], key: str = "model.
         sides |= {"the width of attention": sizes.out // tp, "the height of q": sizes.q // tp}
         sides |= {"kv_lora_rank": sizes.kv_rank, "the height of kv_a_proj_with_mqa": sizes.latent}
         sides |= {"the height of kv_b_proj": sizes.kv_up // tp, "q_lora_rank": sizes.q_rank}
-    if sizes.experts:  # which are whole on their rank (parallel/layout.py)
+    if sizes.experts:  # experts are not split by tensor parallelism (parallel/layout.py)
         sides["moe_intermediate_size"] = sizes.expert_ffn
     if sizes.shared_ffn:
         sides["the width of shared experts"] = sizes.shared_ffn // tp
@@ -101,8 +97,9 @@ def check_sizes(config: Config, hf_config: Mapping[str, Any], key: str = "model.
 
 
 def check_device(recipe: str, device: torch.device) -> None:
-    """Raise ConfigError where the GPU, or the CUDA of this torch, does not know the recipe. Not to be called
-    before a rank has its device: asking the device takes some of its memory."""
+    """Raise ConfigError if the GPU or torch's CUDA does not support the recipe.
+
+    Call it only once the rank has its device: the query allocates memory there."""
     capability = torch.cuda.get_device_capability(device)
     problem = device_problem(recipe, capability, torch.version.cuda or "0.0")
     if problem:
@@ -112,13 +109,13 @@ def check_device(recipe: str, device: torch.device) -> None:
 
 
 def device_problem(recipe: str, capability: tuple[int, int], cuda: str) -> str:
-    """Return what is missing on a device; empty where nothing is. cuda: as torch writes it, "12.9"."""
+    """Return the unmet requirement of a device, or an empty string. cuda: like "12.9"."""
     needs = RECIPES[recipe]
     if capability < needs.capability:
         return f"needs compute capability {_dotted(needs.capability)}, this device has {_dotted(capability)}"
     if capability >= needs.before:
         newer = f"compute capability {_dotted(needs.before)} and newer"
-        return f"is not there for {newer}, this device has {_dotted(capability)}"
+        return f"does not exist for {newer}, this device has {_dotted(capability)}"
     major, minor, *_ = cuda.split(".")
     if (int(major), int(minor)) < needs.cuda:
         return f"needs CUDA {_dotted(needs.cuda)}, torch was built with {cuda}"

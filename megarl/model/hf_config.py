@@ -1,5 +1,6 @@
-"""A model folder's config.json as transformers understands it, and what of that this project can build.
-Imports without Megatron, so that it can be asked before ranks are started."""
+"""Read config.json through transformers, and check that the model can be built.
+
+Imports no Megatron, for checks before ranks start."""
 
 from __future__ import annotations
 
@@ -17,8 +18,7 @@ from megarl.weights.families import FAMILIES, Sizes, family_of, is_on, is_tied, 
 
 
 def read_hf_config(folder: Path) -> PretrainedConfig:
-    """Read the model's configuration; code that lies in the folder is never run. Raises CheckpointError where
-    there is none."""
+    """Read the model's configuration without running code from the folder. Raises CheckpointError."""
     path = folder / "config.json"
     if not path.is_file():
         raise CheckpointError(f"{folder}: no config.json (model.path must be a Hugging Face folder)")
@@ -30,8 +30,7 @@ def read_hf_config(folder: Path) -> PretrainedConfig:
 
 
 def check_buildable(folder: Path) -> None:
-    """Check, before there are ranks, what the model's builder would refuse on each of them. Raises
-    CheckpointError naming config.json and the key."""
+    """Raise CheckpointError `config.json: key: problem` if the builder would refuse the model."""
     described, hf = read_config(folder), read_hf_config(folder)
     sizes = Sizes.of(described)
     taken: dict[str, tuple[Any, Any]] = {
@@ -51,7 +50,7 @@ def check_buildable(folder: Path) -> None:
         taken[key] = (is_on(key, described), getattr(hf, key) not in (None, False))
     try:
         for key, (ours, theirs) in taken.items():
-            if ours != theirs:  # left out, and transformers' default is not that of the weights' table
+            if ours != theirs:  # missing, and transformers' default differs from ours
                 meant = f"transformers takes {json.dumps(theirs)}, not {json.dumps(ours)}"
                 raise CheckpointError(f"config.json: {key}: is missing, and {meant} (add it)")
         if not bool(rope_frequencies(hf).isfinite().all()):
@@ -66,8 +65,7 @@ def check_buildable(folder: Path) -> None:
 
 
 def rope_frequencies(hf: PretrainedConfig) -> Tensor:
-    """Return the inverse frequencies by Hugging Face's own functions, so that every scaling that it knows is
-    exact. float32 [half of what is rotated of a head].
+    """Return the inverse rotary frequencies by Hugging Face's functions, float32 [rotated width / 2].
 
     Raises CheckpointError for a rope_type that cannot be computed or scales attention too."""
     rope = hf.rope_parameters
@@ -90,13 +88,14 @@ def rope_frequencies(hf: PretrainedConfig) -> Tensor:
 
 
 def yarn_softmax(hf: PretrainedConfig) -> tuple[float, float]:
-    """Return s and a, with which multi-latent attention multiplies the scale of its softmax by (0.1 a ln s +
-    1)^2 where YaRN stretches positions (arXiv 2309.00071, section 3.4); (1, 0): it does not."""
+    """Return YaRN's s and a: multi-latent attention scales its softmax by (0.1 a ln s + 1)^2.
+
+    (1, 0) without YaRN (arXiv 2309.00071, section 3.4)."""
     rope = hf.rope_parameters
     stretched = rope.get("rope_type", "default") != "default" and rope.get("mscale_all_dim")
     return (rope["factor"], rope["mscale_all_dim"]) if stretched else (1.0, 0.0)
 
 
 def head_dim(hf: PretrainedConfig) -> int:
-    """Return the width of one attention head; in multi-latent attention that of the part that is rotated."""
+    """Return the width of an attention head; in multi-latent attention, of its rotated part."""
     return getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads

@@ -1,9 +1,7 @@
-"""Log-probabilities and entropy from hidden states, over a vocabulary that is split across tensor-parallel
-ranks.
+"""Compute log-probabilities, entropy and top k from hidden states with a vocab-parallel head.
 
-Logits exist for `chunk` entries of the vocabulary at a time, forward and backward, so that the [tokens,
-vocabulary] array never does (20k tokens x a vocabulary of 152k would be 12 GiB in float32). One head serves
-old, reference and actor log-probs; another gives a teacher's likeliest tokens.
+Logits exist for `chunk` vocabulary entries at a time, forward and backward. The full array of 20k tokens and
+152k entries would take 12 GiB in float32.
 """
 
 from __future__ import annotations
@@ -29,14 +27,15 @@ def vocab_parallel_logprobs(
     chunk: int,
     group: Group = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return log pi(label), float32 like `labels`, and the entropy, float32 [tokens], of pi = softmax(hidden
-    @ weight.T / temperature).
+    """Return log pi(label), float32 like `labels`, and the entropy of pi, float32 [tokens].
 
-    hidden  [tokens, hidden size], the same on every rank of `group`; its gradient is this rank's share
+    pi = softmax(hidden @ weight.T / temperature).
+
+    hidden  [tokens, hidden size], equal on all ranks of `group`; its gradient is this rank's share
     weight  [vocab_shard_size + padding, hidden size], this rank's vocab shard, which may be empty
-    labels  int64 [tokens], or [tokens, m], of which those behind the first differ
-    chunk   entries whose logits exist at once: two arrays of [tokens, chunk] float32 beside the gradients
-            (three where the entropy has a gradient)
+    labels  int64 [tokens] or [tokens, m]; labels of a token after the first must differ from each other
+    chunk   number of entries whose logits exist at once: two float32 arrays [tokens, chunk] in addition to
+            the gradients, three if the entropy has a gradient
     """
     local = (labels if labels.dim() > 1 else labels[:, None]) - vocab_start
     logprobs, entropy = _LogProbs.apply(hidden, weight, local, vocab_shard_size, temperature, chunk, group)
@@ -56,8 +55,9 @@ def vocab_parallel_top_k(
     chunk: int,
     group: Group = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return log pi of the k likeliest of the tokens below `limit`, float32 [tokens, k], likeliest first, and
-    which these are, int64 [tokens, k]; pi as in `vocab_parallel_logprobs`, over the whole vocabulary."""
+    """Return log-probs, float32 [tokens, k], and ids, int64 [tokens, k], of the top k below `limit`.
+
+    pi is over the whole vocabulary, as in `vocab_parallel_logprobs`."""
     maximum = hidden.new_full((hidden.shape[0],), -torch.inf, dtype=torch.float32)
     total = torch.zeros_like(maximum)
     best = hidden.new_full((hidden.shape[0], k), -torch.inf, dtype=torch.float32)
@@ -84,11 +84,9 @@ def vocab_parallel_top_k(
 
 
 class _LogProbs(torch.autograd.Function):
-    """Forward keeps one number a token (the log-normaliser); backward computes the logits again, chunk by
-    chunk.
+    """Save one log-normaliser per token, and compute the logits again in the backward pass, by chunks.
 
-    That fourth matrix product costs less than the passes over memory that it saves: a chunk's logits stay in
-    the cache."""
+    The fourth matrix product costs less than reading and writing all logits: a chunk stays in the cache."""
 
     @staticmethod
     def forward(
@@ -101,8 +99,8 @@ class _LogProbs(torch.autograd.Function):
         chunk: int,
         group: Group,
     ) -> tuple[Tensor, Tensor]:
-        # Per token: maximum so far; sum of exp(x - maximum), sum of exp(x - maximum) * x, the labels' logits
-        # (0 where another rank has them).
+        # Per token: running maximum m; sums of exp(x - m) and exp(x - m) * x; the labels' logits, 0 if on
+        # another rank.
         maximum = hidden.new_full((hidden.shape[0],), -torch.inf, dtype=torch.float32)
         sums = hidden.new_zeros(2 + local.shape[1], hidden.shape[0], dtype=torch.float32)
         for part in _chunks(vocab_shard_size, chunk):
@@ -136,7 +134,7 @@ class _LogProbs(torch.autograd.Function):
         total = grad.sum(-1, keepdim=True)
         grad_hidden = torch.zeros_like(hidden, dtype=torch.float32)
         grad_weight = None
-        if ctx.needs_input_grad[1]:  # not where it is frozen, as beside LoRA adapters
+        if ctx.needs_input_grad[1]:  # False if the weight is frozen
             grad_weight = torch.empty_like(weight)
             grad_weight[ctx.vocab_shard_size :] = 0.0
         for part in _chunks(ctx.vocab_shard_size, ctx.chunk):
@@ -150,7 +148,7 @@ class _LogProbs(torch.autograd.Function):
                 d_logits.exp_().mul_(-(factor.add_(total)))
             column, mine = _find(local, part)
             own = torch.where(mine, grad, 0.0)
-            # The first apart: of the same entry a GPU would add in any order, and differ in the last bit.
+            # Add the first label separately: a GPU adds equal entries in any order, with other rounding.
             for labels in (slice(0, 1), slice(1, None)):
                 d_logits.scatter_add_(-1, column[:, labels], own[:, labels])
             d_logits = d_logits.to(hidden.dtype)
@@ -165,29 +163,28 @@ def _chunks(count: int, size: int) -> Iterator[slice]:
 
 
 def _logits(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
-    """Return float32 [tokens, entries of this chunk]."""
+    """Return this chunk's logits, float32 [tokens, entries]."""
     logits = _product(hidden, weight.T)
     return logits.div_(temperature) if temperature != 1.0 else logits
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
-    """Return a @ b, float32 whatever they are: a product of bf16 numbers is summed in float32 anyway, and
-    rounding the sum to bf16 would move a logit between 16 and 32 by up to 0.06."""
+    """Return a @ b in float32. Rounding to bf16 would move a logit between 16 and 32 by up to 0.06."""
     if a.dtype == torch.float32:
         return a @ b
-    if a.device.type == "cpu":  # whose mm has no out_dtype
+    if a.device.type == "cpu":  # torch.mm on a CPU has no out_dtype
         return a.float() @ b.float()
     return torch.mm(a, b, out_dtype=torch.float32)
 
 
 def _find(local: Tensor, part: slice) -> tuple[Tensor, Tensor]:
-    """Return the labels' columns in this chunk, int64 like `local`; which are in it, bool."""
+    """Return the labels' columns in this chunk, int64 like `local`, and whether they are in it, bool."""
     column = local - part.start
     size = part.stop - part.start
     return column.clamp(0, size - 1), (column >= 0) & (column < size)
 
 
 def _raise(maximum: Tensor, other: Tensor) -> Tensor:
-    """Raise `maximum` to `other` where that is larger; return the factor for sums of exp(x - maximum)."""
+    """Set `maximum` to max(maximum, other); return the factor that rescales sums of exp(x - maximum)."""
     before = maximum.clone()
     return (before - torch.maximum(before, other, out=maximum)).exp_()

@@ -1,7 +1,7 @@
-"""LoRA adapters (arXiv 2106.09685) beside Megatron's linears, which are frozen: y = W x + scale * B A x.
+"""LoRA adapters (arXiv 2106.09685) for Megatron's frozen linears: y = W x + scale * B A x.
 
-What there is of them says weights/families.py:adapters. A starts as PEFT has it (uniform, +-1/sqrt(in)), from
-a seed and a name alone, so that every layout has the same; B starts at zero.
+weights/families.py:adapters lists them. A starts as in PEFT, uniform in +-1/sqrt(in), B at zero. A depends
+only on seed and name, so that every layout starts with the same.
 """
 
 from __future__ import annotations
@@ -33,14 +33,15 @@ from megarl.weights.shards import pair_shard, sizes_of
 
 
 class Adapters(torch.nn.Module):
-    """The adapters of the Hugging Face matrices in one linear: parameters `q_proj_a` [rank, in], `q_proj_b`
-    [out, rank], of which this rank has its part. forward: input of the linear -> what its output lacks.
+    """The adapters of the Hugging Face matrices in one linear, and this rank's part of their parameters.
 
-    rows     this rank's rows of each matrix in the linear, whether it has adapters or not
-    groups   query groups, or key heads of linear attention, on this rank, whose rows lie together; 0: each
-             matrix's rows do
-    gates    rows of a group's first matrix that lie behind those of the others
-    columns  whether the linear is cut over tensor-parallel ranks by columns; None: it is not cut
+    Parameters are like `q_proj_a` [rank, in] and `q_proj_b` [out, rank]. forward returns the addition to the
+    linear's output.
+
+    rows     this rank's rows of each matrix in the linear, with or without adapters
+    groups   query groups (or key heads of linear attention) on this rank, if rows are grouped by them; else 0
+    gates    rows of a group's first matrix that are placed after the other matrices' rows
+    columns  True: the linear is split by columns over tensor-parallel ranks, False: by rows, None: not split
     """
 
     def __init__(
@@ -60,10 +61,10 @@ class Adapters(torch.nn.Module):
         own = dict(self.named_parameters(recurse=False))
         names = [name for name in self.rows if f"{name}_a" in own]
         low = F.linear(x, torch.cat([own[f"{name}_a"] for name in names])) * self.scale
-        if self.columns:  # each rank has seen its part of the input
+        if self.columns:  # each rank has part of the input
             reduce = reduce_from_tensor_model_parallel_region
             low = reduce_scatter_to_sequence_parallel_region(low) if self.sequence_parallel else reduce(low)
-        elif self.columns is not None:  # each rank makes its part of the output
+        elif self.columns is not None:  # each rank computes part of the output
             if self.sequence_parallel:
                 low = gather_from_sequence_parallel_region(low, tensor_parallel_output_grad=True)
             else:
@@ -85,7 +86,7 @@ class Adapters(torch.nn.Module):
 def attach_adapters(
     chunk: Any, hf_config: Mapping[str, Any], lora: LoraConfig, seed: int, runtime: Runtime
 ) -> None:
-    """Give the linears of a model's layers their adapters, as a child module `lora` and a hook."""
+    """Add adapters to the linears of a model's layers, as a child module `lora` and a hook."""
     sizes, layout = sizes_of(hf_config, lora), runtime.layout
     adapted = [pair for pair in family_of(hf_config).layer if adapters(pair, lora)]
     own = sizes.experts // layout.ep
@@ -96,7 +97,7 @@ def attach_adapters(
         made = []
         for expert in range(own) if pair.per_expert else (0,):
             place = layer.layer_number - 1, layout.ep_rank(runtime.rank) * own + expert
-            made.append(_adapters_of(pair, place, sizes, lora, seed, chunk.config, runtime))
+            made.append(_make_adapters(pair, place, sizes, lora, seed, chunk.config, runtime))
         if pair.per_expert and chunk.config.moe_grouped_gemm:
             linear = layer.get_submodule(path.replace("local_experts.{e}.", ""))
             linear.lora = torch.nn.ModuleList(made)
@@ -108,7 +109,7 @@ def attach_adapters(
             linear.register_forward_hook(_add)
 
 
-def _adapters_of(
+def _make_adapters(
     pair: Pair,
     place: tuple[int, int],
     sizes: Sizes,
@@ -117,7 +118,7 @@ def _adapters_of(
     config: TransformerConfig,
     runtime: Runtime,
 ) -> Adapters:
-    """Make the adapters of one linear. place: its layer and expert in the whole model."""
+    """Make the adapters of one linear. place: its layer and expert in the model."""
     tp, tp_rank = (1, 0) if pair.per_expert else (runtime.layout.tp, runtime.tp_rank)
     rows: dict[str, int] = {}
     for region in pair_shard(sizes, pair, *place, tp, tp_rank).regions:
@@ -144,7 +145,7 @@ def _adapters_of(
             dim = 1 if half.operation == "row" else 0
             set_tensor_model_parallel_attributes(parameter, is_parallel=tp > 1, dim=dim, stride=1)
         elif tp > 1:
-            # Each rank sees its part of the tokens only: Megatron sums such gradients over the ranks.
+            # Each rank has part of the tokens; Megatron sums gradients with this mark.
             parameter.sequence_parallel = config.sequence_parallel
         made.register_parameter(half.megatron.rsplit(".", 1)[1], parameter)
     return made
@@ -155,7 +156,7 @@ def _add(linear: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Any]) ->
 
 
 def _add_grouped(linear: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Any]) -> tuple[Tensor, Any]:
-    """Add what adapters make of the rows of x, expert after expert. inputs: x, and how many rows each has."""
+    """Add the adapters' output to a grouped linear's. inputs: x, ordered by expert, and rows per expert."""
     if not linear.lora[0].enabled:
         return output
     parts = inputs[0].split([int(rows) for rows in inputs[1]])
@@ -165,7 +166,7 @@ def _add_grouped(linear: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Any
 
 @contextmanager
 def without_adapters(model: torch.nn.Module) -> Iterator[None]:
-    """Have the model compute what its frozen weights alone do."""
+    """Disable the adapters, so that the model is the reference model."""
     found = [module for module in model.modules() if isinstance(module, Adapters)]
     for module in found:
         module.enabled = False

@@ -1,9 +1,4 @@
-"""Portable layers: plain torch in the places where Megatron's own layer spec needs Transformer Engine or
-apex.
-
-Packed attention over `scaled_dot_product_attention`, linear attention by the gated delta rule and an RMSNorm
-that knows sequence parallelism. They run on any device.
-"""
+"""Portable layers in plain torch, for any device, where Megatron needs Transformer Engine or apex."""
 
 from __future__ import annotations
 
@@ -31,38 +26,37 @@ from megarl.data.packing import cut
 from megarl.model.delta_net import convolve, delta_rule, gated_norm, gates
 from megarl.weights.families import Sizes
 
-MAX_PADDING = 0.10  # of a bucket's tokens, before shorter sequences get a bucket of their own
-MASK = 2**22  # pairs of queries and keys that are masked at once
+MAX_PADDING = 0.10  # largest share of padding in a bucket
+MASK = 2**22  # number of query-key pairs of one attention mask
 
-# Of the sequences of a pack, int64 [n] each: where the prompt begins that a sequence goes on from, and how
-# many tokens that has; 0 for a sequence that has its own.
+# Start and length of each sequence's shared prompt, int64 [n] each; length 0: no shared prompt.
 Prompts = tuple[Tensor, Tensor]
 
 
 @dataclass
 class Bucket:
-    """Sequences of like length, attended to as one padded batch [rows, width]."""
+    """Sequences of similar length, as one padded batch [rows, width]."""
 
     rows: int
     width: int
     start: int  # first of its rows * width positions in the padded order of all buckets
-    prompt: slice | None = None  # positions in that order of a prompt that stands before each of the rows
-    # Under context parallelism: queries from column to column, and the keys of a row that they may see.
+    prompt: slice | None = None  # positions in that order of the prompt that all rows share
+    # Under context parallelism: first query column, end column, number of keys visible to them.
     blocks: list[tuple[int, int, int]] = field(default_factory=list)
 
 
 @dataclass
 class AttentionPlan:
-    """How packed tokens become padded batches and back. The causal mask alone hides right padding, so no mask
-    is built.
+    """Indices that convert packed tokens to padded batches and back.
 
-    padded_from_packed  int64 [padded]  the token at each padded position (the row's last one on padding)
-    packed_from_padded  int64 [tokens]  the padded position of each token
+    Padding is on the right, so the causal mask alone hides it.
 
-    Under context parallelism `tokens` are this rank's, rows hold this rank's part of a sequence, and a row's
-    keys are cp times as many, the whole sequence's:
-    keys       int64 [cp * padded]  where each is among the ranks' tokens, one rank's after another's
-    positions  int64 [padded]       of each query in its sequence
+    padded_from_packed  int64 [padded]  token at each padded position (padding: the row's last token)
+    packed_from_padded  int64 [tokens]  padded position of each token
+
+    Under context parallelism, tokens and rows are this rank's, and keys are those of whole sequences:
+    keys       int64 [cp * padded]  index of each key in the concatenation of all ranks' tokens
+    positions  int64 [padded]       position of each query in its sequence
     """
 
     buckets: list[Bucket]
@@ -79,9 +73,10 @@ def plan_attention(
     cp_rank: int = 0,
     prompts: Prompts | None = None,
 ) -> AttentionPlan:
-    """Put sequences into buckets by length, longest first, so that padding stays below MAX_PADDING. Those
-    that go on from another's prompt come last, in buckets of that prompt alone.
-    cu_seqlens: of the whole pack, on the host; the plan is for `device`, and for one of `cp` ranks."""
+    """Put sequences into buckets by length, longest first, with at most MAX_PADDING padding.
+
+    Sequences with a shared prompt come last, in separate buckets per prompt.
+    cu_seqlens: of the whole pack, on the host. The plan is on `device`, for rank `cp_rank` of `cp`."""
     local = cu_seqlens // cp
     lengths, order = local.diff().sort(descending=True, stable=True)
     families = [0] * len(lengths)
@@ -92,7 +87,7 @@ def plan_attention(
     starts, sizes = local[:-1][order], lengths.tolist()
     buckets: list[Bucket] = []
     gather: list[Tensor] = []
-    whole: list[Tensor] = []
+    key_index: list[Tensor] = []
     packed_from_padded = torch.empty(int(local[-1]), dtype=torch.int64)
     first, offset = 0, 0
     while first < len(sizes):
@@ -115,12 +110,12 @@ def plan_attention(
         gather.append(index.flatten())
         if cp > 1:
             last_key = cp * row_lengths - 1
-            whole.append(
+            key_index.append(
                 (cp * starts[first:last, None] + torch.arange(cp * width).minimum(last_key)).flatten()
             )
         buckets.append(Bucket(rows, width, offset))
         if prompts is not None and families[first]:
-            # All prompts have been placed: their sequences come first.
+            # Sequences with the prompts come first, so the prompt has its place already.
             begin = int(packed_from_padded[families[first] - 1])
             buckets[-1].prompt = slice(begin, begin + int(prompts[1][order[first]]))
         offset += rows * width
@@ -129,7 +124,7 @@ def plan_attention(
     plan = AttentionPlan(buckets, padded.to(device), packed_from_padded.to(device))
     if cp > 1:
         rank, place = cut(cu_seqlens, cp)
-        plan.keys = (rank * int(local[-1]) + place)[torch.cat(whole)].to(device)
+        plan.keys = (rank * int(local[-1]) + place)[torch.cat(key_index)].to(device)
         in_sequence = torch.arange(len(rank)) - torch.repeat_interleave(cu_seqlens[:-1], cu_seqlens.diff())
         positions = in_sequence[rank == cp_rank][padded]
         for bucket in buckets:
@@ -143,7 +138,7 @@ def plan_attention(
 
 
 class _Pad(torch.autograd.Function):
-    """Moves packed tokens to padded positions. Each has one real position: the gradient is a gather too."""
+    """Copy packed tokens to padded positions. The gradient is a gather too: one position per token."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, plan: AttentionPlan) -> Tensor:
@@ -156,7 +151,7 @@ class _Pad(torch.autograd.Function):
 
 
 class _Unpad(torch.autograd.Function):
-    """Moves padded positions to packed tokens; padding receives no gradient."""
+    """Copy padded positions to packed tokens. Padding receives no gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, plan: AttentionPlan) -> Tensor:
@@ -170,11 +165,10 @@ class _Unpad(torch.autograd.Function):
 
 
 class _AttendOverRanks(torch.autograd.Function):
-    """Causal attention of a rank's queries to the keys and values of all context-parallel ranks: [t, heads,
-    d], as they come.
+    """Causal attention of this rank's queries to the keys and values of all context-parallel ranks.
 
-    Keeps the rank's share alone. The backward pass gathers again, goes through one block of masked pairs at
-    a time, and gives each rank the sum of its keys' and values' gradients."""
+    Tensors are [t, heads, d] of this rank. Only they are saved; the backward pass gathers again, computes one
+    masked block at a time, and reduce-scatters the gradients of keys and values."""
 
     @staticmethod
     def forward(
@@ -210,8 +204,7 @@ class _AttendOverRanks(torch.autograd.Function):
 def _gather(
     query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan, group: Any
 ) -> tuple[Tensor, Tensor]:
-    """Return this rank's queries, and keys with values [.., groups, 2 d] of whole sequences, at padded
-    positions."""
+    """Return this rank's queries, and keys and values [.., groups, 2 d] of whole sequences, padded."""
     assert plan.keys is not None
     local = torch.cat((key, value), dim=-1)
     whole = tensor_parallel.gather_from_sequence_parallel_region(local, group=group)
@@ -219,8 +212,9 @@ def _gather(
 
 
 def _blocks(plan: AttentionPlan, output: Tensor, q: Tensor, both: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Yield views of output and q [rows, queries, heads, d], of both [rows, keys, groups, 2 d], and the
-    queries' positions [rows, 1, queries, 1]."""
+    """Yield views of each block, and its query positions [rows, 1, queries, 1].
+
+    output and q [rows, queries, heads, d], both [rows, keys, groups, 2 d]."""
     assert plan.positions is not None
     cp = len(both) // len(q)
     for bucket in plan.buckets:
@@ -245,8 +239,9 @@ def _attend_block(queries: Tensor, seen: Tensor, positions: Tensor) -> Tensor:
 def _attend_behind(
     prompt_keys: Tensor, prompt_values: Tensor, queries: Tensor, keys: Tensor, values: Tensor
 ) -> Tensor:
-    """Attend to a prompt, [p, groups, d], and causally to what stands behind it: queries [rows, heads, width,
-    d], keys and values [rows, groups, width, d] -> [rows, heads, width, d]."""
+    """Attend to a shared prompt [p, groups, d] and causally to the row itself.
+
+    queries [rows, heads, width, d], keys and values [rows, groups, width, d] -> [rows, heads, width, d]."""
     rows, _, width, _ = keys.shape
     before = prompt_keys.shape[0]
     keys, values = (
@@ -267,11 +262,10 @@ def _attend_behind(
 
 
 class PackedPlan(PackedSeqParams):
-    """Packed sequences for portable layers: cu_seqlens and the attention plan, made once per micro-batch for
-    all layers. angles: float32 [t, 1, width], by which multi-latent attention rotates this rank's tokens.
+    """Packed sequences for portable layers: cu_seqlens and an attention plan, made once per micro-batch.
 
-    `qkv_format` is not "thd", so that Megatron rotates q and k by one row of angles per token instead of
-    sequence by sequence."""
+    angles: float32 [t, 1, width], rotary angles of this rank's tokens for multi-latent attention.
+    `qkv_format` is not "thd", so that Megatron rotates by one row of angles per token, not per sequence."""
 
     plan: AttentionPlan
     angles: Tensor | None = None
@@ -284,7 +278,7 @@ class PackedPlan(PackedSeqParams):
         cp_rank: int = 0,
         prompts: Prompts | None = None,
     ) -> PackedPlan:
-        """Plan the attention of a pack, on one of `cp` ranks."""
+        """Plan the attention of a pack on rank `cp_rank` of `cp`."""
         longest = int(cu_seqlens.diff().max())
         ends = {"cu_seqlens_q": cu_seqlens, "cu_seqlens_kv": cu_seqlens}
         packed = PackedPlan(qkv_format="packed", max_seqlen_q=longest, max_seqlen_kv=longest, **ends)
@@ -293,9 +287,10 @@ class PackedPlan(PackedSeqParams):
 
 
 class PackedAttention(MegatronModule):
-    """Causal self-attention of packs: q [t, 1, heads, d], k and v [t, 1, groups, d] -> [t, 1, heads * d]. Of
-    multi-latent attention they come without the second dimension, values may be narrower than keys, and
-    `softmax_scale` is another than 1 / sqrt(d) where YaRN stretches positions."""
+    """Causal self-attention of packs: q [t, 1, heads, d], k and v [t, 1, groups, d] -> [t, 1, heads * d].
+
+    In multi-latent attention inputs lack the second dimension, and values may be narrower than keys.
+    With YaRN `softmax_scale` differs from 1 / sqrt(d)."""
 
     def __init__(self, config: Any, pg_collection: Any, softmax_scale: float | None = None, **_: Any) -> None:
         super().__init__(config)
@@ -317,7 +312,7 @@ class PackedAttention(MegatronModule):
         width, narrow = query.shape[-1], value.shape[-1]
         if self.scale is not None and not math.isclose(self.scale, width**-0.5):
             query = query * (self.scale * width**0.5)
-        if narrow < width:  # torch's attention that keeps no scores wants them as wide
+        if narrow < width:  # torch's memory-efficient attention needs equal widths
             value = F.pad(value, (0, width - narrow))
         if plan.keys is not None:
             attended = _AttendOverRanks.apply(query, key, value, plan, self.group)
@@ -340,13 +335,11 @@ class PackedAttention(MegatronModule):
 
 
 class LatentAttention(MLASelfAttention):
-    """Megatron's multi-latent attention with norms and linears as its spec has them, and angles that come
-    with the pack (`PackedPlan`).
+    """Megatron's multi-latent attention with rotary angles from the pack (`PackedPlan`).
 
-    In portable layers the two projections to latents are whole on every tensor-parallel rank, for its part of
-    the tokens, as Transformer Engine has them. Megatron's local spec cuts them by columns instead, and the
-    gradient of its input is then wrong under sequence parallelism (seen in megatron-core 0.16.1 and
-    0.18.2)."""
+    In portable layers both projections to latents are replicated on all tensor-parallel ranks, as with
+    Transformer Engine. Megatron's local spec splits them by columns, and then the gradient of their input is
+    wrong under sequence parallelism (megatron-core 0.16.1 and 0.18.2)."""
 
     def __init__(self, config: Any, submodules: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, submodules, *args, **kwargs)
@@ -357,13 +350,12 @@ class LatentAttention(MLASelfAttention):
                 setattr(self, name, WholeLinear(config, cut.weight.new_empty(rows, config.hidden_size)))
 
     def _resolve_qk_norm_config(self, submodules: Any) -> dict[str, Any]:
-        # 0.19 would put a norm before linear_q_proj, where queries have no latents.
+        # megatron-core 0.19 would add a norm before linear_q_proj for queries without latents.
         return vars(submodules)
 
 
 class AnglesOfPack(torch.nn.Module):
-    """Stands for Megatron's rotary embedding in multi-latent attention, which asks it for the number of
-    positions and then for their angles."""
+    """Replacement of Megatron's rotary embedding in multi-latent attention, with the pack's angles."""
 
     def get_rotary_seq_len(self, _context: Any, _block: Any, _hidden: Any, _config: Any, packed: Any) -> Any:
         return packed.angles
@@ -373,8 +365,7 @@ class AnglesOfPack(torch.nn.Module):
 
 
 class WholeLinear(torch.nn.Module):
-    """A linear layer that is whole on each tensor-parallel rank, which has a part of the tokens: Megatron
-    sums its gradient."""
+    """A linear layer replicated on tensor-parallel ranks; Megatron sums its gradient over their tokens."""
 
     def __init__(self, config: Any, weight: Tensor) -> None:
         super().__init__()
@@ -386,16 +377,16 @@ class WholeLinear(torch.nn.Module):
 
 
 class GatedAttention(SelfAttention):
-    """Megatron's attention with an output gate (`attention_output_gate`), which it would have torch compile:
-    on a CPU that takes a compiler of C++."""
+    """Megatron's gated attention without torch.compile, which needs a C++ compiler on a CPU."""
 
     def _apply_output_gate(self, x: Tensor, gate: Tensor) -> Tensor:
         return (x * gate.reshape(x.shape).float().sigmoid()).to(x.dtype)
 
 
 class Held(torch.nn.Module):
-    """A weight that its owner computes with. It is read by a call, before which Megatron's hook waits for its
-    gather after an update; of a weight that is read in another way nothing says that it is there."""
+    """A weight that is read by calling the module.
+
+    Megatron's forward hook waits for the parameter gather after an update; a plain attribute has no hook."""
 
     def __init__(self, weight: Tensor) -> None:
         super().__init__()
@@ -406,13 +397,12 @@ class Held(torch.nn.Module):
 
 
 class GatedDeltaNet(MegatronModule):
-    """Linear attention of packs by the gated delta rule, as Qwen3.5 has it, in the place of a layer's
-    attention: [t, 1, hidden] -> [t, 1, hidden]. Each sequence begins with an empty state, and with zeros
-    before the convolution; what is behind its end, in a padded row, reaches nothing before it.
+    """Linear attention of packs by the gated delta rule (Qwen3.5): [t, 1, hidden] -> [t, 1, hidden].
 
-    Rows of in_proj and channels of the convolution lie together by key head (its query and key, the values,
-    beta, alpha and output gates of the heads that share it), so that a tensor-parallel rank has whole heads.
-    Under context parallelism ranks exchange tokens for heads, and each goes through whole sequences with its
+    Each sequence starts with an empty state and zeros before the convolution.
+    Rows of in_proj and channels of the convolution are grouped by key head. A group has query and key, then
+    values, beta, alpha and output gates of the heads that share the key. So heads are never split.
+    Under context parallelism ranks exchange tokens for heads, and each processes whole sequences with its
     part of the heads (as arXiv 2309.14509 does for attention)."""
 
     def __init__(self, config: Any, sizes: Sizes, pg_collection: Any, **_: Any) -> None:
@@ -463,19 +453,19 @@ class GatedDeltaNet(MegatronModule):
             whole = tensor_parallel.all_to_all(self.group, part.contiguous())
             out = self._attend(whole.index_select(0, plan.keys), plan, self.group.rank())
             numbers = torch.arange(len(plan.keys), device=out.device)
-            # Padding repeats a row's last token: the first place of each is its own.
+            # Padding repeats a row's last token, so the first position of each token is the real one.
             own = torch.full((len(whole),), len(numbers), device=out.device)
             own.scatter_reduce_(0, plan.keys, numbers, "amin")
             out = tensor_parallel.all_to_all(self.group, out.index_select(0, own))
             out = out.unflatten(0, (cp, -1)).transpose(0, 1).flatten(1, 2)
-        # Each tensor-parallel rank has seen its heads alone: the weight's gradients are summed up.
+        # Sum the weight's gradient over tensor-parallel ranks, which have different heads.
         weight = tensor_parallel.copy_to_tensor_model_parallel_region(self.out_norm(), self.tp)
         out = gated_norm(out, gate.reshape(out.shape), weight, self.config.layernorm_epsilon)
         return self.out_proj(out.flatten(1).unsqueeze(1))
 
     def _attend(self, mixed: Tensor, plan: AttentionPlan, part: int) -> Tensor:
-        """Attend within the rows of a plan's buckets, with the heads of the `part`-th context-parallel rank:
-        [padded, heads, n] -> [padded, value heads, dv]."""
+        """Attend within rows with the heads of context-parallel rank `part`: [padded, heads, n] -> [padded,
+        value heads, dv]."""
         heads, cp, outputs = mixed.shape[1], self.heads // mixed.shape[1], []
         weight = self.conv1d().chunk(cp)[part]
         rate, bias = (x.chunk(cp)[part] for x in (self.A_log, self.dt_bias))
@@ -509,7 +499,7 @@ class GatedDeltaNet(MegatronModule):
 
 
 class RMSNorm(torch.nn.Module):
-    """Root-mean-square norm, whose weight's gradient Megatron sums under sequence parallelism."""
+    """RMSNorm whose weight's gradient Megatron sums under sequence parallelism."""
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
         super().__init__()
@@ -524,9 +514,9 @@ class RMSNorm(torch.nn.Module):
 
 
 class AddToResidual(torch.nn.Module):
-    """Normalises what attention or a feed-forward block has made and adds it to the residual, in the place of
-    Megatron's bias-dropout-add: the families that have such norms have neither bias nor dropout there.
-    norm: the class that the layers' other norms are of."""
+    """Normalise a block's output and add it to the residual, in place of Megatron's bias-dropout-add.
+
+    The families with such norms have neither bias nor dropout there. norm: class of the layers' norms."""
 
     def __init__(self, config: Any, norm: Any) -> None:
         super().__init__()

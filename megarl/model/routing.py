@@ -1,10 +1,8 @@
-"""Which experts a mixture's routers choose: the engine's choice in the place of their own (routing replay,
-R3, arXiv 2510.11370), and how evenly the experts are loaded.
+"""Routing replay (R3, arXiv 2510.11370): use the engine's choice of experts, and count their load.
 
-Megatron-core asks a router's `router_replay` for the choice, and has a class for it (RouterReplay in
-transformer/moe/router_replay.py). Its instances are in one list for all models of a process, every token must
-have a recorded choice, and recomputation takes choices from a queue. Here the choice travels with the pack,
-which a layer is given again when it is recomputed.
+Megatron-core asks a router's `router_replay` for the choice. Its own class, RouterReplay, keeps one list for
+all models of a process, needs a choice for every token, and recomputes from a queue. Here the choice is part
+of the pack, which recomputation passes to the layer again.
 """
 
 from __future__ import annotations
@@ -18,18 +16,17 @@ from torch import Tensor
 
 
 class Routing:
-    """The choice of one layer's router. It has the one method that Megatron calls of a RouterReplay.
+    """The choice of one layer's router, in place of Megatron's RouterReplay.
 
-    layer     number among all layers of the model, from 0
-    tp_rank   which share of a pack's tokens this rank routes (sequence parallelism)
-    packed    the pack that the layer is given, with two things on the host: `real_tokens`, bool [tokens] of
-              this context-parallel rank, False on what fills the pack up (None: nothing does); and `routing`,
-              the engine's choice, integers [layers, tokens, topk], no expert's where there is none, or None
-    grad      count in passes with gradients, without, or not at all (None). Recomputation runs a layer twice,
-              and once with gradients
-    load      tokens of each expert, int64 [experts]
-    compared  pairs (token, layer) of which the engine's choice is known, and those of which it differs from
-              the router's own, int64 [2]
+    layer     index among all layers of the model
+    tp_rank   index of this rank's share of the pack's tokens (sequence parallelism)
+    packed    the layer's pack, with two attributes on the host. `real_tokens`: bool [tokens] of this
+              context-parallel rank, False on padding; None: no padding. `routing`: the engine's choice,
+              integers [layers, tokens, topk], out of range where unknown, or None
+    grad      True: count in passes with gradients, False: in passes without, None: never. Recomputation runs
+              a layer twice, once with gradients
+    load      tokens per expert, int64 [experts]
+    compared  tokens with a known choice, and those where it differs from the router's, int64 [2]
     """
 
     def __init__(self, layer: int, tp_rank: int, experts: int, device: torch.device) -> None:
@@ -47,8 +44,9 @@ class Routing:
         group_topk: int | None,
         default_compute_topk: Callable[..., tuple[Tensor, Tensor]],
     ) -> tuple[Tensor, Tensor]:
-        """Return the scores of the chosen experts and their numbers, [tokens, topk] each, of this rank's
-        scores [tokens, experts]. Scores are the router's own, so that gradients flow, whoever chooses."""
+        """Return scores and indices of the chosen experts, [tokens, topk]. scores: [tokens, experts].
+
+        Scores are always the router's, so that gradients flow."""
         values, own = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
         chosen, here = own, slice(self.tp_rank * len(scores), (self.tp_rank + 1) * len(scores))
         counts = self.grad is not None and self.grad == torch.is_grad_enabled()
@@ -57,7 +55,7 @@ class Routing:
             known = recorded[:, :1] < scores.shape[1]
             chosen = torch.where(known, recorded, own)
             values = scores.gather(1, chosen)
-            if counts:  # what fills the pack up has no recorded choice
+            if counts:  # padding has no recorded choice
                 same = (own[:, :, None] == recorded[:, None, :]).any(-1).all(-1, keepdim=True)
                 self.compared += torch.stack([known.sum(), (known & ~same).sum()])
         if counts:
@@ -68,8 +66,9 @@ class Routing:
 
 
 def watch_routers(model: Any, device: torch.device) -> list[Routing]:
-    """Put a Routing into each router of a Megatron model, and return them; [] for a dense model. They count
-    on `device`, where the model will be: Megatron builds routers on the CPU whatever the device is."""
+    """Put a Routing into each router of a Megatron model and return them; [] for a dense model.
+
+    device: the model's later device; Megatron builds routers on the CPU."""
     config, found = model.config, []
     mixtures = [layer for layer in model.decoder.layers if hasattr(layer.mlp, "router")]
     for layer in mixtures:
@@ -87,7 +86,7 @@ def watch_routers(model: Any, device: torch.device) -> list[Routing]:
 
 
 def start_counting(routings: Sequence[Routing], *, grad: bool) -> None:
-    """Count from zero."""
+    """Set the counts to zero and start counting."""
     for routing in routings:
         routing.grad = grad
         routing.load.zero_()
@@ -95,8 +94,9 @@ def start_counting(routings: Sequence[Routing], *, grad: bool) -> None:
 
 
 def routing_counts(routings: Sequence[Routing], layers: int, experts: int) -> Tensor:
-    """Return what this rank has counted and stop counting: float64 [layers, experts + 2] on the host, load
-    and compared in one, zeros in other stages' layers and in dense ones; to be summed over all ranks."""
+    """Stop counting and return this rank's counts, float64 [layers, experts + 2] on the host.
+
+    The columns are load and compared. Dense layers and other stages are zero. Sum over all ranks."""
     counts = torch.zeros(layers, experts + 2, dtype=torch.float64)
     for routing in routings:
         routing.grad = None
@@ -105,14 +105,15 @@ def routing_counts(routings: Sequence[Routing], layers: int, experts: int) -> Te
 
 
 def routing_metrics(counts: Tensor, topk: int) -> dict[str, float]:
-    """Return router/* from the counts of all ranks, and mismatch/routing where the engine's choice is known.
-    counts: of mixtures alone; topk: experts of a token.
+    """Return router/* metrics, and mismatch/routing if the engine's choice is known.
 
-    load_max      load of the busiest expert, with the mean load as 1, mean over the layers
-    load_entropy  entropy of the load over its largest, the logarithm of the number of experts, likewise
-    unused        share of (layer, expert) that no token went to
-    replayed      share of (layer, token) with the engine's choice in the place of the router's
-    mismatch/routing  share of these for which the router would have chosen other experts"""
+    counts: sums over all ranks, only of mixture layers; topk: experts per token.
+
+    load_max      load of the busiest expert relative to the mean load, averaged over layers
+    load_entropy  entropy of the load relative to its maximum log(experts), averaged over layers
+    unused        share of (layer, expert) without a token
+    replayed      share of (layer, token) with the engine's choice
+    mismatch/routing  share of these for which the router would choose other experts"""
     load, (known, different) = counts[:, :-2], counts[:, -2:].sum(0).tolist()
     experts, routed = load.shape[1], load.sum(1, keepdim=True).clamp(min=1)
     shares = load / routed

@@ -74,11 +74,11 @@ class InferenceModel:
         `logprob_columns`."""
         try:
             for chunk in self.model.chunks:
-                chunk.likeliest = k, limit
+                chunk.top_k = k, limit
             return self._columns(("logprobs", "tokens"), batch, micro_batches, k)
         finally:
             for chunk in self.model.chunks:
-                chunk.likeliest = None
+                chunk.top_k = None
 
     @contextmanager
     def free_routing(self) -> Iterator[None]:
