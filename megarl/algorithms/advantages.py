@@ -275,9 +275,9 @@ def error_by_position(values: Tensor, returns: Tensor, response_mask: Tensor, le
 
 
 def sums_by_position(response_mask: Tensor, lengths: Tensor, *columns: Tensor) -> Tensor:
-    """Return tokens and sum of each column per part of a response, float64 [1 + columns, bins].
+    """Return tokens and sum of each column per bin, float64 [1 + columns, bins].
 
-    There are POSITION_BINS bins: token p of l is in part floor(p * POSITION_BINS / l). Observations do not count.
+    Token p of l is in bin floor(p * POSITION_BINS / l). Observations do not count.
     columns: [T] each; response_mask: bool [T]; lengths: int64 [n], response tokens, in pack order."""
     own = torch.repeat_interleave(lengths, lengths)
     starts = torch.repeat_interleave(lengths.cumsum(0) - lengths, lengths)

@@ -16,9 +16,9 @@ def avg_at_k(correct: Sequence[bool]) -> float:
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
-    """Return 1 - C(n-c, k) / C(n, k), the unbiased pass@k of n answers with c right ones.
+    """Return 1 - C(n-c, k) / C(n, k), the unbiased pass@k of n answers, c of them right.
 
-    Source: Chen et al. 2021, arXiv 2107.03374, eq. 1. Raises ValueError unless 0 <= c <= n and 1 <= k <= n."""
+    Chen et al. 2021, arXiv 2107.03374, eq. 1. Raises ValueError unless 0 <= c <= n and 1 <= k <= n."""
     if not (0 <= c <= n and 1 <= k <= n):
         raise ValueError(f"pass@k needs 0 <= c <= n and 1 <= k <= n (got n={n}, c={c}, k={k})")
     failure = 1.0

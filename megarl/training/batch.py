@@ -34,12 +34,10 @@ def make_train_batch(
 ) -> TrainBatch:
     """Return the sequences of a step that this replica trains on, packed into micro-batches.
 
-    Every rank knows the lengths and computes the same assignment. The tokens come from the ranks that hold
-    them.
-
-    models: the networks that the sequences go through; their sizes say what a sequence of a length costs."""
+    Every rank knows all lengths and computes the same assignment. Tokens come from their owners.
+    models: the models that process the sequences; their sizes determine the cost of a sequence."""
     critic_mini_batch = config.critic.mini_batch or mini_batch
-    # One divides the other (config/check.py): balanced parts give balanced unions.
+    # One divides the other (config/check.py), and unions of balanced parts are balanced.
     finest = min(mini_batch, critic_mini_batch)
     shared = config.update.share_prompts
     groups = rollout["group_ids"] if shared else torch.arange(rollout.num_sequences)
@@ -60,14 +58,15 @@ def make_train_batch(
     def mini_batches_of(
         size: int, read: TrainBatch, read_lengths: Tensor, chosen: Tensor
     ) -> list[list[MicroBatch]]:
-        """Return the micro-batches of each mini-batch of `size`, of the chosen sequences (bool [n]) as `read`
-        has them, with these lengths in the rollout (int64 [n]); none of a mini-batch without any."""
+        """Return the micro-batches of each mini-batch of `size` that has chosen sequences.
+
+        read: the sequences' tokens. read_lengths: their lengths, int64 [n]. chosen: bool [n]."""
         budget, made = config.update.tokens_per_micro_batch, []
         for first in range(0, len(mine), size // finest):
             stop, at_least = min(first + size // finest, len(mine)), 1
             if not any(chosen[share].any() for shares in shares_of[first:stop] for share in shares):
                 continue
-            # Where experts lie on other replicas too, all replicas do as many passes.
+            # With experts spread over replicas, all replicas must do the same number of passes.
             if runtime.layout.tp * runtime.layout.cp % runtime.layout.ep:
                 for replica in range(runtime.layout.dp):
                     theirs = [i for shares in shares_of[first:stop] for i in shares[replica] if chosen[i]]
@@ -104,11 +103,11 @@ def divide(
     models: Sequence[ModelChunks],
     replicas: int,
 ) -> list[list[list[int]]]:
-    """Return the sequences of each mini-batch for each replica, so that replicas take equally long.
+    """Return the sequences of each mini-batch for each replica, at equal cost.
 
     Args:
-        mini_batch_of: int64 [n].
-        groups: int64 [n], where responses of a group share their prompt (`update.share_prompts`).
+        mini_batch_of: int64 [n]
+        groups: int64 [n], if responses of a group share their prompt (`update.share_prompts`)
     """
     even = even_length(*map(matrix_shape, models))
     costs, of_prompts = (cost(some.tolist(), even) for some in (rollout.lengths, rollout.prompt_lengths))
@@ -149,19 +148,18 @@ def take_share(
 def gather_responses(
     of_responses: Tensor, rollout: RolloutBatch, batch: TrainBatch, runtime: Runtime
 ) -> Tensor:
-    """Return one number per response of all replicas, in the order of the rollout [n], on every rank.
+    """Return one number per response of all replicas, in rollout order [n], on every rank.
 
-    of_responses: those of this replica's share, in the order of `batch`."""
+    of_responses: the numbers of this replica's responses, in the order of `batch`."""
     placed = torch.zeros(rollout.num_sequences, dtype=torch.float64)
     placed[batch.rows] = of_responses.double()
     return sum_over_replicas(runtime, placed).to(of_responses.dtype)
 
 
 def critic_numbers(rollout: RolloutBatch, config: Config) -> Tensor:
-    """Return which critic learns from each sequence, int64 [n].
+    """Return the index of the critic that learns from each sequence, int64 [n].
 
-    The responses of a group go to the critics in turn. So each critic sees every prompt, and no two see the
-    same response.
+    A group's responses are distributed over the critics, so that each critic sees every prompt.
     """
     if config.critic.count == 1:
         return torch.zeros_like(rollout.lengths)
@@ -191,16 +189,16 @@ def micro_batches_of(
 
 
 def critic_lengths(rollout: RolloutBatch, config: Config) -> Tensor:
-    """Return how many tokens of each sequence the critic reads, int64 [n]: all, or those of
-    `prompts_alone`."""
+    """Return the tokens of each sequence that the critic reads, int64 [n]: all, or `prompts_alone`."""
     if config.values_prompts:
         return torch.minimum(rollout.lengths, rollout.prompt_lengths + 1)
     return rollout.lengths
 
 
 def prompts_alone(batch: TrainBatch) -> tuple[TrainBatch, Tensor]:
-    """Return each sequence up to the first token of its response, whose value is that of the prompt, without
-    columns but group_ids; and where its tokens stand in `batch`, int64."""
+    """Return each sequence up to its first response token, whose value is the prompt's.
+
+    Of the columns only group_ids remains. Also return the tokens' positions in `batch`, int64."""
     prompts, lengths, starts = batch.prompt_lengths, batch.lengths, batch.cu_seqlens[:-1]
     within = torch.arange(batch.num_tokens) - torch.repeat_interleave(starts, lengths)
     places = (within <= torch.repeat_interleave(prompts, lengths)).nonzero().squeeze(-1)
@@ -211,10 +209,10 @@ def prompts_alone(batch: TrainBatch) -> tuple[TrainBatch, Tensor]:
 
 
 def mini_batch_ids(groups: Tensor, mini_batch: int, seed: int) -> Tensor:
-    """Return the mini-batch of each sequence, int64 [n]: a shuffle of groups that depends on the seed alone,
-    not on the layout. The mini-batches of one size are unions of those of a size that divides it.
+    """Return the mini-batch of each sequence, int64 [n]: a shuffle of groups by seed, for any layout.
 
-    groups: int64 [n]; the sequences of a group stay together, as far as the size of a mini-batch lets them"""
+    Mini-batches of one size are unions of those of a size that divides it. Sequences of a group stay together
+    as far as the size allows. groups: int64 [n]."""
     numbers = groups.unique(return_inverse=True)[1]
     shuffled = torch.randperm(int(numbers.max()) + 1, generator=torch.Generator().manual_seed(seed))
     place = torch.empty_like(shuffled)
@@ -225,11 +223,11 @@ def mini_batch_ids(groups: Tensor, mini_batch: int, seed: int) -> Tensor:
 
 
 def loss_weights(rollout: RolloutBatch, ids: Tensor, critic_ids: Tensor, config: Config) -> dict[str, Tensor]:
-    """Return policy_loss_weights, nll_loss_weights and value_loss_weights of each token of a response,
-    float32 [n]: the denominators of every loss term, global over each mini-batch (docs/design.md, "Numbers
-    that must hold everywhere"). Reads correct, truncated, begun and unfinished. Of windows the policy's are
-    counted by the tokens that the step has drawn, and stand for these alone; the others, by whole responses
-    that have ended.
+    """Return policy_, nll_ and value_loss_weights of each token of a response, float32 [n].
+
+    They are the denominators of the loss terms, global over a mini-batch (docs/design.md, "Numbers that must
+    hold everywhere"). With partial rollouts, the policy's count only tokens sampled in this step, the others
+    whole finished responses. Reads correct, truncated, begun and unfinished.
 
     ids, critic_ids: int64 [n], the actor's and the critic's mini-batch of each sequence."""
     truncated = rollout["truncated"]
@@ -249,13 +247,12 @@ def loss_weights(rollout: RolloutBatch, ids: Tensor, critic_ids: Tensor, config:
 
 
 def matrix_shape(model: ModelChunks) -> tuple[int, int]:
-    """Return (matrix parameters that a token goes through, query width) of all layers, from which
-    `even_length` has the FLOPs of a sequence."""
+    """Return matrix parameters per token and query width, summed over layers, for `even_length`."""
     c = model.config
     assert c.kv_channels is not None and c.num_query_groups is not None and c.ffn_hidden_size is not None
     queries, keys = c.num_attention_heads * c.kv_channels, c.num_query_groups * c.kv_channels
     mlps = c.num_layers * 3 * c.ffn_hidden_size
-    if c.num_moe_experts is not None:  # the router, and the experts that it chooses
+    if c.num_moe_experts is not None:  # the router and the chosen experts
         assert c.moe_ffn_hidden_size is not None
         columns = c.moe_ffn_hidden_size * c.moe_router_topk + (c.moe_shared_expert_intermediate_size or 0)
         dense = c.moe_layer_freq.count(0) if isinstance(c.moe_layer_freq, list) else 0
@@ -275,8 +272,11 @@ def locate(
 ) -> dict[str, Any]:
     """Return a MicroBatch's at, logit_indices, labels and order on this rank.
 
-    at: int64 [r] on the host, places in the pack; before: those of the tokens that predict these; labels:
-    [r], the tokens at `at`; places: its `cut`"""
+    Args:
+        at: int64 [r] on the host, positions in the pack
+        before: int64 [r], positions that predict them
+        labels: [r], the tokens at `at`
+        places: the micro-batch's `cut`"""
     if places is None:
         return {"at": at, "logit_indices": before.to(device), "labels": labels.to(device)}
     cp = parallel_state.get_context_parallel_world_size()
@@ -292,11 +292,11 @@ def locate(
 
 
 def labels_and_others(micro_batch: MicroBatch) -> Tensor:
-    """Return `labels`, int64 [r] on the device, with `others` behind each: [r, 1 + k]."""
+    """Return `labels`, int64 [r], or with `others` [r, 1 + k], on the device."""
     if micro_batch.others is None:
         return micro_batch.labels
     others = micro_batch.others[micro_batch.token_indices].long()
-    if micro_batch.order is not None:  # this rank's, in the places of its labels
+    if micro_batch.order is not None:  # reorder to this rank's labels
         count, order = micro_batch.labels.numel(), micro_batch.order.cpu()
         mine = order // max(count, 1) == parallel_state.get_context_parallel_rank()
         placed = others.new_zeros(count, others.shape[1])
@@ -306,9 +306,9 @@ def labels_and_others(micro_batch: MicroBatch) -> Tensor:
 
 
 def gather_output(micro_batch: MicroBatch, of_head: Any) -> Any:
-    """Return what the head gives on all context-parallel ranks, [r, ...] of each output.
+    """Gather the head's outputs of all context-parallel ranks, [r, ...] each.
 
-    The gradient takes this rank's part, because every rank computes the same loss."""
+    The gradient is this rank's part, because every rank computes the same loss."""
     if micro_batch.order is None or not micro_batch.order.numel():
         return of_head
     if isinstance(of_head, tuple):
@@ -319,8 +319,7 @@ def gather_output(micro_batch: MicroBatch, of_head: Any) -> Any:
 
 
 def _pack(prompts: Tensor, lengths: Tensor, groups: Tensor, budget: int) -> list[list[list[int]]]:
-    """Return micro-batches of families, as `pack_groups`, of sequences with so many tokens, and so many of
-    these in their prompts."""
+    """Return `pack_groups` of sequences with these lengths, prompt lengths and groups, as tensors."""
     return pack_groups(prompts.tolist(), (lengths - prompts).tolist(), groups.tolist(), budget)
 
 
@@ -334,13 +333,13 @@ def make_micro_batches(
 ) -> list[MicroBatch]:
     """Pack the sequences `indices` into micro-batches of at most `max_tokens`.
 
-    Every data-parallel replica must take part in an update, with or without sequences. So there are at least
-    `at_least` micro-batches, if only of one token that counts nowhere. With virtual stages their number is a
-    multiple of the pipeline's ranks.
+    Every replica must take part in an update, even without sequences. So there are at least `at_least`
+    micro-batches, some perhaps with one uncounted token. With virtual stages their number is a multiple of
+    the pipeline's ranks.
 
     Args:
-        shared: int64 [n], tokens of each sequence's prompt, which stands once for all sequences with the same
-            `group_ids`; None: no prompt is shared.
+        shared: int64 [n], tokens of each sequence's prompt, stored once per `group_ids`; None: prompts are
+            not shared.
     """
     device, multiple = model.device, pack_multiple(model.config)
     cp = model.config.context_parallel_size
@@ -353,15 +352,14 @@ def make_micro_batches(
         wanted_packs += -wanted_packs % c.pipeline_model_parallel_size
     micro_batches = []
     for families in packs + [[]] * (wanted_packs - len(packs)):
-        # What stands in the pack one after the other: the first sequence of a family whole, of the others
-        # what follows the prompt. `skipped`: the tokens of a prompt that stands further ahead, at `prompt`.
+        # The pack has the first sequence of a family with its prompt, the others without. `skipped` is the
+        # length of the missing prompt, `prompt` its start.
         index = wanted[torch.tensor([i for family in families for i in family], dtype=torch.int64)]
         first = torch.tensor([n == 0 for family in families for n in range(len(family))], dtype=torch.bool)
         lengths = batch.lengths[index]
         skipped = torch.where(first, 0, prompts[index])
         lengths = lengths - skipped
-        # Each sequence is filled up so that it can be cut, and the pack by one more sequence; what fills up
-        # is nobody's response.
+        # Pad each sequence so that context parallelism can split it, and the pack by one more sequence.
         sizes = lengths + -lengths % (2 * cp) if cp > 1 else lengths
         total = int(sizes.sum())
         filler = -total % multiple or (multiple if total == 0 else 0)
@@ -383,7 +381,7 @@ def make_micro_batches(
         is_response = torch.zeros(total + filler, dtype=torch.bool)
         is_response[is_real] = batch.response_mask[token_indices]
         at = is_response.nonzero().squeeze(-1)
-        # The first token of a response that has its prompt further ahead is predicted by that prompt's last.
+        # The last token of a shared prompt predicts the first token of each response.
         ends = torch.repeat_interleave(prompt + skipped, sizes) - 1
         before = torch.where(within == 0, ends, torch.arange(total + filler) - 1)[at]
         places = cut(cu_seqlens, cp) if cp > 1 else None

@@ -1,10 +1,14 @@
-"""Checkpoints on disk: which are complete, from which one a run continues, and whether it may.
+"""Find, check and prune checkpoints on disk, which training/saving.py writes.
 
-run_dir/checkpoints/step-000012/ holds actor/, critic/ and critic_2/ (training/sharded.py), state.json and
-state.safetensors (samplers, generators, counters), rollouts/ where some were drawn ahead, and manifest.json,
-which is written last: it lists every other file with its size and SHA-256. A checkpoint of value pretraining
-is pretraining-000012/ and has no actor, which stands still. training/saving.py writes them. The checks before
-a run need this file: it imports no Megatron.
+run_dir/checkpoints/step-000012/ contains
+
+    actor/, critic/, critic_2/     weights and optimizers (training/sharded.py)
+    state.json, state.safetensors  samplers, generators, counters
+    rollouts/                      rollouts of later steps, if any were generated (schedule.ahead)
+    manifest.json                  size and SHA-256 of every other file, written last
+
+A checkpoint of value pretraining is pretraining-000012/ and has no actor. This file imports no Megatron,
+because preflight needs it.
 """
 
 from __future__ import annotations
@@ -34,12 +38,12 @@ from megarl.parallel.runtime import Runtime
 
 FOLDER, MANIFEST = "checkpoints", "manifest.json"
 FORMAT = 2
-# A checkpoint that is finished, and one that is being written: .NAME.partial
+# A finished checkpoint, or an unfinished one: .NAME.partial
 NAME = re.compile(r"(\.?)(pretraining|step)-(\d{6,})(\.partial)?")
 SEAL = "sha256"  # of the manifest without this key
-BATCHES = "rollouts"  # the folder with the batches that were drawn ahead (schedule.ahead)
+BATCHES = "rollouts"  # folder of rollouts of later steps (schedule.ahead)
 STATE, NUMBERS = "state.json", "state.safetensors"
-LONG = 32  # numbers, from which a list is stored as a tensor
+LONG = 32  # length from which a list of numbers is stored as a tensor
 MARK = "$numbers"  # {MARK: name of the tensor}
 
 
@@ -69,9 +73,9 @@ FREE = (
     *("reward.max_unjudged", "reward.sandbox", "rollout.turns.sandbox"),
     *("update.tokens_per_micro_batch", "update.logprob_chunk", "value_pretraining.rollouts"),
 )
-# But for this one of `parallel`: in bf16 the gradients of micro-batches add up to other sums.
+# Except this key: in bf16 the sum of the micro-batches' gradients differs.
 BOUND = ("parallel.grad_dtype",)
-# Keys that decide the result and that checkpoints of older versions lack, with what those versions did.
+# Keys that older checkpoints lack, with the behaviour of those versions.
 ADDED: dict[str, Any] = {f"{model}.frozen": [] for model in ("actor", "critic")}
 ADDED |= {f"{model}.frozen_layers": 0 for model in ("actor", "critic")}
 ADDED |= {f"{model}.lora.rank": None for model in ("actor", "critic")}
@@ -85,8 +89,7 @@ ADDED |= {"algorithm.agreement.mask": 0.0, "algorithm.agreement.filter": 0.0}
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A complete checkpoint, by the sizes of its files. manifest: as it was written, with `settings`,
-    `versions`, `layout` and `files`."""
+    """A checkpoint whose files have the right sizes. manifest: with settings, versions, layout and files."""
 
     path: Path
     manifest: dict[str, Any]
@@ -97,7 +100,7 @@ class Checkpoint:
 
     @property
     def pretraining(self) -> bool:
-        """Return whether value pretraining wrote it."""
+        """Return whether it is from value pretraining."""
         return self.stage == PRETRAINING
 
     @property
@@ -106,7 +109,7 @@ class Checkpoint:
 
     @property
     def done(self) -> int:
-        """Return the steps of the main stage that were done."""
+        """Return the number of finished steps of the main stage."""
         return 0 if self.pretraining else self.step
 
     @property
@@ -114,11 +117,11 @@ class Checkpoint:
         return dict(self.manifest["settings"])
 
     def state(self) -> dict[str, Any]:
-        """Read what is not a model's: the `state` that `CheckpointWriter.save` was given."""
+        """Read the `state` that `CheckpointWriter.save` wrote."""
         return read_state(self.path)
 
     def damage(self, part: int = 0, parts: int = 1) -> list[str]:
-        """Return a line for each file, of this share of them, whose content is not what was written."""
+        """Return a line for each damaged file. part, parts: check only this share of the files."""
         lines = []
         for name in sorted(self.manifest["files"])[part::parts]:
             try:
@@ -127,7 +130,7 @@ class Checkpoint:
                 lines.append(f"{self.path / name}: cannot be read: {error.strerror}")
                 continue
             if found != self.manifest["files"][name][1]:
-                lines.append(f"{self.path / name}: its content is not what was written (SHA-256)")
+                lines.append(f"{self.path / name}: is damaged: its SHA-256 differs")
         return lines
 
 
@@ -143,7 +146,7 @@ def folder_name(stage: str, step: int) -> str:
 
 
 def seal(manifest: Mapping[str, Any]) -> str:
-    """Return the text of a manifest, with a checksum of its own."""
+    """Return the text of a manifest, with its checksum."""
     return json.dumps({**manifest, SEAL: _checksum(manifest)}, indent=1) + "\n"
 
 
@@ -153,9 +156,9 @@ def _checksum(manifest: Mapping[str, Any]) -> str:
 
 
 def settings_of(config: Config) -> dict[str, Any]:
-    """Return what a run must share with the one that it continues: every dotted key that is not FREE, and a
-    hash of the models' config.json. A section of the user's own keys (reward.terms) is one setting, so that
-    one more or less in it is another value."""
+    """Return the settings that a continued run must keep: keys not in FREE, and config.json hashes.
+
+    A section with the user's keys (reward.terms) is one setting."""
     found = {
         key: _plain(attrgetter(key)(config))
         for key, _ in fields(Config)
@@ -170,7 +173,7 @@ def settings_of(config: Config) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """Return a value as JSON gives it back, and a path as it is from any folder."""
+    """Return a value as JSON would, with absolute paths."""
     if isinstance(value, tuple | list):
         return [_plain(item) for item in value]
     if isinstance(value, Section):
@@ -181,10 +184,11 @@ def _plain(value: Any) -> Any:
 
 
 def check_continues(config: Config, checkpoint: Checkpoint) -> None:
-    """Raise ConfigError for the first key whose value is not the one that the checkpoint was written with.
-    Keys that only one of the two has (from another version of megarl) are not compared, but for ADDED."""
+    """Raise ConfigError for the first key whose value differs from the checkpoint's.
+
+    Keys of another version of megarl are not compared, except ADDED."""
     now, before = settings_of(config), ADDED | checkpoint.settings
-    if before.get("rollout.dynamic_sampling.at_limit") == "stop":  # no step has come to the limit
+    if before.get("rollout.dynamic_sampling.at_limit") == "stop":  # no step has reached the limit
         for key in ("at_limit", "max_batches"):
             del now[f"rollout.dynamic_sampling.{key}"]
     for key, then in before.items():
@@ -201,8 +205,7 @@ def check_continues(config: Config, checkpoint: Checkpoint) -> None:
 
 
 def moved_schedule(config: Config, checkpoint: Checkpoint) -> str | None:
-    """Return a line for people where other `steps` than the checkpoint was written with move a learning rate:
-    a linear or cosine schedule goes on as if it had led to the new ones from the start."""
+    """Return a warning if a new `steps` changes the learning rate of a linear or cosine schedule."""
     then = checkpoint.manifest.get("steps", config.steps)  # older ones do not say
     models = {"actor": config.actor} | ({"critic": config.critic} if config.has_critic else {})
     keys = [f"{name}.schedule {one.schedule}" for name, one in models.items() if one.schedule != "constant"]
@@ -212,7 +215,7 @@ def moved_schedule(config: Config, checkpoint: Checkpoint) -> str | None:
 
 
 def check_same_adapters(config: Config, checkpoint: Checkpoint) -> None:
-    """Raise ConfigError for the first key of the actor's LoRA adapters that is not as in the checkpoint."""
+    """Raise ConfigError for the first key of the actor's LoRA that differs from the checkpoint's."""
     now = settings_of(config)
     for key, then in (ADDED | checkpoint.settings).items():
         if key.startswith("actor.lora.") and now[key] != then:
@@ -221,8 +224,7 @@ def check_same_adapters(config: Config, checkpoint: Checkpoint) -> None:
 
 
 def find_checkpoint(run_dir: Path, but: Collection[Path] = ()) -> tuple[Checkpoint | None, list[str]]:
-    """Return the newest complete checkpoint of a run's folder, those in `but` left out, and a line for each
-    newer one that is incomplete."""
+    """Return a run's newest complete checkpoint not in `but`, and a line per newer incomplete one."""
     skipped: list[str] = []
     for _, path in sorted(_all(run_dir), reverse=True):
         if path in but:
@@ -235,7 +237,7 @@ def find_checkpoint(run_dir: Path, but: Collection[Path] = ()) -> tuple[Checkpoi
 
 
 def _all(run_dir: Path) -> list[tuple[tuple[bool, int], Path]]:
-    """Return ((is main stage, step), folder) of each checkpoint, finished or not."""
+    """Return ((is main stage, step), folder) of each checkpoint, even unfinished ones."""
     folder = run_dir / FOLDER
     found = [(NAME.fullmatch(path.name), path) for path in folder.iterdir()] if folder.is_dir() else []
     return [
@@ -246,12 +248,12 @@ def _all(run_dir: Path) -> list[tuple[tuple[bool, int], Path]]:
 
 
 def has_finished(run_dir: Path) -> bool:
-    """Return whether a checkpoint was ever finished there, even if it is damaged by now."""
+    """Return whether a checkpoint was ever finished, even if it is damaged now."""
     return any(not path.name.startswith(".") for _, path in _all(run_dir))
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
-    """Open a checkpoint's folder. Raises CheckpointError saying what is missing."""
+    """Open a checkpoint's folder. Raises CheckpointError if anything is missing."""
     if path.name.startswith("."):
         raise CheckpointError(f"{path}: its writing was interrupted")
     manifest = read_json(path / MANIFEST)
@@ -260,7 +262,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
             f"{path / MANIFEST}: format {manifest.get('format')}, this megarl reads {FORMAT}"
         )
     if manifest.get(SEAL) != _checksum(manifest):
-        raise CheckpointError(f"{path / MANIFEST}: its content is not what was written (SHA-256)")
+        raise CheckpointError(f"{path / MANIFEST}: is damaged: its SHA-256 differs")
     for key, (fits, meant) in MANIFEST_PARTS.items():
         if not fits(manifest.get(key)):
             raise CheckpointError(f"{path / MANIFEST}: {key}: {meant} is expected")
@@ -276,19 +278,20 @@ def open_checkpoint(path: Path) -> Checkpoint:
 
 
 def damage_of(checkpoint: Checkpoint, runtime: Runtime) -> list[str]:
-    """Return a line for each damaged file, on every rank: they share the files, and read each once."""
+    """Return a line for each damaged file, on every rank. Ranks divide the files."""
     reports = gather_objects(runtime, checkpoint.damage(runtime.rank, runtime.world), list[str])
     return [line for report in reports for line in report]
 
 
 def choose_checkpoint(runtime: Runtime, run_dir: Path) -> tuple[Checkpoint | None, list[str]]:
-    """Return what `find_checkpoint` does, on every rank, every file's content compared with its checksum.
-    Raises CheckpointError on every rank where each that is complete is damaged: to begin anew would lose all
-    that the run has recorded."""
+    """Return `find_checkpoint` on every rank, with checksums verified.
+
+    Raises CheckpointError on every rank if all complete checkpoints are damaged: a fresh start would lose the
+    run's records."""
     damaged: list[Path] = []
     lines: list[str] = []
     while True:
-        # Rank 0 chooses for all, so that no two ranks can see different ones.
+        # Rank 0 chooses for all ranks, which could see different files.
         path, manifest, skipped = None, "", list[str]()
         if runtime.rank == 0:
             found, skipped = find_checkpoint(run_dir, damaged)
@@ -310,9 +313,10 @@ def choose_checkpoint(runtime: Runtime, run_dir: Path) -> tuple[Checkpoint | Non
 
 
 def prune(run_dir: Path, keep: CheckpointConfig) -> list[str]:
-    """Remove checkpoints, finished or half-written, that are older than the `keep` newest complete ones (0:
-    all are kept), except those of every `keep_every`-th step. Return a line for each that cannot be removed,
-    which the next call tries again."""
+    """Remove checkpoints older than the `keep` newest complete ones (0: keep all), even unfinished ones.
+
+    Those of every `keep_every`-th step stay. Return a line for each that cannot be removed; the next call
+    tries again."""
     complete = []
     for order, path in sorted(_all(run_dir), reverse=True):
         try:
@@ -328,7 +332,7 @@ def prune(run_dir: Path, keep: CheckpointConfig) -> list[str]:
         kept = main and keep.keep_every and step % keep.keep_every == 0 and not path.name.startswith(".")
         if (main, step) < oldest and not kept:
             try:
-                # First, so that a removal that is interrupted leaves nothing that looks complete.
+                # First, so that an interrupted removal leaves no folder that looks complete.
                 (path / MANIFEST).unlink(missing_ok=True)
                 shutil.rmtree(path)
             except OSError as error:  # another process reads it over NFS, or removes it too
@@ -338,10 +342,9 @@ def prune(run_dir: Path, keep: CheckpointConfig) -> list[str]:
 
 
 def write_state(folder: Path, state: Mapping[str, Any]) -> list[Path]:
-    """Write dicts, lists, numbers and texts into `folder`, exactly: JSON, with long lists of numbers as
-    safetensors beside it. Returns the files. Raises OSError.
+    """Write dicts, lists, numbers and texts exactly: JSON, and safetensors for long lists of numbers.
 
-    A prompt's extra columns of types that JSON does not know become texts: nothing depends on them."""
+    Values of other types, in a prompt's extra columns, become texts. Returns the files. Raises OSError."""
     tensors: dict[str, Tensor] = {}
     tree = _split(state, tensors)
     (folder / STATE).write_text(json.dumps(tree, default=str), encoding="utf-8")
@@ -350,7 +353,7 @@ def write_state(folder: Path, state: Mapping[str, Any]) -> list[Path]:
 
 
 def read_state(folder: Path) -> dict[str, Any]:
-    """Undo `write_state`. Raises CheckpointError where a file is missing or damaged."""
+    """Read the state of `write_state`. Raises CheckpointError if a file is missing or damaged."""
     tree = read_json(folder / STATE)
     try:
         tensors = load_file(folder / NUMBERS)
@@ -363,7 +366,7 @@ def read_state(folder: Path) -> dict[str, Any]:
 def _split(value: Any, tensors: dict[str, Tensor]) -> Any:
     if isinstance(value, Mapping):
         parts = {key: _split(item, tensors) for key, item in value.items()}
-        return {MARK: parts} if MARK in value else parts  # a column of the user's may have that name
+        return {MARK: parts} if MARK in value else parts  # a user's column may have that name
     if not isinstance(value, list | tuple):
         return value
     kinds = set(map(type, value)) if len(value) >= LONG else set()
@@ -372,7 +375,7 @@ def _split(value: Any, tensors: dict[str, Tensor]) -> Any:
     name = str(len(tensors))
     wide, half = (torch.int64, torch.int32) if kinds == {int} else (torch.float64, torch.float32)
     numbers = torch.from_numpy(np.array(value, int if kinds == {int} else float))  # thrice as fast as torch
-    narrow = numbers.to(half)  # stored where that loses nothing
+    narrow = numbers.to(half)  # stored if it is exact
     tensors[name] = narrow if torch.equal(narrow.to(wide), numbers) else numbers
     return {MARK: name}
 

@@ -1,6 +1,7 @@
-"""Columns and metrics between the forward passes and the updates: advantages and returns, statistics of the
-policy, the mismatch with the engine. The formulas are in `megarl.algorithms`; here they are applied to a
-batch, and sums go over all replicas.
+"""Add columns and metrics between the forward passes and the updates, summed over all replicas.
+
+They are advantages, returns, statistics of the policy, and the mismatch with the engine. The formulas are in
+`megarl.algorithms`.
 """
 
 from __future__ import annotations
@@ -31,16 +32,16 @@ from megarl.parallel.comm import max_over_ranks, sum_over_replicas
 from megarl.parallel.runtime import Runtime
 from megarl.training.batch import gather_responses
 
-Tables = dict[str, dict[str, list[float]]]  # of distributions.jsonl: table -> row -> one sum per bin
+Tables = dict[str, dict[str, list[float]]]  # for distributions.jsonl: table -> row -> one sum per bin
 
 
 def add_group_advantages(
     config: Config, rollout: RolloutBatch, batch: TrainBatch, runtime: Runtime
 ) -> dict[str, float]:
-    """Write this replica's advantages [T], each response's own at all of its tokens.
+    """Write this replica's advantages [T], one value per response at all of its tokens.
 
-    The configured method computes them from all responses of the step (`Responses`). Rewards are of whole
-    responses: of several turns their sum. Return policy/kl_reward if the reward has a KL term.
+    The configured method computes them from all responses of the step (`Responses`). Rewards of turns are
+    summed. Return policy/kl_reward if the reward has a KL term.
     """
     rewards = rollout["rewards"]
     of_tokens, metrics = token_rewards(config.algorithm, batch, runtime)
@@ -59,7 +60,7 @@ def reward_parts(
 ) -> tuple[Tensor | None, list[float]]:
     """Return the parts of all responses' rewards [n, k] and their weights; None and [] without parts.
 
-    The sum of the turns' own rewards is one more part, of weight 1.
+    The sum of the turns' rewards is one more part, of weight 1.
     """
     if "reward_parts" not in rollout:
         return None, []
@@ -73,33 +74,34 @@ def reward_parts(
 def responses_in_loss(config: RewardConfig, rollout: RolloutBatch) -> Tensor:
     """Return which responses count in the policy loss, bool [n].
 
-    Those are the responses with tokens, without the truncated ones that overlong filtering leaves out.
+    They have tokens and are not dropped by overlong filtering.
     """
     counted = rollout.response_lengths > 0
     return counted & ~rollout["truncated"] if config.overlong.filter else counted
 
 
 def expected_reward(config: RewardConfig, chance: Tensor) -> Tensor:
-    """Return the mean reward from the verifier of an answer that is right with this chance, [n]."""
+    """Return the expected reward [n] of answers that are right with probability `chance`."""
     return config.weight * ((1 - chance) * config.incorrect + chance * config.correct)
 
 
 def add_return_advantages(config: AlgorithmConfig, batch: TrainBatch, runtime: Runtime) -> dict[str, float]:
-    """Write as advantages [T] the discounted rewards from each token on (REINFORCE++, arXiv 2501.03262, eq.
-    7 and 8, with `whiten`); return policy/kl_reward where there is one."""
+    """Write as advantages [T] the discounted rewards from each token on (REINFORCE++, eq. 7 and 8).
+
+    arXiv 2501.03262, with `whiten`. Return policy/kl_reward if the reward has a KL term."""
     rewards, metrics = token_rewards(config, batch, runtime)
     mask = batch.response_mask
-    ahead = gae(rewards, torch.zeros_like(rewards), mask, batch.cu_seqlens, 1.0, config.gamma)
-    write_advantages(config, batch, ahead, runtime)
+    rewards_to_go = gae(rewards, torch.zeros_like(rewards), mask, batch.cu_seqlens, 1.0, config.gamma)
+    write_advantages(config, batch, rewards_to_go, runtime)
     return metrics
 
 
 def token_rewards(
     config: AlgorithmConfig, batch: TrainBatch, runtime: Runtime
 ) -> tuple[Tensor, dict[str, float]]:
-    """Return the reward of each token [T], as `turn_rewards` gives it, less beta (log pi_old - log pi_ref) at
-    every one where kl_reward is beta (VAPO eq. 1); and policy/kl_reward, the mean of that difference over
-    the tokens that the step has drawn."""
+    """Return `turn_rewards` [T] minus kl_reward (log pi_old - log pi_ref) (VAPO eq. 1), and metrics.
+
+    The metric is policy/kl_reward, the mean of the difference over tokens sampled in this step."""
     rewards = turn_rewards(batch)
     if not config.kl_reward:
         return rewards, {}
@@ -111,14 +113,14 @@ def token_rewards(
 
 
 def turn_rewards(batch: TrainBatch) -> Tensor:
-    """Return rewards [T] whose sum over a response is its reward: a turn's own on its last token, the rest,
-    the outcome's, on the last token that the policy sampled."""
+    """Return rewards [T]: each turn's at its last token, and the outcome's at the last sampled token.
+
+    Their sum over a response is its reward."""
     rewards, outcome = torch.zeros(batch.num_tokens), batch["rewards"]
     if "turn_rewards" in batch:
         rewards += batch["turn_rewards"]
         outcome = (outcome.double() - batch.totals(rewards)).to(outcome.dtype)
-    outcome = outcome.masked_fill(batch.unfinished, 0)  # which has none yet
-    # The last True of each sequence that has one.
+    outcome = outcome.masked_fill(batch.unfinished, 0)  # ungraded
     own = batch.response_mask.nonzero().squeeze(-1)
     last = torch.searchsorted(own, batch.cu_seqlens[1:]) - 1
     some = batch.response_lengths > 0
@@ -135,10 +137,10 @@ def write_advantages(
 ) -> None:
     """Write advantages [T]; with `whiten`, normalise them over all replicas' tokens in the policy loss.
 
-    Those are the tokens of this step, without what overlong filtering and mismatch masks leave out.
+    Overlong filtering and mismatch masks exclude tokens.
 
     Args:
-        left_out: bool [T], further tokens that whitening leaves out.
+        left_out: bool [T], further tokens that whitening excludes.
     """
     if config.whiten:
         mask = batch["policy_loss_weights"] > 0
@@ -174,7 +176,7 @@ def add_gae(config: Config, batch: TrainBatch, runtime: Runtime) -> tuple[dict[s
 
 
 def policy_lambda(config: AlgorithmConfig, lengths: Tensor) -> Tensor:
-    """Return lambda of the policy's advantages, float64 [n], of responses of these lengths (VAPO eq. 5)."""
+    """Return lambda of the policy's advantages for responses of these lengths, float64 [n] (VAPO eq. 5)."""
     if config.lambda_policy == "length_adaptive":
         return length_adaptive_lambda(lengths, config.alpha, config.lambda_floor)
     return torch.full((len(lengths),), float(config.lambda_policy), dtype=torch.float64)
@@ -195,13 +197,14 @@ def gae_statistics(
 def add_teacher(
     weight: float, old: Tensor, teacher: Tensor, batch: TrainBatch, runtime: Runtime
 ) -> dict[str, float]:
-    """Add weight (log pi_teacher - log pi_old) to the advantages [T] of the tokens that the step has drawn
-    and that have a teacher; `old` and `teacher` are log-probs [T], the teacher's -inf where there is none.
-    Return policy/teacher_kl, the mean of log pi_old - log pi_teacher over these tokens, which estimates the
-    reverse KL from the policy to its teacher, in nats a token, and policy/taught, their share of all.
+    """Add weight (log pi_teacher - log pi_old) to the advantages [T] of sampled tokens with a teacher.
 
-    On-policy distillation (Thinking Machines, 2025): a token's own log-ratio, without what follows it, and no
-    gradient through it. (The gradient of the log-ratio itself is 0 on average: nothing would be learned.)"""
+    This is on-policy distillation (Thinking Machines, 2025), with the log-ratio of the token itself and no
+    gradient through it.
+
+    old, teacher: log-probs [T]; the teacher's are -inf without a teacher.
+    Return policy/teacher_kl, the mean of log pi_old - log pi_teacher, which estimates the reverse KL in nats
+    per token, and policy/taught, the share of tokens with a teacher."""
     drawn = batch.drawn
     mask = drawn & (teacher > -torch.inf)
     kl = torch.where(mask, old - teacher, 0.0)
@@ -214,14 +217,14 @@ def add_teacher(
 def add_returns(
     config: AlgorithmConfig, batch: TrainBatch, runtime: Runtime, rewards: Tensor
 ) -> tuple[dict[str, float], Tables]:
-    """Write returns [T], the critic's targets: Monte-Carlo returns of `rewards` [T] where lambda_critic is 1;
-    0 in responses that go on in the next step. Return value/explained_variance, and a table of values against
-    returns by position (`error_by_position`)."""
-    goes_on = batch.unfinished
-    mask = batch.response_mask & ~torch.repeat_interleave(goes_on, batch.lengths)
-    lengths, values = batch.response_lengths.masked_fill(goes_on, 0), batch["values"]
-    errors_ahead = gae(rewards, values, mask, batch.cu_seqlens, config.lambda_critic, config.gamma)
-    targets = returns(errors_ahead, values, mask)
+    """Write returns [T], the critic's targets; with lambda_critic 1 Monte-Carlo returns of `rewards` [T].
+
+    Unfinished responses get 0. Return value/explained_variance, and `error_by_position` as a table."""
+    unfinished = batch.unfinished
+    mask = batch.response_mask & ~torch.repeat_interleave(unfinished, batch.lengths)
+    lengths, values = batch.response_lengths.masked_fill(unfinished, 0), batch["values"]
+    advantages = gae(rewards, values, mask, batch.cu_seqlens, config.lambda_critic, config.gamma)
+    targets = returns(advantages, values, mask)
     batch["returns"] = targets
     variance = sum_over_replicas(runtime, variance_sums(targets, values, mask))
     errors = error_by_position(values, targets, mask, lengths)
@@ -231,8 +234,7 @@ def add_returns(
 
 
 def policy_statistics(batch: TrainBatch, runtime: Runtime) -> tuple[dict[str, float], Tables]:
-    """Return the mean entropy and the mean probability of the tokens that the step has drawn, and a table of
-    entropy by position (`sums_by_position`)."""
+    """Return mean entropy and probability of the tokens sampled in this step, and entropy by position."""
     mask = batch.drawn
     probabilities = batch["old_logprobs"][mask].double().exp()
     sums = torch.stack([mask.sum().double(), batch["entropy"][mask].double().sum(), probabilities.sum()])
@@ -246,12 +248,10 @@ def policy_statistics(batch: TrainBatch, runtime: Runtime) -> tuple[dict[str, fl
 def mismatch(
     batch: TrainBatch, trainer: Tensor, version: int, runtime: Runtime
 ) -> tuple[dict[str, float], Tables]:
-    """Return mismatch/*: how far the engine's log-probs are from the trainer's [T], over responses that were
-    drawn with the present weights, `version`; and how many of these tokens are in each bin of
-    `difference_histogram`.
+    """Return mismatch/* of the engine's log-probs against `trainer` [T], and their `difference_histogram`.
 
-    Dynamic sampling's surplus of the step before was drawn with older weights, and is left out; so are
-    earlier windows."""
+    Only tokens sampled with the current weights, `version`, count: not dynamic sampling's leftover groups or
+    earlier windows of partial rollouts."""
     engine, drawn_now = batch["engine_logprobs"], batch.drawn
     if "begun" not in batch:
         drawn_now = drawn_now & (batch["policy_version"] == version)[batch.sequence_ids]
@@ -262,15 +262,12 @@ def mismatch(
 
 
 def correct_mismatch(config: MismatchConfig, batch: TrainBatch, runtime: Runtime) -> dict[str, float]:
-    """Multiply policy_loss_weights [T] by `mismatch_factors`, and write what they were as
-    uncorrected_weights; return the shares of response tokens that were truncated and masked. Does nothing
-    where both options are off.
+    """Multiply policy_loss_weights [T] by `mismatch_factors`; uncorrected_weights keeps the old ones.
 
-    The factors correct for which token was sampled. They apply to the policy loss and the KL term, which
-    estimate a mean over the trainer's policy from sampled tokens. The entropy and a teacher's top-k term sum
-    over the whole distribution, and the positive-example loss imitates: they keep their weights. verl and
-    slime do not weight the entropy either. Surplus of older weights is corrected too: its ratio holds their
-    change."""
+    The factors apply to the policy loss and the KL term, which estimate a mean over the policy from sampled
+    tokens. Entropy and top-k terms sum over the whole distribution, and the positive-example loss imitates,
+    so they keep their weights. Leftover groups from older weights are corrected too.
+    Return the shares of tokens that were truncated and masked; {} if both options are off."""
     if not config.enabled:
         return {}
     factors, counts = mismatch_factors(

@@ -12,16 +12,15 @@ from megatron.core import parallel_state
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.transformer.transformer_block import TransformerBlock
 
-# What a mixture's layers keep of the last pack: some 450 bytes a token and layer with 128 experts.
+# Attributes of a mixture's token dispatcher: some 450 bytes per token and layer with 128 experts.
 DISPATCHED = ("probs", "routing_map", "reversed_local_input_permutation_mapping")
 
 
 def free_weight_caches(model: torch.nn.Module) -> None:
-    """Free what is cached of a model's passes.
+    """Free caches of a model's passes.
 
-    Of Transformer Engine: FP8 copies of weights. Of Megatron: the last input of a pipeline stage, what a
-    mixture's layers keep of the last pack, the rotary angles of the last 32 pack lengths, and the buffer of
-    gathered inputs, which is as large as the largest pack."""
+    Transformer Engine keeps FP8 copies of weights. Megatron keeps a stage's last input, the last routing of
+    mixture layers, rotary angles of 32 pack lengths, and a buffer of gathered inputs."""
     for module in model.modules():
         getattr(module, "_fp8_workspaces", {}).clear()
         if isinstance(module, RotaryEmbedding):
@@ -36,7 +35,6 @@ def free_weight_caches(model: torch.nn.Module) -> None:
 
 
 def free_gradient_caches() -> None:
-    """Free what Transformer Engine gives autograd instead of a weight's gradient, which is in the buffers
-    already. It keeps one tensor for each shape of a weight."""
+    """Free Transformer Engine's placeholder gradients, one tensor per weight shape."""
     layers = sys.modules.get("transformer_engine.pytorch.module.base")
     getattr(layers, "_dummy_wgrads", {}).clear()

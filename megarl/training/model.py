@@ -38,14 +38,13 @@ from megarl.training.muon import muon_buffer_layouts, muon_options
 from megarl.training.param_gather import ParamGather
 
 Stats = dict[str, Tensor]
-# loss(output of the head, micro-batch) -> (sum whose global denominators are inside, statistics as sums)
+# loss(output of the head, micro-batch) -> (loss with global denominators, statistics as sums)
 Loss = Callable[[Any, MicroBatch], tuple[Tensor, Stats]]
 
 
 def _finalize(model: Any, num_tokens: Any = None, **groups: Any) -> None:
-    # Our losses carry their global denominators already (algorithms/losses.py). With
-    # calculate_per_token_loss neither the schedule nor DDP divides; Megatron would divide the gradients by
-    # num_tokens here, so it is not passed on.
+    # Our losses contain their global denominators (algorithms/losses.py), so Megatron must not divide the
+    # gradients by num_tokens.
     megatron_finalize(model, None, **groups)
 
 
@@ -54,23 +53,23 @@ class InferenceModel:
 
     def __init__(self, name: str, model: ModelChunks, runtime: Runtime, *, adapters: bool = True) -> None:
         self.name, self.model, self.runtime = name, model, runtime
-        self.adapters = adapters  # False: without them, which the model may have for another use of it
-        # What Megatron's schedule calls: each chunk, or DDP around it.
-        self.chunks: list[Any] = list(model.chunks)
-        # So far in Megatron's schedules and optimizer, our loss functions excluded.
-        self.megatron_seconds = 0.0
-        self.replays_routing = False  # whether routers take the engine's choice, where it was recorded
+        self.adapters = adapters  # False: with LoRA disabled, as the reference model
+        self.chunks: list[Any] = list(model.chunks)  # or their DDP wrappers
+        self.megatron_seconds = 0.0  # in Megatron's schedules and optimizer, without our loss functions
+        self.replays_routing = False  # use the engine's recorded choice of experts
 
     def logprob_columns(self, batch: TrainBatch, micro_batches: Sequence[MicroBatch]) -> dict[str, Tensor]:
-        """Compute {"logprobs", "entropy"}: float32 [T], 0 outside the responses, on every rank of the
-        replica. Raises NumericalError on every rank of the job where a number is not finite."""
+        """Compute logprobs and entropy, float32 [T], 0 outside the responses, on every rank of the replica.
+
+        Raises NumericalError on every rank of the job if a number is not finite."""
         return self._columns(("logprobs", "entropy"), batch, micro_batches)
 
     def top_k_columns(
         self, batch: TrainBatch, micro_batches: Sequence[MicroBatch], k: int, limit: int
     ) -> dict[str, Tensor]:
-        """Compute {"logprobs", "tokens"} of the k likeliest tokens below `limit` at each place, float32 [T,
-        k], for the last pipeline stage alone, whose head reads them; [T, 0] on others. As
+        """Compute logprobs and tokens of the top k tokens below `limit` at each position, float32 [T, k].
+
+        Only on the last pipeline stage, where the head needs them; [T, 0] elsewhere. Raises as
         `logprob_columns`."""
         try:
             for chunk in self.model.chunks:
@@ -82,7 +81,7 @@ class InferenceModel:
 
     @contextmanager
     def free_routing(self) -> Iterator[None]:
-        """Let routers choose for themselves meanwhile, whatever the engine has recorded."""
+        """Disable routing replay within the block."""
         replays, self.replays_routing = self.replays_routing, False
         try:
             yield
@@ -90,8 +89,7 @@ class InferenceModel:
             self.replays_routing = replays
 
     def routing_metrics(self) -> dict[str, float]:
-        """Return what the routers of a mixture have chosen since `start_counting`; {} for a dense model.
-        Every rank calls this."""
+        """Return the router metrics since `start_counting`; {} for a dense model. Collective."""
         c = self.model.config
         if c.num_moe_experts is None:
             return {}
@@ -100,19 +98,18 @@ class InferenceModel:
         return routing_metrics(sum_over_ranks(self.runtime, own)[dense:], c.moe_router_topk)
 
     def value_columns(self, batch: TrainBatch, micro_batches: Sequence[MicroBatch]) -> dict[str, Tensor]:
-        """Compute {"values"}: float32 [T], 0 outside the responses. As `logprob_columns`."""
+        """Compute values, float32 [T], 0 outside the responses. Raises as `logprob_columns`."""
         return self._columns(("values",), batch, micro_batches)
 
     def sequence_scores(self, batch: TrainBatch, micro_batches: Sequence[MicroBatch]) -> Tensor:
-        """Compute a reward model's score of each sequence, float32 [n]: its head at the last token, as
-        transformers' sequence classifiers have it (a critic's head for a token stands at the one before).
-        As `logprob_columns`."""
+        """Compute a reward model's score of each sequence, float32 [n], from the head at the last token.
+
+        transformers' sequence classifiers do the same. Raises as `logprob_columns`."""
         ends = batch.cu_seqlens[1:] - 1
         at_ends = []
         for micro_batch in micro_batches:
             last = torch.isin(micro_batch.token_indices, ends)
             at = micro_batch.at[last]
-            # Whatever the labels are: values do not depend on them.
             ends_of = locate(at, at, torch.zeros_like(at), micro_batch.cut, micro_batch.tokens.device)
             at_ends.append(replace(micro_batch, token_indices=micro_batch.token_indices[last], **ends_of))
         return self._columns(("scores",), batch, at_ends)["scores"][ends]
@@ -121,9 +118,9 @@ class InferenceModel:
         self, names: tuple[str, ...], batch: TrainBatch, micro_batches: Sequence[MicroBatch], k: int = 0
     ) -> dict[str, Tensor]:
         def collect(output: Any, _: MicroBatch) -> tuple[Tensor, Any]:
-            if k:  # numbers a token, of all micro-batches: no little thing on the device
+            if k:  # large enough to be worth moving to the host
                 output = tuple(values.float().cpu() for values in output)
-            # On the device, where Megatron multiplies its loss scale for experts with what is on the loss's.
+            # On the device, because Megatron multiplies it by a loss scale there.
             return torch.zeros((), device=self.runtime.device), output
 
         with torch.no_grad(), nullcontext() if self.adapters else without_adapters(self.model):
@@ -151,12 +148,13 @@ class InferenceModel:
         return found
 
     def _run(self, micro_batches: Sequence[MicroBatch], loss: Loss, forward_only: bool) -> list[Any]:
-        """Run Megatron's pipeline schedule over the micro-batches. Return what `loss` gives beside its value,
-        one entry per micro-batch, on the last pipeline stage; [] elsewhere."""
+        """Run Megatron's pipeline schedule over the micro-batches.
+
+        Returns the statistics of `loss` per micro-batch on the last pipeline stage, [] elsewhere."""
 
         def forward_step(batches: Iterator[MicroBatch], chunk: Any) -> tuple[Any, Callable[[Any], Any]]:
             micro_batch = next(batches)
-            # Until this model's backward pass: other models have other routers for the same pack.
+            # Set it per pass: models share packs but differ in replay.
             micro_batch.packed.routing = micro_batch.routing if self.replays_routing else None
             labels = micro_batch.labels if forward_only else labels_and_others(micro_batch)
             output = chunk(
@@ -190,7 +188,7 @@ class InferenceModel:
 
 
 def _bucket_config(parallel: ParallelConfig, runtime: Runtime) -> DistributedDataParallelConfig:
-    """Return how DDP sums gradients and gathers weights."""
+    """Return DDP's options for gradient reduction and weight gathering."""
     usual = runtime.layout.dp * runtime.layout.cp > OVERLAP_ABOVE
     reduce, gather = (
         usual if wanted is None else wanted
@@ -201,7 +199,7 @@ def _bucket_config(parallel: ParallelConfig, runtime: Runtime) -> DistributedDat
         use_distributed_optimizer=True,
         grad_reduce_in_fp32=not in_bf16,
         reduce_scatter_with_fp32_accumulation=in_bf16,
-        overlap_grad_reduce=reduce or gather,  # without it Megatron makes one bucket of all
+        overlap_grad_reduce=reduce or gather,  # else Megatron makes a single bucket
         overlap_param_gather=gather,
         bucket_size=parallel.overlap_bucket,
     )
@@ -222,7 +220,7 @@ def _wrap_chunks(
 def _make_optimizer(
     chunks: list[Any], config: OptimizerConfig, dtype: torch.dtype, buckets: DistributedDataParallelConfig
 ) -> Any:
-    """Return Megatron's distributed optimizer of DDP's chunks. dtype: of the weights."""
+    """Return Megatron's distributed optimizer of the DDP chunks. dtype: of the weights."""
     muon, in_bf16 = config.optimizer == "muon", dtype == torch.bfloat16
     return get_megatron_optimizer(
         MegatronOptimizerConfig(
@@ -235,7 +233,7 @@ def _make_optimizer(
             adam_beta2=config.betas[1],
             adam_eps=config.eps,
             clip_grad=config.clip_grad,
-            # Megatron wraps Muon for its schedule in bf16 alone. That wrapper takes float32 weights too.
+            # Megatron wraps Muon for its schedule only in bf16; the wrapper accepts float32 weights too.
             bf16=in_bf16 or muon,
             params_dtype=dtype,
             use_distributed_optimizer=True,
@@ -246,15 +244,16 @@ def _make_optimizer(
 
 
 class UpdateResult(NamedTuple):
-    """One optimizer step: this rank's statistics as sums (empty but on the last pipeline stage), and the
-    global gradient norm before clipping."""
+    """Result of an optimizer step.
+
+    sums: this rank's statistics, empty before the last pipeline stage. grad_norm: global, before clipping."""
 
     sums: dict[str, float]
     grad_norm: float
 
 
 class TrainableModel(InferenceModel):
-    """Actor or critic with its optimizer, which copies the model's weights: they must be loaded before."""
+    """Actor or critic with its optimizer. Load the weights first, because the optimizer copies them."""
 
     def __init__(
         self,
@@ -279,13 +278,12 @@ class TrainableModel(InferenceModel):
         self.start_schedule(steps)
 
     def start_schedule(self, steps: int, constant_lr: float | None = None) -> None:
-        """Begin a schedule: warm-up, then constant, linear or cosine over `steps` rollout steps; or
-        constant_lr."""
+        """Start a schedule over `steps` rollout steps: warm-up, then config.schedule; or constant_lr."""
         c = self.config
         peak = constant_lr or c.lr
         lowest = peak if constant_lr else c.lr * c.min_lr_ratio
         warmup = 0 if constant_lr else c.warmup_steps
-        for group in self.optimizer.param_groups:  # Megatron's schedule prefers these to its own arguments
+        for group in self.optimizer.param_groups:  # they override the scheduler's arguments
             group["max_lr"], group["min_lr"] = peak, lowest
         self.schedule = OptimizerParamScheduler(
             self.optimizer,
@@ -303,19 +301,18 @@ class TrainableModel(InferenceModel):
 
     @property
     def lr(self) -> float:
-        """Return the present learning rate."""
+        """Return the current learning rate."""
         return float(self.optimizer.param_groups[0]["lr"]) if self.optimizer.param_groups else 0.0
 
     @property
     def optimizers(self) -> list[Any]:
-        """Return Megatron's distributed optimizers: one for dense models. Of Muon: its own, and Adam's."""
+        """Return Megatron's distributed optimizers: one for a dense model; with Muon, Muon's and Adam's."""
         parts = getattr(self.optimizer, "chained_optimizers", [self.optimizer])
         return [one for part in parts for one in getattr(part, "chained_optimizers", [part])]
 
     @property
     def buffers(self) -> list[Any]:
-        """Return Megatron's ParamAndGradBuffers of every chunk, for each dtype and for experts: parameters
-        are views of their param_data."""
+        """Return the ParamAndGradBuffers of all chunks. Parameters are views of their param_data."""
         return [b for chunk in self.chunks for b in (*chunk.buffers, *chunk.expert_parallel_buffers)]
 
     def update_mini_batches(
@@ -326,9 +323,10 @@ class TrainableModel(InferenceModel):
         prefix: str,
         before: Callable[[int, Sequence[MicroBatch]], None] | None = None,
     ) -> dict[str, float]:
-        """Take `epochs` passes of optimizer steps over the mini-batches, one rollout step further in the
-        learning-rate schedule. Return the metrics of the loss, and grad_norm and lr under `prefix` ("policy"
-        or "value"). before: called before each update, with its number from 1 and its mini-batch."""
+        """Advance the learning rate by a rollout step and update on all mini-batches, `epochs` times.
+
+        before: called before each update, with its number from 1 and its mini-batch.
+        Returns the metrics of the loss, and grad_norm and lr under `prefix` ("policy" or "value")."""
         self.begin_step()
         start_counting(self.model.routings, grad=True)
         sums: dict[str, float] = {}
@@ -347,16 +345,15 @@ class TrainableModel(InferenceModel):
         return metrics | {f"{prefix}/grad_norm": sum(norms) / len(norms), f"{prefix}/lr": self.lr}
 
     def begin_step(self) -> None:
-        """Go one rollout step further in the learning-rate schedule, before its updates."""
+        """Advance the learning-rate schedule by one rollout step, before its updates."""
         self.schedule.step(increment=1)
 
     def update(self, micro_batches: Sequence[MicroBatch], loss: Loss, *, more: bool = False) -> UpdateResult:
         """Take one optimizer step over one mini-batch.
 
-        more: another update follows directly. With `parallel.overlap_param_gather` its forward pass then
-        gathers the weights; without `more` they are whole when this returns, to be transferred, saved or
-        offloaded. Raises NumericalError on every rank, and leaves the weights as they were, where a loss or
-        gradient is not finite.
+        more: another update follows directly, whose forward pass may gather the weights
+            (`parallel.overlap_param_gather`). Else the weights are gathered on return.
+        Raises NumericalError on every rank, before any change, if a loss or gradient is not finite.
         """
         self.param_gather.before_update()
         sums = self.compute_gradients(micro_batches, loss)
@@ -365,8 +362,7 @@ class TrainableModel(InferenceModel):
             _, grad_norm, _ = self.optimizer.step()
             self.param_gather.after_step(more=more)
         self.megatron_seconds += time.perf_counter() - started
-        # This rank's share of the weights: the others' may still be on their way. The sums stay on the device
-        # until one number of them all is read.
+        # Check only this rank's share, as others may not be gathered yet. One number is read from the device.
         shares = [
             parameter.detach().float().sum()
             for optimizer in self.optimizers
@@ -375,15 +371,16 @@ class TrainableModel(InferenceModel):
         ]
         if any_rank(self.runtime, bool(shares) and not bool(torch.isfinite(torch.stack(shares).sum()))):
             error = NumericalError(
-                f"{self.name} update: its weights are not finite any more (continue from a checkpoint)"
+                f"{self.name} update: the weights are no longer finite (continue from a checkpoint)"
             )
             error.fatal = True
             raise error
         return UpdateResult(sums, float(grad_norm or 0.0))
 
     def compute_gradients(self, micro_batches: Sequence[MicroBatch], loss: Loss) -> dict[str, float]:
-        """Run forward and backward of one mini-batch into Megatron's gradient buffers; return this rank's
-        statistics as sums. Raises as `update`."""
+        """Compute the gradients of one mini-batch into Megatron's buffers; return this rank's statistics.
+
+        Raises as `update`."""
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
@@ -403,7 +400,7 @@ class TrainableModel(InferenceModel):
             bad.append("gradient is not finite")
         if any_rank(self.runtime, bool(bad)):
             reports = gather_objects(self.runtime, bad, list[str])
-            # A bad loss makes bad gradients on every rank: name the loss, the cause, if there is one.
+            # A bad loss makes all gradients bad, so report the loss if there is one.
             found = [(text, rank) for rank, report in enumerate(reports) for text in report]
             first, rank = min(found, key=lambda pair: not pair[0].startswith("loss"))
             raise NumericalError(f"{self.name} update, rank {rank}: {first}; the update was not applied")

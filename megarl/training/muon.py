@@ -1,4 +1,4 @@
-"""Muon on Megatron's distributed optimizer: its settings, and buffers that keep each matrix in one shard."""
+"""Options and buffer layouts for Muon on Megatron's distributed optimizer."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""The losses of a micro-batch, put together from `megarl.algorithms.losses` as the configuration says. Each
-is a function of the model's output and the micro-batch, which `TrainableModel.update_mini_batches` calls.
+"""Build the losses of a micro-batch from `megarl.algorithms.losses` and the configuration.
+
+`TrainableModel.update_mini_batches` calls a loss with the model's output and the micro-batch.
 """
 
 from __future__ import annotations
@@ -138,8 +139,9 @@ def other_tokens(batch: TrainBatch) -> Tensor | None:
 
 
 def critic_loss(config: AlgorithmConfig, batch: TrainBatch, number: int = 0) -> Loss:
-    """Return the squared error to the returns, of a critic of the prompt the cross-entropy to them. It reads
-    value_loss_weights, returns, and values or, of the critic `number` of several, critic_values."""
+    """Return the squared error to the returns, or the cross-entropy if the critic reads only prompts.
+
+    It reads value_loss_weights, returns, and values or, with several critics, critic_values[:, number]."""
 
     def loss(output: Any, micro_batch: MicroBatch) -> tuple[Tensor, Stats]:
         old, target = micro_batch.column(batch, "values"), micro_batch.column(batch, "returns")

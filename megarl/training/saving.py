@@ -1,11 +1,10 @@
-"""Writes the checkpoints of a run, beside its steps. Between two steps every rank copies its part to the
-host; then each rank writes its own file in a thread; rank 0 adds the index and the manifest, and gives the
-folder its name.
+"""Write the checkpoints of a run in the background.
 
-A run that dies meanwhile leaves a folder that is no checkpoint: the manifest, with the size and the SHA-256
-of every file, is written last, and only then is the folder renamed. The files of a model are in Megatron's
-format torch_dist with a common.pt, which every version from 0.16 to 0.19 reads: Megatron says what the parts
-are, torch.distributed.checkpoint writes them.
+Between two steps every rank copies its part to the host. Then each rank writes its file in a thread, and rank
+0 adds index and manifest and renames the folder. The manifest has size and SHA-256 of every file and comes
+last, so a run that dies leaves no folder that looks complete. Models are in Megatron's format torch_dist with
+a common.pt, which versions 0.16 to 0.19 read. Megatron lists the parts, torch.distributed.checkpoint writes
+them.
 """
 
 from __future__ import annotations
@@ -60,20 +59,20 @@ from megarl.training.sharded import FAILURES, megatron_state, quiet_warnings, re
 from megarl.weights.index import COMMON, CONFIG
 from megarl.weights.index import FORMAT as MODEL_FORMAT
 
-# Seconds after which Python takes the interpreter from the step and gives it to the writing thread. With the
-# default of 5 ms the two starve each other: torch gives the interpreter up in every operation.
+# Seconds between Python's thread switches while a checkpoint is written. With the default of 5 ms, step and
+# writer starve each other, because torch releases the interpreter in every operation.
 SWITCH_INTERVAL = 2e-4
 NO_ROOM = "make room, or set checkpoint.every to 0"
-PATIENCE = 0.8  # of parallel.timeout, for which the other ranks wait
+PATIENCE = 0.8  # share of parallel.timeout; the other ranks wait for the whole of it
 Entries = dict[str, tuple[int, str]]  # file -> (bytes, SHA-256)
 
 
 class Part(NamedTuple):
-    """A part of a model that a rank writes, as the ranks describe it to each other.
+    """The description of a part of a model that a rank writes.
 
-    key                the parameter's name in the checkpoint
-    offsets, extents   which box of the whole tensor this is; None and () for an object that is no tensor
-    shape, dtype       of the whole tensor"""
+    key: name of the parameter in the checkpoint.
+    offsets, extents: box in the whole tensor; None and () for an object that is no tensor.
+    shape, dtype: of the whole tensor."""
 
     key: str
     offsets: tuple[int, ...] | None = None
@@ -92,7 +91,7 @@ class Part(NamedTuple):
 
 
 class WrittenPart(NamedTuple):
-    """Where a part is: `length` bytes of a file, from `start` on, of which `size` are the tensor's."""
+    """The place of a part: `length` bytes of a file from `start`, of which `size` belong to the tensor."""
 
     key: str
     offsets: tuple[int, ...] | None
@@ -103,7 +102,7 @@ class WrittenPart(NamedTuple):
 
     @staticmethod
     def of(result: WriteResult) -> WrittenPart:
-        """Return the place of a part from the result of torch's writer."""
+        """Convert a result of torch's writer."""
         index, place = result.index, result.storage_data
         offsets = None if index.offset is None else tuple(index.offset)
         return WrittenPart(
@@ -112,40 +111,40 @@ class WrittenPart(NamedTuple):
 
     @property
     def result(self) -> WriteResult:
-        """Return it as the result of torch's writer."""
+        """Convert to a result of torch's writer."""
         place = _StorageInfo(self.file, self.start, self.length)
         return WriteResult(MetadataIndex(self.key, self.offsets), self.size, place)
 
 
-# A rank's report to rank 0: (problem, remedy) or None; its files; by model, where its parts are.
+# A rank's report to rank 0: (problem, remedy) or None; its files; model -> places of its parts.
 Report = tuple[tuple[str, str] | None, Entries, dict[str, list[WrittenPart]]]
 
 
-# Makes one state, of numbers and texts, of all ranks' shares; called in a thread of rank 0.
+# Joins all ranks' shares to one state of numbers and texts; runs in a thread of rank 0.
 Join = Callable[[Sequence[Mapping[str, Any]]], Mapping[str, Any]]
 
 
-class DrawnAhead(Protocol):
-    """What gives the batches that were drawn ahead of a step, which its checkpoint holds too."""
+class StoredRollouts(Protocol):
+    """The rollouts that were generated before a step needs them, which its checkpoint contains too."""
 
     @abstractmethod
     def files(self, step: int) -> list[Path]:
-        """Return them once they are there; called in a thread of rank 0."""
+        """Return the files once they exist; called in a thread of rank 0."""
 
     @abstractmethod
     def wait_for_files(self, step: int) -> None:
-        """Wait until they are there; called by every rank before one waits for that thread."""
+        """Wait until they exist; every rank calls it before waiting for that thread."""
 
 
 class CheckpointWriter:
-    """Writes the checkpoints of a run. Every rank has one and calls it alike.
+    """Writes the checkpoints of a run. Every rank makes the same calls.
 
     prepare   called with a model's name before its weights and optimizer are read
-    join      makes one state of the ranks' shares of where the source of the batches stands
+    join      joins the ranks' shares of the batch source's state
     share     the type of these shares
-    tell      called on rank 0 with a line about what went wrong and ends nothing
-    ahead     where steps are drawn ahead (schedule.ahead)
-    seconds   the longest time that a save has kept the run from its work so far"""
+    warn      called on rank 0 with a line about a problem that does not end the run
+    ahead     the stored rollouts of asynchronous steps (schedule.ahead)
+    seconds   the longest time that a save has blocked the run"""
 
     def __init__(
         self,
@@ -156,12 +155,12 @@ class CheckpointWriter:
         prepare: Callable[[str], None],
         join: Join,
         share: Any,
-        tell: Callable[[str], None],
-        ahead: DrawnAhead | None = None,
+        warn: Callable[[str], None],
+        ahead: StoredRollouts | None = None,
     ) -> None:
         self.runtime, self.config, self.models, self.versions = runtime, config, models, dict(versions)
         self.prepare, self.join, self.share = prepare, join, share
-        self.tell, self.ahead, self.seconds = tell, ahead, 0.0
+        self.warn, self.ahead, self.seconds = warn, ahead, 0.0
         self.settings = settings_of(config)
         self._copiers = {name: HostCopier(runtime) for name in models}
         self._writing: _Writing | None = None
@@ -175,12 +174,13 @@ class CheckpointWriter:
         *,
         now: bool = False,
     ) -> None:
-        """Begin the checkpoint of `step`, once the one before is whole; with `now`, or without
-        `checkpoint.background`, finish it.
+        """Finish the previous checkpoint and start that of `step`; finish it too with `now` or in foreground.
 
-        parts: the models that belong to it; state: what the next step needs besides them, its `samplers` this
-        rank's share, which may not change until the checkpoint is whole. Raises CheckpointError on every rank
-        where this checkpoint, or the one before, cannot be written."""
+        Args:
+            parts: names of its models
+            state: other state of the next step. `samplers` is this rank's share. It must not change until
+                the checkpoint is complete.
+        Raises CheckpointError on every rank if this or the previous checkpoint cannot be written."""
         started = time.perf_counter()
         self.finish()
         final = self.config.run_dir / FOLDER / folder_name(stage, step)
@@ -201,8 +201,8 @@ class CheckpointWriter:
             generators, samplers = map(list, zip(*shares, strict=True))
             writing.state = {**state, "samplers": samplers, "generators": generators}
             try:
-                shutil.rmtree(writing.partial, ignore_errors=True)  # of a save that was interrupted
-                writing.partial.mkdir(parents=True)  # raises where it is still there, as a link would be
+                shutil.rmtree(writing.partial, ignore_errors=True)  # from an interrupted save
+                writing.partial.mkdir(parents=True)  # raises if it still exists, for example as a link
                 for part in parts:
                     (writing.partial / part).mkdir()
             except OSError as error:
@@ -225,30 +225,30 @@ class CheckpointWriter:
 
     @property
     def pending(self) -> int:
-        """Return the bytes of copies that wait to be written."""
+        """Return the bytes of copies that are not written yet."""
         return sum(copy.nbytes for copy in self._writing.models.values()) if self._writing is not None else 0
 
     @property
     def busy(self) -> bool:
-        """Return whether this rank's thread still writes."""
+        """Return whether this rank's thread is still writing."""
         thread = self._writing.thread if self._writing is not None else None
         return thread is not None and thread.is_alive()
 
     @property
     def step(self) -> int | None:
-        """Return the step whose checkpoint has been begun and is not whole, if there is one."""
+        """Return the step of the unfinished checkpoint, or None."""
         return None if self._writing is None else int(self._writing.manifest["step"])
 
     @property
     def unfinished(self) -> bool:
-        """Return whether a checkpoint has been begun and is not whole; the same on every rank."""
+        """Return whether a checkpoint is unfinished; equal on all ranks."""
         return self._writing is not None
 
     def advance(self) -> None:
-        """Take the next step of the checkpoint, if there is one; to be called when no rank is busy. The first
-        call has rank 0 complete what all ranks have written; after the second the checkpoint is whole.
+        """Advance an unfinished checkpoint; call it when no rank is busy.
 
-        Raises CheckpointError on every rank where one could not write; what was written is removed."""
+        After the first call rank 0 writes index and manifest, after the second the checkpoint is complete.
+        Raises CheckpointError on every rank if one failed to write, and removes the files."""
         writing = self._writing
         if writing is None:
             return
@@ -267,8 +267,8 @@ class CheckpointWriter:
             raise CheckpointError(f"{writing.final}: {cannot_be_written(*failures[0])}")
         if writing.parts_written:
             self._writing = None
-            for line in writing.left:
-                self.tell(line)
+            for line in writing.not_removed:
+                self.warn(line)
             return
         models, writing.models, writing.parts_written = writing.models, {}, True
         if ranks is not None:
@@ -276,8 +276,7 @@ class CheckpointWriter:
             writing.in_thread(lambda: writing.complete(models, reports, self.config))
 
     def finish(self) -> None:
-        """Advance to the end, waiting for each rank at most `checkpoint.timeout`, and less than the others
-        wait for this one."""
+        """Complete the checkpoint. Wait for this rank's thread less than the other ranks wait for it."""
         if self._writing is not None and self.ahead is not None:
             self.ahead.wait_for_files(self._writing.manifest["step"])
         while self._writing is not None:
@@ -294,13 +293,13 @@ class CheckpointWriter:
 
 @dataclass
 class _Writing:
-    """A checkpoint on its way to the disk, as one rank sees it.
+    """A checkpoint that is being written, on one rank.
 
-    state          on rank 0 alone, its `samplers` the shares of all ranks
-    models         the copies that this rank has still to write
-    parts_written  whether all ranks have; what is left is rank 0's index and manifest
-    failure        what went wrong, and what to do
-    left           lines about older checkpoints that could not be removed"""
+    state          only on rank 0; its `samplers` are the shares of all ranks
+    models         copies that this rank still has to write
+    parts_written  all ranks have written; rank 0 still writes index and manifest
+    failure        problem and remedy
+    not_removed    lines about older checkpoints that could not be removed"""
 
     final: Path
     manifest: dict[str, Any]
@@ -309,7 +308,7 @@ class _Writing:
     parts_written: bool = False
     files: Entries = field(default_factory=dict)
     failure: tuple[str, str] | None = None
-    left: list[str] = field(default_factory=list)
+    not_removed: list[str] = field(default_factory=list)
     thread: threading.Thread | None = None
 
     @property
@@ -317,14 +316,14 @@ class _Writing:
         return self.final.with_name(f".{self.final.name}.partial")
 
     def in_thread(self, work: Callable[[], None]) -> None:
-        """Begin `work` in a thread and keep its failure, which nobody could catch there."""
+        """Run `work` in a thread and store its failure."""
 
         def run() -> None:
             default = sys.getswitchinterval()
             sys.setswitchinterval(SWITCH_INTERVAL)
             try:
                 work()
-            except Exception as error:  # noqa: BLE001 (whatever it is, `advance` raises it on every rank)
+            except Exception as error:  # noqa: BLE001 (`advance` raises it on every rank)
                 self.failure = reason(error), NO_ROOM
             finally:
                 sys.setswitchinterval(default)
@@ -332,8 +331,8 @@ class _Writing:
         self.thread = threading.Thread(target=run, name="checkpoint", daemon=True)
         self.thread.start()
 
-    def write_own(self, join: Join, ahead: DrawnAhead | None) -> None:
-        """Write this rank's files; on rank 0 also the state, and the batches that were drawn ahead."""
+    def write_own(self, join: Join, ahead: StoredRollouts | None) -> None:
+        """Write this rank's files, and on rank 0 the state and the stored rollouts."""
         for name, copy in self.models.items():
             self._add(copy.write(self.partial / name))
         if self.state is None:
@@ -353,7 +352,7 @@ class _Writing:
         reports: list[tuple[Entries, dict[str, Any]]],
         config: Config,
     ) -> None:
-        """Add, on rank 0, the index of each model and the manifest, then name the folder."""
+        """Add the index of each model and the manifest, and rename the folder; on rank 0."""
         partial, final = self.partial, self.final
         for name, copy in models.items():
             self._add(copy.write_index(partial / name, [results[name] for _, results in reports]))
@@ -364,22 +363,21 @@ class _Writing:
         folders = [folder for folder in partial.iterdir() if folder.is_dir()]
         for path in (partial / MANIFEST, *folders, partial):
             fsync(path)
-        if final.exists():  # damaged, or the run would have continued from it
+        if final.exists():  # a damaged one, as the run did not continue from it
             shutil.rmtree(final)
         partial.rename(final)
         fsync(final.parent)
-        self.left = prune(config.run_dir, config.checkpoint)
+        self.not_removed = prune(config.run_dir, config.checkpoint)
 
     def _add(self, paths: list[Path]) -> None:
-        """Enter files into the manifest, once they are on disk."""
+        """Flush files to the disk and add them to the manifest."""
         for path in paths:
             fsync(path)
             self.files[str(path.relative_to(self.partial))] = path.stat().st_size, sha256_of(path)
 
 
 class HostCopier:
-    """Copies what this rank writes of one model to the host. It keeps the index of who writes what, on which
-    all ranks agree, from save to save."""
+    """Copies this rank's parts of a model to the host, and keeps the index of all ranks' parts."""
 
     def __init__(self, runtime: Runtime) -> None:
         self.runtime = runtime
@@ -387,8 +385,9 @@ class HostCopier:
         self._index: Metadata | None = None
 
     def copy_model(self, model: TrainableModel) -> HostCopy:
-        """Copy a model with its optimizer; every rank calls this. Raises CheckpointError on every rank where
-        the ranks' parts do not make a whole."""
+        """Copy a model with its optimizer; collective.
+
+        Raises CheckpointError if parts are missing or overlap."""
         try:
             state = megatron_state(model, is_loading=False)
             with quiet_warnings():
@@ -399,30 +398,31 @@ class HostCopier:
             ) from error
 
     def copy_state(self, state: dict[str, Any]) -> HostCopy:
-        """Copy this rank's parts of megatron-core's sharded `state`. Raises RuntimeError on every rank where
-        the ranks' parts do not make a whole."""
+        """Copy this rank's parts of Megatron's sharded `state`; collective.
+
+        Raises RuntimeError on every rank if parts are missing or overlap."""
         apply_factories(state)
         parts, common = extract_matching_values(
             state, lambda value: isinstance(value, (ShardedBase, LocalNonpersistentObject))
         )
         parts = [part for part in nested_values(parts) if isinstance(part, ShardedBase)]
-        own = [_copied(part) for part in self._own(parts)]
+        own = [_copy_part(part) for part in self._own(parts)]
         described = [part for part, _ in own]
         if any_rank(self.runtime, described != self._parts):
             self._index, self._parts = self._agree(described), described
         plan = SavePlan([part.item for part in described])
-        # torch's writer names a rank's file by the rank's place in this list.
+        # torch's writer names a file by the rank's index in this list.
         named = FileSystemWriter("").prepare_global_plan([plan] * self.runtime.world)[self.runtime.rank]
         return HostCopy(named, {part.item.index: copy for part, copy in own}, self._index, common)
 
     def _own(self, parts: list[ShardedBase]) -> list[ShardedBase]:
-        """Choose the parts that this rank writes. Every data-parallel replica, and every context-parallel
-        rank of it, holds the same weights, and the same gathered optimizer: each writes as many bytes as the
-        others. Experts and small objects go by the first replica."""
+        """Choose the parts that this rank writes.
+
+        Data- and context-parallel ranks hold the same weights and gathered optimizer, and write equal shares
+        of the bytes. The first replica writes experts and small objects."""
         shared, own = [], []
         for part in parts:
-            # Megatron numbers the holders of a part by (pipeline stage, tensor-parallel rank, data-parallel
-            # rank).
+            # replica_id is (pipeline stage, tensor-parallel rank, data-parallel rank).
             number = part.replica_id
             if isinstance(part, ShardedTensor) and isinstance(number, tuple) and ".experts." not in part.key:
                 if not any(number[:-1]):
@@ -435,7 +435,7 @@ class HostCopier:
         return own + [shared[i] for i in shares[place.dp * layout.cp + place.cp]]
 
     def _agree(self, parts: list[Part]) -> Metadata | None:
-        """Return the index of all ranks' parts, on rank 0; None on the others."""
+        """Return the index of all ranks' parts on rank 0, None elsewhere."""
         by_rank, index, failure = gather_on_0(self.runtime, parts, list[Part]), None, None
         if by_rank is not None:
             plans = [SavePlan([part.item for part in theirs]) for theirs in by_rank]
@@ -443,7 +443,7 @@ class HostCopier:
                 kept, index = DefaultSavePlanner(flatten_state_dict=False).create_global_plan(plans)
                 if [len(theirs.items) for theirs in plans] != [len(those.items) for those in kept]:
                     failure = "two ranks would write the same part"
-            except (ValueError, AssertionError) as error:  # parts overlap, or leave something out
+            except (ValueError, AssertionError) as error:  # parts overlap or are missing
                 failure = str(error)
         failure = from_rank_0(self.runtime, failure, str | None)
         if failure is not None:
@@ -451,8 +451,8 @@ class HostCopier:
         return index
 
 
-def _copied(part: Any) -> tuple[Part, torch.Tensor | BytesIO]:
-    """Describe one of Megatron's parts, and copy it to the host."""
+def _copy_part(part: Any) -> tuple[Part, torch.Tensor | BytesIO]:
+    """Describe a sharded part and copy it to the host."""
     if not isinstance(part, ShardedTensor):
         buffer = BytesIO()
         torch.save([part.data], buffer)
@@ -467,10 +467,10 @@ def _copied(part: Any) -> tuple[Part, torch.Tensor | BytesIO]:
 class HostCopy:
     """One model's copies on this rank.
 
-    plan     what this rank writes, by torch's writer
-    index    of all ranks' parts, on rank 0 alone
-    common   Megatron's unsharded part, the same on every rank
-    results  where the parts are, once they are written"""
+    plan     parts that this rank writes
+    index    index of all ranks' parts; only on rank 0
+    common   Megatron's unsharded part, equal on all ranks
+    results  places of the written parts"""
 
     plan: SavePlan
     copies: dict[MetadataIndex, Any]
@@ -480,14 +480,13 @@ class HostCopy:
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of the copies."""
         return sum(
             copy.nbytes if isinstance(copy, torch.Tensor) else copy.getbuffer().nbytes
             for copy in self.copies.values()
         )
 
     def write(self, folder: Path) -> list[Path]:
-        """Write this rank's file into `folder`, to the disk, and let go of the copies. Raises OSError."""
+        """Write this rank's file into `folder`, flush it, and free the copies. Raises OSError."""
         copies = self.copies
 
         class Planner(DefaultSavePlanner):
@@ -495,8 +494,8 @@ class HostCopy:
                 return copies[write_item.index]
 
         planner = Planner(flatten_state_dict=False)
-        # Copying ahead would take a CUDA stream in this thread, whose device is GPU 0 on every rank: a
-        # context there for each of them. The copies are on the host already.
+        # The copies are on the host. Copying ahead would create a CUDA context on GPU 0 for every rank, as
+        # this thread's device is GPU 0.
         writer = FileSystemWriter(folder, sync_files=True, per_thread_copy_ahead=0)
         written = writer.write_data(self.plan, planner)
         written.wait()
@@ -504,8 +503,7 @@ class HostCopy:
         return sorted({folder / part.file for part in self.results})
 
     def write_index(self, folder: Path, results: list[list[WrittenPart]]) -> list[Path]:
-        """Write, on rank 0 with every rank's `results`, the index of all files, which makes them readable,
-        and return the files that were added. Raises OSError."""
+        """Write the index of all files from all ranks' `results` and return the new files. Raises OSError."""
         assert self.index is not None
         torch.save(self.common, folder / COMMON)
         FileSystemWriter(folder, sync_files=True).finish(
@@ -516,5 +514,5 @@ class HostCopy:
 
 
 def cannot_be_written(why: str, remedy: str = NO_ROOM) -> str:
-    """Return the message for a checkpoint that cannot be written; by default as a disk is full, or gone."""
+    """Return the message for a checkpoint that cannot be written, by default because of the disk."""
     return f"cannot be written: {why} ({remedy})"

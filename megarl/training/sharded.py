@@ -1,7 +1,6 @@
-"""Weights, optimizer and learning-rate schedule of a model in megatron-core's distributed checkpoint format.
+"""Save and load weights, optimizer and schedule in Megatron's distributed checkpoint format.
 
-Each rank writes and reads its own part; a checkpoint can be read at another tensor-, pipeline- and
-data-parallel layout.
+Each rank writes and reads its part. Any tensor-, pipeline- and data-parallel layout can read a checkpoint.
 """
 
 from __future__ import annotations
@@ -41,10 +40,9 @@ from megarl.training.model import TrainableModel
 from megarl.weights.families import table_name
 from megarl.weights.index import check_trainable, read_history
 
-# Every state tensor has its parameter's shape in the file, so that any layout can read it.
-# Not Megatron's variant that spares the GPU (distrib_optim_fully_reshardable_mem_efficient): it gathers over
-# gloo to the first replica, which then writes the whole shard alone. Over NCCL each replica has all of it and
-# writes its part. The plan counts a bucket's memory on the GPU (`checkpoint_need` in plan/memory.py).
+# State tensors have their parameter's shape in the file, so that any layout can read them. The variant
+# distrib_optim_fully_reshardable_mem_efficient saves GPU memory, but gathers over gloo to one replica, which
+# writes everything. The plan counts a bucket's memory on the GPU (`checkpoint_need` in plan/memory.py).
 OPTIMIZER_FORMAT = {"distrib_optim_sharding_type": "fully_reshardable"}
 EXTRA = "_extra_state"
 EXPERT = re.compile(r"(?<=\.local_experts\.)\d+")
@@ -52,15 +50,15 @@ FAILURES = (CheckpointException, CheckpointingException, OSError, RuntimeError)
 
 
 def megatron_state(model: TrainableModel, is_loading: bool) -> dict[str, Any]:
-    """Return Megatron's sharded state of weights, optimizers and schedule; every rank calls this."""
+    """Return Megatron's sharded state of weights, optimizers and schedule; collective."""
     with quiet_warnings(), on_cpu():
         weights = trained = model_state(model.model)
         if model.config.frozen_layers:
-            # One tensor of all layers would have holes in it: here each has one of its own.
+            # One tensor per layer: a tensor of all layers would have holes.
             trained = model_state(model.model, metadata={"non_homogeneous_layers": True})
         optimizers = {}
         for optimizer in filter(_is_adam, model.optimizers):
-            _mend(optimizer)
+            _fix_saved_names(optimizer)
             allocate_moments(optimizer.optimizer)  # the first step may have been skipped
         if model.config.freezes:
             _lend_steps(model)
@@ -69,8 +67,8 @@ def megatron_state(model: TrainableModel, is_loading: bool) -> dict[str, Any]:
                 optimizers[str(i)] = _matrices(optimizer, weights)
                 continue
             if is_loading:
-                # It would load its own state into itself, so that there is one; there is. And Transformer
-                # Engine's Adam makes new moments for that while it holds the old ones.
+                # Megatron would load the optimizer's state into itself to create it. It exists already, and
+                # Transformer Engine's Adam would hold its moments twice.
                 optimizer.load_state_dict = lambda _: None
             optimizers[str(i)] = optimizer.sharded_state_dict(
                 trained, is_loading=is_loading, metadata=OPTIMIZER_FORMAT
@@ -82,9 +80,9 @@ def megatron_state(model: TrainableModel, is_loading: bool) -> dict[str, Any]:
 def load_checkpoint(
     checkpoint: Checkpoint, models: Mapping[str, TrainableModel], prepare: Callable[[str], None]
 ) -> dict[str, Any]:
-    """Fill the models that the checkpoint holds, whatever layout wrote it, and return its `state`; every rank
-    calls this. `prepare` is called with a model's name before its weights and optimizer are needed. Raises
-    CheckpointError where the checkpoint is damaged."""
+    """Load a checkpoint of any layout into the models and return its `state`; collective.
+
+    prepare: called with a model's name before it is filled. Raises CheckpointError."""
     for name, model in models.items():
         if not (checkpoint.pretraining and name == "actor"):
             prepare(name)
@@ -93,8 +91,7 @@ def load_checkpoint(
 
 
 def load_trainable(model: TrainableModel, folder: Path) -> None:
-    """Fill a model, its optimizer and its schedule with exactly the values of `folder`; every rank calls
-    this. Raises CheckpointError where they cannot be read."""
+    """Load model, optimizer and schedule exactly; collective. Raises CheckpointError."""
     wanted = megatron_state(model, is_loading=True)
     loaded = _load(wanted, folder, model.model, "remove it to continue from an older one")
     with quiet_warnings(), on_cpu():
@@ -103,22 +100,21 @@ def load_trainable(model: TrainableModel, folder: Path) -> None:
             if _is_adam(optimizer):
                 _load_optimizer(optimizer, of_file)
                 continue
-            for number, (_, parts) in enumerate(_of_matrices(optimizer)):
+            for number, (_, parts) in enumerate(_list_matrices(optimizer)):
                 for key, tensor in parts.items():
                     tensor.detach().copy_(of_file[str(number)][key])
     model.schedule.num_steps = loaded["schedule_steps"]
 
 
 def load_model(model: ModelChunks, folder: Path) -> None:
-    """Fill a model alone with the weights of a checkpoint's folder; every rank calls this. Raises
-    CheckpointError where they cannot be read."""
+    """Load only the weights of a model from a checkpoint's folder; collective. Raises CheckpointError."""
     with quiet_warnings(), on_cpu():
         wanted = {"model": model_state(model)}
     _load(wanted, folder, model, "choose another checkpoint")
 
 
 def _load(wanted: dict[str, Any], folder: Path, model: ModelChunks, remedy: str) -> dict[str, Any]:
-    """Read the state `wanted`, fill the model with its part of it, and return all of it."""
+    """Read the state `wanted`, load the weights into the model, and return the state."""
     objects = {number: _take_objects(chunk) for number, chunk in wanted["model"].items()}
     try:
         index = check_trainable(folder)
@@ -147,15 +143,15 @@ def _load(wanted: dict[str, Any], folder: Path, model: ModelChunks, remedy: str)
 
 
 def _take_objects(chunk: dict[str, Any]) -> dict[str, str]:
-    """Remove FP8's histories of delayed scaling from a chunk's sharded state; return their keys in the file.
+    """Remove FP8's delayed-scaling histories from a chunk's sharded state; return their keys in the file.
 
-    They are its only objects, which Megatron would unpickle from the file."""
+    They are its only objects, and Megatron would unpickle them."""
     names = [name for name, value in chunk.items() if isinstance(value, ShardedObject)]
     return {name: chunk.pop(name).unique_key for name in names}
 
 
 def _for_transformer_engine(history: dict[str, Any] | None, config: Any) -> Tensor | None:
-    """Return a history as the bytes of a pickle, which Transformer Engine takes; the recipe is this run's."""
+    """Return a history with this run's recipe as pickle bytes, the format of Transformer Engine."""
     if history is None:
         return None
     whole = {**history, "recipe": get_fp8_recipe(config)}
@@ -164,15 +160,13 @@ def _for_transformer_engine(history: dict[str, Any] | None, config: Any) -> Tens
 
 @contextmanager
 def quiet_warnings() -> Iterator[None]:
-    """Silence megatron-core's checkpointing, which stands on deprecated parts of torch. From 0.19 on it also
-    logs on each rank, at each reading, that a later version will not read common.pt: megarl does not run with
-    such a version."""
+    """Silence megatron-core's warnings about deprecated parts of torch, and 0.19's about common.pt."""
     common = logging.getLogger("megatron.core.dist_checkpointing.strategies.common")
 
     def is_error(record: logging.LogRecord) -> bool:
         return record.levelno >= logging.ERROR
 
-    common.addFilter(is_error)  # not setLevel, which makes every logger of the process forget what it knows
+    common.addFilter(is_error)  # setLevel would clear the caches of all loggers
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)
@@ -182,15 +176,15 @@ def quiet_warnings() -> Iterator[None]:
 
 
 def model_state(model: ModelChunks, **options: Any) -> dict[str, Any]:
-    """Return Megatron's sharded state of the weights of each chunk, by its number on this rank; options: of
-    its method. In the file layers go by their numbers in the whole model. A critic has a value head in the
-    place of the output layer, on which GPTModel's own method insists. Names are the same for both kinds of
-    layers, but for the extra state of FP8, which matters with recipe delayed alone: there it is what the
-    scales were made from. Of a model with LoRA adapters it is these, and a critic's head."""
+    """Return the sharded state of each chunk's weights, by its index on this rank.
+
+    options: of Megatron's method. Layers have their index in the model. Portable and Transformer Engine
+    layers have equal names, except the extra state of FP8 with recipe delayed. With LoRA the state has only
+    adapters and a critic's head."""
     if _has_adapters(model):
         return {str(number): _adapters(chunk) for number, chunk in enumerate(model.chunks)}
     matters = model.config.fp8 and model.config.fp8_recipe == "delayed"
-    # Grouped experts have several in one module: `_extra_state`, `_extra_state1` and so on.
+    # Grouped experts have `_extra_state`, `_extra_state1` and so on.
     states = {}
     for number, chunk in enumerate(model.chunks):
         state = (
@@ -208,13 +202,12 @@ def _has_adapters(model: ModelChunks) -> bool:
 
 
 def _is_beside(name: str) -> bool:
-    """Return whether a parameter stands beside a model that is frozen."""
+    """Return whether a parameter is an adapter or a value head, trained next to a frozen model."""
     return ".lora." in name or name.startswith("value_head.")
 
 
 def _adapters(chunk: Any) -> dict[str, ShardedTensor]:
-    """Return the sharded state of what stands beside a frozen model. In the file each has its whole shape and
-    the name that it has in the whole model."""
+    """Return the sharded state of adapters and value head, with full shapes and names in the file."""
     experts, state = chunk.config.num_moe_experts or 0, dict[str, ShardedTensor]()
     first = (
         parallel_state.get_expert_model_parallel_rank() * experts // chunk.config.expert_model_parallel_size
@@ -236,7 +229,7 @@ def _adapters(chunk: Any) -> dict[str, ShardedTensor]:
         elif getattr(parameter, "tensor_model_parallel", False):
             cut = (parameter.partition_dim, *tp)
             state[name] = ShardedTensor.from_rank_offsets(key, parameter, cut, replica_id=(0, 0, replica))
-            if name.endswith("gate_up_proj_b"):  # either half is cut for itself
+            if name.endswith("gate_up_proj_b"):  # each half is split separately
                 state[name] = apply_swiglu_sharded_factory(state[name], ())
         else:
             number = 0, tp[0], replica
@@ -245,13 +238,12 @@ def _adapters(chunk: Any) -> dict[str, ShardedTensor]:
 
 
 def _is_adam(optimizer: Any) -> bool:
-    """Return whether it is a distributed optimizer, which cuts parameters; Muon's has whole ones."""
+    """Return whether it is a distributed optimizer, which shards parameters; Muon's keeps them whole."""
     return isinstance(optimizer, DistributedOptimizer)
 
 
-def _of_matrices(muon: Any) -> list[tuple[Any, dict[str, Tensor]]]:
-    """Return each matrix of this rank with what Muon keeps of it: its momentum, and a float32 copy where the
-    model's own weight is bfloat16."""
+def _list_matrices(muon: Any) -> list[tuple[Any, dict[str, Tensor]]]:
+    """Return this rank's matrices with Muon's momentum, and a float32 copy of bfloat16 weights."""
     muon.init_state_fn(muon.optimizer, muon.config)  # the first step may have been skipped
     groups = zip(muon.float16_groups, muon.fp32_from_float16_groups, strict=True)
     kept = [(own, {"fp32_param": copy}, copy) for pair in groups for own, copy in zip(*pair, strict=True)]
@@ -260,12 +252,11 @@ def _of_matrices(muon: Any) -> list[tuple[Any, dict[str, Tensor]]]:
 
 
 def _matrices(muon: Any, weights: dict[str, Any]) -> dict[str, Any]:
-    """Return the sharded state of `_of_matrices`, by the matrix's place among them: in the file it has its
-    matrix's name and shape. weights: of the model, sharded."""
-    kept, state = _of_matrices(muon), dict[str, Any]()
+    """Return the sharded state of `_list_matrices`, by index. weights: the model's sharded state."""
+    kept, state = _list_matrices(muon), dict[str, Any]()
     shards = get_param_id_to_sharded_param_map(weights, (own for own, _ in kept))
     for number, (_, parts) in enumerate(kept):
-        # Of data-parallel replicas this one alone has it; 0: of tensor-parallel ones this one writes it.
+        # Only this data-parallel replica has it; 0: this tensor-parallel rank writes it.
         shard = replace(shards[number], replica_id=int(any(shards[number].replica_id[:2])))
         state[str(number)] = {
             key: make_sharded_optimizer_tensor(shard, tensor, f"optimizer.state.{key}")
@@ -274,14 +265,13 @@ def _matrices(muon: Any, weights: dict[str, Any]) -> dict[str, Any]:
     return state
 
 
-def _mend(optimizer: Any) -> None:
-    """Correct two places where megatron-core 0.16 would save a parameter's state under another one's name.
+def _fix_saved_names(optimizer: Any) -> None:
+    """Work around two places where megatron-core 0.16 saves a parameter's state under another name.
 
-    Where it gathers the state it leaves out the padding between the buckets of a buffer, and where it cuts
-    the state into parameters it counts it (and warns of `data corruption`); there are several buckets where
-    tied embeddings meet pipeline stages. Told that padding is content, it is consistent. And it takes a
-    group's parameters to stand in their own order, but has put those in float32 before those in bfloat16; a
-    bfloat16 critic has a float32 value head."""
+    1. Gathering skips the padding between buckets, splitting counts it. There are several buckets if
+       embeddings are tied across pipeline stages. Declaring padding as content makes both consistent.
+    2. It expects a group's parameters in order, but stores float32 ones before bfloat16 ones. A bfloat16
+       critic has a float32 value head."""
     for buffer in optimizer.buffers:
         for bucket in buffer.buckets:
             bucket.numel_unpadded = bucket.grad_data.numel()
@@ -293,21 +283,22 @@ def _mend(optimizer: Any) -> None:
 
 
 def allocate_moments(adam: Any) -> None:
-    """Give Adam the state that it has before its first step, which Megatron's saving and loading need."""
+    """Create Adam's initial state, which Megatron's saving and loading need."""
     if adam.state:
         return
     for p in (p for group in adam.param_groups for p in group["params"]):
         if hasattr(adam, "initialize_state"):  # Transformer Engine's FusedAdam
             adam.initialize_state(p, False)
-        else:  # torch's, or apex's, which counts steps elsewhere
+        else:  # torch's, or apex's, which counts steps in its groups
             step = {"step": torch.zeros(())} if isinstance(adam, torch.optim.Adam) else {}
             moments = {"exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
             adam.state[p] = {**step, **moments}
 
 
 def _lend_steps(model: TrainableModel) -> None:
-    """Give an Adam without parameters, as a pipeline stage has that is frozen whole, the number of steps that
-    the others have taken: Megatron asks every rank's for it, and keeps in the file what rank 0 says."""
+    """Give an Adam without parameters the other ranks' number of steps, because Megatron saves rank 0's.
+
+    A fully frozen pipeline stage has such an Adam."""
 
     def steps(adam: Any) -> list[float]:
         if isinstance(adam, torch.optim.Adam):
@@ -328,21 +319,18 @@ def _lend_steps(model: TrainableModel) -> None:
 
 
 def _load_optimizer(optimizer: Any, state: dict[str, Any]) -> None:
-    """Fill an optimizer with what a file holds, whichever Adam has written it: the groups' settings, the
-    number of steps, float32 weights and moments.
+    """Load group settings, steps, float32 weights and moments, from a file by any implementation of Adam.
 
-    DistributedOptimizer.load_state_dict does so for the Adam that has written the file alone: it takes the
-    file's groups as they are, and Transformer Engine's has a setting that torch's has not (bias_correction),
-    and counts steps in whole numbers. Of torch's it looks for a `step` among the tensors of the file, where
-    there is none, and gives all parameters one and the same, which each of them would then count up; of
-    Transformer Engine's it holds both moments twice."""
+    DistributedOptimizer.load_state_dict needs the same implementation. It copies the file's groups, whose
+    settings differ (Transformer Engine has bias_correction and integer steps). With torch's Adam it gives
+    all parameters one shared step tensor, and with Transformer Engine's it holds both moments twice."""
     adam = optimizer.optimizer
     written = {_group_key(group): group for group in state["optimizer"]["param_groups"]}
     for group in adam.param_groups:
         found = written[_group_key(group)]
         group.update({key: value for key, value in found.items() if key in group})
     counts = [own.pop("step") for own in adam.state.values() if "step" in own]
-    # No tensors where the whole stage is frozen.
+    # A fully frozen stage has no tensors.
     optimizer.load_parameter_state_from_fully_reshardable(state.pop("param_state", {}))
     steps = max(int(group.get("step", 0)) for group in written.values())
     if counts:  # torch's Adam counts the steps of each parameter
@@ -354,7 +342,7 @@ def _load_optimizer(optimizer: Any, state: dict[str, Any]) -> None:
 
 
 def _group_key(group: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Return by what the group of a file is found again among an optimizer's."""
+    """Return the key that matches a group of a file with one of the optimizer."""
     return tuple(group[key] for key in ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr"))
 
 

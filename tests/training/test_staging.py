@@ -15,7 +15,7 @@ from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.planner import SavePlan
 
 from megarl.parallel.movable import HostPool
-from megarl.training.saving import HostCopy, _copied
+from megarl.training.saving import HostCopy, _copy_part
 from megarl.training.tensor_groups import tensor_groups
 from tests.parallel.jobs import saved_before_a_step, stage_parts
 from tests.ranks import RankPool
@@ -48,7 +48,7 @@ def test_a_model_whose_first_step_was_skipped_is_saved_and_read(
 def test_a_rank_writes_without_asking_cuda(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The thread that writes has GPU 0 as its device on every rank: a stream of it would be a context
     there."""
-    part, copy = _copied(ShardedTensor.from_rank_offsets("weights", torch.arange(4.0)))
+    part, copy = _copy_part(ShardedTensor.from_rank_offsets("weights", torch.arange(4.0)))
     (plan,) = FileSystemWriter("").prepare_global_plan([SavePlan([part.item])])
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: pytest.fail("asked for a stream"))
