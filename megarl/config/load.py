@@ -98,7 +98,6 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), base: Path | No
 
 
 def _section(settings: Settings, name: str) -> Settings:
-    """Return a section before validation; {} if it is not a mapping."""
     found = settings.get(name)
     return found if isinstance(found, dict) else {}
 

@@ -98,7 +98,6 @@ def has_prompt_critic(config: Config) -> bool:
 
 
 def computes_advantages(phase: str) -> Condition:
-    """Return the condition of the phase that computes the configured advantage."""
     return lambda config: config.algorithm.advantage_method.phase == phase
 
 
@@ -117,12 +116,10 @@ def uses_old_logprobs(config: Config) -> bool:
 
 
 def uses_engine_logprobs(config: Config) -> bool:
-    """Return whether the engine's log-probs are log pi_old (SAO, DPPO)."""
     return config.algorithm.old_logprobs == "engine"
 
 
 def compares_engine(config: Config) -> bool:
-    """Return whether the engine's log-probs are compared with the trainer's."""
     return config.guard.parity != "none"
 
 
@@ -334,7 +331,6 @@ COLUMNS_BY_PHASE = {
 
 
 def select_stages(config: Config) -> tuple[str, ...]:
-    """Return the stages of a run in order."""
     pretrains = config.has_critic and config.value_pretraining.steps > 0
     return (PRETRAINING, config.main_stage) if pretrains else (config.main_stage,)
 
@@ -353,7 +349,6 @@ def select_phases(config: Config, stage: str | None = None, *, first_step: bool 
 
 
 def add_columns(phase: Phase, config: Config, stage: str) -> Phase:
-    """Return the phase with its columns from COLUMNS."""
     rows = [row for row in COLUMNS_BY_PHASE[phase.name] if stage in row.stages and row.when(config)]
     reads = NOTHING.union(*[row.read_names for row in rows])
     writes = NOTHING.union(*[row.written_names for row in rows])

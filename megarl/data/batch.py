@@ -1,4 +1,4 @@
-"""Batches of one step: RolloutBatch (all responses), TrainBatch (one replica's), MicroBatch (one pass)."""
+"""Batches of one step: RolloutBatch (all responses), TrainBatch (one replica), MicroBatch (one pass)."""
 
 from __future__ import annotations
 
@@ -85,7 +85,6 @@ class RolloutBatch:
 
     @property
     def samples(self) -> list[Sample]:
-        """Return the samples of `groups`, in row order."""
         return [sample for group in self.groups for sample in group.samples]
 
     @property
@@ -158,12 +157,10 @@ class TrainBatch:
 
     @property
     def lengths(self) -> Tensor:
-        """Return prompt + response tokens of each sequence, int64 [n]."""
         return self.cu_seqlens.diff()
 
     @property
     def sequence_ids(self) -> Tensor:
-        """Return the sequence of each token, int64 [T]."""
         numbers = torch.arange(self.num_sequences, device=self.cu_seqlens.device)
         return torch.repeat_interleave(numbers, self.lengths)
 
@@ -205,12 +202,10 @@ class TrainBatch:
 
     @property
     def micro_batches(self) -> list[MicroBatch]:
-        """Return the actor's micro-batches of all mini-batches."""
         return [batch for mini_batch in self.mini_batches for batch in mini_batch]
 
     @property
     def critic_micro_batches(self) -> list[MicroBatch]:
-        """Return the micro-batches of all mini-batches and critics."""
         return [batch for of_one in self.critic_mini_batches for some in of_one for batch in some]
 
     def spread(self, values: Tensor) -> Tensor:

@@ -63,7 +63,6 @@ class Prompt:
 
     @property
     def reference(self) -> str | Reference:
-        """Return the reference for the verifier."""
         return reference_to(self.answer, self.entry) if self.entry else self.answer
 
     @property
@@ -198,15 +197,18 @@ def read_prompts(
 ) -> tuple[list[Prompt], ReadReport]:
     """Read the problems of all entries in order, without duplicates of prompt and answer.
 
+    Unusable rows (no prompt or answer, wrong type, malformed, too long) are only listed in the report.
+
     Args:
         held_out: sets whose questions are left out of generated rows
         key: config key of `entries`
         tools: schemas for the chat template
         opening: replaces each prompt's tokens, unless empty
 
-    Rows without prompt or answer, of a wrong type, malformed or too long are only listed in the report.
-    Raises DataError for a missing or malformed file or one without a usable row, ConfigError if the tokenizer
-    has no chat template, and the errors of megarl.data.generated.generate."""
+    Raises:
+        DataError: for a missing or malformed file, or one without a usable row
+        ConfigError: if the tokenizer has no chat template
+        and the errors of megarl.data.generated.generate"""
     questions = frozenset[str]().union(*(one.questions for one in held_out))
     _check_template(data, tokenizer)
     return _read(_open_sources(entries, key), data, tokenizer, questions, tools, opening)
@@ -251,8 +253,9 @@ def read_problem_sets(
     """Read data.eval: one set per name; entries without a name share one set per (samples, every).
 
     Returns the sets in the order of their first entries, and a report for each.
-    Raises the errors of read_prompts, and ConfigError if a name is also the data_source of an unnamed entry:
-    both would report under the same metric."""
+
+    Raises the errors of read_prompts. Raises ConfigError if a name is also the data_source of an unnamed
+    entry, since both would use the same metric."""
     together: dict[tuple[str, int, int | None], list[str]] = {}
     for i, entry in enumerate(data.eval):
         own = entry.name or "", entry.samples or evaluation.samples, entry.every
@@ -441,7 +444,6 @@ def _generated_row(row: GeneratedRow, number: int, held_out: frozenset[str]) -> 
 
 
 def _uid(prompt: str | Messages, target: str) -> int:
-    """Return the uid of a row, independent of the prompt's template."""
     if not isinstance(prompt, str):
         if len(prompt) == 1 and prompt[0]["role"] == "user":
             prompt = prompt[0]["content"]

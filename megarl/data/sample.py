@@ -171,7 +171,6 @@ class Sample(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
 
     @property
     def is_truncated(self) -> bool:
-        """Return whether it reached the token limit."""
         return self.finish_reason == "length"
 
     @property
@@ -227,7 +226,6 @@ class SampleGroup:
         return SampleGroup(self.prompt, samples, self.policy_version)
 
     def texts(self, tokenizer: Any) -> Iterator[tuple[Sample, str]]:
-        """Return (sample, text) of each sample whose tokens are on this rank."""
         here = [(sample, sample.data.tokens.tolist()) for sample in self.samples if sample.data is not None]
         texts = policy_texts(tokenizer, [tokens for _, tokens in here])
         return zip([sample for sample, _ in here], texts, strict=True)

@@ -1,4 +1,4 @@
-"""Section `cluster`: the machines, for plans and estimates."""
+"""Section `cluster`: hardware, for plans and estimates."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from megarl.config.schema.section import Section, field
 
 
 class ClusterConfig(Section):
-    """The machines, for plans and estimates.
+    """Hardware, for plans and estimates.
 
-    gpus_per_node also decides the route of weights to the engines, not their values. Speeds are one GPU's, in
-    one direction. The defaults are peak figures of data sheets."""
+    gpus_per_node also determines the route of weights to the engines. Speeds are per GPU and direction.
+    The defaults are peak figures of data sheets."""
 
     gpu: str = field(
         "H100", "H100, H200, H800, H20, GB200, A100 (megarl/plan/sizes.py); else give all figures"

@@ -10,8 +10,8 @@ from megarl.config.schema.section import Section, field
 class GuardConfig(Section):
     """Limits that stop a step or raise an alarm.
 
-    Numbers that are not finite end a step before its weights change. Metrics beyond the limits, and steps
-    without a verdict, are recorded as events."""
+    Non-finite numbers end a step before its weights change. Metrics beyond the limits, and steps without a
+    verdict, become events."""
 
     skipped_steps: int = field(
         3, "non-finite steps in a row skipped, their batches kept, before the run stops", "steps", ge=0

@@ -8,7 +8,7 @@ from megarl.config.schema.section import Section, field
 
 
 class LogConfig(Section):
-    """What is shown and recorded. metrics.jsonl is always written."""
+    """What to show and record; metrics.jsonl is always written."""
 
     terminal: Literal["auto", "live", "plain", "quiet"] = field(
         "auto", "live view; auto: live on a terminal, else plain lines"

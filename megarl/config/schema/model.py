@@ -13,8 +13,7 @@ from megarl.config.schema.section import Section, field, section
 class Fp8Config(Section):
     """FP8 matrix products in the layers of actor, critic, reference and reward model.
 
-    Weights stay in model.dtype; the engine gets those. Embedding, heads, norms and attention are not
-    touched."""
+    Weights, also the engine's, stay in model.dtype. Embedding, heads, norms and attention do not use FP8."""
 
     format: Literal["none", "hybrid", "e4m3"] = field(
         "none", "none: model.dtype; hybrid: e4m3, and e5m2 for gradients of activations; e4m3: for everything"
@@ -85,5 +84,4 @@ class ModelConfig(Section):
     @field_validator("recompute_modules", mode="before")
     @classmethod
     def _as_list(cls, value: Any) -> Any:
-        """Accept one module without brackets."""
         return [value] if isinstance(value, str) else value

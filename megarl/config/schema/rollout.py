@@ -169,15 +169,14 @@ class RolloutConfig(Section):
 
     @property
     def max_extent(self) -> int:
-        """Return the most tokens after a prompt: the policy's and its observations."""
+        """Return the maximum tokens after a prompt, with observations."""
         return (self.turns.max_tokens if self.acts else None) or self.max_response_tokens
 
     @property
     def windows(self) -> int:
-        """Return the most steps that sample tokens of one response."""
+        """Return the maximum number of steps that sample tokens of one response."""
         return math.ceil(self.max_response_tokens / (self.window or self.max_response_tokens))
 
     @property
     def capabilities(self) -> EngineCapabilities:
-        """Return what the engine can do."""
         return ENGINES[self.engine].capabilities

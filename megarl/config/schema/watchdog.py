@@ -10,8 +10,7 @@ from megarl.config.schema.section import Section, field
 
 
 class WatchdogConfig(Section):
-    """A thread on each rank that looks for hangs. It writes run_dir/heartbeat/, and reports into
-    run_dir/hang-*.txt."""
+    """Detects hangs in a thread on each rank; writes run_dir/heartbeat/ and run_dir/hang-*.txt."""
 
     limit: float = field(3600.0, "longest time of a phase before the run ends with a report", "seconds", gt=0)
     limits: dict[str, Annotated[float, Field(gt=0)]] = field(
