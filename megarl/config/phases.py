@@ -106,11 +106,6 @@ def has_reward_parts(config: Config) -> bool:
     return "reward_parts" in config.algorithm.advantage_method.columns
 
 
-def reads_prompt_uids(config: Config) -> bool:
-    """Return whether the advantage depends on earlier answers to the prompt (SPO)."""
-    return "prompt_uids" in config.algorithm.advantage_method.columns
-
-
 def uses_old_logprobs(config: Config) -> bool:
     return config.algorithm.old_logprobs == "trainer"
 
@@ -133,19 +128,6 @@ def has_reference_in_actor(config: Config) -> bool:
     return config.algorithm.has_reference and config.actor.lora.rank is not None
 
 
-def has_kl_reward_with_old_logprobs(config: Config) -> bool:
-    return config.algorithm.kl_reward > 0 and uses_old_logprobs(config)
-
-
-def has_kl_reward_with_engine_logprobs(config: Config) -> bool:
-    return config.algorithm.kl_reward > 0 and uses_engine_logprobs(config)
-
-
-def has_teacher_of_samples(config: Config) -> bool:
-    """Return whether a teacher scores the sampled tokens (on-policy distillation)."""
-    return not config.teacher.top_k and config.has_teacher
-
-
 def has_teacher_of_top_k(config: Config) -> bool:
     """Return whether a teacher's top-k tokens are a term of the loss (on-policy distillation)."""
     return bool(config.teacher.top_k) and config.has_teacher
@@ -156,23 +138,9 @@ def has_teacher_by_source(config: Config) -> bool:
     return bool(config.teacher.by_source) and config.has_teacher
 
 
-def has_window(config: Config) -> bool:
-    """Return whether a step samples at most a window of each response (T-PPO)."""
-    return config.rollout.window is not None
-
-
-def whitens(config: Config) -> bool:
-    return config.algorithm.whiten
-
-
 def corrects_mismatch(config: Config) -> bool:
     """Return whether the policy loss is weighted by the ratio of trainer to engine."""
     return config.algorithm.mismatch.enabled
-
-
-def selects_tokens(config: Config) -> bool:
-    """Return whether the policy loss treats selected tokens of the mini-batch differently."""
-    return bool(config.algorithm.policy_loss.selector)
 
 
 def filters_entropy(config: Config) -> bool:
@@ -200,7 +168,7 @@ PHASES: tuple[Phase, ...] = (
     Phase("gae_advantages",      RL,       NOTHING,         computes_advantages("gae_advantages")),
     Phase("prompt_advantages",   RL,       NOTHING,         computes_advantages("prompt_advantages")),
     Phase("critic_agreement",    RL,       NOTHING,         has_critics),
-    Phase("teacher_advantages",  RL,       TEACHER,         has_teacher_of_samples),
+    Phase("teacher_advantages",  RL,       TEACHER,         lambda c: c.has_teacher and not c.teacher.top_k),
     Phase("teacher_top_k",       RL,       TEACHER,         has_teacher_of_top_k),
     Phase("critic_update",       SAMPLED,  CRITIC_TRAINING, has_critic),
     Phase("actor_update",        RL,       ACTOR_TRAINING),
@@ -250,7 +218,9 @@ COLUMNS: tuple[Columns, ...] = (
         may_write="token_versions turn_rewards routing begun unfinished",
     ),
     Columns("rollout", writes="reward_parts", when=has_reward_parts),
-    Columns("rollout", writes="prompt_uids", when=reads_prompt_uids),
+    Columns(
+        "rollout", writes="prompt_uids", when=lambda c: "prompt_uids" in c.algorithm.advantage_method.columns
+    ),
     Columns("rollout", writes="teachers", when=has_teacher_by_source, stages=RL),
     Columns(
         "distribute",
@@ -290,9 +260,17 @@ COLUMNS: tuple[Columns, ...] = (
     Columns("critic_agreement", reads="uncorrected_weights", when=corrects_mismatch),
     Columns("critic_agreement", writes="entropy_weights", when=filters_entropy),
     Columns("prompt_advantages", reads="rewards correct values", writes="advantages returns"),
-    Columns(ADVANTAGES, reads="policy_loss_weights", when=whitens),
-    Columns(WITH_KL_REWARD, reads="old_logprobs ref_logprobs", when=has_kl_reward_with_old_logprobs),
-    Columns(WITH_KL_REWARD, reads="engine_logprobs ref_logprobs", when=has_kl_reward_with_engine_logprobs),
+    Columns(ADVANTAGES, reads="policy_loss_weights", when=lambda c: c.algorithm.whiten),
+    Columns(
+        WITH_KL_REWARD,
+        reads="old_logprobs ref_logprobs",
+        when=lambda c: c.algorithm.kl_reward > 0 and uses_old_logprobs(c),
+    ),
+    Columns(
+        WITH_KL_REWARD,
+        reads="engine_logprobs ref_logprobs",
+        when=lambda c: c.algorithm.kl_reward > 0 and uses_engine_logprobs(c),
+    ),
     Columns("teacher_advantages", reads="tokens advantages", writes="advantages"),
     Columns("teacher_top_k", reads="tokens", writes="teacher_logprobs teacher_tokens"),
     Columns("teacher_advantages teacher_top_k", reads="teachers", when=has_teacher_by_source),
@@ -308,7 +286,11 @@ COLUMNS: tuple[Columns, ...] = (
     Columns("actor_update", reads="entropy_weights", when=filters_entropy),
     Columns("actor_update", reads="ref_logprobs", when=lambda c: c.algorithm.kl_weight > 0),
     # seeds of the random choice of tokens
-    Columns("actor_update", reads="group_ids response_index", when=selects_tokens),
+    Columns(
+        "actor_update",
+        reads="group_ids response_index",
+        when=lambda c: bool(c.algorithm.policy_loss.selector),
+    ),
     Columns(
         "actor_update", reads="old_top_logprobs old_top_tokens", when=lambda c: c.algorithm.dppo.top_k > 0
     ),
@@ -319,7 +301,7 @@ COLUMNS: tuple[Columns, ...] = (
     Columns(
         "distribute old_logprobs gae_advantages teacher_advantages critic_update",
         reads="begun unfinished",
-        when=has_window,
+        when=lambda c: c.rollout.window is not None,
         stages=RL,
     ),
 )
