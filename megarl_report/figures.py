@@ -30,13 +30,13 @@ Runs = Sequence[RecordedRun]
 
 def group_families(runs: Sequence[RecordedRun]) -> list[list[RecordedRun]]:
     """Group runs whose configurations differ only in seed and folder, in order."""
-    found: dict[str, list[RecordedRun]] = {}
+    groups: dict[str, list[RecordedRun]] = {}
     for number, run in enumerate(runs):
         rest = {key: value for key, value in run.config.items() if key not in ("seed", "run_dir")}
         # A run without a configuration is a group by itself.
         key = json.dumps(rest, sort_keys=True, default=str) if rest else str(number)
-        found.setdefault(key, []).append(run)
-    return list(found.values())
+        groups.setdefault(key, []).append(run)
+    return list(groups.values())
 
 
 def average_curves(courses: Sequence[Points]) -> tuple[Points, dict[int, tuple[float, float]]]:
@@ -85,16 +85,16 @@ def draw_curves(spec: Spec, runs: Runs) -> Drawing | None:
         return None
     related = group_families(runs)
     overlay = len(related) > 1
-    found: dict[tuple[int, int], Line] = {}  # by number of the family and of the curve
+    line_by_curve: dict[tuple[int, int], Line] = {}  # by number of the family and of the curve
     for r, family in enumerate(related):
         for c, (key, (label, colour)) in enumerate(spec.curves.items()):
             mean, band = average_curves([course for run in family if (course := points(run, key))])
             markers = spec.stage == EVALUATION or len(mean) <= 12
             shade = run_colour(r) if overlay else COLOUR[colour]
             if mean:
-                found[r, c] = Line(mean, shade, label, c if overlay else 0, markers, spec.noisy, band)
-    lines = list(found.values())
-    if len({c for _, c in found}) == 1:
+                line_by_curve[r, c] = Line(mean, shade, label, c if overlay else 0, markers, spec.noisy, band)
+    lines = list(line_by_curve.values())
+    if len({c for _, c in line_by_curve}) == 1:
         lines = [replace(line, label="", style=0) for line in lines]
     return Drawing(plots.draw_lines(lines, spec.xlabel, spec.limits, spec.log)) if lines else None
 
@@ -176,43 +176,20 @@ def draw_times(runs: Runs) -> Drawing | None:
 
 
 def draw_timeline(runs: Runs) -> Drawing | None:
-    """Plot the phases of each rank in a few steps of one run, with a table of the waiting times.
-
-    Shows the second step (the first warms up), one of median duration, the slowest and the last. The table
-    has the share of each rank's time that it waited."""
+    """Plot the phases of each rank in a few steps of one run, with a table of the waiting times."""
     if len(runs) != 1 or not runs[0].timeline:
         return None
     run = runs[0]
-    rank_0 = run.timeline[min(run.timeline)]
-    begins: dict[int, float] = {}
-    for phase in rank_0:
-        if phase["stage"] == run.main_stage and phase["step"] in run.by_stage.get(run.main_stage, {}):
-            begins.setdefault(phase["step"], phase["begin"])
-    ends = {step: begins.get(step + 1) for step in begins}
-    own = ((phase["step"], phase["end"]) for phase in rank_0 if phase["stage"] == run.main_stage)
-    spans = {step: (begins[step], ends[step] or end) for step, end in own if step in begins}
-    if not spans:
+    steps = _choose_timeline_steps(run)
+    if not steps:
         return None
-    taken = {step: end - begin for step, (begin, end) in spans.items()}
-    steps = sorted(taken)[1:] or list(taken)
-    by_time = sorted(steps, key=taken.__getitem__)
-    named: dict[int, list[str]] = {}
-    for name, step in (
-        ("after warm-up", steps[0]),
-        ("median", by_time[len(by_time) // 2]),
-        ("slowest", by_time[-1]),
-        ("last", steps[-1]),
-    ):
-        named.setdefault(step, []).append(name)
-
     names = {phase["phase"] for phases in run.timeline.values() for phase in phases}
     known = {phase: COLOURS[i] for i, phase in enumerate(PHASES)}
     free = cycle((*(c for p, c in known.items() if p not in names), *COLOURS[len(PHASES) : -1]))
     colours = {name: known.get(name) or next(free) for name in sorted(names)}
     colours |= {name: COLOURS[-1] for name in names if name.startswith(WAIT)}
     panels, shown = [], dict.fromkeys(names, 0.0)
-    for step, titles in sorted(named.items()):
-        begin, end = spans[step]
+    for title, begin, end in steps:
         rows: dict[str, list[Interval]] = {}
         for rank, phases in run.timeline.items():
             row = rows[f"rank {rank}"] = []
@@ -223,27 +200,58 @@ def draw_timeline(runs: Runs) -> Drawing | None:
                 waited = max(0.0, phase["waited"] - (phase["end"] - until))
                 row.append(Interval(at - begin, until - begin, waited, colours[phase["phase"]]))
                 shown[phase["phase"]] += until - at
-        panels.append((f"step {step}, {', '.join(titles)}: {plots.format_value(end - begin)} s", rows))
+        panels.append((f"{title}: {plots.format_value(end - begin)} s", rows))
     least = 0.01 * sum(shown.values())
     legend = tuple(
         (colours[n], _words(n)) for n in sorted(names, key=lambda n: -shown[n]) if shown[n] > least
     )
+    return Drawing(plots.draw_timeline(panels), legend, _tabulate_waits(run, sorted(names)))
 
+
+def _choose_timeline_steps(run: RecordedRun) -> list[tuple[str, float, float]]:
+    """Return (title, begin, end) of some steps, in seconds since 1970.
+
+    They are the second step (the first warms up), one of median duration, the slowest and the last."""
+    rank_0 = run.timeline[min(run.timeline)]
+    begins: dict[int, float] = {}
+    for phase in rank_0:
+        if phase["stage"] == run.main_stage and phase["step"] in run.by_stage.get(run.main_stage, {}):
+            begins.setdefault(phase["step"], phase["begin"])
+    ends = {step: begins.get(step + 1) for step in begins}
+    own = ((phase["step"], phase["end"]) for phase in rank_0 if phase["stage"] == run.main_stage)
+    spans = {step: (begins[step], ends[step] or end) for step, end in own if step in begins}
+    if not spans:
+        return []
+    taken = {step: end - begin for step, (begin, end) in spans.items()}
+    steps = sorted(taken)[1:] or list(taken)
+    by_time = sorted(steps, key=taken.__getitem__)
+    names: dict[int, list[str]] = {}
+    for name, step in (
+        ("after warm-up", steps[0]),
+        ("median", by_time[len(by_time) // 2]),
+        ("slowest", by_time[-1]),
+        ("last", steps[-1]),
+    ):
+        names.setdefault(step, []).append(name)
+    return [(f"step {step}, {', '.join(titles)}", *spans[step]) for step, titles in sorted(names.items())]
+
+
+def _tabulate_waits(run: RecordedRun, names: Sequence[str]) -> tuple[list[str], list[tuple[list[str], bool]]]:
+    """Return heads and rows of the shares of each rank's time that it waited, by phase."""
     waits: dict[str, dict[str, float]] = {}  # rank -> phase -> share of the rank's time
     for rank, phases in run.timeline.items():
-        whole = sum(phase["end"] - phase["begin"] for phase in phases) or 1.0
+        total = sum(phase["end"] - phase["begin"] for phase in phases) or 1.0
         shares = waits[f"rank {rank}"] = {}
         for phase in phases:
-            shares[phase["phase"]] = shares.get(phase["phase"], 0.0) + phase["waited"] / whole
-    columns = [n for n in sorted(names) if any(shares.get(n, 0.0) >= 0.0005 for shares in waits.values())]
+            shares[phase["phase"]] = shares.get(phase["phase"], 0.0) + phase["waited"] / total
+    columns = [n for n in names if any(shares.get(n, 0.0) >= 0.0005 for shares in waits.values())]
     every = {n: sum(shares.get(n, 0.0) for shares in waits.values()) / len(waits) for n in columns}
     some = f"{len(waits)} of {run.ranks} ranks" if len(waits) < run.ranks else "all ranks"
-    table = []
+    rows = []
     for name, shares in {some: every, **waits}.items():
         numbers = sum(shares.values()), *(shares.get(n, 0.0) for n in columns)
-        table.append(([name, *(f"{number:.1%}" for number in numbers)], name == some))
-    heads = ["share of the time that it waited", "all phases", *map(_words, columns)]
-    return Drawing(plots.draw_timeline(panels), legend, (heads, table))
+        rows.append(([name, *(f"{number:.1%}" for number in numbers)], name == some))
+    return ["share of the time that it waited", "all phases", *map(_words, columns)], rows
 
 
 def draw_memory(runs: Runs) -> Drawing | None:
@@ -295,23 +303,23 @@ def sum_thirds(records: Sequence[Record], name: str, stage: str) -> list[Third]:
 def collect_tables(runs: Runs, name: str) -> list[tuple[str, str, Table]]:
     """Return (colour, legend, sums of table `name`) of everything to plot, latest last."""
     related = group_families(runs)
-    found: list[tuple[str, str, Table]] = []
+    tables: list[tuple[str, str, Table]] = []
     for number, family in enumerate(related):
         stages = ([sum_thirds(run.distributions, name, stage) for stage in DISTRIBUTED] for run in family)
         sums = [train or pretraining for train, pretraining in stages if train or pretraining]
         if sums and len(related) > 1:
-            found.append((run_colour(number), "", add_tables([one[-1].table for one in sums])))
+            tables.append((run_colour(number), "", add_tables([one[-1].table for one in sums])))
         elif sums:
             both = all(len(one) > 1 for one in sums)
             for colour, i in ((EARLY, 0), (LATE, -1)) if both else ((LATE, -1),):
                 first, last, _ = sums[0][i]
                 legend = f"steps {first} to {last}" if last > first else f"step {first}"
-                found.append((colour, legend, add_tables([one[i].table for one in sums])))
-    return found
+                tables.append((colour, legend, add_tables([one[i].table for one in sums])))
+    return tables
 
 
-def _legend(found: Sequence[tuple[str, str, Table]]) -> tuple[tuple[str, str], ...]:
-    return tuple((colour, text) for colour, text, _ in found if text)
+def _legend(tables: Sequence[tuple[str, str, Table]]) -> tuple[tuple[str, str], ...]:
+    return tuple((colour, text) for colour, text, _ in tables if text)
 
 
 def _shares(counts: Sequence[float]) -> list[float]:
@@ -320,19 +328,19 @@ def _shares(counts: Sequence[float]) -> list[float]:
 
 def draw_lambda(runs: Runs) -> Drawing | None:
     """Plot the shares of responses by length, and the mean lambda of each length."""
-    found = collect_tables(runs, "lambda")
-    if not found:
+    tables = collect_tables(runs, "lambda")
+    if not tables:
         return None
     longest = max((run.setting("rollout", "max_response_tokens", default=0) or 0 for run in runs), default=0)
     stairs, lines = [], []
-    for colour, _, table in found:
+    for colour, _, table in tables:
         counts, sums = table["responses"], table["lambda"]
         width = (longest or len(counts)) / len(counts)
         edges = [i * width for i in range(len(counts) + 1)]
         stairs.append(Stairs(edges, _shares(counts), colour, filled=True))
         filled = [i for i, n in enumerate(counts) if n]
         lines.append(([(i + 0.5) * width for i in filled], [sums[i] / counts[i] for i in filled], colour))
-    return Drawing(plots.draw_stairs(stairs, "response length, tokens", lines=lines), _legend(found))
+    return Drawing(plots.draw_stairs(stairs, "response length, tokens", lines=lines), _legend(tables))
 
 
 def means_by_position(table: Table, row: str) -> Points:
@@ -343,36 +351,36 @@ def means_by_position(table: Table, row: str) -> Points:
 
 def draw_entropy(runs: Runs) -> Drawing | None:
     """Plot the mean entropy by position in the response."""
-    found = collect_tables(runs, "entropy")
-    means = [(means_by_position(table, "entropy"), colour) for colour, _, table in found]
+    tables = collect_tables(runs, "entropy")
+    means = [(means_by_position(table, "entropy"), colour) for colour, _, table in tables]
     lines = [Line(points, colour, noisy=False) for points, colour in means if points]
     if not lines:
         return None
-    return Drawing(plots.draw_lines(lines, "part of the response, %", (0, None)), _legend(found))
+    return Drawing(plots.draw_lines(lines, "part of the response, %", (0, None)), _legend(tables))
 
 
 def draw_value_error(runs: Runs) -> Drawing | None:
     """Plot the mean |V - R|, and for one family the mean V - R, by position in the response."""
-    found = collect_tables(runs, "value_error")
-    one_kind = all(text for _, text, _ in found)
+    tables = collect_tables(runs, "value_error")
+    one_kind = all(text for _, text, _ in tables)
     lines = []
-    for number, (colour, _, table) in enumerate(found):
-        last = number == len(found) - 1 and one_kind
+    for number, (colour, _, table) in enumerate(tables):
+        last = number == len(tables) - 1 and one_kind
         for row, label, style in (("absolute", "|V-R|", 0), ("error", "V-R", 2)):
             means = means_by_position(table, row)
             if means and (row == "absolute" or last):
                 lines.append(Line(means, colour, label if last else "", style, noisy=False))
     if not lines:
         return None
-    return Drawing(plots.draw_lines(lines, "part of the response, %", (0, None)), _legend(found))
+    return Drawing(plots.draw_lines(lines, "part of the response, %", (0, None)), _legend(tables))
 
 
 def draw_mismatch(runs: Runs) -> Drawing | None:
     """Plot the shares of tokens by the difference of their log-probs."""
-    found = [part for part in collect_tables(runs, "mismatch") if sum(part[2]["tokens"])]
-    if not found:
+    tables = [part for part in collect_tables(runs, "mismatch") if sum(part[2]["tokens"])]
+    if not tables:
         return None
-    bins = len(found[0][2]["tokens"])
+    bins = len(tables[0][2]["tokens"])
     middle = bins // 2
     ticks = {middle + 0.5: "0"}
     for decade in (-5, -3, -1, 1):
@@ -381,11 +389,11 @@ def draw_mismatch(runs: Runs) -> Drawing | None:
         text = f"{10.0**decade:g}" if decade > -3 else f"1e{decade}"
         ticks |= {middle + at: text, middle + 1 - at: f"-{text}"}
     stairs = []
-    for colour, text, table in found:
+    for colour, text, table in tables:
         if len(table["tokens"]) == bins:
-            filled = table is found[-1][2] and bool(text)
+            filled = table is tables[-1][2] and bool(text)
             stairs.append(Stairs(range(bins + 1), _shares(table["tokens"]), colour, filled))
-    return Drawing(plots.draw_stairs(stairs, "difference, nats", ticks=ticks, log=True), _legend(found))
+    return Drawing(plots.draw_stairs(stairs, "difference, nats", ticks=ticks, log=True), _legend(tables))
 
 
 DRAW = {

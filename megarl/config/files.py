@@ -40,8 +40,8 @@ def open_regular(path: Path) -> BufferedReader:
 def stays_inside(path: Path, folder: Path) -> bool:
     """Return whether a file in a model's folder lies inside it after following links.
 
-    Folders of the Hugging Face cache (models--OWNER--NAME/snapshots/REVISION) link to files in `blobs` beside
-    `snapshots`; these count as inside."""
+    Folders of the Hugging Face cache (models--OWNER--NAME/snapshots/REVISION) link to files in the sibling
+    folder `blobs`; these count as inside."""
     real, root = Path(os.path.realpath(path)), Path(os.path.realpath(folder))
     repository = root.parent.parent
     is_cached = root.parent.name == "snapshots" and repository.name.startswith("models--")

@@ -42,7 +42,7 @@ class MuonConfig(Section):
     the singular value decomposition of g + momentum m: Newton-Schulz steps with Jordan's coefficients
     (3.4445, -4.775, 2.0315)."""
 
-    momentum: float = field(0.95, "of the gradients' moving sum", source="arXiv 2502.16982", ge=0, lt=1)
+    momentum: float = field(0.95, "decay of the gradients' sum", source="arXiv 2502.16982", ge=0, lt=1)
     steps: int = field(5, "Newton-Schulz steps", "steps", "arXiv 2502.16982, section 2.1", ge=1)
     scale: float = field(
         0.2,
@@ -64,7 +64,7 @@ class OptimizerConfig(Section):
     muon: MuonConfig = section(MuonConfig)
     lr: float = field(1e-6, "peak learning rate", "", "DAPO section 4.1, VAPO section 5.1: actor 1e-6", gt=0)
     schedule: Literal["constant", "linear", "cosine"] = field(
-        "constant", "after the warm-up", "", "VAPO section 5.1: warm-up-constant"
+        "constant", "learning rate after the warm-up", "", "VAPO section 5.1: warm-up-constant"
     )
     warmup_steps: int = field(0, "linear warm-up", "rollout steps", "DAPO section 4.1: 20", ge=0)
     min_lr_ratio: float = field(0.0, "last learning rate / peak, for linear and cosine", ge=0, le=1)

@@ -129,7 +129,7 @@ class AlgorithmConfig(Section):
     )
     tracker_rho: float = field(
         0.875,
-        "with advantage tracked: factor of a prompt's earlier results when it is answered again",
+        "advantage tracked: factor of a prompt's earlier results when it is answered again",
         source="SPO: 0.875 to 0.96, by how far the policy has moved",
         gt=0,
         le=1,

@@ -114,12 +114,12 @@ class EvaluationSet(DataEntry):
     """An entry of data.eval: a path, or a section with `path` or `gym` and settings of this entry."""
 
     name: str | None = field(
-        None, "of its scores: eval/<name>/avg and so on; null: scores are grouped by the rows' data_source"
+        None, "name in metrics: eval/<name>/avg and so on; null: scores are grouped by the rows' data_source"
     )
     every: int | None = field(
         None,
-        "steps between its evaluations (needs a name; its scores stay out of eval/avg); "
-        "null: evaluation.every, and they count there",
+        "steps between its evaluations (needs a name; its scores do not count in eval/avg); "
+        "null: evaluation.every, and its scores count",
         "rollout steps",
         ge=1,
     )

@@ -65,13 +65,13 @@ class RewardConfig(Section):
     )
     sandbox: Sandbox = field(
         "strict",
-        "what the process of a verifier or term of your own may do, as rollout.turns.sandbox says; megarl's "
-        "own may only calculate (docs/verifiers.md)",
+        "permissions of your own verifiers and terms, as in rollout.turns.sandbox; megarl's own can only "
+        "calculate (docs/verifiers.md)",
     )
     max_unjudged: float = field(
         0.1,
         "largest share of a step's responses without a verdict, because the verifier's process, function or "
-        "service failed; such responses are left out; above it the run ends",
+        "service failed; such responses are left out; the run ends above this share",
         ge=0,
         le=1,
     )
