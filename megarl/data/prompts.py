@@ -200,15 +200,14 @@ def read_prompts(
     Unusable rows (no prompt or answer, wrong type, malformed, too long) are only listed in the report.
 
     Args:
-        held_out: sets whose questions are left out of generated rows
-        key: config key of `entries`
-        tools: schemas for the chat template
-        opening: replaces each prompt's tokens, unless empty
+        held_out: Sets whose questions are left out of generated rows.
+        key: Config key of `entries`.
+        tools: Schemas for the chat template.
+        opening: Replaces each prompt's tokens, unless empty.
 
     Raises:
-        DataError: for a missing or malformed file, or one without a usable row
-        ConfigError: if the tokenizer has no chat template
-        and the errors of megarl.data.generated.generate"""
+        DataError: A file is missing, malformed or without a usable row.
+        ConfigError: The tokenizer has no chat template. Also the errors of `generate`."""
     questions = frozenset[str]().union(*(one.questions for one in held_out))
     _check_template(data, tokenizer)
     return _read(_open_sources(entries, key), data, tokenizer, questions, tools, opening)
@@ -223,14 +222,14 @@ def _read(
     opening: tuple[int, ...],
 ) -> tuple[list[Prompt], ReadReport]:
     report = ReadReport()
-    seen: set[int] = set()
+    known_uids: set[int] = set()
 
     def unique() -> Iterator[_Row]:
         for row in _usable_rows(sources, data, report, held_out=held_out):
-            if row.uid in seen:
+            if row.uid in known_uids:
                 report.duplicates += 1
             else:
-                seen.add(row.uid)
+                known_uids.add(row.uid)
                 yield row
 
     prompts = [
@@ -319,7 +318,7 @@ def validate_files(
     Returns references to try the verifier on: the first file's, and one per task of reasoning-gym.
     Raises DataError naming the file, or ConfigError."""
     _check_template(data, None)
-    found: list[str | Reference] = []
+    references: list[str | Reference] = []
 
     def first(sources: _Sources, target_key: str | None = None) -> str:
         report = ReadReport()
@@ -334,17 +333,17 @@ def validate_files(
     for entries, target_key in ((data.train, response_key), (data.eval, None)):
         for path in (entry.path for entry in entries if entry.path):
             answer = first({str(path): path}, target_key)
-            found = found or [answer]
+            references = references or [answer]
     generated: dict[str, list[GeneratedRow]] = {}
     for row in first_rows(gym_entries(data), rounds=1):
         generated.setdefault(row.key, []).append(row)
     for key, rows in generated.items():
-        found += [reference_to(row.answer, row.entry) for row in rows if row.entry]
+        references += [reference_to(row.answer, row.entry) for row in rows if row.entry]
         try:
             first({key: rows})
         except DataError:  # perhaps too long; later rows may fit
             first({key: first_rows({key: gym_entries(data)[key]}, rounds=16)})
-    return found
+    return references
 
 
 def absent_sources(data: DataConfig, names: Iterable[str]) -> list[str]:

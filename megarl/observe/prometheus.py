@@ -52,11 +52,11 @@ class Exporter(Collector):
         self._records = {**self._records, stage: {**numbers, "recorded_seconds": time.time()}}
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
-        found: dict[str, dict[str, float]] = {}  # name -> stage -> number
+        series: dict[str, dict[str, float]] = {}  # name -> stage -> number
         for stage, record in self._records.items():
             for key, number in record.items():
-                found.setdefault("megarl_" + re.sub("[^a-zA-Z0-9_]", "_", key), {})[stage] = float(number)
-        for name, numbers in sorted(found.items()):
+                series.setdefault("megarl_" + re.sub("[^a-zA-Z0-9_]", "_", key), {})[stage] = float(number)
+        for name, numbers in sorted(series.items()):
             gauge = GaugeMetricFamily(name, "of metrics.jsonl", labels=["stage"])
             for stage, number in numbers.items():
                 gauge.add_metric([stage], number)

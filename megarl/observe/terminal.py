@@ -196,11 +196,9 @@ class RunFacts:
 class TerminalView:
     """Shows a run; a context manager.
 
-    mode:
-        live: redrawn in place (without a terminal only the last state is printed)
-        plain: a line every `every` steps, for evaluations and events
-        quiet: nothing
-        auto: live on a terminal, else plain"""
+    Mode `live` redraws in place (without a terminal it prints the last state). `plain` prints a line every
+    `every` steps, and for evaluations and events. `quiet` prints nothing. `auto` is live on a terminal, else
+    plain."""
 
     def __init__(
         self,
@@ -310,8 +308,8 @@ class TerminalView:
             yield self._panel(options.max_width)
 
     def _panel(self, width: int) -> Panel:
-        whole: dict[str, Any] = {"overflow": "ellipsis", "no_wrap": True}
-        facts = Text(self._printable(self.facts.header("  ")), style="dim", **whole)
+        one_line: dict[str, Any] = {"overflow": "ellipsis", "no_wrap": True}
+        facts = Text(self._printable(self.facts.header("  ")), style="dim", **one_line)
 
         stage, step = self._record.get("stage", TRAIN), self._record.get("step", 0)
         total, left = self.facts.total(stage), self._left()
@@ -324,7 +322,7 @@ class TerminalView:
         progress.add_row(title, bar, Text(f"{left} left" if left else ""))
 
         elapsed = format_duration(self.clock() - self._phase_since)
-        phase = Text.assemble((self._printable(self._phase), "cyan"), f" {elapsed}", **whole)
+        phase = Text.assemble((self._printable(self._phase), "cyan"), f" {elapsed}", **one_line)
         if self._evaluation:
             phase.append(f"\nevaluation at step {self._evaluation['step']}  ", "dim")
             phase.append(printable(evaluation_text(self._evaluation)))
@@ -340,7 +338,7 @@ class TerminalView:
         if sparks.row_count:
             parts += [Text(), sparks]
         if self._events:
-            parts += [Text(), *(Text(event, style="dim", **whole) for event in self._events)]
+            parts += [Text(), *(Text(event, style="dim", **one_line) for event in self._events)]
         heading = Text(f"megarl {self._printable(self.facts.name)}", style="bold")
         return Panel(Group(*parts), title=heading, title_align="left")
 
