@@ -1,1 +1,1 @@
-"""report.html: one page about one run or several, from what they wrote into their folders."""
+"""report.html: one page about one or several runs, from their folders."""

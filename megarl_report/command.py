@@ -1,4 +1,4 @@
-"""`megarl report`: the page of one run, or of several laid over each other."""
+"""`megarl report`: a page of one run, or a comparison of several."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def report(
         Option(metavar="FILE", help="file to write; default: report.html in the first run's folder"),
     ] = None,
 ) -> int:
-    """Write report.html of one run, or of several laid over each other."""
+    """Write report.html of one run, or of several in the same figures."""
     from megarl_report.report import write_report
 
     print(printable(str(write_report(runs, out or runs[0]))))

@@ -1,4 +1,4 @@
-"""How the report's figures are drawn; figures.yaml lists them."""
+"""Figures of the report; figures.yaml lists them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from megarl.config.load import parse_yaml
 from megarl.config.schema import EVALUATION, PRETRAINING, TRAIN
 from megarl.observe.run_log import Record
-from megarl.observe.runs import Points, RecordedRun, kept_share
+from megarl.observe.runs import Points, RecordedRun, compute_group_shares
 from megarl.observe.timeline import WAIT
 from megarl_report import plots
 from megarl_report.plots import COLOURS, Drawing, Interval, Limits, Line, Stairs, run_colour
@@ -20,7 +20,7 @@ from megarl_report.plots import COLOURS, Drawing, Interval, Limits, Line, Stairs
 COLOUR = dict(zip(("blue", "orange", "green", "purple", "gold", "pink"), COLOURS, strict=False))
 BLUE, ORANGE, GREEN = COLOURS[:3]
 EARLY, LATE = COLOURS[9], COLOURS[1]
-# Every phase keeps its colour in every report; phases unknown here take the colours that are left.
+# These phases have the same colour in every report; others get the remaining colours.
 PHASES = (
     *("rollout", "old_logprobs", "values", "gae_advantages"),
     *("critic_update", "actor_update", "weight_transfer", "reward_model"),
@@ -28,19 +28,19 @@ PHASES = (
 Runs = Sequence[RecordedRun]
 
 
-def families(runs: Sequence[RecordedRun]) -> list[list[RecordedRun]]:
-    """Group the runs whose configurations differ in nothing but seed and folder, in their order."""
-    found: dict[str, list[RecordedRun]] = {}
+def group_families(runs: Sequence[RecordedRun]) -> list[list[RecordedRun]]:
+    """Group runs whose configurations differ only in seed and folder, in order."""
+    groups: dict[str, list[RecordedRun]] = {}
     for number, run in enumerate(runs):
         rest = {key: value for key, value in run.config.items() if key not in ("seed", "run_dir")}
-        # A run without a configuration is like no other.
+        # A run without a configuration is a group by itself.
         key = json.dumps(rest, sort_keys=True, default=str) if rest else str(number)
-        found.setdefault(key, []).append(run)
-    return list(found.values())
+        groups.setdefault(key, []).append(run)
+    return list(groups.values())
 
 
-def mean_course(courses: Sequence[Points]) -> tuple[Points, dict[int, tuple[float, float]]]:
-    """Return step -> mean, and step -> (least, most), where all courses have a value; one has no range."""
+def average_curves(courses: Sequence[Points]) -> tuple[Points, dict[int, tuple[float, float]]]:
+    """Return step -> mean and step -> (min, max) where all curves have a value; one curve has no range."""
     if len(courses) < 2:
         return (courses[0] if courses else {}), {}
     steps = sorted(set(courses[0]).intersection(*courses[1:]))
@@ -51,7 +51,7 @@ def mean_course(courses: Sequence[Points]) -> tuple[Points, dict[int, tuple[floa
 
 @dataclass(frozen=True)
 class Spec:
-    """A figure of figures.yaml, which says what the fields are."""
+    """A figure of figures.yaml, where the fields are documented."""
 
     title: str
     look: str
@@ -66,42 +66,41 @@ class Spec:
     log: bool = False
 
 
-def draw(spec: Spec, runs: Runs) -> Drawing | None:
-    """Draw a figure for these runs; None where none of them has its data."""
+def draw_figure(spec: Spec, runs: Runs) -> Drawing | None:
+    """Plot a figure for these runs; None if none of them has its data."""
     return draw_curves(spec, runs) if spec.curves else DRAW[spec.draw](runs)
 
 
 def draw_curves(spec: Spec, runs: Runs) -> Drawing | None:
-    """Draw one run with a colour per curve, several with a colour per run and a line style per curve.
+    """Plot one run with a colour per curve, several with a colour per run and a line style per curve.
 
-    Runs that differ in their seed only are drawn as one: their mean within the band of all of them."""
+    Runs that differ only in seed share a curve: their mean, and a band of their range."""
 
     def points(run: RecordedRun, key: str) -> Points:
-        # With one sample a problem, pass and majority are the average again.
+        # With one sample a problem, pass and majority equal the average.
         repeated = max(run.points(EVALUATION, "eval/k").values(), default=1) <= 1
         return {} if repeated and key in ("eval/pass", "eval/majority") else run.points(spec.stage, key)
 
     if spec.nonzero and not any(any(points(run, key).values()) for run in runs for key in spec.curves):
         return None
-    related = families(runs)
+    related = group_families(runs)
     overlay = len(related) > 1
-    found: dict[tuple[int, int], Line] = {}  # by the numbers of the runs and of the curve
+    line_by_curve: dict[tuple[int, int], Line] = {}  # by number of the family and of the curve
     for r, family in enumerate(related):
         for c, (key, (label, colour)) in enumerate(spec.curves.items()):
-            mean, band = mean_course([course for run in family if (course := points(run, key))])
+            mean, band = average_curves([course for run in family if (course := points(run, key))])
             markers = spec.stage == EVALUATION or len(mean) <= 12
             shade = run_colour(r) if overlay else COLOUR[colour]
             if mean:
-                found[r, c] = Line(mean, shade, label, c if overlay else 0, markers, spec.noisy, band)
-    lines = list(found.values())
-    if len({c for _, c in found}) == 1:
+                line_by_curve[r, c] = Line(mean, shade, label, c if overlay else 0, markers, spec.noisy, band)
+    lines = list(line_by_curve.values())
+    if len({c for _, c in line_by_curve}) == 1:
         lines = [replace(line, label="", style=0) for line in lines]
     return Drawing(plots.draw_lines(lines, spec.xlabel, spec.limits, spec.log)) if lines else None
 
 
 def draw_rewards(runs: Runs) -> Drawing | None:
-    """Draw the means of the verifier's score, of the terms of the reward and of the reward model's scores,
-    those that the runs have."""
+    """Plot the means of the verifier's score, the reward terms and the reward model's scores."""
     records = [record for run in runs for record in run.by_stage.get(TRAIN, {}).values()]
     named = {"reward/score": "verifier's score", "reward/model_mean": "reward model"}
     keys = {key for record in records for key in record if key in named or key.startswith("reward/term_")}
@@ -111,20 +110,19 @@ def draw_rewards(runs: Runs) -> Drawing | None:
 
 
 def draw_groups(runs: Runs) -> Drawing | None:
-    """Draw the shares of the sampled groups: kept, all wrong, all right; of several runs kept and all right
-    as lines."""
+    """Plot the shares of sampled groups: kept, all wrong, all right; of several runs kept and all right."""
 
     def shares(run: RecordedRun, name: str) -> Points:
         steps = run.by_stage.get(TRAIN, {}).items()
-        return {step: found[name] for step, record in steps if (found := kept_share(record))}
+        return {step: found[name] for step, record in steps if (found := compute_group_shares(record))}
 
     if not any(shares(run, "kept") for run in runs):
         return None
     if len(runs) > 1:
         lines = []
-        for r, family in enumerate(families(runs)):
+        for r, family in enumerate(group_families(runs)):
             for style, name in enumerate(("kept", "all_right")):
-                mean, band = mean_course([course for run in family if (course := shares(run, name))])
+                mean, band = average_curves([course for run in family if (course := shares(run, name))])
                 label = _words(name)
                 lines += [Line(mean, run_colour(r), label, style, band=band)] if mean else []
         return Drawing(plots.draw_lines(lines, "step", (0, 1)))
@@ -151,11 +149,11 @@ def _words(name: str) -> str:
 
 
 def draw_times(runs: Runs) -> Drawing | None:
-    """Draw the seconds of each phase and the rest of time/step; of several runs bars of their means."""
+    """Plot the seconds of each phase and the rest of time/step; of several runs bars of their means."""
     phases = _phases(runs, "time/")
     rest = "other" if phases else "whole step"
     colours = {**phases, rest: COLOURS[-1] if phases else BLUE}
-    courses, means = [], []  # of each run: phase -> step -> seconds; phase -> seconds a step
+    courses, means = [], []  # per run: phase -> step -> seconds, and phase -> mean seconds a step
     for run in runs:
         course = {phase: run.points(run.main_stage, f"time/{phase}") for phase in phases}
         total = run.points(run.main_stage, "time/step")
@@ -172,48 +170,26 @@ def draw_times(runs: Runs) -> Drawing | None:
         bars = dict(zip((run.name for run in runs), pieces, strict=True))
         return Drawing(plots.draw_bars(bars, "s"), tuple((colours[p], _words(p)) for p in shown))
     mean, whole = means[0], sum(means[0].values())
-    texts = {p: f"{_words(p)} {plots.value_text(mean[p])} s, {mean[p] / whole:.0%}" for p in shown}
+    texts = {p: f"{_words(p)} {plots.format_value(mean[p])} s, {mean[p] / whole:.0%}" for p in shown}
     layers = [Line(courses[0][p], colours[p]) for p in shown]
     return Drawing(plots.draw_stack(layers), tuple((colours[p], texts[p]) for p in shown))
 
 
 def draw_timeline(runs: Runs) -> Drawing | None:
-    """Draw what each rank did in a few steps of one run: the second one, as the first warms up, one that took
-    as long as most, the slowest and the last. The table has the shares of the ranks' time that they
-    waited."""
+    """Plot the phases of each rank in a few steps of one run, with a table of the waiting times."""
     if len(runs) != 1 or not runs[0].timeline:
         return None
     run = runs[0]
-    rank_0 = run.timeline[min(run.timeline)]
-    begins: dict[int, float] = {}
-    for phase in rank_0:
-        if phase["stage"] == run.main_stage and phase["step"] in run.by_stage.get(run.main_stage, {}):
-            begins.setdefault(phase["step"], phase["begin"])
-    ends = {step: begins.get(step + 1) for step in begins}
-    own = ((phase["step"], phase["end"]) for phase in rank_0 if phase["stage"] == run.main_stage)
-    spans = {step: (begins[step], ends[step] or end) for step, end in own if step in begins}
-    if not spans:
+    steps = _choose_timeline_steps(run)
+    if not steps:
         return None
-    taken = {step: end - begin for step, (begin, end) in spans.items()}
-    steps = sorted(taken)[1:] or list(taken)
-    by_time = sorted(steps, key=taken.__getitem__)
-    named: dict[int, list[str]] = {}
-    for name, step in (
-        ("after warm-up", steps[0]),
-        ("median", by_time[len(by_time) // 2]),
-        ("slowest", by_time[-1]),
-        ("last", steps[-1]),
-    ):
-        named.setdefault(step, []).append(name)
-
     names = {phase["phase"] for phases in run.timeline.values() for phase in phases}
     known = {phase: COLOURS[i] for i, phase in enumerate(PHASES)}
     free = cycle((*(c for p, c in known.items() if p not in names), *COLOURS[len(PHASES) : -1]))
     colours = {name: known.get(name) or next(free) for name in sorted(names)}
     colours |= {name: COLOURS[-1] for name in names if name.startswith(WAIT)}
     panels, shown = [], dict.fromkeys(names, 0.0)
-    for step, titles in sorted(named.items()):
-        begin, end = spans[step]
+    for title, begin, end in steps:
         rows: dict[str, list[Interval]] = {}
         for rank, phases in run.timeline.items():
             row = rows[f"rank {rank}"] = []
@@ -224,31 +200,62 @@ def draw_timeline(runs: Runs) -> Drawing | None:
                 waited = max(0.0, phase["waited"] - (phase["end"] - until))
                 row.append(Interval(at - begin, until - begin, waited, colours[phase["phase"]]))
                 shown[phase["phase"]] += until - at
-        panels.append((f"step {step}, {', '.join(titles)}: {plots.value_text(end - begin)} s", rows))
+        panels.append((f"{title}: {plots.format_value(end - begin)} s", rows))
     least = 0.01 * sum(shown.values())
     legend = tuple(
         (colours[n], _words(n)) for n in sorted(names, key=lambda n: -shown[n]) if shown[n] > least
     )
+    return Drawing(plots.draw_timeline(panels), legend, _tabulate_waits(run, sorted(names)))
 
+
+def _choose_timeline_steps(run: RecordedRun) -> list[tuple[str, float, float]]:
+    """Return (title, begin, end) of some steps, in seconds since 1970.
+
+    They are the second step (the first warms up), one of median duration, the slowest and the last."""
+    rank_0 = run.timeline[min(run.timeline)]
+    begins: dict[int, float] = {}
+    for phase in rank_0:
+        if phase["stage"] == run.main_stage and phase["step"] in run.by_stage.get(run.main_stage, {}):
+            begins.setdefault(phase["step"], phase["begin"])
+    ends = {step: begins.get(step + 1) for step in begins}
+    own = ((phase["step"], phase["end"]) for phase in rank_0 if phase["stage"] == run.main_stage)
+    spans = {step: (begins[step], ends[step] or end) for step, end in own if step in begins}
+    if not spans:
+        return []
+    taken = {step: end - begin for step, (begin, end) in spans.items()}
+    steps = sorted(taken)[1:] or list(taken)
+    by_time = sorted(steps, key=taken.__getitem__)
+    names: dict[int, list[str]] = {}
+    for name, step in (
+        ("after warm-up", steps[0]),
+        ("median", by_time[len(by_time) // 2]),
+        ("slowest", by_time[-1]),
+        ("last", steps[-1]),
+    ):
+        names.setdefault(step, []).append(name)
+    return [(f"step {step}, {', '.join(titles)}", *spans[step]) for step, titles in sorted(names.items())]
+
+
+def _tabulate_waits(run: RecordedRun, names: Sequence[str]) -> tuple[list[str], list[tuple[list[str], bool]]]:
+    """Return heads and rows of the shares of each rank's time that it waited, by phase."""
     waits: dict[str, dict[str, float]] = {}  # rank -> phase -> share of the rank's time
     for rank, phases in run.timeline.items():
-        whole = sum(phase["end"] - phase["begin"] for phase in phases) or 1.0
+        total = sum(phase["end"] - phase["begin"] for phase in phases) or 1.0
         shares = waits[f"rank {rank}"] = {}
         for phase in phases:
-            shares[phase["phase"]] = shares.get(phase["phase"], 0.0) + phase["waited"] / whole
-    columns = [n for n in sorted(names) if any(shares.get(n, 0.0) >= 0.0005 for shares in waits.values())]
+            shares[phase["phase"]] = shares.get(phase["phase"], 0.0) + phase["waited"] / total
+    columns = [n for n in names if any(shares.get(n, 0.0) >= 0.0005 for shares in waits.values())]
     every = {n: sum(shares.get(n, 0.0) for shares in waits.values()) / len(waits) for n in columns}
     some = f"{len(waits)} of {run.ranks} ranks" if len(waits) < run.ranks else "all ranks"
-    table = []
+    rows = []
     for name, shares in {some: every, **waits}.items():
         numbers = sum(shares.values()), *(shares.get(n, 0.0) for n in columns)
-        table.append(([name, *(f"{number:.1%}" for number in numbers)], name == some))
-    heads = ["share of the time that it waited", "all phases", *map(_words, columns)]
-    return Drawing(plots.draw_timeline(panels), legend, (heads, table))
+        rows.append(([name, *(f"{number:.1%}" for number in numbers)], name == some))
+    return ["share of the time that it waited", "all phases", *map(_words, columns)], rows
 
 
 def draw_memory(runs: Runs) -> Drawing | None:
-    """Draw the highest memory/<phase> (bytes) of each phase in GiB; of several runs only their largest."""
+    """Plot each phase's highest memory/<phase> (bytes) in GiB; of several runs only their largest."""
     bars: dict[str, list[tuple[float, str]]] = {}
     for run in runs:
         colours = _phases([run], "memory/", nonzero=True)
@@ -261,14 +268,14 @@ def draw_memory(runs: Runs) -> Drawing | None:
     return Drawing(plots.draw_bars(bars, "GiB")) if bars else None
 
 
-# The figures of distributions.jsonl show early and late steps of one kind of run, or late ones of several.
+# Figures of distributions.jsonl: early and late steps of one family of runs, or late steps of several.
 
 Table = dict[str, list[float]]  # row -> one sum per bin
-DISTRIBUTED = (TRAIN, PRETRAINING)  # the stages that have them
+DISTRIBUTED = (TRAIN, PRETRAINING)  # stages with distributions
 
 
 class Third(NamedTuple):
-    """The sums of some steps in a row."""
+    """Sums over consecutive steps."""
 
     first: int
     last: int
@@ -276,43 +283,43 @@ class Third(NamedTuple):
 
 
 def add_tables(tables: Sequence[Mapping[str, Any]]) -> Table:
-    """Add tables bin by bin, but not those of another shape than the last (another version or limit)."""
+    """Add tables bin by bin; skip those whose shape differs from the last one's."""
     shapes = [{row: len(sums) for row, sums in table.items()} for table in tables]
-    alike = [table for table, shape in zip(tables, shapes, strict=True) if shape == shapes[-1]]
-    bins = {row: zip(*([x or 0.0 for x in table[row]] for table in alike), strict=True) for row in shapes[-1]}
+    same = [table for table, shape in zip(tables, shapes, strict=True) if shape == shapes[-1]]
+    bins = {row: zip(*([x or 0.0 for x in table[row]] for table in same), strict=True) for row in shapes[-1]}
     return {row: [sum(found) for found in columns] for row, columns in bins.items()}
 
 
-def thirds(records: Sequence[Record], name: str, stage: str) -> list[Third]:
-    """Return the sums of table `name` over the first and last third of a stage's steps, over all if < 3."""
-    of_stage = (record for record in records if record["stage"] == stage)
-    tables = {record["step"]: record[name] for record in of_stage if isinstance(record.get(name), dict)}
+def sum_thirds(records: Sequence[Record], name: str, stage: str) -> list[Third]:
+    """Sum table `name` over the first and last third of a stage's steps; over all if less than 3."""
+    selected = (record for record in records if record["stage"] == stage)
+    tables = {record["step"]: record[name] for record in selected if isinstance(record.get(name), dict)}
     order = sorted(tables)
     size = -(-len(order) // 3)
     chosen = [order[:size], order[-size:]] if len(order) > 2 else [order] if order else []
     return [Third(steps[0], steps[-1], add_tables([tables[step] for step in steps])) for steps in chosen]
 
 
-def parts(runs: Runs, name: str) -> list[tuple[str, str, Table]]:
-    """Return (colour, legend, sums of table `name`) of all that is drawn, what is latest at the end."""
-    related = families(runs)
-    found: list[tuple[str, str, Table]] = []
+def collect_tables(runs: Runs, name: str) -> list[tuple[str, str, Table]]:
+    """Return (colour, legend, sums of table `name`) of everything to plot, latest last."""
+    related = group_families(runs)
+    tables: list[tuple[str, str, Table]] = []
     for number, family in enumerate(related):
-        stages = ([thirds(run.distributions, name, stage) for stage in DISTRIBUTED] for run in family)
-        of_runs = [train or pretraining for train, pretraining in stages if train or pretraining]
-        if of_runs and len(related) > 1:
-            found.append((run_colour(number), "", add_tables([own[-1].table for own in of_runs])))
-        elif of_runs:
-            both = all(len(own) > 1 for own in of_runs)
+        stages = ([sum_thirds(run.distributions, name, stage) for stage in DISTRIBUTED] for run in family)
+        sums = [train or pretraining for train, pretraining in stages if train or pretraining]
+        if sums and len(related) > 1:
+            tables.append((run_colour(number), "", add_tables([one[-1].table for one in sums])))
+        elif sums:
+            both = all(len(one) > 1 for one in sums)
             for colour, i in ((EARLY, 0), (LATE, -1)) if both else ((LATE, -1),):
-                first, last, _ = of_runs[0][i]
+                first, last, _ = sums[0][i]
                 legend = f"steps {first} to {last}" if last > first else f"step {first}"
-                found.append((colour, legend, add_tables([own[i].table for own in of_runs])))
-    return found
+                tables.append((colour, legend, add_tables([one[i].table for one in sums])))
+    return tables
 
 
-def _legend(found: Sequence[tuple[str, str, Table]]) -> tuple[tuple[str, str], ...]:
-    return tuple((colour, text) for colour, text, _ in found if text)
+def _legend(tables: Sequence[tuple[str, str, Table]]) -> tuple[tuple[str, str], ...]:
+    return tuple((colour, text) for colour, text, _ in tables if text)
 
 
 def _shares(counts: Sequence[float]) -> list[float]:
@@ -320,20 +327,20 @@ def _shares(counts: Sequence[float]) -> list[float]:
 
 
 def draw_lambda(runs: Runs) -> Drawing | None:
-    """Draw the shares of the responses by their length, and the mean lambda of each length."""
-    found = parts(runs, "lambda")
-    if not found:
+    """Plot the shares of responses by length, and the mean lambda of each length."""
+    tables = collect_tables(runs, "lambda")
+    if not tables:
         return None
     longest = max((run.setting("rollout", "max_response_tokens", default=0) or 0 for run in runs), default=0)
     stairs, lines = [], []
-    for colour, _, table in found:
+    for colour, _, table in tables:
         counts, sums = table["responses"], table["lambda"]
         width = (longest or len(counts)) / len(counts)
         edges = [i * width for i in range(len(counts) + 1)]
         stairs.append(Stairs(edges, _shares(counts), colour, filled=True))
         filled = [i for i, n in enumerate(counts) if n]
         lines.append(([(i + 0.5) * width for i in filled], [sums[i] / counts[i] for i in filled], colour))
-    return Drawing(plots.draw_stairs(stairs, "response length, tokens", lines=lines), _legend(found))
+    return Drawing(plots.draw_stairs(stairs, "response length, tokens", lines=lines), _legend(tables))
 
 
 def means_by_position(table: Table, row: str) -> Points:
@@ -343,50 +350,50 @@ def means_by_position(table: Table, row: str) -> Points:
 
 
 def draw_entropy(runs: Runs) -> Drawing | None:
-    """Draw the mean entropy by the part of the response."""
-    found = parts(runs, "entropy")
-    means = [(means_by_position(table, "entropy"), colour) for colour, _, table in found]
+    """Plot the mean entropy by position in the response."""
+    tables = collect_tables(runs, "entropy")
+    means = [(means_by_position(table, "entropy"), colour) for colour, _, table in tables]
     lines = [Line(points, colour, noisy=False) for points, colour in means if points]
     if not lines:
         return None
-    return Drawing(plots.draw_lines(lines, "part of the response, %", (0, None)), _legend(found))
+    return Drawing(plots.draw_lines(lines, "part of the response, %", (0, None)), _legend(tables))
 
 
 def draw_value_error(runs: Runs) -> Drawing | None:
-    """Draw the mean |V - R|, and of one kind of run the mean of V - R, by the part of the response."""
-    found = parts(runs, "value_error")
-    one_kind = all(text for _, text, _ in found)
+    """Plot the mean |V - R|, and for one family the mean V - R, by position in the response."""
+    tables = collect_tables(runs, "value_error")
+    one_kind = all(text for _, text, _ in tables)
     lines = []
-    for number, (colour, _, table) in enumerate(found):
-        last = number == len(found) - 1 and one_kind
+    for number, (colour, _, table) in enumerate(tables):
+        last = number == len(tables) - 1 and one_kind
         for row, label, style in (("absolute", "|V-R|", 0), ("error", "V-R", 2)):
             means = means_by_position(table, row)
             if means and (row == "absolute" or last):
                 lines.append(Line(means, colour, label if last else "", style, noisy=False))
     if not lines:
         return None
-    return Drawing(plots.draw_lines(lines, "part of the response, %", (0, None)), _legend(found))
+    return Drawing(plots.draw_lines(lines, "part of the response, %", (0, None)), _legend(tables))
 
 
 def draw_mismatch(runs: Runs) -> Drawing | None:
-    """Draw the shares of the tokens by the difference of their log-probabilities."""
-    found = [part for part in parts(runs, "mismatch") if sum(part[2]["tokens"])]
-    if not found:
+    """Plot the shares of tokens by the difference of their log-probs."""
+    tables = [part for part in collect_tables(runs, "mismatch") if sum(part[2]["tokens"])]
+    if not tables:
         return None
-    bins = len(found[0][2]["tokens"])
+    bins = len(tables[0][2]["tokens"])
     middle = bins // 2
     ticks = {middle + 0.5: "0"}
     for decade in (-5, -3, -1, 1):
-        # Edges are half decades from 1e-6 on (algorithms/mismatch.py); the first is after the middle bin.
+        # Edges are half decades from 1e-6 (algorithms/mismatch.py); the first follows the middle bin.
         at = 1 + 2 * (decade + 6)
         text = f"{10.0**decade:g}" if decade > -3 else f"1e{decade}"
         ticks |= {middle + at: text, middle + 1 - at: f"-{text}"}
     stairs = []
-    for colour, text, table in found:
+    for colour, text, table in tables:
         if len(table["tokens"]) == bins:
-            filled = table is found[-1][2] and bool(text)
+            filled = table is tables[-1][2] and bool(text)
             stairs.append(Stairs(range(bins + 1), _shares(table["tokens"]), colour, filled))
-    return Drawing(plots.draw_stairs(stairs, "difference, nats", ticks=ticks, log=True), _legend(found))
+    return Drawing(plots.draw_stairs(stairs, "difference, nats", ticks=ticks, log=True), _legend(tables))
 
 
 DRAW = {

@@ -1,7 +1,6 @@
-"""Small SVGs whose colours are CSS variables, so that one picture serves a light and a dark page.
+"""Small SVG figures whose colours are CSS variables, for light and dark pages.
 
-Every figure is laid out for the width of a phone and never shown much wider: its text stays readable.
-"""
+Figures have the width of a phone and are never scaled much, so that their text stays readable."""
 
 from __future__ import annotations
 
@@ -18,12 +17,12 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator, NullLocator
 
-from megarl.observe.terminal import compact
+from megarl.observe.terminal import format_count
 
-WIDTH, HEIGHT = 352, 216  # points, about the pixels that a phone gives a figure
+WIDTH, HEIGHT = 352, 216  # points, about a phone's width in pixels
 FONT = 10.5
 INK, MUTED, GRID = "#1d2530", "#6a7686", "#e2e6eb"
-# Series colours in their order of use; templates/style.css.j2 has their twins for a dark background.
+# Series colours in order of use; templates/style.css.j2 has those for a dark background.
 COLOURS = (
     *("#2b6cd4", "#d2612a", "#15936a", "#9b4fc0", "#b58209"),
     *("#cf3f6f", "#0d8ba3", "#6b7a3a", "#7d5a45", "#52617a"),
@@ -40,10 +39,13 @@ Limits = tuple[float | None, float | None]
 
 @dataclass(frozen=True)
 class Line:
-    """One curve, or one layer of a stack. label: stands beside its end, with the value there.
+    """One curve, or one layer of a stack.
 
-    style: an index into STYLES; markers: draw points at the values; noisy: 30 steps or more are drawn thin
-    under their moving average; band: least and most at each step, shaded."""
+    label    shown at its end, with the value there
+    style    index into STYLES
+    markers  show points at the values
+    noisy    plot 30 steps or more thin, under their moving average
+    band     (min, max) at each step, shaded"""
 
     points: Points
     colour: str
@@ -56,7 +58,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Stairs:
-    """A histogram: shares between neighbouring edges, drawn as an outline or as an area."""
+    """A histogram: shares between neighbouring edges, as an outline or an area."""
 
     edges: Sequence[float]
     shares: Sequence[float]
@@ -65,7 +67,7 @@ class Stairs:
 
 
 class Interval(NamedTuple):
-    """A phase in a timeline: seconds from the panel's beginning; of them the last `waited` are drawn pale."""
+    """A phase in a timeline, in seconds from the panel's start; the last `waited` seconds are pale."""
 
     begin: float
     end: float
@@ -75,8 +77,7 @@ class Interval(NamedTuple):
 
 @dataclass(frozen=True)
 class Drawing:
-    """A finished figure: its SVG and the legend under it, (colour, text) each; heads and rows of a table
-    beside it."""
+    """A finished figure: SVG, legend of (colour, text), and a table's heads and rows."""
 
     svg: str
     legend: tuple[tuple[str, str], ...] = ()
@@ -84,12 +85,11 @@ class Drawing:
 
 
 def run_colour(index: int) -> str:
-    """Return the colour of one of several runs."""
     return COLOURS[index % len(COLOURS)]
 
 
-def thin(points: Points) -> tuple[list[float], list[float]]:
-    """Return steps and values, neighbours averaged so that at most MAX_POINTS remain."""
+def average_neighbours(points: Points) -> tuple[list[float], list[float]]:
+    """Return steps and values, with neighbours averaged to at most MAX_POINTS."""
     size = max(1, math.ceil(len(points) / MAX_POINTS))
 
     def averaged(numbers: list[float]) -> list[float]:
@@ -100,10 +100,10 @@ def thin(points: Points) -> tuple[list[float], list[float]]:
 
 
 def moving_average(ys: Sequence[float]) -> list[float]:
-    """Return the centred mean over an eighth of a short course, a twentieth of a long one.
+    """Return the centred mean over an eighth of a short curve, a twentieth of a long one.
 
-    At its ends, where the window is no longer centred, a line fitted to the window takes the place of the
-    mean, so that a steep beginning is not bent; it stays within the window's values."""
+    At the ends the window is not centred, so a line fitted to it replaces the mean. That keeps a steep start
+    steep; the result stays within the window's values."""
     half = max(min(len(ys) // 16, 10), len(ys) // 40)
     smooth = []
     for i in range(len(ys)):
@@ -117,12 +117,12 @@ def moving_average(ys: Sequence[float]) -> list[float]:
     return smooth
 
 
-def value_text(value: float) -> str:
-    """Return a value as it stands beside its curve, with at most three significant digits."""
+def format_value(value: float) -> str:
+    """Format a value for a figure, with at most three significant digits."""
     if value == 0:
         return "0"
     if abs(value) >= 1000:
-        return compact(value)
+        return format_count(value)
     if abs(value) < 1e-3:
         mantissa, exponent = f"{value:.1e}".split("e")
         return f"{mantissa.removesuffix('.0')}e{int(exponent)}"
@@ -130,7 +130,7 @@ def value_text(value: float) -> str:
 
 
 def figure(right: float = 0.0, left: float = 42.0, height: float = HEIGHT) -> tuple[Figure, Axes]:
-    """Return a figure with empty axes; `left` and `right` points are left free beside them for labels."""
+    """Return a figure with empty axes; `left` and `right` are points of free space for labels."""
     fig = Figure(figsize=(WIDTH / 72, height / 72))
     bottom, top = 34, 8
     corner = (left / WIDTH, bottom / height)
@@ -146,7 +146,7 @@ def figure(right: float = 0.0, left: float = 42.0, height: float = HEIGHT) -> tu
 
 
 def finish(axes: Axes, xlabel: str, limits: Limits, log: bool, span: tuple[float, float]) -> None:
-    """Set limits, ticks and the x label, once everything is drawn."""
+    """Set limits, ticks and the x label, after all plotting."""
     least, most = float(axes.dataLim.y0), float(axes.dataLim.y1)
     if log:
         axes.set_yscale("log")
@@ -156,24 +156,24 @@ def finish(axes: Axes, xlabel: str, limits: Limits, log: bool, span: tuple[float
     else:
         low, high = axes.get_ylim()
         shown = max(abs(low), abs(high)) * 0.02
-        if high - low < shown:  # a constant: no noise blown up to a mountain
+        if high - low < shown:  # do not magnify the noise of a constant
             low, high = low - shown, high + shown
-        # A limit is where the axis ends, unless the data goes beyond it.
+        # Data beyond a limit extends the axis.
         low = limits[0] if limits[0] is not None and least >= limits[0] else low
         high = limits[1] if limits[1] is not None and most <= limits[1] else high
         axes.set_ylim(low, high)
         axes.yaxis.set_major_locator(MaxNLocator(5, steps=NICE))
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: value_text(value)))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: format_value(value)))
     axes.xaxis.set_major_locator(MaxNLocator(5, steps=NICE, integer=True))
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: compact(value)))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: format_count(value)))
     axes.set_xlim(span[0], span[1] if span[1] > span[0] else span[0] + 1)
     axes.set_xlabel(xlabel, color=MUTED, fontsize=FONT, labelpad=2)
 
 
 def draw_lines(lines: Sequence[Line], xlabel: str, limits: Limits = (None, None), log: bool = False) -> str:
-    """Draw curves over steps, each labelled at its end with its last value.
+    """Plot curves over steps, each labelled at its end with its last value.
 
-    log: a logarithmic scale, on which values of 0 and below are left out, and bands that reach there."""
+    log: logarithmic scale, without values and bands at or below 0"""
     if log:
         positive = [
             replace(
@@ -185,13 +185,13 @@ def draw_lines(lines: Sequence[Line], xlabel: str, limits: Limits = (None, None)
         ]
         drawable = [line for line in positive if line.points]
         lines, log = drawable or lines, bool(drawable)
-    courses = []  # of each line steps, values, and the values that the eye is to follow
+    courses = []  # per line: steps, values, and the smoothed values
     for line in lines:
-        xs, ys = thin(line.points)
+        xs, ys = average_neighbours(line.points)
         smooth = line.noisy and len(ys) >= SMOOTH_FROM and not line.markers
         courses.append((xs, ys, moving_average(ys) if smooth else ys))
     ends = [main[-1] for _, _, main in courses]
-    texts = [f"{line.label} {value_text(end)}".strip() for line, end in zip(lines, ends, strict=True)]
+    texts = [f"{line.label} {format_value(end)}".strip() for line, end in zip(lines, ends, strict=True)]
     fig, axes = figure(right=8 + 5.6 * max(map(len, texts)))
     for line, (xs, ys, main) in zip(lines, courses, strict=True):
         if line.band:
@@ -206,20 +206,20 @@ def draw_lines(lines: Sequence[Line], xlabel: str, limits: Limits = (None, None)
     steps = [step for line in lines for step in line.points]
     finish(axes, xlabel, limits, log, (min(steps), max(steps)))
 
-    # Each text stands right of the axes at the height of its value, moved where it would touch another.
+    # Texts are right of the axes at the height of their values, moved if they would touch.
     to_axes = axes.transData + axes.transAxes.inverted()
     heights = [float(to_axes.transform((0, end))[1]) for end in ends]
     gap = min((FONT + 1.5) / (axes.get_position().height * HEIGHT), 1 / len(ends))
     order = sorted(range(len(ends)), key=heights.__getitem__)
-    for i, height in zip(order, spread(sorted(heights), gap), strict=True):
+    for i, height in zip(order, spread_heights(sorted(heights), gap), strict=True):
         place: dict[str, Any] = {"xycoords": "axes fraction", "xytext": (7, 0), "textcoords": "offset points"}
         look = {"color": lines[i].colour, "fontsize": FONT, "va": "center", "annotation_clip": False}
         axes.annotate(texts[i], (1.0, height), **place, **look)
     return svg(fig)
 
 
-def spread(heights: Sequence[float], gap: float) -> list[float]:
-    """Move ascending heights, by one pass up and one down, so that neighbours are `gap` apart in [0, 1]."""
+def spread_heights(heights: Sequence[float], gap: float) -> list[float]:
+    """Move ascending heights in [0, 1], one pass up and one down, to keep neighbours `gap` away."""
     up: list[float] = []
     for height in heights:
         up.append(max(height, up[-1] + gap if up else 0.0))
@@ -231,10 +231,10 @@ def spread(heights: Sequence[float], gap: float) -> list[float]:
 
 
 def draw_stack(layers: Sequence[Line], limits: Limits = (0, None)) -> str:
-    """Draw layers over steps, the first at the bottom; steps that a layer lacks count as 0."""
+    """Plot layers over steps, the first at the bottom; missing steps count as 0."""
     steps = sorted({step for layer in layers for step in layer.points})
     fig, axes = figure()
-    series = [thin({step: layer.points.get(step, 0.0) for step in steps}) for layer in layers]
+    series = [average_neighbours({step: layer.points.get(step, 0.0) for step in steps}) for layer in layers]
     colours = [layer.colour for layer in layers]
     axes.stackplot(series[0][0], [ys for _, ys in series], colors=colours, linewidth=0, alpha=0.88)
     axes.margins(x=0)
@@ -249,7 +249,9 @@ def draw_stairs(
     ticks: Mapping[float, str] | None = None,
     log: bool = False,
 ) -> str:
-    """Draw histograms over each other, and `lines` (x, y, colour). ticks: x -> text; log: of the shares."""
+    """Plot histograms in the same axes, and `lines` (x, y, colour).
+
+    ticks: x -> text; log: log scale of shares"""
     fig, axes = figure()
     shares = [share for s in stairs for share in s.shares if share > 0]
     floor = 10.0 ** math.floor(math.log10(min(shares, default=1.0)) - 0.1) if log else 0.0
@@ -267,7 +269,7 @@ def draw_stairs(
 
 
 def draw_bars(rows: Mapping[str, Sequence[tuple[float, str]]], unit: str) -> str:
-    """Draw one horizontal bar a row, made of (length, colour) pieces; the row's sum stands at its end."""
+    """Plot one horizontal bar a row from (length, colour) pieces, with the row's sum at its end."""
     fig, axes = figure(right=52, left=6, height=max(HEIGHT, 46 + 38 * len(rows)))
     axes.grid(False)
     for at, (name, pieces) in enumerate(rows.items()):
@@ -276,19 +278,19 @@ def draw_bars(rows: Mapping[str, Sequence[tuple[float, str]]], unit: str) -> str
             axes.barh(at, length, left=start, height=0.45, color=colour, alpha=0.88, linewidth=0)
             start += length
         end: dict[str, Any] = {"textcoords": "offset points", "color": INK, "fontsize": FONT}
-        axes.annotate(f"{value_text(start)} {unit}", (start, at), xytext=(6, 0), va="center", **end)
+        axes.annotate(f"{format_value(start)} {unit}", (start, at), xytext=(6, 0), va="center", **end)
         short = name if len(name) <= 40 else f"{name[:38]}.."
         axes.annotate(short, (0, at - 0.225), xytext=(0, 2), va="bottom", **end)
     axes.set_ylim(len(rows) - 0.6, -0.7)
     axes.set_yticks([])
     axes.xaxis.set_major_locator(MaxNLocator(5, steps=NICE))
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: value_text(value)))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: format_value(value)))
     axes.set_xlabel(unit, color=MUTED, fontsize=FONT, labelpad=2)
     return svg(fig)
 
 
 def draw_timeline(panels: Sequence[tuple[str, Mapping[str, Sequence[Interval]]]]) -> str:
-    """Draw panels under each other on one scale of seconds, (heading, row -> its phases) each."""
+    """Plot panels (heading, row -> phases) below each other, on one scale of seconds."""
     row = 13 if max(len(rows) for _, rows in panels) <= 4 else 9
     head, gap = 15, 5
     height = 46 + sum(head + gap + row * len(rows) for _, rows in panels)
@@ -313,13 +315,13 @@ def draw_timeline(panels: Sequence[tuple[str, Mapping[str, Sequence[Interval]]]]
     axes.set_yticks(list(ticks), list(ticks.values()), fontsize=FONT - 2 if row > 10 else FONT - 3.5)
     axes.set_xlim(0, max(piece.end for _, rows in panels for pieces in rows.values() for piece in pieces))
     axes.xaxis.set_major_locator(MaxNLocator(5, steps=NICE))
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: value_text(value)))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: format_value(value)))
     axes.set_xlabel("s", color=MUTED, fontsize=FONT, labelpad=2)
     return svg(fig)
 
 
 def svg(fig: Figure) -> str:
-    """Return the figure as an <svg> element: only ids that it uses, no addresses, colours as variables."""
+    """Return the figure as an <svg> element with only used ids, no addresses, and colours as variables."""
     buffer = io.StringIO()
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "megarl", "font.size": FONT}):
         fig.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
@@ -330,7 +332,7 @@ def svg(fig: Figure) -> str:
     box = f'viewBox="0 0 {WIDTH} {fig.get_figheight() * 72:.0f}"'
     text = re.sub(r"<svg [^>]*>", f'<svg {box} role="img">', text, count=1)
     text = text.replace("xlink:href", "href")
-    # Several figures stand on one page: what one of them defines must not be mistaken for another's.
+    # Ids must be unique on a page with several figures.
     text = re.sub(r'(\bid="|url\(#|href="#)', rf"\g<1>f{zlib.crc32(text.encode()):08x}", text)
     for colour, variable in VARIABLES.items():
         text = text.replace(colour, f"var({variable})")

@@ -1,7 +1,6 @@
-"""report.html: one self-contained page without scripts about one run, or about several laid over each other.
+"""report.html: a self-contained page without scripts about one or several runs.
 
-The functions here gather what the page shows; templates/report.html.j2 is the page.
-"""
+This module collects the data; templates/report.html.j2 is the page."""
 
 from __future__ import annotations
 
@@ -19,14 +18,14 @@ from megarl.config.files import why, write_whole
 from megarl.config.schema import EVALUATION, PRETRAINING, SUPERVISED, TRAIN
 from megarl.config.text import printable
 from megarl.observe.run_log import OBSERVED, SampleRecord, shorten
-from megarl.observe.runs import RecordedRun, layout_text, load_run
-from megarl.observe.terminal import MISSING, duration, evaluated_sources, number
-from megarl_report.figures import SECTIONS, draw, families
+from megarl.observe.runs import RecordedRun, format_layout, load_run
+from megarl.observe.terminal import MISSING, format_duration, format_number, list_evaluated_sources
+from megarl_report.figures import SECTIONS, draw_figure, group_families
 from megarl_report.plots import COLOURS, run_colour
 
 MAIN_VERSIONS = ("megarl", "torch", "megatron-core", "transformers", "sglang", "transformer-engine")
 LEVELS = 4  # of colour on either side of 0
-# Columns of the table of data sources: what evaluations and training steps record of each, and its format.
+# Columns of the table of data sources: metric -> format, of evaluations and of training steps.
 EVALUATED = {
     "problems": ".0f",
     "avg": ".3f",
@@ -37,11 +36,11 @@ EVALUATED = {
 }
 TRAINED = {"responses": ".0f", "accuracy": ".3f", "score": ".3f", "length": ".0f"}
 MORE_STEPS, MORE_CHARACTERS = 6, 1500  # folded steps of the sample browser, characters of a response there
-UNFOLDED = 3  # turns of an episode that are all shown; of more all but the last are folded
+UNFOLDED = 3  # episodes with more turns show only the last one unfolded
 
 
 def _printable(value: Any) -> Any:
-    """Return a text of a run without control characters; HTML that is made of such texts stays."""
+    """Remove control characters from a text, but keep HTML made from texts."""
     return printable(value) if isinstance(value, str) and not hasattr(value, "__html__") else value
 
 
@@ -59,7 +58,7 @@ page: Any = _templates.get_template("page.html.j2").module
 
 
 def write_report(run_dirs: Sequence[Path], out: Path) -> Path:
-    """Write the report of these runs to `out` (in a folder: report.html) and return the file's path.
+    """Write a report to `out` (a file, or a folder for report.html); return the file's path.
 
     Raises DataError if a folder has no metrics or a damaged file, ConfigError if `out` cannot be written."""
     if not run_dirs:
@@ -76,35 +75,39 @@ def write_report(run_dirs: Sequence[Path], out: Path) -> Path:
 
 
 def render(runs: Sequence[RecordedRun]) -> str:
-    """Return the page as text."""
+    """Return the page's HTML."""
     legend = []
-    for place, family in enumerate(families(runs) if len(runs) > 1 else ()):
+    for place, family in enumerate(group_families(runs) if len(runs) > 1 else ()):
         names = ", ".join(run.name for run in family)
         text = names if len(family) == 1 else f"{names}: {len(family)} seeds, mean and range"
         legend.append((run_colour(place), text))
-    drawn = [(title, [(spec, draw(spec, runs)) for spec in specs]) for title, specs in SECTIONS.items()]
+    sections = [
+        (title, [(spec, draw_figure(spec, runs)) for spec in specs]) for title, specs in SECTIONS.items()
+    ]
     return _templates.get_template("report.html.j2").render(
         title=" and ".join(run.name for run in runs) if len(runs) < 3 else f"{len(runs)} runs",
         named=len(runs) > 1,
         legend=legend,
-        heads=[head(run) for run in runs],
-        sections=[(title, [(spec, found) for spec, found in figures if found]) for title, figures in drawn],
-        missing=[spec.title for _, figures in drawn for spec, found in figures if not found],
-        browsers=[browser(run) for run in runs],
-        spans=spans,
-        turns=turns,
+        heads=[describe_run(run) for run in runs],
+        sections=[
+            (title, [(spec, found) for spec, found in figures if found]) for title, figures in sections
+        ],
+        missing=[spec.title for _, figures in sections for spec, found in figures if not found],
+        browsers=[choose_shown_samples(run) for run in runs],
+        spans=colour_spans,
+        turns=split_turns,
         shorten=shorten,
-        alarms=alarms(runs),
-        sources=[sources(run) for run in runs],
+        alarms=list_alarms(runs),
+        sources=[tabulate_sources(run) for run in runs],
         tables=[
-            compared("Configuration", "keys", runs, [flatten(run.config) for run in runs]),
-            compared("Versions", "packages", runs, [flatten(run.versions) for run in runs]),
+            tabulate_differences("Configuration", "keys", runs, [flatten(run.config) for run in runs]),
+            tabulate_differences("Versions", "packages", runs, [flatten(run.versions) for run in runs]),
         ],
     )
 
 
-def headline(run: RecordedRun) -> tuple[str, str, str]:
-    """Return (what, from -> to, remark) of evaluation accuracy or, without evaluations, another metric."""
+def make_headline(run: RecordedRun) -> tuple[str, str, str]:
+    """Return (metric, first -> last, remark) of evaluation accuracy, else of another metric."""
     for stage, key, what in (
         (EVALUATION, "eval/avg", "Evaluation accuracy"),
         (TRAIN, "reward/accuracy", "Training accuracy"),
@@ -131,9 +134,9 @@ def headline(run: RecordedRun) -> tuple[str, str, str]:
     return "Nothing recorded", "", ""
 
 
-def head(run: RecordedRun) -> dict[str, Any]:
-    """Return a run's headline and the facts beside it; those without a value are left out."""
-    what, course, remark = headline(run)
+def describe_run(run: RecordedRun) -> dict[str, Any]:
+    """Return a run's headline and known facts."""
+    what, course, remark = make_headline(run)
     steps = max((step for stage in (TRAIN, SUPERVISED) for step in run.by_stage.get(stage, {})), default=0)
     planned, parallel = run.setting("steps"), run.setting("parallel")
     prompts = run.setting("rollout", "prompts")
@@ -143,36 +146,40 @@ def head(run: RecordedRun) -> dict[str, Any]:
         "Recipe": run.setting("recipe"),
         "Model": run.setting("model", "path"),
         "Precision": run.setting("model", "dtype"),
-        "Layout": layout_text(parallel) if isinstance(parallel, Mapping) else None,
+        "Layout": format_layout(parallel) if isinstance(parallel, Mapping) else None,
         "Device": run.setting("parallel", "device"),
         "Seed": run.setting("seed"),
         "Steps": f"{steps} of {planned}" if planned else steps,
         "Responses a step": f"{prompts} prompts x {size}" if prompts and size else None,
-        "Time in recorded steps": duration(run.seconds) if run.seconds else None,
+        "Time in recorded steps": format_duration(run.seconds) if run.seconds else None,
         "Main versions": ", ".join(versions),
     }
     shown = [(name, str(value)) for name, value in facts.items() if value not in (None, "")]
     return {"name": run.name, "what": what, "course": course, "remark": remark, "facts": shown}
 
 
-def sources(run: RecordedRun) -> dict[str, Any]:
-    """Return a table of what each set with a name and each data source came to, in its first and its last
-    evaluation and over the last tenth of the training steps; without rows where there is one source."""
+def tabulate_sources(run: RecordedRun) -> dict[str, Any]:
+    """Return a table of each evaluation set and data source; without rows for a single source.
+
+    Shows the first and the last evaluation, and means over the last tenth of the training steps."""
     steps = run.by_stage.get(TRAIN, {})
     last = [steps[step] for step in sorted(steps)[-max(1, len(steps) // 10) :]]
     trained = {key.split("/")[1] for record in last for key in record if key.startswith("source/")}
     evaluations = run.by_stage.get(EVALUATION, {}).values()
-    evaluated = {name for record in evaluations for name in evaluated_sources(record)}
+    evaluated = {name for record in evaluations for name in list_evaluated_sources(record)}
 
     def course(key: str, form: str) -> str:
-        """Return a number's way from the first evaluation to the last."""
         points = run.points(EVALUATION, key)
-        texts = [number(points[step], form) for step in (min(points), max(points))] if points else [MISSING]
+        texts = (
+            [format_number(points[step], form) for step in (min(points), max(points))]
+            if points
+            else [MISSING]
+        )
         return " to ".join(dict.fromkeys(texts))
 
     def trained_on(name: str, what: str, form: str) -> str:
         found = [record[key] for record in last if (key := f"source/{name}/{what}") in record]
-        return number(sum(found) / len(found), form) if found else MISSING
+        return format_number(sum(found) / len(found), form) if found else MISSING
 
     rows = [
         [
@@ -190,8 +197,8 @@ def sources(run: RecordedRun) -> dict[str, Any]:
     }
 
 
-def alarms(runs: Sequence[RecordedRun]) -> list[tuple[tuple[str, str], bool]]:
-    """Return ((where, what), whether it stands out) of alarms, events and what could not be read."""
+def list_alarms(runs: Sequence[RecordedRun]) -> list[tuple[tuple[str, str], bool]]:
+    """Return ((place, text), is_highlighted) of alarms, events and unreadable lines."""
     rows = []
     for run in runs:
         found = []
@@ -211,7 +218,7 @@ def alarms(runs: Sequence[RecordedRun]) -> list[tuple[tuple[str, str], bool]]:
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
-    """Return nested mappings as dotted keys with their values as text."""
+    """Flatten nested mappings to dotted keys, with values as text."""
     flat: dict[str, str] = {}
     for key, value in tree.items():
         if isinstance(value, Mapping) and value:
@@ -221,10 +228,10 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
     return flat
 
 
-def compared(
+def tabulate_differences(
     title: str, what: str, runs: Sequence[RecordedRun], flats: Sequence[dict[str, str]]
 ) -> dict[str, Any]:
-    """Return a table with a column per run; rows in which the runs differ stand out."""
+    """Return a table with a column per run; rows that differ are highlighted."""
     rows = []
     for name in dict.fromkeys(name for flat in flats for name in flat):
         differs = len({flat.get(name) for flat in flats}) > 1
@@ -235,7 +242,7 @@ def compared(
 
 
 def pick_steps(steps: Sequence[int]) -> dict[str, int]:
-    """Return the first, the middle and the last of ascending steps by their names, each step once."""
+    """Return early, middle and late of ascending steps, each step once."""
     picked: dict[str, int] = {}
     for name, place in (("Early", 0), ("Middle", len(steps) // 2), ("Late", -1)):
         if steps and steps[place] not in picked.values():
@@ -243,11 +250,11 @@ def pick_steps(steps: Sequence[int]) -> dict[str, int]:
     return picked
 
 
-def browser(run: RecordedRun) -> dict[str, Any]:
-    """Return the samples that the page shows of a run by step and prompt: early, middle, late, and `more`.
+def choose_shown_samples(run: RecordedRun) -> dict[str, Any]:
+    """Return the samples that the page shows, by step and prompt: early, middle, late, and `more`.
 
-    Steps of training are shown, else of any stage; only those with tokens, if any has. scales: what colours
-    a token (advantage, value) -> its size at the strongest colour, which 2 % of the tokens exceed."""
+    Prefers training steps, and steps with tokens. scales: advantage or value -> size at the strongest
+    colour, which 2 % of the tokens exceed."""
     by_step: dict[int, dict[str, list[SampleRecord]]] = {}
     for sample in [s for s in run.samples if s.stage == TRAIN] or run.samples:
         by_step.setdefault(sample.step, {}).setdefault(sample.prompt, []).append(sample)
@@ -256,7 +263,7 @@ def browser(run: RecordedRun) -> dict[str, Any]:
     picked = pick_steps(steps)
     scales: dict[str, float] = {}
     for name in ("advantage", "value"):
-        shown = (_worth(sample, name) for step in picked.values() for sample in samples[step])
+        shown = (_token_column(sample, name) for step in picked.values() for sample in samples[step])
         sizes = sorted(abs(x) for numbers in shown for x in numbers if x is not None)
         if sizes and sizes[-1] > 0:
             scales[name] = sizes[int(0.98 * (len(sizes) - 1))] or sizes[-1]
@@ -270,22 +277,22 @@ def browser(run: RecordedRun) -> dict[str, Any]:
     }
 
 
-def _worth(sample: SampleRecord, name: str) -> Sequence[float | None]:
+def _token_column(sample: SampleRecord, name: str) -> Sequence[float | None]:
     return (sample.advantages if name == "advantage" else sample.values) or ()
 
 
 class TurnShown(NamedTuple):
-    """A turn of the policy, as `spans` has it, and what it was shown behind it.
+    """A turn of the policy, as `colour_spans` returns it, and the observation after it.
 
     brief: its first line; unfolded: whether it is shown at once"""
 
-    said: list[tuple[str, str, str]]
+    pieces: list[tuple[str, str, str]]
     observed: str
     brief: str
     unfolded: bool
 
 
-def turns(sample: SampleRecord, scales: Mapping[str, float] | None) -> list[TurnShown]:
+def split_turns(sample: SampleRecord, scales: Mapping[str, float] | None) -> list[TurnShown]:
     """Return the turns of an episode; [] for a response of one turn."""
     parts: list[tuple[bool, str, list[tuple[str, str, str]]]] = []  # observed, text, spans
     tokens = sample.tokens or []
@@ -293,7 +300,7 @@ def turns(sample: SampleRecord, scales: Mapping[str, float] | None) -> list[Turn
         flags = sample.observed
         changes = [i for i in range(1, len(tokens)) if flags[i] != flags[i - 1]]
         for begin, end in pairwise([0, *changes, len(tokens)]):
-            parts.append((flags[begin], "".join(tokens[begin:end]), spans(sample, scales, begin, end)))
+            parts.append((flags[begin], "".join(tokens[begin:end]), colour_spans(sample, scales, begin, end)))
     elif sample.turns:
         most = MORE_CHARACTERS if scales is None else None
         for who, text in sample.turns:
@@ -301,45 +308,44 @@ def turns(sample: SampleRecord, scales: Mapping[str, float] | None) -> list[Turn
             parts.append((who == OBSERVED, text, [("", "", text)]))
     if not parts:
         return []
-    if parts[0][0]:  # shown before the first turn
+    if parts[0][0]:  # an observation before the first turn
         parts.insert(0, (False, "", []))
-    said = parts[::2]
-    shown = [text for _, text, _ in parts[1::2]] + [""]
-    found = []
-    for i, (_, text, pieces) in enumerate(said):
-        unfolded = len(said) <= UNFOLDED or i == len(said) - 1
+    written = parts[::2]
+    observed = [text for _, text, _ in parts[1::2]] + [""]
+    shown = []
+    for i, (_, text, pieces) in enumerate(written):
+        unfolded = len(written) <= UNFOLDED or i == len(written) - 1
         brief = shorten((text.strip().splitlines() or [""])[0], 60).replace("\n", " ")
-        found.append(TurnShown(pieces, shown[i] if i < len(shown) else "", brief, unfolded))
-    return found
+        shown.append(TurnShown(pieces, observed[i] if i < len(observed) else "", brief, unfolded))
+    return shown
 
 
-def spans(
+def colour_spans(
     sample: SampleRecord, scales: Mapping[str, float] | None, begin: int = 0, end: int | None = None
 ) -> list[tuple[str, str, str]]:
-    """Return a response, or its tokens `begin` to `end`, as (CSS classes, title, text), one for neighbouring
-    tokens that are worth the same.
+    """Return a response, or its tokens `begin` to `end`, as (CSS classes, title, text).
 
-    scales None: the text alone, shortened."""
+    Neighbouring tokens of equal advantage and value share a span. scales None: the shortened text alone."""
     if scales is None:
         return [("", "", shorten(sample.response, MORE_CHARACTERS))]
     if not sample.tokens:
         return [("", "", sample.response)]
-    columns = {name: _worth(sample, name) for name in scales}
-    found = []
-    worths = []
+    columns = {name: _token_column(sample, name) for name in scales}
+    shown = []
+    numbers = []
     for i in range(len(sample.tokens))[begin:end]:
         known = ((name, column[i]) for name, column in columns.items() if i < len(column))
-        worths.append({name: x for name, x in known if x is not None})
-    for worth, tokens in groupby(zip(worths, sample.tokens[begin:end], strict=True), key=itemgetter(0)):
-        levels = {name: level(x, scales[name]) for name, x in worth.items()}
+        numbers.append({name: x for name, x in known if x is not None})
+    for of_token, tokens in groupby(zip(numbers, sample.tokens[begin:end], strict=True), key=itemgetter(0)):
+        levels = {name: colour_level(x, scales[name]) for name, x in of_token.items()}
         classes = " ".join(f"{name[0]}{'p' if n > 0 else 'n'}{abs(n)}" for name, n in levels.items() if n)
-        title = ", ".join(f"{name} {x:+.3g}" for name, x in worth.items())
+        title = ", ".join(f"{name} {x:+.3g}" for name, x in of_token.items())
         text = "".join(token for _, token in tokens)
-        # The end of a line has no width that could be coloured.
-        found.append((classes, title, text.replace("\n", "↵\n") if worth else text))
-    return found
+        # A line end has no width to colour.
+        shown.append((classes, title, text.replace("\n", "↵\n") if of_token else text))
+    return shown
 
 
-def level(number: float, scale: float) -> int:
-    """Return the colour of a number, from -LEVELS to LEVELS."""
+def colour_level(number: float, scale: float) -> int:
+    """Return the colour level of a number, from -LEVELS to LEVELS."""
     return max(-LEVELS, min(LEVELS, round(LEVELS * number / scale)))

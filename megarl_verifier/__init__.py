@@ -1,2 +1,1 @@
-"""Final answers of mathematical problems: found in a text, compared with a reference, turned into
-integers."""
+"""Extract final answers of mathematical problems, verify them, or turn them into integers."""

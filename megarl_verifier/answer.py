@@ -1,9 +1,7 @@
-"""The DAPO protocol: the last `Answer:` line of a response, normalised and compared with the reference as
-text.
+"""DAPO's verifier: compare the last `Answer:` line, normalised, with the reference as text.
 
-The normalisation keeps the convention of the reference implementation (that of Minerva, Lewkowycz et al.
-2022, appendix G): units, LaTeX wrappers, shorthand fractions and separators go; nothing is evaluated.
-"""
+The normalisation is that of the reference implementation (Minerva, Lewkowycz et al. 2022, appendix G). It
+removes units, LaTeX wrappers, shorthand fractions and separators, and evaluates nothing."""
 
 from __future__ import annotations
 
@@ -11,21 +9,19 @@ import re
 from collections.abc import Iterator
 from typing import AnyStr, NamedTuple
 
-# An answer longer than this is no final answer; the limit also bounds what every expression below can cost.
-MAX_ANSWER = 1000
+MAX_ANSWER = 1000  # characters; also bounds the time of the regular expressions below
 
 _LABEL = re.compile(r"(?:answer|\u7b54\u6848)[ \t*_`]{0,8}[:\uff1a][ \t*_`]{0,8}", re.IGNORECASE)
-# What may stand around an answer without being part of it; lines made of it alone (a lone `$$` or `\[`) are
-# passed over.
+# Markup around an answer. Lines of only markup (`$$` or `\[`) are skipped.
 _MARKUP = " \t\r\f\v*_`"
 _MARKUP_LINE = re.compile(r"(?:[\s*_`$:]|\\\[|\\\()*")
 _LINES_AFTER_LABEL = 4
 _BOX = re.compile(r"\\boxed\s{0,8}\{")
-_BOXES = 16  # unbalanced boxes that are passed over, from the end
+_BOXES = 16  # boxes that are tried, from the end
 
-FULLWIDTH = 0xFEE0  # the distance of the fullwidth forms from ASCII
-# Signs in ASCII: fullwidth forms; minus signs and dashes; full stops, commas and separators of CJK and
-# Arabic; the ideographic space and the ratio sign. Letters and digits are not replaced.
+FULLWIDTH = 0xFEE0  # offset of fullwidth forms from ASCII
+# ASCII for fullwidth signs, dashes, CJK and Arabic punctuation, the ideographic space and the ratio sign.
+# Letters and digits are not replaced.
 PLAIN_CHARACTERS = {
     **{i + FULLWIDTH: chr(i) for i in range(ord("!"), ord("~") + 1) if not chr(i).isalnum()},
     **dict.fromkeys(map(ord, "\u2212\u2010\u2011\u2012\u2013\u2014\ufe63"), "-"),
@@ -53,7 +49,7 @@ _UNITS = re.compile(
 )
 _ARTICLE = re.compile(r"(?<![A-Za-z])(?:an?|the)\s+(?=[0-9A-Za-z\\])", re.IGNORECASE)
 _SHORT_FRACTION = re.compile(r"\\[dt]?frac\s*(\d)\s*(\d)(?!\d)")
-# Not where something stands beside it: 1\frac{1}{2} is not 11/2.
+# Only without a neighbour: 1\frac{1}{2} is not 11/2.
 _FRACTION = re.compile(
     r"([0-9A-Za-z)}\]^_]\s{0,8})?(\\[dt]?frac\s*\{\s*(-?\d+)\s*\}\s*\{\s*(\d+)\s*\})"
     r"(?!\s{0,8}[0-9A-Za-z({\\^])"
@@ -61,7 +57,7 @@ _FRACTION = re.compile(
 _SHORT_ROOT = re.compile(r"\\sqrt\s*([0-9A-Za-z])")
 _GROUPED = re.compile(r"[+-]?[0-9]{1,3}(?:[, ][0-9]{3})+(?:\.0*)?")
 _INTEGER = re.compile(r"([+-]?)([0-9]+)(?:\.0*)?")
-# `5  3`, where units stood, is no more a number than `12 34`.
+# Neither `5  3`, after removing units, nor `12 34` is one number.
 _PAIR = re.compile(r"(?<=[0-9]),(?:\s|~|\\[,;: ]|\\q?quad)+|(?<=[0-9]),(?![0-9]{3}(?![0-9]))")
 _SPACE_NOT_IN_NUMBER = re.compile(r"(?<![0-9\s])\s+|\s+(?![0-9\s])")
 _BRACKETED = re.compile(r"\([^()]*\)")
@@ -69,29 +65,25 @@ _SEVERAL = re.compile(r",(?![0-9]{3})|;|\band\b|\bor\b")
 
 
 class Judgement(NamedTuple):
-    """Whether a response answers its problem, and its final answer, normalised, so that equal answers can be
-    counted; None where it gives none."""
+    """A response's correctness and its normalised final answer (None if it has none), for votes."""
 
     correct: bool
     extracted: str | None = None
 
 
 def final_part(response: str) -> str:
-    """Return what follows the last `</think>`: thoughts give no answer. Empty where a thought is
-    unfinished."""
+    """Return the text after the last `</think>`; "" if a thought is unfinished."""
     rest = response.rpartition("</think>")[2]
     return "" if "<think>" in rest else rest
 
 
 def find_answer(response: str) -> str | None:
-    """Return the text after the last `Answer:` of `response` up to the end of its line, or of the next lines
-    if that one is empty.
+    """Return the text after the last `Answer:` up to the end of its line, or of the next non-empty line.
 
-    The label may be in any case and in markdown bold, or Chinese. None if there is no label, nothing follows
-    it, or more than MAX_ANSWER characters follow it on one line. Takes time linear in the response. Thoughts
-    are left out (`final_part`)."""
+    The label may be in any case, in markdown bold, or Chinese. None if there is no label, or if nothing or
+    more than MAX_ANSWER characters on one line follow it. Ignores thoughts (`final_part`). Linear time."""
     response = final_part(response)
-    # One byte per character, whatever the script, so that positions in `lowered` are positions in `response`.
+    # One byte per character, so that positions in `lowered` and `response` agree.
     lowered = response.encode("ascii", "replace").lower()
     labels = (_last_label(response, lowered, b"answer"), _last_label(response, response, "\u7b54\u6848"))
     end = max((label.end() for label in labels if label), default=None)
@@ -123,19 +115,17 @@ def _first_line(response: str, start: int) -> str | None:
 
 
 def last_boxed(text: str) -> str | None:
-    r"""Return the contents of the last `\boxed{...}` whose braces balance within MAX_ANSWER characters, or
-    None."""
+    r"""Return the content of the last balanced `\boxed{...}` of at most MAX_ANSWER characters, or None."""
     return next(_boxes(text), None)
 
 
 def all_boxed(text: str) -> str | None:
-    r"""Return the contents of all boxes in their order, each once: `1, 2` for `\boxed{1} and \boxed{2}`; None
-    without a box."""
+    r"""Return all boxes without duplicates: `1, 2` for `\boxed{1} and \boxed{2}`; None without boxes."""
     return ", ".join(dict.fromkeys([*_boxes(text)][::-1])) or None
 
 
 def _boxes(text: str) -> Iterator[str]:
-    """Yield the contents of boxes from the last to the first; of boxes within boxes only the innermost."""
+    """Yield contents of boxes from last to first; only the innermost of nested boxes."""
     at = inner = len(text)
     for _ in range(_BOXES):
         at = text.rfind("\\boxed", 0, at)
@@ -149,7 +139,7 @@ def _boxes(text: str) -> Iterator[str]:
 
 
 def _closing_brace(text: str, start: int) -> int | None:
-    """Return where the brace is closed that was opened before `start`, if within MAX_ANSWER characters."""
+    """Return the position of the closing brace within MAX_ANSWER characters, or None."""
     depth = 1
     for i in range(start, min(len(text), start + MAX_ANSWER)):
         depth += {"{": 1, "}": -1}.get(text[i], 0)
@@ -159,18 +149,17 @@ def _closing_brace(text: str, start: int) -> int | None:
 
 
 def ends_in_open_box(text: str) -> bool:
-    r"""Return whether the last `\boxed{` of a text is not closed: its end was cut off."""
+    r"""Return whether the last `\boxed{` of a text is not closed, because the text was cut off."""
     last = text.rfind("\\boxed")
     opening = _BOX.match(text, last) if last >= 0 else None
     return opening is not None and _closing_brace(text, opening.end()) is None
 
 
 def normalise(answer: str) -> str:
-    r"""Return the canonical form of a final answer; answers that the protocol takes as equal have equal
-    forms.
+    r"""Return the canonical form of a final answer; equal answers have equal forms.
 
-    Integers come out as `-?[1-9][0-9]*` or `0`: `1,234`, `$\boxed{1234}$`, `+1234.0` and `01234` are all
-    `1234`. Text of more than MAX_ANSWER characters is cut to them."""
+    Integers become `-?[1-9][0-9]*` or `0`: `1,234`, `$\boxed{1234}$`, `+1234.0` and `01234` become `1234`.
+    Longer text is cut to MAX_ANSWER characters."""
     text = _plain(answer)
     boxed = last_boxed(text)
     text = _last_side(_only_formula(text) if boxed is None else boxed)
@@ -181,8 +170,9 @@ def normalise(answer: str) -> str:
 
 
 def text_form(answer: str) -> str:
-    """Return the form in which `math` compares texts: nothing that has a meaning goes, neither words nor
-    units, sides of an equation or a factorial, and `32, 349` is a pair. Case and blanks do not matter."""
+    """Return the form in which `math` compares texts, ignoring case and spaces.
+
+    Everything with a meaning stays: words, units, sides of an equation, factorials. `32, 349` is a pair."""
     text = _plain(answer)
     boxed = last_boxed(text)
     text = (text if boxed is None else boxed).replace("\\!", "")
@@ -194,7 +184,7 @@ def text_form(answer: str) -> str:
 
 
 def _plain(answer: str) -> str:
-    """Return the text with signs in ASCII, without what `find_answer` strips."""
+    """Return the text with ASCII signs, without surrounding markup."""
     return answer[:MAX_ANSWER].translate(PLAIN_CHARACTERS).strip(_MARKUP)
 
 
@@ -217,20 +207,18 @@ def _without_shorthand(text: str) -> str:
 
 
 def _slash(found: re.Match[str]) -> str:
-    """Return `3/4` for a fraction of whole numbers that stands by itself."""
+    """Write an isolated fraction of integers as `3/4`."""
     return found[0] if found[1] else f"{found[3]}/{found[4]}"
 
 
 def _only_formula(text: str) -> str:
-    """Return `$5$` of `the answer is $5$ dollars`; the text itself unless exactly one formula stands in
-    it."""
+    """Return `5` of `the answer is $5$ dollars`; the text itself unless it has exactly one formula."""
     pieces = text.replace("$$", "$").replace("\\$", "").split("$")
     return pieces[1] if len(pieces) == 3 and pieces[1].strip() else text
 
 
 def _last_side(text: str) -> str:
-    """Return `7` of `m + n = 3 + 4 = 7`. `a = 3, b = 4` names several values and stays: it equals no single
-    number."""
+    """Return `7` of `m + n = 3 + 4 = 7`; keep `a = 3, b = 4`, which has several values."""
     head, equals, tail = text.rpartition("=")
     if (
         not equals
@@ -251,8 +239,7 @@ def _canonical_number(text: str) -> str:
 
 
 def verify_dapo(response: str, answer: str) -> Judgement:
-    """Judge whether the last `Answer:` line of `response` equals `answer` (DAPO eq. 7). Without such a line
-    it is wrong, with extracted None."""
+    """Compare the last `Answer:` line with `answer` (DAPO eq. 7); a response without one is wrong."""
     found = find_answer(response)
     if found is None:
         return Judgement(False)

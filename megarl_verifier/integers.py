@@ -1,10 +1,9 @@
-r"""Turns answers into integers, as DAPO's appendix does by example: the answer 11 - 2 sqrt 6 has the form
-k - m sqrt n, so the question is extended by that form and asks for k + m + n, which is 19.
+"""Turn answers into integers, as in DAPO's appendix, so that a plain rule can verify them.
 
-A plain rule can judge an integer. The form makes the integers unique: lowest terms, square-free radicands,
-signs that stand in the form. What is no single number, or may be two, is refused with the reason. Every
-turned answer is put back together and compared with the original by the symbolic verifier, whose parser is
-not the one here."""
+Example: 11 - 2 sqrt 6 has the form k - m sqrt n, so the question asks for k + m + n, which is 19. The form
+makes the integers unique: lowest terms, square-free radicands, explicit signs. Answers that are not one
+number, or are ambiguous, are refused with a reason. The symbolic verifier, which has another parser, checks
+each form against the original answer."""
 
 from __future__ import annotations
 
@@ -18,7 +17,7 @@ import sympy
 from sympy import E, Expr, I, Integer, Rational, pi
 
 from megarl_verifier.answer import last_boxed
-from megarl_verifier.relations import formulas
+from megarl_verifier.relations import find_formulas
 
 SEVERAL = "several values"
 RELATION = "an equation or inequality"
@@ -34,12 +33,12 @@ AMBIGUOUS = "an ambiguous notation"
 UNREAD = "not read as a number"
 
 _LIMIT = 10**15
-_BITS, _ROOT_BITS = 4096, 100  # of a number on the way to the answer, and under a root
-_DEGREE = 20  # of a root
-_TERMS = 256  # of a sum on the way
-_MAX_LENGTH = 300  # characters; the verifier reads no more either
-_MAX_DEPTH = 16  # brackets
-_PLACES = 6  # decimals with more are taken for rounded
+_BITS, _ROOT_BITS = 4096, 100  # limits of an intermediate number, and of a radicand
+_DEGREE = 20  # limit of a root's degree
+_TERMS = 256  # limit of an intermediate sum
+_MAX_LENGTH = 300  # characters, as in the verifier
+_MAX_DEPTH = 16  # nested brackets
+_PLACES = 6  # decimals with more places count as rounded
 
 _UNICODE = str.maketrans(
     {
@@ -87,18 +86,18 @@ _REFUSED = [
 ]  # fmt: skip
 _TOKEN = re.compile(r"\s*([0-9]*\.[0-9]+|[0-9]+\.?|\\[A-Za-z]+|[^\sA-Za-z]|[A-Za-z]+)")
 _DECIMAL = re.compile(r"\.([0-9]*[1-9])")
-_THIRDS = re.compile(r"[0-9]*(?:33|67)")  # 16.67; a price is what it is
+_THIRDS = re.compile(r"[0-9]*(?:33|67)")  # 16.67 is rounded, unless it is a price
 _ROUNDING = re.compile(
     r"\bround|\bestimat|approximat|decimal place|to the nearest|significant", re.IGNORECASE
 )
 _POWER = re.compile(r"\s*([0-9]+)\s*\^\s*(?:\{\s*([0-9]+)\s*\}|([0-9]))\s*")
 _COMMAND = re.compile(r"\\(?:text|mbox|mathrm)\s*\{[^{}]*\}|\\[A-Za-z]+")
 _LETTER = re.compile(r"(?<![A-Za-z'\\])[A-Za-z](?![A-Za-z'])")
-_POOL = "nmkpqrstuvwabchjdfgl"  # letters for the form, the preferred ones first
+_POOL = "nmkpqrstuvwabchjdfgl"  # letters for the form, in order of preference
 
 
 class Refused(Exception):
-    """Why an answer cannot be turned into an integer: a reason that others share, and what it is about."""
+    """An answer cannot be turned into an integer: `reason` is for counting, `detail` is about this answer."""
 
     def __init__(self, reason: str, detail: str = "") -> None:
         super().__init__(f"{reason}: {detail}" if detail else reason)
@@ -107,12 +106,12 @@ class Refused(Exception):
 
 @dataclass(frozen=True)
 class IntegerAnswer:
-    r"""What an answer was turned into.
+    """An answer turned into an integer.
 
-    value   the integer to be found
-    asked   what the question is extended by; empty where the answer is an integer as it stands
-    back    the number that the form has with its integers, LaTeX
-    number  the number in the original answer, without a name before it and its unit; `back` must equal it"""
+    value   the integer
+    asked   text to append to the question; "" if the answer already is an integer
+    back    value of the form with its integers, LaTeX
+    number  the number in the original answer, without name and unit; `back` must equal it"""
 
     value: int
     asked: str
@@ -122,8 +121,10 @@ class IntegerAnswer:
 
 @dataclass(frozen=True)
 class _Number:
-    """An integer of a form, and what it stands for there: coefficient, denominator, whole, argument, base,
-    exponent, or a radicand with the degree of its root."""
+    """An integer of a form.
+
+    role: coefficient, denominator, whole, argument, base, exponent or radicand. degree: of a radicand's
+    root."""
 
     value: int
     role: str
@@ -131,12 +132,12 @@ class _Number:
 
 
 def integer_answer(question: str, answer: str) -> IntegerAnswer:
-    r"""Return the integer that stands for `answer`, and what the question is to be extended by.
+    """Return the integer for `answer`, and the extension of the question.
 
-    The value is written in its one form: a sum of terms c sqrt[q](n) pi^k e^l i^j over a common denominator
-    in lowest terms, with radicands free of q-th powers. Such terms are linearly independent over the
-    rationals (for the roots: Besicovitch 1940), so the integers in it are unique; as their sum is asked for,
-    their order does not matter. Raises Refused."""
+    The form is a sum of terms c sqrt[q](n) pi^k e^l i^j over a common denominator, in lowest terms. Radicands
+    are free of q-th powers. Such terms are linearly independent over the rationals (for roots: Besicovitch
+    1940), so the integers are unique. Their order does not matter, since the question asks for their sum.
+    Raises Refused."""
     text = answer if len(answer) <= _MAX_LENGTH else ""
     if not text or max(text.count(bracket) for bracket in "({[") > _MAX_DEPTH:
         raise Refused(UNREAD)
@@ -149,7 +150,7 @@ def integer_answer(question: str, answer: str) -> IntegerAnswer:
         value = int(text.partition(".")[0].replace(" ", ""))
         return IntegerAnswer(value, "", str(value), text)
 
-    body, before, after = _without_name_and_unit(text)
+    body, before, after = _split_name_and_unit(text)
     reason = next((reason for pattern, reason in _REFUSED if pattern.match(body)), "")
     if reason:
         raise Refused(RELATION if "=" in before and reason == LETTERS else reason)  # y = 2x + 1
@@ -158,9 +159,9 @@ def integer_answer(question: str, answer: str) -> IntegerAnswer:
     if decimals and (thirds or max(map(len, decimals)) > _PLACES or _ROUNDING.search(question)):
         raise Refused(ROUNDED)
     try:
-        sign, pieces = _form(_AnswerParser(body).read())
+        sign, pieces = _build_form(_AnswerParser(body).read())
     except Refused as refused:
-        # 2^2016 is asked for as a power.
+        # 2^2016: ask for base and exponent.
         if refused.reason != LARGE or not (found := _POWER.fullmatch(body)):
             raise
         base, exponent = int(found[1]), int(found[2] or found[3])
@@ -172,7 +173,7 @@ def integer_answer(question: str, answer: str) -> IntegerAnswer:
         raise Refused(NOTHING)
     if any(abs(number.value) >= _LIMIT for number in numbers):
         raise Refused(LARGE)
-    letters = _letters(f"{question} {before}", len(numbers))
+    letters = _choose_letters(f"{question} {before}", len(numbers))
     named = list(zip(letters, numbers, strict=True))
     names, values = iter(letters), (str(number.value) for number in numbers)
     form, back = (
@@ -183,15 +184,14 @@ def integer_answer(question: str, answer: str) -> IntegerAnswer:
         asked = "The answer is an integer. Please give it in decimal digits."
         return IntegerAnswer(numbers[0].value, asked, back, body)
     asked = (
-        f"The original answer is in the form ${before}{form}{after}$, where {_conditions(named)}. "
+        f"The original answer is in the form ${before}{form}{after}$, where {_describe_conditions(named)}. "
         f"Please find the value of ${' + '.join(letters)}$."
     )
     return IntegerAnswer(sum(number.value for number in numbers), asked, back, body)
 
 
-def _without_name_and_unit(text: str) -> tuple[str, str, str]:
-    r"""Return the number without `x =`, a currency sign and the unit, then what stands before it and after it
-    in the form."""
+def _split_name_and_unit(text: str) -> tuple[str, str, str]:
+    """Split into the number, the text before it (`x =`, a currency sign) and the unit after it."""
     before = after = ""
     if named := _NAME.match(text):
         before, text = named[0], text[named.end() :]
@@ -211,7 +211,7 @@ def _without_name_and_unit(text: str) -> tuple[str, str, str]:
 
 
 class _AnswerParser:
-    r"""Reads LaTeX of one number, exactly. Refuses what is read in two ways: 1/2\pi, 2^10, 2\frac{5}{3}."""
+    r"""Parses LaTeX of one number exactly. Refuses ambiguous notation: 1/2\pi, 2^10, 2\frac{5}{3}."""
 
     def __init__(self, text: str) -> None:
         self.tokens: list[str] = []
@@ -231,20 +231,20 @@ class _AnswerParser:
     def _next(self) -> str:
         return self.tokens[self.at] if self.at < len(self.tokens) else ""
 
-    def _took(self, *tokens: str) -> str:
-        """Return the next token if it is one of `tokens`, and step over it; else an empty text."""
+    def _accept(self, *tokens: str) -> str:
+        """Consume the next token if it is one of `tokens`, and return it; else return ""."""
         token = self._next()
         self.at += token in tokens and token != ""
         return token if token in tokens else ""
 
-    def _must(self, token: str) -> None:
-        if not self._took(token):
+    def _expect(self, token: str) -> None:
+        if not self._accept(token):
             raise Refused(UNREAD, self._next())
 
     def _sum(self) -> Expr:
-        value = -self._product() if self._took("+", "-") == "-" else None
+        value = -self._product() if self._accept("+", "-") == "-" else None
         value = self._product() if value is None else value
-        while sign := self._took("+", "-"):
+        while sign := self._accept("+", "-"):
             term = self._product()
             value = value + term if sign == "+" else value - term
         return value
@@ -252,9 +252,9 @@ class _AnswerParser:
     def _product(self) -> Expr:
         value, divided = self._factor(), False
         while True:
-            if self._took("*", "\\cdot", "\\times"):
+            if self._accept("*", "\\cdot", "\\times"):
                 value, divided = self._times(value, self._factor()), False
-            elif self._took("/", "\\div"):
+            elif self._accept("/", "\\div"):
                 value, divided = self._over(value, self._factor()), True
             elif (token := self._next()) and (token in "({" or token[0].isalnum() or token[0] in "\\."):
                 digit = token[0].isdigit() or token[0] == "."
@@ -265,7 +265,7 @@ class _AnswerParser:
                 return value
 
     def _factor(self) -> Expr:
-        if self._took("-"):  # 3 \cdot -2
+        if self._accept("-"):  # 3 \cdot -2
             return -self._factor()
         start = self.at
         value = self._atom()
@@ -276,11 +276,11 @@ class _AnswerParser:
             if not (isinstance(above, Integer) and isinstance(below, Integer) and 0 < above < below):
                 raise Refused(AMBIGUOUS)
             return value + above / below
-        while self._took("!"):
+        while self._accept("!"):
             if not (isinstance(value, Integer) and 0 <= value <= 200):
                 raise Refused(LARGE if isinstance(value, Integer) and value > 0 else UNREAD)
             value = sympy.factorial(value)
-        if self._took("^"):
+        if self._accept("^"):
             value = self._power(value, self._argument(last=True))
         return value
 
@@ -291,7 +291,7 @@ class _AnswerParser:
             return Rational(token.rstrip("."))
         if token in ("(", "{"):
             value = self._sum()
-            self._must(")" if token == "(" else "}")
+            self._expect(")" if token == "(" else "}")
             return value
         if token in ("\\frac", "\\dfrac", "\\tfrac", "\\cfrac"):
             above = self._argument()
@@ -304,9 +304,9 @@ class _AnswerParser:
             return sympy.binomial(above, below)
         if token == "\\sqrt":
             degree: Expr = Integer(2)
-            if self._took("["):
+            if self._accept("["):
                 degree = self._sum()
-                self._must("]")
+                self._expect("]")
             inside = self._argument(last=True)
             if not (isinstance(degree, Integer) and 2 <= degree <= _DEGREE):
                 raise Refused(UNREAD, token)
@@ -317,21 +317,22 @@ class _AnswerParser:
             argument = self._factor()
             if not (isinstance(argument, Integer) and 2 <= argument < _LIMIT):
                 raise Refused(FUNCTION)
-            return sympy.log(argument)  # `expand` writes ln 4 as 2 ln 2
+            return sympy.log(argument)  # `expand` turns ln 4 into 2 ln 2
         constants = {"\\pi": pi, "e": E, "i": I}
         if token not in constants:
             raise Refused(LETTERS if token.isalpha() else UNREAD, token)
         return constants[token]
 
     def _argument(self, *, last: bool = False) -> Expr:
-        r"""Return a command's argument, in brackets or one character: \frac34. last: no further one follows,
-        so that what is left of a number is ambiguous: 2^10 is 20 in LaTeX."""
+        r"""Parse a command's argument: brackets or one character, as in \frac34.
+
+        last: no argument follows, so more digits are ambiguous: 2^10 is 20 in LaTeX."""
         token = self._next()
         if token.isdigit() and len(token) > 1:
             if last:
                 raise Refused(AMBIGUOUS)
             self.tokens[self.at : self.at + 1] = [token[0], token[1:]]
-        if self._took("-"):  # 2^-3
+        if self._accept("-"):  # 2^-3
             raise Refused(AMBIGUOUS)
         return self._atom()
 
@@ -366,21 +367,21 @@ class _AnswerParser:
         return sympy.sqrtdenest(base**exponent)
 
 
-def _form(value: Expr) -> tuple[str, list[str | _Number]]:
+def _build_form(value: Expr) -> tuple[str, list[str | _Number]]:
     """Return the sign and the pieces of a value's form."""
     value = sympy.expand(sympy.radsimp(value))
     if isinstance(value, Rational) and value.q == 1:
         if abs(value) >= _LIMIT:
             raise Refused(LARGE)
         return "", [_Number(int(value), "whole")]
-    terms = _terms(value)
+    terms = _collect_terms(value)
     if terms is not None:
-        return _written(terms)
-    # A root of a sum: its square has the one form.
-    terms = _terms(sympy.expand(sympy.radsimp(sympy.expand(value**2)))) if value.is_real else None
+        return _format_sum(terms)
+    # A root of a sum: its square has a unique form.
+    terms = _collect_terms(sympy.expand(sympy.radsimp(sympy.expand(value**2)))) if value.is_real else None
     if terms is None:
         raise Refused(UNREAD)
-    inner_sign, pieces = _written(terms)
+    inner_sign, pieces = _format_sum(terms)
     return "-" if value.is_negative else "", [f"\\sqrt{{{inner_sign}", *pieces, "}"]
 
 
@@ -397,8 +398,8 @@ class _Term:
     ln: int = 0
 
 
-def _terms(value: Expr) -> list[_Term] | None:
-    """Return the terms of an expanded sum, or None where a factor is none of those that a form has."""
+def _collect_terms(value: Expr) -> list[_Term] | None:
+    """Return the terms of an expanded sum, or None if a factor has no place in a form."""
     terms = []
     for summand in sympy.Add.make_args(value):
         coefficient, rest = summand.as_coeff_Mul()
@@ -427,7 +428,7 @@ def _terms(value: Expr) -> list[_Term] | None:
                 term.radicand *= base ** int(exponent * term.degree)
             if term.radicand >= _LIMIT:
                 raise Refused(LARGE)
-            # sympy takes small prime factors out of a root only.
+            # sympy extracts only small prime factors from a root.
             if any(power >= term.degree for power in sympy.factorint(term.radicand).values()):
                 raise Refused(LARGE)
         terms.append(term)
@@ -436,9 +437,10 @@ def _terms(value: Expr) -> list[_Term] | None:
     return terms
 
 
-def _written(terms: Sequence[_Term]) -> tuple[str, list[str | _Number]]:
-    """Return the sign and the pieces of a sum over its denominator in lowest terms: positive terms first, of
-    each sign the rational one first; without a coefficient where that is 1."""
+def _format_sum(terms: Sequence[_Term]) -> tuple[str, list[str | _Number]]:
+    """Return the sign and the pieces of a sum over its denominator, in lowest terms.
+
+    Positive terms come first, and rational ones within each sign. A coefficient of 1 is omitted."""
     below_e, below_pi = (
         -min(0, *powers) for powers in zip(*((term.e, term.pi) for term in terms), strict=True)
     )
@@ -469,7 +471,7 @@ def _written(terms: Sequence[_Term]) -> tuple[str, list[str | _Number]]:
         pieces += [_Number(number, "coefficient")] if number != 1 or not symbols else []
         pieces += symbols
     if denominator > 1 or below_e or below_pi:
-        # Where a coefficient of 1 is left out, every such fraction is in its lowest terms.
+        # A fraction with an omitted coefficient of 1 is always in lowest terms.
         implied = sum(isinstance(one, _Number) and one.role == "coefficient" for one in pieces) < len(terms)
         role = "any denominator" if implied else "denominator"
         below: list[str | _Number] = [_Number(denominator, role)] if denominator > 1 else []
@@ -478,17 +480,17 @@ def _written(terms: Sequence[_Term]) -> tuple[str, list[str | _Number]]:
     return sign, pieces
 
 
-def _letters(question: str, count: int) -> list[str]:
-    """Return letters for a form that the question does not use, in alphabetical order."""
-    used = set(_COMMAND.sub(" ", " ".join(formulas(question)))) | set(_LETTER.findall(question))
+def _choose_letters(question: str, count: int) -> list[str]:
+    """Return letters that the question does not use, in alphabetical order."""
+    used = set(_COMMAND.sub(" ", " ".join(find_formulas(question)))) | set(_LETTER.findall(question))
     free = [letter for letter in _POOL if letter not in used]
     if len(free) < count:
         raise Refused(UNREAD, "the question uses every letter")
     return sorted(free[:count])
 
 
-def _conditions(named: Sequence[tuple[str, _Number]]) -> str:
-    """Return what makes the integers of a form the only ones."""
+def _describe_conditions(named: Sequence[tuple[str, _Number]]) -> str:
+    """Return the conditions that make a form's integers unique, in words."""
 
     def listed(items: Sequence[str]) -> str:
         return " and ".join([", ".join(items[:-1]), items[-1]] if len(items) > 1 else items)

@@ -1,7 +1,7 @@
-r"""Reads the notation of an answer: as a formula that the parser reads whole, or as a text.
+"""Read the notation of an answer: a formula that the parser reads completely, or a text.
 
 The parser (megarl_verifier.values) drops unknown notation, which would make wrong answers right. So a formula
-has known commands only, and one unit behind it is all that is left out. docs/verifiers.md has the rules."""
+has only known commands, and only one trailing unit is removed. docs/verifiers.md has the rules."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from functools import lru_cache
 from megarl_verifier.answer import FULLWIDTH, MAX_ANSWER, PLAIN_CHARACTERS, text_form
 from megarl_verifier.relations import NEGATION, pieces, split
 
-# The longest answer in MATH has 159 characters; 300 open brackets cost the parser seconds.
+# Answers in MATH have up to 159 characters. 300 open brackets take the parser seconds.
 _MAX_FORMULA, _MAX_DEPTH = 300, 16
 
 _SUPERSCRIPTS = str.maketrans(
@@ -31,8 +31,7 @@ _SCIENTIFIC = re.compile(
     r"(?<![A-Za-z0-9.])([0-9]{1,30}(?:\.[0-9]{1,30})?)[eE]([+-]?[0-9]{1,3})(?![A-Za-z0-9.])"
 )
 
-# What stands around a formula.
-# Words without a number in them, up to `is` or a colon; and how Minerva's prompt ends an answer.
+# Text around a formula: words without a number up to `is` or a colon, and the end of Minerva's prompt.
 _PROSE = re.compile(
     r"(?:[^0-9\\]|\\[()])*(?:(?<![A-Za-z])(?:is|are|be|equals|[Aa]nswer)\s{0,8}:?\s|[A-Za-z]{3}\s?:\s)\s{0,8}"
 )
@@ -62,7 +61,7 @@ _DEGREE = re.compile(
 _TRIGONOMETRIC = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)(?![A-Za-z])")
 _ANGLE = re.compile(rf"([0-9]+(?:\.[0-9]+)?)(?:{_DEGREE.pattern})")
 
-# Units. They are not compared, and may stand behind a number.
+# Units after a number; they are not compared.
 _UNITS = frozenset(
     """
     cm mm km dm nm um ft foot feet in inch inche yd yard mile mi meter metre centimeter centimetre
@@ -74,7 +73,7 @@ _UNITS = frozenset(
     rupee rs yen yuan rmb pence penny buck per of the th st nd rd m s g h t l L N J W V A C F K
     """.split()  # noqa: SIM905
 )
-# Words that change the value of a number, and so are part of it.
+# Words that change a number's value.
 _MEANINGFUL = frozenset(
     """
     am pm a p o clock noon midnight bc ad bce ce north south east west up down left right above below
@@ -105,7 +104,7 @@ _PERCENT = re.compile(
 )
 
 _RUN = re.compile(r"[A-Za-z\s.,;'\"()&-]*[A-Za-z][A-Za-z\s.,;'\"()&-]*")
-_LONGEST_PRODUCT = 3  # letters side by side; longer runs are words
+_LONGEST_PRODUCT = 3  # adjacent letters; longer runs are words
 _SEPARATOR = re.compile(r",(?!(?<=[0-9],)[0-9]{3}(?![0-9]))|;")
 _DATE = re.compile(r"[0-9]{1,4}([-/.])[0-9]{1,2}\1[0-9]{1,4}")
 _COLON = re.compile(":")
@@ -147,7 +146,7 @@ _ARRAY = re.compile(r"[\[(]\s*\\begin\s?\{array\}\s?\{[clr| ]*\}(.*?)\\end\s?\{a
 _D = re.compile(r"(\\[A-Za-z]+)|d(?=\s*[A-Za-z\\])")  # the parser reads dx as one letter
 _QUOTE = re.compile(r"'|\\prime")
 _SUBSCRIPT = re.compile(r"_\s?(?:[A-Za-z0-9]|\{[^{}]*\}|\\[A-Za-z]+)")
-_NAMES = re.compile(  # what names a kind of brackets or a letter
+_NAMES = re.compile(  # names of brackets and letters
     r"\\(?:begin|end)\s?\{[bpv]?matrix\}"
     r"|\\(?:mathbb|mathcal|overline|bar|vec|hat|overrightarrow)\s?\{[A-Za-z]+\}"
 )
@@ -166,13 +165,13 @@ _KNOWN = frozenset(
     Omega lbrace rbrace le leq ge geq lt gt ne neq in notin equiv leqslant geqslant subseteq supseteq
     """.split()  # noqa: SIM905
 )
-# Of what the parser's time grows exponentially in, the most that it reads in about a second.
+# Limits of constructs in which the parser's time is exponential, for about a second.
 _MAX_FORMULA_DEPTH = 8
 _SLOW = {
     re.compile(r"\\(?:int|sum|prod|lim)(?![A-Za-z])"): 2,
     re.compile(r"\\(?:arc)?(?:sin|cos|tan|cot|sec|csc|log|ln|exp|max|min|gcd|lcm)"): 10,
     re.compile(r"\||\\[lr]?vert"): 12,
-    re.compile(r"([\^_])\s?[A-Za-z0-9]\s?\1"): 0,  # x^y^z is none of LaTeX's
+    re.compile(r"([\^_])\s?[A-Za-z0-9]\s?\1"): 0,  # x^y^z is invalid LaTeX
 }
 _SIMPLE = re.compile(
     r"([-+]?)\s?(?:([1-9][0-9]{0,2}(?:,[0-9]{3})+|[0-9]+|(?=\.))(\.[0-9]+)?"
@@ -182,13 +181,13 @@ _SIMPLE = re.compile(
 
 @dataclass(frozen=True)
 class Notation:
-    """An answer as it is written.
+    """An answer as written.
 
-    formula   LaTeX that the parser reads whole, without unit and percent sign; empty for a text
-    text      the answer with its unit, normalised: equal texts are equal answers
-    words     the words behind the number where they are no unit
-    percent   whether a percent sign stands in it
-    is_word   whether it is letters alone"""
+    formula  LaTeX that the parser reads completely, without unit and percent sign; "" for a text
+    text     the answer with its unit, normalised: equal texts are equal answers
+    words    words after the number that are not a unit
+    percent  whether it has a percent sign
+    is_word  whether it is letters only"""
 
     formula: str
     text: str
@@ -198,7 +197,7 @@ class Notation:
 
     @property
     def meaningful(self) -> bool:
-        """Return whether the words behind the number may not be left out."""
+        """Return whether a word after the number changes its meaning."""
         return any(
             word != word.lower()
             or len(word) == 1
@@ -209,34 +208,34 @@ class Notation:
         )
 
     def has_other_words(self, other: Notation) -> bool:
-        """Return whether words make the answers differ: other words, or words on one side that may not be
-        left out."""
+        """Return whether words make the answers differ."""
         mine, theirs = ([word.lower().removesuffix("s") for word in one.words] for one in (self, other))
         return mine != theirs and bool((mine and theirs) or self.meaningful or other.meaningful)
 
 
 def plain(text: str) -> str:
-    """Write characters and notations that the parser does not know as LaTeX: other digits, superscripts,
-    vulgar fractions, 1.5e3; and leave out currency signs."""
+    """Write characters and notation unknown to the parser as LaTeX; remove currency signs.
+
+    Covers other digits, superscripts, vulgar fractions and 1.5e3."""
     text = text[:MAX_ANSWER].replace("\\$", "")
     text = text.replace("$", "") if text.count("$") == 1 else text  # a price
     if not text.isascii():
         text = text.translate(PLAIN_CHARACTERS)
         text = _SUPERSCRIPT.sub(lambda run: f"^{{{run[0].translate(_SUPERSCRIPTS)}}}", text)
         text = _ROOT.sub(
-            lambda root: f"\\sqrt{{{root[1]}}}" if root[1] else "\\sqrt", "".join(map(_ascii, text))
+            lambda root: f"\\sqrt{{{root[1]}}}" if root[1] else "\\sqrt", "".join(map(_to_latex, text))
         )
     return _SCIENTIFIC.sub(r"\1\\cdot 10^{\2}", text)
 
 
-def _ascii(character: str) -> str:
+def _to_latex(character: str) -> str:
     category = unicodedata.category(character)
     if character in _SYMBOLS:
         return f"{_SYMBOLS[character]} "
     if character in _GREEK:
         return f"\\{_GREEK[character]} "
     if (category == "Sc" and character != "$") or category == "Cf":
-        return ""  # a currency sign; joiners, direction marks, the zero-width space
+        return ""  # currency signs and format characters, such as the zero-width space
     if "A" <= (letter := chr(max(ord(character) - FULLWIDTH, 0))) <= "z":
         return letter
     if (digit := unicodedata.decimal(character, None)) is not None:
@@ -246,7 +245,7 @@ def _ascii(character: str) -> str:
 
 
 def is_plausible(text: str, deepest_allowed: int = _MAX_DEPTH) -> bool:
-    """Return whether `text` is as short and its brackets are as shallow as in answers that people write."""
+    """Return whether a person may have written `text`: it is short, with shallow brackets."""
     if len(text) > _MAX_FORMULA:
         return False
     depth = deepest = 0
@@ -257,7 +256,7 @@ def is_plausible(text: str, deepest_allowed: int = _MAX_DEPTH) -> bool:
 
 
 def simple_number(text: str) -> tuple[Fraction, bool] | None:
-    """Return the value of an integer, a decimal or a fraction of integers, and whether it is a decimal."""
+    """Return (value, is_decimal) of an integer, a decimal or a fraction of integers."""
     if not (found := _SIMPLE.fullmatch(text.strip(" $").rstrip(". "))):
         return None
     sign, whole, places, above, below, numerator, denominator = found.groups()
@@ -273,16 +272,16 @@ def simple_number(text: str) -> tuple[Fraction, bool] | None:
 
 @lru_cache(maxsize=2048)
 def read_notation(text: str, *, inside: bool = False) -> Notation:
-    """Read an answer. inside: it is a side of an equation, where letters side by side are a product."""
+    """Read an answer. inside: it is a side of an equation, where adjacent letters are a product."""
     form = _HALF_DAY.sub(r"\1m", text_form(text))
     if not is_plausible(text):
         return Notation("", form)
     body = _SPACES.sub(" ", _LAYOUT.sub("", _DELIMITERS.sub("", text))).replace("{,}", ",")
     body = _AND.sub(", ", body.strip(" *_`,;:")).rstrip(" .,;:")
-    number, _ = _without_unit(body)
+    number, _ = _split_unit(body)
     if _DATE.fullmatch(number) or _TIME.fullmatch(number):
         return Notation("", form)
-    word = _PLAIN_FUNCTION.sub(_function, _STYLE.sub(_unstyled, body))
+    word = _PLAIN_FUNCTION.sub(_format_function, _STYLE.sub(_remove_style, body))
     if _RUN.fullmatch(word) and _WORD.search(word.replace(" ", "")) and not inside:
         is_product = word.isalpha() and len(word) <= _LONGEST_PRODUCT
         return Notation(word if is_product else "", form, is_word=True)
@@ -292,37 +291,37 @@ def read_notation(text: str, *, inside: bool = False) -> Notation:
     parts, words, percents = [], [], 0
     for part in split(body, _SEPARATOR) if _SEPARATOR.search(body) else [body]:
         part, percent = _PERCENT.subn("", part)
-        part, tail = (part, []) if inside else _without_unit(part)
+        part, tail = (part, []) if inside else _split_unit(part)
         parts.append(part)
         words += tail
         percents += percent
     if len(parts) > 1 and words:
         return Notation("", form)
-    return Notation(_formula(", ".join(parts)), form, tuple(words), bool(percents))
+    return Notation(_to_formula(", ".join(parts)), form, tuple(words), bool(percents))
 
 
-def _function(found: re.Match[str]) -> str:
+def _format_function(found: re.Match[str]) -> str:
     return f"\\{found[0]} "
 
 
 def without_prose(text: str) -> str:
-    """Return `$5$ dollars` of `The final answer is $5$ dollars. I hope it is correct.`; a negation stays."""
+    """Return `$5$ dollars` of `The final answer is $5$ dollars. I hope it is correct.`; keep a negation."""
     start = _PROSE.match(text) if is_plausible(text) else None
     if start is not None and not NEGATION.search(start[0]):
         text = text[start.end() :]
     return _HOPE.sub("", text)
 
 
-def _unstyled(found: re.Match[str]) -> str:
-    r"""Return the content where it is no word: `\text{A}`, `\mathrm{e}`, `\operatorname{sin}`."""
+def _remove_style(found: re.Match[str]) -> str:
+    r"""Return the content if it is not a word: `\text{A}`, `\mathrm{e}`, `\operatorname{sin}`."""
     content = found[1]
     if _FUNCTION_NAME.fullmatch(content):
         return f"\\{content} "
     return found[0] if _WORD.search(content) or not content else content
 
 
-def _without_unit(text: str) -> tuple[str, list[str]]:
-    """Return a formula without the one unit behind it, and the words there where one of them is no unit."""
+def _split_unit(text: str) -> tuple[str, list[str]]:
+    """Return a formula without its trailing unit, and the trailing words if one of them is no unit."""
     tail = _MACRO_TAIL.search(text) or _WORD_TAIL.search(text)
     if tail is None:
         return text, []
@@ -330,7 +329,7 @@ def _without_unit(text: str) -> tuple[str, list[str]]:
     names = re.findall(r"[A-Za-z]+", _MACRO_NAME.sub("", tail[0]))
     is_unit = all(map(_is_unit, names))
     in_macro, is_letter = "{" in tail[1], len("".join(names)) == 1
-    # What may be a product is none of a number and a unit: `2xy`, `5 x`, `n + 3 m`, `\frac{1}{2} a`.
+    # A possible product is not a number with a unit: `2xy`, `5 x`, `n + 3 m`, `\frac{1}{2} a`.
     has_letters = _LETTER.search(_MACRO_NAME.sub("", number)) is not None
     if in_macro:
         is_product = is_letter and (has_letters or not is_unit)
@@ -346,21 +345,21 @@ def _is_unit(word: str) -> bool:
     return word in _UNITS or (len(word) > 2 and word.endswith("s") and word[:-1] in _UNITS)
 
 
-def _formula(text: str) -> str:
-    """Return a formula in the parser's notation, or an empty text where it would not read all of it."""
-    text = _STYLE.sub(_unstyled, text).replace("**", "^")
+def _to_formula(text: str) -> str:
+    """Return a formula in the parser's notation; "" if the parser would not read all of it."""
+    text = _STYLE.sub(_remove_style, text).replace("**", "^")
     for _ in range(4):  # roots in roots
         text = _ROOT_CALL.sub(r"\\sqrt{\1}", text)
-    text = _PLAIN_FUNCTION.sub(_function, text)
+    text = _PLAIN_FUNCTION.sub(_format_function, text)
     if "\\int" not in text and "{d" not in text:
         text = _D.sub(lambda found: found[1] or "{d}", text)
     for _ in range(4):  # fractions in fractions
-        text = _SHORT_FRACTION.sub(_fraction, text)
+        text = _SHORT_FRACTION.sub(_format_fraction, text)
     text = _SHORT_BASE.sub(r"\\log_{\1}", _SHORT_ROOT.sub(r"\\sqrt{\1}", text))
     text = _POWER.sub(r"^{(\1)}", text)
     text = _ARRAY.sub(r"\\begin{pmatrix}\1\\end{pmatrix}", text)
-    text = _BASED.sub(_in_base_ten, text)
-    text = _MIXED.sub(_mixed, text)
+    text = _BASED.sub(_convert_base, text)
+    text = _MIXED.sub(_expand_mixed, text)
     text = _GROUPED.sub(lambda found: found[0].replace(" ", ""), text)
     text = _PRIMED.sub(lambda found: f"{found[1]}_{{{'p' * len(re.findall(_QUOTE, found[2]))}}}", text)
     text = text.replace("\\varnothing", "\\emptyset")
@@ -390,8 +389,8 @@ def _formula(text: str) -> str:
 def _bracket_arguments(text: str) -> str:
     r"""Put function arguments in brackets: the parser reads `\ln 8/\ln 2` as `\ln(8/\ln 2)`.
 
-    Return an empty text where a quotient may be the argument: `\sin \pi/6`."""
-    for found in reversed(list(_OPEN_ARGUMENT.finditer(text))):  # of `\ln\sin x` the sine first
+    Return "" if the argument may be a quotient: `\sin \pi/6`."""
+    for found in reversed(list(_OPEN_ARGUMENT.finditer(text))):  # inner functions first: `\ln\sin x`
         start = found.start("argument")
         _, length, _ = next(pieces(text[found.end() :], _ARGUMENT_END))
         end = found.end() + length
@@ -402,13 +401,13 @@ def _bracket_arguments(text: str) -> str:
     return text
 
 
-def _fraction(found: re.Match[str]) -> str:
+def _format_fraction(found: re.Match[str]) -> str:
     above, below = (one[1:-1] if one[0] == "{" else one for one in found.groups())
     return f"\\frac{{{above}}}{{{below}}}"
 
 
-def _in_base_ten(found: re.Match[str]) -> str:
-    """Return the value of 4343_6; the text itself where it is no number in that base."""
+def _convert_base(found: re.Match[str]) -> str:
+    """Return the value of 4343_6; the text itself if it is not a number in that base."""
     digits, base = found[1] or found[2], int(found[3] or found[4])
     try:
         return str(int(digits, base)) if 2 <= base <= 36 and len(digits) < 100 else found[0]
@@ -416,8 +415,8 @@ def _in_base_ten(found: re.Match[str]) -> str:
         return found[0]
 
 
-def _mixed(found: re.Match[str]) -> str:
-    """Return the sum that a whole number and a proper fraction behind it are."""
+def _expand_mixed(found: re.Match[str]) -> str:
+    """Write a mixed number, with a proper fraction, as a sum."""
     above, below = found[2] or found[4], found[3] or found[5]
     proper = 0 < int(above) < int(below)
     return f"({found[1]}+\\frac{{{above}}}{{{below}}})" if proper else found[0]

@@ -1,8 +1,7 @@
-r"""Reads answers with relations in them: `x = 1 \text{ or } 2` gives a name two values, `2x + y = 3` is an
-equation of its own.
+r"""Parse answers with relations: names with values, and equations.
 
-Works on text only, in time linear in it; megarl_verifier.symbolic compares what is read.
-docs/verifiers.md has the rules."""
+`x = 1 \text{ or } 2` gives a name two values; `2x + y = 3` is an equation. Works on text, in linear time;
+megarl_verifier.symbolic compares the results. docs/verifiers.md has the rules."""
 
 from __future__ import annotations
 
@@ -59,8 +58,7 @@ _GREEK = (
 _LETTER = rf"(?:{_GREEK}|[A-Za-z])"
 _INDEX = r"(?:\s?(?:_\s?(?:\{[^{}]*\}|[A-Za-z0-9])|'|\^\s?(?:\\prime|\{(?:\\prime)+\}|\*)))*"
 _ITEMS = rf"(?:{_LETTER}|[0-9]+)(?:\s?,\s?(?:{_LETTER}|[0-9]+))*"
-# What a value may be given to: a word, an angle, a segment, f(x), (x, y), a letter; with an index or a prime.
-# The product `xy` is none.
+# Names: a word, an angle, a segment, f(x), (x, y), a letter; with an index or a prime. `xy` is a product.
 _NAME = re.compile(
     r"(?P<word>\\(?:text|mathrm|operatorname)\s?\{[^{}]*\}|[A-Za-z]{4,}(?: [A-Za-z]{2,})*)"
     r"|\|[A-Z]{2,4}\||\\frac\s?\{[A-Z]{2,4}\}\s?\{[A-Z]{2,4}\}"
@@ -83,8 +81,10 @@ _UNIT = re.compile(r"\\(?:text|mathrm|circ)(?![A-Za-z])|\u00b0")
 
 @dataclass(frozen=True)
 class Relation:
-    """`left operator right`. The operator is one of = != < <= > >=, or one that is compared as text, or ''
-    for a text without a relation."""
+    """`left operator right`.
+
+    The operator is one of = != < <= > >=, one that is compared as text, or '' for a text without a
+    relation."""
 
     left: str
     operator: str
@@ -94,18 +94,18 @@ class Relation:
     def solved(self) -> bool:
         """Return whether the relation bounds one name by a constant."""
         pair = (self.left, self.right)
-        return any(_name(one.lstrip("- ")) and is_constant(other) for one, other in (pair, pair[::-1]))
+        return any(_read_name(one.lstrip("- ")) and is_constant(other) for one, other in (pair, pair[::-1]))
 
 
 @dataclass(frozen=True)
 class ParsedAnswer:
-    """An answer with relations in it.
+    """An answer with relations.
 
     text       the formula
-    values     the values that names are said to have, in their order
-    relations  the relations that give no name a value
-    words      the names that are words, like Area; another name may stand for such a name
-    constants  of each chain `a = 2 + 2 = 4` the sides without letters and units, which must be equal"""
+    values     name -> its values in order
+    relations  relations that give no name a value
+    words      names that are words, such as Area; they match any other name
+    constants  of each chain `a = 2 + 2 = 4`, the sides without letters and units, which must be equal"""
 
     text: str
     values: dict[str, tuple[str, ...]]
@@ -121,17 +121,18 @@ class ParsedAnswer:
 
     @property
     def rows(self) -> list[tuple[str, ...]]:
-        """The values of all names together, row after row; empty where their numbers differ."""
+        """The values of all names, row by row; [] if their numbers differ."""
         columns = list(self.values.values())
         return list(zip(*columns, strict=True)) if len({len(column) for column in columns}) == 1 else []
 
     @property
     def last(self) -> str | None:
-        """The result where a mere value is asked for: all values, or the right side of `m + n = 7`. That of
-        `2x = 4` is none: the equation may be the question."""
+        """The result: all values, or the right side of `m + n = 7`.
+
+        None for `2x = 4`, which may be the question."""
         if not self.relations:
             if len(self.rows) > 1 and len(self.values) > 1:
-                return tuples(self.rows)
+                return format_tuples(self.rows)
             return ", ".join(value for values in self.values.values() for value in values)
         if len(self.relations) != 1 or self.values:
             return None
@@ -139,25 +140,25 @@ class ParsedAnswer:
         if _DERIVATIVE.fullmatch(one.left):
             is_result = True
         elif _NAME.fullmatch(one.left):  # S_n = n(n + 1)/2
-            is_result = not _symbols(one.left.partition("_")[0]) & _symbols(one.right)
+            is_result = not _find_symbols(one.left.partition("_")[0]) & _find_symbols(one.right)
         else:
             is_result = _SUM.fullmatch(one.left) is not None and is_constant(one.right)
         return one.right if one.operator == "=" and is_result else None
 
 
-def tuples(rows: Iterable[tuple[str, ...]]) -> str:
-    """Return `(1, 2), (3, 4)`."""
+def format_tuples(rows: Iterable[tuple[str, ...]]) -> str:
+    """Format rows as `(1, 2), (3, 4)`."""
     return ", ".join(f"({', '.join(row)})" for row in rows)
 
 
 @lru_cache(maxsize=1024)
-def read(text: str) -> ParsedAnswer | None:
-    """Parse an answer; None where no relation stands in it outside of brackets."""
+def read_relations(text: str) -> ParsedAnswer | None:
+    """Parse an answer; None if it has no relation outside of brackets."""
     if not _OPERATOR.search(text):
         return None
     if NEGATION.search(text):  # it is false that $x = 5$
         return ParsedAnswer(text, {}, (Relation(text, "", ""),), frozenset())
-    found = list(formulas(text))
+    found = list(find_formulas(text))
     if not any(_OPERATOR.search(formula) for formula in found):
         found = [_PROSE.sub("", text.replace("$", ""))]
     text = _NOT.sub(r"\\ne ", _IMPLIES.split(", ".join(found))[-1].strip())
@@ -178,7 +179,7 @@ def read(text: str) -> ParsedAnswer | None:
         related |= bool(operators)
         if set(operators) == {"="}:
             constants.append(tuple(side for side in sides if is_constant(side) and not _UNIT.search(side)))
-        named, rest = _chain(sides, operators) if operators else ([(name, part)] if name else [], [])
+        named, rest = _split_chain(sides, operators) if operators else ([(name, part)] if name else [], [])
         if not operators and not name:
             rest = [Relation(part, "", "")]
         relations += rest
@@ -197,7 +198,7 @@ def read(text: str) -> ParsedAnswer | None:
     return ParsedAnswer(text, values, tuple(relations), frozenset(words), tuple(constants))
 
 
-def _chain(sides: list[str], operators: list[str]) -> tuple[list[tuple[str, str]], list[Relation]]:
+def _split_chain(sides: list[str], operators: list[str]) -> tuple[list[tuple[str, str]], list[Relation]]:
     """Split `a = b = c` or `1 < x <= 2` into names with their values, and other relations."""
     if "~" in operators:  # 1/3 = x ~ 0.33
         at = operators.index("~")
@@ -209,50 +210,52 @@ def _chain(sides: list[str], operators: list[str]) -> tuple[list[tuple[str, str]
     if set(operators) != {"="}:
         return [], relations
     first, last = sides[0], sides[-1]
-    name, named = _name(first), is_constant(last)
-    if named and len(sides) > 2 and all(map(_name, sides[:-1])):  # x = y = 3
-        return [(_name(side), last) for side in sides[:-1]], []
-    # y = 2(x + 1) = 2x + 2 has one value; x = y/2 = z/3 is a line.
-    one_value = len(sides) == 2 or named or all(_symbols(side) == _symbols(last) for side in sides[1:-1])
-    its_own = _symbols(first if first[:1] == "(" else first.partition("(")[0])
-    if name and one_value and not its_own & _symbols(last):
+    name, named = _read_name(first), is_constant(last)
+    if named and len(sides) > 2 and all(map(_read_name, sides[:-1])):  # x = y = 3
+        return [(_read_name(side), last) for side in sides[:-1]], []
+    # y = 2(x + 1) = 2x + 2 is one value; x = y/2 = z/3 is a line.
+    one_value = (
+        len(sides) == 2 or named or all(_find_symbols(side) == _find_symbols(last) for side in sides[1:-1])
+    )
+    its_own = _find_symbols(first if first[:1] == "(" else first.partition("(")[0])
+    if name and one_value and not its_own & _find_symbols(last):
         return [(name, last)], []
-    if len(sides) == 2 and is_constant(first) and _name(last):
-        return [(_name(last), first)], []
-    if all(map(is_constant, sides)):  # 2 + 2 = 4: a value that nothing is called by
+    if len(sides) == 2 and is_constant(first) and _read_name(last):
+        return [(_read_name(last), first)], []
+    if all(map(is_constant, sides)):  # 2 + 2 = 4: a value without a name
         return [("=", last)], []
     if all(map(is_constant, sides[1:])):  # m + n = 3 + 4 = 7
         return [], [Relation(first, "=", last)]
     return [], relations
 
 
-def _name(side: str) -> str:
+def _read_name(side: str) -> str:
     return _NOT_IN_NAMES.sub("", side).lower() if _NAME.fullmatch(side) else ""
 
 
-def _symbols(side: str) -> set[str]:
+def _find_symbols(side: str) -> set[str]:
     return set(_SYMBOL.findall(_NO_SYMBOLS.sub(" ", side)))
 
 
 def is_constant(side: str) -> bool:
-    """Return whether no symbol stands in `side` but e and i."""
-    return bool(side) and _symbols(side) <= {"e", "i"}
+    """Return whether `side` has no symbols but e and i."""
+    return bool(side) and _find_symbols(side) <= {"e", "i"}
 
 
-def formulas(text: str) -> Iterator[str]:
-    """Yield the texts that stand between math delimiters."""
+def find_formulas(text: str) -> Iterator[str]:
+    """Yield the texts between math delimiters."""
     return (next(filter(None, match.groups())) for match in _DELIMITED.finditer(text))
 
 
 def split(text: str, separator: re.Pattern[str]) -> list[str]:
-    """Return the parts between separators outside of brackets and environments, without the empty ones."""
+    """Split at separators outside of brackets and environments; drop empty parts."""
     marks = " \t\n,;:*_`"
     parts = (text[start:end].lstrip(marks).rstrip(marks + ".") for start, end, _ in pieces(text, separator))
     return [part for part in parts if part]
 
 
 def pieces(text: str, separator: re.Pattern[str]) -> Iterator[tuple[int, int, str]]:
-    """Yield start and end of each piece, and the separator after it."""
+    """Yield (start, end, separator after it) of each piece."""
     depth = start = at = 0
     while at < len(text):
         if depth <= 0 and (found := separator.match(text, at)):

@@ -1,8 +1,8 @@
 r"""Symbolic equivalence: `\frac{1}{2}` equals `0.5`, `x^2+2x+1` equals `(x+1)^2`.
 
-Equations and inequalities are compared here: math-verify compares right sides, or solves both, and then the
-question would be an answer to itself. docs/verifiers.md has the rules. Run it in a VerifierPool: no clock
-limits parsing or comparison."""
+Compares equations and inequalities itself. math-verify compares only right sides or solves both, so that
+the question would be its own answer. docs/verifiers.md has the rules. Run it in a VerifierPool, since parsing
+and comparison have no time limit."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from megarl_verifier.notation import (
     simple_number,
     without_prose,
 )
-from megarl_verifier.relations import ParsedAnswer, Relation, read, split, tuples
+from megarl_verifier.relations import ParsedAnswer, Relation, format_tuples, read_relations, split
 from megarl_verifier.values import (
     Unreadable,
     attempt,
@@ -46,18 +46,17 @@ from megarl_verifier.values import (
     symbol_case,
 )
 
-# math-verify warns once per process that its own limits are off; that is on purpose (they need SIGALRM, which
-# the pool uses).
+# Silence math-verify's warning about disabled time limits: they need SIGALRM, which the pool uses.
 logging.getLogger("math_verify").setLevel(logging.ERROR)
 
 _TAIL = 1000
-# The last formula of a text, or its last number; of several with `or`, `and` or a comma between them all.
+# Formulas or numbers, possibly several joined by `or`, `and` or a comma.
 _FORMULA = r"(?:\$\$?[^$]+\$\$?|\\\([^\n]{1,300}?\\\)|\\\[.{1,300}?\\\])"
 _NUMBER = r"(?:(?<![^\s=(])[-+]?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]+|/[0-9]+)?%?(?![0-9A-Za-z/^_]))"
 _JOINED = r"(?:\s*(?:,?\s*(?:and|or)\s|,)\s*)"
 _FORMULAS = re.compile(f"{_FORMULA}(?:{_JOINED}{_FORMULA})*", re.DOTALL)
 _NUMBERS = re.compile(f"{_NUMBER}(?:{_JOINED}{_NUMBER})*")
-# A choice: the reference is one letter, and the answer begins with a label.
+# Multiple choice: the reference is one letter, and the answer starts with a label.
 _CHOICE = re.compile(r"\(?([A-Z])\)?\.?")
 _LABELLED = re.compile(
     r"(?i:(?:the\s+)?(?:option|choice|answer)\s+(?:is\s+)?)?(?:\(([A-Z])\)|([A-Z])(?=[).:]|$))[).:]*(?=\s|$)(.*)",
@@ -69,8 +68,7 @@ _OTHER_LABEL = re.compile(
     re.DOTALL,
 )
 
-# A number, a word, a formula in delimiters: the exclamation mark after it ends a sentence. After another
-# formula it is a factorial.
+# After these (numbers, words, formulas in delimiters) `!` ends a sentence; after others it is a factorial.
 _EXCLAIMED = re.compile(
     r"(?:.*(?<![\\A-Za-z])[A-Za-z]{2,}\s.*|.*(?<![\\A-Za-z])[A-Za-z]{2,}|(?:.*=)?[-+\s]*[0-9.,/]+\s*%?"
     r"|\([^()]*,[^()]*\)|-?\\[dt]?frac\s*\{\d+\}\s*\{\d+\}|.*\\text\s*\{[^{}]*\}|.*[^A-Za-z0-9)}\]])"
@@ -82,34 +80,34 @@ _DIGITS = 40
 
 
 def verify_math(response: str, answer: str) -> Judgement:
-    r"""Judge whether the final answer of `response` is mathematically equal to `answer`.
+    r"""Compare the final answer of `response` with `answer` mathematically.
 
-    Of what follows the thoughts the final answer is the last `Answer:` line, or the boxes in it, else the
-    last `<answer>`, else the last `\boxed{}`, else the last formula or number of the last 1,000 characters.
-    Answers that no person writes (over 300 characters, brackets 16 deep) are compared as text."""
+    After the thoughts, the final answer is the last `Answer:` line or its boxes. Else it is the last
+    `<answer>`, else the last `\boxed{}`, else the last formula or number of the last 1,000 characters.
+    Implausible answers (over 300 characters, brackets 16 deep) are compared as text."""
     answer = plain(all_boxed(answer) or answer)
-    gold = read(answer) if is_plausible(answer) else None
+    gold = read_relations(answer) if is_plausible(answer) else None
     found = _final_answer(response, answer, is_relation=gold is not None)
     if found is None:
         return Judgement(False)
     if choice := _CHOICE.fullmatch(answer.strip(" $*")):
-        label = _label(found)
+        label = _find_label(found)
         if label is not None:
             return Judgement(label == choice[1], label)
     found = plain(found)
-    mine = read(found) if is_plausible(found) else None
+    mine = read_relations(found) if is_plausible(found) else None
     if mine is not None and _contradicts_itself(mine):
-        return Judgement(text_form(answer) == text_form(found) != "", _vote(found))
+        return Judgement(text_form(answer) == text_form(found) != "", _vote_text(found))
     if gold is not None and mine is not None:
         correct = _same_answer(gold, mine) or (
-            mine.value is not None and not gold.values and _is_value_of(gold, mine.value)
+            mine.value is not None and not gold.values and _matches_values(gold, mine.value)
         )
     elif gold is not None:
-        correct = _is_value_of(gold, found)
+        correct = _matches_values(gold, found)
     else:
         correct = _equal(answer, (mine.last if mine else None) or found)
     value = (mine.value if gold else mine.last) if mine else None
-    return Judgement(correct or text_form(answer) == text_form(found) != "", _vote(value or found))
+    return Judgement(correct or text_form(answer) == text_form(found) != "", _vote_text(value or found))
 
 
 def _contradicts_itself(answer: ParsedAnswer) -> bool:
@@ -127,8 +125,7 @@ def _is_readable(text: str) -> bool:
 
 
 def _final_answer(response: str, answer: str, *, is_relation: bool) -> str | None:
-    """Return the final answer of a response as it is written; None where it has none or its end was cut
-    off."""
+    """Return the final answer as written; None if there is none or its end was cut off."""
     text = final_part(response)
     _, tag, tagged = text.rpartition("<answer>")
     tagged, end, after = tagged.partition("</answer>")
@@ -146,15 +143,14 @@ def _final_answer(response: str, answer: str, *, is_relation: bool) -> str | Non
         return boxed
     if tag and text is tagged:
         return tagged.strip()
-    # A number would be a side of a relation only.
+    # A number alone would be one side of a relation.
     patterns = (_FORMULAS,) if is_relation else (_FORMULAS, _NUMBERS)
     tail = text[-_TAIL:].replace("\\$", "")
     return next((last for one in patterns for last in [one.findall(tail)[-1:]] if last), [None])[0]
 
 
-def _label(found: str) -> str | None:
-    """Return the letter of the choice that an answer begins with; None where it begins with none, or names
-    several."""
+def _find_label(found: str) -> str | None:
+    """Return the choice that an answer starts with; None if there is none or several."""
     text = plain(found)
     for macro in ("\\textbf", "\\text", "\\mathrm", "\\mathbf"):
         text = text.replace(macro, "")
@@ -164,33 +160,32 @@ def _label(found: str) -> str | None:
 
 
 def _without_exclamation(line: str, answer: str) -> str:
-    """Return the answer without an exclamation mark that ends a sentence."""
+    """Remove an exclamation mark that ends a sentence."""
     text, ends = line.rstrip("!. "), line.rstrip(". ").endswith("!")
     return text if ends and _EXCLAIMED.fullmatch(text) and text_form(line) != text_form(answer) else line
 
 
-def _vote(found: str) -> str | None:
-    """Return the text that answers are counted by."""
+def _vote_text(found: str) -> str | None:
+    """Return the text by which answers are counted."""
     if number := simple_number(found):
         return str(number[0])
     formula = read_notation(without_prose(found)).formula
     parsed = _parse(formula) if formula else None
-    return (None if parsed is None else _canonical(parsed)) or text_form(found) or None
+    return (None if parsed is None else _canonical_text(parsed)) or text_form(found) or None
 
 
-def _canonical(parsed: Basic | MatrixBase) -> str | None:
-    """Return one text for votes: sympy prints equal forms alike more often than responses write them
-    alike."""
+def _canonical_text(parsed: Basic | MatrixBase) -> str | None:
+    """Return a canonical text for votes, as sympy prints the value."""
     exact = attempt(rational, parsed)
     text = attempt(str, parsed if exact is None else exact)
     return None if text is None else normalise(text)
 
 
 def _equal(answer: str, found: str) -> bool:
-    """Return whether two values are equal: as text, as numbers, else as formulas."""
+    """Compare two values as text, as numbers, else as formulas."""
     numbers = simple_number(answer), simple_number(found)
     if numbers[0] and numbers[1]:
-        # Most answers are numbers like these, and the parser would take a hundred times as long over them.
+        # A fast path for most answers; the parser is about a hundred times slower.
         return equal_numbers(*numbers[0], *numbers[1])
     gold, mine = read_notation(answer), read_notation(without_prose(found))
     if mine.text != "" and gold.text in (mine.text, text_form(found)):
@@ -212,7 +207,7 @@ def _equal_formulas(gold: str, mine: str) -> bool:
     if pair[0] is None or pair[1] is None:
         return False
     for text, value, other in ((gold, *pair), (mine, *pair[::-1])):
-        # The parser reads `1, 2` as a set too, and a pair as an open interval.
+        # The parser also reads `1, 2` as a set, and a pair as an open interval.
         is_set = isinstance(value, sympy.FiniteSet) and text.startswith(("\\{", "{", "\\lbrace"))
         if is_set and isinstance(other, sympy.Tuple | sympy.Interval):
             return False
@@ -221,27 +216,26 @@ def _equal_formulas(gold: str, mine: str) -> bool:
 
 @lru_cache(maxsize=1024)
 def _parse(formula: str) -> Basic | MatrixBase | None:
-    """Parse a formula; None where it cannot be read whole.
+    """Parse a formula; None if any part is unreadable.
 
-    Cached, as a group has one reference and often one answer: the caller must not change the value."""
+    Cached, since a group has one reference and often one answer. Callers must not change the value."""
     try:
         return parse(formula)
     except Unreadable:
         return None
 
 
-def _is_value_of(gold: ParsedAnswer, found: str) -> bool:
-    """Return whether `found`, which names nothing, is the value of the reference's name, or the values of its
-    names in their order."""
+def _matches_values(gold: ParsedAnswer, found: str) -> bool:
+    """Return whether `found`, without names, has the values of the reference's names in order."""
     if gold.relations:
-        # An interval is an answer to an inequality; the right side of an equation is none to the equation.
+        # An interval can answer an inequality, but a right side cannot answer an equation.
         inequalities = all(one.operator in ("<", "<=", ">", ">=") for one in gold.relations)
         return inequalities and not gold.values and _equal(gold.text, found)
     if gold.value is not None:
         return _equal(gold.value, found)
     rows = gold.rows
     if len(rows) > 1:  # p = 5, q = 2; p = 7, q = 2
-        return _equal(tuples(rows), found)
+        return _equal(format_tuples(rows), found)
     found = found.replace("\\left", "").replace("\\right", "").strip("$ ")
     bracketed = found.startswith("(") and found.endswith(")") and found.count("(") == 1
     mine = split(found[1:-1] if bracketed else found, _COMMA)
@@ -249,15 +243,14 @@ def _is_value_of(gold: ParsedAnswer, found: str) -> bool:
 
 
 def _same_answer(gold: ParsedAnswer, mine: ParsedAnswer) -> bool:
-    """Return whether names have equal values and the other relations of both have the same solutions, one by
-    one."""
+    """Return whether names have equal values and the other relations have the same solutions."""
     named_otherwise = gold.words | mine.words or "=" in (*gold.values, *mine.values)
     if gold.value is not None and mine.value is not None and named_otherwise:
         return _equal(gold.value, mine.value)
     theirs, ours = list(gold.relations), list(mine.relations)
-    if len(gold.rows) > 1 and len(gold.values) > 1:  # which value of one name goes with which of another
-        columns = ([said.values.get(name, ()) for name in gold.values] for said in (gold, mine))
-        rows = [tuples(zip(*columns_of_one, strict=False)) for columns_of_one in columns]
+    if len(gold.rows) > 1 and len(gold.values) > 1:  # rows of values that belong together
+        columns = ([one.values.get(name, ()) for name in gold.values] for one in (gold, mine))
+        rows = [format_tuples(zip(*columns_of_one, strict=False)) for columns_of_one in columns]
         if len(mine.values) != len(gold.values) or len(mine.rows) != len(gold.rows) or not _equal(*rows):
             return False
     for name in dict.fromkeys((*gold.values, *mine.values)):
@@ -276,13 +269,13 @@ def _same_answer(gold: ParsedAnswer, mine: ParsedAnswer) -> bool:
 
 
 def _same_relation(gold: Relation, mine: Relation) -> bool:
-    """Return whether left minus right of one is a multiple of the other's, by a positive factor unless the
-    relation is to be turned.
+    """Return whether left minus right of one is a multiple of the other's.
 
-    Where the reference is solved, an answer that is not is wrong: it may be the question itself."""
+    The factor must be positive unless the operator is mirrored. If the reference is solved, the answer
+    must be, as it could be the question itself."""
     if gold.solved and not mine.solved:
         return False
-    ratio = attempt(_ratio, gold, mine)
+    ratio = attempt(_find_ratio, gold, mine)
     if ratio is None:
         forms = [(one.operator, text_form(one.left), text_form(one.right)) for one in (gold, mine)]
         return forms[0] == forms[1]
@@ -290,9 +283,11 @@ def _same_relation(gold: Relation, mine: Relation) -> bool:
 
 
 @lru_cache(maxsize=1024)
-def _difference(relation: Relation) -> Expr | None:
-    """Return left minus right, of an equation the numerator; None if a side is no number or has an integral,
-    sum, product or limit. Decimals become exact; f(x) and derivatives become symbols."""
+def _subtract_sides(relation: Relation) -> Expr | None:
+    """Return left minus right, of an equation its numerator, with exact decimals.
+
+    f(x) and derivatives become symbols. None if a side is not a number or has an integral, sum, product or
+    limit."""
     sides = []
     for text in (relation.left, relation.right):
         formula = read_notation(text, inside=True).formula
@@ -309,10 +304,11 @@ def _difference(relation: Relation) -> Expr | None:
     return sympy.fraction(sympy.together(expression))[0] if relation.operator in ("=", "!=") else expression
 
 
-def _ratio(gold: Relation, mine: Relation) -> Expr | None:
-    """Return the difference of `mine` over that of `gold` where it is the same nonzero real number at random
-    points, else None. (A polynomial that is zero at random points is zero.)"""
-    a, b = _difference(gold), _difference(mine)
+def _find_ratio(gold: Relation, mine: Relation) -> Expr | None:
+    """Return difference(mine) / difference(gold) if it is constant and real at random points.
+
+    Else, or if it is zero, return None. A polynomial that is zero at random points is zero."""
+    a, b = _subtract_sides(gold), _subtract_sides(mine)
     if a is None or b is None:
         return None
     draw = random.Random(0)

@@ -1,8 +1,8 @@
-r"""Parses formulas and compares their values: numbers by ratio, letters at random points.
+"""Parse formulas and compare their values: numbers by ratio, letters at random points.
 
-The parser is `latex2sympy2_extended`, as in math-verify. It would drop or guess the base of a number, a prime
-and a transposed number, which are refused here. sympy never evaluates a number that is too large for
-`_check_size`, so `9^{9^9}` ends as unreadable."""
+The parser is `latex2sympy2_extended`, as in math-verify. It would drop or guess a number's base, a prime
+and a transposed number; these are refused here. Numbers too large for `_check_size`, such as `9^{9^9}`,
+are unreadable and never evaluated."""
 
 from __future__ import annotations
 
@@ -27,16 +27,15 @@ _NORMALIZATION = NormalizationConfig(
     basic_latex=True, units=False, malformed_operators=False, nits=True, boxed="none"
 )
 _UNDONE = (sympy.Integral, sympy.Sum, sympy.Product, sympy.Limit, Derivative)  # never evaluated
-# Decimal digits of a number on the way to a value. The longest integer that an answer may have in full.
-_MAX_DIGITS = 5000
-# sympy raises the denominator of a fraction to the degree of its root: more digits take seconds.
+_MAX_DIGITS = 5000  # decimal digits of an intermediate number
+# sympy raises a fraction's denominator to the degree of its root; more digits take seconds.
 _MAX_ROOT_DIGITS = 100_000
-_GUARD_DIGITS = 50  # beyond the digits that the largest or smallest number of a formula takes
-_SLOW_DIGITS = 200  # with more of them the gamma function, or floor(x^x) of a large x, takes seconds
-_LOST_DIGITS = 20  # that rounding may cost; two exact values agree in the others
-_LARGEST, _SMALLEST = 3.0, 0.2  # letters are evaluated between them
+_GUARD_DIGITS = 50  # in addition to the digits of a formula's largest or smallest number
+_SLOW_DIGITS = 200  # with more, the gamma function or floor(x^x) takes seconds
+_LOST_DIGITS = 20  # may be lost to rounding; exact values agree in the others
+_LARGEST, _SMALLEST = 3.0, 0.2  # range of letters
 _POINTS, _TRIES, _ENOUGH = 8, 40, 3
-_SCALES, _CONSTANTS = (10, 100, 1000), 8  # where functions like |x| are evaluated also
+_SCALES, _CONSTANTS = (10, 100, 1000), 8  # more points for functions like |x|
 _BENT = (
     sympy.Abs, sympy.Max, sympy.Min, sympy.floor, sympy.ceiling, sympy.sign, sympy.Mod,
     InverseTrigonometricFunction,
@@ -44,7 +43,7 @@ _BENT = (
 
 
 class Unreadable(Exception):
-    """The formula cannot be read whole, or has a number that is too large to evaluate."""
+    """A part of the formula cannot be parsed, or a number is too large to evaluate."""
 
 
 class _Undefined(Exception):
@@ -52,13 +51,13 @@ class _Undefined(Exception):
 
 
 class _Parser(Latex2Sympy):
-    """The parser of latex2sympy2_extended, which drops and guesses nothing."""
+    """The parser of latex2sympy2_extended, without dropping or guessing."""
 
     def __init__(self, *, is_real: bool) -> None:
         super().__init__(is_real=is_real, config=ConversionConfig(lowercase_symbols=False))
 
     def convert_postfix_list(self, arr: Any, i: int = 0) -> Any:
-        """Multiply factors that stand side by side. The parent reads `(2)(3)` as a mixed number, 5."""
+        """Multiply adjacent factors. The parent reads `(2)(3)` as a mixed number, 5."""
         first = self.convert_postfix(arr[i])
         if isinstance(first, list) or i == len(arr) - 1:
             return super().convert_postfix_list(arr, i)
@@ -84,7 +83,7 @@ class _Parser(Latex2Sympy):
         return super().convert_comp(comp)
 
     def convert_interval(self, expr: Any) -> Any:
-        """Refuse ends that are equal but for their form: sympy takes seconds to compare such roots."""
+        """Refuse ends that are equal except in form: sympy takes seconds to compare such roots."""
         ends = [self.convert_expr(one) for one in expr.expr()]
         names = sorted({symbol.name for one in ends for symbol in one.free_symbols})
         point = near_point(names, random.Random(0), _GUARD_DIGITS)
@@ -114,7 +113,7 @@ class _Parser(Latex2Sympy):
 
 
 def parse(formula: str) -> Basic | MatrixBase:
-    """Parse a formula whole. Raises Unreadable."""
+    """Parse all of a formula. Raises Unreadable."""
     text = normalize_latex(formula, _NORMALIZATION)
     try:
         value = _Parser(is_real=not should_treat_as_complex(text)).parse(text)
@@ -132,19 +131,19 @@ def equal(gold: Basic | MatrixBase, mine: Basic | MatrixBase) -> bool:
     """Return whether two parsed answers have the same value.
 
     An integral, sum, product, limit or derivative equals only the same one, up to the name of its bound
-    variable. sympy may take minutes to evaluate it, and the question is no answer to itself."""
+    variable. Evaluating it may take minutes, and would make the question its own answer."""
     if is_undone(gold) or is_undone(mine):
         return bool(gold.as_dummy() == mine.as_dummy())
     return _equal(gold, mine)
 
 
 def is_undone(value: Basic | MatrixBase) -> bool:
-    """Return whether an integral, sum, product, limit or derivative stands in a value."""
+    """Return whether a value has an unevaluated integral, sum, product, limit or derivative."""
     return bool(value.has(*_UNDONE))
 
 
 def _equal(gold: Basic | MatrixBase, mine: Basic | MatrixBase) -> bool:
-    lists = [_entries(one) for one in (gold, mine)]
+    lists = [_list_entries(one) for one in (gold, mine)]
     if isinstance(gold, Interval) and isinstance(mine, Interval):
         ends = gold.left_open == mine.left_open and gold.right_open == mine.right_open
         return ends and _equal(gold.start, mine.start) and _equal(gold.end, mine.end)
@@ -175,9 +174,10 @@ def _has_matrix(*values: Basic) -> bool:
     return any(isinstance(one, Basic) and one.has(sympy.MatrixBase, sympy.MatrixExpr) for one in values)
 
 
-def _entries(value: Basic | MatrixBase) -> list[Any] | None:
-    """Return the entries of a list, a set, a tuple or a union; of an open interval, which may be a pair, its
-    ends."""
+def _list_entries(value: Basic | MatrixBase) -> list[Any] | None:
+    """Return the entries of a list, set, tuple or union; None for other values.
+
+    An open interval may be a pair, so its ends are entries."""
     if isinstance(value, sympy.FiniteSet):
         return list(getattr(value, "_unsorted_args", value.args))
     if isinstance(value, sympy.Tuple | sympy.Union):
@@ -188,15 +188,15 @@ def _entries(value: Basic | MatrixBase) -> list[Any] | None:
 
 
 def _contains_all(entries: list[Any], wanted: list[Any]) -> bool:
-    """Return whether each entry that is wanted equals one of the others."""
+    """Return whether each wanted entry equals one of `entries`."""
     return all(any(_equal(one, other) for other in entries) for one in wanted)
 
 
 def _equal_expressions(gold: Expr, mine: Expr) -> bool:
-    """Return whether two expressions are equal wherever both have a real value.
+    r"""Return whether two expressions are equal at all points where both have a real value.
 
-    `\\sqrt{L}/\\sqrt{g}` has one for positive letters only, where it equals `\\sqrt{L/g}`; `\\sqrt{x^2}` and
-    `x` have one for negative x also, where they differ."""
+    `\\sqrt{L}/\\sqrt{g}` is real for positive letters only, where it equals `\\sqrt{L/g}`. `\\sqrt{x^2}`
+    and `x` are also real for negative x, where they differ."""
     if gold == mine:
         return not gold.has(sympy.nan, sympy.zoo)
     infinite = [one.has(sympy.oo, sympy.zoo, sympy.nan) for one in (gold, mine)]
@@ -213,17 +213,18 @@ def _equal_expressions(gold: Expr, mine: Expr) -> bool:
     if not names:
         pair = [attempt(_evaluate, one, {}, case, digits, False) for one in (gold, mine)]
         return None not in pair and _close(pair[0], pair[1], digits, exact)
-    found = list(_values(gold, mine, sorted(set(map(case, names))), case, digits))
+    found = list(_evaluate_both(gold, mine, sorted(set(map(case, names))), case, digits))
     return len(found) >= _ENOUGH and all(_close(a, b, digits) for a, b in found)
 
 
-def _values(
+def _evaluate_both(
     gold: Expr, mine: Expr, names: Sequence[str], case: Callable[[str], str], digits: int
 ) -> Iterator[tuple[Expr, Expr]]:
-    """Yield the real values of both at random points where both have one; complex ones at positive points
-    where there is no such point. Ends after the first pair that differs."""
+    """Yield the real values of both at random points where both are real, up to the first difference.
+
+    Falls back to complex values at positive points if there is no such point."""
     draw = random.Random(0)
-    # At first all positive; then of both signs, so that |x| is not x.
+    # First positive values, then both signs, so that |x| differs from x.
     signs = [(1, 1)] * _ENOUGH + [(-1, 1)] * (_TRIES - _ENOUGH)
     near = (near_point(names, draw, digits, pair) for pair in signs)
     far = iter(far_points(names, draw, digits, (gold, mine)))
@@ -247,15 +248,16 @@ def _values(
 def near_point(
     names: Iterable[str], draw: random.Random, digits: int, signs: tuple[int, int] = (-1, 1)
 ) -> dict[str, Float]:
-    """Draw a value of each letter between _SMALLEST and _LARGEST, with one of the signs."""
+    """Sample a value of each letter between _SMALLEST and _LARGEST, times one of the signs."""
     return {name: Float(draw.uniform(_SMALLEST, _LARGEST) * draw.choice(signs), digits) for name in names}
 
 
 def far_points(
     names: Sequence[str], draw: random.Random, digits: int, expressions: Iterable[Expr]
 ) -> list[dict[str, Float]]:
-    """Return points on both sides of each constant and at larger scales where expressions may have bends
-    there, like `|x - 4|` and `\\lfloor n/12 \\rfloor`; else none."""
+    r"""Return points on both sides of each constant, and at larger scales; [] without bends.
+
+    Bends are those of functions like `|x - 4|` and `\\lfloor n/12 \\rfloor`."""
     if not any(map(has_bend, expressions)):
         return []
     nodes = (node for one in expressions for node in sympy.preorder_traversal(one) if not node.free_symbols)
@@ -276,7 +278,7 @@ def far_points(
 
 
 def has_bend(expression: Expr) -> bool:
-    """Return whether a function of letters has other formulas elsewhere, as |x| has."""
+    """Return whether a function of letters is piecewise, such as |x|."""
     roots = any(
         isinstance(power.exp, Rational) and power.exp.q % 2 == 0 and not power.base.is_Atom
         for power in expression.atoms(Pow)
@@ -286,20 +288,19 @@ def has_bend(expression: Expr) -> bool:
 
 
 def _has_gamma(expression: Expr) -> bool:
-    """Return whether a factorial, or what is computed like one, has an argument that is no integer."""
+    """Return whether a factorial, gamma function or binomial has a non-integer argument."""
     found = expression.atoms(sympy.factorial, sympy.gamma, sympy.binomial)
     return any(not one.is_Integer for function in found for one in function.args)
 
 
 def _plain_symbols(expression: Expr) -> Expr:
-    """Write f(x), whose function nobody knows, as a symbol."""
+    """Replace applications of unknown functions, f(x), by symbols."""
     unknown = expression.atoms(AppliedUndef)
     return expression.xreplace({one: Symbol(str(one)) for one in unknown}) if unknown else expression
 
 
 def symbol_case(*expressions: Expr) -> Callable[[str], str]:
-    """Return `str.lower` where the case of letters does not matter, else `str`: where both R and r stand in
-    one expression they differ."""
+    """Return `str.lower`, or `str` if an expression has both cases of a letter, such as R and r."""
     for one in expressions:
         names = {symbol.name for symbol in one.free_symbols}
         if len({name.lower() for name in names}) < len(names):
@@ -310,8 +311,9 @@ def symbol_case(*expressions: Expr) -> Callable[[str], str]:
 def _evaluate(
     node: Basic, point: Mapping[str, Expr], case: Callable[[str], str], digits: int, real: bool
 ) -> Expr:
-    """Return the value of an expression at a point: a Rational where no root is taken, else a number of so
-    many digits. real: raise _Undefined where any part of it is not real."""
+    """Return the value at a point: a Rational if no root is taken, else a number with `digits` digits.
+
+    real: raise _Undefined if any part is not real."""
     if isinstance(node, Symbol):
         return point[case(node.name)]
     if isinstance(node, Float):
@@ -323,7 +325,7 @@ def _evaluate(
         return arguments[0]
     value = node.func(*arguments) if arguments else node
     if isinstance(node, Pow) and _is_odd_root(*arguments):
-        root = Pow(-arguments[0], arguments[1])  # sympy's is complex
+        root = Pow(-arguments[0], arguments[1])  # sympy's root is complex
         value = -root if arguments[1].p % 2 else root
     if not isinstance(value, Rational):
         value = value.evalf(digits)
@@ -335,14 +337,13 @@ def _evaluate(
 
 
 def _is_odd_root(base: Expr, exponent: Expr) -> bool:
-    """Return whether base^exponent takes an odd root of a negative number: that of -8 is -2."""
+    """Return whether base^exponent is an odd root of a negative number, which is real here: -8 -> -2."""
     is_odd = isinstance(exponent, Rational) and exponent.q > 1 and exponent.q % 2 == 1
     return is_odd and base.is_negative is True
 
 
 def _close(a: Expr, b: Expr, digits: int, exact: bool = True) -> bool:
-    """Return whether two values are equal. Decimals, which may be rounded: to six places and to three
-    digits."""
+    """Return whether two values are equal; rounded decimals to six places and three digits."""
     if exact and isinstance(a, Rational) and isinstance(b, Rational):
         return bool(a == b)
     scale = max(abs(a), abs(b))
@@ -360,7 +361,7 @@ def equal_numbers(p: Fraction, p_is_decimal: bool, q: Fraction, q_is_decimal: bo
 
 
 def rational(number: Basic | MatrixBase) -> Rational | None:
-    """Return the value of a number, a fraction or a number in scientific notation, its decimals exact."""
+    """Return the exact value of a number without roots, or None."""
     if not isinstance(number, Expr) or number.free_symbols or is_undone(number):
         return None
     value = _evaluate(number, {}, str, _GUARD_DIGITS, False)
@@ -372,10 +373,11 @@ def _six_places(value: Expr) -> int:
 
 
 def _check_size(node: Basic | MatrixBase) -> float:
-    """Return how many decimal digits the largest or smallest number in an expression has before or after the
-    point, at most. Raises Unreadable above _MAX_DIGITS."""
+    """Return an upper bound of the decimal digits of any number in an expression.
+
+    Counts digits before or after the point. Raises Unreadable above _MAX_DIGITS."""
     try:
-        size = _size(node)
+        size = _estimate_digits(node)
     except (OverflowError, RecursionError) as error:
         raise Unreadable from error
     if not size <= _MAX_DIGITS:
@@ -383,7 +385,7 @@ def _check_size(node: Basic | MatrixBase) -> float:
     return size
 
 
-def _size(node: Any) -> float:
+def _estimate_digits(node: Any) -> float:
     if isinstance(node, Float):
         node = abs(node)
         return abs(float(sympy.log(node, 10))) + 17 if node.is_finite and node != 0 else 17
@@ -422,8 +424,9 @@ def _digits(number: int) -> float:
 
 
 def attempt(function: Callable[..., T], *arguments: Any) -> T | None:
-    """Return what `function` gives, or None where sympy fails in it: with RecursionError for a number and a
-    matrix, ValueError for long integers, NotImplementedError, AttributeError."""
+    """Call `function`; return None if sympy fails.
+
+    It fails with RecursionError, ValueError (long integers), NotImplementedError or AttributeError."""
     try:
         return function(*arguments)
     except MemoryError:  # the pool's limit: recorded as such

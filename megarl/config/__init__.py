@@ -1,6 +1,6 @@
-"""The typed configuration and the errors of the command line. Nothing here imports torch.
+"""The typed configuration, its checks and the errors of the command line. Imports no torch.
 
-Each name is imported at its first use: verifier and tool processes need the errors, not the schema."""
+Names are imported at first use, since verifier and tool processes need the errors only."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any

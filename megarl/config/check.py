@@ -1,4 +1,4 @@
-"""Contradictions between keys, found before a process group or a GPU is taken. Needs no torch."""
+"""Find contradictions between keys before a process group or a GPU is used. Imports no torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megarl.config.phases import WATCHED
 from megarl.config.schema import Config, OptimizerConfig, RolloutConfig
 from megarl.config.schema.section import Section
 
-# Keys and whole sections that only a run with a critic has, and that only a run that samples has.
+# Keys and sections that only runs with a critic use, and those that only runs with rollouts use.
 CRITICS = ("critic", "value_pretraining", "algorithm.value_clip")
 SAMPLED = (
     *CRITICS,
@@ -38,8 +38,8 @@ SAMPLED = (
     "schedule.ahead",
 )
 
-# Keys and sections that are read with some values of a switch of the algorithm alone: which switch, which
-# values. No preset brings them without it, as PPO's brings lambdas.
+# Keys and sections that are read only with some values of a switch: (switch, values). No preset sets them
+# without the switch.
 READ_WITH = {
     "algorithm.tracker_rho": ("advantage", ("tracked",)),
     "algorithm.gamma": ("advantage", ("gae", "return")),
@@ -52,7 +52,7 @@ READ_WITH = {
     "algorithm.fipo": ("surrogate", ("fipo",)),
 }
 
-# Folders that a run makes in its run_dir, and may replace (metrics, reports and the like are files).
+# Folders that a run creates in its run_dir and may replace.
 RUN_WRITES = (
     *("checkpoints", "critic_pretrained", "critic_2_pretrained", "eval", "failed"),
     *("heartbeat", "hf", "lora", "parity", "profile", "rollouts", "timeline", "value_pretraining"),
@@ -66,7 +66,7 @@ def check_config(config: Config, where: str) -> None:
 
 
 def real(path: Path) -> Path:
-    """Return where a path leads, with links followed as far as they exist."""
+    """Resolve the links of a path as far as they exist."""
     return Path(os.path.realpath(path))
 
 
@@ -75,20 +75,44 @@ def _problems(c: Config) -> Iterator[str]:
     for name, optimizer in (("actor", c.actor), ("critic", c.critic)):
         yield from _optimizer_problems(c, name, optimizer)
     for name in c.watchdog.limits.keys() - set(WATCHED):
-        yield f"watchdog.limits: {name} is nothing that a run does (one of {', '.join(WATCHED)})"
+        yield f"watchdog.limits: {name} is not part of a run (use one of {', '.join(WATCHED)})"
     yield from _folder_problems(c)
     yield from _parallel_problems(c)
     yield from _recompute_problems(c)
     yield from _precision_problems(c)
     yield from _layers_problems(c)
-    yield from _context_parallel_problems(c)
     yield from _residency_problems(c)
     yield from _guard_problems(c)
-    if c.has_engine:
-        yield from _algorithm_problems(c)
-        yield from _rollout_problems(c)
-    else:
+    if not c.has_engine:
         yield from _supervised_problems(c)
+        return
+    yield from _advantage_problems(c)
+    yield from _critic_problems(c)
+    yield from _policy_loss_problems(c)
+    yield from _mini_batch_problems(c)
+    yield from _engine_problems(c)
+    yield from _episode_problems(c)
+    yield from _window_problems(c)
+    yield from _reward_problems(c)
+    if c.evaluation.every and not c.data.eval:
+        yield "evaluation.every: needs data.eval files"
+    yield from evaluation_problems(c)
+
+
+def _unused(c: Config, reason: str, *keys: str) -> Iterator[str]:
+    """Yield a problem for each of `keys`, or of the keys in these sections, that is not at its default.
+
+    A resolved configuration sets every key, so only the value shows a change."""
+    for dotted in keys:
+        section: Any = c
+        *parents, name = dotted.split(".")
+        for parent in parents:
+            section = getattr(section, parent)
+        value, default = getattr(section, name), type(section).model_fields[name].default
+        if isinstance(value, Section):
+            yield from _unused(c, reason, *(f"{dotted}.{key}" for key in type(value).model_fields))
+        elif value != default:
+            yield f"{dotted}: {reason}"
 
 
 def _data_problems(c: Config) -> Iterator[str]:
@@ -104,27 +128,25 @@ def _optimizer_problems(c: Config, name: str, optimizer: OptimizerConfig) -> Ite
     if not all(0 <= beta < 1 for beta in optimizer.betas):
         yield f"{name}.betas: both must be in [0, 1) (got {list(optimizer.betas)})"
     if optimizer.optimizer == "adam":
-        for key in _changed(c, f"{name}.muon"):
-            what = f"has no effect while {name}.optimizer is adam"
-            yield f"{key}: {what} (set it to muon, or leave this out)"
+        what = f"has no effect while {name}.optimizer is adam (set it to muon, or leave this out)"
+        yield from _unused(c, what, f"{name}.muon")
     elif optimizer.freezes:
         key = "lora.rank" if optimizer.lora.rank else "frozen" if optimizer.frozen else "frozen_layers"
-        what = f"muon trains whole models, of which {name}.{key} freezes a part"
+        what = f"muon trains whole models, but {name}.{key} freezes a part"
         yield f"{name}.optimizer: {what} (set it to adam, or leave {key} out)"
     if optimizer.lora.rank is None:
+        what = f"has no effect while {name}.lora.rank is null (set it, or leave this out)"
         keys = (f"{name}.lora.{key}" for key in ("alpha", "rank_stabilized", "targets"))
-        for key in _changed(c, *keys):
-            yield f"{key}: has no effect while {name}.lora.rank is null (set it, or leave this out)"
+        yield from _unused(c, what, *keys)
     elif optimizer.frozen or optimizer.frozen_layers:
         key, none = ("frozen", "[]") if optimizer.frozen else ("frozen_layers", "0")
-        yield f"{name}.{key}: all of the model is frozen beside LoRA adapters (set it to {none})"
+        yield f"{name}.{key}: LoRA freezes the whole model already (set it to {none})"
     elif c.model.fp8.format != "none" and c.model.fp8.recipe == "delayed":
-        what = "checkpoints of adapters alone lack the histories that model.fp8.recipe delayed goes by"
+        what = "adapter checkpoints lack the scaling histories of model.fp8.recipe delayed"
         yield f"{name}.lora.rank: {what} (choose another recipe, or set rank to null)"
 
 
 def _folder_problems(c: Config) -> Iterator[str]:
-    # A run never writes into the folder of a model that it reads.
     written = {"run_dir": c.run_dir, "value_pretraining.rollouts": c.value_pretraining.rollouts}
     models = {"critic.path": c.critic.path, "reward.model.path": c.reward.model.path}
     models |= c.teacher.folders
@@ -134,7 +156,7 @@ def _folder_problems(c: Config) -> Iterator[str]:
         folder, run = real(model), real(c.run_dir)
         for other, path in written.items():
             if path is not None and real(path).is_relative_to(folder):
-                what = f"{path} is in {key} {model}, where nothing is to be written"
+                what = f"{path} is inside {key} {model}, which must not change"
                 yield f"{other}: {what} (choose another folder)"
         if folder != run and folder.is_relative_to(run) and folder.relative_to(run).parts[0] in RUN_WRITES:
             what = f"{model} is one of the folders that the run writes in run_dir {c.run_dir}"
@@ -143,39 +165,43 @@ def _folder_problems(c: Config) -> Iterator[str]:
 
 def _parallel_problems(c: Config) -> Iterator[str]:
     if c.schedule.ahead and not c.parallel.rollout_ranks:
-        what = f"{c.schedule.ahead} needs ranks that draw responses while others train"
+        what = f"{c.schedule.ahead} needs ranks that generate while others train"
         yield f"schedule.ahead: {what} (set parallel.rollout_ranks, or ahead to 0)"
     if c.parallel.rollout_ranks % c.rollout.engine_tp:
-        what = f"{c.parallel.rollout_ranks} is no multiple of rollout.engine_tp {c.rollout.engine_tp}"
+        what = f"{c.parallel.rollout_ranks} is not a multiple of rollout.engine_tp {c.rollout.engine_tp}"
         yield f"parallel.rollout_ranks: {what} (raise or lower it)"
     if c.parallel.vpp > 1 and c.parallel.pp == 1:
-        what = f"{c.parallel.vpp} virtual stages on each rank of a pipeline of one rank"
+        what = f"{c.parallel.vpp} virtual stages need a pipeline of several ranks"
         yield f"parallel.vpp: {what} (set it to 1, or raise parallel.pp)"
     if c.parallel.vpp == 1 and c.parallel.overlap_warmup_flush:
         yield "parallel.overlap_warmup_flush: has no effect while parallel.vpp is 1 (leave it out)"
+    longest, chunks = c.data.max_prompt_tokens + c.rollout.max_extent, 2 * c.parallel.cp
+    if chunks > max(longest, 2):
+        what = f"{c.parallel.cp} ranks cut each sequence into {chunks} chunks, and none has over {longest}"
+        yield f"parallel.cp: {what} tokens (lower it)"
 
 
 def _recompute_problems(c: Config) -> Iterator[str]:
     if c.model.recompute_layers is not None and c.model.recompute != "full":
         what = f"has no effect with model.recompute {c.model.recompute}"
         yield f"model.recompute_layers: {what} (set model.recompute=full, or leave it out)"
-    for key in _changed(c, "model.recompute_modules") if c.model.recompute != "selective" else ():
+    if c.model.recompute != "selective":
         what = f"has no effect with model.recompute {c.model.recompute}"
-        yield f"{key}: {what} (set model.recompute=selective, or leave it out)"
-    if c.model.recompute == "selective" and not c.model.recompute_modules:
-        what = "must name what model.recompute selective computes again"
+        what += " (set model.recompute=selective, or leave it out)"
+        yield from _unused(c, what, "model.recompute_modules")
+    elif not c.model.recompute_modules:
+        what = "must name the modules that model.recompute selective recomputes"
         yield f"model.recompute_modules: {what} (attention or mlp)"
 
 
 def _precision_problems(c: Config) -> Iterator[str]:
     if c.parallel.grad_dtype == "bf16" and c.model.dtype != "bf16":
-        what = f"bf16 needs model.dtype bf16 (got {c.model.dtype})"
-        yield f"parallel.grad_dtype: {what}"
+        yield f"parallel.grad_dtype: bf16 needs model.dtype bf16 (got {c.model.dtype})"
 
     fp8, needs = c.model.fp8, f"model.fp8.format: {c.model.fp8.format} needs"
     if fp8.format == "none":
-        for key in _changed(c, "model.fp8.recipe", "model.fp8.first_last_layers_bf16"):
-            yield f"{key}: has no effect while model.fp8.format is none (set it to hybrid or e4m3)"
+        what = "has no effect while model.fp8.format is none (set it to hybrid or e4m3)"
+        yield from _unused(c, what, "model.fp8.recipe", "model.fp8.first_last_layers_bf16")
     else:
         if c.model.dtype != "bf16":
             yield f"{needs} model.dtype bf16 (got {c.model.dtype})"
@@ -202,17 +228,9 @@ def _layers_problems(c: Config) -> Iterator[str]:
         yield f"update.share_prompts: {what} (set it to false)"
 
 
-def _context_parallel_problems(c: Config) -> Iterator[str]:
-    longest, chunks = c.data.max_prompt_tokens + c.rollout.max_extent, 2 * c.parallel.cp
-    if chunks > max(longest, 2):
-        what = f"{c.parallel.cp} ranks cut each sequence into {chunks} chunks, and none has over {longest}"
-        yield f"parallel.cp: {what} tokens (lower it)"
-
-
 def _residency_problems(c: Config) -> Iterator[str]:
     if c.residency.keep and c.residency.offload is False:
-        what = "has no effect with residency.offload false, with which everything stays"
-        yield f"residency.keep: {what} (leave one of them out)"
+        yield "residency.keep: has no effect with residency.offload false (leave one of them out)"
     for group in c.residency.keep:
         if not c.has_group(group):
             yield f"residency.keep: {group}: this run has none (leave it out)"
@@ -222,35 +240,34 @@ def _guard_problems(c: Config) -> Iterator[str]:
     if isinstance(c.guard.parity, float) and c.guard.parity < 0:
         yield f"guard.parity: must be >= 0, auto or none (got {c.guard.parity:g})"
     if c.guard.parity == "none" and c.guard.parity_layers:
-        what = "has no effect with guard.parity none, with which nothing is compared"
-        yield f"guard.parity_layers: {what} (set one of the two otherwise)"
-    for key in () if c.checkpoint.every else _changed(c, "checkpoint.time_limit", "checkpoint.keep_every"):
-        yield f"{key}: has no effect while checkpoint.every is 0, with which nothing is saved (set every)"
+        yield "guard.parity_layers: has no effect with guard.parity none (set one of the two otherwise)"
+    if not c.checkpoint.every:
+        what = "has no effect while checkpoint.every is 0 (set checkpoint.every)"
+        yield from _unused(c, what, "checkpoint.time_limit", "checkpoint.keep_every")
 
 
 def _supervised_problems(c: Config) -> Iterator[str]:
     if c.algorithm.nll_weight != 1:
         what = f"must be 1 for recipe sft, which has no other loss (got {c.algorithm.nll_weight:g})"
         yield f"algorithm.nll_weight: {what}"
-    for key in _changed(c, *SAMPLED):
-        yield f"{key}: recipe sft learns from given responses and has none of it (leave it out)"
+    yield from _unused(c, "recipe sft learns from given responses and ignores it (leave it out)", *SAMPLED)
 
 
-def _algorithm_problems(c: Config) -> Iterator[str]:
+def _advantage_problems(c: Config) -> Iterator[str]:
     a, group = c.algorithm, c.rollout.group_size
     if a.compares and group < 2:
         what = f"must be >= 2 for algorithm.advantage {a.advantage}, which compares a group's responses"
         yield f"rollout.group_size: {what} (got {group}; or set algorithm.advantage=gae)"
-    # In episodes turns may have rewards of their own.
+    # Turns of an episode may have separate rewards.
     if a.advantage == "per_reward" and len(c.reward.parts) < 2 and not c.rollout.acts:
         what = f"per_reward needs several rewards, and there is one ({', '.join(c.reward.parts)})"
         yield f"algorithm.advantage: {what} (give others a weight, or set it to group)"
     if a.advantage == "tracked" and c.rollout.dynamic_sampling.enabled:
-        what = "would hide from algorithm.advantage tracked what is all right or all wrong"
+        what = "drops groups that are all right or all wrong, which algorithm.advantage tracked needs"
         yield f"rollout.dynamic_sampling.enabled: {what} (set it to false)"
     if a.advantage == "prompt_value":
         if c.rollout.acts:
-            what = "prompt_value takes a response for one action, and episodes have several"
+            what = "prompt_value treats a response as one action, but episodes have several"
             yield f"algorithm.advantage: {what} (set it to gae)"
         if a.value_clip:
             what = "prompt_value fits the critic by cross-entropy, which is not clipped"
@@ -259,15 +276,20 @@ def _algorithm_problems(c: Config) -> Iterator[str]:
         what = f"must be > 0 for algorithm.advantage {a.advantage}, which expects the verifier's reward"
         yield f"reward.weight: {what}"
     if a.kl_reward and a.advantage in ("per_reward", "tracked", "prompt_value"):
-        what = f"is no reward that algorithm.advantage {a.advantage} could compare"
+        what = f"cannot be combined with algorithm.advantage {a.advantage}"
         yield f"algorithm.kl_reward: {what} (set it to 0; kl_weight puts the KL into the loss)"
-    for key in () if a.kl_weight else _changed(c, "algorithm.kl_estimator"):
-        yield f"{key}: has no effect while algorithm.kl_weight is 0 (set that, or leave it out)"
+    if not a.kl_weight:
+        what = "has no effect while algorithm.kl_weight is 0 (set that, or leave it out)"
+        yield from _unused(c, what, "algorithm.kl_estimator")
     if c.recipe == "sao" and group > 1:
         yield f"rollout.group_size: recipe sao takes one response a prompt (got {group}; set it to 1)"
     if c.rollout.dynamic_sampling.enabled and group < 2:
         what = f"needs rollout.group_size >= 2 (got {group}): one response is never mixed"
         yield f"rollout.dynamic_sampling.enabled: {what}"
+
+
+def _critic_problems(c: Config) -> Iterator[str]:
+    a, group = c.algorithm, c.rollout.group_size
     if a.advantage != "gae" and a.lambda_policy == "length_adaptive":
         what = "length_adaptive needs a critic of all tokens"
         yield f"algorithm.lambda_policy: {what} (set algorithm.advantage=gae)"
@@ -275,49 +297,61 @@ def _algorithm_problems(c: Config) -> Iterator[str]:
         if c.value_pretraining.steps:
             remedy = "set algorithm.advantage=gae, or steps to 0"
             yield f"value_pretraining.steps: there is no critic to pretrain ({remedy})"
-        for key in _changed(c, *CRITICS):
-            yield f"{key}: there is no critic (leave it out, or set algorithm.advantage=gae)"
+        what = "there is no critic (leave it out, or set algorithm.advantage=gae)"
+        yield from _unused(c, what, *CRITICS)
     elif c.critic.count > max(1, group * (a.advantage == "gae")):
-        what = "each learns from responses of its own of every group, with algorithm.advantage gae"
-        got = f"got {c.critic.count} of groups of {group} with {a.advantage}"
+        what = "several critics need algorithm.advantage gae, and a response each in every group"
+        got = f"got {c.critic.count} with groups of {group} and {a.advantage}"
         yield f"critic.count: {what} ({got}; set it to 1)"
-    for key in _changed(c, "algorithm.agreement") if not c.has_critic or c.critic.count == 1 else ():
-        yield f"{key}: one critic has none to agree with (set critic.count=2, or it to 0)"
+    if not c.has_critic or c.critic.count == 1:
+        what = "has no effect with fewer than two critics (set critic.count=2, or it to 0)"
+        yield from _unused(c, what, "algorithm.agreement")
     if a.agreement.filter and not a.entropy_weight:
         what = "has no effect without an entropy term"
         yield f"algorithm.agreement.filter: {what} (set algorithm.entropy_weight, or it to 0)"
     if isinstance(a.lambda_policy, float) and not 0 <= a.lambda_policy <= 1:
         yield f"algorithm.lambda_policy: must be in [0, 1] or length_adaptive (got {a.lambda_policy})"
-
     if a.lambda_floor and a.lambda_policy != "length_adaptive":
         what = "has no effect unless algorithm.lambda_policy is length_adaptive"
         yield f"algorithm.lambda_floor: {what} (set it to 0)"
 
+
+def _policy_loss_problems(c: Config) -> Iterator[str]:
+    a = c.algorithm
     if a.dual_clip and (a.dual_clip <= 1 or not a.policy_loss.has_dual_clip):
         *names, last = (name for name, loss in POLICY_LOSSES.items() if loss.has_dual_clip)
-        what = f"must be > 1, or 0, and 0 for another algorithm.surrogate than {', '.join(names)} and {last}"
+        what = f"must be 0, or > 1 with algorithm.surrogate {', '.join(names)} or {last}"
         yield f"algorithm.dual_clip: {what} (got {a.dual_clip:g} with {a.surrogate})"
     for name, (switch, readers) in READ_WITH.items():
-        for key in () if getattr(a, switch) in readers else _changed(c, name):
+        if getattr(a, switch) not in readers:
             what = f"has no effect with algorithm.{switch} {getattr(a, switch)}"
-            yield f"{key}: {what} (leave it out, or set that to {' or '.join(readers)})"
+            yield from _unused(c, f"{what} (leave it out, or set that to {' or '.join(readers)})", name)
     for name, low, high in (
         ("covariance", a.covariance.low, a.covariance.high),
         ("fipo", a.fipo.low, a.fipo.high),
     ):
         if low >= high:
             yield f"algorithm.{name}.low: must be less than high {high:g} (got {low:g})"
-    once = c.update.epochs == 1 and c.update.mini_batch >= c.responses
-    if a.surrogate in ("kl_cov", "fipo") and a.old_logprobs == "trainer" and once:
-        what = f"{a.surrogate} has no effect in the first update of a rollout, and there is one alone"
+    has_one_update = c.update.epochs == 1 and c.update.mini_batch >= c.responses
+    if a.surrogate in ("kl_cov", "fipo") and a.old_logprobs == "trainer" and has_one_update:
+        what = f"{a.surrogate} has no effect in the first update of a rollout, and there is only one"
         yield f"algorithm.surrogate: {what} (lower update.mini_batch)"
     if a.old_logprobs == "engine" and a.dppo.top_k:
-        what = "no engine here gives the log-probs of its likeliest tokens"
+        what = "no engine returns the log-probs of its top-k tokens"
         yield f"algorithm.dppo.top_k: {what} (set algorithm.old_logprobs=trainer, or it to 0)"
     if a.old_logprobs == "engine" and a.mismatch.enabled:
         what = "has nothing to correct with algorithm.old_logprobs engine, whose ratio holds the difference"
         yield f"algorithm.mismatch: {what} (set weight and mask to none)"
+    m, name = a.mismatch, "algorithm.mismatch"
+    if m.mask_low >= m.mask_high:
+        yield f"{name}.mask_low: must be less than mask_high {m.mask_high} (got {m.mask_low})"
+    for switch, kind, keys in (("weight", m.weight, ["cap"]), ("mask", m.mask, ["mask_low", "mask_high"])):
+        if kind == "none":
+            what = f"has no effect while {name}.{switch} is none (set it to token or sequence)"
+            yield from _unused(c, what, *(f"{name}.{key}" for key in keys))
 
+
+def _mini_batch_problems(c: Config) -> Iterator[str]:
     actor = c.update.mini_batch
     critic = c.critic.mini_batch or actor
     divide = f"must divide the {c.responses} responses of a step"
@@ -327,44 +361,40 @@ def _algorithm_problems(c: Config) -> Iterator[str]:
         other = f"divide update.mini_batch {actor} or be a multiple of it"
         yield f"critic.mini_batch: {divide}, and {other} (got {critic})"
 
-    m, name = a.mismatch, "algorithm.mismatch"
-    if m.mask_low >= m.mask_high:
-        yield f"{name}.mask_low: must be less than mask_high {m.mask_high} (got {m.mask_low})"
-    for switch, kind, keys in (("weight", m.weight, ["cap"]), ("mask", m.mask, ["mask_low", "mask_high"])):
-        for key in _changed(c, *(f"{name}.{key}" for key in keys)) if kind == "none" else ():
-            yield f"{key}: has no effect while {name}.{switch} is none (set it to token or sequence)"
 
-
-def _rollout_problems(c: Config) -> Iterator[str]:
+def _engine_problems(c: Config) -> Iterator[str]:
     r, limit = c.rollout, c.parallel.timeout
-    if r.capabilities.continuous_batching and r.engine_timeout >= limit:
+    kind = r.capabilities
+    if kind.continuous_batching and r.engine_timeout >= limit:
         what = f"must be < parallel.timeout {limit:g}, as other ranks wait"
         yield f"rollout.engine_timeout: {what} (got {r.engine_timeout:g})"
-    kind = r.capabilities
     if not (kind.sharded or kind.remote) and r.engine_tp > 1:
         what = f"must be 1 for rollout.engine {r.engine}, which is not sharded"
         yield f"rollout.engine_tp: {what} (got {r.engine_tp})"
-    if not r.capabilities.sharded and r.weights_dtype != "model":
+    if not kind.sharded and r.weights_dtype != "model":
         yield f"rollout.weights_dtype: must be model for rollout.engine {r.engine} (got {r.weights_dtype})"
     yield from _server_problems(r)
     if r.routing_compare and not (r.routing_replay and c.algorithm.old_logprobs == "trainer"):
         what = "needs rollout.routing_replay true and algorithm.old_logprobs trainer"
         yield f"rollout.routing_compare: {what} (set it to false)"
     if "trust_remote_code" in r.engine_options:
-        what = "code that lies in a model's folder is never run"
+        what = "code in a model's folder is never run"
         yield f"rollout.engine_options: trust_remote_code: {what} (leave it out)"
     runner = r.engine_options.get("moe_runner_backend", "triton")
     if runner != "triton":
-        what = f"moe_runner_backend: {runner} wants the weights of experts in another order"
+        what = f"moe_runner_backend: {runner} needs another order of expert weights"
         yield f"rollout.engine_options: {what} (leave it out: megarl sets triton)"
+
+
+def _episode_problems(c: Config) -> Iterator[str]:
+    r = c.rollout
     if not all(word.strip() for word in c.log.reflection_words):
-        yield "log.reflection_words: must not hold an empty text, which every response holds (take it out)"
+        yield "log.reflection_words: must not hold an empty text, which every response contains (remove it)"
     if "" in r.stop:
         yield "rollout.stop: must not hold an empty text, which would end every response at once"
-
     given = [f"rollout.{key}" for key in ("episode", "tools", "environment", "agent") if getattr(r, key)]
     if len(given) > 1:
-        yield f"{given[1]}: cannot stand beside {given[0]}: each says how a response is made (leave one out)"
+        yield f"{given[1]}: cannot be combined with {given[0]}: each defines the episode (leave one out)"
     if r.environment_arguments and not r.environment:
         yield "rollout.environment_arguments: has no effect without an environment (set rollout.environment)"
     remote = [one.removeprefix("mcp:") for one in (*r.tools, *map(str, r.environment_arguments.values()))]
@@ -375,89 +405,88 @@ def _rollout_problems(c: Config) -> Iterator[str]:
         if getattr(r, key) and c.data.template != "chat":
             yield f"rollout.{key}: needs a chat template (set data.template=chat)"
     if c.update.share_prompts and r.group_size == 1:
-        what = "has no effect with rollout.group_size 1"
-        yield f"update.share_prompts: {what}, where no two responses have a prompt (set it to false)"
+        yield "update.share_prompts: has no effect with rollout.group_size 1 (set it to false)"
     if r.agent and c.update.share_prompts:
         what = "an agent's messages differ within a group"
         yield f"update.share_prompts: has no effect with rollout.agent: {what} (set it to false)"
-    for key in () if r.acts else _changed(c, "rollout.turns"):
-        what = "has no effect on responses of one turn (set rollout.episode, tools, environment or agent)"
-        yield f"{key}: {what}"
+    if not r.acts:
+        remedy = "set rollout.episode, tools, environment or agent"
+        yield from _unused(c, f"has no effect on responses of one turn ({remedy})", "rollout.turns")
     if (most := r.turns.max_tokens) is not None and most < r.max_response_tokens:
         what = f"must be >= rollout.max_response_tokens {r.max_response_tokens}, which it includes"
         yield f"rollout.turns.max_tokens: {what} (got {most})"
+    prompt, positions = c.data.max_prompt_tokens, c.model.max_positions
+    if positions and prompt + r.max_extent > positions:
+        sum_ = f"data.max_prompt_tokens {prompt} + {r.max_extent} tokens"
+        key = "max_response_tokens" if r.max_extent == r.max_response_tokens else "turns.max_tokens"
+        yield f"rollout.{key}: {sum_} exceed the model's {positions} positions (lower one of them)"
 
-    if r.window is not None:
-        yield from _window_problems(c, r.window)
-    elif c.algorithm.window_tail:
-        yield "algorithm.window_tail: has no effect without rollout.window (set it to 0)"
 
-    reward, longest = c.reward, r.max_response_tokens
+def _reward_problems(c: Config) -> Iterator[str]:
+    reward, longest, sampling = c.reward, c.rollout.max_response_tokens, c.rollout.dynamic_sampling
     if reward.overlong.soft_punishment and reward.overlong.buffer > longest:
         what = f"must be <= rollout.max_response_tokens {longest}"
         yield f"reward.overlong.buffer: {what} (got {reward.overlong.buffer})"
     if reward.correct <= reward.incorrect:
         what = f"must be greater than reward.incorrect {reward.incorrect}"
         yield f"reward.correct: {what} (got {reward.correct})"
-    scored = reward.model.path is not None
+    has_model = reward.model.path is not None
     terms = [term.weight for term in reward.terms.values()]
-    if not any((reward.weight, *terms, scored and reward.model.weight)):
-        nothing = "0, and neither a term of reward.terms nor a reward model has a weight"
-        yield f"reward.weight: {nothing}: nothing would be rewarded (give one of them a weight)"
-    if r.dynamic_sampling.enabled and r.dynamic_sampling.by == "score" and not (reward.weight or any(terms)):
+    if not any((reward.weight, *terms, has_model and reward.model.weight)):
+        what = "0, and neither a term of reward.terms nor a reward model has a weight"
+        yield f"reward.weight: {what} (give one of them a weight)"
+    if sampling.enabled and sampling.by == "score" and not (reward.weight or any(terms)):
         what = "score: only the reward model rewards, and groups are filtered before it scores them"
-        yield f"rollout.dynamic_sampling.by: {what} (set it to accuracy, or weigh verifier or terms)"
-    for key in () if scored else _changed(c, "reward.model.weight"):
-        yield f"{key}: has no effect without a reward model (set reward.model.path)"
-    for key in () if c.teacher.folders else _changed(c, "teacher.weight", "teacher.top_k"):
-        yield f"{key}: has no effect without a teacher (set teacher.path)"
+        remedy = "set it to accuracy, or give the verifier or a term a weight"
+        yield f"rollout.dynamic_sampling.by: {what} ({remedy})"
+    if not has_model:
+        what = "has no effect without a reward model (set reward.model.path)"
+        yield from _unused(c, what, "reward.model.weight")
+    if not c.teacher.folders:
+        what = "has no effect without a teacher (set teacher.path)"
+        yield from _unused(c, what, "teacher.weight", "teacher.top_k")
     for name in reward.terms:
         if not re.fullmatch("[A-Za-z0-9_]+", name):
             what = "a name must be of letters, digits and _, as its metric is reward/term_<name>"
             yield f"reward.terms: {what} (got {name!r})"
-    if c.evaluation.every and not c.data.eval:
-        yield "evaluation.every: needs data.eval files"
-    yield from evaluation_problems(c)
-    prompt, positions = c.data.max_prompt_tokens, c.model.max_positions
-    if positions and prompt + r.max_extent > positions:
-        sum_ = f"data.max_prompt_tokens {prompt} + {r.max_extent} tokens"
-        key = "max_response_tokens" if r.max_extent == longest else "turns.max_tokens"
-        yield f"rollout.{key}: {sum_} exceed the model's {positions} positions (lower one of them)"
 
 
-def _window_problems(c: Config, window: int) -> Iterator[str]:
-    r = c.rollout
+def _window_problems(c: Config) -> Iterator[str]:
+    r, window = c.rollout, c.rollout.window
+    if window is None:
+        if c.algorithm.window_tail:
+            yield "algorithm.window_tail: has no effect without rollout.window (set it to 0)"
+        return
     if c.algorithm.advantage != "gae":
-        what = "a response that has not ended has no reward, and only a critic knows what it is worth"
+        what = "an unfinished response has no reward, so its value must come from a critic"
         yield f"rollout.window: {what} (set algorithm.advantage=gae, or leave it out)"
     if window >= r.max_response_tokens:
-        what = f"{window} holds every response of rollout.max_response_tokens {r.max_response_tokens}"
+        what = f"{window} must be less than rollout.max_response_tokens {r.max_response_tokens}"
         yield f"rollout.window: {what} (lower it, or leave it out)"
     if c.algorithm.surrogate == "fipo":
-        what = "fipo weighs a token by how all that follows has moved, which with rollout.window is not there"
+        what = "fipo needs the rest of each response, which rollout.window cuts off"
         yield f"algorithm.surrogate: {what} (choose another, or leave the window out)"
     if c.algorithm.window_tail >= window:
         what = f"must be less than rollout.window {window}"
         yield f"algorithm.window_tail: {what} (got {c.algorithm.window_tail})"
-    within = "with rollout.window a response is trained on before it, and its group, have ended"
     for key, given in (
         ("rollout.dynamic_sampling.enabled", r.dynamic_sampling.enabled),
         ("reward.overlong.filter", c.reward.overlong.filter),
     ):
         if given:
-            yield f"{key}: {within} (set it to false)"
+            what = "rollout.window trains on a response before it and its group are finished"
+            yield f"{key}: {what} (set it to false)"
     if r.continue_partial:
-        what = "has no effect with rollout.window, with which what has not ended goes on in any case"
+        what = "has no effect with rollout.window, which always continues unfinished responses"
         yield f"rollout.continue_partial: {what} (set it to false)"
     if r.acts:
-        yield "rollout.window: cuts responses of one turn only (leave it out, or the episode)"
+        yield "rollout.window: works with responses of one turn only (leave it out, or the episode)"
     if c.reward.model.path is not None:
         what = "scores whole responses, and with rollout.window a batch holds parts"
         yield f"reward.model.path: {what} (leave one of them out)"
 
 
 def _server_problems(r: RolloutConfig) -> Iterator[str]:
-    """Yield what is wrong with the servers that somebody else runs."""
     given = {"rollout.urls": r.urls, "rollout.router": (r.router,) if r.router else ()}
     for key, urls in given.items():
         if urls and not r.capabilities.remote:
@@ -471,40 +500,24 @@ def _server_problems(r: RolloutConfig) -> Iterator[str]:
     if not r.urls:
         yield "rollout.urls: rollout.engine sglang_url needs the servers' URLs, the router's servers too"
     for url in dict.fromkeys(url for url in r.urls if (*r.urls, r.router).count(url) > 1):
-        yield f"rollout.urls: {url}: stands there twice, or is the router's (name each server once)"
+        yield f"rollout.urls: {url}: is named twice, or is the router's (name each server once)"
     for key in ("routing_replay", "engine_options"):
         if getattr(r, key):
             yield f"rollout.{key}: is not for rollout.engine sglang_url (leave it out)"
 
 
 def evaluation_problems(c: Config) -> Iterator[str]:
-    """Yield what is wrong with the entries of data.eval, taken together."""
-    first: dict[str, int] = {}  # name -> the entry that has it
+    """Yield problems of the entries of data.eval, taken together."""
+    first: dict[str, int] = {}  # name -> index of its entry
     for i, entry in enumerate(c.data.eval):
         key = f"data.eval[{i}].name"
         if entry.name is None:
             if entry.every is not None:
-                what = "must be given with `every`, as the scores are shown under it alone"
+                what = "must be given with `every`, as the scores have no other name"
                 yield f"{key}: {what} (name the entry, or leave every out)"
         elif not re.fullmatch("[A-Za-z0-9_.+-]+", entry.name):
             what = "must be of letters, digits and _ . + -, as its metrics are eval/<name>/..."
             yield f"{key}: {what} (got {entry.name!r})"
         elif first.setdefault(entry.name, i) != i:
             what = f"data.eval[{first[entry.name]}] has the name {entry.name} already"
-            yield f"{key}: {what} (give each entry a name of its own)"
-
-
-def _changed(config: Config, *keys: str) -> Iterator[str]:
-    """Yield those of `keys`, or of the keys in these sections, that are not at their default.
-
-    A resolved configuration sets every key: whether one was set says nothing."""
-    for dotted in keys:
-        section: Any = config
-        *parents, name = dotted.split(".")
-        for parent in parents:
-            section = getattr(section, parent)
-        value, default = getattr(section, name), type(section).model_fields[name].default
-        if isinstance(value, Section):
-            yield from _changed(config, *(f"{dotted}.{key}" for key in type(value).model_fields))
-        elif value != default:
-            yield dotted
+            yield f"{key}: {what} (choose another name)"

@@ -1,8 +1,7 @@
-"""The table of rollout engines: for each name of `rollout.engine` its class and its capabilities.
+"""Registry of rollout engines: class and capabilities of each `rollout.engine`.
 
 Checks and planner read it without torch. A new engine is a row here, its name in `EngineName`, and a file in
-rollout/engines.
-"""
+rollout/engines."""
 
 from __future__ import annotations
 
@@ -14,20 +13,18 @@ EngineName = Literal["transformers", "sglang", "sglang_url"]
 
 @dataclass(frozen=True)
 class EngineCapabilities:
-    """What an engine can do, as checks, planner, controller and weight sync read it.
+    """Capabilities of an engine, read by checks, planner, controller and weight sync.
 
-    continuous_batching  requests end one by one, in processes of the engine, which may hang and be restarted.
-                         Its KV cache is what rollout.engine_memory leaves. Without it the engine decodes in
-                         the rank, rollout.max_batch responses at once
+    continuous_batching  requests end one by one in engine processes, which may hang and be restarted. The KV
+                         cache takes what rollout.engine_memory leaves. Without it the engine decodes in the
+                         rank, rollout.max_batch responses at once
     sharded              an engine spans rollout.engine_tp ranks, each with SGLang's tensors (`sglang_shards`
-                         in weights/shards.py), in block FP8 if wanted. Without it each rank has an engine,
-                         with the tensors of Hugging Face's files
-    remote               servers at rollout.urls, which take nothing of the ranks. The first of every
-                         rollout.engine_tp ranks is a client of some of them, with the tensors of Hugging
-                         Face's files
-    takes_options        rollout.engine_options are arguments of it
-    weight_backend       brings new weights into it: a row of `BACKENDS` in sync/backends
-    """
+                         in weights/shards.py), optionally in block FP8. Without it each rank has an engine
+                         with Hugging Face's tensors
+    remote               servers at rollout.urls that use no resources of the ranks. The first of every
+                         rollout.engine_tp ranks is a client of some of them, with Hugging Face's tensors
+    takes_options        accepts rollout.engine_options
+    weight_backend       transfers new weights: a row of `BACKENDS` in sync/backends"""
 
     continuous_batching: bool = False
     sharded: bool = False
@@ -41,10 +38,9 @@ class EngineEntry:
     """One engine.
 
     implementation  its class, as module:class
-    package         to be installed for it, in addition to megarl's requirements
+    package         extra package that it needs
     install         command that installs the package
-    import_test     statement that a sound installation of the package runs
-    """
+    import_test     statement that runs if the package is installed correctly"""
 
     implementation: str
     capabilities: EngineCapabilities = EngineCapabilities()
@@ -62,7 +58,7 @@ ENGINES: dict[EngineName, EngineEntry] = {
         ),
         package="sglang",
         install="make install-gpu",
-        # megarl's module stands for what a CPU lacks.
+        # megarl's module stubs GPU modules on a CPU.
         import_test="import megarl.rollout.engines.sglang_host, sglang.srt.entrypoints.engine",
     ),
     "sglang_url": EngineEntry(

@@ -1,5 +1,4 @@
-"""The errors that a user can cause. Each is one line: what is wrong, where, and what to do. The command ends
-with code 2."""
+"""Errors that a user can cause, in one line. The command exits with code 2."""
 
 from __future__ import annotations
 
@@ -9,16 +8,16 @@ from megarl.config.text import printable
 class MegarlError(Exception):
     """Base of every error that is reported as one line, without a traceback."""
 
-    on_every_rank = True  # all ranks meet it alike, and one reports it; else the rank that met it does
-    code = 2  # exit code of the command that ends with it
+    on_every_rank = True  # raised on all ranks, and rank 0 reports it; else the raising rank reports it
+    code = 2  # exit code of the command
 
     def __str__(self) -> str:
-        """Return one printable line, whatever a file name or a library's message brings along."""
+        """Return one printable line, also if a file name or a library's message is part of it."""
         return printable(" ".join(line.strip() for line in super().__str__().splitlines()))
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message; of one without a message, the name of its class."""
+    """Return the first line of an error's message, or its class name if the message is empty."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
@@ -27,19 +26,19 @@ class ConfigError(MegarlError):
 
 
 class DataError(MegarlError):
-    """A data file is missing, malformed, or holds no row that can be used."""
+    """A data file is missing, malformed, or has no usable row."""
 
 
 class CheckpointError(MegarlError):
-    """A model folder or checkpoint is missing, damaged, or belongs to something else."""
+    """A model folder or checkpoint is missing, damaged, or of another run or model."""
 
 
 class StorageError(MegarlError):
-    """A file that a run cannot do without cannot be written: the disk is full, or gone."""
+    """A required file cannot be written: the disk is full or gone."""
 
 
 class LeaseError(MegarlError):
-    """Another command has taken over the folder that this one writes into, or may do so now."""
+    """Another command has taken over the output folder, or may do so now."""
 
     on_every_rank = False
 
@@ -47,36 +46,35 @@ class LeaseError(MegarlError):
 class NumericalError(MegarlError):
     """A loss, gradient, log-probability or value is not finite; the update was not applied.
 
-    fatal: a weight is not finite, which only a checkpoint mends."""
+    fatal: a weight is not finite; only a checkpoint helps."""
 
     fatal = False
 
 
 class DeviceMemoryError(MegarlError):
-    """The device has no room for what a phase needs, or the host for what leaves it; the message says what is
-    there."""
+    """A phase does not fit on the device, or its offloaded tensors do not fit on the host."""
 
     on_every_rank = False
 
 
 class EngineError(MegarlError):
-    """The rollout engine failed, hung, or answered something that it was not asked."""
+    """The rollout engine failed, hung, or returned a wrong answer."""
 
     on_every_rank = False
 
 
 class EngineFailure(EngineError):
-    """The engine's processes have died, hang, or answer nonsense: they are to be started again."""
+    """The engine's processes died, hang or return nonsense, and must be restarted."""
 
 
 class WaitTimeout(MegarlError):
-    """A wait reached its limit; the message says for what and for how long."""
+    """A wait reached its limit. The message names the awaited thing and the time."""
 
     on_every_rank = False
 
 
 class MessageError(MegarlError):
-    """What claims to come from a rank of this job is not signed by one, or is not what that rank sends."""
+    """A message is not signed by a rank of this job, or is not of the expected kind."""
 
     on_every_rank = False
 
@@ -90,12 +88,12 @@ class ParityError(MegarlError):
 
 
 class Interrupted(MegarlError):
-    """The run was told to stop, or its time is up. It is saved; the same command continues it."""
+    """The run was asked to stop, or its time is up. It is saved; the same command continues it."""
 
-    code = 75  # EX_TEMPFAIL of sysexits.h: not done, try again
+    code = 75  # EX_TEMPFAIL of sysexits.h
 
 
 def error_class(name: str) -> type[MegarlError]:
-    """Return the class of this name in this module; EngineError where there is none."""
+    """Return this module's error class by name, or EngineError."""
     found = globals().get(name)
     return found if isinstance(found, type) and issubclass(found, MegarlError) else EngineError

@@ -1,9 +1,7 @@
-"""Files of runs, checkpoints and model folders: how they are opened, and written whole or not at all.
+"""Open files safely and write them atomically.
 
-What a run writes is one of two kinds. Without an `essential` file it ends, in one line. What is `Dispensable`
-it goes on without, and says so once. Neither leaves half a file under its name (`whole_file`), or half a line
-(`append_whole`).
-"""
+A run stops with one line if an `essential` file cannot be written, and continues without a `Dispensable` one.
+`whole_file` and `append_whole` leave no partial file or line."""
 
 from __future__ import annotations
 
@@ -20,15 +18,15 @@ from typing import Any
 
 from megarl.config.errors import CheckpointError, StorageError
 
-# A disk that is full, or gone. Other errors of the system may be a defect of ours.
+# The disk is full or gone. Other OSErrors may be defects of megarl.
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.ESTALE)
 MAKE_ROOM = "make room; the same command continues from what is whole"
 
 
 def open_regular(path: Path) -> BufferedReader:
-    """Open a file for reading. Raises OSError where it cannot be opened or is no regular file.
+    """Open a regular file for reading. Raises OSError for anything else.
 
-    A pipe in the place of a file would keep the caller waiting for a writer."""
+    Opening a pipe would wait for a writer."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     kind = os.fstat(descriptor).st_mode
     if not stat.S_ISREG(kind):
@@ -40,10 +38,10 @@ def open_regular(path: Path) -> BufferedReader:
 
 
 def stays_inside(path: Path, folder: Path) -> bool:
-    """Return whether a file of a model's folder lies in it once links are followed.
+    """Return whether a file in a model's folder lies inside it after following links.
 
-    A folder of the Hugging Face cache (models--OWNER--NAME/snapshots/REVISION) consists of links to the files
-    in `blobs`, beside `snapshots`: these belong to it."""
+    Folders of the Hugging Face cache (models--OWNER--NAME/snapshots/REVISION) link to files in the sibling
+    folder `blobs`; these count as inside."""
     real, root = Path(os.path.realpath(path)), Path(os.path.realpath(folder))
     repository = root.parent.parent
     is_cached = root.parent.name == "snapshots" and repository.name.startswith("models--")
@@ -51,8 +49,7 @@ def stays_inside(path: Path, folder: Path) -> bool:
 
 
 def read_json(path: Path, absent: str = "is missing") -> dict[str, Any]:
-    """Read a JSON object from a file. Raises CheckpointError naming the file if it is missing (`absent` says
-    what that means) or holds something else."""
+    """Read a JSON object. Raises CheckpointError if it is missing (message `absent`) or invalid."""
     try:
         with open_regular(path) as file:
             content = json.loads(file.read().decode("utf-8"))
@@ -68,16 +65,16 @@ def read_json(path: Path, absent: str = "is missing") -> dict[str, Any]:
 def check_files(folder: Path) -> None:
     """Raise CheckpointError for a pipe or device in a model's folder.
 
-    Other libraries open its files, and would wait for a writer, or read without end."""
+    Other libraries open its files and would block, or read without end."""
     for path in [*folder.glob("*"), *folder.glob("*templates/*")]:
-        with suppress(OSError):  # a link to nothing is missed by who wants to read it
+        with suppress(OSError):  # readers report a broken link
             kind = path.stat().st_mode
             if not (stat.S_ISREG(kind) or stat.S_ISDIR(kind)):
                 raise CheckpointError(f"{path}: not a regular file (a model's folder holds files alone)")
 
 
 def fsync(path: Path) -> None:
-    """Wait until a file or a folder's entries are on disk."""
+    """Flush a file, or a folder's entries, to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -86,13 +83,13 @@ def fsync(path: Path) -> None:
 
 
 def why(error: OSError) -> str:
-    """Return what the system says, e.g. `No space left on device`."""
+    """Return the system's message, e.g. `No space left on device`."""
     return error.strerror or str(error) or type(error).__name__
 
 
 @contextmanager
 def essential(path: Path) -> Iterator[None]:
-    """Write in the block what a run cannot do without. Raises StorageError for an OSError there."""
+    """Turn an OSError in the block into a StorageError, for files that a run needs."""
     try:
         yield
     except OSError as error:
@@ -100,8 +97,7 @@ def essential(path: Path) -> Iterator[None]:
 
 
 def unforeseen(error: OSError) -> StorageError | None:
-    """Return what a disk that is full, or gone, is to be called wherever it was met; None for any other error
-    of the system."""
+    """Return a StorageError if the disk is full or gone, else None."""
     if error.errno not in NO_ROOM:
         return None
     file = error.filename or "a file"
@@ -110,25 +106,24 @@ def unforeseen(error: OSError) -> StorageError | None:
 
 
 class Dispensable:
-    """What a run writes and can do without. One in each process: it says once of each file that it cannot be
-    written, and keeps that line for the run's events until it is taken."""
+    """Optional files of a run, one object per process.
+
+    Reports each unwritable file once, and keeps that line until `take` for the run's events."""
 
     def __init__(self) -> None:
-        self._said: set[Path] = set()
+        self._reported: set[Path] = set()
         self._lines: list[str] = []
 
     @contextmanager
     def file(self, path: Path) -> Iterator[None]:
-        """Write it in the block, and go on after it whatever the disk says."""
+        """Suppress and report an OSError in the block."""
         try:
             yield
         except OSError as error:
-            if path not in self._said:
-                self._said.add(path)
-                remedy = "make room: what comes later is written then"
-                self._lines.append(
-                    f"{path}: cannot be written: {why(error)}; the run goes on without it ({remedy})"
-                )
+            if path not in self._reported:
+                self._reported.add(path)
+                what = f"cannot be written: {why(error)}; the run continues without it"
+                self._lines.append(f"{path}: {what} (make room; later data is written then)")
                 print(f"megarl: {self._lines[-1]}", file=sys.stderr, flush=True)
 
     def take(self) -> list[str]:
@@ -138,8 +133,9 @@ class Dispensable:
 
 
 def append_whole(file: FileIO, data: bytes) -> None:
-    """Append all of it to a file that has no buffer, or nothing: what a disk that is full has taken of it is
-    cut off again. (A buffer would keep the rest, and add it to whatever is written next.) Raises OSError."""
+    """Append all of `data` to an unbuffered file, or nothing. Raises OSError.
+
+    A buffer would keep the rest and write it later."""
     end, left = os.fstat(file.fileno()).st_size, memoryview(data)
     try:
         while left:
@@ -151,9 +147,10 @@ def append_whole(file: FileIO, data: bytes) -> None:
 
 @contextmanager
 def whole_file(path: Path) -> Iterator[BufferedWriter]:
-    """Yield a file that takes its name once it is complete and on disk, in place of one that is there. If
-    anything fails before, that one stays, and nothing is left beside it. What a link leads to is replaced,
-    not the link; a device or a pipe is written to."""
+    """Yield a file that replaces `path` once it is complete and on disk.
+
+    On any error the old file stays, and no partial file is left. A link's target is replaced, not the link;
+    devices and pipes are written directly."""
     path = Path(os.path.realpath(path))
     if path.exists() and not path.is_file():
         with open(path, "wb") as file:
@@ -167,22 +164,20 @@ def whole_file(path: Path) -> Iterator[BufferedWriter]:
             os.fsync(file.fileno())
         os.replace(aside, path)
     except BaseException:
-        with suppress(OSError):  # of a folder that is gone, too; the first error is the one to be seen
+        with suppress(OSError):  # the first error matters
             aside.unlink()
         raise
 
 
 def open_new(path: Path) -> BufferedWriter:
-    """Open a new file for writing. Raises OSError.
-
-    A file of that name, which a killed process may have left, is removed first; so is a link."""
+    """Open a new file for writing, after removing an old file or link. Raises OSError."""
     path.unlink(missing_ok=True)
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     return open(os.open(path, flags, 0o666), "wb")
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
-    """Write a `whole_file`. Raises OSError."""
+    """Write `content` as a `whole_file`. Raises OSError."""
     data = content if isinstance(content, bytes) else content.encode("utf-8", "backslashreplace")
     with whole_file(path) as file:
         file.write(data)

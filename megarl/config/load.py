@@ -1,9 +1,7 @@
-"""From YAML files and dotted overrides to a checked `Config`, and errors in one line for people.
+"""Load a Config from YAML files and dotted overrides, with one-line errors.
 
-Order, later wins: the recipe's preset, the files named by `base:` (parents first), the file itself, the
-overrides. A file can be read over another base than its own, which is how the rows of an ablation at 32B
-become rows at demo scale.
-"""
+Later wins: the recipe's preset, files named by `base:` (parents first), the file itself, overrides. Another
+base can replace the file's own, so that ablation rows of a 32B model run at demo scale."""
 
 from __future__ import annotations
 
@@ -34,13 +32,13 @@ from megarl.config.schema import Config, DataEntry, EvaluationSet, GymConfig, Re
 from megarl.config.schema.section import entry_model, fields, section_model
 
 Settings = dict[str, Any]
-MAX_DEPTH = 8  # sections within sections; the schema has 3, and an alias that holds itself has no end
-MAX_VALUES = 100_000  # of a file, with every alias expanded; a configuration has some hundred
+MAX_DEPTH = 8  # nested sections; a YAML alias can contain itself
+MAX_VALUES = 100_000  # values of a file after expanding aliases
 COMMAND_LINE = "command line"
-PACKAGE = Path(__file__).resolve().parents[1]  # its configs/ is a link in a checkout, a folder in a wheel
+PACKAGE = Path(__file__).resolve().parents[1]  # holds configs/: a link in a checkout, a folder in a wheel
 SHOWN = 60  # characters of a value in a message
 SUGGESTED = 3  # keys in a message
-HELD = (  # sections that a list or names of the user's lead to
+ENTRY_SECTIONS = (  # sections that are entries of a list or have names chosen by the user
     (r"reward\.terms\.[^.]+", RewardTerm),
     (r"data\.train\[\d+\]", DataEntry),
     (r"data\.eval\[\d+\]", EvaluationSet),
@@ -50,14 +48,14 @@ RENAMED = {"watchdog.limits.divide": "watchdog.limits.distribute"}  # in 0.2; th
 
 
 class Layer(NamedTuple):
-    """Settings of one file, or of one override. nodes: of a file's YAML, which know their lines."""
+    """Settings of one file or override. nodes: the file's YAML nodes, which know their lines."""
 
     name: str
     settings: Settings
     nodes: Node | None = None
 
     def where(self, key: str) -> str:
-        """Return `file: line n` for a dotted key that this layer sets, as far as the file writes it out."""
+        """Return `file: line n` of a dotted key, or of its closest written section."""
         node, line = self.nodes, 0
         for part in re.findall(r"[^.\[\]]+|\[\d+\]", key):
             if isinstance(node, SequenceNode) and part.startswith("["):
@@ -65,7 +63,7 @@ class Layer(NamedTuple):
                 line = node.start_mark.line + 1
                 continue
             pairs = node.value if isinstance(node, MappingNode) else []
-            # The last: what a merge key brings stands before.
+            # Keys from a merge key (<<) come first; the last one wins.
             found = [(name.start_mark.line + 1, value) for name, value in pairs if name.value == part]
             if not found:
                 break
@@ -74,11 +72,9 @@ class Layer(NamedTuple):
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = (), base: Path | None = None) -> Config:
-    """Read, merge and validate. Raises ConfigError with one line that names the file and its line (or the
-    command line) and the key.
+    """Read, merge and validate. Raises ConfigError naming the file and line (or command line) and the key.
 
-    base: stands in for the file at the root of the chain of bases, the one that names no base itself; the
-    files above it override `base` and the bases of `base`."""
+    base: replaces the root of the chain of bases. Files above the root override it."""
     origins: dict[str, Layer] = {}  # dotted key -> what set it
     settings: Settings = {}
     for layer in (*_files(config_file(path), base), *map(_parse_override, overrides)):
@@ -102,31 +98,28 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), base: Path | No
 
 
 def _section(settings: Settings, name: str) -> Settings:
-    """Return a section that is not validated yet; {} where there is something else."""
     found = settings.get(name)
     return found if isinstance(found, dict) else {}
 
 
 def config_file(name: str | Path, folder: Path = Path()) -> Path:
-    """Return the file that `folder` calls `name`; a `configs/...` that is not there is megarl's own,
-    installed with it."""
+    """Resolve `name` in `folder`; a missing `configs/...` is the installed one."""
     there, own = folder / name, PACKAGE / name
     return own if Path(name).parts[:1] == ("configs",) and own.is_file() and not there.exists() else there
 
 
 def set_key(key: str, value: int | Path | list[Path]) -> str:
-    """Write an override; paths in quotes, since a comma or a bracket in one would be YAML's."""
+    """Return an override as text, with paths in quotes so that YAML reads them unchanged."""
     return f"{key}={json.dumps(value, default=str, ensure_ascii=False)}"
 
 
 def dump_config(config: Config) -> str:
-    """Write the resolved configuration as YAML that `load_config` reads back to the same values."""
+    """Return the resolved configuration as YAML that `load_config` reads back."""
     return dump_yaml(config.model_dump(mode="json"))
 
 
 def read_yaml(path: Path, whose: str = "") -> Settings:
-    """Read the mapping that a file holds. Raises ConfigError where there is none; `whose` says there who
-    named the file."""
+    """Read a file's mapping. Raises ConfigError, with `whose` appended, if there is none."""
     return _read(path, whose).settings
 
 
@@ -148,8 +141,9 @@ def _read(path: Path, whose: str) -> Layer:
 
 
 def _files(path: Path, root: Path | None, named_by: tuple[Path, ...] = ()) -> list[Layer]:
-    """Read the file and its bases, parents first. root: read in place of a file without a base; named_by: the
-    files on the way here."""
+    """Read a file and its bases, parents first.
+
+    root: replaces the file without a base. named_by: files that led here, to detect circles."""
     if any(path.resolve() == earlier.resolve() for earlier in named_by):
         circle = " -> ".join(str(earlier) for earlier in (*named_by, path))
         raise ConfigError(f"{path}: base: the files name each other in a circle ({circle})")
@@ -179,7 +173,7 @@ def _parse_override(text: str) -> Layer:
 
 
 def _merge(into: Settings, layer: Layer, origins: dict[str, Layer]) -> None:
-    """Put `layer` over `into`, section by section; `origins` learns which layer a key was last set by."""
+    """Merge `layer` into `into`, section by section; record in `origins` which layer set each key."""
 
     def merge(into: Settings, settings: Settings, sections: tuple[str, ...]) -> None:
         if len(sections) > MAX_DEPTH:
@@ -190,8 +184,8 @@ def _merge(into: Settings, layer: Layer, origins: dict[str, Layer]) -> None:
             if not isinstance(key, str):
                 raise ConfigError(f"{layer.where(dotted)}: {dotted}: a key must be a text, not {key!r}")
             if dotted in RENAMED:
-                said = f"{layer.where(dotted)}: {dotted} is now {RENAMED[dotted]}"
-                print(f"megarl: {said}", file=sys.stderr, flush=True)
+                warning = f"{layer.where(dotted)}: {dotted} is now {RENAMED[dotted]}"
+                print(f"megarl: {warning}", file=sys.stderr, flush=True)
                 *_, key = (dotted := RENAMED[dotted]).split(".")
             origins[dotted] = layer
             if isinstance(value, dict):
@@ -204,7 +198,7 @@ def _merge(into: Settings, layer: Layer, origins: dict[str, Layer]) -> None:
     merge(into, layer.settings, ())
 
 
-PLAINER = {  # kinds of pydantic's errors -> what to say instead
+PLAINER = {  # type of pydantic's error -> our message
     **dict.fromkeys(("int_parsing", "int_type", "int_from_float"), "must be a whole number"),
     **dict.fromkeys(("float_parsing", "float_type"), "must be a number"),
     **dict.fromkeys(("bool_parsing", "bool_type"), "must be true or false"),
@@ -218,9 +212,9 @@ PLAINER = {  # kinds of pydantic's errors -> what to say instead
 
 
 def _explain(error: ValidationError, origins: Mapping[str, Layer], path: str) -> str:
-    """Return the first problem as `where: key: what is wrong (got value)`, and how many other keys have one.
+    """Return the first problem as `where: key: what is wrong (got value)`, and the number of further keys.
 
-    path: the file that lacks what nobody set."""
+    path: place of missing keys."""
     problems = error.errors(include_url=False)
     keys = [_key(problem["loc"]) for problem in problems]
     key, first = keys[0], problems[0]
@@ -233,64 +227,65 @@ def _explain(error: ValidationError, origins: Mapping[str, Layer], path: str) ->
     elif first["type"] == "missing" and first["loc"][-1] == parts[-1]:
         what, where = "must be given", where if "[" in key else path
     else:
-        said = []  # a value that may be of several types has one problem per type
+        reasons = []  # a union has one problem per type
         for problem in (problem for problem, its in zip(problems, keys, strict=True) if its == key):
             text = PLAINER.get(problem["type"], problem["msg"].removeprefix("Value error, "))
             if problem["type"] == "model_type" and problem["input"] is None:
                 text = "is an empty section: give it keys, or leave it out"
-            said.append(re.sub("^Input should be ", "must be ", text))
+            reasons.append(re.sub("^Input should be ", "must be ", text))
         value = first["input"]
-        # By reprlib: a list of aliases of lists can stand for more than memory holds.
+        # reprlib, since aliases of lists can expand to more than memory holds.
         shown = repr(value[: SHOWN + 1]) if isinstance(value, str) else reprlib.repr(value)
         shown = shown if len(shown) <= SHOWN else f"{shown[: SHOWN - 3]}..."
-        what = f"{' or '.join(dict.fromkeys(said)).replace(' or must be ', ' or ')} (got {shown})"
+        what = f"{' or '.join(dict.fromkeys(reasons)).replace(' or must be ', ' or ')} (got {shown})"
     others = len(set(keys)) - 1
     return f"{where}: {key}: {what}" + (f" [and {others} more]" if others else "")
 
 
 def _key(location: Sequence[str | int]) -> str:
-    """Return the dotted key of a place in the input, without what follows a leaf (a member of a union, a
-    position in a list); of sections in a list with the position: `data.eval[1].every`."""
+    """Return the dotted key of an input location, e.g. `data.eval[1].every`.
+
+    Parts below a leaf, such as union members, are dropped."""
     section: type[BaseModel] | None = Config
-    held: type[BaseModel] | None = None  # what the user's next name, or a position, is a section of
+    entries: type[BaseModel] | None = None  # section named by the next part: a user's name or a position
     parts: list[str] = []
     for part in location:
-        if section is None and held is None:
+        if section is None and entries is None:
             break
         if isinstance(part, int) and parts:
             parts[-1] += f"[{part}]"
         else:
             parts.append(str(part))
-        if held is not None:
-            section, held = held, None
+        if entries is not None:
+            section, entries = entries, None
         elif section is not None:
             field = section.model_fields.get(str(part))
             section = section_model(field) if field is not None else None
-            held = entry_model(field) if field is not None else None
+            entries = entry_model(field) if field is not None else None
     return ".".join(parts)
 
 
 def _suggestion(key: str) -> str:
-    """Return known keys that may have been meant: in the same section, else of the same name elsewhere."""
+    """Suggest known keys: similar ones in the same section, else the same name elsewhere."""
     known = [name for name, _ in fields(Config)]
     known += dict.fromkeys(name[:i] for name in known for i, c in enumerate(name) if c == ".")  # sections
     parent, _, last = key.rpartition(".")
-    held = next((model for pattern, model in HELD if re.fullmatch(pattern, parent)), None)
-    if held is not None:
-        known += [f"{parent}.{name}" for name in held.model_fields]
-    beside = {name.rpartition(".")[2]: name for name in known if name.rpartition(".")[0] == parent}
-    found = [beside[name] for name in difflib.get_close_matches(last, beside, SUGGESTED, 0.7)]
+    for pattern, model in ENTRY_SECTIONS:
+        if re.fullmatch(pattern, parent):
+            known += [f"{parent}.{name}" for name in model.model_fields]
+    siblings = {name.rpartition(".")[2]: name for name in known if name.rpartition(".")[0] == parent}
+    found = [siblings[name] for name in difflib.get_close_matches(last, siblings, SUGGESTED, 0.7)]
     found = found or [name for name in known if name.rpartition(".")[2] == last][:SUGGESTED]
     if found:
         return f" (did you mean {' or '.join(found)}?)"
-    return f" (known here: {', '.join(beside)})"
+    return f" (known here: {', '.join(siblings)})"
 
 
-# YAML 1.2, by ruamel.yaml: no key given twice; 1e-6 is a number, `no` and 1:30 are texts, 010 is 10.
+# YAML 1.2 of ruamel.yaml refuses duplicate keys. 1e-6 is a number, `no` and 1:30 are strings, 010 is 10.
 
 
 class _Constructor(SafeConstructor):
-    """Reads as the text that it is what YAML calls a date, `=`, and numbers such as 1_000 and 0o17."""
+    """Read dates, `=` and numbers such as 1_000 and 0o17 as strings."""
 
     def number_or_text(self, node: ScalarNode) -> int | str:
         text = str(self.construct_scalar(node))
@@ -298,7 +293,7 @@ class _Constructor(SafeConstructor):
 
 
 class _Representer(SafeRepresenter):
-    """Writes what PyYAML, which follows YAML 1.1, reads to the same: other programs read a run's config."""
+    """Write YAML that PyYAML (YAML 1.1) reads the same, for other programs that read a run's config."""
 
     def represent_str(self, data: str) -> ScalarNode:
         plain = _YAML_1_1.resolve(ScalarNode, data, (True, False)) == _YAML_1_1.DEFAULT_SCALAR_TAG
@@ -306,7 +301,7 @@ class _Representer(SafeRepresenter):
 
     def represent_float(self, data: float) -> ScalarNode:
         node = super().represent_float(data)
-        if "." not in node.value:  # 1e-06 is a text there
+        if "." not in node.value:  # YAML 1.1 reads 1e-06 as a string
             node.value = node.value.replace("e", ".0e")
         return node
 
@@ -320,13 +315,12 @@ _Representer.add_representer(float, _Representer.represent_float)
 
 
 def parse_yaml(text: str, where: str) -> Any:
-    """Parse the one document in `text`. Raises ConfigError `where: line n: not valid YAML: ...` for invalid
-    text."""
+    """Parse one document. Raises ConfigError `where: line n: not valid YAML: ...`."""
     return _parse(text, where)[0]
 
 
 def _parse(text: str, where: str) -> tuple[Any, Node | None]:
-    """Return what a document holds, and its nodes, which know their lines."""
+    """Return a document's value, and its nodes, which know their lines."""
     yaml = YAML(typ="safe", pure=True)
     yaml.Constructor = _Constructor
     try:
@@ -339,7 +333,7 @@ def _parse(text: str, where: str) -> tuple[Any, Node | None]:
         raise ConfigError(f"{where}: not valid YAML: nested too deep") from None
     except MarkedYAMLError as error:
         line = f"line {error.problem_mark.line + 1}: " if error.problem_mark else ""
-        problem = str(error.problem).partition(" with value ")[0]  # of a key that is given twice
+        problem = str(error.problem).partition(" with value ")[0]  # shortens the one on duplicate keys
         raise ConfigError(f"{where}: {line}not valid YAML: {problem}") from None
     except YAMLError as error:
         raise ConfigError(f"{where}: not valid YAML: {first_line(error)}") from None
@@ -349,11 +343,10 @@ def _parse(text: str, where: str) -> tuple[Any, Node | None]:
 
 
 def _count_values(node: Node, counts: dict[int, int]) -> int:
-    """Return how many values a document has with every alias expanded.
+    """Return the number of values after expanding every alias; `counts` caches nodes.
 
-    counts: of the nodes that were counted. A few lines of aliases to aliases can stand for more values than
-    memory holds. A node that holds itself counts as half of MAX_VALUES: one such alias is left to MAX_DEPTH,
-    two are too many."""
+    A few lines of nested aliases can expand beyond memory. A node inside itself counts as half of MAX_VALUES:
+    MAX_DEPTH stops one such alias, and two are refused here."""
     if id(node) not in counts:
         counts[id(node)] = MAX_VALUES // 2 + 1
         children = node.value if isinstance(node, MappingNode | SequenceNode) else []
@@ -363,12 +356,12 @@ def _count_values(node: Node, counts: dict[int, int]) -> int:
     return counts[id(node)]
 
 
-# A file is parsed once for many configurations over it; whoever changes the result takes a copy.
+# Cached, since many configurations share a file. Callers must copy the result before changing it.
 _parsed = lru_cache(maxsize=64)(_parse)
 
 
 def dump_yaml(content: Any) -> str:
-    """Write `content` as YAML, keys in their order, that `parse_yaml` reads back to the same."""
+    """Write YAML that `parse_yaml` reads back, in the order of keys."""
     yaml: Any = YAML(typ="safe", pure=True)
     stream = StringIO()
     yaml.Representer = _Representer

@@ -1,8 +1,7 @@
-"""The registry of methods: for each policy loss and each advantage its function and its needs.
+"""Registry of methods: function and needs of each policy loss and each advantage.
 
-Checks and planner read it without torch. A new policy loss, or a new advantage by response, is a file in
-algorithms/methods, its name in `PolicyLossName` or `AdvantageName`, and a row here.
-"""
+Checks and planner read it without torch. A new one is a file in algorithms/methods, its name in
+`PolicyLossName` or `AdvantageName`, and a row here."""
 
 from __future__ import annotations
 
@@ -24,11 +23,10 @@ class PolicyLoss:
     """One value of `algorithm.surrogate`.
 
     function       its `Surrogate` (algorithms/losses.py), as module:function
-    options        keys of `algorithm` that the function also takes, as arguments named by the keys' last part
-    selector       selects tokens of the whole mini-batch before each update, as module:function; the loss
-                   reads them as `Tokens.selected`
-    has_dual_clip  whether `algorithm.dual_clip` applies to it
-    """
+    options        keys of `algorithm` that it also takes, as arguments named by their last part
+    selector       module:function that selects tokens of the whole mini-batch before each update, for
+                   `Tokens.selected`
+    has_dual_clip  whether `algorithm.dual_clip` applies"""
 
     function: str
     options: tuple[str, ...] = ()
@@ -67,17 +65,15 @@ POLICY_LOSSES: dict[PolicyLossName, PolicyLoss] = {
 class Advantage:
     """One value of `algorithm.advantage`.
 
-    phase           the phase that computes it, a row of PHASES (config/phases.py)
-    function        what that phase calls, as module:function; for group_advantages from `Responses`
+    phase           phase that computes it, a row of PHASES (config/phases.py)
+    function        module:function that the phase calls. For group_advantages it maps `Responses`
                     (algorithms/advantages.py) to one advantage a response. Empty: the phase's own code
-    compares_group  whether an advantage depends on the other responses of the group
-    critic          what the critic reads: responses, prompts, or nothing if there is no critic
-    columns         further columns of the rollout that it reads
-    returns         module:function that computes the critic's targets in value pretraining. Empty: they are
-                    Monte-Carlo returns
-    states          state kept between steps: the name in a checkpoint, and the function of `algorithm`
-                    that makes it, as module:function
-    """
+    compares_group  whether an advantage depends on the group's other responses
+    critic          input of the critic: responses, prompts, or "" without critic
+    columns         further rollout columns that it reads
+    returns         module:function for the critic's targets in value pretraining; empty: Monte-Carlo returns
+    states          state kept between steps: (name in a checkpoint, module:function that makes it from
+                    `algorithm`)"""
 
     phase: str = "group_advantages"
     function: str = ""
@@ -113,14 +109,14 @@ ADVANTAGES: dict[AdvantageName, Advantage] = {
     ),
 }
 
-# Writes the advantages of phase gae_advantages: of whole responses, or of windows (`rollout.window`).
+# Functions of phase gae_advantages, for whole responses and for `rollout.window`.
 GAE = "megarl.training.columns:add_gae"
 WINDOW_GAE = "megarl.training.methods.tppo:add_window_gae"
-# Called by phase critic_agreement, of several critics.
+# Function of phase critic_agreement, with several critics.
 CRITIC_AGREEMENT = "megarl.training.methods.asyppo:add_agreement"
 
 
 def load_function(path: str) -> Any:
-    """Import and return the function at `path`, a row's module:function."""
+    """Import a function by its module:function."""
     module, _, name = path.partition(":")
     return getattr(import_module(module), name)

@@ -1,9 +1,7 @@
-"""The phases of each step: order, conditions, tensor groups on the GPU, columns.
+"""Phases of each step: order, conditions, tensor groups on the GPU, columns.
 
-`PHASES` is the order, read from top to bottom. `COLUMNS` lists what each phase reads and writes.
-The code of a phase is the function of the same name in megarl/schedule/phases.py.
-docs/extending.md shows how to add one.
-"""
+`PHASES` is the order. `COLUMNS` lists what each phase reads and writes. Each phase is the function of its
+name in megarl/schedule/phases.py. docs/extending.md shows how to add one."""
 
 from __future__ import annotations
 
@@ -21,7 +19,7 @@ Condition = Callable[[Config], bool]
 
 
 def always(config: Config) -> bool:
-    """Return True: the condition of a row that every configuration has."""
+    """Return True, for rows without a condition."""
     return True
 
 
@@ -29,17 +27,16 @@ def always(config: Config) -> bool:
 class Phase:
     """One phase of a step.
 
-    name             that of its function, and of the metric time/<name>
-    stages           stages whose steps have it
-    on_gpu           tensor groups it needs; the others are offloaded before it. Empty: nothing moves
+    name             name of its function, and of the metric time/<name>
+    stages           stages that have it
+    on_gpu           tensor groups it needs; others are offloaded before it. Empty: nothing moves
     when             condition on the configuration
-    first_step_only  runs in the first step after each start of the program, in no other
+    first_step_only  runs only in the first step after each start of the program
     reads            columns that an earlier phase must have written
     writes           columns that it adds or changes
     may_write        columns that it adds in some runs
 
-    `reads`, `writes` and `may_write` are empty in PHASES: `select_phases` adds them from COLUMNS.
-    """
+    `select_phases` fills `reads`, `writes` and `may_write` from COLUMNS."""
 
     name: str
     stages: tuple[str, ...] = ()
@@ -52,21 +49,19 @@ class Phase:
 
     @cached_property
     def model(self) -> str | None:
-        """The model that runs in this phase: actor, critic, reference, reward, teacher or None."""
+        """The model that runs: actor, critic, reference, reward, teacher or None."""
         owners = {group.partition(".")[0] for group in self.on_gpu}
         return None if "engine" in owners else next(iter(owners), None)
 
     def updates(self, model: str) -> bool:
-        """Return whether the phase updates the model's weights."""
         return f"{model}.gradients" in self.on_gpu
 
     @cached_property
     def updates_weights(self) -> bool:
-        """Return whether the phase updates the weights of any model."""
         return any(group.endswith(".gradients") for group in self.on_gpu)
 
 
-# Names of phases that another module treats in its own way.
+# Phases that other modules treat specially.
 ROLLOUT, PARITY, WEIGHT_TRANSFER = "rollout", "parity", "weight_transfer"
 
 # Values of `stages`.
@@ -87,9 +82,8 @@ CRITIC_TRAINING = CRITIC | {"critic.gradients", "critic.optimizer"}
 TRANSFER = ACTOR | {"engine.weights"}
 
 
-# Values of `when`: the conditions that more than one row has, or that take more than a key.
+# Values of `when`.
 def has_critic(config: Config) -> bool:
-    """Return whether the run trains a value model."""
     return config.has_critic
 
 
@@ -104,7 +98,6 @@ def has_prompt_critic(config: Config) -> bool:
 
 
 def computes_advantages(phase: str) -> Condition:
-    """Return the condition of the phase that computes the configured advantage (config/methods.py)."""
     return lambda config: config.algorithm.advantage_method.phase == phase
 
 
@@ -113,49 +106,26 @@ def has_reward_parts(config: Config) -> bool:
     return "reward_parts" in config.algorithm.advantage_method.columns
 
 
-def reads_prompt_uids(config: Config) -> bool:
-    """Return whether the advantage depends on earlier steps' answers to the prompt (SPO)."""
-    return "prompt_uids" in config.algorithm.advantage_method.columns
-
-
 def uses_old_logprobs(config: Config) -> bool:
-    """Return whether the trainer computes log pi_old."""
     return config.algorithm.old_logprobs == "trainer"
 
 
 def uses_engine_logprobs(config: Config) -> bool:
-    """Return whether the engine's log-probs are log pi_old (SAO, DPPO)."""
     return config.algorithm.old_logprobs == "engine"
 
 
 def compares_engine(config: Config) -> bool:
-    """Return whether the engine's log-probs are compared with the trainer's before any update."""
     return config.guard.parity != "none"
 
 
 def has_reference_model(config: Config) -> bool:
-    """Return whether a separate model gives the reference log-probs for a KL term."""
+    """Return whether a separate model gives reference log-probs for a KL term."""
     return config.algorithm.has_reference and config.actor.lora.rank is None
 
 
 def has_reference_in_actor(config: Config) -> bool:
-    """Return whether the reference model is the actor with its adapters disabled (LoRA)."""
+    """Return whether the reference is the actor without its LoRA adapters."""
     return config.algorithm.has_reference and config.actor.lora.rank is not None
-
-
-def has_kl_reward_with_old_logprobs(config: Config) -> bool:
-    """Return whether the reward has a KL term, and the trainer computes log pi_old."""
-    return config.algorithm.kl_reward > 0 and uses_old_logprobs(config)
-
-
-def has_kl_reward_with_engine_logprobs(config: Config) -> bool:
-    """Return whether the reward has a KL term, and the engine's log-probs are log pi_old."""
-    return config.algorithm.kl_reward > 0 and uses_engine_logprobs(config)
-
-
-def has_teacher_of_samples(config: Config) -> bool:
-    """Return whether a teacher scores the sampled tokens (on-policy distillation)."""
-    return not config.teacher.top_k and config.has_teacher
 
 
 def has_teacher_of_top_k(config: Config) -> bool:
@@ -164,18 +134,8 @@ def has_teacher_of_top_k(config: Config) -> bool:
 
 
 def has_teacher_by_source(config: Config) -> bool:
-    """Return whether the source of a prompt decides which teacher scores its responses."""
+    """Return whether a prompt's source decides which teacher scores its responses."""
     return bool(config.teacher.by_source) and config.has_teacher
-
-
-def has_window(config: Config) -> bool:
-    """Return whether a step samples at most a window of each response (T-PPO)."""
-    return config.rollout.window is not None
-
-
-def whitens(config: Config) -> bool:
-    """Return whether advantages are whitened over the tokens of the policy loss."""
-    return config.algorithm.whiten
 
 
 def corrects_mismatch(config: Config) -> bool:
@@ -183,17 +143,11 @@ def corrects_mismatch(config: Config) -> bool:
     return config.algorithm.mismatch.enabled
 
 
-def selects_tokens(config: Config) -> bool:
-    """Return whether the policy loss treats selected tokens of the mini-batch differently."""
-    return bool(config.algorithm.policy_loss.selector)
-
-
 def filters_entropy(config: Config) -> bool:
     """Return whether tokens on which the critics disagree have no entropy term (AsyPPO)."""
     return bool(config.algorithm.agreement.filter)
 
 
-# The order of every stage's step, from top to bottom.
 # fmt: off
 PHASES: tuple[Phase, ...] = (
     #     name                  stages    on the GPU       when
@@ -214,7 +168,7 @@ PHASES: tuple[Phase, ...] = (
     Phase("gae_advantages",      RL,       NOTHING,         computes_advantages("gae_advantages")),
     Phase("prompt_advantages",   RL,       NOTHING,         computes_advantages("prompt_advantages")),
     Phase("critic_agreement",    RL,       NOTHING,         has_critics),
-    Phase("teacher_advantages",  RL,       TEACHER,         has_teacher_of_samples),
+    Phase("teacher_advantages",  RL,       TEACHER,         lambda c: c.has_teacher and not c.teacher.top_k),
     Phase("teacher_top_k",       RL,       TEACHER,         has_teacher_of_top_k),
     Phase("critic_update",       SAMPLED,  CRITIC_TRAINING, has_critic),
     Phase("actor_update",        RL,       ACTOR_TRAINING),
@@ -223,7 +177,7 @@ PHASES: tuple[Phase, ...] = (
 )
 # fmt: on
 
-# What `watchdog.limits` can limit: phases, and the work of a run between them.
+# Keys of `watchdog.limits`: phases, and work between them.
 WATCHED = (
     *("start", "choose a checkpoint", "resume", *dict.fromkeys(phase.name for phase in PHASES)),
     *("residency", "evaluation", "checkpoint", "export actor", "export critic", "export critic_2"),
@@ -232,10 +186,9 @@ WATCHED = (
 
 @dataclass(frozen=True)
 class Columns:
-    """Columns of the batch that phases read or write; names are separated by spaces.
+    """Columns of the batch that phases read or write, separated by spaces.
 
-    A phase has all rows with its name whose condition and stages apply.
-    """
+    A phase has all rows with its name whose condition and stages apply."""
 
     phases: str
     reads: str = ""
@@ -261,11 +214,13 @@ COLUMNS: tuple[Columns, ...] = (
     Columns(
         "rollout",
         writes="tokens engine_logprobs policy_version rewards correct truncated group_ids response_index",
-        # Responses that continued under newer weights; rewards of turns; recorded experts; windows.
+        # continued responses, turn rewards, recorded experts, windows
         may_write="token_versions turn_rewards routing begun unfinished",
     ),
     Columns("rollout", writes="reward_parts", when=has_reward_parts),
-    Columns("rollout", writes="prompt_uids", when=reads_prompt_uids),
+    Columns(
+        "rollout", writes="prompt_uids", when=lambda c: "prompt_uids" in c.algorithm.advantage_method.columns
+    ),
     Columns("rollout", writes="teachers", when=has_teacher_by_source, stages=RL),
     Columns(
         "distribute",
@@ -305,9 +260,17 @@ COLUMNS: tuple[Columns, ...] = (
     Columns("critic_agreement", reads="uncorrected_weights", when=corrects_mismatch),
     Columns("critic_agreement", writes="entropy_weights", when=filters_entropy),
     Columns("prompt_advantages", reads="rewards correct values", writes="advantages returns"),
-    Columns(ADVANTAGES, reads="policy_loss_weights", when=whitens),
-    Columns(WITH_KL_REWARD, reads="old_logprobs ref_logprobs", when=has_kl_reward_with_old_logprobs),
-    Columns(WITH_KL_REWARD, reads="engine_logprobs ref_logprobs", when=has_kl_reward_with_engine_logprobs),
+    Columns(ADVANTAGES, reads="policy_loss_weights", when=lambda c: c.algorithm.whiten),
+    Columns(
+        WITH_KL_REWARD,
+        reads="old_logprobs ref_logprobs",
+        when=lambda c: c.algorithm.kl_reward > 0 and uses_old_logprobs(c),
+    ),
+    Columns(
+        WITH_KL_REWARD,
+        reads="engine_logprobs ref_logprobs",
+        when=lambda c: c.algorithm.kl_reward > 0 and uses_engine_logprobs(c),
+    ),
     Columns("teacher_advantages", reads="tokens advantages", writes="advantages"),
     Columns("teacher_top_k", reads="tokens", writes="teacher_logprobs teacher_tokens"),
     Columns("teacher_advantages teacher_top_k", reads="teachers", when=has_teacher_by_source),
@@ -322,8 +285,12 @@ COLUMNS: tuple[Columns, ...] = (
     Columns("actor_update", reads="uncorrected_weights", when=corrects_mismatch),
     Columns("actor_update", reads="entropy_weights", when=filters_entropy),
     Columns("actor_update", reads="ref_logprobs", when=lambda c: c.algorithm.kl_weight > 0),
-    # Random numbers of each response decide which tokens are selected.
-    Columns("actor_update", reads="group_ids response_index", when=selects_tokens),
+    # seeds of the random choice of tokens
+    Columns(
+        "actor_update",
+        reads="group_ids response_index",
+        when=lambda c: bool(c.algorithm.policy_loss.selector),
+    ),
     Columns(
         "actor_update", reads="old_top_logprobs old_top_tokens", when=lambda c: c.algorithm.dppo.top_k > 0
     ),
@@ -331,11 +298,10 @@ COLUMNS: tuple[Columns, ...] = (
     Columns("teacher_advantages actor_update", reads="old_logprobs", when=uses_old_logprobs),
     Columns("teacher_advantages actor_update", reads="engine_logprobs", when=uses_engine_logprobs),
     Columns("supervised_update", reads="tokens nll_loss_weights"),
-    # Which tokens the step has sampled, and which responses continue in the next step.
     Columns(
         "distribute old_logprobs gae_advantages teacher_advantages critic_update",
         reads="begun unfinished",
-        when=has_window,
+        when=lambda c: c.rollout.window is not None,
         stages=RL,
     ),
 )
@@ -347,18 +313,16 @@ COLUMNS_BY_PHASE = {
 
 
 def select_stages(config: Config) -> tuple[str, ...]:
-    """Return the stages of a run, in order."""
     pretrains = config.has_critic and config.value_pretraining.steps > 0
     return (PRETRAINING, config.main_stage) if pretrains else (config.main_stage,)
 
 
 def select_phases(config: Config, stage: str | None = None, *, first_step: bool = False) -> tuple[Phase, ...]:
-    """Return the phases of one step of a stage, in order, with their columns.
+    """Return the phases of a stage's step in order, with their columns.
 
     Args:
         stage: None for the run's main stage.
-        first_step: whether it is the stage's first step after the start of the program.
-    """
+        first_step: whether it is the first step after the program started."""
     stage = config.main_stage if stage is None else stage
     if stage == PRETRAINING and not config.has_critic:
         return ()
@@ -367,21 +331,19 @@ def select_phases(config: Config, stage: str | None = None, *, first_step: bool 
 
 
 def add_columns(phase: Phase, config: Config, stage: str) -> Phase:
-    """Return the phase with the columns that COLUMNS lists for it."""
     rows = [row for row in COLUMNS_BY_PHASE[phase.name] if stage in row.stages and row.when(config)]
     reads = NOTHING.union(*[row.read_names for row in rows])
     writes = NOTHING.union(*[row.written_names for row in rows])
     may_write = NOTHING.union(*[row.may_write.split() for row in rows if row.may_write])
-    # Not dataclasses.replace: the planner calls this thousands of times.
+    # Faster than dataclasses.replace; the planner calls this thousands of times.
     own = phase.name, phase.stages, phase.on_gpu, phase.when, phase.first_step_only
     return Phase(*own, reads, writes, may_write)
 
 
 def replay_phases(config: Config) -> tuple[Phase, ...]:
-    """Return the phases of a step of the main stage that `megarl replay` repeats, in order.
+    """Return the phases of a step that `megarl replay` repeats, in order.
 
-    Its rollout is read from disk, so no engine samples it, and no engine takes the weights.
-    """
+    The rollout is read from disk, so no engine is on the GPU and no weights are transferred."""
     return tuple(
         replace(phase, on_gpu=NOTHING) if phase.name == ROLLOUT else phase
         for phase in select_phases(config)
@@ -394,14 +356,12 @@ def check_phases(phases: Sequence[Phase]) -> None:
 
     Raises:
         ValueError: a phase reads a column that no earlier phase writes, or needs an unknown tensor group.
-            Also if it needs the KV cache and an optimizer on the GPU together.
-    """
-    written: set[str] = set()
+            Also if it needs the KV cache and an optimizer on the GPU together."""
+    columns: set[str] = set()
     for phase in phases:
-        if missing := phase.reads - written:
-            columns = ", ".join(sorted(missing))
-            raise ValueError(f"phase {phase.name} reads {columns}, which no earlier phase writes")
-        written |= phase.writes | phase.may_write
+        if missing := ", ".join(sorted(phase.reads - columns)):
+            raise ValueError(f"phase {phase.name} reads {missing}, which no earlier phase writes")
+        columns |= phase.writes | phase.may_write
         if unknown := ", ".join(sorted(phase.on_gpu - frozenset(GROUPS))):
             raise ValueError(f"phase {phase.name} needs {unknown}, which is no tensor group")
         if "engine.kv_cache" in phase.on_gpu and any(name.endswith(".optimizer") for name in phase.on_gpu):
@@ -410,7 +370,7 @@ def check_phases(phases: Sequence[Phase]) -> None:
 
 
 def resident_groups(config: Config, phases: Sequence[Phase]) -> list[frozenset[str]]:
-    """Return the tensor groups on a trainer's GPU during each phase of a step that follows another step."""
+    """Return the tensor groups on a trainer's GPU in each phase, for a step after the first."""
     own = frozenset(group for group in get_args(TensorGroup) if config.has_group(group))
     elsewhere = ENGINE if config.parallel.rollout_ranks else NOTHING
     if elsewhere or config.rollout.capabilities.remote:
@@ -425,6 +385,6 @@ def resident_groups(config: Config, phases: Sequence[Phase]) -> list[frozenset[s
 
 
 def never_offloaded(config: Config, *, gpu: bool) -> frozenset[str]:
-    """Return the tensor groups that stay on the device for the whole run: all where nothing is offloaded."""
+    """Return the tensor groups that stay on the GPU for the whole run."""
     offloads = gpu if config.residency.offload is None else config.residency.offload
     return frozenset(config.residency.keep if offloads else GROUPS)

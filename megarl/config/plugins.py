@@ -1,12 +1,13 @@
-"""What packages beside megarl bring to it, by the entry points of their distribution (`pyproject.toml`).
-megarl itself imports none of them.
+"""Plugins: entry points of other packages (`pyproject.toml`), none of which megarl imports by name.
 
-megarl.commands    the function of a command, by its words: `report`, `data-gym`
-megarl.verifiers   (response, reference answer) -> verdict, by the name that `reward.verifier` has for it
-megarl.answers     text -> the final answer in it or None: `boxed`, `line`
-megarl.generators  a module with `generate`, `first_rows` and `VERIFIER`, for an entry of data.train: `gym`
-megarl.reports     (folders of runs, file) -> the file, which a run ends with: `html`
-megarl.abilities   what `megarl doctor` asks of a machine"""
+Groups, and what their entry points name:
+
+megarl.commands    function of a command, by its words: `report`, `data-gym`
+megarl.verifiers   (response, reference answer) -> verdict, by its name in `reward.verifier`
+megarl.answers     text -> its final answer or None: `boxed`, `line`
+megarl.generators  module with `generate`, `first_rows` and `VERIFIER` for entries of data.train: `gym`
+megarl.reports     (run folders, file) -> report written at the end of a run: `html`
+megarl.abilities   checks of a machine for `megarl doctor`"""
 
 from __future__ import annotations
 
@@ -21,13 +22,12 @@ REINSTALL = "run `make install`, or `pip install -e .`, again"
 
 @cache
 def plugins(group: str) -> dict[str, EntryPoint]:
-    """Return the entry points of a group by their names, in the order of these."""
+    """Return a group's entry points by name, sorted."""
     return {one.name: one for one in sorted(entry_points(group=group))}
 
 
 def plugin(group: str, name: str) -> Any:
-    """Return what a package beside megarl brings under this name. Raises ConfigError where nothing does, as
-    megarl was installed before it could, or where it cannot be imported."""
+    """Load an entry point. Raises ConfigError if it is not installed or cannot be imported."""
     if name not in plugins(group):
         what = "is not installed: this installation of megarl is older than its files"
         raise ConfigError(f"entry point {name} of {group} {what} ({REINSTALL})")

@@ -1,19 +1,16 @@
-"""Each recipe's presets: the values of keys that `recipe: NAME` sets before a file and overrides do.
+"""Presets: values that `recipe: NAME` sets before the file and overrides.
 
-Which phases a step has follows from the values, not from the name: megarl/config/phases.py.
-"""
+The phases of a step follow from the values, not from the name (megarl/config/phases.py)."""
 
 from __future__ import annotations
 
 from typing import Any
 
-# Published algorithms as settings of the same switches, each one column of the papers' comparison. A config
-# or an override changes any of them. `config/schema/algorithm.py` names the equation of each switch.
+# Published algorithms as values of the same keys. `config/schema/algorithm.py` names each key's equation.
 PRESETS: dict[str, dict[str, Any]] = {
-    # Supervised warm start: the positive-example LM loss (VAPO eq. 9) alone, on given responses.
+    # Supervised warm start: only the positive-example LM loss (VAPO eq. 9), on given responses.
     "sft": {"algorithm": {"nll_weight": 1.0}},
-    # DAPO's first row, "naive GRPO": sample-level loss, symmetric clip, KL to the reference left out as in
-    # DAPO section 2.3.
+    # DAPO's "naive GRPO": sample-level loss, symmetric clip, no KL (DAPO section 2.3).
     "grpo": {"algorithm": {"advantage": "group", "aggregation": "sample", "clip_high": 0.2}},
     # DAPO eq. 8, 11, 13.
     "dapo": {
@@ -33,8 +30,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         },
         "rollout": {"prompts": 8192, "group_size": 1},
     },
-    # VAPO section 4, all seven techniques of its Table 1. Overlong punishment as in DAPO is our choice: VAPO
-    # does not say.
+    # VAPO section 4, all seven techniques of Table 1. DAPO's overlong punishment is our choice.
     "vapo": {
         "algorithm": {
             "advantage": "gae",
@@ -48,8 +44,8 @@ PRESETS: dict[str, dict[str, Any]] = {
         "reward": {"overlong": {"soft_punishment": True}},
         "value_pretraining": {"steps": 50},
     },
-    # T-PPO, arXiv 2506.15050: VAPO on windows of responses. Numbers are those of its authors' implementation
-    # (verl pull request 3728); overlong punishment is our choice, as for VAPO.
+    # T-PPO, arXiv 2506.15050: VAPO on windows of responses. Values of the authors' implementation (verl pull
+    # request 3728); overlong punishment is our choice.
     "tppo": {
         "algorithm": {
             "advantage": "gae",
@@ -70,9 +66,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "critic": {"weight_decay": 0.1},
         "value_pretraining": {"steps": 10},
     },
-    # The baselines that the papers and surveys name: docs/algorithms.md, "Other methods".
-    # arXiv 2510.01656; of the paper the abstract and a summary could be read. Shares, entropy and lambdas are
-    # those of a reimplementation for slime.
+    # arXiv 2510.01656 (abstract only). Shares, entropy and lambdas are those of a reimplementation for slime.
     "asyppo": {
         "algorithm": {
             "advantage": "gae",
@@ -138,7 +132,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "sapo": {  # arXiv 2511.20347
         "algorithm": {"advantage": "group", "surrogate": "sapo", "aggregation": "sample"},
     },
-    "clip_cov": {  # arXiv 2505.22617 and its authors' scripts: PPO's clip as good as open
+    "clip_cov": {  # arXiv 2505.22617 and its authors' scripts: almost no PPO clip
         "algorithm": {"advantage": "group", "surrogate": "clip_cov", "clip_low": 1.0, "clip_high": 1.0},
         "rollout": {"dynamic_sampling": {"enabled": True}},
     },
@@ -151,28 +145,28 @@ PRESETS: dict[str, dict[str, Any]] = {
         "rollout": {"dynamic_sampling": {"enabled": True}},
         "reward": {"overlong": {"soft_punishment": True}},
     },
-    # arXiv 2601.05242: GRPO, each reward normalised by itself; of two, right answers and lengths.
+    # arXiv 2601.05242: GRPO with each reward normalised separately, here correctness and length.
     "gdpo": {
         "algorithm": {"advantage": "per_reward", "aggregation": "sample"},
         "reward": {"overlong": {"soft_punishment": True}},
     },
-    # Single-stream Policy Optimization, arXiv 2509.13232, with the numbers of its script (verl-recipe
-    # spo/train.sh): eight updates a rollout, here of 8,192 responses. Token-level is our choice.
+    # Single-stream Policy Optimization, arXiv 2509.13232, with values of verl-recipe spo/train.sh: eight
+    # updates a rollout, here of 8,192 responses. Token-level loss is our choice.
     "spo": {
         "algorithm": {"advantage": "tracked", "aggregation": "token", "clip_high": 0.28, "dual_clip": 10.0},
         "rollout": {"prompts": 8192, "group_size": 1},
         "update": {"mini_batch": 1024},
     },
-    # arXiv 2604.08865 and its 7B script (sustech-nlp/SPPO), which leaves verl's dual clip and the critic's
-    # weight decay at their defaults: a critic of the prompt alone.
+    # arXiv 2604.08865 and its 7B script (sustech-nlp/SPPO): a critic of prompts only. Dual clip and the
+    # critic's weight decay are verl's defaults.
     "sppo": {
         "algorithm": {"advantage": "prompt_value", "aggregation": "token", "dual_clip": 3.0},
         "rollout": {"prompts": 8192, "group_size": 1},
         "actor": {"weight_decay": 0.1},
         "critic": {"lr": 1e-5, "weight_decay": 0.01},
     },
-    # arXiv 2607.07508, section 4.1 for mathematics, as others quote it: VAPO's critic without groups, one
-    # policy update a rollout. Code has clips of 0.8 and 3.0.
+    # arXiv 2607.07508, section 4.1, mathematics, as quoted by others: VAPO's critic without groups, one
+    # policy update a rollout. For code the clips are 0.8 and 3.0.
     "sao": {
         "algorithm": {
             "advantage": "gae",
@@ -191,6 +185,6 @@ PRESETS: dict[str, dict[str, Any]] = {
     },
 }
 
-# With `schedule.ahead`: the trainer's log-probs are those of newer weights than drew the responses, which
-# truncated importance sampling corrects for. Not where the ratio is taken to the engine's own log-probs.
+# With `schedule.ahead` the trainer's weights are newer than those that sampled; truncated importance sampling
+# corrects for it. Not needed if the engine's log-probs are pi_old.
 AHEAD_PRESET: dict[str, Any] = {"algorithm": {"mismatch": {"weight": "token"}}}

@@ -1,4 +1,4 @@
-"""Text from data files, models and policies, made safe to print."""
+"""Make text from data files, models and policies safe to print."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _CONTROLS = re.compile(
 
 
 def printable(text: str) -> str:
-    r"""Return `text` with control characters as escapes such as `\x1b`; tabs and newlines stay.
+    r"""Escape control characters, such as `\x1b`; keep tabs and newlines.
 
-    A terminal obeys control characters: they can hide text, forge lines, or set the window's title."""
+    Control characters can hide text, forge lines, or set a terminal's title."""
     return _CONTROLS.sub(lambda found: found[0].encode("unicode_escape").decode(), text)

@@ -1,7 +1,4 @@
-"""The batches of a step, and the file of a batch.
-
-A `RolloutBatch` is what every rank knows of all responses of a step. A `TrainBatch` is the packed sequences
-that one replica trains on. A `MicroBatch` is a part of it, one forward and backward pass."""
+"""Batches of one step: RolloutBatch (all responses), TrainBatch (one replica), MicroBatch (one pass)."""
 
 from __future__ import annotations
 
@@ -27,23 +24,22 @@ _PARTS = ("tokens", "cu_seqlens", "response_mask")
 
 @dataclass
 class RolloutBatch:
-    """The n sequences of a step: columns, the same on every rank, and the tokens that are on this rank.
+    """The n sequences of a step: columns, equal on every rank, and the tokens that this rank holds.
 
     `parallel.delivery.deliver` brings tokens to the ranks that train on them.
 
-    lengths           int64 [n], all tokens. What is neither prompt nor response are observations
+    lengths           int64 [n], all tokens: prompt, response and observations
     response_lengths  int64 [n], tokens that the policy sampled
     prompt_lengths    int64 [n], tokens of the prompt that a group shares
-    owners            int64 [n], the rank that holds a sequence's tokens; None if every rank holds all
+    owners            int64 [n], rank that holds a sequence's tokens; None: every rank holds all
     columns           name -> Tensor [n], as in TrainBatch
-    rows              int64 [m], ascending, the sequences whose tokens are on this rank
-    own               these sequences, with columns [T] only; their names are the same on every rank
-    groups            the groups of samples that the columns were made of; empty if they were read from disk
-    metrics           of the rollout
-    errors            errors of verifiers, and how often each occurred
-    records           on rank 0, responses for people to read, by their row
-    events            lines to show
-    """
+    rows              int64 [m], ascending, sequences whose tokens are on this rank
+    own               these sequences, with columns [T] only; same column names on every rank
+    groups            sample groups behind the columns; empty if read from disk
+    metrics           metrics of the rollout
+    errors            verifier errors -> count
+    records           on rank 0, row -> response for people to read
+    events            lines to show"""
 
     lengths: Tensor
     response_lengths: Tensor
@@ -60,7 +56,7 @@ class RolloutBatch:
 
     @staticmethod
     def of(batch: TrainBatch) -> RolloutBatch:
-        """Return a batch that every rank holds whole."""
+        """Return a batch that every rank holds in full."""
         own = batch.select(range(batch.num_sequences))
         per_token = {name for name, column in own.columns.items() if column.shape[0] == own.num_tokens}
         columns = {name: own.columns.pop(name) for name in [*own.columns] if name not in per_token}
@@ -89,16 +85,15 @@ class RolloutBatch:
 
     @property
     def samples(self) -> list[Sample]:
-        """Return the samples of `groups`: row i of the batch is samples[i]."""
         return [sample for group in self.groups for sample in group.samples]
 
     @property
     def has_observations(self) -> bool:
-        """Return whether some response has observations between its turns; the same on every rank."""
+        """Return whether a response has observations between turns; the same on every rank."""
         return not torch.equal(self.lengths, self.prompt_lengths + self.response_lengths)
 
     def drop_tokens(self) -> None:
-        """Forget the tokens, which have been delivered."""
+        """Free the tokens after delivery."""
         self.rows, self.own, self.groups = self.rows[:0], self.own.select([]), []
 
 
@@ -106,24 +101,21 @@ class RolloutBatch:
 class TrainBatch:
     """n prompt+response sequences, packed without padding into T tokens.
 
-    tokens         int64 [T]    sequence after sequence, each prompt followed by its response
-    cu_seqlens     int64 [n+1]  sequence i is tokens[cu_seqlens[i]:cu_seqlens[i+1]]
-    response_mask  bool  [T]    True on response tokens (the end-of-sequence token included): those that the
-                                policy sampled. The prompt is what lies before the first of them; what lies
-                                between two was shown to the policy between its turns (an observation)
-    columns        name -> Tensor: [T] (one entry a token) or [n] (one entry a response)
-    rows           int64 [n], the place of each sequence in the RolloutBatch
-    mini_batches   the actor's micro-batches, by mini-batch, in the order of its updates
-    critic_mini_batches  the same for each critic. One critic usually has the actor's lists. It has others if
-                   `critic.mini_batch` is set, if it reads prompts alone, or if some responses continue in the
-                   next step: it learns from finished ones
+    tokens         int64 [T], sequence after sequence, each prompt followed by its response
+    cu_seqlens     int64 [n+1]; sequence i is tokens[cu_seqlens[i]:cu_seqlens[i+1]]
+    response_mask  bool [T], True on tokens that the policy sampled, end-of-sequence included. Tokens before
+                   the first of them are the prompt; False tokens after it are observations
+    columns        name -> Tensor, [T] (per token) or [n] (per response)
+    rows           int64 [n], row of each sequence in the RolloutBatch
+    mini_batches   the actor's micro-batches by mini-batch, in update order
+    critic_mini_batches  the same for each critic, usually the actor's lists. They differ if the critic reads
+                   prompts only or skips unfinished responses, and with `critic.mini_batch`
 
     `training.batch.make_train_batch` sets the last three.
 
-    A token column is aligned with the token it is about. `logprobs[t]` is log pi(tokens[t] | tokens before
-    t). `values[t]` is V(s_t), the value of the state in which tokens[t] was sampled. Outside the response
-    mask they are 0.
-    """
+    Token columns align with the token they describe. `logprobs[t]` is log pi(tokens[t] | tokens before t).
+    `values[t]` is V(s_t), the value of the state in which tokens[t] was sampled. Both are 0 outside the
+    response mask."""
 
     tokens: Tensor
     cu_seqlens: Tensor
@@ -165,35 +157,31 @@ class TrainBatch:
 
     @property
     def lengths(self) -> Tensor:
-        """Return the prompt + response tokens of each sequence, int64 [n]."""
         return self.cu_seqlens.diff()
 
     @property
     def sequence_ids(self) -> Tensor:
-        """Return the sequence that each token belongs to, int64 [T]."""
         numbers = torch.arange(self.num_sequences, device=self.cu_seqlens.device)
         return torch.repeat_interleave(numbers, self.lengths)
 
     @property
     def response_lengths(self) -> Tensor:
-        """Return the response tokens of each sequence, int64 [n]; observations are not among them."""
+        """Return the response tokens of each sequence without observations, int64 [n]."""
         none = torch.zeros_like(self.cu_seqlens[1:])
         return none.index_add_(0, self.sequence_ids, self.response_mask.long())
 
     @property
     def prompt_lengths(self) -> Tensor:
-        """Return the tokens before the first response token of each sequence, int64 [n]; all of them where it
-        has none."""
+        """Return the tokens before each first response token, int64 [n]; all tokens if there is none."""
         start, end = self.cu_seqlens[:-1], self.cu_seqlens[1:]
         own = torch.cat([self.response_mask.nonzero().squeeze(-1), self.cu_seqlens[-1:]])
         return torch.minimum(own[torch.searchsorted(own, start)], end) - start
 
     @property
     def drawn(self) -> Tensor:
-        """Return which response tokens this step's rollout has sampled, bool [T].
+        """Return which response tokens this step sampled, bool [T].
 
-        The column `begun` [n], if there is one, counts the first tokens of each response that earlier steps
-        have sampled (`rollout.window`)."""
+        The optional column `begun` [n] counts the tokens that earlier steps sampled (`rollout.window`)."""
         if "begun" not in self:
             return self.response_mask
         so_far = torch.cat([self.cu_seqlens[:1], self.response_mask.cumsum(0)])
@@ -209,30 +197,28 @@ class TrainBatch:
 
     @property
     def drawn_lengths(self) -> Tensor:
-        """Return the tokens of each response in `drawn`, int64 [n]."""
+        """Return the tokens of each response that this step sampled, int64 [n]."""
         return self.response_lengths - self["begun"] if "begun" in self else self.response_lengths
 
     @property
     def micro_batches(self) -> list[MicroBatch]:
-        """Return the actor's micro-batches of all mini-batches."""
         return [batch for mini_batch in self.mini_batches for batch in mini_batch]
 
     @property
     def critic_micro_batches(self) -> list[MicroBatch]:
-        """Return the micro-batches of all mini-batches of all critics."""
         return [batch for of_one in self.critic_mini_batches for some in of_one for batch in some]
 
     def spread(self, values: Tensor) -> Tensor:
-        """Return one value per response [n] at each of its tokens, [T]; 0 outside the response mask."""
+        """Expand one value per response [n] to its tokens, [T]; 0 outside the response mask."""
         return torch.where(self.response_mask, torch.repeat_interleave(values, self.lengths), 0)
 
     def totals(self, values: Tensor) -> Tensor:
-        """Return the sum of one value per token [T] over each sequence, float64 [n]."""
+        """Sum one value per token [T] over each sequence, float64 [n]."""
         sums = torch.zeros(self.num_sequences, dtype=torch.float64)
         return sums.index_add_(0, self.sequence_ids, values.double())
 
     def select(self, indices: Sequence[int] | Tensor) -> TrainBatch:
-        """Return the sequences `indices`, in that order, with all their columns."""
+        """Return the sequences `indices`, in that order, with all columns."""
         indices = torch.as_tensor(indices, dtype=torch.int64)
         lengths = self.lengths[indices]
         cu_seqlens = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
@@ -248,7 +234,7 @@ class TrainBatch:
     def build(
         prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]], **columns: Tensor
     ) -> TrainBatch:
-        """Pack lists of token ids; `columns` as in the class, already packed."""
+        """Pack lists of token ids. `columns` must be packed already."""
         pairs = list(zip(prompts, responses, strict=True))
         cu_seqlens = torch.tensor([0] + [len(p) + len(r) for p, r in pairs]).cumsum(0)
         tokens = torch.tensor([t for p, r in pairs for t in (*p, *r)], dtype=torch.int64)
@@ -260,26 +246,23 @@ class TrainBatch:
 class MicroBatch:
     """One pack of t tokens, r of them response tokens.
 
-    Of the prompts a b and c with the responses x y and z: tokens a b x y c z, labels x y z, logit_indices
-    1 2 4, at 2 3 5. With `update.share_prompts` a prompt stands once before all responses to it.
+    Example: prompts a b and c with responses x y and z. Then tokens are a b x y c z, labels x y z,
+    logit_indices 1 2 4, at 2 3 5. With `update.share_prompts` a prompt stands once before its responses.
 
-    tokens, positions  int64 [1, t] on the device; t: a multiple of what sequence parallelism and FP8 ask for
-    packed             what attention and routers need to know of the sequences
-    logit_indices      int64 [r], the places in the pack that predict the response tokens: that of the token
-                       before each
+    tokens, positions  int64 [1, t] on the device; t is a multiple that sequence parallelism and FP8 require
+    packed             sequence boundaries for attention and routers
+    logit_indices      int64 [r], positions in the pack that predict the response tokens
     labels             int64 [r], the response tokens
-    token_indices      int64 [r] on the host, where these tokens stand in the TrainBatch's columns [T]
-    at                 int64 [r] on the host, the places in the pack of the response tokens themselves
-    routing            the engine's choice of experts, host [layers, t, topk], see model/routing.py; or None
+    token_indices      int64 [r] on the host, positions of these tokens in the TrainBatch's columns [T]
+    at                 int64 [r] on the host, positions of the response tokens in the pack
+    routing            the engine's experts, host [layers, t, topk] (model/routing.py); or None
 
-    Under context parallelism t and r are the whole pack's in token_indices and at. In the others they are
-    this rank's, and r is padded to the same number on each rank. Two more fields are set:
-    cut                (rank, place) of each token of the pack (`data.packing.cut`), on the host
-    order              int64 [r], where each response token is among the ranks' numbers, rank after rank
+    Under context parallelism, token_indices and at are the whole pack's. The other fields are this rank's,
+    with r padded to the same number on each rank, and two more fields are set:
+    cut                (rank, position) of each token of the pack (`data.packing.cut`), on the host
+    order              int64 [r], index of each response token in the concatenation over ranks
 
-    others             int64 or int32 [T, k] on the host, the column of further tokens whose log-probs an
-                       update wants at each place; or None
-    """
+    others             int64 or int32 [T, k] on the host, more tokens whose log-probs are needed; or None"""
 
     tokens: Tensor
     positions: Tensor
@@ -299,7 +282,7 @@ class MicroBatch:
 
 
 def join(batches: Sequence[TrainBatch]) -> TrainBatch:
-    """Return the sequences of at least one batch, one after the other; all have the same columns."""
+    """Concatenate at least one batch; all must have the same columns."""
     first = batches[0]
     lengths = torch.cat([one.lengths for one in batches])
     return TrainBatch(
@@ -311,32 +294,31 @@ def join(batches: Sequence[TrainBatch]) -> TrainBatch:
 
 
 def write_batch(path: Path, batch: TrainBatch) -> str:
-    """Write `batch`; return its checksum. Raises OSError."""
+    """Write `batch` atomically and return its checksum. Raises OSError."""
     tensors = {name: getattr(batch, name).contiguous() for name in _PARTS}
     tensors |= {f"column.{name}": column.contiguous() for name, column in batch.columns.items()}
     partial = path.with_name(f".{path.name}.partial")
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     checksum = _checksum(tensors)
     try:
-        partial.unlink(missing_ok=True)  # of a killed process, or a link, which safetensors would follow
+        partial.unlink(missing_ok=True)  # safetensors would follow a link left there
         save_file(tensors, partial, {"sha256": checksum})
         fsync(partial)
         os.replace(partial, path)
         fsync(path.parent)
-    except SafetensorError as error:  # its own word for a disk's errors, too
+    except SafetensorError as error:  # also wraps disk errors
         raise OSError(str(error)) from error
     return checksum
 
 
 def read_batch(path: Path, sha256: str | None = None) -> TrainBatch:
-    """Read the batch of a file. Raises DataError for a damaged file, and for another one than that with
-    the checksum `sha256`."""
+    """Read a batch. Raises DataError if the file is damaged or its checksum is not `sha256`."""
     try:
         with safe_open(path, "pt") as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
             checksum = file.metadata()["sha256"]
         if _checksum(tensors) != checksum or checksum != (sha256 or checksum):
-            raise DataError(f"{path}: is damaged (its checksum is another)")
+            raise DataError(f"{path}: is damaged (its checksum differs)")
         tokens, cu_seqlens, mask = (tensors.pop(name) for name in _PARTS)
         columns = {
             name.removeprefix("column."): t for name, t in tensors.items() if name.startswith("column.")

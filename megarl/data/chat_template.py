@@ -1,6 +1,4 @@
-"""Render chat templates, and find the token that ends a turn.
-
-A template is a program that comes with the model's folder, so it has limits."""
+"""Render chat templates, with a time limit since they are programs, and find the end-of-turn token."""
 
 from __future__ import annotations
 
@@ -17,9 +15,9 @@ from megarl.data.limits import time_limit
 
 Message = Mapping[str, Any]
 
-MARK = "\ue000"  # the first character that no text has a use for
+MARK = "\ue000"  # private-use character that no text contains
 _USER: Message = {"role": "user", "content": "?"}
-SECONDS = 10.0  # that one rendering may take
+SECONDS = 10.0  # limit of one rendering
 
 
 def render_chat(
@@ -30,20 +28,19 @@ def render_chat(
     variables: Mapping[str, Any] = MappingProxyType({}),
     generate: bool = True,
 ) -> str:
-    """Return messages as the tokenizer's chat template writes them.
+    """Apply the tokenizer's chat template.
 
     Args:
-        tools: schemas of functions that the template presents to the model
+        tools: JSON schemas of functions
         variables: data.chat_template_kwargs
-        generate: whether the model writes next. It continues a last message of the assistant's, else it
-            begins a turn.
+        generate: end with the start of the assistant's turn, or leave a last assistant message open
 
-    Raises ConfigError for a template that does not end, and whatever else the template raises."""
+    Raises ConfigError for a template that may not end, and any error of the template."""
     template = tokenizer.chat_template
     name = f"data.template: the chat template of {tokenizer.name_or_path or 'the tokenizer'}"
     for source in template.values() if isinstance(template, dict) else [template]:
         if _has_power(source):
-            # A power of powers cannot be interrupted: it is one operation of Python's.
+            # time_limit cannot interrupt a power of powers, one operation of Python.
             raise ConfigError(f"{name} computes powers (`**`), which may never end (take it out)")
     resumes = generate and bool(messages) and messages[-1].get("role") == "assistant"
     with time_limit(SECONDS, name):
@@ -62,22 +59,21 @@ def render_chat(
 def _has_power(source: str | None) -> bool:
     try:
         return ("operator", "**") in {token[1:] for token in Environment().lex(source or "")}
-    except TemplateSyntaxError:  # rendering raises it too
+    except TemplateSyntaxError:  # rendering reports it
         return False
 
 
 class ChatTemplate:
-    """A tokenizer's chat template and the control tokens that it writes.
+    """A tokenizer's chat template and its control tokens.
 
     Args:
-        tools: schemas of functions that the template presents to the model
+        tools: JSON schemas of functions
         variables: data.chat_template_kwargs
 
     Attributes:
-        control: names of control tokens, by token
-        named: pattern of these names; None if there is no control token
-        closing: tokens that end an assistant's turn; empty if the template writes none
-    """
+        control: control token -> its text
+        named: pattern of these texts; None if there are none
+        closing: tokens that end an assistant's turn; may be empty"""
 
     def __init__(
         self,
@@ -87,7 +83,7 @@ class ChatTemplate:
     ) -> None:
         self.tokenizer, self.tools, self.variables = tokenizer, list(tools), variables
         source = str(tokenizer.chat_template)
-        # <tool_call> is no special token of Qwen's, but a control token all the same.
+        # Qwen's <tool_call> is a control token, though not special.
         self.control = {
             i: token.content
             for i, token in tokenizer.added_tokens_decoder.items()
@@ -101,18 +97,16 @@ class ChatTemplate:
 
     @cached_property
     def end(self) -> int | None:
-        """Return the control token that ends an assistant's turn; None if the template has none.
+        """Return the token that ends an assistant's turn, or None.
 
-        GLM's template writes no end. There it is the token that begins a user's turn."""
+        GLM's template writes none; there it is the token that starts a user's turn."""
         if self.closing:
             return self.closing[-1]
         following = self.encode(self.text_behind([_USER]))[:1]
         return following[0] if following and following[0] in self.control else None
 
     def render(self, messages: Sequence[Message], generate: bool = True) -> str:
-        """Return the text of a conversation; with `generate`, also the beginning of the policy's next turn.
-
-        Raises ValueError with the template's words if it refuses the messages."""
+        """Return the text of a conversation. Raises ValueError if the template refuses the messages."""
         try:
             return render_chat(
                 self.tokenizer, messages, tools=self.tools, variables=self.variables, generate=generate
@@ -124,25 +118,24 @@ class ChatTemplate:
             raise ValueError(f"the chat template refuses {roles}: {first_line(error)}") from error
 
     def text_behind(self, messages: Sequence[Message], mark: str = MARK, generate: bool = True) -> str:
-        """Return the template's text after an assistant's turn in which `messages` follow.
+        """Return the text after an assistant's turn that is followed by `messages`.
 
         Args:
             mark: a character that the messages do not contain
-            generate: whether the text includes the beginning of the assistant's next turn
+            generate: include the start of the assistant's next turn
 
-        Raises ValueError if the template omits the assistant's words."""
-        said = f"{mark}said{mark}"
-        begun = [_USER, {"role": "assistant", "content": said}]
-        _, found, behind = self.render([*begun, *messages], generate).partition(said)
+        Raises ValueError if the template omits the assistant's message."""
+        content = f"{mark}said{mark}"
+        turns = [_USER, {"role": "assistant", "content": content}, *messages]
+        _, found, behind = self.render(turns, generate).partition(content)
         if not found:
             raise ValueError("the chat template leaves out what an assistant has written")
         return behind
 
     def encode(self, text: str, first: bool = False) -> list[int]:
-        """Tokenize a text that the template writes.
+        """Tokenize a part of the template's text.
 
-        Some tokenizers put a blank before every text. Unless the text is `first`, it is tokenized as it
-        stands after a control token, where they add none."""
+        Some tokenizers add a space before a text. Only the `first` part gets it."""
         before = "" if first else self.tokenizer.eos_token or ""
         tokens = self.tokenizer(before + text, add_special_tokens=False).input_ids
         return list(tokens[1:] if before and tokens[:1] == [self.tokenizer.eos_token_id] else tokens)

@@ -1,5 +1,4 @@
-"""Rows that a package beside megarl generates where an entry of data.train or data.eval has no file: `gym`,
-problems of reasoning-gym (megarl_tasks/gym.py)."""
+"""Rows generated for `gym` entries of data.train and data.eval by the plugin megarl_tasks/gym.py."""
 
 from __future__ import annotations
 
@@ -12,14 +11,15 @@ from megarl.rewards.verdict import Reference
 
 
 class GeneratedRow(Protocol):
-    """A generated problem, or why there is none in its place.
+    """A generated problem, or the reason why there is none.
 
-    key      of its entry: `data.train[0].gym`
-    task     what it is one of, and `index` which one
-    prompt   the question, with what the entry puts before it
-    answer   one that is right; "" where none is known
-    entry    what the generator's verifier needs of it
-    problem  the reason and its detail"""
+    key      key of its entry: `data.train[0].gym`
+    task     name of the task
+    index    number within the task
+    prompt   the question, with the entry's text before it
+    answer   a correct answer; "" if unknown
+    entry    data for the generator's verifier
+    problem  (reason, detail) if generation failed"""
 
     @property
     def key(self) -> str: ...
@@ -40,42 +40,41 @@ class GeneratedRow(Protocol):
 
 
 def gym_entries(data: DataConfig) -> dict[str, GymConfig]:
-    """Return the entries that reasoning-gym generates by their keys: `data.eval[1].gym`."""
+    """Return key -> entry of all entries with `gym`: `data.eval[1].gym`."""
     lists = (("data.train", data.train), ("data.eval", data.eval))
     return {f"{key}[{i}].gym": one.gym for key, entries in lists for i, one in enumerate(entries) if one.gym}
 
 
 def generate(entries: Mapping[str, GymConfig]) -> Iterator[GeneratedRow]:
-    """Yield the rows of the entries, which are given by their keys, one entry after the other: the same in
-    any process.
+    """Yield the rows of all entries in order, the same in any process.
 
-    Raises ConfigError where reasoning-gym is not installed, or a task or parameter does not exist, and
-    DataError or WaitTimeout where its process dies or comes to no end with a row."""
+    Raises ConfigError if reasoning-gym, a task or a parameter is missing, and DataError or WaitTimeout if its
+    process dies or hangs."""
     if entries:
         yield from _gym().generate(entries)
 
 
 def first_rows(entries: Mapping[str, GymConfig], rounds: int = 16) -> Iterator[GeneratedRow]:
-    """Yield `rounds` rows of every task of every entry, one of each first. All names and parameters are
-    checked before the first. Raises as `generate`."""
+    """Yield `rounds` rows of every task, round by round; check all names and parameters first.
+
+    Raises the errors of `generate`."""
     if entries:
         yield from _gym().first_rows(entries, rounds)
 
 
 def check_tasks(entries: Mapping[str, GymConfig]) -> None:
-    """Raise ConfigError where reasoning-gym is not installed, or a task or parameter of `entries` does not
-    exist."""
+    """Raise ConfigError if reasoning-gym, a task or a parameter of `entries` is missing."""
     for _ in first_rows(entries, rounds=1):
         return
 
 
 def reference_to(answer: str, entry: str) -> Reference:
-    """Return what responses to a generated problem are judged by."""
+    """Return the reference of a generated problem for its verifier."""
     return Reference(answer, _gym().VERIFIER, entry)
 
 
 def own_verifiers(data: DataConfig) -> tuple[str, ...]:
-    """Return the verifiers that rows of `data` bring with them, for VerifierPool."""
+    """Return the verifiers that `data` needs in addition to reward.verifier, for VerifierPool."""
     return (_gym().VERIFIER,) if data.has_gym else ()
 
 

@@ -1,4 +1,4 @@
-"""Limits of memory and time for work on files of strangers."""
+"""Memory and time limits for processing untrusted files."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from typing import Any, NoReturn
 
 from megarl.config.errors import ConfigError
 
-MEMORY = 1 << 30  # bytes that rendering a conversation, or decoding a batch of rows, may take
+MEMORY = 1 << 30  # bytes to render a conversation or decode a batch of rows
 _STATM = Path("/proc/self/statm")
-_ONE_THREAD = threading.RLock()  # the limit belongs to the process: of two threads, one would leave its own
+_ONE_THREAD = threading.RLock()  # the limit is process-wide; two threads would overwrite each other's
 
 
 @contextmanager
 def memory_limit(size: int = MEMORY) -> Iterator[None]:
-    """Raise MemoryError where the block allocates more than `size` bytes. Linux only, else no limit.
+    """Raise MemoryError if the block allocates more than `size` bytes; no effect without /proc.
 
-    One thread at a time enters the block; it may be nested."""
+    One thread at a time enters the block. It may be nested."""
     with _ONE_THREAD:
         before = resource.getrlimit(resource.RLIMIT_DATA)
         if _STATM.exists():
@@ -36,9 +36,9 @@ def memory_limit(size: int = MEMORY) -> Iterator[None]:
 
 @contextmanager
 def time_limit(seconds: float, what: str) -> Iterator[None]:
-    """Raise ConfigError, which begins with `what`, where the block takes more than `seconds`.
+    """Raise ConfigError `what ...` if the block takes more than `seconds`.
 
-    Outside the main thread there is no limit: signals reach the main thread only."""
+    No limit outside the main thread, which alone receives signals."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -1,6 +1,4 @@
-"""Pack sequences into micro-batches, and balance them over ranks.
-
-The results depend on lengths alone, so every rank computes the same."""
+"""Pack sequences into micro-batches and balance them over ranks, from their lengths alone."""
 
 from __future__ import annotations
 
@@ -16,11 +14,11 @@ from torch import Tensor
 def pack(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
     """Return micro-batches of at most `max_tokens`, as indices into `lengths` (tokens).
 
-    A longer sequence is alone.
+    A longer sequence gets its own micro-batch.
 
-    Best fit decreasing. Longest first inside a micro-batch and among micro-batches: sequences of similar
-    length stand together, and portable attention handles them in one call. The order of `lengths` does not
-    change which lengths share a micro-batch."""
+    Best fit decreasing: longest first in and among micro-batches. Similar lengths are then adjacent, and
+    portable attention handles them in one call. The order of `lengths` does not change which lengths share a
+    micro-batch."""
     if max_tokens < 1:
         raise ValueError(f"max_tokens must be >= 1 (got {max_tokens})")
     batches: list[list[int]] = []
@@ -40,21 +38,22 @@ def pack(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
 def pack_groups(
     prompts: Sequence[int], responses: Sequence[int], groups: Sequence[int], max_tokens: int
 ) -> list[list[list[int]]]:
-    """Return micro-batches in which a prompt stands once before the responses to it.
+    """Return micro-batches in which each prompt stands once before its responses.
 
-    Each micro-batch is a list of such families, and a family a list of indices into `responses`. Families are
-    packed as by `pack`.
+    A micro-batch is a list of families; a family is a list of indices into `responses`. Responses that do not
+    fit after one prompt get another copy of it.
 
-    prompts, responses: tokens of each sequence's prompt, and of all behind it; groups: equal where the prompt
-    is. Responses that do not fit behind one prompt go behind a copy of it."""
+    Args:
+        prompts, responses: tokens of each sequence's prompt, and of the rest
+        groups: equal for sequences with the same prompt"""
     members: dict[int, list[int]] = {}
-    for index, group in enumerate(groups):
-        members.setdefault(group, []).append(index)
+    for index, number in enumerate(groups):
+        members.setdefault(number, []).append(index)
     families: list[list[int]] = []
     sizes: list[int] = []
-    for alike in members.values():
+    for group in members.values():
         free = -1
-        for index in sorted(alike, key=lambda i: -responses[i]):
+        for index in sorted(group, key=lambda i: -responses[i]):
             if responses[index] > free:
                 families.append([])
                 sizes.append(prompts[index])
@@ -66,11 +65,10 @@ def pack_groups(
 
 
 def cut(cu_seqlens: Tensor, cp: int) -> tuple[Tensor, Tensor]:
-    """Return the context-parallel rank of each token of a pack, and its place there, int64 [t] each.
+    """Return each token's context-parallel rank and position there, int64 [t] each.
 
-    Each sequence, of a multiple of 2 * cp tokens, is cut into 2 * cp chunks. Rank r has chunks r and
-    2 * cp - 1 - r of every sequence, so that each rank has the same number of causal pairs. Transformer
-    Engine's thd_get_partitioned_indices gives the same."""
+    Every sequence must have a multiple of 2 * cp tokens. Rank r gets its chunks r and 2 * cp - 1 - r, so all
+    ranks have equally many causal pairs. Same as Transformer Engine's thd_get_partitioned_indices."""
     chunk = cu_seqlens.diff() // (2 * cp)
     starts = torch.repeat_interleave(cu_seqlens[:-1], cu_seqlens.diff())
     sizes = torch.repeat_interleave(chunk, cu_seqlens.diff())
@@ -81,14 +79,14 @@ def cut(cu_seqlens: Tensor, cp: int) -> tuple[Tensor, Tensor]:
 
 
 def balance(costs: Sequence[float], ranks: int) -> list[list[int]]:
-    """Return one list of indices into `costs` per rank, of nearly equal sums.
+    """Return one ascending list of indices into `costs` per rank, with nearly equal sums.
 
-    The most expensive item that is left goes to the rank with the least so far. With at least `ranks` items
-    every rank has one, else some lists are empty. Deterministic; the indices of a rank ascend."""
+    The most expensive remaining item goes to the least loaded rank. Every rank gets an item if there are
+    enough. Deterministic."""
     if ranks < 1:
         raise ValueError(f"ranks must be >= 1 (got {ranks})")
     parts: list[list[int]] = [[] for _ in range(ranks)]
-    loads = [(0.0, 0, rank) for rank in range(ranks)]  # (cost, items, rank): of equal costs fewer items first
+    loads = [(0.0, 0, rank) for rank in range(ranks)]  # (cost, items, rank); ties: fewer items first
     for index in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
         total, count, rank = loads[0]
         parts[rank].append(index)
@@ -99,12 +97,13 @@ def balance(costs: Sequence[float], ranks: int) -> list[list[int]]:
 def balance_groups(
     prompts: Sequence[float], responses: Sequence[float], groups: Sequence[int], ranks: int
 ) -> list[list[int]]:
-    """Return one list of indices per rank, as `balance` does, with the prompts of groups shared.
+    """Balance as `balance`, but charge a rank once for each prompt that its responses share.
 
-    A rank computes the prompt of a group once for all of the group's responses that it has.
+    Groups stay whole or split in halves, quarters and so on, whichever makes the slowest rank fastest.
 
-    prompts, responses: the cost of each sequence's prompt, and of its response behind it. Groups are kept
-    whole, or cut in halves, quarters and so on, whichever makes the slowest rank the quickest."""
+    Args:
+        prompts, responses: cost of each sequence's prompt, and of its response
+        groups: equal for sequences with the same prompt"""
     members: dict[int, list[int]] = {}
     for index, group in enumerate(groups):
         members.setdefault(group, []).append(index)
@@ -124,20 +123,18 @@ def balance_groups(
 
 
 def cost(lengths: Sequence[int], even: float) -> list[float]:
-    """Return the time of each sequence's forward and backward pass, l + l^2 / even.
+    """Return the cost of each sequence's forward and backward pass, l + l^2 / even.
 
-    The unit is one token's linear layers. even: the length, in tokens, at which causal attention costs the
-    same FLOPs as the linear layers (see `even_length`)."""
+    The unit is one token's linear layers. `even` is the length at which causal attention costs the same FLOPs
+    as the linear layers (see `even_length`)."""
     return [length + length * length / even for length in lengths]
 
 
 def even_length(*models: tuple[int, int]) -> float:
-    """Return the argument `even` of `cost` for models that each sequence passes equally often.
+    """Return the length at which attention and linear layers cost the same, for `cost`.
 
-    models: (matrix parameters, query width) of each.
+    models: (matrix parameters P, query width w) of each model; w = heads * head_dim, summed over layers.
 
-    Matrix parameters P: of all layers together. Query width w: heads * head_dim, summed over the layers. l
-    tokens take 2 P l FLOPs in the linears. Causal attention reads half of the square: 2 w l^2 in scores and
-    weighted sums. The two are equal at l = P / w: 95,232 tokens for Qwen2.5-32B, with 18.6 hidden^2
-    parameters a layer and w = hidden."""
+    l tokens take 2 P l FLOPs in linear layers. Causal attention takes 2 w l^2 for scores and weighted sums.
+    They are equal at l = P / w."""
     return sum(parameters for parameters, _ in models) / sum(width for _, width in models)

@@ -1,71 +1,56 @@
-"""Prompts and supervised pairs: read from parquet and jsonl files, put into the template, tokenized, and
-handed out epoch after epoch. Rows that cannot be used are listed with their reasons."""
+"""Prompts and supervised pairs: read rows, apply the template, tokenize, and report what was left out."""
 
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from decimal import Decimal
 from hashlib import blake2b, sha256
 from itertools import takewhile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
-
-from megarl.config.errors import CheckpointError, ConfigError, DataError, MegarlError, first_line
-from megarl.config.plugins import plugin
+from megarl.config.errors import ConfigError, DataError, MegarlError, first_line
 from megarl.config.schema import DataConfig, DataEntry, EvaluationConfig
 from megarl.config.text import printable
 from megarl.data.chat_template import render_chat
+from megarl.data.columns import WORKED as WORKED
+from megarl.data.columns import Messages, columns_to_read, find_response, last_question
+from megarl.data.columns import UnusableRow as UnusableRow
+from megarl.data.columns import answer_of as answer_of
+from megarl.data.columns import prompt_of as prompt_of
+from megarl.data.columns import value_at as value_at
 from megarl.data.generated import GeneratedRow, first_rows, generate, gym_entries, reference_to
-from megarl.data.limits import MEMORY, memory_limit
+from megarl.data.limits import memory_limit
+from megarl.data.prompt_sampler import PromptSampler as PromptSampler
+from megarl.data.readers import file_rows as file_rows
 from megarl.rewards.verdict import Reference
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-Messages = list[dict[str, str]]
 Pair = tuple[tuple[int, ...], tuple[int, ...]]
-Tools = Sequence[Mapping[str, Any]]  # what the chat template tells of functions, as transformers makes it
+Tools = Sequence[Mapping[str, Any]]  # JSON schemas of functions for the chat template
 
-# Columns, in any case, that are tried where the configured one is absent: GSM8K's, MATH's and AIME's. Of a
-# worked `solution` the last box is the answer.
-_OTHER_PROMPTS, _OTHER_ANSWER, _SOLUTION = ("question", "problem"), "answer", "solution"
-# TRL's: a whole conversation, whose last message is the assistant's, and what follows a prompt.
-_MESSAGES, _COMPLETION = "messages", "completion"
-WORKED = (_SOLUTION, _COMPLETION, _MESSAGES)  # columns that hold the way to an answer, and the answer in it
-_FORMULA = re.compile(r"\$\$([^$]+)\$\$|\$([^$]+)\$|\\\((.+)\\\)|\\\[(.+)\\\]", re.DOTALL)
-_DIGIT_GROUPS = re.compile(r"(?<![\d,.])\d{1,3}(?:,\d{3})+(?!,?\d)")
-_TOKENIZED_AT_ONCE = 1024  # rows
-_CHARACTERS_AT_ONCE = 1 << 22  # of the rows that are tokenized together
+_TOKENIZED_AT_ONCE = 1024  # rows tokenized in one call
+_CHARACTERS_AT_ONCE = 1 << 22  # of rows tokenized in one call
 
-# Limits against files that are made to take all memory.
-MAX_LINE = 16 << 20  # bytes of a line of jsonl
-MAX_RESPONSE = 1 << 22  # characters of a supervised response
 CHARACTERS_PER_TOKEN = 100  # longer prompts than data.max_prompt_tokens * 100 are not tokenized
-_BATCH, _BATCH_BYTES = 4096, 64 << 20  # rows of such a batch, and their bytes by the file's own account
-# A decoded parquet file may have EXPANSION times its size on disk, and 64 MiB: a value that is stored once
-# can stand in a billion rows.
-EXPANSION, _EXPANSION_FREE = 1000, 64 << 20
-_ROW_BYTES = 100  # that a row takes in a report, however little it holds
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """One problem. `uid` is a hash of its text, the same in every run: seeds are derived from it.
+    """One problem.
 
-    text      as the model reads it, template and all
-    question  what the user asked, for people: the last user message, or the prompt before its template
+    uid       hash of its text, the same in every run; seeds derive from it
+    text      the model's input, with the template applied
+    question  last user message, or the prompt without its template; for people to read
     source    the row's data_source
-    answer    the reference, for people; "" where a task of reasoning-gym tells none
-    entry     what the scorer of reasoning-gym needs of its problem; "": reward.verifier judges"""
+    answer    reference answer; "" if a task of reasoning-gym has none
+    entry     data for reasoning-gym's scorer; "": reward.verifier scores the response"""
 
     uid: int
     text: str
@@ -78,7 +63,6 @@ class Prompt:
 
     @property
     def reference(self) -> str | Reference:
-        """Return what responses are judged by."""
         return reference_to(self.answer, self.entry) if self.entry else self.answer
 
     @property
@@ -89,12 +73,12 @@ class Prompt:
 
 @dataclass(frozen=True)
 class ProblemSet:
-    """Held-out problems that are read and evaluated together.
+    """Held-out problems that are evaluated together.
 
-    name       of their scores; "": they are shown by data_source
-    every      steps between their evaluations; None: evaluation.every, and they are in the headline
-    samples    answers to each
-    questions  of all their rows, those beyond evaluation.max_problems too"""
+    name       prefix of their scores; "": scores by data_source
+    every      steps between evaluations; None: evaluation.every, and the scores count in the headline
+    samples    answers per problem
+    questions  questions of all rows, also of those beyond evaluation.max_problems"""
 
     problems: Sequence[Prompt]
     samples: int
@@ -104,90 +88,22 @@ class ProblemSet:
 
 
 def prompt_uid(text: str, answer: str) -> int:
-    """Return 63 bits that identify a problem: a hash of its text, before any template, and its answer."""
+    """Return a 63-bit hash of a problem: its text before any template, and its answer."""
     digest = blake2b(f"{len(text)}:{text}{answer}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1
 
 
-def epoch_order(num_prompts: int, seed: int, epoch: int) -> list[int]:
-    """Return a permutation of range(num_prompts) that depends on the three numbers alone."""
-
-    def key(index: int) -> bytes:
-        return blake2b(b"%d:%d:%d" % (seed, epoch, index), digest_size=16).digest()
-
-    return sorted(range(num_prompts), key=key)
-
-
 def content_of(prompts: Iterable[Prompt]) -> str:
-    """Return the SHA-256 of problems in their order: what is asked, as tokens, and the answer."""
+    """Return the SHA-256 of problems in order: their uids, tokens and answers."""
     digest = sha256()
     for prompt in prompts:
         digest.update(repr((prompt.uid, prompt.tokens, prompt.answer)).encode())
     return digest.hexdigest()
 
 
-class PromptSampler:
-    """Hands out the indices 0 .. num_prompts - 1, each once an epoch; without `shuffle` in their own order.
-
-    content: a checksum of what the indices lead to, which a run must still have when it continues. Raises
-    ValueError if there is no prompt."""
-
-    def __init__(self, num_prompts: int, seed: int = 0, shuffle: bool = True, content: str = "") -> None:
-        if num_prompts < 1:
-            raise ValueError(f"num_prompts must be >= 1 (got {num_prompts})")
-        self.num_prompts, self.seed, self.shuffle, self.content = num_prompts, seed, shuffle, content
-        self._start_epoch(0)
-
-    def _start_epoch(self, epoch: int, position: int = 0) -> None:
-        self.epoch, self.position = epoch, position
-        self._order = list(range(self.num_prompts))
-        if self.shuffle:
-            self._order = epoch_order(self.num_prompts, self.seed, epoch)
-
-    def take(self, n: int) -> list[int]:
-        """Return the next `n` indices. `n` may be larger than an epoch; an index then comes again."""
-        taken: list[int] = []
-        while len(taken) < n:
-            if self.position == self.num_prompts:
-                self._start_epoch(self.epoch + 1)
-            part = self._order[self.position : self.position + n - len(taken)]
-            self.position += len(part)
-            taken += part
-        return taken
-
-    def state(self) -> dict[str, Any]:
-        """Return the state that `load_state` continues from, as JSON holds it."""
-        names = ("num_prompts", "seed", "shuffle", "content", "epoch", "position")
-        return {name: getattr(self, name) for name in names}
-
-    def load_state(self, state: dict[str, Any]) -> None:
-        """Continue where the sampler of `state` stood. Raises CheckpointError if that one drew from other
-        prompts or with another seed."""
-        for name, key in (("num_prompts", "data.train"), ("seed", "seed"), ("shuffle", "data.shuffle")):
-            if state.get(name) != getattr(self, name):
-                raise CheckpointError(
-                    f"{key}: the checkpoint's prompts were drawn with {name} {state.get(name)}, "
-                    f"this run has {getattr(self, name)} (resume with the same data and seed)"
-                )
-        if state.get("content", self.content) != self.content:  # older checkpoints have none
-            what = "its usable rows, or their order, are not those that the checkpoint's were drawn from"
-            why = "put the files back; rows of reasoning-gym depend on its version and on data.eval too"
-            raise CheckpointError(f"data.train: {what} ({why})")
-        epoch, position = state.get("epoch"), state.get("position")
-        if (
-            isinstance(epoch, int)
-            and isinstance(position, int)
-            and epoch >= 0 <= position <= self.num_prompts
-        ):
-            self._start_epoch(epoch, position)
-        else:
-            stands = f"epoch {epoch}, position {position}, which cannot be"
-            raise CheckpointError(f"data.train: the checkpoint's sampler stands at {stands}")
-
-
 @dataclass(frozen=True)
 class RejectedRow:
-    """A row that cannot be used. `row` counts from 1; rows are counted by `reason`, not by `detail`."""
+    """An unusable row. `row` counts from 1; the report groups by `reason`."""
 
     file: str
     row: int
@@ -197,13 +113,13 @@ class RejectedRow:
 
 @dataclass
 class ReadReport:
-    """What became of every row: kept + duplicates + rejected = the sum of `rows`.
+    """Counts of rows: kept + duplicates + rejected = the sum of `rows`.
 
     rows        rows per file
-    kept        prompts or pairs that are used
-    duplicates  rows with the prompt and answer of an earlier one
-    rejected    rows that cannot be used, in the order of the files
-    warned      rows that are used, and are probably not meant as they are"""
+    kept        prompts or pairs in use
+    duplicates  rows whose prompt and answer an earlier row has
+    rejected    unusable rows, in file order
+    warned      rows in use that look wrong"""
 
     rows: dict[str, int] = field(default_factory=dict)
     kept: int = 0
@@ -212,7 +128,7 @@ class ReadReport:
     warned: list[RejectedRow] = field(default_factory=list)
 
     def lines(self, shown: int = 3) -> list[str]:
-        """Return printable lines for people: the sums, and each reason with its first `shown` rows."""
+        """Return printable lines: the sums, then each reason with its first `shown` rows."""
         found = [
             f"data: {self.kept:,} of {sum(self.rows.values()):,} rows used, "
             f"{self.duplicates:,} duplicates, {len(self.rejected):,} unusable"
@@ -228,15 +144,13 @@ class ReadReport:
         return list(map(printable, found))
 
     def reject(self, file: str, number: int, problem: UnusableRow) -> None:
-        """List a row as unusable."""
         self.rejected.append(RejectedRow(file, number, problem.reason, problem.detail))
 
     def warn(self, row: _Row, what: str) -> None:
-        """List a row that is used as one to look at."""
         self.warned.append(RejectedRow(row.file, row.number, what))
 
     def finish(self, names: Sequence[object], kept: int) -> None:
-        """Count what was kept; put the rejected rows in order. Raises DataError where nothing was kept."""
+        """Set `kept` and sort the rejected rows. Raises DataError if no row was kept."""
         self.kept = kept
         order = {file: position for position, file in enumerate(self.rows)}
         self.rejected.sort(key=lambda row: (order[row.file], row.row))
@@ -244,17 +158,9 @@ class ReadReport:
             raise _nothing_usable(names, self.rejected)
 
 
-class UnusableRow(Exception):
-    """Why a row is left out: the reason by which rows are counted, and details of this row."""
-
-    def __init__(self, reason: str, detail: str = "") -> None:
-        super().__init__(reason)
-        self.reason, self.detail = reason, detail
-
-
 @dataclass(frozen=True)
 class _Row:
-    """A usable row before the template. `target` is the answer, or the response of a pair."""
+    """A usable row before templating. `target` is the answer, or the response of a pair."""
 
     file: str
     number: int
@@ -266,25 +172,18 @@ class _Row:
     entry: str = ""
 
 
-# What rows are read from, by the name that a report has for it: a file, or rows that were generated.
+# Files and generated rows, by their name in reports.
 _Sources = Mapping[str, Path | Iterable[GeneratedRow]]
 
 
-def _files(paths: Iterable[Path]) -> _Sources:
-    return {str(path): path for path in paths}
-
-
-def _sources(entries: Sequence[DataEntry | Path], keys: Sequence[str]) -> _Sources:
-    """Return what the entries with these keys (`data.eval[1]`) are read from. Raises as
-    megarl.data.generated.generate."""
-    found = list(zip(keys, map(DataEntry.model_validate, entries), strict=True))
-    generated: dict[str, list[GeneratedRow]] = {f"{key}.gym": [] for key, entry in found if entry.gym}
-    for row in generate({f"{key}.gym": entry.gym for key, entry in found if entry.gym}):
+def _open_sources(entries: Sequence[DataEntry | Path], key: str) -> _Sources:
+    """Generate rows, and return the sources of entries with the keys `key[0]`, `key[1]`, ..."""
+    found = {f"{key}[{i}].gym": DataEntry.model_validate(entry) for i, entry in enumerate(entries)}
+    gym = {name: entry.gym for name, entry in found.items() if entry.gym}
+    generated: dict[str, list[GeneratedRow]] = {name: [] for name in gym}
+    for row in generate(gym):
         generated[row.key].append(row)
-    sources: dict[str, Path | Iterable[GeneratedRow]] = {}
-    for key, entry in found:
-        sources |= _files([entry.path]) if entry.path else {f"{key}.gym": generated[f"{key}.gym"]}
-    return sources
+    return {str(entry.path or name): entry.path or generated[name] for name, entry in found.items()}
 
 
 def read_prompts(
@@ -296,18 +195,22 @@ def read_prompts(
     tools: Tools = (),
     opening: tuple[int, ...] = (),
 ) -> tuple[list[Prompt], ReadReport]:
-    """Read the problems of the entries of data.train, or of `key`, in their order, each prompt with the same
-    answer once. The chat template tells of `tools`; `opening`, if given, takes the place of each prompt's
-    tokens.
+    """Read the problems of all entries in order, without duplicates of prompt and answer.
 
-    Rows without prompt or answer, of a wrong type, malformed or too long are left out and listed in the
-    report, and of what is generated the questions that are in `held_out`. Raises DataError for a missing or
-    malformed file and for one without a usable row, ConfigError for a template that the tokenizer does not
-    have, and as megarl.data.generated.generate."""
-    keys = [f"{key}[{i}]" for i in range(len(entries))]
+    Unusable rows (no prompt or answer, wrong type, malformed, too long) are only listed in the report.
+
+    Args:
+        held_out: Sets whose questions are left out of generated rows.
+        key: Config key of `entries`.
+        tools: Schemas for the chat template.
+        opening: Replaces each prompt's tokens, unless empty.
+
+    Raises:
+        DataError: A file is missing, malformed or without a usable row.
+        ConfigError: The tokenizer has no chat template. Also the errors of `generate`."""
     questions = frozenset[str]().union(*(one.questions for one in held_out))
     _check_template(data, tokenizer)
-    return _read(_sources(entries, keys), data, tokenizer, questions, tools, opening)
+    return _read(_open_sources(entries, key), data, tokenizer, questions, tools, opening)
 
 
 def _read(
@@ -319,19 +222,19 @@ def _read(
     opening: tuple[int, ...],
 ) -> tuple[list[Prompt], ReadReport]:
     report = ReadReport()
-    seen: set[int] = set()
+    known_uids: set[int] = set()
 
     def unique() -> Iterator[_Row]:
         for row in _usable_rows(sources, data, report, held_out=held_out):
-            if row.uid in seen:
+            if row.uid in known_uids:
                 report.duplicates += 1
             else:
-                seen.add(row.uid)
+                known_uids.add(row.uid)
                 yield row
 
     prompts = [
-        Prompt(row.uid, text, ids, row.target, row.source, row.extra, _question(row.prompt), row.entry)
-        for batch in _tokenized(unique(), data, tokenizer, report, tools)
+        Prompt(row.uid, text, ids, row.target, row.source, row.extra, last_question(row.prompt), row.entry)
+        for batch in _tokenize(unique(), data, tokenizer, report, tools)
         for row, text, tokens in batch
         for ids in [opening or tokens]
     ]
@@ -346,18 +249,18 @@ def read_problem_sets(
     tools: Tools = (),
     opening: tuple[int, ...] = (),
 ) -> tuple[list[ProblemSet], dict[str, ReadReport]]:
-    """Read data.eval: one set of each name, and of the entries without one that have the same `samples`, in
-    the order in which they come first. Return them with the report of each, `eval` and the set's name.
-    `tools` and `opening` are those of read_prompts.
+    """Read data.eval: one set per name; entries without a name share one set per (samples, every).
 
-    Raises the errors of read_prompts, and ConfigError where a name is also the data_source of a problem
-    without one, whose scores would have the same place."""
+    Returns the sets in the order of their first entries, and a report for each.
+
+    Raises the errors of read_prompts. Raises ConfigError if a name is also the data_source of an unnamed
+    entry, since both would use the same metric."""
     together: dict[tuple[str, int, int | None], list[str]] = {}
     for i, entry in enumerate(data.eval):
         own = entry.name or "", entry.samples or evaluation.samples, entry.every
         together.setdefault(own, []).append(str(entry.path) if entry.path else f"data.eval[{i}].gym")
     _check_template(data, tokenizer)
-    all_sources = _sources(data.eval, [f"data.eval[{i}]" for i in range(len(data.eval))])
+    all_sources = _open_sources(data.eval, "data.eval")
     sets, reports = [], {}
     for (name, samples, every), names in together.items():
         problems, report = _read(
@@ -382,8 +285,9 @@ def read_pairs(
     tokenizer: PreTrainedTokenizerBase,
     report: ReadReport,
 ) -> list[Pair]:
-    """Read (prompt tokens, response tokens with the end-of-sequence token) of all files, in their order,
-    repeated rows included. `report` is filled with what was left out. Raises the errors of read_prompts."""
+    """Read (prompt tokens, response tokens with end-of-sequence) of all files in order, with duplicates.
+
+    Fills `report`. Raises the errors of read_prompts."""
     _check_template(data, tokenizer)
     end = tokenizer.eos_token_id
     if not isinstance(end, int):
@@ -392,11 +296,11 @@ def read_pairs(
             "so that no response could end (set eos_token)"
         )
     pairs: list[Pair] = []
-    paths = [entry.path for entry in map(DataEntry.model_validate, entries) if entry.path]
-    for batch in _tokenized(_usable_rows(_files(paths), data, report, response_key), data, tokenizer, report):
+    paths = {str(path): path for entry in entries if (path := DataEntry.model_validate(entry).path)}
+    for batch in _tokenize(_usable_rows(paths, data, report, response_key), data, tokenizer, report):
         responses = tokenizer([row.target for row, _, _ in batch], add_special_tokens=False)["input_ids"]
         pairs += [(tokens, (*ids, end)) for (_, _, tokens), ids in zip(batch, responses, strict=True)]
-    report.finish(paths, len(pairs))
+    report.finish([*paths], len(pairs))
     return pairs
 
 
@@ -406,55 +310,52 @@ def validate_files(
     tokenizer: PreTrainedTokenizerBase | None = None,
     tools: Tools = (),
 ) -> list[str | Reference]:
-    """Check before ranks are started that every entry of `data` holds a usable row; return what a verifier is
-    to be tried on: the reference answer (or response) of the first file's first one, and of every task of
-    reasoning-gym one.
+    """Check that every entry of `data` has a usable row, before ranks start.
 
-    Reads each file up to its first usable row. Without `tokenizer` only what shows without one is checked.
-    `response_key` stands for recipe sft, whose training rows need a response, not an answer. Raises DataError
-    naming the file, or ConfigError."""
-    _check_template(data, None)  # of the tokenizer, that its template refuses rows shows with the rows
-    found: list[str | Reference] = []
+    Reads each file up to its first usable row. Without `tokenizer`, checks that need one are skipped.
+    `response_key` is for recipe sft, whose training rows need a response instead of an answer.
+
+    Returns references to try the verifier on: the first file's, and one per task of reasoning-gym.
+    Raises DataError naming the file, or ConfigError."""
+    _check_template(data, None)
+    references: list[str | Reference] = []
 
     def first(sources: _Sources, target_key: str | None = None) -> str:
         report = ReadReport()
         rows = _usable_rows(sources, data, report, target_key)
         if tokenizer is not None:
-            rows = (batch[0][0] for batch in _tokenized(rows, data, tokenizer, report, tools))
+            rows = (batch[0][0] for batch in _tokenize(rows, data, tokenizer, report, tools))
         row = next(rows, None)
         if row is None:
             raise _nothing_usable(list(sources), report.rejected)
         return row.target
 
-    held_out = [entry.path for entry in data.eval if entry.path]
-    for paths, target_key in (
-        ([entry.path for entry in data.train if entry.path], response_key),
-        (held_out, None),
-    ):
-        for path in paths:
-            answer = first(_files([path]), target_key)
-            found = found or [answer]
+    for entries, target_key in ((data.train, response_key), (data.eval, None)):
+        for path in (entry.path for entry in entries if entry.path):
+            answer = first({str(path): path}, target_key)
+            references = references or [answer]
     generated: dict[str, list[GeneratedRow]] = {}
     for row in first_rows(gym_entries(data), rounds=1):
         generated.setdefault(row.key, []).append(row)
     for key, rows in generated.items():
-        found += [reference_to(row.answer, row.entry) for row in rows if row.entry]
+        references += [reference_to(row.answer, row.entry) for row in rows if row.entry]
         try:
             first({key: rows})
-        except DataError:  # all too long, perhaps: later ones may not be
+        except DataError:  # perhaps too long; later rows may fit
             first({key: first_rows({key: gym_entries(data)[key]}, rounds=16)})
-    return found
+    return references
 
 
 def absent_sources(data: DataConfig, names: Iterable[str]) -> list[str]:
-    """Return which of these data_sources no row of data.train has, in their order. Reads files that
-    `validate_files` has found to be sound, until all have been seen; a task of reasoning-gym is the
-    data_source of its rows."""
+    """Return those of `names` that are the data_source of no row of data.train.
+
+    Reads files that `validate_files` has checked, until all names are found. The data_source of a generated
+    row is its task."""
     absent: dict[Any, None] = dict.fromkeys(names)
     for entry in data.train:
         for task in entry.gym.tasks if entry.gym else ():
             absent.pop(task, None)
-        with suppress(DataError):  # of a parquet file without the column
+        with suppress(DataError):  # a parquet file may lack the column
             for _, row in file_rows(entry.path, ["data_source"]) if entry.path and absent else ():
                 named = row.get("data_source") if isinstance(row, dict) else None
                 if isinstance(named, str):
@@ -492,18 +393,10 @@ def _usable_rows(
     response_key: str | None = None,
     held_out: frozenset[str] = frozenset(),
 ) -> Iterator[_Row]:
-    """Yield the usable rows and put the others into `report`. Raises DataError after a source that has none.
+    """Yield usable rows and report the others. Raises DataError after a source without a usable row.
 
-    held_out: questions that no generated row may have"""
-    configured = [data.prompt_key, response_key or data.answer_key]
-    columns = [name for key in configured for name in (key.split(".")[0], key)]
-    columns += [
-        *_OTHER_PROMPTS,
-        *(() if response_key else (_OTHER_ANSWER, _SOLUTION)),
-        _COMPLETION,
-        _MESSAGES,
-    ]
-    columns = [*dict.fromkeys(columns), "data_source", "extra_info"]
+    held_out: questions that are left out of generated rows"""
+    columns = columns_to_read(data, response_key)
     for name, source in sources.items():
         usable = False
         report.rows[name] = 0
@@ -532,7 +425,7 @@ def _file_row(
     content: dict[str, Any], number: int, path: Path, data: DataConfig, response_key: str | None
 ) -> _Row:
     _, prompt = prompt_of(content, data, path)
-    target = _response(content, response_key, path) if response_key else answer_of(content, data, path)[1]
+    target = find_response(content, response_key, path) if response_key else answer_of(content, data, path)[1]
     source, extra = content.get("data_source"), content.get("extra_info")
     source, extra = source if isinstance(source, str) else "", extra if isinstance(extra, dict) else {}
     return _Row(str(path), number, _uid(prompt, target), prompt, target, source, extra)
@@ -543,213 +436,13 @@ def _generated_row(row: GeneratedRow, number: int, held_out: frozenset[str]) -> 
         raise UnusableRow(*row.problem)
     if row.question in held_out:
         raise UnusableRow("is a question of data.eval", row.task)
-    # Not by `entry`: it numbers the rows. Without an answer the question is the whole problem.
+    # Not from `entry`, which contains the row's number.
     uid = prompt_uid(row.question, f"{row.task}: {row.answer}")
     extra: dict[str, object] = {"index": row.index}
     return _Row(row.key, number, uid, row.prompt, row.answer, row.task, extra, row.entry)
 
 
-def file_rows(path: Path, columns: Sequence[str] | None = None) -> Iterator[tuple[int, dict[str, Any] | str]]:
-    """Yield the rows of one file with their numbers from 1 (lines, in jsonl); of a parquet file those of
-    `columns`, in any case, that it has. A line that is no row is a text instead: the reason.
-
-    Raises DataError for a missing, unreadable, empty or foreign file."""
-    if not path.is_file():
-        missing = "no such file" if not path.exists() else "not a file (name the .parquet or .jsonl files)"
-        raise DataError(f"{path}: {missing}")
-    if path.suffix not in READERS:
-        known = " or ".join(READERS)
-        raise DataError(f"{path}: unknown kind of file {path.suffix!r} (use {known})")
-    count = 0
-    try:
-        for count, row in READERS[path.suffix](path, columns):
-            yield count, row
-    except (OSError, pa.ArrowException) as error:
-        raise DataError(f"{path}: cannot be read: {first_line(error)}") from error
-    if not count:
-        raise DataError(f"{path}: holds no row")
-
-
-def _jsonl(path: Path, _: Sequence[str] | None) -> Iterator[tuple[int, dict[str, Any] | str]]:
-    with open(path, "rb") as file:
-        for number, line in enumerate(_lines(file), 1):
-            if line is None:
-                yield number, f"line is longer than {MAX_LINE >> 20} MiB"
-                continue
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line)
-                if b"\\u" in line:  # JSON can spell half a surrogate pair, which no tokenizer takes
-                    json.dumps(row, ensure_ascii=False).encode()
-            except UnicodeEncodeError:
-                yield number, "text is not Unicode"
-            except (ValueError, RecursionError):  # UnicodeDecodeError is a ValueError
-                yield number, "malformed JSON"
-            else:
-                yield number, row if isinstance(row, dict) else "not a JSON object"
-
-
-def _lines(file: BinaryIO) -> Iterator[bytes | None]:
-    """Yield the lines of a file; None in place of one that is longer than MAX_LINE, which is never held."""
-    while line := file.readline(MAX_LINE + 1):
-        if len(line) <= MAX_LINE or line.endswith(b"\n"):
-            yield line
-            continue
-        while (rest := file.readline(1 << 20)) and not rest.endswith(b"\n"):
-            pass
-        yield None
-
-
-def _parquet(path: Path, columns: Sequence[str] | None) -> Iterator[tuple[int, dict[str, Any] | str]]:
-    with pq.ParquetFile(path) as file:
-        names = file.schema_arrow.names
-        present = [name for name in names if columns is None or name in columns or name.lower() in columns]
-        if columns and not present:
-            raise DataError(f"{path}: none of the columns {', '.join(columns)} (it has: {', '.join(names)})")
-        groups = [file.metadata.row_group(i) for i in range(file.num_row_groups)]
-        row_bytes = max((group.total_byte_size // max(group.num_rows, 1) for group in groups), default=0)
-        size = min(_BATCH, max(1, _BATCH_BYTES // max(row_bytes, 1)))
-        # In one thread: where memory ends, another one would end the process.
-        batches = file.iter_batches(batch_size=size, columns=present, use_threads=False)
-        number, decoded, size_on_disk = 0, 0, path.stat().st_size
-        while True:
-            try:
-                with memory_limit(MEMORY):
-                    batch = next(batches, None)
-                    rows = [] if batch is None else _rows(batch)
-            except MemoryError:
-                last = min(number + size, file.metadata.num_rows)
-                what = f"rows {number + 1:,} to {last:,} take more than {MEMORY >> 20} MiB decoded"
-                raise DataError(f"{path}: {what} (write shorter rows)") from None
-            if batch is None:
-                return
-            decoded += batch.nbytes + _ROW_BYTES * batch.num_rows
-            if decoded > EXPANSION * size_on_disk + _EXPANSION_FREE:
-                what = f"{size_on_disk:,} bytes become {decoded:,} up to row {number + batch.num_rows:,}"
-                raise DataError(f"{path}: {what}: its rows repeat (write each once)")
-            yield from enumerate(rows, number + 1)
-            number += batch.num_rows
-
-
-def _rows(batch: pa.RecordBatch) -> list[dict[str, Any] | str]:
-    """Return the rows of a batch; for one with text that is not UTF-8, the reason why it is none."""
-    try:
-        return list(batch.to_pylist())
-    except UnicodeDecodeError:
-        if batch.num_rows == 1:
-            return ["text is not Unicode"]
-        return [row for i in range(batch.num_rows) for row in _rows(batch.slice(i, 1))]
-
-
-# What reads a file, by its suffix: (path, columns that are wanted) -> rows as `file_rows` has them.
-Reader = Callable[[Path, Sequence[str] | None], Iterator[tuple[int, dict[str, Any] | str]]]
-READERS: dict[str, Reader] = {".parquet": _parquet, ".jsonl": _jsonl}
-
-
-def value_at(row: Mapping[str, Any], key: str) -> Any:
-    """Return what the column `key` holds, else what its dots lead to, else None."""
-    value = row.get(key)
-    if value is None:
-        value = row
-        for part in key.split("."):
-            value = value.get(part) if isinstance(value, Mapping) else None
-    return value
-
-
-def _column(
-    row: Mapping[str, Any], key: str, others: Sequence[str], setting: str, path: Path
-) -> tuple[str, Any]:
-    """Return the column that holds a prompt or an answer, and what it holds: `key`, else one of `others` in
-    any case; (key, None) where none does. Raises DataError where two of the others differ."""
-    if (value := value_at(row, key)) is not None:
-        return key, value
-    found = {name: row[name] for name in row if name.lower() in others and row[name] is not None}
-    if len(set(map(repr, found.values()))) > 1:
-        names = " and ".join(found)
-        raise DataError(f"{path}: columns {names} differ, and either may be meant (set {setting} to one)")
-    return next(iter(found.items()), (key, None))
-
-
-def prompt_of(row: Mapping[str, Any], data: DataConfig, path: Path) -> tuple[str, str | Messages]:
-    """Return the column of a row's prompt, and the prompt. Raises UnusableRow; DataError if columns are
-    ambiguous."""
-    column, value = _column(row, data.prompt_key, _OTHER_PROMPTS, "data.prompt_key", path)
-    if value is None:
-        column, value = _column(row, data.prompt_key, (_MESSAGES,), "data.prompt_key", path)
-    nothing = UnusableRow(f"no prompt in {' or '.join((data.prompt_key, *_OTHER_PROMPTS, _MESSAGES))}")
-    if column.lower() == _MESSAGES:
-        value, _ = _without_reply(value)
-    if value is None or value == [] or (isinstance(value, str) and not value.strip()):
-        raise nothing
-    if isinstance(value, str):
-        value = _messages_in(value) or value
-    if isinstance(value, str):
-        return column, value
-    wrong = "prompt is neither a text nor a list of {role, content}"
-    if not isinstance(value, list) or not all(isinstance(message, dict) for message in value):
-        raise UnusableRow(wrong, type(value).__name__)
-    messages = [
-        {"role": message.get("role"), "content": _joined(message.get("content"))} for message in value
-    ]
-    if not all(isinstance(text, str) for message in messages for text in message.values()):
-        raise UnusableRow(wrong, "role or content is not a text")
-    if not any(message["content"].strip() for message in messages):
-        raise nothing
-    return column, messages
-
-
-def _messages_in(text: str) -> Messages | None:
-    """Return the messages that a text is the JSON of; None where it is none."""
-    if not text.lstrip().startswith("["):
-        return None
-    try:
-        found = json.loads(text)
-    except (ValueError, RecursionError):
-        return None
-    holds = found and all(isinstance(one, dict) and {"role", "content"} <= one.keys() for one in found)
-    return found if holds else None
-
-
-def _joined(content: Any) -> Any:
-    """Return content in parts, `[{"type": "text", "text": ...}]`, as one text where all parts are texts."""
-    if isinstance(content, list) and content:
-        texts = [
-            part["text"] for part in content if isinstance(part, dict) and isinstance(part.get("text"), str)
-        ]
-        if len(texts) == len(content):
-            return "".join(texts)
-    return content
-
-
-def _without_reply(messages: Any) -> tuple[Any, str | None]:
-    """Return a conversation up to its last message, where that is the assistant's, and the text of that."""
-    last = messages[-1] if isinstance(messages, list) and messages else None
-    if not isinstance(last, dict) or last.get("role") != "assistant":
-        return messages, None
-    text = _joined(last.get("content"))
-    return messages[:-1], text if isinstance(text, str) else None
-
-
-def _reply(row: Mapping[str, Any], setting: str, path: Path) -> tuple[str, Any]:
-    """Return the column with what an assistant has said, and that: of `completion`, a text or messages, or of
-    `messages` the last one."""
-    column, value = _column(row, _COMPLETION, (_COMPLETION,), setting, path)
-    if value is None:
-        column, value = _column(row, _MESSAGES, (_MESSAGES,), setting, path)
-    return column, _without_reply(value)[1] if isinstance(value, list) else value
-
-
-def _question(prompt: str | Messages) -> str:
-    """Return what was asked last, whatever examples and system texts stand before it."""
-    if isinstance(prompt, str):
-        return prompt
-    asked = [message["content"] for message in prompt if message["role"] == "user"]
-    return asked[-1] if asked else prompt[-1]["content"]
-
-
 def _uid(prompt: str | Messages, target: str) -> int:
-    """Return the identity of a row, whatever template its prompt goes through."""
     if not isinstance(prompt, str):
         if len(prompt) == 1 and prompt[0]["role"] == "user":
             prompt = prompt[0]["content"]
@@ -759,82 +452,19 @@ def _uid(prompt: str | Messages, target: str) -> int:
     return prompt_uid(prompt, target)
 
 
-def _response(row: Mapping[str, Any], key: str, path: Path) -> str:
-    """Return a pair's response as it is."""
-    value = value_at(row, key)
-    if value is None:
-        _, value = _reply(row, "supervised.response_key", path)
-    if value is None or value == "":
-        raise UnusableRow(f"no response in {' or '.join((key, _COMPLETION, _MESSAGES))}")
-    if not isinstance(value, str):
-        raise UnusableRow("response is not a text", type(value).__name__)
-    if len(value) > MAX_RESPONSE:
-        raise UnusableRow(f"response is longer than {MAX_RESPONSE:,} characters", f"{len(value):,}")
-    return value
-
-
-def _after_marker(text: str) -> str:
-    """Return what follows the last `####` of GSM8K's, without the commas between groups of digits."""
-    answer = text.rpartition("####")[2]
-    return _DIGIT_GROUPS.sub(lambda number: number[0].replace(",", ""), answer)
-
-
-def final_answer(solution: str) -> str | None:
-    r"""Return the answer that a worked solution holds: its last `\boxed{}`, else what follows GSM8K's `####`,
-    else all of it where it is one formula or one word (TRL's `$\frac{1}{2}$` and `True`); None where it says
-    none."""
-    text = solution.strip()
-    if (boxed := plugin("megarl.answers", "boxed")(text)) is not None:
-        return boxed
-    if "####" in text:
-        return _after_marker(text)
-    if formula := _FORMULA.fullmatch(text):
-        return next(part for part in formula.groups() if part is not None)
-    return text if text and not re.search(r"\s", text) else None
-
-
-def answer_of(row: Mapping[str, Any], data: DataConfig, path: Path) -> tuple[str, str]:
-    """Return the column of a problem's reference answer, and the answer as text: of a worked solution (the
-    columns WORKED, of which `solution` comes first; data.answer_key may name one) what `final_answer` finds,
-    of another column in GSM8K's form the part after `####`. Raises UnusableRow; DataError if columns are
-    ambiguous."""
-    column, value = _column(row, data.answer_key, (_OTHER_ANSWER,), "data.answer_key", path)
-    nothing = UnusableRow(f"no answer in {' or '.join((data.answer_key, _OTHER_ANSWER, *WORKED))}")
-    if value is None:
-        column, value = _column(row, data.answer_key, (_SOLUTION,), "data.answer_key", path)
-    if value is None:
-        column, value = _reply(row, "data.answer_key", path)
-    if isinstance(value, str) and column.lower() in WORKED:
-        value = final_answer(value)
-    if value is None:
-        raise nothing
-    if isinstance(value, bool) or not isinstance(value, str | int | float | Decimal):
-        raise UnusableRow("answer is neither a text nor a number", type(value).__name__)
-    if not isinstance(value, str) and not math.isfinite(value):
-        raise UnusableRow("answer is neither a text nor a number", str(value))
-    if isinstance(value, float) and value.is_integer():
-        value = int(value)
-    text = f"{value:f}" if isinstance(value, Decimal) else str(value)
-    if "####" in text:
-        text = _after_marker(text)
-    if not text.strip():
-        raise nothing
-    return column, text.strip()
-
-
-def _tokenized(
+def _tokenize(
     rows: Iterator[_Row],
     data: DataConfig,
     tokenizer: PreTrainedTokenizerBase,
     report: ReadReport,
     tools: Tools = (),
 ) -> Iterator[list[tuple[_Row, str, tuple[int, ...]]]]:
-    """Yield batches of (row, its text as the model reads it, its tokens), none of them empty; rows that
-    cannot be used go into `report`. The first batch is of one row: a caller who needs only one pays for no
-    other."""
-    # A chat template writes the special tokens itself. A raw prompt gets those that the tokenizer puts before
-    # a text, but none of those behind it: they would separate prompt and response.
-    begin = () if data.template == "chat" else _begin_tokens(tokenizer)
+    """Yield non-empty batches of (row, templated text, tokens); report rows that are unusable.
+
+    The first batch has one row, so a caller that needs one row waits for no others."""
+    # A chat template writes special tokens itself. A raw prompt gets the tokenizer's leading ones; trailing
+    # ones would separate prompt and response.
+    begin = () if data.template == "chat" else _leading_special_tokens(tokenizer)
     longest = data.max_prompt_tokens * CHARACTERS_PER_TOKEN
     limit = f"longer than data.max_prompt_tokens {data.max_prompt_tokens}"
     at_once = 1
@@ -842,7 +472,7 @@ def _tokenized(
         at_once = _TOKENIZED_AT_ONCE
         texts: list[str | UnusableRow] = []
         for row in part:
-            text = _templated(row, data, tokenizer, tools, report)
+            text = _apply_template(row, data, tokenizer, tools, report)
             if isinstance(text, str) and len(text) > longest:
                 text = UnusableRow(limit, f"{len(text):,} characters")
             texts.append(text)
@@ -872,7 +502,7 @@ def _tokenized(
 
 
 def _take(rows: Iterator[_Row], most: int) -> list[_Row]:
-    """Return the next rows: at most `most`, fewer where they reach _CHARACTERS_AT_ONCE."""
+    """Return at most `most` rows, or fewer once they reach _CHARACTERS_AT_ONCE."""
     part, characters = list[_Row](), 0
     while len(part) < most and characters < _CHARACTERS_AT_ONCE and (row := next(rows, None)) is not None:
         part.append(row)
@@ -881,17 +511,16 @@ def _take(rows: Iterator[_Row], most: int) -> list[_Row]:
     return part
 
 
-def _begin_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """Return the special tokens that the tokenizer writes before a text."""
+def _leading_special_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     probe = tokenizer("0", return_special_tokens_mask=True)
     pairs = zip(probe["input_ids"], probe["special_tokens_mask"], strict=True)
     return tuple(token for token, _ in takewhile(lambda pair: pair[1], pairs))
 
 
-def _templated(
+def _apply_template(
     row: _Row, data: DataConfig, tokenizer: PreTrainedTokenizerBase, tools: Tools, report: ReadReport
 ) -> str | UnusableRow:
-    """Return a row's prompt as the model reads it, or why it cannot be rendered."""
+    """Return the model's input for a row, or the reason why the template fails."""
     prompt = row.prompt
     if isinstance(prompt, str):
         prompt = data.prompt_format.replace("{prompt}", prompt)
@@ -904,12 +533,12 @@ def _templated(
     if special := next((one for one in tokenizer.all_special_tokens if first.startswith(one)), None):
         what = f"the prompt begins with {special}: a chat template has rendered it already"
         report.warn(row, f"{what} (set data.template=raw)")
-        if special == tokenizer.bos_token:  # which the chat template writes itself
+        if special == tokenizer.bos_token:  # the chat template writes it again
             prompt = [{**prompt[0], "content": first.removeprefix(special)}, *prompt[1:]]
     try:
         with memory_limit():
             return render_chat(tokenizer, prompt, tools=tools, variables=data.chat_template_kwargs)
     except MegarlError:
         raise
-    except Exception as error:  # noqa: BLE001 (its own errors, and whatever Python raises in a template)
+    except Exception as error:  # noqa: BLE001 (a template may raise any error)
         return UnusableRow("refused by the chat template", first_line(error))

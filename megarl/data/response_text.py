@@ -16,10 +16,10 @@ from megarl.data.limits import memory_limit
 
 
 def end_tokens(tokenizer: Any) -> tuple[int, ...]:
-    """Return the tokens that end a response, each once.
+    """Return the tokens that end a response, without duplicates.
 
-    These are the tokenizer's end-of-sequence token, and those of generation_config.json and config.json in
-    its folder. GLM and Llama name several there."""
+    The tokenizer's end-of-sequence token, and those in generation_config.json and config.json (GLM and Llama
+    list several there)."""
     return tuple(dict.fromkeys((tokenizer.eos_token_id, *_configured_ends(str(tokenizer.name_or_path)))))
 
 
@@ -36,15 +36,13 @@ def _configured_ends(folder: str) -> tuple[int, ...]:
 
 
 def policy_text(tokenizer: Any, tokens: Sequence[int]) -> str:
-    """Return the text of one response, see `policy_texts`."""
     return policy_texts(tokenizer, [tokens])[0]
 
 
 def policy_texts(tokenizer: Any, sequences: Sequence[Sequence[int]]) -> list[str]:
-    """Decode responses, without padding and the tokens that end a turn.
+    """Decode responses without padding and end tokens.
 
-    Other special tokens stay: `<answer>` and `<tool_call>` are special tokens of some models, and verifiers
-    and parsers look for them."""
+    Other special tokens stay: verifiers and parsers look for `<answer>` and `<tool_call>`."""
     hidden = _hidden(tokenizer)
     shown = [[token for token in tokens if token not in hidden] for tokens in sequences]
     return list(tokenizer.batch_decode(shown, skip_special_tokens=False))
@@ -52,10 +50,9 @@ def policy_texts(tokenizer: Any, sequences: Sequence[Sequence[int]]) -> list[str
 
 @lru_cache(maxsize=8)
 def _hidden(tokenizer: Any) -> frozenset[int]:
-    """Return the tokens that `policy_texts` omits."""
     hidden = {*end_tokens(tokenizer), tokenizer.pad_token_id}
     if tokenizer.chat_template:
-        with suppress(ValueError):  # a template that cannot show an assistant's turn ends none
+        with suppress(ValueError):  # the template cannot render an assistant's turn
             hidden.add(ChatTemplate(tokenizer).end)
     return frozenset(hidden - {None})
 
@@ -63,23 +60,21 @@ def _hidden(tokenizer: Any) -> frozenset[int]:
 def check_end_of_turn(
     tokenizer: Any, stop: Collection[str], variables: Mapping[str, Any] = MappingProxyType({})
 ) -> None:
-    """Raise ConfigError if the chat template's end of a turn does not end a response.
+    """Raise ConfigError if the chat template's end-of-turn token does not end a response.
 
     Args:
         stop: rollout.stop
-        variables: data.chat_template_kwargs
-    """
-    # A template that cannot show an assistant's turn ends none.
-    with suppress(ValueError), memory_limit():
+        variables: data.chat_template_kwargs"""
+    with suppress(ValueError), memory_limit():  # ValueError: cannot render an assistant's turn
         check_end(ChatTemplate(tokenizer, variables=variables), stop)
 
 
 def check_end(chat: ChatTemplate, stop: Collection[str]) -> None:
-    """Raise ConfigError if the template's end of a turn does not end a response."""
+    """Raise ConfigError if the template's end-of-turn token does not end a response."""
     if chat.end is None or chat.end in end_tokens(chat.tokenizer):
         return
     end = chat.tokenizer.decode([chat.end])
     if end not in stop:
-        what = f"the chat template ends a turn with {end}, which does not end what the policy writes"
+        what = f"the chat template ends a turn with {end}, which does not end a response"
         remedy = "make it the tokenizer's eos_token, or add it to rollout.stop"
         raise ConfigError(f"data.template: {what} ({remedy})")

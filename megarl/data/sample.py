@@ -1,7 +1,7 @@
-"""Samples: the responses to a prompt on their way from the engine to the update.
+"""Samples: responses on their way from the engine to the update.
 
-A `Sample` is small, and every rank gets it. Its `TokenData` has one entry per token, and stays on the rank
-whose engine generated it until the rank that trains on it is known."""
+A `Sample` is small and goes to every rank. Its `TokenData`, per token, stays on the engine's rank until the
+training rank is known."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from megarl.observe.run_log import OBSERVED, POLICY
 if TYPE_CHECKING:
     from megarl.data.prompts import Prompt
 
-# The columns of a TokenData with one number per token. Rewards are float64: their sum is the sample's reward.
+# Per-token columns of TokenData. Rewards are float64, since their sum is the sample's reward.
 DTYPES: dict[str, Any] = {
     "tokens": np.int32,
     "logprobs": np.float32,
@@ -35,21 +35,20 @@ def _empty() -> np.ndarray:
 
 
 class TokenData(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
-    """All tokens of a response, or of its first part. Engines return it.
+    """All tokens of a response, or of its first part, from an engine.
 
     Columns of another dtype, or lists, are converted.
 
-    tokens           int32 [num_tokens], end-of-sequence included; tool output (observations) too
-    logprobs         float32 [num_tokens], natural log, under the distribution after temperature and before
-                     top-p and top-k; 0 for observations
+    tokens           int32 [num_tokens], with end-of-sequence and observations (tool output)
+    logprobs         float32 [num_tokens], natural log, after temperature and before top-p and top-k; 0 for
+                     observations
     finish_reason    "stop" (end-of-sequence or stop text), "length" (token limit) or "abort" (unfinished)
-    policy_versions  int32 [num_tokens], version of the weights that sampled each token; None: not reported by
-                     the engine, or the version of the sample's group
+    policy_versions  int32 [num_tokens], version of the weights that sampled each token; None: the version of
+                     the sample's group, or unknown
     routed_experts   [prompt + num_tokens, layers, topk], see `routing_array`; None: not recorded
-    is_sampled       bool [num_tokens], False for observations; None: the policy sampled all of them
-    turn_rewards     float64 [num_tokens], the reward of a turn on its last token; None: no turn has one
-    journal          what an episode of several turns is replayed by; stays on its rank
-    """
+    is_sampled       bool [num_tokens], False for observations; None: all sampled
+    turn_rewards     float64 [num_tokens], each turn's reward on its last token; None: no turn rewards
+    journal          log to replay a multi-turn episode; stays on its rank"""
 
     tokens: np.ndarray = msgspec.field(default_factory=_empty)
     logprobs: np.ndarray = msgspec.field(default_factory=_empty)
@@ -73,27 +72,23 @@ class TokenData(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
 
     @property
     def num_tokens(self) -> int:
-        """Return the number of tokens."""
         return int(self.tokens.size)
 
     @property
     def num_sampled(self) -> int:
-        """Return the number of tokens that the policy sampled."""
         return self.num_tokens if self.is_sampled is None else int(self.is_sampled.sum())
 
     def first(self, count: int, prompt_length: int) -> TokenData:
         """Return the first `count` tokens, without the journal.
 
-        Args:
-            prompt_length: tokens of the prompt, which has entries in `routed_experts` too
-        """
+        prompt_length: prompt tokens, which also have entries in `routed_experts`"""
         columns: dict[str, Any] = {name: getattr(self, name) for name in DTYPES}
         columns = {name: None if column is None else column[:count] for name, column in columns.items()}
         experts = None if self.routed_experts is None else self.routed_experts[: prompt_length + count]
         return TokenData(finish_reason=self.finish_reason, routed_experts=experts, **columns)
 
     def append_turn(self, observed: Sequence[int], turn: TokenData) -> None:
-        """Append an observation, and the turn of the policy that follows it. All columns must exist."""
+        """Append an observation and the policy's next turn. All columns must exist."""
         assert turn.policy_versions is not None
         shown = len(observed)
         added: dict[str, Any] = {
@@ -110,24 +105,24 @@ class TokenData(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
 
 
 class Sample(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
-    """One response to a prompt. Grading sets `score`, `reward` and the fields beside them.
+    """One response to a prompt. Grading sets `score`, `reward` and related fields.
 
-    owner             rank whose engine generated it, counted among the ranks with engines
+    owner             rank whose engine generated it, counted among ranks with engines
     num_sampled       tokens that the policy sampled
-    finish_reason     "stop", "length", or "window" (unfinished: it continues in the next step)
-    correct           as in Verdict; so are extracted, error, score, terms and judged
-    reward            what enters the advantages: score, reward terms and overlong penalty combined
+    finish_reason     "stop", "length", or "window" (continues in the next step)
+    correct           as in Verdict; likewise extracted, error, score, terms and judged
+    reward            input of the advantages: score, reward terms and overlong penalty combined
     overlong_penalty  soft overlong punishment, <= 0
-    reflects          whether its text holds one of `log.reflection_words`; None: there are none
+    reflects          whether its text has one of `log.reflection_words`; None: no words configured
     oldest_version    lowest policy version of its sampled tokens; None: the group's
-    experts_format    dtype and shape of a token's entry in `routed_experts`; None: not recorded
-    id                unique within a run; 0: no longer needed
-    num_tokens        tokens after the prompt, observations included; 0 stands for `num_sampled`
-    turns             turns of the policy; calls: calls of tools
-    has_turn_rewards  whether turns have rewards of their own, which `reward` includes
+    experts_format    dtype and shape of one token's `routed_experts`; None: not recorded
+    id                unique within a run; 0: not needed any more
+    num_tokens        tokens after the prompt, with observations; 0 means `num_sampled`
+    turns             turns of the policy
+    calls             tool calls
+    has_turn_rewards  whether `reward` includes rewards of turns
     prefix_tokens     tokens that earlier steps sampled (`rollout.window`)
-    data              its tokens; None on every rank but the owner
-    """
+    data              its tokens; None on every rank but the owner"""
 
     owner: int
     num_sampled: int
@@ -156,7 +151,7 @@ class Sample(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
 
     @staticmethod
     def from_data(data: TokenData, owner: int, **fields: Any) -> Sample:
-        """Return the sample with these tokens. `fields`: those that do not follow from them."""
+        """Build a sample from its tokens and the `fields` that they do not determine."""
         sampled, experts = slice(None) if data.is_sampled is None else data.is_sampled, data.routed_experts
         versions = data.policy_versions
         return Sample(
@@ -171,21 +166,20 @@ class Sample(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
         )
 
     def with_data(self, data: TokenData | None) -> Sample:
-        """Return a copy with these tokens; None: the form that other ranks get."""
+        """Return a copy with these tokens; None for other ranks."""
         return structs.replace(self, data=data)
 
     @property
     def is_truncated(self) -> bool:
-        """Return whether it reached the limit of tokens."""
         return self.finish_reason == "length"
 
     @property
     def is_partial(self) -> bool:
-        """Return whether it continues in the next step. It is not graded yet, and its reward is 0."""
+        """Return whether it continues in the next step. Until then it is ungraded, with reward 0."""
         return self.finish_reason == "window"
 
     def turn_texts(self, tokenizer: Any) -> list[list[str]] | None:
-        """Return its parts in their order as [POLICY or OBSERVED, text]; None if the policy wrote it all."""
+        """Return [POLICY or OBSERVED, text] for each part; None without observations."""
         if self.data is None or self.data.is_sampled is None or self.data.is_sampled.all():
             return None
         tokens, is_sampled = self.data.tokens, self.data.is_sampled
@@ -198,7 +192,7 @@ class Sample(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
 
 @dataclass
 class SampleGroup:
-    """All samples of one prompt. policy_version: of the weights that generated them."""
+    """All samples of one prompt. policy_version: version of the weights that generated them."""
 
     prompt: Prompt
     samples: list[Sample]
@@ -206,15 +200,14 @@ class SampleGroup:
 
     @property
     def counted(self) -> list[Sample]:
-        """Return the samples to train on: those that were judged.
+        """Return the samples to train on: the graded ones.
 
-        One judged sample among several is left out: it has nothing to be compared with."""
+        If only one of several is graded, none, since there is nothing to compare it with."""
         judged = [sample for sample in self.samples if sample.judged]
         return judged if len(judged) > 1 or len(self.samples) == 1 else []
 
     @property
     def num_correct(self) -> int:
-        """Return the number of correct samples."""
         return sum(sample.correct for sample in self.counted)
 
     @property
@@ -224,16 +217,15 @@ class SampleGroup:
 
     @property
     def reward_std(self) -> float:
-        """Return the standard deviation of the rewards (of the group, not of a population)."""
+        """Return the standard deviation of the rewards, with divisor n."""
         return float(np.std([sample.reward for sample in self.counted])) if self.counted else 0.0
 
     def with_data(self, data_by_id: Mapping[int, TokenData]) -> SampleGroup:
-        """Return a copy whose samples have the tokens that `data_by_id` has for them, else None."""
+        """Return a copy in which each sample has its tokens from `data_by_id`, else None."""
         samples = [sample.with_data(data_by_id.get(sample.id)) for sample in self.samples]
         return SampleGroup(self.prompt, samples, self.policy_version)
 
     def texts(self, tokenizer: Any) -> Iterator[tuple[Sample, str]]:
-        """Return each sample whose tokens are on this rank, with its text."""
         here = [(sample, sample.data.tokens.tolist()) for sample in self.samples if sample.data is not None]
         texts = policy_texts(tokenizer, [tokens for _, tokens in here])
         return zip([sample for sample, _ in here], texts, strict=True)

@@ -1,9 +1,8 @@
-"""The newest metrics of a run for Prometheus, at http://host:port/metrics (`log.prometheus`).
+"""Serve a run's newest metrics to Prometheus at http://host:port/metrics (`log.prometheus`).
 
-prometheus_client formats the answer. Its `start_http_server` is not used. It looks the host's name up in DNS
-and keeps a thread for each silent client without a limit. It also prints a traceback when a client resets its
-connection, and answers every path.
-"""
+prometheus_client formats them. Its `start_http_server` is not used: it queries DNS, and keeps a thread for
+each silent client without limit. It also prints a traceback if a client resets its connection, and answers
+every path."""
 
 from __future__ import annotations
 
@@ -22,14 +21,14 @@ from prometheus_client.registry import Collector
 
 from megarl.config.errors import ConfigError
 
-PATIENCE = 2.0  # seconds that a client may be silent; after twice this time in all its connection is closed
+PATIENCE = 2.0  # seconds that a client may be silent; its connection is closed after twice this time
 
 
 class Exporter(Collector):
-    """Serves gauges such as `megarl_policy_entropy{stage="train"}`, the newest record of each stage, from a
-    thread of its own. Raises ConfigError where the port cannot be had.
+    """Serves each stage's newest record as gauges: `megarl_policy_entropy{stage="train"}`.
 
-    One client after the other, each for at most twice PATIENCE: whatever clients do, a step does not wait."""
+    Handles one client at a time, each for at most 2 * PATIENCE, so that clients never delay a step. Raises
+    ConfigError if the port is not available."""
 
     def __init__(self, port: int, host: str = "127.0.0.1") -> None:
         self._records: dict[str, dict[str, float]] = {}
@@ -40,7 +39,7 @@ class Exporter(Collector):
         try:
             self._server = _Server((host, port), handler)
         except OSError as error:
-            what = f"{host}:{port} cannot be listened at: {error.strerror} (choose another port, 0: none)"
+            what = f"{host}:{port} cannot be used: {error.strerror} (choose another port, 0: none)"
             raise ConfigError(f"log.prometheus: {what}") from None
         self.port: int = self._server.server_address[1]
         self._thread = threading.Thread(
@@ -49,17 +48,15 @@ class Exporter(Collector):
         self._thread.start()
 
     def update(self, stage: str, numbers: Mapping[str, float]) -> None:
-        """Show a record from now on, in place of the one before of its stage."""
-        # The time, in seconds since 1970: an alarm for runs that stand still.
+        # Seconds since 1970, for alarms on runs without progress.
         self._records = {**self._records, stage: {**numbers, "recorded_seconds": time.time()}}
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
-        """Yield each metric with its number of every stage, for a scrape."""
-        found: dict[str, dict[str, float]] = {}  # name -> stage -> number
+        series: dict[str, dict[str, float]] = {}  # name -> stage -> number
         for stage, record in self._records.items():
             for key, number in record.items():
-                found.setdefault("megarl_" + re.sub("[^a-zA-Z0-9_]", "_", key), {})[stage] = float(number)
-        for name, numbers in sorted(found.items()):
+                series.setdefault("megarl_" + re.sub("[^a-zA-Z0-9_]", "_", key), {})[stage] = float(number)
+        for name, numbers in sorted(series.items()):
             gauge = GaugeMetricFamily(name, "of metrics.jsonl", labels=["stage"])
             for stage, number in numbers.items():
                 gauge.add_metric([stage], number)
@@ -72,7 +69,7 @@ class Exporter(Collector):
 
 
 class _Server(TCPServer):
-    allow_reuse_address = True  # of a run that has just ended, not of one that listens
+    allow_reuse_address = True  # right after another run's end
 
 
 class _Handler(MetricsHandler):
@@ -83,14 +80,14 @@ class _Handler(MetricsHandler):
             self.send_error(404, "metrics are at /metrics")
 
     def handle(self) -> None:
-        limit = threading.Timer(2 * PATIENCE, self._hang_up)  # one that sends a byte a second is never silent
+        limit = threading.Timer(2 * PATIENCE, self._hang_up)  # a slow client is never silent
         limit.start()
         try:
-            with suppress(OSError):  # a client that has gone, or was too slow
+            with suppress(OSError):  # the client disconnected, or was too slow
                 super().handle()
         finally:
             limit.cancel()
 
     def _hang_up(self) -> None:
-        with suppress(OSError):  # it has just ended
+        with suppress(OSError):  # already closed
             self.connection.shutdown(socket.SHUT_RDWR)

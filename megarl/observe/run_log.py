@@ -1,8 +1,7 @@
-"""The logs of a run: JSON lines in its folder, and the same metrics to TensorBoard and W&B if wanted.
+"""Logs of a run: JSON lines in its folder, optionally also TensorBoard and W&B.
 
-A run may be killed at any moment: readers skip a line that was cut, writers remove it before they append.
-A run that continues from a checkpoint first drops what was recorded after it (`RunLog.truncate_after`).
-"""
+A run may be killed at any moment: readers skip a cut line, writers remove it before appending. A resumed run
+first drops what was recorded after its checkpoint (`RunLog.truncate_after`)."""
 
 from __future__ import annotations
 
@@ -29,15 +28,15 @@ METRICS_FILE, SAMPLES_FILE = "metrics.jsonl", "samples.jsonl"
 DISTRIBUTIONS_FILE, EVENTS_FILE, ANSWERS_FILE = "distributions.jsonl", "events.jsonl", "evaluations.jsonl"
 STAGES = (SUPERVISED, PRETRAINING, TRAIN, EVALUATION)  # in the order of a run
 DIGITS = 9  # significant digits of a recorded number
-SAMPLE_CHARACTERS = 20_000  # of a prompt or a response
-POLICY, OBSERVED = "policy", "observed"  # whose a stretch of a response is
+SAMPLE_CHARACTERS = 20_000  # limit of a recorded prompt or response
+POLICY, OBSERVED = "policy", "observed"  # author of a part of a response
 
 Record = dict[str, Any]
 Tables = Mapping[str, Mapping[str, Sequence[float]]]
 
 
-def parse(line: bytes) -> Record | None:
-    """Return the JSON object that a line holds; None if it is cut or holds something else."""
+def parse_record(line: bytes) -> Record | None:
+    """Parse a line's JSON object; None if it is cut or something else."""
     try:
         record = json.loads(line)
     except ValueError:
@@ -46,14 +45,13 @@ def parse(line: bytes) -> Record | None:
 
 
 def is_step(record: Mapping[str, Any]) -> bool:
-    """Return whether a record has an integer `step` and a known `stage`."""
     return isinstance(record.get("step"), Integral) and record.get("stage") in STAGES
 
 
 def precedes(record: Mapping[str, Any], step: int, stage: str) -> bool:
-    """Return whether a record was written by the end of `step` of `stage`, where a run continues.
+    """Return whether a record was written by the end of `step` of `stage`.
 
-    Each stage counts its own steps; an evaluation has that of training, 0 until value pretraining ends."""
+    Each stage counts its own steps. An evaluation has the training step, 0 until value pretraining ends."""
     if not is_step(record):
         return False
     if record["stage"] == EVALUATION:
@@ -62,9 +60,9 @@ def precedes(record: Mapping[str, Any], step: int, stage: str) -> bool:
 
 
 def plain(value: Any, name: str, alarms: list[str]) -> Any:
-    """Return `value` as JSON can hold it, floats rounded to 9 significant digits.
+    """Convert `value` to JSON types, with floats rounded to 9 significant digits.
 
-    A number that is not finite becomes None, and `name: value` is appended to `alarms`."""
+    Non-finite numbers become None, and `name: value` is appended to `alarms`."""
     if value is None or isinstance(value, bool | str):
         return value
     if isinstance(value, Mapping):
@@ -82,13 +80,16 @@ def plain(value: Any, name: str, alarms: list[str]) -> Any:
 
 @dataclass(frozen=True)
 class SampleRecord:
-    """One response of a step, for people to read. A field is None where nothing was recorded.
+    """One response of a step, for people to read. None: not recorded.
 
-    prompt: as the model read it; question: what the user asked in it;
-    reward: as it entered the advantages, with penalties; length: response tokens; group_size, group_right:
-    responses to the same prompt, and how many are right; advantage_*: over all tokens; tokens: texts;
-    turns: of an episode of several, [POLICY or OBSERVED, text] each, which joined are the response; observed:
-    which of the tokens were shown to the policy."""
+    prompt       the model's input; question: the user's text in it
+    reward       input of the advantages, penalties included
+    length       response tokens
+    group_size   responses to the same prompt; group_right: correct ones
+    advantage_*  over all tokens
+    tokens       text of each token
+    turns        [POLICY or OBSERVED, text] of a multi-turn episode; joined they are the response
+    observed     per token, whether it is an observation"""
 
     step: int
     prompt: str
@@ -113,24 +114,23 @@ class SampleRecord:
 
 
 def choose_samples(samples: Sequence[SampleRecord], limit: int) -> list[SampleRecord]:
-    """Return at most `limit` of one step's samples, in their order.
+    """Return at most `limit` of one step's samples, in order.
 
-    Groups are taken whole from the first one on. Of a group that does not fit, right and wrong responses are
-    taken in turn, so that both are seen."""
+    Takes whole groups from the first on. If a group does not fit, right and wrong responses alternate."""
     groups: dict[str, list[SampleRecord]] = {}
     for sample in samples:
         groups.setdefault(sample.prompt, []).append(sample)
     chosen: list[SampleRecord] = []
     for group in groups.values():
         right, wrong = ([s for s in group if s.correct is flag] for flag in (True, False))
-        turns = [s for pair in zip_longest(right, wrong) for s in pair if s is not None]
-        wanted = {id(s) for s in turns[: limit - len(chosen)]}
+        alternating = [s for pair in zip_longest(right, wrong) for s in pair if s is not None]
+        wanted = {id(s) for s in alternating[: limit - len(chosen)]}
         chosen += [s for s in group if id(s) in wanted]
     return chosen
 
 
 def shorten(text: str, limit: int) -> str:
-    """Return `text`, without its middle if it has more than `limit` characters: the answer is at the end."""
+    """Cut the middle of a text over `limit` characters; the answer is at the end."""
     if len(text) <= limit:
         return text
     half = limit // 2
@@ -138,19 +138,18 @@ def shorten(text: str, limit: int) -> str:
 
 
 class JsonlWriter:
-    """Appends records to a file; each has reached the operating system, whole, when `write` returns.
+    """Appends records to a file. When `write` returns, the operating system has the whole record.
 
-    append=False empties the file; append=True continues it without the lines that cannot be read: the last
-    one may have been cut. dispensable: of a file that the run can do without; where it cannot be written now,
-    later records may. Without it a file that cannot be opened is a ConfigError, one that cannot be written
-    then a StorageError."""
+    append: continue the file, without unreadable lines, instead of emptying it.
+    dispensable: for an optional file. If it cannot be written now, later records may be. Without it a file
+    that cannot be opened is a ConfigError, and one that cannot be written a StorageError."""
 
     def __init__(self, path: Path, append: bool, dispensable: Dispensable | None = None) -> None:
         self.path = path
         self._careful = essential if dispensable is None else dispensable.file
         self._file: FileIO | None = None
-        # Which of the file's lines stay. Until the others are gone nothing is written behind them.
-        self._kept: list[Callable[[Record], bool]] = [lambda record: append]
+        # Pending filters of the file's lines. They are applied before anything is appended.
+        self._filters: list[Callable[[Record], bool]] = [lambda record: append]
         try:
             with self._careful(path):
                 self._settle()
@@ -159,7 +158,7 @@ class JsonlWriter:
             raise ConfigError(f"run_dir: {path}: {reason}") from error
 
     def write(self, record: Mapping[str, Any], ascii_only: bool = True) -> None:
-        """Append one record. Raises ValueError if it holds NaN or infinity, which JSON does not know."""
+        """Append one record. Raises ValueError for NaN or infinity."""
         line = json.dumps(record, allow_nan=False, ensure_ascii=ascii_only).encode() + b"\n"
         with self._careful(self.path):
             self._settle()
@@ -168,43 +167,43 @@ class JsonlWriter:
             try:
                 append_whole(file, line)
             except OSError:
-                # Half a line that could not be cut off must be gone before the next one.
+                # A partial line that could not be removed must go before the next one.
                 if os.fstat(file.fileno()).st_size != end:
-                    self._kept.append(lambda record: True)
+                    self._filters.append(lambda record: True)
                 raise
 
     def keep(self, wanted: Callable[[Record], bool]) -> int:
-        """Drop the lines that are not `wanted` or cannot be read, all at once; return how many."""
-        self._kept.append(wanted)
+        """Drop the lines that are not `wanted` or unreadable, atomically; return their number."""
+        self._filters.append(wanted)
         dropped = 0
         with self._careful(self.path):
             dropped = self._settle()
         return dropped
 
     def _settle(self) -> int:
-        """Open the file if it is not open, and drop what is to be dropped. Raises OSError."""
+        """Open the file if needed, apply the filters, and return the number of dropped lines."""
         if self._file is None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._file = FileIO(self.path, "ab")
-        if not self._kept:
+        if not self._filters:
             return 0
         content = self.path.read_bytes()
         lines = [line for line in content.split(b"\n") if line.strip()]
         kept = [
             line
             for line in lines
-            if (record := parse(line)) is not None and all(wanted(record) for wanted in self._kept)
+            if (record := parse_record(line)) is not None and all(wanted(record) for wanted in self._filters)
         ]
         left = b"".join(line + b"\n" for line in kept)
         if content != left and content.startswith(left):
-            os.ftruncate(self._file.fileno(), len(left))  # takes no room, which there may not be
+            os.ftruncate(self._file.fileno(), len(left))  # works on a full disk
             os.fsync(self._file.fileno())
         elif content != left:
             write_whole(self.path, left)
             old, self._file = self._file, None
             old.close()
             self._file = FileIO(self.path, "ab")
-        self._kept = []
+        self._filters = []
         return len(lines) - len(kept)
 
     def close(self) -> None:
@@ -214,11 +213,12 @@ class JsonlWriter:
 
 
 class RunLog:
-    """Writes the logs of a run; a context manager. append=True continues the files, False starts them anew.
+    """Writes the logs of a run; a context manager.
 
-    samples: at most so many a step; exporter: serves the newest metrics; dispensable: takes what is said of
-    files that the run can do without, which are all but metrics and answers (StorageError). Raises
-    ConfigError if the folder cannot be written, or if a tracker that was asked for is not installed."""
+    append: continue the files instead of starting anew. samples: maximum per step. exporter: serves the
+    newest metrics. dispensable: receives write errors of optional files, all but metrics and answers.
+
+    Raises ConfigError if the folder cannot be written or a requested tracker is not installed."""
 
     def __init__(
         self,
@@ -239,11 +239,11 @@ class RunLog:
             self._files[name] = JsonlWriter(run_dir / name, append, spare)
 
     def write_metrics(self, record: Mapping[str, Any]) -> Record:
-        """Write the metrics of a step or an evaluation, and return them as written, for the terminal view.
+        """Write the metrics of a step or an evaluation; return them as written, for the terminal view.
 
         `record` needs "step" (int) and "stage" (one of STAGES), else ValueError. Values are texts, numbers,
-        0-dimensional tensors, or lists and mappings of these. A number that is not finite becomes null and is
-        named in the record's "alarms". The report shows "alarms" and "events" (lists of texts)."""
+        0-dimensional tensors, or lists and mappings of these. A non-finite number becomes null and is listed
+        in "alarms". The report shows "alarms" and "events" (lists of texts)."""
         if not is_step(record):
             got = f"{record.get('step')}, {record.get('stage')}"
             raise ValueError(f"a metrics record needs an int `step` and a `stage` of {STAGES} (got {got})")
@@ -252,7 +252,7 @@ class RunLog:
         if alarms:
             written["alarms"] = alarms
         self._files[METRICS_FILE].write(written)
-        # Warm start and value pretraining count their own steps, so their curves get names of their own.
+        # Warm start and value pretraining count separate steps, so their curves get separate names.
         prefix = "" if written["stage"] in (TRAIN, EVALUATION) else f"{written['stage']}/"
         numbers = {name: v for name, v in written.items() if isinstance(v, int | float) and name != "step"}
         for tracker in self._trackers:
@@ -262,10 +262,10 @@ class RunLog:
         return written
 
     def write_samples(self, samples: Iterable[SampleRecord]) -> int:
-        """Write some of a step's samples (see `choose_samples`), long texts shortened; return how many."""
+        """Write a step's chosen samples, with long texts shortened; return their number."""
         chosen = choose_samples(list(samples), self.samples_per_step)
         for sample in chosen:
-            # The lists are of tokens: texts, and numbers that are rounded already.
+            # Lists are per token and need no conversion: texts, and numbers that are rounded already.
             record = {k: v if isinstance(v, list) else plain(v, k, []) for k, v in vars(sample).items()}
             record["prompt"] = shorten(sample.prompt, SAMPLE_CHARACTERS)
             record["question"] = shorten(sample.question, SAMPLE_CHARACTERS)
@@ -277,20 +277,19 @@ class RunLog:
         return len(chosen)
 
     def write_distributions(self, step: int, stage: str, tables: Tables) -> None:
-        """Write a step's histograms: name -> row -> one sum per bin, so that steps can be added up."""
+        """Write a step's histograms: name -> row -> one sum per bin."""
         self._files[DISTRIBUTIONS_FILE].write({"step": step, "stage": stage, **plain(tables, "", [])})
 
     def write_event(self, text: str) -> None:
-        """Write what happened to the run rather than in a step, with the time in seconds since 1970."""
+        """Write an event of the run, with the time in seconds since 1970."""
         self._files[EVENTS_FILE].write({"time": round(time.time(), 1), "event": text})
 
     def write_answers(self, step: int, answers: Iterable[Record]) -> None:
-        """Write every answer of the evaluation at `step`."""
         for answer in answers:
             self._files[ANSWERS_FILE].write({"step": step, **answer}, ascii_only=False)
 
     def truncate_after(self, step: int, stage: str = TRAIN) -> int:
-        """Drop what was recorded after `step` of `stage`, except events; return the number of lines."""
+        """Drop records after `step` of `stage`, except events; return the number of lines."""
         for tracker in self._trackers:
             tracker.continue_from(step)
         stepwise = [self._files[name] for name in (METRICS_FILE, SAMPLES_FILE, DISTRIBUTIONS_FILE)]
@@ -319,8 +318,9 @@ def _tracker(option: str, name: str, module: str) -> Any:
 
 
 class _TensorBoard:
-    """Writes event files into run_dir/tensorboard, record by record: torch's writer does so in a thread, in
-    which a disk that is full ends in a traceback, and a record is half written."""
+    """Writes event files into run_dir/tensorboard.
+
+    torch's writer works in a thread: on a full disk it ends with a traceback and a partial record."""
 
     def __init__(self, run_dir: Path, dispensable: Dispensable) -> None:
         _tracker("tensorboard", "TensorBoard", "tensorboard")
@@ -330,11 +330,12 @@ class _TensorBoard:
         )
         self._folder, self._spare, self._files = run_dir / "tensorboard", dispensable, 0
         self._file: FileIO | None = None
-        self._path = self._begin(None)
+        self._path = self._start_file(None)
 
-    def _begin(self, first_step: int | None) -> Path:
-        """Name the next file, and what stands at its beginning. first_step: of those that it is about; what
-        files before it say of this and later ones is hidden."""
+    def _start_file(self, first_step: int | None) -> Path:
+        """Prepare the next file's header and return its path.
+
+        first_step: TensorBoard hides what earlier files have from this step on."""
         proto, self._files = self._proto, self._files + 1
         name = f"events.out.tfevents.{time.time():010.0f}.{gethostname()}.{os.getpid()}.{self._files}"
         self._header = [proto.Event(wall_time=time.time(), step=first_step, file_version="brain.Event:2")]
@@ -359,7 +360,7 @@ class _TensorBoard:
 
     def continue_from(self, step: int) -> None:
         self.close()
-        self._path = self._begin(step + 1)
+        self._path = self._start_file(step + 1)
 
     def close(self) -> None:
         file, self._file = self._file, None
@@ -369,7 +370,7 @@ class _TensorBoard:
 
 
 class _Wandb:
-    """Logs to one W&B run per run folder: run_dir/wandb_id lets a resumed run continue its curves."""
+    """Logs to one W&B run per run folder; run_dir/wandb_id lets a resumed run continue it."""
 
     def __init__(self, run_dir: Path, append: bool, dispensable: Dispensable) -> None:
         wandb = _tracker("wandb", "wandb", "wandb")
@@ -379,7 +380,7 @@ class _Wandb:
         self._run = wandb.init(
             project="megarl", id=identity, resume="allow", name=run_dir.name, dir=str(run_dir)
         )
-        # W&B's own step must never fall, ours starts again with each stage: ours is a metric and the x axis.
+        # W&B's own step must never decrease, but ours restarts with each stage, so it is a metric.
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
         with dispensable.file(known):
@@ -389,7 +390,7 @@ class _Wandb:
         self._run.log({"step": step, **numbers})
 
     def continue_from(self, step: int) -> None:
-        """Do nothing: W&B cannot take back what was sent, so steps that are done again show twice."""
+        """Do nothing: W&B cannot delete records, so repeated steps show twice."""
 
     def close(self) -> None:
         self._run.finish()

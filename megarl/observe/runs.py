@@ -1,4 +1,4 @@
-"""A run's folder as the report, `megarl watch` and other commands read it."""
+"""Read a run's folder, for the report, `megarl watch` and other commands."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from megarl.config.files import open_regular
 from megarl.config.load import parse_yaml
 from megarl.config.schema import PRETRAINING, SUPERVISED, TRAIN
 from megarl.observe import run_log
-from megarl.observe.run_log import Record, SampleRecord, is_step, parse
-from megarl.observe.timeline import FOLDER, NAME, chosen_ranks, is_phase, timeline_ranks
+from megarl.observe.run_log import Record, SampleRecord, is_step, parse_record
+from megarl.observe.timeline import FOLDER, NAME, choose_ranks, is_phase, timeline_ranks
 
-RANKS = 16  # whose timelines are read, at most
+RANKS = 16  # maximum number of timelines that are read
 Points = dict[int, float]
-HANG_LINE = 1 << 16  # bytes of the first line of a hang's report
+HANG_LINE = 1 << 16  # maximum bytes of a hang report's first line
 
 
 class JsonLines(NamedTuple):
-    """The records of a file in their order, and the numbers (from 1) of the lines that could not be read."""
+    """A file's records in order, and the numbers (from 1) of its unreadable lines."""
 
     records: list[Record]
     unreadable: list[int]
 
 
 def read_jsonl(path: Path, valid: Callable[[Record], bool]) -> JsonLines:
-    """Read the records of a file that are `valid`; any other line that is not blank counts as unreadable.
+    """Read the `valid` records of a file; other non-blank lines are unreadable.
 
     Raises DataError if the file cannot be opened."""
     try:
@@ -40,7 +40,7 @@ def read_jsonl(path: Path, valid: Callable[[Record], bool]) -> JsonLines:
         raise DataError(f"{path}: cannot be read: {error.strerror} (is this the folder of a run?)") from error
     found = JsonLines([], [])
     for number, line in enumerate(lines, start=1):
-        if (record := parse(line)) is not None and valid(record):
+        if (record := parse_record(line)) is not None and valid(record):
             found.records.append(record)
         elif line.strip():
             found.unreadable.append(number)
@@ -48,16 +48,17 @@ def read_jsonl(path: Path, valid: Callable[[Record], bool]) -> JsonLines:
 
 
 def read_metrics(run_dir: Path) -> JsonLines:
-    """Read run_dir/metrics.jsonl; a line without a step and a known stage counts as unreadable."""
+    """Read run_dir/metrics.jsonl; lines without a step and a known stage are unreadable."""
     return read_jsonl(run_dir / run_log.METRICS_FILE, is_step)
 
 
 @dataclass(frozen=True)
 class RecordedRun:
-    """What a run's folder holds; all but the records of metrics.jsonl may be empty.
+    """Contents of a run's folder. All but `records` may be empty.
 
-    unreadable: lines that could not be read; events: {"time": seconds since 1970, "event": text}; timeline:
-    rank -> its phases in time, of some of the `ranks` that have written theirs (observe/timeline.py)."""
+    unreadable  number of unreadable lines
+    events      {"time": seconds since 1970, "event": text}
+    timeline    rank -> phases, of some of the `ranks` that wrote one (observe/timeline.py)"""
 
     name: str
     records: list[Record]
@@ -72,7 +73,7 @@ class RecordedRun:
 
     @cached_property
     def by_stage(self) -> dict[str, dict[int, Record]]:
-        """Map stage -> step -> record; where a step was written twice, the later line counts."""
+        """Map stage -> step -> record; of a repeated step the last record counts."""
         stages: dict[str, dict[int, Record]] = {}
         for record in self.records:
             stages.setdefault(record["stage"], {})[record["step"]] = record
@@ -80,22 +81,20 @@ class RecordedRun:
 
     @property
     def main_stage(self) -> str:
-        """Name the stage whose times and memory are shown: training, else what there is before it."""
+        """Return the stage whose times and memory are shown: training, else an earlier one."""
         return next((stage for stage in (TRAIN, SUPERVISED, PRETRAINING) if stage in self.by_stage), TRAIN)
 
     @property
     def seconds(self) -> float:
-        """Sum up the time of all recorded steps."""
         records = (record for steps in self.by_stage.values() for record in steps.values())
         return sum(record.get("time/step") or 0.0 for record in records)
 
     def points(self, stage: str, key: str) -> Points:
-        """Return step -> value of one metric in one stage; empty where it was never recorded."""
+        """Return step -> value of one metric in one stage; may be empty."""
         steps = self.by_stage.get(stage, {}).items()
         return {step: record[key] for step, record in steps if isinstance(record.get(key), int | float)}
 
     def setting(self, *keys: str, default: Any = None) -> Any:
-        """Return one value of the configuration, or `default` where the run has none."""
         node: Any = self.config
         for key in keys:
             if not isinstance(node, Mapping) or key not in node:
@@ -121,8 +120,8 @@ def load_run(run_dir: Path) -> RecordedRun:
         lambda r: isinstance(r.get("time"), int | float) and isinstance(r.get("event"), str),
     )
     config, ranks = read_mapping(run_dir / "config.yaml"), timeline_ranks(run_dir)
-    timeline = read_timeline(run_dir, chosen_ranks(ranks, RANKS), config, len(ranks))
-    hangs = []  # the watchdog's reports
+    timeline = read_timeline(run_dir, choose_ranks(ranks, RANKS), config, len(ranks))
+    hangs = []  # reports of the watchdog
     for path in run_dir.glob("hang-*.txt"):
         with open_regular(path) as file:
             first = file.readline(HANG_LINE).decode(errors="replace").strip()
@@ -147,8 +146,9 @@ def load_run(run_dir: Path) -> RecordedRun:
 def read_timeline(
     run_dir: Path, ranks: Sequence[int], config: Mapping[str, Any], world: int
 ) -> dict[int, list[Record]]:
-    """Read what these ranks of `world` did when. Lines that a kill has cut are left out. Of the ranks of one
-    engine only the first knows when there was nothing to decode: the others waited as long as it did."""
+    """Read the phases of these ranks of `world`, without cut lines.
+
+    Only an engine's first rank records when there was nothing to decode; its waits apply to the others."""
 
     def read(rank: int) -> list[Record]:
         path = run_dir / FOLDER / NAME.format(rank)
@@ -156,22 +156,22 @@ def read_timeline(
 
     found = {rank: read(rank) for rank in ranks}
     tp = (config.get("rollout") or {}).get("engine_tp") or 1
-    apart = (config.get("parallel") or {}).get("rollout_ranks") or 0
-    first = world - apart if apart else 0  # of those with engines
+    rollout_ranks = (config.get("parallel") or {}).get("rollout_ranks") or 0
+    first = world - rollout_ranks if rollout_ranks else 0  # first rank with an engine
     for rank, phases in found.items():
         leader = rank - (rank - first) % tp
         if rank < first or leader == rank:
             continue
-        theirs = {(p["stage"], p["step"], p["phase"]): p["waited"] for p in found.get(leader) or read(leader)}
+        waits = {(p["stage"], p["step"], p["phase"]): p["waited"] for p in found.get(leader) or read(leader)}
         for phase in phases:
             if phase["phase"] in ("rollout", "evaluation"):
-                waited = theirs.get((phase["stage"], phase["step"], phase["phase"]), 0.0)
+                waited = waits.get((phase["stage"], phase["step"], phase["phase"]), 0.0)
                 phase["waited"] = min(waited, phase["end"] - phase["begin"])
     return {rank: phases for rank, phases in found.items() if phases}
 
 
 def read_mapping(path: Path) -> dict[str, Any]:
-    """Read a mapping from a .yaml or .json file, empty if there is none; DataError for anything else."""
+    """Read a mapping from a .yaml or .json file; {} if missing. Raises DataError if it is invalid."""
     if not path.exists():
         return {}
     try:
@@ -187,16 +187,17 @@ def read_mapping(path: Path) -> dict[str, Any]:
     return content
 
 
-def kept_share(record: Mapping[str, Any]) -> dict[str, float] | None:
-    """Return the shares of the sampled groups that were kept, all right and all wrong, from counts or shares;
-    None where the record does not say."""
+def compute_group_shares(record: Mapping[str, Any]) -> dict[str, float] | None:
+    """Return the shares of sampled groups that were kept, all right and all wrong; None if not recorded.
+
+    The record has counts or shares."""
     counts = {name: record.get(f"rollout/groups_{name}") for name in ("kept", "all_right", "all_wrong")}
     known = {name: float(count) for name, count in counts.items() if count is not None}
     total = sum(known.values())
     return {name: count / total for name, count in known.items()} if len(known) == 3 and total > 0 else None
 
 
-def layout_text(parallel: Mapping[str, Any]) -> str:
-    """Return `TP 2 x PP 1 x DP 1` for a configuration's `parallel`; CP and EP are named if above 1."""
+def format_layout(parallel: Mapping[str, Any]) -> str:
+    """Format `parallel` as `TP 2 x PP 1 x DP 1`; CP and EP only if above 1."""
     shown = ["tp", "pp", "dp", *(key for key in ("cp", "ep") if (parallel.get(key) or 1) > 1)]
     return " x ".join(f"{key.upper()} {parallel.get(key) or 1}" for key in shown)

@@ -1,8 +1,6 @@
-"""A run on the terminal: a live view, or aligned lines for a log file.
+"""Terminal view of a run: a live panel, or aligned lines for a log file.
 
-`megarl train` calls the view's methods as the run goes on; `megarl watch` follows the metrics.jsonl of a run
-that another process trains, and calls the same methods.
-"""
+`megarl train` updates it directly; `megarl watch` from the metrics.jsonl of another process."""
 
 from __future__ import annotations
 
@@ -27,23 +25,23 @@ from megarl.config.files import read_json
 from megarl.config.schema import EVALUATION, PRETRAINING, SUPERVISED, TRAIN
 from megarl.config.schema.stages import main_stage
 from megarl.config.text import printable
-from megarl.observe.run_log import METRICS_FILE, Record, is_step, parse
-from megarl.observe.runs import kept_share, layout_text, read_mapping
+from megarl.observe.run_log import METRICS_FILE, Record, is_step, parse_record
+from megarl.observe.runs import compute_group_shares, format_layout, read_mapping
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 ASCII_BLOCKS = "_.:-=+*#"
 MISSING = "-"
 EVENTS_SHOWN = 4
 STEPS_TIMED = 10
-WATCH_PERIOD = 0.5  # seconds between two looks at a folder
+WATCH_PERIOD = 0.5  # seconds between reads of a folder
 
 
 @dataclass(frozen=True)
 class Column:
-    """A quantity of a step, from one metric or from several that are joined by a slash.
+    """A quantity of a step: one metric, or several joined by a slash.
 
-    short, long: its name in plain lines and in the live table; form: see `number`; width: of one number in a
-    plain line."""
+    short, long: name in plain lines and in the live table; form: as in `format_number`; width: characters
+    of one number in a plain line"""
 
     short: str
     long: str
@@ -75,7 +73,7 @@ COLUMNS = (
     Column("tok/s", "tokens/s rollout / train", _TOKENS_A_SECOND, "count", 5),
     Column("step", "time of the step", ("time/step",), "seconds", 6),
 )
-# What a plain line leaves out in a stage: quantities that say nothing there, or too little for its width.
+# Columns that plain lines omit, by stage: uninformative, or too wide.
 _DETAILS = {"nll", "cut", "r/w", "refl", "prob", "all"}
 PLAIN_LEAVES_OUT = {TRAIN: {*_DETAILS, "vloss"}, PRETRAINING: _DETAILS, SUPERVISED: set[str]()}
 SPARKS = {
@@ -85,8 +83,8 @@ SPARKS = {
 }
 
 
-def compact(value: float) -> str:
-    """Return a number in at most 5 characters up to 999T: 1234567 -> 1.23M."""
+def format_count(value: float) -> str:
+    """Format a number in at most 5 characters up to 999T: 1234567 -> 1.23M."""
     units = iter(("", "k", "M", "G", "T"))
     unit = next(units)
     while abs(value) >= 999.5 and unit != "T":
@@ -94,8 +92,8 @@ def compact(value: float) -> str:
     return f"{value:.0f}{unit}" if unit == "" or abs(value) >= 99.95 else f"{value:.3g}{unit}"
 
 
-def duration(seconds: float) -> str:
-    """Return a time as text: 0.82 -> 0.82s, 75 -> 1:15, 3700 -> 1:01:40, 90000 -> 1d 1:00."""
+def format_duration(seconds: float) -> str:
+    """Format seconds: 0.82 -> 0.82s, 75 -> 1:15, 3700 -> 1:01:40, 90000 -> 1d 1:00."""
     if seconds < 59.95:
         return f"{seconds:.2f}s" if seconds < 9.995 else f"{seconds:.1f}s"
     minutes, rest = divmod(round(seconds), 60)
@@ -105,47 +103,48 @@ def duration(seconds: float) -> str:
     return f"{hours // 24}d {hours % 24}:{minutes:02}"
 
 
-def number(value: Any, form: str) -> str:
-    """Return a metric as text, MISSING where it was not recorded or was not finite."""
+def format_number(value: Any, form: str) -> str:
+    """Format a metric; MISSING if it was not recorded or not finite."""
     if not isinstance(value, int | float):
         return MISSING
     if form == "count":
-        return compact(value)
+        return format_count(value)
     if form == "tokens":
         return f"{value:.1f}" if value < 9999.5 else f"{value:.0f}"
     if form == "seconds":
-        return duration(value)
+        return format_duration(value)
     return format(value, form)
 
 
-def values(column: Column, record: Mapping[str, Any]) -> list[str]:
-    """Return the column's numbers in this record, formatted."""
-    found = {**record, "groups_kept": (kept_share(record) or {}).get("kept")}
-    return [number(found.get(key), column.form) for key in column.keys]
+def format_values(column: Column, record: Mapping[str, Any]) -> list[str]:
+    """Format the column's numbers in this record."""
+    found = {**record, "groups_kept": (compute_group_shares(record) or {}).get("kept")}
+    return [format_number(found.get(key), column.form) for key in column.keys]
 
 
-def present(record: Mapping[str, Any]) -> list[Column]:
-    """Return the columns of which this record has at least one number."""
-    return [column for column in COLUMNS if any(text != MISSING for text in values(column, record))]
+def select_columns(record: Mapping[str, Any]) -> list[Column]:
+    """Return the columns with at least one number in this record."""
+    return [column for column in COLUMNS if any(text != MISSING for text in format_values(column, record))]
 
 
 def evaluation_text(record: Mapping[str, Any]) -> str:
-    """Return `0.621 avg  0.700 pass  0.650 majority  (k 4, 512 problems)`; only avg if k is 1, or not the
-    same for all. A line for each set and data source follows, where there are several; alone, where no set
-    of the headline was evaluated."""
+    """Format an evaluation: `0.621 avg  0.700 pass  0.650 majority  (k 4, 512 problems)`.
+
+    Only avg if k is 1 or differs between sets. A line per set and data source follows if there are
+    several. It stands alone if no set counts in the headline."""
     common = record.get("eval/k")
 
     def line(prefix: str) -> str:
         k = record.get(f"{prefix}/k", common)
         names = ("avg", "pass", "majority") if (k or 1) > 1 else ("avg",)
         remark = f"k {k}, " if k and (prefix == "eval" or k != common) else ""
-        text = "  ".join(f"{number(record.get(f'{prefix}/{name}'), '.3f')} {name}" for name in names)
+        text = "  ".join(f"{format_number(record.get(f'{prefix}/{name}'), '.3f')} {name}" for name in names)
         problems = record.get(f"{prefix}/problems")
         left_out = record.get(f"{prefix}/unjudged")
         unjudged = f", {left_out} unjudged" if left_out else ""
         return f"{text}  ({remark}{problems} problems{unjudged})" if problems is not None else text
 
-    sources = evaluated_sources(record)
+    sources = list_evaluated_sources(record)
     width = max(map(len, sources), default=0)
     lines = [f"{name:<{width}}  {line(f'eval/{name}')}" for name in sources]
     if "eval/avg" in record or "eval/problems" in record or not lines:
@@ -153,14 +152,14 @@ def evaluation_text(record: Mapping[str, Any]) -> str:
     return "\n      ".join(lines)
 
 
-def evaluated_sources(record: Mapping[str, Any]) -> list[str]:
-    """Return the sets and data sources of which an evaluation has scores of their own."""
+def list_evaluated_sources(record: Mapping[str, Any]) -> list[str]:
+    """Return the sets and data sources that have separate scores."""
     found = [key.removeprefix("eval/").removesuffix("/avg") for key in record if key.endswith("/avg")]
     return sorted(name for name in found if f"eval/{name}/avg" in record)
 
 
 def resample(points: Sequence[float], width: int) -> list[float]:
-    """Return at most `width` means of neighbouring points, so that a whole run fits."""
+    """Return at most `width` means of neighbouring points."""
     if len(points) <= width:
         return list(points)
     edges = [len(points) * i // width for i in range(width + 1)]
@@ -168,7 +167,7 @@ def resample(points: Sequence[float], width: int) -> list[float]:
 
 
 def sparkline(points: Sequence[float], width: int, blocks: str = BLOCKS) -> str:
-    """Return the course of `points` within the height of a character; a constant is drawn at the bottom."""
+    """Return `points` as one line of block characters; a constant is at the bottom."""
     shown = resample(points, width)
     low, high = min(shown), max(shown)
     span = (high - low) or 1.0
@@ -177,7 +176,7 @@ def sparkline(points: Sequence[float], width: int, blocks: str = BLOCKS) -> str:
 
 @dataclass(frozen=True)
 class RunFacts:
-    """The header. steps: of training (or of warm start); value_pretraining_steps: at most, before them."""
+    """The header. value_pretraining_steps: maximum, before the `steps` of training."""
 
     name: str
     recipe: str
@@ -188,7 +187,6 @@ class RunFacts:
     value_pretraining_steps: int = 0
 
     def total(self, stage: str) -> int:
-        """Return the steps of `stage`."""
         return self.value_pretraining_steps if stage == PRETRAINING else self.steps
 
     def header(self, separator: str) -> str:
@@ -196,10 +194,11 @@ class RunFacts:
 
 
 class TerminalView:
-    """Shows the course of a run; used as a context manager.
+    """Shows a run; a context manager.
 
-    mode  live: redrawn in place (without a terminal only the last state is printed); plain: a line every
-          `every` steps, for evaluations and events; quiet: nothing; auto: live on a terminal, else plain"""
+    Mode `live` redraws in place (without a terminal it prints the last state). `plain` prints a line every
+    `every` steps, and for evaluations and events. `quiet` prints nothing. `auto` is live on a terminal, else
+    plain."""
 
     def __init__(
         self,
@@ -213,7 +212,7 @@ class TerminalView:
         self.mode = ("live" if self.console.is_terminal else "plain") if mode == "auto" else mode
         self.facts, self.every, self.clock = facts, every, clock
         self._ascii = self.console.options.ascii_only
-        self._lock = threading.RLock()  # rich redraws from a thread of its own
+        self._lock = threading.RLock()  # rich redraws in another thread
         self._phase, self._phase_since = "starting", clock()
         self._record: Record = {}
         self._evaluation: Record = {}
@@ -230,17 +229,15 @@ class TerminalView:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Leave the last state on the screen."""
         if self._live:
             self._live.stop()
 
     def phase(self, name: str) -> None:
-        """Show that a phase of the step begins; its time is counted from now on."""
+        """Show the current phase and start its clock."""
         with self._lock:
             self._phase, self._phase_since = name, self.clock()
 
     def event(self, text: str) -> None:
-        """Show something worth a line of its own: a checkpoint, a warning, a limit that was reached."""
         line = self._printable(text)
         with self._lock:
             self._events.append(line)
@@ -253,7 +250,7 @@ class TerminalView:
                 self._evaluation = dict(record)
             else:
                 if not self._record:
-                    # A resumed run does not begin at step 0: its first step took the time since the start.
+                    # A resumed run starts at a later step; its first step took the time since the start.
                     self._finished[0] = (self._finished[0][0], record["step"] - 1)
                 elif record["stage"] != self._record["stage"]:
                     self._finished = deque([(self._finished[-1][0], 0)], maxlen=STEPS_TIMED + 1)
@@ -268,15 +265,15 @@ class TerminalView:
             self.event(f"{record['stage']} step {record['step']}: not finite: {alarm}")
 
     def _left(self) -> str:
-        """Return the time left in this stage at the pace of the last steps; empty if unknown."""
-        (began, first), (now, last) = self._finished[0], self._finished[-1]
+        """Return the remaining time of this stage at the recent pace; empty if unknown."""
+        (start, first), (now, last) = self._finished[0], self._finished[-1]
         total = self.facts.total(self._record.get("stage", ""))
         if last <= first or not total:
             return ""
-        return duration((now - began) / (last - first) * max(0, total - last))
+        return format_duration((now - start) / (last - first) * max(0, total - last))
 
     def _printable(self, text: str) -> str:
-        """Return `text` on one line, in what the console's encoding can hold."""
+        """Return `text` on one line, in the console's encoding."""
         line = printable(" ".join(text.split()))
         return line.encode("ascii", "replace").decode() if self._ascii else line
 
@@ -291,14 +288,16 @@ class TerminalView:
         if stage == EVALUATION:
             self._print(f"eval  {place}  {evaluation_text(record)}")
             return
-        # The first record of a stage decides on its columns, so that they stay aligned.
+        # The first record of a stage determines its columns, to keep them aligned.
         if stage not in self._columns:
-            self._columns[stage] = [c for c in present(record) if c.short not in PLAIN_LEAVES_OUT[stage]]
+            self._columns[stage] = [
+                c for c in select_columns(record) if c.short not in PLAIN_LEAVES_OUT[stage]
+            ]
         elif step % self.every and step != total:
             return
         parts = [f"{'value' if stage == 'value_pretraining' else stage:<5} {place}"]
         for column in self._columns[stage]:
-            texts = [text.rjust(column.width) for text in values(column, record)]
+            texts = [text.rjust(column.width) for text in format_values(column, record)]
             parts.append(f"{column.short} {'/'.join(texts)}")
         if left := self._left():
             parts.append(f"left {left}")
@@ -309,8 +308,8 @@ class TerminalView:
             yield self._panel(options.max_width)
 
     def _panel(self, width: int) -> Panel:
-        whole: dict[str, Any] = {"overflow": "ellipsis", "no_wrap": True}
-        facts = Text(self._printable(self.facts.header("  ")), style="dim", **whole)
+        one_line: dict[str, Any] = {"overflow": "ellipsis", "no_wrap": True}
+        facts = Text(self._printable(self.facts.header("  ")), style="dim", **one_line)
 
         stage, step = self._record.get("stage", TRAIN), self._record.get("step", 0)
         total, left = self.facts.total(stage), self._left()
@@ -322,8 +321,8 @@ class TerminalView:
         bar = ProgressBar(total=max(total, 1), completed=step)
         progress.add_row(title, bar, Text(f"{left} left" if left else ""))
 
-        elapsed = duration(self.clock() - self._phase_since)
-        phase = Text.assemble((self._printable(self._phase), "cyan"), f" {elapsed}", **whole)
+        elapsed = format_duration(self.clock() - self._phase_since)
+        phase = Text.assemble((self._printable(self._phase), "cyan"), f" {elapsed}", **one_line)
         if self._evaluation:
             phase.append(f"\nevaluation at step {self._evaluation['step']}  ", "dim")
             phase.append(printable(evaluation_text(self._evaluation)))
@@ -332,26 +331,26 @@ class TerminalView:
         for name, (_, form) in SPARKS.items():
             if course := self._history[name]:
                 line = sparkline(course, max(8, width - 40), ASCII_BLOCKS if self._ascii else BLOCKS)
-                ends = f"{number(course[0], form)} to {number(course[-1], form)}"
+                ends = f"{format_number(course[0], form)} to {format_number(course[-1], form)}"
                 sparks.add_row(Text(name, "dim"), Text(line, "green"), ends)
 
         parts: list[Any] = [facts, progress, phase, Text(), self._numbers(width)]
         if sparks.row_count:
             parts += [Text(), sparks]
         if self._events:
-            parts += [Text(), *(Text(event, style="dim", **whole) for event in self._events)]
+            parts += [Text(), *(Text(event, style="dim", **one_line) for event in self._events)]
         heading = Text(f"megarl {self._printable(self.facts.name)}", style="bold")
         return Panel(Group(*parts), title=heading, title_align="left")
 
     def _numbers(self, width: int) -> Table:
-        """Return the last step's numbers in as many columns as fit."""
+        """Return a table of the last step's numbers, in one to three columns."""
         pairs = max(1, min(3, (width - 4) // 36))
-        columns = present(self._record)
+        columns = select_columns(self._record)
         rows = -(-len(columns) // pairs)
-        cells = [(c.long, " / ".join(values(c, self._record)), "") for c in columns]
+        cells = [(c.long, " / ".join(format_values(c, self._record)), "") for c in columns]
         table = Table.grid(padding=(0, 1), expand=True)
         for first in range(0, pairs * rows, rows):
-            # Where both do not fit, a name is cut and its number is not.
+            # Cut a name, not its number, if both do not fit.
             widest = max((len(texts) for _, texts, _ in cells[first : first + rows]), default=0)
             room = (width - 4) // pairs - widest - 3
             table.add_column(style="dim", no_wrap=True, overflow="ellipsis", max_width=max(room, 1))
@@ -363,31 +362,31 @@ class TerminalView:
 
 
 class Follower:
-    """Reads a metrics.jsonl as it grows, from its beginning again when a run that went back replaced it."""
+    """Reads a growing metrics.jsonl; starts over if a run that went back replaced the file."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._read = self._inode = 0
 
-    def look(self) -> tuple[bool, list[Record]]:
-        """Return whether the file was begun anew, and the records that have come since the last look."""
+    def read_new(self) -> tuple[bool, list[Record]]:
+        """Return whether the file was replaced, and the new records."""
         try:
             with open(self.path, "rb") as file:
                 status = self.path.stat()
-                anew = self._read > 0 and (status.st_size < self._read or status.st_ino != self._inode)
-                self._read, self._inode = 0 if anew else self._read, status.st_ino
+                replaced = self._read > 0 and (status.st_size < self._read or status.st_ino != self._inode)
+                self._read, self._inode = 0 if replaced else self._read, status.st_ino
                 file.seek(self._read)
                 content = file.read()
         except FileNotFoundError:
             return False, []
         end = content.rfind(b"\n") + 1
         self._read += end
-        records = (parse(line) for line in content[:end].split(b"\n"))
-        return anew, [record for record in records if record is not None and is_step(record)]
+        records = (parse_record(line) for line in content[:end].split(b"\n"))
+        return replaced, [record for record in records if record is not None and is_step(record)]
 
 
 class _Clock:
-    """The run's own time, `past`, while what it did before is read; real time from `since` on."""
+    """The run's own time: `past` while old records are read, then real time from `since`."""
 
     past, since = 0.0, 0.0
 
@@ -402,7 +401,7 @@ def watch(
     console: Console | None = None,
     wait: Callable[[float], None] = time.sleep,
 ) -> None:
-    """Show a run that another process trains until it is done, or its state once.
+    """Show another process's run until it is done, or its state once.
 
     Raises DataError if the folder is not a run's."""
     if not (run_dir / "config.yaml").is_file():
@@ -414,7 +413,7 @@ def watch(
     if stage == TRAIN and settings.get("data", {}).get("eval"):
         last.add((EVALUATION, facts.steps))
     follower = Follower(run_dir / METRICS_FILE)
-    anew, records = follower.look()
+    replaced, records = follower.read_new()
     while True:
         missing, clock = set(last), _Clock()
         with TerminalView("auto", facts, console, clock=clock) as view:
@@ -431,14 +430,13 @@ def watch(
                 if once or not missing:
                     return
                 wait(WATCH_PERIOD)
-                anew, records = follower.look()
-                if anew:
+                replaced, records = follower.read_new()
+                if replaced:
                     view.event("the run went back to a checkpoint")
                     break
 
 
 def read_facts(run_dir: Path, settings: Mapping[str, Any]) -> RunFacts:
-    """Return the header of a run from its own configuration."""
     path = Path(str(settings.get("model", {}).get("path")))
     model = path.name
     if (path / "config.json").is_file():
@@ -450,7 +448,7 @@ def read_facts(run_dir: Path, settings: Mapping[str, Any]) -> RunFacts:
         name=run_dir.resolve().name,
         recipe=str(settings.get("recipe")),
         model=model,
-        layout=layout_text(settings.get("parallel", {})),
+        layout=format_layout(settings.get("parallel", {})),
         device=str(settings.get("parallel", {}).get("device", "auto")),
         steps=int(settings.get("steps", 0)),
         value_pretraining_steps=int(settings.get("value_pretraining", {}).get("steps", 0)) if critic else 0,

@@ -1,11 +1,9 @@
-"""What each rank did when: run_dir/timeline/rank-00003.jsonl, a line for each phase, written as it ends.
+"""Phases of each rank over time: a line per finished phase in run_dir/timeline/rank-00003.jsonl.
 
     {"stage": "train", "step": 7, "phase": "rollout", "begin": 1763.1, "end": 1765.9, "waited": 0.8}
 
-begin and end are seconds since 1970 by the rank's own clock, so that ranks can be laid side by side; waited
-is how much of the phase the rank is known to have had nothing to do. A rank writes its own file alone, with
-no collective.
-"""
+begin and end are seconds since 1970, so that ranks can be compared. waited is the known idle time in the
+phase, in seconds. Ranks write independently, without collectives."""
 
 from __future__ import annotations
 
@@ -19,13 +17,13 @@ from megarl.config.schema import TRAIN
 from megarl.observe.run_log import JsonlWriter, Record, is_step, precedes
 
 FOLDER, NAME = "timeline", "rank-{:05d}.jsonl"
-WAIT = "wait for "  # a phase whose name begins so is nothing but waiting
+WAIT = "wait for "  # prefix of phases that only wait
 
 
 class Timeline:
-    """Records this rank's phases, one after the other: a phase ends where the next one begins.
+    """Records this rank's phases in sequence: a phase ends when the next one starts.
 
-    It continues the file of a run that goes on. Where that cannot be written, the run goes on without."""
+    Appends to the file of a resumed run. The file is optional: write errors do not stop the run."""
 
     def __init__(
         self,
@@ -37,24 +35,22 @@ class Timeline:
         path = run_dir / FOLDER / NAME.format(rank)
         self._file = JsonlWriter(path, True, Dispensable() if dispensable is None else dispensable)
         self._clock, self._phase, self._begin, self._waited = clock, "", 0.0, 0.0
-        self._place: Record = {"stage": TRAIN, "step": 0}  # what comes before the first step
+        self._place: Record = {"stage": TRAIN, "step": 0}  # before the first step
 
     def step(self, stage: str, number: int) -> None:
-        """Note that the phases from now on belong to this step, those between it and the next one as well."""
+        """Assign the following phases to this step, including those between it and the next step."""
         self.leave()
         self._place = {"stage": stage, "step": number}
 
     def enter(self, phase: str) -> None:
-        """Begin a phase."""
         self.leave()
         self._phase, self._begin, self._waited = phase, self._clock(), 0.0
 
     def waited(self, seconds: float) -> None:
-        """Note that for so long in this phase the rank has had nothing to do."""
         self._waited += seconds
 
     def leave(self) -> None:
-        """End the phase, if there is one, and write it."""
+        """End the current phase, if any, and write it."""
         if self._phase:
             end = max(self._begin, self._clock())  # a clock may be set back
             waited = (
@@ -66,17 +62,16 @@ class Timeline:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Record a phase for as long as the `with` block lasts."""
         self.enter(name)
         yield
         self.leave()
 
     def clear(self) -> None:
-        """Drop what was recorded, where the run begins anew."""
+        """Drop all records, for a run that starts over."""
         self._file.keep(lambda record: False)
 
     def truncate_after(self, step: int, stage: str) -> None:
-        """Drop what was recorded after `step` of `stage`, where the run continues."""
+        """Drop records after `step` of `stage`, for a resumed run."""
         self._file.keep(lambda record: precedes(record, step, stage))
 
     def close(self) -> None:
@@ -85,20 +80,18 @@ class Timeline:
 
 
 def is_phase(record: Record) -> bool:
-    """Return whether a record is a phase's."""
     times = all(isinstance(record.get(key), int | float) for key in ("begin", "end", "waited"))
     return is_step(record) and isinstance(record.get("phase"), str) and times
 
 
 def timeline_ranks(run_dir: Path) -> list[int]:
-    """Return the ranks that have written a timeline; none of a run of before there were any."""
     found = (run_dir / FOLDER).glob(NAME.replace("{:05d}", "*"))
     numbers = (path.stem.removeprefix("rank-") for path in found)
     return sorted(int(number) for number in numbers if number.isdecimal())
 
 
-def chosen_ranks(ranks: Sequence[int], most: int) -> list[int]:
-    """Return at most so many of the ranks, spread evenly, the first and the last among them."""
+def choose_ranks(ranks: Sequence[int], most: int) -> list[int]:
+    """Return at most `most` ranks, evenly spread, including the first and the last."""
     if len(ranks) <= most:
         return list(ranks)
     return [ranks[round(i * (len(ranks) - 1) / (most - 1))] for i in range(most)]

@@ -192,7 +192,10 @@ def test_what_cannot_be_is_said_before_the_run(folder: Path) -> None:
     for rollout, what in (
         ({"agent": "wrong:f"}, "rollout.agent: wrong:f is no coroutine function"),
         ({"tools": ["wrong:f"]}, "rollout.tools: wrong:f"),
-        ({"tools": ["shop:price"], "environment": "echo:Echo"}, "rollout.environment: cannot stand beside"),
+        (
+            {"tools": ["shop:price"], "environment": "echo:Echo"},
+            ("rollout.environment: cannot be combined with"),
+        ),
         (
             {"environment": "echo:Echo", "environment_arguments": {"turn": 3}},
             "rollout.environment_arguments: echo:Echo: got an unexpected keyword argument 'turn' "

@@ -477,7 +477,7 @@ FAULTS = (
         (2,),
         SOON,
         said=r"megarl: \S*checkpoints/step-\d+: cannot be written: ",
-        once=(r"rank-00001.jsonl: cannot be written: File too large; the run goes on",),
+        once=(r"rank-00001.jsonl: cannot be written: File too large; the run continues",),
     ),
     Fault(
         "disk full: the whole folder",
@@ -495,7 +495,7 @@ FAULTS = (
             (0,),
             SOON,
             keys,
-            once=tuple(f"{said}: cannot be written: File too large; the run goes on" for said in once),
+            once=tuple(f"{said}: cannot be written: File too large; the run continues" for said in once),
             without=tuple(name for name in files if name in TEXTS),
         )
         for files, rank, again, keys, once in (

@@ -75,7 +75,7 @@ class TestKeys:
             "{x}: model.recompute_modules: has no effect with model.recompute none (set model.recompute="
         ),
         "model.recompute=selective model.recompute_modules=[]": (
-            "{x}: model.recompute_modules: must name what model.recompute selective computes again"
+            "{x}: model.recompute_modules: must name the modules that model.recompute selective recomputes"
         ),
         "model.recompute=selective model.recompute_modules=moe": (
             "command line: model.recompute_modules: must be 'attention' or 'mlp' (got 'moe')"
@@ -99,15 +99,15 @@ class TestKeys:
             "{x}: actor.muon.steps: has no effect while actor.optimizer is adam (set it to muon, or leave "
         ),
         "actor.optimizer=muon actor.lora.rank=4": (
-            "{x}: actor.optimizer: muon trains whole models, of which actor.lora.rank freezes a part (set it "
-            "to adam, or leave lora.rank out)"
+            "{x}: actor.optimizer: muon trains whole models, but actor.lora.rank freezes a part (set "
+            "it to adam, or leave lora.rank out)"
         ),
         "actor.lora.rank=4 actor.frozen=attention": (
-            "{x}: actor.frozen: all of the model is frozen beside LoRA adapters (set it to [])"
+            "{x}: actor.frozen: LoRA freezes the whole model already (set it to [])"
         ),
         "actor.lora.rank=4 model.dtype=bf16 model.fp8.format=hybrid model.fp8.recipe=delayed": (
-            "{x}: actor.lora.rank: checkpoints of adapters alone lack the histories that model.fp8.recipe "
-            "delayed goes by (choose another recipe, or set rank to null)"
+            "{x}: actor.lora.rank: adapter checkpoints lack the scaling histories of "
+            "model.fp8.recipe delayed (choose another recipe, or set rank to null)"
         ),
         "reward.verifier=maths": (
             "reward.verifier: unknown verifier 'maths' (use dapo, math or package.module:function)"
@@ -143,14 +143,14 @@ class TestKeys:
         "model.layers=te": "model.layers: te needs a CUDA device and transformer-engine",
         "data.train=[]": "{x}: data.train: must name at least one file",
         "watchdog.limits.rolout=5": (
-            "{x}: watchdog.limits: rolout is nothing that a run does (one of start, choose a checkpoint, "
+            "{x}: watchdog.limits: rolout is not part of a run (use one of start, choose a checkpoint, "
         ),
         "watchdog.limits.rollout=-5": "command line: watchdog.limits: must be greater than 0 (got -5)",
         "run_dir={folder}/model": (
-            "{x}: run_dir: {folder}/model is in model.path {folder}/model, where nothing is to be written"
+            "{x}: run_dir: {folder}/model is inside model.path {folder}/model, which must not change"
         ),
         "run_dir={folder}/train.jsonl/../model/run": (
-            "{x}: run_dir: {folder}/train.jsonl/../model/run is in model.path"
+            "{x}: run_dir: {folder}/train.jsonl/../model/run is inside model.path"
         ),
         "model.path={folder}/run/hf": (
             "{x}: model.path: {folder}/run/hf is one of the folders that the run writes in run_dir"
@@ -159,14 +159,14 @@ class TestKeys:
             "{x}: critic.path: {folder}/run/critic_pretrained is one of"
         ),
         "recipe=vapo critic.path={folder}/c value_pretraining.rollouts={folder}/c": (
-            "{x}: value_pretraining.rollouts: {folder}/c is in critic.path {folder}/c, where nothing is to "
-            "be written"
+            "{x}: value_pretraining.rollouts: {folder}/c is inside critic.path {folder}/c, which "
+            "must not change"
         ),
         "rollout.engine_options.trust_remote_code=true": (
-            "{x}: rollout.engine_options: trust_remote_code: code that lies in"
+            "{x}: rollout.engine_options: trust_remote_code: code in a model's folder"
         ),
         "rollout.engine_options.moe_runner_backend=flashinfer_trtllm": (
-            "{x}: rollout.engine_options: moe_runner_backend: flashinfer_trtllm wants the weights of"
+            "{x}: rollout.engine_options: moe_runner_backend: flashinfer_trtllm needs another order"
         ),
     }
 
@@ -693,7 +693,7 @@ class TestRunFolder:
     def test_a_link_to_the_models_folder(self, scene: Scene, tmp_path: Path) -> None:
         (tmp_path / "link").symlink_to(scene.folder / "model")
         (tmp_path / "loop").symlink_to(tmp_path / "loop")
-        assert f"run_dir: {tmp_path}/link/run is in model.path" in scene.train_refused(
+        assert f"run_dir: {tmp_path}/link/run is inside model.path" in scene.train_refused(
             f"run_dir={tmp_path}/link/run"
         )
         assert scene.train_refused(f"run_dir={tmp_path}/loop").startswith(

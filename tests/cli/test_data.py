@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megarl.cli.main import main
-from megarl.data.prompts import epoch_order
+from megarl.data.prompt_sampler import epoch_order
 from tests.agents.talk import QWEN25
 from tests.cli.scene import QUESTIONS, Scene, write_jsonl
 

@@ -137,7 +137,7 @@ class TestRefusals:
         [
             ("", "run_dir: DEMO: is made anew, and holds DEMO/sft/hf, which the run starts from"),
             ("/sft", "configs/demos/vapo.yaml: model.path: DEMO/sft/hf is one of "),
-            ("/sft/hf", "configs/demos/vapo.yaml: run_dir: DEMO/sft/hf is in model.path DEMO/sft/hf"),
+            ("/sft/hf", "configs/demos/vapo.yaml: run_dir: DEMO/sft/hf is inside model.path DEMO/sft/hf"),
         ],
     )
     def test_a_run_dir_with_the_warm_start_in_it(

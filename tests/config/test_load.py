@@ -507,29 +507,29 @@ class TestContradictions:
             "(give others a weight, or set it to group)"
         ),
         "recipe=gdpo algorithm.kl_reward=0.1": (
-            "algorithm.kl_reward: is no reward that algorithm.advantage per_reward could compare (set it to 0"
+            "algorithm.kl_reward: cannot be combined with algorithm.advantage per_reward (set it to 0"
         ),
         "recipe=gdpo rollout.group_size=1": (
             "rollout.group_size: must be >= 2 for algorithm.advantage per_reward"
         ),
         "recipe=spo algorithm.kl_reward=0.1": (
-            "algorithm.kl_reward: is no reward that algorithm.advantage tracked could compare (set it to 0"
+            "algorithm.kl_reward: cannot be combined with algorithm.advantage tracked (set it to 0"
         ),
         "recipe=spo rollout.group_size=4 rollout.dynamic_sampling.enabled=true": (
-            "rollout.dynamic_sampling.enabled: would hide from algorithm.advantage tracked what is all right "
-            "or all wrong (set it to false)"
+            "rollout.dynamic_sampling.enabled: drops groups that are all right or all wrong, which "
+            "algorithm.advantage tracked needs (set it to false)"
         ),
         "recipe=spo reward.weight=0 reward.terms.x.function=a:b": (
             "reward.weight: must be > 0 for algorithm.advantage tracked, which expects the verifier's reward"
         ),
         "recipe=sppo algorithm.kl_reward=0.1": (
-            "algorithm.kl_reward: is no reward that algorithm.advantage prompt_value could compare (set it"
+            "algorithm.kl_reward: cannot be combined with algorithm.advantage prompt_value (set it"
         ),
         "recipe=sppo algorithm.value_clip=0.2": (
             "algorithm.value_clip: prompt_value fits the critic by cross-entropy, which is not clipped"
         ),
         "recipe=sppo rollout.episode=a:b": (
-            "algorithm.advantage: prompt_value takes a response for one action, and episodes have several"
+            "algorithm.advantage: prompt_value treats a response as one action, but episodes have several"
         ),
         "recipe=sppo reward.weight=0 reward.terms.x.function=a:b": (
             "reward.weight: must be > 0 for algorithm.advantage prompt_value, which expects the verifier's"
@@ -554,39 +554,40 @@ class TestContradictions:
             "algorithm.mismatch: has nothing to correct with algorithm.old_logprobs engine"
         ),
         "recipe=dapo rollout.window=8192": (
-            "rollout.window: a response that has not ended has no reward, and only a critic knows what it is "
-            "worth (set algorithm.advantage=gae, or leave it out)"
+            "rollout.window: an unfinished response has no reward, so its value must come from a "
+            "critic (set algorithm.advantage=gae, or leave it out)"
         ),
         "recipe=tppo rollout.window=20480": (
-            "rollout.window: 20480 holds every response of rollout.max_response_tokens 20480"
+            "rollout.window: 20480 must be less than rollout.max_response_tokens 20480"
         ),
         "recipe=tppo rollout.window=8": "algorithm.window_tail: must be less than rollout.window 8 (got 8)",
         "recipe=tppo rollout.window=null": "algorithm.window_tail: has no effect without rollout.window",
         "recipe=tppo rollout.dynamic_sampling.enabled=true": (
-            "rollout.dynamic_sampling.enabled: with rollout.window a response is trained on before it, and "
-            "its group, have ended (set it to false)"
+            "rollout.dynamic_sampling.enabled: rollout.window trains on a response before it and its "
+            "group are finished (set it to false)"
         ),
-        "recipe=tppo reward.overlong.filter=true": "reward.overlong.filter: with rollout.window a response ",
+        "recipe=tppo reward.overlong.filter=true": (
+            "reward.overlong.filter: rollout.window trains on a response "
+        ),
         "recipe=tppo rollout.continue_partial=true": (
             "rollout.continue_partial: has no effect with rollout.window"
         ),
         "recipe=tppo algorithm.surrogate=fipo": (
-            "algorithm.surrogate: fipo weighs a token by how all that follows has moved, which with "
-            "rollout.window is not there"
+            "algorithm.surrogate: fipo needs the rest of each response, which rollout.window cuts off"
         ),
         "recipe=vapo rollout.group_size=1 update.share_prompts=true": (
-            "update.share_prompts: has no effect with rollout.group_size 1, where no two responses have a "
+            "update.share_prompts: has no effect with rollout.group_size 1 "
         ),
-        "recipe=tppo rollout.episode=a:b": "rollout.window: cuts responses of one turn only",
+        "recipe=tppo rollout.episode=a:b": "rollout.window: works with responses of one turn only",
         "recipe=tppo reward.model.path=m": "reward.model.path: scores whole responses, and with rollout.",
         "recipe=tppo algorithm.lambda_policy=0.95": (
             "algorithm.lambda_floor: has no effect unless algorithm.lambda_policy is length_adaptive"
         ),
         "recipe=sft rollout.window=8": "rollout.window: recipe sft learns from given responses",
-        "algorithm.dual_clip=1": "algorithm.dual_clip: must be > 1, or 0",
+        "algorithm.dual_clip=1": "algorithm.dual_clip: must be 0, or > 1",
         "recipe=cispo algorithm.dual_clip=3": (
-            "algorithm.dual_clip: must be > 1, or 0, and 0 for another algorithm.surrogate than ppo, gspo "
-            "and fipo (got 3 with cispo)"
+            "algorithm.dual_clip: must be 0, or > 1 with algorithm.surrogate ppo, gspo or fipo (got "
+            "3 with cispo)"
         ),
         "recipe=dapo algorithm.dppo.ratio_cap=3": (
             "algorithm.dppo.ratio_cap: has no effect with algorithm.surrogate ppo "
@@ -607,24 +608,25 @@ class TestContradictions:
         ),
         "recipe=fipo algorithm.fipo.low=1.3": "algorithm.fipo.low: must be less than high 1.2 (got 1.3)",
         "recipe=fipo update.mini_batch=8192": (
-            "algorithm.surrogate: fipo has no effect in the first update of a rollout, and there is one "
-            "alone (lower update.mini_batch)"
+            "algorithm.surrogate: fipo has no effect in the first update of a rollout, and there is "
+            "only one (lower update.mini_batch)"
         ),
         "recipe=kl_cov update.mini_batch=8192": "algorithm.surrogate: kl_cov has no effect in the first",
         "recipe=dppo algorithm.dppo.top_k=20": (
-            "algorithm.dppo.top_k: no engine here gives the log-probs of its likeliest tokens "
-            "(set algorithm.old_logprobs=trainer, or it to 0)"
+            "algorithm.dppo.top_k: no engine returns the log-probs of its top-k tokens (set "
+            "algorithm.old_logprobs=trainer, or it to 0)"
         ),
         "recipe=vapo critic.count=2 rollout.group_size=1": (
-            "critic.count: each learns from responses of its own of every group, with algorithm.advantage "
-            "gae (got 2 of groups of 1 with gae; set it to 1)"
+            "critic.count: several critics need algorithm.advantage gae, and a response each in "
+            "every group (got 2 with groups of 1 and gae; set it to 1)"
         ),
         "recipe=sppo critic.count=2 rollout.prompts=512 rollout.group_size=16": (
-            "critic.count: each learns from responses of its own of every group"
+            "critic.count: several critics need algorithm.advantage gae, and a response each in every group"
         ),
         "recipe=dapo critic.count=2": "critic.count: there is no critic",
         "recipe=vapo algorithm.agreement.mask=0.1": (
-            "algorithm.agreement.mask: one critic has none to agree with (set critic.count=2, or it to 0)"
+            "algorithm.agreement.mask: has no effect with fewer than two critics (set "
+            "critic.count=2, or it to 0)"
         ),
         "recipe=asyppo algorithm.entropy_weight=0": (
             "algorithm.agreement.filter: has no effect without an entropy term "
@@ -654,7 +656,7 @@ class TestContradictions:
         "reward.correct=-1": "reward.correct: must be greater than reward.incorrect -1.0 (got -1.0)",
         "evaluation.every=5": "evaluation.every: needs data.eval files",
         "data.eval=[a,{'path':b,'name':n},{'path':c,'name':n}]": (
-            "data.eval[2].name: data.eval[1] has the name n already (give each entry a name of its own)"
+            "data.eval[2].name: data.eval[1] has the name n already (choose another name)"
         ),
         "data.eval=[{'path':b,'every':2}]": "data.eval[0].name: must be given with `every`",
         "data.eval=[{'path':b,'name':n/m}]": "data.eval[0].name: must be of letters, digits and _ . + -",
@@ -709,11 +711,11 @@ class TestContradictions:
         ),
         "teacher.weight=2": "teacher.weight: has no effect without a teacher (set teacher.path)",
         "teacher.top_k=4": "teacher.top_k: has no effect without a teacher (set teacher.path)",
-        "run_dir=s/run teacher.by_source.a=s": "run_dir: s/run is in teacher.by_source.a s",
+        "run_dir=s/run teacher.by_source.a=s": "run_dir: s/run is inside teacher.by_source.a s",
         "recipe=sft teacher.by_source.a=m": "teacher.by_source: recipe sft learns from given responses",
         "recipe=sft teacher.path=m": "teacher.path: recipe sft learns from given responses",
         "residency.keep=[teacher.weights]": "residency.keep: teacher.weights: this run has none",
-        "run_dir=s/run teacher.path=s": "run_dir: s/run is in teacher.path s",
+        "run_dir=s/run teacher.path=s": "run_dir: s/run is inside teacher.path s",
         "reward.model.weight=2": "reward.model.weight: has no effect without a reward model",
         "recipe=sft reward.model.path=m": "reward.model.path: recipe sft learns from given responses",
         "recipe=sft algorithm.surrogate=gspo": "algorithm.surrogate: recipe sft learns from given responses",
@@ -725,17 +727,17 @@ class TestContradictions:
         ),
         "model.recompute_layers=4": "model.recompute_layers: has no effect with model.recompute none",
         "residency.keep=[reward.weights]": "residency.keep: reward.weights: this run has none",
-        "run_dir=s/run reward.model.path=s": "run_dir: s/run is in reward.model.path s",
+        "run_dir=s/run reward.model.path=s": "run_dir: s/run is inside reward.model.path s",
         "reward.terms.a/b.function=m:f": (
             "reward.terms: a name must be of letters, digits and _, as its metric is reward/term_<name> "
             "(got 'a/b')"
         ),
         "recipe=sft algorithm.kl_reward=0.1": "algorithm.kl_reward: recipe sft",
-        "schedule.ahead=1": "schedule.ahead: 1 needs ranks that draw responses while others train",
+        "schedule.ahead=1": "schedule.ahead: 1 needs ranks that generate while others train",
         "parallel.rollout_ranks=3 rollout.engine=sglang rollout.engine_tp=2": (
-            "parallel.rollout_ranks: 3 is no multiple of rollout.engine_tp 2"
+            "parallel.rollout_ranks: 3 is not a multiple of rollout.engine_tp 2"
         ),
-        "parallel.vpp=2": "parallel.vpp: 2 virtual stages on each rank of a pipeline of one rank",
+        "parallel.vpp=2": "parallel.vpp: 2 virtual stages need a pipeline of several ranks",
         "parallel.pp=2 parallel.overlap_warmup_flush=true": "parallel.overlap_warmup_flush: has no effect",
         "recipe=sft algorithm.entropy_weight=0.1": "algorithm.entropy_weight: recipe sft",
         "recipe=sft algorithm.whiten=true": "algorithm.whiten: recipe sft",

@@ -13,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megarl.config.errors import CheckpointError
-from megarl.data.prompts import Prompt, PromptSampler, content_of, epoch_order
+from megarl.data.prompt_sampler import PromptSampler, epoch_order
+from megarl.data.prompts import Prompt, content_of
 
 GOLDEN = ([8, 4, 1, 5, 0, 9, 2, 7, 3, 6], [9, 1, 3, 8, 2, 7, 0, 5, 6, 4], [2, 9, 1, 0, 8, 6, 3, 4, 5, 7])
 
@@ -51,7 +52,7 @@ def test_the_order_is_fixed_for_ever() -> None:
     assert epoch_order(10, 1, 0) == GOLDEN[1]
     assert epoch_order(10, 0, 1) == GOLDEN[2]
     code = (
-        "from megarl.data.prompts import epoch_order; import sys\n"
+        "from megarl.data.prompt_sampler import epoch_order; import sys\n"
         "print(epoch_order(10, 0, 0)); sys.exit('torch' in sys.modules)"
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)

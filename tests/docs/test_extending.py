@@ -28,7 +28,7 @@ from megarl.config.engines import ENGINES, EngineCapabilities, EngineEntry
 from megarl.config.errors import CheckpointError, EngineFailure
 from megarl.config.plugins import plugins
 from megarl.config.schema import Config
-from megarl.data import prompts
+from megarl.data import prompts, readers
 from megarl.data.sample import TokenData
 from megarl.parallel.layout import Layout
 from megarl.parallel.runtime import Runtime
@@ -213,9 +213,9 @@ def test_a_verifier_and_its_entry_point(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_a_file_format(sums: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    names = dict(vars(prompts))
-    exec(added("data/prompts.py"), names)
-    monkeypatch.setattr(prompts, "READERS", names["READERS"])
+    names = dict(vars(readers))
+    exec(added("data/readers.py"), names)
+    monkeypatch.setattr(readers, "READERS", names["READERS"])
     rows = list(prompts.file_rows(sums / "sums.csv"))
     assert len(rows) == 16 and rows[1] == (2, {"question": "0+1=?", "answer": "1"})
     (sums / "bad.csv").write_text("question,answer\n1+1=?,2\n1+2=?,3,4\n")

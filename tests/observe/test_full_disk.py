@@ -118,7 +118,7 @@ def test_it_is_said_once_of_each_file(tmp_path: Path, capsys: pytest.CaptureFixt
     assert len(lines) == len(names)
     for name in names:
         (line,) = (line for line in lines if f"{name}.jsonl: cannot be written: File too large" in line)
-        assert line.startswith(f"megarl: {tmp_path}") and "the run goes on without it (make room" in line
+        assert line.startswith(f"megarl: {tmp_path}") and "the run continues without it (make room" in line
     assert [f"megarl: {line}" for line in spare.take()] == lines and spare.take() == []
 
 
@@ -186,7 +186,7 @@ def test_tensorboard_goes_on_where_there_is_room_again(
                 tracker.log(step, {"loss": float(step)})
         tracker.log(4, {"loss": 4.0})
     (line,) = capsys.readouterr().err.splitlines()
-    assert "tensorboard: cannot be written: File too large; the run goes on" in line
+    assert "tensorboard: cannot be written: File too large; the run continues" in line
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
     assert [(event.step, event.value) for event in events.Scalars("loss")] == [(1, 1.0), (4, 4.0)]

@@ -29,9 +29,9 @@ from megarl.observe.terminal import (
     Follower,
     RunFacts,
     TerminalView,
-    compact,
-    duration,
     evaluation_text,
+    format_count,
+    format_duration,
     resample,
     sparkline,
     watch,
@@ -208,7 +208,7 @@ def test_sparkline_reaches_from_lowest_to_highest(points: list[float], width: in
 @settings(deadline=None)
 @given(st.floats(0, 1e15))
 def test_compact_numbers_are_short_and_near(value: float) -> None:
-    text = compact(value)
+    text = format_count(value)
     factor = {"k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}.get(text[-1], 1.0)
     assert len(text) <= 5
     assert float(text.rstrip("kMGT")) * factor == pytest.approx(value, rel=0.006, abs=0.5)
@@ -226,7 +226,7 @@ def test_compact_numbers_are_short_and_near(value: float) -> None:
     ],
 )
 def test_durations(seconds: float, text: str) -> None:
-    assert duration(seconds) == text
+    assert format_duration(seconds) == text
 
 
 CONFIG = """\
@@ -349,10 +349,10 @@ def test_the_command_beside_a_process_that_writes(run_dir: Path) -> None:
 
 def test_a_follower_reads_each_line_once(tmp_path: Path) -> None:
     follower = Follower(tmp_path / "metrics.jsonl")
-    assert follower.look() == (False, [])
+    assert follower.read_new() == (False, [])
     write(tmp_path, WHOLE[:1])
-    assert follower.look() == (False, WHOLE[:1])
-    assert follower.look() == (False, [])
+    assert follower.read_new() == (False, WHOLE[:1])
+    assert follower.read_new() == (False, [])
 
 
 def test_data_sources_follow_an_evaluation() -> None:

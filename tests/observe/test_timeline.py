@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megarl.observe.runs import load_run, read_jsonl
-from megarl.observe.timeline import Timeline, chosen_ranks, is_phase, timeline_ranks
+from megarl.observe.timeline import Timeline, choose_ranks, is_phase, timeline_ranks
 from megarl_report.figures import draw_timeline
 from tests.report.synthetic_run import write_run, write_timeline
 
@@ -87,7 +87,7 @@ def test_ranks_are_found_and_chosen(tmp_path: Path) -> None:
 @given(st.sets(st.integers(0, 3000), min_size=1), st.integers(2, 16))
 def test_the_first_and_the_last_rank_are_chosen(found: set[int], most: int) -> None:
     ranks = sorted(found)
-    chosen = chosen_ranks(ranks, most)
+    chosen = choose_ranks(ranks, most)
     assert len(chosen) == len(set(chosen)) == min(most, len(ranks))
     assert chosen == sorted(chosen) and {ranks[0], ranks[-1]} <= set(chosen) <= found
 

@@ -14,14 +14,14 @@ from megarl.observe.runs import RecordedRun, load_run
 from megarl_report.figures import (
     SECTIONS,
     add_tables,
-    draw,
+    collect_tables,
     draw_entropy,
+    draw_figure,
     draw_lambda,
     draw_mismatch,
     draw_rewards,
     draw_value_error,
-    parts,
-    thirds,
+    sum_thirds,
 )
 from megarl_report.plots import Drawing
 
@@ -32,8 +32,8 @@ from .synthetic_run import write_run
 @given(st.integers(0, 40))
 def test_thirds_are_sums_of_the_first_and_last_steps(steps: int) -> None:
     records = [{"step": n, "stage": "train", "t": {"a": [float(n), 1.0]}} for n in range(1, steps + 1)]
-    found = thirds(records, "t", "train")
-    assert thirds(records, "t", "eval") == thirds(records, "other", "train") == []
+    found = sum_thirds(records, "t", "train")
+    assert sum_thirds(records, "t", "eval") == sum_thirds(records, "other", "train") == []
     assert len(found) == min(1, steps) + (steps >= 3)
     for part in found:
         assert part.table["a"] == [sum(range(part.first, part.last + 1)), part.last - part.first + 1]
@@ -88,13 +88,13 @@ def test_one_run_shows_early_beside_late(runs: dict[str, Path]) -> None:
 
 def test_seeds_are_added_and_runs_lie_over_each_other(runs: dict[str, Path]) -> None:
     seeds = [load_run(runs["zero"]), load_run(runs["one"])]
-    for part, at in zip(parts(seeds, "lambda"), (slice(0, 3), slice(6, 9)), strict=True):
+    for part, at in zip(collect_tables(seeds, "lambda"), (slice(0, 3), slice(6, 9)), strict=True):
         expected = [sum(r["lambda"]["responses"][10] for r in run.distributions[at]) for run in seeds]
         assert part[2]["responses"][10] == sum(expected) > 0
     both = [*seeds, load_run(runs["dapo"])]
     assert colours(draw_mismatch(both)) == {"--s0", "--s1"} and colours(draw_value_error(both)) == {"--s0"}
     [waste] = [spec for spec in SECTIONS["Policy update and sampling"] if spec.title == "Filter waste"]
-    assert draw(waste, seeds) is None and draw(waste, both) is not None
+    assert draw_figure(waste, seeds) is None and draw_figure(waste, both) is not None
     assert colours(draw_entropy(both)) == {"--s0", "--s1"}
     assert draw_lambda(both[2:]) is draw_value_error(both[2:]) is None
 
@@ -115,4 +115,4 @@ def test_figures_without_their_data_are_left_out() -> None:
     )
     for count, drawn in ((1, []), (2, list(names[:2]))):
         run = RecordedRun("run", records[:count])
-        assert [name for name in names if draw(specs[name], [run])] == drawn
+        assert [name for name in names if draw_figure(specs[name], [run])] == drawn

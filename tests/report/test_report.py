@@ -19,10 +19,27 @@ from hypothesis import strategies as st
 from megarl.config import phases
 from megarl.config.errors import ConfigError, DataError
 from megarl.observe.run_log import RunLog, SampleRecord
-from megarl.observe.runs import RecordedRun, kept_share, load_run
-from megarl_report.figures import PHASES, SECTIONS, families, mean_course
-from megarl_report.plots import MAX_POINTS, Line, draw_lines, moving_average, spread, thin, value_text
-from megarl_report.report import LEVELS, flatten, headline, level, pick_steps, render, sources, write_report
+from megarl.observe.runs import RecordedRun, compute_group_shares, load_run
+from megarl_report.figures import PHASES, SECTIONS, average_curves, group_families
+from megarl_report.plots import (
+    MAX_POINTS,
+    Line,
+    average_neighbours,
+    draw_lines,
+    format_value,
+    moving_average,
+    spread_heights,
+)
+from megarl_report.report import (
+    LEVELS,
+    colour_level,
+    flatten,
+    make_headline,
+    pick_steps,
+    render,
+    tabulate_sources,
+    write_report,
+)
 
 from .synthetic_run import write_run
 
@@ -222,7 +239,7 @@ def test_a_run_that_has_hardly_begun(tmp_path: Path, records: list[dict[str, obj
             log.write_metrics(record)
     parsed, html = page([tmp_path], tmp_path)
     assert html.count("<svg") == len(records) and len(left_out(parsed)) == len(TITLES) - len(records)
-    assert headline(load_run(tmp_path))[1] == (
+    assert make_headline(load_run(tmp_path))[1] == (
         "" if not records else "2.000" if records[0]["stage"] == "sft" else "0.000"
     )
 
@@ -256,15 +273,15 @@ def test_zero_and_constant_curves_are_drawn() -> None:
         ([-3e9, 2e-9], False),
     ):
         svg = draw_lines([Line(dict(enumerate(values)), "#2b6cd4")], "step", log=log)
-        assert "nan" not in svg and f">{value_text(values[-1])}</text>" in svg
+        assert "nan" not in svg and f">{format_value(values[-1])}</text>" in svg
 
 
 def test_a_band_down_to_zero_on_a_logarithmic_scale() -> None:
     """The means of two seeds, of which one is 0 at times."""
     seeds = ([0.0, 1e-4, 2e-4], [3e-4, 3e-4, 0.0])
-    mean, band = mean_course([dict(enumerate(seed)) for seed in seeds])
+    mean, band = average_curves([dict(enumerate(seed)) for seed in seeds])
     svg = draw_lines([Line(mean, "#2b6cd4", band=band)], "step", log=True)
-    assert "nan" not in svg and f">{value_text(1e-4)}</text>" in svg
+    assert "nan" not in svg and f">{format_value(1e-4)}</text>" in svg
 
 
 def test_errors_of_the_user(tmp_path: Path, vapo: Path) -> None:
@@ -295,7 +312,7 @@ def test_a_step_that_was_done_again_counts_once(tmp_path: Path) -> None:
 @given(st.lists(st.floats(-0.2, 1.2), min_size=1, max_size=6), st.floats(0.01, 0.16))
 def test_labels_are_moved_apart(heights: list[float], gap: float) -> None:
     heights = sorted(heights)
-    placed = spread(heights, gap)
+    placed = spread_heights(heights, gap)
     assert all(b - a >= gap - 1e-9 for a, b in pairwise(placed))
     assert placed[0] >= -1e-9 and placed[-1] <= 1 + 1e-9
     if all(b - a >= gap for a, b in pairwise(heights)) and heights[0] >= 0 and heights[-1] <= 1:
@@ -305,7 +322,7 @@ def test_labels_are_moved_apart(heights: list[float], gap: float) -> None:
 @settings(deadline=None)
 @given(st.lists(st.floats(-1e3, 1e3), min_size=1, max_size=3 * MAX_POINTS))
 def test_thinning_and_smoothing_keep_the_course(values: list[float]) -> None:
-    xs, ys = thin(dict(enumerate(values)))
+    xs, ys = average_neighbours(dict(enumerate(values)))
     assert len(xs) == len(ys) <= MAX_POINTS
     assert xs == sorted(xs) and min(values) - 1e-9 <= min(ys) and max(ys) <= max(values) + 1e-9
     smooth = moving_average(ys)
@@ -321,9 +338,9 @@ def test_smoothing_does_not_bend_a_line(n: int, start: float, slope: float) -> N
 
 def test_shares_of_groups() -> None:
     counts = {"rollout/groups_kept": 24, "rollout/groups_all_right": 6, "rollout/groups_all_wrong": 2}
-    assert kept_share(counts) == {"kept": 0.75, "all_right": 0.1875, "all_wrong": 0.0625}
-    assert kept_share({k: v / 32 for k, v in counts.items()}) == kept_share(counts)
-    assert kept_share({}) is None and kept_share(dict.fromkeys(counts, 0)) is None
+    assert compute_group_shares(counts) == {"kept": 0.75, "all_right": 0.1875, "all_wrong": 0.0625}
+    assert compute_group_shares({k: v / 32 for k, v in counts.items()}) == compute_group_shares(counts)
+    assert compute_group_shares({}) is None and compute_group_shares(dict.fromkeys(counts, 0)) is None
 
 
 def test_picked_steps_and_flat_keys() -> None:
@@ -370,11 +387,11 @@ def test_seeds_are_one_run_with_a_band(tmp_path: Path) -> None:
     low = seeds(tmp_path / "low", {0: [0.1, 0.2, 0.3], 1: [0.3, 0.4, 0.5], 2: [0.2, 0.3]})
     high = seeds(tmp_path / "high", {0: [0.5, 0.6, 0.7]}, steps=9)
     runs = [load_run(folder) for folder in (*low, *high)]
-    assert [[run.name for run in family] for family in families(runs)] == [
+    assert [[run.name for run in family] for family in group_families(runs)] == [
         ["seed0", "seed1", "seed2"],
         ["seed0"],
     ]
-    mean, band = mean_course([run.points("train", "reward/accuracy") for run in runs[:3]])
+    mean, band = average_curves([run.points("train", "reward/accuracy") for run in runs[:3]])
     # as far as all of them have come
     assert mean == pytest.approx({1: 0.2, 2: 0.3}) and band == {
         1: (0.1, 0.3),
@@ -512,9 +529,9 @@ def test_a_long_run_makes_a_small_page() -> None:
 @settings(deadline=None)
 @given(st.floats(-1e6, 1e6), st.floats(1e-6, 1e6))
 def test_levels_are_symmetric_and_bounded(number: float, scale: float) -> None:
-    assert level(number, scale) == -level(-number, scale)
-    assert abs(level(number, scale)) <= LEVELS and (
-        abs(number) < scale or abs(level(number, scale)) == LEVELS
+    assert colour_level(number, scale) == -colour_level(-number, scale)
+    assert abs(colour_level(number, scale)) <= LEVELS and (
+        abs(number) < scale or abs(colour_level(number, scale)) == LEVELS
     )
 
 
@@ -532,10 +549,10 @@ def test_data_sources_have_a_table(tmp_path: Path) -> None:
             log.write_metrics({"step": step, "stage": "train", "source/gsm/accuracy": step / 10})
         rare = {"eval/rare/avg": 0.5, "eval/rare/problems": 1}  # a set that is evaluated at steps of its own
         log.write_metrics({"step": 7, "stage": "eval", **rare})
-    found = sources(load_run(tmp_path))
+    found = tabulate_sources(load_run(tmp_path))
     rows = [dict(zip(found["heads"], cells, strict=True)) for cells, _ in found["rows"]]
     assert [row["source"] for row in rows] == ["aime", "gsm", "rare"]
-    assert rows[2]["avg"] == "0.500" and headline(load_run(tmp_path))[1] == "0.100 → 0.100"
+    assert rows[2]["avg"] == "0.500" and make_headline(load_run(tmp_path))[1] == "0.100 → 0.100"
     assert (rows[1]["avg"], rows[1]["problems"], rows[1]["trained: accuracy"]) == (
         "0.250 to 0.750",
         "8",

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from megarl.observe.runs import load_run
 from megarl.observe.terminal import evaluation_text
-from megarl_report.report import headline, sources
+from megarl_report.report import make_headline, tabulate_sources
 from tests.ranks import RankPool
 from tests.schedule.jobs import train
 from tests.schedule.test_resume import TIMES, make_config, write_task
@@ -78,8 +78,8 @@ def test_a_run_evaluates_each_set_at_its_own_steps(
     assert evaluation_text(evaluations[3]).startswith("rare  ")
     assert [line.split()[0] for line in evaluation_text(evaluations[4]).splitlines()[1:]] == sorted(found[4])
     run = load_run(config.run_dir)
-    assert [cells[0] for cells, _ in sources(run)["rows"]] == sorted(whole)
-    assert headline(run)[2].startswith("step 0 to 4, avg over 7 problems")
+    assert [cells[0] for cells, _ in tabulate_sources(run)["rows"]] == sorted(whole)
+    assert make_headline(run)[2].startswith("step 0 to 4, avg over 7 problems")
 
     shutil.rmtree(config.run_dir / "checkpoints" / "step-000004")
     ranks(1, 1, 1).run(train, config=config)

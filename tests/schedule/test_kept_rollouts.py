@@ -194,7 +194,7 @@ def test_a_damaged_file_is_named_and_sampled_again_and_more_rollouts_follow(
     assert events == [
         None,
         [
-            f"{kept}/step-000002/rank-00001.safetensors: is damaged (its checksum is another); "
+            f"{kept}/step-000002/rank-00001.safetensors: is damaged (its checksum differs); "
             "it is sampled again"
         ],
         None,

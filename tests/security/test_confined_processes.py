@@ -24,7 +24,7 @@ import pytest
 
 from megarl.agents.tools import Result, ToolPool
 from megarl.config import load_config
-from megarl.config.check import _rollout_problems
+from megarl.config.check import _episode_problems
 from megarl.config.errors import ConfigError
 from megarl.rewards import VerifierPool, sandbox
 
@@ -574,7 +574,7 @@ def test_a_server_without_the_network_is_refused_before_the_run(given: list[str]
     path = Path(__file__).parents[2] / "configs" / "demos" / "dapo.yaml"
 
     def refused(*more: str) -> bool:
-        found = list(_rollout_problems(load_config(path, [*given, *more])))
+        found = list(_episode_problems(load_config(path, [*given, *more])))
         return any(
             one.startswith("rollout.turns.sandbox: strict has no network, which http") for one in found
         )

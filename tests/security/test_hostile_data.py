@@ -19,7 +19,7 @@ import pytest
 from megarl.agents.chat import ChatTurns, check_template
 from megarl.config.errors import ConfigError, DataError
 from megarl.config.schema import DataConfig
-from megarl.data import chat_template, limits, prompts
+from megarl.data import chat_template, limits, prompts, readers
 from megarl.data.prompts import ReadReport, read_pairs, read_prompts
 from tests.cli.scene import Scene
 from tests.data.test_reader import CHAT, byte_tokenizer
@@ -55,7 +55,7 @@ def write_repeated(path: Path, values: list[Any], rows: int) -> None:
 def test_a_thousand_bytes_of_parquet_that_become_80_gigabytes(
     tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(prompts, "MEMORY", 256 * MIB)
+    monkeypatch.setattr(readers, "MEMORY", 256 * MIB)
     file = tmp_path / "bomb.parquet"
     write_repeated(file, ["x" * (20 * MIB), "1"], 4096)
     before = resource.getrlimit(resource.RLIMIT_DATA)
@@ -71,7 +71,7 @@ def test_a_thousand_bytes_of_parquet_that_become_80_gigabytes(
 def test_one_row_of_parquet_with_a_list_of_33_million(
     tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(prompts, "MEMORY", 64 * MIB)
+    monkeypatch.setattr(readers, "MEMORY", 64 * MIB)
     values = pa.array(np.zeros(1 << 25, dtype=np.int8))
     lists = pa.ListArray.from_arrays(pa.array([0, len(values)], pa.int32()), values)
     extra = pa.StructArray.from_arrays([pa.ListArray.from_arrays(pa.array([0, 1], pa.int32()), lists)], ["a"])
@@ -89,8 +89,8 @@ def test_a_thousand_bytes_of_parquet_with_millions_of_rows(
     tmp_path: Path, tokenizer: Any, values: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each row leaves something behind: a pair, or its number in the report."""
-    monkeypatch.setattr(prompts, "EXPANSION", 100)
-    monkeypatch.setattr(prompts, "_EXPANSION_FREE", 8 * MIB)
+    monkeypatch.setattr(readers, "EXPANSION", 100)
+    monkeypatch.setattr(readers, "_EXPANSION_FREE", 8 * MIB)
     file, start = tmp_path / "same.parquet", peak()
     write_repeated(file, values, 4_000_000)
     with pytest.raises(

@@ -1,9 +1,7 @@
-"""Every key of the configuration, with its unit, its default and the source of that default.
+"""Every key of the configuration, with unit, default and source; imports no torch.
 
-`config.py` holds the whole configuration. Each of its sections has a file: the keys of section `rollout` are
-in `rollout.py`. `section.py` holds the base class of all sections. Nothing here imports torch.
-`megarl config docs` prints every key.
-"""
+`config.py` has the whole configuration, `section.py` the base class. Each other file is one section.
+`megarl config docs` prints every key."""
 
 from megarl.config.schema.actor import LoraConfig, MuonConfig, OptimizerConfig
 from megarl.config.schema.algorithm import (

@@ -31,7 +31,6 @@ class LoraConfig(Section):
 
     @property
     def scale(self) -> float:
-        """Return the factor of B A."""
         rank = self.rank or 1
         return self.alpha / (math.sqrt(rank) if self.rank_stabilized else rank)
 
@@ -39,11 +38,11 @@ class LoraConfig(Section):
 class MuonConfig(Section):
     """Muon (arXiv 2502.16982, algorithm 1 and equation 4).
 
-    m = momentum m + g; W -= lr (O sqrt(max(rows, columns)) scale + weight_decay W). Newton-Schulz steps with
-    Jordan's coefficients (3.4445, -4.775, 2.0315) orthogonalise g + momentum m. The result O is close to
-    U V^T of its singular value decomposition."""
+    m = momentum m + g; W -= lr (O sqrt(max(rows, columns)) scale + weight_decay W). O is close to U V^T of
+    the singular value decomposition of g + momentum m: Newton-Schulz steps with Jordan's coefficients
+    (3.4445, -4.775, 2.0315)."""
 
-    momentum: float = field(0.95, "of the gradients' moving sum", source="arXiv 2502.16982", ge=0, lt=1)
+    momentum: float = field(0.95, "decay of the gradients' sum", source="arXiv 2502.16982", ge=0, lt=1)
     steps: int = field(5, "Newton-Schulz steps", "steps", "arXiv 2502.16982, section 2.1", ge=1)
     scale: float = field(
         0.2,
@@ -54,8 +53,7 @@ class MuonConfig(Section):
 
 
 class OptimizerConfig(Section):
-    """AdamW in Megatron's distributed optimizer, and its learning-rate schedule. One scheduler step is one
-    rollout step."""
+    """AdamW or Muon, and the learning-rate schedule, with one scheduler step per rollout step."""
 
     optimizer: Literal["adam", "muon"] = field(
         "adam",
@@ -66,7 +64,7 @@ class OptimizerConfig(Section):
     muon: MuonConfig = section(MuonConfig)
     lr: float = field(1e-6, "peak learning rate", "", "DAPO section 4.1, VAPO section 5.1: actor 1e-6", gt=0)
     schedule: Literal["constant", "linear", "cosine"] = field(
-        "constant", "after the warm-up", "", "VAPO section 5.1: warm-up-constant"
+        "constant", "learning rate after the warm-up", "", "VAPO section 5.1: warm-up-constant"
     )
     warmup_steps: int = field(0, "linear warm-up", "rollout steps", "DAPO section 4.1: 20", ge=0)
     min_lr_ratio: float = field(0.0, "last learning rate / peak, for linear and cosine", ge=0, le=1)
@@ -85,10 +83,8 @@ class OptimizerConfig(Section):
     @field_validator("frozen", mode="before")
     @classmethod
     def _as_list(cls, value: Any) -> Any:
-        """Accept one part without brackets."""
         return [value] if isinstance(value, str) else value
 
     @property
     def freezes(self) -> bool:
-        """Return whether some of the model is not trained."""
         return bool(self.frozen or self.frozen_layers or self.lora.rank)

@@ -17,10 +17,10 @@ from megarl.config.schema.section import Section, field, section
 
 
 class MismatchConfig(Section):
-    """Corrections where the engine's probabilities differ from the trainer's.
+    """Corrections for the difference between the engine's and the trainer's probabilities.
 
-    The ratio trainer / engine gives factors for the token weights of the policy loss and the KL term.
-    Denominators do not change. `mismatch/*` is recorded in any case."""
+    The ratio trainer / engine scales the token weights of the policy loss and the KL term, not their
+    denominators. `mismatch/*` is always recorded."""
 
     weight: Literal["none", "token", "sequence"] = field(
         "none",
@@ -40,14 +40,11 @@ class MismatchConfig(Section):
 
     @property
     def enabled(self) -> bool:
-        """Return whether the policy loss has such factors."""
         return self.weight != "none" or self.mask != "none"
 
 
 class DppoConfig(Section):
-    """Settings of DPPO.
-
-    Its thresholds are clip_low and clip_high, of probabilities (dppo_tv) or of their divergence (dppo_kl)."""
+    """Settings of DPPO; clip_low and clip_high limit probabilities (dppo_tv) or divergence (dppo_kl)."""
 
     ratio_cap: float = field(20.0, "largest ratio that weights a token", "", "arXiv 2602.04879", gt=0)
     top_k: int = field(
@@ -61,7 +58,7 @@ class DppoConfig(Section):
 
 
 class SapoConfig(Section):
-    """The slopes of SAPO's gate."""
+    """Slopes of SAPO's gate."""
 
     tau_positive: float = field(1.0, "slope for tokens of positive advantage", source="SAPO", gt=0)
     tau_negative: float = field(
@@ -70,9 +67,7 @@ class SapoConfig(Section):
 
 
 class CovarianceConfig(Section):
-    """How Clip-Cov and KL-Cov select tokens of a mini-batch.
-
-    A token's covariance is (advantage - mean advantage) * (log-prob - mean log-prob)."""
+    """Token selection of Clip-Cov and KL-Cov by (advantage - mean advantage) * (log-prob - mean log-prob)."""
 
     share: float = field(
         2e-4,
@@ -88,7 +83,7 @@ class CovarianceConfig(Section):
 
 
 class AgreementConfig(Section):
-    """What the agreement of two critics' values decides, as shares of a step's tokens."""
+    """Effects of two critics' agreement, as shares of a step's tokens."""
 
     mask: float = field(
         0.0,
@@ -109,7 +104,7 @@ class AgreementConfig(Section):
 
 
 class FipoConfig(Section):
-    """The factors of FIPO's advantages."""
+    """Factors of FIPO's advantages."""
 
     half_life: float = field(
         32.0, "distance at which a later token counts half", "tokens", "FIPO's script", gt=0
@@ -120,8 +115,7 @@ class FipoConfig(Section):
 
 
 class AlgorithmConfig(Section):
-    """Every technique of both papers' ablation tables is one key here, in `rollout`, `reward.overlong` or
-    `value_pretraining`."""
+    """Techniques of both papers' ablations; others are in `rollout`, `reward` and `value_pretraining`."""
 
     advantage: AdvantageName = field(
         "group",
@@ -135,7 +129,7 @@ class AlgorithmConfig(Section):
     )
     tracker_rho: float = field(
         0.875,
-        "with advantage tracked: factor of a prompt's earlier results when it is answered again",
+        "advantage tracked: factor of a prompt's earlier results when it is answered again",
         source="SPO: 0.875 to 0.96, by how far the policy has moved",
         gt=0,
         le=1,
@@ -224,30 +218,26 @@ class AlgorithmConfig(Section):
 
     @property
     def compares(self) -> bool:
-        """Return whether a response's advantage depends on the other responses of its group."""
+        """Return whether an advantage depends on the group's other responses."""
         return self.advantage_method.compares_group
 
     @property
     def advantage_method(self) -> Advantage:
-        """Return the row of the advantage in the registry of methods."""
         return ADVANTAGES[self.advantage]
 
     @property
     def policy_loss(self) -> PolicyLoss:
-        """Return the row of the policy loss in the registry of methods."""
         return POLICY_LOSSES[self.surrogate]
 
     @property
     def policy_loss_options(self) -> dict[str, float]:
-        """Return the options of the policy loss's function, by name."""
         return {key.rpartition(".")[2]: attrgetter(key)(self) for key in self.policy_loss.options}
 
     @property
     def has_reference(self) -> bool:
-        """Return whether a term compares the policy with the initial one."""
+        """Return whether a KL term compares the policy with the initial one."""
         return bool(self.kl_weight or self.kl_reward)
 
     @property
     def old_column(self) -> str:
-        """Return the column that holds log pi_old."""
         return "engine_logprobs" if self.old_logprobs == "engine" else "old_logprobs"

@@ -65,48 +65,44 @@ class Config(Section):
 
     @property
     def main_stage(self) -> str:
-        """Return the stage of this run's steps in its records, value pretraining excepted."""
+        """Return the stage of this run's steps, except value pretraining."""
         return main_stage(self.recipe)
 
     @property
     def has_engine(self) -> bool:
-        """Return whether an engine samples this run's responses; else data has them."""
+        """Return whether an engine samples responses; else they are in the data."""
         return self.main_stage == TRAIN
 
     @property
     def has_critic(self) -> bool:
-        """Return whether this run trains a value model."""
         return self.has_engine and bool(self.algorithm.advantage_method.critic)
 
     @property
     def values_prompts(self) -> bool:
-        """Return whether the value model reads only prompts."""
         return self.has_engine and self.algorithm.advantage_method.critic == "prompts"
 
     @property
     def gae_function(self) -> str:
-        """Return what writes generalised advantages, as module:function."""
+        """Return the module:function for generalised advantages."""
         return GAE if self.rollout.window is None else WINDOW_GAE
 
     @property
     def has_reward_model(self) -> bool:
-        """Return whether a reward model scores this run's responses."""
         return self.has_engine and self.reward.model.path is not None
 
     @property
     def has_teacher(self) -> bool:
-        """Return whether a teacher scores the tokens of this run's responses."""
         return self.has_engine and bool(self.teacher.folders)
 
     def evaluates(self, step: int, every: int | None = None) -> bool:
         """Return whether a set of data.eval with this `every` is evaluated after a step.
 
-        All sets are evaluated before the first step and after the last."""
+        All sets are evaluated before the first and after the last step."""
         interval = every or self.evaluation.every
         return step in (0, self.steps) or (interval > 0 and step % interval == 0)
 
     def has_group(self, group: TensorGroup) -> bool:
-        """Return whether this run has tensors of this group on its devices."""
+        """Return whether this run has tensors of this group."""
         present = {"actor": True, "critic": self.has_critic, "engine": self.has_engine}
         own = self.algorithm.has_reference and self.actor.lora.rank is None
         present |= {"reference": own, "reward": self.has_reward_model}
@@ -114,7 +110,7 @@ class Config(Section):
         return present[group.partition(".")[0]]
 
     def without_adapters(self) -> Config:
-        """Return the configuration of the models alone, as they were before LoRA adapters."""
+        """Return a copy without LoRA adapters."""
         models = {"actor": self.actor, "critic": self.critic}
         return self.model_copy(
             update={name: model.model_copy(update={"lora": LoraConfig()}) for name, model in models.items()}
@@ -122,12 +118,12 @@ class Config(Section):
 
     @property
     def responses(self) -> int:
-        """Return the responses per step that are trained on."""
+        """Return the number of trained responses per step."""
         if not self.has_engine:
             return self.supervised.batch
         return self.rollout.prompts * self.rollout.group_size
 
     @property
     def mini_batch(self) -> int:
-        """Return the responses of one optimizer step of the actor."""
+        """Return the number of responses per optimizer step of the actor."""
         return self.update.mini_batch if self.has_engine else self.supervised.batch

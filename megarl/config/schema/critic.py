@@ -9,7 +9,7 @@ from megarl.config.schema.section import field
 
 
 class CriticConfig(OptimizerConfig):
-    """The value model. It exists where `algorithm.advantage` is `gae` or `prompt_value`."""
+    """The value model, used if `algorithm.advantage` is `gae` or `prompt_value`."""
 
     lr: float = field(2e-6, "peak learning rate", source="VAPO section 5.1: critic 2e-6", gt=0)
     path: Path | None = field(

@@ -17,8 +17,7 @@ from megarl.config.schema.section import Section, field
 
 
 class GymTask(Section):
-    """A task of reasoning-gym. Keys other than `weight` are parameters of the task itself, which
-    reasoning-gym checks before a run."""
+    """A task of reasoning-gym; other keys are the task's parameters, checked before a run."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -27,16 +26,15 @@ class GymTask(Section):
     @model_validator(mode="before")
     @classmethod
     def _named_alone(cls, value: Any) -> Any:
-        """Accept a name with nothing after it; refuse what the entry sets for all tasks."""
+        """Accept a name without a section; refuse keys of the whole entry."""
         if isinstance(value, dict) and (
             set_for_all := next((k for k in ("seed", "size") if k in value), None)
         ):
-            raise ValueError(f"must not have {set_for_all}, which belongs beside `tasks`")
+            raise ValueError(f"must not have {set_for_all}, which belongs next to `tasks`")
         return {} if value is None else value
 
     @property
     def parameters(self) -> dict[str, Any]:
-        """Return the task's own parameters."""
         return dict(self.model_extra or {})
 
 
@@ -71,7 +69,6 @@ class GymConfig(Section):
     @field_validator("tasks", mode="before")
     @classmethod
     def _by_name(cls, value: Any) -> Any:
-        """Accept a list of names."""
         if isinstance(value, list) and all(isinstance(name, str) for name in value):
             twice = next((name for i, name in enumerate(value) if name in value[:i]), None)
             if twice is not None:
@@ -117,12 +114,12 @@ class EvaluationSet(DataEntry):
     """An entry of data.eval: a path, or a section with `path` or `gym` and settings of this entry."""
 
     name: str | None = field(
-        None, "of its scores: eval/<name>/avg and so on; null: scores are grouped by the rows' data_source"
+        None, "name in metrics: eval/<name>/avg and so on; null: scores are grouped by the rows' data_source"
     )
     every: int | None = field(
         None,
-        "steps between its evaluations (needs a name; its scores stay out of eval/avg); "
-        "null: evaluation.every, and they count there",
+        "steps between its evaluations (needs a name; its scores do not count in eval/avg); "
+        "null: evaluation.every, and its scores count",
         "rollout steps",
         ge=1,
     )
@@ -170,12 +167,12 @@ class DataConfig(Section):
     @field_validator("chat_template_kwargs")
     @classmethod
     def _free_names(cls, value: dict[str, Any]) -> dict[str, Any]:
-        """Refuse arguments of apply_chat_template, which are set for each conversation."""
+        """Refuse arguments of apply_chat_template that megarl sets."""
         if taken := sorted(_RENDERING & value.keys()):
             raise ValueError(f"must not have {taken[0]}, which is set for each conversation")
         return value
 
     @property
     def has_gym(self) -> bool:
-        """Return whether reasoning-gym generates, and scores, some of the rows."""
+        """Return whether reasoning-gym generates some rows."""
         return any(entry.gym for entry in (*self.train, *self.eval))

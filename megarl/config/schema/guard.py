@@ -10,8 +10,8 @@ from megarl.config.schema.section import Section, field
 class GuardConfig(Section):
     """Limits that stop a step or raise an alarm.
 
-    Numbers that are not finite end a step before its weights change. Metrics beyond the limits, and steps
-    without a verdict, are recorded as events."""
+    Non-finite numbers end a step before its weights change. Metrics beyond the limits, and steps without a
+    verdict, become events."""
 
     skipped_steps: int = field(
         3, "non-finite steps in a row skipped, their batches kept, before the run stops", "steps", ge=0
@@ -41,13 +41,13 @@ class GuardConfig(Section):
     )
     parity: float | Literal["auto", "none"] = field(
         "auto",
-        "before the first update of each start, the run ends where the engine's and the trainer's log-probs "
-        "of the same tokens differ by more on average; auto: 0.001 in fp32, 0.15 in bf16, 0.4 with FP8",
+        "largest mean difference of the engine's and the trainer's log-probs of the same tokens; beyond it "
+        "the run ends before its first update; auto: 0.001 in fp32, 0.15 in bf16, 0.4 with FP8",
         "nats",
         source="our choice, from what was measured with and without faults (docs/reliability.md)",
     )
     parity_layers: bool = field(
         False,
-        "where that ends the run, compare hidden states layer by layer with transformers on the same weights "
-        "and name the first layer that differs",
+        "if guard.parity ends the run, compare hidden states layer by layer with transformers on the same "
+        "weights and name the first layer that differs",
     )

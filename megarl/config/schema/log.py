@@ -8,7 +8,7 @@ from megarl.config.schema.section import Section, field
 
 
 class LogConfig(Section):
-    """What is shown and recorded. metrics.jsonl is always written."""
+    """What to show and record; metrics.jsonl is always written."""
 
     terminal: Literal["auto", "live", "plain", "quiet"] = field(
         "auto", "live view; auto: live on a terminal, else plain lines"
@@ -16,7 +16,7 @@ class LogConfig(Section):
     samples: int = field(4, "responses kept in samples.jsonl per step", "responses", ge=0)
     reflection_words: tuple[str, ...] = field(
         ("wait", "however", "rethink", "recheck", "double-check", "let me check", "on second thought"),
-        "whole words or phrases, in any case, that make a response one of reflection/*; []: none",
+        "whole words or phrases, case-insensitive, whose responses count in reflection/*; []: none",
         source="DAPO section 4.4, table 2: `However, wait a moment, let's rethink`; the rest is our choice",
     )
     report: bool = field(True, "write report.html at the end")

@@ -13,16 +13,15 @@ from megarl.config.schema.section import Section, field, section
 class Fp8Config(Section):
     """FP8 matrix products in the layers of actor, critic, reference and reward model.
 
-    Weights stay in model.dtype; the engine gets those. Embedding, heads, norms and attention are not
-    touched."""
+    Weights, also the engine's, stay in model.dtype. Embedding, heads, norms and attention do not use FP8."""
 
     format: Literal["none", "hybrid", "e4m3"] = field(
         "none", "none: model.dtype; hybrid: e4m3, and e5m2 for gradients of activations; e4m3: for everything"
     )
     recipe: Literal["tensorwise", "delayed", "blockwise", "mxfp8"] = field(
         "tensorwise",
-        "scale: of the tensor as it is, of what it was (delayed), of 1 x 128 and 128 x 128 blocks, "
-        "or of 32 values (mxfp8, Blackwell)",
+        "scales from the current tensor, earlier tensors (delayed), blocks of 1 x 128 and 128 x 128, "
+        "or blocks of 32 values (mxfp8, Blackwell)",
     )
     first_last_layers_bf16: bool = field(
         False, "first and last layer in model.dtype; not with recipe delayed"
@@ -36,7 +35,7 @@ class ModelConfig(Section):
         ..., "folder to start from: Hugging Face's (config.json, *.safetensors, tokenizer) or a converted one"
     )
     dtype: Literal["bf16", "fp32"] = field(
-        "bf16", "of weights and activations; optimizer states and gradients are fp32"
+        "bf16", "dtype of weights and activations; optimizer states and gradients are fp32"
     )
     layers: Literal["auto", "portable", "te"] = field(
         "auto", "Transformer Engine's layers or plain torch; auto: te where CUDA and Transformer Engine are"
@@ -54,8 +53,7 @@ class ModelConfig(Section):
     )
     router_dtype: Literal["fp32", "model"] = field(
         "fp32",
-        "of a mixture's router: its product, its scores and what experts are weighed by; its weights are in "
-        "model.dtype",
+        "dtype of a mixture's router: product, scores and expert weights; its parameters have model.dtype",
         source="Megatron's moe_router_dtype, which it advises for many experts",
     )
     permute_fusion: bool = field(
@@ -68,13 +66,13 @@ class ModelConfig(Section):
     )
     recompute_modules: tuple[Literal["attention", "mlp"], ...] = field(
         ("attention",),
-        "with recompute selective: what is computed again in each layer (mlp: of dense models)",
+        "modules that recompute selective recomputes in each layer (mlp: dense models only)",
         source="Megatron's recompute_modules core_attn and mlp",
     )
     recompute_layers: int | None = field(
         None,
-        "with recompute full: so many lowest layers of each stage (of a pipeline rank or a virtual one) are "
-        "recomputed, the others keep their activations; null, or more than there are: all",
+        "number of lowest layers of each (virtual) pipeline stage that recompute full recomputes; the others "
+        "keep their activations; null: all",
         "layers",
         ge=1,
     )
@@ -85,5 +83,4 @@ class ModelConfig(Section):
     @field_validator("recompute_modules", mode="before")
     @classmethod
     def _as_list(cls, value: Any) -> Any:
-        """Accept one module without brackets."""
         return [value] if isinstance(value, str) else value

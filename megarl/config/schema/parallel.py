@@ -32,16 +32,16 @@ class ParallelConfig(Section):
     )
     overlap_warmup_flush: bool = field(
         False,
-        "with vpp > 1: overlap sends and receives with computation during warm-up and flush too",
+        "also overlap sends and receives with computation during warm-up and flush; needs vpp > 1",
         "",
         "Megatron's overlap_p2p_comm_warmup_flush",
     )
     sequence_parallel: bool | None = field(None, "Megatron's sequence parallelism; null: on whenever tp > 1")
     overlap_grad_reduce: bool | None = field(
-        None, "reduce gradients over data-parallel ranks during the backward pass; null: where dp x cp > 4"
+        None, "reduce gradients over data-parallel ranks during the backward pass; null: if dp x cp > 4"
     )
     overlap_param_gather: bool | None = field(
-        None, "between updates of a step gather weights during the next forward pass; null: where dp x cp > 4"
+        None, "gather updated weights during the next forward pass; null: if dp x cp > 4"
     )
     grad_dtype: Literal["fp32", "bf16"] = field(
         "fp32",
@@ -52,7 +52,7 @@ class ParallelConfig(Section):
     overlap_bucket: int | None = field(
         None, "weights per bucket of these overlaps; null: 40 million, or dp million if more", "weights", ge=1
     )
-    device: Literal["auto", "cuda", "cpu"] = field("auto", "auto takes cuda where there is one")
+    device: Literal["auto", "cuda", "cpu"] = field("auto", "auto: cuda if available")
     threads: int = field(1, "torch threads per process on a CPU", "threads", ge=1)
     timeout: float = field(600.0, "longest wait in one collective before the run stops", "seconds", gt=0)
     restarts: int = field(0, "restarts after a rank died or hung, where megarl launches", "restarts", ge=0)

@@ -9,7 +9,7 @@ from megarl.config.schema.section import Section, field, section
 
 
 class OverlongConfig(Section):
-    """What happens to responses that reach the length limit (DAPO section 3.4)."""
+    """Treatment of responses that reach the length limit (DAPO section 3.4)."""
 
     filter: bool = field(
         False, "mask truncated responses out of the loss", source="DAPO section 3.4, overlong filtering"
@@ -31,7 +31,7 @@ class RewardTerm(Section):
 
 
 class RewardModelConfig(Section):
-    """A reward model on the same ranks, whose score of each response is added to its reward."""
+    """A reward model on the same ranks, whose score is added to the reward."""
 
     path: Path | None = field(
         None,
@@ -41,8 +41,7 @@ class RewardModelConfig(Section):
 
 
 class RewardConfig(Section):
-    """What a response is worth: weight * (the verifier's reward) + the terms and the reward model's score,
-    each by its weight, + the penalty of `overlong`."""
+    """Reward: weighted verifier's reward + terms + reward model's score + `overlong` penalty."""
 
     verifier: str = field(
         "dapo",
@@ -66,13 +65,13 @@ class RewardConfig(Section):
     )
     sandbox: Sandbox = field(
         "strict",
-        "what the process of a verifier or term of your own may do, as rollout.turns.sandbox says; megarl's "
-        "own may only calculate (docs/verifiers.md)",
+        "permissions of your own verifiers and terms, as in rollout.turns.sandbox; megarl's own can only "
+        "calculate (docs/verifiers.md)",
     )
     max_unjudged: float = field(
         0.1,
         "largest share of a step's responses without a verdict, because the verifier's process, function or "
-        "service failed; such responses are left out; above it the run ends",
+        "service failed; such responses are left out; the run ends above this share",
         ge=0,
         le=1,
     )
@@ -80,8 +79,7 @@ class RewardConfig(Section):
 
     @property
     def parts(self) -> dict[str, float]:
-        """Return the weight of each part of the reward that has one, by the part's key; the reward model's
-        comes last."""
+        """Return the nonzero weights of the reward's parts, by key; the reward model's is last."""
         parts = {"verifier": self.weight, "overlong": float(self.overlong.soft_punishment)}
         parts |= {f"terms.{name}": term.weight for name, term in self.terms.items()}
         parts["model"] = self.model.weight if self.model.path else 0.0

@@ -17,8 +17,7 @@ class DynamicSamplingConfig(Section):
     enabled: bool = field(False, "keep groups with 0 < correct < group_size", "", "DAPO eq. 11; not in VAPO")
     by: Literal["accuracy", "score"] = field(
         "accuracy",
-        "what must vary within a group for it to be kept: accuracy, or the whole reward (standard deviation "
-        "> 1e-6)",
+        "what must differ within a kept group: accuracy, or the whole reward (standard deviation > 1e-6)",
         source="DAPO eq. 11: accuracy",
     )
     max_batches: int = field(10, "generation batches per step, then `at_limit` applies", "batches", ge=1)
@@ -39,8 +38,8 @@ class TurnsConfig(Section):
     max: int = field(16, "turns of the policy; an episode that wants more is truncated", "turns", ge=1)
     max_tokens: int | None = field(
         None,
-        "tokens after the prompt, observations included; null: rollout.max_response_tokens, which limits the "
-        "policy's own tokens in any case",
+        "tokens after the prompt, with observations; null: rollout.max_response_tokens, which always limits "
+        "the policy's own tokens",
         "tokens",
         ge=1,
     )
@@ -58,8 +57,8 @@ class TurnsConfig(Section):
     memory: int = field(2048, "data memory of such a process", "MiB", ge=128)
     sandbox: Sandbox = field(
         "strict",
-        "what such a process may do: strict (read most files, write in a temporary folder of its own, start "
-        "programs), network (the same, and the network), off (all that this user may); docs/episodes.md",
+        "permissions of such a process: strict (read most files, write in its own temporary folder, start "
+        "programs), network (strict plus network access), off (all of the user's); docs/episodes.md",
     )
 
 
@@ -87,7 +86,7 @@ class RolloutConfig(Section):
     temperature: float = field(1.0, "sampling temperature", source="DAPO section 4.1", gt=0)
     top_p: float = field(1.0, "nucleus", gt=0, le=1)
     top_k: int = field(0, "0: off", "tokens", ge=0)
-    stop: tuple[str, ...] = field((), "texts that end a response, besides the end-of-sequence token")
+    stop: tuple[str, ...] = field((), "texts that end a response, in addition to the end-of-sequence token")
     episode: str | None = field(
         None,
         "`module:function`, an `async def f(prompt, policy)` run for each response (docs/episodes.md); "
@@ -116,7 +115,7 @@ class RolloutConfig(Section):
     dynamic_sampling: DynamicSamplingConfig = section(DynamicSamplingConfig)
     engine_tp: int = field(
         1,
-        "tensor-parallel size of one engine; there are devices / this engines. "
+        "tensor-parallel size of one engine; the number of engines is devices / this. "
         "sglang_url: ranks that share a client of its servers",
         "devices",
         ge=1,
@@ -169,15 +168,14 @@ class RolloutConfig(Section):
 
     @property
     def max_extent(self) -> int:
-        """Return the most tokens after a prompt: the policy's and its observations."""
+        """Return the maximum tokens after a prompt, with observations."""
         return (self.turns.max_tokens if self.acts else None) or self.max_response_tokens
 
     @property
     def windows(self) -> int:
-        """Return the most steps that sample tokens of one response."""
+        """Return the maximum number of steps that sample tokens of one response."""
         return math.ceil(self.max_response_tokens / (self.window or self.max_response_tokens))
 
     @property
     def capabilities(self) -> EngineCapabilities:
-        """Return what the engine can do."""
         return ENGINES[self.engine].capabilities

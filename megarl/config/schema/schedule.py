@@ -12,6 +12,6 @@ class ScheduleConfig(Section):
 
     ahead: Literal[0, 1, 2] = field(
         0,
-        "steps that rollouts are ahead: those of step k are drawn with the weights after step k - 1 - ahead",
+        "steps that rollouts are ahead: step k samples with the weights after step k - 1 - ahead",
         "steps",
     )

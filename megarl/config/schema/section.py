@@ -1,4 +1,4 @@
-"""Base class of all sections, documented fields, and functions that list a section's fields."""
+"""Base class of all sections, documented fields, and lists of fields."""
 
 from __future__ import annotations
 
@@ -23,14 +23,12 @@ def section(kind: type[Section]) -> Any:
 
 
 def section_model(field: FieldInfo) -> type[BaseModel] | None:
-    """Return the model of a field that is a section, None for any other field."""
+    """Return the section class of a field, or None."""
     return None if get_origin(field.annotation) in (dict, tuple) else _model_in(field)
 
 
 def entry_model(field: FieldInfo) -> type[BaseModel] | None:
-    """Return the model of a field's entries, None for a field without sections as entries.
-
-    Entries are named by the user (`reward.terms`) or stand in a list (`data.eval`)."""
+    """Return the section class of a field's entries (`reward.terms`, `data.eval`), or None."""
     return _model_in(field) if get_origin(field.annotation) in (dict, tuple) else None
 
 
@@ -50,7 +48,7 @@ def fields(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, Fiel
 
 
 class Section(BaseModel):
-    """Base of every section: unknown keys are refused, values are checked, nothing changes after loading."""
+    """Base of every section: refuses unknown keys, validates values, is immutable."""
 
     model_config = ConfigDict(
         extra="forbid", frozen=True, validate_default=True, protected_namespaces=(), allow_inf_nan=False
@@ -59,8 +57,7 @@ class Section(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _plausible(cls, value: Any, info: ValidationInfo) -> Any:
-        """Refuse what pydantic would let pass (true as the number 1, a NUL in a path); replace a leading ~ of
-        paths."""
+        """Refuse values that pydantic accepts (true as 1, a NUL in a path); expand ~ in paths."""
         annotation = cls.model_fields[str(info.field_name)].annotation
         kinds = (annotation, *get_args(annotation))
         parts = value if isinstance(value, list) else [value]
@@ -72,7 +69,7 @@ class Section(BaseModel):
             raise ValueError("must not hold a NUL character")
         if Path not in kinds:
             return value
-        # A shell leaves the ~ of `model.path=~/x` as it is.
+        # A shell does not expand the ~ of `model.path=~/x`.
         paths = [Path(p).expanduser() if isinstance(p, str) and p.startswith("~/") else p for p in parts]
         if isinstance(value, dict):
             return dict(zip(value, paths, strict=True))

@@ -10,8 +10,8 @@ from megarl.config.schema.section import Section, field
 class TeacherConfig(Section):
     """On-policy distillation from a teacher on the same ranks.
 
-    The teacher's log-ratio of each sampled token is added to the token's advantage. With `top_k`, a KL term
-    is added to the loss instead."""
+    Adds the teacher's log-ratio of each sampled token to the token's advantage, or with `top_k` a KL term
+    to the loss."""
 
     path: Path | None = field(
         None,
@@ -41,8 +41,7 @@ class TeacherConfig(Section):
 
     @property
     def folders(self) -> dict[str, Path]:
-        """Return each teacher's folder by the first key that names it, `teacher.path` or
-        `teacher.by_source.<data_source>`."""
+        """Return key (`teacher.path`, `teacher.by_source.<data_source>`) -> folder of each teacher."""
         folders: dict[str, Path] = {}
         by_source = {f"teacher.by_source.{source}": path for source, path in self.by_source.items()}
         for key, path in {"teacher.path": self.path, **by_source}.items():
@@ -51,6 +50,6 @@ class TeacherConfig(Section):
         return folders
 
     def number(self, source: str) -> int:
-        """Return the index in `folders` of the teacher for this data_source; -1: none."""
+        """Return the index in `folders` of a data_source's teacher, or -1."""
         path = self.by_source.get(source, self.path)
         return -1 if path is None else [*self.folders.values()].index(path)

@@ -14,7 +14,7 @@ class UpdateConfig(Section):
     epochs: int = field(1, "actor passes over each rollout", "epochs", ge=1)
     tokens_per_micro_batch: int = field(
         32768,
-        "packed tokens per micro-batch, of which a context-parallel rank has its share; "
+        "packed tokens per micro-batch, divided over context-parallel ranks; "
         "a longer sample gets its own micro-batch",
         "tokens",
         ge=1,

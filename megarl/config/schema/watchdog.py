@@ -10,18 +10,17 @@ from megarl.config.schema.section import Section, field
 
 
 class WatchdogConfig(Section):
-    """A thread on each rank that looks for hangs. It writes run_dir/heartbeat/, and reports into
-    run_dir/hang-*.txt."""
+    """Detects hangs in a thread on each rank; writes run_dir/heartbeat/ and run_dir/hang-*.txt."""
 
     limit: float = field(3600.0, "longest time of a phase before the run ends with a report", "seconds", gt=0)
     limits: dict[str, Annotated[float, Field(gt=0)]] = field(
-        {}, "of single phases, e.g. {rollout: 7200, weight_transfer: 300}", "seconds"
+        {}, "limits of single phases, e.g. {rollout: 7200, weight_transfer: 300}", "seconds"
     )
     silence: float = field(
         180.0,
-        "longest time that a rank's heartbeat may stand still; after twice that "
-        "another start may take the run's folder over",
+        "longest time without a rank's heartbeat; after twice that time another start may take over the "
+        "run's folder",
         "seconds",
         gt=0,
     )
-    period: float = field(5.0, "between heartbeats", "seconds", gt=0)
+    period: float = field(5.0, "time between heartbeats", "seconds", gt=0)

@@ -1,0 +1,212 @@
+"""Prompt, reference answer and response in a row of a data file, in the columns that trainers use."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+from megarl.config.errors import DataError
+from megarl.config.plugins import plugin
+from megarl.config.schema import DataConfig
+
+Messages = list[dict[str, str]]
+
+# Columns tried, in any case, if the configured one is absent: those of GSM8K, MATH and AIME.
+_OTHER_PROMPTS, _OTHER_ANSWER, _SOLUTION = ("question", "problem"), "answer", "solution"
+# TRL: a whole conversation that ends with the assistant's message, and the text after a prompt.
+_MESSAGES, _COMPLETION = "messages", "completion"
+WORKED = (_SOLUTION, _COMPLETION, _MESSAGES)  # columns with a worked solution that contains the answer
+_FORMULA = re.compile(r"\$\$([^$]+)\$\$|\$([^$]+)\$|\\\((.+)\\\)|\\\[(.+)\\\]", re.DOTALL)
+_DIGIT_GROUPS = re.compile(r"(?<![\d,.])\d{1,3}(?:,\d{3})+(?!,?\d)")
+MAX_RESPONSE = 1 << 22  # characters of a supervised response
+
+
+class UnusableRow(Exception):
+    """A row is left out: `reason` groups such rows in the report, `detail` is about this row."""
+
+    def __init__(self, reason: str, detail: str = "") -> None:
+        super().__init__(reason)
+        self.reason, self.detail = reason, detail
+
+
+def columns_to_read(data: DataConfig, response_key: str | None) -> list[str]:
+    """Return all columns that prompts and targets may be in; a dotted key also by its first part."""
+    columns = [
+        name
+        for key in (data.prompt_key, response_key or data.answer_key)
+        for name in (key.split(".")[0], key)
+    ]
+    answers = () if response_key else (_OTHER_ANSWER, _SOLUTION)
+    columns += [*_OTHER_PROMPTS, *answers, _COMPLETION, _MESSAGES]
+    return [*dict.fromkeys(columns), "data_source", "extra_info"]
+
+
+def value_at(row: Mapping[str, Any], key: str) -> Any:
+    """Return the value of column `key`, else of the dotted path `key`, else None."""
+    value = row.get(key)
+    if value is None:
+        value = row
+        for part in key.split("."):
+            value = value.get(part) if isinstance(value, Mapping) else None
+    return value
+
+
+def _find_column(
+    row: Mapping[str, Any], key: str, others: Sequence[str], setting: str, path: Path
+) -> tuple[str, Any]:
+    """Return (column, value) of `key`, else of one of `others` in any case, else (key, None).
+
+    Raises DataError if two of the others differ."""
+    if (value := value_at(row, key)) is not None:
+        return key, value
+    found = {name: row[name] for name in row if name.lower() in others and row[name] is not None}
+    if len(set(map(repr, found.values()))) > 1:
+        names = " and ".join(found)
+        raise DataError(f"{path}: columns {names} differ, and either may be meant (set {setting} to one)")
+    return next(iter(found.items()), (key, None))
+
+
+def prompt_of(row: Mapping[str, Any], data: DataConfig, path: Path) -> tuple[str, str | Messages]:
+    """Return (column, prompt) of a row. Raises UnusableRow, and DataError for ambiguous columns."""
+    column, value = _find_column(row, data.prompt_key, _OTHER_PROMPTS, "data.prompt_key", path)
+    if value is None:
+        column, value = _find_column(row, data.prompt_key, (_MESSAGES,), "data.prompt_key", path)
+    nothing = UnusableRow(f"no prompt in {' or '.join((data.prompt_key, *_OTHER_PROMPTS, _MESSAGES))}")
+    if column.lower() == _MESSAGES:
+        value, _ = _split_reply(value)
+    if value is None or value == [] or (isinstance(value, str) and not value.strip()):
+        raise nothing
+    if isinstance(value, str):
+        value = _parse_messages(value) or value
+    if isinstance(value, str):
+        return column, value
+    wrong = "prompt is neither a text nor a list of {role, content}"
+    if not isinstance(value, list) or not all(isinstance(message, dict) for message in value):
+        raise UnusableRow(wrong, type(value).__name__)
+    messages = [
+        {"role": message.get("role"), "content": _join_parts(message.get("content"))} for message in value
+    ]
+    if not all(isinstance(text, str) for message in messages for text in message.values()):
+        raise UnusableRow(wrong, "role or content is not a text")
+    if not any(message["content"].strip() for message in messages):
+        raise nothing
+    return column, messages
+
+
+def _parse_messages(text: str) -> Messages | None:
+    """Parse a JSON list of messages; None if the text is something else."""
+    if not text.lstrip().startswith("["):
+        return None
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    holds = found and all(isinstance(one, dict) and {"role", "content"} <= one.keys() for one in found)
+    return found if holds else None
+
+
+def _join_parts(content: Any) -> Any:
+    """Join `[{"type": "text", "text": ...}]` to one text if all parts are texts."""
+    if isinstance(content, list) and content:
+        texts = [
+            part["text"] for part in content if isinstance(part, dict) and isinstance(part.get("text"), str)
+        ]
+        if len(texts) == len(content):
+            return "".join(texts)
+    return content
+
+
+def _split_reply(messages: Any) -> tuple[Any, str | None]:
+    """Split off the text of a last message by the assistant; None if there is none."""
+    last = messages[-1] if isinstance(messages, list) and messages else None
+    if not isinstance(last, dict) or last.get("role") != "assistant":
+        return messages, None
+    text = _join_parts(last.get("content"))
+    return messages[:-1], text if isinstance(text, str) else None
+
+
+def _find_reply(row: Mapping[str, Any], setting: str, path: Path) -> tuple[str, Any]:
+    """Return (column, text) of the assistant's last message, in `completion` or else in `messages`."""
+    column, value = _find_column(row, _COMPLETION, (_COMPLETION,), setting, path)
+    if value is None:
+        column, value = _find_column(row, _MESSAGES, (_MESSAGES,), setting, path)
+    return column, _split_reply(value)[1] if isinstance(value, list) else value
+
+
+def last_question(prompt: str | Messages) -> str:
+    """Return the last user message, without examples and system texts before it."""
+    if isinstance(prompt, str):
+        return prompt
+    asked = [message["content"] for message in prompt if message["role"] == "user"]
+    return asked[-1] if asked else prompt[-1]["content"]
+
+
+def find_response(row: Mapping[str, Any], key: str, path: Path) -> str:
+    """Return the response of a supervised pair, unchanged. Raises UnusableRow."""
+    value = value_at(row, key)
+    if value is None:
+        _, value = _find_reply(row, "supervised.response_key", path)
+    if value is None or value == "":
+        raise UnusableRow(f"no response in {' or '.join((key, _COMPLETION, _MESSAGES))}")
+    if not isinstance(value, str):
+        raise UnusableRow("response is not a text", type(value).__name__)
+    if len(value) > MAX_RESPONSE:
+        raise UnusableRow(f"response is longer than {MAX_RESPONSE:,} characters", f"{len(value):,}")
+    return value
+
+
+def _after_marker(text: str) -> str:
+    """Return the text after GSM8K's last `####`, without commas between groups of digits."""
+    answer = text.rpartition("####")[2]
+    return _DIGIT_GROUPS.sub(lambda number: number[0].replace(",", ""), answer)
+
+
+def final_answer(solution: str) -> str | None:
+    r"""Return the answer in a worked solution; None if there is none.
+
+    It is the last `\boxed{}`, else the text after GSM8K's `####`. Else it is the whole text, if that is one
+    formula or one word (TRL's `$\frac{1}{2}$` and `True`)."""
+    text = solution.strip()
+    if (boxed := plugin("megarl.answers", "boxed")(text)) is not None:
+        return boxed
+    if "####" in text:
+        return _after_marker(text)
+    if formula := _FORMULA.fullmatch(text):
+        return next(part for part in formula.groups() if part is not None)
+    return text if text and not re.search(r"\s", text) else None
+
+
+def answer_of(row: Mapping[str, Any], data: DataConfig, path: Path) -> tuple[str, str]:
+    """Return (column, text) of a problem's reference answer.
+
+    A column of WORKED holds a solution, so `final_answer` extracts the answer; `solution` is tried first. Of
+    other columns in GSM8K's form the part after `####` counts.
+
+    Raises UnusableRow, and DataError for ambiguous columns."""
+    column, value = _find_column(row, data.answer_key, (_OTHER_ANSWER,), "data.answer_key", path)
+    nothing = UnusableRow(f"no answer in {' or '.join((data.answer_key, _OTHER_ANSWER, *WORKED))}")
+    if value is None:
+        column, value = _find_column(row, data.answer_key, (_SOLUTION,), "data.answer_key", path)
+    if value is None:
+        column, value = _find_reply(row, "data.answer_key", path)
+    if isinstance(value, str) and column.lower() in WORKED:
+        value = final_answer(value)
+    if value is None:
+        raise nothing
+    if isinstance(value, bool) or not isinstance(value, str | int | float | Decimal):
+        raise UnusableRow("answer is neither a text nor a number", type(value).__name__)
+    if not isinstance(value, str) and not math.isfinite(value):
+        raise UnusableRow("answer is neither a text nor a number", str(value))
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    text = f"{value:f}" if isinstance(value, Decimal) else str(value)
+    if "####" in text:
+        text = _after_marker(text)
+    if not text.strip():
+        raise nothing
+    return column, text.strip()

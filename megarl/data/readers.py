@@ -1,0 +1,119 @@
+"""Readers of data files, by suffix, with limits against files made to exhaust memory."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from megarl.config.errors import DataError, first_line
+from megarl.data.limits import MEMORY, memory_limit
+
+MAX_LINE = 16 << 20  # bytes of a line of jsonl
+_BATCH, _BATCH_BYTES = 4096, 64 << 20  # rows of a parquet batch, and bytes as the file declares them
+# A decoded parquet file may have EXPANSION times its size on disk, plus _EXPANSION_FREE bytes: a value that
+# is stored once can stand in a billion rows.
+EXPANSION, _EXPANSION_FREE = 1000, 64 << 20
+_ROW_BYTES = 100  # minimum memory of a row in a report
+
+
+def file_rows(path: Path, columns: Sequence[str] | None = None) -> Iterator[tuple[int, dict[str, Any] | str]]:
+    """Yield (number, row) of one file; an invalid row is a string, the reason.
+
+    Rows count from 1; in jsonl they are lines. Of a parquet file only `columns` are read, in any case.
+    Raises DataError for a missing, unreadable or empty file, or another format."""
+    if not path.is_file():
+        missing = "no such file" if not path.exists() else "not a file (name the .parquet or .jsonl files)"
+        raise DataError(f"{path}: {missing}")
+    if path.suffix not in READERS:
+        known = " or ".join(READERS)
+        raise DataError(f"{path}: unknown kind of file {path.suffix!r} (use {known})")
+    count = 0
+    try:
+        for count, row in READERS[path.suffix](path, columns):
+            yield count, row
+    except (OSError, pa.ArrowException) as error:
+        raise DataError(f"{path}: cannot be read: {first_line(error)}") from error
+    if not count:
+        raise DataError(f"{path}: holds no row")
+
+
+def _jsonl(path: Path, _: Sequence[str] | None) -> Iterator[tuple[int, dict[str, Any] | str]]:
+    with open(path, "rb") as file:
+        for number, line in enumerate(_lines(file), 1):
+            if line is None:
+                yield number, f"line is longer than {MAX_LINE >> 20} MiB"
+                continue
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+                if b"\\u" in line:  # JSON can spell half a surrogate pair, which no tokenizer accepts
+                    json.dumps(row, ensure_ascii=False).encode()
+            except UnicodeEncodeError:
+                yield number, "text is not Unicode"
+            except (ValueError, RecursionError):  # UnicodeDecodeError is a ValueError
+                yield number, "malformed JSON"
+            else:
+                yield number, row if isinstance(row, dict) else "not a JSON object"
+
+
+def _lines(file: BinaryIO) -> Iterator[bytes | None]:
+    """Yield lines; None for a line over MAX_LINE, which is never in memory as a whole."""
+    while line := file.readline(MAX_LINE + 1):
+        if len(line) <= MAX_LINE or line.endswith(b"\n"):
+            yield line
+            continue
+        while (rest := file.readline(1 << 20)) and not rest.endswith(b"\n"):
+            pass
+        yield None
+
+
+def _parquet(path: Path, columns: Sequence[str] | None) -> Iterator[tuple[int, dict[str, Any] | str]]:
+    with pq.ParquetFile(path) as file:
+        names = file.schema_arrow.names
+        present = [name for name in names if columns is None or name in columns or name.lower() in columns]
+        if columns and not present:
+            raise DataError(f"{path}: none of the columns {', '.join(columns)} (it has: {', '.join(names)})")
+        groups = [file.metadata.row_group(i) for i in range(file.num_row_groups)]
+        row_bytes = max((group.total_byte_size // max(group.num_rows, 1) for group in groups), default=0)
+        size = min(_BATCH, max(1, _BATCH_BYTES // max(row_bytes, 1)))
+        # One thread: a failed allocation in a thread of Arrow's would end the process.
+        batches = file.iter_batches(batch_size=size, columns=present, use_threads=False)
+        number, decoded, size_on_disk = 0, 0, path.stat().st_size
+        while True:
+            try:
+                with memory_limit(MEMORY):
+                    batch = next(batches, None)
+                    rows = [] if batch is None else _rows(batch)
+            except MemoryError:
+                last = min(number + size, file.metadata.num_rows)
+                what = f"rows {number + 1:,} to {last:,} take more than {MEMORY >> 20} MiB decoded"
+                raise DataError(f"{path}: {what} (write shorter rows)") from None
+            if batch is None:
+                return
+            decoded += batch.nbytes + _ROW_BYTES * batch.num_rows
+            if decoded > EXPANSION * size_on_disk + _EXPANSION_FREE:
+                what = f"{size_on_disk:,} bytes become {decoded:,} up to row {number + batch.num_rows:,}"
+                raise DataError(f"{path}: {what}: its rows repeat (write each once)")
+            yield from enumerate(rows, number + 1)
+            number += batch.num_rows
+
+
+def _rows(batch: pa.RecordBatch) -> list[dict[str, Any] | str]:
+    """Return the rows of a batch; a row whose text is not UTF-8 becomes the reason."""
+    try:
+        return list(batch.to_pylist())
+    except UnicodeDecodeError:
+        if batch.num_rows == 1:
+            return ["text is not Unicode"]
+        return [row for i in range(batch.num_rows) for row in _rows(batch.slice(i, 1))]
+
+
+# (path, wanted columns) -> rows as `file_rows` yields them
+Reader = Callable[[Path, Sequence[str] | None], Iterator[tuple[int, dict[str, Any] | str]]]
+READERS: dict[str, Reader] = {".parquet": _parquet, ".jsonl": _jsonl}
