@@ -24,8 +24,7 @@ from megarl.data.sample import Sample, SampleGroup
 from megarl.parallel.comm import from_rank_0
 from megarl.parallel.runtime import Ranks
 from megarl.rollout import messages as m
-from megarl.rollout.controller import Controller
-from megarl.rollout.dispatch import GroupRequest
+from megarl.rollout.controller import Controller, GroupRequest
 from megarl.rollout.engines.base import RolloutEngine
 from megarl.rollout.responses import groups_to_show, make_rollout_batch, method_columns, records
 from megarl.rollout.sampling import SamplingParams, evaluation_seed

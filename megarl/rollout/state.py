@@ -16,7 +16,7 @@ from msgspec import structs
 
 from megarl.data.prompts import Prompt
 from megarl.data.sample import Sample, SampleGroup, TokenData
-from megarl.rollout.dispatch import GroupRequest
+from megarl.rollout.controller import GroupRequest
 
 # Fields of a Sample that a checkpoint holds, with their keys there. The others follow from its tokens.
 SAMPLE_KEYS = {

@@ -6,8 +6,7 @@ import math
 from dataclasses import replace
 
 from megarl.data.sample import SampleGroup
-from megarl.rollout.controller import Controller, StepGroups, sampling_params, with_metrics
-from megarl.rollout.dispatch import GroupRequest
+from megarl.rollout.controller import Controller, GroupRequest, StepGroups, sampling_params, with_metrics
 
 
 class WindowController(Controller):

@@ -35,8 +35,7 @@ from megarl.data.prompts import ProblemSet, Prompt
 from megarl.data.sample import TokenData
 from megarl.rewards.pool import VerifierPool
 from megarl.rewards.verdict import Verdict
-from megarl.rollout.controller import Controller
-from megarl.rollout.dispatch import Dispatcher, GroupRequest
+from megarl.rollout.controller import Controller, Dispatcher, GroupRequest
 from megarl.rollout.engines.transformers_engine import TransformersEngine
 from megarl.rollout.messages import Hub, Link, RankReady
 from megarl.rollout.rank import RolloutRank
