@@ -1,13 +1,18 @@
-"""Dynamic sampling: which groups a step trains on (DAPO eq. 11)."""
+"""Dynamic sampling: which groups a step trains on (DAPO eq. 11), and these groups as columns."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
 
+import numpy as np
+import torch
+from torch import Tensor
+
 from megarl.config.errors import ConfigError, DataError
-from megarl.config.schema import DynamicSamplingConfig
-from megarl.data.sample import SampleGroup
+from megarl.config.schema import Config, DynamicSamplingConfig
+from megarl.data.batch import RolloutBatch, TrainBatch
+from megarl.data.sample import Sample, SampleGroup, TokenData
 
 SAME = 1e-6  # rewards of a smaller standard deviation count as one: group_advantages adds this to it
 
@@ -149,3 +154,133 @@ class GroupCollector:
         }
         shares = (("all_right", right), ("all_wrong", wrong)) if self.offered else ()
         return stats | {f"rollout/share_{name}": count / len(self.offered) for name, count in shares}
+
+
+def make_rollout_batch(groups: Sequence[SampleGroup], *, compared: bool = True) -> RolloutBatch:
+    """Return the samples of groups, in their order, as columns, with the tokens that are on this rank.
+
+    Columns [n]:
+        rewards          float32
+        correct          bool
+        truncated        bool
+        group_ids        int64, position of the sample's group in `groups`
+        response_index   int64, position in its group
+        policy_version   int64, version of its oldest token
+        begun            int64, tokens that earlier steps sampled; only with `rollout.window`
+        unfinished       bool; only with `rollout.window`
+
+    Columns [T], 0 for tokens that the policy did not sample:
+        engine_logprobs  float32
+        token_versions   int32, if some sample was continued under new weights
+        turn_rewards     float32, if some turn has a reward
+        routing          [T, layers, topk], if the engine's choice of experts was recorded (`routing_array`)
+
+    A sample that does not count is its prompt alone, in a separate group. No token of it is in any loss,
+    denominator or statistic. The number of rows stays the same.
+
+    compared: whether samples are compared with their group's. Then `SampleGroup.counted` chooses those that
+        count; otherwise all graded ones do.
+    """
+    rows = [(g, i, r) for g, group in enumerate(groups) for i, r in enumerate(group.samples)]
+    samples = [r for _, _, r in rows]
+    counted = {id(r) for g in groups for r in (g.counted if compared else g.samples) if r.judged}
+    counts = [id(r) in counted for r in samples]
+    counts_ = torch.tensor(counts)
+    prompts = [np.array(group.prompt.tokens, dtype=np.int64) for group in groups]
+    prompt_lengths = torch.tensor([prompts[g].size for g, _, _ in rows])
+    versions = [
+        groups[g].policy_version if r.oldest_version is None else r.oldest_version for g, _, r in rows
+    ]
+    columns = {
+        "rewards": torch.tensor(
+            [r.reward if id(r) in counted else 0.0 for r in samples], dtype=torch.float32
+        ),
+        "correct": torch.tensor([r.correct for r in samples], dtype=torch.bool),
+        "truncated": torch.tensor([r.is_truncated for r in samples], dtype=torch.bool),
+        "group_ids": torch.tensor(
+            [g if counts[n] else len(groups) + n for n, (g, _, _) in enumerate(rows)], dtype=torch.int64
+        ),
+        "policy_version": torch.tensor(versions, dtype=torch.int64),
+        "response_index": torch.tensor([i for _, i, _ in rows], dtype=torch.int64),
+    }
+    if any(r.prefix_tokens or r.is_partial for r in samples):
+        columns["begun"] = torch.tensor([r.prefix_tokens for r in samples]) * counts_
+        columns["unfinished"] = torch.tensor([r.is_partial for r in samples])
+    here = [(row, g, r.data) for row, (g, _, r) in enumerate(rows) if r.data is not None]
+    packed = [
+        (prompts[g], groups[g].policy_version, data if counts[row] else data.first(0, prompts[g].size))
+        for row, g, data in here
+    ]
+    return RolloutBatch(
+        lengths=prompt_lengths + torch.tensor([r.num_tokens for r in samples]) * counts_,
+        response_lengths=torch.tensor([r.num_sampled for r in samples]) * counts_,
+        prompt_lengths=prompt_lengths,
+        owners=torch.tensor([r.owner for r in samples], dtype=torch.int64),
+        columns=columns,
+        rows=torch.tensor([row for row, _, _ in here], dtype=torch.int64),
+        own=pack_tokens(packed, samples),
+        groups=[*groups],
+    )
+
+
+def pack_tokens(
+    sequences: Sequence[tuple[np.ndarray, int, TokenData]], samples: Sequence[Sample]
+) -> TrainBatch:
+    """Pack prompts, the policy versions of their groups, and the tokens of responses.
+
+    samples: all of the step, by which every rank makes the same columns."""
+    cu_seqlens = np.cumsum([0, *(p.size + d.num_tokens for p, _, d in sequences)], dtype=np.int64)
+    total = int(cu_seqlens[-1])
+    tokens, mask = np.empty(total, dtype=np.int64), np.zeros(total, dtype=bool)
+    logprobs, versions = np.zeros(total, dtype=np.float32), np.zeros(total, dtype=np.int32)
+    rewards = np.zeros(total, dtype=np.float32)
+    formats = (sample.experts_format for sample in samples)
+    kind, shape = next((found for found in formats if found is not None), ("uint8", (0,)))
+    none = np.iinfo(kind).max  # surplus may be of a step that recorded nothing
+    routing = np.full((total, *shape), none, dtype=kind)
+    for (prompt, version, data), start, end in zip(sequences, cu_seqlens, cu_seqlens[1:], strict=False):
+        first = start + prompt.size
+        tokens[start:first], tokens[first:end] = prompt, data.tokens
+        own = mask[first:end]
+        own[:] = True if data.is_sampled is None else data.is_sampled
+        logprobs[first:end][own] = data.logprobs[own]
+        versions[first:end][own] = version if data.policy_versions is None else data.policy_versions[own]
+        if data.turn_rewards is not None:
+            rewards[first:end][own] = data.turn_rewards[own]
+        if data.routed_experts is not None:
+            routing[start:end] = data.routed_experts
+    columns = {"engine_logprobs": torch.from_numpy(logprobs)}
+    if any(sample.oldest_version is not None for sample in samples):
+        columns["token_versions"] = torch.from_numpy(versions)
+    if any(sample.has_turn_rewards for sample in samples):
+        columns["turn_rewards"] = torch.from_numpy(rewards)
+    if any(sample.experts_format is not None for sample in samples):
+        columns["routing"] = torch.from_numpy(routing)
+    return TrainBatch(torch.from_numpy(tokens), torch.from_numpy(cu_seqlens), torch.from_numpy(mask), columns)
+
+
+def method_columns(groups: Sequence[SampleGroup], config: Config) -> dict[str, Tensor]:
+    """Return the further columns [n] that the advantage's method or the teachers need.
+
+    reward_parts float32 [n, parts]: what each response got of each of `reward.parts` but the model's, without
+    its weight. prompt_uids int64. teachers int64: the number of each response's teacher, -1 for none."""
+    samples = [(group.prompt, sample) for group in groups for sample in group.samples]
+    wanted, columns = config.algorithm.advantage_method.columns, dict[str, Tensor]()
+    if "reward_parts" in wanted:
+        names = [name for name in config.reward.parts if name != "model"]
+        parts = [[reward_part(sample, name) for name in names] for _, sample in samples]
+        columns["reward_parts"] = torch.tensor(parts, dtype=torch.float32).view(len(parts), len(names))
+    if "prompt_uids" in wanted:
+        columns["prompt_uids"] = torch.tensor([prompt.uid for prompt, _ in samples])
+    if config.teacher.by_source:
+        columns["teachers"] = torch.tensor([config.teacher.number(prompt.source) for prompt, _ in samples])
+    return columns
+
+
+def reward_part(sample: Sample, name: str) -> float:
+    """Return what a sample got of one of `reward.parts`; 0 for a term whose verifier failed."""
+    if name == "verifier":
+        return float(sample.correct) if sample.score is None else sample.score
+    if name == "overlong":
+        return sample.overlong_penalty
+    return sample.terms.get(name.removeprefix("terms."), 0.0)

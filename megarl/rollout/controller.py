@@ -19,7 +19,7 @@ from megarl.data.prompts import Prompt
 from megarl.data.sample import Sample, SampleGroup
 from megarl.rollout import messages as m
 from megarl.rollout.collector import GroupCollector
-from megarl.rollout.responses import length_error, response_stats, source_stats
+from megarl.rollout.metrics import length_error, response_stats, source_stats
 from megarl.rollout.sampling import SamplingParams, response_seed
 
 DrawPrompts = Callable[[int], Sequence[Prompt]]

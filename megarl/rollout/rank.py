@@ -24,9 +24,10 @@ from megarl.data.sample import Sample, SampleGroup
 from megarl.parallel.comm import from_rank_0
 from megarl.parallel.runtime import Ranks
 from megarl.rollout import messages as m
+from megarl.rollout.collector import make_rollout_batch, method_columns
 from megarl.rollout.controller import Controller, GroupRequest
 from megarl.rollout.engines.base import RolloutEngine
-from megarl.rollout.responses import groups_to_show, make_rollout_batch, method_columns, records
+from megarl.rollout.metrics import groups_to_show, records
 from megarl.rollout.sampling import SamplingParams, evaluation_seed
 from megarl.rollout.state import load_state, pack_journal
 from megarl.rollout.windows import WindowController

@@ -35,11 +35,12 @@ from megarl.data.prompts import ProblemSet, Prompt
 from megarl.data.sample import TokenData
 from megarl.rewards.pool import VerifierPool
 from megarl.rewards.verdict import Verdict
+from megarl.rollout.collector import reward_part
 from megarl.rollout.controller import Controller, Dispatcher, GroupRequest
 from megarl.rollout.engines.transformers_engine import TransformersEngine
 from megarl.rollout.messages import Hub, Link, RankReady
+from megarl.rollout.metrics import groups_to_show, records
 from megarl.rollout.rank import RolloutRank
-from megarl.rollout.responses import groups_to_show, records, reward_part
 from megarl.rollout.sampling import SamplingParams, response_seed
 from megarl.rollout.state import group_from_state, group_state, join_shares
 from megarl.schedule.scores import EvaluationResult
