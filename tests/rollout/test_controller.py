@@ -291,7 +291,7 @@ def test_a_client_of_two_servers_is_given_work_for_both(world, in_flight, each):
     servers = {"engine": "sglang_url", "urls": [f"http://a:{port}" for port in (1, 2, 3)]}
     settings_ = config(rollout={**servers, "max_batch": 4, "in_flight": in_flight})
     dispatcher = Dispatcher(settings_, 2)
-    dispatcher.add([GroupRequest(prompt, range(3), first=3 * i) for i, prompt in enumerate(world[2][:8])])
+    dispatcher.add([GroupRequest(prompt, range(3), first_id=3 * i) for i, prompt in enumerate(world[2][:8])])
     assert [len(slots) for slots in dispatcher.assign()] == [2 * each, each]
 
 
@@ -559,8 +559,8 @@ def test_a_silent_rank_is_reported_with_what_is_waited_for(world, monkeypatch):
     monkeypatch.setattr("megarl.rollout.messages.KEEP_ALIVE_SECONDS", 0.5)
     monkeypatch.setattr(engine, "poll", hangs)
     monkeypatch.setattr(Controller, "_silence", told)
-    what = "rollout: engine rank 1 has said nothing for 6 s (parallel.timeout); "
-    what += "the first that it draws is response number 0 to prompt 102"
+    what = "rollout: engine rank 1 has sent nothing for 6 s (parallel.timeout); "
+    what += "its first running response is number 0 to prompt 102"
     for error in run_ranks(world, config(parallel={"timeout": 6}), 2, steps=1):
         assert isinstance(error, WaitTimeout) and str(error) == what
     engine.abort()
@@ -732,7 +732,7 @@ def test_unjudged_responses_leave_the_signal_of_the_others_as_it_is(world, advan
 def test_too_many_unjudged_responses_end_the_run_on_every_rank(world):
     for error in run_ranks(world, config(rollout={"prompts": 8}), 2, 1, verifiers=[Failing(), Failing()]):
         assert isinstance(error, ConfigError) and "\n" not in str(error)
-        assert re.match(r"reward\.max_unjudged: \d+ of 24 responses of a step were not judged", str(error))
+        assert re.match(r"reward\.max_unjudged: \d+ of 24 responses of a step were not graded", str(error))
         assert str(error).endswith("of them: ConnectionRefusedError: nobody is there")
 
 
