@@ -28,7 +28,7 @@ class GroupCollector:
         groups, surplus = collector.result()
 
     prompts  groups wanted
-    surplus  accepted groups that the previous step did not need; they are taken first
+    surplus  accepted groups that the previous step did not need
     """
 
     def __init__(
@@ -43,7 +43,6 @@ class GroupCollector:
 
     @property
     def missing(self) -> int:
-        """Return the number of groups that are still to be accepted."""
         return max(0, self.prompts - len(self.accepted))
 
     def next_batch(self) -> int:
@@ -120,7 +119,6 @@ class GroupCollector:
         )
 
     def offer(self, groups: Sequence[SampleGroup]) -> None:
-        """Accept or reject complete groups, in the order of their prompts."""
         self.offered += groups
         for group in groups:
             (self.accepted if self._accepts(group) else self.rejected).append(group)

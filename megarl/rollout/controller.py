@@ -29,18 +29,13 @@ PRIOR = 8  # finished responses credited to each engine at the start, so that ea
 
 @dataclass
 class GroupRequest:
-    """A prompt, and a seed for each of its responses.
-
-    expected            mean length of the prompt's newest group, tokens; 0: unknown. The longest start first
-    first_id            id of its first sample; None: not assigned yet
-    engine_by_response  engine whose leader keeps a partial response; None: there is none
-    """
+    """A prompt, and a seed for each of its responses."""
 
     prompt: Prompt
     seeds: Sequence[int]
-    expected: float = 0.0
-    first_id: int | None = None
-    engine_by_response: Sequence[int | None] = ()
+    expected: float = 0.0  # mean length of the prompt's newest group, tokens; 0: unknown
+    first_id: int | None = None  # of its samples; None: not assigned yet
+    engine_by_response: Sequence[int | None] = ()  # which keeps a partial response; None: there is none
 
     @property
     def partials(self) -> list[tuple[int, int]]:
@@ -53,43 +48,28 @@ class GroupRequest:
 
 @dataclass
 class Slot:
-    """A row of the table: one response of a group that was not taken yet.
-
-    id      of its sample, unique within a run
-    index   position in its group
-    engine  which generates or generated it; None while it waits for one
-    sample  its result; None until it is finished
-    """
+    """A row of the table: one response of a group that was not taken yet."""
 
     request: GroupRequest
-    id: int
-    index: int
-    engine: int | None = None
-    sample: Sample | None = None
+    id: int  # of its sample, unique within a run
+    index: int  # in its group
+    engine: int | None = None  # None while it waits for one
+    sample: Sample | None = None  # None until it is finished
 
     def is_running_on(self, engine: int) -> bool:
-        """Return whether this engine is generating it."""
         return self.engine == engine and self.sample is None
 
 
 @dataclass
 class EngineLoad:
-    """What the controller knows about one engine in the present rollout.
+    """The controller's record of one engine in the present rollout."""
 
-    servers           of a client of servers; 1 for any other engine
-    queue             waiting slots planned for it, in the order in which they should start
-    waiting_for_tool  running responses that wait for a tool, an environment or an agent
-    finished          number of finished responses
-    newly_finished    of these, reported by the newest messages
-    busy_seconds      time in which it had work
-    """
-
-    servers: int = 1
-    queue: list[Slot] = field(default_factory=list)
-    waiting_for_tool: int = 0
-    finished: int = 0
-    newly_finished: int = 0
-    busy_seconds: float = 0.0
+    servers: int = 1  # of a client of servers
+    queue: list[Slot] = field(default_factory=list)  # waiting slots planned for it, in order
+    waiting_for_tool: int = 0  # running responses that wait for a tool, an environment or an agent
+    finished: int = 0  # responses
+    newly_finished: int = 0  # of these, reported by the newest messages
+    busy_seconds: float = 0.0  # in which it had work
 
 
 class Controller:
@@ -98,13 +78,8 @@ class Controller:
     With continuous batching, new prompts start while groups are missing. Once there are enough, the rest is
     aborted and comes first in the next step. With `rollout.continue_partial` aborted responses continue.
 
-    ranks     ranks with engines; `rollout.engine_tp` of them make one engine
-    draw      returns the next n prompts of the training data
-    surplus   accepted groups that the next step trains on
-    returned  requests that the next step samples first
-    lengths   mean response length of each prompt's newest group, tokens, by uid
-    next_id   id of the next sample
-    orders    waiting orders of the trainers
+    ranks  number of ranks with engines
+    draw   returns the next n prompts of the training data
     """
 
     def __init__(self, config: Config, hub: m.Hub, ranks: int, draw: DrawPrompts) -> None:
@@ -112,11 +87,11 @@ class Controller:
         self.continuous_batching = config.rollout.capabilities.continuous_batching
         self.ranks_per_engine = config.rollout.engine_tp
         self.engines = ranks // self.ranks_per_engine
-        self.surplus: list[SampleGroup] = []
-        self.returned: list[GroupRequest] = []
-        self.lengths: dict[int, float] = {}
-        self.orders: list[m.Order] = []
-        self.next_id = 1
+        self.surplus: list[SampleGroup] = []  # accepted groups for the next step
+        self.returned: list[GroupRequest] = []  # the next step samples these first
+        self.lengths: dict[int, float] = {}  # mean length of each prompt's newest group, tokens, by uid
+        self.orders: list[m.Order] = []  # of the trainers, waiting
+        self.next_id = 1  # of samples
         self.start_rollout(SamplingParams(0))
 
     def start_rollout(self, params: SamplingParams, *, terms: bool = True, window: int = 0) -> None:
@@ -162,7 +137,6 @@ class Controller:
             collector.offer(groups)
 
     def _next_requests(self, step: int, collector: GroupCollector) -> list[GroupRequest]:
-        """Return requests for the further prompts that the collector wants."""
         if not self.continuous_batching:
             return self.take_requests(collector.next_batch(), step)
         groups = [group for _, group in self.dispatcher.groups()]
@@ -193,7 +167,6 @@ class Controller:
         return await self.finished_groups()
 
     async def finished_groups(self) -> list[SampleGroup]:
-        """Wait for all responses and return their groups."""
         while any(slot.sample is None for slot in self.dispatcher.slots.values()):
             await self.handle_messages()
         return self.dispatcher.take_groups()
@@ -261,7 +234,6 @@ class Controller:
             await self.dispatch([])
 
     async def _recover(self) -> None:
-        """Restart failed engines, on all ranks with engines."""
         failures, self._failures = sorted(self._failures.items()), {}
         if failures:
             await self.hub.send_all(m.RestartEngines(failures))
@@ -290,13 +262,15 @@ class Controller:
 
         With `rollout.continue_partial` their tokens stay on the engines."""
         keep, self._is_aborting = self.config.rollout.continue_partial, True
-        wanted: dict[int, list[int]] = {}
+        ids_by_engine: dict[int, list[int]] = {}
         for slot in self.dispatcher.slots.values():
             if slot.engine is not None and (keep or slot.sample is None):
-                wanted.setdefault(slot.engine, []).extend([slot.id] if keep else [])
+                ids_by_engine.setdefault(slot.engine, []).extend([slot.id] if keep else [])
         for engine, sample_id in chain.from_iterable(request.partials for request in self.returned):
-            wanted.setdefault(engine, []).append(sample_id)  # the engine drops tokens that are not named
-        answers = await self._ask({engine: m.AbortSamples(ids) for engine, ids in wanted.items()})
+            ids_by_engine.setdefault(engine, []).append(
+                sample_id
+            )  # the engine drops tokens that are not named
+        answers = await self._ask({engine: m.AbortSamples(ids) for engine, ids in ids_by_engine.items()})
         kept = {i for answer in answers if isinstance(answer, m.SamplesAborted) for i in answer.ids}
         self._is_aborting = False
         await self._recover()
@@ -313,11 +287,10 @@ class Controller:
         return returned
 
     async def fetch(self, groups: Sequence[SampleGroup]) -> list[SampleGroup]:
-        """Return the groups with the tokens of all their samples."""
-        wanted: dict[int, list[int]] = {}
+        ids_by_engine: dict[int, list[int]] = {}
         for sample in (sample for group in groups for sample in group.samples):
-            wanted.setdefault(sample.owner // self.ranks_per_engine, []).append(sample.id)
-        answers = await self._ask({engine: m.SendTokenData(ids) for engine, ids in wanted.items()})
+            ids_by_engine.setdefault(sample.owner // self.ranks_per_engine, []).append(sample.id)
+        answers = await self._ask({engine: m.SendTokenData(ids) for engine, ids in ids_by_engine.items()})
         replies = [answer.data.items() for answer in answers if isinstance(answer, m.TokenDataReply)]
         data_by_id = dict(chain.from_iterable(replies))
         return [group.with_data(data_by_id) for group in groups]
@@ -346,19 +319,14 @@ class Controller:
 
 
 class Dispatcher:
-    """The controller's table of responses and its records of engines. Assigns responses to engines.
-
-    slots       by id, in the order of the prompts, until their group is taken
-    version     of the weights that sampled the responses; -1 before the first is finished
-    rebalanced  responses that started on another engine than planned
-    """
+    """The controller's table of responses and its records of engines. Assigns responses to engines."""
 
     def __init__(self, config: Config, engines: int) -> None:
         rollout = config.rollout
-        self.slots: dict[int, Slot] = {}
-        self.version = -1
+        self.slots: dict[int, Slot] = {}  # by id, in the order of the prompts, until their group is taken
+        self.version = -1  # of the weights; -1 before the first response is finished
         self.engines = [EngineLoad(len(rollout.urls[e::engines]) or 1) for e in range(engines)]
-        self.rebalanced = 0
+        self.rebalanced = 0  # responses that started on another engine than planned
         limit = rollout.max_batch if rollout.in_flight is None else rollout.in_flight
         self._limit = math.inf if not limit or engines == 1 else float(limit)  # 0 means no limit
 
@@ -437,7 +405,6 @@ class Dispatcher:
         return taken
 
     def clear(self) -> None:
-        """Drop all slots, also from the queues."""
         self.slots.clear()
         for engine in self.engines:
             engine.queue.clear()
@@ -452,11 +419,11 @@ def share_out(
     engine takes from the front of its queue. Then it takes neighbours, which may share a prompt, from the end
     of the longest queue.
 
-    Each argument has one entry per engine:
-        queues: planned responses, in the order in which they should start
-        running: number of running responses
-        limits: most responses at once
-        finished: number of finished responses, a measure of speed
+    Args, with one entry per engine:
+        queues: planned responses, in the order in which they should start.
+        running: number of running responses.
+        limits: most responses at once.
+        finished: number of finished responses, a measure of speed.
     """
     speeds = [PRIOR + count for count in finished]
     counts = [0] * len(queues)
@@ -486,7 +453,6 @@ def share_out(
 
 
 def sampling_params(rollout: RolloutConfig, step: int) -> SamplingParams:
-    """Return how the responses of a step are sampled."""
     # In value pretraining (steps below 0) no policy is trained, so nothing replays the engine's routing.
     return SamplingParams(
         *(rollout.max_response_tokens, rollout.temperature, rollout.top_p, rollout.top_k, rollout.stop),

@@ -32,23 +32,18 @@ class Ungraded(NamedTuple):
 
 
 class Grader:
-    """Grades the samples of one rollout on one rank.
-
-    threads     in which it waits for verifiers
-    max_tokens  most tokens of a response
-    with_terms  whether rewards include `reward.terms`
-    seconds     spent on grading
-    """
+    """Grades the samples of one rollout on one rank. It waits for verifiers in `threads`."""
 
     def __init__(self, config: Config, verifier: VerifierPool, tokenizer: Any, threads: Executor) -> None:
         self.reward, self.verifier, self.tokenizer, self.threads = config.reward, verifier, tokenizer, threads
         self.reflection = words_pattern(config.log.reflection_words)
-        self.max_tokens, self.with_terms, self.seconds = 0, False, 0.0
+        self.max_tokens = 0  # of a response
+        self.with_terms = False  # whether rewards include `reward.terms`
+        self.seconds = 0.0  # spent on grading
         self._queue: list[Ungraded] = []
         self._has_work, self._grading = asyncio.Event(), asyncio.Lock()
 
     def add(self, sample: Sample, prompt: Prompt, verdict: Verdict | None) -> None:
-        """Queue a sample. verdict: its episode's, if it has one"""
         self._queue.append(Ungraded(sample, prompt, verdict))
         self._has_work.set()
 
@@ -86,7 +81,6 @@ class Grader:
                 entry.sample.reflects = self.reflection.search(text) is not None
 
     def _texts(self, samples: Sequence[Sample]) -> list[str]:
-        """Return the policy's text of each sample, its turns joined by line breaks."""
         by_turn = [policy_turns(sample.data) if sample.data is not None else [] for sample in samples]
         texts = iter(policy_texts(self.tokenizer, [turn for turns in by_turn for turn in turns]))
         return ["\n".join(islice(texts, len(turns))) for turns in by_turn]

@@ -95,11 +95,10 @@ def length_error(groups: Sequence[SampleGroup]) -> dict[str, float]:
 
 
 def of_sources(groups: Iterable[SampleGroup]) -> dict[str, list[SampleGroup]]:
-    """Return the groups by the name of their prompts' source."""
-    found: dict[str, list[SampleGroup]] = {}
+    by_name: dict[str, list[SampleGroup]] = {}
     for group in groups:
-        found.setdefault(group.prompt.source_name, []).append(group)
-    return dict(sorted(found.items()))
+        by_name.setdefault(group.prompt.source_name, []).append(group)
+    return dict(sorted(by_name.items()))
 
 
 def source_stats(groups: Sequence[SampleGroup]) -> dict[str, float]:

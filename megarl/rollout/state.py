@@ -55,7 +55,6 @@ def pack_journal(data: TokenData) -> TokenData:
 
 
 def unpack_journal(data: TokenData) -> TokenData:
-    """Undo `pack_journal`."""
     return structs.replace(data, journal=json.loads(data.journal[0])) if data.journal else data
 
 
@@ -90,7 +89,7 @@ class LoadedState:
 
 
 def load_state(state: Mapping[str, Any], rank: int, engines: int, ranks_per_engine: int) -> LoadedState:
-    """Undo `join_shares` for one rank. Samples are divided evenly among the present engines."""
+    """Invert `join_shares` for one rank. Samples are divided evenly among the present engines."""
     loaded = LoadedState(lengths=dict(state.get("lengths", ())))
     for i, entry in enumerate(state["surplus"]):
         owner = i % engines * ranks_per_engine
@@ -126,7 +125,7 @@ def group_state(group: SampleGroup, tokens: Sequence[TokenData | None] | None = 
 
 
 def group_from_state(state: Mapping[str, Any], owner: int = 0) -> SampleGroup:
-    """Undo `group_state`. owner: rank that keeps the tokens"""
+    """Invert `group_state`. owner: rank that keeps the tokens"""
     samples = []
     for saved in state["responses"]:
         fields = {name: saved[key] for name, key in SAMPLE_KEYS.items() if key in saved}
@@ -167,7 +166,6 @@ def _token_state(data: TokenData) -> dict[str, Any]:
 
 
 def _token_data(saved: Mapping[str, Any], finish_reason: Any, journal: Sequence[Any] = ()) -> TokenData:
-    """Undo `_token_state`."""
     columns: dict[str, Any] = {name: saved.get(key) for name, key in TOKEN_KEYS.items()}
     if saved.get("routing") is not None:
         dtype, shape, encoded = saved["routing"]

@@ -580,7 +580,7 @@ def test_a_controller_that_is_not_heard_of_is_reported(world, monkeypatch):
 
     monkeypatch.setattr("megarl.rollout.messages.KEEP_ALIVE_SECONDS", 0.01)
     first, second = run_ranks(world, config(parallel={"timeout": 1}), 2, steps=0, act=act)
-    what = "rollout: engine rank 1 has heard from the controller nothing for 1 s (parallel.timeout)"
+    what = "rollout: engine rank 1 has received nothing from the controller for 1 s (parallel.timeout)"
     assert first is None and isinstance(second, WaitTimeout) and str(second) == what
 
 
