@@ -24,7 +24,7 @@ from megarl.parallel.comm import from_rank_0
 from megarl.parallel.runtime import Ranks
 from megarl.rollout import messages as m
 from megarl.rollout.collector import make_rollout_batch, method_columns
-from megarl.rollout.controller import Controller, GroupRequest
+from megarl.rollout.controller import Controller, GroupRequest, StepGroups
 from megarl.rollout.engines.base import RolloutEngine
 from megarl.rollout.metrics import groups_to_show, records
 from megarl.rollout.sampling import SamplingParams, evaluation_seed
@@ -49,7 +49,7 @@ class RolloutOutcome(msgspec.Struct, array_like=True):
     idle: float
 
 
-Decide = Callable[[Controller], Awaitable[tuple[Any, list[SampleGroup]]]]
+Decide = Callable[[Controller], Awaitable[StepGroups]]
 
 
 def raise_failure(failures: Failures) -> None:
@@ -122,16 +122,16 @@ class RolloutRank:
         The batch has the tokens that are on this rank, and on rank 0 up to `log.samples` records."""
         limit, shown = self.config.log.samples, list[SampleGroup]()
 
-        async def decide(controller: Controller) -> tuple[tuple[Any, Any], list[SampleGroup]]:
+        async def decide(controller: Controller) -> StepGroups:
             groups, metrics, errors = await controller.collect(step)
             shown.extend(await controller.fetch(groups_to_show(groups, limit)))
-            return (metrics, errors), groups
+            return groups, metrics, errors
 
-        _, outcome, groups = self._run_rollout(decide, ())
+        groups, metrics, errors = self._run_rollout(decide, ())
         batch = make_rollout_batch(groups, compared=self.config.algorithm.compares)
         if step > 0:  # value pretraining needs only rewards
             batch.columns |= method_columns(groups, self.config)
-        batch.metrics, batch.errors = {**outcome.stats}, outcome.errors
+        batch.metrics, batch.errors = metrics, errors
         batch.records = records(step, shown, self.tokenizer, limit)
         for sample in batch.samples:
             self.worker.graded.pop(sample.id, None)  # the others belong to the next step
@@ -144,14 +144,17 @@ class RolloutRank:
 
         whole: whether rank 0 gets all tokens"""
 
-        async def decide(controller: Controller) -> tuple[list[SampleGroup], list[SampleGroup]]:
-            groups = await controller.generate(requests, params)
-            return await controller.fetch(groups) if whole else groups, groups
+        fetched = list[SampleGroup]()
 
-        fetched, _, groups = self._run_rollout(decide, [request.prompt for request in requests])
+        async def decide(controller: Controller) -> StepGroups:
+            groups = await controller.generate(requests, params)
+            fetched.extend(await controller.fetch(groups) if whole else ())
+            return groups, {}, {}
+
+        groups, _, _ = self._run_rollout(decide, [request.prompt for request in requests])
         for sample in (sample for group in groups for sample in group.samples):
             self.worker.graded.pop(sample.id, None)
-        return fetched if whole and fetched is not None else groups
+        return fetched or groups
 
     def evaluate(
         self, sets: Sequence[ProblemSet], params: SamplingParams | None = None
@@ -176,25 +179,22 @@ class RolloutRank:
         groups = iter(self.generate(requests, params, whole=True))
         return [(one, list(islice(groups, len(one.problems)))) for one in sets]
 
-    def _run_rollout(
-        self, decide: Decide, prompts: Sequence[Prompt]
-    ) -> tuple[Any, RolloutOutcome, list[SampleGroup]]:
-        """Run a rollout on all ranks. Errors of the controller are raised on every rank.
+    def _run_rollout(self, decide: Decide, known: Sequence[Prompt]) -> StepGroups:
+        """Run a rollout on all ranks. Return groups with the tokens that are on this rank, metrics, errors.
+
+        An exception of the controller is raised on every rank.
 
         Args:
-            decide: run by the controller; returns a result, and the groups for all ranks
-            prompts: of these groups, if all ranks know them; else empty
-
-        Returns the result on rank 0, the outcome, and the groups with the tokens that are on this rank."""
+            decide: run by the controller; returns the groups, metrics and errors for all ranks
+            known: prompts of the groups, if all ranks know them; else empty
+        """
         started = time.perf_counter()
         decided = self._run(self._serve(decide))
         failure = decided if isinstance(decided, MegarlError) else None
-        result, groups = decided if isinstance(decided, tuple) else (None, [])
-        outcome = (
-            self._make_outcome(result, groups, known=bool(prompts))
-            if self.controller and not failure
-            else None
-        )
+        outcome: RolloutOutcome | None = None
+        if decided is not None and failure is None:
+            outcome = self._make_outcome(*decided, known=bool(known))
+            known = [group.prompt for group in decided[0]]
         kind = tuple[MegarlError | None, RolloutOutcome | None]
         failure, outcome = from_rank_0(self.ranks, (failure, outcome), kind)
         if failure is not None:
@@ -203,13 +203,13 @@ class RolloutRank:
         seconds = self.worker.seconds if self.worker.leads else outcome.seconds
         waited = time.perf_counter() - started - seconds["generate"] - seconds["verify"]
         self.seconds = {**seconds, "gather": max(0.0, waited), "idle": outcome.idle}
-        known = prompts or [group.prompt for group in groups]
-        return result, outcome, self._make_groups(outcome, known)
+        here = {i: sample.data for i, sample in self.worker.graded.items() if sample.data is not None}
+        columns = zip(known or outcome.prompts, outcome.samples, outcome.policy_versions, strict=True)
+        groups = [SampleGroup(*columns_of_one).with_data(here) for columns_of_one in columns]
+        return groups, {**outcome.stats}, outcome.errors
 
-    async def _serve(self, decide: Decide) -> tuple[Any, list[SampleGroup]] | MegarlError | None:
-        """Run this rank's worker, on rank 0 also the controller, until the rollout ends.
-
-        Returns the controller's result or error; None on other ranks."""
+    async def _serve(self, decide: Decide) -> StepGroups | MegarlError | None:
+        """Run this rank's worker until the rollout ends, on rank 0 also `decide`, and return its result."""
         if self.controller is None:
             await self.worker.serve(self.link)
             return None
@@ -222,9 +222,10 @@ class RolloutRank:
                 task.cancel()
         return deciding.result()
 
-    def _make_outcome(self, result: Any, groups: Sequence[SampleGroup], *, known: bool) -> RolloutOutcome:
+    def _make_outcome(
+        self, groups: list[SampleGroup], stats: dict[str, float], errors: dict[str, int], *, known: bool
+    ) -> RolloutOutcome:
         assert self.controller is not None
-        stats, errors = result if isinstance(result, tuple) else ({}, {})
         prompts = [
             Prompt(group.prompt.uid, "", group.prompt.tokens, "", group.prompt.source)
             for group in (() if known else groups)
@@ -232,12 +233,7 @@ class RolloutRank:
         samples = [[sample.with_data(None) for sample in group.samples] for group in groups]
         versions = [group.policy_version for group in groups]
         idle = self.controller.dispatcher.idle_seconds
-        return RolloutOutcome(prompts, samples, versions, stats, errors, self.worker.seconds, idle)
-
-    def _make_groups(self, outcome: RolloutOutcome, known: Sequence[Prompt]) -> list[SampleGroup]:
-        here = {i: sample.data for i, sample in self.worker.graded.items() if sample.data is not None}
-        columns = zip(known or outcome.prompts, outcome.samples, outcome.policy_versions, strict=True)
-        return [SampleGroup(*columns_of_one).with_data(here) for columns_of_one in columns]
+        return RolloutOutcome(prompts, samples, versions, {**stats}, errors, self.worker.seconds, idle)
 
     def next_order(self, seconds: float) -> m.Order | None:
         """Return the trainers' next order, on every rank; None if there is none within `seconds`."""
@@ -301,15 +297,13 @@ class RolloutRank:
         self._loop.close()
 
 
-async def decide_and_end(
-    controller: Controller, decide: Decide
-) -> tuple[Any, list[SampleGroup]] | MegarlError:
+async def decide_and_end(controller: Controller, decide: Decide) -> StepGroups | MegarlError:
     """Return the result of `decide`, or its error, and end the rollout on all workers."""
     groups: list[SampleGroup] = []
     try:
-        result, groups = await decide(controller)
+        groups, metrics, error_counts = await decide(controller)
     except MegarlError as error:
         return error
     finally:
         await controller.end(groups)
-    return result, groups
+    return groups, metrics, error_counts

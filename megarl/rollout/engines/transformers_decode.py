@@ -225,6 +225,7 @@ class DecodeLoop:
         return F.pad(chosen, (0, 0, len(self.body.layers) - chosen.shape[1], 0))
 
     def _choose(self, rows: slice, logits: Tensor) -> None:
+        """Sample the next token of `rows` from logits [rows, vocab]."""
         cache, live, count = self.cache, self.live[rows], self.count[rows]
         token, logprob = choose(logits, self.seed[rows], count, self.params)
         self.token[rows] = token

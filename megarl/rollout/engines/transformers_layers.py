@@ -147,10 +147,9 @@ class KVCache:
     def update(
         self, key: Tensor, value: Tensor, layer: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Add a layer's new keys and values, and return all keys and values of its rows.
+        """Add a layer's new keys and values. Return those of all its columns, [rows, kv_heads, columns, dim].
 
-        key, value: [segments, kv_heads, tokens, dim], or when decoding [blocks, kv_heads, rows, dim] ->
-        [rows, kv_heads, columns, dim]"""
+        key, value: [segments, kv_heads, tokens, dim]; when decoding [blocks, kv_heads, rows, dim]"""
         if self.prefilling:
             self._aside[layer] = key, value
             if not self.start:
@@ -310,8 +309,8 @@ def attention(
     """Implement transformers' attention interface. Values may be narrower than keys; the output then is.
 
     Without a mask (prefill) it is causal, with the queries of the last keys. With a mask (decoding) query is
-    [blocks, heads, rows, dim], one query a row, and query heads of one key head become queries of one head,
-    so that grouped keys are not repeated.
+    [blocks, heads, rows, dim], one query a row. Query heads of one key head become queries of one head, so
+    that grouped keys are not repeated.
 
     query [rows, heads, q, dim]; key, value [rows, kv_heads, k, dim] -> [rows, q, heads, dim]
     """
