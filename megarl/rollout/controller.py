@@ -266,10 +266,9 @@ class Controller:
         for slot in self.dispatcher.slots.values():
             if slot.engine is not None and (keep or slot.sample is None):
                 ids_by_engine.setdefault(slot.engine, []).extend([slot.id] if keep else [])
+        # Named too, as engines drop the tokens of all other samples.
         for engine, sample_id in chain.from_iterable(request.partials for request in self.returned):
-            ids_by_engine.setdefault(engine, []).append(
-                sample_id
-            )  # the engine drops tokens that are not named
+            ids_by_engine.setdefault(engine, []).append(sample_id)
         answers = await self._ask({engine: m.AbortSamples(ids) for engine, ids in ids_by_engine.items()})
         kept = {i for answer in answers if isinstance(answer, m.SamplesAborted) for i in answer.ids}
         self._is_aborting = False

@@ -52,37 +52,38 @@ def routing_array(chosen: np.ndarray, tokens: int, experts: int) -> np.ndarray:
 
 
 def _hash(salt: str, *numbers: int) -> int:
+    """Return a seed of 63 bits."""
     text = ":".join([salt, *map(str, numbers)])
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
 
 
 def response_seed(run_seed: int, step: int, prompt_uid: int, index: int) -> int:
-    """Return the seed (63 bits) of response `index` to a prompt in a rollout step."""
+    """Return the seed of response `index` to a prompt in a rollout step."""
     return _hash("megarl.rollout", run_seed, step, prompt_uid, index)
 
 
 def turn_seed(seed: int, turn: int) -> int:
-    """Return the seed (63 bits) of a turn; the first turn has the response's seed."""
+    """Return the seed of a turn; the first turn has the response's seed."""
     return _hash("megarl.turn", seed, turn) if turn else seed
 
 
 def environment_seed(seed: int) -> int:
-    """Return the seed (63 bits) of a response's environment."""
+    """Return the seed of a response's environment."""
     return _hash("megarl.environment", seed)
 
 
 def evaluation_seed(run_seed: int, problem_uid: int, index: int) -> int:
-    """Return the seed (63 bits) of answer `index` to a held-out problem, the same at every step."""
+    """Return the seed of answer `index` to a held-out problem, the same at every step."""
     return _hash("megarl.evaluation", run_seed, problem_uid, index)
 
 
 def shuffle_seed(run_seed: int, step: int) -> int:
-    """Return the seed (63 bits) of the shuffle between the rollout and the updates of a step."""
+    """Return the seed of the shuffle between the rollout and the updates of a step."""
     return _hash("megarl.shuffle", run_seed, step)
 
 
 def selection_seed(run_seed: int, step: int, update: int, group: int, index: int) -> int:
-    """Return the seed (63 bits) of the selection of tokens of a response in an update."""
+    """Return the seed of the selection of tokens of a response in an update."""
     return _hash("megarl.selection", run_seed, step, update, group, index)
 
 

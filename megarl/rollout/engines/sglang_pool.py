@@ -33,7 +33,7 @@ class Server:
 
     def __init__(self, url: str) -> None:
         self.url, self.tp = url, 1
-        self.why = ""  # it was left out
+        self.why = ""  # reason for which it was left out
         self.loading = False  # whether this client is sending it weights
         self.running: set[str] = set()  # ids of unfinished requests
         self.gone: asyncio.Future[str] | None = None  # resolves with a reason when it becomes unusable
