@@ -31,7 +31,7 @@ from megarl.data.prompts import Prompt
 from megarl.parallel.runtime import STORE_FILE, join_store
 from megarl.parallel.secret import SECRET_FILE, make_secret
 from megarl.rewards.verdict import Verdict
-from megarl.rollout.dispatch import GroupRequest
+from megarl.rollout.controller import GroupRequest
 from megarl.rollout.rank import RolloutRank
 from megarl.rollout.sampling import SamplingParams, response_seed
 

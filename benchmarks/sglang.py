@@ -95,7 +95,7 @@ def main() -> int:
     from megarl.data.prompts import Prompt
     from megarl.parallel import runtime as parallel
     from megarl.rewards.pool import VerifierPool
-    from megarl.rollout.dispatch import GroupRequest
+    from megarl.rollout.controller import GroupRequest
     from megarl.rollout.rank import RolloutRank
     from megarl.rollout.sampling import SamplingParams
 

@@ -46,13 +46,13 @@ class PlainEngine(RolloutEngine):
     @torch.inference_mode()
     def poll(self, seconds: float) -> list[tuple[int, TokenData]]:
         key, (request, params) = self.requests.popitem()
-        tokens, logprobs, seed = list[int](), list[float](), torch.tensor([request.seed])
+        prefix, seed = request.prefix or TokenData(), torch.tensor([request.seed])
+        tokens, logprobs = prefix.tokens.tolist(), prefix.logprobs.tolist()
         while len(tokens) < request.limit(params) and self.eos_ids.isdisjoint(tokens[-1:]):
             logits = self.model(torch.tensor([[*request.prompt_tokens, *tokens]])).logits[:, -1]
             token, logprob = choose(logits, seed, torch.tensor([len(tokens)]), params)
             tokens, logprobs = [*tokens, int(token)], [*logprobs, float(logprob)]
-        ended = "length" if self.eos_ids.isdisjoint(tokens[-1:]) else "stop"
-        return [(key, TokenData(tokens, logprobs, ended, [self.weight_version] * len(tokens)))]
+        return [(key, TokenData(tokens, logprobs, "stop" if tokens[-1] in self.eos_ids else "length"))]
 
     def abort(self) -> list[tuple[int, TokenData]]:
         aborted, self.requests = [(key, TokenData()) for key in self.requests], {}

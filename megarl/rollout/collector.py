@@ -1,29 +1,34 @@
-"""Dynamic sampling: which groups a step trains on (DAPO eq. 11)."""
+"""Dynamic sampling: which groups a step trains on (DAPO eq. 11), and these groups as columns."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
+
+import numpy as np
+import torch
+from torch import Tensor
 
 from megarl.config.errors import ConfigError, DataError
-from megarl.config.schema import DynamicSamplingConfig
-from megarl.data.sample import SampleGroup
+from megarl.config.schema import Config, DynamicSamplingConfig
+from megarl.data.batch import RolloutBatch, TrainBatch
+from megarl.data.sample import Sample, SampleGroup, TokenData
 
-SAME = 1e-6  # rewards of a smaller standard deviation count as one: group_advantages adds this to it
+SAME = 1e-6  # rewards with a smaller standard deviation count as equal: group_advantages adds this to it
 
 
 class GroupCollector:
-    """Decides which groups a rollout step trains on. They come in generation batches or, from an engine that
-    streams, one by one (`refill`):
+    """Decides which groups a step trains on. Depends only on the offered groups and their order.
+
+    With continuous batching, `refill` replaces `next_batch`. Otherwise:
 
         while n := collector.next_batch():
             collector.offer(<groups of the next n prompts, in their order>)
         groups, surplus = collector.result()
 
     prompts  groups wanted
-    surplus  accepted groups left over from the step before, which are taken first
-
-    Every decision follows from the groups offered, in their order, and from nothing else.
+    surplus  accepted groups that the previous step did not need
     """
 
     def __init__(
@@ -34,19 +39,16 @@ class GroupCollector:
         self.offered: list[SampleGroup] = []  # of this step, in order
         self.rejected: list[SampleGroup] = []
         self.batches = 0
-        self.submitted = 0  # prompts, where the engine streams
+        self.submitted = 0  # prompts, with continuous batching
 
     @property
     def missing(self) -> int:
-        """Return how many groups are still to be accepted."""
         return max(0, self.prompts - len(self.accepted))
 
     def next_batch(self) -> int:
-        """Return the prompts of the next generation batch; 0 when the step has what it needs or has reached
-        its limit.
+        """Return the number of prompts of the next generation batch; 0 when enough or at the limit.
 
-        Raises DataError (ConfigError where nothing was judged) at the limit where the configuration says
-        stop."""
+        Raises DataError at the limit if `at_limit` is "stop"; ConfigError if nothing was graded."""
         if not self.missing:
             return 0
         if self.batches >= self.dynamic.max_batches:
@@ -58,12 +60,15 @@ class GroupCollector:
         return min(self.prompts, max(self.missing, self._estimate(self.missing, ())))
 
     def refill(self, ahead: Sequence[SampleGroup], running: int) -> int:
-        """Return how many prompts to submit beside those that run. Never more run at once than `prompts` (or
-        the first batch), and a step has at most `prompts` * max_batches. How many run ahead depends on time;
-        which groups are accepted does not. Raises as `next_batch`.
+        """Return the number of prompts to submit now. Raises as `next_batch`.
 
-        ahead    groups that are complete but not offered, as one before them still runs
-        running  prompts whose groups are not complete"""
+        At most `prompts` (or the first batch) run at once, and a step has at most `prompts` * max_batches.
+        How many run depends on time. Which groups are accepted does not.
+
+        Args:
+            ahead: complete groups that wait for an earlier one that is still running
+            running: number of incomplete groups
+        """
         missing = self.missing - sum(map(self._accepts, ahead))
         if missing <= 0:
             return 0
@@ -90,7 +95,7 @@ class GroupCollector:
         return not self.dynamic.enabled or self._differs(group)
 
     def _estimate(self, missing: int, ahead: Sequence[SampleGroup]) -> int:
-        """Estimate the prompts for `missing` accepted groups, by Laplace's rule: careful after few."""
+        """Estimate the prompts that yield `missing` accepted groups, by Laplace's rule of succession."""
         kept = len(self.offered) - len(self.rejected) + sum(map(self._differs, ahead))
         return math.ceil(missing * (len(self.offered) + len(ahead) + 2) / (kept + 1))
 
@@ -101,8 +106,8 @@ class GroupCollector:
         errors = sorted(r.error for r in responses if r.error is not None)
         first = errors[0] if errors else "no error is known"
         if responses and not any(r.judged for r in responses):
-            if first.startswith(("rollout.", "reward.")):  # the key of what has failed
-                raise ConfigError(f"{first} (and no response to {count} prompts was judged)")
+            if first.startswith(("rollout.", "reward.")):  # already names the key
+                raise ConfigError(f"{first} (and no response to {count} prompts was graded)")
             raise ConfigError(f"reward.verifier: it failed on every answer of {count} prompts: {first}")
         all_failed = responses and len(errors) == len(responses)
         failed = f"; all responses have errors: {first}" if all_failed else ""
@@ -114,31 +119,31 @@ class GroupCollector:
         )
 
     def offer(self, groups: Sequence[SampleGroup]) -> None:
-        """Accept or reject complete groups, in the order of their prompts."""
         self.offered += groups
         for group in groups:
             (self.accepted if self._accepts(group) else self.rejected).append(group)
 
     def result(self) -> tuple[list[SampleGroup], list[SampleGroup]]:
-        """Return the `prompts` groups to train on, and the surplus for the next step (at most `prompts`; the
-        rest is dropped). Where too few were accepted, the first rejected ones follow the accepted."""
+        """Return the `prompts` groups to train on, and at most `prompts` surplus groups.
+
+        If too few were accepted, the first rejected ones follow them."""
         groups = (self.accepted + self.rejected)[: self.prompts]
         return groups, self.accepted[self.prompts : 2 * self.prompts]
 
     def stats(self) -> dict[str, float]:
-        """Return rollout/*: counts over the groups offered in this step. kept + all right + all wrong =
-        prompts, with or without filtering; by score the latter two count those that are not kept, and a group
-        of right and wrong answers with one reward is in none of the three. waste: the share of their tokens
-        that are neither trained on nor kept for the next step."""
+        """Return rollout/*: counts over the groups offered in this step.
+
+        groups_all_right and groups_all_wrong count only groups that dynamic sampling would reject. waste is
+        the share of tokens that neither this step nor the next one uses."""
         groups, surplus = self.result()
         used = {id(group) for group in (*groups, *surplus)}
         tokens = [sum(r.num_sampled for r in group.samples) for group in self.offered]
         waste = sum(n for group, n in zip(self.offered, tokens, strict=True) if id(group) not in used)
-        alike = [group for group in self.offered if not self._differs(group)]
-        right = sum(group.num_correct == len(group.samples) for group in alike)
-        wrong = sum(group.num_correct == 0 for group in alike)
+        uniform = [group for group in self.offered if not self._differs(group)]
+        right = sum(group.num_correct == len(group.samples) for group in uniform)
+        wrong = sum(group.num_correct == 0 for group in uniform)
         stats = {
-            "rollout/groups_kept": len(self.offered) - len(alike),
+            "rollout/groups_kept": len(self.offered) - len(uniform),
             "rollout/groups_all_right": right,
             "rollout/groups_all_wrong": wrong,
             "rollout/batches": self.batches or math.ceil(len(self.offered) / self.prompts),
@@ -149,3 +154,143 @@ class GroupCollector:
         }
         shares = (("all_right", right), ("all_wrong", wrong)) if self.offered else ()
         return stats | {f"rollout/share_{name}": count / len(self.offered) for name, count in shares}
+
+
+def make_rollout_batch(groups: Sequence[SampleGroup], *, compared: bool = True) -> RolloutBatch:
+    """Return the samples of groups, in their order, as columns, with the tokens that are on this rank.
+
+    Columns [n] are those of `_sample_columns`, columns [T] those of `pack_tokens`. A sample that does not
+    count is its prompt alone, in a separate group: it adds no token to a loss, denominator or statistic.
+
+    compared: whether samples are compared with their group's. Then `SampleGroup.counted` count; otherwise
+        all graded ones do.
+    """
+    samples = [sample for group in groups for sample in group.samples]
+    group_ids = [g for g, group in enumerate(groups) for _ in group.samples]
+    counted = {id(r) for g in groups for r in (g.counted if compared else g.samples) if r.judged}
+    counts = torch.tensor([id(sample) in counted for sample in samples])
+    prompts = [np.array(group.prompt.tokens, dtype=np.int64) for group in groups]
+    prompt_lengths = torch.tensor([prompts[g].size for g in group_ids])
+    here = [(row, g, s.data) for row, (g, s) in enumerate(zip(group_ids, samples, strict=True)) if s.data]
+    sequences = [
+        (prompts[g], groups[g].policy_version, data if counts[row] else data.first(0, prompts[g].size))
+        for row, g, data in here
+    ]
+    return RolloutBatch(
+        lengths=prompt_lengths + torch.tensor([s.num_tokens for s in samples]) * counts,
+        response_lengths=torch.tensor([s.num_sampled for s in samples]) * counts,
+        prompt_lengths=prompt_lengths,
+        owners=torch.tensor([s.owner for s in samples], dtype=torch.int64),
+        columns=_sample_columns(groups, samples, group_ids, counts),
+        rows=torch.tensor([row for row, _, _ in here], dtype=torch.int64),
+        own=pack_tokens(sequences, samples),
+        groups=[*groups],
+    )
+
+
+def _sample_columns(
+    groups: Sequence[SampleGroup], samples: Sequence[Sample], group_ids: Sequence[int], counts: Tensor
+) -> dict[str, Tensor]:
+    """Return the columns [n] of all samples.
+
+    rewards         float32
+    correct         bool
+    truncated       bool
+    group_ids       int64, position of the sample's group in `groups`; a separate one if it does not count
+    policy_version  int64, version of its oldest token
+    response_index  int64, position in its group
+    begun           int64, tokens that earlier steps sampled; only with `rollout.window`
+    unfinished      bool; only with `rollout.window`
+    """
+    rows = list(zip(group_ids, samples, counts.tolist(), strict=True))
+    ids = [g if counts_row else len(groups) + row for row, (g, _, counts_row) in enumerate(rows)]
+    versions = [
+        groups[g].policy_version if s.oldest_version is None else s.oldest_version for g, s, _ in rows
+    ]
+    rewards = [sample.reward if counts_row else 0.0 for _, sample, counts_row in rows]
+    indices = [i for group in groups for i in range(len(group.samples))]
+    columns = {
+        "rewards": torch.tensor(rewards, dtype=torch.float32),
+        "correct": torch.tensor([sample.correct for sample in samples], dtype=torch.bool),
+        "truncated": torch.tensor([sample.is_truncated for sample in samples], dtype=torch.bool),
+        "group_ids": torch.tensor(ids, dtype=torch.int64),
+        "policy_version": torch.tensor(versions, dtype=torch.int64),
+        "response_index": torch.tensor(indices, dtype=torch.int64),
+    }
+    if any(sample.prefix_tokens or sample.is_partial for sample in samples):
+        columns["begun"] = torch.tensor([sample.prefix_tokens for sample in samples]) * counts
+        columns["unfinished"] = torch.tensor([sample.is_partial for sample in samples])
+    return columns
+
+
+def pack_tokens(
+    sequences: Sequence[tuple[np.ndarray, int, TokenData]], samples: Sequence[Sample]
+) -> TrainBatch:
+    """Pack prompts and responses. `samples` of the whole step decide which columns every rank makes.
+
+    Columns [T], 0 for tokens that the policy did not sample:
+        engine_logprobs  float32
+        token_versions   int32, if some sample was continued under new weights
+        turn_rewards     float32, if some turn has a reward
+        routing          [T, layers, topk], if the engine's choice of experts was recorded (`routing_array`)
+
+    Args:
+        sequences: prompt, policy version of its group, and tokens of the response, on this rank
+    """
+    cu_seqlens = np.cumsum([0, *(p.size + d.num_tokens for p, _, d in sequences)], dtype=np.int64)
+    total = int(cu_seqlens[-1])
+    tokens, mask = np.empty(total, dtype=np.int64), np.zeros(total, dtype=bool)
+    logprobs, versions = np.zeros(total, dtype=np.float32), np.zeros(total, dtype=np.int32)
+    rewards = np.zeros(total, dtype=np.float32)
+    formats = (sample.experts_format for sample in samples)
+    kind, shape = next((found for found in formats if found is not None), ("uint8", (0,)))
+    none = np.iinfo(kind).max  # surplus may be of a step that recorded nothing
+    routing = np.full((total, *shape), none, dtype=kind)
+    for (prompt, version, data), (start, end) in zip(sequences, pairwise(cu_seqlens), strict=True):
+        first = start + prompt.size
+        tokens[start:first], tokens[first:end] = prompt, data.tokens
+        own = mask[first:end]
+        own[:] = True if data.is_sampled is None else data.is_sampled
+        logprobs[first:end][own] = data.logprobs[own]
+        versions[first:end][own] = version if data.policy_versions is None else data.policy_versions[own]
+        if data.turn_rewards is not None:
+            rewards[first:end][own] = data.turn_rewards[own]
+        if data.routed_experts is not None:
+            routing[start:end] = data.routed_experts
+    columns = {"engine_logprobs": torch.from_numpy(logprobs)}
+    if any(sample.oldest_version is not None for sample in samples):
+        columns["token_versions"] = torch.from_numpy(versions)
+    if any(sample.has_turn_rewards for sample in samples):
+        columns["turn_rewards"] = torch.from_numpy(rewards)
+    if any(sample.experts_format is not None for sample in samples):
+        columns["routing"] = torch.from_numpy(routing)
+    return TrainBatch(torch.from_numpy(tokens), torch.from_numpy(cu_seqlens), torch.from_numpy(mask), columns)
+
+
+def method_columns(groups: Sequence[SampleGroup], config: Config) -> dict[str, Tensor]:
+    """Return the further columns [n] that the advantage's method or the teachers need.
+
+    reward_parts  float32 [n, parts], each of `reward.parts` but the model's, without its weight
+    prompt_uids   int64
+    teachers      int64, number of the response's teacher; -1 for none
+    """
+    samples = [(group.prompt, sample) for group in groups for sample in group.samples]
+    wanted, columns = config.algorithm.advantage_method.columns, dict[str, Tensor]()
+    if "reward_parts" in wanted:
+        names = [name for name in config.reward.parts if name != "model"]
+        parts = [[reward_part(sample, name) for name in names] for _, sample in samples]
+        columns["reward_parts"] = torch.tensor(parts, dtype=torch.float32).view(len(parts), len(names))
+    if "prompt_uids" in wanted:
+        columns["prompt_uids"] = torch.tensor([prompt.uid for prompt, _ in samples])
+    if config.teacher.by_source:
+        columns["teachers"] = torch.tensor([config.teacher.number(prompt.source) for prompt, _ in samples])
+    return columns
+
+
+def reward_part(sample: Sample, name: str) -> float:
+    """Return what one of `reward.parts` gave a sample; 0 for a term whose verifier failed."""
+    if name == "verifier":
+        return float(sample.correct) if sample.score is None else sample.score
+    if name == "overlong":
+        return sample.overlong_penalty
+    return sample.terms.get(name.removeprefix("terms."), 0.0)

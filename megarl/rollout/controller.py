@@ -1,44 +1,85 @@
-"""The controller: decides which prompts are sampled, on which engine, and when a step has enough groups.
+"""The controller: decides which prompts are sampled, where, and when a step has enough groups.
 
-It runs on the first rank with an engine, beside that rank's worker (worker.py), and talks to all workers by
-messages (messages.py). dispatch.py has its table of responses."""
+It runs on the first rank with an engine, next to that rank's worker (worker.py), and talks to all workers by
+messages (messages.py). It has one table of responses and one record per engine (`Dispatcher`)."""
 
 from __future__ import annotations
 
+import heapq
+import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from itertools import chain
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import chain, groupby
 
 from megarl.config import errors
-from megarl.config.errors import ConfigError, WaitTimeout
+from megarl.config.errors import EngineError, WaitTimeout
 from megarl.config.schema import Config, RolloutConfig
 from megarl.data.prompts import Prompt
-from megarl.data.sample import SampleGroup
+from megarl.data.sample import Sample, SampleGroup
 from megarl.rollout import messages as m
 from megarl.rollout.collector import GroupCollector
-from megarl.rollout.dispatch import Dispatcher, GroupRequest, Slot
-from megarl.rollout.responses import length_error, response_stats, source_stats
+from megarl.rollout.metrics import step_metrics
 from megarl.rollout.sampling import SamplingParams, response_seed
 
 DrawPrompts = Callable[[int], Sequence[Prompt]]
 StepGroups = tuple[list[SampleGroup], dict[str, float], dict[str, int]]  # groups, metrics, errors
+PRIOR = 8  # finished responses credited to each engine at the start, so that early speeds vary little
+
+
+@dataclass
+class GroupRequest:
+    """A prompt, and a seed for each of its responses."""
+
+    prompt: Prompt
+    seeds: Sequence[int]
+    expected: float = 0.0  # mean length of the prompt's newest group, tokens; 0: unknown
+    first_id: int | None = None  # of its samples; None: not assigned yet
+    engine_by_response: Sequence[int | None] = ()  # which keeps a partial response; None: there is none
+
+    @property
+    def partials(self) -> list[tuple[int, int]]:
+        """Return the engine and the sample id of each partial response."""
+        if self.first_id is None:
+            return []
+        engines = enumerate(self.engine_by_response)
+        return [(engine, self.first_id + i) for i, engine in engines if engine is not None]
+
+
+@dataclass
+class Slot:
+    """A row of the table: one response of a group that was not taken yet."""
+
+    request: GroupRequest
+    id: int  # of its sample, unique within a run
+    index: int  # in its group
+    engine: int | None = None  # None while it waits for one
+    sample: Sample | None = None  # None until it is finished
+
+    def is_running_on(self, engine: int) -> bool:
+        return self.engine == engine and self.sample is None
+
+
+@dataclass
+class EngineLoad:
+    """The controller's record of one engine in the present rollout."""
+
+    servers: int = 1  # of a client of servers
+    queue: list[Slot] = field(default_factory=list)  # waiting slots planned for it, in order
+    waiting_for_tool: int = 0  # running responses that wait for a tool, an environment or an agent
+    finished: int = 0  # responses
+    newly_finished: int = 0  # of these, reported by the newest messages
+    busy_seconds: float = 0.0  # in which it had work
 
 
 class Controller:
-    """Runs rollouts from what workers report.
+    """Runs rollouts by messages to and from workers.
 
-    With continuous batching, prompts are sampled ahead while groups are missing, and the rest is aborted once
-    there are enough. Aborted prompts come first in the next step; with `rollout.continue_partial` their
-    responses continue.
+    With continuous batching, new prompts start while groups are missing. Once there are enough, the rest is
+    aborted and comes first in the next step. With `rollout.continue_partial` aborted responses continue.
 
-    ranks      ranks with engines; `rollout.engine_tp` of them make one engine
-    draw       returns the next n prompts of the training data
-    surplus    accepted groups that the next step trains on
-    returned   requests that the next step samples first
-    lengths    mean response length of each prompt's newest group, tokens, by uid
-    next_id    id of the next sample
-    orders     orders of the trainers that wait
+    ranks  number of ranks with engines
+    draw   returns the next n prompts of the training data
     """
 
     def __init__(self, config: Config, hub: m.Hub, ranks: int, draw: DrawPrompts) -> None:
@@ -46,17 +87,15 @@ class Controller:
         self.continuous_batching = config.rollout.capabilities.continuous_batching
         self.ranks_per_engine = config.rollout.engine_tp
         self.engines = ranks // self.ranks_per_engine
-        self.surplus: list[SampleGroup] = []
-        self.returned: list[GroupRequest] = []
-        self.lengths: dict[int, float] = {}
-        self.orders: list[m.Order] = []
-        self.next_id = 1
+        self.surplus: list[SampleGroup] = []  # accepted groups for the next step
+        self.returned: list[GroupRequest] = []  # the next step samples these first
+        self.lengths: dict[int, float] = {}  # mean length of each prompt's newest group, tokens, by uid
+        self.orders: list[m.Order] = []  # of the trainers, waiting
+        self.next_id = 1  # of samples
         self.start_rollout(SamplingParams(0))
 
     def start_rollout(self, params: SamplingParams, *, terms: bool = True, window: int = 0) -> None:
-        """Forget the rollout before.
-
-        terms: whether rewards include `reward.terms`; window: most new tokens of a response; 0: no limit"""
+        """Reset the state of one rollout. window: most new tokens of a response; 0: no limit"""
         self._params, self._terms, self._window = params, terms, window
         self.dispatcher = Dispatcher(self.config, self.engines)
         self._times_sampled: Counter[int] = Counter()  # prompts of this rollout, by uid
@@ -68,11 +107,8 @@ class Controller:
     async def collect(self, step: int) -> StepGroups:
         """Collect `rollout.prompts` groups for a step. Return them, metrics, and the verifiers' errors.
 
-        reward/*, response/* and reflection/* count all responses of the step, whether dynamic sampling
-        accepts their groups or not, so that they show the policy's accuracy.
-
-        Raises DataError at the limit of generation batches where the configuration says so, and the errors
-        of engines and verifiers."""
+        Metrics count rejected groups too, so that they show the policy's accuracy. Raises as
+        GroupCollector.next_batch, and errors of engines and verifiers."""
         rollout = self.config.rollout
         self.start_rollout(sampling_params(rollout, step))
         collector = GroupCollector(rollout.prompts, rollout.dynamic_sampling, self.surplus)
@@ -89,17 +125,18 @@ class Controller:
             lengths = [r.num_sampled for r in group.samples]
             self.lengths[group.prompt.uid] = sum(lengths) / len(lengths)
         groups, self.surplus = collector.result()
-        # Nothing was offered where the surplus of the step before was enough.
         stats = collector.stats() | {"rollout/moved": self.dispatcher.rebalanced}
-        return with_metrics(groups, collector.offered or groups, stats, self.config.reward.max_unjudged)
+        # Nothing was offered if the surplus of the previous step was enough.
+        counted = collector.offered or groups
+        metrics, error_counts = step_metrics(counted, self.config.reward.max_unjudged)
+        return groups, stats | metrics, error_counts
 
     def _offer_groups(self, collector: GroupCollector) -> None:
-        """Offer complete groups. The collector may reject some, so it may take more than it misses."""
+        """Offer complete groups, until none is missing: the collector may reject some."""
         while groups := self.dispatcher.take_groups(collector.missing if self.continuous_batching else None):
             collector.offer(groups)
 
     def _next_requests(self, step: int, collector: GroupCollector) -> list[GroupRequest]:
-        """Return requests for as many further prompts as the collector wants."""
         if not self.continuous_batching:
             return self.take_requests(collector.next_batch(), step)
         groups = [group for _, group in self.dispatcher.groups()]
@@ -107,15 +144,16 @@ class Controller:
         return self.take_requests(collector.refill(complete, len(groups) - len(complete)), step)
 
     def take_requests(self, prompts: int, step: int) -> list[GroupRequest]:
-        """Return requests for the next prompts: first those that an earlier step returned. A prompt drawn
-        again in one step gets further seeds."""
+        """Return requests for the next prompts, first those that an earlier step returned.
+
+        A prompt that occurs again in one step gets other seeds."""
         requests, self.returned = self.returned[:prompts], self.returned[prompts:]
         if len(requests) < prompts:
             requests += [GroupRequest(prompt, ()) for prompt in self.draw(prompts - len(requests))]
         size = self.config.rollout.group_size
         for i, request in enumerate(requests):
             uid, seeds = request.prompt.uid, request.seeds
-            if request.first is None:
+            if request.first_id is None:
                 first = self._times_sampled[uid] * size
                 seeds = [response_seed(self.config.seed, step, uid, first + j) for j in range(size)]
             requests[i] = replace(request, seeds=seeds, expected=self.lengths.get(uid, 0.0))
@@ -123,23 +161,22 @@ class Controller:
         return requests
 
     async def generate(self, requests: Sequence[GroupRequest], params: SamplingParams) -> list[SampleGroup]:
-        """Return one group per request, in their order, without the terms of the reward."""
+        """Return one group per request, in their order, without reward terms."""
         self.start_rollout(params, terms=False)
         await self.dispatch(requests)
         return await self.finished_groups()
 
     async def finished_groups(self) -> list[SampleGroup]:
-        """Wait for all responses and return their groups."""
         while any(slot.sample is None for slot in self.dispatcher.slots.values()):
             await self.handle_messages()
         return self.dispatcher.take_groups()
 
     async def dispatch(self, requests: Sequence[GroupRequest]) -> None:
-        """Add requests, number their responses, and start those that have room on an engine."""
+        """Add requests, assign ids, and start the responses that have room on an engine."""
         numbered = []
         for request in requests:
-            if request.first is None:
-                request = replace(request, first=self.next_id)
+            if request.first_id is None:
+                request = replace(request, first_id=self.next_id)
                 self.next_id += len(request.seeds)
             numbered.append(request)
         continued = self.dispatcher.add(numbered)
@@ -147,31 +184,28 @@ class Controller:
             await self._start(engine, [*continued[engine], *slots])
 
     async def _start(self, engine: int, slots: Sequence[Slot]) -> None:
-        """Have an engine's leader start responses. Each prompt is sent once."""
+        """Start responses on an engine. Each prompt is sent once."""
         if not slots:
             return
         prompts = {id(slot.request.prompt): slot.request.prompt for slot in slots}
         place = {key: i for i, key in enumerate(prompts)}
-        whole = self.config.rollout.acts
+        is_multi_turn = self.config.rollout.acts
         message = m.StartSamples(
             self._params,
             self._terms,
             self._window,
-            [m.pack_prompt(prompt, whole=whole) for prompt in prompts.values()],
+            [m.pack_prompt(prompt, whole=is_multi_turn) for prompt in prompts.values()],
             [
                 (slot.id, place[id(slot.request.prompt)], slot.index, slot.request.seeds[slot.index])
                 for slot in slots
             ],
         )
-        await self._send(engine, message)
-
-    async def _send(self, engine: int, message: m.Message) -> None:
         await self.hub.send(engine * self.ranks_per_engine, message)
 
     async def handle_messages(self) -> None:
-        """Wait for messages and act on each. Note results and answers, have all ranks with engines recover
-        from a failure of one, and give engines with room more work (not while aborting). Raises the error of
-        any rank."""
+        """Wait for messages, act on each, and start responses on engines with room (not while aborting).
+
+        Raises the error of any rank."""
         messages = await self.hub.receive(m.KEEP_ALIVE_SECONDS)
         for load in self.dispatcher.engines:
             load.newly_finished = 0
@@ -200,43 +234,43 @@ class Controller:
             await self.dispatch([])
 
     async def _recover(self) -> None:
-        """Have all ranks with engines start those again that have failed."""
         failures, self._failures = sorted(self._failures.items()), {}
         if failures:
             await self.hub.send_all(m.RestartEngines(failures))
 
     def _silence(self, rank: int) -> str:
         """Return an error message about a rank that sends nothing."""
-        limit = f"has said nothing for {self.config.parallel.timeout:g} s (parallel.timeout)"
-        what = "it has no response to draw"
         engine = rank // self.ranks_per_engine
         slot = next((one for one in self.dispatcher.slots.values() if one.is_running_on(engine)), None)
+        what = "it has no response to generate"
         if slot is not None:
-            uid = slot.request.prompt.uid
-            what = f"the first that it draws is response number {slot.index} to prompt {uid}"
+            what = f"its first running response is number {slot.index} to prompt {slot.request.prompt.uid}"
+        limit = f"has sent nothing for {self.config.parallel.timeout:g} s (parallel.timeout)"
         return f"rollout: {m.rank_name(rank)} {limit}; {what}"
 
     async def _ask(self, questions: Mapping[int, m.Message]) -> list[m.SamplesAborted | m.TokenDataReply]:
-        """Return the answers of engines' leaders to what each is asked."""
+        """Return the answers of engines' leaders to a question each."""
         self._answers = []
         for engine, question in questions.items():
-            await self._send(engine, question)
+            await self.hub.send(engine * self.ranks_per_engine, question)
         while len(self._answers) < len(questions):
             await self.handle_messages()
         return self._answers
 
     async def _abort(self) -> list[GroupRequest]:
-        """Abort what runs. Return the requests that were not taken, in their order; with
-        `rollout.continue_partial` they continue where they are."""
+        """Abort all running responses. Return the requests whose groups were not taken, in their order.
+
+        With `rollout.continue_partial` their tokens stay on the engines."""
         keep, self._is_aborting = self.config.rollout.continue_partial, True
-        wanted: dict[int, list[int]] = {}
+        ids_by_engine: dict[int, list[int]] = {}
         for slot in self.dispatcher.slots.values():
             if slot.engine is not None and (keep or slot.sample is None):
-                wanted.setdefault(slot.engine, []).extend([slot.id] if keep else [])
-        for engine, number in held_partials(self.returned):  # it drops what is not named
-            wanted.setdefault(engine, []).append(number)
-        answers = await self._ask({engine: m.AbortSamples(numbers) for engine, numbers in wanted.items()})
-        held = {number for answer in answers if isinstance(answer, m.SamplesAborted) for number in answer.ids}
+                ids_by_engine.setdefault(slot.engine, []).extend([slot.id] if keep else [])
+        # Named too, as engines drop the tokens of all other samples.
+        for engine, sample_id in chain.from_iterable(request.partials for request in self.returned):
+            ids_by_engine.setdefault(engine, []).append(sample_id)
+        answers = await self._ask({engine: m.AbortSamples(ids) for engine, ids in ids_by_engine.items()})
+        kept = {i for answer in answers if isinstance(answer, m.SamplesAborted) for i in answer.ids}
         self._is_aborting = False
         await self._recover()
         returned = []
@@ -244,29 +278,28 @@ class Controller:
             if not keep:
                 returned.append(GroupRequest(request.prompt, request.seeds))
                 continue
-            assert request.first is not None
-            numbers = range(request.first, request.first + len(request.seeds))
-            holders = [self.dispatcher.slots[n].engine if n in held else None for n in numbers]
-            returned.append(GroupRequest(request.prompt, request.seeds, first=request.first, holders=holders))
-        self.dispatcher.clear()  # `fetch` handles messages too, and must not start responses that wait
+            assert request.first_id is not None
+            ids = range(request.first_id, request.first_id + len(request.seeds))
+            engines = [self.dispatcher.slots[i].engine if i in kept else None for i in ids]
+            returned.append(replace(request, engine_by_response=engines))
+        self.dispatcher.clear()  # `fetch` handles messages too, and must not start waiting responses
         return returned
 
     async def fetch(self, groups: Sequence[SampleGroup]) -> list[SampleGroup]:
-        """Return the groups with the tokens of all their samples."""
-        wanted: dict[int, list[int]] = {}
+        ids_by_engine: dict[int, list[int]] = {}
         for sample in (sample for group in groups for sample in group.samples):
-            wanted.setdefault(sample.owner // self.ranks_per_engine, []).append(sample.id)
-        answers = await self._ask({engine: m.SendTokenData(ids) for engine, ids in wanted.items()})
+            ids_by_engine.setdefault(sample.owner // self.ranks_per_engine, []).append(sample.id)
+        answers = await self._ask({engine: m.SendTokenData(ids) for engine, ids in ids_by_engine.items()})
         replies = [answer.data.items() for answer in answers if isinstance(answer, m.TokenDataReply)]
         data_by_id = dict(chain.from_iterable(replies))
         return [group.with_data(data_by_id) for group in groups]
 
     async def end(self, groups: Sequence[SampleGroup]) -> None:
-        """End the rollout on all ranks. They keep the tokens of `groups` and those of the next step."""
+        """End the rollout on all ranks. They keep the tokens of `groups` and of the next step."""
         keep: dict[int, list[int]] = {}
         for sample in (sample for group in (*groups, *self.surplus) for sample in group.samples):
             keep.setdefault(sample.owner, []).append(sample.id)
-        for engine, sample_id in held_partials(self.returned):
+        for engine, sample_id in chain.from_iterable(request.partials for request in self.returned):
             keep.setdefault(engine * self.ranks_per_engine, []).append(sample_id)
         for rank in range(self.engines * self.ranks_per_engine):
             await self.hub.send(rank, m.EndRollout(keep.get(rank, [])))
@@ -274,8 +307,8 @@ class Controller:
     async def next_order(self, seconds: float) -> m.Order | None:
         """Return the trainers' next order, within `seconds`, and pass it on to the other ranks."""
         if not self.orders:
-            said = await self.hub.receive(seconds)
-            self.orders += [message for _, message in said if isinstance(message, m.Order)]
+            received = await self.hub.receive(seconds)
+            self.orders += [message for _, message in received if isinstance(message, m.Order)]
         if not self.orders:
             return None
         order = self.orders.pop(0)
@@ -284,50 +317,143 @@ class Controller:
         return order
 
 
+class Dispatcher:
+    """The controller's table of responses and its records of engines. Assigns responses to engines."""
+
+    def __init__(self, config: Config, engines: int) -> None:
+        rollout = config.rollout
+        self.slots: dict[int, Slot] = {}  # by id, in the order of the prompts, until their group is taken
+        self.version = -1  # of the weights; -1 before the first response is finished
+        self.engines = [EngineLoad(len(rollout.urls[e::engines]) or 1) for e in range(engines)]
+        self.rebalanced = 0  # responses that started on another engine than planned
+        limit = rollout.max_batch if rollout.in_flight is None else rollout.in_flight
+        self._limit = math.inf if not limit or engines == 1 else float(limit)  # 0 means no limit
+
+    @property
+    def idle_seconds(self) -> float:
+        """Return how much less time an engine had work than the busiest one, averaged over engines."""
+        busy = [engine.busy_seconds for engine in self.engines]
+        return max(busy) - sum(busy) / len(busy)
+
+    def add(self, requests: Sequence[GroupRequest]) -> list[list[Slot]]:
+        """Add requests with ids to the table and plan their engines. Return, by engine, continued slots.
+
+        A partial response continues on the engine that keeps its tokens. New slots are divided equally in the
+        order of their prompts, so that few engines prefill the same prompt. The longest expected ones start
+        first."""
+        fresh: list[Slot] = []
+        continued: list[list[Slot]] = [[] for _ in self.engines]
+        for request in requests:
+            assert request.first_id is not None
+            for i, e in enumerate(request.engine_by_response or [None] * len(request.seeds)):
+                slot = self.slots[request.first_id + i] = Slot(request, request.first_id + i, i, e)
+                (fresh if e is None else continued[e]).append(slot)
+        for e, engine in enumerate(self.engines):
+            part = fresh[e * len(fresh) // len(self.engines) : (e + 1) * len(fresh) // len(self.engines)]
+            engine.queue += sorted(part, key=lambda slot: -slot.request.expected)
+        return continued
+
+    def assign(self) -> list[list[Slot]]:
+        """Assign waiting responses to engines with room. Return them by engine.
+
+        An engine (or each of its servers) has room for `rollout.in_flight` responses, not counting those that
+        wait for a tool. Newly finished ones are added, so that it never runs dry between two messages."""
+        on_engine = Counter(slot.engine for slot in self.slots.values() if slot.sample is None)
+        running = [max(0, on_engine[e] - one.waiting_for_tool) for e, one in enumerate(self.engines)]
+        limits = [self._limit * one.servers + one.newly_finished for one in self.engines]
+        queues = [[slot.id for slot in one.queue] for one in self.engines]
+        shares = share_out(queues, running, limits, [one.finished for one in self.engines])
+        for e, (queue, share) in enumerate(zip(queues, shares, strict=True)):
+            self.rebalanced += len(set(share).difference(queue))
+            for i in share:
+                self.slots[i].engine = e
+        for one in self.engines:
+            one.queue = [slot for slot in one.queue if slot.engine is None]
+        return [[self.slots[i] for i in share] for share in shares]
+
+    def finish(self, engine: int, version: int, samples: Sequence[Sample], busy_seconds: float) -> None:
+        """Record finished samples of an engine. Raises EngineError if engines have different weights."""
+        if self.version not in (-1, version):
+            different = f"different weight versions: {sorted((self.version, version))}"
+            raise EngineError(f"rollout: the ranks' engines have {different}")
+        self.version = version
+        load = self.engines[engine]
+        load.newly_finished += len(samples)
+        load.finished += len(samples)
+        load.busy_seconds = busy_seconds
+        for sample in samples:
+            self.slots[sample.id].sample = sample
+
+    def groups(self) -> Iterator[tuple[GroupRequest, SampleGroup | None]]:
+        """Yield each request, in the order of the prompts, and its group; None if it is incomplete."""
+        for _, some in groupby(self.slots.values(), key=lambda slot: slot.request.first_id):
+            slots = list(some)
+            samples = [slot.sample for slot in slots if slot.sample is not None]
+            request, is_complete = slots[0].request, len(samples) == len(slots)
+            yield request, SampleGroup(request.prompt, samples, self.version) if is_complete else None
+
+    def take_groups(self, most: int | None = None) -> list[SampleGroup]:
+        """Remove and return the complete groups before the first incomplete one, at most `most`."""
+        taken: list[SampleGroup] = []
+        for _, group in self.groups():
+            if group is None or len(taken) == most:
+                break
+            taken.append(group)
+        for sample in (sample for group in taken for sample in group.samples):
+            del self.slots[sample.id]
+        return taken
+
+    def clear(self) -> None:
+        self.slots.clear()
+        for engine in self.engines:
+            engine.queue.clear()
+
+
+def share_out(
+    queues: Sequence[Sequence[int]], running: Sequence[int], limits: Sequence[float], finished: Sequence[int]
+) -> list[list[int]]:
+    """Return the waiting responses that each engine starts now.
+
+    Responses go one by one to the engine that would run dry first at its speed so far, up to its limit. An
+    engine takes from the front of its queue. Then it takes neighbours, which may share a prompt, from the end
+    of the longest queue.
+
+    Args, with one entry per engine:
+        queues: planned responses, in the order in which they should start.
+        running: number of running responses.
+        limits: most responses at once.
+        finished: number of finished responses, a measure of speed.
+    """
+    speeds = [PRIOR + count for count in finished]
+    counts = [0] * len(queues)
+    # If two engines would run dry at the same time, the one with a non-empty queue comes first.
+    heap = [
+        (n / speed, not own, e) for e, (n, speed, own) in enumerate(zip(running, speeds, queues, strict=True))
+    ]
+    heapq.heapify(heap)
+    left = sum(map(len, queues))
+    while left and heap:
+        _, _, e = heapq.heappop(heap)
+        if running[e] + counts[e] >= limits[e]:
+            continue
+        counts[e] += 1
+        left -= 1
+        is_exhausted = counts[e] >= len(queues[e])
+        heapq.heappush(heap, ((running[e] + counts[e]) / speeds[e], is_exhausted, e))
+    shares = [list(own[:count]) for own, count in zip(queues, counts, strict=True)]
+    rest = [list(own[count:]) for own, count in zip(queues, counts, strict=True)]
+    for share, count in zip(shares, counts, strict=True):
+        while len(share) < count:
+            longest = max(rest, key=len)
+            missing = min(count - len(share), len(longest))
+            share += longest[-missing:]
+            del longest[-missing:]
+    return shares
+
+
 def sampling_params(rollout: RolloutConfig, step: int) -> SamplingParams:
-    """Return how the responses of a step are sampled."""
-    # No policy is trained in value pretraining (steps below 0), so nothing replays the engine's routing.
+    # In value pretraining (steps below 0) no policy is trained, so nothing replays the engine's routing.
     return SamplingParams(
         *(rollout.max_response_tokens, rollout.temperature, rollout.top_p, rollout.top_k, rollout.stop),
         routing=rollout.routing_replay and step > 0,
     )
-
-
-def held_partials(requests: Sequence[GroupRequest]) -> list[tuple[int, int]]:
-    """Return the engine and the id of each partial sample that continues with these requests."""
-    return [
-        (holder, request.first + i)
-        for request in requests
-        if request.first is not None
-        for i, holder in enumerate(request.holders)
-        if holder is not None
-    ]
-
-
-def with_metrics(
-    groups: list[SampleGroup],
-    counted: Sequence[SampleGroup],
-    stats: Mapping[str, float],
-    max_unjudged: float,
-) -> StepGroups:
-    """Return a step's groups, metrics with those of the finished responses of `counted`, and errors.
-
-    Raises ConfigError where more than the share `max_unjudged` of them has no verdict."""
-    finished = [
-        replace(group, samples=finished_samples)
-        for group in counted
-        if (finished_samples := [sample for sample in group.samples if not sample.is_partial])
-    ]
-    responses = [r for group in finished for r in group.samples]
-    unjudged = [r.error for r in responses if not r.judged]
-    if len(unjudged) > max_unjudged * len(responses):
-        share = f"{len(unjudged)} of {len(responses)} responses of a step were not judged"
-        raise ConfigError(f"reward.max_unjudged: {share}, more than {max_unjudged:g} of them: {unjudged[0]}")
-    all_stats = {
-        **stats,
-        **(response_stats(responses) if responses else {}),
-        **length_error(finished),
-        **source_stats(finished),
-    }
-    errors_found = Counter(r.error for r in responses if r.error is not None)
-    return groups, all_stats, dict(errors_found)

@@ -1,7 +1,6 @@
-"""Episodes, which generate a response each, and the client by which they use an engine.
+"""Episodes, each of which generates one response, and their engine's client.
 
-Tools, environments, agents and user coroutines implement the protocol of episodes in megarl.agents. That
-package is imported only if the configuration asks for one of them."""
+megarl.agents has the episodes of several turns, and is imported only if the configuration asks for one."""
 
 from __future__ import annotations
 
@@ -25,30 +24,28 @@ from megarl.rewards.verdict import Verdict
 from megarl.rollout.engines.base import GenerationRequest, RolloutEngine
 from megarl.rollout.sampling import SamplingParams, stop_window
 
-DECODE_SECONDS = 0.1  # an engine in this process decodes so long before other coroutines run
+DECODE_SECONDS = 0.1  # for which an engine in this process decodes before other coroutines run
 YIELD_SECONDS = 0.001  # for these coroutines: messages take several wake-ups
-POLL_SECONDS = 0.2  # an engine in other processes is polled so long at once
+POLL_SECONDS = 0.2  # for which an engine in other processes is polled at once
 
 
 class EpisodeAborted(BaseException):
-    """The rollout has enough responses: a later one continues this response.
+    """The rollout is over; a later one may continue this response.
 
-    It is no Exception, so that an episode which catches its tools' errors does not catch this."""
+    It is no Exception, so that user code that catches errors of tools does not catch it."""
 
 
 class EngineClient:
-    """What coroutines on the leader's event loop ask of its engine. `keep_busy` passes it on.
+    """Passes requests of coroutines on the leader's event loop to its engine.
 
-    threads    wait for an engine in other processes. Not the loop's default threads: an episode's own calls
-               (`asyncio.to_thread`) may hold all of these while they wait for the engine.
-    busy       seconds in which the engine had work
-    recovered  set when the engine has started again after a failure
+    threads: wait for an engine in other processes. The loop's default threads may all be occupied by user
+        code (`asyncio.to_thread`) that waits for the engine.
     """
 
     def __init__(self, engine: RolloutEngine, threads: Executor, *, continuous_batching: bool) -> None:
         self.engine, self.threads, self.continuous_batching = engine, threads, continuous_batching
-        self.busy = 0.0
-        self.recovered = asyncio.Event()
+        self.busy = 0.0  # seconds in which the engine had work
+        self.recovered = asyncio.Event()  # set when the engine has restarted after a failure
         self._count = 0
         self._new: dict[SamplingParams, dict[int, GenerationRequest]] = {}
         self._answers: dict[int, asyncio.Future[TokenData]] = {}
@@ -58,9 +55,9 @@ class EngineClient:
     async def generate(
         self, tokens: tuple[int, ...], seed: int, params: SamplingParams, prefix: TokenData | None, most: int
     ) -> TokenData:
-        """Return `prefix` and what the engine generates after it, together at most `most` tokens.
+        """Return `prefix` and its continuation, together at most `most` tokens.
 
-        Its finish_reason is "abort" if `abort` has ended it."""
+        finish_reason is "abort" after `abort`."""
         key, self._count = self._count, self._count + 1
         answer = self._answers[key] = asyncio.get_running_loop().create_future()
         self._new.setdefault(params, {})[key] = GenerationRequest(tokens, seed, prefix, most)
@@ -68,13 +65,12 @@ class EngineClient:
         return await answer
 
     async def keep_busy(self, report: Callable[[EngineFailure], Awaitable[None]]) -> None:
-        """Give requests to the engine, and its answers to the callers, for ever.
+        """Submit requests and return the engine's answers to the callers, for ever.
 
-        Requests made at one time are submitted together. After a failure, `report` it and wait until the
-        engine has started again."""
+        After a failure, `report` it and wait until the engine has restarted."""
         while True:
             await self._has_requests.wait()
-            await asyncio.sleep(0)  # collects all requests that are made now
+            await asyncio.sleep(0)  # concurrent requests are submitted together
             try:
                 await self._poll_once()
             except EngineFailure as failure:
@@ -85,7 +81,6 @@ class EngineClient:
                 await asyncio.sleep(0 if self.continuous_batching else YIELD_SECONDS)
 
     async def _poll_once(self) -> None:
-        """Submit new requests, and hand out finished responses."""
         started = time.perf_counter()
         async with self._polling:
             while self._new:
@@ -116,9 +111,9 @@ class EngineClient:
         return any(answer.cancelled() for answer in self._answers.values())
 
     async def abort(self) -> None:
-        """End all requests. Callers get what exists of their responses.
+        """Abort all requests. Callers get their unfinished responses; empty ones if the engine fails.
 
-        Raises EngineFailure if the engine fails. Then callers get nothing."""
+        Raises EngineFailure if the engine fails."""
         loop = asyncio.get_running_loop()
         async with self._polling:
             self._new.clear()
@@ -130,48 +125,35 @@ class EngineClient:
 
 @dataclass
 class EpisodeInputs:
-    """What an episode starts from.
-
-    prefix  tokens of an earlier rollout, to continue
-    window  most tokens generated now, after which a later step continues; 0: no limit
-    notify  called when `in_engine` may have changed
-    """
+    """Arguments of an episode."""
 
     prompt: Prompt
     client: EngineClient
     seed: int
     params: SamplingParams
-    prefix: TokenData | None
-    window: int
-    notify: Callable[[], None]
+    prefix: TokenData | None  # tokens of an earlier rollout, to continue
+    window: int  # most new tokens, after which a later step continues; 0: no limit
+    notify: Callable[[], None]  # called when `in_engine` may have changed
 
 
 class Episode(Protocol):
-    """One response while it is generated. The worker runs many of them.
-
-    Attributes:
-        turns: finished turns of the policy
-        calls: calls of tools and environments
-        prefix_tokens: tokens that earlier steps generated, if `rollout.window` cuts responses; else 0
-        aborted: set by the worker when the rollout ends. The episode's next request raises EpisodeAborted.
-        windowed: whether it was aborted because its window is full
-        generating: whether the engine is generating a turn
-    """
+    """One response while it is generated."""
 
     prompt: Prompt
     seed: int
-    turns: int
-    calls: int
-    aborted: bool
-    windowed: bool
-    generating: bool
+    turns: int  # finished turns of the policy
+    calls: int  # of tools and environments
+    aborted: bool  # set by the worker when the rollout ends; the next request raises EpisodeAborted
+    windowed: bool  # whether it was aborted because its window is full
+    generating: bool  # whether the engine is generating a turn
 
     @property
-    def prefix_tokens(self) -> int: ...
+    def prefix_tokens(self) -> int:
+        """Return the number of tokens from earlier steps if `rollout.window` cuts responses; else 0."""
 
     @property
     def waiting(self) -> str:
-        """Return what the episode is waiting for other than the engine; "" if for nothing."""
+        """Name the tool or the like that the episode is waiting for; "" if for none."""
 
     @property
     def in_engine(self) -> bool:
@@ -184,21 +166,17 @@ class Episode(Protocol):
         first."""
 
     def result(self, *, ended: bool = True) -> TokenData:
-        """Return the tokens so far, with finish_reason "abort" unless the episode has `ended`."""
+        """Return all tokens, with finish_reason "abort" unless the episode has `ended`."""
 
 
 class EpisodeRunner(Protocol):
-    """Starts the episodes of one worker, and owns what they share.
+    """Starts the episodes of one worker, and owns the resources that they share."""
 
-    Attributes:
-        key: the configuration's key that selects these episodes; error messages begin with it
-    """
-
-    key: str
+    key: str  # configuration key that selects these episodes, for error messages
 
     @property
     def depths(self) -> Mapping[str, Callable[[], int | str]]:
-        """Return what may be waiting here, for reports about a hang."""
+        """Return queue lengths by name, for reports about a hang."""
         return {}
 
     def start(self, inputs: EpisodeInputs) -> Episode:
@@ -209,23 +187,22 @@ class EpisodeRunner(Protocol):
         return nullcontext()
 
     def forget(self, seed: int) -> None:
-        """Drop the state of the episode with this seed: nothing continues it."""
+        """Drop the state of the episode with this seed, which nothing continues."""
         return None
 
     async def disconnect(self) -> None:
-        """Close the connections that belong to the event loop."""
+        """Close connections of the event loop."""
         return None
 
     def close(self) -> None:
-        """End the processes. Call it when the event loop is not running."""
+        """End the processes. The event loop must not be running."""
         return None
 
 
 def load_runner(config: Config, tokenizer: Any) -> EpisodeRunner:
     """Return the runner for the configuration's episodes.
 
-    Raises ConfigError if the chat template does not fit them, or if a function that the configuration names
-    cannot be used."""
+    Raises ConfigError if the chat template does not fit, or if a configured function is unusable."""
     if config.rollout.acts:
         from megarl.agents.runner import AgentRunner
 
@@ -238,7 +215,7 @@ def load_runner(config: Config, tokenizer: Any) -> EpisodeRunner:
 def load_prompt_options(config: Config, tokenizer: Any) -> dict[str, Any]:
     """Return the arguments `tools` and `opening` of megarl.data.prompts.read_prompts.
 
-    Raises ConfigError if a tool has no usable schema, or if the chat template fits no agent."""
+    Raises ConfigError if a tool has no usable schema, or if the chat template does not fit."""
     if not config.rollout.acts:
         return {"tools": [], "opening": ()}
     from megarl.agents.runner import prompt_options
@@ -247,7 +224,7 @@ def load_prompt_options(config: Config, tokenizer: Any) -> dict[str, Any]:
 
 
 class SingleTurnRunner(EpisodeRunner):
-    """Starts episodes of one turn, which share nothing."""
+    """Starts single-turn episodes."""
 
     key = "rollout.episode"
 
@@ -260,7 +237,7 @@ class SingleTurnRunner(EpisodeRunner):
 
 @dataclass
 class SingleTurn(EpisodeInputs):
-    """An episode in which the policy answers once. See Episode for its fields."""
+    """An episode of one turn of the policy. See Episode for its fields."""
 
     tokenizer: Any
     turns: int = 0
@@ -326,7 +303,7 @@ async def generate_turn(
 
     Args:
         prefix: the turn's first tokens, which an aborted request generated; the engine continues them
-        max_tokens: of the turn, those of `prefix` included
+        max_tokens: of the turn, including `prefix`
     """
     found = await client.generate(tokens, seed, params, prefix, max_tokens)
     if prefix is not None and params.stop:
@@ -334,7 +311,7 @@ async def generate_turn(
     if not found.num_tokens and prefix is not None:
         found = prefix
     if found.policy_versions is None:
-        # The transformers engine reports no versions: its new tokens are from its present weights.
+        # The transformers engine reports no versions: its present weights sampled the new tokens.
         versions = np.full(found.num_tokens, client.engine.weight_version)
         if prefix is not None and prefix.policy_versions is not None:
             versions[: prefix.num_tokens] = prefix.policy_versions
@@ -347,10 +324,7 @@ def _cut_at_stop(
 ) -> TokenData:
     """Cut a turn at a stop text that begins in its first `prefix` tokens and ends after them.
 
-    These tokens were part of SGLang's prompt, and it searches only the tokens that it generates.
-
-    Args:
-        context: tokens before the turn
+    SGLang gets these tokens as part of the prompt, which it does not search. context: tokens before the turn
     """
     window = stop_window(stop)
     for end in range(prefix + 1, min(prefix + window, found.num_tokens) + 1):

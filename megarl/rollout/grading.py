@@ -1,4 +1,4 @@
-"""The coroutine of a worker that grades finished samples: verifier, reward terms, overlong penalty."""
+"""Grades a worker's finished samples: verifier, reward terms, overlong penalty."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class Ungraded(NamedTuple):
-    """An entry of the grader's queue. verdict: the episode's own; None: the verifier is to grade it"""
+    """An entry of the grader's queue. verdict: the episode's; None: the verifier grades it"""
 
     sample: Sample
     prompt: Prompt
@@ -32,28 +32,23 @@ class Ungraded(NamedTuple):
 
 
 class Grader:
-    """Grades the samples of one rollout on one rank.
-
-    threads     where it waits for the verifiers
-    max_tokens  most tokens of a response
-    with_terms  whether rewards include `reward.terms`
-    seconds     spent on verification
-    """
+    """Grades the samples of one rollout on one rank. It waits for verifiers in `threads`."""
 
     def __init__(self, config: Config, verifier: VerifierPool, tokenizer: Any, threads: Executor) -> None:
         self.reward, self.verifier, self.tokenizer, self.threads = config.reward, verifier, tokenizer, threads
         self.reflection = words_pattern(config.log.reflection_words)
-        self.max_tokens, self.with_terms, self.seconds = 0, False, 0.0
+        self.max_tokens = 0  # of a response
+        self.with_terms = False  # whether rewards include `reward.terms`
+        self.seconds = 0.0  # spent on grading
         self._queue: list[Ungraded] = []
         self._has_work, self._grading = asyncio.Event(), asyncio.Lock()
 
     def add(self, sample: Sample, prompt: Prompt, verdict: Verdict | None) -> None:
-        """Queue a sample. verdict: its episode's own, if it has one"""
         self._queue.append(Ungraded(sample, prompt, verdict))
         self._has_work.set()
 
     async def run(self, report: Callable[[list[Sample]], Awaitable[None]]) -> None:
-        """Grade all that is queued together and `report` it, for ever."""
+        """Grade and `report` all queued samples together, for ever."""
         loop = asyncio.get_running_loop()
         while True:
             await self._has_work.wait()
@@ -68,13 +63,13 @@ class Grader:
                 await report([entry.sample for entry in queue])
 
     async def take_queue(self) -> list[Sample]:
-        """Remove and return the samples that wait, once those that are being graded are reported."""
+        """Remove and return the queued samples, after those that are being graded are reported."""
         async with self._grading:
             queue, self._queue = self._queue, []
         return [entry.sample for entry in queue]
 
     def _grade(self, queue: Sequence[Ungraded]) -> None:
-        """Set score, reward and the fields beside them. The reward of a partial sample stays 0."""
+        """Grade samples in place. The reward of a partial sample stays 0."""
         texts = self._texts([entry.sample for entry in queue])
         finished = [
             (entry, text) for entry, text in zip(queue, texts, strict=True) if not entry.sample.is_partial
@@ -86,7 +81,6 @@ class Grader:
                 entry.sample.reflects = self.reflection.search(text) is not None
 
     def _texts(self, samples: Sequence[Sample]) -> list[str]:
-        """Return what the policy wrote in each sample, its turns joined by line breaks."""
         by_turn = [policy_turns(sample.data) if sample.data is not None else [] for sample in samples]
         texts = iter(policy_texts(self.tokenizer, [turn for turns in by_turn for turn in turns]))
         return ["\n".join(islice(texts, len(turns))) for turns in by_turn]
@@ -94,8 +88,8 @@ class Grader:
     def _verdicts(self, finished: Sequence[tuple[Ungraded, str]]) -> list[Verdict]:
         """Return the verdicts of finished samples with these texts.
 
-        An episode's own verdict stands. The verifier still runs if there are reward terms, because these see
-        its verdict. If it or a term fails, that counts as for other samples."""
+        An episode's verdict stands. With reward terms the verifier runs nevertheless, because terms see its
+        verdict. If it or a term fails, its error is the verdict."""
         with_terms = self.with_terms and bool(self.reward.terms)
         items: list[Item] = []
         for (sample, prompt, own), text in finished:
@@ -106,7 +100,6 @@ class Grader:
         graded, verdicts = iter(self.verifier.verify(items)), []
         for (_, _, own), _ in finished:
             verdict = own if own is not None and not with_terms else next(graded)
-            # If the verifier or a term has failed, there are no terms, and that error is the verdict.
             if own is not None and (verdict.error is None or own.error is not None or not own.judged):
                 verdict = replace(own, terms=verdict.terms)
             verdicts.append(verdict)
@@ -126,7 +119,7 @@ class Grader:
 
 
 def policy_turns(data: TokenData) -> list[list[int]]:
-    """Return the tokens of each turn of the policy. Turns without an observation between them are one."""
+    """Return the tokens of each turn of the policy; turns without an observation between are one."""
     if data.is_sampled is None:
         return [data.tokens.tolist()]
     pairs = zip(data.tokens.tolist(), data.is_sampled.tolist(), strict=True)
@@ -135,9 +128,9 @@ def policy_turns(data: TokenData) -> list[list[int]]:
 
 
 def words_pattern(words: Sequence[str]) -> re.Pattern[str] | None:
-    """Return a pattern that finds one of `words` in a text; None without a word.
+    """Return a pattern that finds one of `words` in a text; None without words.
 
-    Case does not matter, nor the kind of space between the parts of a word. A match does not lie inside a
-    longer word of Latin letters (Chinese has no space between words)."""
+    It ignores case and the kind of space in a word. A match does not lie inside a longer word of Latin
+    letters (Chinese has no spaces between words)."""
     found = "|".join(r"\s+".join(map(re.escape, word.split())) for word in words)
     return re.compile(rf"(?<![A-Za-z0-9_])(?:{found})(?![A-Za-z0-9_])", re.IGNORECASE) if words else None

@@ -1,7 +1,6 @@
-"""Rollouts as a rank with an engine calls them.
+"""Rollouts, called by all ranks with engines in the same order. All of them get the same samples.
 
-All such ranks call the same methods in the same order, and get the same samples. Inside, the first of them
-decides (controller.py), and each does its part (worker.py)."""
+The first of these ranks runs the controller (controller.py), each of them a worker (worker.py)."""
 
 from __future__ import annotations
 
@@ -24,10 +23,10 @@ from megarl.data.sample import Sample, SampleGroup
 from megarl.parallel.comm import from_rank_0
 from megarl.parallel.runtime import Ranks
 from megarl.rollout import messages as m
-from megarl.rollout.controller import Controller
-from megarl.rollout.dispatch import GroupRequest
+from megarl.rollout.collector import make_rollout_batch, method_columns
+from megarl.rollout.controller import Controller, GroupRequest, StepGroups
 from megarl.rollout.engines.base import RolloutEngine
-from megarl.rollout.responses import groups_to_show, make_rollout_batch, method_columns, records
+from megarl.rollout.metrics import groups_to_show, records
 from megarl.rollout.sampling import SamplingParams, evaluation_seed
 from megarl.rollout.state import load_state, pack_journal
 from megarl.rollout.windows import WindowController
@@ -39,15 +38,10 @@ if TYPE_CHECKING:
 
 
 class RolloutOutcome(msgspec.Struct, array_like=True):
-    """What all ranks get when a rollout has ended. The first three have an entry per group.
+    """A finished rollout, as the first rank sends it to all ranks. Lists have an entry per group."""
 
-    prompts  without the text; None where all ranks have the prompt
-    samples  without their tokens
-    seconds  of the controller's rank
-    """
-
-    prompts: list[Prompt | None]
-    samples: list[list[Sample]]
+    prompts: list[Prompt]  # without text; empty if all ranks know them
+    samples: list[list[Sample]]  # without their tokens
     policy_versions: list[int]
     stats: dict[str, int | float]
     errors: dict[str, int]
@@ -55,23 +49,22 @@ class RolloutOutcome(msgspec.Struct, array_like=True):
     idle: float
 
 
-Decide = Callable[[Controller], Awaitable[tuple[Any, list[SampleGroup]]]]
+Decide = Callable[[Controller], Awaitable[StepGroups]]
 
 
 def raise_failure(failures: Failures) -> None:
-    """Raise the first failure, as engines cannot be started again: the default of `recover`."""
+    """Raise the first failure: the default of `recover`, without restarts."""
     raise next(filter(None, failures))
 
 
 class RolloutRank:
     """One rank's part in rollouts.
 
-    ranks    those that have engines
-    recover  restarts engines that have failed, see WeightSync; called on all of them
-    draw     the next n prompts of the training data; only the first rank calls it
-    seconds  of the rollout that was the last: generate, verify, gather (waiting for others); and idle, see
-             Controller. Of the first rank where this one has no engine to itself
-    address  of the controller
+    ranks    those with engines
+    recover  restarts failed engines, see WeightSync; called on all of these ranks
+    draw     returns the next n prompts of the training data; called on the first rank
+    seconds  of the last rollout: generate, verify, gather (waiting for others), idle (see Dispatcher); of
+             the first rank if this one does not lead an engine
     """
 
     def __init__(
@@ -101,17 +94,17 @@ class RolloutRank:
         try:
             return self._loop.run_until_complete(job)
         except KeyboardInterrupt:
-            # What it leaves of a rollout is ended while connections are there, and says nothing of that.
+            # Cancel leftover tasks quietly before the sockets close.
             self._loop.set_exception_handler(lambda _loop, _context: None)
-            for _ in range(3):  # whoever waits for the task that met it meets it once more
+            for _ in range(3):  # awaiting the interrupted task raises the interrupt again
                 if left := asyncio.all_tasks(self._loop):
                     for task in left:
                         task.cancel()
                     with suppress(KeyboardInterrupt):
                         self._loop.run_until_complete(asyncio.wait(left, timeout=1.0))
             raise
-        except SystemExit as error:  # which a loop lets through from any task
-            what = f"a task of its own has called sys.exit({error})"
+        except SystemExit as error:  # the event loop lets it through from any task
+            what = f"one of its tasks has called sys.exit({error})"
             raise EngineError(f"{self.worker.key}: {what} (raise an error there)") from error
 
     async def _listen(self, ranks: int) -> m.Hub:
@@ -124,47 +117,51 @@ class RolloutRank:
             await self.controller.hub.wait_for_ranks(self.ranks.world, self.config.parallel.timeout)
 
     def collect(self, step: int) -> RolloutBatch:
-        """Collect the groups of a step, see Controller.collect. An error is raised on every rank.
+        """Collect the groups of a step, see Controller.collect. Errors are raised on every rank.
 
-        Return them as columns, with the tokens that are on this rank. `records` has up to `log.samples`
-        responses on rank 0."""
+        The batch has the tokens that are on this rank, and on rank 0 up to `log.samples` records."""
         limit, shown = self.config.log.samples, list[SampleGroup]()
 
-        async def decide(controller: Controller) -> tuple[tuple[Any, Any], list[SampleGroup]]:
+        async def decide(controller: Controller) -> StepGroups:
             groups, metrics, errors = await controller.collect(step)
             shown.extend(await controller.fetch(groups_to_show(groups, limit)))
-            return (metrics, errors), groups
+            return groups, metrics, errors
 
-        _, outcome, groups = self._together(decide, ())
+        groups, metrics, errors = self._run_rollout(decide, ())
         batch = make_rollout_batch(groups, compared=self.config.algorithm.compares)
-        if step > 0:  # value pretraining needs the rewards alone
+        if step > 0:  # value pretraining needs only rewards
             batch.columns |= method_columns(groups, self.config)
-        batch.metrics, batch.errors = {**outcome.stats}, outcome.errors
+        batch.metrics, batch.errors = metrics, errors
         batch.records = records(step, shown, self.tokenizer, limit)
         for sample in batch.samples:
-            self.worker.graded.pop(sample.id, None)  # what is left is the next step's
+            self.worker.graded.pop(sample.id, None)  # the others belong to the next step
         return batch
 
     def generate(
         self, requests: Sequence[GroupRequest], params: SamplingParams, *, whole: bool = False
     ) -> list[SampleGroup]:
-        """Return one group per request, in their order, without the terms of the reward. whole: with all
-        tokens on rank 0"""
+        """Return one group per request, in their order, without reward terms.
 
-        async def decide(controller: Controller) -> tuple[list[SampleGroup], list[SampleGroup]]:
+        whole: whether rank 0 gets all tokens"""
+
+        fetched = list[SampleGroup]()
+
+        async def decide(controller: Controller) -> StepGroups:
             groups = await controller.generate(requests, params)
-            return await controller.fetch(groups) if whole else groups, groups
+            fetched.extend(await controller.fetch(groups) if whole else ())
+            return groups, {}, {}
 
-        fetched, _, groups = self._together(decide, [request.prompt for request in requests])
+        groups, _, _ = self._run_rollout(decide, [request.prompt for request in requests])
         for sample in (sample for group in groups for sample in group.samples):
             self.worker.graded.pop(sample.id, None)
-        return fetched if whole and fetched is not None else groups
+        return fetched or groups
 
     def evaluate(
         self, sets: Sequence[ProblemSet], params: SamplingParams | None = None
     ) -> list[tuple[ProblemSet, list[SampleGroup]]]:
-        """Sample and verify as many answers to each problem as its set wants, whatever other sets there are;
-        their texts are on rank 0. DataError without a problem."""
+        """Sample and grade the answers that each set wants to its problems; rank 0 gets their tokens.
+
+        Seeds do not depend on other sets. Raises DataError without a problem."""
         if not any(one.problems for one in sets):
             raise DataError("data.eval: there is no problem to evaluate on (name a file that holds some)")
         evaluation, rollout = self.config.evaluation, self.config.rollout
@@ -173,34 +170,31 @@ class RolloutRank:
         )
         requests = []
         for one in sets:
-            k, drawn = one.samples, Counter[int]()
+            k, times_sampled = one.samples, Counter[int]()
             for problem in one.problems:
-                first = drawn[problem.uid] * k
+                first = times_sampled[problem.uid] * k
                 seeds = [evaluation_seed(self.config.seed, problem.uid, first + i) for i in range(k)]
                 requests.append(GroupRequest(problem, seeds))
-                drawn[problem.uid] += 1
+                times_sampled[problem.uid] += 1
         groups = iter(self.generate(requests, params, whole=True))
         return [(one, list(islice(groups, len(one.problems)))) for one in sets]
 
-    def _together(
-        self, decide: Decide, prompts: Sequence[Prompt]
-    ) -> tuple[Any, RolloutOutcome, list[SampleGroup]]:
-        """Run a rollout on all ranks: the controller decides, the workers sample and grade.
+    def _run_rollout(self, decide: Decide, known: Sequence[Prompt]) -> StepGroups:
+        """Run a rollout on all ranks. Return groups with the tokens that are on this rank, metrics, errors.
 
-        decide: what the controller does. It returns a result, and the groups that all ranks get
-        prompts: of these groups, where all ranks know them; else empty
+        An exception of the controller is raised on every rank.
 
-        Return the result on rank 0, the outcome, and the groups with the tokens that lie on this rank.
-        Raise an error of the controller on every rank."""
+        Args:
+            decide: run by the controller; returns the groups, metrics and errors for all ranks
+            known: prompts of the groups, if all ranks know them; else empty
+        """
         started = time.perf_counter()
         decided = self._run(self._serve(decide))
         failure = decided if isinstance(decided, MegarlError) else None
-        result, groups = decided if isinstance(decided, tuple) else (None, [])
-        outcome = (
-            self._make_outcome(result, groups, known=bool(prompts))
-            if self.controller and not failure
-            else None
-        )
+        outcome: RolloutOutcome | None = None
+        if decided is not None and failure is None:
+            outcome = self._make_outcome(*decided, known=bool(known))
+            known = [group.prompt for group in decided[0]]
         kind = tuple[MegarlError | None, RolloutOutcome | None]
         failure, outcome = from_rank_0(self.ranks, (failure, outcome), kind)
         if failure is not None:
@@ -209,12 +203,13 @@ class RolloutRank:
         seconds = self.worker.seconds if self.worker.leads else outcome.seconds
         waited = time.perf_counter() - started - seconds["generate"] - seconds["verify"]
         self.seconds = {**seconds, "gather": max(0.0, waited), "idle": outcome.idle}
-        known = prompts or [group.prompt for group in groups]
-        return result, outcome, self._make_groups(outcome, known)
+        here = {i: sample.data for i, sample in self.worker.graded.items() if sample.data is not None}
+        columns = zip(known or outcome.prompts, outcome.samples, outcome.policy_versions, strict=True)
+        groups = [SampleGroup(*columns_of_one).with_data(here) for columns_of_one in columns]
+        return groups, {**outcome.stats}, outcome.errors
 
-    async def _serve(self, decide: Decide) -> tuple[Any, list[SampleGroup]] | MegarlError | None:
-        """Run this rank's worker until the rollout has ended, on rank 0 beside the controller. Return what
-        the controller has decided, or its error; None on other ranks."""
+    async def _serve(self, decide: Decide) -> StepGroups | MegarlError | None:
+        """Run this rank's worker until the rollout ends, on rank 0 also `decide`, and return its result."""
         if self.controller is None:
             await self.worker.serve(self.link)
             return None
@@ -227,29 +222,21 @@ class RolloutRank:
                 task.cancel()
         return deciding.result()
 
-    def _make_outcome(self, result: Any, groups: Sequence[SampleGroup], *, known: bool) -> RolloutOutcome:
-        """Return what rank 0 sends to all ranks. known: whether they know the groups' prompts"""
+    def _make_outcome(
+        self, groups: list[SampleGroup], stats: dict[str, float], errors: dict[str, int], *, known: bool
+    ) -> RolloutOutcome:
         assert self.controller is not None
-        stats, errors = result if isinstance(result, tuple) else ({}, {})
         prompts = [
-            None if known else Prompt(group.prompt.uid, "", group.prompt.tokens, "", group.prompt.source)
-            for group in groups
+            Prompt(group.prompt.uid, "", group.prompt.tokens, "", group.prompt.source)
+            for group in (() if known else groups)
         ]
         samples = [[sample.with_data(None) for sample in group.samples] for group in groups]
         versions = [group.policy_version for group in groups]
         idle = self.controller.dispatcher.idle_seconds
-        return RolloutOutcome(prompts, samples, versions, stats, errors, self.worker.seconds, idle)
-
-    def _make_groups(self, outcome: RolloutOutcome, known: Sequence[Prompt]) -> list[SampleGroup]:
-        """Return the groups of an outcome, with the tokens that lie on this rank. known: their prompts, if
-        this rank knows them"""
-        here = {i: sample.data for i, sample in self.worker.graded.items() if sample.data is not None}
-        prompts = known or [prompt for prompt in outcome.prompts if prompt is not None]
-        columns = zip(prompts, outcome.samples, outcome.policy_versions, strict=True)
-        return [SampleGroup(*columns_of_one).with_data(here) for columns_of_one in columns]
+        return RolloutOutcome(prompts, samples, versions, {**stats}, errors, self.worker.seconds, idle)
 
     def next_order(self, seconds: float) -> m.Order | None:
-        """Return the trainers' next order, on every rank; None where there is none within `seconds`."""
+        """Return the trainers' next order, on every rank; None if there is none within `seconds`."""
 
         async def wait() -> m.Order | None:
             if self.controller is not None:
@@ -261,15 +248,13 @@ class RolloutRank:
         return order
 
     def answer(self, message: m.Message) -> None:
-        """Tell the trainers something, for the first rank."""
         if self.controller is not None:
             self._run(self.controller.hub.send(m.TRAINER, message))
 
     def snapshot(self) -> dict[str, Any]:
-        """Return this rank's share of what the next step needs, in addition to weights and prompt order.
+        """Return this rank's share of the state between steps, for `join_shares`.
 
-        It holds references only, to what never changes once it is made. `join_shares` makes one state of all
-        shares."""
+        It only holds references, to objects that do not change."""
         graded = {i: sample.data for i, sample in self.worker.graded.items()}
         partials, controller = self.worker.partials, self.controller
         if controller is None:
@@ -286,8 +271,7 @@ class RolloutRank:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from what `join_shares` gave. Its samples are divided evenly among the engines there are
-        now."""
+        """Continue from the result of `join_shares`, with any number of engines."""
         each, worker = self.config.rollout.engine_tp, self.worker
         loaded = load_state(state, worker.rank, self.ranks.world // each, each)
         worker.graded, worker.partials = loaded.graded, loaded.partials
@@ -296,7 +280,7 @@ class RolloutRank:
             controller.next_id, controller.lengths = loaded.next_id, loaded.lengths
 
     def close(self) -> None:
-        """Let go of the connections. May be called again."""
+        """Close the connections. May be called again."""
         if self._loop.is_closed():
             return
 
@@ -313,15 +297,13 @@ class RolloutRank:
         self._loop.close()
 
 
-async def decide_and_end(
-    controller: Controller, decide: Decide
-) -> tuple[Any, list[SampleGroup]] | MegarlError:
-    """Return what a rollout's decisions come to, or their error, and end the rollout on all workers."""
+async def decide_and_end(controller: Controller, decide: Decide) -> StepGroups | MegarlError:
+    """Return the result of `decide`, or its error, and end the rollout on all workers."""
     groups: list[SampleGroup] = []
     try:
-        result, groups = await decide(controller)
+        groups, metrics, error_counts = await decide(controller)
     except MegarlError as error:
         return error
     finally:
         await controller.end(groups)
-    return result, groups
+    return groups, metrics, error_counts

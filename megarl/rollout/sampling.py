@@ -1,7 +1,7 @@
-"""How a token is sampled, and seeds.
+"""Seeded sampling of tokens, and seeds.
 
-A response follows from its prompt, its seed and the weights alone: a token is the inverse CDF at a
-counter-based random number. SGLang's processes import this file, so it needs nothing but torch."""
+A response depends only on its prompt, seed and the weights: a token is the inverse CDF at a counter-based
+random number. SGLang's processes import this file, so it imports only torch."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-BLOCK = 1024  # columns whose running sum is made at once
-AT_ONCE = 16  # blocks that are float64 at once, to be summed
+BLOCK = 1024  # columns of one running sum
+AT_ONCE = 16  # blocks converted to float64 at once
 _GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)  # splitmix64's constants, as signed 64-bit integers
 _MIX_1 = 0xBF58476D1CE4E5B9 - (1 << 64)
 _MIX_2 = 0x94D049BB133111EB - (1 << 64)
@@ -23,34 +23,28 @@ _MIX_2 = 0x94D049BB133111EB - (1 << 64)
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How responses are sampled.
+    """Parameters of sampling."""
 
-    max_tokens   of a response whose GenerationRequest has no limit
-    temperature  0: greedy
-    top_p        1: off; top_k: 0: off
-    routing      whether to record the experts that each token is routed to
-    """
-
-    max_tokens: int
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
+    max_tokens: int  # default of GenerationRequest.max_tokens
+    temperature: float = 1.0  # 0: greedy
+    top_p: float = 1.0  # 1: off
+    top_k: int = 0  # 0: off
     stop: tuple[str, ...] = ()
-    routing: bool = False
+    routing: bool = False  # whether to record routed experts
 
 
 def stop_window(stop: Sequence[str]) -> int:
-    """Return how many of the newest tokens can hold one of the stop texts; 0 without any."""
+    """Return the number of newest tokens that can hold one of the stop texts; 0 without any."""
     return max((len(text.encode()) + 8 for text in stop), default=0)
 
 
 def routing_array(chosen: np.ndarray, tokens: int, experts: int) -> np.ndarray:
-    """Return the experts of a prompt and its response, together `tokens` tokens, [tokens, layers, topk].
+    """Return the routed experts of a prompt and its response, uint8 or int16 [tokens, layers, topk].
 
-    The dtype is uint8 if it can hold `experts` and one more, else int16.
+    Missing entries are the dtype's maximum: no engine feeds a response's last token to the model.
 
-    chosen: integers [t, layers, topk] of the first t <= tokens. Others get the dtype's largest number: no
-    engine feeds a response's last token to the model."""
+    chosen: integers [t, layers, topk] of the first t <= tokens
+    """
     kind: Any = np.uint8 if experts < 256 else np.int16
     found = np.full((tokens, *chosen.shape[1:]), np.iinfo(kind).max, dtype=kind)
     found[: len(chosen)] = chosen
@@ -58,37 +52,38 @@ def routing_array(chosen: np.ndarray, tokens: int, experts: int) -> np.ndarray:
 
 
 def _hash(salt: str, *numbers: int) -> int:
+    """Return a seed of 63 bits."""
     text = ":".join([salt, *map(str, numbers)])
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
 
 
 def response_seed(run_seed: int, step: int, prompt_uid: int, index: int) -> int:
-    """Return the seed (63 bits) of response `index` to a prompt in a rollout step."""
+    """Return the seed of response `index` to a prompt in a rollout step."""
     return _hash("megarl.rollout", run_seed, step, prompt_uid, index)
 
 
 def turn_seed(seed: int, turn: int) -> int:
-    """Return the seed (63 bits) of a turn of a response; the first turn has the response's own."""
+    """Return the seed of a turn; the first turn has the response's seed."""
     return _hash("megarl.turn", seed, turn) if turn else seed
 
 
 def environment_seed(seed: int) -> int:
-    """Return the seed (63 bits) of the environment that a response is made in."""
+    """Return the seed of a response's environment."""
     return _hash("megarl.environment", seed)
 
 
 def evaluation_seed(run_seed: int, problem_uid: int, index: int) -> int:
-    """Return the seed (63 bits) of answer `index` to a held-out problem, the same at every step."""
+    """Return the seed of answer `index` to a held-out problem, the same at every step."""
     return _hash("megarl.evaluation", run_seed, problem_uid, index)
 
 
 def shuffle_seed(run_seed: int, step: int) -> int:
-    """Return the seed (63 bits) of the shuffle between the rollout and the updates of a step."""
+    """Return the seed of the shuffle between the rollout and the updates of a step."""
     return _hash("megarl.shuffle", run_seed, step)
 
 
 def selection_seed(run_seed: int, step: int, update: int, group: int, index: int) -> int:
-    """Return the seed (63 bits) of the selection of tokens of a response in an update."""
+    """Return the seed of the selection of tokens of a response in an update."""
     return _hash("megarl.selection", run_seed, step, update, group, index)
 
 
@@ -98,10 +93,10 @@ def _shift(z: Tensor, bits: int) -> Tensor:
 
 
 def uniform(seeds: Tensor, index: Tensor) -> Tensor:
-    """Return output number `index` (from 0) of splitmix64 started at `seeds`, as float64 in [0, 1).
+    """Return output number `index` (from 0) of splitmix64 with `seeds`, as float64 in [0, 1).
 
-    seeds and index: int64 of one shape; element-wise. Integer arithmetic only, so the same on every
-    device."""
+    Integer arithmetic gives equal results on every device. seeds, index: int64 of one shape
+    """
     z = seeds + (index + 1) * _GOLDEN
     z = (z ^ _shift(z, 30)) * _MIX_1
     z = (z ^ _shift(z, 27)) * _MIX_2
@@ -109,11 +104,15 @@ def uniform(seeds: Tensor, index: Tensor) -> Tensor:
 
 
 def _search(weights: Tensor, share: Tensor | float, *, right: bool) -> Tensor:
-    """Find in each row of weights [rows, n] the first column up to which the sum exceeds (`right`) or reaches
-    `share` ([rows, 1]) of the row's sum; int64 [rows, 1]. With `right` that column's weight is positive.
+    """Return the first column whose running sum exceeds (`right`) or reaches `share` of the row's sum.
 
-    Sums are float64, as a float32 sum over a vocabulary is off by more than the probability of rare tokens.
-    Only sums of blocks and the running sum within one block are made, to save memory."""
+    Sums are float64: the error of a float32 sum over a vocabulary is larger than the probability of rare
+    tokens. To save memory, running sums are computed over blocks, then within one block.
+
+    Args:
+        weights: [rows, n]; share: [rows, 1]
+
+    Returns int64 [rows, 1]; with `right` these columns' weights are positive."""
     size = weights.shape[1]
     if size <= BLOCK:
         cdf = weights.cumsum(-1, dtype=torch.float64)
@@ -131,15 +130,16 @@ def _search(weights: Tensor, share: Tensor | float, *, right: bool) -> Tensor:
     there = weights.gather(1, columns.clamp(max=size - 1)).where(columns < size, 0.0)
     before = torch.nn.functional.pad(ends, (1, 0)).gather(1, block)
     found = torch.searchsorted(before + there.cumsum(-1, dtype=torch.float64), point, right=right)
-    # The two sums of a block may differ in their last bit.
+    # The two sums of a block may differ by a rounding error.
     last = ((there > 0) * inside).amax(-1, keepdim=True)
     return block * BLOCK + torch.minimum(found, last)
 
 
 def keep_top(probs: Tensor, top_k: int, top_p: float) -> Tensor:
-    """Set probs [rows, vocab] to 0 outside the `top_k` largest (0: all), then, of the renormalised rest,
-    outside the smallest set whose mass reaches `top_p` (1: all). Ties with the last kept token are kept. The
-    result is not renormalised."""
+    """Set probs [rows, vocab] to 0 outside the `top_k` largest (0: all), then outside the top-p set.
+
+    This is the smallest set with at least the share `top_p` of the remaining mass (1: all). Ties with the
+    last kept token are kept. The result is not renormalised."""
     if 0 < top_k < probs.shape[-1]:
         least = probs.topk(top_k, dim=-1).values[:, -1:]
         probs = probs.where(probs >= least, 0.0)
@@ -166,7 +166,7 @@ def choose(logits: Tensor, seeds: Tensor, index: Tensor, params: SamplingParams)
         logprobs = torch.log_softmax(
             logits if params.temperature == 1 else logits / params.temperature, dim=-1
         )
-        # A point strictly below the total, so that the token found has a positive probability.
+        # A point strictly below the total, so that the sampled token has a positive probability.
         point = uniform(seeds, index)[:, None]
         tokens = _search(keep_top(logprobs.exp(), params.top_k, params.top_p), point, right=True)[:, 0]
     return tokens, logprobs.gather(-1, tokens[:, None])[:, 0]

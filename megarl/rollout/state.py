@@ -1,7 +1,6 @@
-"""The state of rollouts between two steps, as a checkpoint holds it.
+"""The state of rollouts between two steps, as a checkpoint holds it in JSON.
 
-It has lists, dicts, numbers and texts only. Its keys do not change when fields are renamed: SAMPLE_KEYS and
-TOKEN_KEYS map one to the other."""
+Its keys do not change when fields are renamed: SAMPLE_KEYS and TOKEN_KEYS map fields to keys."""
 
 from __future__ import annotations
 
@@ -16,9 +15,9 @@ from msgspec import structs
 
 from megarl.data.prompts import Prompt
 from megarl.data.sample import Sample, SampleGroup, TokenData
-from megarl.rollout.dispatch import GroupRequest
+from megarl.rollout.controller import GroupRequest
 
-# Fields of a Sample that a checkpoint holds, with their keys there. The others follow from its tokens.
+# Fields of a Sample in a checkpoint, with their keys. The others follow from its tokens.
 SAMPLE_KEYS = {
     "finish_reason": "finish",
     "correct": "correct",
@@ -44,26 +43,23 @@ TOKEN_KEYS = {
 
 
 class RolloutShare(TypedDict, total=False):
-    """What a rank other than the first adds to a snapshot, by the id of a sample.
-
-    graded: tokens of graded samples; partials: of unfinished ones"""
+    """Tokens on a rank other than the first: of graded and of partial samples, by id."""
 
     graded: dict[int, TokenData | None]
     partials: dict[int, TokenData]
 
 
 def pack_journal(data: TokenData) -> TokenData:
-    """Return tokens whose journal is one JSON text: it may hold integers of any size."""
+    """Return tokens whose journal is one JSON text, as msgpack has no integers above 64 bits."""
     return structs.replace(data, journal=[json.dumps(data.journal)]) if data.journal else data
 
 
 def unpack_journal(data: TokenData) -> TokenData:
-    """Undo `pack_journal`."""
     return structs.replace(data, journal=json.loads(data.journal[0])) if data.journal else data
 
 
 def join_shares(shares: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the state that the shares of all ranks make, the first rank's first."""
+    """Join the shares of all ranks, the first rank's first, into one state."""
     if not shares:
         return {}
     graded, partials = dict(shares[0]["graded"]), dict(shares[0]["partials"])
@@ -82,11 +78,7 @@ def join_shares(shares: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 @dataclass
 class LoadedState:
-    """What `load_state` gives one rank.
-
-    graded, partials  samples and tokens that the rank keeps, by id
-    next_id          id of the next sample
-    """
+    """The result of `load_state` for one rank. graded, partials: those that the rank keeps, by id"""
 
     surplus: list[SampleGroup] = field(default_factory=list)
     returned: list[GroupRequest] = field(default_factory=list)
@@ -97,7 +89,7 @@ class LoadedState:
 
 
 def load_state(state: Mapping[str, Any], rank: int, engines: int, ranks_per_engine: int) -> LoadedState:
-    """Undo `join_shares` for one rank. Samples are divided evenly among the engines there are now."""
+    """Invert `join_shares` for one rank. Samples are divided evenly among the present engines."""
     loaded = LoadedState(lengths=dict(state.get("lengths", ())))
     for i, entry in enumerate(state["surplus"]):
         owner = i % engines * ranks_per_engine
@@ -116,18 +108,14 @@ def load_state(state: Mapping[str, Any], rank: int, engines: int, ranks_per_engi
         for j, saved in enumerate(entry["begun"]):
             if saved and engine * ranks_per_engine == rank:
                 loaded.partials[first + j] = _token_data(saved, saved["finish"], saved.get("journal", ()))
-        holders = [engine if saved else None for saved in entry["begun"]]
-        loaded.returned.append(GroupRequest(prompt, seeds, first=first, holders=holders))
+        owners = [engine if saved else None for saved in entry["begun"]]
+        loaded.returned.append(GroupRequest(prompt, seeds, first_id=first, engine_by_response=owners))
         loaded.next_id += len(seeds)
     return loaded
 
 
 def group_state(group: SampleGroup, tokens: Sequence[TokenData | None] | None = None) -> dict[str, Any]:
-    """Return a group as JSON holds it. Exact: a float32 survives as a float64.
-
-    Args:
-        tokens: of its samples; None: each sample has its own
-    """
+    """Return a group for JSON. tokens: of its samples; None: those of `Sample.data`"""
     samples = []
     for sample, data in zip(group.samples, tokens or [s.data for s in group.samples], strict=True):
         assert data is not None
@@ -137,7 +125,7 @@ def group_state(group: SampleGroup, tokens: Sequence[TokenData | None] | None = 
 
 
 def group_from_state(state: Mapping[str, Any], owner: int = 0) -> SampleGroup:
-    """Undo `group_state`. owner: rank that keeps the group's tokens from now on"""
+    """Invert `group_state`. owner: rank that keeps the tokens"""
     samples = []
     for saved in state["responses"]:
         fields = {name: saved[key] for name, key in SAMPLE_KEYS.items() if key in saved}
@@ -147,10 +135,10 @@ def group_from_state(state: Mapping[str, Any], owner: int = 0) -> SampleGroup:
 
 
 def _request_state(request: GroupRequest, partials: Mapping[int, TokenData]) -> dict[str, Any]:
-    """Return a returned request as JSON holds it, with those of its responses that are unfinished."""
+    """Return a returned request for JSON, with the tokens of its partial responses."""
     unfinished: list[dict[str, Any] | None] = []
-    if request.first is not None:
-        for number in range(request.first, request.first + len(request.seeds)):
+    if request.first_id is not None:
+        for number in range(request.first_id, request.first_id + len(request.seeds)):
             if (data := partials.get(number)) is None:
                 unfinished.append(None)
             else:
@@ -168,7 +156,7 @@ def _prompt_from_state(state: Mapping[str, Any]) -> Prompt:
 
 
 def _token_state(data: TokenData) -> dict[str, Any]:
-    """Return the columns of a response's tokens as lists. Routed experts are dtype, shape and base64."""
+    """Return the columns of tokens as lists. Routed experts are dtype, shape and base64."""
     columns = {key: getattr(data, name) for name, key in TOKEN_KEYS.items()}
     experts, routing = data.routed_experts, None
     if experts is not None:
@@ -178,7 +166,6 @@ def _token_state(data: TokenData) -> dict[str, Any]:
 
 
 def _token_data(saved: Mapping[str, Any], finish_reason: Any, journal: Sequence[Any] = ()) -> TokenData:
-    """Return the tokens of `_token_state`."""
     columns: dict[str, Any] = {name: saved.get(key) for name, key in TOKEN_KEYS.items()}
     if saved.get("routing") is not None:
         dtype, shape, encoded = saved["routing"]

@@ -6,19 +6,18 @@ import math
 from dataclasses import replace
 
 from megarl.data.sample import SampleGroup
-from megarl.rollout.controller import Controller, StepGroups, sampling_params, with_metrics
-from megarl.rollout.dispatch import GroupRequest
+from megarl.rollout.controller import Controller, GroupRequest, StepGroups, sampling_params
+from megarl.rollout.metrics import step_metrics
 
 
 class WindowController(Controller):
     """Samples at most `rollout.window` new tokens of each response in a step.
 
-    Unfinished responses of the step before come first, then new prompts. What is sampled does not depend on
+    Unfinished responses of the previous step come first, then new prompts. The choice does not depend on
     time. Each response has a separate request."""
 
     async def collect(self, step: int) -> StepGroups:
-        """Collect `Config.responses` responses. Groups hold those that the step sampled; reward/* and
-        response/* count the finished ones."""
+        """Collect `Config.responses` responses. Metrics count the finished ones."""
         config = self.config
         if config.rollout.window is None or step <= 0:  # value pretraining needs whole responses
             return await super().collect(step)
@@ -37,7 +36,7 @@ class WindowController(Controller):
                 groups.append(SampleGroup(request.prompt, [], self.dispatcher.version))
             groups[-1].samples.append(sample)
             if sample.is_partial:
-                self.returned.append(replace(request, first=slot.id, holders=[slot.engine]))
+                self.returned.append(replace(request, first_id=slot.id, engine_by_response=[slot.engine]))
         stats = {
             "rollout/prompts": len(groups),
             "rollout/tokens": sum(s.num_sampled - s.prefix_tokens for s in samples),
@@ -46,4 +45,5 @@ class WindowController(Controller):
             "rollout/moved": self.dispatcher.rebalanced,
         }
         self.returned += rest
-        return with_metrics(groups, groups, stats, config.reward.max_unjudged)
+        metrics, error_counts = step_metrics(groups, config.reward.max_unjudged)
+        return groups, stats | metrics, error_counts

@@ -1,9 +1,8 @@
 """The worker of a rank: runs the episodes that the controller (controller.py) assigns to its engine.
 
-Three coroutines run at the same time: episodes here, the engine's client (episode.py) keeps the engine
-busy, grading.py grades finished samples. User code runs only here. The worker keeps the tokens of its
-samples, and sends the samples without them to the controller. The other ranks of an engine only help to start
-it again."""
+Three coroutines run concurrently: episodes here, with user code; the engine's client (episode.py); grading
+(grading.py). The worker keeps its samples' tokens and sends samples without them to the controller. On an
+engine's other ranks it only takes part in restarts."""
 
 from __future__ import annotations
 
@@ -34,25 +33,19 @@ if TYPE_CHECKING:
 
 @dataclass
 class RunningEpisode:
-    """An episode and its task. index: position in its group; started: time.monotonic()"""
+    """An episode and its task."""
 
     episode: Episode
-    index: int
-    started: float
+    index: int  # in its group
+    started: float  # by time.monotonic()
     task: asyncio.Task[None]
 
 
 class Worker:
-    """Follows the controller, over `link`, from the start of a rollout to its end.
+    """Follows the controller's messages during a rollout.
 
-    rank      counted among the ranks with engines; leads: whether it is the first of its engine
-    key       the configuration's key that selects the episodes; error messages begin with it
-    ranks     how many ranks have engines
-    recover   restarts engines that have failed, see WeightSync; called on all ranks with engines
-    graded    samples with their tokens that are still needed, by id
-    partials  tokens of responses that a later rollout continues, by id of their sample
-    seconds   of the present rollout: generate, verify
-    threads   wait for engine and verifier, see EngineClient
+    rank     counted among the `ranks` with engines
+    recover  restarts failed engines, see WeightSync; called on all of these ranks
     """
 
     def __init__(
@@ -70,20 +63,19 @@ class Worker:
         self.leads = rank % config.rollout.engine_tp == 0
         self.runner = load_runner(config, tokenizer)
         self.key = self.runner.key
-        self.graded: dict[int, Sample] = {}
-        self.partials: dict[int, TokenData] = {}
-        self.seconds: dict[str, float] = {}
-        self.threads = ThreadPoolExecutor(2, "rollout")
+        self.graded: dict[int, Sample] = {}  # with tokens that are still needed, by id
+        self.partials: dict[int, TokenData] = {}  # which a later rollout continues, by id of their sample
+        self.seconds: dict[str, float] = {}  # of the last rollout: generate, verify
+        self.threads = ThreadPoolExecutor(2, "rollout")  # wait for engine and verifier
         self._running: dict[int, RunningEpisode] = {}  # by id of their sample
 
     @property
     def running(self) -> int:
-        """Return the number of unfinished episodes."""
         return len(self._running)
 
     @property
     def oldest(self) -> str:
-        """Return the episode that started first, for reports about a hang."""
+        """Describe the episode that started first, for reports about a hang."""
         for one in list(self._running.values())[:1]:
             what = f"response {one.index} to prompt {one.episode.prompt.uid}, turn {one.episode.turns}"
             waits = f", in {one.episode.waiting}," if one.episode.waiting else ""
@@ -91,10 +83,10 @@ class Worker:
         return "none"
 
     async def serve(self, link: m.Link) -> None:
-        """Follow the controller until the rollout has ended.
+        """Follow the controller until the rollout ends.
 
-        Errors of this rank are sent to the controller, which raises them. Errors of `recover`, the same on
-        all ranks, are raised here."""
+        Errors of this rank are sent to the controller, which raises them. Errors of `recover` occur on all
+        ranks and are raised here."""
         batching = self.config.rollout.capabilities.continuous_batching
         self.link, self.client = link, EngineClient(self.engine, self.threads, continuous_batching=batching)
         self.grader = Grader(self.config, self.verifier, self.tokenizer, self.threads)
@@ -117,7 +109,7 @@ class Worker:
         except ExceptionGroup as errors:
             raise errors.exceptions[0] from None
         finally:
-            await self._cancel_episodes()  # where an error ended the rollout
+            await self._cancel_episodes()  # left by an error
             self.seconds = {"generate": self.client.busy, "verify": self.grader.seconds}
             self._running.clear()
 
@@ -125,14 +117,13 @@ class Worker:
         self._tasks.append(self._group.create_task(self._send_errors(job, *arguments)))
 
     async def _send_errors(self, job: Callable[..., Awaitable[None]], *arguments: Any) -> None:
-        """Await a job, and send its error to the controller."""
         try:
             await job(*arguments)
         except MegarlError as error:
             await self.link.send(m.RankFailed(type(error).__name__, str(error)))
 
     async def _follow_controller(self) -> None:
-        """Act on the controller's messages until the last one, and send signs of life."""
+        """Act on the controller's messages until `EndRollout`, and send `KeepAlive`."""
         heard, limit = time.monotonic(), self.config.parallel.timeout
         while True:
             message = await self.link.receive(m.KEEP_ALIVE_SECONDS)
@@ -141,12 +132,12 @@ class Worker:
             if message is not None:
                 heard = time.monotonic()
             elif time.monotonic() - heard > limit:
-                silence = f"nothing for {limit:g} s (parallel.timeout)"
-                raise WaitTimeout(f"rollout: engine rank {self.rank} has heard from the controller {silence}")
+                silence = f"nothing from the controller for {limit:g} s (parallel.timeout)"
+                raise WaitTimeout(f"rollout: engine rank {self.rank} has received {silence}")
             match message:
                 case m.StartSamples():
                     self._start_episodes(message)
-                case m.AbortSamples(ids):  # a task, because signs of life must continue meanwhile
+                case m.AbortSamples(ids):  # a task, because `KeepAlive` must continue meanwhile
                     self._start_task(self._abort, ids)
                 case m.SendTokenData(ids):
                     await self._send_token_data(ids)
@@ -168,11 +159,10 @@ class Worker:
             episode = self.runner.start(EpisodeInputs(*inputs))
             task = asyncio.create_task(self._send_errors(self._run, sample_id, episode))
             self._running[sample_id] = RunningEpisode(episode, index, time.monotonic(), task)
-            # Not in the group itself, which would wait for ever for an episode that cannot be cancelled.
+            # The group does not hold the task itself: it would wait for ever for one that ignores cancel.
             self._tasks.append(self._group.create_task(_wait_for(task)))
 
     async def _run(self, sample_id: int, episode: Episode) -> None:
-        """Run one episode until it ends or is aborted."""
         try:
             verdict = await episode.run()
             data = episode.result()
@@ -196,7 +186,7 @@ class Worker:
     def _queue_for_grading(
         self, sample_id: int, episode: Episode, data: TokenData, verdict: Verdict | None
     ) -> None:
-        if np.all(data.policy_versions == self.engine.weight_version):  # the same as the group's
+        if np.all(data.policy_versions == self.engine.weight_version):  # equal to the group's
             data = structs.replace(data, policy_versions=None)
         sample = Sample.from_data(
             data,
@@ -210,7 +200,6 @@ class Worker:
         self.grader.add(sample, episode.prompt, verdict)
 
     async def _cancel_episodes(self) -> None:
-        """Cancel all episodes, and wait `rollout.turns.seconds` for their end."""
         tasks = [one.task for one in self._running.values()]
         for task in tasks:
             task.cancel()
@@ -228,7 +217,7 @@ class Worker:
         await self.link.send(m.SamplesFinished(self.engine.weight_version, without_data, self.client.busy))
 
     async def _report_tool_waits(self) -> None:
-        """Report how many episodes wait for something other than the engine, so that it gets others.
+        """Report how many episodes wait for something other than the engine, so that it gets more work.
 
         Only changes by more than 1/16 of the running episodes are reported."""
         reported = 0
@@ -241,7 +230,6 @@ class Worker:
                 await self.link.send(m.ToolWaitCount(reported))
 
     async def _send_token_data(self, ids: Iterable[int]) -> None:
-        """Send the tokens of samples, without journals."""
         found = {i: data for i in ids if (data := self.graded[i].data) is not None}
         await self.link.send(
             m.TokenDataReply({i: structs.replace(data, journal=[]) for i, data in found.items()})
@@ -250,7 +238,6 @@ class Worker:
     # The end
 
     def _recover(self, failures: Sequence[tuple[int, str]]) -> None:
-        """Restart engines, together with all ranks that have one. failures: of each, (rank, why)"""
         by_rank: Failures = [None] * self.ranks
         for rank, why in failures:
             by_rank[rank] = EngineFailure(why)
@@ -259,9 +246,9 @@ class Worker:
             self.client.recovered.set()
 
     async def _abort(self, ids: Sequence[int]) -> None:
-        """End all episodes. Keep the tokens of these samples, and report which of them have any."""
+        """Abort all episodes. Keep the tokens of these samples, and report which of them have any."""
         failure: EngineFailure | None = None
-        for one in self._running.values():  # first of all, so that none makes another request meanwhile
+        for one in self._running.values():  # before anything else, so that none makes another request
             one.episode.aborted = True
         try:
             await self.client.abort()
@@ -271,7 +258,7 @@ class Worker:
         ungraded, version = await self.grader.take_queue(), self.engine.weight_version
         found = self.partials | {sample.id: as_prefix(sample, version) for sample in ungraded}
         for i in ids:
-            if i in self.graded:  # its group was not taken: it is returned, and graded again later
+            if i in self.graded:  # its group was not taken, so it is graded again later
                 found[i] = as_prefix(self.graded.pop(i), version)
         wanted = set(ids)
         self.partials = {i: data for i, data in found.items() if i in wanted}
@@ -281,9 +268,9 @@ class Worker:
         await self.link.send(m.SamplesAborted(list(self.partials)))
 
     async def _wait_for_episodes(self) -> None:
-        """Wait until all episodes have ended. All of them are marked as aborted.
+        """Wait until all episodes, which are marked as aborted, have ended.
 
-        Episodes in the engine have their tokens by now and end by themselves. The others are cancelled."""
+        Generating ones have their tokens by now and end by themselves. The others are cancelled."""
         tasks = [one.task for one in self._running.values()]
         if not tasks:
             return
@@ -293,28 +280,27 @@ class Worker:
         limit = self.config.rollout.turns.seconds
         _, left = await asyncio.wait(tasks, timeout=limit)
         if left:
-            what = f"{len(left)} episodes have not ended {limit:g} s after they were told to"
+            what = f"{len(left)} episodes have not ended {limit:g} s after they were aborted"
             remedy = "let EpisodeAborted and CancelledError through"
             raise EngineError(f"{self.key}: {what}: {self.oldest} ({remedy})")
 
     async def _end(self, keep: set[int]) -> None:
-        """End the rollout. Keep the tokens of these samples."""
+        """Keep the tokens of these samples, and drop all others."""
         self.graded = {i: sample for i, sample in self.graded.items() if i in keep}
         self.partials = {i: data for i, data in self.partials.items() if i in keep}
         if self.client.has_abandoned:
-            with suppress(EngineFailure):  # as in `serve`: the other ranks have ended this rollout
+            with suppress(EngineFailure):  # the engine's next call raises it again
                 await self.client.abort()
 
 
 async def _wait_for(task: asyncio.Task[None]) -> None:
-    """Wait for a task's end, and raise its error."""
     await asyncio.wait((task,))
     if not task.cancelled():
         task.result()
 
 
 def as_prefix(sample: Sample, version: int) -> TokenData:
-    """Return the tokens of a sample for a later rollout. version: of tokens without one"""
+    """Return a sample's tokens, to continue them later. version: the default policy version"""
     assert sample.data is not None
     if sample.data.policy_versions is not None:
         return sample.data

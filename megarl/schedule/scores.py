@@ -11,7 +11,7 @@ from typing import Any
 from megarl.algorithms.scores import avg_at_k, interval, ks_up_to, majority_at_k, pass_at_k
 from megarl.data.prompts import ProblemSet
 from megarl.data.sample import SampleGroup
-from megarl.rollout.responses import mean_score, of_sources
+from megarl.rollout.metrics import mean_score, of_sources
 
 
 @dataclass

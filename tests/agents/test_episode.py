@@ -396,10 +396,10 @@ def test_tasks_that_are_left_behind_are_named_and_cancelled(folder: Path) -> Non
         ("stays_while_another_fails", "the reward of turn 0 is nan", {}),
         (
             "stays_in_a_call",
-            r"4 episodes have not ended 0.1 s after they were told to: response . to prompt 2, .* in stays,",
+            r"4 episodes have not ended 0.1 s after they were aborted: response . to prompt 2, .* in stays,",
             {"engine_class": OutOfOrder, "rollout": {"dynamic_sampling": DYNAMIC}},
         ),
-        ("exits_in_a_task", r"a task of its own has called sys.exit\(bye\)", {}),
+        ("exits_in_a_task", r"one of its tasks has called sys.exit\(bye\)", {}),
         ("generates_twice_at_once", "generate was called while a turn was being written", {}),
         ("observes_while_it_generates", "observe was called while a turn was being written", {}),
     ],

@@ -16,6 +16,7 @@ import pytest
 
 from megarl.agents.chat_turns import ChatTurns
 from megarl.config import check_config, load_config
+from megarl.data.sample import TokenData
 from megarl.rewards.pool import VerifierPool
 from megarl.rollout.engines.base import GenerationRequest
 from megarl.rollout.engines.transformers_engine import TransformersEngine
@@ -104,9 +105,10 @@ def test_loss_and_engine_are_those_of_the_page() -> None:
 
 
 def test_engine(tmp_path: Path) -> None:
-    """It samples what the transformers engine samples."""
+    """It samples the tokens that the transformers engine samples, after a prefix too."""
     folder = make_tiny_model(tmp_path / "model", "qwen3")
     requests = [GenerationRequest((5, 6, 7), seed) for seed in range(3)] + [GenerationRequest((9,), 4)]
+    requests.append(GenerationRequest((5, 6), 7, TokenData([2, 3], [-1.0, -2.0])))
     found = []
     for kind in (example("own_engine").PlainEngine, TransformersEngine):
         engine = kind(folder, eos_ids=[1])
@@ -115,6 +117,8 @@ def test_engine(tmp_path: Path) -> None:
         found.append(engine.generate(requests, SamplingParams(max_tokens=8)))
     for own, other in zip(*found, strict=True):
         assert (own.tokens.tolist(), own.finish_reason) == (other.tokens.tolist(), other.finish_reason)
+        assert own.logprobs == pytest.approx(other.logprobs, abs=1e-5)
+    assert found[0][-1].tokens[:2].tolist() == [2, 3] and found[0][-1].num_tokens > 2
 
 
 @pytest.mark.slow

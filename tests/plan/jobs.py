@@ -20,7 +20,7 @@ from megarl.parallel.delivery import deliver
 from megarl.parallel.runtime import Runtime
 from megarl.plan.inputs import PlanInputs, make_plan_inputs
 from megarl.plan.sizes import Passes, Shape, activations, in_flight, passed_on
-from megarl.rollout.responses import make_rollout_batch
+from megarl.rollout.collector import make_rollout_batch
 from megarl.training.batch import make_micro_batches
 from megarl.training.model import TrainableModel
 from megarl.weights.families import Sizes

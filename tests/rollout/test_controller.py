@@ -35,12 +35,12 @@ from megarl.data.prompts import ProblemSet, Prompt
 from megarl.data.sample import TokenData
 from megarl.rewards.pool import VerifierPool
 from megarl.rewards.verdict import Verdict
-from megarl.rollout.controller import Controller
-from megarl.rollout.dispatch import Dispatcher, GroupRequest
+from megarl.rollout.collector import reward_part
+from megarl.rollout.controller import Controller, Dispatcher, GroupRequest
 from megarl.rollout.engines.transformers_engine import TransformersEngine
 from megarl.rollout.messages import Hub, Link, RankReady
+from megarl.rollout.metrics import groups_to_show, records
 from megarl.rollout.rank import RolloutRank
-from megarl.rollout.responses import groups_to_show, records, reward_part
 from megarl.rollout.sampling import SamplingParams, response_seed
 from megarl.rollout.state import group_from_state, group_state, join_shares
 from megarl.schedule.scores import EvaluationResult
@@ -291,7 +291,7 @@ def test_a_client_of_two_servers_is_given_work_for_both(world, in_flight, each):
     servers = {"engine": "sglang_url", "urls": [f"http://a:{port}" for port in (1, 2, 3)]}
     settings_ = config(rollout={**servers, "max_batch": 4, "in_flight": in_flight})
     dispatcher = Dispatcher(settings_, 2)
-    dispatcher.add([GroupRequest(prompt, range(3), first=3 * i) for i, prompt in enumerate(world[2][:8])])
+    dispatcher.add([GroupRequest(prompt, range(3), first_id=3 * i) for i, prompt in enumerate(world[2][:8])])
     assert [len(slots) for slots in dispatcher.assign()] == [2 * each, each]
 
 
@@ -559,8 +559,8 @@ def test_a_silent_rank_is_reported_with_what_is_waited_for(world, monkeypatch):
     monkeypatch.setattr("megarl.rollout.messages.KEEP_ALIVE_SECONDS", 0.5)
     monkeypatch.setattr(engine, "poll", hangs)
     monkeypatch.setattr(Controller, "_silence", told)
-    what = "rollout: engine rank 1 has said nothing for 6 s (parallel.timeout); "
-    what += "the first that it draws is response number 0 to prompt 102"
+    what = "rollout: engine rank 1 has sent nothing for 6 s (parallel.timeout); "
+    what += "its first running response is number 0 to prompt 102"
     for error in run_ranks(world, config(parallel={"timeout": 6}), 2, steps=1):
         assert isinstance(error, WaitTimeout) and str(error) == what
     engine.abort()
@@ -580,7 +580,7 @@ def test_a_controller_that_is_not_heard_of_is_reported(world, monkeypatch):
 
     monkeypatch.setattr("megarl.rollout.messages.KEEP_ALIVE_SECONDS", 0.01)
     first, second = run_ranks(world, config(parallel={"timeout": 1}), 2, steps=0, act=act)
-    what = "rollout: engine rank 1 has heard from the controller nothing for 1 s (parallel.timeout)"
+    what = "rollout: engine rank 1 has received nothing from the controller for 1 s (parallel.timeout)"
     assert first is None and isinstance(second, WaitTimeout) and str(second) == what
 
 
@@ -732,7 +732,7 @@ def test_unjudged_responses_leave_the_signal_of_the_others_as_it_is(world, advan
 def test_too_many_unjudged_responses_end_the_run_on_every_rank(world):
     for error in run_ranks(world, config(rollout={"prompts": 8}), 2, 1, verifiers=[Failing(), Failing()]):
         assert isinstance(error, ConfigError) and "\n" not in str(error)
-        assert re.match(r"reward\.max_unjudged: \d+ of 24 responses of a step were not judged", str(error))
+        assert re.match(r"reward\.max_unjudged: \d+ of 24 responses of a step were not graded", str(error))
         assert str(error).endswith("of them: ConnectionRefusedError: nobody is there")
 
 

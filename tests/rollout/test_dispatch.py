@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.rollout.dispatch import share_out
+from megarl.rollout.controller import share_out
 
 ENGINES = st.integers(1, 9)
 

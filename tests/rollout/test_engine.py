@@ -184,11 +184,11 @@ def test_products_that_add_in_another_order_are_found(monkeypatch, other, fewest
 @given(rows=st.integers(1, 600), fewest=st.sampled_from([8, 16, 32, 64]))
 def test_products_of_a_batch(rows, fewest):
     block = Block(fewest, largest=LARGEST)
-    whole = block.whole(rows)
+    whole = block.pad(rows)
     assert 0 <= whole - rows < max(fewest, rows % LARGEST)
     assert {len(part) for part in torch.empty(whole).split(LARGEST)} <= {fewest, 8, 16, 32, LARGEST}
-    assert whole % fewest == 0 and whole == block.whole(whole)
-    assert all(begin + block.whole(rows - begin) <= block.room(rows) for begin in range(rows))
+    assert whole % fewest == 0 and whole == block.pad(whole)
+    assert all(begin + block.pad(rows - begin) <= block.room(rows) for begin in range(rows))
 
 
 ORDERED = re.compile(

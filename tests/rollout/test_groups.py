@@ -20,9 +20,9 @@ from megarl.config.schema import AlgorithmConfig, DynamicSamplingConfig
 from megarl.data.prompts import Prompt
 from megarl.data.sample import Sample, SampleGroup, TokenData
 from megarl.rollout import messages as m
-from megarl.rollout.collector import GroupCollector
+from megarl.rollout.collector import GroupCollector, make_rollout_batch
 from megarl.rollout.grading import words_pattern
-from megarl.rollout.responses import make_rollout_batch, records, response_stats
+from megarl.rollout.metrics import records, response_stats
 from megarl.rollout.sampling import SamplingParams
 from megarl.rollout.state import SAMPLE_KEYS, group_from_state, group_state
 from tests.rollout.conftest import delivered

@@ -586,10 +586,10 @@ WRONG: dict[str, tuple[Callable[[Server], Any], str]] = {
     "an old one": (lambda s: s.server_info.update(version="0.5.15"), "is SGLang 0.5.15 (update it"),
     "replicas": (lambda s: s.server_info.update(dp_size=2), "has data-parallel replicas"),
     "no tokenizer": (lambda s: s.server_info.update(skip_tokenizer_init=True), "has no tokenizer"),
-    "drafts": (lambda s: s.server_info.update(speculative_algorithm="EAGLE"), "drafts of its own"),
+    "drafts": (lambda s: s.server_info.update(speculative_algorithm="EAGLE"), "speculative decoding"),
     "own sampling": (
         lambda s: s.model_info.update(preferred_sampling_params={"min_p": 0.1}),
-        "samples in a way of its own",
+        "has its own sampling parameters",
     ),
     "something else": (lambda s: s.server_info.pop("version"), "/server_info was answered with something"),
     "nobody": (lambda s: s.stop(), "/model_info: ClientConnectorError"),

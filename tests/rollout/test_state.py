@@ -147,7 +147,7 @@ def test_an_old_checkpoint_is_read_and_written_with_the_same_keys() -> None:
             journal=[["turn", 2, "abort"]],
         )
     }
-    assert [(r.prompt.uid, r.seeds, r.first, r.holders) for r in loaded.returned] == [
+    assert [(r.prompt.uid, r.seeds, r.first_id, r.engine_by_response) for r in loaded.returned] == [
         (12, [101, 102], 3, [0, None]),
         (13, [103], None, ()),
     ]

@@ -235,7 +235,7 @@ def test_partial_responses_are_kept_until_they_are_drawn_again(world: Any) -> No
         before = rank.controller.returned
         rank.collect(step)
         for request in rank.controller.returned:
-            held = [request.first + i for i, holder in enumerate(request.holders) if holder == 0]
+            held = [sample_id for engine, sample_id in request.partials if engine == 0]
             assert set(held) <= rank.worker.partials.keys()
             kept += bool(held) and any(request is one for one in before)
         state = state_of(rank)

@@ -25,10 +25,10 @@ from megarl.parallel.delivery import deliver, row_bytes
 from megarl.parallel.layout import Layout
 from megarl.parallel.runtime import Ranks
 from megarl.rewards.verdict import Verdict
-from megarl.rollout.dispatch import GroupRequest
+from megarl.rollout.collector import make_rollout_batch
+from megarl.rollout.controller import GroupRequest
 from megarl.rollout.engines.base import GenerationRequest
 from megarl.rollout.rank import RolloutRank
-from megarl.rollout.responses import make_rollout_batch
 from megarl.rollout.sampling import SamplingParams
 
 GROUP = 16  # responses to a prompt

@@ -17,7 +17,7 @@ from megarl.config.schema import GuardConfig, RolloutConfig
 from megarl.data.prompts import Prompt
 from megarl.data.sample import Sample, SampleGroup
 from megarl.observe.runs import read_metrics
-from megarl.rollout.responses import length_error, response_stats
+from megarl.rollout.metrics import length_error, response_stats
 from megarl.schedule.guards import Guards
 from tests.chaos.harness import make_config, prepare
 from tests.ranks import RankPool

@@ -27,7 +27,7 @@ from megarl.data.sample import TokenData
 from megarl.parallel.comm import gather_objects
 from megarl.parallel.runtime import Runtime
 from megarl.rewards.verdict import Verdict
-from megarl.rollout.dispatch import GroupRequest
+from megarl.rollout.controller import GroupRequest
 from megarl.rollout.engines.base import GenerationRequest
 from megarl.rollout.engines.sglang import SGLangEngine
 from megarl.rollout.rank import RolloutRank

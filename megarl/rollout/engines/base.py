@@ -1,7 +1,7 @@
 """The protocol of rollout engines.
 
-A new engine is a subclass of RolloutEngine in a separate file, and a row in config/engines.py with its
-capabilities. examples/own_engine.py is one."""
+A new engine is a subclass of RolloutEngine in a separate file, and a row in config/engines.py. See
+examples/own_engine.py."""
 
 from __future__ import annotations
 
@@ -23,27 +23,19 @@ from megarl.rollout.sampling import SamplingParams
 
 @dataclass(frozen=True)
 class GenerationRequest:
-    """A request for one response to a prompt.
-
-    The same seed gives the same response, whatever else is in the batch.
-
-    prefix      first tokens of the response, which the engine continues
-    max_tokens  of the response, those of `prefix` included; None: as many as its SamplingParams allow
-    """
+    """A request for one response, which depends on its seed but not on the batch composition."""
 
     prompt_tokens: tuple[int, ...]
     seed: int
-    prefix: TokenData | None = None
-    max_tokens: int | None = None
+    prefix: TokenData | None = None  # first tokens of the response, which the engine continues
+    max_tokens: int | None = None  # including `prefix`; None: that of its SamplingParams
 
     @property
     def prefix_length(self) -> int:
-        """Return the number of tokens of the prefix."""
         return self.prefix.num_tokens if self.prefix is not None else 0
 
     @property
     def context(self) -> tuple[int, ...]:
-        """Return the tokens of the prompt and the prefix."""
         if self.prefix is None:
             return self.prompt_tokens
         return (*self.prompt_tokens, *self.prefix.tokens.tolist())
@@ -58,41 +50,38 @@ class GenerationRequest:
 
 
 class RolloutEngine(ABC):
-    """An engine on one or several ranks of the job. Each of these ranks has such an object.
+    """An engine on one or several ranks of the job, with such an object on each of them.
 
-    All of them call the methods of start, stop, updates, sleep and wake. Only the first, the leader, gets
-    requests and can raise an EngineFailure.
-
-    weight_version  version of the weights that it generates with; -1 before the first update
+    All of these ranks call start, stop, updates, sleep and wake. Only the leader, the first of them, gets
+    requests and can raise EngineFailure.
     """
 
-    weight_version: int = -1
+    weight_version: int = -1  # -1 before the first update
 
-    # What an engine must have. Its weight backend may call further methods, see sync/backends.
+    # Required methods. The engine's weight backend may call further ones, see sync/backends.
 
     @classmethod
     @abstractmethod
     def build(cls, config: Config, tokenizer: Any, runtime: Runtime) -> RolloutEngine:
-        """Make the engine of a rank. It is not started."""
+        """Make the engine of a rank, not started."""
 
     @abstractmethod
     def start(self) -> None:
-        """Begin the start with undefined weights; an update must follow before `submit`."""
+        """Begin the start. Weights are undefined: an update must follow before `submit`."""
 
     @abstractmethod
     def end_update(self, version: int) -> None:
-        """Drop what depends on the old weights and set `weight_version`. Called after the last bucket."""
+        """Drop caches of the old weights and set `weight_version`. Called after the last bucket."""
 
     @abstractmethod
     def submit(self, requests: Mapping[int, GenerationRequest], params: SamplingParams) -> None:
-        """Begin generating, in addition to running requests. `poll` returns the keys.
-
-        Requests with different `params` may run alternately."""
+        """Begin requests in addition to running ones. `poll` returns them by key."""
 
     @abstractmethod
     def poll(self, seconds: float) -> list[tuple[int, TokenData]]:
-        """Return finished responses. With continuous batching, wait at most `seconds` for the first; else
-        generate for `seconds`."""
+        """Return finished responses.
+
+        With continuous batching, wait at most `seconds` for the first; else generate for `seconds`."""
 
     @property
     @abstractmethod
@@ -101,59 +90,60 @@ class RolloutEngine(ABC):
 
     @abstractmethod
     def abort(self) -> list[tuple[int, TokenData]]:
-        """End everything that runs and return it, with finish_reason "abort" unless it has just ended."""
+        """End and return all requests, with finish_reason "abort" unless they are finished."""
 
-    # What an engine may have.
+    # Optional methods.
 
     @classmethod
     def check_machine(cls, config: Config, device: str) -> None:
-        """Raise ConfigError where this machine cannot run the engine. device: cpu or cuda"""
+        """Raise ConfigError if this machine cannot run the engine. device: cpu or cuda"""
         return None
 
     @classmethod
     def check_engines(
         cls, config: Config, hf_config: Mapping[str, Any], device: torch.device, engines: int
     ) -> None:
-        """Raise ConfigError where this number of engines cannot run the model."""
+        """Raise ConfigError if this number of engines cannot run the model."""
         return None
 
     @classmethod
     def machine_note(cls, device: str) -> str | None:
-        """Return a line about this machine that a user should see before a run."""
+        """Return a warning about this machine for the user, if there is one."""
         return None
 
     def ready(self, seconds: float) -> bool:
-        """Return whether the start has ended; wait for it, at most `seconds`."""
+        """Return whether the engine has started; wait at most `seconds`."""
         return True
 
     def restart(self) -> None:
-        """Start anew after an EngineFailure; unfinished requests continue after the next update."""
-        raise EngineError("rollout engine: it has no process that could be started anew")
+        """Restart after an EngineFailure; unfinished requests continue after the next update."""
+        raise EngineError("rollout engine: it has no process that could be restarted")
 
     def stop(self) -> None:
-        """End the engine and free everything."""
         return None
 
     def begin_update(self) -> None:
-        """Prepare for new weights, and refuse requests until `end_update`. Called before the first bucket;
-        what no bucket brings stays."""
+        """Prepare for new weights, and refuse requests until `end_update`. Called before the first bucket.
+
+        Weights that are in no bucket stay."""
         return None
 
     def sleep(self, tags: Sequence[str]) -> None:
-        """Free the device memory of the tags ("weights", "kv_cache"). `wake` must follow before `submit`, and
-        an update where the tags name weights."""
+        """Free the device memory of the tags "weights" or "kv_cache".
+
+        Before `submit`, `wake` must follow, and an update if the weights were freed."""
         return None
 
     def wake(self, tags: Sequence[str]) -> None:
-        """Allocate the memory of the tags again; weights are undefined until an update."""
+        """Allocate the memory of the tags again. Weights are undefined until an update."""
         return None
 
     def take_notes(self) -> list[str]:
-        """Return lines for the user about events since the last call that raised no error."""
+        """Return lines for the user about events since the last call."""
         return []
 
     def generate(self, requests: Sequence[GenerationRequest], params: SamplingParams) -> list[TokenData]:
-        """Return one response per request, in the order of the requests, for tests and benchmarks."""
+        """Return one response per request, in their order, for tests and benchmarks."""
         self.submit(dict(enumerate(requests)), params)
         ended: dict[int, TokenData] = {}
         while self.running:

@@ -1,7 +1,7 @@
-"""The SGLang rollout engine as the ranks of a job see it.
+"""The SGLang rollout engine on the ranks of a job.
 
-Each rank of an engine holds the memory in which a weight transfer leaves one SGLang rank's shard. The first
-of them, the leader, has an EngineProcess too (sglang_process.py)."""
+Each rank of an engine has the memory for one SGLang rank's shard in a weight transfer. The first of them, the
+leader, has the EngineProcess (sglang_process.py)."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ from megarl.weights.families import EXPERT_KEYS, Sizes, family_of, read_config
 from megarl.weights.shards import full_attention_interval
 
 LOADER = "megarl.rollout.engines.sglang_inside.load_shards"
-TAGS = ("weights", "kv_cache")  # device memory that can sleep
-GRAPHS = "cuda_graph"  # SGLang's tag of the memory of captured graphs, which only decoding needs
+TAGS = ("weights", "kv_cache")  # device memory that `sleep` can free
+GRAPHS = "cuda_graph"  # SGLang's tag for the memory of captured graphs
 LOGPROB_ABOVE_ZERO = 1e-3  # rounding of a probability of 1
 FP8_CONFIG = {
     "quant_method": "fp8",
@@ -39,13 +39,13 @@ FP8_CONFIG = {
     "activation_scheme": "dynamic",
     "weight_block_size": [128, 128],
 }
-MOE_RUNNER = "triton"  # the runner of experts whose weights lie as `weights/shards.py` writes them
+MOE_RUNNER = "triton"  # its layout of expert weights is that of `weights/shards.py`
 
 
 class SGLangRequests(RolloutEngine):
-    """Requests to SGLang and its answers, whether it runs in this job or elsewhere.
+    """Requests to SGLang in this job or elsewhere, and its answers.
 
-    eos_ids  tokens that end a response, in addition to those that the model's folder names
+    eos_ids  tokens that end a response, in addition to those of the model's folder
     """
 
     def __init__(self, config: Config, hf_config: Mapping[str, Any], eos_ids: Sequence[int]) -> None:
@@ -55,8 +55,7 @@ class SGLangRequests(RolloutEngine):
         self._has_weights = False
 
     def submit(self, requests: Mapping[int, GenerationRequest], params: SamplingParams) -> None:
-        """Begin generating. The keys must be free. Raises EngineError without weights and for a request that
-        does not fit the model."""
+        """Begin requests with new keys. Raises EngineError without weights, and if one does not fit."""
         if not requests:
             return
         if not self._has_weights:
@@ -86,9 +85,9 @@ class SGLangRequests(RolloutEngine):
         Raises EngineFailure if the answer is an error or malformed.
 
         Args:
-            answer: (tokens, log-probs, finish reason, weight version, experts in base64), or an error's text
-            name: of the version, if that is not its number
-            routed: whether experts were asked for
+            answer: (tokens, log-probs, finish reason, weight version, experts in base64), or an error text
+            name: of the weight version; "": its number
+            routed: whether routed experts were requested
         """
         if isinstance(answer, str):
             raise EngineFailure(f"SGLang: generate: {answer}")
@@ -106,7 +105,7 @@ class SGLangRequests(RolloutEngine):
         elif not all(-math.inf < logprob <= LOGPROB_ABOVE_ZERO for logprob in logprobs):
             problem = "a log-probability that is not a finite number below 0"
         elif routed and finish != "abort":
-            # Of the whole sequence with the prefix, which these weights have read again.
+            # Of the whole sequence: these weights have prefilled the prefix again.
             length = len(request.prompt_tokens) + prefix.num_tokens + count
             experts, problem = _routing(routing or "", length, self.hf_config)
         if problem:
@@ -118,11 +117,11 @@ class SGLangRequests(RolloutEngine):
 
 
 class SGLangEngine(SGLangRequests):
-    """A RolloutEngine over `rollout.engine_tp` ranks: rank r holds part r % engine_tp of engine r //
-    engine_tp. After an EngineFailure unfinished requests are sent again, with the same seeds, by the next
-    `end_update`.
+    """An engine on `rollout.engine_tp` ranks: rank r holds shard r % engine_tp of engine r // engine_tp.
 
-    device   of this rank; a CPU build of SGLang runs on CPUs
+    After a restart, the next `end_update` sends unfinished requests again, with the same seeds.
+
+    device   of this rank; a CPU needs a CPU build of SGLang
     process  of the engine, on its leader; None on its other ranks
     """
 
@@ -136,7 +135,7 @@ class SGLangEngine(SGLangRequests):
         if device == "cpu" and config.rollout.routing_replay:
             problem = "SGLang records experts on a GPU only (set it to false, or use transformers)"
             raise ConfigError(f"rollout.routing_replay: {problem}")
-        # On a CPU it does without most of what it asks for.
+        # On a CPU SGLang needs few of the packages that it requires.
         if device == "cuda" and (lines := list(unmet("sglang"))):
             raise ConfigError(f"rollout.engine: {lines[0]}")
 
@@ -144,13 +143,13 @@ class SGLangEngine(SGLangRequests):
     def check_engines(
         cls, config: Config, hf_config: Mapping[str, Any], device: torch.device, engines: int
     ) -> None:
-        """Raise ConfigError where SGLang would repack block FP8 weights on this GPU."""
+        """Raise ConfigError if SGLang would repack block FP8 weights on this GPU."""
         if config.rollout.weights_dtype != "fp8_block" or device.type == "cpu":
             return
         capability = torch.cuda.get_device_capability(device)
         problem = ""
         if capability >= (10, 0):
-            problem = "on Blackwell SGLang packs the blocks' scales in a way of its own"
+            problem = "on Blackwell SGLang packs the blocks' scales"
         elif capability < (8, 9):  # can_auto_enable_marlin_fp8, SGLang 0.5.23
             problem = "on GPUs before Ada and Hopper SGLang repacks the weights for Marlin's kernels"
         if problem:
@@ -181,7 +180,7 @@ class SGLangEngine(SGLangRequests):
         self._restarted = False
 
     def _arguments(self) -> dict[str, Any]:
-        """Return the arguments of sglang.Engine. Its weights are undefined until a transfer."""
+        """Return the arguments of sglang.Engine. Weights are undefined until a transfer."""
         config, rollout = self.config, self.config.rollout
         arguments: dict[str, Any] = {
             "model_path": str(config.model.path),
@@ -191,7 +190,7 @@ class SGLangEngine(SGLangRequests):
             "max_running_requests": rollout.max_batch,
             "random_seed": 0,
             "skip_server_warmup": True,
-            "sleep_on_idle": True,  # else its scheduler keeps a core busy while the trainer has the machine
+            "sleep_on_idle": True,  # else its scheduler keeps a core busy during training
             "skip_tokenizer_init": not (rollout.stop or rollout.acts),
             "sampling_backend": "pytorch",
             "enable_custom_logit_processor": True,
@@ -202,17 +201,17 @@ class SGLangEngine(SGLangRequests):
         if rollout.routing_replay:
             arguments["enable_return_routed_experts"] = True
         if family_of(self.hf_config).has("shared_experts.linear_fc1.weight"):
-            # Else they may be rows behind the experts that routers choose.
+            # Fusion would append them to the routed experts' weights.
             arguments["disable_shared_experts_fusion"] = True
         cpu, family = self.device.type == "cpu", family_of(self.hf_config)
         overrides: dict[str, Any] = {}
         if rollout.weights_dtype == "fp8_block":
             overrides["quantization_config"] = FP8_CONFIG
-        if family.is_latent:  # of the first three transformers knows one each, and does not write it
+        if family.is_latent:  # transformers does not write the first three to config.json
             overrides |= {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1}
             rope = self.hf_config.get("rope_scaling") or self.hf_config.get("rope_parameters") or {}
             if cpu and not rope.get("factor"):
-                # SGLang has YaRN alone there (get_rope_cpu), which leaves positions as they are at 1.
+                # There SGLang only has YaRN (get_rope_cpu), whose factor 1 does not scale positions.
                 positions = self.hf_config["max_position_embeddings"]
                 plain = {"rope_type": "yarn", "factor": 1.0, "original_max_position_embeddings": positions}
                 overrides["rope_parameters"] = plain
@@ -221,45 +220,42 @@ class SGLangEngine(SGLangRequests):
         if overrides:
             arguments["json_model_override_args"] = json.dumps(overrides)
         if cpu:
-            # SGLang would give most of the machine's memory to its caches.
+            # By default SGLang's caches take most of the machine's memory.
             longest = config.data.max_prompt_tokens + rollout.max_extent
             arguments |= {"device": "cpu", "attention_backend": "torch_native", "disable_cuda_graph": True}
             arguments |= {"max_total_tokens": rollout.max_batch * longest}
             if family.is_linear:
-                # Three states for a request, with those of prefixes; other ways to keep these need a GPU.
+                # Three states per request, including those of prefixes; other strategies need a GPU.
                 arguments |= {"max_mamba_cache_size": 3 * rollout.max_batch}
                 arguments |= {"mamba_radix_cache_strategy": "no_buffer", "disable_overlap_schedule": True}
         else:
             arguments |= {"base_gpu_id": self.device.index, "mem_fraction_static": rollout.engine_memory}
             arguments |= {"enable_memory_saver": True, "disable_prefill_cuda_graph": True}  # see _environment
             if any(self.hf_config.get(key) for key in EXPERT_KEYS):
-                # Other runners want an expert's gate and up in another order (FusedMoE._weight_loader_impl),
-                # and on Blackwell one of them is the default; nor do they return what was routed where.
+                # Other runners, one of them the default on Blackwell, have an expert's gate and up in another
+                # order (FusedMoE._weight_loader_impl), and do not return routed experts.
                 arguments["moe_runner_backend"] = MOE_RUNNER
         return arguments | rollout.engine_options
 
     def _environment(self) -> dict[str, str]:
-        """Return the environment variables of SGLang's processes, besides the rank's own."""
-        # Else the newest inputs of linear attention's convolutions are kept in bf16 whatever the model is.
-        of_states = {"SGLANG_MAMBA_CONV_DTYPE": self._dtype} if family_of(self.hf_config).is_linear else {}
+        # The default dtype of the states of linear attention's convolutions is bf16 for every model.
+        conv_dtype = {"SGLANG_MAMBA_CONV_DTYPE": self._dtype} if family_of(self.hf_config).is_linear else {}
         if self.device.type != "cpu":
-            # Graphs can sleep only where SGLang's memory saver manages their memory from the start. It
-            # refuses to start with "breakable" graphs, the default for prefill
-            # (BreakableCudaGraphBackend.__init__): with those it is off.
+            # Graphs can sleep only if SGLang's memory saver manages their memory from the start. It refuses
+            # "breakable" graphs, the default for prefill (BreakableCudaGraphBackend.__init__).
             options = self.config.rollout.engine_options
             sleeps = options.get("disable_prefill_cuda_graph", True) and "breakable" not in str(options)
             found = {"SGLANG_MEMORY_SAVER_CUDA_GRAPH": "1" if sleeps else "0"}
-            # Would permute the rows of experts when they are loaded, those that a transfer leaves out twice.
+            # Would permute experts' rows at each load, and those that a transfer leaves out a second time.
             found["SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED"] = "0"
-            # Ranks of an engine that draw different tokens wait for each other forever. It costs one small
-            # message a token, and nothing where an engine has one rank.
+            # Ranks of an engine that sampled different tokens would wait for each other for ever.
             found["SYNC_TOKEN_IDS_ACROSS_TP"] = "1"
-            # What the memory saver preloads needs CUDA's runtime before Python could say where it is.
+            # The memory saver's preloaded library needs CUDA's runtime before Python starts.
             paths = [*cuda_runtime_folders(), os.environ.get("LD_LIBRARY_PATH", "")]
-            return found | of_states | {"LD_LIBRARY_PATH": os.pathsep.join(filter(None, paths))}
+            return found | conv_dtype | {"LD_LIBRARY_PATH": os.pathsep.join(filter(None, paths))}
         cores = sorted(os.sched_getaffinity(0))
         ranks = range(self.rank, self.rank + self.config.rollout.engine_tp)
-        return of_states | {
+        return conv_dtype | {
             "SGLANG_USE_CPU_ENGINE": "1",
             "SGLANG_CPU_OMP_THREADS_BIND": "|".join(str(cores[rank % len(cores)]) for rank in ranks),
             "OMP_NUM_THREADS": str(self.config.parallel.threads),
@@ -295,31 +291,29 @@ class SGLangEngine(SGLangRequests):
         self._call("begin")
 
     def load_shared(self, handles: Sequence[bytes | None], version: int, *, last: bool) -> None:
-        """Have SGLang's ranks load a bucket, see SharedMemoryBackend."""
         self._call("load", list(handles), version, last)
 
     def end_update(self, version: int) -> None:
-        """See RolloutEngine; the last bucket has dropped the prefix cache. Requests that were unfinished when
-        the engine failed are sent again; those of an engine that was not restarted it still has."""
+        """See RolloutEngine. The last bucket has dropped the prefix cache."""
         self._call("end")
         self._has_weights, self.weight_version = True, version
         if self._restarted:
-            self._send(self._outstanding)
+            self._send(self._outstanding)  # without a restart, SGLang still has them
         self._restarted = False
 
     def _send(self, requests: Mapping[int, tuple[GenerationRequest, SamplingParams]]) -> None:
         for params in dict.fromkeys(params for _, params in requests.values()):
             assert self.process is not None, "only the leader takes requests"
             rows = []
-            for number, (request, theirs) in requests.items():
-                if theirs == params:
+            for number, (request, request_params) in requests.items():
+                if request_params == params:
                     sizes = len(request.prompt_tokens), request.seed, request.left(params)
                     rows.append((number, list(request.context), *sizes))
             settings = vars(params) | {"stop": list(params.stop), "stop_token_ids": list(self.eos_ids)}
             self.process.submit(rows, settings)
 
     def poll(self, seconds: float) -> list[tuple[int, TokenData]]:
-        """See RolloutEngine. Raises EngineFailure where the engine has died, hangs, or answers nonsense."""
+        """See RolloutEngine. Raises EngineFailure if the engine died, hangs, or gives a malformed answer."""
         if not self._outstanding:
             return []
         if self._failure is not None:
@@ -331,26 +325,27 @@ class SGLangEngine(SGLangRequests):
                 request, params = self._outstanding[number]
                 ended.append((number, self._token_data(request, answer, routed=params.routing)))
             except EngineFailure as failure:
-                self._failure = failure  # raised by the next call: the good answers of this one are not lost
+                self._failure = failure  # raised by the next call, after this one's valid answers
                 continue
             del self._outstanding[number]
         return ended
 
     def abort(self) -> list[tuple[int, TokenData]]:
-        """See RolloutEngine. Where the engine fails, everything that runs is forgotten."""
+        """See RolloutEngine. If the engine fails, all requests are dropped."""
         ended = []
         try:
             while self._outstanding:
                 assert self.process is not None
-                self.process.abort()  # repeatedly: it misses requests that are still on their way to SGLang
+                self.process.abort()  # repeatedly, as it misses requests on their way to SGLang
                 ended += self.poll(0.2)
         finally:
             self._outstanding.clear()
         return ended
 
     def sleep(self, tags: Sequence[str] = TAGS) -> None:
-        """Free device memory, that of the graphs of decoding with the KV cache's; when this ends, all ranks
-        of the engine have done so. A CPU build of SGLang accepts it and does nothing."""
+        """Free device memory on all ranks of the engine. CUDA graphs are freed with the KV cache.
+
+        A CPU build of SGLang does nothing."""
         if "weights" in tags:
             self._has_weights = False
         self._call("sleep", _with_graphs(tags))
@@ -364,9 +359,9 @@ def _with_graphs(tags: Sequence[str]) -> list[str]:
 
 
 def _routing(encoded: str, length: int, hf_config: Mapping[str, Any]) -> tuple[np.ndarray | None, str]:
-    """Return the experts of a sequence of `length` tokens (`routing_array`), and what is wrong with them.
+    """Return the experts of a sequence of `length` tokens (`routing_array`), and a problem or "".
 
-    SGLang gives int32 [length - 1, layers, topk] in base64 (srt/state_capturer/routed_experts.py)."""
+    encoded: int32 [length - 1, layers, topk] in base64 (srt/state_capturer/routed_experts.py)"""
     experts = Sizes.of(hf_config).experts
     shape = length - 1, hf_config["num_hidden_layers"], hf_config["num_experts_per_tok"]
     found = np.frombuffer(base64.b64decode(encoded), dtype=np.int32)

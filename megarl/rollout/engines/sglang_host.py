@@ -1,10 +1,10 @@
-"""The process that holds one SGLang engine.
+"""The process that runs one SGLang engine. Written against SGLang 0.5.23.
 
 Usage: `python -m megarl.rollout.engines.sglang_host FD PID`. FD is a socket to the rank with process id PID.
 
-SGLang kills the process that made an engine when one of the engine's children fails: so this is not the rank.
-SGLang's children import this module first (multiprocessing's spawn does), so that each of them has the stubs
-that a CPU needs, and cannot import Megatron. Written against SGLang 0.5.23."""
+It is not the rank, because SGLang kills the engine's parent process if one of its children fails. By
+multiprocessing's spawn, SGLang's children import this module first. So they have the stubs that a CPU needs,
+and cannot import Megatron."""
 
 from __future__ import annotations
 
@@ -29,42 +29,42 @@ from transformers.utils import is_torchvision_available
 
 from megarl.rollout.engines.sglang_kernels import MODULES, OPS
 
-PROGRESS = 0.5  # seconds between signs of progress
+PROGRESS = 0.5  # seconds between "progress" messages
 KERNELS, VISION = "sgl_kernel", "torchvision"
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def install_cpu_stubs() -> None:
-    """Install import stubs of two packages of which SGLang uses little on a CPU. Calling a stub raises.
+    """Install import stubs of packages that SGLang hardly uses on a CPU. Calls of a stub raise.
 
-    Must run before the first import of sglang, in each of its processes. Does nothing where there is CUDA.
+    Must run in each of SGLang's processes before the first import of sglang. With CUDA it does nothing.
 
-    sgl_kernel    Many modules import it (srt/mem_cache/allocation.py, srt/layers/moe/topk.py), then run
-                  torch-native code, or kernels of sglang_kernels.py.
-    torchvision   srt/configs imports it through srt/multimodal/internvl_utils.py. The package index has only
-                  a build for CUDA, which breaks transformers with a CPU torch.
+    sgl_kernel    Many modules import it (srt/mem_cache/allocation.py, srt/layers/moe/topk.py), but run
+                  torch-native code or sglang_kernels.py.
+    torchvision   srt/configs imports it by srt/multimodal/internvl_utils.py. The package index has only a
+                  CUDA build, which breaks transformers with a CPU torch.
     """
     if torch.cuda.is_available():
         return
-    is_torchvision_available()  # transformers remembers its first answer, and must go on without torchvision
+    is_torchvision_available()  # transformers caches the answer, which must be that without the stub
     for package in (KERNELS, VISION):
         if package not in sys.modules and find_spec(package) is None:
             sys.meta_path.append(_Stub(package))
             if package == KERNELS:
-                # One that SGLang looks up as it is imported, for attention without gates, is not there.
+                # SGLang's import looks this one up, for attention without gates.
                 missing = "fused_qk_gemma_rmsnorm_cpu"
                 vars(torch.ops.sgl_kernel).update(OPS, **{missing: _Missing(missing)})
 
 
 class _Missing:
-    """Stands for a function, class or module of a stub."""
+    """A function, class or module of a stub."""
 
     def __init__(self, name: str) -> None:
         self.__name__ = name
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        where = "megarl/rollout/engines/sglang_host.py stands for it"
-        raise NotImplementedError(f"{self.__name__} is not there on a CPU: {where}")
+        where = "a stub of megarl/rollout/engines/sglang_host.py"
+        raise NotImplementedError(f"{self.__name__} does not exist on a CPU: {where}")
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -73,7 +73,7 @@ class _Missing:
 
 
 class _Stub(MetaPathFinder, Loader):
-    """Finds a package and every module below it, all of them empty."""
+    """Imports a package and any module of it as stubs."""
 
     def __init__(self, package: str) -> None:
         self.package = package
@@ -91,20 +91,22 @@ class _Stub(MetaPathFinder, Loader):
 
 
 def leave_out_megatron() -> None:
-    """Keep SGLang's dumper from importing Megatron. Megatron sets a mode of SGLang's memory saver
-    (inference/contexts/dynamic_context.py) in which SGLang ends as it captures its first CUDA graph."""
+    """Prevent the import of Megatron by SGLang's dumper.
+
+    Megatron sets a mode of SGLang's memory saver (inference/contexts/dynamic_context.py) in which SGLang
+    crashes at its first CUDA graph."""
     sys.modules.setdefault("megatron.core", None)  # type: ignore[arg-type]
 
 
 install_cpu_stubs()
-if multiprocessing.current_process().name != "MainProcess":  # SGLang's child; in the first process main does
+if multiprocessing.current_process().name != "MainProcess":  # a child of SGLang; `main` does it otherwise
     leave_out_megatron()
 
 
 class Calls:
-    """Calls of SGLang that a rank asks for by name. Failures that SGLang returns raise RuntimeError.
+    """Calls of SGLang by name, for the rank. Failures that SGLang returns raise RuntimeError.
 
-    0.5.15 has no weight-update sessions, 0.5.23 refuses updates outside of one."""
+    0.5.15 has no weight-update sessions; 0.5.23 refuses updates without one."""
 
     def __init__(self, engine: Any) -> None:
         from sglang.srt.managers import io_struct
@@ -125,7 +127,7 @@ class Calls:
             self._check("begin_weight_update", await self.manager.begin_weight_update(request, None))
 
     async def load(self, payloads: list[bytes], version: int, last: bool) -> None:
-        """Load a bucket, a payload per rank. The `last` drops the prefix cache and sets `version`."""
+        """Load a bucket, one payload per rank. The `last` drops the prefix cache and sets `version`."""
         from megarl.rollout.engines.sglang_inside import load_shards
 
         request = self.io.UpdateWeightsFromTensorReqInput(
@@ -144,13 +146,12 @@ class Calls:
             self._check("end_weight_update", await self.manager.end_weight_update(request, None))
 
     async def sleep(self, tags: list[str]) -> None:
-        """Free memory, once nothing runs: SGLang dies otherwise."""
+        """Free memory when no request is running; SGLang would crash otherwise."""
         while not (await self.manager.flush_cache()).success:
             await asyncio.sleep(0.1)
         await self.manager.release_memory_occupation(self.io.ReleaseMemoryOccupationReqInput(tags=tags), None)
-        # SGLang answers when its first rank has freed its memory, and the trainer takes all GPUs at once. A
-        # call of this kind is answered after a barrier of all ranks (Scheduler.handle_rpc_request), which
-        # each of them reaches once it has freed its own.
+        # SGLang answers when its first rank has freed its memory, but the trainer needs that of all ranks.
+        # This call is answered after a barrier of all ranks (Scheduler.handle_rpc_request).
         await asyncio.to_thread(self.engine.collective_rpc, "flush_cache")
 
     async def wake(self, tags: list[str]) -> None:
@@ -158,11 +159,11 @@ class Calls:
 
 
 class Host:
-    """Answers messages (kind, ...) until the other end is gone:
+    """Answers messages (kind, ...) until the connection is closed:
 
-    submit [(id, prompt and partial response, prompt length, seed, tokens that may come), ...], params
+    submit [(id, prompt and partial response, prompt length, seed, most new tokens), ...], params
                                                        -> done [(id, answer), ...]
-    abort                                              -> done, of what was running
+    abort                                              -> done, of all running requests
     call name, arguments of a method of Calls          -> answer error or ""
     """
 
@@ -171,7 +172,7 @@ class Host:
 
         self.engine, self.connection, self.calls = engine, connection, calls
         self.processor = KeepParams.to_str()
-        self.outbox: queue.SimpleQueue[Any] = queue.SimpleQueue()  # a slow reader must not stop the engine
+        self.outbox: queue.SimpleQueue[Any] = queue.SimpleQueue()  # a slow reader must not block the engine
         self.finished: list[tuple[int, Any]] = []
         self.tasks: set[asyncio.Task[None]] = set()
         self.children = multiprocessing.active_children()
@@ -180,8 +181,7 @@ class Host:
     def serve(self) -> None:
         loop = self.engine.loop
         loop.create_task(self._watch())
-        # Threads: a loop that watches the socket would make it non-blocking, and a message may be larger than
-        # its buffer.
+        # Threads, because an event loop needs a non-blocking socket, and messages may exceed its buffer.
         for work in (self._send, self._receive):
             threading.Thread(target=work, daemon=True).start()
         self.outbox.put(("ready", [child.pid for child in self.children]))
@@ -199,7 +199,7 @@ class Host:
             try:
                 message = self.connection.recv()
             except (EOFError, OSError):
-                os._exit(1)  # the rank has ended; SGLang's children follow their parent
+                os._exit(1)  # the rank has ended; SGLang's children end with their parent
             self.engine.loop.call_soon_threadsafe(self._answer, *message)
 
     def _answer(self, kind: str, *content: Any) -> None:
@@ -224,18 +224,19 @@ class Host:
         self.outbox.put(("answer", problem))
 
     def _submit(self, requests: list[tuple[int, list[int], int, int, int]], params: dict[str, Any]) -> None:
-        """Begin the responses; SGLang queues those beyond what it may run at once. `params`: temperature,
-        top_p, top_k, stop, stop_token_ids, routing."""
-        drawn = {key: params[key] for key in ("temperature", "top_p", "top_k")}
+        """Begin requests; SGLang queues those above its limit.
+
+        params: temperature, top_p, top_k, stop, stop_token_ids, routing"""
+        custom = {key: params[key] for key in ("temperature", "top_p", "top_k")}
         for number, prompt, length, seed, left in requests:
             sampling = {
                 "max_new_tokens": left,
                 "stop_token_ids": params["stop_token_ids"],
                 "stop": params["stop"] or None,
-                "custom_params": {"seed": seed, "prompt": length, **drawn},
+                "custom_params": {"seed": seed, "prompt": length, **custom},
             }
             self.generating += 1
-            # Versions of SGLang that know no routing are asked for none.
+            # Older versions of SGLang do not know the argument.
             more = {"return_routed_experts": True} if params["routing"] else {}
             self._start(self._generate(number, prompt, sampling, more))
 
@@ -259,14 +260,14 @@ class Host:
         self.generating -= 1
         self.finished.append((number, result))
         if len(self.finished) == 1:
-            self.engine.loop.call_soon(self._flush)  # what ends in one step of the engine goes in one message
+            self.engine.loop.call_soon(self._flush)  # one message per step of the engine
 
     def _flush(self) -> None:
         self.outbox.put(("done", self.finished))
         self.finished = []
 
     async def _watch(self) -> None:
-        """Report that tokens come, and end this process when one of SGLang's has ended."""
+        """Report progress, and end this process if one of SGLang's has ended."""
         seen = 0.0
         while True:
             await asyncio.sleep(PROGRESS)
@@ -281,9 +282,8 @@ class Host:
 
 
 def main(calls: type[Calls] = Calls) -> None:
-    """Make the engine that the first message describes, and serve it."""
     if sys.platform == "linux":
-        # A rank that is killed takes its engine with it.
+        # The engine ends with its rank.
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != int(sys.argv[2]):
         raise SystemExit("the rank that started this engine has ended")

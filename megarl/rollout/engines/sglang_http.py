@@ -1,6 +1,6 @@
-"""The HTTP calls of an SGLang server that somebody else runs, and the check that it fits the run.
+"""HTTP calls of an external SGLang server, and the check that it fits the run.
 
-Written against SGLang 0.5.23; needs aiohttp, the extra `agents`. Answers are JSON, checked by type."""
+Written against SGLang 0.5.23. Needs aiohttp, the extra `agents`. JSON answers are checked by type."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from megarl.weights.shards import hf_shapes
 if TYPE_CHECKING:
     import aiohttp
 
-OLDEST = "0.5.23"  # the version that was tried; before it there are no weight-update sessions
+OLDEST = "0.5.23"  # earlier versions have no weight-update sessions
 CONNECTION = 5.0  # seconds to a connection
-QUESTION = 30.0  # seconds for what a server answers at once; its own check of its health takes up to 20
+QUESTION = 30.0  # seconds for quick calls; a server's check of its health takes up to 20
 _RANGE = re.compile(r"valid range is \[0, (\d+)\)")
 T = TypeVar("T")
 
 
 class Unanswered(Exception):
-    """A server has not answered, or with an error. code: of its HTTP answer; 0: there was none"""
+    """A server did not answer, or with an error. code: of its HTTP answer; 0: there is none"""
 
     def __init__(self, text: str, code: int = 0) -> None:
         super().__init__(text)
@@ -87,9 +87,9 @@ class Generated(msgspec.Struct):
 
 
 async def call(session: aiohttp.ClientSession, url: str, limit: float, kind: type[T], body: Any = None) -> T:
-    """GET a URL, or POST `body` (JSON, encoded already or not) to it, and return its answer as `kind`.
+    """GET a URL, or POST `body` (JSON, encoded or not) to it, and return its answer as `kind`.
 
-    Raises Unanswered after `limit` seconds, for a status other than 200 and for another form."""
+    Raises Unanswered after `limit` seconds, for a status other than 200, and for another type."""
     import aiohttp
 
     path = "/" + url.split("/", 3)[-1]
@@ -111,8 +111,8 @@ async def call(session: aiohttp.ClientSession, url: str, limit: float, kind: typ
     except (aiohttp.ClientError, OSError) as error:
         raise Unanswered(f"{path}: {type(error).__name__}: {error}") from None
     if answer.status != 200:
-        said = content[:300].decode(errors="replace")
-        raise Unanswered(f"{path} was answered {answer.status}: {said}", answer.status)
+        text = content[:300].decode(errors="replace")
+        raise Unanswered(f"{path} was answered {answer.status}: {text}", answer.status)
     try:
         return msgspec.json.decode(content, type=kind) if kind is not type(None) else kind()
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -120,7 +120,7 @@ async def call(session: aiohttp.ClientSession, url: str, limit: float, kind: typ
 
 
 async def open_session() -> aiohttp.ClientSession:
-    """Return a session whose connections serve once: a server may close an idle one as a request is sent."""
+    """Open a session without reuse of connections: a server may close an idle one as a request is sent."""
     import aiohttp
 
     connector = aiohttp.TCPConnector(limit=0, force_close=True)
@@ -132,8 +132,8 @@ async def identify(
 ) -> ServerInfo:
     """Return a server's description.
 
-    Raises ConfigError unless it runs the run's model, has room for prompts and responses, and can take new
-    weights. Raises Unanswered if it is not there."""
+    Raises ConfigError unless it has the run's model, has room for prompts and responses, and takes new
+    weights. Raises Unanswered if it does not answer."""
     limit = min(QUESTION, config.rollout.engine_timeout)
     model = await call(session, f"{url}/model_info", limit, ModelInfo)
     server = await call(session, f"{url}/server_info", limit, ServerInfo)
@@ -141,7 +141,7 @@ async def identify(
     try:
         is_old = Version(server.version) < Version(OLDEST)
     except InvalidVersion:
-        is_old = False  # somebody's own build
+        is_old = False  # a custom build
     longest = config.data.max_prompt_tokens + config.rollout.max_extent
     room = min([server.max_total_num_tokens, *(card.max_model_len or longest for card in models.data)])
     ours = hf_config.get("model_type"), hf_config.get("architectures")
@@ -160,11 +160,11 @@ async def identify(
     elif server.dp_size > 1:
         problem = "has data-parallel replicas, whose weights cannot be replaced (start one server for each)"
     elif server.disaggregation_mode != "null" or server.speculative_algorithm:
-        problem = "has prefill or drafts of its own (start it without disaggregation and speculation)"
+        problem = "uses prefill disaggregation or speculative decoding (start it without them)"
     elif server.skip_tokenizer_init and (config.rollout.stop or config.rollout.acts):
         problem = "has no tokenizer, and responses end at texts (start it without --skip-tokenizer-init)"
     elif model.preferred_sampling_params:
-        problem = "samples in a way of its own (start it without --preferred-sampling-params)"
+        problem = "has its own sampling parameters (start it without --preferred-sampling-params)"
     else:
         wanted = hf_config["vocab_size"]
         found = await _vocabulary(session, url, wanted, limit)
@@ -176,7 +176,7 @@ async def identify(
 
 
 def _differs(model: ModelInfo, ours: Path, hf_config: Mapping[str, Any]) -> str:
-    """Return how a server's model differs; weights of another size would end the server.
+    """Describe how a server's model differs, "" if not: weights of other shapes would crash the server.
 
     The model's folder is compared if it exists here, else its name."""
     folder = Path(model.model_path)
@@ -195,26 +195,25 @@ def _differs(model: ModelInfo, ours: Path, hf_config: Mapping[str, Any]) -> str:
 
 async def _vocabulary(session: aiohttp.ClientSession, url: str, expected: int, limit: float) -> str:
     """Return the size of a server's vocabulary, from its error about a token outside of it."""
-    # A client that was killed in the middle of an update has left it waiting.
+    # The server is paused if a client was killed during an update.
     await call(session, f"{url}/continue_generation", limit, type(None), {})
     one = {"input_ids": [0], "sampling_params": {"max_new_tokens": 1}}
     beyond = one | {"return_logprob": True, "token_ids_logprob": [expected]}
     try:
         await call(session, f"{url}/generate", limit, Generated, beyond)
     except Unanswered as answer:
-        if answer.code == 400 and (said := _RANGE.search(str(answer))):
-            return said[1]
+        if answer.code == 400 and (found := _RANGE.search(str(answer))):
+            return found[1]
         raise
     return f"more than {expected}"
 
 
 def check_servers(config: Config, hf_config: Mapping[str, Any], engines: int) -> None:
-    """Check all servers. Raises ConfigError if one is not there or does not fit the run, or if there are
-    fewer than `engines`, the clients."""
+    """Raise ConfigError if a server does not answer or fit, or if there are fewer than `engines`."""
     rollout = config.rollout
     if len(rollout.urls) < engines:
         tp = rollout.engine_tp * -(-engines // len(rollout.urls))
-        what = f"{len(rollout.urls)} for {engines} ranks with clients of their own"
+        what = f"{len(rollout.urls)} for {engines} ranks with a client each"
         raise ConfigError(f"rollout.urls: {what} (name more, or let ranks share: rollout.engine_tp={tp})")
 
     async def ask(session: aiohttp.ClientSession, url: str, key: str) -> None:

@@ -1,6 +1,6 @@
-"""Code inside SGLang's processes: a sampler with a seed for each response, a loader of weights.
+"""Code in SGLang's processes: a sampler with a seed per response, and a loader of weights.
 
-SGLang's own seeds of requests need its deterministic mode, which has no CPU kernels and no prefix cache."""
+SGLang's own seeds need its deterministic mode, which has no CPU kernels and no prefix cache."""
 
 from __future__ import annotations
 
@@ -12,35 +12,35 @@ from sglang.srt.layers.sampler import Sampler, register_sampler_backend
 from sglang.srt.sampling.custom_logit_processor import CustomLogitProcessor
 from torch import Tensor
 
-from megarl.rollout.engines.sglang_kernels import add_shared_expert, gated_norm_of
+from megarl.rollout.engines.sglang_kernels import add_shared_expert, forward_gated_norm
 from megarl.rollout.sampling import SamplingParams, choose
 
 BACKEND = "pytorch"  # SGLang insists on this name on a CPU
-# Scales of an FP8 KV cache, which attention has as parameters wherever weights are FP8, whatever its cache is
-# (radix_attention.py and quantization/kv_cache.py, 0.5.23). Nothing scales it here, and a sleep loses them.
+# Scales of the KV cache, which attention has as parameters if weights are FP8 (radix_attention.py and
+# quantization/kv_cache.py, 0.5.23). They are always 1 here, and a sleep loses them.
 KV_SCALES = (".attn.k_scale", ".attn.v_scale")
 
 
 class KeepParams(CustomLogitProcessor):
-    """Is never called: a request that names a processor keeps its `custom_params` in the batch."""
+    """Keeps `custom_params` in the batch: SGLang does so for requests with a processor. Never called."""
 
     def __call__(self, logits: Tensor, custom_param_list: list[dict[str, Any]] | None = None) -> Tensor:
         return logits
 
 
 class SeededSampler(Sampler):
-    """Samples as the transformers engine does (sampling.py).
+    """Samples by sampling.py, as the transformers engine does.
 
-    `custom_params` of a request: seed, prompt (its length in tokens), temperature, top_p, top_k. A batch
-    keeps the list of them until a request joins, which makes it longer, or leaves, which makes a new one
-    (SamplingBatchInfo). Only then is anything copied to the device, and nothing waits for the device."""
+    `custom_params` of a request: seed, prompt (its length in tokens), temperature, top_p, top_k. A batch has
+    a list of them. A new request makes it longer, a finished one makes a new list (SamplingBatchInfo). Only
+    then they are copied to the device, without waiting for it."""
 
     _rows: Any = None
     _count = 0
     _own = False
     _seeds: Tensor  # int64 [rows], on the device, as the next two
     _prompts: Tensor  # lengths, int64 [rows]
-    _kinds: list[tuple[SamplingParams, Tensor | None]]  # with the rows that have them; None: all rows
+    _kinds: list[tuple[SamplingParams, Tensor | None]]  # with their rows; None: all rows
 
     def forward(
         self, logits_output: Any, sampling_info: Any, return_logprob: bool, *rest: Any, **options: Any
@@ -68,7 +68,6 @@ class SeededSampler(Sampler):
         return tokens
 
     def _copy(self, rows: list[dict[str, Any]], device: torch.device) -> None:
-        """Copy what a batch is sampled with to the device."""
 
         def copied(numbers: list[int]) -> Tensor:
             return torch.tensor(numbers, pin_memory=device.type == "cuda").to(device, non_blocking=True)
@@ -82,7 +81,7 @@ class SeededSampler(Sampler):
 
 
 def run_scheduler(*arguments: Any, **options: Any) -> None:
-    """Run SGLang's scheduler process with our sampler, and on a CPU with what runs there."""
+    """Run SGLang's scheduler process with our sampler, on a CPU with replaced kernels."""
     from sglang.srt.managers.scheduler import run_scheduler_process
 
     register_sampler_backend(BACKEND, SeededSampler)
@@ -92,19 +91,18 @@ def run_scheduler(*arguments: Any, **options: Any) -> None:
 
 
 def _prepare_cpu() -> None:
-    """Replace what some of SGLang's families cannot do on a CPU.
+    """Replace code of some families that does not run on a CPU.
 
-    multi-latent attention  Prompts go through latents, as new tokens do: torch-native attention reads the
-                            cache, which holds only latents.
-    linear attention        The norm after the delta rule, and the gate of a mixture's shared expert, are
-                            Triton kernels."""
+    multi-latent attention  Prompts go through latents, as new tokens do, because torch-native attention
+                            reads the cache, which has only latents.
+    linear attention        The norm after the delta rule and the shared expert's gate are Triton kernels."""
     from sglang.srt.models import qwen2_moe, qwen3_next
     from sglang.srt.models.deepseek_common.attention_backend_handler import AttentionBackendRegistry
     from sglang.srt.models.deepseek_common.attention_forward_methods.forward_methods import AttnForwardMethod
     from sglang.srt.models.qwen3_5 import RMSNormGated
 
     AttentionBackendRegistry.register("torch_native", lambda attention, batch: AttnForwardMethod.MLA)
-    RMSNormGated.forward = qwen3_next.FusedRMSNormGated.forward = gated_norm_of
+    RMSNormGated.forward = qwen3_next.FusedRMSNormGated.forward = forward_gated_norm
     qwen2_moe.fused_gate_sigmoid_mul_add = add_shared_expert
 
 
@@ -112,12 +110,11 @@ def _prepare_cpu() -> None:
 def load_shards(model: torch.nn.Module, named_tensors: list[tuple[str, Tensor]]) -> None:
     """Load a bucket of a weight transfer; SGLang calls it as a `custom_weight_loader`.
 
-    Each name is JSON. `tensors`: places of this rank's tensors in the memory. The memory is the tensor that
-    comes with the name (CUDA) or, if that is empty, the file `path` of `size` bytes. `complete`: all names of
-    the transfer, with its last bucket. Raises ValueError if names, shapes or dtypes are not the model's.
+    Each name is JSON. `tensors` has offset, shape and dtype of this rank's tensors in the memory. The memory
+    is the tensor with this name (CUDA) or, if that is empty, the file `path` of `size` bytes. `complete` has
+    all names of the transfer, in the last bucket. Raises ValueError unless names, shapes and dtypes fit.
 
-    Waits until the device has read the memory: it is written again after a barrier of SGLang's processes,
-    which does not wait for their devices."""
+    Waits for the device: a barrier of SGLang's processes, after which the memory is reused, does not."""
     parameters = dict(model.named_parameters())
     for text, memory in named_tensors:
         part = json.loads(text)
@@ -143,14 +140,14 @@ def load_shards(model: torch.nn.Module, named_tensors: list[tuple[str, Tensor]])
             for name in kv_scales:
                 parameters[name].data.fill_(1.0)
             if finish := getattr(model, "post_load_weights", None):
-                finish()  # multi-latent attention has kv_b_proj in parts, too
+                finish()  # multi-latent attention also has kv_b_proj in parts
             for module in model.modules():
                 if refresh := getattr(module, "refresh_gemma_weight", None):
-                    refresh()  # and norms around zero have 1 + weight, which fused kernels read
+                    refresh()  # fused kernels read 1 + weight
         torch.get_device_module(memory.device).synchronize()
 
 
 def _split(name: str) -> tuple[str, int | None]:
-    """Return the parameter's name, and the expert that a name may end in (`....w13_weight.7`)."""
+    """Split off the expert in which a name may end (`....w13_weight.7`)."""
     stem, _, expert = name.rpartition(".")
     return (stem, int(expert)) if expert.isdigit() else (name, None)

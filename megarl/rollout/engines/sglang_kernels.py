@@ -1,7 +1,6 @@
-"""Plain torch for the kernels that SGLang 0.5.23 calls on a CPU, whose own are for processors with AMX.
+"""Kernels in plain torch for SGLang 0.5.23 on CPUs without AMX.
 
-Names and arguments are those of SGLang's calls, in the files that the docstrings name. Imported in SGLang's
-processes, before sglang is."""
+Docstrings name the files of SGLang with the calls. SGLang's processes import this before sglang."""
 
 from __future__ import annotations
 
@@ -19,17 +18,17 @@ from megarl.model.delta_net import convolve, delta_rule, delta_step, gated_norm,
 def assign_req_to_token_pool_cpu(
     requests: Tensor, pool: Tensor, starts: Tensor, ends: Tensor, slots: Tensor, pool_len: int
 ) -> None:
-    """Write each request's new cache slots, one request after the other in `slots`, into its row of `pool`:
-    srt/mem_cache/allocation.py, assign_req_to_token_pool_func."""
+    """Write the new cache slots of each request, concatenated in `slots`, into its row of `pool`.
+
+    srt/mem_cache/allocation.py, assign_req_to_token_pool_func"""
     taken = 0
     for row, start, end in zip(requests.tolist(), starts.tolist(), ends.tolist(), strict=True):
         pool[row, start:end] = slots[taken : taken + end - start].to(pool.dtype)
         taken += end - start
 
 
-# Linear attention (model/delta_net.py). Requests lie one after the other in a batch, each with a slot of two
-# pools: the newest inputs of its convolution [slots, channels, width - 1], and its S, transposed: [slots,
-# heads, dv, dk].
+# Linear attention (model/delta_net.py). Requests are concatenated in a batch. Each has a slot of two pools:
+# newest inputs of its convolution [slots, channels, width - 1], and its transposed S [slots, heads, dv, dk].
 
 
 def causal_conv1d_fn_cpu(
@@ -44,14 +43,15 @@ def causal_conv1d_fn_cpu(
     query_start_loc: Tensor,
     seq_lens_cpu: Any,
 ) -> Tensor:
-    """Convolve the prompts, x [channels, tokens], weight [channels, width]: srt/layers/attention/linear/
-    gdn_backend.py, GDNAttnBackend._convolve_prefill."""
+    """Convolve prompts, x [channels, tokens], weight [channels, width].
+
+    srt/layers/attention/linear/gdn_backend.py, GDNAttnBackend._convolve_prefill"""
     out = torch.empty_like(x)
-    begun = has_initial_state.tolist()
-    for i, (slot, some) in enumerate(_requests(cache_indices, query_start_loc)):
-        before = conv_states[slot] if begun[i] else torch.zeros_like(conv_states[slot])
-        seen = torch.cat([before.to(x.dtype), x[:, some]], 1)
-        out[:, some] = convolve(seen.T[None], weight[:, None])[0, before.shape[1] :].T
+    has_state = has_initial_state.tolist()
+    for i, (slot, span) in enumerate(_requests(cache_indices, query_start_loc)):
+        before = conv_states[slot] if has_state[i] else torch.zeros_like(conv_states[slot])
+        seen = torch.cat([before.to(x.dtype), x[:, span]], 1)
+        out[:, span] = convolve(seen.T[None], weight[:, None])[0, before.shape[1] :].T
         conv_states[slot] = seen[:, -before.shape[1] :].to(conv_states.dtype)
     return out
 
@@ -59,15 +59,14 @@ def causal_conv1d_fn_cpu(
 def causal_conv1d_update_cpu(
     x: Tensor, conv_states: Tensor, weight: Tensor, bias: None, activation: str, *, conv_state_indices: Tensor
 ) -> Tensor:
-    """Convolve a token of each request, x [requests, channels]: the same file,
-    GDNAttnBackend.forward_decode."""
+    """Convolve a token of each request, x [requests, channels]. GDNAttnBackend.forward_decode"""
     seen = torch.cat([conv_states[conv_state_indices].to(x.dtype), x[..., None]], 2)
     conv_states[conv_state_indices] = seen[..., 1:].to(conv_states.dtype)
     return convolve(seen.mT, weight[:, None])[:, -1]
 
 
 def fused_gdn_gating_cpu(rate: Tensor, alpha: Tensor, beta: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
-    """Return `gates` of prompts, [1, tokens, heads] each: the same file, GDNAttnBackend._prefill_gates."""
+    """Return `gates` of prompts, [1, tokens, heads] each. GDNAttnBackend._prefill_gates"""
     decay, written = gates(alpha, beta, rate, bias)
     return decay[None], written[None]
 
@@ -85,13 +84,14 @@ def chunk_gated_delta_rule_cpu(
     head_first: bool,
     use_qk_l2norm_in_kernel: bool,
 ) -> tuple[Tensor, None, None]:
-    """Take prompts through `delta_rule`, [1, tokens, heads, ...] each: srt/layers/attention/linear/kernels/
-    gdn_triton.py, TritonGDNKernel.extend."""
+    """Apply `delta_rule` to prompts, [1, tokens, heads, ...] each.
+
+    srt/layers/attention/linear/kernels/gdn_triton.py, TritonGDNKernel.extend"""
     out = torch.empty_like(v)
-    for slot, some in _requests(initial_state_indices, cu_seqlens):
-        query, key, value, decay, written = (part[:, some] for part in (q, k, v, g, beta))
+    for slot, span in _requests(initial_state_indices, cu_seqlens):
+        query, key, value, decay, written = (part[:, span] for part in (q, k, v, g, beta))
         before = initial_state[None, slot].mT.float()
-        out[:, some], state = delta_rule(query, key, value, decay, written, before)
+        out[:, span], state = delta_rule(query, key, value, decay, written, before)
         initial_state[slot] = state[0].mT.to(initial_state.dtype)
     return out, None, None
 
@@ -112,8 +112,9 @@ def fused_sigmoid_gating_delta_rule_update_cpu(
     softplus_beta: float,
     softplus_threshold: float,
 ) -> Tensor:
-    """Take a token of each request through `delta_step`, [1, requests, heads, ...] each: the same file,
-    TritonGDNKernel.decode."""
+    """Apply `delta_step` to a token of each request, [1, requests, heads, ...] each.
+
+    TritonGDNKernel.decode"""
     state = initial_state_source[initial_state_indices].mT.float()
     out, state = delta_step(state, q[0], k[0], v[0], *gates(a, b, A_log, dt_bias))
     initial_state_source[initial_state_indices] = state.mT.to(initial_state_source.dtype)
@@ -121,18 +122,19 @@ def fused_sigmoid_gating_delta_rule_update_cpu(
 
 
 def _requests(slots: Tensor, bounds: Tensor) -> Iterator[tuple[int, slice]]:
-    """Yield the slot and the tokens of each request that lies between `bounds`."""
     for slot, place in zip(slots.tolist(), pairwise(bounds.tolist()), strict=True):
         yield slot, slice(*place)
 
 
-# Layers of Qwen3.5, all of them srt/models/qwen3_5.py.
+# Layers of Qwen3.5, in srt/models/qwen3_5.py.
 
 
 def fused_qkvzba_split_reshape_cat_contiguous_cpu(
     qkvz: Tensor, ba: Tensor, key_heads: int, heads: int, dk: int, dv: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return what is convolved, gates [tokens, heads, dv], beta and alpha: Qwen3_5GatedDeltaNet.forward."""
+    """Return inputs of the convolution, gates [tokens, heads, dv], beta and alpha.
+
+    Qwen3_5GatedDeltaNet.forward"""
     value = heads * dv
     mixed, gate = qkvz.split([2 * key_heads * dk + value, value], -1)
     beta, alpha = ba.chunk(2, -1)
@@ -142,8 +144,9 @@ def fused_qkvzba_split_reshape_cat_contiguous_cpu(
 def fused_qk_gemma_rmsnorm_with_gate_cpu(
     q_gate: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, epsilon: float, head_dim: int, heads: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return normalised queries and keys, and the gates that lie behind the queries of each head:
-    Qwen3_5AttentionDecoderLayer.forward_prepare_fused_gate."""
+    """Return normalised queries and keys, and the gates behind the queries of each head.
+
+    Qwen3_5AttentionDecoderLayer.forward_prepare_fused_gate"""
 
     def normalise(x: Tensor, weight: Tensor) -> Tensor:
         out = F.rms_norm(x.float(), (head_dim,), eps=epsilon) * (1 + weight.float())
@@ -154,25 +157,27 @@ def fused_qk_gemma_rmsnorm_with_gate_cpu(
 
 
 def fused_sigmoid_mul_cpu(x: Tensor, gate: Tensor) -> None:
-    """Multiply attention's output, in place: Qwen3_5AttentionDecoderLayer.self_attention."""
+    """Gate attention's output in place. Qwen3_5AttentionDecoderLayer.self_attention"""
     x.mul_(gate.sigmoid())
 
 
-def gated_norm_of(module: Any, x: Tensor, z: Tensor) -> Tensor:
-    """Do what RMSNorm.forward of sglang/kernels/ops/attention/fla/layernorm_gated.py and
-    FusedRMSNormGated.forward of fused_norm_gate.py beside it do by Triton kernels on any processor without
-    AMX."""
+def forward_gated_norm(module: Any, x: Tensor, z: Tensor) -> Tensor:
+    """Apply the gated norm, in place of Triton kernels.
+
+    sglang/kernels/ops/attention/fla: RMSNorm.forward in layernorm_gated.py, FusedRMSNormGated.forward in
+    fused_norm_gate.py"""
     return gated_norm(x, z, module.weight, module.eps)
 
 
 def add_shared_expert(hidden: Tensor, gate_weight: Tensor, shared: Tensor, routed: Tensor) -> None:
-    """Add what a mixture's shared expert makes of tokens [tokens, hidden], times the sigmoid of its gate
-    [hidden], to what the others make, in place: fused_gate_sigmoid_mul_add of srt/models/qwen2_moe.py."""
+    """Add the gated output of the shared expert, [tokens, hidden], to that of routed experts, in place.
+
+    srt/models/qwen2_moe.py, fused_gate_sigmoid_mul_add"""
     routed.add_((hidden @ gate_weight).sigmoid()[:, None] * shared)
 
 
-# By SGLang's module, or in torch.ops.sgl_kernel, where SGLang looks names up as it is imported. It sees by
-# another name (convert_weight_packed, srt/utils/common.py) that there are no kernels for AMX.
+# MODULES: by SGLang's module. OPS: in torch.ops.sgl_kernel, where SGLang's import looks names up. It detects
+# the AMX kernels by another name (convert_weight_packed, srt/utils/common.py).
 MODULES: dict[str, dict[str, Callable[..., Any]]] = {
     "sgl_kernel": {"assign_req_to_token_pool_cpu": assign_req_to_token_pool_cpu},
     "sgl_kernel.mamba": {

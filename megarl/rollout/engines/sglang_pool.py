@@ -1,6 +1,4 @@
-"""The servers of one client (sglang_servers.py), and which of them gets the next request.
-
-All coroutines run on the client's thread."""
+"""The servers of one client (sglang_servers.py). All coroutines run on the client's thread."""
 
 from __future__ import annotations
 
@@ -26,47 +24,37 @@ from megarl.rollout.engines.sglang_http import (
 if TYPE_CHECKING:
     import aiohttp
 
-PULSE = 5.0  # seconds between signs of life of a server that generates
+PULSE = 5.0  # seconds between health checks of a server that generates
 T = TypeVar("T")
 
 
 class Server:
-    """A server as one client sees it.
-
-    loading  this client is sending it weights
-    running  ids of its unfinished requests
-    why      reason for which it was left out
-    gone     resolves, with the reason, when it is no longer usable
-    """
+    """One client's state of a server."""
 
     def __init__(self, url: str) -> None:
-        self.url, self.tp, self.why = url, 1, ""
-        self.loading = False
-        self.running: set[str] = set()
-        self.gone: asyncio.Future[str] | None = None
+        self.url, self.tp = url, 1
+        self.why = ""  # reason for which it was left out
+        self.loading = False  # whether this client is sending it weights
+        self.running: set[str] = set()  # ids of unfinished requests
+        self.gone: asyncio.Future[str] | None = None  # resolves with a reason when it becomes unusable
         self.watch: asyncio.Task[None] | None = None
 
     @property
     def usable(self) -> bool:
-        """Return whether it has the present weights and gets requests."""
+        """Return whether it has the present weights and takes requests."""
         return self.gone is not None and not self.gone.done()
 
 
 class ServerPool:
-    """The servers at `rollout.urls` as one client uses them.
+    """One client's servers at `rollout.urls`.
 
-    own           those that this client supplies with weights
-    others        those of other clients
-    router        in front of all, if there is one
-    notes         lines for the user about servers that were left out or are back
-    version_name  of the present weights, as servers report it
-    limit         seconds for a call that takes long; question: for one that is answered at once
-    session       of the client's calls, from its start on
+    own    servers to which this client sends weights
+    limit  seconds for a slow call; question: for a quick one
 
-    rank, ranks  number of this rank among those with engines, and how many there are
+    rank, ranks  number of this rank among those with engines, and their number
     """
 
-    session: aiohttp.ClientSession
+    session: aiohttp.ClientSession  # set by the client's start
 
     def __init__(self, config: Config, hf_config: Mapping[str, Any], rank: int, ranks: int) -> None:
         self.config, self.hf_config = config, hf_config
@@ -76,29 +64,27 @@ class ServerPool:
         self.own = [server for server in servers if server.url in mine]
         self.others = [server for server in servers if server.url not in mine]
         self.router = Server(rollout.router) if rollout.router and mine else None
-        # Another run may replace the servers' weights too: versions carry a hash of this run's folder.
+        # Another run may replace the servers' weights: version names contain a hash of this run's folder.
         self.run = hashlib.sha256(str(config.run_dir.absolute()).encode()).hexdigest()[:8]
         self.limit, self.question = rollout.engine_timeout, min(QUESTION, rollout.engine_timeout)
-        self.version_name = ""
-        self.notes: list[str] = []
+        self.version_name = ""  # of the present weights, as servers report it
+        self.notes: list[str] = []  # for the user, about servers that were left out or are back
 
     @property
     def servers(self) -> Sequence[Server]:
-        """Return all servers, the router last."""
         return (*self.own, *self.others, *([self.router] if self.router else ()))
 
     async def ask(self, server: Server, path: str, limit: float, kind: type[T], body: Any = None) -> T:
-        """Make a call of a server, see `call`."""
         return await call(self.session, server.url + path, limit, kind, body)
 
     async def command(self, server: Server, path: str, limit: float, body: Any) -> None:
-        """Make a call that a server answers with its success. Raises Unanswered if it failed."""
+        """Make a call that reports its success. Raises Unanswered if it failed."""
         done = await self.ask(server, path, limit, Done, body)
         if not done.success:
             raise Unanswered(f"{path}: {done.message}")
 
     async def problem(self, server: Server) -> str | None:
-        """Return why a server is not there; None if it is."""
+        """Return why a server does not answer; None if it does."""
         try:
             await self.ask(server, "/model_info", self.question, ModelInfo)
         except Unanswered as problem:
@@ -106,7 +92,6 @@ class ServerPool:
         return None
 
     async def is_current(self, server: Server) -> bool:
-        """Return whether a server is there and has the present weights."""
         try:
             info = await self.ask(server, "/model_info", self.question, ModelInfo)
         except Unanswered:
@@ -125,7 +110,6 @@ class ServerPool:
         raise EngineFailure(f"rollout.urls: none of {len(self.config.rollout.urls)} servers is left")
 
     def open(self, server: Server) -> None:
-        """Take a server that has the present weights."""
         server.loading, server.why = False, ""
         server.gone = asyncio.get_running_loop().create_future()
         server.watch = asyncio.get_running_loop().create_task(self._watch(server))
@@ -139,14 +123,14 @@ class ServerPool:
             server.gone.set_result(why)
 
     def leave_out(self, server: Server, why: str) -> None:
-        """Close a server, and note why unless that is known."""
+        """Close a server, and add a note unless there is one."""
         if server.usable or (server.loading and why != server.why):
             self.notes.append(f"rollout server {server.url} is left out: {why}")
         server.why = why
         self.close(server, why)
 
     async def _watch(self, server: Server) -> None:
-        """Leave a server out that has work, and for `engine_timeout` seconds no sign of life."""
+        """Leave out a server that has work and does not answer for `engine_timeout` seconds."""
         path, heard = "/health" if server is self.router else "/health_generate", time.monotonic()
         while True:
             await asyncio.sleep(PULSE)
@@ -156,7 +140,7 @@ class ServerPool:
                 except Unanswered as problem:
                     if time.monotonic() - heard < self.limit:
                         continue
-                    server.watch = None  # or it would cancel itself
+                    server.watch = None  # else `close` would cancel this task
                     self.leave_out(server, f"no sign of life for {self.limit:g} s: {problem}")
                     return
             heard = time.monotonic()
@@ -164,21 +148,20 @@ class ServerPool:
     # Weights
 
     async def begin_update(self, server: Server) -> None:
-        """Prepare a server for new weights; leave it out if it does not answer."""
         limit, server.loading = self.limit, True
-        # One that somebody has started anew meanwhile may be another model's.
+        # A server that was restarted may have another model.
         known = server.usable and await self.is_current(server)
         try:
             if not known:
                 server.tp = (await identify(self.session, server.url, self.config, self.hf_config)).tp_size
-            # What somebody else may ask is ended, or waits: nothing is answered by half of the weights.
+            # Requests of others end or wait: none is answered by partly updated weights.
             await self.ask(server, "/pause_generation", limit, type(None), {"mode": "abort"})
             try:
                 await self.command(server, "/begin_weight_update", limit, {})
             except Unanswered as problem:
                 if "already open" not in str(problem):
                     raise
-                # Of a client that was killed in the middle.
+                # The session is that of a client that was killed.
                 await self.command(server, "/end_weight_update", limit, {})
                 await self.command(server, "/begin_weight_update", limit, {})
         except (Unanswered, ConfigError) as problem:
@@ -206,14 +189,13 @@ class ServerPool:
         await gather(send(server) for server in loading)
 
     def name_version(self, version: int) -> str:
-        """Return the name of a version of the weights, as servers report it."""
         return f"megarl-{self.run}-{version}"
 
     async def end_update(self, version: int) -> None:
-        """Take the servers that have all of the weights. Raises EngineFailure where none has them."""
+        """Use the servers that have all weights. Raises EngineFailure if there are none."""
         self.version_name = self.name_version(version)
         await gather(self._finish(server) for server in self.own if server.loading)
-        # Those of other clients have got theirs by now, or are found out by their first answer.
+        # Other clients have updated theirs; the first answer shows if not.
         for server in (*self.others, *([self.router] if self.router else ())):
             self.close(server, "it has new weights")
             self.open(server)

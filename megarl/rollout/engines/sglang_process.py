@@ -1,4 +1,4 @@
-"""The process that holds an SGLang engine (sglang_host.py), as the engine's leader sees it."""
+"""The leader's handle of the process that runs an SGLang engine (sglang_host.py)."""
 
 from __future__ import annotations
 
@@ -20,20 +20,19 @@ import psutil
 
 from megarl.config.errors import EngineFailure
 
-POLL = 0.2  # seconds between checks that the process is alive, while waiting
-KILL_WAIT = 30.0  # seconds for the kernel to end what was killed
-LOG_LINES = 4  # of the engine's own log, in an error
+POLL = 0.2  # seconds between checks that the process is alive
+KILL_WAIT = 30.0  # seconds in which killed processes must end
+LOG_LINES = 4  # of the engine's log in an error message
 
 
 class EngineProcess:
-    """Starts and ends the process, and sends it messages, with a limit on every wait. It raises
-    EngineFailure, after which the process must be ended.
+    """Starts and ends the process, and exchanges messages with it. All waits have a limit.
+
+    After an EngineFailure the process must be ended.
 
     arguments    of sglang.Engine
-    environment  of the process
-    limit        seconds without a message from an engine that has work
+    limit        seconds without a message while the engine has work
     start_limit  seconds until it is ready
-    children     process ids of SGLang's own processes
     """
 
     module = "megarl.rollout.engines.sglang_host"
@@ -43,13 +42,13 @@ class EngineProcess:
     ) -> None:
         self.arguments, self.environment = dict(arguments), dict(environment)
         self.limit, self.start_limit = limit, start_limit
-        self.children: list[int] = []
+        self.children: list[int] = []  # ids of SGLang's processes
         self._process: subprocess.Popen[bytes] | None = None
         self._ready = False
 
     def start(self) -> None:
         """Begin the start; `ready` awaits its end."""
-        # SGLang leaves sockets and files in TMPDIR. The name is short enough for a socket's.
+        # TMPDIR, because SGLang leaves sockets and files there. A socket's path must be short.
         self.folder = Path(tempfile.mkdtemp(prefix="megarl-sglang-"))
         ours, theirs = socket.socketpair()
         with (self.folder / "log").open("wb") as log, theirs:
@@ -60,31 +59,29 @@ class EngineProcess:
                 stdout=log,
                 stderr=log,
                 pass_fds=[theirs.fileno()],
-                start_new_session=True,  # Ctrl-C is for the rank to answer; and `end` kills the group
+                start_new_session=True,  # Ctrl-C must not reach it; and `end` kills the group
             )
         self._connection = Connection(ours.detach())
         self._silent = 0.0  # seconds spent waiting since the last message
         self._done: list[tuple[int, Any]] = []
-        self._answers: list[str] = []  # to the newest call: its error; "" without one
+        self._answers: list[str] = []  # error of the newest call; "" without one
         self._ready = False
         self.children = []
         self._send(self.arguments)
 
     @property
     def pid(self) -> int:
-        """Return the id of the process that holds the engine."""
         assert self._process is not None
         return self._process.pid
 
     def ready(self, seconds: float) -> bool:
-        """Return whether the engine takes requests; wait at most `seconds`."""
         end = time.monotonic() + seconds
         while not self._ready and (left := end - time.monotonic()) > 0:
             self._wait(left, self.start_limit, "it was not ready")
         return self._ready
 
     def call(self, name: str, *arguments: Any) -> None:
-        """Call a method of sglang_host.Calls. Raises EngineFailure with SGLang's error if it fails."""
+        """Call a method of sglang_host.Calls. Raises EngineFailure with SGLang's error."""
         self._silent, self._answers = 0.0, []
         self._send(("call", name, arguments))
         while not self._answers:
@@ -95,12 +92,10 @@ class EngineProcess:
     def submit(
         self, requests: Sequence[tuple[int, Sequence[int], int, int, int]], params: Mapping[str, Any]
     ) -> None:
-        """Send requests, see sglang_host.Host."""
         self._silent = 0.0
         self._send(("submit", requests, params))
 
     def abort(self) -> None:
-        """Ask for the end of everything that runs; `poll` then returns it."""
         self._send(("abort",))
 
     def poll(self, seconds: float) -> list[tuple[int, Any]]:
@@ -114,22 +109,23 @@ class EngineProcess:
         return done
 
     def end(self) -> None:
-        """Kill the engine's processes, and wait for their end. May be called again."""
+        """Kill the engine's processes and wait for their end. May be called again."""
         if self._process is None:
             return
         with suppress(ProcessLookupError):
-            os.killpg(self.pid, signal.SIGKILL)  # the group lives as long as one of its processes
+            os.killpg(self.pid, signal.SIGKILL)  # the group exists as long as one of its processes
         self._process.wait()
         self._connection.close()
         deadline = time.monotonic() + KILL_WAIT
         while any(map(psutil.pid_exists, self.children)) and time.monotonic() < deadline:
-            time.sleep(0.02)  # they hold device memory until they are gone
+            time.sleep(0.02)  # they keep device memory until they have ended
         shutil.rmtree(self.folder, ignore_errors=True)
         self._process, self._ready = None, False
 
     def _wait(self, seconds: float, limit: float, what: str) -> None:
-        """Wait for one message, at most `seconds` or POLL. Raises EngineFailure if the process has ended, and
-        after `limit` seconds of silence in all."""
+        """Wait for one message, at most `seconds` or POLL.
+
+        Raises EngineFailure if the process has ended, and after `limit` seconds of silence in total."""
         assert self._process is not None
         begin = time.monotonic()
         if self._connection.poll(min(seconds, POLL)):
@@ -169,7 +165,7 @@ class EngineProcess:
         return self._failure(f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}")
 
     def _failure(self, what: str) -> EngineFailure:
-        """Return an error with the last lines of SGLang's own log."""
+        """Return an error with the last lines of SGLang's log."""
         lines = [line.strip() for line in (self.folder / "log").read_text(errors="replace").splitlines()]
         last = [line for line in lines if line][-LOG_LINES:]
         log = f"; its last lines: {' | '.join(last)[-600:]}" if last else ""

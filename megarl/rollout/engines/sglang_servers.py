@@ -1,9 +1,9 @@
-"""SGLang servers that somebody else runs (`rollout.urls`), by SGLang's public HTTP calls.
+"""External SGLang servers (`rollout.urls`), by SGLang's public HTTP calls.
 
-Weights go by `update_weights_from_tensor`, each bucket as Hugging Face's tensors in the request's body: of
-SGLang's ways it alone needs nothing but the URL. A handle would need one machine, `update_weights_from_disk`
-a shared folder, `update_weights_from_distributed` a process group that ends with the first server that dies.
-The body has 4/3 of the weights' bytes, once for every tensor-parallel rank of the server."""
+Weights go by `update_weights_from_tensor`, with Hugging Face's tensors in the body, because it needs only the
+URL. A handle needs one machine, `update_weights_from_disk` a shared folder, `update_weights_from_distributed`
+a process group, which ends with the first dead server. The body has 4/3 of the weights' bytes for each
+tensor-parallel rank of the server."""
 
 from __future__ import annotations
 
@@ -38,22 +38,22 @@ from megarl.rollout.engines.sglang_pool import Server, ServerPool
 from megarl.rollout.sampling import SamplingParams
 from megarl.weights.families import read_config
 
-TOKEN = 1.0  # seconds that one token may take, the wait for its turn included, beside engine_timeout
-TRIES = 3  # of one request at a server that is there and has the right weights
+TOKEN = 1.0  # seconds per token, including waits in the server's queue, in addition to engine_timeout
+TRIES = 3  # of one request at a server that answers and has the right weights
 T = TypeVar("T")
 
 
 class SGLangServers(SGLangRequests):
-    """A RolloutEngine whose responses come from servers at `rollout.urls`.
+    """An engine whose responses come from servers at `rollout.urls`.
 
-    The first of every `rollout.engine_tp` ranks is a client. It supplies some of the servers with weights,
-    and asks these, or `rollout.router`; if none of them is left, it asks the others.
+    The first of every `rollout.engine_tp` ranks is a client. It sends weights to some of the servers, and
+    requests to these or to `rollout.router`. If none of them is left, it asks the others.
 
-    A server that does not answer, or answers with other weights, is left out, and its requests go to another
-    one with the same seeds. Each weight update tries all servers again. Without any server there is an
-    EngineFailure. The servers' memory is not the ranks': nothing sleeps.
+    A server that does not answer, or has other weights, is left out. Its requests go to another one with the
+    same seeds. Each weight update tries all servers again. Without a server it raises EngineFailure. Nothing
+    sleeps.
 
-    rank, ranks  number of this rank among those with engines, and how many they are
+    rank, ranks  number of this rank among those with engines, and their number
     """
 
     @classmethod
@@ -65,7 +65,6 @@ class SGLangServers(SGLangRequests):
     def check_engines(
         cls, config: Config, hf_config: Mapping[str, Any], device: torch.device, engines: int
     ) -> None:
-        """Ask all servers, see `check_servers`."""
         check_servers(config, hf_config, engines)
 
     def __init__(
@@ -82,24 +81,23 @@ class SGLangServers(SGLangRequests):
     # Start and end
 
     def start(self) -> None:
-        """Begin to wait for servers, on a thread of its own."""
+        """Start the client's thread; `ready` waits for a server."""
         self._deadline = time.monotonic() + self.config.rollout.engine_start_timeout
         if not self.pool.own or self._loop is not None:
             return
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="sglang servers", daemon=True)
         self._thread.start()
-        # Each request under way is a connection.
+        # Each running request has a connection.
         self._room = asyncio.Semaphore(self.config.rollout.max_batch * len(self.pool.own))
         self.pool.session = self._do(open_session())
 
     def _do(self, job: Coroutine[Any, Any, T]) -> T:
-        """Do something on the client's thread. Each of its calls has a limit."""
         assert self._loop is not None, "only the leader, once started, talks to servers"
         return asyncio.run_coroutine_threadsafe(job, self._loop).result()
 
     def ready(self, seconds: float) -> bool:
-        """Return whether there is a server. Raises EngineFailure after `engine_start_timeout` without one."""
+        """Return whether a server answers. Raises EngineFailure after `engine_start_timeout` without one."""
         end = time.monotonic() + seconds
         while self.pool.own:
             servers = (*self.pool.own, *self.pool.others)
@@ -117,7 +115,6 @@ class SGLangServers(SGLangRequests):
         return True
 
     def restart(self) -> None:
-        """Forget what is known of the servers. `ready` waits for one."""
         self._has_weights, self._failure, self.weight_version = False, None, -1
         self._deadline = time.monotonic() + self.config.rollout.engine_start_timeout
         if self.pool.own:
@@ -132,13 +129,13 @@ class SGLangServers(SGLangRequests):
             self.pool.close(server, why)
 
     def stop(self) -> None:
-        """Let go of the servers, which go on. One whose weights are being replaced may generate again."""
+        """Close the client. Servers continue; one whose weights are being replaced may generate again."""
         if self._loop is None:
             return
         loading = [server for server in self.pool.own if server.loading]
         self._do(self._forget("the run has ended"))
         for server, path in itertools.product(loading, ("/end_weight_update", "/continue_generation")):
-            with suppress(Unanswered):  # it may be gone itself
+            with suppress(Unanswered):  # it may have ended
                 self._do(self.pool.ask(server, path, self.pool.question, type(None), {}))
         self._do(self.pool.session.close())
         self._loop.call_soon_threadsafe(self._loop.stop)
@@ -149,21 +146,18 @@ class SGLangServers(SGLangRequests):
         self._has_weights = False
 
     def take_notes(self) -> list[str]:
-        """Return which servers were left out and which came back, since the last call."""
         notes, self.pool.notes = self.pool.notes, []
         return notes
 
     # Weights
 
     def begin_update(self) -> None:
-        """Prepare all servers of this client, those that were left out too."""
         self._has_weights = False
         if self.pool.own:
             self._do(gather(self.pool.begin_update(server) for server in self.pool.own))
 
     @property
     def is_updating(self) -> bool:
-        """Return whether a server of this client takes part in the update."""
         return any(server.loading for server in self.pool.own)
 
     def post_weights(self, payload: str, version: int | None) -> None:
@@ -171,7 +165,6 @@ class SGLangServers(SGLangRequests):
         self._do(self.pool.post_weights(payload, version))
 
     def end_update(self, version: int) -> None:
-        """Use the servers that have the weights. Raises EngineFailure if none has them."""
         if self.pool.own:
             self._do(self.pool.end_update(version))
         self._has_weights, self.weight_version = True, version
@@ -190,7 +183,7 @@ class SGLangServers(SGLangRequests):
             self._do(begin())
 
     async def _generate(self, request: GenerationRequest, params: SamplingParams) -> TokenData:
-        """Ask until there is an answer. Raises EngineFailure once there is nobody to ask."""
+        """Try servers until one answers. Raises EngineFailure if none is left."""
         tries: Counter[str] = Counter()
         direct = self.pool.router is None
         async with self._room:
@@ -199,7 +192,7 @@ class SGLangServers(SGLangRequests):
                 try:
                     return await self._answer(server, request, params)
                 except (Unanswered, EngineFailure) as problem:
-                    if server is self.pool.router:  # the servers say themselves what is wrong
+                    if server is self.pool.router:  # ask servers directly, to see the cause
                         direct = True
                         continue
                     if isinstance(problem, Unanswered) and problem.code == 400:
@@ -251,7 +244,7 @@ class SGLangServers(SGLangRequests):
         return self._token_data(request, answer, name=self.pool.version_name)
 
     def poll(self, seconds: float) -> list[tuple[int, TokenData]]:
-        """Return finished responses, see RolloutEngine. Raises EngineError if a server refuses a request."""
+        """See RolloutEngine. Raises EngineError if a server refuses a request."""
         ended: list[tuple[int, TokenData]] = []
         end = time.monotonic() + seconds
         while self._outstanding and self._failure is None:
@@ -260,9 +253,9 @@ class SGLangServers(SGLangRequests):
             except queue.Empty:
                 break
             if self._tasks.get(number) is not task or task.cancelled():
-                continue  # of before a restart
+                continue  # from before a restart
             if isinstance(error := task.exception(), EngineFailure):
-                self._failure = error  # raised by the next call: the good answers of this one are not lost
+                self._failure = error  # raised by the next call, after this one's valid answers
             elif error is not None:
                 raise error
             else:
@@ -273,25 +266,24 @@ class SGLangServers(SGLangRequests):
         return ended
 
     def abort(self) -> list[tuple[int, TokenData]]:
-        """End everything. A request that no server returns in time comes back as it was."""
+        """End all requests. One that no server returns in time comes back unchanged."""
         if not self._outstanding:
             return []
         self._do(self._abort())
         ended = []
         for number, (request, _) in self._outstanding.items():
             task = self._tasks.pop(number, None)
-            given_back = task is not None and not task.cancelled() and task.exception() is None
+            has_result = task is not None and not task.cancelled() and task.exception() is None
             unfinished = structs.replace(request.prefix or TokenData(), finish_reason="abort")
-            ended.append((number, task.result() if given_back and task is not None else unfinished))
+            ended.append((number, task.result() if has_result and task is not None else unfinished))
         self._outstanding.clear()
         return ended
 
     async def _abort(self) -> None:
-        """End all requests: those that wait here, and, asked again and again, those at servers."""
         self._aborting, end = True, time.monotonic() + self.pool.limit
 
         async def abort(server: Server, rid: str) -> None:
-            with suppress(Unanswered):  # the request itself, which is waited for, tells what is wrong
+            with suppress(Unanswered):  # the awaited request shows the cause
                 await self.pool.ask(server, "/abort_request", self.pool.question, type(None), {"rid": rid})
 
         try:
@@ -302,7 +294,7 @@ class SGLangServers(SGLangRequests):
                     await asyncio.wait(left)
                     break
                 calls = [(server, rid) for server in self.pool.servers for rid in server.running]
-                if self.pool.router:  # it tells nobody
+                if self.pool.router:  # it does not forward aborts
                     behind = [one for one in (*self.pool.own, *self.pool.others) if one.usable]
                     calls += [(server, rid) for server in behind for rid in self.pool.router.running]
                 await gather(abort(server, rid) for server, rid in calls if server is not self.pool.router)

@@ -1,5 +1,4 @@
-"""Decoding with a transformers model: each response has its own seed, a common beginning of prompts is
-prefilled once, and finished rows make room for the next."""
+"""Decoding with a transformers model: seeds per response, prefix sharing, and continuous admission."""
 
 from __future__ import annotations
 
@@ -18,16 +17,15 @@ from megarl.rollout.engines.transformers_layers import COLUMNS, Block, KVCache, 
 from megarl.rollout.sampling import SamplingParams, choose, routing_array, stop_window
 from megarl.weights.families import Sizes
 
-PREFILL_TOKENS = 16384  # padded prompt tokens in one forward pass, with those that stand before its segments
-_NAN = 1 << 40  # added to the count of live rows where one holds NaN: one device-to-host copy carries both
+PREFILL_TOKENS = 16384  # padded prompt tokens in one forward pass, including those before its segments
+_NAN = 1 << 40  # added to the count of live rows if one has NaN, so that one device-to-host copy carries both
 
 
 class Stopping:
-    """What ends a response.
+    """End-of-sequence tokens and stop texts.
 
-    eos         the tokens that end it, bool [vocab]
-    candidates  the tokens that may complete one of the stop texts, bool [vocab]
-    window      newest tokens that can hold a stop text; 0 without texts
+    eos         tokens that end a response, bool [vocab]
+    candidates  tokens that may complete a stop text, bool [vocab]
     """
 
     def __init__(
@@ -44,8 +42,7 @@ class Stopping:
                 )
             known = min(vocab, len(tokenizer))
             last = {text[-1] for text in texts}
-            # A token of part of a character decodes to U+FFFD; a lone space may be stripped: both are
-            # candidates.
+            # Part of a character decodes to U+FFFD, and a lone space may be stripped.
             pieces = tokenizer.batch_decode([[i] for i in range(known)], skip_special_tokens=False)
             candidates[:known] = torch.tensor(
                 [" " in last or "\ufffd" in piece or not last.isdisjoint(piece) for piece in pieces]
@@ -53,44 +50,41 @@ class Stopping:
         self.eos, self.candidates = eos.to(device), candidates.to(device)
 
     def found_in(self, tokens: list[int]) -> bool:
-        """Return whether these tokens hold one of the texts, which may be the name of a special token."""
+        """Return whether these tokens hold one of the texts, which may name a special token."""
         text = self.tokenizer.decode(tokens, skip_special_tokens=False)
         return any(stop in text for stop in self.texts)
 
     def ends(self, tokens: list[int]) -> bool:
-        """Return whether a response ends behind these tokens, of which all but the last did not end it."""
         return tokens[-1] in self.eos_ids or (bool(self.texts) and self.found_in(tokens[-self.window :]))
 
 
 class DecodeLoop:
-    """Decodes at most `max_batch` requests together; waiting prompts are admitted as rows become free.
+    """Decodes at most `max_batch` requests together, one row each. Waiting prompts take free rows.
 
-    A row of the batch is one response. Requests with equal prompts share one prefill (unless they are more
-    than `max_batch`) and are admitted together, in the order of their prompts. Admitted prompts with a common
-    beginning share its prefill (`segments_of`). The state of rows lives in tensors, and becomes
-    Python lists once, when a row ends.
+    Requests with equal prompts are admitted together and share one prefill, up to `max_batch` of them.
+    Prompts with a common beginning share its prefill (`segments_of`).
 
-    On a CPU, in float32, a response and its log-probs do not depend on the batch composition, bitwise. A
-    library's order of summation depends on the shape of its operands, so no shape may depend on other
-    responses. Linear layers multiply rows in blocks of one size (`Block`). Attention adds chunks of COLUMNS
-    keys in their order, each row from its own column 0 on (`decode_attention`), and takes a prompt's queries
-    in such chunks (`prefill_attention`). A prompt's padding depends on its length alone. Linear attention
-    takes a step row by row. Mixtures do depend on it: experts multiply all tokens that they get at once."""
+    On a CPU in float32, responses and log-probs are batch-invariant bitwise, except for mixtures of experts.
+    A library's order of summation depends on the shapes of its operands, so no shape may depend on other
+    responses. Linear layers multiply blocks of rows (`Block`). Attention adds chunks of COLUMNS keys in order
+    (`decode_attention`) and takes a prompt's queries in such chunks (`prefill_attention`). A prompt's padding
+    depends only on its length.
+    """
 
     def __init__(
         self, model: Any, block: Block, max_batch: int, params: SamplingParams, stopping: Stopping
     ) -> None:
         self.params, self.stopping, self.max_batch, self.block = params, stopping, max_batch, block
         self.body, self.head, self.device = model.get_decoder(), model.get_output_embeddings(), model.device
-        self.requests: dict[int, GenerationRequest] = {}  # that have not come back
+        self.requests: dict[int, GenerationRequest] = {}  # all that are not finished
         self.waiting: list[tuple[tuple[int, ...], list[int]]] = []  # the next one is popped from the end
         # If routing is recorded: the choice of each layer's router in this pass, [tokens, topk].
         self.experts = Sizes.of(model.config.to_dict()).experts if params.routing else 0
         self.chosen: list[Tensor] = []
         self.cache = KVCache(model, self.experts)
         # Per row: the key of its request (-1: none), its seed, newest token, that token's position, the
-        # number of response tokens so far, and their limit. Rows up to `used` are responses, some of them
-        # finished. Rows after them, up to a whole number of blocks, are computed but mean nothing.
+        # number of response tokens, and their limit. Rows up to `used` are responses, some of them finished.
+        # Rows after them, up to a whole number of blocks, are computed and ignored.
         self.state = torch.zeros(6, self.block.room(max_batch), dtype=torch.int64, device=self.device)
         self.key, self.seed, self.token, self.position, self.count, self.limit = self.state
         self.highest = 0  # no row's limit is higher
@@ -101,7 +95,6 @@ class DecodeLoop:
         self.longest = 0  # no row's newest token has a higher position
 
     def add(self, requests: Mapping[int, GenerationRequest]) -> None:
-        """Let requests wait for free rows. The keys must be free."""
         self.requests |= requests
         self.highest = max(self.highest, *(request.limit(self.params) for request in requests.values()))
         groups: dict[tuple[int, ...], list[int]] = {}
@@ -112,7 +105,7 @@ class DecodeLoop:
         self.waiting = new[::-1] + self.waiting
 
     def run(self, seconds: float) -> list[tuple[int, TokenData]]:
-        """Return what ends within `seconds`. Raises FloatingPointError at NaN logits, with the place."""
+        """Decode for `seconds`, and return finished responses. Raises FloatingPointError at NaN logits."""
         hooks = [
             layer.mlp.gate.register_forward_hook(lambda _gate, _inputs, output: self.chosen.append(output[2]))
             for layer in (self.body.layers if self.experts else ())
@@ -122,7 +115,7 @@ class DecodeLoop:
         end = time.monotonic() + seconds
         try:
             while self.requests:
-                # Admit prompts if enough rows are free to pay for a prefill, or the batch is empty.
+                # Admit prompts if the batch is empty, or enough rows are free to pay for a prefill.
                 free = self.max_batch - self.used
                 enough = max(len(self.waiting[-1][1]), self.max_batch // 4) if self.waiting else free + 1
                 if not self.used or free >= enough:
@@ -146,7 +139,7 @@ class DecodeLoop:
             free -= len(taken[-1][1])
         self.longest = max(self.longest, *(len(prompt) for prompt, _ in taken))
         self._make_room(self.max_batch - free)
-        # A state of linear attention would have to be handed on, as keys and values are.
+        # Segments do not hand on states of linear attention.
         segments = segments_of([prompt for prompt, _ in taken], shared=not self.cache.states)
         rows, first = dict[int, range](), self.used  # of each prompt's responses
         for prompt in (segment.prompts[0] for segment in segments if segment.ends):
@@ -167,8 +160,7 @@ class DecodeLoop:
         groups: Sequence[tuple[tuple[int, ...], list[int]]],
         rows_of: Mapping[int, range],
     ) -> None:
-        """Run segments of one start and width through the model, and start the responses to the prompts that
-        end in them, in the next rows."""
+        """Prefill segments of one start and width, and start the responses to prompts that end in them."""
         cache, device, (start, width) = self.cache, self.device, segments[0][:2]
         stop = start + width
         prompts = [groups[segment.prompts[0]][0][:stop] for segment in segments]
@@ -200,20 +192,19 @@ class DecodeLoop:
         self.count[new] = torch.tensor([request.prefix_length for request in asked], device=device)
         cache.tokens[new, :stop] = tokens[source]
         self.used = new.stop
-        # The head, and what draws from its logits, see whole blocks too.
+        # The head and the sampler get whole blocks too.
         ends = torch.tensor(ending, device=device)
-        last = hidden.new_zeros(self.block.whole(len(ends)), hidden.shape[2])
+        last = hidden.new_zeros(self.block.pad(len(ends)), hidden.shape[2])
         last[: len(ends)] = hidden[ends, lengths[ends] - 1 - start]
-        padded = source.new_zeros(self.block.whole(len(keys)))
+        padded = source.new_zeros(self.block.pad(len(keys)))
         padded[: len(keys)] = torch.searchsorted(ends, source)
         self._choose(slice(new.start, new.start + len(padded)), self.head(last)[padded])
 
     def _step(self) -> None:
-        """Feed every row's newest token and choose the next."""
         self._make_room(self.used)
-        cache, rows = self.cache, slice(0, self.block.whole(self.used))
+        cache, rows = self.cache, slice(0, self.block.pad(self.used))
         mask = cache.attend(self.position[rows], self.longest)
-        # In blocks, as `BlockLinear` multiplies them: what looks like a sequence is a block of responses.
+        # In blocks, as `BlockLinear` multiplies them: a block of responses takes the place of a sequence.
         hidden = self.body(
             input_ids=self.token[rows].view(-1, self.block.rows),
             position_ids=self.position[rows].view(-1, self.block.rows),
@@ -234,14 +225,14 @@ class DecodeLoop:
         return F.pad(chosen, (0, 0, len(self.body.layers) - chosen.shape[1], 0))
 
     def _choose(self, rows: slice, logits: Tensor) -> None:
-        """Choose the next token of `rows` from logits [rows, vocab]."""
+        """Sample the next token of `rows` from logits [rows, vocab]."""
         cache, live, count = self.cache, self.live[rows], self.count[rows]
         token, logprob = choose(logits, self.seed[rows], count, self.params)
         self.token[rows] = token
         self.nan[rows] = logprob.isnan() & live
         self.position[rows] += live
         count += live
-        # A row that has ended stays where it is: what is computed for it goes behind its end.
+        # A finished row does not advance: its new tokens are written behind its end.
         at = cache.starts[rows] + self.position[rows] + ~live
         cache.tokens.view(-1).index_copy_(0, at, token)
         cache.logprobs.view(-1).index_copy_(0, at, logprob)
@@ -250,7 +241,7 @@ class DecodeLoop:
         live &= ~self.stopping.eos[token] & (count < self.limit[rows])
 
     def _stop_texts(self, rows: slice, token: Tensor) -> None:
-        """End rows whose newest tokens hold a stop text. Only those that may complete one are decoded."""
+        """End rows whose newest tokens hold a stop text. Only `candidates` are detokenized."""
         look = (self.stopping.candidates[token] & self.live[rows]).nonzero()[:, 0] + rows.start
         ends, counts = self.position[look].tolist(), self.count[look].tolist()
         for row, end, count in zip(look.tolist(), ends, counts, strict=True):
@@ -259,8 +250,9 @@ class DecodeLoop:
                 self.live[row] = False
 
     def _sweep(self, at_once: bool) -> list[tuple[int, TokenData]]:
-        """Return the finished rows once they are over a sixteenth, or `at_once`. Live rows from the end take
-        their places."""
+        """Remove and return finished rows if they are over a sixteenth, or `at_once`.
+
+        Live rows from the end take their places."""
         used = self.used
         live = self.live[:used]
         status = int(live.sum() + self.nan.any() * _NAN)
@@ -281,7 +273,6 @@ class DecodeLoop:
         return ended
 
     def _take(self, rows: Tensor) -> list[tuple[int, TokenData]]:
-        """Return the responses of finished rows."""
         cache, columns = self.cache, self.longest + 1
         tokens, logprobs = cache.tokens[rows, :columns].cpu(), cache.logprobs[rows, :columns].cpu()
         chosen = cache.chosen[rows].cpu().numpy() if self.experts else None
@@ -301,9 +292,8 @@ class DecodeLoop:
         return taken
 
     def _make_room(self, rows: int) -> None:
-        """Let the cache hold `rows` rows, and the next token of each. It grows geometrically, up to what the
-        live rows can still need."""
-        # Behind a row's newest token there is a place for what is computed after its end.
+        """Grow the cache to `rows` rows and their next tokens; geometrically, up to the rows' limits."""
+        # A finished row writes one token behind its end.
         rows, columns = self.block.room(rows), self.longest + 3
         if rows > self.cache.rows or columns > self.cache.columns:
             grown = min(columns * 3 // 2 + 128, columns + self.highest)
@@ -311,37 +301,31 @@ class DecodeLoop:
 
 
 class Segment(NamedTuple):
-    """A part of a prompt, or of several with a common beginning, that goes through the model at once.
+    """A part of one or several prompts that is prefilled at once."""
 
-    start, width  its first token, and its tokens with padding
-    prompts       their numbers
-    ends          whether its only prompt ends in it
-    """
-
-    start: int
-    width: int
-    prompts: list[int]
-    ends: bool
+    start: int  # position of its first token
+    width: int  # tokens, with padding
+    prompts: list[int]  # their numbers
+    ends: bool  # whether it has one prompt, which ends in it
 
 
 def segments_of(prompts: Sequence[tuple[int, ...]], shared: bool) -> list[Segment]:
     """Cut prompts into segments, ordered by their start.
 
-    shared: chunks of COLUMNS tokens that several prompts begin with make a segment; else each prompt is
-    one."""
+    shared: whether common beginnings, in chunks of COLUMNS tokens, are segments; else each prompt is one"""
 
     def chunk(number: int, start: int) -> object:
-        """Return what others must have there too; where it is the prompt's end, nobody has."""
+        """Return a key that prompts with the same tokens here share; a unique one at the prompt's end."""
         tokens = prompts[number][start : start + COLUMNS + 1]
         return tokens[:-1] if shared and len(tokens) > COLUMNS else number
 
     segments, left = list[Segment](), [(0, list(range(len(prompts))))]
     while left:
         start, those = left.pop()
-        alike: dict[object, list[int]] = {}
+        by_chunk: dict[object, list[int]] = {}
         for number in those:
-            alike.setdefault(chunk(number, start), []).append(number)
-        for numbers in alike.values():
+            by_chunk.setdefault(chunk(number, start), []).append(number)
+        for numbers in by_chunk.values():
             if len(numbers) == 1:
                 segments.append(Segment(start, _width(prompts[numbers[0]]) - start, numbers, True))
                 continue
@@ -354,8 +338,8 @@ def segments_of(prompts: Sequence[tuple[int, ...]], shared: bool) -> list[Segmen
 
 
 def _width(prompt: tuple[int, ...]) -> int:
-    """Return the length to which a prompt is padded, at most a quarter and less than COLUMNS more.
+    """Return a prompt's padded length: at most a quarter more, and less than COLUMNS more.
 
-    Block sizes of torch's attention depend on it, so it must not depend on other prompts. Few widths let
-    prompts go through the model together."""
+    Block sizes of torch's attention depend on it, so it must not depend on other prompts. With few different
+    widths, prompts share forward passes."""
     return round_up(len(prompt), min(COLUMNS, max(16, (1 << (len(prompt) - 1).bit_length()) // 8)))

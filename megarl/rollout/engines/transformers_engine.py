@@ -1,6 +1,6 @@
-"""The rollout engine on Hugging Face transformers: the default on a CPU, and the reference for other engines.
+"""The rollout engine on Hugging Face transformers: default on a CPU, reference for other engines.
 
-A weight transfer writes its weights in place (`parameters`). transformers_decode.py has its decode loop."""
+A weight transfer writes its weights in place (`parameters`). transformers_decode.py has the decode loop."""
 
 from __future__ import annotations
 
@@ -35,17 +35,15 @@ from megarl.rollout.engines.transformers_layers import (
 from megarl.rollout.sampling import SamplingParams
 from megarl.weights.families import EXPERT_BIAS
 
-BIAS = EXPERT_BIAS.hf[0][0].partition("{l}")[2]  # how the names of the buffers end that are weights
+BIAS = EXPERT_BIAS.hf[0][0].partition("{l}")[2]  # end of the names of buffers that are weights
 
 
 class TransformersEngine(RolloutEngine):
     """A RolloutEngine in this process, on one device.
 
-    folder     Hugging Face folder, of which `start` reads only config.json
-    model      a transformers model; None before `start`
+    folder     Hugging Face folder; `start` reads only config.json
     max_batch  responses decoded at once
-    eos_ids    tokens that end a response
-    tokenizer  needed for stop texts only
+    tokenizer  needed only for stop texts
     """
 
     @classmethod
@@ -66,19 +64,17 @@ class TransformersEngine(RolloutEngine):
         self.folder, self.dtype, self.device = Path(folder), dtype, torch.device(device)
         self.max_batch, self.eos_ids, self.tokenizer = max_batch, tuple(eos_ids), tokenizer
         self.weight_version = -1
-        self.model: Any = None
+        self.model: Any = None  # before `start`
         self._has_weights = self._asleep = False
-        # Of what was submitted, one for each params; the first decodes next.
+        # One per SamplingParams of unfinished requests; the first decodes next.
         self._loops: list[DecodeLoop] = []
         self._stopping: dict[tuple[str, ...], Stopping] = {}
 
     def start(self) -> None:
-        """Allocate the model with undefined weights. Raises CheckpointError for a folder that is not one of a
-        usable causal model."""
+        """Allocate the model with undefined weights. Raises CheckpointError for an unusable folder."""
         try:
             config = AutoConfig.from_pretrained(self.folder, local_files_only=True, trust_remote_code=False)
-            # On the meta device first: no time is spent on initial values that a weight transfer will
-            # replace.
+            # On the meta device, to save the time for initial values.
             with torch.device("meta"):
                 model = AutoModelForCausalLM.from_config(
                     config, dtype=self.dtype, attn_implementation=ATTENTION, trust_remote_code=False
@@ -99,7 +95,7 @@ class TransformersEngine(RolloutEngine):
         body = model.get_decoder()
         body.rotary_emb = type(body.rotary_emb)(config=config).to(self.device)
         for name, bias in list(model.named_buffers()):
-            if name.endswith(BIAS):  # in float32 where a folder is loaded, but not where a model is made
+            if name.endswith(BIAS):  # from_pretrained makes it float32, from_config does not
                 place, _, kind = name.rpartition(".")
                 setattr(model.get_submodule(place), kind, bias.float())
         others = [n for n, _ in model.named_buffers() if "rotary_emb" not in n and not n.endswith(BIAS)]
@@ -109,7 +105,7 @@ class TransformersEngine(RolloutEngine):
                 "(use another model family)"
             )
         for module in model.modules():
-            if type(module) in (Qwen3_5GatedDeltaNet, Qwen3_5MoeGatedDeltaNet):  # the same, line by line
+            if type(module) in (Qwen3_5GatedDeltaNet, Qwen3_5MoeGatedDeltaNet):  # equal code
                 module.__class__ = CachedDeltaNet
             elif type(module) is Qwen3NextGatedDeltaNet:
                 module.__class__ = CachedFusedDeltaNet
@@ -135,23 +131,23 @@ class TransformersEngine(RolloutEngine):
     def parameters(self) -> dict[str, Tensor]:
         """Return the weights by the names of Hugging Face's files, of tied weights only the embedding.
 
-        They may be written between begin_update and end_update. Raises EngineError without a model and while
+        Write to them only between begin_update and end_update. Raises EngineError before `start` and while
         asleep."""
         if self.model is None or self._asleep:
             state = "asleep (call wake)" if self._asleep else "not started"
             raise EngineError(f"rollout engine: it has no weights to write, because it is {state}")
-        found: dict[str, Tensor] = {}
+        tensors: dict[str, Tensor] = {}
         biases = ((name, bias) for name, bias in self.model.named_buffers() if name.endswith(BIAS))
         for name, parameter in (*self.model.named_parameters(), *biases):
-            # transformers 5 has all experts of a layer in two tensors, whose parts the files name.
+            # transformers 5 has a layer's experts in two tensors, the files have one for each expert.
             layer, of_experts, kind = name.rpartition(".experts.")
             if not of_experts:
-                found[name] = parameter.data
+                tensors[name] = parameter.data
             parts = ("gate_proj", "up_proj") if kind == "gate_up_proj" else (kind,)
             for expert, tensor in enumerate(parameter.data) if of_experts else ():
                 for part, view in zip(parts, tensor.chunk(len(parts)), strict=True):
-                    found[f"{layer}.experts.{expert}.{part}.weight"] = view
-        return found
+                    tensors[f"{layer}.experts.{expert}.{part}.weight"] = view
+        return tensors
 
     def begin_update(self) -> None:
         self._has_weights = False
@@ -178,9 +174,9 @@ class TransformersEngine(RolloutEngine):
         self._asleep = False
 
     def submit(self, requests: Mapping[int, GenerationRequest], params: SamplingParams) -> None:
-        """Queue requests for `poll`. A stop text stays in the response, up to the end of the token that
-        completed it. Raises EngineError without valid weights and for a request that does not fit the
-        model."""
+        """Queue requests. A response keeps its stop text, up to the end of the token that completes it.
+
+        Raises EngineError without valid weights and for a request that does not fit the model."""
         if not requests:
             return
         loop = next((loop for loop in self._loops if loop.params == params), None) or self._make_loop(params)
@@ -200,9 +196,9 @@ class TransformersEngine(RolloutEngine):
 
     @torch.inference_mode()
     def poll(self, seconds: float) -> list[tuple[int, TokenData]]:
-        """Generate for `seconds`, or until all has ended; return finished responses.
+        """Generate for `seconds`, or until all requests are finished; return finished responses.
 
-        Requests of one params are decoded together, those of different params in turns, a call each. Raises
+        Requests with equal params are decoded together; different params alternate between calls. Raises
         EngineError for NaN logits."""
         ended: list[tuple[int, TokenData]] = []
         end = time.monotonic() + seconds
@@ -221,9 +217,9 @@ class TransformersEngine(RolloutEngine):
         return ended
 
     def abort(self) -> list[tuple[int, TokenData]]:
-        forgotten = [(key, TokenData()) for loop in self._loops for key in loop.requests]
+        aborted = [(key, TokenData()) for loop in self._loops for key in loop.requests]
         self._loops.clear()
-        return forgotten
+        return aborted
 
     def _make_loop(self, params: SamplingParams) -> DecodeLoop:
         if not self._has_weights:
@@ -231,7 +227,7 @@ class TransformersEngine(RolloutEngine):
             if self.model is None or self._asleep:
                 state = "asleep" if self._asleep else "not started"
             raise EngineError(f"rollout engine: asked for responses while it is {state}")
-        if params.stop not in self._stopping:  # about a second for a vocabulary of 150,000
+        if params.stop not in self._stopping:  # slow to make for a large vocabulary
             self._stopping[params.stop] = Stopping(
                 params.stop, self.model.config.vocab_size, self.eos_ids, self.tokenizer, self.device
             )

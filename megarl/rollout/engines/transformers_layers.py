@@ -17,64 +17,57 @@ from megarl.model.delta_net import convolve, delta_rule, delta_step, gated_norm,
 from megarl.weights.families import Sizes
 
 ATTENTION = "megarl_rollout"  # the name under which `attention` is registered with transformers
-COLUMNS = 64  # keys of a chunk of attention: see DecodeLoop
-# (Also, torch's memory-efficient kernel on CUDA refuses a bf16 mask whose rows are not a multiple of 8.)
-NARROW = 256  # hidden size below which calling a product costs more than multiplying
+# Keys of a chunk of attention, see DecodeLoop. A multiple of 8, as torch's memory-efficient kernel on CUDA
+# wants for the rows of a bf16 mask.
+COLUMNS = 64
+NARROW = 256  # hidden size below which the call of a product costs more than the multiplication
 LARGEST = 64  # rows of a product of a wide layer
 
 
 def round_up(number: int, multiple: int) -> int:
-    """Return the next multiple, or the number itself."""
     return -(-number // multiple) * multiple
 
 
 def in_fixed_order(tensor: Tensor) -> bool:
-    """Return whether products with it are batch-invariant: in float32 on a CPU.
-
-    bf16 would have to round the scores, or keep its keys in float32."""
+    """Return whether products with it are batch-invariant: in float32 on a CPU."""
     return tensor.device.type == "cpu" and tensor.dtype == torch.float32
 
 
 class Block(NamedTuple):
-    """In which shapes linear layers multiply.
-
-    rows     a batch has a whole number of so many
-    fewest   blocks of `rows` in a batch
-    largest  rows of a product, of which a batch takes as many as it needs and a last one of a power of two;
-             0: of all blocks at once
-    """
+    """The shapes in which linear layers multiply. A batch is a whole number of blocks."""
 
     rows: int
-    fewest: int = 1
+    fewest: int = 1  # blocks in a batch
+    # Most rows of a product; the last one has a power of two. 0: one product for all blocks.
     largest: int = 0
 
     @staticmethod
     def of(weights: Sequence[Tensor], hidden: int) -> Block:
-        """Return the block for a model with these weights, whose values are overwritten, and this width.
+        """Return the block for a model with these weights, which are overwritten, and this hidden size.
 
-        Blocks of a narrow model are small and go into one batched product, at least two, as MKL has another
-        path for one. Where no order is fixed they only keep the number of shapes small."""
+        A narrow model multiplies small blocks in one batched product. It has at least two, because MKL has
+        another code path for one. Without batch invariance, blocks only limit the number of shapes."""
         if not in_fixed_order(weights[0]):
             return Block(8)
         return Block(16, 2) if hidden < NARROW else Block(fewest_rows(weights), largest=LARGEST)
 
-    def whole(self, rows: int) -> int:
-        """Return the rows of as many blocks as these rows need."""
+    def pad(self, rows: int) -> int:
+        """Round up to whole blocks."""
         if not self.largest:
             return max(round_up(rows, self.rows), self.rows * self.fewest)
         rest = rows % self.largest
         return rows - rest + (max(self.rows, 1 << (rest - 1).bit_length()) if rest or not rows else 0)
 
     def room(self, rows: int) -> int:
-        """Return the rows that tensors need for so many responses, of which the newest may begin anywhere."""
-        return self.whole(rows) + (self.largest or self.whole(0))
+        """Return the rows to allocate for a number of responses; new ones may begin inside a block."""
+        return self.pad(rows) + (self.largest or self.pad(0))
 
 
 def fewest_rows(weights: Iterable[Tensor]) -> int:
-    """Return the fewest rows of a product that is added up in the order of one of LARGEST rows.
+    """Return the fewest rows of a product whose order of summation is that of LARGEST rows.
 
-    It is a power of two from 8 to LARGEST, and depends on processor and library. It is tried with equal rows
-    of random numbers: equal results mean an equal order. The weights are overwritten."""
+    It is a power of two from 8 to LARGEST and depends on processor and library. It is found with random
+    numbers: equal results mean an equal order. The weights are overwritten."""
     random, fewest = torch.Generator().manual_seed(0), 8
     for weight in {weight.shape: weight for weight in weights}.values():
         weight.normal_(generator=random)
@@ -87,15 +80,14 @@ def fewest_rows(weights: Iterable[Tensor]) -> int:
 
 
 class BlockLinear(nn.Linear):
-    """A batch-invariant linear layer: it multiplies rows in products of the shapes of `block`."""
+    """A batch-invariant linear layer, which multiplies in the shapes of `block`."""
 
     block: Block
 
     def forward(self, input: Tensor) -> Tensor:
-        """input [..., in] -> [..., out]."""
         shape, block = (*input.shape[:-1], self.out_features), self.block
         count = input.numel() // self.in_features
-        if padding := block.whole(count) - count:
+        if padding := block.pad(count) - count:
             input = F.pad(input.reshape(-1, self.in_features), (0, 0, 0, padding))
         if block.largest:
             rows = input.reshape(-1, self.in_features)
@@ -113,15 +105,14 @@ class BlockLinear(nn.Linear):
 
 
 class KVCache:
-    """Keys and values per layer, [rows, kv_heads, columns, dim].
+    """Keys and values per layer, [rows, kv_heads, columns, dim]. Position p is in column p.
 
-    Multi-latent attention has latents and rotated keys, one head each. Layers of linear attention have a
-    state for each row instead (`CachedDeltaNet`). The cache also has each position's token, log-prob and, if
-    routing is recorded, experts. The token of position p is in column p.
+    Multi-latent attention has latents and rotated keys, one head each. Linear attention has a state per row
+    instead (`CachedDeltaNet`). The cache also has each position's token, log-prob and, if routing is
+    recorded, experts.
 
-    Passed to transformers' forward as `past_key_values`; its attention layers call only `update`. While
-    `prefilling`, keys and values are kept for `place`; else the new column of each row is written at the
-    positions of `attend`."""
+    It is transformers' `past_key_values`, of which attention layers call only `update`. While `prefilling`,
+    new keys and values are kept for `place`. Otherwise they are written at the positions of `attend`."""
 
     def __init__(self, model: Any, experts: int) -> None:
         config, dtype, device = model.config, model.dtype, model.device
@@ -132,14 +123,13 @@ class KVCache:
             kv_heads, widths = 1, (config.kv_lora_rank, config.qk_rope_head_dim)
         self.rows = self.columns = 0
         sizes = Sizes.of(config.to_dict())
-        # A layer of linear attention has no heads here.
-        heads_of = [0 if layer in sizes.linear else kv_heads for layer in range(layers)]
+        layer_heads = [0 if layer in sizes.linear else kv_heads for layer in range(layers)]
         self.kv_heads = kv_heads
         self.keys, self.values = (
-            [torch.zeros(0, heads, 0, width, dtype=dtype, device=device) for heads in heads_of]
+            [torch.zeros(0, heads, 0, width, dtype=dtype, device=device) for heads in layer_heads]
             for width in widths
         )
-        # Of those layers: the newest inputs of the convolution, and the delta rule's state.
+        # Of layers of linear attention: the newest inputs of the convolution, and the delta rule's state.
         self.inputs = {
             n: torch.zeros(0, sizes.mixed, sizes.conv - 1, dtype=dtype, device=device) for n in sizes.linear
         }
@@ -157,10 +147,9 @@ class KVCache:
     def update(
         self, key: Tensor, value: Tensor, layer: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Add a layer's new keys and values, and return all that it attends to.
+        """Add a layer's new keys and values. Return those of all its columns, [rows, kv_heads, columns, dim].
 
-        key, value: [segments, kv_heads, tokens, dim], or when decoding [blocks, kv_heads, rows, dim] ->
-        [rows, kv_heads, columns, dim]"""
+        key, value: [segments, kv_heads, tokens, dim]; when decoding [blocks, kv_heads, rows, dim]"""
         if self.prefilling:
             self._aside[layer] = key, value
             if not self.start:
@@ -180,9 +169,9 @@ class KVCache:
         """Keep keys and values of a forward pass for `place`.
 
         Args:
-            start: the segments' first column
-            before: int64 [segments], a row that holds the tokens before each
-            lengths: int64 [segments], tokens of its prompt up to the segment's end, without padding
+            start: first column of the segments
+            before: int64 [segments], a row that has the columns before each
+            lengths: int64 [segments], prompt tokens up to each segment's end, without padding
         """
         self.prefilling, self.start, self.before, self.lengths = True, start, before, lengths
         try:
@@ -191,15 +180,15 @@ class KVCache:
             self.prefilling = False
 
     def keep(self, layer: int, inputs: Tensor, state: Tensor) -> None:
-        """Store the state of a layer of linear attention after the newest tokens."""
         if self.prefilling:
             self._aside[layer] = inputs, state
             return
         self.inputs[layer][: len(inputs)], self.states[layer][: len(state)] = inputs, state
 
     def attend(self, position: Tensor, longest: int) -> Tensor:
-        """Prepare a step whose new tokens have these positions, int64 [rows], none above `longest`. Return
-        its additive mask, [rows, 1, 1, columns]."""
+        """Prepare a decoding step. Return its additive mask, [rows, 1, 1, columns].
+
+        position: int64 [rows], of the new tokens; at most `longest`"""
         self._seen = round_up(longest + 1, COLUMNS)
         rows, position = len(position), position[:, None]
         self._at = (self._starts_of_heads[:rows] + position).view(-1)
@@ -207,9 +196,9 @@ class KVCache:
         return mask.masked_fill_(self._numbers[: self._seen] > position, -torch.inf)[:, None, None]
 
     def place(self, rows: Tensor, source: Tensor, chosen: Tensor | None) -> None:
-        """Write the prefill's keys, values and experts of the segments `source` into `rows`, int64 [n] each.
+        """Write keys, values and experts of the prefilled segments `source` into `rows`, int64 [n] each.
 
-        chosen: experts of the segments, [segments, tokens, layers, topk]"""
+        chosen: experts, [segments, tokens, layers, topk]"""
         for layer, pair in self._aside.items():
             if layer in self.states:
                 self.inputs[layer][rows], self.states[layer][rows] = (fresh[source] for fresh in pair)
@@ -221,16 +210,15 @@ class KVCache:
             self.chosen[rows, self.start : self.start + chosen.shape[1]] = chosen[source]
 
     def move(self, source: Tensor, target: Tensor, columns: int) -> None:
-        """Copy the first `columns` columns of rows `source` over rows `target`."""
         for cache in (*self.keys, *self.values):
             cache[target, :, :columns] = cache[source, :, :columns]
-        for of_rows in (*self.inputs.values(), *self.states.values()):
-            of_rows[target] = of_rows[source]
-        for of_tokens in (self.tokens, self.logprobs, self.chosen):
-            of_tokens[target, :columns] = of_tokens[source, :columns]
+        for state in (*self.inputs.values(), *self.states.values()):
+            state[target] = state[source]
+        for column in (self.tokens, self.logprobs, self.chosen):
+            column[target, :columns] = column[source, :columns]
 
     def reserve(self, rows: int, columns: int) -> None:
-        """Grow to at least these sizes; what is there stays."""
+        """Grow to at least these sizes, and keep the content."""
         old_rows, old_columns = self.rows, self.columns
         self.rows, self.columns = max(rows, old_rows), max(round_up(columns, COLUMNS), old_columns)
 
@@ -249,7 +237,7 @@ class KVCache:
                 states[layer] = F.pad(old, (0, 0) * (old.dim() - 1) + (0, self.rows - old_rows))
         self.tokens, self.logprobs = grown(self.tokens, 1), grown(self.logprobs, 1)
         self.chosen = grown(self.chosen, 1)
-        # Of the flattened tensors: where rows, and heads of rows, begin.
+        # Offsets of rows, and of their heads, in the flattened tensors.
         heads, device = self.kv_heads, self.tokens.device
         self.starts = torch.arange(self.rows, device=device) * self.columns
         self._starts_of_heads = torch.arange(self.rows * heads, device=device).view(-1, heads) * self.columns
@@ -257,10 +245,10 @@ class KVCache:
 
 
 class CachedDeltaNet(Qwen3_5GatedDeltaNet):
-    """Linear attention whose state of each row is in a KVCache."""
+    """Linear attention with its states in a KVCache."""
 
     def project(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return what the convolution takes, the output's gates, alpha and beta, [..., tokens, n] each."""
+        """Return inputs of the convolution, output gates, alpha and beta, [..., tokens, n] each."""
         layers = self.in_proj_qkv, self.in_proj_z, self.in_proj_a, self.in_proj_b
         channels, gate, alpha, beta = (layer(hidden_states) for layer in layers)
         return channels, gate, alpha, beta
@@ -268,24 +256,23 @@ class CachedDeltaNet(Qwen3_5GatedDeltaNet):
     def forward(
         self, hidden_states: Tensor, cache_params: Any = None, attention_mask: Any = None, **_: Any
     ) -> Tensor:
-        """hidden_states [prompts, tokens, hidden] while prefilling, where each prompt ends at its length; in
-        a step [blocks, rows, hidden], a token of each row -> the same."""
+        """Take hidden_states [prompts, tokens, hidden] while prefilling, in a step [blocks, rows, hidden]."""
         cache, layer, kernel = cache_params, self.layer_idx, self.conv1d.weight
         channels, gate, alpha, beta = self.project(hidden_states)
         decay, beta = gates(alpha, beta, self.A_log, self.dt_bias)
         sizes = self.key_dim, self.key_dim, self.value_dim
         dims = self.head_k_dim, self.head_k_dim, self.head_v_dim
 
-        def heads_of(mixed: Tensor) -> list[Tensor]:
+        def split_heads(mixed: Tensor) -> list[Tensor]:
             parts = zip(mixed.split(sizes, -1), dims, strict=True)
             return [part.unflatten(-1, (-1, dim)) for part, dim in parts]
 
         if cache is None or cache.prefilling:
             if cache is not None:
-                # A prompt's state stays as it is behind its end.
+                # Padding must not change a prompt's state.
                 ended = torch.arange(alpha.shape[1], device=alpha.device) >= cache.lengths[:, None]
                 decay, beta = (x.masked_fill(ended[..., None], 0) for x in (decay, beta))
-            query, key, value = heads_of(convolve(channels, kernel))
+            query, key, value = split_heads(convolve(channels, kernel))
             out, state = delta_rule(query, key, value, decay, beta)
             if cache is not None:
                 before = kernel.shape[2] - 1
@@ -296,7 +283,7 @@ class CachedDeltaNet(Qwen3_5GatedDeltaNet):
         else:
             flat, rows = channels.flatten(0, 1), channels.shape[0] * channels.shape[1]
             inputs = torch.cat([cache.inputs[layer][:rows], flat[..., None]], -1)
-            query, key, value = heads_of(F.silu((inputs * kernel[:, 0]).sum(-1)))
+            query, key, value = split_heads(F.silu((inputs * kernel[:, 0]).sum(-1)))
             state, decay, beta = cache.states[layer][:rows], decay.flatten(0, 1), beta.flatten(0, 1)
             out, state = delta_step(state, query, key, value, decay, beta)
             cache.keep(layer, inputs[..., 1:], state)
@@ -308,7 +295,7 @@ class CachedDeltaNet(Qwen3_5GatedDeltaNet):
 
 
 class CachedFusedDeltaNet(CachedDeltaNet, Qwen3NextGatedDeltaNet):
-    """That of Qwen3-Next, with a projection for four things, and one for two."""
+    """Linear attention of Qwen3-Next, with two fused projections."""
 
     def project(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         fused = self.in_proj_qkvz(hidden_states), self.in_proj_ba(hidden_states)
@@ -319,14 +306,16 @@ class CachedFusedDeltaNet(CachedDeltaNet, Qwen3NextGatedDeltaNet):
 def attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, None]:
-    """Implement transformers' attention interface: query [rows, heads, q, dim], key and value [rows,
-    kv_heads, k, dim] -> [rows, q, heads, dim]. Values may be narrower; the output then is.
+    """Implement transformers' attention interface. Values may be narrower than keys; the output then is.
 
-    Without a mask (prefill) attention is causal, and the queries are those of the last keys. With one
-    (decoding) query is [blocks, heads, rows, dim], one query a row. Query heads of one key head become
-    queries of one head, so that grouped keys are never repeated."""
+    Without a mask (prefill) it is causal, with the queries of the last keys. With a mask (decoding) query is
+    [blocks, heads, rows, dim], one query a row. Query heads of one key head become queries of one head, so
+    that grouped keys are not repeated.
+
+    query [rows, heads, q, dim]; key, value [rows, kv_heads, k, dim] -> [rows, q, heads, dim]
+    """
     scale, narrow = kwargs["scaling"], value.shape[3]
-    if narrow < key.shape[3]:  # torch's attention that keeps no scores wants them as wide
+    if narrow < key.shape[3]:  # torch's fused attention needs equal widths
         value = F.pad(value, (0, key.shape[3] - narrow))
     if attention_mask is None:
         return prefill_attention(query, key, value, scale).transpose(1, 2)[..., :narrow], None
@@ -343,14 +332,15 @@ def attention(
 def prefill_attention(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
     """Attend causally with the queries of the last keys.
 
-    Where that makes it batch-invariant, COLUMNS queries are taken at once: a common beginning of prompts may
-    be computed before the rest.
+    For batch invariance COLUMNS queries are taken at once, as a shared beginning of prompts may be computed
+    before the rest.
 
-    query [rows, heads, q, dim]; key, value [rows, kv_heads, k, dim], k - q a multiple of COLUMNS -> [rows,
-    heads, q, dim]."""
+    query [rows, heads, q, dim]; key, value [rows, kv_heads, k, dim], k - q a multiple of COLUMNS
+    -> [rows, heads, q, dim]
+    """
     (rows, heads, queries, dim), (kv_heads, keys) = query.shape, key.shape[1:3]
     before, ordered, parts = keys - queries, in_fixed_order(query), []
-    if ordered:  # lying in memory alike
+    if ordered:  # the same strides with and without a shared beginning
         key, value = key.contiguous(), value.contiguous()
     at, step = torch.arange(keys, device=key.device), COLUMNS if ordered else queries
     for first in range(0, queries, step):
@@ -359,7 +349,7 @@ def prefill_attention(query: Tensor, key: Tensor, value: Tensor, scale: float) -
         if not before + first:
             grouped = heads != kv_heads
             out = F.scaled_dot_product_attention(own, *seen, is_causal=True, scale=scale, enable_gqa=grouped)
-        else:  # a key head's queries as those of one head: kernels that take a mask have no groups
+        else:  # queries of one key head become queries of one head: kernels with a mask have no groups
             mask = at[: before + stop] <= at[before + first : before + stop, None]
             own, mask = own.reshape(rows, kv_heads, -1, dim), mask.repeat(heads // kv_heads, 1)
             out = F.scaled_dot_product_attention(own, *seen, attn_mask=mask, scale=scale)
@@ -368,19 +358,21 @@ def prefill_attention(query: Tensor, key: Tensor, value: Tensor, scale: float) -
 
 
 def decode_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> Tensor:
-    """Attend to keys in chunks of COLUMNS, and add their results in the order of the keys. A chunk that is
-    masked whole adds zeros, so that a row's sums do not depend on the columns after its end.
+    """Attend to keys in chunks of COLUMNS, and add their results in order.
+
+    A fully masked chunk adds zeros, so a row's sums do not depend on the number of columns.
 
     query [rows, kv_heads, group, dim]; key, value [rows, kv_heads, n * COLUMNS, dim], finite where masked;
-    mask, additive, [rows, 1, 1, n * COLUMNS] -> [rows, kv_heads, group, dim]."""
+    mask, additive, [rows, 1, 1, n * COLUMNS] -> [rows, kv_heads, group, dim]
+    """
     flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     split = key.split(COLUMNS, 2), value.split(COLUMNS, 2), mask.split(COLUMNS, 3)
-    # Of each chunk the result and, float32 [rows, kv_heads, group], the logarithm of the sum of exponentials.
+    # Result and log-sum-exp, float32 [rows, kv_heads, group], of each chunk.
     found = [flash(query, k, v, attn_mask=m, scale=scale) for k, v, m in zip(*split, strict=True)]
     if len(found) == 1:
         return found[0][0]
     sums = torch.stack([total for _, total in found])
-    sums += mask[:, 0, 0, ::COLUMNS].T[..., None, None]  # of a chunk that is masked whole there is no sum
+    sums += mask[:, 0, 0, ::COLUMNS].T[..., None, None]  # a fully masked chunk has no sum
     shares = (sums - sums.amax(0)).exp_()[..., None]
     out, total = found[0][0] * shares[0], shares[0]
     for (part, _), share in zip(found[1:], shares[1:], strict=True):

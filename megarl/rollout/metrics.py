@@ -1,0 +1,152 @@
+"""Metrics of a step's responses, and samples for people to read."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from itertools import compress
+from typing import Any
+
+from megarl.config.errors import ConfigError
+from megarl.data.sample import Sample, SampleGroup
+from megarl.observe.run_log import SampleRecord, choose_samples
+
+
+def step_metrics(
+    groups: Sequence[SampleGroup], max_unjudged: float
+) -> tuple[dict[str, float], dict[str, int]]:
+    """Return the metrics of the finished responses of groups, and how often each error occurred.
+
+    Raises ConfigError if more than the share `max_unjudged` of them was not graded."""
+    finished = [
+        replace(group, samples=finished_samples)
+        for group in groups
+        if (finished_samples := [sample for sample in group.samples if not sample.is_partial])
+    ]
+    responses = [r for group in finished for r in group.samples]
+    ungraded = [r.error for r in responses if not r.judged]
+    if len(ungraded) > max_unjudged * len(responses):
+        share = f"{len(ungraded)} of {len(responses)} responses of a step were not graded"
+        raise ConfigError(f"reward.max_unjudged: {share}, more than {max_unjudged:g} of them: {ungraded[0]}")
+    stats = response_stats(responses) if responses else {}
+    error_counts = Counter(r.error for r in responses if r.error is not None)
+    return stats | length_error(finished) | source_stats(finished), dict(error_counts)
+
+
+def response_stats(responses: Sequence[Sample]) -> dict[str, float]:
+    """Return reward/*, response/*, reflection/* and episode/* of `responses`, at least one.
+
+    reward/unverified is the share on which the verifier had an error, reward/unjudged the share that was not
+    graded. All other metrics count the graded responses; a mean over none is left out. response/length_*
+    count sampled tokens. reward/term_<name> is without its weight, and 0 if the answer has an error."""
+    failures = {
+        "reward/unverified": sum(r.error is not None for r in responses) / len(responses),
+        "reward/unjudged": sum(not r.judged for r in responses) / len(responses),
+    }
+    responses = [r for r in responses if r.judged]
+    if not responses:
+        return failures
+    lengths, count = [r.num_sampled for r in responses], len(responses)
+    has_scores = any(r.score is not None for r in responses)
+    terms = dict.fromkeys(name for r in responses for name in r.terms)
+    stats = {
+        **failures,
+        "reward/mean": sum(r.reward for r in responses) / count,
+        "reward/accuracy": sum(r.correct for r in responses) / count,
+        "reward/truncated": sum(r.is_truncated for r in responses) / count,
+        "reward/overlong_penalty": sum(r.overlong_penalty for r in responses) / count,
+        "response/length_mean": sum(lengths) / count,
+        "response/length_min": min(lengths),
+        "response/length_max": max(lengths),
+        **({"reward/score": mean_score(responses)} if has_scores else {}),
+        **{f"reward/term_{name}": sum(r.terms.get(name, 0.0) for r in responses) / count for name in terms},
+    }
+    for name, flag in (("right", True), ("wrong", False)):
+        if chosen := [r.num_sampled for r in responses if r.correct == flag]:
+            stats[f"response/length_{name}"] = sum(chosen) / len(chosen)
+    if any(r.turns > 1 or r.calls for r in responses):
+        stats["episode/turns_mean"] = sum(r.turns for r in responses) / count
+        stats["episode/calls_mean"] = sum(r.calls for r in responses) / count
+        stats["episode/observed_mean"] = sum(r.num_tokens - r.num_sampled for r in responses) / count
+    if all(r.reflects is not None for r in responses):
+        with_words, without = ([r.correct for r in responses if r.reflects is flag] for flag in (True, False))
+        stats["reflection/share"] = len(with_words) / count
+        if with_words and without:
+            stats["reflection/accuracy"] = sum(with_words) / len(with_words)
+            stats["reflection/accuracy_without"] = sum(without) / len(without)
+    return stats
+
+
+def length_error(groups: Sequence[SampleGroup]) -> dict[str, float]:
+    """Return response/length_error: the standard error of response/length_mean, in tokens.
+
+    Responses to one prompt are correlated, so prompts are the independent units. Empty if fewer than two
+    prompts have graded responses."""
+    by_prompt = [[r.num_sampled for r in group.samples if r.judged] for group in groups]
+    by_prompt = [lengths for lengths in by_prompt if lengths]
+    prompts, count = len(by_prompt), sum(map(len, by_prompt))
+    if prompts < 2:
+        return {}
+    mean = sum(map(sum, by_prompt)) / count
+    squares = sum((sum(lengths) - mean * len(lengths)) ** 2 for lengths in by_prompt)
+    return {"response/length_error": math.sqrt(squares * prompts / (prompts - 1)) / count}
+
+
+def of_sources(groups: Iterable[SampleGroup]) -> dict[str, list[SampleGroup]]:
+    by_name: dict[str, list[SampleGroup]] = {}
+    for group in groups:
+        by_name.setdefault(group.prompt.source_name, []).append(group)
+    return dict(sorted(by_name.items()))
+
+
+def source_stats(groups: Sequence[SampleGroup]) -> dict[str, float]:
+    """Return source/<name>/* if there are several sources: responses, accuracy, score, mean length."""
+    stats: dict[str, float] = {}
+    sources = of_sources(groups)
+    for name, source_groups in sources.items() if len(sources) > 1 else ():
+        responses = [response for group in source_groups for response in group.samples]
+        found, keys = response_stats(responses), ("reward/accuracy", "reward/score", "response/length_mean")
+        stats[f"source/{name}/responses"] = len(responses)
+        for short, key in zip(("accuracy", "score", "length"), keys, strict=True):
+            if key in found:
+                stats[f"source/{name}/{short}"] = found[key]
+    return stats
+
+
+def mean_score(responses: Sequence[Sample]) -> float:
+    """Return the mean of the verifier's scores; without a score, 1 is right and 0 wrong."""
+    return math.fsum(r.correct if r.score is None else r.score for r in responses) / len(responses)
+
+
+def groups_to_show(groups: Sequence[SampleGroup], limit: int) -> Sequence[SampleGroup]:
+    """Return the first groups, among which `records` chooses."""
+    return groups[: max(2, math.ceil(limit / len(groups[0].samples)))] if limit else []
+
+
+def records(step: int, groups: Sequence[SampleGroup], tokenizer: Any, limit: int) -> dict[int, SampleRecord]:
+    """Return at most `limit` finished samples for people to read, by their row of the batch.
+
+    groups: the result of `groups_to_show`, with tokens. `choose_samples` chooses among their samples."""
+    pairs = [(group, r, text) for group in groups for r, text in group.texts(tokenizer)]
+    found = [
+        SampleRecord(
+            step=step,
+            prompt=group.prompt.text,
+            question=group.prompt.question,
+            response=text,
+            reward=r.reward,
+            correct=r.correct,
+            truncated=r.is_truncated,
+            length=r.num_sampled,
+            answer=group.prompt.answer,
+            group_size=len(group.samples),
+            group_right=group.num_correct,
+            turns=r.turn_texts(tokenizer),
+        )
+        for group, r, text in pairs
+    ]
+    finished = [*compress(found, (not r.is_partial for _, r, _ in pairs))]
+    chosen = {id(sample) for sample in choose_samples(finished, limit)}
+    return {row: sample for row, sample in enumerate(found) if id(sample) in chosen}
