@@ -28,12 +28,11 @@ from megarl.config.errors import CheckpointError, StorageError
 from megarl.config.files import Dispensable, essential
 from megarl.config.schema import PRETRAINING, TRAIN, Config
 from megarl.data.batch import RolloutBatch
-from megarl.observe.run_log import SampleRecord
 from megarl.observe.timeline import Timeline
 from megarl.parallel.comm import from_rank_0
 from megarl.parallel.runtime import Runtime
 from megarl.rollout import messages as m
-from megarl.schedule.generation import Generation, load_tokenizer
+from megarl.schedule.models import load_tokenizer
 from megarl.schedule.profiler import Profiler
 from megarl.schedule.rollouts import (
     FOLDER,
@@ -44,7 +43,7 @@ from megarl.schedule.rollouts import (
     rollouts_folder,
     stored,
 )
-from megarl.schedule.source import BatchSource
+from megarl.schedule.source import BatchSource, Generation
 from megarl.schedule.watchdog import Watchdog
 from megarl.sync.weight_sync import WeightSync, make_weight_sync
 from megarl.training.checkpoint import BATCHES
@@ -215,10 +214,9 @@ class GenerationApart(BatchSource):
         told = self._hear(m.RolloutStored, stage, number)
         visible(self._path(stage, number), VISIBLE)
         # Its files are shared out among the trainers, who deliver it.
-        batch, state = read_rollout(self._folder(stage), number, self.runtime)
-        batch.records = {int(row): SampleRecord(**record) for row, record in state["samples"].items()}
+        batch, _ = read_rollout(self._folder(stage), number, self.runtime)
         staleness = (number - 1 - batch["policy_version"]).float() if stage != PRETRAINING else None
-        metrics = state["stats"] | told.metrics
+        metrics = batch.metrics | told.metrics
         if staleness is not None:
             metrics |= {"staleness/mean": float(staleness.mean()), "staleness/max": float(staleness.max())}
         batch.metrics, batch.errors, batch.events = metrics, told.errors, told.events

@@ -17,9 +17,9 @@ from megarl.rewards.pool import VerifierPool
 from megarl.rollout.engines.base import load_engine_class
 from megarl.rollout.episode import load_prompt_options
 from megarl.rollout.rank import RolloutRank
-from megarl.schedule.generation import load_tokenizer, start_engine
-from megarl.schedule.models import load_weights
+from megarl.schedule.models import load_tokenizer, load_weights
 from megarl.schedule.scores import EvaluationResult
+from megarl.schedule.source import start_engine
 from megarl.sync.weight_sync import make_weight_sync
 from megarl.training.checkpoint import (
     FOLDER,

@@ -20,8 +20,8 @@ from megarl.observe.terminal import RunFacts, TerminalView
 from megarl.observe.timeline import Timeline
 from megarl.parallel.comm import from_rank_0, gather_objects
 from megarl.schedule.profiler import Profiler
-from megarl.schedule.rollouts import has_tokens, with_tokens
 from megarl.schedule.run import Run, Step
+from megarl.schedule.samples import has_tokens, with_tokens
 from megarl.schedule.watchdog import Watchdog
 
 Answers = Iterable[dict[str, Any]]

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
-from transformers import PretrainedConfig
+from transformers import AutoTokenizer, PretrainedConfig
 
 from megarl.config.schema import Config
 from megarl.model.builder import DTYPES, ModelChunks, build_actor, build_critic, read_hf_config
@@ -22,6 +23,11 @@ from megarl.weights.lora import merged
 from megarl.weights.megatron import open_model
 from megarl.weights.shards import megatron_layout
 from megarl.weights.tensor_files import Processes
+
+
+def load_tokenizer(folder: Path) -> Any:
+    """Load a model's tokenizer without network access and without running code from its folder."""
+    return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
 
 
 def load_weights(

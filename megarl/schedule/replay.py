@@ -5,26 +5,23 @@ Nothing is drawn: there is no engine, whatever the run had.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from typing import Any
 
 import torch
 
 from megarl.config.errors import CheckpointError, ConfigError, DataError
 from megarl.config.phases import ROLLOUT, replay_phases
 from megarl.config.schema import PRETRAINING, Config
-from megarl.data.batch import RolloutBatch
 from megarl.observe.run_log import plain
 from megarl.observe.runs import read_metrics
 from megarl.parallel.comm import max_over_ranks
 from megarl.parallel.runtime import Runtime
 from megarl.schedule.phases import FUNCTIONS
 from megarl.schedule.preflight import versions
-from megarl.schedule.rollouts import read_rollout, rollout_files, rollouts_folder, stored
+from megarl.schedule.rollouts import rollout_files, rollouts_folder, stored
 from megarl.schedule.run import Run, Step, build_run
-from megarl.schedule.source import BatchSource
+from megarl.schedule.source import RecordedRollouts
 from megarl.training.checkpoint import (
     FOLDER,
     Checkpoint,
@@ -65,32 +62,6 @@ class Outcome:
             if not math.isclose(a, b, rel_tol=limit, abs_tol=limit)
         ]
         return names + (["weights"] if self.exact and self.weights else [])
-
-
-class RecordedRollouts(BatchSource):
-    """The rollouts that a run has kept (checkpoint.rollouts), in place of what drew them. Which of them is
-    read depends on the number of the step alone."""
-
-    def __init__(self, config: Config, runtime: Runtime) -> None:
-        self.folder, self.runtime, self.reports = rollouts_folder(config), runtime, {}
-
-    def rollout(self, stage: str, number: int) -> RolloutBatch:
-        """Read the rollout of a step of the main stage. Raises DataError where it is missing or damaged."""
-        batch, state = read_rollout(self.folder, number, self.runtime)
-        batch.metrics = state["stats"]
-        return batch
-
-    def snapshot(self) -> dict[str, Any]:
-        return {}
-
-    def join(self, shares: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Leave aside where the samplers of the run stood."""
-
-    def close(self) -> None:
-        """End nothing: there are only files."""
 
 
 def replay(config: Config, number: int, runtime: Runtime, tolerance: float | None = None) -> Outcome:

@@ -22,10 +22,9 @@ from megarl.parallel.movable import HostPool
 from megarl.parallel.runtime import Runtime
 from megarl.rollout.engines.base import RolloutEngine
 from megarl.schedule.ahead import GenerationApart
-from megarl.schedule.generation import Generation, load_tokenizer
-from megarl.schedule.models import ModelBuilder
+from megarl.schedule.models import ModelBuilder, load_tokenizer
 from megarl.schedule.offload import EngineMemory, OffloadManager, Residency
-from megarl.schedule.source import BatchSource, SupervisedPairs
+from megarl.schedule.source import BatchSource, Generation, SupervisedPairs
 from megarl.sync.weight_sync import Failures, WeightSync, make_weight_sync
 from megarl.training.columns import Tables
 from megarl.training.model import InferenceModel, TrainableModel

@@ -11,8 +11,8 @@ import torch
 
 from megarl.data.batch import TrainBatch
 from megarl.observe.run_log import SampleRecord
-from megarl.schedule import rollouts
-from megarl.schedule.rollouts import has_tokens, response_indices, token_texts, token_worth, with_tokens
+from megarl.schedule import samples as module
+from megarl.schedule.samples import has_tokens, response_indices, token_texts, token_worth, with_tokens
 from tests.tiny_models import make_tokenizer
 
 TEXTS = ("1+1=2", "Größe 👍!", "")
@@ -46,7 +46,7 @@ def test_texts_of_tokens_make_up_the_whole() -> None:
 @pytest.mark.parametrize("shown", [512, 4])
 def test_each_sample_gets_the_numbers_of_its_own_tokens(shown: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two replicas hold every other sequence, in an order of their own."""
-    monkeypatch.setattr(rollouts, "TOKENS_SHOWN", shown)
+    monkeypatch.setattr(module, "TOKENS_SHOWN", shown)
     tokenizer = make_tokenizer(300)
     batch = make_batch(tokenizer)
     rows = [torch.tensor([4, 0, 2]), torch.tensor([5, 3, 1])]
@@ -58,8 +58,8 @@ def test_each_sample_gets_the_numbers_of_its_own_tokens(shown: int, monkeypatch:
         ) * share.response_mask
     theirs = token_worth(shares[1], [0, 1, 4])
     assert theirs.keys() == {1} and theirs[1].keys() == {"tokens", "observed", "advantages"}
-    monkeypatch.setattr(rollouts, "from_rank_0", lambda runtime, value, kind: value)
-    monkeypatch.setattr(rollouts, "gather_on_0", lambda runtime, value, kind: [value, theirs])
+    monkeypatch.setattr(module, "from_rank_0", lambda runtime, value, kind: value)
+    monkeypatch.setattr(module, "gather_on_0", lambda runtime, value, kind: [value, theirs])
     runtime: Any = SimpleNamespace(rank=0, world=1, is_replica_leader=True)
     samples = {row: SampleRecord(1, "p", TEXTS[row % 3], 1.0, True, False, 1) for row in (0, 1, 4)}
     complete = with_tokens(samples, shares[0], tokenizer, runtime)
@@ -86,8 +86,8 @@ def test_what_was_observed_is_shown_without_numbers(monkeypatch: pytest.MonkeyPa
     batch = TrainBatch.build([[5, 6]], [tokenizer.encode("2+2=4.", add_special_tokens=False)])
     batch.response_mask[4:6] = False
     batch["advantages"] = torch.arange(8.0) * batch.response_mask
-    monkeypatch.setattr(rollouts, "from_rank_0", lambda runtime, value, kind: value)
-    monkeypatch.setattr(rollouts, "gather_on_0", lambda runtime, value, kind: [value])
+    monkeypatch.setattr(module, "from_rank_0", lambda runtime, value, kind: value)
+    monkeypatch.setattr(module, "gather_on_0", lambda runtime, value, kind: [value])
     runtime: Any = SimpleNamespace(rank=0, world=1, is_replica_leader=True)
     samples = {0: SampleRecord(1, "p", "2+2=4.", 1.0, True, False, 4)}
     [found] = with_tokens(samples, replace(batch, rows=torch.tensor([0])), tokenizer, runtime)
