@@ -1,6 +1,4 @@
-"""What makes a run that was killed or pre-empted go on: the checkpoint that it continues from, those that it
-writes after steps, and leaving where it was told to, after steps and between phases.
-"""
+"""Recovery of a run: resume from a checkpoint, save checkpoints, and leave when asked to."""
 
 from __future__ import annotations
 
@@ -23,7 +21,7 @@ from megarl.training.sharded import load_checkpoint
 
 
 class Stateful(Protocol):
-    """What a checkpoint holds of the trainer's own."""
+    """A part of the trainer's state that a checkpoint holds."""
 
     def state_dict(self) -> dict[str, Any]: ...
 
@@ -32,7 +30,7 @@ class Stateful(Protocol):
 
 @dataclass
 class Progress:
-    """How far value pretraining is."""
+    """The progress of value pretraining."""
 
     steps: int = 0
     done: bool = False
@@ -45,13 +43,14 @@ class Progress:
 
 
 class Recovery:
-    """Continues a run from its newest complete checkpoint, saves the steps that are due, and saves and leaves
-    when the run is pre-empted. Every rank calls it alike.
+    """Resumes a run from its newest complete checkpoint, saves due steps, and leaves on preemption.
 
-    A run leaves after a step, or within one before any weight has changed: its samples are dropped.
+    Every rank makes the same calls. A run leaves after a step, or within one before any weight has changed;
+    the step's samples are then dropped.
 
-    stateful    what a checkpoint holds besides the models and where the source of the batches stands
-    checkpoint  what the run continues from; None: it begins anew"""
+    stateful    state to save in addition to the models and the batch source, by name
+    checkpoint  from which the run resumes; None: it starts from the beginning
+    """
 
     def __init__(
         self, run: Run, stateful: Mapping[str, Stateful], listeners: Listeners, stop: StopRequest
@@ -60,7 +59,7 @@ class Recovery:
         self.every, self.longest_step = run.config.checkpoint.every, 0.0  # steps; seconds
         with listeners.phase("choose a checkpoint"):
             self.checkpoint, self._skipped = choose_checkpoint(run.runtime, run.config.run_dir)
-            listeners.begins(anew=self.checkpoint is None)
+            listeners.on_start(fresh=self.checkpoint is None)
         self.writer = CheckpointWriter(
             run.runtime,
             run.config,
@@ -70,7 +69,7 @@ class Recovery:
             run.source.join,
             run.source.share,
             listeners.event,
-            run.apart,
+            run.remote,
         )
         self._spent = 0.0
         self._last_saved: tuple[str, int] | None = None
@@ -78,8 +77,7 @@ class Recovery:
         self._since = time.monotonic()
 
     def resume(self) -> int:
-        """Load the checkpoint, where there is one, and drop what was recorded after it. Return the steps of
-        the main stage that are done."""
+        """Load the checkpoint, if any, and drop later records. Return the number of finished main steps."""
         for line in self._skipped:
             self.listeners.event(line)
         found, run = self.checkpoint, self.run
@@ -92,32 +90,32 @@ class Recovery:
                     one.load_state_dict(state[name])
                 if len(state["generators"]) == run.runtime.world:
                     set_generator_states(state["generators"][run.runtime.rank])
-                self.listeners.goes_back(stage, step)
+                self.listeners.rewind(stage, step)
             self.listeners.event(f"continues from {found.path}")
             if moved := moved_schedule(run.config, found):
                 self.listeners.event(moved)
             if found.manifest["versions"] != versions():
                 self.listeners.event(
-                    "versions have changed since (manifest.json, versions.json): "
-                    "what follows may differ in its last bits"
+                    "package versions differ from the checkpoint's (manifest.json, versions.json): "
+                    "results may differ by rounding errors"
                 )
         self._last_saved, self._last_step = (stage, step), (stage, step, {})
         self._since = time.monotonic()
         return 0 if found is None else found.done
 
     def take_seconds(self) -> float:
-        """Return the seconds that checkpoints have taken of this rank's time since the last call."""
+        """Return the seconds that this rank spent on checkpoints since the last call."""
         spent, self._spent = self._spent, 0.0
         return spent
 
     def after_step(self, stage: str, step: int, *, last: bool) -> None:
-        """Begin the checkpoint of a step where one is due, which it is after the `last` of a stage; leave
-        where the run was told to. Nothing is put off after the last step of the run.
+        """Start the checkpoint of a step if it is due, as after the `last` of a stage, and leave if asked to.
 
-        Raises Interrupted on every rank where the run leaves, CheckpointError as CheckpointWriter."""
+        Raises Interrupted on every rank if the run leaves, and CheckpointWriter's errors.
+        """
         self.longest_step = max(self.longest_step, time.monotonic() - self._since)
         self._since = time.monotonic()
-        # As it is now: the run may be told to leave when the next step has begun.
+        # A copy: the run may be asked to leave after the next step has started.
         state = {name: one.state_dict() for name, one in self.stateful.items()}
         self._last_step = stage, step, {"samplers": self.run.source.snapshot(), **state}
         with self.listeners.phase("checkpoint"):
@@ -127,10 +125,11 @@ class Recovery:
                 self.check(self.longest_step + self.writer.seconds)
 
     def check(self, seconds: float = 0.0, *, weights_changed: bool = False) -> None:
-        """Continue writing the present checkpoint, and end the run if it was told to end or has less than
-        `seconds` left. This loses the step's work so far.
+        """Continue writing a checkpoint, and leave if asked to or if less than `seconds` are left.
 
-        weights_changed: since the last step; the run then goes on. Raises as `after_step`."""
+        Leaving drops the current step. weights_changed: since the last step; the run then cannot leave.
+        Raises Interrupted and CheckpointWriter's errors.
+        """
         if not (self.writer.unfinished if weights_changed else self.every):
             return
         should_stop = not weights_changed and self.stop.should_stop(seconds)
@@ -152,7 +151,7 @@ class Recovery:
         raise Interrupted(f"{reason}: {saved}; the same command continues")
 
     def finish(self) -> None:
-        """Wait until the checkpoint that is being written is whole."""
+        """Wait until the current checkpoint is complete."""
         with self.listeners.phase("checkpoint"):
             self.writer.finish()
 

@@ -19,7 +19,7 @@ from megarl.parallel.comm import max_over_ranks
 from megarl.parallel.runtime import Runtime
 from megarl.schedule.phases import FUNCTIONS
 from megarl.schedule.preflight import versions
-from megarl.schedule.rollouts import rollout_files, rollouts_folder, stored
+from megarl.schedule.rollouts import manifest_path, rollout_files, rollouts_folder
 from megarl.schedule.run import Run, Step, build_run
 from megarl.schedule.source import RecordedRollouts
 from megarl.training.checkpoint import (
@@ -174,7 +174,7 @@ def check_replay(config: Config, number: int) -> None:
     recorded_numbers(config, number)
     before(config, number)
     if config.has_engine:
-        rollout_files(stored(rollouts_folder(config), number))
+        rollout_files(manifest_path(rollouts_folder(config), number))
 
 
 def lines(outcome: Outcome) -> list[str]:

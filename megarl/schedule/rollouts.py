@@ -1,11 +1,11 @@
-"""What outlives a step of its rollout. Whole batches on disk: those of every step, for `megarl replay`
-(checkpoint.rollouts), and those of value pretraining, whose policy stands still, so that another critic can
-be fitted to the same ones (VAPO section 4.1). And a few responses for people, with each token's advantage and
-value.
+"""Rollouts on disk, for `megarl replay` (checkpoint.rollouts) and for value pretraining.
 
-A batch is a folder. Each rank that drew responses writes them into a safetensors file of their own, and rank
-0 then the manifest, with the files' checksums: without it there is no batch. Read at any layout: the files
-are shared out among the ranks, which then deliver the sequences as if they had drawn them.
+In value pretraining the policy is frozen, so another critic can be fitted to the same rollouts (VAPO section
+4.1).
+
+A batch is a folder. Each rank that sampled responses writes one safetensors file. Rank 0 then writes the
+manifest with the files' checksums; without a manifest there is no batch. Any layout can read it: the files
+are divided among the ranks, which deliver the sequences as if they had sampled them.
 """
 
 from __future__ import annotations
@@ -36,11 +36,10 @@ from megarl.training.checkpoint import settings_of, sha256_of
 KEY = "value_pretraining.rollouts"
 FOLDER = "step-{:06d}"
 MANIFEST = "manifest.json"
-# Columns [T] of a file; the others are [n].
-OF_TOKENS = ("engine_logprobs", "token_versions", "turn_rewards", "routing")
-# Keys, and sections, on which the frozen policy's samples and their rewards depend: nothing of the critic,
-# and not the number of rollouts.
-DECIDING = (
+# Columns [T] of a file; all others are [n].
+TOKEN_COLUMNS = ("engine_logprobs", "token_versions", "turn_rewards", "routing")
+# Keys and sections that decide the frozen policy's samples and their rewards.
+SAMPLING_KEYS = (
     *("seed", "data.shuffle", "model.dtype", "rollout.engine", "rollout.weights_dtype", "rollout.prompts"),
     "rollout.engine_options",
     *("rollout.group_size", "rollout.max_response_tokens", "rollout.temperature", "rollout.top_p"),
@@ -51,18 +50,19 @@ DECIDING = (
     "reward.terms",
     *("reward.overlong.soft_punishment", "reward.overlong.buffer"),
 )
-# The rows that a rank has read: their numbers; lengths of sequences, responses and prompts; the columns [n];
-# a batch of no sequence, for the names and types of the columns [T].
-OwnRows = tuple[Tensor, tuple[Tensor, Tensor, Tensor], dict[str, Tensor], TrainBatch]
+# What a rank has read: row numbers; lengths of sequences, responses and prompts; the columns [n]; and an
+# empty batch with the names and types of the columns [T].
+ReadRows = tuple[Tensor, tuple[Tensor, Tensor, Tensor], dict[str, Tensor], TrainBatch]
 MODEL_FILES = (".json", ".safetensors", ".distcp", ".model", ".jinja")  # of weights and tokenizer
 
 
 class RolloutStore:
-    """A folder of rollouts. The ranks call the methods alike; a batch that one of them cannot read is used by
-    none.
+    """A folder of rollouts. All ranks make the same calls.
 
-    key, remedy  the config key, and what helps where there is no room, for messages
-    made_from    settings that are stored with each batch, and that it must have been made with to be read
+    All ranks reject a batch that one of them cannot read.
+
+    key, remedy  for messages: the config key, and what to do when the disk is full
+    made_from    settings that are stored with each batch, and must be equal when it is read
     """
 
     def __init__(
@@ -72,11 +72,11 @@ class RolloutStore:
         self.made_from = made_from or {}
 
     def read(self, number: int) -> tuple[tuple[RolloutBatch, dict[str, Any]] | None, list[str]]:
-        """Return ((batch, state), []); or (None, lines) where there is none, or a damaged one, which a line
-        names.
+        """Return ((batch, state), []), or (None, lines) with a line about a damaged batch.
 
-        Raises ConfigError on every rank where it was made with other settings."""
-        if not from_rank_0(self.ranks, stored(self.folder, number).exists(), bool):
+        Raises ConfigError on every rank if it was made with other settings.
+        """
+        if not from_rank_0(self.ranks, manifest_path(self.folder, number).exists(), bool):
             return None, []
         try:
             return read_rollout(self.folder, number, self.ranks, self.made_from), []
@@ -84,14 +84,13 @@ class RolloutStore:
             return None, [f"{error}; it is sampled again"]
 
     def write(self, number: int, batch: RolloutBatch, state: Mapping[str, Any]) -> None:
-        """Write a rollout with `state` (JSON, of rank 0). Raises ConfigError on every rank where it cannot be
-        written."""
+        """Write a rollout and rank 0's `state` (JSON). Raises ConfigError on every rank if that fails."""
         folder, rank = self.folder / FOLDER.format(number), self.ranks.rank
         part, sha256 = f"rank-{rank:05d}.safetensors", ""
 
         @contextmanager
         def writing(path: Path) -> Iterator[None]:
-            """Go on where all ranks could write what they had to."""
+            """Raise on every rank if one of them fails to write."""
             failure = None
             try:
                 yield
@@ -103,7 +102,7 @@ class RolloutStore:
 
         with writing(folder):
             if rank == 0:
-                shutil.rmtree(folder, ignore_errors=True)  # damaged, or to be drawn again
+                shutil.rmtree(folder, ignore_errors=True)  # a damaged or outdated one
                 folder.mkdir(parents=True, mode=0o700)
         with writing(folder / part):
             if len(batch.rows):
@@ -116,25 +115,27 @@ class RolloutStore:
             if parts is not None:
                 files = {name: digest for name, digest in parts if digest}
                 content = {"made_from": self.made_from, "files": files, "state": state}
-                # A prompt's extra columns may be of types that JSON does not know.
+                # A prompt's extra columns may have types that JSON does not have.
                 text = json.dumps(content, default=str)
                 digest = hashlib.sha256(text.encode()).hexdigest()
                 write_whole(folder / MANIFEST, f"{digest}\n{text}\n")
                 fsync(folder)
 
 
-def stored(folder: Path, number: int) -> Path:
-    """Return the file that says that there is a rollout."""
+def manifest_path(folder: Path, number: int) -> Path:
+    """Return the file whose presence makes a rollout complete."""
     return folder / FOLDER.format(number) / MANIFEST
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
-    """Return a rollout's made_from, state, and files (name -> SHA-256). Raises DataError where it is missing
-    or damaged."""
+    """Return a rollout's made_from, state, and files (name -> SHA-256).
+
+    Raises DataError if the manifest is missing or damaged.
+    """
     try:
         digest, text = path.read_text(encoding="utf-8").splitlines()
         if hashlib.sha256(text.encode()).hexdigest() != digest:
-            raise DataError(f"{path}: is damaged (its checksum is another)")
+            raise DataError(f"{path}: is damaged (its checksum differs)")
         content = dict(json.loads(text))
         if not all(Path(name).name == name for name in dict(content.get("files", {}))):
             raise DataError(f"{path}: names a file outside its folder")
@@ -146,16 +147,18 @@ def read_manifest(path: Path) -> dict[str, Any]:
 def read_rollout(
     folder: Path, number: int, ranks: Ranks, made_from: Mapping[str, Any] | None = None
 ) -> tuple[RolloutBatch, dict[str, Any]]:
-    """Return the batch and the state of a rollout; every rank calls this, and holds what it has read. Raises
-    on every rank DataError where it is missing or damaged, ConfigError where it was `made_from` other
-    settings."""
-    path = stored(folder, number)
+    """Return the batch and the state of a rollout. Each rank reads and holds a share of the tokens.
+
+    Raises, on every rank, DataError if it is missing or damaged, and ConfigError if it was `made_from` other
+    settings.
+    """
+    path = manifest_path(folder, number)
     text, failure = "", None
     try:
         if ranks.rank == 0:
             manifest = read_manifest(path)
             check_made_from(path, manifest["made_from"], made_from or {})
-            text = json.dumps(manifest)  # integers of a prompt's columns may be of any size
+            text = json.dumps(manifest)  # as text: a prompt's columns may hold integers of any size
     except (ConfigError, DataError) as error:
         failure = error
     text, failure = from_rank_0(ranks, (text, failure), tuple[str, MegarlError | None])
@@ -169,31 +172,31 @@ def read_rollout(
                 found.append(read_batch(path.parent / name, digest))
     except DataError as error:
         problem = error
-    own, facts = None, None
+    own, read = None, None
     if found and problem is None:
         own = join(found)
         own = own.select(own["row"].argsort())
         rows = own.columns.pop("row")
-        prompts = own.columns.pop("prompt_length", own.prompt_lengths)  # older files: one turn a response
-        columns = {name: own.columns.pop(name) for name in list(own.columns) if name not in OF_TOKENS}
-        facts = rows, (own.lengths, own.response_lengths, prompts), columns, own.select([])
-    everyone = gather_objects(ranks, (problem, facts), tuple[DataError | None, OwnRows | None])
-    if problem := next(filter(None, (theirs for theirs, _ in everyone)), None):
+        prompts = own.columns.pop("prompt_length", own.prompt_lengths)  # missing in old files, without turns
+        columns = {name: own.columns.pop(name) for name in list(own.columns) if name not in TOKEN_COLUMNS}
+        read = rows, (own.lengths, own.response_lengths, prompts), columns, own.select([])
+    all_ranks = gather_objects(ranks, (problem, read), tuple[DataError | None, ReadRows | None])
+    if problem := next(filter(None, (theirs for theirs, _ in all_ranks)), None):
         raise problem
-    by_rank = [(rank, *theirs) for rank, (_, theirs) in enumerate(everyone) if theirs is not None]
+    by_rank = [(rank, *theirs) for rank, (_, theirs) in enumerate(all_ranks) if theirs is not None]
     all_rows = torch.cat([rows for _, rows, *_ in by_rank])
     order = all_rows.argsort()
 
-    def whole(parts: Iterable[Tensor]) -> Tensor:
+    def merge(parts: Iterable[Tensor]) -> Tensor:
         return torch.cat([*parts])[order]
 
     batch = RolloutBatch(
-        lengths=whole(lengths for _, _, (lengths, _, _), *_ in by_rank),
-        response_lengths=whole(sampled for _, _, (_, sampled, _), *_ in by_rank),
-        prompt_lengths=whole(prompts for _, _, (_, _, prompts), *_ in by_rank),
-        owners=whole(torch.full_like(rows, rank) for rank, rows, *_ in by_rank),
-        columns={name: whole(columns[name] for *_, columns, _ in by_rank) for name in by_rank[0][3]},
-        rows=facts[0] if facts is not None else all_rows[:0],
+        lengths=merge(lengths for _, _, (lengths, _, _), *_ in by_rank),
+        response_lengths=merge(sampled for _, _, (_, sampled, _), *_ in by_rank),
+        prompt_lengths=merge(prompts for _, _, (_, _, prompts), *_ in by_rank),
+        owners=merge(torch.full_like(rows, rank) for rank, rows, *_ in by_rank),
+        columns={name: merge(columns[name] for *_, columns, _ in by_rank) for name in by_rank[0][3]},
+        rows=read[0] if read is not None else all_rows[:0],
         own=own if own is not None else by_rank[0][4],
     )
     state = manifest["state"]
@@ -203,17 +206,19 @@ def read_rollout(
 
 
 def rollout_files(manifest: Path) -> list[Path]:
-    """Return the files of a rollout. Raises DataError where one is missing."""
+    """Return the files of a rollout. Raises DataError if one is missing."""
     files = [manifest.parent / name for name in read_manifest(manifest)["files"]]
     for path in files:
         if not path.exists():
-            raise DataError(f"{path}: no such file, which {manifest} names")
+            raise DataError(f"{path}: no such file, but {manifest} lists it")
     return [*files, manifest]
 
 
 def pretraining_rollouts(config: Config, prompts: Sequence[Prompt], ranks: Ranks) -> RolloutStore:
-    """Return the store of value pretraining's rollouts, made from the settings that decide them, the model's
-    files and the prompts. Every rank calls this; rank 0 reads all of the model's files."""
+    """Return the store of value pretraining's rollouts. Every rank calls this.
+
+    Its `made_from` are the deciding settings, the model's files (read by rank 0) and the prompts.
+    """
     made_from: dict[str, Any] = {}
     if ranks.rank == 0:
         files = sorted(path for path in config.model.path.iterdir() if path.suffix in MODEL_FILES)
@@ -221,7 +226,7 @@ def pretraining_rollouts(config: Config, prompts: Sequence[Prompt], ranks: Ranks
             digests = [
                 (path.name, text) for path, text in zip(files, pool.map(sha256_of, files), strict=True)
             ]
-        made_from = _deciding(config) | {
+        made_from = sampling_settings(config) | {
             "model.path (sha256)": hashlib.sha256(repr(digests).encode()).hexdigest(),
             "data.train (sha256)": content_of(prompts),
         }
@@ -230,19 +235,21 @@ def pretraining_rollouts(config: Config, prompts: Sequence[Prompt], ranks: Ranks
 
 
 def check_pretraining_rollouts(config: Config) -> None:
-    """Check, before a rank is started, that the first stored rollout was made with this configuration. The
-    model's files and the prompts are compared later. A damaged file is no error: it is sampled again."""
-    if config.has_critic and config.value_pretraining.steps:
-        path = stored(pretraining_folder(config), 1)
-        if not path.exists():
-            return
+    """Check before any rank starts that the first stored rollout was made with this configuration.
+
+    The model's files and the prompts are compared later. A damaged rollout is no error: it is sampled again.
+    """
+    path = manifest_path(pretraining_folder(config), 1)
+    if config.has_critic and config.value_pretraining.steps and path.exists():
         with suppress(DataError):
-            check_made_from(path, read_manifest(path)["made_from"], _deciding(config))
+            check_made_from(path, read_manifest(path)["made_from"], sampling_settings(config))
 
 
 def check_made_from(path: Path, then: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Raise ConfigError for the first setting in `now` that a rollout was made with another value of. Keys
-    that only one of the two has (from another version of megarl) are not compared."""
+    """Raise ConfigError for the first setting that differs.
+
+    Keys that only one side has come from another version of megarl and are not compared.
+    """
     for key, value in now.items():
         if key in then and then[key] != value:
             what = f"{key} {then[key]!r}, this run has {value!r}"
@@ -254,15 +261,15 @@ def check_made_from(path: Path, then: Mapping[str, Any], now: Mapping[str, Any])
 
 
 def rollouts_folder(config: Config) -> Path:
-    """Return where the rollouts of the main stage's steps are."""
+    """Return the folder of the main stage's rollouts."""
     return config.run_dir / "rollouts"
 
 
 def pretraining_folder(config: Config) -> Path:
-    """Return where the rollouts of value pretraining are."""
+    """Return the folder of value pretraining's rollouts."""
     return config.value_pretraining.rollouts or config.run_dir / "value_pretraining"
 
 
-def _deciding(config: Config) -> dict[str, Any]:
+def sampling_settings(config: Config) -> dict[str, Any]:
     settings = settings_of(config).items()
-    return {key: v for key, v in settings if any(f"{key}.".startswith(f"{name}.") for name in DECIDING)}
+    return {key: v for key, v in settings if any(f"{key}.".startswith(f"{name}.") for name in SAMPLING_KEYS)}

@@ -12,7 +12,7 @@ import torch
 from megarl.data.batch import TrainBatch
 from megarl.observe.run_log import SampleRecord
 from megarl.schedule import samples as module
-from megarl.schedule.samples import has_tokens, response_indices, token_texts, token_worth, with_tokens
+from megarl.schedule.samples import has_tokens, response_indices, token_columns, token_texts, with_tokens
 from tests.tiny_models import make_tokenizer
 
 TEXTS = ("1+1=2", "Größe 👍!", "")
@@ -56,7 +56,7 @@ def test_each_sample_gets_the_numbers_of_its_own_tokens(shown: int, monkeypatch:
         share["advantages"] = (
             share.spread(numbers).float() + torch.arange(share.num_tokens) / 1e4
         ) * share.response_mask
-    theirs = token_worth(shares[1], [0, 1, 4])
+    theirs = token_columns(shares[1], [0, 1, 4])
     assert theirs.keys() == {1} and theirs[1].keys() == {"tokens", "observed", "advantages"}
     monkeypatch.setattr(module, "from_rank_0", lambda runtime, value, kind: value)
     monkeypatch.setattr(module, "gather_on_0", lambda runtime, value, kind: [value, theirs])
