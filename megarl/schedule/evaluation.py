@@ -1,6 +1,4 @@
-"""An evaluation that stands alone, on one rank: the policy of a Hugging Face folder or of a checkpoint, in
-the engine, no optimizer.
-"""
+"""`megarl eval`: evaluates the policy of a Hugging Face folder or a checkpoint, without an optimizer."""
 
 from __future__ import annotations
 
@@ -35,13 +33,13 @@ from megarl.weights.megatron import open_model
 
 
 def find_policy(config: Config, given: Path | None) -> tuple[Config, Path | None]:
-    """Resolve `--checkpoint`. Return the config, whose `model.path` is the folder with config.json and
-    tokenizer, and the actor's part of a run's checkpoint, which holds the weights; None where `model.path`
-    holds them.
+    """Resolve `--checkpoint`.
 
-    given: a Hugging Face folder, a checkpoint as `megarl convert` writes it, with config.json and tokenizer
-    beside it, a checkpoint of a run, the run's folder (its newest complete checkpoint), or None:
-    `model.path`. Raises CheckpointError for anything else, and where the checkpoint is of another model.
+    Returns the config, whose `model.path` has config.json and tokenizer, and the actor's folder in a run's
+    checkpoint; None if the weights are in `model.path`. Raises CheckpointError for other folders and models.
+
+    given: a Hugging Face folder, a checkpoint of `megarl convert` with config.json and tokenizer, a run's
+        checkpoint, or a run's folder (its newest complete checkpoint); None: `model.path`
     """
     if given is None:
         return config, None
@@ -73,28 +71,28 @@ def find_policy(config: Config, given: Path | None) -> tuple[Config, Path | None
     if written is not None and written != sha256_of(description):
         raise CheckpointError(
             f"--checkpoint: {checkpoint.path}: was written with another model than model.path describes, "
-            f"{description} (give the run's own configuration)"
+            f"{description} (use the run's configuration)"
         )
     if not checkpoint.pretraining:
         check_same_adapters(config, checkpoint)
-    # In value pretraining the policy is still that of model.path.
+    # In value pretraining the policy is unchanged.
     return config, None if checkpoint.pretraining else checkpoint.path / "actor"
 
 
 class Evaluation:
-    """The policy in the engine, and the problems. The ranks share the work as in training."""
+    """The policy in the engine, and the problems. Ranks divide the work as in training."""
 
     def __init__(self, config: Config, weights: Path | None, runtime: Runtime) -> None:
-        # Scores count right answers: the rewards of training do not matter.
+        # Scores count correct answers, so terms of the training reward are left out.
         config = config.model_copy(
             update={"reward": config.reward.model_copy(update={"overlong": OverlongConfig(), "terms": {}})}
         )
         self.config, self.runtime = config, runtime
-        # A run may be writing there: all ranks read what rank 0 has found.
+        # A run may be writing there, so all ranks use the checkpoint that rank 0 has found.
         self.weights = from_rank_0(runtime, weights, Path | None)
         self.tokenizer = load_tokenizer(config.model.path)
-        shown = load_prompt_options(config, self.tokenizer)
-        self.sets, self.reports = read_problem_sets(config.data, config.evaluation, self.tokenizer, **shown)
+        options = load_prompt_options(config, self.tokenizer)
+        self.sets, self.reports = read_problem_sets(config.data, config.evaluation, self.tokenizer, **options)
         self.engine = load_engine_class(config).build(config, self.tokenizer, runtime)
         # Load the weights into Megatron's actor at this job's layout, sync them into the engine, drop the
         # actor.
@@ -106,17 +104,16 @@ class Evaluation:
             load_weights(model, open_model(path), runtime)
         if self.weights is not None:
             load_model(model, self.weights)
-        start_engine(self.engine, runtime)  # beside the actor, which must have room at the weight sync
+        start_engine(self.engine, runtime)  # while the actor is loaded, which needs its memory in the sync
         make_weight_sync(config, runtime, read_config(path), model, self.engine).sync(version=0)
 
     @property
     def policy(self) -> Path:
-        """Return where the weights came from."""
+        """Return the source of the weights."""
         return self.weights or self.config.model.path
 
     def answer(self) -> EvaluationResult:
-        """Return the answers to every problem, judged; the same on every rank, but for their texts, which
-        rank 0 has."""
+        """Answer and grade every problem. Results are the same on every rank, but only rank 0 has texts."""
         reward, held_out = self.config.reward, self.config.data.model_copy(update={"train": ()})
         own = own_verifiers(held_out)
         limits = reward.workers, reward.timeout, reward.memory
@@ -128,5 +125,5 @@ class Evaluation:
                 rank.close()
 
     def close(self) -> None:
-        """End the engine."""
+        """Stop the engine."""
         self.engine.stop()

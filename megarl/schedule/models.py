@@ -46,9 +46,9 @@ def load_weights(
 
 @dataclass(frozen=True)
 class ModelBuilder:
-    """Builds the models of a run on this rank. Each is offloaded before the next one is built.
+    """Builds a run's models on this rank, each after offloading the previous one.
 
-    folder  the actor's, which a critic and a reference model may share
+    folder  the actor's, which critic and reference model may share
     hf      its config.json
     """
 
@@ -81,7 +81,7 @@ class ModelBuilder:
         return model
 
     def build_frozen(self, name: str, path: Path | None = None) -> InferenceModel:
-        """Build the reference model, the reward model or a teacher. path: None for the actor's folder."""
+        """Build the reference model, the reward model or a teacher. path: None: the actor's folder."""
         with self.offload.explained("start"):
             module = self._build_module(self.config.without_adapters(), path, scalar=name == "reward")
             model = InferenceModel(name, module.requires_grad_(False), self.runtime)
@@ -89,7 +89,7 @@ class ModelBuilder:
         return model
 
     def _build_module(self, config: Config, path: Path | None = None, *, scalar: bool = False) -> ModelChunks:
-        """Build a model with its weights. scalar: its head gives one number a token."""
+        """Build a model with its weights. scalar: the head returns one number per token."""
         folder, hf = self.folder, self.hf
         if scalar or path is not None:
             folder = open_model(path or config.model.path, critic=scalar)

@@ -209,7 +209,7 @@ def teachers_in_turn(
         if not mask.any():
             continue
         step.count_tokens(1, step.rollout.lengths[mask])
-        run.offload.turn(phase, "teacher.weights", number)
+        run.offload.select_part(phase, "teacher.weights", number)
         yield teacher, micro_batches_of(mask, step.rollout, batch, config, teacher.model, run.runtime)
 
 

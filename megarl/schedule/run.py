@@ -177,7 +177,7 @@ def build_generation(
     """Start this rank's engine, and connect the actor to it."""
 
     def recover(failures: Failures) -> None:
-        with offload.also("rollout", {"actor.weights"}):
+        with offload.with_extra("rollout", {"actor.weights"}):
             weight_sync.recover(failures)
 
     generation = Generation(config, runtime, tokenizer, recover)

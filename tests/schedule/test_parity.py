@@ -109,7 +109,7 @@ def test_the_layer_is_named(
     assert all(updated == [] for _, updated in found)
     (line,) = {line for line, _ in found}
     assert line.startswith("ParityError 2: guard.parity: in train step 1 the engine's log-probs are ")
-    tokens = re.search(r"over (\d+) tokens that the trainer's present weights are to have drawn", line)
+    tokens = re.search(r"over (\d+) tokens sampled with the trainer's current weights", line)
     assert tokens and 24 <= int(tokens[1]) <= 24 * 16  # some of the 24 responses end early
     assert (
         "the limit for fp32 is 0.001; the trainer's hidden states first differ from the engine's in " in line

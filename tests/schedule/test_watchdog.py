@@ -123,7 +123,9 @@ def test_the_culprit_is_the_one_that_the_others_wait_for() -> None:
     beats = {rank: {"phase": "rollout", "stage": "train", "step": 3} for rank in range(3)}
     waiting = [made(rank, 9, "all_reduce, called in comm.py:1 any_of") for rank in range(3)]
     assert culprit({0: waiting[0], 2: waiting[2]}, beats).startswith("rank 1 does not answer")
-    assert culprit({0: waiting[0], 2: waiting[2]}, {**beats, 1: None}).endswith("never said where it was")
+    assert culprit({0: waiting[0], 2: waiting[2]}, {**beats, 1: None}).endswith(
+        "has never reported its phase"
+    )
     busy = {0: waiting[0], 1: made(1, 9, None), 2: waiting[2]}
     assert culprit(busy, beats) == (
         'rank 1 is in phase actor_update, at File "x.py", line 1, in work, '
@@ -131,7 +133,7 @@ def test_the_culprit_is_the_one_that_the_others_wait_for() -> None:
     )
     behind = {0: waiting[0], 1: waiting[1], 2: made(2, 8, "broadcast", "values")}
     assert culprit(behind, beats) == "rank 2 is behind the others, in phase values (broadcast)"
-    assert "what connects them is at fault" in culprit(dict(enumerate(waiting)), beats)
+    assert "the connection between them is at fault" in culprit(dict(enumerate(waiting)), beats)
 
 
 def test_reports_survive_json() -> None:
