@@ -1,12 +1,11 @@
-"""Rollouts on separate ranks (`parallel.rollout_ranks`), which run while the trainers train.
+"""Rollouts on separate ranks (`parallel.rollout_ranks`), while the trainers train.
 
-The first trainer sends orders (`RemoteGeneration`) to the controller of rollouts, whose ranks carry them out
-one by one (`EngineRank`). Batches go through run_dir/rollouts: a checkpoint needs the unused ones on disk
-anyway.
+The first trainer sends orders to the controller of rollouts, whose ranks carry them out one by one. Batches
+go through run_dir/rollouts, since a checkpoint needs the unused ones on disk.
 
-With `schedule.ahead` = a the responses of step k come from the weights after step k - 1 - a (at least 0),
-always. So the samples do not depend on timing. Version v is transferred once step v + a is sampled, at the
-latest before the actor changes again. Older weights are thus never kept.
+With `schedule.ahead` = a, step k is always sampled with the weights after step k - 1 - a (at least 0), so
+samples do not depend on timing. Version v is transferred once step v + a is sampled, at the latest before the
+actor changes again. Old weights are thus never stored.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ VISIBLE = 60.0  # seconds within which a file written on one node must be visibl
 
 
 class ControllerLink:
-    """The first trainer's connection to the controller of rollouts. All trainers get the answers."""
+    """The first trainer's connection to the controller. Every trainer makes the same calls."""
 
     def __init__(self, runtime: Runtime) -> None:
         self.runtime = runtime
@@ -63,15 +62,11 @@ class ControllerLink:
         self._link: m.Link | None = None
 
     def send(self, order: m.Order) -> None:
-        """Send an order. All trainers call this with the same order."""
         if self._link is not None:
             self._loop.run_until_complete(self._link.send(order))
 
     def receive(self, seconds: float) -> m.Message | None:
-        """Return the next answer on all trainers; None if none came within about `seconds`.
-
-        The other trainers get an evaluation's scores without its texts, which are long.
-        """
+        """Return the next answer, on other trainers without long texts; None after about `seconds`."""
         found = None
         if self.runtime.rank == 0:
             found = self._loop.run_until_complete(self._receive(seconds))
@@ -92,8 +87,6 @@ class ControllerLink:
         return await self._link.receive(max(0.0, end - time.monotonic()))
 
     def close(self) -> None:
-        """Close the connection after all orders are sent."""
-
         async def close_link() -> None:
             if self._link is not None:
                 self._link.close()
@@ -106,10 +99,8 @@ class ControllerLink:
 class RemoteGeneration(BatchSource):
     """Replaces `Generation` on trainers without engines: orders rollouts and reads the finished ones.
 
-    Every trainer has one and makes the same calls. The watchdog limits its waits, as parts of a phase.
-
     finished, ordered  the last step that is sampled, and the last one that is ordered
-    pending            the version of the weights that waits for its transfer; None: none does
+    pending            the version of the weights that is still to be transferred
     """
 
     def __init__(self, config: Config, runtime: Runtime, weight_sync: WeightSync) -> None:
@@ -130,7 +121,7 @@ class RemoteGeneration(BatchSource):
         return {"steps to be sampled": lambda: self.ordered - self.finished}
 
     def _wait_for_answer(self, kind: Any, *place: Any) -> Any:
-        """Wait for an answer of this type and return it. place: stage and number of its step."""
+        """Wait for an answer of this type. place: stage and number of its step."""
         while True:
             for i, answer in enumerate(self._answers):
                 if isinstance(answer, kind) and (not place or (answer.stage, answer.number) == place):
@@ -157,10 +148,7 @@ class RemoteGeneration(BatchSource):
         self._link.send(order)
 
     def publish(self, version: int) -> dict[str, float]:
-        """Transfer the actor's weights now; with ahead 2, as soon as the engines are idle.
-
-        Returns the transfer's metrics if it has happened.
-        """
+        """Transfer the actor's weights and return metrics; with ahead 2 perhaps later."""
         self.pending = version
         return self.transfer() if self.can_transfer(wait=self.ahead < 2) else {}
 
@@ -184,8 +172,7 @@ class RemoteGeneration(BatchSource):
     def order_first_steps(self, done: int, checkpoint: Path | None) -> None:
         """Order the steps after `done` with the last published weights.
 
-        checkpoint: which the run continues from. It may hold rollouts of some of these steps; that of a
-        finished run whose `steps` was raised holds none.
+        checkpoint: from which the run continues. It may hold rollouts of these steps.
         """
         self.finished = self.ordered = done
         if self.runtime.rank == 0:  # rollouts after the checkpoint are not of this run
@@ -208,7 +195,7 @@ class RemoteGeneration(BatchSource):
             self._orders_after_transfer.append(order) if self.pending is not None else self._send(order)
 
     def rollout(self, stage: str, number: int) -> RolloutBatch:
-        """Return a step's rollout once it is sampled. Value pretraining is synchronous: it is ordered now."""
+        """Return a step's rollout. That of value pretraining is ordered now, others before."""
         self._last = stage, number
         if stage == PRETRAINING:
             self._send(m.CollectRollout(stage, number, 0))
@@ -245,7 +232,6 @@ class RemoteGeneration(BatchSource):
         return {"batch": self._manifest(stage, last)}
 
     def join(self, shares: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """Wait for that manifest and return the samplers' state."""
         manifest = wait_for_file(shares[0]["batch"], self.config.watchdog.limit)
         return dict(read_manifest(manifest)["state"]["samplers"])
 
@@ -257,7 +243,7 @@ class RemoteGeneration(BatchSource):
         self._send(m.RewindTo(step, stage))
 
     def files(self, step: int) -> list[Path]:
-        """Return the batches that a checkpoint after `step` holds, once they exist. Called in a thread."""
+        """Wait for the batches of a checkpoint after `step`. Runs in a thread."""
         limit, last = self.config.watchdog.limit, min(step + self.ahead, self.steps)
         manifests = [wait_for_file(self._manifest(TRAIN, n), limit) for n in range(step + 1, last + 1)]
         return [path for manifest in manifests for path in rollout_files(manifest)]
@@ -273,7 +259,7 @@ class RemoteGeneration(BatchSource):
 
 
 def wait_for_file(path: Path, seconds: float) -> Path:
-    """Return a path once the file exists. Raises CheckpointError after `seconds`."""
+    """Return the path once the file exists. Raises CheckpointError after `seconds`."""
     end = time.monotonic() + seconds
     while not path.exists():
         if time.monotonic() > end:
@@ -285,14 +271,13 @@ def wait_for_file(path: Path, seconds: float) -> Path:
 
 
 def remove_rollouts(folder: Path, first: int, last: float = math.inf) -> None:
-    """Remove the rollouts of steps `first` to `last`."""
     for path in folder.glob(FOLDER.replace("{:06d}", "*")):
         if first <= int(path.name.rpartition("-")[2]) <= last:
             shutil.rmtree(path)
 
 
 class EngineRank:
-    """Carries out the trainers' orders on a rank that has an engine and does not train."""
+    """Carries out the trainers' orders on a rank that does not train."""
 
     def __init__(self, config: Config, runtime: Runtime) -> None:
         self.config, self.runtime, self.dispensable = config, runtime, Dispensable()
@@ -304,7 +289,6 @@ class EngineRank:
         self.timeline = Timeline(config.run_dir, runtime.rank, self.dispensable)
 
     def serve(self, watchdog: Watchdog) -> None:
-        """Carry out orders until the trainers send Shutdown."""
         generation, timeline, is_first = self.generation, self.timeline, self.runtime.engines.rank == 0
         rollout_rank = generation.rollout_rank
         watchdog.depths |= generation.depths
@@ -351,7 +335,7 @@ class EngineRank:
             timeline.enter("wait for orders")
 
     def _collect(self, stage: str, number: int, done: int) -> m.RolloutStored:
-        """Sample a step's rollout into run_dir/rollouts, and remove unneeded ones up to step `done`."""
+        """Sample a step's rollout to disk, and remove rollouts up to step `done`."""
         started = time.perf_counter()
         with self.profiler.step(stage, number), self.profiler.phase("rollout"):
             batch = self.generation.rollout(stage, number)
@@ -383,5 +367,4 @@ class EngineRank:
         return m.RolloutStored(TRAIN, number, {"inside/rollout": 0.0}, state["errors"], [])
 
     def close(self) -> None:
-        """Stop the engine and the verifiers."""
         self.generation.close()

@@ -1,4 +1,4 @@
-"""`megarl eval`: evaluates the policy of a Hugging Face folder or a checkpoint, without an optimizer."""
+"""`megarl eval`: evaluates a Hugging Face folder or a checkpoint, without an optimizer."""
 
 from __future__ import annotations
 
@@ -33,13 +33,12 @@ from megarl.weights.megatron import open_model
 
 
 def find_policy(config: Config, given: Path | None) -> tuple[Config, Path | None]:
-    """Resolve `--checkpoint`.
+    """Resolve `--checkpoint`. Raises CheckpointError for other folders and models.
 
     Returns the config, whose `model.path` has config.json and tokenizer, and the actor's folder in a run's
-    checkpoint; None if the weights are in `model.path`. Raises CheckpointError for other folders and models.
+    checkpoint; None if the weights are in `model.path`.
 
-    given: a Hugging Face folder, a checkpoint of `megarl convert` with config.json and tokenizer, a run's
-        checkpoint, or a run's folder (its newest complete checkpoint); None: `model.path`
+    given: a Hugging Face folder, a converted or a run's checkpoint, or a run's folder (its newest checkpoint)
     """
     if given is None:
         return config, None
@@ -80,7 +79,7 @@ def find_policy(config: Config, given: Path | None) -> tuple[Config, Path | None
 
 
 class Evaluation:
-    """The policy in the engine, and the problems. Ranks divide the work as in training."""
+    """The policy in the engine, and the problems. Ranks divide the work."""
 
     def __init__(self, config: Config, weights: Path | None, runtime: Runtime) -> None:
         # Scores count correct answers, so terms of the training reward are left out.
@@ -109,11 +108,10 @@ class Evaluation:
 
     @property
     def policy(self) -> Path:
-        """Return the source of the weights."""
         return self.weights or self.config.model.path
 
     def answer(self) -> EvaluationResult:
-        """Answer and grade every problem. Results are the same on every rank, but only rank 0 has texts."""
+        """Answer and grade every problem, the same on every rank, but texts are on rank 0."""
         reward, held_out = self.config.reward, self.config.data.model_copy(update={"train": ()})
         own = own_verifiers(held_out)
         limits = reward.workers, reward.timeout, reward.memory
@@ -125,5 +123,4 @@ class Evaluation:
                 rank.close()
 
     def close(self) -> None:
-        """Stop the engine."""
         self.engine.stop()

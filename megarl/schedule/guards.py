@@ -22,16 +22,14 @@ STANDARD_ERRORS = 3.0
 class Guards:
     """Counts consecutive bad steps, which end the run, and compares metrics with earlier steps.
 
-    windows     steps that may sample one response (`rollout.window`). Before that many steps, long responses
-                cannot have finished, so mean lengths are not compared
+    windows     steps that may sample one response (`rollout.window`). Mean lengths of earlier steps lack long
+                responses, and are not compared
     skipped     consecutive steps whose updates were not applied
     unverified  consecutive steps without a verdict
-    length      moving average of the response length in tokens, with weight 1/2 for the newest step, and its
-                standard error
-    longer      consecutive steps above `guard.length_growth` times that: their number, the sum of their
-                means, the sum of their squared standard errors
-    highest     highest value so far of each metric that may collapse
-    longest     standard error of the highest mean length
+    length      moving average of the response length, with weight 1/2 for the newest, and its standard error
+    longer      consecutive steps above `guard.length_growth` times that: number, sum of means, sum of
+                squared errors
+    highest     highest value so far of each metric that may collapse; longest: standard error of the length's
     collapsed   metrics that were below their share of the highest value in the last step
     """
 
@@ -44,13 +42,11 @@ class Guards:
         self.collapsed: set[str] = set()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state for a checkpoint."""
         names = "skipped", "unverified", "length", "longer", "longest"
         kept = {name: getattr(self, name) for name in names}
         return {**kept, "highest": dict(self.highest), "collapsed": sorted(self.collapsed)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load the state of `state_dict`."""
         self.skipped, length = state["skipped"], state["length"]
         # Old checkpoints hold the length without its standard error.
         self.length = (length, 0.0) if isinstance(length, float) else length and tuple(length)
@@ -68,10 +64,7 @@ class Guards:
         return f"{error}; the rest of the step is skipped ({count})"
 
     def count_ungraded(self, metrics: Mapping[str, float], errors: Mapping[str, int]) -> list[str]:
-        """Count a step in which every response has an error; return a line about ungraded responses.
-
-        errors: of verifier, reward terms, episodes and tools -> number of occurrences.
-        """
+        """Count a step with only errors; return lines. errors: number of occurrences."""
         share = metrics.get("reward/unverified")
         if share is not None:  # recipe sft has no answers
             self.unverified = self.unverified + 1 if share == 1 else 0
@@ -84,7 +77,6 @@ class Guards:
         return [f"every response has an error; the most frequent: {frequent} ({count})"]
 
     def check_graded(self) -> None:
-        """Raise ConfigError after `guard.unverified_steps` consecutive steps without a verdict."""
         if self.unverified >= self.config.unverified_steps:
             raise ConfigError(
                 f"guard.unverified_steps: every response of {self.unverified} steps in a row had an error, "
@@ -92,7 +84,7 @@ class Guards:
             )
 
     def count_success(self, metrics: Mapping[str, float], number: int) -> list[str]:
-        """Count step `number`, which was not skipped; return a line for each crossed threshold."""
+        """Count a step that was not skipped; return a line for each crossed threshold."""
         self.skipped = 0
         if number < self.windows:
             metrics = {name: value for name, value in metrics.items() if name != "response/length_mean"}
@@ -130,7 +122,7 @@ class Guards:
         return lines
 
     def _check_growth(self, length: float, error: float, growth: float) -> list[str]:
-        """Count a step's mean length and standard error; return an alarm if responses explode.
+        """Return an alarm if responses explode.
 
         A length above the limit that may be noise is averaged with the steps that follow.
         """
@@ -159,7 +151,7 @@ def _differ(one: tuple[float, float], other: tuple[float, float]) -> bool:
 
 
 def keep_failed_batch(run: Run, step: Step, phase: str, error: NumericalError) -> NumericalError:
-    """Write a failed phase's batch to run_dir/failed, one file per rank; return the error with its place."""
+    """Write a failed phase's batch to run_dir/failed; return the error with its place."""
     folder, batch = run.config.run_dir / "failed", step.batch
     parts = {name: getattr(batch, name) for name in ("tokens", "cu_seqlens", "response_mask")}
     path = folder / f"{step.stage}-{step.number:06d}-rank{run.runtime.rank}.pt"

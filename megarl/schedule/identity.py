@@ -34,7 +34,7 @@ def identity(config: Config) -> dict[str, Any]:
 
 
 def inputs(config: Config) -> str:
-    """Return a checksum of a run's inputs: weights, tokenizer and problems."""
+    """Return a checksum of weights, tokenizer and problems."""
     entries = (*config.data.train, *config.data.eval)
     files = checksum([*files_of(config.model.path), *(entry.path for entry in entries if entry.path)])
     generated = {key: entry.model_dump(mode="json") for key, entry in gym_entries(config.data).items()}
@@ -44,12 +44,10 @@ def inputs(config: Config) -> str:
 
 
 def files_of(folder: Path) -> list[Path]:
-    """Return the files in a folder, sorted by name."""
     return [file for file in sorted(folder.iterdir()) if file.is_file()]
 
 
 def checksum(files: Iterable[Path]) -> str:
-    """Return one checksum of the contents of these files."""
     digest = hashlib.sha256()
     for file in files:
         digest.update(hashlib.sha256(file.read_bytes()).digest())
@@ -62,7 +60,7 @@ def code_checksum() -> str:
 
 
 def all_settings(config: Config) -> dict[str, Any]:
-    """Return the settings that must be equal for two runs to be the same: all except paths (see `inputs`)."""
+    """Return the settings that must be equal in two equal runs: all except paths (see `inputs`)."""
 
     def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
         leaves: dict[str, Any] = {}

@@ -1,6 +1,6 @@
 """Observers of a run: traces, records and the terminal, the timeline, the watchdog, the clock.
 
-They do not decide what a run does, but a record that cannot be written ends it.
+They decide nothing, but a record that cannot be written ends the run.
 """
 
 from __future__ import annotations
@@ -29,17 +29,16 @@ PLAIN_LINES = 100  # approximate number of steps that a plain log shows
 
 
 class Listener:
-    """Observes a run, with the same calls on every rank. The methods of this class do nothing."""
+    """Observes a run, with the same calls on every rank. These methods do nothing."""
 
     def on_start(self, *, fresh: bool) -> None:
-        """Handle the start. fresh: from the beginning, so that older records are of another run."""
+        """Handle the start. fresh: the run starts from the beginning, and older records are dropped."""
 
     def run(self) -> AbstractContextManager[None]:
-        """Return a context that lasts from the start to the end of the run, or to its error."""
         return nullcontext()
 
     def rewind(self, stage: str, number: int) -> None:
-        """Drop what was recorded after this step, from which the run continues."""
+        """Drop records after this step, from which the run continues."""
 
     def step(self, step: Step) -> AbstractContextManager[None]:
         """Return a context for a step, whose metrics are complete at the end."""
@@ -50,14 +49,14 @@ class Listener:
         return nullcontext()
 
     def on_evaluation(self, number: int, metrics: Mapping[str, Any], answers: Answers) -> None:
-        """Handle the results of an evaluation after a step."""
+        pass
 
     def event(self, line: str, *, keep: bool = True) -> None:
-        """Handle a message to the user. keep: record it, too."""
+        """Show a line to the user. keep: record it, too."""
 
 
 class Listeners(Listener):
-    """Calls several listeners in their order. Contexts end in the opposite order."""
+    """Calls several listeners in order. Contexts end in the opposite order."""
 
     def __init__(self, *listeners: Listener) -> None:
         self._all = listeners
@@ -97,14 +96,12 @@ def _combine(contexts: Iterable[AbstractContextManager[None]]) -> Iterator[None]
 
 
 def make_listeners(run: Run, watchdog: Watchdog | None) -> Listeners:
-    """Build a run's listeners. The trace is outermost; the clock is innermost, to time the phase alone."""
+    """Build a run's listeners, the trace outermost, the clock innermost."""
     watched = [] if watchdog is None else [WatchdogListener(watchdog)]
     return Listeners(TraceListener(run), RecordListener(run), TimelineListener(run), *watched, Clock())
 
 
 class TraceListener(Listener):
-    """Traces the configured steps with the profiler, and names their phases."""
-
     def __init__(self, run: Run) -> None:
         self.profiler = Profiler(run.config, run.runtime, run.hf.num_hidden_layers, run.dispensable)
 
@@ -116,7 +113,7 @@ class TraceListener(Listener):
 
 
 class TimelineListener(Listener):
-    """Records this rank's phases and waits, and rewinds the timelines of ranks that only generate."""
+    """Records this rank's phases and waits; also rewinds ranks that only generate."""
 
     def __init__(self, run: Run) -> None:
         self.timeline = Timeline(run.config.run_dir, run.runtime.rank, run.dispensable)
@@ -150,8 +147,6 @@ class TimelineListener(Listener):
 
 
 class WatchdogListener(Listener):
-    """Reports this rank's phase to the watchdog."""
-
     def __init__(self, watchdog: Watchdog) -> None:
         self.watchdog = watchdog
 
@@ -173,10 +168,7 @@ class Clock(Listener):
 
 
 class RecordListener(Listener):
-    """Records and shows the run on rank 0.
-
-    Every rank has one: all contribute numbers, and all raise if rank 0 cannot write.
-    """
+    """Records and shows the run on rank 0. If that fails, every rank raises."""
 
     def __init__(self, run: Run) -> None:
         self._run, self.config, self.runtime = run, run.config, run.runtime
@@ -254,7 +246,7 @@ class RecordListener(Listener):
         return list(step.samples.values())
 
     def _reduce_memory(self, metrics: dict[str, float]) -> None:
-        """Reduce memory metrics over ranks: to the maximum, or to the sum for processes that share a CPU."""
+        """Reduce memory over ranks to the maximum, or to the sum for processes on a CPU."""
         memory = {name: size for name, size in metrics.items() if name.startswith("memory")}
         memory["memory/host"] = float(self._run.host.nbytes)
         kind = tuple[dict[str, float], list[str]]
@@ -266,8 +258,6 @@ class RecordListener(Listener):
             self._write_events(lines)
 
     def _record(self, record: Mapping[str, Any], answers: Answers = ()) -> None:
-        """Record and show a step or an evaluation."""
-
         def write() -> None:
             if self.log is not None:
                 self.view.step(self.log.write_metrics(record))
@@ -281,7 +271,7 @@ class RecordListener(Listener):
                 self.log.write_event(line)
 
     def _on_rank_0(self, write: Callable[[], Any]) -> None:
-        """Call `write` on rank 0, and raise its ConfigError or StorageError on every rank."""
+        """Call `write` on rank 0, and raise its error on every rank."""
         failure = None
         try:
             if self.is_rank_0:
@@ -293,7 +283,6 @@ class RecordListener(Listener):
 
 
 def describe_run(run: Run) -> RunFacts:
-    """Return the header of the terminal's view."""
     config, layout, hf = run.config, run.runtime.layout, run.hf
     virtual = f" (VPP {layout.vpp})" if layout.vpp > 1 else ""
     context = f" x CP {layout.cp}" if layout.cp > 1 else ""
@@ -315,7 +304,7 @@ def count_megatron_seconds(run: Run) -> float:
 
 
 def throughput(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Return the whole job's generated and trained tokens per second."""
+    """Return the whole job's tokens per second."""
     rates = {}
     if metrics.get("time/rollout") and "rollout/tokens" in metrics and not metrics.get("rollout/reused"):
         seconds = metrics.get("inside/rollout", metrics["time/rollout"])  # of ranks that only generate

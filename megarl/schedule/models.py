@@ -1,4 +1,4 @@
-"""The models of a rank that trains: built with their weights, and exported as Hugging Face folders."""
+"""The models of a rank that trains: built with their weights, and exported."""
 
 from __future__ import annotations
 
@@ -26,17 +26,15 @@ from megarl.weights.tensor_files import Processes
 
 
 def load_tokenizer(folder: Path) -> Any:
-    """Load a model's tokenizer without network access and without running code from its folder."""
     return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
 
 
 def load_weights(
     model: torch.nn.Module, folder: ModelFolder, runtime: Runtime, *, critic: bool = False
 ) -> None:
-    """Load this rank's slices of a model's folder into its part of the model.
+    """Load this rank's slices of a model's folder.
 
-    Raises:
-        CheckpointError: on every rank, if one rank cannot use its slices.
+    Raises CheckpointError on every rank if one rank cannot use its slices.
     """
     shards = megatron_layout(folder.config, runtime.layout, critic=critic)[runtime.rank][1]
     Processes(runtime.cpu_group).run(
@@ -48,8 +46,7 @@ def load_weights(
 class ModelBuilder:
     """Builds a run's models on this rank, each after offloading the previous one.
 
-    folder  the actor's, which critic and reference model may share
-    hf      its config.json
+    folder  the actor's, which critic and reference model may share; hf: its config.json
     """
 
     config: Config
@@ -60,7 +57,6 @@ class ModelBuilder:
     host: HostPool
 
     def build_actor(self) -> TrainableModel:
-        """Build the policy."""
         config = self.config
         with self.offload.explained("start"):
             module = self._build_module(config)
@@ -70,7 +66,6 @@ class ModelBuilder:
         return model
 
     def build_critic(self) -> TrainableModel:
-        """Build a value model."""
         config, path = self.config, self.config.critic.path
         with self.offload.explained("start"):
             module = self._build_module(config, path, scalar=True)
@@ -81,7 +76,7 @@ class ModelBuilder:
         return model
 
     def build_frozen(self, name: str, path: Path | None = None) -> InferenceModel:
-        """Build the reference model, the reward model or a teacher. path: None: the actor's folder."""
+        """Build a reference model, reward model or teacher. path: None: the actor's folder."""
         with self.offload.explained("start"):
             module = self._build_module(self.config.without_adapters(), path, scalar=name == "reward")
             model = InferenceModel(name, module.requires_grad_(False), self.runtime)
@@ -106,10 +101,7 @@ class ModelBuilder:
 def export_model(
     model: TrainableModel, config: Config, runtime: Runtime, out: Path, *, adapters: bool = False
 ) -> None:
-    """Write the actor or a critic as a Hugging Face folder, or its adapters as a PEFT folder.
-
-    Every rank calls this.
-    """
+    """Write a model as a Hugging Face folder, or its adapters as a PEFT folder, on every rank."""
     is_critic, control = model.name == "critic", runtime.cpu_group
     source = config.critic.path if is_critic and config.critic.path else config.model.path
     lora, place = model.config.lora, (runtime.layout, runtime.rank)

@@ -1,7 +1,6 @@
 """Residency of tensor groups on the device.
 
-Before a phase, unneeded groups are offloaded to host memory, then needed ones are loaded. Groups in
-`residency.keep` always stay.
+Before a phase, unneeded groups are offloaded to host memory, then needed ones are loaded.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ ADVICE = {
 class EngineMemory:
     """The weights or the KV cache of this rank's share of the engines.
 
-    On a GPU `nbytes` is measured when the engine goes to sleep; elsewhere it is the given number.
+    On a GPU `nbytes` is measured when the engine goes to sleep.
     """
 
     def __init__(self, weight_sync: WeightSync, tag: str, device: torch.device, nbytes: int) -> None:
@@ -64,9 +63,8 @@ class EngineMemory:
 
 
 class AlternatingGroup:
-    """A group with a part per model, of which one is on the device: teachers' weights, several critics.
+    """A group with a part per model, of which one is on the device, as for teachers.
 
-    parts    the tensors of each model
     stay     the group is never offloaded; all parts are on the device
     current  index of the part that is on the device, or was last
     """
@@ -76,7 +74,6 @@ class AlternatingGroup:
 
     @property
     def nbytes(self) -> int:
-        """Return the group's size on the device, in bytes."""
         return sum(part.nbytes for part in (self.parts if self.stay else [self.parts[self.current]]))
 
     def offload(self) -> None:
@@ -88,7 +85,7 @@ class AlternatingGroup:
 
 
 class OffloadManager:
-    """Tracks which tensor groups of this rank are on the device, and moves them.
+    """Moves this rank's tensor groups.
 
     Every rank makes the same moves in the same order, since an engine's are collective.
     """
@@ -110,7 +107,7 @@ class OffloadManager:
         return sum(self._groups[name].nbytes for name in self.present)
 
     def register(self, groups: Mapping[str, Movable | EngineMemory]) -> None:
-        """Add groups that are on the device. Groups with the same name become one AlternatingGroup."""
+        """Add groups that are on the device. Equal names become one AlternatingGroup."""
         for name, group in groups.items():
             known = self._groups.get(name)
             if isinstance(group, Movable) and known is not None:
@@ -121,7 +118,7 @@ class OffloadManager:
             self.present.add(name)
 
     def select_part(self, phase: str, name: str, number: int) -> None:
-        """Replace the current part of a group on the device by part `number`."""
+        """Replace the current part of a group on the device."""
         group = self._groups[name]
         if isinstance(group, AlternatingGroup) and not group.stay and group.current != number:
             group.offload()
@@ -131,7 +128,7 @@ class OffloadManager:
                 group.parts[number].onload()
 
     def onload(self, phase: str, groups: Collection[str]) -> None:
-        """Offload every other group, then load `groups`. Raises DeviceMemoryError if there is no room."""
+        """Offload every other group, then load `groups`. Raises DeviceMemoryError if it lacks room."""
         self._move(phase, self.present - frozenset(groups) - self.keep, onload=False)
         self._move(phase, frozenset(groups) - self.present, onload=True)
 
@@ -154,7 +151,7 @@ class OffloadManager:
 
     @contextmanager
     def explained(self, phase: str) -> Iterator[None]:
-        """Turn torch's out-of-memory error into a DeviceMemoryError with the groups and a remedy."""
+        """Turn torch's out-of-memory error into a DeviceMemoryError with groups and remedy."""
         try:
             yield
         except torch.OutOfMemoryError as error:
@@ -174,11 +171,9 @@ class OffloadManager:
 
     @contextmanager
     def measured(self, phase: str, metrics: dict[str, float]) -> Iterator[None]:
-        """Add memory/<phase> to the metrics, in bytes.
+        """Add memory/<phase> to the metrics, in bytes: the peak of the device or of the process.
 
-        On a GPU it is this process's peak, with memory_reserved/ and memory_device/
-        (parallel/device_memory.py). On a CPU it is the size of the loaded groups, with memory_all/, the peak
-        of this process's memory.
+        On a CPU memory/ is the size of the loaded groups, and memory_all/ the peak of the process.
         """
         reset_device_peak(self.device)
         if self.device.type == "cpu":
@@ -190,11 +185,7 @@ class OffloadManager:
 
 
 class Residency:
-    """Loads tensor groups, and restores the weights of an engine that lost them.
-
-    models       trained models by name: actor, critic, critic_2
-    weight_sync  None if this rank has no engine
-    """
+    """Loads tensor groups, and restores the weights of an engine that lost them."""
 
     def __init__(
         self,
@@ -207,8 +198,7 @@ class Residency:
     def onload(self, phase: str, groups: Collection[str]) -> None:
         """Have these tensor groups on the device, and no others.
 
-        An engine whose weights were lost gets the actor's first, unless the phase has both on the device and
-        syncs them itself.
+        An engine whose weights were lost gets the actor's first, unless the phase syncs them itself.
         """
         weight_sync = self.weight_sync
         if weight_sync is None:
@@ -226,7 +216,7 @@ class Residency:
                 weight_sync.sync(weight_sync.version)
 
     def onload_model(self, phase: str, name: str, *parts: str) -> None:
-        """Have these parts of a trained model on the device: weights, gradients, optimizer."""
+        """Have a trained model's weights, gradients or optimizer on the device."""
         model = self.models[name]
         groups = {f"{model.name}.{part}" for part in parts}
         self.onload(phase, groups)
@@ -236,5 +226,4 @@ class Residency:
                 self.offload.select_part(phase, group, number)
 
     def onload_for_checkpoint(self, name: str) -> None:
-        """Have a model and its optimizer on the device, to save or load them."""
         self.onload_model("checkpoint", name, "weights", "optimizer")

@@ -1,7 +1,7 @@
-"""The parity gate compares the engine's log-probs with the trainer's before a start's first update.
+"""The parity gate: compares the engine's log-probs with the trainer's before a start's first update.
 
 A difference beyond rounding errors ends the run. With guard.parity_layers the error names the first layer
-whose hidden states differ from those of a transformers model with the same weights.
+that differs from a transformers model with the same weights.
 """
 
 from __future__ import annotations
@@ -64,8 +64,7 @@ def precision(config: Config) -> str:
 def comparable(batch: TrainBatch, version: int) -> Tensor:
     """Return the response tokens that were sampled with the weights of `version`, bool [T].
 
-    Tokens of older versions come from dynamic sampling's surplus, asynchronous rollouts and continued
-    responses. Temperature is part of both log-probs; top-p and top-k are part of neither.
+    Temperature is part of both log-probs; top-p and top-k are part of neither.
     """
     if "token_versions" in batch:
         versions = batch["token_versions"]
@@ -75,11 +74,10 @@ def comparable(batch: TrainBatch, version: int) -> Tensor:
 
 
 def check_parity(run: Run, step: Step) -> None:
-    """Raise ParityError on every rank if engine and trainer differ too much on this step's tokens.
+    """Raise ParityError on every rank if engine and trainer differ too much.
 
-    Uses the step's old log-probs. If no phase computes them (value pretraining,
-    algorithm.old_logprobs=engine), it runs one pass over the first mini-batch. Tokens of older weights are
-    not compared.
+    Without old log-probs, from value pretraining or algorithm.old_logprobs=engine, one pass computes those
+    of the first mini-batch.
     """
     guard, batch, kind = run.config.guard, step.batch, precision(run.config)
     if guard.parity == "none":
@@ -120,17 +118,14 @@ def check_parity(run: Run, step: Step) -> None:
 
 @dataclass(frozen=True)
 class Difference:
-    """The relative difference between a part's outputs in trainer and reference, given the same input.
-
-    relative: root mean square over tokens of |difference| / |output|
-    """
+    """A relative difference, given the same input: RMS over tokens of |difference| / |output|."""
 
     part: Part
     relative: float
 
 
 def compare_layers(run: Run, step: Step, version: int) -> str:
-    """Compare hidden states, write run_dir/parity.txt, and return the result in words on every rank."""
+    """Compare hidden states, write run_dir/parity.txt, and return the result in words."""
     runtime, config = run.runtime, run.config
     own = run.engine if isinstance(run.engine, TransformersEngine) else None
     try:
@@ -163,10 +158,7 @@ def compare_layers(run: Run, step: Step, version: int) -> str:
 
 
 def _describe(run: Run, found: Sequence[Sequence[Difference]], own: bool) -> str:
-    """Write the table of differences, and describe the first part that differs.
-
-    found: the differences of each sequence; own: the reference is this run's engine
-    """
+    """Write the table, and describe the first difference. own: the reference is the engine."""
     config, layers = run.config, run.hf.num_hidden_layers
     kind = "fp8" if config.model.fp8.format != "none" else config.model.dtype
     worst = [max(parts, key=lambda one: one.relative) for parts in zip(*found, strict=True)]
@@ -197,7 +189,7 @@ def _name_part(part: Part, layers: int) -> str:
 
 
 def _choose_sequences(run: Run, batch: TrainBatch) -> list[tuple[list[int], list[int]]]:
-    """Return some prompts with the beginning of their responses, the same on every rank."""
+    """Return some prompts with the beginning of their responses, equal on every rank."""
     order = batch.lengths.clamp(max=TOKENS).argsort(descending=True, stable=True)[:SEQUENCES]
     mine, kind = [], list[tuple[list[int], list[int]]]
     for row in order.tolist():
@@ -237,9 +229,9 @@ def _record_outputs(chunks: Sequence[Any]) -> Iterator[dict[Part, Tensor]]:
 
 
 def _run_trainer(run: Run, prompt: list[int], response: list[int]) -> dict[Part, Tensor]:
-    """Return the outputs of the trainer's parts for a sequence, [t, hidden], on rank 0.
+    """Return the outputs of the trainer's parts, [t, hidden], on rank 0, without routing replay.
 
-    The entry (layers, HEAD) has the log-probs of the response, [r]. Routing is not replayed.
+    The entry (layers, HEAD) has the log-probs of the response, [r].
     """
     runtime, actor, batch = run.runtime, run.actor, TrainBatch.build([prompt], [response])
     batches = make_micro_batches(batch, [0], batch.num_tokens, actor.model)
@@ -265,7 +257,7 @@ def _run_trainer(run: Run, prompt: list[int], response: list[int]) -> dict[Part,
 def _join(pieces: Sequence[Sequence[Tensor]], batch: MicroBatch, *, sharded: bool) -> Tensor:
     """Return the tokens of a pack in order, [t, hidden].
 
-    pieces: by context-parallel rank, then by tensor-parallel rank; sharded: the latter hold different tokens
+    pieces: by context-parallel, then tensor-parallel rank; sharded: the latter hold different tokens
     """
     rows = [torch.cat(list(row)) if sharded else row[0] for row in pieces]
     if batch.cut is None:
@@ -275,7 +267,7 @@ def _join(pieces: Sequence[Sequence[Tensor]], batch: MicroBatch, *, sharded: boo
 
 
 def _build_reference(run: Run, version: int) -> TransformersEngine | None:
-    """Return a transformers model on the host with the trainer's weights, on rank 0.
+    """Return a transformers model with the trainer's weights, on rank 0.
 
     Version 0 is read from the original folder, which no transfer has touched, later ones from an export.
     """
@@ -295,10 +287,10 @@ def _build_reference(run: Run, version: int) -> TransformersEngine | None:
 def _run_reference(
     engine: TransformersEngine, tokens: Sequence[int], given: Mapping[Part, Tensor]
 ) -> dict[Part, Tensor]:
-    """Return the outputs of the reference's parts for a sequence, [t, hidden], in the model's order.
+    """Return the outputs of the reference's parts, [t, hidden], in the model's order.
 
-    The entry (layers, HEAD) has the logits, float32 [t, vocab]. Each layer's input is the trainer's output
-    of the layer before it, `given`, so that a difference shows only where it arises.
+    The entry (layers, HEAD) has the logits, float32 [t, vocab]. Each layer's input is the trainer's
+    (`given`), so that a difference shows only where it arises.
     """
     body, outputs = engine.model.get_decoder(), dict[Part, Tensor]()
     last = len(body.layers) - 1
@@ -340,10 +332,7 @@ def _compare(
     states: Mapping[Part, Tensor],
     temperature: float,
 ) -> list[Difference]:
-    """Compare each part with the reference's, in order, given the trainer's input.
-
-    For the output layer the difference is the mean |difference| of the response's log-probs.
-    """
+    """Compare parts in order, by log-probs for the output layer."""
     theirs = _run_reference(reference, [*prompt, *response], states)
     found, fused = [], False
     for part, output in theirs.items():

@@ -1,6 +1,6 @@
-"""The code of each phase: a function phase(run, step) with the phase's name in config/phases.py.
+"""The code of each phase of config/phases.py: a function of the same name.
 
-`run_phase` calls it and enforces the columns that config/phases.py declares.
+`run_phase` calls it and enforces its declared columns.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def rollout(run: Run, step: Step) -> None:
 
 
 def distribute(run: Run, step: Step) -> None:
-    """Divide the batch into mini-batches with global denominators, and deliver each replica its part."""
+    """Divide the batch into mini-batches with global denominators, and deliver replicas' parts."""
     config = run.config
     models = [*([] if step.stage == PRETRAINING else [run.actor]), *run.critics[:1]]  # critics share a layout
     networks = [model.model for model in models]
@@ -83,7 +83,7 @@ def old_logprobs(run: Run, step: Step) -> None:
 
 
 def old_top_k(run: Run, step: Step) -> None:
-    """Find the old policy's top-k tokens at each position, for DPPO's trust region."""
+    """Find the old policy's top-k tokens for DPPO's trust region."""
     batch, k = step.batch, run.config.algorithm.dppo.top_k
     step.count_tokens(passes=1)
     found = run.actor.top_k_columns(batch, batch.micro_batches, k, run.hf.vocab_size)
@@ -91,12 +91,12 @@ def old_top_k(run: Run, step: Step) -> None:
 
 
 def parity(run: Run, step: Step) -> None:
-    """End the run if engine and trainer differ by more than `guard.parity`. Runs in a start's first step."""
+    """End the run if engine and trainer differ by more than `guard.parity`."""
     check_parity(run, step)
 
 
 def reference_logprobs(run: Run, step: Step) -> None:
-    """Compute log pi_ref of the initial policy, for the KL term (GRPO)."""
+    """Compute log pi_ref for the KL term (GRPO)."""
     assert run.reference is not None
     batch = step.batch
     step.count_tokens(passes=1)
@@ -105,7 +105,7 @@ def reference_logprobs(run: Run, step: Step) -> None:
 
 
 def reward_model(run: Run, step: Step) -> None:
-    """Add the reward model's weighted score of each response to the rewards of the whole step."""
+    """Add the reward model's weighted scores to the rewards of the whole step."""
     assert run.reward_model is not None
     rollout, batch, weight = step.rollout, step.batch, run.config.reward.model.weight
     step.count_tokens(passes=1)
@@ -126,7 +126,7 @@ def reward_model(run: Run, step: Step) -> None:
 
 
 def values(run: Run, step: Step) -> None:
-    """Compute V(s_t) before the critics are updated. Several critics also give their mean."""
+    """Compute V(s_t) before the critics are updated; of several critics also the mean."""
     batch, found = step.batch, list[Tensor]()
     step.count_tokens(len(run.critics), critic_lengths(step.rollout, run.config))
     read = batch.critic_micro_batches if run.config.values_prompts else batch.micro_batches
@@ -139,7 +139,6 @@ def values(run: Run, step: Step) -> None:
 
 
 def group_advantages(run: Run, step: Step) -> None:
-    """Compute the advantage of each response from the batch's rewards with the configured method."""
     step.metrics |= add_group_advantages(run.config, step.rollout, step.batch, run.runtime)
 
 
@@ -151,12 +150,12 @@ def tracked_advantages(run: Run, step: Step) -> None:
 
 
 def return_advantages(run: Run, step: Step) -> None:
-    """Compute each token's advantage as the sum of later rewards, without a baseline (REINFORCE++)."""
+    """Sum each token's later rewards, without a baseline (REINFORCE++)."""
     step.metrics |= add_return_advantages(run.config.algorithm, step.batch, run.runtime)
 
 
 def gae_advantages(run: Run, step: Step) -> None:
-    """Compute generalised advantages and returns from the values (VAPO eq. 3 and 5)."""
+    """Compute generalised advantages and returns (VAPO eq. 3 and 5)."""
     add_gae = load_function(run.config.gae_function)
     step.add(*add_gae(run.config, step.batch, run.runtime))
 
@@ -168,7 +167,7 @@ def critic_agreement(run: Run, step: Step) -> None:
 
 
 def teacher_advantages(run: Run, step: Step) -> None:
-    """Add a teacher's log-prob of each sampled token to its advantage (on-policy distillation)."""
+    """Add a teacher's log-probs to the advantages (on-policy distillation)."""
     batch, config = step.batch, run.config
     logprobs = torch.full((batch.num_tokens,), -torch.inf)  # for tokens without a teacher
     for teacher, micro_batches in teachers_in_turn(run, step, "teacher_advantages"):
@@ -180,7 +179,7 @@ def teacher_advantages(run: Run, step: Step) -> None:
 
 
 def teacher_top_k(run: Run, step: Step) -> None:
-    """Find a teacher's top-k tokens at each position, for a term of the loss."""
+    """Find a teacher's top-k tokens, for a term of the loss."""
     batch, k = step.batch, run.config.teacher.top_k
     assert k is not None
     size = batch.num_tokens, k if run.runtime.is_last_stage else 0
@@ -195,7 +194,7 @@ def teacher_top_k(run: Run, step: Step) -> None:
 def teachers_in_turn(
     run: Run, step: Step, phase: str
 ) -> Iterator[tuple[InferenceModel, Sequence[MicroBatch]]]:
-    """Load the teachers one by one, and yield each with micro-batches of its responses on this replica.
+    """Load the teachers one by one, with micro-batches of their responses on this replica.
 
     A teacher without a response in the whole batch is skipped.
     """
@@ -214,13 +213,13 @@ def teachers_in_turn(
 
 
 def prompt_advantages(run: Run, step: Step) -> None:
-    """Compare rewards with the critic's expectation of their prompts."""
+    """Compare rewards with the critic's values of their prompts."""
     add_prompt_advantages = load_function(run.config.algorithm.advantage_method.function)
     step.metrics |= add_prompt_advantages(run.config, step.batch, run.runtime)
 
 
 def monte_carlo_returns(run: Run, step: Step) -> None:
-    """Compute the critic's targets only, for value pretraining. The policy is the initial one, so KL is 0."""
+    """Compute the critic's targets for value pretraining, in which KL is 0."""
     algorithm, batch = run.config.algorithm, step.batch
     if path := algorithm.advantage_method.returns:
         step.metrics |= load_function(path)(batch, run.runtime)[0]
@@ -229,10 +228,7 @@ def monte_carlo_returns(run: Run, step: Step) -> None:
 
 
 def critic_update(run: Run, step: Step) -> None:
-    """Update each critic over its own mini-batches; metrics are means over the critics.
-
-    There are no mini-batches if no response is finished.
-    """
+    """Update each critic over its mini-batches, if a response is finished; average metrics."""
     config, found = run.config, list[dict[str, float]]()
     epochs = config.value_pretraining.epochs if step.stage == PRETRAINING else config.critic.epochs
     read = critic_lengths(step.rollout, config)
@@ -257,7 +253,6 @@ def actor_update(run: Run, step: Step) -> None:
     selected = torch.zeros(batch.num_tokens, dtype=torch.bool) if selector else None
 
     def select(number: int, mini_batch: Sequence[MicroBatch]) -> None:
-        """Mark in `selected` the tokens of a mini-batch that the selector chooses."""
         assert selector is not None and selected is not None
         logprobs = run.actor.logprob_columns(batch, mini_batch)["logprobs"]
         randoms = draw_tokens(batch, run.config.seed, step.index, number)
@@ -274,10 +269,7 @@ def actor_update(run: Run, step: Step) -> None:
 
 
 def draw_tokens(batch: TrainBatch, seed: int, step: int, update: int) -> Tensor:
-    """Return a random number per token, float64 [T].
-
-    It depends only on seed, step, update, response and position.
-    """
+    """Return uniform numbers, float64 [T], by seed, step, update, response and position alone."""
     responses = zip(batch["group_ids"].tolist(), batch["response_index"].tolist(), strict=True)
     seeds = torch.tensor([selection_seed(seed, step, update, *one) for one in responses], dtype=torch.int64)
     positions = torch.arange(batch.num_tokens) - batch.cu_seqlens[batch.sequence_ids]
@@ -285,19 +277,19 @@ def draw_tokens(batch: TrainBatch, seed: int, step: int, update: int) -> Tensor:
 
 
 def weight_transfer(run: Run, step: Step) -> None:
-    """Send the actor's weights to the engines through the weight backend (sync/backends)."""
+    """Send the actor's weights to the engines."""
     assert run.weight_sync is not None
     step.metrics |= run.publish(step.number)
     step.events += run.weight_sync.take_events()
 
 
 def read_pairs(run: Run, step: Step) -> None:
-    """Take the next prompt/response pairs of a supervised warm start."""
+    """Take the next pairs of prompt and response."""
     step.take(run.source.rollout(step.stage, step.number))
 
 
 def supervised_update(run: Run, step: Step) -> None:
-    """Maximise the likelihood of the given responses."""
+    """Maximise the likelihood of the responses."""
     loss = supervised_loss(step.batch)
     step.count_tokens(passes=1)
     step.metrics |= run.actor.update_mini_batches(step.batch.mini_batches, loss, 1, "policy")
@@ -307,7 +299,7 @@ FUNCTIONS: dict[str, Callable[[Run, Step], None]] = {phase.name: globals()[phase
 
 
 def run_phase(phase: Phase, run: Run, step: Step) -> None:
-    """Run a phase, enforce its declared columns, and measure its memory."""
+    """Run a phase with its declared columns, and measure its memory."""
     # Parity's memory is not recorded: a resumed run has one more parity phase, and otherwise equal records.
     record = nullcontext() if phase.name == PARITY else run.offload.measured(phase.name, step.metrics)
     with record, enforced(phase, step):
@@ -315,7 +307,7 @@ def run_phase(phase: Phase, run: Run, step: Step) -> None:
 
 
 class DeclaredColumns(dict[str, Tensor]):
-    """The columns of a batch during a phase, which raises ValueError for undeclared ones."""
+    """The columns of a batch during a phase; raises ValueError for undeclared ones."""
 
     def __init__(self, columns: Mapping[str, Tensor], phase: Phase) -> None:
         super().__init__(columns)

@@ -1,4 +1,4 @@
-"""Checks before a process group or a GPU is used. Each error is one line with the key or the file."""
+"""Checks before a process group or a GPU is used. Each error is one line with the key or file."""
 
 from __future__ import annotations
 
@@ -75,11 +75,11 @@ PACKAGES = (
 def preflight(config: Config, where: str, world: int | None = None, *, replay: bool = False) -> list[str]:
     """Check everything that a training run needs except its folder (`claim_run_dir`).
 
-    Returns warnings for the user. Raises ConfigError, CheckpointError and DataError.
+    Returns warnings. Raises ConfigError, CheckpointError and DataError.
 
     where: names the configuration in errors
     world: number of ranks; None: the launched ones, or those that would be launched here
-    replay: a step is repeated from its rollout on disk, so engine, tools, verifier and prompts are not needed
+    replay: a step is repeated from its rollout, without engine, tools, verifier and prompts
     """
     check_config(config, where)
     device = choose_device(config.parallel.device)
@@ -117,7 +117,7 @@ def preflight(config: Config, where: str, world: int | None = None, *, replay: b
 
 
 def _check_other_models(config: Config, where: str, tokenizer: Any) -> ModelFolder | None:
-    """Check the folders of critic, reward model and teachers; return the critic's, if it has its own."""
+    """Check the folders of critic, reward model and teachers; return the critic's."""
     critic = None
     if config.critic.path and config.has_critic:
         critic = check_model(config.critic.path, "critic.path", config, critic=True)
@@ -141,7 +141,7 @@ def _check_other_models(config: Config, where: str, tokenizer: Any) -> ModelFold
 def _check_training(
     config: Config, where: str, layout: Layout, tokenizer: Any, folder: ModelFolder, critic: ModelFolder
 ) -> None:
-    """Check keys of losses, experts, frozen parts, LoRA and Muon against the tokenizer and the models."""
+    """Check keys that depend on the tokenizer's and the models' sizes."""
     top_k = {"teacher.top_k": config.teacher.top_k, "algorithm.dppo.top_k": config.algorithm.dppo.top_k}
     for key, k in top_k.items():
         if k and k > len(tokenizer):
@@ -175,10 +175,7 @@ def _check_memory(
     *,
     replay: bool,
 ) -> str | None:
-    """Check that the run fits into memory of the GPUs or of this machine; return a warning if it is close.
-
-    Ranks on the CPUs of several machines are not checked.
-    """
+    """Check that the run fits into memory of the GPUs or of this machine; return a warning."""
     ranks = _count_ranks(config, world)
     if device.type == "cuda":
         memory = torch.cuda.get_device_properties(device).total_memory
@@ -207,7 +204,7 @@ def _sandbox_warning() -> str | None:
 def check_fits(
     plan: PlanInputs, where: str, memory: float | None = None, free: float | None = None
 ) -> str | None:
-    """Raise ConfigError if a run does not fit on its GPUs, or on the CPU of a machine with `memory` bytes.
+    """Raise ConfigError if a run does not fit on its GPUs, or in the `memory` of a machine.
 
     Returns a warning if it needs almost all of `memory`, or of the `free` bytes.
     """
@@ -220,10 +217,9 @@ def check_fits(
 def preflight_evaluation(
     config: Config, where: str, key: str = "model.path", *, weights: bool = True
 ) -> None:
-    """Check what `megarl eval` needs: no training data, no critic. Raises as `preflight`.
+    """Check what `megarl eval` needs. Raises as `preflight`.
 
-    key: the key or option with the model's folder
-    weights: the folder holds the weights, too
+    key: the key or option with the model's folder; weights: the folder holds them, too
     """
     if not config.data.eval:
         raise ConfigError(f"{where}: data.eval: must name at least one file to evaluate on")
@@ -284,12 +280,9 @@ def _check_buildable(path: Path, key: str) -> None:
 def check_verifier(
     reward: RewardConfig, references: Sequence[str | Reference], own: Sequence[str] = ()
 ) -> None:
-    """Test verifier and reward terms on one made-up response per reference, with the run's limits.
+    """Test verifier and reward terms on one made-up response per reference. Raises ConfigError.
 
-    Otherwise their errors would only show in the run, with every answer. For `math` this also checks its
-    libraries; `dapo` needs none. Raises ConfigError.
-
-    references: of the data: a file's first answer, and one problem per task of reasoning-gym
+    references: of each data file the first answer, of each task of reasoning-gym a problem
     own: as VerifierPool's
     """
     if not reward.terms and reward.verifier == "dapo":
@@ -327,7 +320,7 @@ def check_verifier(
 
 
 def _check_machine(config: Config, device: str, world: int | None = None, *, replay: bool = False) -> None:
-    """Check that the configured packages and devices are there. replay: without engine and logs."""
+    """Check that configured packages and devices are there. replay: without engine and logs."""
     if world or is_launched():
         layout_for(config.parallel, world or launched_world())
     if broken := broken_transformer_engine():
@@ -365,7 +358,6 @@ def _check_machine(config: Config, device: str, world: int | None = None, *, rep
 
 
 def _check_engine(config: Config, device: str) -> None:
-    """Check that the engine is installed and runs on this machine."""
     entry = ENGINES[config.rollout.engine]
     if entry.package and not find_spec(entry.package):
         remedy = f"{entry.install}, or use transformers"
@@ -399,12 +391,10 @@ def _check_positions(config: Config, where: str, folder: ModelFolder | ModelDesc
 
 
 def claim_run_dir(config: Config, *, fresh: bool = False) -> None:
-    """Create the run's folder, private to the user, or check that the run in it can continue or restart.
+    """Create the run's folder, private to the user, or check that its run can continue or restart.
 
-    A run with a complete checkpoint continues. A run that was killed before its first checkpoint restarts.
-
-    Raises ConfigError if the folder cannot be written, or if its run has other settings or can neither
-    continue nor restart. With `fresh` any run in it is an error.
+    A run with a complete checkpoint continues; one that was killed before it restarts. Raises ConfigError
+    otherwise, for other settings, and with `fresh` for any run.
     """
     run_dir = config.run_dir
     try:
@@ -441,5 +431,4 @@ def claim_run_dir(config: Config, *, fresh: bool = False) -> None:
 
 
 def versions() -> dict[str, str]:
-    """Return name -> version of the packages on which the result depends."""
     return {name: version for name in PACKAGES if (version := version_of(name))}

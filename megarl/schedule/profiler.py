@@ -24,9 +24,9 @@ _NAME = re.compile(r'("name": )"[^"]*"')
 
 
 class Profiler:
-    """Traces `log.profile` steps of the main stage, after this process's first one, which warms up.
+    """Traces `log.profile` steps of the main stage after the first one, which warms up.
 
-    On a rank that only generates it traces rollouts. Each step has its own trace, which bounds the memory.
+    Each step has its own trace, which bounds the memory. Ranks that only generate trace rollouts.
     """
 
     def __init__(
@@ -44,7 +44,6 @@ class Profiler:
 
     @contextmanager
     def step(self, stage: str, number: int) -> Iterator[None]:
-        """Trace a step if it is due, and write the trace at its end."""
         self.done += stage != PRETRAINING
         if stage == PRETRAINING or not 1 < self.done <= self.steps + 1:
             yield
@@ -74,7 +73,6 @@ class Profiler:
                 pausing.toggle_collection_dynamic(True, self.activities)
 
     def _write(self, trace: profile, name: str) -> None:
-        """Write a trace, with the process named by its rank. Raises OSError."""
         self.folder.mkdir(exist_ok=True)
         raw = self.folder / f".{name}.json"
         partial = self.folder / f".{name}"

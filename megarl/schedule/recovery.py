@@ -21,7 +21,7 @@ from megarl.training.sharded import load_checkpoint
 
 
 class Stateful(Protocol):
-    """A part of the trainer's state that a checkpoint holds."""
+    """A part of the trainer's state in a checkpoint."""
 
     def state_dict(self) -> dict[str, Any]: ...
 
@@ -43,12 +43,11 @@ class Progress:
 
 
 class Recovery:
-    """Resumes a run from its newest complete checkpoint, saves due steps, and leaves on preemption.
+    """Resumes a run, saves due steps, and leaves on preemption. Every rank makes the same calls.
 
-    Every rank makes the same calls. A run leaves after a step, or within one before any weight has changed;
-    the step's samples are then dropped.
+    A run leaves after a step, or within one before any weight has changed, without the step's samples.
 
-    stateful    state to save in addition to the models and the batch source, by name
+    stateful    more state to save, by name
     checkpoint  from which the run resumes; None: it starts from the beginning
     """
 
@@ -77,7 +76,7 @@ class Recovery:
         self._since = time.monotonic()
 
     def resume(self) -> int:
-        """Load the checkpoint, if any, and drop later records. Return the number of finished main steps."""
+        """Load the checkpoint, drop later records, and return the number of finished main steps."""
         for line in self._skipped:
             self.listeners.event(line)
         found, run = self.checkpoint, self.run
@@ -104,12 +103,12 @@ class Recovery:
         return 0 if found is None else found.done
 
     def take_seconds(self) -> float:
-        """Return the seconds that this rank spent on checkpoints since the last call."""
+        """Return this rank's seconds for checkpoints since the last call."""
         spent, self._spent = self._spent, 0.0
         return spent
 
     def after_step(self, stage: str, step: int, *, last: bool) -> None:
-        """Start the checkpoint of a step if it is due, as after the `last` of a stage, and leave if asked to.
+        """Start the checkpoint of a step if it is due or the `last`, and leave if asked to.
 
         Raises Interrupted on every rank if the run leaves, and CheckpointWriter's errors.
         """
@@ -127,8 +126,7 @@ class Recovery:
     def check(self, seconds: float = 0.0, *, weights_changed: bool = False) -> None:
         """Continue writing a checkpoint, and leave if asked to or if less than `seconds` are left.
 
-        Leaving drops the current step. weights_changed: since the last step; the run then cannot leave.
-        Raises Interrupted and CheckpointWriter's errors.
+        weights_changed: since the last step; the run then cannot leave. Raises as `after_step`.
         """
         if not (self.writer.unfinished if weights_changed else self.every):
             return
@@ -151,7 +149,6 @@ class Recovery:
         raise Interrupted(f"{reason}: {saved}; the same command continues")
 
     def finish(self) -> None:
-        """Wait until the current checkpoint is complete."""
         with self.listeners.phase("checkpoint"):
             self.writer.finish()
 

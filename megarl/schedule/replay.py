@@ -1,7 +1,4 @@
-"""`megarl replay`: repeats one step from its checkpoint and its rollout on disk, and compares the results.
-
-It samples nothing and starts no engine.
-"""
+"""`megarl replay`: repeats one step from its checkpoint and its rollout on disk, without an engine."""
 
 from __future__ import annotations
 
@@ -45,7 +42,7 @@ class Outcome:
 
     exact    numbers must be equal, else within `tolerance`
     numbers  name -> (recorded, replayed)
-    weights  largest difference of a weight from the checkpoint after the step; None without that checkpoint
+    weights  largest difference from the checkpoint after the step; None without it
     """
 
     exact: bool
@@ -56,7 +53,7 @@ class Outcome:
 
     @property
     def different(self) -> list[str]:
-        """Return the names of the numbers that differ; `weights` may be among them."""
+        """Return the names of the numbers that differ, perhaps with `weights`."""
         limit = 0.0 if self.exact else self.tolerance
         names = [
             name
@@ -69,9 +66,8 @@ class Outcome:
 def replay(config: Config, number: int, runtime: Runtime, tolerance: float | None = None) -> Outcome:
     """Repeat step `number` of the run in config.run_dir. Every rank calls this.
 
-    With the layout and versions of the checkpoint, numbers must be equal to the last recorded digit, and
-    weights bitwise equal. Raises CheckpointError or DataError if checkpoint, rollout or record is missing or
-    damaged.
+    With the checkpoint's layout and versions, weights and recorded digits must be equal. Raises
+    CheckpointError or DataError if checkpoint, rollout or record is missing or damaged.
     """
     recorded = recorded_numbers(config, number)
     run = build_run(config, runtime, RecordedRollouts(config, runtime) if config.has_engine else None)
@@ -106,7 +102,7 @@ def replay(config: Config, number: int, runtime: Runtime, tolerance: float | Non
 
 
 def _load(run: Run, checkpoint: Checkpoint) -> list[str]:
-    """Load the checkpoint before the step; return remarks about what differs from the run that wrote it."""
+    """Load the checkpoint before the step; return remarks about differing settings."""
     if damaged := damage_of(checkpoint, run.runtime):
         raise CheckpointError(damaged[0])
     state = load_checkpoint(checkpoint, run.models, run.residency.onload_for_checkpoint)
@@ -139,7 +135,7 @@ def recorded_numbers(config: Config, number: int) -> dict[str, float]:
 
 
 def find_start(config: Config, number: int) -> Checkpoint | None:
-    """Return the checkpoint before the step; None if the step started from the models' folders.
+    """Return the checkpoint before the step; None if it started from the models' folders.
 
     Raises CheckpointError if it has been removed.
     """
@@ -177,7 +173,7 @@ def _compare_weights(run: Run, checkpoint: Checkpoint, runtime: Runtime) -> floa
 
 
 def check_replay(config: Config, number: int) -> None:
-    """Check before any rank starts that record, checkpoint and rollout of the step exist."""
+    """Check before any rank starts that record, checkpoint and rollout exist."""
     if number < 1:
         raise ConfigError(f"--step: must be >= 1 (got {number})")
     recorded_numbers(config, number)
@@ -187,7 +183,7 @@ def check_replay(config: Config, number: int) -> None:
 
 
 def lines(outcome: Outcome) -> list[str]:
-    """Return lines to print: the differences, and a summary."""
+    """Return the differences and a summary as lines to print."""
     different = outcome.different
     chosen = {name: outcome.numbers[name] for name in different if name in outcome.numbers}
     shown = [f"{name}: recorded {a:.9g}, replayed {b:.9g}" for name, (a, b) in chosen.items()]

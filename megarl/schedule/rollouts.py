@@ -1,11 +1,7 @@
-"""Rollouts on disk, for `megarl replay` (checkpoint.rollouts) and for value pretraining.
+"""Rollouts on disk, for `megarl replay` and value pretraining (VAPO section 4.1).
 
-In value pretraining the policy is frozen, so another critic can be fitted to the same rollouts (VAPO section
-4.1).
-
-A batch is a folder. Each rank that sampled responses writes one safetensors file. Rank 0 then writes the
-manifest with the files' checksums; without a manifest there is no batch. Any layout can read it: the files
-are divided among the ranks, which deliver the sequences as if they had sampled them.
+A rollout is a folder with a safetensors file per rank and a manifest with checksums, which is written last.
+Any layout can read it: ranks divide the files, and deliver the sequences as if they had sampled them.
 """
 
 from __future__ import annotations
@@ -57,12 +53,10 @@ MODEL_FILES = (".json", ".safetensors", ".distcp", ".model", ".jinja")  # of wei
 
 
 class RolloutStore:
-    """A folder of rollouts. All ranks make the same calls.
-
-    All ranks reject a batch that one of them cannot read.
+    """A folder of rollouts. All ranks make the same calls, and agree on errors.
 
     key, remedy  for messages: the config key, and what to do when the disk is full
-    made_from    settings that are stored with each batch, and must be equal when it is read
+    made_from    settings that are stored with each rollout, and must be equal to read it
     """
 
     def __init__(
@@ -72,9 +66,9 @@ class RolloutStore:
         self.made_from = made_from or {}
 
     def read(self, number: int) -> tuple[tuple[RolloutBatch, dict[str, Any]] | None, list[str]]:
-        """Return ((batch, state), []), or (None, lines) with a line about a damaged batch.
+        """Return ((batch, state), []), or (None, lines) with a line about a damaged rollout.
 
-        Raises ConfigError on every rank if it was made with other settings.
+        Raises ConfigError if it was made with other settings.
         """
         if not from_rank_0(self.ranks, manifest_path(self.folder, number).exists(), bool):
             return None, []
@@ -84,7 +78,7 @@ class RolloutStore:
             return None, [f"{error}; it is sampled again"]
 
     def write(self, number: int, batch: RolloutBatch, state: Mapping[str, Any]) -> None:
-        """Write a rollout and rank 0's `state` (JSON). Raises ConfigError on every rank if that fails."""
+        """Write a rollout and rank 0's `state` (JSON). Raises ConfigError if that fails."""
         folder, rank = self.folder / FOLDER.format(number), self.ranks.rank
         part, sha256 = f"rank-{rank:05d}.safetensors", ""
 
@@ -123,7 +117,6 @@ class RolloutStore:
 
 
 def manifest_path(folder: Path, number: int) -> Path:
-    """Return the file whose presence makes a rollout complete."""
     return folder / FOLDER.format(number) / MANIFEST
 
 
@@ -147,10 +140,9 @@ def read_manifest(path: Path) -> dict[str, Any]:
 def read_rollout(
     folder: Path, number: int, ranks: Ranks, made_from: Mapping[str, Any] | None = None
 ) -> tuple[RolloutBatch, dict[str, Any]]:
-    """Return the batch and the state of a rollout. Each rank reads and holds a share of the tokens.
+    """Return a rollout's batch and state. Each rank holds the tokens of the files it reads.
 
-    Raises, on every rank, DataError if it is missing or damaged, and ConfigError if it was `made_from` other
-    settings.
+    Raises on every rank: DataError for missing or damaged files, ConfigError for another `made_from`.
     """
     path = manifest_path(folder, number)
     text, failure = "", None
@@ -215,10 +207,7 @@ def rollout_files(manifest: Path) -> list[Path]:
 
 
 def pretraining_rollouts(config: Config, prompts: Sequence[Prompt], ranks: Ranks) -> RolloutStore:
-    """Return the store of value pretraining's rollouts. Every rank calls this.
-
-    Its `made_from` are the deciding settings, the model's files (read by rank 0) and the prompts.
-    """
+    """Return value pretraining's store. Every rank calls this; rank 0 reads the model's files."""
     made_from: dict[str, Any] = {}
     if ranks.rank == 0:
         files = sorted(path for path in config.model.path.iterdir() if path.suffix in MODEL_FILES)
@@ -235,9 +224,9 @@ def pretraining_rollouts(config: Config, prompts: Sequence[Prompt], ranks: Ranks
 
 
 def check_pretraining_rollouts(config: Config) -> None:
-    """Check before any rank starts that the first stored rollout was made with this configuration.
+    """Check before any rank starts that the first rollout was made with these settings.
 
-    The model's files and the prompts are compared later. A damaged rollout is no error: it is sampled again.
+    The model's files and the prompts are compared later. A damaged rollout is sampled again.
     """
     path = manifest_path(pretraining_folder(config), 1)
     if config.has_critic and config.value_pretraining.steps and path.exists():
@@ -248,7 +237,7 @@ def check_pretraining_rollouts(config: Config) -> None:
 def check_made_from(path: Path, then: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     """Raise ConfigError for the first setting that differs.
 
-    Keys that only one side has come from another version of megarl and are not compared.
+    Keys of another version of megarl, which only one side has, are not compared.
     """
     for key, value in now.items():
         if key in then and then[key] != value:
@@ -261,12 +250,10 @@ def check_made_from(path: Path, then: Mapping[str, Any], now: Mapping[str, Any])
 
 
 def rollouts_folder(config: Config) -> Path:
-    """Return the folder of the main stage's rollouts."""
     return config.run_dir / "rollouts"
 
 
 def pretraining_folder(config: Config) -> Path:
-    """Return the folder of value pretraining's rollouts."""
     return config.value_pretraining.rollouts or config.run_dir / "value_pretraining"
 
 

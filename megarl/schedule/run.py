@@ -34,16 +34,14 @@ from megarl.weights.megatron import open_model
 
 @dataclass(eq=False)
 class Run:
-    """The objects that live for the whole run on a rank that trains; `build_run` makes them.
+    """The objects that live for the whole run on a rank that trains.
 
-    folder         the actor's, from before training
-    hf             its config.json
+    folder         the actor's, from before training; hf: its config.json
     host           pinned memory of the offloaded tensor groups
-    method_states  state of the advantage method by its name in a checkpoint; equal on every rank
-    engine         of this rank; None without engines, or if they run on separate ranks
-    remote         the source if engines run on separate ranks, else None
-    weight_sync    from the actor to the engines; None without engines
-    dispensable    writes optional files, whose failures do not end the run
+    method_states  the advantage method's state by its name in a checkpoint, equal on every rank
+    engine         None without engines, or if they run on separate ranks
+    remote         the source if engines run on separate ranks
+    dispensable    writes files whose failures do not end the run
     """
 
     config: Config
@@ -72,18 +70,16 @@ class Run:
 
     @property
     def critic_names(self) -> tuple[str, ...]:
-        """Return the critics' names in `models`."""
         return tuple(name for name in self.models if name != "actor")
 
     @cached_property
     def residency(self) -> Residency:
-        """Return the front of `offload` that also restores the engine's weights."""
         return Residency(self.offload, self.models, self.weight_sync if self.engine is not None else None)
 
     def publish(self, version: int) -> dict[str, float]:
-        """Transfer the actor's weights to the engines as `version`; return the transfer's metrics.
+        """Transfer the actor's weights to the engines, both on the device; return metrics.
 
-        Both must be on the device. Engines on separate ranks take the weights later.
+        Engines on separate ranks may take the weights later.
         """
         if self.remote is not None:
             return self.remote.publish(version)
@@ -91,9 +87,9 @@ class Run:
         return self.weight_sync.sync(version).metrics()
 
     def transfer_pending(self, *, wait: bool) -> dict[str, float]:
-        """Transfer published weights to engines on separate ranks; return the transfer's metrics.
+        """Transfer published weights to engines on separate ranks; return metrics.
 
-        wait: wait until the engines are free; otherwise do nothing while they are busy.
+        wait: until the engines are idle; otherwise skip busy engines.
         """
         if self.remote is None or not self.remote.can_transfer(wait=wait):
             return {}
@@ -101,7 +97,6 @@ class Run:
         return self.remote.transfer()
 
     def close(self) -> None:
-        """Stop the engine and the verifiers."""
         self.source.close()
 
 
@@ -158,7 +153,7 @@ def build_run(config: Config, runtime: Runtime, source: BatchSource | None = Non
 
 
 def build_reference(builder: ModelBuilder, actor: TrainableModel) -> InferenceModel | None:
-    """Build the reference model of a KL term. With LoRA it is the actor with its adapters disabled."""
+    """Build the reference model of a KL term. With LoRA it is the actor without its adapters."""
     if not builder.config.algorithm.has_reference:
         return None
     if builder.config.actor.lora.rank is None:
@@ -192,13 +187,12 @@ def build_generation(
 class Step:
     """The data of one step, which its phases read and write.
 
-    stage            the run's main stage (Config.main_stage), or "value_pretraining"
-    events           lines to show
-    verifier_errors  error -> number of verifier failures
-    samples          on rank 0, responses for people to read, by their row of the batch
-    distributions    tables for distributions.jsonl
-    rollout          all sequences of the step
-    batch            the sequences that this replica trains on
+    stage          the run's main stage (Config.main_stage), or "value_pretraining"
+    events         lines to show
+    samples        on rank 0, responses for people to read, by their row of the batch
+    distributions  tables for distributions.jsonl
+    rollout        all sequences of the step
+    batch          the sequences that this replica trains on
     """
 
     stage: str
@@ -214,24 +208,19 @@ class Step:
 
     @property
     def index(self) -> int:
-        """Return the seeds' step number: 1, 2, ... in the main stage, -1, -2, ... in value pretraining."""
+        """Return the step number of seeds, which is negative in value pretraining."""
         return -self.number if self.stage == PRETRAINING else self.number
 
     def take(self, rollout: RolloutBatch) -> None:
-        """Take the batch that a source returned for this step."""
         self.rollout, self.verifier_errors, self.samples = rollout, rollout.errors, rollout.records
         self.metrics |= rollout.metrics
         self.events += rollout.events
 
     def add(self, metrics: Mapping[str, float], distributions: Tables) -> None:
-        """Record a phase's metrics."""
         self.metrics |= metrics
         self.distributions |= distributions
 
     def count_tokens(self, passes: int, lengths: Tensor | None = None) -> None:
-        """Add a phase's tokens to train/tokens, once for each pass through a model.
-
-        lengths: of the sequences that the phase reads; None: all of the step's.
-        """
+        """Add a phase's tokens to train/tokens. lengths: of the sequences it reads; None: all."""
         tokens = self.rollout.num_tokens if lengths is None else int(lengths.sum())
         self.metrics["train/tokens"] = self.metrics.get("train/tokens", 0.0) + passes * tokens

@@ -22,7 +22,6 @@ MAX_CHARACTER_TOKENS = 4  # a character has at most 4 bytes in UTF-8, and a toke
 
 
 def has_tokens(number: int, steps: int) -> bool:
-    """Return True if the samples of step `number` of `steps` are recorded with tokens."""
     return number % -(-steps // STEPS_WITH_TOKENS) == 0 or number in (1, steps)
 
 
@@ -31,8 +30,7 @@ def with_tokens(
 ) -> list[SampleRecord]:
     """Return a step's samples with their tokens, advantages and values; [] except on rank 0.
 
-    Every rank calls this with its replica's share of the batch. samples: by their row of the batch, on rank
-    0.
+    Every rank calls this with its replica's batch. samples: by their row of the batch, on rank 0.
     """
     rows = from_rank_0(runtime, list(samples), list[int])
     own = token_columns(batch, rows) if runtime.is_replica_leader else {}
@@ -72,8 +70,7 @@ def _round(column: list[float]) -> list[float | None]:
 def token_columns(batch: TrainBatch, rows: Iterable[int]) -> dict[int, dict[str, Tensor]]:
     """Return row -> tokens, observed, advantages, values, for rows in this replica's batch.
 
-    Values of observations are NaN. Advantages are NaN too for tokens that earlier steps sampled
-    (`rollout.window`). Advantages and values are present if the batch has them.
+    Numbers of observations are NaN, and advantages of tokens from earlier steps (`rollout.window`).
     """
     places = {row: i for i, row in enumerate(batch.rows.tolist())}
     sampled_now, found = batch.drawn, {}
@@ -96,7 +93,7 @@ def response_indices(batch: TrainBatch, row: int) -> Tensor:
 
 
 def token_texts(tokenizer: Any, ids: Sequence[int]) -> list[str]:
-    """Return the text of each token. A character of several tokens belongs to the first of them."""
+    """Return each token's text. A character of several tokens belongs to the first one."""
     texts: list[str] = tokenizer.batch_decode([[token] for token in ids], skip_special_tokens=False)
     at = 0
     while at < len(texts):

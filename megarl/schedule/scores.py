@@ -16,9 +16,7 @@ from megarl.rollout.responses import mean_score, of_sources
 
 @dataclass
 class Scores:
-    """The scores of answers, in the order of the problems.
-
-    A problem with an answer that was not graded counts in no score."""
+    """The scores of answers by problem. Problems with an ungraded answer do not count."""
 
     groups: list[SampleGroup]
 
@@ -30,14 +28,10 @@ class Scores:
 
     @property
     def judged(self) -> list[SampleGroup]:
-        """Return the problems whose answers were all graded."""
         return [group for group in self.groups if all(r.judged for r in group.samples)]
 
     def table(self) -> list[dict[str, Any]]:
-        """Return one row per graded problem.
-
-        It has the scores, pass@j for every j of `ks_up_to`, the most frequent answer and its votes. It also
-        has the mean length in tokens, and the shares of truncated answers and of verifier failures."""
+        """Return one row per graded problem; pass_at has pass@j for every j of `ks_up_to`."""
         rows = []
         for group in self.judged:
             answers, correct = group.samples, [r.correct for r in group.samples]
@@ -82,8 +76,7 @@ class Scores:
         return {**means, **unjudged}
 
     def scores(self) -> dict[str, dict[str, float]]:
-        """Return avg@k, pass@1 ... pass@k and majority@k with means over problems and 95 % confidence
-        intervals.
+        """Return avg@k, pass@1 ... pass@k and majority@k with 95 % confidence intervals.
 
         If the number of answers varies, only `avg`.
         """
@@ -103,8 +96,7 @@ class Scores:
     def counts(self) -> dict[str, int]:
         """Count answers by outcome.
 
-        unverified: the verifier failed. Such an answer is wrong, or left out (unjudged) if the failure does
-        not depend on the answer.
+        unverified: the verifier failed; unjudged: such answers that are left out instead of wrong
         """
         answers = [answer for group in self.groups for answer in group.samples]
         return {
@@ -119,30 +111,26 @@ class Scores:
 
 @dataclass
 class EvaluationResult:
-    """The evaluated problem sets, each with its answers. Only rank 0 has the answers' tokens."""
+    """The evaluated problem sets with their answers, whose tokens are on rank 0."""
 
     sets: list[tuple[ProblemSet, list[SampleGroup]]]
 
     @property
     def headline(self) -> Scores:
-        """Return the scores over all sets without a separate `every`.
-
-        These sets are evaluated at the same steps, so the headline is always over the same problems.
-        """
+        """Return the scores over all sets without a separate `every`: always the same problems."""
         return Scores([group for one, groups in self.sets if one.every is None for group in groups])
 
     def by_name(self) -> dict[str, Scores]:
-        """Return the scores of named sets, and of the other problems by data_source; {} for a single part."""
+        """Return the scores of named sets, and of the rest by data_source; {} for a single part."""
         parts = of_sources(group for one, groups in self.sets if not one.name for group in groups)
         parts |= {one.name: groups for one, groups in self.sets if one.name}
         divided = len(parts) > 1 or any(one.name for one, _ in self.sets)
         return {name: Scores(parts[name]) for name in sorted(parts)} if divided else {}
 
     def stats(self) -> dict[str, float]:
-        """Return eval/* of the headline, if any, and eval/<name>/* of each part of `by_name`.
+        """Return eval/* of the headline and eval/<name>/* of each part of `by_name`.
 
-        eval/k is set if all problems of the headline have the same number of answers. eval/<name>/k is set
-        for named sets, and for other parts if it differs from eval/k.
+        eval/k is set if it is equal for all problems. eval/<name>/k is set for named sets, or if it differs.
         """
         headline, named = self.headline, {one.name for one, _ in self.sets}
         stats: dict[str, float] = {}
@@ -155,11 +143,10 @@ class EvaluationResult:
         return stats if headline.k is None else {**stats, "eval/k": headline.k}
 
     def table(self) -> list[dict[str, Any]]:
-        """Return the rows of all problems (`Scores.table`), with the name of their set."""
         return [{**row, "set": one.name or None} for one, some in self.sets for row in Scores(some).table()]
 
     def answers(self, tokenizer: Any) -> Iterator[dict[str, Any]]:
-        """Yield every answer with its text, decoded lazily. Rank 0 only, which has the tokens."""
+        """Yield every answer with its text, decoded lazily, on rank 0."""
         for one, group in ((one, group) for one, groups in self.sets for group in groups):
             for i, (r, text) in enumerate(group.texts(tokenizer)):
                 yield {

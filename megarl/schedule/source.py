@@ -1,4 +1,4 @@
-"""Where a run's batches come from: engines on this rank, a finished run's files, or given pairs.
+"""Where a run's batches come from: engines, a finished run's files, or given pairs.
 
 Engines on separate ranks are in schedule/ahead.py.
 """
@@ -40,12 +40,10 @@ from megarl.sync.weight_sync import Failures
 
 
 class BatchSource(ABC):
-    """Gives the trainer its batches. Every rank that trains has one and makes the same calls.
-
-    Methods with a body have a default that suits sources without an engine.
+    """Gives the trainer its batches. Every rank makes the same calls.
 
     reports  what was read from the data files
-    share    the type of `snapshot`'s value, for its transfer to rank 0
+    share    the type of `snapshot`'s value
     """
 
     reports: Mapping[str, ReadReport]
@@ -59,12 +57,12 @@ class BatchSource(ABC):
     def snapshot(self) -> dict[str, Any]:
         """Return this rank's position in the data after its last batch.
 
-        The value must not change later: a checkpoint may read it while the next step runs.
+        It must not change later: a checkpoint may read it during the next step.
         """
 
     @abstractmethod
     def join(self, shares: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """Merge all ranks' snapshots into one that JSON can hold. Runs on rank 0, in any thread."""
+        """Merge all ranks' snapshots into JSON data. Runs on rank 0, in any thread."""
 
     @abstractmethod
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -75,32 +73,29 @@ class BatchSource(ABC):
         """Stop what the source has started."""
 
     def evaluate(self, step: int) -> tuple[dict[str, float], Iterable[dict[str, Any]]]:
-        """Answer the held-out problems that are due; return eval/* and all answers, decoded lazily."""
+        """Answer the due held-out problems; return eval/* and all answers, decoded lazily."""
         raise NotImplementedError
 
     @property
     def depths(self) -> Mapping[str, Callable[[], int | str]]:
-        """Return the source's queues and their sizes, for reports about a hang."""
+        """Return the queues' sizes, for reports about a hang."""
         return {}
 
     def take_waited(self) -> float:
-        """Return the seconds that this rank waited for engines since the last call."""
+        """Return the seconds of waiting for engines since the last call."""
         return 0.0
 
 
 class GenerationShare(TypedDict):
-    """What a rank other than the first adds to a snapshot."""
+    """The part of a snapshot that ranks other than the first add."""
 
     rollout: RolloutShare
 
 
 class Generation(BatchSource):
-    """Samples responses with this rank's engine and the current weights, and evaluates.
-
-    Every rank with an engine has one and makes the same calls.
+    """Samples and evaluates with this rank's engine and its current weights.
 
     recover  restarts failed engines, see WeightSync
-    sets     of problems for evaluation
     """
 
     share = GenerationShare
@@ -152,13 +147,13 @@ class Generation(BatchSource):
 
     @cached_property
     def pretraining_rollouts(self) -> RolloutStore:
-        """Return value pretraining's rollouts on disk. The first access is collective."""
+        """Return the rollouts on disk. The first access is collective."""
         return pretraining_rollouts(self.config, self.prompts, self.runtime.engines)
 
     def rollout(self, stage: str, number: int) -> RolloutBatch:
-        """Sample and grade groups of responses until the batch is full (DAPO eq. 11).
+        """Sample and grade groups until the batch is full (DAPO eq. 11).
 
-        In value pretraining the policy is frozen, so its rollouts are kept on disk and reused.
+        In value pretraining the policy is frozen, so rollouts on disk are reused.
         """
         pretraining, events = stage == PRETRAINING, list[str]()
         if pretraining:
@@ -232,13 +227,12 @@ def start_engine(engine: RolloutEngine, runtime: Runtime) -> None:
 
 
 class RecordedRollouts(BatchSource):
-    """Reads the rollouts that a run has kept (checkpoint.rollouts), by the number of the step."""
+    """Reads the rollouts that a run has kept (checkpoint.rollouts)."""
 
     def __init__(self, config: Config, runtime: Runtime) -> None:
         self.folder, self.runtime, self.reports = rollouts_folder(config), runtime, {}
 
     def rollout(self, stage: str, number: int) -> RolloutBatch:
-        """Read a rollout of the main stage. Raises DataError if it is missing or damaged."""
         return read_rollout(self.folder, number, self.runtime)[0]
 
     def snapshot(self) -> dict[str, Any]:
@@ -248,14 +242,14 @@ class RecordedRollouts(BatchSource):
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Ignore the state of the run's samplers."""
+        """Ignore the state: rollouts are read by their step."""
 
     def close(self) -> None:
-        """Do nothing: there are only files."""
+        pass
 
 
 class SupervisedPairs(BatchSource):
-    """Given pairs of prompt and response, the same on every rank. Every response counts as correct."""
+    """Given pairs of prompt and response, the same on every rank. All count as correct."""
 
     def __init__(self, config: Config, tokenizer: Any) -> None:
         report, key = ReadReport(), config.supervised.response_key
@@ -282,4 +276,4 @@ class SupervisedPairs(BatchSource):
         self.sampler.load_state(state["pairs"])
 
     def close(self) -> None:
-        """Do nothing: there are only lists."""
+        pass

@@ -1,4 +1,4 @@
-"""Checks of tokenizers: they load, fit their model's vocabulary, and are the actor's for other models."""
+"""Checks that tokenizers load, fit their model, and are the actor's."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TOKENIZER_FILES = (
 
 
 class ModelDescription(NamedTuple):
-    """A folder with a model's description but not its weights. config: its config.json."""
+    """A model's folder without weights. config: its config.json."""
 
     path: Path
     config: dict[str, Any]
@@ -40,10 +40,7 @@ def prefix_errors(key: str) -> Iterator[None]:
 
 
 def check_tokenizer(config: Config, folder: ModelFolder | ModelDescription, key: str = "model.path") -> Any:
-    """Return the model's tokenizer after checking that it can encode prompts and responses.
-
-    Raises CheckpointError, with the file at fault if that is known.
-    """
+    """Return the model's tokenizer. Raises CheckpointError, with the file at fault if known."""
     path = folder.path
     if not any((path / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
         raise CheckpointError(
@@ -84,7 +81,7 @@ def _try(load: Callable[[], Any]) -> tuple[Any, str]:
 
 
 def _blame(path: Path, problem: str) -> str:
-    """Return a line with the file that keeps a folder's tokenizer from loading."""
+    """Return a line with the file that keeps a tokenizer from loading."""
     from tokenizers import Tokenizer
 
     file, template = path / "tokenizer.json", path / "chat_template.jinja"
@@ -96,7 +93,6 @@ def _blame(path: Path, problem: str) -> str:
 
 
 def _check_template(config: Config, tokenizer: Any) -> None:
-    """Raise ConfigError if the tokenizer has no chat template, or if rendering an example fails."""
     if not tokenizer.chat_template:
         remedy = "set data.template=raw, or add one to the model's folder"
         raise ConfigError(f"data.template: the tokenizer has no chat template ({remedy})")
@@ -112,7 +108,7 @@ def _check_template(config: Config, tokenizer: Any) -> None:
 
 
 def check_vocabulary(folder: ModelFolder | ModelDescription, key: str, tokenizer: Any) -> None:
-    """Raise CheckpointError if the model's vocabulary lacks one of the tokenizer's tokens."""
+    """Raise CheckpointError if the model's vocabulary lacks a token."""
     vocabulary = folder.config["vocab_size"]
     highest = max(tokenizer.get_vocab().values(), default=0)
     if highest >= vocabulary >= len(tokenizer):
@@ -129,9 +125,9 @@ def check_vocabulary(folder: ModelFolder | ModelDescription, key: str, tokenizer
 
 
 def check_same_tokenizer(path: Path, key: str, tokenizer: Any) -> None:
-    """Check that the model in `path` has the actor's tokens with the same ids, and splits text the same way.
+    """Check that a model has the actor's tokens with equal ids, and splits text the same way.
 
-    It may have more tokens, such as one for padding. Raises CheckpointError.
+    It may have more tokens, such as one for padding.
     """
     theirs, problem = _load(path)
     if problem:

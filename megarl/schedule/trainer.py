@@ -1,7 +1,6 @@
 """The training loop. Read this file first: `Trainer.train` is the whole run, `Trainer.step` one step.
 
-config/phases.py declares the phases and their order, schedule/phases.py has their code, and
-schedule/listeners.py records and watches them.
+The phases are declared in config/phases.py; their code is in schedule/phases.py.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from megarl.schedule.watchdog import Watchdog
 
 
 class Trainer:
-    """Trains on this rank. Every rank has one and makes the same calls; rank 0 also records and shows.
+    """Trains on this rank. Every rank makes the same calls.
 
     fresh_stages  stages in which no step has succeeded since this start
     """
@@ -51,7 +50,7 @@ class Trainer:
             watchdog.depths |= {**run.source.depths, **pending}
 
     def train(self) -> None:
-        """Train from the newest checkpoint to the last step. Errors are also written to events.jsonl."""
+        """Train from the newest checkpoint to the last step."""
         run, config, checkpoint = self.run, self.config, self.recovery.checkpoint
         pretraining = config.value_pretraining
         with self.listeners.run():
@@ -106,8 +105,7 @@ class Trainer:
     def step(self, step: Step) -> None:
         """Run the phases of a step. After a non-finite number only the weight transfer still runs.
 
-        Raises NumericalError after too many such steps in a row, and ConfigError after too many ungraded
-        ones.
+        Raises NumericalError and ConfigError after too many skipped or ungraded steps in a row.
         """
         phases = select_phases(self.config, step.stage, first_step=step.stage in self.fresh_stages)
         with self.listeners.step(step):
@@ -135,8 +133,8 @@ class Trainer:
     def run_phases(self, step: Step, phases: Sequence[Phase], *, weights_changed: bool = False) -> None:
         """Run phases in order, each with its tensor groups on the device.
 
-        Before each phase, leave if asked to (only while no weight has changed in this step), and transfer
-        weights that remote engines wait for.
+        Before each phase, leave if asked to, unless weights have changed in this step. Also transfer weights
+        that remote engines wait for.
         """
         run = self.run
         for phase in phases:
@@ -173,7 +171,7 @@ class Trainer:
     def export(self, which: str, out: Path, *, changed: bool, adapters: bool = False) -> None:
         """Write a model as a Hugging Face folder, or its adapters as a PEFT folder.
 
-        A folder that an earlier start has written stays, unless the weights have `changed` since.
+        An earlier start's folder stays, unless the weights have `changed` since.
         """
         if from_rank_0(self.run.runtime, out.exists(), bool):
             if not changed:
@@ -191,5 +189,4 @@ class Trainer:
 
 
 def only_transfer(phases: Sequence[Phase]) -> list[Phase]:
-    """Return the weight transfer, if it is among the phases of a step."""
     return [phase for phase in phases if phase.name == WEIGHT_TRANSFER]

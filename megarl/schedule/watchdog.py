@@ -1,7 +1,7 @@
-"""A thread per rank that watches the progress of all ranks, and ends a run that hangs with a report.
+"""A thread per rank that ends a run that hangs, with a report about all ranks.
 
-It uses files instead of collectives. run_dir/heartbeat/rank-00000.json has a rank's current phase;
-run_dir/hang-*.txt is the report: where each rank is, and which one the others wait for.
+It uses files instead of collectives: run_dir/heartbeat/rank-00000.json has a rank's current phase, and
+run_dir/hang-*.txt is the report.
 """
 
 from __future__ import annotations
@@ -45,8 +45,7 @@ LIBRARIES = ("torch/", "/asyncio/")  # their frames are skipped in the search fo
 class Watchdog:
     """Watches this rank while the `with` block lasts.
 
-    depths: name of a queue -> function that returns its size or content, for reports. Entries may be added
-    later.
+    depths: functions that return the size or content of a queue, by its name, for reports
     """
 
     def __init__(self, run_dir: Path, rank: int, world: int, config: WatchdogConfig) -> None:
@@ -135,7 +134,7 @@ class Watchdog:
                 self._fire(f"rank {self._next_rank} has given no sign of life for {silence}")
 
     def _next_is_silent(self) -> bool:
-        """Return True if the next rank's heartbeat has not changed for too long, by this machine's clock."""
+        """Compare the next rank's heartbeats by this machine's clock."""
         beat = read_beat(self.folder, self._next_rank) or {}
         now, number = time.monotonic(), beat.get("beat", -1)
         if number != self._next_beat:
@@ -147,7 +146,6 @@ class Watchdog:
         return beat.get("phase") not in ("end", "failed")
 
     def _report(self) -> None:
-        """Write this rank's part of a report."""
         frames = sys._current_frames()
         waits_in = find_wait(frames.get(self._main))
         depths = {name: depth() for name, depth in list(self.depths.items())}
@@ -180,7 +178,6 @@ class Watchdog:
         self._leave(line, HUNG)
 
     def _leave(self, line: str | None, code: int) -> None:
-        """Print the reason, and end this process."""
         try:
             if line is not None and not write_error_file(line, code):
                 print(f"megarl: {line}", file=sys.stderr, flush=True)
@@ -188,7 +185,7 @@ class Watchdog:
             os._exit(code)
 
     def _write_report(self, reason: str) -> str | None:
-        """Write run_dir/hang-<time>.txt for all ranks; return a line, or None if another rank does it."""
+        """Write the report for all ranks; return a line, or None if another rank does it."""
         self._report()
         try:
             os.close(os.open(self.folder / REPORT_REQUESTED, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
@@ -248,10 +245,10 @@ class Report:
     """A rank's part of the report about a hang.
 
     phases           number of phases since the start
-    seconds          time in the current phase
-    waits_in         the collective in which the main thread waits; None: it does not wait
+    seconds          in the current phase
+    waits_in         the collective in which the main thread waits
     last_collective  the last one in which the watchdog saw it
-    depths           sizes or contents of the rank's queues
+    depths           sizes or contents of queues
     stack            of all threads
     """
 
@@ -278,17 +275,13 @@ class Report:
 
     @property
     def innermost(self) -> str:
-        """Return the main thread's innermost line of code."""
         lines = [line.strip() for line in self.stack.split("\n\n")[0].splitlines()]
         places = [line for line in lines if line.startswith("File ")]
         return places[-1] if places else "an unknown place"
 
 
 def find_wait(frame: FrameType | None) -> str | None:
-    """Return the collective in which a thread waits, as "all_reduce, called in file.py:12 function".
-
-    frame: the thread's innermost. Returns None if it does not wait for other ranks.
-    """
+    """Return a thread's wait for other ranks: "all_reduce, called in file.py:12 function"."""
     name = None
     while frame is not None:
         inside = any(frame.f_code.co_filename.endswith(path) for path in WAITS)
