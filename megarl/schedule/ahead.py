@@ -1,11 +1,9 @@
 """Rollouts on separate ranks (`parallel.rollout_ranks`), while the trainers train.
 
-The first trainer sends orders to the controller of rollouts, whose ranks carry them out one by one. Batches
-go through run_dir/rollouts, since a checkpoint needs the unused ones on disk.
-
-With `schedule.ahead` = a, step k is always sampled with the weights after step k - 1 - a (at least 0), so
-samples do not depend on timing. Version v is transferred once step v + a is sampled, at the latest before the
-actor changes again. Old weights are thus never stored.
+The first trainer sends orders to the controller of rollouts. Batches go through run_dir/rollouts, as a
+checkpoint needs the unused ones on disk. With `schedule.ahead` = a, step k is always sampled with the weights
+after step k - 1 - a (at least 0), so samples do not depend on timing. A version is transferred before the
+actor changes again, so old weights are never stored.
 """
 
 from __future__ import annotations
@@ -34,11 +32,11 @@ from megarl.schedule.models import load_tokenizer
 from megarl.schedule.profiler import Profiler
 from megarl.schedule.rollouts import (
     FOLDER,
+    list_rollout_files,
     manifest_path,
     pretraining_folder,
     read_manifest,
     read_rollout,
-    rollout_files,
     rollouts_folder,
 )
 from megarl.schedule.source import BatchSource, Generation
@@ -47,10 +45,10 @@ from megarl.sync.weight_sync import WeightSync, make_weight_sync
 from megarl.training.checkpoint import BATCHES
 from megarl.weights.megatron import open_model
 
-WAIT = 5.0  # seconds after which the first trainer reports to the others that there is no answer yet
-POLL = 0.005  # seconds between two checks for a file, or for the controller
-ADDRESS = "controller"  # key of the store with the address of the controller of rollouts
-VISIBLE = 60.0  # seconds within which a file written on one node must be visible on the others
+WAIT = 5.0  # seconds after which the other trainers learn that there is no answer yet
+POLL = 0.005  # seconds between two checks for a file or the controller
+ADDRESS = "controller"  # key of the controller's address in the store
+VISIBLE = 60.0  # seconds until a file must be visible on all nodes
 
 
 class ControllerLink:
@@ -67,12 +65,14 @@ class ControllerLink:
 
     def receive(self, seconds: float) -> m.Message | None:
         """Return the next answer, on other trainers without long texts; None after about `seconds`."""
-        found = None
+        answer = None
         if self.runtime.rank == 0:
-            found = self._loop.run_until_complete(self._receive(seconds))
-        brief = msgspec.structs.replace(found, answers=[]) if isinstance(found, m.EvaluationScores) else found
-        shared: m.Message | None = from_rank_0(self.runtime, brief, m.Answer | None)
-        return found or shared
+            answer = self._loop.run_until_complete(self._receive(seconds))
+        short = answer
+        if isinstance(answer, m.EvaluationScores):
+            short = msgspec.structs.replace(answer, answers=[])
+        shared: m.Message | None = from_rank_0(self.runtime, short, m.Answer | None)
+        return answer or shared
 
     async def _receive(self, seconds: float) -> m.Message | None:
         store, end = self.runtime.store, time.monotonic() + seconds
@@ -97,7 +97,7 @@ class ControllerLink:
 
 
 class RemoteGeneration(BatchSource):
-    """Replaces `Generation` on trainers without engines: orders rollouts and reads the finished ones.
+    """Orders rollouts and reads the finished ones, on trainers without engines.
 
     finished, ordered  the last step that is sampled, and the last one that is ordered
     pending            the version of the weights that is still to be transferred
@@ -112,7 +112,6 @@ class RemoteGeneration(BatchSource):
         self.pending: int | None = None
         self._orders_after_transfer: list[m.Order] = []
         self._answers: list[Any] = []
-        self._waited = 0.0
         self._last = PRETRAINING, 0  # stage and number of the last requested rollout
         self.reports = self._wait_for_answer(m.DataReports).reports
 
@@ -121,7 +120,6 @@ class RemoteGeneration(BatchSource):
         return {"steps to be sampled": lambda: self.ordered - self.finished}
 
     def _wait_for_answer(self, kind: Any, *place: Any) -> Any:
-        """Wait for an answer of this type. place: stage and number of its step."""
         while True:
             for i, answer in enumerate(self._answers):
                 if isinstance(answer, kind) and (not place or (answer.stage, answer.number) == place):
@@ -129,7 +127,7 @@ class RemoteGeneration(BatchSource):
             self._receive(WAIT)
 
     def _receive(self, seconds: float) -> bool:
-        """Queue the next answer. Return False if there is none within `seconds`."""
+        """Queue the next answer. Return False if there is none."""
         started = time.perf_counter()
         answer = self._link.receive(seconds)
         self._waited += time.perf_counter() - started
@@ -153,14 +151,14 @@ class RemoteGeneration(BatchSource):
         return self.transfer() if self.can_transfer(wait=self.ahead < 2) else {}
 
     def can_transfer(self, *, wait: bool) -> bool:
-        """Return True if a version is pending and the engines are idle. wait: until they are."""
+        """Return True if a version is pending and the engines are idle."""
         while self.pending is not None and self.finished < self.ordered:
             if not self._receive(WAIT if wait else 0.0) and not wait:
                 return False
         return self.pending is not None
 
     def transfer(self) -> dict[str, float]:
-        """Transfer the pending version; return metrics. The actor's weights must be on the device."""
+        """Transfer the pending version; return metrics."""
         assert self.pending is not None
         self._send(m.TransferWeights(self.pending))
         metrics = self.weight_sync.sync(self.pending).metrics()
@@ -170,10 +168,7 @@ class RemoteGeneration(BatchSource):
         return metrics
 
     def order_first_steps(self, done: int, checkpoint: Path | None) -> None:
-        """Order the steps after `done` with the last published weights.
-
-        checkpoint: from which the run continues. It may hold rollouts of these steps.
-        """
+        """Order the steps after `done`, or reuse a checkpoint's rollouts of them."""
         self.finished = self.ordered = done
         if self.runtime.rank == 0:  # rollouts after the checkpoint are not of this run
             remove_rollouts(rollouts_folder(self.config), done + 1)
@@ -195,7 +190,6 @@ class RemoteGeneration(BatchSource):
             self._orders_after_transfer.append(order) if self.pending is not None else self._send(order)
 
     def rollout(self, stage: str, number: int) -> RolloutBatch:
-        """Return a step's rollout. That of value pretraining is ordered now, others before."""
         self._last = stage, number
         if stage == PRETRAINING:
             self._send(m.CollectRollout(stage, number, 0))
@@ -221,12 +215,8 @@ class RemoteGeneration(BatchSource):
         answer = self._wait_for_answer(m.EvaluationScores)
         return answer.stats, answer.answers
 
-    def take_waited(self) -> float:
-        waited, self._waited = self._waited, 0.0
-        return waited
-
     def snapshot(self) -> dict[str, Any]:
-        """Return the manifest of the last rollout in flight, which holds the samplers' state."""
+        """Return the manifest of the last rollout in flight, with the samplers' state."""
         stage, number = self._last
         last = number if stage == PRETRAINING else min(number + self.ahead, self.steps)
         return {"batch": self._manifest(stage, last)}
@@ -246,7 +236,7 @@ class RemoteGeneration(BatchSource):
         """Wait for the batches of a checkpoint after `step`. Runs in a thread."""
         limit, last = self.config.watchdog.limit, min(step + self.ahead, self.steps)
         manifests = [wait_for_file(self._manifest(TRAIN, n), limit) for n in range(step + 1, last + 1)]
-        return [path for manifest in manifests for path in rollout_files(manifest)]
+        return [path for manifest in manifests for path in list_rollout_files(manifest)]
 
     def wait_for_files(self, step: int) -> None:
         """Wait until those batches are sampled. All trainers call this."""
@@ -259,7 +249,6 @@ class RemoteGeneration(BatchSource):
 
 
 def wait_for_file(path: Path, seconds: float) -> Path:
-    """Return the path once the file exists. Raises CheckpointError after `seconds`."""
     end = time.monotonic() + seconds
     while not path.exists():
         if time.monotonic() > end:
@@ -304,7 +293,7 @@ class EngineRank:
 
         timeline.enter("wait for orders")
         while True:
-            # Enter the phase anew each time: the trainers' watchdogs limit the wait.
+            # Restart the phase's clock: the trainers' watchdogs limit the wait.
             watchdog.phase("wait for orders")
             match rollout_rank.next_order(WAIT):
                 case None:

@@ -47,12 +47,11 @@ def find_policy(config: Config, given: Path | None) -> tuple[Config, Path | None
     if (given / "config.json").is_file():
         return config.model_copy(update={"model": config.model.model_copy(update={"path": given})}), None
     if (given / FOLDER).is_dir():
-        found, skipped = find_checkpoint(given)
-        if found is None:
+        checkpoint, skipped = find_checkpoint(given)
+        if checkpoint is None:
             hint = f" (its exported model is in {given / 'hf'})" if (given / "hf").is_dir() else ""
             none = f"--checkpoint: {given}: the run has no complete checkpoint{hint}"
             raise CheckpointError("; ".join([none, *skipped]))
-        checkpoint = found
     elif (given / MANIFEST).exists() or given.name.startswith("."):
         checkpoint = open_checkpoint(given)
     else:
@@ -82,19 +81,18 @@ class Evaluation:
     """The policy in the engine, and the problems. Ranks divide the work."""
 
     def __init__(self, config: Config, weights: Path | None, runtime: Runtime) -> None:
-        # Scores count correct answers, so terms of the training reward are left out.
+        # Scores only count correct answers.
         config = config.model_copy(
             update={"reward": config.reward.model_copy(update={"overlong": OverlongConfig(), "terms": {}})}
         )
         self.config, self.runtime = config, runtime
-        # A run may be writing there, so all ranks use the checkpoint that rank 0 has found.
+        # A run may be writing there: all ranks use what rank 0 has found.
         self.weights = from_rank_0(runtime, weights, Path | None)
         self.tokenizer = load_tokenizer(config.model.path)
         options = load_prompt_options(config, self.tokenizer)
         self.sets, self.reports = read_problem_sets(config.data, config.evaluation, self.tokenizer, **options)
         self.engine = load_engine_class(config).build(config, self.tokenizer, runtime)
-        # Load the weights into Megatron's actor at this job's layout, sync them into the engine, drop the
-        # actor.
+        # Load Megatron's actor at this job's layout, sync it into the engine, drop it.
         path, lora = config.model.path, config.actor.lora.rank is not None
         if self.weights is None:
             config = config.without_adapters()
@@ -103,7 +101,7 @@ class Evaluation:
             load_weights(model, open_model(path), runtime)
         if self.weights is not None:
             load_model(model, self.weights)
-        start_engine(self.engine, runtime)  # while the actor is loaded, which needs its memory in the sync
+        start_engine(self.engine, runtime)  # the actor keeps its memory for the sync
         make_weight_sync(config, runtime, read_config(path), model, self.engine).sync(version=0)
 
     @property

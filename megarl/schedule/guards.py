@@ -15,7 +15,7 @@ from megarl.config.schema import GuardConfig
 from megarl.parallel.comm import any_rank
 from megarl.schedule.run import Run, Step
 
-# Mean lengths differ by more than noise if the log of their ratio exceeds this many standard errors.
+# Mean lengths differ if the log of their ratio exceeds this many standard errors.
 STANDARD_ERRORS = 3.0
 
 
@@ -43,8 +43,8 @@ class Guards:
 
     def state_dict(self) -> dict[str, Any]:
         names = "skipped", "unverified", "length", "longer", "longest"
-        kept = {name: getattr(self, name) for name in names}
-        return {**kept, "highest": dict(self.highest), "collapsed": sorted(self.collapsed)}
+        state = {name: getattr(self, name) for name in names}
+        return {**state, "highest": dict(self.highest), "collapsed": sorted(self.collapsed)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.skipped, length = state["skipped"], state["length"]
@@ -102,15 +102,15 @@ class Guards:
         ):
             if (value := metrics.get(key)) is None:
                 continue
-            of_length = key == "response/length_mean"
+            is_length = key == "response/length_mean"
             if value >= self.highest.get(key, value):
                 self.highest[key] = value
-                self.longest = error if of_length else self.longest
+                self.longest = error if is_length else self.longest
             highest = self.highest[key]
             collapsed = share is not None and value < share * highest
             # Alarm once, not at each step that stays below.
             if collapsed and key not in self.collapsed:
-                if of_length and not _differ((value, error), (highest, self.longest)):
+                if is_length and not _differ((value, error), (highest, self.longest)):
                     continue
                 below = f"{value:.4g} has fallen below guard.{limit} {share:g} x {highest:.4g}"
                 lines.append(f"alarm: {key} {below}, the highest of the run: it collapses")
@@ -143,7 +143,6 @@ class Guards:
 
 
 def _differ(one: tuple[float, float], other: tuple[float, float]) -> bool:
-    """Return True if two (mean length, standard error) differ by more than noise."""
     (a, a_error), (b, b_error) = one, other
     if not a or not b:
         return a != b
@@ -161,7 +160,7 @@ def keep_failed_batch(run: Run, step: Step, phase: str, error: NumericalError) -
         folder.mkdir(exist_ok=True)
         write_whole(path, content.getvalue())
         missing = False
-    # All ranks wait here: when one ends, the launcher ends the others, even while they write.
+    # Wait for all ranks: when one ends, the launcher ends the others.
     place = "could not be written to" if any_rank(run.runtime, missing) else "is in"
     located = NumericalError(f"step {step.number}, phase {phase}: {error}; the batch {place} {folder}")
     located.fatal = error.fatal

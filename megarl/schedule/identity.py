@@ -34,7 +34,6 @@ def identity(config: Config) -> dict[str, Any]:
 
 
 def inputs(config: Config) -> str:
-    """Return a checksum of weights, tokenizer and problems."""
     entries = (*config.data.train, *config.data.eval)
     files = checksum([*files_of(config.model.path), *(entry.path for entry in entries if entry.path)])
     generated = {key: entry.model_dump(mode="json") for key, entry in gym_entries(config.data).items()}
@@ -55,7 +54,6 @@ def checksum(files: Iterable[Path]) -> str:
 
 
 def code_checksum() -> str:
-    """Return a checksum of the source of megarl and its companion packages."""
     return checksum(sorted(PACKAGE.parent.glob("megarl*/**/*.py")))[:10]
 
 

@@ -21,7 +21,7 @@ from megarl.observe.timeline import Timeline
 from megarl.parallel.comm import from_rank_0, gather_objects
 from megarl.schedule.profiler import Profiler
 from megarl.schedule.run import Run, Step
-from megarl.schedule.samples import has_tokens, with_tokens
+from megarl.schedule.samples import add_tokens, has_tokens
 from megarl.schedule.watchdog import Watchdog
 
 Answers = Iterable[dict[str, Any]]
@@ -183,14 +183,13 @@ class RecordListener(Listener):
 
         def open_log() -> None:
             exporter = Exporter(log.prometheus, log.prometheus_host) if log.prometheus else None
-            shown = log.samples, log.tensorboard, log.wandb, exporter
-            self.log = RunLog(self.config.run_dir, not fresh, *shown, self._run.dispensable)
+            outputs = log.samples, log.tensorboard, log.wandb, exporter
+            self.log = RunLog(self.config.run_dir, not fresh, *outputs, self._run.dispensable)
 
         self._on_rank_0(open_log)
 
     @contextmanager
     def run(self) -> Iterator[None]:
-        """Show the run. Record an error that ends it as an event."""
         try:
             with self.view:
                 for name, report in self._run.source.reports.items():
@@ -216,7 +215,7 @@ class RecordListener(Listener):
         self._reduce_memory(metrics)
         metrics["time/step"] = time.perf_counter() - step.started
         metrics["inside/megatron"] = count_megatron_seconds(self._run) - megatron_seconds
-        metrics |= throughput(metrics)
+        metrics |= compute_throughput(metrics)
         for line in step.events:
             self.view.event(line)
         events = {"events": step.events} if step.events else {}
@@ -240,9 +239,8 @@ class RecordListener(Listener):
             self._write_events([line])
 
     def _samples(self, step: Step) -> list[SampleRecord]:
-        """Return the step's samples, in some steps with tokens, which every rank contributes."""
         if self.config.log.samples and has_tokens(step.number, self.facts.total(step.stage)):
-            return with_tokens(step.samples, step.batch, self._run.tokenizer, self.runtime)
+            return add_tokens(step.samples, step.batch, self._run.tokenizer, self.runtime)
         return list(step.samples.values())
 
     def _reduce_memory(self, metrics: dict[str, float]) -> None:
@@ -252,8 +250,8 @@ class RecordListener(Listener):
         kind = tuple[dict[str, float], list[str]]
         all_ranks = gather_objects(self.runtime, (memory, self._run.dispensable.take()), kind)
         for name in memory:
-            of_ranks = [theirs[name] for theirs, _ in all_ranks]
-            metrics[name] = sum(of_ranks) if name.startswith("memory_all/") else max(of_ranks)
+            sizes = [theirs[name] for theirs, _ in all_ranks]
+            metrics[name] = sum(sizes) if name.startswith("memory_all/") else max(sizes)
         for _, lines in all_ranks:
             self._write_events(lines)
 
@@ -298,13 +296,11 @@ def describe_run(run: Run) -> RunFacts:
 
 
 def count_megatron_seconds(run: Run) -> float:
-    """Return this rank's total seconds in Megatron's passes and optimizers."""
     models = (run.actor, *run.critics, run.reference, run.reward_model, *run.teachers)
     return sum(model.megatron_seconds for model in models if model is not None)
 
 
-def throughput(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Return the whole job's tokens per second."""
+def compute_throughput(metrics: Mapping[str, float]) -> dict[str, float]:
     rates = {}
     if metrics.get("time/rollout") and "rollout/tokens" in metrics and not metrics.get("rollout/reused"):
         seconds = metrics.get("inside/rollout", metrics["time/rollout"])  # of ranks that only generate

@@ -76,7 +76,6 @@ class ModelBuilder:
         return model
 
     def build_frozen(self, name: str, path: Path | None = None) -> InferenceModel:
-        """Build a reference model, reward model or teacher. path: None: the actor's folder."""
         with self.offload.explained("start"):
             module = self._build_module(self.config.without_adapters(), path, scalar=name == "reward")
             model = InferenceModel(name, module.requires_grad_(False), self.runtime)
@@ -84,7 +83,6 @@ class ModelBuilder:
         return model
 
     def _build_module(self, config: Config, path: Path | None = None, *, scalar: bool = False) -> ModelChunks:
-        """Build a model with its weights. scalar: the head returns one number per token."""
         folder, hf = self.folder, self.hf
         if scalar or path is not None:
             folder = open_model(path or config.model.path, critic=scalar)

@@ -28,16 +28,14 @@ UPDATE_ADVICE = (
     "lower update.tokens_per_micro_batch, set model.recompute=full, or raise parallel.tp or parallel.pp"
 )
 LOGPROB_ADVICE = "lower update.tokens_per_micro_batch or update.logprob_chunk, or raise parallel.tp"
-ENGINE_ADVICE = "lower rollout.engine_memory (sglang) or rollout.max_batch (transformers)"
 ADVICE = {
-    "rollout": ENGINE_ADVICE,
-    "evaluation": ENGINE_ADVICE,
-    "old_logprobs": LOGPROB_ADVICE,
-    "parity": LOGPROB_ADVICE,
-    "reference_logprobs": LOGPROB_ADVICE,
+    **dict.fromkeys(
+        ("rollout", "evaluation"),
+        "lower rollout.engine_memory (sglang) or rollout.max_batch (transformers)",
+    ),
+    **dict.fromkeys(("old_logprobs", "parity", "reference_logprobs"), LOGPROB_ADVICE),
     **dict.fromkeys(("old_top_k", "teacher_advantages", "teacher_top_k"), LOGPROB_ADVICE),
-    "reward_model": "lower update.tokens_per_micro_batch, or raise parallel.tp",
-    "values": "lower update.tokens_per_micro_batch, or raise parallel.tp",
+    **dict.fromkeys(("reward_model", "values"), "lower update.tokens_per_micro_batch, or raise parallel.tp"),
     "weight_transfer": "lower rollout.transfer_bucket or rollout.engine_memory",
     "start": "raise parallel.tp or parallel.pp",
     "checkpoint": "raise parallel.tp, parallel.pp or parallel.dp",
@@ -98,12 +96,10 @@ class OffloadManager:
 
     @property
     def enabled(self) -> bool:
-        """Return True if any group is ever offloaded."""
         return not self.keep >= frozenset(GROUPS)
 
     @property
     def nbytes(self) -> int:
-        """Return the size of the groups on the device, in bytes."""
         return sum(self._groups[name].nbytes for name in self.present)
 
     def register(self, groups: Mapping[str, Movable | EngineMemory]) -> None:
@@ -118,7 +114,6 @@ class OffloadManager:
             self.present.add(name)
 
     def select_part(self, phase: str, name: str, number: int) -> None:
-        """Replace the current part of a group on the device."""
         group = self._groups[name]
         if isinstance(group, AlternatingGroup) and not group.stay and group.current != number:
             group.offload()
@@ -128,7 +123,7 @@ class OffloadManager:
                 group.parts[number].onload()
 
     def onload(self, phase: str, groups: Collection[str]) -> None:
-        """Offload every other group, then load `groups`. Raises DeviceMemoryError if it lacks room."""
+        """Offload every other group, then load `groups`."""
         self._move(phase, self.present - frozenset(groups) - self.keep, onload=False)
         self._move(phase, frozenset(groups) - self.present, onload=True)
 
@@ -179,8 +174,8 @@ class OffloadManager:
         if self.device.type == "cpu":
             self._process.reset()
         yield
-        found = device_peak(self.device) or {"": float(self.nbytes)} | self._process.measure()
-        for kind, size in found.items():
+        sizes = device_peak(self.device) or {"": float(self.nbytes)} | self._process.measure()
+        for kind, size in sizes.items():
             metrics[f"memory{'_' if kind else ''}{kind}/{phase}"] = size
 
 
@@ -216,7 +211,6 @@ class Residency:
                 weight_sync.sync(weight_sync.version)
 
     def onload_model(self, phase: str, name: str, *parts: str) -> None:
-        """Have a trained model's weights, gradients or optimizer on the device."""
         model = self.models[name]
         groups = {f"{model.name}.{part}" for part in parts}
         self.onload(phase, groups)

@@ -9,8 +9,8 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from functools import partial
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from megarl.algorithms.mismatch import mismatch_metrics, mismatch_sums
 from megarl.config.errors import MegarlError, ParityError
 from megarl.config.files import write_whole
 from megarl.config.schema import PRETRAINING, Config
-from megarl.data.batch import MicroBatch, TrainBatch
+from megarl.data.batch import TrainBatch
 from megarl.model.builder import DTYPES
 from megarl.parallel.comm import from_rank_0, gather_objects, gather_on_0, max_over_ranks, sum_over_replicas
 from megarl.rollout.engines.transformers_engine import TransformersEngine
@@ -33,13 +33,12 @@ from megarl.weights.megatron import open_model
 from megarl.weights.shards import hf_shards
 from megarl.weights.tensor_files import Processes
 
-# Limits of the mean |difference| of log-probs, in nats. Single tokens may differ by whole nats without a
-# fault.
+# Limits of the mean |difference| of log-probs, in nats. Single tokens may differ by more.
 LIMITS = {"fp32": 1e-3, "bf16": 0.15, "fp8": 0.4}
-# Limits of the relative difference between outputs of a layer's part, given the same input.
+# Limits of the relative difference of a part's output.
 PART_LIMITS = {"fp32": 1e-3, "bf16": 0.05, "fp8": 0.25}
-SEQUENCES, TOKENS = 2, 256  # responses whose hidden states are compared, and tokens of each at most
-# A layer's number (-1: before the first; the number of layers: after the last), and the name of its part.
+SEQUENCES, TOKENS = 2, 256  # responses to compare, and tokens of each at most
+# A layer's number (-1: before the first; number of layers: after the last), and its part's name.
 Part = tuple[int, str]
 OUTPUT, HEAD = "residual, or a norm behind attention or MLP", "output layer"
 # Parts of a layer in order, with Megatron's names.
@@ -51,7 +50,7 @@ PARTS = {
 }
 
 
-def precision(config: Config) -> str:
+def get_precision(config: Config) -> str:
     """Return the lowest precision in trainer or engine: a key of LIMITS."""
     options = config.rollout.engine_options if config.rollout.capabilities.takes_options else {}
     own = {str(value) for key, value in options.items() if key in ("dtype", "kv_cache_dtype")}
@@ -61,7 +60,7 @@ def precision(config: Config) -> str:
     return "bf16" if config.model.dtype == "bf16" or own & {"bfloat16", "float16", "half"} else "fp32"
 
 
-def comparable(batch: TrainBatch, version: int) -> Tensor:
+def mask_comparable(batch: TrainBatch, version: int) -> Tensor:
     """Return the response tokens that were sampled with the weights of `version`, bool [T].
 
     Temperature is part of both log-probs; top-p and top-k are part of neither.
@@ -79,12 +78,12 @@ def check_parity(run: Run, step: Step) -> None:
     Without old log-probs, from value pretraining or algorithm.old_logprobs=engine, one pass computes those
     of the first mini-batch.
     """
-    guard, batch, kind = run.config.guard, step.batch, precision(run.config)
+    guard, batch, kind = run.config.guard, step.batch, get_precision(run.config)
     if guard.parity == "none":
         return
     limit = LIMITS[kind] if guard.parity == "auto" else guard.parity
     version = 0 if step.stage == PRETRAINING else step.number - 1
-    mask = comparable(batch, version)
+    mask = mask_comparable(batch, version)
     if "old_logprobs" in batch:
         trainer = batch["old_logprobs"]
     else:
@@ -113,17 +112,6 @@ def check_parity(run: Run, step: Step) -> None:
     )
 
 
-# Layer by layer
-
-
-@dataclass(frozen=True)
-class Difference:
-    """A relative difference, given the same input: RMS over tokens of |difference| / |output|."""
-
-    part: Part
-    relative: float
-
-
 def compare_layers(run: Run, step: Step, version: int) -> str:
     """Compare hidden states, write run_dir/parity.txt, and return the result in words."""
     runtime, config = run.runtime, run.config
@@ -142,11 +130,11 @@ def compare_layers(run: Run, step: Step, version: int) -> str:
         def compare() -> None:
             nonlocal verdict
             assert reference is not None  # on the first rank
-            found = [
+            differences = [
                 _compare(reference, *sequence, ours, config.rollout.temperature)
                 for sequence, ours in zip(sequences, states, strict=True)
             ]
-            verdict = _describe(run, found, own is not None)
+            verdict = _describe(run, differences, own is not None)
 
         Processes(runtime.cpu_group).first(compare)
     except MegarlError as error:
@@ -157,28 +145,28 @@ def compare_layers(run: Run, step: Step, version: int) -> str:
     return str(from_rank_0(runtime, verdict, str))
 
 
-def _describe(run: Run, found: Sequence[Sequence[Difference]], own: bool) -> str:
+def _describe(run: Run, differences: Sequence[Mapping[Part, float]], own: bool) -> str:
     """Write the table, and describe the first difference. own: the reference is the engine."""
     config, layers = run.config, run.hf.num_hidden_layers
     kind = "fp8" if config.model.fp8.format != "none" else config.model.dtype
-    worst = [max(parts, key=lambda one: one.relative) for parts in zip(*found, strict=True)]
+    worst = [(part, max(one[part] for one in differences)) for part in differences[0]]
     table = config.run_dir / "parity.txt"
     with run.dispensable.file(table):
-        write_whole(table, "".join(f"{_name_part(one.part, layers)}: {one.relative:.3g}\n" for one in worst))
+        write_whole(table, "".join(f"{_name_part(part, layers)}: {size:.3g}\n" for part, size in worst))
     limit, other = PART_LIMITS[kind], "the engine's" if own else "transformers' on the same weights"
-    number = next((i for i, one in enumerate(worst) if not one.relative <= limit), None)
+    number = next((i for i, (_, size) in enumerate(worst) if not size <= limit), None)
     if number is None:
-        largest = max(worst, key=lambda one: one.relative)
+        part, largest = max(worst, key=itemgetter(1))
         where = f"no hidden state differs from {other} by over {limit:g} of its size, given the same input"
-        least = f"{where} (largest: {largest.relative:.2g}, {_name_part(largest.part, layers)})"
+        least = f"{where} (largest: {largest:.2g}, {_name_part(part, layers)})"
         if own:
-            return f"{least}, which leaves the engine's decoding with its cache, or rounding"
+            return f"{least}, so the engine's cached decoding or rounding is at fault"
         remedy = "rollout.fingerprint=true checks that"
-        return f"{least}, so that the engine is off, or the transfer to it ({remedy})"
-    first, before = worst[number], max((one.relative for one in worst[:number]), default=0.0)
+        return f"{least}, so the engine or the weight transfer is at fault ({remedy})"
+    (part, first), before = worst[number], max((size for _, size in worst[:number]), default=0.0)
     return (
-        f"the trainer's hidden states first differ from {other} in {_name_part(first.part, layers)}: "
-        f"by {first.relative:.2g} of their size given the same input, before it by {before:.2g} at most "
+        f"the trainer's hidden states first differ from {other} in {_name_part(part, layers)}: "
+        f"by {first:.2g} of their size given the same input, before it by {before:.2g} at most "
         f"(all in {table})"
     )
 
@@ -189,7 +177,6 @@ def _name_part(part: Part, layers: int) -> str:
 
 
 def _choose_sequences(run: Run, batch: TrainBatch) -> list[tuple[list[int], list[int]]]:
-    """Return some prompts with the beginning of their responses, equal on every rank."""
     order = batch.lengths.clamp(max=TOKENS).argsort(descending=True, stable=True)[:SEQUENCES]
     mine, kind = [], list[tuple[list[int], list[int]]]
     for row in order.tolist():
@@ -212,7 +199,7 @@ def _record_outputs(chunks: Sequence[Any]) -> Iterator[dict[Part, Tensor]]:
     with ExitStack() as hooks:
 
         def watch(layer: int, name: str, module: Any) -> None:
-            # With Transformer Engine the norm is part of the next module, and its own place is empty.
+            # Transformer Engine fuses the norm into the next module.
             if type(module).__name__ != "IdentityOp":
                 hooks.enter_context(module.register_forward_hook(partial(record, (layer, name))))
 
@@ -241,29 +228,19 @@ def _run_trainer(run: Run, prompt: list[int], response: list[int]) -> dict[Part,
     parts = gather_on_0(runtime, outputs if place.dp == 0 else {}, dict[Part, Tensor])
     if parts is None:
         return {}
-    whole: dict[Part, Tensor] = {}
+    outputs = {}
     for stage in range(layout.pp):
         ranks = [
             [layout.rank(tp=tp, cp=cp, dp=0, pp=stage) for tp in range(layout.tp)] for cp in range(layout.cp)
         ]
         for part in parts[ranks[0][0]]:
-            pieces = [[parts[rank][part] for rank in row] for row in ranks]
-            tokens = _join(pieces, batches[0], sharded=actor.model.config.sequence_parallel)
-            whole[part] = tokens[: batch.num_tokens]
-    whole[run.hf.num_hidden_layers, HEAD] = logprobs[batch.response_mask]
-    return whole
-
-
-def _join(pieces: Sequence[Sequence[Tensor]], batch: MicroBatch, *, sharded: bool) -> Tensor:
-    """Return the tokens of a pack in order, [t, hidden].
-
-    pieces: by context-parallel, then tensor-parallel rank; sharded: the latter hold different tokens
-    """
-    rows = [torch.cat(list(row)) if sharded else row[0] for row in pieces]
-    if batch.cut is None:
-        return rows[0]
-    rank, place = batch.cut
-    return torch.stack(rows)[rank, place]
+            rows = [[parts[rank][part] for rank in row] for row in ranks]
+            pieces = [torch.cat(row) if actor.model.config.sequence_parallel else row[0] for row in rows]
+            cut = batches[0].cut  # context-parallel rank and position of each token
+            tokens = pieces[0] if cut is None else torch.stack(pieces)[cut]
+            outputs[part] = tokens[: batch.num_tokens]
+    outputs[run.hf.num_hidden_layers, HEAD] = logprobs[batch.response_mask]
+    return outputs
 
 
 def _build_reference(run: Run, version: int) -> TransformersEngine | None:
@@ -331,23 +308,26 @@ def _compare(
     response: list[int],
     states: Mapping[Part, Tensor],
     temperature: float,
-) -> list[Difference]:
-    """Compare parts in order, by log-probs for the output layer."""
-    theirs = _run_reference(reference, [*prompt, *response], states)
-    found, fused = [], False
-    for part, output in theirs.items():
+) -> dict[Part, float]:
+    """Return each part's RMS over tokens of |difference| / |output|, given the trainer's input.
+
+    For the output layer it is the mean |difference| of the response's log-probs.
+    """
+    outputs = _run_reference(reference, [*prompt, *response], states)
+    differences, fused = dict[Part, float](), False
+    for part, output in outputs.items():
         if part[1] == HEAD:
             logits = output[len(prompt) - 1 : -1].float() / temperature
             logprobs = logits.log_softmax(-1).gather(-1, torch.tensor(response)[:, None])[:, 0]
             relative = float((states[part] - logprobs).abs().mean())
         elif part in states:
-            ours, size = states[part].double(), output.double().norm(dim=-1)
-            distance = (ours - output.double()).norm(dim=-1)
+            own, size = states[part].double(), output.double().norm(dim=-1)
+            distance = (own - output.double()).norm(dim=-1)
             relative = float((distance / size.clamp(min=1e-30)).square().mean().sqrt())
         else:
             fused = True
             continue
         layer, name = part
-        found.append(Difference((layer, f"{name} with the norm before it" if fused else name), relative))
+        differences[layer, f"{name} with the norm before it" if fused else name] = relative
         fused = False
-    return found
+    return differences

@@ -37,7 +37,6 @@ from megarl.training.objectives import actor_loss, critic_loss, other_tokens, su
 
 
 def rollout(run: Run, step: Step) -> None:
-    """Sample and grade groups of responses."""
     assert run.weight_sync is not None
     step.take(run.source.rollout(step.stage, step.number))
     step.events += run.weight_sync.take_events()
@@ -86,17 +85,15 @@ def old_top_k(run: Run, step: Step) -> None:
     """Find the old policy's top-k tokens for DPPO's trust region."""
     batch, k = step.batch, run.config.algorithm.dppo.top_k
     step.count_tokens(passes=1)
-    found = run.actor.top_k_columns(batch, batch.micro_batches, k, run.hf.vocab_size)
-    batch["old_top_logprobs"], batch["old_top_tokens"] = found["logprobs"], found["tokens"].int()
+    top = run.actor.top_k_columns(batch, batch.micro_batches, k, run.hf.vocab_size)
+    batch["old_top_logprobs"], batch["old_top_tokens"] = top["logprobs"], top["tokens"].int()
 
 
 def parity(run: Run, step: Step) -> None:
-    """End the run if engine and trainer differ by more than `guard.parity`."""
     check_parity(run, step)
 
 
 def reference_logprobs(run: Run, step: Step) -> None:
-    """Compute log pi_ref for the KL term (GRPO)."""
     assert run.reference is not None
     batch = step.batch
     step.count_tokens(passes=1)
@@ -126,16 +123,15 @@ def reward_model(run: Run, step: Step) -> None:
 
 
 def values(run: Run, step: Step) -> None:
-    """Compute V(s_t) before the critics are updated; of several critics also the mean."""
-    batch, found = step.batch, list[Tensor]()
+    batch, estimates = step.batch, list[Tensor]()
     step.count_tokens(len(run.critics), critic_lengths(step.rollout, run.config))
     read = batch.critic_micro_batches if run.config.values_prompts else batch.micro_batches
     for name in run.critic_names:
         run.residency.onload_model("values", name, "weights")
-        found.append(run.models[name].value_columns(batch, read)["values"])
-    batch["values"] = torch.stack(found).mean(0)
-    if len(found) > 1:
-        batch["critic_values"] = torch.stack(found, 1)
+        estimates.append(run.models[name].value_columns(batch, read)["values"])
+    batch["values"] = torch.stack(estimates).mean(0)
+    if len(estimates) > 1:
+        batch["critic_values"] = torch.stack(estimates, 1)
 
 
 def group_advantages(run: Run, step: Step) -> None:
@@ -161,7 +157,6 @@ def gae_advantages(run: Run, step: Step) -> None:
 
 
 def critic_agreement(run: Run, step: Step) -> None:
-    """Adjust advantages and entropy weights by the agreement of several critics."""
     add_agreement = load_function(CRITIC_AGREEMENT)
     step.metrics |= add_agreement(run.config.algorithm.agreement, step.batch, run.runtime)
 
@@ -171,23 +166,22 @@ def teacher_advantages(run: Run, step: Step) -> None:
     batch, config = step.batch, run.config
     logprobs = torch.full((batch.num_tokens,), -torch.inf)  # for tokens without a teacher
     for teacher, micro_batches in teachers_in_turn(run, step, "teacher_advantages"):
-        found = teacher.logprob_columns(batch, micro_batches)["logprobs"]
+        columns = teacher.logprob_columns(batch, micro_batches)["logprobs"]
         at = torch.cat([one.token_indices for one in micro_batches])
-        logprobs[at] = found[at]
+        logprobs[at] = columns[at]
     old = batch[config.algorithm.old_column]
     step.metrics |= add_teacher(config.teacher.weight, old, logprobs, batch, run.runtime)
 
 
 def teacher_top_k(run: Run, step: Step) -> None:
-    """Find a teacher's top-k tokens, for a term of the loss."""
     batch, k = step.batch, run.config.teacher.top_k
     assert k is not None
     size = batch.num_tokens, k if run.runtime.is_last_stage else 0
     logprobs, tokens = torch.full(size, -torch.inf), torch.zeros(size, dtype=torch.int32)
     for teacher, micro_batches in teachers_in_turn(run, step, "teacher_top_k"):
-        found = teacher.top_k_columns(batch, micro_batches, k, run.hf.vocab_size)
+        columns = teacher.top_k_columns(batch, micro_batches, k, run.hf.vocab_size)
         at = torch.cat([one.token_indices for one in micro_batches])
-        logprobs[at], tokens[at] = found["logprobs"][at], found["tokens"][at].int()
+        logprobs[at], tokens[at] = columns["logprobs"][at], columns["tokens"][at].int()
     batch["teacher_logprobs"], batch["teacher_tokens"] = logprobs, tokens
 
 
@@ -228,8 +222,7 @@ def monte_carlo_returns(run: Run, step: Step) -> None:
 
 
 def critic_update(run: Run, step: Step) -> None:
-    """Update each critic over its mini-batches, if a response is finished; average metrics."""
-    config, found = run.config, list[dict[str, float]]()
+    config, updates = run.config, list[dict[str, float]]()
     epochs = config.value_pretraining.epochs if step.stage == PRETRAINING else config.critic.epochs
     read = critic_lengths(step.rollout, config)
     if "unfinished" in step.rollout:
@@ -239,11 +232,11 @@ def critic_update(run: Run, step: Step) -> None:
         run.residency.onload_model("critic_update", name, "weights", "gradients", "optimizer")
         if mini_batches := step.batch.critic_mini_batches[number]:
             loss = critic_loss(config.algorithm, step.batch, number)
-            found.append(run.models[name].update_mini_batches(mini_batches, loss, epochs, "value"))
+            updates.append(run.models[name].update_mini_batches(mini_batches, loss, epochs, "value"))
         else:
             run.models[name].begin_step()
-    names = found[0] if found else ()
-    step.metrics |= {name: sum(one[name] for one in found) / len(found) for name in names}
+    names = updates[0] if updates else ()
+    step.metrics |= {name: sum(one[name] for one in updates) / len(updates) for name in names}
 
 
 def actor_update(run: Run, step: Step) -> None:
@@ -264,7 +257,7 @@ def actor_update(run: Run, step: Step) -> None:
     if (others := other_tokens(batch)) is not None:
         mini_batches = [[replace(one, others=others) for one in some] for some in mini_batches]
     updates = run.actor.update_mini_batches(mini_batches, loss, epochs, "policy", before)
-    # Keep entropy and mean probability from before the updates if a pass has computed them.
+    # Earlier values of entropy and mean probability are from before the updates.
     step.metrics |= {name: value for name, value in updates.items() if name not in step.metrics}
 
 
@@ -277,19 +270,16 @@ def draw_tokens(batch: TrainBatch, seed: int, step: int, update: int) -> Tensor:
 
 
 def weight_transfer(run: Run, step: Step) -> None:
-    """Send the actor's weights to the engines."""
     assert run.weight_sync is not None
     step.metrics |= run.publish(step.number)
     step.events += run.weight_sync.take_events()
 
 
 def read_pairs(run: Run, step: Step) -> None:
-    """Take the next pairs of prompt and response."""
     step.take(run.source.rollout(step.stage, step.number))
 
 
 def supervised_update(run: Run, step: Step) -> None:
-    """Maximise the likelihood of the responses."""
     loss = supervised_loss(step.batch)
     step.count_tokens(passes=1)
     step.metrics |= run.actor.update_mini_batches(step.batch.mini_batches, loss, 1, "policy")
@@ -299,15 +289,14 @@ FUNCTIONS: dict[str, Callable[[Run, Step], None]] = {phase.name: globals()[phase
 
 
 def run_phase(phase: Phase, run: Run, step: Step) -> None:
-    """Run a phase with its declared columns, and measure its memory."""
-    # Parity's memory is not recorded: a resumed run has one more parity phase, and otherwise equal records.
+    # Parity's memory is not recorded, so that a resumed run has equal records.
     record = nullcontext() if phase.name == PARITY else run.offload.measured(phase.name, step.metrics)
     with record, enforced(phase, step):
         FUNCTIONS[phase.name](run, step)
 
 
 class DeclaredColumns(dict[str, Tensor]):
-    """The columns of a batch during a phase; raises ValueError for undeclared ones."""
+    """A batch's columns during a phase."""
 
     def __init__(self, columns: Mapping[str, Tensor], phase: Phase) -> None:
         super().__init__(columns)
@@ -330,8 +319,8 @@ def enforced(phase: Phase, step: Step) -> Iterator[None]:
 
     def batches() -> dict[int, TrainBatch | RolloutBatch]:
         own, rollout = getattr(step, "batch", None), getattr(step, "rollout", None)
-        found = (rollout, getattr(rollout, "own", None), own)
-        return {id(batch): batch for batch in found if batch is not None}
+        present = (rollout, getattr(rollout, "own", None), own)
+        return {id(batch): batch for batch in present if batch is not None}
 
     before = batches()
     known = {name for batch in before.values() for name in batch.columns}

@@ -63,7 +63,7 @@ from megarl.weights.shards import (
 )
 from megarl.weights.tensor_files import carried_files
 
-# File in run_dir with the settings that decide the result, written before the first checkpoint.
+# File in run_dir with the settings that decide the result.
 SETTINGS = "settings.json"
 # Packages on which the result depends.
 PACKAGES = (
@@ -141,7 +141,6 @@ def _check_other_models(config: Config, where: str, tokenizer: Any) -> ModelFold
 def _check_training(
     config: Config, where: str, layout: Layout, tokenizer: Any, folder: ModelFolder, critic: ModelFolder
 ) -> None:
-    """Check keys that depend on the tokenizer's and the models' sizes."""
     top_k = {"teacher.top_k": config.teacher.top_k, "algorithm.dppo.top_k": config.algorithm.dppo.top_k}
     for key, k in top_k.items():
         if k and k > len(tokenizer):
@@ -175,7 +174,7 @@ def _check_memory(
     *,
     replay: bool,
 ) -> str | None:
-    """Check that the run fits into memory of the GPUs or of this machine; return a warning."""
+    """Return a warning if memory is almost full. Raises ConfigError if it is too small."""
     ranks = _count_ranks(config, world)
     if device.type == "cuda":
         memory = torch.cuda.get_device_properties(device).total_memory
@@ -193,7 +192,6 @@ def _count_ranks(config: Config, world: int | None) -> int:
 
 
 def _sandbox_warning() -> str | None:
-    """Return a warning if this machine cannot fully confine verifiers and tools."""
     _, enforced = probe()
     reached = ", ".join(name for name, is_enforced in enforced.items() if not is_enforced)
     if not reached:
@@ -204,10 +202,7 @@ def _sandbox_warning() -> str | None:
 def check_fits(
     plan: PlanInputs, where: str, memory: float | None = None, free: float | None = None
 ) -> str | None:
-    """Raise ConfigError if a run does not fit on its GPUs, or in the `memory` of a machine.
-
-    Returns a warning if it needs almost all of `memory`, or of the `free` bytes.
-    """
+    """Raise ConfigError if a run needs too much memory; return a warning if almost."""
     problem = find_problem(plan) if memory is None else find_cpu_problem(plan, memory)
     if problem:
         raise ConfigError(f"{where}: {problem}")
@@ -217,10 +212,7 @@ def check_fits(
 def preflight_evaluation(
     config: Config, where: str, key: str = "model.path", *, weights: bool = True
 ) -> None:
-    """Check what `megarl eval` needs. Raises as `preflight`.
-
-    key: the key or option with the model's folder; weights: the folder holds them, too
-    """
+    """Check what `megarl eval` needs. weights: model.path holds them, too."""
     if not config.data.eval:
         raise ConfigError(f"{where}: data.eval: must name at least one file to evaluate on")
     for problem in evaluation_problems(config):
@@ -280,10 +272,9 @@ def _check_buildable(path: Path, key: str) -> None:
 def check_verifier(
     reward: RewardConfig, references: Sequence[str | Reference], own: Sequence[str] = ()
 ) -> None:
-    """Test verifier and reward terms on one made-up response per reference. Raises ConfigError.
+    """Test verifier and reward terms on one made-up response per reference.
 
     references: of each data file the first answer, of each task of reasoning-gym a problem
-    own: as VerifierPool's
     """
     if not reward.terms and reward.verifier == "dapo":
         references = [one for one in references if isinstance(one, Reference)]
@@ -320,7 +311,6 @@ def check_verifier(
 
 
 def _check_machine(config: Config, device: str, world: int | None = None, *, replay: bool = False) -> None:
-    """Check that configured packages and devices are there. replay: without engine and logs."""
     if world or is_launched():
         layout_for(config.parallel, world or launched_world())
     if broken := broken_transformer_engine():
@@ -368,7 +358,6 @@ def _check_engine(config: Config, device: str) -> None:
 def _check_engine_layout(
     config: Config, hf_config: Mapping[str, Any], device: torch.device, world: int | None = None
 ) -> None:
-    """Check that engines divide the ranks and the model, and that each is within one node."""
     tp, cpu, remote = config.rollout.engine_tp, device.type == "cpu", config.rollout.capabilities.remote
     if not cpu and not remote and torch.cuda.device_count() % tp:
         devices = f"the {torch.cuda.device_count()} devices of this node"
@@ -414,7 +403,7 @@ def claim_run_dir(config: Config, *, fresh: bool = False) -> None:
     if checkpoint is not None:
         check_continues(config, checkpoint)
     elif has_records:
-        # A restart overwrites equal records, and less than one checkpoint interval of them.
+        # A restart overwrites equal records.
         if has_finished(run_dir) or not config.checkpoint.every or not (run_dir / SETTINGS).is_file():
             holds = "already holds a run, and no complete checkpoint to continue it from"
             details = "".join(f"; {line}" for line in skipped)

@@ -15,10 +15,9 @@ from megarl.config.files import Dispensable
 from megarl.config.schema import PRETRAINING, Config
 from megarl.parallel.runtime import Runtime
 
-# Layers x response tokens above which the operators of an in-process engine are not traced. Each such pair
-# has some 50 operators of about 1 kB in memory.
+# Layers x response tokens above which an in-process engine is not traced: each has some 50 operators of 1 kB.
 OPERATORS_IN_ROLLOUT = 20_000
-# The process's name, which torch writes after the first "args" of its metadata.
+# The process's name, which follows the first "args" of its metadata.
 _PROCESS = re.compile(r'"name": "process_name"')
 _NAME = re.compile(r'("name": )"[^"]*"')
 
@@ -78,7 +77,7 @@ class Profiler:
         partial = self.folder / f".{name}"
         try:
             trace.export_chrome_trace(str(raw))
-            if not raw.exists():  # torch ignores a full disk, and leaves a part of the file elsewhere
+            if not raw.exists():  # torch ignores a full disk
                 raise OSError("torch has not written all of it")
             with raw.open(encoding="utf-8") as lines, gzip.open(partial, "wt", 5, encoding="utf-8") as out:
                 renames = False

@@ -5,7 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, Protocol
+from typing import Any
+
+from torch.distributed.checkpoint.stateful import Stateful
 
 from megarl.config.errors import Interrupted
 from megarl.config.schema import PRETRAINING
@@ -18,14 +20,6 @@ from megarl.schedule.run import Run, Step
 from megarl.training.checkpoint import choose_checkpoint, moved_schedule
 from megarl.training.saving import CheckpointWriter
 from megarl.training.sharded import load_checkpoint
-
-
-class Stateful(Protocol):
-    """A part of the trainer's state in a checkpoint."""
-
-    def state_dict(self) -> dict[str, Any]: ...
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
 
 
 @dataclass
@@ -79,39 +73,37 @@ class Recovery:
         """Load the checkpoint, drop later records, and return the number of finished main steps."""
         for line in self._skipped:
             self.listeners.event(line)
-        found, run = self.checkpoint, self.run
-        stage, step = (run.config.main_stage, 0) if found is None else (found.stage, found.step)
-        if found is not None:
+        checkpoint, run = self.checkpoint, self.run
+        stage, step = (
+            (run.config.main_stage, 0) if checkpoint is None else (checkpoint.stage, checkpoint.step)
+        )
+        if checkpoint is not None:
             with self.listeners.phase("resume", Step(stage, step)):
-                state = load_checkpoint(found, run.models, run.residency.onload_for_checkpoint)
+                state = load_checkpoint(checkpoint, run.models, run.residency.onload_for_checkpoint)
                 run.source.load_state_dict(state["samplers"])
                 for name, one in self.stateful.items():
                     one.load_state_dict(state[name])
                 if len(state["generators"]) == run.runtime.world:
                     set_generator_states(state["generators"][run.runtime.rank])
                 self.listeners.rewind(stage, step)
-            self.listeners.event(f"continues from {found.path}")
-            if moved := moved_schedule(run.config, found):
+            self.listeners.event(f"continues from {checkpoint.path}")
+            if moved := moved_schedule(run.config, checkpoint):
                 self.listeners.event(moved)
-            if found.manifest["versions"] != versions():
+            if checkpoint.manifest["versions"] != versions():
                 self.listeners.event(
                     "package versions differ from the checkpoint's (manifest.json, versions.json): "
                     "results may differ by rounding errors"
                 )
         self._last_saved, self._last_step = (stage, step), (stage, step, {})
         self._since = time.monotonic()
-        return 0 if found is None else found.done
+        return 0 if checkpoint is None else checkpoint.done
 
     def take_seconds(self) -> float:
-        """Return this rank's seconds for checkpoints since the last call."""
         spent, self._spent = self._spent, 0.0
         return spent
 
     def after_step(self, stage: str, step: int, *, last: bool) -> None:
-        """Start the checkpoint of a step if it is due or the `last`, and leave if asked to.
-
-        Raises Interrupted on every rank if the run leaves, and CheckpointWriter's errors.
-        """
+        """Start the checkpoint of a step if it is due. Raises Interrupted if the run leaves."""
         self.longest_step = max(self.longest_step, time.monotonic() - self._since)
         self._since = time.monotonic()
         # A copy: the run may be asked to leave after the next step has started.
@@ -124,9 +116,9 @@ class Recovery:
                 self.check(self.longest_step + self.writer.seconds)
 
     def check(self, seconds: float = 0.0, *, weights_changed: bool = False) -> None:
-        """Continue writing a checkpoint, and leave if asked to or if less than `seconds` are left.
+        """Continue writing a checkpoint. Raises Interrupted if asked to leave.
 
-        weights_changed: since the last step; the run then cannot leave. Raises as `after_step`.
+        seconds: leave if fewer are left; weights_changed: since the last step, so the run cannot leave
         """
         if not (self.writer.unfinished if weights_changed else self.every):
             return

@@ -17,7 +17,7 @@ from megarl.parallel.comm import max_over_ranks
 from megarl.parallel.runtime import Runtime
 from megarl.schedule.phases import FUNCTIONS
 from megarl.schedule.preflight import versions
-from megarl.schedule.rollouts import manifest_path, rollout_files, rollouts_folder
+from megarl.schedule.rollouts import list_rollout_files, manifest_path, rollouts_folder
 from megarl.schedule.run import Run, Step, build_run
 from megarl.schedule.source import RecordedRollouts
 from megarl.training.checkpoint import (
@@ -30,9 +30,9 @@ from megarl.training.checkpoint import (
 )
 from megarl.training.sharded import load_checkpoint
 
-# Prefixes of metrics that are not results of the step: times, the engine's, and the whole run's.
+# Prefixes of metrics that are not results of the step.
 IGNORED = ("time/", "inside/", "throughput/", "transfer/", "guard/", "memory")
-# With another layout: relative tolerance, and absolute, as most metrics are about 1.
+# Relative and absolute tolerance with another layout; most metrics are about 1.
 TOLERANCE = {"fp32": 1e-3, "bf16": 5e-2}
 
 
@@ -66,8 +66,7 @@ class Outcome:
 def replay(config: Config, number: int, runtime: Runtime, tolerance: float | None = None) -> Outcome:
     """Repeat step `number` of the run in config.run_dir. Every rank calls this.
 
-    With the checkpoint's layout and versions, weights and recorded digits must be equal. Raises
-    CheckpointError or DataError if checkpoint, rollout or record is missing or damaged.
+    With the checkpoint's layout and versions, weights and recorded digits must be equal.
     """
     recorded = recorded_numbers(config, number)
     run = build_run(config, runtime, RecordedRollouts(config, runtime) if config.has_engine else None)
@@ -102,7 +101,6 @@ def replay(config: Config, number: int, runtime: Runtime, tolerance: float | Non
 
 
 def _load(run: Run, checkpoint: Checkpoint) -> list[str]:
-    """Load the checkpoint before the step; return remarks about differing settings."""
     if damaged := damage_of(checkpoint, run.runtime):
         raise CheckpointError(damaged[0])
     state = load_checkpoint(checkpoint, run.models, run.residency.onload_for_checkpoint)
@@ -162,38 +160,36 @@ def _compare_weights(run: Run, checkpoint: Checkpoint, runtime: Runtime) -> floa
         run.residency.onload_for_checkpoint(name)
         return [parameter.detach().to("cpu", copy=True) for parameter in run.models[name].model.parameters()]
 
-    ours = {name: weights(name) for name in run.models}
+    replayed = {name: weights(name) for name in run.models}
     load_checkpoint(checkpoint, run.models, run.residency.onload_for_checkpoint)
     largest = 0.0
     for name in run.models:
-        for mine, theirs in zip(ours[name], weights(name), strict=True):
+        for mine, theirs in zip(replayed[name], weights(name), strict=True):
             if not torch.equal(mine, theirs):
                 largest = max(largest, float((mine.float() - theirs.float()).abs().max()))
     return max_over_ranks(runtime, largest)
 
 
 def check_replay(config: Config, number: int) -> None:
-    """Check before any rank starts that record, checkpoint and rollout exist."""
     if number < 1:
         raise ConfigError(f"--step: must be >= 1 (got {number})")
     recorded_numbers(config, number)
     find_start(config, number)
     if config.has_engine:
-        rollout_files(manifest_path(rollouts_folder(config), number))
+        list_rollout_files(manifest_path(rollouts_folder(config), number))
 
 
 def lines(outcome: Outcome) -> list[str]:
-    """Return the differences and a summary as lines to print."""
     different = outcome.different
     chosen = {name: outcome.numbers[name] for name in different if name in outcome.numbers}
-    shown = [f"{name}: recorded {a:.9g}, replayed {b:.9g}" for name, (a, b) in chosen.items()]
+    details = [f"{name}: recorded {a:.9g}, replayed {b:.9g}" for name, (a, b) in chosen.items()]
     rule = "to the last recorded digit" if outcome.exact else f"within {outcome.tolerance:g}"
-    verdict = f"{len(outcome.numbers) - len(shown)} of {len(outcome.numbers)} numbers equal {rule}"
+    verdict = f"{len(outcome.numbers) - len(details)} of {len(outcome.numbers)} numbers equal {rule}"
     if outcome.weights is not None:
         verdict += f"; largest difference of a weight after the step: {outcome.weights:.3g}"
     return [
         *outcome.remarks,
-        *shown,
+        *details,
         verdict,
         *([f"{len(different)} differ"] if different else []),
     ]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -34,7 +34,7 @@ FOLDER = "step-{:06d}"
 MANIFEST = "manifest.json"
 # Columns [T] of a file; all others are [n].
 TOKEN_COLUMNS = ("engine_logprobs", "token_versions", "turn_rewards", "routing")
-# Keys and sections that decide the frozen policy's samples and their rewards.
+# Keys and sections that decide the samples and their rewards.
 SAMPLING_KEYS = (
     *("seed", "data.shuffle", "model.dtype", "rollout.engine", "rollout.weights_dtype", "rollout.prompts"),
     "rollout.engine_options",
@@ -46,9 +46,8 @@ SAMPLING_KEYS = (
     "reward.terms",
     *("reward.overlong.soft_punishment", "reward.overlong.buffer"),
 )
-# What a rank has read: row numbers; lengths of sequences, responses and prompts; the columns [n]; and an
-# empty batch with the names and types of the columns [T].
-ReadRows = tuple[Tensor, tuple[Tensor, Tensor, Tensor], dict[str, Tensor], TrainBatch]
+# A rank's columns [n] with "row" and lengths, and an empty batch with names and types of the columns [T].
+ReadRows = tuple[dict[str, Tensor], TrainBatch]
 MODEL_FILES = (".json", ".safetensors", ".distcp", ".model", ".jinja")  # of weights and tokenizer
 
 
@@ -66,10 +65,7 @@ class RolloutStore:
         self.made_from = made_from or {}
 
     def read(self, number: int) -> tuple[tuple[RolloutBatch, dict[str, Any]] | None, list[str]]:
-        """Return ((batch, state), []), or (None, lines) with a line about a damaged rollout.
-
-        Raises ConfigError if it was made with other settings.
-        """
+        """Return ((batch, state), []), or (None, lines) with a line about a damaged rollout."""
         if not from_rank_0(self.ranks, manifest_path(self.folder, number).exists(), bool):
             return None, []
         try:
@@ -109,8 +105,7 @@ class RolloutStore:
             if parts is not None:
                 files = {name: digest for name, digest in parts if digest}
                 content = {"made_from": self.made_from, "files": files, "state": state}
-                # A prompt's extra columns may have types that JSON does not have.
-                text = json.dumps(content, default=str)
+                text = json.dumps(content, default=str)  # a prompt's columns may have any type
                 digest = hashlib.sha256(text.encode()).hexdigest()
                 write_whole(folder / MANIFEST, f"{digest}\n{text}\n")
                 fsync(folder)
@@ -121,10 +116,7 @@ def manifest_path(folder: Path, number: int) -> Path:
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
-    """Return a rollout's made_from, state, and files (name -> SHA-256).
-
-    Raises DataError if the manifest is missing or damaged.
-    """
+    """Return a rollout's made_from, state, and files (name -> SHA-256)."""
     try:
         digest, text = path.read_text(encoding="utf-8").splitlines()
         if hashlib.sha256(text.encode()).hexdigest() != digest:
@@ -142,7 +134,7 @@ def read_rollout(
 ) -> tuple[RolloutBatch, dict[str, Any]]:
     """Return a rollout's batch and state. Each rank holds the tokens of the files it reads.
 
-    Raises on every rank: DataError for missing or damaged files, ConfigError for another `made_from`.
+    Raises on every rank: DataError for damaged files, ConfigError for another `made_from`.
     """
     path = manifest_path(folder, number)
     text, failure = "", None
@@ -157,39 +149,37 @@ def read_rollout(
     if failure is not None:
         raise failure
     manifest = json.loads(text)
-    found, problem = [], None
+    batches, problem = [], None
     try:
         for i, (name, digest) in enumerate(manifest["files"].items()):
             if i % ranks.world == ranks.rank:
-                found.append(read_batch(path.parent / name, digest))
+                batches.append(read_batch(path.parent / name, digest))
     except DataError as error:
         problem = error
     own, read = None, None
-    if found and problem is None:
-        own = join(found)
+    if batches and problem is None:
+        own = join(batches)
         own = own.select(own["row"].argsort())
-        rows = own.columns.pop("row")
-        prompts = own.columns.pop("prompt_length", own.prompt_lengths)  # missing in old files, without turns
         columns = {name: own.columns.pop(name) for name in list(own.columns) if name not in TOKEN_COLUMNS}
-        read = rows, (own.lengths, own.response_lengths, prompts), columns, own.select([])
+        columns.setdefault("prompt_length", own.prompt_lengths)  # missing in old files, without turns
+        columns |= {"length": own.lengths, "response_length": own.response_lengths}
+        read = columns, own.select([])
     all_ranks = gather_objects(ranks, (problem, read), tuple[DataError | None, ReadRows | None])
     if problem := next(filter(None, (theirs for theirs, _ in all_ranks)), None):
         raise problem
     by_rank = [(rank, *theirs) for rank, (_, theirs) in enumerate(all_ranks) if theirs is not None]
-    all_rows = torch.cat([rows for _, rows, *_ in by_rank])
-    order = all_rows.argsort()
-
-    def merge(parts: Iterable[Tensor]) -> Tensor:
-        return torch.cat([*parts])[order]
-
+    owners = torch.cat([torch.full_like(theirs["row"], rank) for rank, theirs, _ in by_rank])
+    order = torch.cat([theirs["row"] for _, theirs, _ in by_rank]).argsort()
+    merged = {name: torch.cat([theirs[name] for _, theirs, _ in by_rank])[order] for name in by_rank[0][1]}
+    rows = merged.pop("row")
     batch = RolloutBatch(
-        lengths=merge(lengths for _, _, (lengths, _, _), *_ in by_rank),
-        response_lengths=merge(sampled for _, _, (_, sampled, _), *_ in by_rank),
-        prompt_lengths=merge(prompts for _, _, (_, _, prompts), *_ in by_rank),
-        owners=merge(torch.full_like(rows, rank) for rank, rows, *_ in by_rank),
-        columns={name: merge(columns[name] for *_, columns, _ in by_rank) for name in by_rank[0][3]},
-        rows=read[0] if read is not None else all_rows[:0],
-        own=own if own is not None else by_rank[0][4],
+        lengths=merged.pop("length"),
+        response_lengths=merged.pop("response_length"),
+        prompt_lengths=merged.pop("prompt_length"),
+        owners=owners[order],
+        columns=merged,
+        rows=read[0]["row"] if read is not None else rows[:0],
+        own=own if own is not None else by_rank[0][2],
     )
     state = manifest["state"]
     batch.metrics = dict(state["stats"])
@@ -197,8 +187,7 @@ def read_rollout(
     return batch, state
 
 
-def rollout_files(manifest: Path) -> list[Path]:
-    """Return the files of a rollout. Raises DataError if one is missing."""
+def list_rollout_files(manifest: Path) -> list[Path]:
     files = [manifest.parent / name for name in read_manifest(manifest)["files"]]
     for path in files:
         if not path.exists():
@@ -226,7 +215,7 @@ def pretraining_rollouts(config: Config, prompts: Sequence[Prompt], ranks: Ranks
 def check_pretraining_rollouts(config: Config) -> None:
     """Check before any rank starts that the first rollout was made with these settings.
 
-    The model's files and the prompts are compared later. A damaged rollout is sampled again.
+    The model's files and the prompts are compared later.
     """
     path = manifest_path(pretraining_folder(config), 1)
     if config.has_critic and config.value_pretraining.steps and path.exists():

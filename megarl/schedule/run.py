@@ -77,20 +77,14 @@ class Run:
         return Residency(self.offload, self.models, self.weight_sync if self.engine is not None else None)
 
     def publish(self, version: int) -> dict[str, float]:
-        """Transfer the actor's weights to the engines, both on the device; return metrics.
-
-        Engines on separate ranks may take the weights later.
-        """
+        """Transfer the actor's weights to the engines; return metrics. Remote engines may wait."""
         if self.remote is not None:
             return self.remote.publish(version)
         assert self.weight_sync is not None
         return self.weight_sync.sync(version).metrics()
 
     def transfer_pending(self, *, wait: bool) -> dict[str, float]:
-        """Transfer published weights to engines on separate ranks; return metrics.
-
-        wait: until the engines are idle; otherwise skip busy engines.
-        """
+        """Transfer published weights to remote engines. wait: until they are idle."""
         if self.remote is None or not self.remote.can_transfer(wait=wait):
             return {}
         self.residency.onload("weight_transfer", {"actor.weights"})
@@ -101,10 +95,7 @@ class Run:
 
 
 def build_run(config: Config, runtime: Runtime, source: BatchSource | None = None) -> Run:
-    """Build the models, then the source of batches with its engine, then the weight sync.
-
-    source: replaces the configured one. There are then no engines.
-    """
+    """Build a run. source: replaces the configured one. There are then no engines."""
     tokenizer = load_tokenizer(config.model.path)
     folder, hf = open_model(config.model.path), read_hf_config(config.model.path)
     stays = never_offloaded(config, gpu=runtime.device.type == "cuda")
@@ -153,7 +144,7 @@ def build_run(config: Config, runtime: Runtime, source: BatchSource | None = Non
 
 
 def build_reference(builder: ModelBuilder, actor: TrainableModel) -> InferenceModel | None:
-    """Build the reference model of a KL term. With LoRA it is the actor without its adapters."""
+    """Build a KL term's reference model: with LoRA the actor without adapters."""
     if not builder.config.algorithm.has_reference:
         return None
     if builder.config.actor.lora.rank is None:
@@ -169,8 +160,6 @@ def build_generation(
     actor: TrainableModel,
     offload: OffloadManager,
 ) -> tuple[Generation, WeightSync]:
-    """Start this rank's engine, and connect the actor to it."""
-
     def recover(failures: Failures) -> None:
         with offload.with_extra("rollout", {"actor.weights"}):
             weight_sync.recover(failures)

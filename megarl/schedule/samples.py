@@ -15,17 +15,17 @@ from megarl.observe.run_log import SampleRecord
 from megarl.parallel.comm import from_rank_0, gather_on_0
 from megarl.parallel.runtime import Runtime
 
-STEPS_WITH_TOKENS = 100  # approximate number per run, which keeps samples.jsonl small
-TOKENS_SHOWN = 512  # per response; of longer ones the first and the last half of that
+STEPS_WITH_TOKENS = 100  # approximate number per run
+TOKENS_SHOWN = 512  # per response: half at the start, half at the end
 DIGITS = 4  # significant digits of a token's numbers
-MAX_CHARACTER_TOKENS = 4  # a character has at most 4 bytes in UTF-8, and a token at least one
+MAX_CHARACTER_TOKENS = 4  # a character has at most 4 bytes
 
 
 def has_tokens(number: int, steps: int) -> bool:
     return number % -(-steps // STEPS_WITH_TOKENS) == 0 or number in (1, steps)
 
 
-def with_tokens(
+def add_tokens(
     samples: Mapping[int, SampleRecord], batch: TrainBatch, tokenizer: Any, runtime: Runtime
 ) -> list[SampleRecord]:
     """Return a step's samples with their tokens, advantages and values; [] except on rank 0.
@@ -37,10 +37,10 @@ def with_tokens(
     parts = gather_on_0(runtime, own, dict[int, dict[str, Tensor]])
     if parts is None:
         return []
-    found = {row: columns for part in parts for row, columns in part.items()}
+    columns_by_row = {row: columns for part in parts for row, columns in part.items()}
     complete = []
     for row, sample in samples.items():
-        numbers = {name: column.tolist() for name, column in found[row].items()}
+        numbers = {name: column.tolist() for name, column in columns_by_row[row].items()}
         ids, observed = numbers.pop("tokens"), numbers.pop("observed")
         if advantages := [a for a in numbers.get("advantages", ()) if not math.isnan(a)]:
             mean = math.fsum(advantages) / len(advantages)
@@ -50,12 +50,12 @@ def with_tokens(
         half, left_out = TOKENS_SHOWN // 2, len(ids) - TOKENS_SHOWN
         columns: dict[str, Any]
         if left_out <= 0:
-            texts = token_texts(tokenizer, ids)
+            texts = decode_tokens(tokenizer, ids)
             columns = {name: _round(column) for name, column in numbers.items()}
         else:
             observed = [*observed[:half], False, *observed[-half:]]
             gap = f"\n[... {left_out} tokens left out ...]\n"
-            texts = [*token_texts(tokenizer, ids[:half]), gap, *token_texts(tokenizer, ids[-half:])]
+            texts = [*decode_tokens(tokenizer, ids[:half]), gap, *decode_tokens(tokenizer, ids[-half:])]
             columns = {name: [*_round(c[:half]), None, *_round(c[-half:])] for name, c in numbers.items()}
         complete.append(
             replace(sample, tokens=texts, observed=observed if any(observed) else None, **columns)
@@ -73,7 +73,7 @@ def token_columns(batch: TrainBatch, rows: Iterable[int]) -> dict[int, dict[str,
     Numbers of observations are NaN, and advantages of tokens from earlier steps (`rollout.window`).
     """
     places = {row: i for i, row in enumerate(batch.rows.tolist())}
-    sampled_now, found = batch.drawn, {}
+    sampled_now, columns_by_row = batch.drawn, {}
     for row in rows:
         if row in places:
             tokens = response_indices(batch, places[row])
@@ -82,26 +82,25 @@ def token_columns(batch: TrainBatch, rows: Iterable[int]) -> dict[int, dict[str,
             for name, missing in (("advantages", ~sampled_now[tokens]), ("values", observed)):
                 if name in batch:
                     columns[name] = batch[name][tokens].float().masked_fill(missing, math.nan)
-            found[row] = columns
-    return found
+            columns_by_row[row] = columns
+    return columns_by_row
 
 
 def response_indices(batch: TrainBatch, row: int) -> Tensor:
-    """Return the indices of the tokens after a response's prompt, int64."""
     start, end = batch.cu_seqlens[row : row + 2].tolist()
     return torch.arange(start + int(batch.prompt_lengths[row]), end)
 
 
-def token_texts(tokenizer: Any, ids: Sequence[int]) -> list[str]:
+def decode_tokens(tokenizer: Any, ids: Sequence[int]) -> list[str]:
     """Return each token's text. A character of several tokens belongs to the first one."""
     texts: list[str] = tokenizer.batch_decode([[token] for token in ids], skip_special_tokens=False)
     at = 0
     while at < len(texts):
         if "\ufffd" in texts[at]:
             for end in range(at + 2, min(at + MAX_CHARACTER_TOKENS, len(ids)) + 1):
-                whole = tokenizer.decode(list(ids[at:end]), skip_special_tokens=False)
-                if "\ufffd" not in whole:
-                    texts[at:end] = [whole] + [""] * (end - at - 1)
+                text = tokenizer.decode(list(ids[at:end]), skip_special_tokens=False)
+                if "\ufffd" not in text:
+                    texts[at:end] = [text] + [""] * (end - at - 1)
                     at = end - 1
                     break
         at += 1

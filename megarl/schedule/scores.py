@@ -59,7 +59,6 @@ class Scores:
         return rows
 
     def means(self, prefix: str) -> dict[str, float]:
-        """Return means over the problems, as `prefix`/avg and others."""
         table, answers = self.table(), [answer for group in self.judged for answer in group.samples]
         unjudged: dict[str, float] = {
             f"{prefix}/unjudged": len(self.groups) - len(table),
@@ -85,13 +84,13 @@ class Scores:
         if samples is not None:
             columns |= {f"pass@{k}": [row["pass_at"][str(k)] for row in table] for k in ks_up_to(samples)}
             columns[f"majority@{samples}"] = [row["majority"] for row in table]
-        found = {}
+        intervals = {}
         for name, values in columns.items():
             if not values:
                 continue
             low, high = interval(values, min(row["samples"] for row in table))
-            found[name] = {"mean": math.fsum(values) / len(values), "low": low, "high": high}
-        return found
+            intervals[name] = {"mean": math.fsum(values) / len(values), "low": low, "high": high}
+        return intervals
 
     def counts(self) -> dict[str, int]:
         """Count answers by outcome.

@@ -48,6 +48,7 @@ class BatchSource(ABC):
 
     reports: Mapping[str, ReadReport]
     share: Any = dict[str, Any]
+    _waited = 0.0
 
     @abstractmethod
     def rollout(self, stage: str, number: int) -> RolloutBatch:
@@ -83,7 +84,8 @@ class BatchSource(ABC):
 
     def take_waited(self) -> float:
         """Return the seconds of waiting for engines since the last call."""
-        return 0.0
+        waited, self._waited = self._waited, 0.0
+        return waited
 
 
 class GenerationShare(TypedDict):
@@ -104,7 +106,6 @@ class Generation(BatchSource):
         self, config: Config, runtime: Runtime, tokenizer: Any, recover: Callable[[Failures], None]
     ) -> None:
         self.config, self.runtime, self.tokenizer = config, runtime, tokenizer
-        self._waited = 0.0
         options = load_prompt_options(config, tokenizer)
         self.sets, reports = read_problem_sets(config.data, config.evaluation, tokenizer, **options)
         self.prompts, report = read_prompts(config.data.train, config.data, tokenizer, self.sets, **options)
@@ -174,7 +175,6 @@ class Generation(BatchSource):
         return batch
 
     def _store(self, stage: str, number: int, batch: RolloutBatch) -> None:
-        """Write a rollout for value pretraining, for trainers on other ranks, or if configured."""
         if stage != PRETRAINING and not self.runtime.rollout_ranks:
             if self.config.checkpoint.rollouts:
                 self.rollouts.write(number, batch, {"stats": batch.metrics})
@@ -194,10 +194,6 @@ class Generation(BatchSource):
         result = EvaluationResult(self.rollout_rank.evaluate(due))
         self._waited += self.rollout_rank.seconds["gather"]
         return result.stats(), result.answers(self.tokenizer)
-
-    def take_waited(self) -> float:
-        waited, self._waited = self._waited, 0.0
-        return waited
 
     def snapshot(self) -> dict[str, Any]:
         return {"prompts": self.prompt_sampler.state(), "rollout": self.rollout_rank.snapshot()}

@@ -32,7 +32,6 @@ class ModelDescription(NamedTuple):
 
 @contextmanager
 def prefix_errors(key: str) -> Iterator[None]:
-    """Prefix a CheckpointError about a folder with its config key."""
     try:
         yield
     except CheckpointError as error:
@@ -81,7 +80,6 @@ def _try(load: Callable[[], Any]) -> tuple[Any, str]:
 
 
 def _blame(path: Path, problem: str) -> str:
-    """Return a line with the file that keeps a tokenizer from loading."""
     from tokenizers import Tokenizer
 
     file, template = path / "tokenizer.json", path / "chat_template.jinja"
@@ -108,7 +106,6 @@ def _check_template(config: Config, tokenizer: Any) -> None:
 
 
 def check_vocabulary(folder: ModelFolder | ModelDescription, key: str, tokenizer: Any) -> None:
-    """Raise CheckpointError if the model's vocabulary lacks a token."""
     vocabulary = folder.config["vocab_size"]
     highest = max(tokenizer.get_vocab().values(), default=0)
     if highest >= vocabulary >= len(tokenizer):

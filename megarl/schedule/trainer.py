@@ -11,6 +11,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from torch.distributed.checkpoint.stateful import Stateful
+
 from megarl.config.errors import DeviceMemoryError, NumericalError
 from megarl.config.phases import WEIGHT_TRANSFER, Phase, check_phases, select_phases
 from megarl.config.schema import PRETRAINING
@@ -21,7 +23,7 @@ from megarl.schedule.guards import Guards, keep_failed_batch
 from megarl.schedule.listeners import make_listeners
 from megarl.schedule.models import export_model
 from megarl.schedule.phases import run_phase
-from megarl.schedule.recovery import Progress, Recovery, Stateful
+from megarl.schedule.recovery import Progress, Recovery
 from megarl.schedule.run import Run, Step
 from megarl.schedule.watchdog import Watchdog
 
@@ -50,16 +52,15 @@ class Trainer:
             watchdog.depths |= {**run.source.depths, **pending}
 
     def train(self) -> None:
-        """Train from the newest checkpoint to the last step."""
         run, config, checkpoint = self.run, self.config, self.recovery.checkpoint
         pretraining = config.value_pretraining
         with self.listeners.run():
             pretrains = pretraining.steps > 0 and (checkpoint is None or checkpoint.pretraining)
             for critic in run.critics if pretrains else ():
-                # Before resume(): a checkpoint holds only the position in the learning rate's schedule.
+                # Before resume(): a checkpoint holds only the position in the schedule.
                 critic.start_schedule(pretraining.steps, constant_lr=pretraining.lr or config.critic.lr)
             done = self.recovery.resume()
-            for transfer in only_transfer(self.phases):
+            for transfer in select_transfer(self.phases):
                 run.residency.onload(transfer.name, transfer.on_gpu)
                 run.publish(done)
             if checkpoint is None:
@@ -82,10 +83,7 @@ class Trainer:
                     self.export("actor", folder, changed=changed, adapters=True)
 
     def pretrain_values(self) -> None:
-        """Fit the critic to the frozen policy's returns (VAPO section 4.1).
-
-        Ends at the step limit, or when the explained variance of a new rollout is high enough.
-        """
+        """Fit the critic to the frozen policy's returns (VAPO section 4.1)."""
         config, progress = self.config.value_pretraining, self.pretraining
         while not progress.done:
             step = Step(PRETRAINING, progress.steps + 1)
@@ -105,7 +103,7 @@ class Trainer:
     def step(self, step: Step) -> None:
         """Run the phases of a step. After a non-finite number only the weight transfer still runs.
 
-        Raises NumericalError and ConfigError after too many skipped or ungraded steps in a row.
+        Raises an error after too many skipped or ungraded steps in a row.
         """
         phases = select_phases(self.config, step.stage, first_step=step.stage in self.fresh_stages)
         with self.listeners.step(step):
@@ -115,7 +113,7 @@ class Trainer:
                 step.events.append(self.guards.count_failure(error))
                 step.metrics["guard/skipped"] = 1.0
                 # Engines expect this step's version even if the weights are unchanged.
-                self.run_phases(step, only_transfer(phases), weights_changed=True)
+                self.run_phases(step, select_transfer(phases), weights_changed=True)
             else:
                 self.fresh_stages.discard(step.stage)
                 if not self.has_passed_step and (line := plain_attention(self.config.model)):
@@ -125,16 +123,13 @@ class Trainer:
                 step.events += alarms
                 step.metrics |= {"guard/skipped": 0.0, "guard/alarms": float(len(alarms))}
             step.events += self.guards.count_ungraded(step.metrics, step.verifier_errors)
-            step.metrics["time/checkpoint"] = (
-                self.recovery.take_seconds()
-            )  # mostly of earlier steps' checkpoints
+            step.metrics["time/checkpoint"] = self.recovery.take_seconds()  # mostly of earlier steps
         self.guards.check_graded()
 
     def run_phases(self, step: Step, phases: Sequence[Phase], *, weights_changed: bool = False) -> None:
         """Run phases in order, each with its tensor groups on the device.
 
-        Before each phase, leave if asked to, unless weights have changed in this step. Also transfer weights
-        that remote engines wait for.
+        Before each phase, leave if asked to, and transfer weights that remote engines wait for.
         """
         run = self.run
         for phase in phases:
@@ -156,7 +151,6 @@ class Trainer:
                 raise DeviceMemoryError(f"step {step.number}, {error}") from error
 
     def evaluate(self, number: int) -> None:
-        """Answer the held-out problems that are due after a step."""
         config = self.config
         if not config.has_engine or not any(config.evaluates(number, one.every) for one in config.data.eval):
             return
@@ -169,10 +163,7 @@ class Trainer:
         self.listeners.on_evaluation(number, {**stats, "time/evaluation": spent}, answers)
 
     def export(self, which: str, out: Path, *, changed: bool, adapters: bool = False) -> None:
-        """Write a model as a Hugging Face folder, or its adapters as a PEFT folder.
-
-        An earlier start's folder stays, unless the weights have `changed` since.
-        """
+        """Export a model, unless an earlier start has, and the weights have not `changed` since."""
         if from_rank_0(self.run.runtime, out.exists(), bool):
             if not changed:
                 return
@@ -188,5 +179,5 @@ class Trainer:
         self.listeners.event(f"{what} written to {out}", keep=False)
 
 
-def only_transfer(phases: Sequence[Phase]) -> list[Phase]:
+def select_transfer(phases: Sequence[Phase]) -> list[Phase]:
     return [phase for phase in phases if phase.name == WEIGHT_TRANSFER]

@@ -28,18 +28,18 @@ from megarl.config.schema import WatchdogConfig
 from megarl.parallel.launch import HUNG, write_error_file
 
 FOLDER = "heartbeat"
-# Files of each rank: its heartbeat, its part of a report, and the stack that faulthandler writes.
+# Files of each rank; faulthandler writes the stack.
 BEAT, REPORT, STACK = "rank-{:05d}.json", "report-{:05d}.json", "stack-{:05d}.txt"
-WIDTH = 512  # bytes of a heartbeat. Overwritten in place, it is read whole: the old or the new one
-REPORT_REQUESTED = "report-asked"  # a file that asks every rank for its part of a report
-PATIENCE = 3  # watchdog periods that ranks have to report
-# Frames of these files wait for other ranks. Their caller shows the reason.
+WIDTH = 512  # bytes of a heartbeat, which is overwritten in place so that it is always complete
+REPORT_REQUESTED = "report-asked"  # a file that asks all ranks to report
+PATIENCE = 3  # periods in which ranks must report
+# Frames of these files wait for other ranks.
 WAITS = (
     "torch/distributed/distributed_c10d.py",
     "megatron/core/pipeline_parallel/p2p_communication.py",
-    "/selectors.py",  # of event loops, where the controller of rollouts and its workers wait for messages
+    "/selectors.py",  # of event loops: the controller and its workers wait for messages
 )
-LIBRARIES = ("torch/", "/asyncio/")  # their frames are skipped in the search for the caller
+LIBRARIES = ("torch/", "/asyncio/")  # skipped in the search for the caller
 
 
 class Watchdog:
@@ -72,8 +72,7 @@ class Watchdog:
             for name in (REPORT.format(self.rank), STACK.format(self.rank), *requested):
                 (self.folder / name).unlink(missing_ok=True)
             self._file = os.open(self.folder / BEAT.format(self.rank), os.O_WRONLY | os.O_CREAT, 0o600)
-            # faulthandler needs no interpreter lock, which a stuck rank may hold so that this thread cannot
-            # run.
+            # faulthandler works without the interpreter lock, which a stuck rank may hold.
             self._stack = open(self.folder / STACK.format(self.rank), "w", encoding="utf-8")
         faulthandler.register(signal.SIGUSR2, file=self._stack, all_threads=True)
         self._beat()
@@ -89,7 +88,7 @@ class Watchdog:
         os.close(self._file)
 
     def phase(self, name: str, stage: str | None = None, step: int | None = None) -> None:
-        """Record that the main thread enters a phase. None keeps the previous stage or step."""
+        """Enter a phase. None keeps the previous stage or step."""
         with self._lock:
             given = {"phase": name, "stage": stage, "step": step}
             self._state |= {key: value for key, value in given.items() if value is not None}
@@ -125,7 +124,7 @@ class Watchdog:
             if taken > limit:
                 self._fire(f"phase {self._state['phase']} has taken {taken:.0f} s, its limit is {limit:g} s")
             elif (silent := time.monotonic() - self._last_beat) > self.config.silence / 2:
-                # Leave before the others consider this rank dead and report a hang.
+                # Leave before the others report a hang.
                 path = self.folder / BEAT.format(self.rank)
                 line = f"{path}: cannot be written for {silent:.0f} s: {self._beat_error} ({MAKE_ROOM})"
                 self._leave(f"rank {self.rank}: {line}", StorageError.code)
@@ -202,7 +201,7 @@ class Watchdog:
         beats = {rank: read_beat(self.folder, rank) for rank in range(self.world)}
         silent = [rank for rank in beats if rank not in reports]
         self._request_stacks([beats[rank] for rank in silent])
-        line = culprit(reports, beats)
+        line = find_culprit(reports, beats)
         parts = [f"culprit: {line}", f"why now: {reason}", "", *map(str, reports.values())]
         parts += [f"rank {rank}: no answer; last heartbeat: {beats[rank]}" for rank in silent]
         for rank, report in reports.items():
@@ -225,7 +224,6 @@ class Watchdog:
 
 
 def read_beat(folder: Path, rank: int) -> dict[str, Any] | None:
-    """Return a rank's heartbeat, or None if it cannot be read."""
     try:
         beat = json.loads((folder / BEAT.format(rank)).read_bytes())
     except (OSError, ValueError):
@@ -244,12 +242,8 @@ def _read(path: Path) -> str:
 class Report:
     """A rank's part of the report about a hang.
 
-    phases           number of phases since the start
-    seconds          in the current phase
     waits_in         the collective in which the main thread waits
     last_collective  the last one in which the watchdog saw it
-    depths           sizes or contents of queues
-    stack            of all threads
     """
 
     rank: int
@@ -294,7 +288,7 @@ def find_wait(frame: FrameType | None) -> str | None:
     return name
 
 
-def culprit(reports: Mapping[int, Report], beats: Mapping[int, Mapping[str, Any] | None]) -> str:
+def find_culprit(reports: Mapping[int, Report], beats: Mapping[int, Mapping[str, Any] | None]) -> str:
     """Return a line about the rank that the others wait for.
 
     It is a rank that does not answer, else one that works while others wait, else one that is behind.
