@@ -316,7 +316,11 @@ def _check_machine(config: Config, device: str, world: int | None = None, *, rep
     if broken := broken_transformer_engine():
         raise ConfigError(broken)
     if not replay:  # after Transformer Engine, which an engine's file may import
-        _check_engine(config, device)
+        entry = ENGINES[config.rollout.engine]
+        if entry.package and not find_spec(entry.package):
+            remedy = f"{entry.install}, or use transformers"
+            raise ConfigError(f"rollout.engine: {config.rollout.engine} is not installed ({remedy})")
+        load_engine_class(config).check_machine(config, device)
     if device == "cuda" and config.model.layers != "portable" and (problem := cudnn_problem()):
         raise ConfigError(problem)
     if problem := attention_problem(config.model.attention):
@@ -345,14 +349,6 @@ def _check_machine(config: Config, device: str, world: int | None = None, *, rep
             f"but there are {torch.cuda.device_count()} here "
             "(lower one of them, or start megarl with torchrun on several machines)"
         )
-
-
-def _check_engine(config: Config, device: str) -> None:
-    entry = ENGINES[config.rollout.engine]
-    if entry.package and not find_spec(entry.package):
-        remedy = f"{entry.install}, or use transformers"
-        raise ConfigError(f"rollout.engine: {config.rollout.engine} is not installed ({remedy})")
-    load_engine_class(config).check_machine(config, device)
 
 
 def _check_engine_layout(

@@ -61,9 +61,9 @@ class BatchSource(ABC):
         It must not change later: a checkpoint may read it during the next step.
         """
 
-    @abstractmethod
     def join(self, shares: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Merge all ranks' snapshots into JSON data. Runs on rank 0, in any thread."""
+        return dict(shares[0])
 
     @abstractmethod
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -234,9 +234,6 @@ class RecordedRollouts(BatchSource):
     def snapshot(self) -> dict[str, Any]:
         return {}
 
-    def join(self, shares: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        return {}
-
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Ignore the state: rollouts are read by their step."""
 
@@ -264,9 +261,6 @@ class SupervisedPairs(BatchSource):
 
     def snapshot(self) -> dict[str, Any]:
         return {"pairs": self.sampler.state()}
-
-    def join(self, shares: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        return dict(shares[0])
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.sampler.load_state(state["pairs"])

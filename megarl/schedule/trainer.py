@@ -60,9 +60,10 @@ class Trainer:
                 # Before resume(): a checkpoint holds only the position in the schedule.
                 critic.start_schedule(pretraining.steps, constant_lr=pretraining.lr or config.critic.lr)
             done = self.recovery.resume()
-            for transfer in select_transfer(self.phases):
-                run.residency.onload(transfer.name, transfer.on_gpu)
-                run.publish(done)
+            for phase in self.phases:
+                if phase.name == WEIGHT_TRANSFER:
+                    run.residency.onload(phase.name, phase.on_gpu)
+                    run.publish(done)
             if checkpoint is None:
                 self.evaluate(0)
             if pretrains and run.critics:
@@ -113,7 +114,8 @@ class Trainer:
                 step.events.append(self.guards.count_failure(error))
                 step.metrics["guard/skipped"] = 1.0
                 # Engines expect this step's version even if the weights are unchanged.
-                self.run_phases(step, select_transfer(phases), weights_changed=True)
+                transfer = [phase for phase in phases if phase.name == WEIGHT_TRANSFER]
+                self.run_phases(step, transfer, weights_changed=True)
             else:
                 self.fresh_stages.discard(step.stage)
                 if not self.has_passed_step and (line := plain_attention(self.config.model)):
@@ -177,7 +179,3 @@ class Trainer:
             barrier(self.run.runtime)
         what = f"adapters of the {which}" if adapters else which
         self.listeners.event(f"{what} written to {out}", keep=False)
-
-
-def select_transfer(phases: Sequence[Phase]) -> list[Phase]:
-    return [phase for phase in phases if phase.name == WEIGHT_TRANSFER]
