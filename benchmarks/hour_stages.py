@@ -233,7 +233,7 @@ def model(given: Given, found: Found) -> None:
 def some_text(folder: Path, count: int, tokens: int) -> tuple[list[list[int]], list[list[int]]]:
     """Prompts and responses: text of our documentation, as the folder's tokenizer cuts it; of different
     lengths up to `tokens`."""
-    from megarl.schedule.generation import load_tokenizer
+    from megarl.schedule.models import load_tokenizer
 
     words = (ROOT / "docs" / "design.md").read_text(encoding="utf-8")
     ids, prompts, responses, at = load_tokenizer(folder)(words)["input_ids"], [], [], 0

@@ -53,7 +53,7 @@ def show(
         raise ConfigError(f"{path}: {name}: names no file")
     from megarl.agents.chat import schemas
     from megarl.agents.tools import MCP
-    from megarl.schedule.preflight import check_tokenizer
+    from megarl.schedule.tokenizer_checks import check_tokenizer
     from megarl.weights.megatron import open_model
 
     tokenizer = check_tokenizer(config, open_model(config.model.path))

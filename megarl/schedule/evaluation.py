@@ -1,6 +1,4 @@
-"""An evaluation that stands alone, on one rank: the policy of a Hugging Face folder or of a checkpoint, in
-the engine, no optimizer.
-"""
+"""`megarl eval`: evaluates a Hugging Face folder or a checkpoint, without an optimizer."""
 
 from __future__ import annotations
 
@@ -17,9 +15,9 @@ from megarl.rewards.pool import VerifierPool
 from megarl.rollout.engines.base import load_engine_class
 from megarl.rollout.episode import load_prompt_options
 from megarl.rollout.rank import RolloutRank
-from megarl.schedule.generation import load_tokenizer, start_engine
-from megarl.schedule.models import load_weights
+from megarl.schedule.models import load_tokenizer, load_weights
 from megarl.schedule.scores import EvaluationResult
+from megarl.schedule.source import start_engine
 from megarl.sync.weight_sync import make_weight_sync
 from megarl.training.checkpoint import (
     FOLDER,
@@ -35,13 +33,12 @@ from megarl.weights.megatron import open_model
 
 
 def find_policy(config: Config, given: Path | None) -> tuple[Config, Path | None]:
-    """Resolve `--checkpoint`. Return the config, whose `model.path` is the folder with config.json and
-    tokenizer, and the actor's part of a run's checkpoint, which holds the weights; None where `model.path`
-    holds them.
+    """Resolve `--checkpoint`. Raises CheckpointError for other folders and models.
 
-    given: a Hugging Face folder, a checkpoint as `megarl convert` writes it, with config.json and tokenizer
-    beside it, a checkpoint of a run, the run's folder (its newest complete checkpoint), or None:
-    `model.path`. Raises CheckpointError for anything else, and where the checkpoint is of another model.
+    Returns the config, whose `model.path` has config.json and tokenizer, and the actor's folder in a run's
+    checkpoint; None if the weights are in `model.path`.
+
+    given: a Hugging Face folder, a converted or a run's checkpoint, or a run's folder (its newest checkpoint)
     """
     if given is None:
         return config, None
@@ -50,12 +47,11 @@ def find_policy(config: Config, given: Path | None) -> tuple[Config, Path | None
     if (given / "config.json").is_file():
         return config.model_copy(update={"model": config.model.model_copy(update={"path": given})}), None
     if (given / FOLDER).is_dir():
-        found, skipped = find_checkpoint(given)
-        if found is None:
+        checkpoint, skipped = find_checkpoint(given)
+        if checkpoint is None:
             hint = f" (its exported model is in {given / 'hf'})" if (given / "hf").is_dir() else ""
             none = f"--checkpoint: {given}: the run has no complete checkpoint{hint}"
             raise CheckpointError("; ".join([none, *skipped]))
-        checkpoint = found
     elif (given / MANIFEST).exists() or given.name.startswith("."):
         checkpoint = open_checkpoint(given)
     else:
@@ -73,31 +69,30 @@ def find_policy(config: Config, given: Path | None) -> tuple[Config, Path | None
     if written is not None and written != sha256_of(description):
         raise CheckpointError(
             f"--checkpoint: {checkpoint.path}: was written with another model than model.path describes, "
-            f"{description} (give the run's own configuration)"
+            f"{description} (use the run's configuration)"
         )
     if not checkpoint.pretraining:
         check_same_adapters(config, checkpoint)
-    # In value pretraining the policy is still that of model.path.
+    # In value pretraining the policy is unchanged.
     return config, None if checkpoint.pretraining else checkpoint.path / "actor"
 
 
 class Evaluation:
-    """The policy in the engine, and the problems. The ranks share the work as in training."""
+    """The policy in the engine, and the problems. Ranks divide the work."""
 
     def __init__(self, config: Config, weights: Path | None, runtime: Runtime) -> None:
-        # Scores count right answers: the rewards of training do not matter.
+        # Scores only count correct answers.
         config = config.model_copy(
             update={"reward": config.reward.model_copy(update={"overlong": OverlongConfig(), "terms": {}})}
         )
         self.config, self.runtime = config, runtime
-        # A run may be writing there: all ranks read what rank 0 has found.
+        # A run may be writing there: all ranks use what rank 0 has found.
         self.weights = from_rank_0(runtime, weights, Path | None)
         self.tokenizer = load_tokenizer(config.model.path)
-        shown = load_prompt_options(config, self.tokenizer)
-        self.sets, self.reports = read_problem_sets(config.data, config.evaluation, self.tokenizer, **shown)
+        options = load_prompt_options(config, self.tokenizer)
+        self.sets, self.reports = read_problem_sets(config.data, config.evaluation, self.tokenizer, **options)
         self.engine = load_engine_class(config).build(config, self.tokenizer, runtime)
-        # Load the weights into Megatron's actor at this job's layout, sync them into the engine, drop the
-        # actor.
+        # Load Megatron's actor at this job's layout, sync it into the engine, drop it.
         path, lora = config.model.path, config.actor.lora.rank is not None
         if self.weights is None:
             config = config.without_adapters()
@@ -106,17 +101,15 @@ class Evaluation:
             load_weights(model, open_model(path), runtime)
         if self.weights is not None:
             load_model(model, self.weights)
-        start_engine(self.engine, runtime)  # beside the actor, which must have room at the weight sync
+        start_engine(self.engine, runtime)  # the actor keeps its memory for the sync
         make_weight_sync(config, runtime, read_config(path), model, self.engine).sync(version=0)
 
     @property
     def policy(self) -> Path:
-        """Return where the weights came from."""
         return self.weights or self.config.model.path
 
     def answer(self) -> EvaluationResult:
-        """Return the answers to every problem, judged; the same on every rank, but for their texts, which
-        rank 0 has."""
+        """Answer and grade every problem, the same on every rank, but texts are on rank 0."""
         reward, held_out = self.config.reward, self.config.data.model_copy(update={"train": ()})
         own = own_verifiers(held_out)
         limits = reward.workers, reward.timeout, reward.memory
@@ -128,5 +121,4 @@ class Evaluation:
                 rank.close()
 
     def close(self) -> None:
-        """End the engine."""
         self.engine.stop()

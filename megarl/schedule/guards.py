@@ -1,6 +1,4 @@
-"""What ends a run early, numbers that are not finite and steps whose responses all have errors, and alarms
-about metrics.
-"""
+"""Guards that end a run after non-finite numbers or ungraded steps, and alarms about metrics."""
 
 from __future__ import annotations
 
@@ -17,25 +15,23 @@ from megarl.config.schema import GuardConfig
 from megarl.parallel.comm import any_rank
 from megarl.schedule.run import Run, Step
 
-# Mean lengths differ by more than noise where the logarithm of their ratio is more than so many of its
-# standard errors (docs/reliability.md has what that finds and misses).
+# Mean lengths differ if the log of their ratio exceeds this many standard errors.
 STANDARD_ERRORS = 3.0
 
 
 class Guards:
-    """Counts of steps in a row, which end the run when there are too many.
+    """Counts consecutive bad steps, which end the run, and compares metrics with earlier steps.
 
-    windows      steps that may draw one response (`rollout.window`): in those before, longer ones than they
-                 have had time for have not ended, and lengths say nothing
-    skipped      steps in a row whose updates were not applied
-    unverified   steps in a row without a verdict
-    length       mean response length of the steps so far, in tokens, each of which counts half as much as the
-                 next, and its standard error
-    longer       steps in a row since then whose mean was beyond `guard.length_growth` times that: how many,
-                 the sum of their means, that of their squared standard errors
-    highest      metrics that may collapse: their highest value so far
-    longest      standard error of the highest mean length
-    collapsed    those of them that were below their share of it in the last step"""
+    windows     steps that may sample one response (`rollout.window`). Mean lengths of earlier steps lack long
+                responses, and are not compared
+    skipped     consecutive steps whose updates were not applied
+    unverified  consecutive steps without a verdict
+    length      moving average of the response length, with weight 1/2 for the newest, and its standard error
+    longer      consecutive steps above `guard.length_growth` times that: number, sum of means, sum of
+                squared errors
+    highest     highest value so far of each metric that may collapse; longest: standard error of the length's
+    collapsed   metrics that were below their share of the highest value in the last step
+    """
 
     def __init__(self, config: GuardConfig, windows: int = 1) -> None:
         self.config, self.windows = config, windows
@@ -46,54 +42,49 @@ class Guards:
         self.collapsed: set[str] = set()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps."""
         names = "skipped", "unverified", "length", "longer", "longest"
-        kept = {name: getattr(self, name) for name in names}
-        return {**kept, "highest": dict(self.highest), "collapsed": sorted(self.collapsed)}
+        state = {name: getattr(self, name) for name in names}
+        return {**state, "highest": dict(self.highest), "collapsed": sorted(self.collapsed)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Set what `state_dict` returned."""
         self.skipped, length = state["skipped"], state["length"]
-        # A number alone in checkpoints from before there were standard errors.
+        # Old checkpoints hold the length without its standard error.
         self.length = (length, 0.0) if isinstance(length, float) else length and tuple(length)
         self.longer, self.longest = tuple(state.get("longer", (0, 0.0, 0.0))), state.get("longest", 0.0)
         self.unverified = state.get("unverified", 0)
         self.highest = dict(state.get("highest", {}))
         self.collapsed = set(state.get("collapsed", ()))
 
-    def failed(self, error: NumericalError) -> str:
-        """Count a step whose rest is skipped; return the line about it. Raises `error` after too many."""
+    def count_failure(self, error: NumericalError) -> str:
+        """Count a skipped step; return a line about it. Raises `error` after too many."""
         self.skipped += 1
         if self.skipped > self.config.skipped_steps or error.fatal:
             raise error
         count = f"{self.skipped} of at most {self.config.skipped_steps} in a row"
         return f"{error}; the rest of the step is skipped ({count})"
 
-    def judged(self, metrics: Mapping[str, float], errors: Mapping[str, int]) -> list[str]:
-        """Count a step in which every response has an error, and return the line about it, or about responses
-        that were not judged. errors: of verifier, terms, episodes and tools, and how often each occurred."""
+    def count_ungraded(self, metrics: Mapping[str, float], errors: Mapping[str, int]) -> list[str]:
+        """Count a step with only errors; return lines. errors: number of occurrences."""
         share = metrics.get("reward/unverified")
         if share is not None:  # recipe sft has no answers
             self.unverified = self.unverified + 1 if share == 1 else 0
-        often = max(errors, key=lambda error: errors[error], default="see the steps before")
+        frequent = max(errors, key=lambda error: errors[error], default="see the steps before")
         if share != 1:
-            unjudged = metrics.get("reward/unjudged", 0.0)
-            left_out = f"{unjudged:.1%} of the responses were not judged and are left out"
-            return [f"{left_out}; the most frequent failure: {often}"] if unjudged else []
+            ungraded = metrics.get("reward/unjudged", 0.0)
+            left_out = f"{ungraded:.1%} of the responses could not be graded and are left out"
+            return [f"{left_out}; the most frequent failure: {frequent}"] if ungraded else []
         count = f"{self.unverified} of at most {self.config.unverified_steps} steps in a row"
-        return [f"every response has an error; the most frequent: {often} ({count})"]
+        return [f"every response has an error; the most frequent: {frequent} ({count})"]
 
-    def check_judged(self) -> None:
-        """Raise ConfigError after `guard.unverified_steps` steps in a row without a verdict."""
+    def check_graded(self) -> None:
         if self.unverified >= self.config.unverified_steps:
             raise ConfigError(
                 f"guard.unverified_steps: every response of {self.unverified} steps in a row had an error, "
-                "so that nothing is learned (the last step's events say how; mend it, or raise the limit)"
+                "so nothing is learned (fix the errors in the last step's events, or raise the limit)"
             )
 
-    def passed(self, metrics: Mapping[str, float], number: int) -> list[str]:
-        """Count step `number`, which was not skipped; return a line for each threshold that it has
-        crossed."""
+    def count_success(self, metrics: Mapping[str, float], number: int) -> list[str]:
+        """Count a step that was not skipped; return a line for each crossed threshold."""
         self.skipped = 0
         if number < self.windows:
             metrics = {name: value for name, value in metrics.items() if name != "response/length_mean"}
@@ -104,22 +95,22 @@ class Guards:
             low = f"{entropy:.4g} is below guard.entropy_low {limits.entropy_low:g}"
             lines.append(f"alarm: policy/entropy {low}: the policy collapses")
         if limits.length_growth is not None and length is not None:
-            lines += self._grown(length, error, limits.length_growth)
+            lines += self._check_growth(length, error, limits.length_growth)
         for key, limit, share in (
             ("policy/entropy", "entropy_collapse", limits.entropy_collapse),
             ("response/length_mean", "length_collapse", limits.length_collapse),
         ):
             if (value := metrics.get(key)) is None:
                 continue
-            of_length = key == "response/length_mean"
+            is_length = key == "response/length_mean"
             if value >= self.highest.get(key, value):
                 self.highest[key] = value
-                self.longest = error if of_length else self.longest
+                self.longest = error if is_length else self.longest
             highest = self.highest[key]
             collapsed = share is not None and value < share * highest
-            # Once, and not in each of the steps that stay there.
+            # Alarm once, not at each step that stays below.
             if collapsed and key not in self.collapsed:
-                if of_length and not _differ((value, error), (highest, self.longest)):
+                if is_length and not _differ((value, error), (highest, self.longest)):
                     continue
                 below = f"{value:.4g} has fallen below guard.{limit} {share:g} x {highest:.4g}"
                 lines.append(f"alarm: {key} {below}, the highest of the run: it collapses")
@@ -130,9 +121,11 @@ class Guards:
                 lines.append(f"alarm: {key} {above}: updates leave the trust region")
         return lines
 
-    def _grown(self, length: float, error: float, growth: float) -> list[str]:
-        """Count a step's mean length and its standard error; return the alarm if responses explode. What is
-        beyond the limit and may be noise is looked at together with the steps that follow."""
+    def _check_growth(self, length: float, error: float, growth: float) -> list[str]:
+        """Return an alarm if responses explode.
+
+        A length above the limit that may be noise is averaged with the steps that follow.
+        """
         before, lines = self.length, list[str]()
         if before is not None and length > growth * before[0] > 0:
             steps, total, squares = self.longer
@@ -144,32 +137,30 @@ class Guards:
             lines.append(f"alarm: response/length_mean {more}, the steps before: responses explode")
             before = None
         self.longer = 0, 0.0, 0.0
-        of_both = before and ((length + before[0]) / 2, math.hypot(error, before[1]) / 2)
-        self.length = of_both or (length, error)
+        average = before and ((length + before[0]) / 2, math.hypot(error, before[1]) / 2)
+        self.length = average or (length, error)
         return lines
 
 
 def _differ(one: tuple[float, float], other: tuple[float, float]) -> bool:
-    """Return whether two mean lengths with their standard errors differ by more than noise."""
-    (a, of_a), (b, of_b) = one, other
+    (a, a_error), (b, b_error) = one, other
     if not a or not b:
         return a != b
-    return abs(math.log(a / b)) > STANDARD_ERRORS * math.hypot(of_a / a, of_b / b)
+    return abs(math.log(a / b)) > STANDARD_ERRORS * math.hypot(a_error / a, b_error / b)
 
 
 def keep_failed_batch(run: Run, step: Step, phase: str, error: NumericalError) -> NumericalError:
-    """Write the batch of a phase that failed to run_dir/failed, one file a rank, and return the error with
-    where it is."""
+    """Write a failed phase's batch to run_dir/failed; return the error with its place."""
     folder, batch = run.config.run_dir / "failed", step.batch
     parts = {name: getattr(batch, name) for name in ("tokens", "cu_seqlens", "response_mask")}
     path = folder / f"{step.stage}-{step.number:06d}-rank{run.runtime.rank}.pt"
     content, missing = BytesIO(), True
-    torch.save({**parts, **batch.columns}, content)  # which to a file hides a disk's errors
+    torch.save({**parts, **batch.columns}, content)  # to memory: torch hides a disk's errors
     with run.dispensable.file(path):
         folder.mkdir(exist_ok=True)
         write_whole(path, content.getvalue())
         missing = False
-    # All ranks wait here: the launcher ends the other ranks when one ends, also while they write.
+    # Wait for all ranks: when one ends, the launcher ends the others.
     place = "could not be written to" if any_rank(run.runtime, missing) else "is in"
     located = NumericalError(f"step {step.number}, phase {phase}: {error}; the batch {place} {folder}")
     located.fatal = error.fatal

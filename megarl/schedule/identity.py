@@ -1,4 +1,4 @@
-"""What the bits of a run's result depend on: settings, what it starts from, code, versions and processor."""
+"""The identity of a run: everything on which its result depends bitwise."""
 
 from __future__ import annotations
 
@@ -17,25 +17,23 @@ from megarl.data.generated import gym_entries
 from megarl.parallel.machine import version_of
 from megarl.schedule.preflight import versions
 
-PATHS = ("run_dir", "model.path", "data.train", "data.eval")  # settings of which the contents count
+PATHS = ("run_dir", "model.path", "data.train", "data.eval")  # compared by their contents
 
 
 def identity(config: Config) -> dict[str, Any]:
-    """Return everything that the bits of a run's result depend on: runs of equal identity end in the same
-    weights."""
+    """Return all that decides a run's result. Runs of equal identity end in the same weights."""
     cpu = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     models = [line for line in cpu if line.startswith("model name")]
     return {
-        "settings": all_settings(config),  # layout and seed among them
+        "settings": all_settings(config),  # with layout and seed
         "inputs": inputs(config),
         "code": code_checksum(),
         "versions": {"python": platform.python_version(), **versions()},
-        "processor": [torch.backends.cpu.get_cpu_capability(), *models[:1]],  # kernels are chosen by it
+        "processor": [torch.backends.cpu.get_cpu_capability(), *models[:1]],  # it decides which kernels run
     }
 
 
 def inputs(config: Config) -> str:
-    """Return a checksum of what a run starts from: weights, tokenizer and problems."""
     entries = (*config.data.train, *config.data.eval)
     files = checksum([*files_of(config.model.path), *(entry.path for entry in entries if entry.path)])
     generated = {key: entry.model_dump(mode="json") for key, entry in gym_entries(config.data).items()}
@@ -45,12 +43,10 @@ def inputs(config: Config) -> str:
 
 
 def files_of(folder: Path) -> list[Path]:
-    """Return the files in a folder, by name."""
     return [file for file in sorted(folder.iterdir()) if file.is_file()]
 
 
 def checksum(files: Iterable[Path]) -> str:
-    """Return one checksum for the contents of all these files."""
     digest = hashlib.sha256()
     for file in files:
         digest.update(hashlib.sha256(file.read_bytes()).digest())
@@ -58,20 +54,17 @@ def checksum(files: Iterable[Path]) -> str:
 
 
 def code_checksum() -> str:
-    """Return a checksum of the files of megarl and of what lies beside it: a table says whether all its runs
-    were made by the same code, a preflight whether all nodes have it."""
     return checksum(sorted(PACKAGE.parent.glob("megarl*/**/*.py")))[:10]
 
 
 def all_settings(config: Config) -> dict[str, Any]:
-    """Return the keys that must be equal for two runs to be the same: all but paths, whose contents `inputs`
-    covers."""
+    """Return the settings that must be equal in two equal runs: all except paths (see `inputs`)."""
 
-    def flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
         leaves: dict[str, Any] = {}
         for key, value in tree.items():
-            leaves |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+            leaves |= flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
         return leaves
 
-    settings = flat(config.model_dump(mode="json"))
+    settings = flatten(config.model_dump(mode="json"))
     return {key: value for key, value in settings.items() if key not in PATHS}

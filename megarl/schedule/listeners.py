@@ -1,6 +1,6 @@
-"""What listens to a run: traces, records and the terminal, the timeline, the watchdog, the clock. None
-decides what a run does or in which order, which is in schedule/trainer.py; but a record that cannot be
-written ends it.
+"""Observers of a run: traces, records and the terminal, the timeline, the watchdog, the clock.
+
+They decide nothing, but a record that cannot be written ends the run.
 """
 
 from __future__ import annotations
@@ -20,92 +20,88 @@ from megarl.observe.terminal import RunFacts, TerminalView
 from megarl.observe.timeline import Timeline
 from megarl.parallel.comm import from_rank_0, gather_objects
 from megarl.schedule.profiler import Profiler
-from megarl.schedule.rollouts import has_tokens, with_tokens
 from megarl.schedule.run import Run, Step
+from megarl.schedule.samples import add_tokens, has_tokens
 from megarl.schedule.watchdog import Watchdog
 
 Answers = Iterable[dict[str, Any]]
-PLAIN_LINES = 100  # a log file gets about so many lines of steps
+PLAIN_LINES = 100  # approximate number of steps that a plain log shows
 
 
 class Listener:
-    """Is told what a run does, on every rank alike. A listener has those methods that it needs; the others do
-    nothing."""
+    """Observes a run, with the same calls on every rank. These methods do nothing."""
 
-    def begins(self, *, anew: bool) -> None:
-        """Hear that the run begins anew, or goes on with what was recorded."""
+    def on_start(self, *, fresh: bool) -> None:
+        """Handle the start. fresh: the run starts from the beginning, and older records are dropped."""
 
-    def listening(self) -> AbstractContextManager[None]:
-        """Return a context that lasts from then to the end of the run, or to its error."""
+    def run(self) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def goes_back(self, stage: str, number: int) -> None:
-        """Hear that the run continues after this step: what was recorded later is to be dropped."""
+    def rewind(self, stage: str, number: int) -> None:
+        """Drop records after this step, from which the run continues."""
 
     def step(self, step: Step) -> AbstractContextManager[None]:
-        """Return a context that lasts as long as a step, which is complete at its end."""
+        """Return a context for a step, whose metrics are complete at the end."""
         return nullcontext()
 
     def phase(self, name: str, step: Step | None = None) -> AbstractContextManager[None]:
-        """Return a context that lasts as long as a phase of a step, or as what is done between steps."""
+        """Return a context for a phase of a step, or for work between steps."""
         return nullcontext()
 
-    def evaluated(self, number: int, metrics: Mapping[str, Any], answers: Answers) -> None:
-        """Hear how the held-out problems were answered after a step."""
+    def on_evaluation(self, number: int, metrics: Mapping[str, Any], answers: Answers) -> None:
+        pass
 
-    def event(self, line: str, *, kept: bool = True) -> None:
-        """Hear what has happened; not `kept`: nobody wants to know it later."""
+    def event(self, line: str, *, keep: bool = True) -> None:
+        """Show a line to the user. keep: record it, too."""
 
 
 class Listeners(Listener):
-    """Tells each of several, in order. The one whose context began first is the last to end it."""
+    """Calls several listeners in order. Contexts end in the opposite order."""
 
     def __init__(self, *listeners: Listener) -> None:
         self._all = listeners
 
-    def listening(self) -> AbstractContextManager[None]:
-        return _together([one.listening() for one in self._all])
+    def run(self) -> AbstractContextManager[None]:
+        return _combine([one.run() for one in self._all])
 
     def step(self, step: Step) -> AbstractContextManager[None]:
-        return _together([one.step(step) for one in self._all])
+        return _combine([one.step(step) for one in self._all])
 
     def phase(self, name: str, step: Step | None = None) -> AbstractContextManager[None]:
-        return _together([one.phase(name, step) for one in self._all])
+        return _combine([one.phase(name, step) for one in self._all])
 
-    def begins(self, *, anew: bool) -> None:
+    def on_start(self, *, fresh: bool) -> None:
         for one in self._all:
-            one.begins(anew=anew)
+            one.on_start(fresh=fresh)
 
-    def goes_back(self, stage: str, number: int) -> None:
+    def rewind(self, stage: str, number: int) -> None:
         for one in self._all:
-            one.goes_back(stage, number)
+            one.rewind(stage, number)
 
-    def evaluated(self, number: int, metrics: Mapping[str, Any], answers: Answers) -> None:
+    def on_evaluation(self, number: int, metrics: Mapping[str, Any], answers: Answers) -> None:
         for one in self._all:
-            one.evaluated(number, metrics, answers)
+            one.on_evaluation(number, metrics, answers)
 
-    def event(self, line: str, *, kept: bool = True) -> None:
+    def event(self, line: str, *, keep: bool = True) -> None:
         for one in self._all:
-            one.event(line, kept=kept)
+            one.event(line, keep=keep)
 
 
 @contextmanager
-def _together(contexts: Iterable[AbstractContextManager[None]]) -> Iterator[None]:
+def _combine(contexts: Iterable[AbstractContextManager[None]]) -> Iterator[None]:
     with ExitStack() as stack:
         for context in contexts:
             stack.enter_context(context)
         yield
 
 
-def listeners_of(run: Run, watchdog: Watchdog | None) -> Listeners:
-    """Return those of a run: a trace holds what the others do, and seconds are those of the phase alone."""
-    watched = [] if watchdog is None else [Watched(watchdog)]
-    return Listeners(Traced(run), Records(run), InTimeline(run), *watched, Clock())
+def make_listeners(run: Run, watchdog: Watchdog | None) -> Listeners:
+    """Build a run's listeners, the trace outermost, the clock innermost."""
+    watched = [] if watchdog is None else [WatchdogListener(watchdog)]
+    return Listeners(TraceListener(run), RecordListener(run), TimelineListener(run), *watched, Clock())
 
 
-class Traced(Listener):
-    """Has the profiler trace the steps that are wanted, and name their phases."""
-
+class TraceListener(Listener):
     def __init__(self, run: Run) -> None:
         self.profiler = Profiler(run.config, run.runtime, run.hf.num_hidden_layers, run.dispensable)
 
@@ -116,15 +112,15 @@ class Traced(Listener):
         return nullcontext() if step is None else self.profiler.phase(name)
 
 
-class InTimeline(Listener):
-    """Records when this rank did what, and has ranks that only generate do so."""
+class TimelineListener(Listener):
+    """Records this rank's phases and waits; also rewinds ranks that only generate."""
 
     def __init__(self, run: Run) -> None:
         self.timeline = Timeline(run.config.run_dir, run.runtime.rank, run.dispensable)
-        self.source, self.apart, self.main_stage = run.source, run.apart, run.config.main_stage
+        self.source, self.remote, self.main_stage = run.source, run.remote, run.config.main_stage
 
     @contextmanager
-    def listening(self) -> Iterator[None]:
+    def run(self) -> Iterator[None]:
         yield
         self.timeline.close()
 
@@ -138,21 +134,19 @@ class InTimeline(Listener):
             yield
             self.timeline.waited(self.source.take_waited())
 
-    def begins(self, *, anew: bool) -> None:
-        if anew:
+    def on_start(self, *, fresh: bool) -> None:
+        if fresh:
             self.timeline.clear()
-            if self.apart is not None:
-                self.apart.continue_after(0, self.main_stage)
+            if self.remote is not None:
+                self.remote.rewind(0, self.main_stage)
 
-    def goes_back(self, stage: str, number: int) -> None:
+    def rewind(self, stage: str, number: int) -> None:
         self.timeline.truncate_after(number, stage)
-        if self.apart is not None:
-            self.apart.continue_after(number, stage)
+        if self.remote is not None:
+            self.remote.rewind(number, stage)
 
 
-class Watched(Listener):
-    """Tells the watchdog where this rank is."""
-
+class WatchdogListener(Listener):
     def __init__(self, watchdog: Watchdog) -> None:
         self.watchdog = watchdog
 
@@ -173,41 +167,39 @@ class Clock(Listener):
             step.metrics[f"time/{name}"] = step.metrics.get(f"time/{name}", 0.0) + spent
 
 
-class Records(Listener):
-    """Records and shows the run, on rank 0. Every rank has one: numbers come from all of them, and where rank
-    0 cannot write, all raise it."""
+class RecordListener(Listener):
+    """Records and shows the run on rank 0. If that fails, every rank raises."""
 
     def __init__(self, run: Run) -> None:
-        self.run, self.config, self.runtime = run, run.config, run.runtime
-        self.facts, self.is_rank_0 = facts_of(run), run.runtime.rank == 0
+        self._run, self.config, self.runtime = run, run.config, run.runtime
+        self.facts, self.is_rank_0 = describe_run(run), run.runtime.rank == 0
         every = -(-self.config.steps // PLAIN_LINES)
         mode = self.config.log.terminal if self.is_rank_0 else "quiet"
         self.view = TerminalView(mode, self.facts, every=every)
         self.log: RunLog | None = None  # of rank 0
 
-    def begins(self, *, anew: bool) -> None:
+    def on_start(self, *, fresh: bool) -> None:
         log = self.config.log
 
         def open_log() -> None:
             exporter = Exporter(log.prometheus, log.prometheus_host) if log.prometheus else None
-            shown = log.samples, log.tensorboard, log.wandb, exporter
-            self.log = RunLog(self.config.run_dir, not anew, *shown, self.run.dispensable)
+            outputs = log.samples, log.tensorboard, log.wandb, exporter
+            self.log = RunLog(self.config.run_dir, not fresh, *outputs, self._run.dispensable)
 
         self._on_rank_0(open_log)
 
     @contextmanager
-    def listening(self) -> Iterator[None]:
-        """Show the run. An error that ends it is an event, too."""
+    def run(self) -> Iterator[None]:
         try:
             with self.view:
-                for name, report in self.run.source.reports.items():
+                for name, report in self._run.source.reports.items():
                     for line in report.lines():
                         self.view.event(f"{name} {line}")
                 yield
         except MegarlError as error:
-            self._write_events([*self.run.dispensable.take(), str(error)])
+            self._write_events([*self._run.dispensable.take(), str(error)])
             raise
-        for lines in gather_objects(self.runtime, self.run.dispensable.take(), list[str]):
+        for lines in gather_objects(self.runtime, self._run.dispensable.take(), list[str]):
             self._write_events(lines)
         self._on_rank_0(self.log.close if self.log is not None else lambda: None)
 
@@ -217,13 +209,13 @@ class Records(Listener):
 
     @contextmanager
     def step(self, step: Step) -> Iterator[None]:
-        megatron_seconds = count_megatron_seconds(self.run)
+        megatron_seconds = count_megatron_seconds(self._run)
         yield
         samples, metrics = self._samples(step), step.metrics
-        self._over_ranks(metrics)
+        self._reduce_memory(metrics)
         metrics["time/step"] = time.perf_counter() - step.started
-        metrics["inside/megatron"] = count_megatron_seconds(self.run) - megatron_seconds
-        metrics |= throughput(metrics)
+        metrics["inside/megatron"] = count_megatron_seconds(self._run) - megatron_seconds
+        metrics |= compute_throughput(metrics)
         for line in step.events:
             self.view.event(line)
         events = {"events": step.events} if step.events else {}
@@ -235,39 +227,35 @@ class Records(Listener):
             if step.distributions:
                 self.log.write_distributions(step.number, step.stage, step.distributions)
 
-    def evaluated(self, number: int, metrics: Mapping[str, Any], answers: Answers) -> None:
+    def on_evaluation(self, number: int, metrics: Mapping[str, Any], answers: Answers) -> None:
         self._record({"step": number, "stage": EVALUATION, **metrics}, answers)
 
-    def goes_back(self, stage: str, number: int) -> None:
+    def rewind(self, stage: str, number: int) -> None:
         self._on_rank_0(lambda: self.log and self.log.truncate_after(number, stage))
 
-    def event(self, line: str, *, kept: bool = True) -> None:
+    def event(self, line: str, *, keep: bool = True) -> None:
         self.view.event(line)
-        if kept:
+        if keep:
             self._write_events([line])
 
     def _samples(self, step: Step) -> list[SampleRecord]:
-        """Return the step's samples; in some steps with their tokens, to which every rank adds its share."""
         if self.config.log.samples and has_tokens(step.number, self.facts.total(step.stage)):
-            return with_tokens(step.samples, step.batch, self.run.tokenizer, self.runtime)
+            return add_tokens(step.samples, step.batch, self._run.tokenizer, self.runtime)
         return list(step.samples.values())
 
-    def _over_ranks(self, metrics: dict[str, float]) -> None:
-        """Make of each memory figure the largest of all ranks, that of the device that is the first to be
-        full; of the processes on a CPU, which share a machine, the sum."""
+    def _reduce_memory(self, metrics: dict[str, float]) -> None:
+        """Reduce memory over ranks to the maximum, or to the sum for processes on a CPU."""
         memory = {name: size for name, size in metrics.items() if name.startswith("memory")}
-        memory["memory/host"] = float(self.run.host.nbytes)
+        memory["memory/host"] = float(self._run.host.nbytes)
         kind = tuple[dict[str, float], list[str]]
-        all_ranks = gather_objects(self.runtime, (memory, self.run.dispensable.take()), kind)
+        all_ranks = gather_objects(self.runtime, (memory, self._run.dispensable.take()), kind)
         for name in memory:
-            of_ranks = [theirs[name] for theirs, _ in all_ranks]
-            metrics[name] = sum(of_ranks) if name.startswith("memory_all/") else max(of_ranks)
+            sizes = [theirs[name] for theirs, _ in all_ranks]
+            metrics[name] = sum(sizes) if name.startswith("memory_all/") else max(sizes)
         for _, lines in all_ranks:
             self._write_events(lines)
 
     def _record(self, record: Mapping[str, Any], answers: Answers = ()) -> None:
-        """Record and show a step or an evaluation."""
-
         def write() -> None:
             if self.log is not None:
                 self.view.step(self.log.write_metrics(record))
@@ -281,7 +269,7 @@ class Records(Listener):
                 self.log.write_event(line)
 
     def _on_rank_0(self, write: Callable[[], Any]) -> None:
-        """Have rank 0 write what the run cannot do without. Raises on every rank what it meets there."""
+        """Call `write` on rank 0, and raise its error on every rank."""
         failure = None
         try:
             if self.is_rank_0:
@@ -292,8 +280,7 @@ class Records(Listener):
             raise failure
 
 
-def facts_of(run: Run) -> RunFacts:
-    """Return the header of the terminal's view."""
+def describe_run(run: Run) -> RunFacts:
     config, layout, hf = run.config, run.runtime.layout, run.hf
     virtual = f" (VPP {layout.vpp})" if layout.vpp > 1 else ""
     context = f" x CP {layout.cp}" if layout.cp > 1 else ""
@@ -309,17 +296,15 @@ def facts_of(run: Run) -> RunFacts:
 
 
 def count_megatron_seconds(run: Run) -> float:
-    """Return this rank's seconds in Megatron's forward and backward passes and optimizers so far."""
     models = (run.actor, *run.critics, run.reference, run.reward_model, *run.teachers)
     return sum(model.megatron_seconds for model in models if model is not None)
 
 
-def throughput(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Return tokens per second of the whole job: generated, and put through forward and update."""
+def compute_throughput(metrics: Mapping[str, float]) -> dict[str, float]:
     rates = {}
     if metrics.get("time/rollout") and "rollout/tokens" in metrics and not metrics.get("rollout/reused"):
         seconds = metrics.get("inside/rollout", metrics["time/rollout"])  # of ranks that only generate
-        if seconds:  # else it was drawn before the run continued
+        if seconds:  # 0: the rollout comes from the checkpoint
             rates["throughput/rollout_tokens"] = metrics["rollout/tokens"] / seconds
     names = dict.fromkeys(phase.name for phase in PHASES if phase.model)
     seconds = sum(metrics.get(f"time/{name}", 0.0) for name in names)

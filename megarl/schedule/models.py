@@ -1,12 +1,13 @@
-"""The models of a rank that trains: built with their weights, and exported as Hugging Face folders."""
+"""The models of a rank that trains: built with their weights, and exported."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
-from transformers import PretrainedConfig
+from transformers import AutoTokenizer, PretrainedConfig
 
 from megarl.config.schema import Config
 from megarl.model.builder import DTYPES, ModelChunks, build_actor, build_critic, read_hf_config
@@ -24,13 +25,16 @@ from megarl.weights.shards import megatron_layout
 from megarl.weights.tensor_files import Processes
 
 
+def load_tokenizer(folder: Path) -> Any:
+    return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+
+
 def load_weights(
     model: torch.nn.Module, folder: ModelFolder, runtime: Runtime, *, critic: bool = False
 ) -> None:
-    """Load this rank's slices of a model's folder into its part of the model.
+    """Load this rank's slices of a model's folder.
 
-    Raises:
-        CheckpointError: on every rank, if one rank cannot use its slices.
+    Raises CheckpointError on every rank if one rank cannot use its slices.
     """
     shards = megatron_layout(folder.config, runtime.layout, critic=critic)[runtime.rank][1]
     Processes(runtime.cpu_group).run(
@@ -40,10 +44,9 @@ def load_weights(
 
 @dataclass(frozen=True)
 class ModelBuilder:
-    """Builds the models of a run on this rank. Each is offloaded before the next one is built.
+    """Builds a run's models on this rank, each after offloading the previous one.
 
-    folder  the actor's, which a critic and a reference model may share
-    hf      its config.json
+    folder  the actor's, which critic and reference model may share; hf: its config.json
     """
 
     config: Config
@@ -54,7 +57,6 @@ class ModelBuilder:
     host: HostPool
 
     def build_actor(self) -> TrainableModel:
-        """Build the policy."""
         config = self.config
         with self.offload.explained("start"):
             module = self._build_module(config)
@@ -64,7 +66,6 @@ class ModelBuilder:
         return model
 
     def build_critic(self) -> TrainableModel:
-        """Build a value model."""
         config, path = self.config, self.config.critic.path
         with self.offload.explained("start"):
             module = self._build_module(config, path, scalar=True)
@@ -75,7 +76,6 @@ class ModelBuilder:
         return model
 
     def build_frozen(self, name: str, path: Path | None = None) -> InferenceModel:
-        """Build the reference model, the reward model or a teacher. path: None for the actor's folder."""
         with self.offload.explained("start"):
             module = self._build_module(self.config.without_adapters(), path, scalar=name == "reward")
             model = InferenceModel(name, module.requires_grad_(False), self.runtime)
@@ -83,7 +83,6 @@ class ModelBuilder:
         return model
 
     def _build_module(self, config: Config, path: Path | None = None, *, scalar: bool = False) -> ModelChunks:
-        """Build a model with its weights. scalar: its head gives one number a token."""
         folder, hf = self.folder, self.hf
         if scalar or path is not None:
             folder = open_model(path or config.model.path, critic=scalar)
@@ -100,10 +99,7 @@ class ModelBuilder:
 def export_model(
     model: TrainableModel, config: Config, runtime: Runtime, out: Path, *, adapters: bool = False
 ) -> None:
-    """Write the actor or a critic as a Hugging Face folder, or its adapters as a PEFT folder.
-
-    Every rank calls this.
-    """
+    """Write a model as a Hugging Face folder, or its adapters as a PEFT folder, on every rank."""
     is_critic, control = model.name == "critic", runtime.cpu_group
     source = config.critic.path if is_critic and config.critic.path else config.model.path
     lora, place = model.config.lora, (runtime.layout, runtime.rank)

@@ -1,5 +1,6 @@
-"""Which tensor groups are on the device in which phase. Before a phase, everything that it does not need is
-offloaded to host memory; then what it needs is loaded. `residency.keep` names groups that never leave.
+"""Residency of tensor groups on the device.
+
+Before a phase, unneeded groups are offloaded to host memory, then needed ones are loaded.
 """
 
 from __future__ import annotations
@@ -27,16 +28,14 @@ UPDATE_ADVICE = (
     "lower update.tokens_per_micro_batch, set model.recompute=full, or raise parallel.tp or parallel.pp"
 )
 LOGPROB_ADVICE = "lower update.tokens_per_micro_batch or update.logprob_chunk, or raise parallel.tp"
-ENGINE_ADVICE = "lower rollout.engine_memory (sglang) or rollout.max_batch (transformers)"
 ADVICE = {
-    "rollout": ENGINE_ADVICE,
-    "evaluation": ENGINE_ADVICE,
-    "old_logprobs": LOGPROB_ADVICE,
-    "parity": LOGPROB_ADVICE,
-    "reference_logprobs": LOGPROB_ADVICE,
+    **dict.fromkeys(
+        ("rollout", "evaluation"),
+        "lower rollout.engine_memory (sglang) or rollout.max_batch (transformers)",
+    ),
+    **dict.fromkeys(("old_logprobs", "parity", "reference_logprobs"), LOGPROB_ADVICE),
     **dict.fromkeys(("old_top_k", "teacher_advantages", "teacher_top_k"), LOGPROB_ADVICE),
-    "reward_model": "lower update.tokens_per_micro_batch, or raise parallel.tp",
-    "values": "lower update.tokens_per_micro_batch, or raise parallel.tp",
+    **dict.fromkeys(("reward_model", "values"), "lower update.tokens_per_micro_batch, or raise parallel.tp"),
     "weight_transfer": "lower rollout.transfer_bucket or rollout.engine_memory",
     "start": "raise parallel.tp or parallel.pp",
     "checkpoint": "raise parallel.tp, parallel.pp or parallel.dp",
@@ -44,8 +43,10 @@ ADVICE = {
 
 
 class EngineMemory:
-    """The weights or the KV cache of this rank's share of the engines. `nbytes` is given where it is known
-    beforehand; on a GPU it is measured, as what becomes free when the engine goes to sleep."""
+    """The weights or the KV cache of this rank's share of the engines.
+
+    On a GPU `nbytes` is measured when the engine goes to sleep.
+    """
 
     def __init__(self, weight_sync: WeightSync, tag: str, device: torch.device, nbytes: int) -> None:
         self.weight_sync, self.tag, self.device, self.nbytes = weight_sync, tag, device, nbytes
@@ -59,75 +60,76 @@ class EngineMemory:
         self.weight_sync.wake((self.tag,))
 
 
-class Turns:
-    """The tensors of several models that take turns on the device as one group: teachers' weights."""
+class AlternatingGroup:
+    """A group with a part per model, of which one is on the device, as for teachers.
+
+    stay     the group is never offloaded; all parts are on the device
+    current  index of the part that is on the device, or was last
+    """
 
     def __init__(self, parts: Sequence[Movable], *, stay: bool) -> None:
-        self.parts, self.stay = [*parts], stay  # stay: the group never leaves, and all are there
-        self.at = len(parts) - 1  # the part that is there, or was last
+        self.parts, self.stay, self.current = [*parts], stay, len(parts) - 1
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes that it takes, or would take, on the device."""
-        return sum(part.nbytes for part in (self.parts if self.stay else self.parts[self.at : self.at + 1]))
+        return sum(part.nbytes for part in (self.parts if self.stay else [self.parts[self.current]]))
 
     def offload(self) -> None:
-        self.parts[self.at].offload()
+        self.parts[self.current].offload()
 
     def onload(self) -> None:
-        self.at = 0
+        self.current = 0
         self.parts[0].onload()
 
 
 class OffloadManager:
-    """Knows which tensor groups of this rank are on the device, and moves them. Every rank makes the same
-    moves in the same order: those of engines are collective."""
+    """Moves this rank's tensor groups.
+
+    Every rank makes the same moves in the same order, since an engine's are collective.
+    """
 
     def __init__(self, device: torch.device, keep: Collection[str]) -> None:
         self.device, self.keep = device, frozenset(keep)
         self.present: set[str] = set()
         self._process = ProcessPeak()
-        self._groups: dict[str, Movable | EngineMemory | Turns] = {}
+        self._groups: dict[str, Movable | EngineMemory | AlternatingGroup] = {}
 
     @property
     def enabled(self) -> bool:
-        """Return whether any group ever leaves the device."""
         return not self.keep >= frozenset(GROUPS)
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of the groups that are on the device."""
         return sum(self._groups[name].nbytes for name in self.present)
 
     def register(self, groups: Mapping[str, Movable | EngineMemory]) -> None:
-        """Add groups, which are on the device. One of a name that is there takes turns with what has it."""
+        """Add groups that are on the device. Equal names become one AlternatingGroup."""
         for name, group in groups.items():
             known = self._groups.get(name)
             if isinstance(group, Movable) and known is not None:
-                before = known.parts if isinstance(known, Turns) else [known]
-                self._groups[name] = Turns([*before, group], stay=name in self.keep)
+                before = known.parts if isinstance(known, AlternatingGroup) else [known]
+                self._groups[name] = AlternatingGroup([*before, group], stay=name in self.keep)
             else:
                 self._groups[name] = group
             self.present.add(name)
 
-    def turn(self, phase: str, name: str, number: int) -> None:
-        """Have the part `number` of a group on the device that is there with another of its parts."""
+    def select_part(self, phase: str, name: str, number: int) -> None:
         group = self._groups[name]
-        if isinstance(group, Turns) and not group.stay and group.at != number:
+        if isinstance(group, AlternatingGroup) and not group.stay and group.current != number:
             group.offload()
             empty_cache(self.device)
-            group.at = number
+            group.current = number
             with self.explained(phase):
                 group.parts[number].onload()
 
     def onload(self, phase: str, groups: Collection[str]) -> None:
-        """Offload every other group, then load `groups`. Raises DeviceMemoryError if there is no room."""
+        """Offload every other group, then load `groups`."""
         self._move(phase, self.present - frozenset(groups) - self.keep, onload=False)
         self._move(phase, frozenset(groups) - self.present, onload=True)
 
     @contextmanager
-    def also(self, phase: str, groups: Collection[str]) -> Iterator[None]:
-        """Have `groups` on the device within the block, beside everything that is there."""
+    def with_extra(self, phase: str, groups: Collection[str]) -> Iterator[None]:
+        """Load `groups` for the block without offloading others."""
         extra = frozenset(groups) - self.present
         self._move(phase, extra, onload=True)
         yield
@@ -144,8 +146,7 @@ class OffloadManager:
 
     @contextmanager
     def explained(self, phase: str) -> Iterator[None]:
-        """Turn torch's out-of-memory error into a DeviceMemoryError: what is on the device, what to
-        change."""
+        """Turn torch's out-of-memory error into a DeviceMemoryError with groups and remedy."""
         try:
             yield
         except torch.OutOfMemoryError as error:
@@ -157,7 +158,7 @@ class OffloadManager:
                 advice += ", or set residency.offload=true"
             elif self.keep:
                 advice += f", or take {', '.join(sorted(self.keep))} out of residency.keep"
-            # Out of memory, and the size asked for.
+            # The first two sentences: out of memory, and the requested size.
             what = ", ".join(str(error).strip().rstrip(".").split(". ")[:2])
             raise DeviceMemoryError(
                 f"phase {phase}: {what}; on the device are {there or 'no tensor groups'} ({advice})"
@@ -165,24 +166,21 @@ class OffloadManager:
 
     @contextmanager
     def measured(self, phase: str, metrics: dict[str, float]) -> Iterator[None]:
-        """Add memory/<phase>, in bytes: on a GPU the peak of this process (also memory_reserved/ and
-        memory_device/, see parallel/device_memory.py), on a CPU the size of the groups that are there, and
-        memory_all/<phase>, the peak of this process's memory."""
+        """Add memory/<phase> to the metrics, in bytes: the peak of the device or of the process.
+
+        On a CPU memory/ is the size of the loaded groups, and memory_all/ the peak of the process.
+        """
         reset_device_peak(self.device)
         if self.device.type == "cpu":
             self._process.reset()
         yield
-        found = device_peak(self.device) or {"": float(self.nbytes)} | self._process.measure()
-        for kind, size in found.items():
+        sizes = device_peak(self.device) or {"": float(self.nbytes)} | self._process.measure()
+        for kind, size in sizes.items():
             metrics[f"memory{'_' if kind else ''}{kind}/{phase}"] = size
 
 
 class Residency:
-    """Brings tensor groups to the device, and restores the weights of an engine that lost them.
-
-    models       trained models by name: actor, critic, critic_2
-    weight_sync  None if this rank has no engine
-    """
+    """Loads tensor groups, and restores the weights of an engine that lost them."""
 
     def __init__(
         self,
@@ -195,12 +193,11 @@ class Residency:
     def onload(self, phase: str, groups: Collection[str]) -> None:
         """Have these tensor groups on the device, and no others.
 
-        An engine whose weights were lost gets the actor's first. A phase that has both on the device syncs
-        them itself.
+        An engine whose weights were lost gets the actor's first, unless the phase syncs them itself.
         """
         weight_sync = self.weight_sync
         if weight_sync is None:
-            # A phase that only needs an engine, which is elsewhere, moves nothing.
+            # If only engine groups are needed, the engine is remote: offload nothing.
             if own := {name for name in groups if not name.startswith("engine.")}:
                 self.offload.onload(phase, own)
             return
@@ -209,20 +206,18 @@ class Residency:
             self.offload.onload(phase, {"actor.weights", "engine.weights"})
             weight_sync.sync(weight_sync.version)
         self.offload.onload(phase, groups)
-        if needs_engine and not weight_sync.complete:  # an engine failed when it was to wake up
-            with self.offload.also(phase, {"actor.weights"}):
+        if needs_engine and not weight_sync.complete:  # an engine failed to wake up
+            with self.offload.with_extra(phase, {"actor.weights"}):
                 weight_sync.sync(weight_sync.version)
 
     def onload_model(self, phase: str, name: str, *parts: str) -> None:
-        """Have these parts of a trained model on the device: weights, gradients, optimizer."""
         model = self.models[name]
         groups = {f"{model.name}.{part}" for part in parts}
         self.onload(phase, groups)
         if model.name == "critic":
-            number = list(self.models).index(name) - 1  # of the critics; the actor comes first
+            number = list(self.models).index(name) - 1  # the actor comes before the critics
             for group in sorted(groups):
-                self.offload.turn(phase, group, number)
+                self.offload.select_part(phase, group, number)
 
     def onload_for_checkpoint(self, name: str) -> None:
-        """Have a model and its optimizer on the device, to be saved or loaded."""
         self.onload_model("checkpoint", name, "weights", "optimizer")

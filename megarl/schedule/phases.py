@@ -1,5 +1,6 @@
-"""The code of each phase: a function with its name in config/phases.py, called as phase(run, step).
-`run_phase` calls it and enforces the columns that config/phases.py declares.
+"""The code of each phase of config/phases.py: a function of the same name.
+
+`run_phase` calls it and enforces its declared columns.
 """
 
 from __future__ import annotations
@@ -36,17 +37,15 @@ from megarl.training.objectives import actor_loss, critic_loss, other_tokens, su
 
 
 def rollout(run: Run, step: Step) -> None:
-    """Sample groups of responses, and verify them."""
     assert run.weight_sync is not None
     step.take(run.source.rollout(step.stage, step.number))
     step.events += run.weight_sync.take_events()
 
 
 def distribute(run: Run, step: Step) -> None:
-    """Distribute the batch over mini-batches with their global denominators, and bring each replica its part
-    from the ranks that drew it."""
+    """Divide the batch into mini-batches with global denominators, and deliver replicas' parts."""
     config = run.config
-    models = [*([] if step.stage == PRETRAINING else [run.actor]), *run.critics[:1]]  # all critics are alike
+    models = [*([] if step.stage == PRETRAINING else [run.actor]), *run.critics[:1]]  # critics share a layout
     networks = [model.model for model in models]
     seed = shuffle_seed(config.seed, step.index)
     step.batch = batch = make_train_batch(
@@ -61,8 +60,10 @@ def distribute(run: Run, step: Step) -> None:
 
 
 def old_logprobs(run: Run, step: Step) -> None:
-    """Compute the trainer's log-probs before any update, measure how far the engine's are from them, and
-    correct the policy loss's token weights for that where `algorithm.mismatch` says so."""
+    """Compute the trainer's log-probs before any update, and compare the engine's with them.
+
+    With `algorithm.mismatch` the difference corrects the policy loss's token weights.
+    """
     batch, version = step.batch, max(0, step.number - 1 - run.config.schedule.ahead)
     start_counting(run.actor.model.routings, grad=False)
     columns = run.actor.logprob_columns(batch, batch.micro_batches)
@@ -81,21 +82,18 @@ def old_logprobs(run: Run, step: Step) -> None:
 
 
 def old_top_k(run: Run, step: Step) -> None:
-    """Find the old policy's likeliest tokens at each place, by which a trust region compares it (DPPO)."""
+    """Find the old policy's top-k tokens for DPPO's trust region."""
     batch, k = step.batch, run.config.algorithm.dppo.top_k
     step.count_tokens(passes=1)
-    found = run.actor.top_k_columns(batch, batch.micro_batches, k, run.hf.vocab_size)
-    batch["old_top_logprobs"], batch["old_top_tokens"] = found["logprobs"], found["tokens"].int()
+    top = run.actor.top_k_columns(batch, batch.micro_batches, k, run.hf.vocab_size)
+    batch["old_top_logprobs"], batch["old_top_tokens"] = top["logprobs"], top["tokens"].int()
 
 
 def parity(run: Run, step: Step) -> None:
-    """End the run where engine and trainer are further apart than `guard.parity` allows; in the first step of
-    each start."""
     check_parity(run, step)
 
 
 def reference_logprobs(run: Run, step: Step) -> None:
-    """Compute log pi_ref of the initial policy, for the KL term (GRPO)."""
     assert run.reference is not None
     batch = step.batch
     step.count_tokens(passes=1)
@@ -104,7 +102,7 @@ def reference_logprobs(run: Run, step: Step) -> None:
 
 
 def reward_model(run: Run, step: Step) -> None:
-    """Add the reward model's score of each response, by its weight, to the rewards of the whole step."""
+    """Add the reward model's weighted scores to the rewards of the whole step."""
     assert run.reward_model is not None
     rollout, batch, weight = step.rollout, step.batch, run.config.reward.model.weight
     step.count_tokens(passes=1)
@@ -125,20 +123,18 @@ def reward_model(run: Run, step: Step) -> None:
 
 
 def values(run: Run, step: Step) -> None:
-    """Compute V(s_t) before the critics are updated: of several the mean, and each one's own."""
-    batch, found = step.batch, list[Tensor]()
+    batch, estimates = step.batch, list[Tensor]()
     step.count_tokens(len(run.critics), critic_lengths(step.rollout, run.config))
     read = batch.critic_micro_batches if run.config.values_prompts else batch.micro_batches
     for name in run.critic_names:
         run.residency.onload_model("values", name, "weights")
-        found.append(run.models[name].value_columns(batch, read)["values"])
-    batch["values"] = torch.stack(found).mean(0)
-    if len(found) > 1:
-        batch["critic_values"] = torch.stack(found, 1)
+        estimates.append(run.models[name].value_columns(batch, read)["values"])
+    batch["values"] = torch.stack(estimates).mean(0)
+    if len(estimates) > 1:
+        batch["critic_values"] = torch.stack(estimates, 1)
 
 
 def group_advantages(run: Run, step: Step) -> None:
-    """Compute the advantage of each response from the rewards of the batch, by the configured method."""
     step.metrics |= add_group_advantages(run.config, step.rollout, step.batch, run.runtime)
 
 
@@ -150,74 +146,74 @@ def tracked_advantages(run: Run, step: Step) -> None:
 
 
 def return_advantages(run: Run, step: Step) -> None:
-    """Take the rewards that follow each token, without a baseline (REINFORCE++)."""
+    """Sum each token's later rewards, without a baseline (REINFORCE++)."""
     step.metrics |= add_return_advantages(run.config.algorithm, step.batch, run.runtime)
 
 
 def gae_advantages(run: Run, step: Step) -> None:
-    """Compute generalised advantages and returns by the values (VAPO eq. 3 and 5)."""
+    """Compute generalised advantages and returns (VAPO eq. 3 and 5)."""
     add_gae = load_function(run.config.gae_function)
     step.add(*add_gae(run.config, step.batch, run.runtime))
 
 
 def critic_agreement(run: Run, step: Step) -> None:
-    """Change advantages and entropy weights where several critics agree or disagree."""
     add_agreement = load_function(CRITIC_AGREEMENT)
     step.metrics |= add_agreement(run.config.algorithm.agreement, step.batch, run.runtime)
 
 
 def teacher_advantages(run: Run, step: Step) -> None:
-    """Add a teacher's judgement of each sampled token to its advantage (on-policy distillation)."""
+    """Add a teacher's log-probs to the advantages (on-policy distillation)."""
     batch, config = step.batch, run.config
-    logprobs = torch.full((batch.num_tokens,), -torch.inf)  # where there is no teacher
+    logprobs = torch.full((batch.num_tokens,), -torch.inf)  # for tokens without a teacher
     for teacher, micro_batches in teachers_in_turn(run, step, "teacher_advantages"):
-        found = teacher.logprob_columns(batch, micro_batches)["logprobs"]
+        columns = teacher.logprob_columns(batch, micro_batches)["logprobs"]
         at = torch.cat([one.token_indices for one in micro_batches])
-        logprobs[at] = found[at]
+        logprobs[at] = columns[at]
     old = batch[config.algorithm.old_column]
     step.metrics |= add_teacher(config.teacher.weight, old, logprobs, batch, run.runtime)
 
 
 def teacher_top_k(run: Run, step: Step) -> None:
-    """Find what a teacher would have said at each place: its likeliest tokens, for a term of the loss."""
     batch, k = step.batch, run.config.teacher.top_k
     assert k is not None
     size = batch.num_tokens, k if run.runtime.is_last_stage else 0
     logprobs, tokens = torch.full(size, -torch.inf), torch.zeros(size, dtype=torch.int32)
     for teacher, micro_batches in teachers_in_turn(run, step, "teacher_top_k"):
-        found = teacher.top_k_columns(batch, micro_batches, k, run.hf.vocab_size)
+        columns = teacher.top_k_columns(batch, micro_batches, k, run.hf.vocab_size)
         at = torch.cat([one.token_indices for one in micro_batches])
-        logprobs[at], tokens[at] = found["logprobs"][at], found["tokens"][at].int()
+        logprobs[at], tokens[at] = columns["logprobs"][at], columns["tokens"][at].int()
     batch["teacher_logprobs"], batch["teacher_tokens"] = logprobs, tokens
 
 
 def teachers_in_turn(
     run: Run, step: Step, phase: str
 ) -> Iterator[tuple[InferenceModel, Sequence[MicroBatch]]]:
-    """Have each teacher on the device, one after the other, and yield it with micro-batches of the responses
-    on this replica that it judges; one that has none of the whole batch is left out."""
+    """Load the teachers one by one, with micro-batches of their responses on this replica.
+
+    A teacher without a response in the whole batch is skipped.
+    """
     config, batch = run.config, step.batch
     if not config.teacher.by_source:
         step.count_tokens(passes=1)
         yield run.teachers[0], batch.micro_batches
         return
     for number, teacher in enumerate(run.teachers):
-        judged = step.rollout["teachers"] == number
-        if not judged.any():
+        mask = step.rollout["teachers"] == number
+        if not mask.any():
             continue
-        step.count_tokens(1, step.rollout.lengths[judged])
-        run.offload.turn(phase, "teacher.weights", number)
-        yield teacher, micro_batches_of(judged, step.rollout, batch, config, teacher.model, run.runtime)
+        step.count_tokens(1, step.rollout.lengths[mask])
+        run.offload.select_part(phase, "teacher.weights", number)
+        yield teacher, micro_batches_of(mask, step.rollout, batch, config, teacher.model, run.runtime)
 
 
 def prompt_advantages(run: Run, step: Step) -> None:
-    """Compare rewards with the critic's expectation of their prompts."""
+    """Compare rewards with the critic's values of their prompts."""
     add_prompt_advantages = load_function(run.config.algorithm.advantage_method.function)
     step.metrics |= add_prompt_advantages(run.config, step.batch, run.runtime)
 
 
 def monte_carlo_returns(run: Run, step: Step) -> None:
-    """Compute the critic's targets alone, for value pretraining: the policy is the initial one, its KL 0."""
+    """Compute the critic's targets for value pretraining, in which KL is 0."""
     algorithm, batch = run.config.algorithm, step.batch
     if path := algorithm.advantage_method.returns:
         step.metrics |= load_function(path)(batch, run.runtime)[0]
@@ -226,9 +222,7 @@ def monte_carlo_returns(run: Run, step: Step) -> None:
 
 
 def critic_update(run: Run, step: Step) -> None:
-    """Update each critic over its own mini-batches. There are none if no response is finished. Metrics are
-    means over the critics."""
-    config, found = run.config, list[dict[str, float]]()
+    config, updates = run.config, list[dict[str, float]]()
     epochs = config.value_pretraining.epochs if step.stage == PRETRAINING else config.critic.epochs
     read = critic_lengths(step.rollout, config)
     if "unfinished" in step.rollout:
@@ -238,11 +232,11 @@ def critic_update(run: Run, step: Step) -> None:
         run.residency.onload_model("critic_update", name, "weights", "gradients", "optimizer")
         if mini_batches := step.batch.critic_mini_batches[number]:
             loss = critic_loss(config.algorithm, step.batch, number)
-            found.append(run.models[name].update_mini_batches(mini_batches, loss, epochs, "value"))
+            updates.append(run.models[name].update_mini_batches(mini_batches, loss, epochs, "value"))
         else:
             run.models[name].begin_step()
-    names = found[0] if found else ()
-    step.metrics |= {name: sum(of_one[name] for of_one in found) / len(found) for name in names}
+    names = updates[0] if updates else ()
+    step.metrics |= {name: sum(one[name] for one in updates) / len(updates) for name in names}
 
 
 def actor_update(run: Run, step: Step) -> None:
@@ -252,11 +246,10 @@ def actor_update(run: Run, step: Step) -> None:
     selected = torch.zeros(batch.num_tokens, dtype=torch.bool) if selector else None
 
     def select(number: int, mini_batch: Sequence[MicroBatch]) -> None:
-        """Mark in `selected` the tokens of a mini-batch that the selector chooses now."""
         assert selector is not None and selected is not None
         logprobs = run.actor.logprob_columns(batch, mini_batch)["logprobs"]
-        draws = draw_tokens(batch, run.config.seed, step.index, number)
-        selected.copy_(selector(algorithm, batch, mini_batch, logprobs, draws, run.runtime))
+        randoms = draw_tokens(batch, run.config.seed, step.index, number)
+        selected.copy_(selector(algorithm, batch, mini_batch, logprobs, randoms, run.runtime))
 
     step.count_tokens(epochs if selected is None else 2 * epochs)
     loss = actor_loss(algorithm, batch, selected, run.config.teacher)
@@ -264,34 +257,29 @@ def actor_update(run: Run, step: Step) -> None:
     if (others := other_tokens(batch)) is not None:
         mini_batches = [[replace(one, others=others) for one in some] for some in mini_batches]
     updates = run.actor.update_mini_batches(mini_batches, loss, epochs, "policy", before)
-    # Entropy and mean probability: those before the updates, where a pass has computed them.
+    # Earlier values of entropy and mean probability are from before the updates.
     step.metrics |= {name: value for name, value in updates.items() if name not in step.metrics}
 
 
 def draw_tokens(batch: TrainBatch, seed: int, step: int, update: int) -> Tensor:
-    """Return a random number of each token, float64 [T], which depends on seed, step, update, response and
-    position alone."""
+    """Return uniform numbers, float64 [T], by seed, step, update, response and position alone."""
     responses = zip(batch["group_ids"].tolist(), batch["response_index"].tolist(), strict=True)
-    of_responses = [selection_seed(seed, step, update, *response) for response in responses]
-    seeds = torch.tensor(of_responses, dtype=torch.int64)
+    seeds = torch.tensor([selection_seed(seed, step, update, *one) for one in responses], dtype=torch.int64)
     positions = torch.arange(batch.num_tokens) - batch.cu_seqlens[batch.sequence_ids]
     return uniform(seeds[batch.sequence_ids], positions)
 
 
 def weight_transfer(run: Run, step: Step) -> None:
-    """Send the actor's weights to the engines, by the engine's weight backend (sync/backends)."""
     assert run.weight_sync is not None
     step.metrics |= run.publish(step.number)
     step.events += run.weight_sync.take_events()
 
 
 def read_pairs(run: Run, step: Step) -> None:
-    """Take the next prompt/response pairs of a supervised warm start."""
     step.take(run.source.rollout(step.stage, step.number))
 
 
 def supervised_update(run: Run, step: Step) -> None:
-    """Maximise the likelihood of the responses."""
     loss = supervised_loss(step.batch)
     step.count_tokens(passes=1)
     step.metrics |= run.actor.update_mini_batches(step.batch.mini_batches, loss, 1, "policy")
@@ -301,15 +289,14 @@ FUNCTIONS: dict[str, Callable[[Run, Step], None]] = {phase.name: globals()[phase
 
 
 def run_phase(phase: Phase, run: Run, step: Step) -> None:
-    """Run a phase, held to what it declares, and measure the memory that it takes."""
-    # PARITY's is not recorded: a run that was interrupted has one more of these, and else the same record.
+    # Parity's memory is not recorded, so that a resumed run has equal records.
     record = nullcontext() if phase.name == PARITY else run.offload.measured(phase.name, step.metrics)
     with record, enforced(phase, step):
         FUNCTIONS[phase.name](run, step)
 
 
 class DeclaredColumns(dict[str, Tensor]):
-    """The columns of a batch while a phase runs, which may only use those that it declares."""
+    """A batch's columns during a phase."""
 
     def __init__(self, columns: Mapping[str, Tensor], phase: Phase) -> None:
         super().__init__(columns)
@@ -328,13 +315,12 @@ class DeclaredColumns(dict[str, Tensor]):
 
 @contextmanager
 def enforced(phase: Phase, step: Step) -> Iterator[None]:
-    """Hold a phase to its declaration: raise ValueError where it uses a column that it does not declare, or
-    does not write one that it declares."""
+    """Raise ValueError if a phase uses an undeclared column, or does not write a declared one."""
 
     def batches() -> dict[int, TrainBatch | RolloutBatch]:
         own, rollout = getattr(step, "batch", None), getattr(step, "rollout", None)
-        found = (rollout, getattr(rollout, "own", None), own)
-        return {id(batch): batch for batch in found if batch is not None}
+        present = (rollout, getattr(rollout, "own", None), own)
+        return {id(batch): batch for batch in present if batch is not None}
 
     before = batches()
     known = {name for batch in before.values() for name in batch.columns}

@@ -1,5 +1,4 @@
-"""Traces of steps for Perfetto (`megarl train --profile N`), one file of each rank and step; and NVTX ranges
-of the phases, on GPUs always."""
+"""Perfetto traces of steps (`megarl train --profile N`), and NVTX ranges of phases on GPUs."""
 
 from __future__ import annotations
 
@@ -16,18 +15,18 @@ from megarl.config.files import Dispensable
 from megarl.config.schema import PRETRAINING, Config
 from megarl.parallel.runtime import Runtime
 
-# Layers x response tokens above which the operators of an engine in this process are left out of a trace:
-# there are some 50 for each, of about 1 kB in memory.
+# Layers x response tokens above which an in-process engine is not traced: each has some 50 operators of 1 kB.
 OPERATORS_IN_ROLLOUT = 20_000
-# The name that torch gives the process, on the line after the first "args" of its metadata.
+# The process's name, which follows the first "args" of its metadata.
 _PROCESS = re.compile(r'"name": "process_name"')
 _NAME = re.compile(r'("name": )"[^"]*"')
 
 
 class Profiler:
-    """Traces `log.profile` steps of the main stage, after the first one that this process does, which warms
-    up; on a rank that only generates, their rollouts. Each step is a trace of its own, so that the memory is
-    that of one step."""
+    """Traces `log.profile` steps of the main stage after the first one, which warms up.
+
+    Each step has its own trace, which bounds the memory. Ranks that only generate trace rollouts.
+    """
 
     def __init__(
         self, config: Config, runtime: Runtime, layers: int, dispensable: Dispensable | None = None
@@ -44,14 +43,12 @@ class Profiler:
 
     @contextmanager
     def step(self, stage: str, number: int) -> Iterator[None]:
-        """Trace a step where it is one of those that are wanted, and write the trace when it has ended."""
         self.done += stage != PRETRAINING
         if stage == PRETRAINING or not 1 < self.done <= self.steps + 1:
             yield
             return
-        os.environ.setdefault(
-            "KINETO_LOG_LEVEL", "99"
-        )  # or torch says on stderr when each trace begins and ends
+        # Otherwise torch reports the start and end of each trace on stderr.
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")
         self.trace = trace = profile(activities=self.activities)
         trace.start()
         try:
@@ -65,7 +62,7 @@ class Profiler:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Name a phase in traces, in torch's and (NVTX) in Nsight's."""
+        """Name a phase in torch's traces and in Nsight's (NVTX)."""
         pausing = self.trace if name in self.pauses_in else None
         with record_function(name), torch.cuda.nvtx.range(name) if self.gpu else nullcontext():
             if pausing is not None:
@@ -75,13 +72,12 @@ class Profiler:
                 pausing.toggle_collection_dynamic(True, self.activities)
 
     def _write(self, trace: profile, name: str) -> None:
-        """Write a trace whose process is called by its rank. Raises OSError."""
         self.folder.mkdir(exist_ok=True)
         raw = self.folder / f".{name}.json"
         partial = self.folder / f".{name}"
         try:
             trace.export_chrome_trace(str(raw))
-            if not raw.exists():  # torch says nothing of a disk that is full, and leaves a part elsewhere
+            if not raw.exists():  # torch ignores a full disk
                 raise OSError("torch has not written all of it")
             with raw.open(encoding="utf-8") as lines, gzip.open(partial, "wt", 5, encoding="utf-8") as out:
                 renames = False

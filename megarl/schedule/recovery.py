@@ -1,13 +1,13 @@
-"""What makes a run that was killed or pre-empted go on: the checkpoint that it continues from, those that it
-writes after steps, and leaving where it was told to, after steps and between phases.
-"""
+"""Recovery of a run: resume from a checkpoint, save checkpoints, and leave when asked to."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, Protocol
+from typing import Any
+
+from torch.distributed.checkpoint.stateful import Stateful
 
 from megarl.config.errors import Interrupted
 from megarl.config.schema import PRETRAINING
@@ -22,17 +22,9 @@ from megarl.training.saving import CheckpointWriter
 from megarl.training.sharded import load_checkpoint
 
 
-class Stateful(Protocol):
-    """What a checkpoint holds of the trainer's own."""
-
-    def state_dict(self) -> dict[str, Any]: ...
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
-
-
 @dataclass
 class Progress:
-    """How far value pretraining is."""
+    """The progress of value pretraining."""
 
     steps: int = 0
     done: bool = False
@@ -45,13 +37,13 @@ class Progress:
 
 
 class Recovery:
-    """Continues a run from its newest complete checkpoint, saves the steps that are due, and saves and leaves
-    when the run is pre-empted. Every rank calls it alike.
+    """Resumes a run, saves due steps, and leaves on preemption. Every rank makes the same calls.
 
-    A run leaves after a step, or within one before any weight has changed: its samples are dropped.
+    A run leaves after a step, or within one before any weight has changed, without the step's samples.
 
-    stateful    what a checkpoint holds besides the models and where the source of the batches stands
-    checkpoint  what the run continues from; None: it begins anew"""
+    stateful    more state to save, by name
+    checkpoint  from which the run resumes; None: it starts from the beginning
+    """
 
     def __init__(
         self, run: Run, stateful: Mapping[str, Stateful], listeners: Listeners, stop: StopRequest
@@ -60,7 +52,7 @@ class Recovery:
         self.every, self.longest_step = run.config.checkpoint.every, 0.0  # steps; seconds
         with listeners.phase("choose a checkpoint"):
             self.checkpoint, self._skipped = choose_checkpoint(run.runtime, run.config.run_dir)
-            listeners.begins(anew=self.checkpoint is None)
+            listeners.on_start(fresh=self.checkpoint is None)
         self.writer = CheckpointWriter(
             run.runtime,
             run.config,
@@ -70,7 +62,7 @@ class Recovery:
             run.source.join,
             run.source.share,
             listeners.event,
-            run.apart,
+            run.remote,
         )
         self._spent = 0.0
         self._last_saved: tuple[str, int] | None = None
@@ -78,46 +70,43 @@ class Recovery:
         self._since = time.monotonic()
 
     def resume(self) -> int:
-        """Load the checkpoint, where there is one, and drop what was recorded after it. Return the steps of
-        the main stage that are done."""
+        """Load the checkpoint, drop later records, and return the number of finished main steps."""
         for line in self._skipped:
             self.listeners.event(line)
-        found, run = self.checkpoint, self.run
-        stage, step = (run.config.main_stage, 0) if found is None else (found.stage, found.step)
-        if found is not None:
+        checkpoint, run = self.checkpoint, self.run
+        stage, step = (
+            (run.config.main_stage, 0) if checkpoint is None else (checkpoint.stage, checkpoint.step)
+        )
+        if checkpoint is not None:
             with self.listeners.phase("resume", Step(stage, step)):
-                state = load_checkpoint(found, run.models, run.residency.onload_for_checkpoint)
+                state = load_checkpoint(checkpoint, run.models, run.residency.onload_for_checkpoint)
                 run.source.load_state_dict(state["samplers"])
                 for name, one in self.stateful.items():
                     one.load_state_dict(state[name])
                 if len(state["generators"]) == run.runtime.world:
                     set_generator_states(state["generators"][run.runtime.rank])
-                self.listeners.goes_back(stage, step)
-            self.listeners.event(f"continues from {found.path}")
-            if moved := moved_schedule(run.config, found):
+                self.listeners.rewind(stage, step)
+            self.listeners.event(f"continues from {checkpoint.path}")
+            if moved := moved_schedule(run.config, checkpoint):
                 self.listeners.event(moved)
-            if found.manifest["versions"] != versions():
+            if checkpoint.manifest["versions"] != versions():
                 self.listeners.event(
-                    "versions have changed since (manifest.json, versions.json): "
-                    "what follows may differ in its last bits"
+                    "package versions differ from the checkpoint's (manifest.json, versions.json): "
+                    "results may differ by rounding errors"
                 )
         self._last_saved, self._last_step = (stage, step), (stage, step, {})
         self._since = time.monotonic()
-        return 0 if found is None else found.done
+        return 0 if checkpoint is None else checkpoint.done
 
     def take_seconds(self) -> float:
-        """Return the seconds that checkpoints have taken of this rank's time since the last call."""
         spent, self._spent = self._spent, 0.0
         return spent
 
     def after_step(self, stage: str, step: int, *, last: bool) -> None:
-        """Begin the checkpoint of a step where one is due, which it is after the `last` of a stage; leave
-        where the run was told to. Nothing is put off after the last step of the run.
-
-        Raises Interrupted on every rank where the run leaves, CheckpointError as CheckpointWriter."""
+        """Start the checkpoint of a step if it is due. Raises Interrupted if the run leaves."""
         self.longest_step = max(self.longest_step, time.monotonic() - self._since)
         self._since = time.monotonic()
-        # As it is now: the run may be told to leave when the next step has begun.
+        # A copy: the run may be asked to leave after the next step has started.
         state = {name: one.state_dict() for name, one in self.stateful.items()}
         self._last_step = stage, step, {"samplers": self.run.source.snapshot(), **state}
         with self.listeners.phase("checkpoint"):
@@ -127,10 +116,10 @@ class Recovery:
                 self.check(self.longest_step + self.writer.seconds)
 
     def check(self, seconds: float = 0.0, *, weights_changed: bool = False) -> None:
-        """Continue writing the present checkpoint, and end the run if it was told to end or has less than
-        `seconds` left. This loses the step's work so far.
+        """Continue writing a checkpoint. Raises Interrupted if asked to leave.
 
-        weights_changed: since the last step; the run then goes on. Raises as `after_step`."""
+        seconds: leave if fewer are left; weights_changed: since the last step, so the run cannot leave
+        """
         if not (self.writer.unfinished if weights_changed else self.every):
             return
         should_stop = not weights_changed and self.stop.should_stop(seconds)
@@ -152,7 +141,6 @@ class Recovery:
         raise Interrupted(f"{reason}: {saved}; the same command continues")
 
     def finish(self) -> None:
-        """Wait until the checkpoint that is being written is whole."""
         with self.listeners.phase("checkpoint"):
             self.writer.finish()
 

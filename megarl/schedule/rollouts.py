@@ -1,20 +1,15 @@
-"""What outlives a step of its rollout. Whole batches on disk: those of every step, for `megarl replay`
-(checkpoint.rollouts), and those of value pretraining, whose policy stands still, so that another critic can
-be fitted to the same ones (VAPO section 4.1). And a few responses for people, with each token's advantage and
-value.
+"""Rollouts on disk, for `megarl replay` and value pretraining (VAPO section 4.1).
 
-A batch is a folder. Each rank that drew responses writes them into a safetensors file of their own, and rank
-0 then the manifest, with the files' checksums: without it there is no batch. Read at any layout: the files
-are shared out among the ranks, which then deliver the sequences as if they had drawn them.
+A rollout is a folder with a safetensors file per rank and a manifest with checksums, which is written last.
+Any layout can read it: ranks divide the files, and deliver the sequences as if they had sampled them.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import math
 import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -31,17 +26,16 @@ from megarl.data.batch import RolloutBatch, TrainBatch, join, read_batch, write_
 from megarl.data.prompts import Prompt, content_of
 from megarl.observe.run_log import SampleRecord
 from megarl.parallel.comm import from_rank_0, gather_objects, gather_on_0
-from megarl.parallel.runtime import Ranks, Runtime
+from megarl.parallel.runtime import Ranks
 from megarl.training.checkpoint import settings_of, sha256_of
 
 KEY = "value_pretraining.rollouts"
 FOLDER = "step-{:06d}"
 MANIFEST = "manifest.json"
-# Columns [T] of a file; the others are [n].
-OF_TOKENS = ("engine_logprobs", "token_versions", "turn_rewards", "routing")
-# Keys, and sections, on which the frozen policy's samples and their rewards depend: nothing of the critic,
-# and not the number of rollouts.
-DECIDING = (
+# Columns [T] of a file; all others are [n].
+TOKEN_COLUMNS = ("engine_logprobs", "token_versions", "turn_rewards", "routing")
+# Keys and sections that decide the samples and their rewards.
+SAMPLING_KEYS = (
     *("seed", "data.shuffle", "model.dtype", "rollout.engine", "rollout.weights_dtype", "rollout.prompts"),
     "rollout.engine_options",
     *("rollout.group_size", "rollout.max_response_tokens", "rollout.temperature", "rollout.top_p"),
@@ -52,23 +46,16 @@ DECIDING = (
     "reward.terms",
     *("reward.overlong.soft_punishment", "reward.overlong.buffer"),
 )
-# The rows that a rank has read: their numbers; lengths of sequences, responses and prompts; the columns [n];
-# a batch of no sequence, for the names and types of the columns [T].
-OwnRows = tuple[Tensor, tuple[Tensor, Tensor, Tensor], dict[str, Tensor], TrainBatch]
+# A rank's columns [n] with "row" and lengths, and an empty batch with names and types of the columns [T].
+ReadRows = tuple[dict[str, Tensor], TrainBatch]
 MODEL_FILES = (".json", ".safetensors", ".distcp", ".model", ".jinja")  # of weights and tokenizer
-
-STEPS_WITH_TOKENS = 100  # about so many steps of a run: samples.jsonl stays small however long it is
-TOKENS_SHOWN = 512  # of a response: its first and its last half of them
-DIGITS = 4  # significant ones of a token's numbers
-WHOLE_CHARACTER = 4  # a character's UTF-8 has at most so many bytes, and so many tokens
 
 
 class RolloutStore:
-    """A folder of rollouts. The ranks call the methods alike; a batch that one of them cannot read is used by
-    none.
+    """A folder of rollouts. All ranks make the same calls, and agree on errors.
 
-    key, remedy  the config key, and what helps where there is no room, for messages
-    made_from    settings that are stored with each batch, and that it must have been made with to be read
+    key, remedy  for messages: the config key, and what to do when the disk is full
+    made_from    settings that are stored with each rollout, and must be equal to read it
     """
 
     def __init__(
@@ -78,11 +65,8 @@ class RolloutStore:
         self.made_from = made_from or {}
 
     def read(self, number: int) -> tuple[tuple[RolloutBatch, dict[str, Any]] | None, list[str]]:
-        """Return ((batch, state), []); or (None, lines) where there is none, or a damaged one, which a line
-        names.
-
-        Raises ConfigError on every rank where it was made with other settings."""
-        if not from_rank_0(self.ranks, stored(self.folder, number).exists(), bool):
+        """Return ((batch, state), []), or (None, lines) with a line about a damaged rollout."""
+        if not from_rank_0(self.ranks, manifest_path(self.folder, number).exists(), bool):
             return None, []
         try:
             return read_rollout(self.folder, number, self.ranks, self.made_from), []
@@ -90,14 +74,13 @@ class RolloutStore:
             return None, [f"{error}; it is sampled again"]
 
     def write(self, number: int, batch: RolloutBatch, state: Mapping[str, Any]) -> None:
-        """Write a rollout with `state` (JSON, of rank 0). Raises ConfigError on every rank where it cannot be
-        written."""
+        """Write a rollout and rank 0's `state` (JSON). Raises ConfigError if that fails."""
         folder, rank = self.folder / FOLDER.format(number), self.ranks.rank
         part, sha256 = f"rank-{rank:05d}.safetensors", ""
 
         @contextmanager
         def writing(path: Path) -> Iterator[None]:
-            """Go on where all ranks could write what they had to."""
+            """Raise on every rank if one of them fails to write."""
             failure = None
             try:
                 yield
@@ -109,7 +92,7 @@ class RolloutStore:
 
         with writing(folder):
             if rank == 0:
-                shutil.rmtree(folder, ignore_errors=True)  # damaged, or to be drawn again
+                shutil.rmtree(folder, ignore_errors=True)  # a damaged or outdated one
                 folder.mkdir(parents=True, mode=0o700)
         with writing(folder / part):
             if len(batch.rows):
@@ -122,25 +105,22 @@ class RolloutStore:
             if parts is not None:
                 files = {name: digest for name, digest in parts if digest}
                 content = {"made_from": self.made_from, "files": files, "state": state}
-                # A prompt's extra columns may be of types that JSON does not know.
-                text = json.dumps(content, default=str)
+                text = json.dumps(content, default=str)  # a prompt's columns may have any type
                 digest = hashlib.sha256(text.encode()).hexdigest()
                 write_whole(folder / MANIFEST, f"{digest}\n{text}\n")
                 fsync(folder)
 
 
-def stored(folder: Path, number: int) -> Path:
-    """Return the file that says that there is a rollout."""
+def manifest_path(folder: Path, number: int) -> Path:
     return folder / FOLDER.format(number) / MANIFEST
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
-    """Return a rollout's made_from, state, and files (name -> SHA-256). Raises DataError where it is missing
-    or damaged."""
+    """Return a rollout's made_from, state, and files (name -> SHA-256)."""
     try:
         digest, text = path.read_text(encoding="utf-8").splitlines()
         if hashlib.sha256(text.encode()).hexdigest() != digest:
-            raise DataError(f"{path}: is damaged (its checksum is another)")
+            raise DataError(f"{path}: is damaged (its checksum differs)")
         content = dict(json.loads(text))
         if not all(Path(name).name == name for name in dict(content.get("files", {}))):
             raise DataError(f"{path}: names a file outside its folder")
@@ -152,71 +132,71 @@ def read_manifest(path: Path) -> dict[str, Any]:
 def read_rollout(
     folder: Path, number: int, ranks: Ranks, made_from: Mapping[str, Any] | None = None
 ) -> tuple[RolloutBatch, dict[str, Any]]:
-    """Return the batch and the state of a rollout; every rank calls this, and holds what it has read. Raises
-    on every rank DataError where it is missing or damaged, ConfigError where it was `made_from` other
-    settings."""
-    path = stored(folder, number)
+    """Return a rollout's batch and state. Each rank holds the tokens of the files it reads.
+
+    Raises on every rank: DataError for damaged files, ConfigError for another `made_from`.
+    """
+    path = manifest_path(folder, number)
     text, failure = "", None
     try:
         if ranks.rank == 0:
             manifest = read_manifest(path)
             check_made_from(path, manifest["made_from"], made_from or {})
-            text = json.dumps(manifest)  # integers of a prompt's columns may be of any size
+            text = json.dumps(manifest)  # as text: a prompt's columns may hold integers of any size
     except (ConfigError, DataError) as error:
         failure = error
     text, failure = from_rank_0(ranks, (text, failure), tuple[str, MegarlError | None])
     if failure is not None:
         raise failure
     manifest = json.loads(text)
-    found, problem = [], None
+    batches, problem = [], None
     try:
         for i, (name, digest) in enumerate(manifest["files"].items()):
             if i % ranks.world == ranks.rank:
-                found.append(read_batch(path.parent / name, digest))
+                batches.append(read_batch(path.parent / name, digest))
     except DataError as error:
         problem = error
-    own, facts = None, None
-    if found and problem is None:
-        own = join(found)
+    own, read = None, None
+    if batches and problem is None:
+        own = join(batches)
         own = own.select(own["row"].argsort())
-        rows = own.columns.pop("row")
-        prompts = own.columns.pop("prompt_length", own.prompt_lengths)  # older files: one turn a response
-        columns = {name: own.columns.pop(name) for name in list(own.columns) if name not in OF_TOKENS}
-        facts = rows, (own.lengths, own.response_lengths, prompts), columns, own.select([])
-    everyone = gather_objects(ranks, (problem, facts), tuple[DataError | None, OwnRows | None])
-    if problem := next(filter(None, (theirs for theirs, _ in everyone)), None):
+        columns = {name: own.columns.pop(name) for name in list(own.columns) if name not in TOKEN_COLUMNS}
+        columns.setdefault("prompt_length", own.prompt_lengths)  # missing in old files, without turns
+        columns |= {"length": own.lengths, "response_length": own.response_lengths}
+        read = columns, own.select([])
+    all_ranks = gather_objects(ranks, (problem, read), tuple[DataError | None, ReadRows | None])
+    if problem := next(filter(None, (theirs for theirs, _ in all_ranks)), None):
         raise problem
-    by_rank = [(rank, *theirs) for rank, (_, theirs) in enumerate(everyone) if theirs is not None]
-    all_rows = torch.cat([rows for _, rows, *_ in by_rank])
-    order = all_rows.argsort()
-
-    def whole(parts: Iterable[Tensor]) -> Tensor:
-        return torch.cat([*parts])[order]
-
+    by_rank = [(rank, *theirs) for rank, (_, theirs) in enumerate(all_ranks) if theirs is not None]
+    owners = torch.cat([torch.full_like(theirs["row"], rank) for rank, theirs, _ in by_rank])
+    order = torch.cat([theirs["row"] for _, theirs, _ in by_rank]).argsort()
+    merged = {name: torch.cat([theirs[name] for _, theirs, _ in by_rank])[order] for name in by_rank[0][1]}
+    rows = merged.pop("row")
     batch = RolloutBatch(
-        lengths=whole(lengths for _, _, (lengths, _, _), *_ in by_rank),
-        response_lengths=whole(sampled for _, _, (_, sampled, _), *_ in by_rank),
-        prompt_lengths=whole(prompts for _, _, (_, _, prompts), *_ in by_rank),
-        owners=whole(torch.full_like(rows, rank) for rank, rows, *_ in by_rank),
-        columns={name: whole(columns[name] for *_, columns, _ in by_rank) for name in by_rank[0][3]},
-        rows=facts[0] if facts is not None else all_rows[:0],
-        own=own if own is not None else by_rank[0][4],
+        lengths=merged.pop("length"),
+        response_lengths=merged.pop("response_length"),
+        prompt_lengths=merged.pop("prompt_length"),
+        owners=owners[order],
+        columns=merged,
+        rows=read[0]["row"] if read is not None else rows[:0],
+        own=own if own is not None else by_rank[0][2],
     )
-    return batch, manifest["state"]
+    state = manifest["state"]
+    batch.metrics = dict(state["stats"])
+    batch.records = {int(row): SampleRecord(**record) for row, record in state.get("samples", {}).items()}
+    return batch, state
 
 
-def rollout_files(manifest: Path) -> list[Path]:
-    """Return the files of a rollout. Raises DataError where one is missing."""
+def list_rollout_files(manifest: Path) -> list[Path]:
     files = [manifest.parent / name for name in read_manifest(manifest)["files"]]
     for path in files:
         if not path.exists():
-            raise DataError(f"{path}: no such file, which {manifest} names")
+            raise DataError(f"{path}: no such file, but {manifest} lists it")
     return [*files, manifest]
 
 
 def pretraining_rollouts(config: Config, prompts: Sequence[Prompt], ranks: Ranks) -> RolloutStore:
-    """Return the store of value pretraining's rollouts, made from the settings that decide them, the model's
-    files and the prompts. Every rank calls this; rank 0 reads all of the model's files."""
+    """Return value pretraining's store. Every rank calls this; rank 0 reads the model's files."""
     made_from: dict[str, Any] = {}
     if ranks.rank == 0:
         files = sorted(path for path in config.model.path.iterdir() if path.suffix in MODEL_FILES)
@@ -224,7 +204,7 @@ def pretraining_rollouts(config: Config, prompts: Sequence[Prompt], ranks: Ranks
             digests = [
                 (path.name, text) for path, text in zip(files, pool.map(sha256_of, files), strict=True)
             ]
-        made_from = _deciding(config) | {
+        made_from = sampling_settings(config) | {
             "model.path (sha256)": hashlib.sha256(repr(digests).encode()).hexdigest(),
             "data.train (sha256)": content_of(prompts),
         }
@@ -233,19 +213,21 @@ def pretraining_rollouts(config: Config, prompts: Sequence[Prompt], ranks: Ranks
 
 
 def check_pretraining_rollouts(config: Config) -> None:
-    """Check, before a rank is started, that the first stored rollout was made with this configuration. The
-    model's files and the prompts are compared later. A damaged file is no error: it is sampled again."""
-    if config.has_critic and config.value_pretraining.steps:
-        path = stored(pretraining_folder(config), 1)
-        if not path.exists():
-            return
+    """Check before any rank starts that the first rollout was made with these settings.
+
+    The model's files and the prompts are compared later.
+    """
+    path = manifest_path(pretraining_folder(config), 1)
+    if config.has_critic and config.value_pretraining.steps and path.exists():
         with suppress(DataError):
-            check_made_from(path, read_manifest(path)["made_from"], _deciding(config))
+            check_made_from(path, read_manifest(path)["made_from"], sampling_settings(config))
 
 
 def check_made_from(path: Path, then: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Raise ConfigError for the first setting in `now` that a rollout was made with another value of. Keys
-    that only one of the two has (from another version of megarl) are not compared."""
+    """Raise ConfigError for the first setting that differs.
+
+    Keys of another version of megarl, which only one side has, are not compared.
+    """
     for key, value in now.items():
         if key in then and then[key] != value:
             what = f"{key} {then[key]!r}, this run has {value!r}"
@@ -257,99 +239,13 @@ def check_made_from(path: Path, then: Mapping[str, Any], now: Mapping[str, Any])
 
 
 def rollouts_folder(config: Config) -> Path:
-    """Return where the rollouts of the main stage's steps are."""
     return config.run_dir / "rollouts"
 
 
 def pretraining_folder(config: Config) -> Path:
-    """Return where the rollouts of value pretraining are."""
     return config.value_pretraining.rollouts or config.run_dir / "value_pretraining"
 
 
-def _deciding(config: Config) -> dict[str, Any]:
+def sampling_settings(config: Config) -> dict[str, Any]:
     settings = settings_of(config).items()
-    return {key: v for key, v in settings if any(f"{key}.".startswith(f"{name}.") for name in DECIDING)}
-
-
-def has_tokens(number: int, steps: int) -> bool:
-    """Return whether the samples of step `number` of `steps` get their tokens."""
-    return number % -(-steps // STEPS_WITH_TOKENS) == 0 or number in (1, steps)
-
-
-def with_tokens(
-    samples: Mapping[int, SampleRecord], batch: TrainBatch, tokenizer: Any, runtime: Runtime
-) -> list[SampleRecord]:
-    """Return a step's samples, by their row of the batch, with their tokens, advantages and values. Every
-    rank calls this with its replica's share of the batch; rank 0, which has the samples, gets them
-    complete."""
-    wanted = from_rank_0(runtime, list(samples), list[int])
-    worths = token_worth(batch, wanted) if runtime.is_replica_leader else {}
-    parts = gather_on_0(runtime, worths, dict[int, dict[str, Tensor]])
-    if parts is None:
-        return []
-    found = {row: columns for part in parts for row, columns in part.items()}
-    complete = []
-    for row, sample in samples.items():
-        worth = {name: column.tolist() for name, column in found[row].items()}
-        ids, observed = worth.pop("tokens"), worth.pop("observed")
-        if advantages := [a for a in worth.get("advantages", ()) if not math.isnan(a)]:
-            mean = math.fsum(advantages) / len(advantages)
-            sample = replace(
-                sample, advantage_mean=mean, advantage_min=min(advantages), advantage_max=max(advantages)
-            )
-        half, left_out = TOKENS_SHOWN // 2, len(ids) - TOKENS_SHOWN
-        shown: dict[str, Any]
-        if left_out <= 0:
-            texts = token_texts(tokenizer, ids)
-            shown = {name: _rounded(column) for name, column in worth.items()}
-        else:
-            observed = [*observed[:half], False, *observed[-half:]]
-            gap = f"\n[... {left_out} tokens left out ...]\n"
-            texts = [*token_texts(tokenizer, ids[:half]), gap, *token_texts(tokenizer, ids[-half:])]
-            shown = {name: [*_rounded(c[:half]), None, *_rounded(c[-half:])] for name, c in worth.items()}
-        complete.append(replace(sample, tokens=texts, observed=observed if any(observed) else None, **shown))
-    return complete
-
-
-def _rounded(column: list[float]) -> list[float | None]:
-    return [float(f"{value:.{DIGITS}g}") if math.isfinite(value) else None for value in column]
-
-
-def token_worth(batch: TrainBatch, rows: Iterable[int]) -> dict[int, dict[str, Tensor]]:
-    """Return row of the batch -> {"tokens", "observed", "advantages", "values"}, of the response's tokens and
-    of what was observed between them, NaN there, for the rows and columns that are in `batch`, a replica's
-    share. What earlier steps drew of a response (`rollout.window`) has no advantage in this one: NaN."""
-    places = {row: i for i, row in enumerate(batch.rows.tolist())}
-    drawn, found = batch.drawn, {}
-    for row in rows:
-        if row in places:
-            tokens = response_indices(batch, places[row])
-            observed = ~batch.response_mask[tokens]
-            columns = {"tokens": batch.tokens[tokens], "observed": observed}
-            for name, none in (("advantages", ~drawn[tokens]), ("values", observed)):
-                if name in batch:
-                    columns[name] = batch[name][tokens].float().masked_fill(none, math.nan)
-            found[row] = columns
-    return found
-
-
-def response_indices(batch: TrainBatch, row: int) -> Tensor:
-    """Return the indices of the tokens behind a response's prompt, int64."""
-    start, end = batch.cu_seqlens[row : row + 2].tolist()
-    return torch.arange(start + int(batch.prompt_lengths[row]), end)
-
-
-def token_texts(tokenizer: Any, ids: Sequence[int]) -> list[str]:
-    """Return the text of each token. A character that several tokens make up stands at the first of them."""
-    texts: list[str] = tokenizer.batch_decode([[token] for token in ids], skip_special_tokens=False)
-    at = 0
-    while at < len(texts):
-        if "\ufffd" in texts[at]:
-            for end in range(at + 2, min(at + WHOLE_CHARACTER, len(ids)) + 1):
-                whole = tokenizer.decode(list(ids[at:end]), skip_special_tokens=False)
-                if "\ufffd" not in whole:
-                    texts[at:end] = [whole] + [""] * (end - at - 1)
-                    at = end - 1
-                    break
-        at += 1
-    return texts
+    return {key: v for key, v in settings if any(f"{key}.".startswith(f"{name}.") for name in SAMPLING_KEYS)}

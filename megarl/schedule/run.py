@@ -1,4 +1,4 @@
-"""The objects that phases work with on one rank (`Run`), and the step that they fill (`Step`)."""
+"""The objects that phases use on one rank (`Run`), and one step's data (`Step`)."""
 
 from __future__ import annotations
 
@@ -21,11 +21,10 @@ from megarl.observe.run_log import SampleRecord
 from megarl.parallel.movable import HostPool
 from megarl.parallel.runtime import Runtime
 from megarl.rollout.engines.base import RolloutEngine
-from megarl.schedule.ahead import GenerationApart
-from megarl.schedule.generation import Generation, load_tokenizer
-from megarl.schedule.models import ModelBuilder
+from megarl.schedule.ahead import RemoteGeneration
+from megarl.schedule.models import ModelBuilder, load_tokenizer
 from megarl.schedule.offload import EngineMemory, OffloadManager, Residency
-from megarl.schedule.source import BatchSource, SupervisedPairs
+from megarl.schedule.source import BatchSource, Generation, SupervisedPairs
 from megarl.sync.weight_sync import Failures, WeightSync, make_weight_sync
 from megarl.training.columns import Tables
 from megarl.training.model import InferenceModel, TrainableModel
@@ -35,19 +34,14 @@ from megarl.weights.megatron import open_model
 
 @dataclass(eq=False)
 class Run:
-    """The objects that live for the whole run on a rank that trains; `build_run` makes them.
+    """The objects that live for the whole run on a rank that trains.
 
-    folder       the actor's, as it was before training
-    hf           its config.json
-    offload      which tensor groups are on the device
-    host         pinned memory of the offloaded tensor groups
-    method_states  what the advantage's method remembers between steps, by its name in a checkpoint; the
-                 same on every rank
-    source       of the batches
-    engine       of this rank; None if there is none, or if engines have separate ranks
-    apart        the source if engines run on separate ranks, else None
-    weight_sync  from the actor to the engines; None without engines
-    dispensable  files that the run can do without
+    folder         the actor's, from before training; hf: its config.json
+    host           pinned memory of the offloaded tensor groups
+    method_states  the advantage method's state by its name in a checkpoint, equal on every rank
+    engine         None without engines, or if they run on separate ranks
+    remote         the source if engines run on separate ranks
+    dispensable    writes files whose failures do not end the run
     """
 
     config: Config
@@ -65,55 +59,43 @@ class Run:
     method_states: dict[str, Any]
     source: BatchSource
     engine: RolloutEngine | None = None
-    apart: GenerationApart | None = None
+    remote: RemoteGeneration | None = None
     weight_sync: WeightSync | None = None
     dispensable: Dispensable = field(default_factory=Dispensable)
 
     @cached_property
     def models(self) -> dict[str, TrainableModel]:
-        """Trained models by name, as a checkpoint holds them: actor, critic, critic_2."""
+        """Return the trained models by their names in a checkpoint: actor, critic, critic_2."""
         return {"actor": self.actor, **dict(zip(("critic", "critic_2"), self.critics, strict=False))}
 
     @property
     def critic_names(self) -> tuple[str, ...]:
-        """Return the critics' names in `models`."""
         return tuple(name for name in self.models if name != "actor")
 
     @cached_property
     def residency(self) -> Residency:
-        """The part of `offload` that also knows the engine's weights."""
         return Residency(self.offload, self.models, self.weight_sync if self.engine is not None else None)
 
     def publish(self, version: int) -> dict[str, float]:
-        """Transfer the actor's weights to the engines as `version`; return the transfer's metrics.
-
-        Both must be on the device. Engines on separate ranks take the weights later.
-        """
-        if self.apart is not None:
-            return self.apart.publish(version)
+        """Transfer the actor's weights to the engines; return metrics. Remote engines may wait."""
+        if self.remote is not None:
+            return self.remote.publish(version)
         assert self.weight_sync is not None
         return self.weight_sync.sync(version).metrics()
 
     def transfer_pending(self, *, wait: bool) -> dict[str, float]:
-        """Transfer published weights to engines on separate ranks; return the transfer's metrics.
-
-        wait: wait until the engines are free; otherwise do nothing while they are busy.
-        """
-        if self.apart is None or not self.apart.due(wait=wait):
+        """Transfer published weights to remote engines. wait: until they are idle."""
+        if self.remote is None or not self.remote.can_transfer(wait=wait):
             return {}
         self.residency.onload("weight_transfer", {"actor.weights"})
-        return self.apart.transfer()
+        return self.remote.transfer()
 
     def close(self) -> None:
-        """Stop the engine and the verifiers."""
         self.source.close()
 
 
 def build_run(config: Config, runtime: Runtime, source: BatchSource | None = None) -> Run:
-    """Build the models, then the source of the batches with its engine, then the weight sync.
-
-    source: replaces the source that the configuration asks for; there are then no engines.
-    """
+    """Build a run. source: replaces the configured one. There are then no engines."""
     tokenizer = load_tokenizer(config.model.path)
     folder, hf = open_model(config.model.path), read_hf_config(config.model.path)
     stays = never_offloaded(config, gpu=runtime.device.type == "cuda")
@@ -130,13 +112,13 @@ def build_run(config: Config, runtime: Runtime, source: BatchSource | None = Non
     states = config.algorithm.advantage_method.states
     method_states = {name: load_function(make)(config.algorithm) for name, make in states}
 
-    engine, apart, weight_sync = None, None, None
+    engine, remote, weight_sync = None, None, None
     if source is None:
         if not config.has_engine:
             source = SupervisedPairs(config, tokenizer)
         elif runtime.rollout_ranks:
             weight_sync = make_weight_sync(config, runtime, folder.config, actor.model, None)
-            source = apart = GenerationApart(config, runtime, weight_sync)
+            source = remote = RemoteGeneration(config, runtime, weight_sync)
         else:
             source, weight_sync = build_generation(config, runtime, tokenizer, folder, actor, offload)
             engine = source.engine
@@ -156,13 +138,13 @@ def build_run(config: Config, runtime: Runtime, source: BatchSource | None = Non
         method_states=method_states,
         source=source,
         engine=engine,
-        apart=apart,
+        remote=remote,
         weight_sync=weight_sync,
     )
 
 
 def build_reference(builder: ModelBuilder, actor: TrainableModel) -> InferenceModel | None:
-    """Build the reference model of a KL term: with LoRA the actor without its adapters."""
+    """Build a KL term's reference model: with LoRA the actor without adapters."""
     if not builder.config.algorithm.has_reference:
         return None
     if builder.config.actor.lora.rank is None:
@@ -178,10 +160,8 @@ def build_generation(
     actor: TrainableModel,
     offload: OffloadManager,
 ) -> tuple[Generation, WeightSync]:
-    """Start this rank's engine, and connect the actor to it."""
-
     def recover(failures: Failures) -> None:
-        with offload.also("rollout", {"actor.weights"}):
+        with offload.with_extra("rollout", {"actor.weights"}):
             weight_sync.recover(failures)
 
     generation = Generation(config, runtime, tokenizer, recover)
@@ -194,15 +174,14 @@ def build_generation(
 
 @dataclass
 class Step:
-    """One step: what its phases read and write.
+    """The data of one step, which its phases read and write.
 
-    stage            that of the run's main steps (Config.main_stage), or "value_pretraining"
-    events           lines to be shown
-    verifier_errors  error -> how often a verifier failed with it
-    samples          on rank 0, responses to be shown to people, by their row of the batch
-    distributions    tables for distributions.jsonl
-    rollout          all sequences of the step
-    batch            those that this replica trains on
+    stage          the run's main stage (Config.main_stage), or "value_pretraining"
+    events         lines to show
+    samples        on rank 0, responses for people to read, by their row of the batch
+    distributions  tables for distributions.jsonl
+    rollout        all sequences of the step
+    batch          the sequences that this replica trains on
     """
 
     stage: str
@@ -218,22 +197,19 @@ class Step:
 
     @property
     def index(self) -> int:
-        """Return what seeds derive from: 1, 2, ... in the main stage, -1, -2, ... in value pretraining."""
+        """Return the step number of seeds, which is negative in value pretraining."""
         return -self.number if self.stage == PRETRAINING else self.number
 
-    def take(self, found: RolloutBatch) -> None:
-        """Take the batch that a source gives for this step."""
-        self.rollout, self.verifier_errors, self.samples = found, found.errors, found.records
-        self.metrics |= found.metrics
-        self.events += found.events
+    def take(self, rollout: RolloutBatch) -> None:
+        self.rollout, self.verifier_errors, self.samples = rollout, rollout.errors, rollout.records
+        self.metrics |= rollout.metrics
+        self.events += rollout.events
 
     def add(self, metrics: Mapping[str, float], distributions: Tables) -> None:
-        """Record what a phase has measured."""
         self.metrics |= metrics
         self.distributions |= distributions
 
     def count_tokens(self, passes: int, lengths: Tensor | None = None) -> None:
-        """Add a phase's tokens to train/tokens: those of the step as often as they go through a model.
-        lengths: of its sequences, where that does not read all of them."""
+        """Add a phase's tokens to train/tokens. lengths: of the sequences it reads; None: all."""
         tokens = self.rollout.num_tokens if lengths is None else int(lengths.sum())
         self.metrics["train/tokens"] = self.metrics.get("train/tokens", 0.0) + passes * tokens

@@ -16,29 +16,22 @@ from megarl.rollout.metrics import mean_score, of_sources
 
 @dataclass
 class Scores:
-    """The scores of answers, in the order of the problems.
-
-    A problem with an answer that was not graded counts in no score."""
+    """The scores of answers by problem. Problems with an ungraded answer do not count."""
 
     groups: list[SampleGroup]
 
     @property
     def k(self) -> int | None:
-        """Return the number of answers to each problem; None where they differ: then there is no pass@k and
-        no majority@k of all of them."""
+        """Return the number of answers per problem; None if it varies."""
         numbers = {len(group.samples) for group in self.groups}
         return numbers.pop() if len(numbers) == 1 else None
 
     @property
     def judged(self) -> list[SampleGroup]:
-        """Return the problems whose answers were all graded."""
         return [group for group in self.groups if all(r.judged for r in group.samples)]
 
     def table(self) -> list[dict[str, Any]]:
-        """Return one row per graded problem.
-
-        It has the scores, pass@j for every j of `ks_up_to`, the most frequent answer and its votes. It also
-        has the mean length in tokens, and the shares of truncated answers and of verifier failures."""
+        """Return one row per graded problem; pass_at has pass@j for every j of `ks_up_to`."""
         rows = []
         for group in self.judged:
             answers, correct = group.samples, [r.correct for r in group.samples]
@@ -66,8 +59,6 @@ class Scores:
         return rows
 
     def means(self, prefix: str) -> dict[str, float]:
-        """Return `prefix`/avg and so on: means over the problems; `prefix`/score where the verifier
-        grades."""
         table, answers = self.table(), [answer for group in self.judged for answer in group.samples]
         unjudged: dict[str, float] = {
             f"{prefix}/unjudged": len(self.groups) - len(table),
@@ -84,26 +75,28 @@ class Scores:
         return {**means, **unjudged}
 
     def scores(self) -> dict[str, dict[str, float]]:
-        """Return avg@k, pass@1 ... pass@k and majority@k, each with its mean over the problems and the 95 %
-        confidence interval, low to high; where the numbers of answers differ, `avg` alone."""
+        """Return avg@k, pass@1 ... pass@k and majority@k with 95 % confidence intervals.
+
+        If the number of answers varies, only `avg`.
+        """
         table, samples = self.table(), self.k
         columns = {"avg" if samples is None else f"avg@{samples}": [row["avg"] for row in table]}
         if samples is not None:
             columns |= {f"pass@{k}": [row["pass_at"][str(k)] for row in table] for k in ks_up_to(samples)}
             columns[f"majority@{samples}"] = [row["majority"] for row in table]
-        found = {}
+        intervals = {}
         for name, values in columns.items():
             if not values:
                 continue
             low, high = interval(values, min(row["samples"] for row in table))
-            found[name] = {"mean": math.fsum(values) / len(values), "low": low, "high": high}
-        return found
+            intervals[name] = {"mean": math.fsum(values) / len(values), "low": low, "high": high}
+        return intervals
 
     def counts(self) -> dict[str, int]:
-        """Count answers by their outcome.
+        """Count answers by outcome.
 
-        unverified: the verifier failed on them. They are wrong, or left out (unjudged) if its failure does
-        not depend on the answer."""
+        unverified: the verifier failed; unjudged: such answers that are left out instead of wrong
+        """
         answers = [answer for group in self.groups for answer in group.samples]
         return {
             "all": len(answers),
@@ -117,30 +110,27 @@ class Scores:
 
 @dataclass
 class EvaluationResult:
-    """The sets of problems that were evaluated, each with the answers to it, whose tokens are on rank 0."""
+    """The evaluated problem sets with their answers, whose tokens are on rank 0."""
 
     sets: list[tuple[ProblemSet, list[SampleGroup]]]
 
     @property
     def headline(self) -> Scores:
-        """Return the scores over the problems of all sets without a separate `every`.
-
-        They are evaluated at the same steps, so that these scores are of the same problems each time."""
+        """Return the scores over all sets without a separate `every`: always the same problems."""
         return Scores([group for one, groups in self.sets if one.every is None for group in groups])
 
     def by_name(self) -> dict[str, Scores]:
-        """Return the scores of each set that has a name, and of the problems of the others by data_source,
-        where that is another division than none."""
+        """Return the scores of named sets, and of the rest by data_source; {} for a single part."""
         parts = of_sources(group for one, groups in self.sets if not one.name for group in groups)
         parts |= {one.name: groups for one, groups in self.sets if one.name}
         divided = len(parts) > 1 or any(one.name for one, _ in self.sets)
         return {name: Scores(parts[name]) for name in sorted(parts)} if divided else {}
 
     def stats(self) -> dict[str, float]:
-        """Return eval/* of the headline, where there is one, and eval/<name>/* of each part of `by_name`.
+        """Return eval/* of the headline and eval/<name>/* of each part of `by_name`.
 
-        eval/k is set if it is the same for all problems of the headline. eval/<name>/k is set for sets with a
-        name, and for other parts if it differs from eval/k."""
+        eval/k is set if it is equal for all problems. eval/<name>/k is set for named sets, or if it differs.
+        """
         headline, named = self.headline, {one.name for one, _ in self.sets}
         stats: dict[str, float] = {}
         if headline.groups:
@@ -152,11 +142,10 @@ class EvaluationResult:
         return stats if headline.k is None else {**stats, "eval/k": headline.k}
 
     def table(self) -> list[dict[str, Any]]:
-        """Return the rows of all problems, see `Scores.table`, each with the name of its set, or None."""
         return [{**row, "set": one.name or None} for one, some in self.sets for row in Scores(some).table()]
 
     def answers(self, tokenizer: Any) -> Iterator[dict[str, Any]]:
-        """Yield every answer with its text, decoded on demand: on rank 0, where all tokens are."""
+        """Yield every answer with its text, decoded lazily, on rank 0."""
         for one, group in ((one, group) for one, groups in self.sets for group in groups):
             for i, (r, text) in enumerate(group.texts(tokenizer)):
                 yield {

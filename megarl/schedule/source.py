@@ -1,30 +1,54 @@
-"""Where a run's batches come from: responses that engines draw (schedule/generation.py, schedule/ahead.py)
-or have drawn (schedule/replay.py), or pairs that are given.
+"""Where a run's batches come from: engines, a finished run's files, or given pairs.
+
+Engines on separate ranks are in schedule/ahead.py.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict
+from functools import cached_property
 from hashlib import sha256
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 
-from megarl.config.schema import Config
+from megarl.config.schema import PRETRAINING, Config
 from megarl.data.batch import RolloutBatch, TrainBatch
-from megarl.data.prompts import PromptSampler, ReadReport, read_pairs
+from megarl.data.generated import own_verifiers
+from megarl.data.prompts import (
+    Prompt,
+    PromptSampler,
+    ReadReport,
+    content_of,
+    read_pairs,
+    read_problem_sets,
+    read_prompts,
+)
+from megarl.parallel.comm import barrier, shares_on_0
+from megarl.parallel.device_memory import empty_cache
+from megarl.parallel.runtime import Runtime
+from megarl.rewards.pool import VerifierPool
+from megarl.rollout.engines.base import RolloutEngine, load_engine_class
+from megarl.rollout.episode import load_prompt_options
+from megarl.rollout.rank import RolloutRank
+from megarl.rollout.state import RolloutShare, join_shares
+from megarl.schedule.rollouts import RolloutStore, pretraining_rollouts, read_rollout, rollouts_folder
+from megarl.schedule.scores import EvaluationResult
+from megarl.sync.weight_sync import Failures
 
 
 class BatchSource(ABC):
-    """What the trainer asks for batches. Every rank that trains has one and calls it alike. The methods with
-    a body are for sources that wait for an engine.
+    """Gives the trainer its batches. Every rank makes the same calls.
 
-    reports  what was read of the data files
-    share    the type of `snapshot`'s value, as it goes to rank 0"""
+    reports  what was read from the data files
+    share    the type of `snapshot`'s value
+    """
 
     reports: Mapping[str, ReadReport]
     share: Any = dict[str, Any]
+    _waited = 0.0
 
     @abstractmethod
     def rollout(self, stage: str, number: int) -> RolloutBatch:
@@ -32,39 +56,193 @@ class BatchSource(ABC):
 
     @abstractmethod
     def snapshot(self) -> dict[str, Any]:
-        """Return this rank's share of where the source stands after the batch that it gave last, as data that
-        never changes; a checkpoint of the step may ask for it while the next step runs."""
+        """Return this rank's position in the data after its last batch.
 
-    @abstractmethod
+        It must not change later: a checkpoint may read it during the next step.
+        """
+
     def join(self, shares: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """Return all ranks' snapshots as one, as JSON holds it; called on rank 0, in any thread."""
+        """Merge all ranks' snapshots into JSON data. Runs on rank 0, in any thread."""
+        return dict(shares[0])
 
     @abstractmethod
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from what `join` gave. Raises CheckpointError where the data files have changed."""
+        """Continue from a value of `join`. Raises CheckpointError if the data files have changed."""
 
     @abstractmethod
     def close(self) -> None:
-        """End what the source has started."""
+        """Stop what the source has started."""
 
     def evaluate(self, step: int) -> tuple[dict[str, float], Iterable[dict[str, Any]]]:
-        """Answer the held-out problems that are due after a step; return eval/* and every answer, decoded on
-        demand. A source without an engine is not asked."""
+        """Answer the due held-out problems; return eval/* and all answers, decoded lazily."""
         raise NotImplementedError
 
     @property
     def depths(self) -> Mapping[str, Callable[[], int | str]]:
-        """Return what may wait in the source, for reports about a hang."""
+        """Return the queues' sizes, for reports about a hang."""
         return {}
 
     def take_waited(self) -> float:
-        """Return the seconds, since the last call, in which this rank waited for the source or other ranks'
-        engines."""
-        return 0.0
+        """Return the seconds of waiting for engines since the last call."""
+        waited, self._waited = self._waited, 0.0
+        return waited
+
+
+class GenerationShare(TypedDict):
+    """The part of a snapshot that ranks other than the first add."""
+
+    rollout: RolloutShare
+
+
+class Generation(BatchSource):
+    """Samples and evaluates with this rank's engine and its current weights.
+
+    recover  restarts failed engines, see WeightSync
+    """
+
+    share = GenerationShare
+
+    def __init__(
+        self, config: Config, runtime: Runtime, tokenizer: Any, recover: Callable[[Failures], None]
+    ) -> None:
+        self.config, self.runtime, self.tokenizer = config, runtime, tokenizer
+        options = load_prompt_options(config, tokenizer)
+        self.sets, reports = read_problem_sets(config.data, config.evaluation, tokenizer, **options)
+        self.prompts, report = read_prompts(config.data.train, config.data, tokenizer, self.sets, **options)
+        self.reports = {"train": report, **reports}
+        self.prompt_sampler = PromptSampler(
+            len(self.prompts), config.seed, config.data.shuffle, content_of(self.prompts)
+        )
+        reward = config.reward
+        self.verifiers = VerifierPool(
+            reward.verifier,
+            reward.workers,
+            reward.timeout,
+            reward.memory,
+            reward.terms,
+            own_verifiers(config.data),
+            reward.sandbox,
+        )
+        self.engine = load_engine_class(config).build(config, tokenizer, runtime)
+        start_engine(self.engine, runtime)
+        self.rollout_rank = RolloutRank(
+            config, runtime.engines, self.engine, self.verifiers, tokenizer, recover, self._take_prompts
+        )
+        # Every step's rollout on disk.
+        self.rollouts = RolloutStore(
+            rollouts_folder(config), runtime.engines, "checkpoint.rollouts", "make room, or set it to false"
+        )
+
+    def _take_prompts(self, number: int) -> list[Prompt]:
+        return [self.prompts[i] for i in self.prompt_sampler.take(number)]
+
+    @property
+    def depths(self) -> dict[str, Callable[[], int | str]]:
+        worker = self.rollout_rank.worker
+        return {
+            "responses in the engine": lambda: worker.running,
+            "is the oldest response": lambda: worker.oldest,
+            **worker.runner.depths,
+            "answers at the verifiers": lambda: self.verifiers.waiting,
+        }
+
+    @cached_property
+    def pretraining_rollouts(self) -> RolloutStore:
+        """Return the rollouts on disk. The first access is collective."""
+        return pretraining_rollouts(self.config, self.prompts, self.runtime.engines)
+
+    def rollout(self, stage: str, number: int) -> RolloutBatch:
+        """Sample and grade groups until the batch is full (DAPO eq. 11).
+
+        In value pretraining the policy is frozen, so rollouts on disk are reused.
+        """
+        pretraining, events = stage == PRETRAINING, list[str]()
+        if pretraining:
+            stored, events = self.pretraining_rollouts.read(number)
+            if stored is not None:
+                batch, state = stored
+                # The next samples must not depend on whether this batch was sampled or read.
+                self.load_state_dict(state["samplers"])
+                batch.metrics = {"rollout/reused": 1.0, **batch.metrics}
+                return batch
+        batch = self.rollout_rank.collect(-number if pretraining else number)  # separate seeds
+        batch.events = events
+        self._waited += self.rollout_rank.seconds["gather"]
+        self._store(stage, number, batch)
+        batch.metrics |= {f"inside/{part}": seconds for part, seconds in self.rollout_rank.seconds.items()}
+        if pretraining:
+            batch.metrics["rollout/reused"] = 0.0
+        return batch
+
+    def _store(self, stage: str, number: int, batch: RolloutBatch) -> None:
+        if stage != PRETRAINING and not self.runtime.rollout_ranks:
+            if self.config.checkpoint.rollouts:
+                self.rollouts.write(number, batch, {"stats": batch.metrics})
+            return
+        shares = shares_on_0(self.runtime.engines, self.snapshot(), self.share)
+        state = {
+            "stats": batch.metrics,
+            "samplers": self.join(shares) if shares else {},
+            "samples": {str(row): asdict(record) for row, record in batch.records.items()},
+            "errors": batch.errors,
+        }
+        store = self.pretraining_rollouts if stage == PRETRAINING else self.rollouts
+        store.write(number, batch, state)
+
+    def evaluate(self, step: int) -> tuple[dict[str, float], Iterable[dict[str, Any]]]:
+        due = [one for one in self.sets if self.config.evaluates(step, one.every)]
+        result = EvaluationResult(self.rollout_rank.evaluate(due))
+        self._waited += self.rollout_rank.seconds["gather"]
+        return result.stats(), result.answers(self.tokenizer)
+
+    def snapshot(self) -> dict[str, Any]:
+        return {"prompts": self.prompt_sampler.state(), "rollout": self.rollout_rank.snapshot()}
+
+    def join(self, shares: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        rollout = join_shares([share["rollout"] for share in shares])
+        return {"prompts": shares[0]["prompts"], "rollout": rollout}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.prompt_sampler.load_state(state["prompts"])
+        self.rollout_rank.load_state_dict(state["rollout"])
+
+    def close(self) -> None:
+        self.rollout_rank.close()
+        self.engine.stop()
+        self.verifiers.close()
+
+
+def start_engine(engine: RolloutEngine, runtime: Runtime) -> None:
+    """Start the engine after all ranks have freed unused device memory.
+
+    SGLang refuses GPUs whose free shares differ, and sizes its KV cache by what is free.
+    """
+    empty_cache(runtime.device)
+    barrier(runtime.engines)
+    engine.start()
+
+
+class RecordedRollouts(BatchSource):
+    """Reads the rollouts that a run has kept (checkpoint.rollouts)."""
+
+    def __init__(self, config: Config, runtime: Runtime) -> None:
+        self.folder, self.runtime, self.reports = rollouts_folder(config), runtime, {}
+
+    def rollout(self, stage: str, number: int) -> RolloutBatch:
+        return read_rollout(self.folder, number, self.runtime)[0]
+
+    def snapshot(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Ignore the state: rollouts are read by their step."""
+
+    def close(self) -> None:
+        pass
 
 
 class SupervisedPairs(BatchSource):
-    """Given pairs of prompt and response, the same on every rank. Every response counts as right."""
+    """Given pairs of prompt and response, the same on every rank. All count as correct."""
 
     def __init__(self, config: Config, tokenizer: Any) -> None:
         report, key = ReadReport(), config.supervised.response_key
@@ -74,7 +252,6 @@ class SupervisedPairs(BatchSource):
         self.sampler = PromptSampler(len(self.pairs), config.seed, config.data.shuffle, content)
 
     def rollout(self, stage: str, number: int) -> RolloutBatch:
-        """Take the next pairs."""
         chosen = [self.pairs[i] for i in self.sampler.take(self.batch)]
         pairs = [prompt for prompt, _ in chosen], [response for _, response in chosen]
         batch = RolloutBatch.of(TrainBatch.build(*pairs))
@@ -85,11 +262,8 @@ class SupervisedPairs(BatchSource):
     def snapshot(self) -> dict[str, Any]:
         return {"pairs": self.sampler.state()}
 
-    def join(self, shares: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        return dict(shares[0])
-
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.sampler.load_state(state["pairs"])
 
     def close(self) -> None:
-        """End nothing: there are only lists."""
+        pass

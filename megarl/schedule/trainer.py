@@ -1,8 +1,6 @@
-"""A run from its first step to its end. Read this file first: `Trainer.train` is the whole run,
-`Trainer.step` a step.
+"""The training loop. Read this file first: `Trainer.train` is the whole run, `Trainer.step` one step.
 
-The phases and their order are declared in config/phases.py; what each does is in schedule/phases.py; what is
-recorded, shown, traced and watched meanwhile is in schedule/listeners.py.
+The phases are declared in config/phases.py; their code is in schedule/phases.py.
 """
 
 from __future__ import annotations
@@ -13,6 +11,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from torch.distributed.checkpoint.stateful import Stateful
+
 from megarl.config.errors import DeviceMemoryError, NumericalError
 from megarl.config.phases import WEIGHT_TRANSFER, Phase, check_phases, select_phases
 from megarl.config.schema import PRETRAINING
@@ -20,28 +20,30 @@ from megarl.model.builder import plain_attention
 from megarl.parallel.comm import barrier, from_rank_0
 from megarl.parallel.signals import StopRequest
 from megarl.schedule.guards import Guards, keep_failed_batch
-from megarl.schedule.listeners import listeners_of
+from megarl.schedule.listeners import make_listeners
 from megarl.schedule.models import export_model
 from megarl.schedule.phases import run_phase
-from megarl.schedule.recovery import Progress, Recovery, Stateful
+from megarl.schedule.recovery import Progress, Recovery
 from megarl.schedule.run import Run, Step
 from megarl.schedule.watchdog import Watchdog
 
 
 class Trainer:
-    """Trains on this rank; every rank has one and does the same. Rank 0 also writes and shows."""
+    """Trains on this rank. Every rank makes the same calls.
+
+    fresh_stages  stages in which no step has succeeded since this start
+    """
 
     def __init__(self, run: Run, stop: StopRequest | None = None, watchdog: Watchdog | None = None) -> None:
         self.run, self.config = run, run.config
         self.stage, self.phases = self.config.main_stage, select_phases(self.config)
         for stage in (self.stage, PRETRAINING):
             check_phases(select_phases(self.config, stage, first_step=True))
-        # Stages in which no step has passed since the program started.
         self.fresh_stages = {self.stage, PRETRAINING}
         self.guards = Guards(self.config.guard, self.config.rollout.windows)
-        self.begun = False  # a step has passed since this start
+        self.has_passed_step = False  # since this start
         self.pretraining = Progress()
-        self.listeners = listeners_of(run, watchdog)
+        self.listeners = make_listeners(run, watchdog)
         stateful: dict[str, Stateful] = {"guards": self.guards, "value_pretraining": self.pretraining}
         stateful |= run.method_states
         self.recovery = Recovery(run, stateful, self.listeners, stop or StopRequest(()))
@@ -50,29 +52,29 @@ class Trainer:
             watchdog.depths |= {**run.source.depths, **pending}
 
     def train(self) -> None:
-        """Train to the last step, from the newest checkpoint. Errors are also written to events.jsonl."""
         run, config, checkpoint = self.run, self.config, self.recovery.checkpoint
         pretraining = config.value_pretraining
-        with self.listeners.listening():
+        with self.listeners.run():
             pretrains = pretraining.steps > 0 and (checkpoint is None or checkpoint.pretraining)
             for critic in run.critics if pretrains else ():
-                # Before resume(): of the learning rate's schedule a checkpoint holds only how far it is.
+                # Before resume(): a checkpoint holds only the position in the schedule.
                 critic.start_schedule(pretraining.steps, constant_lr=pretraining.lr or config.critic.lr)
             done = self.recovery.resume()
-            for transfer in only_transfer(self.phases):
-                run.residency.onload(transfer.name, transfer.on_gpu)
-                run.publish(done)
+            for phase in self.phases:
+                if phase.name == WEIGHT_TRANSFER:
+                    run.residency.onload(phase.name, phase.on_gpu)
+                    run.publish(done)
             if checkpoint is None:
                 self.evaluate(0)
             if pretrains and run.critics:
                 self.pretrain_values()
-            if run.apart is not None:
-                run.apart.begin(done, checkpoint.path if done and checkpoint else None)
+            if run.remote is not None:
+                run.remote.order_first_steps(done, checkpoint.path if done and checkpoint else None)
             for number in range(done + 1, config.steps + 1):
                 self.step(Step(self.stage, number))
                 self.evaluate(number)
-                if run.apart is not None:
-                    run.apart.draw_next(number, self.recovery.writer.step)
+                if run.remote is not None:
+                    run.remote.order_next_step(number, self.recovery.writer.step)
                 self.recovery.after_step(self.stage, number, last=number == config.steps)
             self.recovery.finish()
             if config.checkpoint.export_hf:
@@ -82,8 +84,7 @@ class Trainer:
                     self.export("actor", folder, changed=changed, adapters=True)
 
     def pretrain_values(self) -> None:
-        """Fit the critic to the frozen policy's returns (VAPO section 4.1): until the step limit, or until a
-        fresh rollout's explained variance is good enough."""
+        """Fit the critic to the frozen policy's returns (VAPO section 4.1)."""
         config, progress = self.config.value_pretraining, self.pretraining
         while not progress.done:
             step = Step(PRETRAINING, progress.steps + 1)
@@ -101,40 +102,43 @@ class Trainer:
             self.export(name, self.config.run_dir / f"{name}_pretrained", changed=True)
 
     def step(self, step: Step) -> None:
-        """Run the phases of a step; after a number that is not finite the rest of them is skipped, but for
-        the weight transfer. Raises what ends the run: too many such steps in a row, or too many without a
-        verdict."""
+        """Run the phases of a step. After a non-finite number only the weight transfer still runs.
+
+        Raises an error after too many skipped or ungraded steps in a row.
+        """
         phases = select_phases(self.config, step.stage, first_step=step.stage in self.fresh_stages)
         with self.listeners.step(step):
             try:
                 self.run_phases(step, phases)
             except NumericalError as error:
-                step.events.append(self.guards.failed(error))
+                step.events.append(self.guards.count_failure(error))
                 step.metrics["guard/skipped"] = 1.0
-                # Engines must have this step's version, changed or not.
-                self.run_phases(step, only_transfer(phases), weights_changed=True)
+                # Engines expect this step's version even if the weights are unchanged.
+                transfer = [phase for phase in phases if phase.name == WEIGHT_TRANSFER]
+                self.run_phases(step, transfer, weights_changed=True)
             else:
                 self.fresh_stages.discard(step.stage)
-                if not self.begun and (line := plain_attention(self.config.model)):
+                if not self.has_passed_step and (line := plain_attention(self.config.model)):
                     step.events.append(line)
-                self.begun = True
-                alarms = self.guards.passed(step.metrics, step.number)
+                self.has_passed_step = True
+                alarms = self.guards.count_success(step.metrics, step.number)
                 step.events += alarms
                 step.metrics |= {"guard/skipped": 0.0, "guard/alarms": float(len(alarms))}
-            step.events += self.guards.judged(step.metrics, step.verifier_errors)
-            step.metrics["time/checkpoint"] = self.recovery.take_seconds()  # mostly for earlier steps
-        self.guards.check_judged()
+            step.events += self.guards.count_ungraded(step.metrics, step.verifier_errors)
+            step.metrics["time/checkpoint"] = self.recovery.take_seconds()  # mostly of earlier steps
+        self.guards.check_graded()
 
     def run_phases(self, step: Step, phases: Sequence[Phase], *, weights_changed: bool = False) -> None:
-        """Run phases in their order. Before each one: leave if the run was told to end (as long as no weight
-        has changed in this step), have engines on other ranks take the weights that they wait for, then have
-        the phase's tensor groups on the device."""
+        """Run phases in order, each with its tensor groups on the device.
+
+        Before each phase, leave if asked to, and transfer weights that remote engines wait for.
+        """
         run = self.run
         for phase in phases:
             self.recovery.check(weights_changed=weights_changed)
             weights_changed |= phase.updates_weights
             try:
-                if run.apart is not None and run.apart.pending is not None:
+                if run.remote is not None and run.remote.pending is not None:
                     with self.listeners.phase("weight_transfer", step):
                         step.metrics |= run.transfer_pending(wait=phase.updates("actor"))
                 with run.offload.explained(phase.name):
@@ -149,7 +153,6 @@ class Trainer:
                 raise DeviceMemoryError(f"step {step.number}, {error}") from error
 
     def evaluate(self, number: int) -> None:
-        """Answer the held-out problems that are due after a step, where there is an engine."""
         config = self.config
         if not config.has_engine or not any(config.evaluates(number, one.every) for one in config.data.eval):
             return
@@ -159,12 +162,10 @@ class Trainer:
             self.run.residency.onload("evaluation", {"engine.weights", "engine.kv_cache"})
             stats, answers = self.run.source.evaluate(number)
         spent = time.perf_counter() - started
-        self.listeners.evaluated(number, {**stats, "time/evaluation": spent}, answers)
+        self.listeners.on_evaluation(number, {**stats, "time/evaluation": spent}, answers)
 
     def export(self, which: str, out: Path, *, changed: bool, adapters: bool = False) -> None:
-        """Write a model as a Hugging Face folder, or its adapters as a folder of PEFT's. A run that was
-        continued may have written it already; it is written again only where the weights have `changed`
-        since."""
+        """Export a model, unless an earlier start has, and the weights have not `changed` since."""
         if from_rank_0(self.run.runtime, out.exists(), bool):
             if not changed:
                 return
@@ -177,9 +178,4 @@ class Trainer:
             export_model(model, config, self.run.runtime, out, adapters=adapters)
             barrier(self.run.runtime)
         what = f"adapters of the {which}" if adapters else which
-        self.listeners.event(f"{what} written to {out}", kept=False)
-
-
-def only_transfer(phases: Sequence[Phase]) -> list[Phase]:
-    """Return the weight transfer alone, of the phases of a step; empty without an engine."""
-    return [phase for phase in phases if phase.name == WEIGHT_TRANSFER]
+        self.listeners.event(f"{what} written to {out}", keep=False)

@@ -1,8 +1,7 @@
-"""A thread on each rank that tells the others where the rank is, and ends the run with a report when a phase
-takes too long.
+"""A thread per rank that ends a run that hangs, with a report about all ranks.
 
-It uses no collective, only files: run_dir/heartbeat/rank-00000.json is where a rank is now,
-run_dir/hang-*.txt the report about a hang: where every rank stands, and which one keeps the others waiting.
+It uses files instead of collectives: run_dir/heartbeat/rank-00000.json has a rank's current phase, and
+run_dir/hang-*.txt is the report.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -29,39 +28,41 @@ from megarl.config.schema import WatchdogConfig
 from megarl.parallel.launch import HUNG, write_error_file
 
 FOLDER = "heartbeat"
-# Of each rank: where it is, its part of a report, and the stack that faulthandler writes.
+# Files of each rank; faulthandler writes the stack.
 BEAT, REPORT, STACK = "rank-{:05d}.json", "report-{:05d}.json", "stack-{:05d}.txt"
-WIDTH = 512  # bytes of a heartbeat, which is overwritten in place: a reader sees the old one or the new one
-REPORT_REQUESTED = "report-asked"  # a file that makes every rank report
-PATIENCE = 3  # periods that ranks get to report
-# Frames of these files wait for other ranks; the frame that called them says what for.
+WIDTH = 512  # bytes of a heartbeat, which is overwritten in place so that it is always complete
+REPORT_REQUESTED = "report-asked"  # a file that asks all ranks to report
+PATIENCE = 3  # periods in which ranks must report
+# Frames of these files wait for other ranks.
 WAITS = (
     "torch/distributed/distributed_c10d.py",
     "megatron/core/pipeline_parallel/p2p_communication.py",
-    "/selectors.py",  # of an event loop: the controller of rollouts and its workers wait there for messages
+    "/selectors.py",  # of event loops: the controller and its workers wait for messages
 )
-LIBRARIES = ("torch/", "/asyncio/")  # whose frames say nothing of who waits
+LIBRARIES = ("torch/", "/asyncio/")  # skipped in the search for the caller
 
 
 class Watchdog:
     """Watches this rank while the `with` block lasts.
 
-    depths: name -> how much waits in a queue, or what, for reports; may be added to at any time."""
+    depths: functions that return the size or content of a queue, by its name, for reports
+    """
 
     def __init__(self, run_dir: Path, rank: int, world: int, config: WatchdogConfig) -> None:
         self.run_dir, self.folder = run_dir, run_dir / FOLDER
         self.rank, self.world, self.config = rank, world, config
         self.depths: dict[str, Callable[[], int | str]] = {}
         process = {"rank": rank, "pid": os.getpid(), "host": socket.gethostname()}
-        self._where: dict[str, Any] = {**process, "stage": "start", "step": 0, "phase": "start"}
-        self._entered, self._phases, self._beats = time.monotonic(), 0, 0
+        self._state: dict[str, Any] = {**process, "stage": "start", "step": 0, "phase": "start"}
+        self._phase_started, self._phases, self._beats = time.monotonic(), 0, 0
         self._collective: str | None = None
         self._reported = False
         self._lock, self._end = threading.Lock(), threading.Event()
         self._main = threading.get_ident()
-        self._beaten, self._unwritten = time.monotonic(), ""  # the last whole heartbeat; why there is none
+        # Time of the last complete heartbeat, and the reason why later ones failed.
+        self._last_beat, self._beat_error = time.monotonic(), ""
         self._next_rank = (rank + 1) % world
-        self._next_beat, self._next_seen = -1, time.monotonic()
+        self._next_beat, self._next_changed = -1, time.monotonic()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
     def __enter__(self) -> Self:
@@ -71,7 +72,7 @@ class Watchdog:
             for name in (REPORT.format(self.rank), STACK.format(self.rank), *requested):
                 (self.folder / name).unlink(missing_ok=True)
             self._file = os.open(self.folder / BEAT.format(self.rank), os.O_WRONLY | os.O_CREAT, 0o600)
-            # In C, without the interpreter's lock, for a rank that holds it and so cannot run this thread.
+            # faulthandler works without the interpreter lock, which a stuck rank may hold.
             self._stack = open(self.folder / STACK.format(self.rank), "w", encoding="utf-8")
         faulthandler.register(signal.SIGUSR2, file=self._stack, all_threads=True)
         self._beat()
@@ -87,67 +88,65 @@ class Watchdog:
         os.close(self._file)
 
     def phase(self, name: str, stage: str | None = None, step: int | None = None) -> None:
-        """Note that the main thread begins a phase. `stage` and `step` stay as they were unless given."""
+        """Enter a phase. None keeps the previous stage or step."""
         with self._lock:
             given = {"phase": name, "stage": stage, "step": step}
-            self._where |= {key: value for key, value in given.items() if value is not None}
-            self._entered = time.monotonic()
+            self._state |= {key: value for key, value in given.items() if value is not None}
+            self._phase_started = time.monotonic()
             self._phases += 1
         self._beat()
 
     def _beat(self) -> None:
-        """Write the heartbeat. A disk that fails ends nothing here: it may come back, and what is overwritten
-        in place needs no room. See `_watch` for one that does not."""
+        """Write the heartbeat. A failing disk may recover; `_watch` limits the time."""
         with self._lock:
             self._beats += 1
             text = json.dumps(
-                {**self._where, "phases": self._phases, "beat": self._beats, "time": round(time.time(), 3)}
+                {**self._state, "phases": self._phases, "beat": self._beats, "time": round(time.time(), 3)}
             )
             try:
                 if os.pwrite(self._file, text.ljust(WIDTH - 1).encode() + b"\n", 0) == WIDTH:
-                    self._beaten = time.monotonic()
+                    self._last_beat = time.monotonic()
                 else:
-                    self._unwritten = "it is cut off"
+                    self._beat_error = "it is cut off"
             except OSError as error:
-                self._unwritten = why(error)
+                self._beat_error = why(error)
 
     def _watch(self) -> None:
         while not self._end.wait(self.config.period):
-            self._collective = collective_of(sys._current_frames().get(self._main)) or self._collective
+            self._collective = find_wait(sys._current_frames().get(self._main)) or self._collective
             self._beat()
-            with suppress(OSError):  # a disk that fails must not end the watch
+            with suppress(OSError):  # a failing disk must not end the watch
                 if (self.folder / REPORT_REQUESTED).exists() and not self._reported:
                     self._reported = True
                     self._report()
-            limit = self.config.limits.get(self._where["phase"], self.config.limit)
-            taken = time.monotonic() - self._entered
+            limit = self.config.limits.get(self._state["phase"], self.config.limit)
+            taken = time.monotonic() - self._phase_started
             if taken > limit:
-                self._fire(f"phase {self._where['phase']} has taken {taken:.0f} s, its limit is {limit:g} s")
-            elif (silent := time.monotonic() - self._beaten) > self.config.silence / 2:
-                # Before the others take this rank for dead, and report a hang.
+                self._fire(f"phase {self._state['phase']} has taken {taken:.0f} s, its limit is {limit:g} s")
+            elif (silent := time.monotonic() - self._last_beat) > self.config.silence / 2:
+                # Leave before the others report a hang.
                 path = self.folder / BEAT.format(self.rank)
-                line = f"{path}: cannot be written for {silent:.0f} s: {self._unwritten} ({MAKE_ROOM})"
+                line = f"{path}: cannot be written for {silent:.0f} s: {self._beat_error} ({MAKE_ROOM})"
                 self._leave(f"rank {self.rank}: {line}", StorageError.code)
             elif self._next_is_silent():
                 silence = f"watchdog.silence, {self.config.silence:g} s"
                 self._fire(f"rank {self._next_rank} has given no sign of life for {silence}")
 
     def _next_is_silent(self) -> bool:
-        """Return whether the next rank has had no heartbeat for too long, by this machine's clock alone."""
+        """Compare the next rank's heartbeats by this machine's clock."""
         beat = read_beat(self.folder, self._next_rank) or {}
         now, number = time.monotonic(), beat.get("beat", -1)
         if number != self._next_beat:
-            self._next_beat, self._next_seen = number, now
-        if now - self._next_seen <= self.config.silence:
+            self._next_beat, self._next_changed = number, now
+        if now - self._next_changed <= self.config.silence:
             return False
         if number == -1 and self._phases == 0:
-            return False  # it may not have started yet
+            return False  # it may still be starting
         return beat.get("phase") not in ("end", "failed")
 
     def _report(self) -> None:
-        """Write this rank's part of a report."""
         frames = sys._current_frames()
-        waits_in = collective_of(frames.get(self._main))
+        waits_in = find_wait(frames.get(self._main))
         depths = {name: depth() for name, depth in list(self.depths.items())}
         stacks = []
         for thread in threading.enumerate():
@@ -158,9 +157,9 @@ class Watchdog:
                 stacks.append(f"thread {thread.name}:\n{''.join(traceback.format_stack(frame))}")
         with self._lock:
             here = Report(
-                **{key: self._where[key] for key in ("rank", "host", "pid", "stage", "step", "phase")},
+                **{key: self._state[key] for key in ("rank", "host", "pid", "stage", "step", "phase")},
                 phases=self._phases,
-                seconds=round(time.monotonic() - self._entered, 1),
+                seconds=round(time.monotonic() - self._phase_started, 1),
                 waits_in=waits_in,
                 last_collective=self._collective,
                 depths=depths,
@@ -170,24 +169,22 @@ class Watchdog:
         write_whole(path, json.dumps(asdict(here)))
 
     def _fire(self, reason: str) -> None:
-        """Report the hang and end this process, whatever becomes of the report."""
+        """Report the hang and end this process, even if the report fails."""
         try:
-            line = self._report_of_all(reason)
-        except OSError as error:  # a disk that is full or gone may be why the run hangs
+            line = self._write_report(reason)
+        except OSError as error:  # a full or missing disk may be why the run hangs
             line = f"the run hangs: {reason}; no report could be written to {self.run_dir}: {error}"
         self._leave(line, HUNG)
 
     def _leave(self, line: str | None, code: int) -> None:
-        """Say why, and end this process."""
         try:
             if line is not None and not write_error_file(line, code):
                 print(f"megarl: {line}", file=sys.stderr, flush=True)
         finally:
             os._exit(code)
 
-    def _report_of_all(self, reason: str) -> str | None:
-        """Write run_dir/hang-<time>.txt for all ranks; return the line about it, None if another rank does
-        it."""
+    def _write_report(self, reason: str) -> str | None:
+        """Write the report for all ranks; return a line, or None if another rank does it."""
         self._report()
         try:
             os.close(os.open(self.folder / REPORT_REQUESTED, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
@@ -199,46 +196,34 @@ class Watchdog:
         end = time.monotonic() + PATIENCE * self.config.period
         while time.monotonic() < end and not all(path.exists() for path in paths.values()):
             time.sleep(0.05)
-        texts = {rank: _text(path) for rank, path in paths.items()}
+        texts = {rank: _read(path) for rank, path in paths.items()}
         reports = {rank: Report(**json.loads(text)) for rank, text in texts.items() if text}
         beats = {rank: read_beat(self.folder, rank) for rank in range(self.world)}
         silent = [rank for rank in beats if rank not in reports]
-        # Ranks on this machine whose watchdog is silent may still write their stack in a signal's handler.
-        signalled = False
-        for rank in silent:
-            beat = beats[rank]
-            if beat is None or beat["host"] != self._where["host"]:
-                continue
-            if Path(f"/proc/{beat['pid']}").exists():
-                os.kill(beat["pid"], signal.SIGUSR2)
-                signalled = True
-        if signalled:
-            time.sleep(1.0)
-        line = culprit(reports, beats)
-        parts = [f"culprit: {line}", f"why now: {reason}", ""]
-        for rank, report in reports.items():
-            depths = ", ".join(f"{depth} {name}" for name, depth in report.depths.items()) or "nothing known"
-            parts.append(
-                f"rank {rank}: {report.stage} step {report.step}, "
-                f"phase {report.phase} for {report.seconds:.0f} s; "
-                f"waits in: {report.waits_in or 'no collective'}; "
-                f"last collective seen: {report.last_collective or 'none'}; waiting: {depths}"
-            )
+        self._request_stacks([beats[rank] for rank in silent])
+        line = find_culprit(reports, beats)
+        parts = [f"culprit: {line}", f"why now: {reason}", "", *map(str, reports.values())]
         parts += [f"rank {rank}: no answer; last heartbeat: {beats[rank]}" for rank in silent]
         for rank, report in reports.items():
             parts.append(f"\n==== rank {rank}, {report.host}, pid {report.pid}\n{report.stack}")
         for rank in silent:
-            stack = _text(self.folder / STACK.format(rank))
-            parts.append(
-                f"\n==== rank {rank}\n{stack or 'no stack: the process did not answer a signal either'}"
-            )
+            stack = _read(self.folder / STACK.format(rank))
+            parts.append(f"\n==== rank {rank}\n{stack or 'no stack: the process did not react to a signal'}")
         path = self.run_dir / time.strftime("hang-%Y%m%d-%H%M%S.txt")
         write_whole(path, "\n".join(parts) + "\n")
         return f"the run hangs: {line}; {reason}; every rank's place is in {path}"
 
+    def _request_stacks(self, beats: Sequence[Mapping[str, Any] | None]) -> None:
+        """Have silent ranks on this machine write their stacks in a signal handler."""
+        local = [beat["pid"] for beat in beats if beat is not None and beat["host"] == self._state["host"]]
+        running = [pid for pid in local if Path(f"/proc/{pid}").exists()]
+        for pid in running:
+            os.kill(pid, signal.SIGUSR2)
+        if running:
+            time.sleep(1.0)
+
 
 def read_beat(folder: Path, rank: int) -> dict[str, Any] | None:
-    """Return a rank's heartbeat; None where there is none that can be read."""
     try:
         beat = json.loads((folder / BEAT.format(rank)).read_bytes())
     except (OSError, ValueError):
@@ -246,7 +231,7 @@ def read_beat(folder: Path, rank: int) -> dict[str, Any] | None:
     return beat if isinstance(beat, dict) else None
 
 
-def _text(path: Path) -> str:
+def _read(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except OSError:
@@ -257,12 +242,9 @@ def _text(path: Path) -> str:
 class Report:
     """A rank's part of the report about a hang.
 
-    phases            begun so far
-    seconds           in the present phase
-    waits_in          the collective in which the main thread waits, if it does
-    last_collective   the last one in which the watchdog saw it
-    depths            what waits in the rank's queues
-    stack             of all threads"""
+    waits_in         the collective in which the main thread waits
+    last_collective  the last one in which the watchdog saw it
+    """
 
     rank: int
     host: str
@@ -277,17 +259,23 @@ class Report:
     depths: dict[str, int | str]
     stack: str
 
+    def __str__(self) -> str:
+        depths = ", ".join(f"{depth} {name}" for name, depth in self.depths.items()) or "nothing known"
+        return (
+            f"rank {self.rank}: {self.stage} step {self.step}, phase {self.phase} for {self.seconds:.0f} s; "
+            f"waits in: {self.waits_in or 'no collective'}; "
+            f"last collective seen: {self.last_collective or 'none'}; waiting: {depths}"
+        )
+
     @property
     def innermost(self) -> str:
-        """Return the line at which the main thread stands."""
         lines = [line.strip() for line in self.stack.split("\n\n")[0].splitlines()]
         places = [line for line in lines if line.startswith("File ")]
-        return places[-1] if places else "nobody knows where"
+        return places[-1] if places else "an unknown place"
 
 
-def collective_of(frame: FrameType | None) -> str | None:
-    """Return the wait for other ranks in which a thread with this innermost frame stands, as `all_reduce,
-    called in file.py:12 function`; None where it does not wait."""
+def find_wait(frame: FrameType | None) -> str | None:
+    """Return a thread's wait for other ranks: "all_reduce, called in file.py:12 function"."""
     name = None
     while frame is not None:
         inside = any(frame.f_code.co_filename.endswith(path) for path in WAITS)
@@ -300,12 +288,14 @@ def collective_of(frame: FrameType | None) -> str | None:
     return name
 
 
-def culprit(reports: Mapping[int, Report], beats: Mapping[int, Mapping[str, Any] | None]) -> str:
-    """Return a line about the rank that the others wait for: one that does not answer; else one that is not
-    waiting while others are; else one that is behind."""
+def find_culprit(reports: Mapping[int, Report], beats: Mapping[int, Mapping[str, Any] | None]) -> str:
+    """Return a line about the rank that the others wait for.
+
+    It is a rank that does not answer, else one that works while others wait, else one that is behind.
+    """
     for rank, beat in beats.items():
         if rank not in reports:
-            seen = "never said where it was"
+            seen = "has never reported its phase"
             if beat:
                 seen = f"was last seen in phase {beat['phase']} of {beat['stage']} step {beat['step']}"
             reasons = "it is stopped, holds the interpreter, or its machine is gone"
@@ -322,4 +312,4 @@ def culprit(reports: Mapping[int, Report], beats: Mapping[int, Mapping[str, Any]
         return f"rank {behind.rank} is behind the others, in phase {behind.phase} ({where})"
     if not waiting:
         return f"rank {behind.rank} and all others are in phase {behind.phase}, at {behind.innermost}"
-    return f"all ranks wait for each other in {behind.waits_in}: what connects them is at fault"
+    return f"all ranks wait for each other in {behind.waits_in}: the connection between them is at fault"

@@ -31,7 +31,7 @@ from megarl.config import load_config
 from megarl.config.errors import ConfigError
 from megarl.data.response_text import check_end_of_turn, end_tokens, policy_text, policy_texts
 from megarl.rollout.engines.base import load_engine_class
-from megarl.schedule.generation import load_tokenizer
+from megarl.schedule.models import load_tokenizer
 from tests.agents.talk import (
     CHATML,
     END,

@@ -419,7 +419,7 @@ FAULTS = (
         (0,),
         SOON,
         {"reward": {"max_unjudged": 0.9}},
-        said=r"of the responses were not judged and are left out; .* died at their start",
+        said=r"of the responses could not be graded and are left out; .* died at their start",
         acting="environment",
         unjudged=True,
     ),

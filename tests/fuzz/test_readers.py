@@ -34,8 +34,8 @@ from megarl.model.hf_config import check_buildable
 from megarl.rewards import get_verifier
 from megarl.rewards.pool import judge
 from megarl.rewards.verdict import Verdict
-from megarl.schedule.preflight import Described, check_tokenizer
 from megarl.schedule.rollouts import read_manifest
+from megarl.schedule.tokenizer_checks import ModelDescription, check_tokenizer
 from megarl.training.checkpoint import find_checkpoint, open_checkpoint, read_state, write_state
 from megarl.weights.families import ROPE_NEEDS, ROPE_NUMBERS, VALUES
 from megarl.weights.hf import HFFolder
@@ -171,7 +171,7 @@ def test_tokenizer_of_a_model(model: tuple[Path, bytes, bytes], data: st.DataObj
     }
     try:
         only_our_errors(
-            lambda: check_tokenizer(Config.model_validate(run), Described(folder, json.loads(config)))
+            lambda: check_tokenizer(Config.model_validate(run), ModelDescription(folder, json.loads(config)))
         )
     finally:
         (folder / name).write_bytes(whole)

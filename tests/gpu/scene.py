@@ -21,9 +21,9 @@ from megarl.parallel.movable import HostPool
 from megarl.parallel.runtime import Runtime
 from megarl.rollout.engines.base import GenerationRequest, RolloutEngine, load_engine_class
 from megarl.rollout.sampling import SamplingParams
-from megarl.schedule.generation import start_engine
 from megarl.schedule.models import load_weights
 from megarl.schedule.offload import EngineMemory, OffloadManager
+from megarl.schedule.source import start_engine
 from megarl.sync.weight_sync import WeightSync, make_weight_sync
 from megarl.training.batch import make_train_batch
 from megarl.training.model import TrainableModel, UpdateResult

@@ -29,6 +29,7 @@ from megarl.rollout.engines.sglang import SGLangEngine
 from megarl.rollout.engines.transformers_engine import TransformersEngine
 from megarl.schedule import preflight
 from megarl.schedule.offload import EngineMemory, OffloadManager
+from megarl.schedule.tokenizer_checks import ModelDescription
 from megarl.sync import transfer
 from megarl.sync.plan import make_plan
 from megarl.weights.boxes import Box
@@ -360,7 +361,7 @@ class TestPreflight:
         """The keys of a model of 32B that is described by its config.json, where nothing else is
         installed."""
         (tmp_path / "config.json").write_text(json.dumps(sizes_of("Qwen2.5-32B")))
-        folder = preflight.Described(tmp_path, read_config(tmp_path))
+        folder = ModelDescription(tmp_path, read_config(tmp_path))
         monkeypatch.setattr(preflight, "check_model", lambda *a, **k: folder)
         tokenizer = SimpleNamespace()
         monkeypatch.setattr(preflight, "check_tokenizer", lambda *a, **k: tokenizer)

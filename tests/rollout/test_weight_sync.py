@@ -32,7 +32,7 @@ from megarl.parallel.machine import allocator_problem
 from megarl.plan.engines import transfer_buffer_bytes
 from megarl.plan.inputs import make_plan_inputs
 from megarl.rollout.engines.sglang import SGLangEngine
-from megarl.schedule import evaluation, generation, models, preflight, run
+from megarl.schedule import evaluation, models, preflight, run, source
 from megarl.sync.backends.base import pack
 from megarl.sync.backends.shared_memory import SharedMemoryBackend
 from megarl.sync.plan import Plan, engine_plan, engine_targets
@@ -406,21 +406,21 @@ def test_an_engine_starts_when_all_ranks_have_given_back_their_memory(
     def says(word: str) -> Any:
         return lambda *arguments, **options: order.append(word) or MagicMock()
 
-    monkeypatch.setattr(generation, "empty_cache", says("empties"))
-    monkeypatch.setattr(generation, "barrier", says("waits"))
+    monkeypatch.setattr(source, "empty_cache", says("empties"))
+    monkeypatch.setattr(source, "barrier", says("waits"))
     engine = SimpleNamespace(start=says("starts"), running=0)
     config = planned(2, 1, 4, 2)[0]
     if what == "run":
         for name in ("load_tokenizer", "open_model", "read_hf_config", "HostPool"):
             monkeypatch.setattr(run, name, MagicMock(return_value=MagicMock()))
         for name in ("PromptSampler", "VerifierPool", "RolloutRank"):
-            monkeypatch.setattr(generation, name, MagicMock(return_value=MagicMock()))
-        monkeypatch.setattr(generation, "read_prompts", lambda *_, **__: ([], MagicMock()))
-        monkeypatch.setattr(generation, "read_problem_sets", lambda *_, **__: ([], {}))
+            monkeypatch.setattr(source, name, MagicMock(return_value=MagicMock()))
+        monkeypatch.setattr(source, "read_prompts", lambda *_, **__: ([], MagicMock()))
+        monkeypatch.setattr(source, "read_problem_sets", lambda *_, **__: ([], {}))
         monkeypatch.setattr(models.ModelBuilder, "build_actor", says("settles"))
         monkeypatch.setattr(models.ModelBuilder, "build_critic", says("settles"))
         built = SimpleNamespace(build=lambda *arguments: engine)
-        monkeypatch.setattr(generation, "load_engine_class", lambda config: built)
+        monkeypatch.setattr(source, "load_engine_class", lambda config: built)
         monkeypatch.setattr(run, "make_weight_sync", says("weight sync"))
         monkeypatch.setattr(run, "EngineMemory", MagicMock())
         run.build_run(config, MagicMock(device=torch.device("cpu"), rollout_ranks=0))

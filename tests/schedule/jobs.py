@@ -206,10 +206,10 @@ def layers_from_folder(runtime: Runtime, config: Config) -> tuple[str, str, str]
     run.engine = None
     step = Step("train", 1)
     step.batch = TrainBatch.build([[5, 6, 7]], [[*range(8, 40)]])
-    right = parity._layers(run, step, 0)
+    right = parity.compare_layers(run, step, 0)
     for name, parameter in run.actor.model.named_parameters():
         if name.endswith("layers.2.mlp.linear_fc1.weight"):
             parameter.data.copy_(parameter.data.roll(1, 0))
-    found = right, parity._layers(run, step, 0), parity._layers(run, step, 1)
+    found = right, parity.compare_layers(run, step, 0), parity.compare_layers(run, step, 1)
     run.close()
     return found

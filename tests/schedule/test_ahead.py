@@ -22,7 +22,7 @@ from megarl.parallel.runtime import layout_for
 from megarl.parallel.secret import SignedStore
 from megarl.rollout import messages as m
 from megarl.schedule import ahead
-from megarl.schedule.ahead import ControllerLink, GenerationApart
+from megarl.schedule.ahead import ControllerLink, RemoteGeneration
 from megarl.sync import weight_sync
 from megarl.sync.transfer import TransferStats
 from megarl.sync.weight_sync import WeightSync
@@ -38,7 +38,7 @@ def test_orders_come_in_order_and_whole(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(ahead, "from_rank_0", lambda ranks, value, kind: value)
     store = SignedStore(dist.HashStore())
     link = ControllerLink(SimpleNamespace(store=store, **vars(ALONE)))  # type: ignore[arg-type]
-    assert link.hear(0.0) is None  # nobody is there yet
+    assert link.receive(0.0) is None  # nobody is there yet
     context, loop = zmq.asyncio.Context(), asyncio.new_event_loop()
     run = loop.run_until_complete
 
@@ -47,7 +47,7 @@ def test_orders_come_in_order_and_whole(monkeypatch: pytest.MonkeyPatch) -> None
 
     hub = run(listen())
     store.set(ahead.ADDRESS, hub.address)
-    assert link.hear(0.2) is None
+    assert link.receive(0.2) is None
     state = json.dumps({"lengths": list(range(10_000)), "text": "x" * 1_000_000})
     for order in (m.CollectRollout("train", 1, 0), m.LoadState(state)):
         link.send(order)
@@ -59,7 +59,7 @@ def test_orders_come_in_order_and_whole(monkeypatch: pytest.MonkeyPatch) -> None
         for order in (m.SendDataReports(), m.CollectRollout("train", 1, 0), m.LoadState(state))
     ]
     run(hub.send(m.TRAINER, m.EvaluationScores({"eval/k": 2, "eval/avg": 0.5}, [{"index": 0}])))
-    answer = link.hear(5.0)
+    answer = link.receive(5.0)
     assert answer == m.EvaluationScores({"eval/k": 2, "eval/avg": 0.5}, [{"index": 0}])
     with pytest.raises(EngineError, match="3 bytes that are no message"):
         m.decode_message("engine rank 3", b"abc")
@@ -99,7 +99,7 @@ class Engines:
                     answers.append(m.RolloutStored(order.stage, order.number, {}, {}, []))
             return answers.pop(0) if answers else None
 
-        return SimpleNamespace(send=self.orders.append, hear=hear)
+        return SimpleNamespace(send=self.orders.append, receive=hear)
 
     def sync(self, version: int) -> TransferStats:
         """The engines take part once they come to the order; nothing may stand before it."""
@@ -112,8 +112,8 @@ class Engines:
         return TransferStats(0, 0, 0, 0.0)
 
 
-def meet(there: GenerationApart, *, wait: bool) -> None:
-    if there.due(wait=wait):
+def meet(there: RemoteGeneration, *, wait: bool) -> None:
+    if there.can_transfer(wait=wait):
         there.transfer()
 
 
@@ -129,11 +129,11 @@ def test_each_step_is_drawn_with_its_own_version(steps_ahead: int, steps: int, d
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ahead, "ControllerLink", engines.link)
         patch.setattr(ahead, "from_rank_0", lambda ranks, value, kind: value)
-        there = GenerationApart(config, runtime, SimpleNamespace(sync=engines.sync))  # type: ignore[arg-type]
+        there = RemoteGeneration(config, runtime, SimpleNamespace(sync=engines.sync))  # type: ignore[arg-type]
         there.publish(done)
-        there.begin(done, None)
+        there.order_first_steps(done, None)
         for number in range(done + 1, steps + 1):
-            there._hear(m.RolloutStored, "train", number)
+            there._wait_for_answer(m.RolloutStored, "train", number)
             for _ in range(data.draw(st.integers(0, 3))):  # phases before the actor's update
                 meet(there, wait=False)
             meet(there, wait=True)  # the weights are about to change
@@ -141,10 +141,10 @@ def test_each_step_is_drawn_with_its_own_version(steps_ahead: int, steps: int, d
             there.publish(number)
             if data.draw(st.booleans()):
                 meet(there, wait=True)  # an evaluation
-            there.draw_next(number, None)
+            there.order_next_step(number, None)
             if data.draw(st.booleans()):
                 there.wait_for_files(number)  # for a checkpoint
-                assert there.drawn >= min(number + steps_ahead, there.ordered)
+                assert there.finished >= min(number + steps_ahead, there.ordered)
     drawn = {number: version for what, number, *version in engines.log if what == "draw"}
     assert drawn == {number: [max(done, number - 1 - steps_ahead)] for number in range(done + 1, steps + 1)}
 

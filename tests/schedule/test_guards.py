@@ -27,21 +27,21 @@ from tests.schedule.jobs import train_with_bad_losses, train_without_room
 def test_the_run_stops_after_so_many_in_a_row() -> None:
     guards = Guards(GuardConfig(skipped_steps=2))
     for number in (1, 2):
-        assert f"({number} of at most 2 in a row)" in guards.failed(NumericalError("loss is nan"))
-    guards.passed({}, 1)
-    assert "(1 of at most 2 in a row)" in guards.failed(NumericalError("loss is nan"))
+        assert f"({number} of at most 2 in a row)" in guards.count_failure(NumericalError("loss is nan"))
+    guards.count_success({}, 1)
+    assert "(1 of at most 2 in a row)" in guards.count_failure(NumericalError("loss is nan"))
     resumed = Guards(GuardConfig(skipped_steps=2))
     resumed.load_state_dict(guards.state_dict())
-    resumed.failed(NumericalError("loss is nan"))
+    resumed.count_failure(NumericalError("loss is nan"))
     with pytest.raises(NumericalError, match=r"^loss is nan$"):
-        resumed.failed(NumericalError("loss is nan"))
+        resumed.count_failure(NumericalError("loss is nan"))
 
 
 def test_a_bad_weight_stops_at_once() -> None:
     error = NumericalError("weights")
     error.fatal = True
     with pytest.raises(NumericalError):
-        Guards(GuardConfig()).failed(error)
+        Guards(GuardConfig()).count_failure(error)
 
 
 def test_the_run_stops_after_so_many_steps_without_a_verdict() -> None:
@@ -49,28 +49,31 @@ def test_the_run_stops_after_so_many_steps_without_a_verdict() -> None:
     answers."""
     guards = Guards(GuardConfig(unverified_steps=2))
     errors = {"ValueError: odd": 2, "TypeError: getcwd() takes no arguments": 6}
-    (line,) = guards.judged({"reward/unverified": 1.0}, errors)
+    (line,) = guards.count_ungraded({"reward/unverified": 1.0}, errors)
     assert (
         line == "every response has an error; the most frequent: TypeError: getcwd() takes no arguments "
         "(1 of at most 2 steps in a row)"
     )
-    assert guards.judged({"reward/unverified": 7 / 8, "reward/unjudged": 0.0}, errors) == []
-    (line,) = guards.judged({"reward/unverified": 7 / 8, "reward/unjudged": 0.125}, errors)
+    assert guards.count_ungraded({"reward/unverified": 7 / 8, "reward/unjudged": 0.0}, errors) == []
+    (line,) = guards.count_ungraded({"reward/unverified": 7 / 8, "reward/unjudged": 0.125}, errors)
     assert line.startswith(
-        "12.5% of the responses were not judged and are left out; the most frequent failure: "
+        "12.5% of the responses could not be graded and are left out; the most frequent failure: "
     )
-    assert len(guards.judged({"reward/unverified": 1.0}, {})) == 1 and guards.judged({}, {}) == []
-    guards.check_judged()
+    assert (
+        len(guards.count_ungraded({"reward/unverified": 1.0}, {})) == 1
+        and guards.count_ungraded({}, {}) == []
+    )
+    guards.check_graded()
     resumed = Guards(GuardConfig(unverified_steps=2))
     resumed.load_state_dict(guards.state_dict())
-    (line,) = resumed.judged({"reward/unverified": 1.0}, errors)
+    (line,) = resumed.count_ungraded({"reward/unverified": 1.0}, errors)
     with pytest.raises(
         ConfigError, match=r"^guard\.unverified_steps: every response of 2 steps in a row had an error"
     ):
-        resumed.check_judged()
+        resumed.check_graded()
     # of a checkpoint from before there was this count
     resumed.load_state_dict({"skipped": 0, "length": None})
-    resumed.check_judged()
+    resumed.check_graded()
 
 
 @pytest.mark.parametrize(
@@ -93,11 +96,11 @@ def test_alarms(metrics: dict[str, float], words: str) -> None:
         "policy/clip_fraction_high": 0.29,
         "policy/clip_fraction_low": 0.29,
     }
-    assert guards.passed(calm, 1) == []
-    (line,) = guards.passed({**calm, **metrics}, 2)
+    assert guards.count_success(calm, 1) == []
+    (line,) = guards.count_success({**calm, **metrics}, 2)
     assert line.startswith(f"alarm: {words}")
     assert (
-        Guards(GuardConfig(entropy_low=None, length_growth=None, clip_fraction=None)).passed(
+        Guards(GuardConfig(entropy_low=None, length_growth=None, clip_fraction=None)).count_success(
             {**calm, **metrics}, 1
         )
         == []
@@ -119,27 +122,27 @@ def test_collapse(key: str, limit: str, share: float, course: list[float], alarm
     found = []
     guards = Guards(GuardConfig())
     for step, value in enumerate(course):
-        lines = guards.passed({key: value}, step + 1)
+        lines = guards.count_success({key: value}, step + 1)
         found += [step] if lines else []
         for line in lines:
             assert line.startswith(f"alarm: {key} {value:.4g} has fallen below guard.{limit} {share} x ")
         resumed = Guards(GuardConfig())
         resumed.load_state_dict(json.loads(json.dumps(guards.state_dict())))
         guards = resumed
-        guards.passed({"value/loss": 1.0}, step + 1)  # a step that does not have it changes nothing
+        guards.count_success({"value/loss": 1.0}, step + 1)  # a step that does not have it changes nothing
     assert found == alarms
     off = Guards(GuardConfig(**{limit: None}))
-    assert [off.passed({key: value}, 1) for value in course] == [[]] * len(course)
+    assert [off.count_success({key: value}, 1) for value in course] == [[]] * len(course)
 
 
 def test_windows_of_responses_are_no_change_of_length() -> None:
     """Responses of three windows of at most 16 tokens, of a policy that does not change, after whole ones in
     value pretraining: only short ones end at first."""
     guards = Guards(GuardConfig(), RolloutConfig(max_response_tokens=48, window=16).windows)
-    whole = [guards.passed({"response/length_mean": 30.0}, number) for number in (1, 2, 3)]
+    whole = [guards.count_success({"response/length_mean": 30.0}, number) for number in (1, 2, 3)]
     ended = enumerate([7.0, 22.0, 40.0, 31.0], 1)
-    assert whole + [guards.passed({"response/length_mean": mean}, n) for n, mean in ended] == [[]] * 7
-    (line,) = guards.passed({"response/length_mean": 67.0}, 5)
+    assert whole + [guards.count_success({"response/length_mean": mean}, n) for n, mean in ended] == [[]] * 7
+    (line,) = guards.count_success({"response/length_mean": 67.0}, 5)
     assert "guard.length_growth 2 x 33" in line
 
 
@@ -176,8 +179,8 @@ def test_noise_of_few_responses_is_no_alarm_and_a_change_is_one(
     lines, of_blind = list[str](), list[str]()
     for number in range(1, 1001):
         metrics = step()
-        lines += guards.passed(metrics, number)
-        of_blind += blind.passed({"response/length_mean": metrics["response/length_mean"]}, number)
+        lines += guards.count_success(metrics, number)
+        of_blind += blind.count_success({"response/length_mean": metrics["response/length_mean"]}, number)
     for limit in ("length_growth", "length_collapse"):
         cried, alone = (sum(limit in line for line in some) for some in (lines, of_blind))
         assert cried <= (12 if limit == "length_growth" else alone), (cried, alone)
@@ -187,10 +190,10 @@ def test_noise_of_few_responses_is_no_alarm_and_a_change_is_one(
         for _ in range(60):
             guards = Guards(GuardConfig())
             for number in range(1, 7):
-                guards.passed(step(), number)
+                guards.count_success(step(), number)
             resumed = Guards(GuardConfig())
             resumed.load_state_dict(json.loads(json.dumps(guards.state_dict())))
-            found += any(resumed.passed(step(scale), number) for number in range(7, 13))
+            found += any(resumed.count_success(step(scale), number) for number in range(7, 13))
         assert found >= 54, (scale, found)
 
 

@@ -219,7 +219,7 @@ def test_what_is_printed_is_on_the_gpu(name: str, remote_ranks: int, keep: tuple
 def test_guests_leave_again() -> None:
     offload, tensors = make_manager()
     offload.onload("rollout", {"engine.weights", "engine.kv_cache"})
-    with offload.also("rollout", {"actor.weights", "engine.weights"}):
+    with offload.with_extra("rollout", {"actor.weights", "engine.weights"}):
         assert offload.present == {"engine.weights", "engine.kv_cache", "actor.weights"}
     assert offload.present == {"engine.weights", "engine.kv_cache"}
     assert not tensors["actor.weights"].untyped_storage().nbytes()
@@ -242,7 +242,7 @@ def test_critics_travel_as_often_as_is_planned(count: int) -> None:
             for number in range(count if phase.model == "critic" else 1):
                 offload.onload(phase.name, phase.on_gpu)
                 for name in sorted(phase.on_gpu):
-                    offload.turn(phase.name, name, number)
+                    offload.select_part(phase.name, name, number)
     travelled = [name for name, _ in moves if not name.startswith("engine.") and "gradients" not in name]
     moved = sum(max(group_bytes(plan, name, stage) for stage in plan.stages) for name in travelled)
     seconds = estimate(plan, default_lengths(plan)).parts["on and off the device"]
@@ -266,7 +266,7 @@ def test_teachers_take_turns(stay: bool) -> None:
     for order in ([0, 1, 2], [2], [1, 2]):
         offload.onload("teacher_top_k", {name})
         for number in order:
-            offload.turn("teacher_top_k", name, number)
+            offload.select_part("teacher_top_k", name, number)
             assert there() == ([0, 1, 2] if stay else [number])
             assert offload.nbytes == sum(tensors[i].nbytes for i in there())
             assert torch.equal(tensors[number], torch.full((64 * (number + 1),), float(number)))

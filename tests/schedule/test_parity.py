@@ -16,7 +16,7 @@ from megarl.config import dump_config
 from megarl.config.phases import PARITY, select_phases
 from megarl.config.schema import Config
 from megarl.data.batch import TrainBatch
-from megarl.schedule.parity import comparable, precision
+from megarl.schedule.parity import get_precision, mask_comparable
 from tests.chaos.harness import ahead_by, make_config, prepare
 from tests.ranks import RankPool
 from tests.schedule.demo import megarl
@@ -109,7 +109,7 @@ def test_the_layer_is_named(
     assert all(updated == [] for _, updated in found)
     (line,) = {line for line, _ in found}
     assert line.startswith("ParityError 2: guard.parity: in train step 1 the engine's log-probs are ")
-    tokens = re.search(r"over (\d+) tokens that the trainer's present weights are to have drawn", line)
+    tokens = re.search(r"over (\d+) tokens sampled with the trainer's current weights", line)
     assert tokens and 24 <= int(tokens[1]) <= 24 * 16  # some of the 24 responses end early
     assert (
         "the limit for fp32 is 0.001; the trainer's hidden states first differ from the engine's in " in line
@@ -177,7 +177,7 @@ def test_against_a_model_from_the_folder(folder: Path, ranks: Pool, tmp_path: Pa
             "no hidden state differs from transformers' on the same weights by over 0.001"
         )
         assert right.endswith(
-            "so that the engine is off, or the transfer to it (rollout.fingerprint=true checks that)"
+            "so the engine or the weight transfer is at fault (rollout.fingerprint=true checks that)"
         )
         assert "first differ from transformers' on the same weights in layer 2 (of 0 to 3), MLP: by " in wrong
         assert learned.startswith("no hidden state differs from transformers'")
@@ -221,13 +221,13 @@ def test_engines_of_their_own_that_are_ahead(folder: Path, tmp_path: Path) -> No
 def test_tokens_of_other_weights_do_not_count() -> None:
     batch = TrainBatch.build([[1, 2], [3], [4]], [[5, 6], [7], [8, 9, 10]])
     batch["policy_version"] = torch.tensor([3, 4, 3])
-    assert comparable(batch, 4).nonzero()[:, 0].tolist() == [5]
+    assert mask_comparable(batch, 4).nonzero()[:, 0].tolist() == [5]
     # With versions of tokens, the newer part of a continued response counts.
     versions = torch.full((batch.num_tokens,), 3, dtype=torch.int32)
     versions[[0, 3, 5, 8, 9]] = 4
     batch["token_versions"] = versions
-    assert comparable(batch, 4).nonzero()[:, 0].tolist() == [3, 5, 8, 9]
-    assert not comparable(batch, 5).any()
+    assert mask_comparable(batch, 4).nonzero()[:, 0].tolist() == [3, 5, 8, 9]
+    assert not mask_comparable(batch, 5).any()
 
 
 def sglang(**options: str) -> dict[str, Any]:
@@ -250,7 +250,7 @@ def sglang(**options: str) -> dict[str, Any]:
 )
 def test_the_coarsest_arithmetic_decides(kind: str, keys: dict[str, Any], tmp_path: Path) -> None:
     config = config_of(tmp_path, tmp_path / "run", **keys)
-    assert precision(config) == kind
+    assert get_precision(config) == kind
 
 
 @pytest.mark.parametrize("name", [name for name in ORDERS if name != "sft"])

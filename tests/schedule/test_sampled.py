@@ -11,8 +11,8 @@ import torch
 
 from megarl.data.batch import TrainBatch
 from megarl.observe.run_log import SampleRecord
-from megarl.schedule import rollouts
-from megarl.schedule.rollouts import has_tokens, response_indices, token_texts, token_worth, with_tokens
+from megarl.schedule import samples as module
+from megarl.schedule.samples import add_tokens, decode_tokens, has_tokens, response_indices, token_columns
 from tests.tiny_models import make_tokenizer
 
 TEXTS = ("1+1=2", "Größe 👍!", "")
@@ -36,17 +36,17 @@ def test_texts_of_tokens_make_up_the_whole() -> None:
     tokenizer = make_tokenizer(300)
     batch = make_batch(tokenizer)
     for row, text in enumerate(TEXTS * 2):
-        found = token_texts(tokenizer, response_ids(batch, row))
+        found = decode_tokens(tokenizer, response_ids(batch, row))
         assert "".join(found) == f"{text}<eos>" and len(found) == len(text.encode()) + 1
-    assert token_texts(tokenizer, response_ids(batch, 1))[2:5] == ["ö", "", "ß"]
+    assert decode_tokens(tokenizer, response_ids(batch, 1))[2:5] == ["ö", "", "ß"]
     cut = tokenizer.encode("👍", add_special_tokens=False)[:2]
-    assert len(token_texts(tokenizer, cut)) == 2  # a response may end within a character
+    assert len(decode_tokens(tokenizer, cut)) == 2  # a response may end within a character
 
 
 @pytest.mark.parametrize("shown", [512, 4])
 def test_each_sample_gets_the_numbers_of_its_own_tokens(shown: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two replicas hold every other sequence, in an order of their own."""
-    monkeypatch.setattr(rollouts, "TOKENS_SHOWN", shown)
+    monkeypatch.setattr(module, "TOKENS_SHOWN", shown)
     tokenizer = make_tokenizer(300)
     batch = make_batch(tokenizer)
     rows = [torch.tensor([4, 0, 2]), torch.tensor([5, 3, 1])]
@@ -56,13 +56,13 @@ def test_each_sample_gets_the_numbers_of_its_own_tokens(shown: int, monkeypatch:
         share["advantages"] = (
             share.spread(numbers).float() + torch.arange(share.num_tokens) / 1e4
         ) * share.response_mask
-    theirs = token_worth(shares[1], [0, 1, 4])
+    theirs = token_columns(shares[1], [0, 1, 4])
     assert theirs.keys() == {1} and theirs[1].keys() == {"tokens", "observed", "advantages"}
-    monkeypatch.setattr(rollouts, "from_rank_0", lambda runtime, value, kind: value)
-    monkeypatch.setattr(rollouts, "gather_on_0", lambda runtime, value, kind: [value, theirs])
+    monkeypatch.setattr(module, "from_rank_0", lambda runtime, value, kind: value)
+    monkeypatch.setattr(module, "gather_on_0", lambda runtime, value, kind: [value, theirs])
     runtime: Any = SimpleNamespace(rank=0, world=1, is_replica_leader=True)
     samples = {row: SampleRecord(1, "p", TEXTS[row % 3], 1.0, True, False, 1) for row in (0, 1, 4)}
-    complete = with_tokens(samples, shares[0], tokenizer, runtime)
+    complete = add_tokens(samples, shares[0], tokenizer, runtime)
     for (row, sample), found in zip(samples.items(), complete, strict=True):
         number = row // 3 * 100 + row % 3 * 10
         assert found.response == sample.response and found.values is None
@@ -86,18 +86,18 @@ def test_what_was_observed_is_shown_without_numbers(monkeypatch: pytest.MonkeyPa
     batch = TrainBatch.build([[5, 6]], [tokenizer.encode("2+2=4.", add_special_tokens=False)])
     batch.response_mask[4:6] = False
     batch["advantages"] = torch.arange(8.0) * batch.response_mask
-    monkeypatch.setattr(rollouts, "from_rank_0", lambda runtime, value, kind: value)
-    monkeypatch.setattr(rollouts, "gather_on_0", lambda runtime, value, kind: [value])
+    monkeypatch.setattr(module, "from_rank_0", lambda runtime, value, kind: value)
+    monkeypatch.setattr(module, "gather_on_0", lambda runtime, value, kind: [value])
     runtime: Any = SimpleNamespace(rank=0, world=1, is_replica_leader=True)
     samples = {0: SampleRecord(1, "p", "2+2=4.", 1.0, True, False, 4)}
-    [found] = with_tokens(samples, replace(batch, rows=torch.tensor([0])), tokenizer, runtime)
+    [found] = add_tokens(samples, replace(batch, rows=torch.tensor([0])), tokenizer, runtime)
     assert found.tokens == list("2+2=4.") and found.advantages == [2, 3, None, None, 6, 7]
     assert found.observed == [False, False, True, True, False, False]
     assert (found.advantage_mean, found.advantage_min, found.advantage_max) == (4.5, 2, 7)
     # Nor what an earlier step drew, whose advantages the batch has not.
     batch["begun"], batch["values"] = torch.tensor([2]), torch.ones(8)
     batch["advantages"] = batch["advantages"] * (torch.arange(8) > 3)
-    [found] = with_tokens(samples, replace(batch, rows=torch.tensor([0])), tokenizer, runtime)
+    [found] = add_tokens(samples, replace(batch, rows=torch.tensor([0])), tokenizer, runtime)
     assert found.advantages == [None, None, None, None, 6, 7] and found.advantage_mean == 6.5
     assert found.values == [1, 1, None, None, 1, 1]
 

@@ -24,8 +24,8 @@ class Heard(Listener):
     def __init__(self, name: str, notes: list[str]) -> None:
         self.name, self.notes = name, notes
 
-    def begins(self, *, anew: bool) -> None:
-        self.notes.append(f"{self.name} begins {anew}")
+    def on_start(self, *, fresh: bool) -> None:
+        self.notes.append(f"{self.name} begins {fresh}")
 
     @contextmanager
     def _around(self, what: str) -> Iterator[None]:
@@ -37,7 +37,7 @@ class Heard(Listener):
             raise
         self.notes.append(f"{self.name} {what} ended")
 
-    def listening(self) -> Any:
+    def run(self) -> Any:
         return self._around("run")
 
     def step(self, step: Step) -> Any:
@@ -46,16 +46,16 @@ class Heard(Listener):
     def phase(self, name: str, step: Step | None = None) -> Any:
         return self._around(name)
 
-    def event(self, line: str, *, kept: bool = True) -> None:
-        self.notes.append(f"{self.name} {line} {kept}")
+    def event(self, line: str, *, keep: bool = True) -> None:
+        self.notes.append(f"{self.name} {line} {keep}")
 
 
 def test_listeners_hear_in_their_order_and_end_in_the_opposite_one() -> None:
     notes: list[str] = []
     listeners = Listeners(Heard("a", notes), Listener(), Heard("b", notes))
-    listeners.begins(anew=True)
-    with listeners.listening(), listeners.phase("resume"):
-        listeners.event("continues", kept=False)
+    listeners.on_start(fresh=True)
+    with listeners.run(), listeners.phase("resume"):
+        listeners.event("continues", keep=False)
     assert notes == [
         *("a begins True", "b begins True", "a run", "b run", "a resume", "b resume"),
         *("a continues False", "b continues False"),

@@ -21,7 +21,7 @@ import pytest
 from megarl.config import phases
 from megarl.parallel.launch import HUNG
 from megarl.schedule import recovery, trainer
-from megarl.schedule.watchdog import Report, culprit, read_beat
+from megarl.schedule.watchdog import Report, find_culprit, read_beat
 
 ROOT = Path(__file__).parents[2]
 RANK = """
@@ -122,16 +122,18 @@ def made(rank: int, phases: int, waits_in: str | None, phase: str = "actor_updat
 def test_the_culprit_is_the_one_that_the_others_wait_for() -> None:
     beats = {rank: {"phase": "rollout", "stage": "train", "step": 3} for rank in range(3)}
     waiting = [made(rank, 9, "all_reduce, called in comm.py:1 any_of") for rank in range(3)]
-    assert culprit({0: waiting[0], 2: waiting[2]}, beats).startswith("rank 1 does not answer")
-    assert culprit({0: waiting[0], 2: waiting[2]}, {**beats, 1: None}).endswith("never said where it was")
+    assert find_culprit({0: waiting[0], 2: waiting[2]}, beats).startswith("rank 1 does not answer")
+    assert find_culprit({0: waiting[0], 2: waiting[2]}, {**beats, 1: None}).endswith(
+        "has never reported its phase"
+    )
     busy = {0: waiting[0], 1: made(1, 9, None), 2: waiting[2]}
-    assert culprit(busy, beats) == (
+    assert find_culprit(busy, beats) == (
         'rank 1 is in phase actor_update, at File "x.py", line 1, in work, '
         "while 2 ranks wait in all_reduce, called in comm.py:1 any_of"
     )
     behind = {0: waiting[0], 1: waiting[1], 2: made(2, 8, "broadcast", "values")}
-    assert culprit(behind, beats) == "rank 2 is behind the others, in phase values (broadcast)"
-    assert "what connects them is at fault" in culprit(dict(enumerate(waiting)), beats)
+    assert find_culprit(behind, beats) == "rank 2 is behind the others, in phase values (broadcast)"
+    assert "the connection between them is at fault" in find_culprit(dict(enumerate(waiting)), beats)
 
 
 def test_reports_survive_json() -> None:

@@ -1,0 +1,107 @@
+"""A step's sampled responses for people to read, with each token's text, advantage and value."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megarl.data.batch import TrainBatch
+from megarl.observe.run_log import SampleRecord
+from megarl.parallel.comm import from_rank_0, gather_on_0
+from megarl.parallel.runtime import Runtime
+
+STEPS_WITH_TOKENS = 100  # approximate number per run
+TOKENS_SHOWN = 512  # per response: half at the start, half at the end
+DIGITS = 4  # significant digits of a token's numbers
+MAX_CHARACTER_TOKENS = 4  # a character has at most 4 bytes
+
+
+def has_tokens(number: int, steps: int) -> bool:
+    return number % -(-steps // STEPS_WITH_TOKENS) == 0 or number in (1, steps)
+
+
+def add_tokens(
+    samples: Mapping[int, SampleRecord], batch: TrainBatch, tokenizer: Any, runtime: Runtime
+) -> list[SampleRecord]:
+    """Return a step's samples with their tokens, advantages and values; [] except on rank 0.
+
+    Every rank calls this with its replica's batch. samples: by their row of the batch, on rank 0.
+    """
+    rows = from_rank_0(runtime, list(samples), list[int])
+    own = token_columns(batch, rows) if runtime.is_replica_leader else {}
+    parts = gather_on_0(runtime, own, dict[int, dict[str, Tensor]])
+    if parts is None:
+        return []
+    columns_by_row = {row: columns for part in parts for row, columns in part.items()}
+    complete = []
+    for row, sample in samples.items():
+        numbers = {name: column.tolist() for name, column in columns_by_row[row].items()}
+        ids, observed = numbers.pop("tokens"), numbers.pop("observed")
+        if advantages := [a for a in numbers.get("advantages", ()) if not math.isnan(a)]:
+            mean = math.fsum(advantages) / len(advantages)
+            sample = replace(
+                sample, advantage_mean=mean, advantage_min=min(advantages), advantage_max=max(advantages)
+            )
+        half, left_out = TOKENS_SHOWN // 2, len(ids) - TOKENS_SHOWN
+        columns: dict[str, Any]
+        if left_out <= 0:
+            texts = decode_tokens(tokenizer, ids)
+            columns = {name: _round(column) for name, column in numbers.items()}
+        else:
+            observed = [*observed[:half], False, *observed[-half:]]
+            gap = f"\n[... {left_out} tokens left out ...]\n"
+            texts = [*decode_tokens(tokenizer, ids[:half]), gap, *decode_tokens(tokenizer, ids[-half:])]
+            columns = {name: [*_round(c[:half]), None, *_round(c[-half:])] for name, c in numbers.items()}
+        complete.append(
+            replace(sample, tokens=texts, observed=observed if any(observed) else None, **columns)
+        )
+    return complete
+
+
+def _round(column: list[float]) -> list[float | None]:
+    return [float(f"{value:.{DIGITS}g}") if math.isfinite(value) else None for value in column]
+
+
+def token_columns(batch: TrainBatch, rows: Iterable[int]) -> dict[int, dict[str, Tensor]]:
+    """Return row -> tokens, observed, advantages, values, for rows in this replica's batch.
+
+    Numbers of observations are NaN, and advantages of tokens from earlier steps (`rollout.window`).
+    """
+    places = {row: i for i, row in enumerate(batch.rows.tolist())}
+    sampled_now, columns_by_row = batch.drawn, {}
+    for row in rows:
+        if row in places:
+            tokens = response_indices(batch, places[row])
+            observed = ~batch.response_mask[tokens]
+            columns = {"tokens": batch.tokens[tokens], "observed": observed}
+            for name, missing in (("advantages", ~sampled_now[tokens]), ("values", observed)):
+                if name in batch:
+                    columns[name] = batch[name][tokens].float().masked_fill(missing, math.nan)
+            columns_by_row[row] = columns
+    return columns_by_row
+
+
+def response_indices(batch: TrainBatch, row: int) -> Tensor:
+    start, end = batch.cu_seqlens[row : row + 2].tolist()
+    return torch.arange(start + int(batch.prompt_lengths[row]), end)
+
+
+def decode_tokens(tokenizer: Any, ids: Sequence[int]) -> list[str]:
+    """Return each token's text. A character of several tokens belongs to the first one."""
+    texts: list[str] = tokenizer.batch_decode([[token] for token in ids], skip_special_tokens=False)
+    at = 0
+    while at < len(texts):
+        if "\ufffd" in texts[at]:
+            for end in range(at + 2, min(at + MAX_CHARACTER_TOKENS, len(ids)) + 1):
+                text = tokenizer.decode(list(ids[at:end]), skip_special_tokens=False)
+                if "\ufffd" not in text:
+                    texts[at:end] = [text] + [""] * (end - at - 1)
+                    at = end - 1
+                    break
+        at += 1
+    return texts
