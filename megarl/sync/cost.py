@@ -1,8 +1,4 @@
-"""What a weight transfer costs each rank. Imports without torch.
-
-Costs are bytes per class of link, rounds, staging memory, and seconds at given speeds. They are compared with
-a full gather, in which every rank gets whole tensors, bucket by bucket, and cuts out its part.
-"""
+"""Estimate what a weight transfer costs each rank, next to a full gather. Imports without torch."""
 
 from __future__ import annotations
 
@@ -13,13 +9,13 @@ from math import prod
 from typing import NamedTuple
 
 from megarl.config.schema import ClusterConfig
-from megarl.sync.plan import Plan, placed
+from megarl.sync.plan import Plan, schedule_pieces
 from megarl.weights.boxes import Box, volume
 from megarl.weights.families import Shape
 
 
 class RankCost(NamedTuple):
-    """Bytes of one rank by class of link, its rounds (or buckets), bytes of staging memory, and seconds."""
+    """Bytes of one rank by kind of link, its rounds (or buckets), bytes of staging memory, and seconds."""
 
     local: int
     node_sent: int
@@ -40,76 +36,72 @@ class RankCost(NamedTuple):
 
 
 @dataclass
-class _Turn:
-    """What a rank does in one round of messages."""
+class _RankRound:
+    """The messages of one rank in one round."""
 
-    moved: list[int] = field(default_factory=lambda: [0] * 4)  # bytes, as in RankCost from node_sent on
+    nbytes: list[int] = field(default_factory=lambda: [0] * 4)  # as in RankCost from node_sent on
     peers: set[int] = field(default_factory=set)
     staging: int = 0
 
 
-def _seconds(moved: Sequence[int], cluster: ClusterConfig) -> float:
-    """Return seconds: both directions of a link work at once, the two kinds one after the other."""
-    return (max(moved[:2]) / cluster.node_speed + max(moved[2:]) / cluster.network_speed) / 1e9
+def _seconds(nbytes: Sequence[int], cluster: ClusterConfig) -> float:
+    # Both directions of a link are used at once, the two kinds of links one after the other.
+    return (max(nbytes[:2]) / cluster.node_speed + max(nbytes[2:]) / cluster.network_speed) / 1e9
 
 
 def direct_cost(plan: Plan, itemsize: int, bucket_bytes: int, cluster: ClusterConfig) -> dict[int, RankCost]:
-    """Return each rank's cost of a transfer by a plan.
+    """Return each rank's cost of a transfer by a plan. itemsize: bytes of an element of the model's dtype.
 
-    itemsize: bytes of an element of the model's dtype. Seconds count to the end of a rank's last round, where
-    each round waits for the ranks that it exchanges messages with."""
+    Each round of a rank starts when all its peers have finished their earlier rounds."""
     local = {rank: traffic.local for rank, traffic in plan.summary(itemsize).items()}
     total = {rank: [0] * 4 for rank in local}
-    rounds: dict[int, dict[int, _Turn]] = defaultdict(lambda: defaultdict(_Turn))
-    for number, piece, size, _ in placed(plan, itemsize, bucket_bytes):
+    rounds: dict[int, dict[int, _RankRound]] = defaultdict(lambda: defaultdict(_RankRound))
+    for number, piece, size, _ in schedule_pieces(plan, itemsize, bucket_bytes):
         source, target = piece.src_rank, piece.dst_rank
         between_nodes = source // plan.gpus_per_node != target // plan.gpus_per_node
         nbytes = plan.nbytes(piece, itemsize)
         for rank, peer, received in ((source, target, 0), (target, source, 1)):
             link = 2 * between_nodes + received
-            turn = rounds[number][rank]
-            turn.moved[link] += nbytes
-            turn.peers.add(peer)
-            turn.staging += size
+            round_ = rounds[number][rank]
+            round_.nbytes[link] += nbytes
+            round_.peers.add(peer)
+            round_.staging += size
             total[rank][link] += nbytes
     clock = {rank: size / cluster.copy_speed / 1e9 for rank, size in local.items()}
     staging: dict[int, list[int]] = {rank: [] for rank in local}  # of each of its rounds
-    for _, turns in sorted(rounds.items()):
-        start = {
-            rank: max(clock[rank], *(clock[peer] for peer in turn.peers)) for rank, turn in turns.items()
-        }
-        for rank, turn in turns.items():
-            clock[rank] = start[rank] + _seconds(turn.moved, cluster)
-            staging[rank].append(turn.staging)
+    for _, by_rank in sorted(rounds.items()):
+        start = {rank: max(clock[at] for at in (rank, *round_.peers)) for rank, round_ in by_rank.items()}
+        for rank, round_ in by_rank.items():
+            clock[rank] = start[rank] + _seconds(round_.nbytes, cluster)
+            staging[rank].append(round_.staging)
     costs = {}
     for rank, stagings in staging.items():
-        node_sent, node_received, sent, received = total[rank]
-        most, seconds = max(stagings, default=0), clock[rank]
-        costs[rank] = RankCost(
-            local[rank], node_sent, node_received, sent, received, len(stagings), most, seconds
-        )
+        most = max(stagings, default=0)
+        costs[rank] = RankCost(local[rank], *total[rank], len(stagings), most, clock[rank])
     return costs
 
 
 def gather_cost(
     plan: Plan, shapes: Mapping[str, Shape], itemsize: int, bucket_bytes: int, cluster: ClusterConfig
 ) -> dict[int, RankCost]:
-    """Return each rank's cost of gathering all of `shapes` from the plan's sources, at best.
+    """Return each rank's lowest possible cost of gathering all of `shapes` from the plan's sources.
 
-    A rank receives only bytes that it does not hold. Each byte enters a node once, over all adapters evenly.
-    Within the node it is passed in a ring, so that a rank sends as many bytes as it receives."""
+    A rank receives only bytes that it lacks. Each byte enters a node once, evenly over all adapters, and is
+    passed on in a ring within the node. So a rank sends and receives the same number of bytes."""
 
     def nbytes(boxes: Iterable[tuple[str, Box]]) -> int:
         return sum(volume(box) for _, box in boxes) * itemsize
 
-    held: dict[int, set[tuple[str, Box]]] = defaultdict(set)
+    boxes_by_rank: dict[int, set[tuple[str, Box]]] = defaultdict(set)
     for rank, shards in plan.sources.items():
         regions = (region for shard in shards.values() for region in shard.regions)
-        held[rank] = {(region.hf_name, region.hf_box) for region in regions if region.hf_name in shapes}
+        boxes_by_rank[rank] = {
+            (region.hf_name, region.hf_box) for region in regions if region.hf_name in shapes
+        }
     nodes: dict[int, list[int]] = defaultdict(list)
     for rank in sorted({*plan.sources, *plan.targets}):
         nodes[rank // plan.gpus_per_node].append(rank)
-    buckets: list[int] = []  # of whole tensors, in their order; one that is larger than the limit has its own
+    buckets: list[int] = []  # bytes of whole tensors; a tensor above the limit fills a bucket alone
     for size in (prod(shape) * itemsize for shape in shapes.values()):
         if buckets and buckets[-1] + size <= bucket_bytes:
             buckets[-1] += size
@@ -118,12 +110,12 @@ def gather_cost(
     whole = sum(buckets)
     costs = {}
     for ranks in nodes.values():
-        there = set[tuple[str, Box]]().union(*(held[rank] for rank in ranks))
-        entering = (whole - nbytes(there)) // len(ranks)
+        in_node = set[tuple[str, Box]]().union(*(boxes_by_rank[rank] for rank in ranks))
+        entering = (whole - nbytes(in_node)) // len(ranks)
         for rank in ranks:
-            own = nbytes(held[rank])
+            own = nbytes(boxes_by_rank[rank])
             within = whole - own - entering
-            moved = (within, within, entering, entering)
-            seconds = own / cluster.copy_speed / 1e9 + _seconds(moved, cluster)
-            costs[rank] = RankCost(own, *moved, len(buckets), max(buckets), seconds)
+            links = (within, within, entering, entering)
+            seconds = own / cluster.copy_speed / 1e9 + _seconds(links, cluster)
+            costs[rank] = RankCost(own, *links, len(buckets), max(buckets), seconds)
     return costs

@@ -1,7 +1,6 @@
-"""The plan of a weight transfer: which slice goes to which rank in which round, and its proof.
+"""Plan a weight transfer: the slices that ranks exchange, and their rounds. Imports without torch.
 
-Sources and targets are described in Hugging Face coordinates, where a copy is an intersection of two boxes.
-Needs shapes only and imports without torch, so that a laptop can plan a job of 1,024 GPUs.
+Both ends are described in Hugging Face coordinates, where a copy is the intersection of two boxes.
 """
 
 from __future__ import annotations
@@ -33,12 +32,11 @@ from megarl.weights.shards import (
 )
 
 GPUS_PER_NODE = 8
-ALIGN = 16  # bytes: where pieces in staging memory begin, so that each can be viewed as its dtype
+ALIGN = 16  # bytes; aligned pieces of staging memory can be viewed as any dtype
 
-# Formats of target tensors that are not of the model's dtype. Block FP8 is as in SGLang and in published
-# checkpoints: `weight` is float8_e4m3fn and, for every block of 128 x 128 of the Hugging Face tensor,
-# `weight_scale_inv` has one float32, so that weight * scale is the original. Embeddings, the output layer,
-# norms, biases and routers stay.
+# Formats of target tensors that differ from the model's dtype. Block FP8 follows SGLang and published
+# checkpoints: `weight` is float8_e4m3fn, and `weight_scale_inv` has one float32 per block of 128 x 128 of the
+# Hugging Face tensor. Their product is the original. Only projections are quantised.
 FP8, FP32 = "float8_e4m3fn", "float32"
 FORMAT_BYTES = {FP8: 1, FP32: 4}
 BLOCK = 128
@@ -46,7 +44,7 @@ SCALE_SUFFIX = "_scale_inv"
 
 
 class PlanError(ValueError):
-    """A plan that would leave a target byte unwritten, write it twice, or write it from the wrong place."""
+    """A plan that leaves a target byte unwritten, writes it twice, or writes the wrong byte."""
 
 
 class Copy(NamedTuple):
@@ -75,30 +73,23 @@ class Traffic(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """All copies of a transfer, in the same order on every rank, and the layouts at both ends.
+    """All copies of a transfer, in the same order on every rank. Rank r is on node r // gpus_per_node."""
 
-    copies   from sources to targets
-    sources  shards by rank; targets: the same
-    formats  of target tensors that do not have the model's dtype, by name
-    relays   copies between targets on one node, made after `copies`. Their `src_name` and `src_box` belong to
-             a target, to which a copy has brought the bytes
-
-    Rank r is on node r // gpus_per_node.
-    """
-
-    copies: tuple[Copy, ...]
-    sources: dict[int, Shards]
+    copies: tuple[Copy, ...]  # from sources to targets
+    sources: dict[int, Shards]  # by rank
     targets: dict[int, Shards]
-    formats: Mapping[str, str] = field(default_factory=dict)
+    formats: Mapping[str, str] = field(default_factory=dict)  # of targets without the model's dtype, by name
     gpus_per_node: int = GPUS_PER_NODE
-    relays: tuple[Copy, ...] = ()
+    relays: tuple[
+        Copy, ...
+    ] = ()  # after `copies`: from a target that a copy has filled to others on its node
 
     def nbytes(self, copy: Copy, itemsize: int) -> int:
-        """Return the bytes that a copy writes; an element of the model's dtype has `itemsize` bytes."""
+        """Return the bytes that a copy writes. itemsize: bytes of an element of the model's dtype."""
         return copy.size * self.width(copy, itemsize)
 
     def part(self, names: Collection[str]) -> Plan:
-        """Return the plan of some of the target tensors."""
+        """Return the plan of these target tensors."""
         targets = {
             rank: {name: shard for name, shard in shards.items() if name in names}
             for rank, shards in self.targets.items()
@@ -113,20 +104,20 @@ class Plan:
         return FORMAT_BYTES[self.formats[copy.dst_name]] if copy.dst_name in self.formats else itemsize
 
     def direct(self) -> Iterator[Copy]:
-        """Yield all copies as if each came from the source that holds its bytes.
+        """Yield all copies, with each relay replaced by a copy from the source of its bytes.
 
-        Raises PlanError if a relay reads bytes that no copy brings."""
+        Raises PlanError if a relay reads bytes that no copy writes."""
         yield from self.copies
-        brought = {(c.dst_rank, c.dst_name, c.dst_box): c for c in self.copies} if self.relays else {}
+        copies = {(c.dst_rank, c.dst_name, c.dst_box): c for c in self.copies} if self.relays else {}
         for relay in self.relays:
-            copy = brought.get((relay.src_rank, relay.src_name, relay.src_box))
+            copy = copies.get((relay.src_rank, relay.src_name, relay.src_box))
             if copy is None:
                 where = f"rank {relay.dst_rank}, {relay.dst_name}"
-                raise PlanError(f"{where}: rank {relay.src_rank} is to pass on what it does not get")
+                raise PlanError(f"{where}: rank {relay.src_rank} relays bytes that it does not receive")
             yield relay._replace(src_rank=copy.src_rank, src_name=copy.src_name, src_box=copy.src_box)
 
     def summary(self, itemsize: int) -> dict[int, Traffic]:
-        """Return every rank's traffic; an element of the model's dtype has `itemsize` bytes."""
+        """Return every rank's traffic. itemsize: bytes of an element of the model's dtype."""
         counts = {rank: [0, 0, 0] for rank in sorted({*self.sources, *self.targets})}
         for copy in (*self.copies, *self.relays):
             size = self.nbytes(copy, itemsize)
@@ -138,13 +129,12 @@ class Plan:
         return {rank: Traffic(*count) for rank, count in counts.items()}
 
     def verify(self) -> None:
-        """Prove that every byte of every target is written exactly once, with the right bytes.
+        """Prove that every byte of every target is written exactly once, from the right place.
 
-        The proof does not depend on how the plan was made. The two boxes of each copy are the same box in
-        Hugging Face coordinates. The boxes written to a target tensor are disjoint. Together with its padding
-        they are as large as the tensor. Raises PlanError with the first tensor for which this is false."""
-        written: dict[tuple[int, str], list[Box]] = defaultdict(list)
-        # By identity, as the copies keep the objects alive: replicas often share shards and boxes.
+        The boxes of a copy must be equal in Hugging Face coordinates. Boxes of a target must be disjoint and
+        fill it, with its padding. Raises PlanError that names the first tensor for which this is false."""
+        boxes_by_target: dict[tuple[int, str], list[Box]] = defaultdict(list)
+        # Keyed by identity: replicas share shards and boxes, and the plan keeps these objects alive.
         located: dict[tuple[int, int], tuple[str, Box]] = {}
 
         def locate(side: dict[int, Shards], rank: int, name: str, box: Box) -> tuple[str, Box]:
@@ -162,18 +152,18 @@ class Plan:
             if source != target:
                 where = f"rank {copy.dst_rank}, {copy.dst_name}"
                 raise PlanError(f"{where}: {target} would be written with {source}")
-            written[copy.dst_rank, copy.dst_name].append(copy.dst_box)
+            boxes_by_target[copy.dst_rank, copy.dst_name].append(copy.dst_box)
         proved = set()
         for rank, shards in self.targets.items():
             for name, shard in shards.items():
-                boxes = (*sorted(written[rank, name]), *shard.padding)
+                boxes = (*sorted(boxes_by_target[rank, name]), *shard.padding)
                 if (shard.shape, boxes) not in proved:
                     _prove_tiling(shard.shape, boxes, f"rank {rank}, {name}")
                     proved.add((shard.shape, boxes))
 
 
 def to_hf(shard: Shard, box: Box, where: str) -> tuple[str, Box]:
-    """Return a local box's Hugging Face name and box; PlanError unless it lies within one region."""
+    """Return the Hugging Face name and box of a local box. Raises PlanError unless one region contains it."""
     for region in shard.regions:
         if len(box) == len(region.local_box) and intersect(box, region.local_box) == box:
             return region.hf_name, shift(box, region.local_box, region.hf_box)
@@ -181,7 +171,7 @@ def to_hf(shard: Shard, box: Box, where: str) -> tuple[str, Box]:
 
 
 def _prove_tiling(shape: Shape, boxes: Sequence[Box], where: str) -> None:
-    """Raise PlanError unless the boxes lie within `shape`, are disjoint, and fill it."""
+    """Raise PlanError unless the boxes are disjoint and fill `shape`."""
     for index, box in enumerate(boxes):
         if any(start < 0 or stop > size for (start, stop), size in zip(box, shape, strict=True)):
             raise PlanError(f"{where}: {box} is outside of the shape {shape}")
@@ -193,32 +183,36 @@ def _prove_tiling(shape: Shape, boxes: Sequence[Box], where: str) -> None:
         raise PlanError(f"{where}: {missing} elements would never be written")
 
 
-# Making a plan: which rank sends each box of each target, and in which order
+# Making a plan: choose the source of each box of each target, and the order
 
 Places = dict[int, tuple[str, Box]]  # rank -> (local name, local box)
 
 
-class _Holders:
-    """The ranks that hold one box: by node, and as a heap of (load when last looked at, rank)."""
+class _Owners:
+    """The ranks that hold one box."""
 
     def __init__(self, ranks: tuple[int, ...], gpus_per_node: int) -> None:
         self.by_node: dict[int, list[int]] = defaultdict(list)
         for rank in ranks:
             self.by_node[rank // gpus_per_node].append(rank)
-        self.heap = [(0, rank) for rank in sorted(ranks)]
+        self.heap = [(0, rank) for rank in sorted(ranks)]  # (load, rank); loads may be outdated
 
 
 class _Part(NamedTuple):
-    """A box of a target tensor, and who holds it where."""
+    """A box of a target tensor, and its places in the sources."""
 
-    holders: _Holders
+    owners: _Owners
     places: Places
     size: int
     dst_name: str
     dst_box: Box
 
+    def copy(self, source: int, target: int) -> Copy:
+        """Return the copy of this part from one rank to another."""
+        return Copy(source, *self.places[source], target, self.dst_name, self.dst_box)
 
-Queue = list[tuple[int, _Part]]  # (rank that gets it, part)
+
+Queue = list[tuple[int, _Part]]  # (receiving rank, part)
 
 
 def make_plan(
@@ -228,66 +222,62 @@ def make_plan(
     formats: Mapping[str, str] | None = None,
     gpus_per_node: int = GPUS_PER_NODE,
 ) -> Plan:
-    """Plan how `targets` get their bytes from `sources`, both (rank, shards of that rank).
+    """Plan a transfer from `sources` to `targets`, both (rank, shards of that rank).
 
-    Several ranks may hold a box (data-parallel replicas, replicated norms). The target's own rank is chosen
-    first, then a rank on its node, then any; of several the one that sends least so far. Bytes that several
-    targets of a node need from another node enter the node once, and are relayed within it.
+    If several ranks hold a box, the target's own rank is preferred, then a rank on its node, then the rank
+    that sends least. Bytes for several targets of a node cross the network once, and are relayed there.
 
     Regions of different sources must be equal or disjoint in Hugging Face coordinates. Raises PlanError if
-    no source has a box that a target needs."""
-    source_of, target_of = dict(sources), dict(targets)
-    parts = _parts(source_of, target_of, gpus_per_node)
-    entrance = _entrances(parts, target_of, gpus_per_node)
-    copies, near, far, relayed = _queues(parts, target_of, entrance, gpus_per_node)
+    the sources lack a box of a target."""
+    source_shards, target_shards = dict(sources), dict(targets)
+    parts = _collect_parts(source_shards, target_shards, gpus_per_node)
+    receivers = _choose_receivers(parts, target_shards, gpus_per_node)
+    copies, near, far, relayed = _queue_parts(parts, target_shards, receivers, gpus_per_node)
 
     def alternating(queues: list[Queue]) -> Iterator[tuple[int, _Part]]:
         return (entry for row in zip_longest(*queues) for entry in row if entry is not None)
 
-    # Elements that each rank sends within its node and to other nodes. The two use different links, so they
-    # are balanced separately.
+    # Elements that each rank sends within its node and to other nodes. These links are balanced separately.
     sent_near: dict[int, int] = defaultdict(int)
     sent_far: dict[int, int] = defaultdict(int)
     for rank, part in alternating(near):
-        there = part.holders.by_node[rank // gpus_per_node]
-        source = min(there, key=lambda holder: (sent_near[holder], holder))
+        owners = part.owners.by_node[rank // gpus_per_node]
+        source = min(owners, key=lambda owner: (sent_near[owner], owner))
         sent_near[source] += part.size
-        copies.append(Copy(source, *part.places[source], rank, part.dst_name, part.dst_box))
+        copies.append(part.copy(source, rank))
     for rank, part in alternating(far):
-        # Loads only grow: an outdated entry sinks, and the top is the smallest.
-        heap = part.holders.heap
+        # Loads only grow, so update outdated entries until the top one is current.
+        heap = part.owners.heap
         while sent_far[heap[0][1]] != heap[0][0]:
             heapreplace(heap, (sent_far[heap[0][1]], heap[0][1]))
         source = heap[0][1]
         sent_far[source] += part.size
-        copies.append(Copy(source, *part.places[source], rank, part.dst_name, part.dst_box))
+        copies.append(part.copy(source, rank))
     relays = []
     for rank, part in alternating(relayed):
         place = (part.dst_name, part.dst_box)
-        relays.append(Copy(entrance[rank // gpus_per_node, id(part)], *place, rank, *place))
-    return Plan(tuple(copies), source_of, target_of, formats or {}, gpus_per_node, tuple(relays))
+        relays.append(Copy(receivers[rank // gpus_per_node, id(part)], *place, rank, *place))
+    return Plan(tuple(copies), source_shards, target_shards, formats or {}, gpus_per_node, tuple(relays))
 
 
-def _queues(
+def _queue_parts(
     parts: Mapping[int, Sequence[_Part]],
-    target_of: Mapping[int, Shards],
-    entrance: Mapping[tuple[int, int], int],
+    target_shards: Mapping[int, Shards],
+    receivers: Mapping[tuple[int, int], int],
     gpus_per_node: int,
 ) -> tuple[list[Copy], list[Queue], list[Queue], list[Queue]]:
-    """Sort the parts of all targets: copies on a rank itself, and for each target the parts from its node,
-    from other nodes, and by relays.
+    """Return local copies, and for each target the parts from its node, from other nodes and by relays.
 
-    All targets are served at the same time, one part after the other. They begin at different layers, or they
-    would queue for one source."""
+    Targets start at different layers, or all would wait for the same source at once."""
     copies: list[Copy] = []
-    near, far, relayed = ([Queue() for _ in target_of] for _ in range(3))
-    for position, (rank, shards) in enumerate(target_of.items()):
+    near, far, relayed = ([Queue() for _ in target_shards] for _ in range(3))
+    for position, (rank, shards) in enumerate(target_shards.items()):
         mine = parts[id(shards)]
-        first = position * len(mine) // len(target_of)
+        first = position * len(mine) // len(target_shards)
         for part in (*mine[first:], *mine[:first]):
-            receiver = entrance.get((rank // gpus_per_node, id(part)))
+            receiver = receivers.get((rank // gpus_per_node, id(part)))
             if rank in part.places:
-                copies.append(Copy(rank, *part.places[rank], rank, part.dst_name, part.dst_box))
+                copies.append(part.copy(rank, rank))
             elif receiver is None:
                 near[position].append((rank, part))
             elif receiver == rank:
@@ -297,44 +287,41 @@ def _queues(
     return copies, near, far, relayed
 
 
-def _entrances(
-    parts: Mapping[int, Sequence[_Part]], target_of: Mapping[int, Shards], gpus_per_node: int
+def _choose_receivers(
+    parts: Mapping[int, Sequence[_Part]], target_shards: Mapping[int, Shards], gpus_per_node: int
 ) -> dict[tuple[int, int], int]:
-    """Return the rank of each node that receives a part from outside, by (node, id of the part).
-
-    Its neighbours with the same shards get the part from that rank. Their bytes are balanced."""
-    entrance: dict[tuple[int, int], int] = {}
-    neighbours: dict[tuple[int, int], list[int]] = defaultdict(list)
-    for rank, shards in target_of.items():
-        neighbours[rank // gpus_per_node, id(shards)].append(rank)
-    for (node, shards_id), ranks in neighbours.items():
+    """Choose the rank of each node that receives a part from another node, by (node, id of the part)."""
+    receivers: dict[tuple[int, int], int] = {}
+    replicas: dict[tuple[int, int], list[int]] = defaultdict(list)
+    for rank, shards in target_shards.items():
+        replicas[rank // gpus_per_node, id(shards)].append(rank)
+    for (node, shards_id), ranks in replicas.items():
         load = dict.fromkeys(ranks, 0)
         for part in parts[shards_id]:
-            if node not in part.holders.by_node:
+            if node not in part.owners.by_node:
                 first = min(load, key=load.__getitem__)
                 load[first] += part.size
-                entrance[node, id(part)] = first
-    return entrance
+                receivers[node, id(part)] = first
+    return receivers
 
 
-def _parts(
-    source_of: dict[int, Shards], target_of: dict[int, Shards], gpus_per_node: int
+def _collect_parts(
+    source_shards: dict[int, Shards], target_shards: dict[int, Shards], gpus_per_node: int
 ) -> dict[int, list[_Part]]:
-    """Return what each target is made of, by the identity of its shards, which replicas share."""
-    # Who holds which part of each tensor: Hugging Face name -> box -> places. Replicas share one place, so
-    # that it is moved once below.
+    """Return the parts of each target by the id of its shards, which replicas share."""
+    # Hugging Face name -> box -> places. Replicas share one place object, so that it is shifted once below.
     everywhere: dict[str, dict[Box, Places]] = defaultdict(lambda: defaultdict(dict))
     shared: dict[tuple[str, int], tuple[str, Box]] = {}
-    for rank, shards in source_of.items():
+    for rank, shards in source_shards.items():
         for name, shard in shards.items():
             for region in shard.regions:
                 place = shared.setdefault((name, id(region)), (name, region.local_box))
                 everywhere[region.hf_name][region.hf_box].setdefault(rank, place)
-    holders = cache(lambda ranks: _Holders(ranks, gpus_per_node))
+    owners = cache(lambda ranks: _Owners(ranks, gpus_per_node))
 
     @cache
     def cover(hf_name: str, wanted: Box) -> list[tuple[Box, Places]]:
-        """Cut a wanted box into (part, where it is); PlanError if the sources do not cover it once."""
+        """Cut a box into parts with their places. Raises PlanError unless the sources cover it once."""
         found = []
         for box, ranks in everywhere.get(hf_name, {}).items():
             common = intersect(box, wanted)
@@ -346,7 +333,7 @@ def _parts(
         return sorted(found, key=lambda part: part[0])
 
     parts: dict[int, list[_Part]] = {}
-    for shards in target_of.values():
+    for shards in target_shards.values():
         if id(shards) in parts:
             continue
         parts[id(shards)] = mine = []
@@ -354,7 +341,7 @@ def _parts(
             for region in shard.regions:
                 for common, places in cover(region.hf_name, region.hf_box):
                     dst_box = shift(common, region.hf_box, region.local_box)
-                    mine.append(_Part(holders(tuple(places)), places, volume(common), name, dst_box))
+                    mine.append(_Part(owners(tuple(places)), places, volume(common), name, dst_box))
     return parts
 
 
@@ -363,40 +350,39 @@ def _parts(
 
 @dataclass
 class Round:
-    """Messages of one rank that are in flight together: pieces by peer, in their order in staging memory.
-    relays: whether they are sent from target tensors; size: bytes of staging memory that they need."""
+    """Messages of one rank that are in flight together: pieces by peer, in the order of staging memory."""
 
-    relays: bool
-    size: int = 0
+    relays: bool  # sent from target tensors
+    size: int = 0  # bytes of staging memory
     sends: dict[int, list[Copy]] = field(default_factory=lambda: defaultdict(list))
     receives: dict[int, list[Copy]] = field(default_factory=lambda: defaultdict(list))
 
 
-class Placed(NamedTuple):
-    """A piece of a copy between two ranks, its round, and its staging memory at each end in bytes."""
+class ScheduledPiece(NamedTuple):
+    """A piece of a copy between two ranks."""
 
-    number: int
+    round_number: int
     piece: Copy
-    size: int
-    relayed: bool
+    size: int  # bytes of staging memory at each end
+    is_relay: bool
 
 
-def staged(size: int) -> int:
-    """Return the staging memory of a piece of `size` bytes."""
+def align(size: int) -> int:
+    """Round bytes up to the alignment of staging memory."""
     return -(-size // ALIGN) * ALIGN
 
 
-def placed(plan: Plan, itemsize: int, bucket_bytes: int) -> Iterator[Placed]:
-    """Yield every piece that is sent between ranks, with its round; the same on every rank.
+def schedule_pieces(plan: Plan, itemsize: int, bucket_bytes: int) -> Iterator[ScheduledPiece]:
+    """Yield every piece that is sent between ranks, with its round. All ranks get the same order.
 
-    A rank stages at most `bucket_bytes` in a round, or one element: half of it for sends, half for receives,
-    as both happen at once. A piece goes into the first round in which both ends have room after their earlier
-    pieces. Each rank runs its rounds in order, and a round waits only for its own ranks. So the lowest
-    unfinished round can always finish, and there is no deadlock."""
+    A rank stages at most `bucket_bytes` in a round, or one element: half of it for sends, half for receives.
+    A piece goes into the first round in which both ends have room after their earlier pieces. Each rank runs
+    its rounds in order, and a round waits only for its own ranks. So the lowest unfinished round can always
+    finish: there is no deadlock."""
     limit = max(ALIGN, bucket_bytes // 2 // ALIGN * ALIGN)
     first = 0
-    for relayed, copies in ((False, plan.copies), (True, plan.relays)):
-        # (Rank, whether it sends) -> (the last round in which it does, bytes of it)
+    for is_relay, copies in ((False, plan.copies), (True, plan.relays)):
+        # (rank, whether it sends) -> (its last round so far, its bytes in that round)
         last: dict[tuple[int, bool], tuple[int, int]] = {}
         for copy in copies:
             if copy.src_rank == copy.dst_rank:
@@ -404,24 +390,24 @@ def placed(plan: Plan, itemsize: int, bucket_bytes: int) -> Iterator[Placed]:
             source, target = (copy.src_rank, True), (copy.dst_rank, False)
             width = plan.width(copy, itemsize)
             for piece in split(copy, limit // width):
-                size = staged(piece.size * width)
+                size = align(piece.size * width)
                 ends = [last.get(end, (first, 0)) for end in (source, target)]
                 number = max(ends)[0]
                 used = [filled if round_ == number else 0 for round_, filled in ends]
                 if max(used) + size > limit:
                     number, used = number + 1, [0, 0]
                 last[source], last[target] = (number, used[0] + size), (number, used[1] + size)
-                yield Placed(number, piece, size, relayed)
+                yield ScheduledPiece(number, piece, size, is_relay)
         first = max((number for number, _ in last.values()), default=first - 1) + 1
 
 
-def rounds_of(plan: Plan, rank: int, itemsize: int, bucket_bytes: int) -> list[Round]:
+def build_rounds(plan: Plan, rank: int, itemsize: int, bucket_bytes: int) -> list[Round]:
     """Return one rank's rounds, in order."""
     rounds: dict[int, Round] = {}
-    for number, piece, size, relayed in placed(plan, itemsize, bucket_bytes):
+    for number, piece, size, is_relay in schedule_pieces(plan, itemsize, bucket_bytes):
         if rank not in (piece.src_rank, piece.dst_rank):
             continue
-        round_ = rounds.setdefault(number, Round(relayed))
+        round_ = rounds.setdefault(number, Round(is_relay))
         round_.size += size
         if piece.src_rank == rank:
             round_.sends[piece.dst_rank].append(piece)
@@ -431,7 +417,7 @@ def rounds_of(plan: Plan, rank: int, itemsize: int, bucket_bytes: int) -> list[R
 
 
 def split(copy: Copy, limit: int) -> Iterator[Copy]:
-    """Cut a copy into pieces of at most `limit` elements (at least one), by rows if they are small enough."""
+    """Cut a copy into pieces of at most `limit` elements (at least one), by whole rows if they fit."""
     if copy.size <= limit:
         yield copy
         return
@@ -451,26 +437,32 @@ def split(copy: Copy, limit: int) -> Iterator[Copy]:
 
 
 def engine_ranks(config: Config, trainers: int) -> range:
-    """Return the ranks with engines: the trainers, or `parallel.rollout_ranks` behind them. Raises
-    ConfigError if `rollout.engine_tp` does not divide them, or those before them."""
-    tp, apart = config.rollout.engine_tp, config.parallel.rollout_ranks
-    first, world = (trainers, apart) if apart else (0, trainers)
+    """Return the ranks with engines: the trainers, or the `parallel.rollout_ranks` after them.
+
+    Raises ConfigError if `rollout.engine_tp` does not divide the ranks with engines, or those before them."""
+    tp, separate = config.rollout.engine_tp, config.parallel.rollout_ranks
+    first, world = (trainers, separate) if separate else (0, trainers)
     if world % tp:
         devices = f"{world} devices (parallel.tp * parallel.pp * parallel.dp * parallel.cp)"
         raise ConfigError(f"rollout.engine_tp: {tp} does not divide the {devices}")
     if first % tp and not config.rollout.capabilities.remote:
-        ranks = f"the {first} ranks that train, behind which the engines begin"
-        lies = "an engine of several ranks lies within one node"
-        raise ConfigError(f"rollout.engine_tp: {tp} does not divide {ranks} ({lies}: change one of the two)")
+        ranks = f"the {first} ranks that train, which come before the engines"
+        reason = "an engine of several ranks must be within one node"
+        raise ConfigError(
+            f"rollout.engine_tp: {tp} does not divide {ranks} ({reason}: change one of the two)"
+        )
     return range(first, first + world)
 
 
 def engine_targets(
     config: Config, hf_config: Mapping[str, Any], trainers: int, *, cpu: bool = False
 ) -> list[tuple[int, Shards]]:
-    """Return (rank, shards) of every rank with an engine (`engine_ranks`). The r-th of them holds part
-    r % engine_tp of engine r // engine_tp; of servers at URLs the first one has all, and the others nothing.
-    cpu: SGLang's CPU engine. Raises ConfigError if the ranks or the model cannot be divided so."""
+    """Return (rank, shards) of every rank with an engine.
+
+    The r-th of `engine_ranks` holds part r % engine_tp of engine r // engine_tp. With servers at URLs, the
+    first rank of an engine holds all weights. Raises ConfigError if the ranks or the model do not divide.
+
+    cpu: SGLang's CPU engine"""
     ranks, tp, kind = engine_ranks(config, trainers), config.rollout.engine_tp, config.rollout.capabilities
     if kind.sharded:
         shards = [sglang_shards(hf_config, tp, rank, cpu=cpu) for rank in range(tp)]
@@ -482,7 +474,7 @@ def engine_targets(
 
 
 def engine_plan(config: Config, hf_config: Mapping[str, Any], layout: Layout, *, cpu: bool = False) -> Plan:
-    """Plan how the actor's weights get into all engines; ConfigError if the model cannot be divided so."""
+    """Plan the transfer of the actor's weights into all engines. Raises ConfigError as `engine_targets`."""
     sources = megatron_layout(hf_config, layout)
     targets = engine_targets(config, hf_config, layout.world, cpu=cpu)
     single = float32_tensors(hf_config, sglang=config.rollout.capabilities.sharded)
@@ -497,9 +489,10 @@ def engine_plan(config: Config, hf_config: Mapping[str, Any], layout: Layout, *,
 
 
 def frozen_targets(plan: Plan, hf_config: Mapping[str, Any], optimizer: OptimizerConfig) -> frozenset[str]:
-    """Return the names of the target tensors that hold frozen weights alone, scales included: what was
-    written to them once stays right. Weights into which LoRA adapters are merged do not. A fused tensor
-    (qkv_proj, gate_up_proj) is one of them or not: its parts belong to one Megatron parameter."""
+    """Return the names of the target tensors that hold only frozen weights or their scales.
+
+    Weights with LoRA adapters change. All parts of a fused tensor (qkv_proj) belong to one Megatron
+    parameter, so they are frozen together."""
     frozen = {
         name.format(l=layer, e=expert)
         for pair, layer, expert in whole_model(hf_config)
@@ -507,7 +500,7 @@ def frozen_targets(plan: Plan, hf_config: Mapping[str, Any], optimizer: Optimize
         for name, _ in pair.hf
     }
     shards = {id(shards): shards for shards in plan.targets.values()}.values()
-    sources: dict[str, set[str]] = defaultdict(set)  # over all ranks: one may hold nothing but padding
+    sources: dict[str, set[str]] = defaultdict(set)  # of all ranks, as one rank may hold only padding
     for mine in shards:
         for name, shard in mine.items():
             sources[name] |= {region.hf_name.removesuffix(SCALE_SUFFIX) for region in shard.regions}
@@ -517,11 +510,13 @@ def frozen_targets(plan: Plan, hf_config: Mapping[str, Any], optimizer: Optimize
 def fp8_block(
     sources: Sequence[tuple[int, Shards]], targets: Sequence[tuple[int, Shards]], shapes: Mapping[str, Shape]
 ) -> tuple[list[tuple[int, Shards]], list[tuple[int, Shards]], dict[str, str]]:
-    """Return sources and targets with the scales of block FP8, and the formats of target tensors by name.
-    shapes: of the Hugging Face tensors. In Hugging Face coordinates the scales of tensor x are x_scale_inv
-    [rows / 128, columns / 128], rounded up; every source has all of them (transfer.BlockScales). Raises
-    ConfigError, naming the tensor, if a target does not begin and end with whole blocks; SGLang would refuse
-    it as well."""
+    """Return sources and targets with the scales of block FP8, and the formats of targets by name.
+
+    The scales of Hugging Face tensor x are x_scale_inv [rows / 128, columns / 128], rounded up. Every source
+    has all scales (transfer.BlockScales). Raises ConfigError, naming the tensor, if a target does not consist
+    of whole blocks, which SGLang requires.
+
+    shapes: of the Hugging Face tensors"""
 
     def is_linear(hf_name: str) -> bool:
         return hf_name.endswith("_proj.weight")
@@ -529,11 +524,11 @@ def fp8_block(
     scales: Shards = {}
     for name, shape in shapes.items():
         if is_linear(name):
-            blocks = _in_blocks(full_box(shape))
+            blocks = _to_blocks(full_box(shape))
             region = Region(name + SCALE_SUFFIX, blocks, blocks)
             scales[name + SCALE_SUFFIX] = Shard(tuple(stop for _, stop in blocks), (region,))
     formats: dict[str, str] = {}
-    joined: dict[int, Shards] = {}  # ranks with the same shards still share them
+    joined: dict[int, Shards] = {}  # ranks with the same shards must still share one object
     quantised: dict[int, Shards] = {}
     for _, shards in targets:
         if id(shards) in quantised:
@@ -543,7 +538,7 @@ def fp8_block(
             mine[name] = shard
             if shard.regions and all(is_linear(region.hf_name) for region in shard.regions):
                 scale = _scale_name(name)
-                mine[scale] = _scales_of(name, shard, shapes)
+                mine[scale] = _build_scales(name, shard, shapes)
                 formats |= {name: FP8, scale: FP32}
     return (
         [(rank, joined.setdefault(id(shards), {**shards, **scales})) for rank, shards in sources],
@@ -553,14 +548,13 @@ def fp8_block(
 
 
 def _scale_name(name: str) -> str:
-    """Return the target tensor of the scales of another. Those of expert 7 in SGLang's `w13_weight.7` are row
-    7 of a parameter of their own (Fp8MoEMethod.create_weights, 0.5.23): `w13_weight_scale_inv.7`."""
+    # SGLang's scales of all experts are one parameter: those of w13_weight.7 are w13_weight_scale_inv.7.
     stem, _, expert = name.rpartition(".")
     return f"{stem}{SCALE_SUFFIX}.{expert}" if expert.isdigit() else name + SCALE_SUFFIX
 
 
-def _scales_of(name: str, shard: Shard, shapes: Mapping[str, Shape]) -> Shard:
-    """Return the scales of a quantised target tensor, as a shard."""
+def _build_scales(name: str, shard: Shard, shapes: Mapping[str, Shape]) -> Shard:
+    """Return the shard of a quantised target tensor's scales."""
     key = "rollout.weights_dtype: fp8_block"
     if shard.padding:
         raise ConfigError(f"{key}: the engine pads {name} {shard.shape} (choose a smaller rollout.engine_tp)")
@@ -574,10 +568,10 @@ def _scales_of(name: str, shard: Shard, shapes: Mapping[str, Shape]) -> Shard:
                     f"{start} to {stop} of {size} of {hf_name} {shape} "
                     "(choose another rollout.engine_tp, or model)"
                 )
-        regions.append(Region(hf_name + SCALE_SUFFIX, _in_blocks(hf_box), _in_blocks(local_box)))
+        regions.append(Region(hf_name + SCALE_SUFFIX, _to_blocks(hf_box), _to_blocks(local_box)))
     return Shard(tuple(-(-size // BLOCK) for size in shard.shape), tuple(regions))
 
 
-def _in_blocks(box: Box) -> Box:
-    """Return a box that begins with a block, in blocks."""
+def _to_blocks(box: Box) -> Box:
+    """Convert a box that begins with a whole block from elements to blocks."""
     return tuple((start // BLOCK, -(-stop // BLOCK)) for start, stop in box)

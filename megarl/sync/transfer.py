@@ -1,7 +1,4 @@
-"""Carrying out a plan: point-to-point messages in rounds of bounded staging memory, over gloo or NCCL.
-
-The hot path is `Transfer.run`. Block FP8 is quantised before it travels, and fingerprints prove the result.
-"""
+"""Run a transfer plan: point-to-point messages in rounds of bounded staging memory, over gloo or NCCL."""
 
 from __future__ import annotations
 
@@ -25,8 +22,8 @@ from megarl.sync.plan import (
     Plan,
     Round,
     Traffic,
-    rounds_of,
-    staged,
+    align,
+    build_rounds,
     to_hf,
 )
 from megarl.weights.boxes import Box, view
@@ -40,22 +37,19 @@ BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass(frozen=True)
 class TransferStats:
-    """Bytes that one run sent, received and copied on this rank, and its seconds.
-
-    bytes_kept: of the engine's tensors that were skipped, because they hold frozen weights"""
+    """Bytes that this rank sent, received and copied locally in one run, and its seconds."""
 
     bytes_sent: int
     bytes_received: int
     bytes_local: int
     seconds: float
-    bytes_kept: int = 0
+    bytes_kept: int = 0  # of skipped tensors with frozen weights
 
-    def plus(self, other: TransferStats) -> TransferStats:
-        """Return the sum of both runs, one after the other."""
+    def __add__(self, other: TransferStats) -> TransferStats:
         return TransferStats(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
 
     def metrics(self) -> dict[str, float]:
-        """Return bytes, seconds (inside/) and GB/s of the larger direction (throughput/) as metrics."""
+        """Return metrics: bytes, seconds (inside/) and GB/s of the larger direction (throughput/)."""
         speed = max(self.bytes_sent, self.bytes_received) / max(self.seconds, 1e-9) / 1e9
         return {
             "transfer/bytes_sent": float(self.bytes_sent),
@@ -68,8 +62,9 @@ class TransferStats:
 
 
 class Staging:
-    """Device memory that transfers use one after the other: as much as the largest needs, from the first use.
-    `release` empties the storage in place, so that views of it stay good."""
+    """Device memory that several transfers share, as large as the largest needs.
+
+    It is allocated at the first use. `release` empties the storage in place, so that views stay valid."""
 
     def __init__(self, device: torch.device) -> None:
         self._needed = 0
@@ -77,15 +72,15 @@ class Staging:
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes that it takes at this moment."""
+        """Return the bytes that are allocated now."""
         return self._memory.untyped_storage().nbytes()
 
     def reserve(self, size: int) -> None:
-        """Announce that one of its users will need `size` bytes."""
+        """Make later calls of `take` return at least `size` bytes."""
         self._needed = max(self._needed, size)
 
     def take(self) -> Tensor:
-        """Return the memory, uint8 [bytes]: the same tensor each time, unless more was reserved meanwhile."""
+        """Return the memory, uint8 [bytes]. It is the same tensor until more is reserved."""
         if self._memory.numel() < self._needed:
             self._memory = torch.empty(self._needed, dtype=torch.uint8, device=self._memory.device)
         elif self.nbytes < self._needed:
@@ -93,15 +88,15 @@ class Staging:
         return self._memory
 
     def release(self) -> None:
-        """Give the memory back until the next `take`. Nothing may be under way on it."""
+        """Free the memory until the next `take`. No operation may be using it."""
         self._memory.untyped_storage().resize_(0)
 
 
-class _Moves:
-    """Writes to tensors of this rank that run together: copies, and values that are quantised or merged."""
+class _Writes:
+    """Writes to tensors of this rank that run together: copies, and quantised or merged values."""
 
     def __init__(self) -> None:
-        # Lists of one pair of dtypes each, as a device needs them to copy all tensors of a list at once.
+        # By (target dtype, source dtype): all tensors of a list are copied in one kernel.
         self._copies: dict[tuple[torch.dtype, torch.dtype], tuple[list[Tensor], list[Tensor]]] = {}
         self.computed: list[Callable[[], object]] = []
 
@@ -118,28 +113,26 @@ class _Moves:
 
 
 @dataclass
-class _Bound:
-    """A round whose boxes have become views of tensors; sends and receives are (peer, bytes) of messages."""
+class _BoundRound:
+    """A round whose boxes are views of tensors."""
 
-    pack: _Moves = field(default_factory=_Moves)
-    unpack: _Moves = field(default_factory=_Moves)
-    sends: list[tuple[int, Tensor]] = field(default_factory=list)
+    pack: _Writes = field(default_factory=_Writes)
+    unpack: _Writes = field(default_factory=_Writes)
+    sends: list[tuple[int, Tensor]] = field(default_factory=list)  # (peer, uint8 [bytes])
     receives: list[tuple[int, Tensor]] = field(default_factory=list)
 
 
 class Transfer:
-    """A plan bound to this rank's tensors, to be run as often as the weights change.
+    """A plan bound to this rank's tensors, which runs whenever the weights change.
 
-    Every rank of the plan constructs and runs its own Transfer; ranks that the plan does not name may do so
-    too. All tensors of a rank are on one device; where one has moved in memory since the last run
-    (offloading), the next run notices.
+    All ranks of the plan run their own Transfer together. All tensors of a rank are on one device. They may
+    move in memory between runs. Sources are converted or quantised before they are sent.
 
     bucket_bytes  limit of a rank's staging memory, sends and receives together
-    dtype         of target tensors without a format. Default: that of this rank's targets, so a rank without
-                  targets must give it. Sources are converted or quantised before they are sent
-    group         of the messages; default: the whole job. On NCCL all its ranks must have used it once. All
-                  its ranks take part if targets are quantised or checked
-    staging       the staging memory, where several transfers share one
+    dtype         of target tensors without a format. Default: that of this rank's targets, if it has any
+    group         for the messages. Default: the whole job. With NCCL, all its ranks must have used it before.
+                  If targets are quantised or checked, all its ranks must take part
+    staging       memory to share with other transfers
 
     Raises ValueError if names, shapes or dtypes of the tensors are not the plan's."""
 
@@ -168,21 +161,21 @@ class Transfer:
         self._sources: dict[str, Source] = {**source_tensors, **self._scales.tensors}
         self._check_tensors()
         self._local = [copy for copy in plan.copies if copy.src_rank == copy.dst_rank == rank]
-        self._rounds = rounds_of(plan, rank, dtype.itemsize, bucket_bytes)
+        self._rounds = build_rounds(plan, rank, dtype.itemsize, bucket_bytes)
         self._staging = staging or Staging(self._device)
         self._staging.reserve(max((round_.size for round_ in self._rounds), default=0))
-        self._packed: Tensor | None = None  # the staging memory that the rounds' views are of
-        self._addresses: tuple[int, ...] | None = None
-        self._bound: list[_Bound] = []
-        self._here, self._padding = _Moves(), list[Tensor]()
+        self._packed: Tensor | None = None  # the staging memory at the last run
+        self._addresses: tuple[int, ...] | None = None  # of the tensors at the last run
+        self._bound: list[_BoundRound] = []
+        self._local_writes, self._padding = _Writes(), list[Tensor]()
         self._traffic = plan.summary(dtype.itemsize).get(rank, Traffic(0, 0, 0))
 
     def _check_tensors(self) -> None:
-        """Raise ValueError if the tensors are not those of the plan: it must not be found half-way."""
+        """Raise ValueError if the tensors are not those of the plan."""
         sources, targets = (side.get(self._rank, {}) for side in (self._plan.sources, self._plan.targets))
         sources = {name: shard for name, shard in sources.items() if not name.endswith(SCALE_SUFFIX)}
-        given: dict[str, Source] = {**self._targets}
-        for what, tensors, shards in (("source", self._sources, sources), ("target", given, targets)):
+        writable: dict[str, Source] = {**self._targets}
+        for what, tensors, shards in (("source", self._sources, sources), ("target", writable, targets)):
             for name, shard in shards.items():
                 where = f"rank {self._rank}: {what} tensor {name}"
                 if name not in tensors or tuple(tensors[name].shape) != shard.shape:
@@ -204,13 +197,13 @@ class Transfer:
 
     @torch.no_grad()
     def run(self) -> TransferStats:
-        """Write this rank's part of every target; WaitTimeout if a peer does not answer in time."""
+        """Transfer the present weights. Raises WaitTimeout if a peer does not answer in time."""
         start = time.perf_counter()
         self._bind()
         self._scales.update(self._weights, self._group)
         if self._padding:
             torch._foreach_zero_(self._padding)
-        self._here.run()
+        self._local_writes.run()
         for number, bound in enumerate(self._bound, start=1):
             bound.pack.run()
             messages = [dist.P2POp(dist.isend, wire, peer, self._group) for peer, wire in bound.sends]
@@ -221,7 +214,7 @@ class Transfer:
             except RuntimeError as error:
                 peers = sorted({peer for peer, _ in (*bound.sends, *bound.receives)})
                 where = f"weight transfer, round {number} of {len(self._bound)}"
-                message = f"{where}: rank {self._rank} waited in vain for one of the ranks {peers} ({error})"
+                message = f"{where}: rank {self._rank} got no answer from one of the ranks {peers} ({error})"
                 raise WaitTimeout(message) from error
             bound.unpack.run()
         if self._device.type == "cuda":
@@ -229,15 +222,15 @@ class Transfer:
         return TransferStats(*self._traffic, seconds=time.perf_counter() - start)
 
     def _bind(self) -> None:
-        """Turn boxes into views of the tensors, unless they still lie where they lay at the last run."""
+        """Turn boxes into views of the tensors, unless no tensor has moved since the last run."""
         tensors = (*self._weights.values(), *self._targets.values())
         addresses = tuple(tensor.data_ptr() for tensor in tensors)
         packed = self._staging.take()
         if addresses == self._addresses and packed is self._packed:
             return
-        self._here = _Moves()
+        self._local_writes = _Writes()
         for copy in self._local:
-            self._move(self._here, copy, view(self._targets[copy.dst_name], copy.dst_box))
+            self._add_write(self._local_writes, copy, view(self._targets[copy.dst_name], copy.dst_box))
         shards = self._plan.targets.get(self._rank, {})
         self._padding = [
             view(self._targets[name], box) for name, shard in shards.items() for box in shard.padding
@@ -245,8 +238,8 @@ class Transfer:
         self._bound = [self._bind_round(round_, packed) for round_ in self._rounds]
         self._packed, self._addresses = packed, addresses
 
-    def _bind_round(self, round_: Round, staging: Tensor) -> _Bound:
-        bound = _Bound()
+    def _bind_round(self, round_: Round, staging: Tensor) -> _BoundRound:
+        bound = _BoundRound()
         offset = 0
         for messages, wires in ((round_.sends, bound.sends), (round_.receives, bound.receives)):
             for peer, pieces in messages.items():
@@ -261,55 +254,55 @@ class Transfer:
                     elif round_.relays:
                         bound.pack.copy(packed, view(self._targets[piece.src_name], piece.src_box))
                     else:
-                        self._move(bound.pack, piece, packed)
-                    offset += staged(nbytes)
+                        self._add_write(bound.pack, piece, packed)
+                    offset += align(nbytes)
                 wires.append((peer, staging[first:offset]))
         return bound
 
-    def _move(self, moves: _Moves, copy: Copy, to: Tensor) -> None:
-        """Add the write of a copy's source to `to`, in the target's dtype."""
+    def _add_write(self, writes: _Writes, copy: Copy, to: Tensor) -> None:
+        """Write a copy's source to `to` when `writes` run, in the target's dtype."""
         source, box = self._sources[copy.src_name], copy.src_box
         if self._plan.formats.get(copy.dst_name) == FP8:
             place = to_hf(self._plan.sources[self._rank][copy.src_name], box, copy.src_name)
-            moves.computed.append(lambda: self._scales.quantise(read(source, box), *place, to))
+            writes.computed.append(lambda: self._scales.quantise(read(source, box), *place, to))
         elif isinstance(source, Merged):
-            moves.computed.append(lambda: to.copy_(source.read(box)))
+            writes.computed.append(lambda: to.copy_(source.read(box)))
         else:
-            moves.copy(to, view(source, box))
+            writes.copy(to, view(source, box))
 
     def _target_dtype(self, name: str) -> torch.dtype:
         return FORMAT_DTYPES[self._plan.formats[name]] if name in self._plan.formats else self._dtype
 
     @cached_property
-    def _hashed(self) -> tuple[dict[tuple[int, str], int], list[Copy]]:
-        """Return the place of every target in the sums of `check`, and the copies that this rank hashes."""
+    def _hash_plan(self) -> tuple[dict[tuple[int, str], int], list[Copy]]:
+        """Return the index of every (rank, target) in `check`, and the copies that this rank hashes."""
         names = [(target, name) for target, shards in self._plan.targets.items() for name in shards]
         mine = [copy for copy in self._plan.direct() if copy.src_rank == self._rank]
         return {key: index for index, key in enumerate(names)}, mine
 
     @torch.no_grad()
     def check(self) -> None:
-        """Compare every target with its sources by fingerprints, after `run`.
+        """Compare every target with its sources by fingerprints, after `run`. All ranks call this.
 
-        Each side adds up 64-bit hashes of its pieces, so only one number per target tensor is sent. Raises
-        TransferError on every rank, with the names of tensors that differ."""
-        index, mine = self._hashed
+        Only one 64-bit sum of hashes per target tensor is sent. Raises TransferError on every rank, with the
+        names of tensors that differ."""
+        index, mine = self._hash_plan
         difference = torch.zeros(len(index), dtype=torch.int64, device=self._device)
-        known: dict[tuple[str, int, str | None], Tensor] = {}  # engine replicas are sent the same pieces
+        hashes: dict[tuple[str, int, str | None], Tensor] = {}  # replicas of an engine get the same pieces
         for copy in mine:
             key = (copy.src_name, id(copy.src_box), self._plan.formats.get(copy.dst_name))
-            if key not in known:
+            if key not in hashes:
                 shape = [stop - start for start, stop in copy.dst_box]
                 written = torch.empty(shape, dtype=self._target_dtype(copy.dst_name), device=self._device)
-                moves = _Moves()
-                self._move(moves, copy, written)
-                moves.run()
+                writes = _Writes()
+                self._add_write(writes, copy, written)
+                writes.run()
                 shard = self._plan.sources[self._rank][copy.src_name]
-                known[key] = fingerprint(written, to_hf(shard, copy.src_box, copy.src_name)[1])
-            difference[index[copy.dst_rank, copy.dst_name]] += known[key]
+                hashes[key] = fingerprint(written, to_hf(shard, copy.src_box, copy.src_name)[1])
+            difference[index[copy.dst_rank, copy.dst_name]] += hashes[key]
         for name, shard in self._plan.targets.get(self._rank, {}).items():
             parts = [(region.local_box, region.hf_box) for region in shard.regions]
-            parts += [(box, box) for box in shard.padding]  # zero, and adds nothing
+            parts += [(box, box) for box in shard.padding]  # zeros have the hash 0
             for local_box, box in parts:
                 difference[index[self._rank, name]] -= fingerprint(view(self._targets[name], local_box), box)
         if dist.is_initialized():
@@ -324,15 +317,15 @@ class Transfer:
 
 
 def fingerprint(values: Tensor, box: Box) -> Tensor:
-    """Return the hash of a box of a tensor: int64 [], to be added to the hashes of its other boxes.
+    """Return the hash of a box of a tensor, int64 []. The hash of a tensor is the sum over its boxes.
 
-    hash = sum of bits[i, j] * a[i] * b[j] mod 2^64 over the elements, with a and b odd and pseudo-random in
-    the Hugging Face coordinates i and j. A sum does not care how a tensor is cut. An element that differs
-    always shows, as odd numbers have inverses; so do rows or columns that changed places."""
+    hash = sum of bits[i, j] * a[i] * b[j] mod 2^64, where a and b are odd and pseudo-random in the Hugging
+    Face coordinates i and j. So it does not depend on how the tensor is cut. One wrong element always changes
+    it, as odd factors are invertible. Swapped rows or columns change it too."""
     total = torch.zeros((), dtype=torch.int64, device=values.device)
     rows = max(1, CHUNK // max(1, values[:1].numel()))
     factors = []
-    for axis, (start, stop) in enumerate(box):  # multiplications and shifts as in splitmix64's finaliser
+    for axis, (start, stop) in enumerate(box):  # the finaliser of splitmix64
         x = torch.arange(start + 1, stop + 1, dtype=torch.int64, device=values.device) * 0x1E3779B97F4A7C15
         x += axis * 0x3C6EF372FE94F82A
         x = (x ^ (x >> 30)) * 0x3F58476D1CE4E5B9
@@ -347,10 +340,12 @@ def fingerprint(values: Tensor, box: Box) -> Tensor:
 
 
 class BlockScales:
-    """The scales of the Hugging Face tensors that a plan's targets need in block FP8; none for other plans.
-    tensors: by name, float32 [rows / 128, columns / 128], whole on every rank. A block may lie across the
-    border of two source shards, so every rank takes the largest magnitude of its part of each block, and one
-    all-reduce makes it the block's; after that quantising is local, however the sources are cut."""
+    """The scales of a plan's tensors in block FP8. Plans without block FP8 have none.
+
+    A block may span several source shards. So each rank computes the largest magnitudes in its parts of the
+    blocks, and one all-reduce combines them. Then every rank can quantise locally.
+
+    tensors: by name, float32 [rows / 128, columns / 128], whole on every rank"""
 
     def __init__(self, plan: Plan, rank: int, device: torch.device) -> None:
         targets = {id(shards): shards for shards in plan.targets.values()}.values() if plan.formats else ()
@@ -363,7 +358,7 @@ class BlockScales:
         shapes = {name: shard.shape for name, shard in everywhere.items() if name in needed}
         sizes = [rows * columns for rows, columns in shapes.values()]
         self._flat = torch.zeros(sum(sizes), dtype=torch.float32, device=device)
-        parts = self._flat.split(sizes) if sizes else ()  # views, so that one all-reduce takes all
+        parts = self._flat.split(sizes) if sizes else ()  # views, so that one all-reduce suffices
         self.tensors = {name: part.view(shapes[name]) for name, part in zip(shapes, parts, strict=True)}
         self._regions: list[tuple[str, Region]] = [
             (name, region)
@@ -373,9 +368,10 @@ class BlockScales:
         ]
 
     def update(self, sources: Mapping[str, Source], group: dist.ProcessGroup | None) -> None:
-        """Take the scales of the present weights: a block's largest magnitude / 448, which is FP8's largest.
-        Every rank of `group` calls this. A block of zeros has the smallest normal float32 as its scale, which
-        keeps 0 / scale = 0."""
+        """Compute the scales of the present weights: a block's largest magnitude / 448 (the largest FP8).
+
+        All ranks of `group` call this. A block of zeros gets the smallest normal float32, so that 0 / scale
+        is 0."""
         if not self.tensors:
             return
         self._flat.zero_()
@@ -392,19 +388,19 @@ class BlockScales:
         self._flat.div_(E4M3_MAX).clamp_(min=torch.finfo(torch.float32).tiny)
 
     def quantise(self, values: Tensor, hf_name: str, hf_box: Box, out: Tensor) -> None:
-        """Write values / scale, rounded to float8_e4m3fn, to `out`; values [rows, columns] are `hf_box`."""
+        """Write values / scale to `out`, rounded to float8_e4m3fn. values [rows, columns]: the `hf_box`."""
         scales = self.tensors[hf_name + SCALE_SUFFIX]
         start = hf_box[0][0]
         for part, ((top, bottom), (left, right)) in _strips(values, hf_box):
             rows = torch.arange(top, bottom, device=part.device) // BLOCK
             columns = torch.arange(left, right, device=part.device) // BLOCK
             scaled = part.float() / scales[rows][:, columns]
-            # Rounding of the quotient may pass the largest number by one unit; torch would make that NaN.
+            # Rounding may exceed the largest FP8 number by one ulp, which torch would convert to NaN.
             out[top - start : bottom - start].copy_(scaled.clamp_(-E4M3_MAX, E4M3_MAX))
 
 
 def _strips(values: Tensor, hf_box: Box) -> Iterator[tuple[Tensor, Box]]:
-    """Yield rows of a matrix in pieces of about CHUNK elements, with their boxes, cut between blocks."""
+    """Yield strips of about CHUNK elements of a matrix, with their boxes. Strips end between blocks."""
     (top, bottom), columns = hf_box
     height = max(1, CHUNK // max(1, values.shape[1]))
     height = max(BLOCK, height // BLOCK * BLOCK)

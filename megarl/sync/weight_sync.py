@@ -197,7 +197,7 @@ class WeightSync:
         for memory in self.memory:
             memory.take()
         for bucket in range(skipped, len(self.transfers)):
-            stats = stats.plus(self._fill(bucket, ranks))
+            stats += self._fill(bucket, ranks)
             failures = self._send(bucket, guard, ranks)
         if self.backend.reports_notes:
             notes = self.engine.take_notes() if self.engine else []

@@ -1,17 +1,16 @@
-"""One declarative table per model family: which Megatron parameter is made of which Hugging Face tensors.
+"""The tables of model families: which Hugging Face tensors make up each Megatron parameter.
 
-Loading, exporting, converting and the live transfer are all derived from these tables; adding a family is
-adding a table. Imports without torch.
+Loading, export, conversion and weight transfer all follow these tables. Imports without torch.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
-from reprlib import repr as _short  # no longer than a line has room for
+from reprlib import repr as _short  # shortened to fit on a line
 from typing import Any, Literal, TypeVar
 
 from megarl.config.errors import CheckpointError
@@ -21,26 +20,28 @@ from megarl.config.schema import LoraConfig, OptimizerConfig
 T = TypeVar("T")
 Shape = tuple[int, ...]
 
-# How a Megatron tensor is cut over tensor-parallel ranks; the functions are in shards.py.
-#   replicated  every rank holds all of it
-#   column      a rank's rows of each Hugging Face tensor, stacked (gate over up)
-#   halves      a rank's rows of either half of one Hugging Face tensor, stacked (gate over up in one tensor)
-#   qkv         as column, but per query group: [queries of a group, its key, its value], group after group;
-#               of linear attention per key head: [query, key, values, ... of a head], head after head
-#   row         a rank's columns
-#   vocabulary  a rank's rows, padded with zero rows to a multiple of the tensor-parallel size
-# A pair with `{e}` in its names stands for one expert: whole on each rank that has it, never cut.
+# How a Megatron tensor is cut over tensor-parallel (TP) ranks (implemented in shards.py):
+#   replicated  every rank holds the whole tensor
+#   column      the rank's rows of each Hugging Face tensor, stacked (gate over up)
+#   halves      the rank's rows of both halves of one Hugging Face tensor, stacked (gate over up)
+#   qkv         the rank's query groups, one after the other: queries, key and value of each group.
+#               Linear attention: the rank's key heads, one after the other: query, key, values, ...
+#   row         the rank's columns
+#   vocabulary  the rank's rows, padded with zero rows to a multiple of the TP size
+# A pair with `{e}` in its names stands for one expert. An expert is never cut.
 Operation = Literal["replicated", "column", "halves", "qkv", "row", "vocabulary"]
+# (Megatron's name, operation, "NAME: DIMENSIONS", ...)
+Row = tuple[str, Operation, *tuple[str, ...]]
 
-# Beyond every model, and small enough that a nonsensical config.json does not fill the memory.
+# Larger than any real model. A malformed config.json must not exhaust the memory.
 MAX_SIZE, MAX_LAYERS, MAX_EXPERTS = 2**24, 10_000, 4096
-# The number of experts in config.json; transformers 5 writes the second one for Qwen3's.
+# Keys of config.json for the number of experts. transformers 5 writes the second one for Qwen3.
 EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """The sizes of a model; the fields that are integers are the dimensions that a table may name."""
+    """The sizes of a model. The integer fields are the dimensions that a table may name."""
 
     layers: int
     hidden: int
@@ -53,47 +54,37 @@ class Sizes:
     kv: int  # rows of k_proj and of v_proj: kv_heads * head_dim
     experts: int = 0  # 0: a dense model
     expert_ffn: int = 0
-    shared_ffn: int = 0  # columns of the experts that every token goes through, which are one matrix
-    dense: int = 0  # the first layers, which are dense where the others are mixtures
-    gate_up: int = 0  # rows of a gate_up_proj: 2 * ffn
-    out: int = 0  # columns of o_proj: heads * the width of a value
-    # Of multi-latent attention: widths of what queries, and keys and values, are made of (0: queries are made
-    # of the hidden states), of the latter with the part of a key that is rotated, and rows of kv_b_proj.
+    shared_ffn: int = 0  # columns of all shared experts, which are one matrix
+    dense: int = 0  # number of dense layers before the mixtures of experts
+    gate_up: int = 0  # rows of gate_up_proj: 2 * ffn
+    out: int = 0  # columns of o_proj: heads * width of a value
+    # Multi-latent attention: widths of the query latent (0: queries have none) and of the key/value latent,
+    # the latter with the rotated part of the key, and rows of kv_b_proj.
     q_rank: int = 0
     kv_rank: int = 0
     latent: int = 0
     kv_up: int = 0
-    rank: int = 0  # of LoRA adapters, which config.json does not know
+    rank: int = 0  # of LoRA adapters, which config.json does not contain
     one: int = 1
-    gated_q: int = 0  # rows of a q_proj that has a head's gate behind each query: 2 * q
-    # Linear attention: its layers, which are the others of a model; their heads, several of values to one of
-    # keys; the width of the convolution over tokens, and its channels: of queries, keys and values.
+    gated_q: int = 0  # rows of a q_proj with a gate behind each query: 2 * q
+    # Linear attention: indices of its layers, its heads, the width of its convolution over tokens, and the
+    # rows of its projections.
     linear: frozenset[int] = frozenset()
     key_heads: int = 0
     value_heads: int = 0
-    value_dim: int = 0  # of a head
-    key: int = 0  # of all heads together
-    value: int = 0
+    value_dim: int = 0  # of one head
+    key: int = 0  # of all heads
+    value: int = 0  # of all heads
     conv: int = 0
-    mixed: int = 0
-    qkvz: int = 0  # rows of projections that are by key head: mixed + value, and 2 * value_heads
-    ba: int = 0
+    mixed: int = 0  # queries, keys and values: 2 * key + value
+    qkvz: int = 0  # mixed and gates, by key head: mixed + value
+    ba: int = 0  # beta and alpha, by key head: 2 * value_heads
 
     @staticmethod
     def of(hf_config: Mapping[str, Any]) -> Sizes:
-        """Read a Hugging Face config.json; CheckpointError names a key that is not a positive integer."""
-
-        def get(key: str, default: int | None = None, most: int = MAX_SIZE, least: int = 1) -> int:
-            value = hf_config.get(key)
-            value = default if value is None else value
-            if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
-                kind = "a positive integer" if least == 1 else f"an integer from {least}"
-                beyond = f" up to {most:,}" if isinstance(value, int) and value > most else ""
-                raise _bad(key, f"must be {kind}{beyond} (got {_short(value)})")
-            return value
-
-        heads = get("num_attention_heads")
-        hidden = get("hidden_size")
+        """Read the sizes from config.json. Raises CheckpointError that names the first invalid key."""
+        get = partial(_get_size, hf_config)
+        heads, hidden = get("num_attention_heads"), get("hidden_size")
         kv_heads = get("num_key_value_heads", heads)
         head_dim = get("head_dim", hidden // heads)
         if heads % kv_heads:
@@ -106,41 +97,14 @@ class Sizes:
             shared = get("shared_expert_intermediate_size")
         elif family is not None and family.has("shared_experts.linear_fc1.weight"):
             shared = get("n_shared_experts") * get("moe_intermediate_size")
-        differ = family is not None and any(pair.kind == "dense" for pair in family.layer)
+        has_dense_layers = family is not None and any(pair.kind == "dense" for pair in family.layer)
         layers = get("num_hidden_layers", most=MAX_LAYERS)
-        of_latents: dict[str, Any] = {}
+        attention: dict[str, Any] = {"out": heads * head_dim}
         if family is not None and family.is_latent:
-            rotated, value, kv_rank = get("qk_rope_head_dim"), get("v_head_dim"), get("kv_lora_rank")
-            head_dim = get("qk_nope_head_dim") + rotated
-            of_latents = {
-                "q_rank": get("q_lora_rank") if is_on("q_lora_rank", hf_config) else 0,
-                "kv_rank": kv_rank,
-                "latent": kv_rank + rotated,
-                "kv_up": heads * (head_dim - rotated + value),
-                "out": heads * value,
-            }
-        linear: dict[str, Any] = {}
-        if family is not None and family.is_linear:
-            key_heads, value_heads = get("linear_num_key_heads"), get("linear_num_value_heads")
-            key, value_dim = key_heads * get("linear_key_head_dim"), get("linear_value_head_dim")
-            value = value_heads * value_dim
-            if value_heads % key_heads:
-                what = f"{key_heads} does not divide linear_num_value_heads = {value_heads}"
-                raise _bad("linear_num_key_heads", what)
-            linear = {
-                "linear": _linear_layers(hf_config, layers, get("full_attention_interval", 4)),
-                "key_heads": key_heads,
-                "value_heads": value_heads,
-                "value_dim": value_dim,
-                "key": key,
-                "value": value,
-                "conv": get("linear_conv_kernel_dim"),
-                "mixed": 2 * key + value,
-                "qkvz": 2 * (key + value),
-                "ba": 2 * value_heads,
-            }
-        # Qwen3.5's mixtures say nothing of dense layers, which they do not have.
-        ffn = get("intermediate_size", get("moe_intermediate_size") if moe and not differ else None)
+            head_dim, attention = _get_latent_sizes(hf_config, heads)
+        linear = _get_linear_sizes(hf_config, layers) if family is not None and family.is_linear else {}
+        # Qwen3.5's mixtures have no dense layers, and no intermediate_size.
+        ffn = get("intermediate_size", get("moe_intermediate_size") if moe and not has_dense_layers else None)
         return Sizes(
             layers=layers,
             hidden=hidden,
@@ -154,10 +118,10 @@ class Sizes:
             experts=get(experts, most=MAX_EXPERTS) if moe else 0,
             expert_ffn=get("moe_intermediate_size") if moe else 0,
             shared_ffn=shared,
-            dense=get("first_k_dense_replace", most=layers - 1, least=0) if differ else 0,
+            dense=get("first_k_dense_replace", most=layers - 1, least=0) if has_dense_layers else 0,
             gate_up=2 * ffn,
             gated_q=2 * heads * head_dim,
-            **{"out": heads * head_dim, **of_latents},
+            **attention,
             **linear,
         )
 
@@ -166,7 +130,7 @@ class Sizes:
         return tuple(getattr(self, dim) for dim in dims.split())
 
     def has(self, pair: Pair, layer: int) -> bool:
-        """Return whether a layer has a parameter of the table's layers."""
+        """Return whether a layer has this parameter."""
         match pair.kind:
             case "dense" | "mixture":
                 return (pair.kind == "dense") == (layer < self.dense)
@@ -175,28 +139,79 @@ class Sizes:
         return True
 
     @property
-    def alike(self) -> bool:
+    def is_uniform(self) -> bool:
         """Return whether all layers have the same parameters."""
         return not self.dense and not self.linear
 
     def count(self, pair: Pair, layers: Collection[int]) -> int:
-        """Return how many of these layers have a parameter of the table's layers."""
-        return len(layers) if self.alike else sum(self.has(pair, layer) for layer in layers)
+        """Return how many of these layers have this parameter."""
+        return len(layers) if self.is_uniform else sum(self.has(pair, layer) for layer in layers)
+
+
+def _get_size(
+    hf_config: Mapping[str, Any], key: str, default: int | None = None, most: int = MAX_SIZE, least: int = 1
+) -> int:
+    """Return an integer of config.json. Raises CheckpointError unless it is from `least` to `most`."""
+    value = hf_config.get(key)
+    value = default if value is None else value
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+        kind = "a positive integer" if least == 1 else f"an integer from {least}"
+        beyond = f" up to {most:,}" if isinstance(value, int) and value > most else ""
+        raise _bad(key, f"must be {kind}{beyond} (got {_short(value)})")
+    return value
+
+
+def _get_latent_sizes(hf_config: Mapping[str, Any], heads: int) -> tuple[int, dict[str, Any]]:
+    """Return the width of a query head, and the sizes that only multi-latent attention has."""
+    get = partial(_get_size, hf_config)
+    rotated, value, kv_rank = get("qk_rope_head_dim"), get("v_head_dim"), get("kv_lora_rank")
+    unrotated = get("qk_nope_head_dim")
+    return unrotated + rotated, {
+        "q_rank": get("q_lora_rank") if is_on("q_lora_rank", hf_config) else 0,
+        "kv_rank": kv_rank,
+        "latent": kv_rank + rotated,
+        "kv_up": heads * (unrotated + value),
+        "out": heads * value,
+    }
+
+
+def _get_linear_sizes(hf_config: Mapping[str, Any], layers: int) -> dict[str, Any]:
+    """Return the sizes that only linear attention has."""
+    get = partial(_get_size, hf_config)
+    key_heads, value_heads = get("linear_num_key_heads"), get("linear_num_value_heads")
+    key, value_dim = key_heads * get("linear_key_head_dim"), get("linear_value_head_dim")
+    value = value_heads * value_dim
+    if value_heads % key_heads:
+        what = f"{key_heads} does not divide linear_num_value_heads = {value_heads}"
+        raise _bad("linear_num_key_heads", what)
+    return {
+        "linear": _find_linear_layers(hf_config, layers, get("full_attention_interval", 4)),
+        "key_heads": key_heads,
+        "value_heads": value_heads,
+        "value_dim": value_dim,
+        "key": key,
+        "value": value,
+        "conv": get("linear_conv_kernel_dim"),
+        "mixed": 2 * key + value,
+        "qkvz": 2 * (key + value),
+        "ba": 2 * value_heads,
+    }
 
 
 @dataclass(frozen=True)
 class Pair:
-    """A Megatron parameter and the Hugging Face tensors in it, each with its dimensions. `{l}` is the index
-    of the layer and `{e}` that of the expert: global ones in Hugging Face names, those within the rank in
-    Megatron's.
+    """A Megatron parameter and the (name, dimensions) of the Hugging Face tensors in it.
 
-    switch   the key of config.json that takes the parameter away where it is false or null; with "not "
-             before it, where it is neither
-    kind     of the layers that have it, where the first ones are dense and the others mixtures, or
-             some have full attention and the others linear attention
-    apart    of a norm that Transformer Engine fuses into no linear, as it does other families' of this name
-    float32  where it is in float32 whatever the model's dtype: in Megatron, transformers and SGLang, or in
-             SGLang alone
+    `{l}` is the index of the layer and `{e}` that of the expert. Hugging Face names use global indices,
+    Megatron's names use those within the rank.
+
+    switch   key of config.json: null or false removes the parameter. With "not " before it, any other value
+             removes it
+    kind     layers that have the parameter, in models that mix dense layers and mixtures of experts, or full
+             and linear attention
+    unfused  a norm that Transformer Engine does not fuse into the next linear, unlike in other families
+    float32  where the tensor is float32 for any dtype of the model: "everywhere" (Megatron, transformers and
+             SGLang) or only in "sglang"
     """
 
     megatron: str
@@ -204,228 +219,180 @@ class Pair:
     hf: tuple[tuple[str, str], ...]
     switch: str = ""
     kind: Literal["every", "dense", "mixture", "attention", "linear"] = "every"
-    apart: bool = False
+    unfused: bool = False
     float32: Literal["nowhere", "everywhere", "sglang"] = "nowhere"
 
     @property
     def per_expert(self) -> bool:
-        """Return whether each expert has one."""
+        """Return whether each expert has this parameter."""
         return "{e}" in self.megatron
 
 
-def _layer(name: str, operation: Operation, *hf: tuple[str, str]) -> Pair:
-    tensors = tuple(("model.layers.{l}." + hf_name, dims) for hf_name, dims in hf)
-    return Pair("decoder.layers.{l}." + name, operation, tensors)
+def _rows(megatron: str, hf: str, *rows: Row) -> tuple[Pair, ...]:
+    """Describe the parameters of a module. megatron, hf: its names within a layer, each ending in a dot."""
+    pairs = []
+    for name, operation, *tensors in rows:
+        split = (text.split(": ") for text in tensors)
+        described = tuple((f"model.layers.{{l}}.{hf}{hf_name}", dims) for hf_name, dims in split)
+        pairs.append(Pair(f"decoder.layers.{{l}}.{megatron}{name}", operation, described))
+    return tuple(pairs)
+
+
+_layer = partial(_rows, "", "")
+_attention = partial(_rows, "self_attention.", "self_attn.")
+_delta_net = partial(_rows, "self_attention.", "linear_attn.")
+
+
+def _replace_each(pairs: Iterable[Pair], **changes: Any) -> tuple[Pair, ...]:
+    return tuple(replace(pair, **changes) for pair in pairs)
+
+
+def _describe_mlp(megatron: str, hf: str, ffn: str) -> tuple[Pair, ...]:
+    return _rows(
+        megatron,
+        hf,
+        ("linear_fc1.weight", "column", f"gate_proj.weight: {ffn} hidden", f"up_proj.weight: {ffn} hidden"),
+        ("linear_fc2.weight", "row", f"down_proj.weight: hidden {ffn}"),
+    )
+
+
+def _describe_attention(q: str) -> tuple[Pair, ...]:
+    queries = f"q_proj.weight: {q} hidden"
+    return _attention(
+        ("linear_qkv.weight", "qkv", queries, "k_proj.weight: kv hidden", "v_proj.weight: kv hidden"),
+        ("linear_proj.weight", "row", "o_proj.weight: hidden q"),
+    )
 
 
 EMBEDDED = ("model.embed_tokens.weight", "vocab hidden")
 EMBEDDING = Pair("embedding.word_embeddings.weight", "vocabulary", (EMBEDDED,))
 FINAL_NORM = Pair("decoder.final_layernorm.weight", "replicated", (("model.norm.weight", "hidden"),))
 OUTPUT = Pair("output_layer.weight", "vocabulary", (("lm_head.weight", "vocab hidden"),))
-# The last pipeline stage's own copy of tied embeddings; with one stage there is no such parameter.
+# With tied embeddings and several pipeline stages, the last stage has a copy of the embedding.
 TIED_OUTPUT = Pair("output_layer.weight", "vocabulary", (EMBEDDED,))
 VALUE_HEAD = Pair("value_head.weight", "replicated", (("score.weight", "one hidden"),))
 
-ATTENTION_LAYER = (
-    _layer("input_layernorm.weight", "replicated", ("input_layernorm.weight", "hidden")),
-    _layer(
-        "self_attention.linear_qkv.weight",
-        "qkv",
-        ("self_attn.q_proj.weight", "q hidden"),
-        ("self_attn.k_proj.weight", "kv hidden"),
-        ("self_attn.v_proj.weight", "kv hidden"),
-    ),
-    _layer("self_attention.linear_proj.weight", "row", ("self_attn.o_proj.weight", "hidden q")),
-    _layer("pre_mlp_layernorm.weight", "replicated", ("post_attention_layernorm.weight", "hidden")),
+INPUT_NORM, MLP_NORM = _layer(
+    ("input_layernorm.weight", "replicated", "input_layernorm.weight: hidden"),
+    ("pre_mlp_layernorm.weight", "replicated", "post_attention_layernorm.weight: hidden"),
 )
-# Multi-latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1): keys and values are made of one narrow
-# vector a token, and so may queries be. A part of each head is rotated, of the keys one for all heads.
+ATTENTION_LAYER = (INPUT_NORM, *_describe_attention("q"), MLP_NORM)
+(QKV_BIAS,) = _attention(("linear_qkv.bias", "qkv", "q_proj.bias: q", "k_proj.bias: kv", "v_proj.bias: kv"))
+QK_NORMS = _attention(
+    ("q_layernorm.weight", "replicated", "q_norm.weight: head_dim"),
+    ("k_layernorm.weight", "replicated", "k_norm.weight: head_dim"),
+)
+# Multi-latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1).
+_Q, *_LATENT_Q, _KV_DOWN, _KV_NORM, _KV_UP, _OUT = _attention(
+    ("linear_q_proj.weight", "column", "q_proj.weight: q hidden"),
+    ("linear_q_down_proj.weight", "replicated", "q_a_proj.weight: q_rank hidden"),
+    ("q_layernorm.weight", "replicated", "q_a_layernorm.weight: q_rank"),
+    ("linear_q_up_proj.weight", "column", "q_b_proj.weight: q q_rank"),
+    ("linear_kv_down_proj.weight", "replicated", "kv_a_proj_with_mqa.weight: latent hidden"),
+    ("kv_layernorm.weight", "replicated", "kv_a_layernorm.weight: kv_rank"),
+    ("linear_kv_up_proj.weight", "column", "kv_b_proj.weight: kv_up kv_rank"),
+    ("linear_proj.weight", "row", "o_proj.weight: hidden out"),
+)
 LATENT_ATTENTION = (
-    replace(ATTENTION_LAYER[0], apart=True),
-    replace(
-        _layer("self_attention.linear_q_proj.weight", "column", ("self_attn.q_proj.weight", "q hidden")),
-        switch="not q_lora_rank",
-    ),
-    *(
-        replace(pair, switch="q_lora_rank")
-        for pair in (
-            _layer(
-                "self_attention.linear_q_down_proj.weight",
-                "replicated",
-                ("self_attn.q_a_proj.weight", "q_rank hidden"),
-            ),
-            _layer(
-                "self_attention.q_layernorm.weight",
-                "replicated",
-                ("self_attn.q_a_layernorm.weight", "q_rank"),
-            ),
-            _layer(
-                "self_attention.linear_q_up_proj.weight", "column", ("self_attn.q_b_proj.weight", "q q_rank")
-            ),
-        )
-    ),
-    _layer(
-        "self_attention.linear_kv_down_proj.weight",
-        "replicated",
-        ("self_attn.kv_a_proj_with_mqa.weight", "latent hidden"),
-    ),
-    _layer(
-        "self_attention.kv_layernorm.weight", "replicated", ("self_attn.kv_a_layernorm.weight", "kv_rank")
-    ),
-    _layer(
-        "self_attention.linear_kv_up_proj.weight", "column", ("self_attn.kv_b_proj.weight", "kv_up kv_rank")
-    ),
-    _layer("self_attention.linear_proj.weight", "row", ("self_attn.o_proj.weight", "hidden out")),
-    ATTENTION_LAYER[-1],
+    replace(INPUT_NORM, unfused=True),
+    replace(_Q, switch="not q_lora_rank"),
+    *_replace_each(_LATENT_Q, switch="q_lora_rank"),
+    *(_KV_DOWN, _KV_NORM, _KV_UP, _OUT, MLP_NORM),
 )
-DOWN = _layer("mlp.linear_fc2.weight", "row", ("mlp.down_proj.weight", "hidden ffn"))
-DENSE_MLP = (
-    _layer(
-        "mlp.linear_fc1.weight",
-        "column",
-        ("mlp.gate_proj.weight", "ffn hidden"),
-        ("mlp.up_proj.weight", "ffn hidden"),
-    ),
-    DOWN,
-)
+DENSE_MLP = _describe_mlp("mlp.", "mlp.", "ffn")
 DENSE_LAYER = (*ATTENTION_LAYER, *DENSE_MLP)
 FUSED_DENSE_LAYER = (
     *ATTENTION_LAYER,
-    _layer("mlp.linear_fc1.weight", "halves", ("mlp.gate_up_proj.weight", "gate_up hidden")),
-    DOWN,
+    *_layer(("mlp.linear_fc1.weight", "halves", "mlp.gate_up_proj.weight: gate_up hidden")),
+    DENSE_MLP[1],
 )
-QKV_BIAS = _layer(
-    "self_attention.linear_qkv.bias",
-    "qkv",
-    ("self_attn.q_proj.bias", "q"),
-    ("self_attn.k_proj.bias", "kv"),
-    ("self_attn.v_proj.bias", "kv"),
+# "Sandwich norms" of the outputs of attention and MLP, named after Megatron's bias-dropout-add (bda).
+OUTPUT_NORMS = _layer(
+    ("self_attn_bda.output_norm.weight", "replicated", "post_self_attn_layernorm.weight: hidden"),
+    ("mlp_bda.output_norm.weight", "replicated", "post_mlp_layernorm.weight: hidden"),
 )
-QK_NORMS = (
-    _layer("self_attention.q_layernorm.weight", "replicated", ("self_attn.q_norm.weight", "head_dim")),
-    _layer("self_attention.k_layernorm.weight", "replicated", ("self_attn.k_norm.weight", "head_dim")),
-)
-# Norms of what attention and feed-forward add to the residual ("sandwich norms"), beside those before them;
-# Megatron's names are those of the places where it adds.
-OUTPUT_NORMS = (
-    _layer("self_attn_bda.output_norm.weight", "replicated", ("post_self_attn_layernorm.weight", "hidden")),
-    _layer("mlp_bda.output_norm.weight", "replicated", ("post_mlp_layernorm.weight", "hidden")),
-)
-# Megatron's names of experts that are modules of their own (SequentialMLP), which every layer spec has; where
-# they are one module (TEGroupedMLP) they are called experts.linear_fc1.weight{e}: see `table_name`.
+# Named as in Megatron's SequentialMLP. `table_name` translates the names of TEGroupedMLP.
 EXPERTS = (
-    _layer("mlp.router.weight", "replicated", ("mlp.gate.weight", "experts hidden")),
-    _layer(
-        "mlp.experts.local_experts.{e}.linear_fc1.weight",
-        "column",
-        ("mlp.experts.{e}.gate_proj.weight", "expert_ffn hidden"),
-        ("mlp.experts.{e}.up_proj.weight", "expert_ffn hidden"),
-    ),
-    _layer(
-        "mlp.experts.local_experts.{e}.linear_fc2.weight",
-        "row",
-        ("mlp.experts.{e}.down_proj.weight", "hidden expert_ffn"),
-    ),
+    *_layer(("mlp.router.weight", "replicated", "mlp.gate.weight: experts hidden")),
+    *_describe_mlp("mlp.experts.local_experts.{e}.", "mlp.experts.{e}.", "expert_ffn"),
 )
-SHARED_EXPERTS = (
-    _layer(
-        "mlp.shared_experts.linear_fc1.weight",
-        "column",
-        ("mlp.shared_experts.gate_proj.weight", "shared_ffn hidden"),
-        ("mlp.shared_experts.up_proj.weight", "shared_ffn hidden"),
-    ),
-    _layer(
-        "mlp.shared_experts.linear_fc2.weight",
-        "row",
-        ("mlp.shared_experts.down_proj.weight", "hidden shared_ffn"),
-    ),
-)
-# One whose output is multiplied by the sigmoid of a gate.
+# A shared expert whose output is multiplied by the sigmoid of a gate.
 GATED_SHARED_EXPERT = (
-    *(
-        replace(pair, hf=tuple((name.replace("_experts.", "_expert."), dims) for name, dims in pair.hf))
-        for pair in SHARED_EXPERTS
+    *_describe_mlp("mlp.shared_experts.", "mlp.shared_expert.", "shared_ffn"),
+    *_layer(
+        ("mlp.shared_experts.gate_weight", "replicated", "mlp.shared_expert_gate.weight: one hidden"),
     ),
-    _layer("mlp.shared_experts.gate_weight", "replicated", ("mlp.shared_expert_gate.weight", "one hidden")),
 )
-# What is added to the router's scores where it chooses, and not where it weighs. Pretraining balanced the
-# experts with it; nothing here changes it.
-EXPERT_BIAS = replace(
-    _layer("mlp.router.expert_bias", "replicated", ("mlp.gate.e_score_correction_bias", "experts")),
+# Added to the scores that select experts, not to those that weight them. It is never trained.
+(EXPERT_BIAS,) = _replace_each(
+    _layer(("mlp.router.expert_bias", "replicated", "mlp.gate.e_score_correction_bias: experts")),
     kind="mixture",
     float32="everywhere",
 )
-
-
-# Dense layers before mixtures whose routers have a bias, and experts for every token.
+# Dense layers, and then mixtures with a router bias and shared experts.
 DENSE_THEN_MIXTURES = (
-    *(replace(pair, kind="dense") for pair in DENSE_MLP),
+    *_replace_each(DENSE_MLP, kind="dense"),
     replace(EXPERTS[0], kind="mixture", float32="sglang"),
     EXPERT_BIAS,
-    *(replace(pair, kind="mixture") for pair in (*EXPERTS[1:], *SHARED_EXPERTS)),
+    *_replace_each(EXPERTS[1:], kind="mixture"),
+    *_replace_each(_describe_mlp("mlp.shared_experts.", "mlp.shared_experts.", "shared_ffn"), kind="mixture"),
 )
-# What the rows of a Hugging Face matrix are made of, one after the other, where that is several things.
+# Dimensions that are several concatenated sections.
 SECTIONS = {"gate_up": ("ffn", "ffn"), "mixed": ("key", "key", "value")}
-# Attention whose output is multiplied by the sigmoid of a gate, in layers beside linear attention.
-GATED_ATTENTION = (
-    replace(
-        ATTENTION_LAYER[1],
-        hf=(("model.layers.{l}.self_attn.q_proj.weight", "gated_q hidden"), *ATTENTION_LAYER[1].hf[1:]),
-    ),
-    ATTENTION_LAYER[2],
-    *QK_NORMS,
-)
-# The gated delta net (arXiv 2412.06464) of model/portable.py, which has a projection where the files have
-# four: of queries, keys and values, of beta, of alpha, and of the output's gate.
-DELTA_NET = (
-    _layer(
-        "self_attention.in_proj.weight",
+# Attention whose output is multiplied by the sigmoid of a gate. The other layers have linear attention.
+GATED_ATTENTION = (*_describe_attention("gated_q"), *QK_NORMS)
+# The gated delta net (arXiv 2412.06464) of model/portable.py. The files have four input projections: queries,
+# keys and values; beta; alpha; the gate of the output.
+DELTA_NET = _delta_net(
+    (
+        "in_proj.weight",
         "qkv",
-        ("linear_attn.in_proj_qkv.weight", "mixed hidden"),
-        ("linear_attn.in_proj_b.weight", "value_heads hidden"),
-        ("linear_attn.in_proj_a.weight", "value_heads hidden"),
-        ("linear_attn.in_proj_z.weight", "value hidden"),
+        "in_proj_qkv.weight: mixed hidden",
+        "in_proj_b.weight: value_heads hidden",
+        "in_proj_a.weight: value_heads hidden",
+        "in_proj_z.weight: value hidden",
     ),
-    _layer("self_attention.conv1d.weight", "qkv", ("linear_attn.conv1d.weight", "mixed one conv")),
-    replace(_layer("self_attention.A_log", "column", ("linear_attn.A_log", "value_heads")), float32="sglang"),
-    _layer("self_attention.dt_bias", "column", ("linear_attn.dt_bias", "value_heads")),
-    _layer("self_attention.out_norm.weight", "replicated", ("linear_attn.norm.weight", "value_dim")),
-    _layer("self_attention.out_proj.weight", "row", ("linear_attn.out_proj.weight", "hidden value")),
+    ("conv1d.weight", "qkv", "conv1d.weight: mixed one conv"),
+    ("A_log", "column", "A_log: value_heads"),
+    ("dt_bias", "column", "dt_bias: value_heads"),
+    ("out_norm.weight", "replicated", "norm.weight: value_dim"),
+    ("out_proj.weight", "row", "out_proj.weight: hidden value"),
 )
-# In Qwen3-Next's files those are two, and lie by key head as well.
+# Qwen3-Next's files have two input projections, whose rows are in the order of the key heads.
 FUSED_DELTA_NET = (
-    _layer(
-        "self_attention.in_proj.weight",
-        "qkv",
-        ("linear_attn.in_proj_qkvz.weight", "qkvz hidden"),
-        ("linear_attn.in_proj_ba.weight", "ba hidden"),
+    *_delta_net(
+        ("in_proj.weight", "qkv", "in_proj_qkvz.weight: qkvz hidden", "in_proj_ba.weight: ba hidden"),
     ),
     *DELTA_NET[1:],
 )
 
 
-def _hybrid(delta_net: tuple[Pair, ...]) -> tuple[Pair, ...]:
-    """Return what is before the MLP in layers of which each has linear attention, or gated attention."""
+def _describe_hybrid(delta_net: tuple[Pair, ...]) -> tuple[Pair, ...]:
+    """Describe layers without their MLP, each with either linear attention or gated attention."""
+    linear = (replace(p, float32="sglang") if p.megatron.endswith("A_log") else p for p in delta_net)
     return (
-        ATTENTION_LAYER[0],
-        *(replace(pair, kind="attention") for pair in GATED_ATTENTION),
-        *(replace(pair, kind="linear") for pair in delta_net),
-        ATTENTION_LAYER[3],
+        INPUT_NORM,
+        *_replace_each(GATED_ATTENTION, kind="attention"),
+        *_replace_each(linear, kind="linear"),
+        MLP_NORM,
     )
 
 
 @dataclass(frozen=True)
 class Family:
-    """A model family, with `model_type` and `prefix` as in config.json ("qwen2", "Qwen2ForCausalLM").
-    requires: config keys that must be absent, null or of this value, as others would mean parameters that the
-    table does not have.
-    rotary_pairs: rotary embeddings turn neighbouring numbers of a head, instead of one of each half.
-    partial_rotary: config.json may say what share of a head they turn, its first numbers
-    (`partial_rotary_factor`).
-    sglang_unties: SGLang's model has an output layer of its own where embeddings are tied, too.
-    sglang_flat: SGLang's layers have the matrices of attention themselves, without `self_attn`.
-    zero_centred: the weights of norms are what is added to 1, but for those of linear attention.
-    other_heads: names of its classes besides `prefix` + ForCausalLM and the like."""
+    """A model family.
+
+    model_type, prefix  as in config.json ("qwen2", "Qwen2ForCausalLM")
+    requires            config keys that must be absent, null or of this value. Other values mean parameters
+                        that the table does not have
+    rotary_pairs        rotary embeddings rotate neighbouring numbers of a head, not one of each half
+    partial_rotary      config.json may limit the rotation to the first numbers of a head
+                        (`partial_rotary_factor`)
+    sglang_unties       SGLang's model has a separate output layer even with tied embeddings
+    sglang_flat         SGLang's names of attention matrices lack `self_attn`
+    zero_centred        norms scale by 1 + weight, except those of linear attention
+    other_heads         accepted architectures in addition to `prefix` + ForCausalLM and the like
+    """
 
     model_type: str
     prefix: str
@@ -439,17 +406,17 @@ class Family:
     other_heads: tuple[str, ...] = ()
 
     def has(self, parameter: str) -> bool:
-        """Return whether its layers have a Megatron parameter whose name ends so."""
+        """Return whether the name of a Megatron parameter in its layers ends with `parameter`."""
         return any(pair.megatron.endswith(parameter) for pair in self.layer)
 
     @cached_property
     def is_latent(self) -> bool:
-        """Return whether its attention is multi-latent."""
+        """Return whether it has multi-latent attention."""
         return self.has("self_attention.linear_kv_up_proj.weight")
 
     @cached_property
     def is_moe(self) -> bool:
-        """Return whether its layers are mixtures of experts."""
+        """Return whether it has mixtures of experts."""
         return any(pair.per_expert for pair in self.layer)
 
     @cached_property
@@ -459,9 +426,9 @@ class Family:
 
 
 def adapters(pair: Pair, lora: LoraConfig) -> tuple[Pair, ...]:
-    """Return the LoRA adapters of a parameter: for each Hugging Face matrix in it that gets some A [rank, in]
-    and B [out, rank], under PEFT's names. B is cut over tensor-parallel ranks as the matrix is by rows, and
-    lies as its rows do, or A as it is by columns; the other half is whole on every rank."""
+    """Return the LoRA adapters of a parameter: A [rank, in] and B [out, rank] of each matrix.
+
+    B is cut like the rows of the matrix, A like its columns. Whichever is not cut is replicated."""
     halves: list[Pair] = []
     for name, dims in pair.hf if lora.rank is not None else ():
         *_, module, kind = name.split(".")
@@ -479,12 +446,10 @@ def adapters(pair: Pair, lora: LoraConfig) -> tuple[Pair, ...]:
 
 
 def is_frozen(pair: Pair, layer: int, optimizer: OptimizerConfig) -> bool:
-    """Return whether a model's optimizer leaves this parameter of global layer `layer` as it is. With LoRA
-    adapters that is all of the model but a critic's head; a router's bias nobody trains.
+    """Return whether training never changes this parameter of global layer `layer`.
 
-    attention   the whole self-attention block: the norm before it (Transformer Engine fuses that with the
-                block's first matrix), q, k, v with their biases and norms, the output projection and its norm
-    embeddings  the word embeddings, and the actor's output layer where it shares their weights"""
+    With LoRA, only the adapters and a critic's head train. Frozen attention includes the norm before it,
+    which Transformer Engine fuses into the first matrix."""
     if pair == EXPERT_BIAS:
         return True
     if optimizer.lora.rank is not None:
@@ -497,10 +462,9 @@ def is_frozen(pair: Pair, layer: int, optimizer: OptimizerConfig) -> bool:
     return bool(in_layer) and (attention or layer < optimizer.frozen_layers)
 
 
-# Names of dtypes in config.json. What the tensors have is in their files; hf.py names those that can be read.
-KINDS = ("float32", "bfloat16", "float16", "float64", "auto")
-# Every rope_type of these families with what it cannot do without (which of them can be built:
-# megarl/model/hf_config.py), and what must be a number in any.
+# Values of `dtype` in config.json. DTYPES of hf.py are those of tensors.
+DTYPE_NAMES = ("float32", "bfloat16", "float16", "float64", "auto")
+# Keys that each known rope_type requires. megarl/model/hf_config.py refuses types that cannot be built.
 ROPE_NEEDS: dict[str, tuple[str, ...]] = {
     "default": (),
     "linear": ("factor",),
@@ -509,11 +473,15 @@ ROPE_NEEDS: dict[str, tuple[str, ...]] = {
     "longrope": ("short_factor", "long_factor"),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
 }
+# Keys that must be numbers in any rope_type.
 ROPE_NUMBERS = ("rope_theta", *ROPE_NEEDS["llama3"], "mscale", "mscale_all_dim", "beta_fast", "beta_slow")
 
-# What every family here is built as (megarl/model/builder.py): SwiGLU layers with full attention.
+# megarl/model/builder.py builds every family with SwiGLU and full attention.
 SWIGLU = (("hidden_act", "silu"), ("use_sliding_window", False))
 HYBRID = (*SWIGLU, ("attention_bias", False), ("attn_output_gate", True), ("output_gate_type", "silu"))
+# Published models have no dense layers between their mixtures.
+ALL_MIXTURES: tuple[tuple[str, Any], ...] = (("mlp_only_layers", []), ("decoder_sparse_step", 1))
+_hybrid_family = partial(Family, partial_rotary=True, sglang_flat=True, zero_centred=True)
 
 FAMILIES = {
     family.model_type: family
@@ -524,16 +492,15 @@ FAMILIES = {
             "qwen3_moe",
             "Qwen3Moe",
             (*ATTENTION_LAYER, *QK_NORMS, *EXPERTS),
-            # Every layer a mixture: published models have no dense layers in between.
-            (*SWIGLU, ("attention_bias", False), ("mlp_only_layers", []), ("decoder_sparse_step", 1)),
+            (*SWIGLU, ("attention_bias", False), *ALL_MIXTURES),
         ),
         Family("llama", "Llama", DENSE_LAYER, (*SWIGLU, ("attention_bias", False), ("mlp_bias", False))),
-        # The first of them (Mistral-7B-v0.1) and Ministral have sliding windows.
+        # Mistral-7B-v0.1 and Ministral have sliding windows.
         Family("mistral", "Mistral", DENSE_LAYER, (*SWIGLU, ("sliding_window", None))),
         Family(
             "glm4",
             "Glm4",
-            # 9B has biases on q, k and v, 32B has none.
+            # 9B has biases of q, k and v; 32B has none.
             (*FUSED_DENSE_LAYER, replace(QKV_BIAS, switch="attention_bias"), *OUTPUT_NORMS),
             SWIGLU,
             rotary_pairs=True,
@@ -545,10 +512,10 @@ FAMILIES = {
             (
                 *ATTENTION_LAYER,
                 replace(QKV_BIAS, switch="attention_bias"),
-                *(replace(norm, switch="use_qk_norm") for norm in QK_NORMS),
+                *_replace_each(QK_NORMS, switch="use_qk_norm"),
                 *DENSE_THEN_MIXTURES,
             ),
-            # Megatron's router divides sigmoid scores by their sum, whenever there are several.
+            # Megatron's router always normalises sigmoid scores if several experts are selected.
             (*SWIGLU, ("norm_topk_prob", True)),
             partial_rotary=True,
             sglang_unties=True,
@@ -556,7 +523,7 @@ FAMILIES = {
         Family(
             "deepseek_v3",
             "DeepseekV3",
-            # SGLang has the weight of a router in the model's dtype.
+            # SGLang keeps the weight of a router in the model's dtype.
             (
                 *LATENT_ATTENTION,
                 *(replace(p, float32="nowhere") if p.float32 == "sglang" else p for p in DENSE_THEN_MIXTURES),
@@ -571,42 +538,33 @@ FAMILIES = {
                 ("moe_layer_freq", 1),
             ),
         ),
-        Family(
+        _hybrid_family(
             "qwen3_5_text",
             "Qwen3_5",
-            (*_hybrid(DELTA_NET), *DENSE_MLP),
+            (*_describe_hybrid(DELTA_NET), *DENSE_MLP),
             HYBRID,
-            partial_rotary=True,
-            sglang_flat=True,
-            zero_centred=True,
             other_heads=("Qwen3_5TextForSequenceClassification",),
         ),
-        Family(
+        _hybrid_family(
             "qwen3_5_moe_text",
             "Qwen3_5Moe",
-            (*_hybrid(DELTA_NET), *EXPERTS, *GATED_SHARED_EXPERT),
-            # transformers always normalises, and takes no layer for a dense one.
-            (*HYBRID, ("norm_topk_prob", True), ("mlp_only_layers", []), ("decoder_sparse_step", 1)),
-            partial_rotary=True,
-            sglang_flat=True,
-            zero_centred=True,
+            (*_describe_hybrid(DELTA_NET), *EXPERTS, *GATED_SHARED_EXPERT),
+            # transformers always normalises, and makes every layer a mixture.
+            (*HYBRID, ("norm_topk_prob", True), *ALL_MIXTURES),
         ),
-        Family(
+        _hybrid_family(
             "qwen3_next",
             "Qwen3Next",
-            (*_hybrid(FUSED_DELTA_NET), *EXPERTS, *GATED_SHARED_EXPERT),
-            (*HYBRID, ("mlp_only_layers", []), ("decoder_sparse_step", 1)),
-            partial_rotary=True,
-            sglang_flat=True,
-            zero_centred=True,
+            (*_describe_hybrid(FUSED_DELTA_NET), *EXPERTS, *GATED_SHARED_EXPERT),
+            (*HYBRID, *ALL_MIXTURES),
         ),
     )
 }
 
-# Published folders of a family that have a part for images, too.
+# Families published as models of images and text.
 COMPOSITE = ("qwen3_5", "qwen3_5_moe")
 
-# Transformer Engine's layer spec fuses the norms into the linears that follow them.
+# Transformer Engine's layer spec fuses these norms into the linears that follow them.
 TE_ALIASES = {
     "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
     "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
@@ -614,7 +572,7 @@ TE_ALIASES = {
 
 
 def table_name(name: str) -> str:
-    """Return the table's name of a Megatron parameter, whatever wrappers and layer spec it comes from."""
+    """Return the table's name of a Megatron parameter, for any wrapper and layer spec."""
     name = re.sub(r"^(module\.)+", "", name)
     for alias, ours in TE_ALIASES.items():
         if name.endswith("." + alias):
@@ -625,18 +583,19 @@ def table_name(name: str) -> str:
 
 
 def table_names(tensors: Mapping[str, T]) -> dict[str, T]:
-    """Return named tensors under the table's names."""
+    """Rename tensors to the table's names."""
     return {table_name(name): tensor for name, tensor in tensors.items()}
 
 
 def model_weights(tensors: Mapping[str, T]) -> dict[str, T]:
-    """Return a model's named tensors under the table's names, without those of LoRA adapters."""
+    """Rename a model's tensors to the table's names, and leave out LoRA adapters."""
     return {name: tensor for name, tensor in table_names(tensors).items() if ".lora." not in name}
 
 
 def family_of(hf_config: Mapping[str, Any]) -> Family:
-    """Return the family of a config.json, with the parameters that its switches leave; CheckpointError if no
-    table describes it."""
+    """Return the family of config.json, without the parameters that its switches remove.
+
+    Raises CheckpointError if no table describes the model."""
     model_type = hf_config.get("model_type")
     family = FAMILIES.get(str(model_type))
     if model_type in COMPOSITE:
@@ -660,7 +619,7 @@ def family_of(hf_config: Mapping[str, Any]) -> Family:
 
 
 def is_on(switch: str, hf_config: Mapping[str, Any]) -> bool:
-    """Return whether config.json leaves a parameter with this switch (see `Pair`)."""
+    """Return whether a model has the parameters with this switch (see `Pair`)."""
     key = switch.removeprefix("not ")
     value = hf_config.get(key, True)
     return (value is not None and value is not False) is (key == switch)
@@ -672,8 +631,9 @@ def is_tied(hf_config: Mapping[str, Any]) -> bool:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """Return a model folder's config.json; CheckpointError names the file and the key that is not supported.
-    Keys that do not matter here are left to transformers (megarl/model/hf_config.py)."""
+    """Read config.json. Raises CheckpointError that names the file and the first unsupported key.
+
+    transformers checks the keys that only affect its own model (megarl/model/hf_config.py)."""
     check_files(folder)
     hf_config = read_json(folder / "config.json", "no such file (a Hugging Face model folder is expected)")
     try:
@@ -695,7 +655,7 @@ def _check_description(hf_config: Mapping[str, Any]) -> None:
     for key, (fits, meant, may_be_null) in VALUES.items():
         value = hf_config.get(key)
         if key == "layer_types" and family.is_linear:
-            continue  # `Sizes.of` has read them
+            continue  # `Sizes.of` has checked it
         if key in hf_config and not (fits(value) or (value is None and may_be_null)):
             raise _bad(key, f"must be {meant} (got {_short(value)})")
     if family.is_latent:
@@ -714,29 +674,33 @@ def _check_description(hf_config: Mapping[str, Any]) -> None:
         raise _bad("num_experts_per_tok", f"must be 1 to {sizes.experts}, the experts (got {_short(active)})")
     if family.has("router.expert_bias"):
         _check_groups(hf_config, sizes, active)
-    _check_rotated(family, sizes, "", hf_config)
+    _check_partial_rotary(family, sizes, "", hf_config)
     for key in ("rope_scaling", "rope_parameters"):
-        rope = hf_config.get(key) or {}
-        kind = rope.get("rope_type", rope.get("type", "default"))
-        if str(kind) not in ROPE_NEEDS:
-            raise _bad(f"{key}.rope_type", f"{_short(kind)} is not known (known: {', '.join(ROPE_NEEDS)})")
-        for name in ROPE_NEEDS[str(kind)]:
-            if name not in rope:
-                raise _bad(f"{key}.{name}", f"is missing, and rope_type {kind} needs it")
-        for name, value in rope.items():
-            if name in ROPE_NUMBERS and not _is_positive(value):
-                raise _bad(f"{key}.{name}", f"must be a number > 0 (got {_short(value)})")
-            if isinstance(value, Mapping):
-                raise _bad(f"{key}.{name}", f"{_short(value)} is not supported (layers are rotated alike)")
-        _check_rotated(family, sizes, f"{key}.", rope)
-        if kind == "llama3" and rope["low_freq_factor"] >= rope["high_freq_factor"]:
-            low = _short(rope["low_freq_factor"])
-            raise _bad(f"{key}.low_freq_factor", f"must be below high_freq_factor (got {low})")
+        _check_rope(family, sizes, key, hf_config.get(key) or {})
 
 
-def _linear_layers(hf_config: Mapping[str, Any], layers: int, interval: int) -> frozenset[int]:
-    """Return which layers have linear attention: all but every `interval`-th where config.json does not say
-    (as transformers has it)."""
+def _check_rope(family: Family, sizes: Sizes, key: str, rope: Mapping[str, Any]) -> None:
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if str(kind) not in ROPE_NEEDS:
+        raise _bad(f"{key}.rope_type", f"{_short(kind)} is not known (known: {', '.join(ROPE_NEEDS)})")
+    for name in ROPE_NEEDS[str(kind)]:
+        if name not in rope:
+            raise _bad(f"{key}.{name}", f"is missing, and rope_type {kind} needs it")
+    for name, value in rope.items():
+        if name in ROPE_NUMBERS and not _is_positive(value):
+            raise _bad(f"{key}.{name}", f"must be a number > 0 (got {_short(value)})")
+        if isinstance(value, Mapping):
+            raise _bad(f"{key}.{name}", f"{_short(value)} is not supported (all layers share one setting)")
+    _check_partial_rotary(family, sizes, f"{key}.", rope)
+    if kind == "llama3" and rope["low_freq_factor"] >= rope["high_freq_factor"]:
+        low = _short(rope["low_freq_factor"])
+        raise _bad(f"{key}.low_freq_factor", f"must be below high_freq_factor (got {low})")
+
+
+def _find_linear_layers(hf_config: Mapping[str, Any], layers: int, interval: int) -> frozenset[int]:
+    """Return the indices of the layers with linear attention.
+
+    Without `layer_types`, all but every `interval`-th layer have it, as in transformers."""
     kinds, known = hf_config.get("layer_types"), ("full_attention", "linear_attention")
     if kinds is None:
         kinds = [known[(layer + 1) % interval > 0] for layer in range(layers)]
@@ -746,8 +710,8 @@ def _linear_layers(hf_config: Mapping[str, Any], layers: int, interval: int) -> 
     return frozenset(layer for layer, kind in enumerate(kinds) if kind == known[1])
 
 
-def _check_rotated(family: Family, sizes: Sizes, place: str, keys: Mapping[str, Any]) -> None:
-    """Check the share of a head that is rotated, which config.json has in one place or the other."""
+def _check_partial_rotary(family: Family, sizes: Sizes, place: str, keys: Mapping[str, Any]) -> None:
+    """Check the rotated fraction of a head. place: prefix of the key in config.json."""
     share = keys.get("partial_rotary_factor")
     if share is None or share == 1:
         return
@@ -775,8 +739,10 @@ def _check_latent(hf_config: Mapping[str, Any], sizes: Sizes) -> None:
 
 
 def _check_groups(hf_config: Mapping[str, Any], sizes: Sizes, active: int) -> None:
-    """Check the groups of experts among which a router chooses first. transformers and SGLang rank a group by
-    its two best experts, Megatron by as many as would be chosen of each group that is."""
+    """Check the groups of experts. A router first selects groups, and then experts from these.
+
+    transformers and SGLang score a group by its two best experts. Megatron uses its best
+    `num_experts_per_tok / topk_group` experts, so this quotient must be 2."""
     groups, chosen = (hf_config.get(key, 1) for key in ("n_group", "topk_group"))
     if not (_is_count(groups) and sizes.experts % groups == 0):
         raise _bad("n_group", f"must divide the {sizes.experts} experts (got {_short(groups)})")
@@ -795,26 +761,26 @@ def _is_count(value: Any) -> bool:
     return isinstance(value, int) and _is_positive(value) and value <= MAX_SIZE
 
 
-# Keys that may be left out: what each must be where it is there, and whether null means left out.
-VALUES: dict[str, tuple[Callable[[Any], bool], str, bool]] = {
+def _is_full_attention(value: Any) -> bool:
+    return isinstance(value, list) and all(kind == "full_attention" for kind in value)
+
+
+# Keys that may be absent: (check of the value, its description, whether null is allowed).
+Check = tuple[Callable[[Any], bool], str, bool]
+_FLAG: Check = (lambda value: isinstance(value, bool), "true or false", False)
+_OBJECT: Check = (lambda value: isinstance(value, dict), "null or an object", True)
+_DTYPE: Check = (lambda value: value in DTYPE_NAMES, f"null or one of {', '.join(DTYPE_NAMES)}", True)
+VALUES: dict[str, Check] = {
     "max_position_embeddings": (_is_count, "a positive integer", False),
     "rms_norm_eps": (lambda value: _is_positive(value) and value < 1, "a number between 0 and 1", False),
     "rope_theta": (_is_positive, "a number > 0", False),
-    "layer_types": (
-        lambda value: isinstance(value, list) and all(kind == "full_attention" for kind in value),
-        "full_attention throughout",
-        True,
-    ),
-    "rope_scaling": (lambda value: isinstance(value, dict), "null or an object", True),
-    "rope_parameters": (lambda value: isinstance(value, dict), "null or an object", True),
-    "tie_word_embeddings": (lambda value: isinstance(value, bool), "true or false", False),
-    "norm_topk_prob": (lambda value: isinstance(value, bool), "true or false", False),
+    "layer_types": (_is_full_attention, "full_attention throughout", True),
+    "rope_scaling": _OBJECT,
+    "rope_parameters": _OBJECT,
+    "tie_word_embeddings": _FLAG,
+    "norm_topk_prob": _FLAG,
     "routed_scaling_factor": (_is_positive, "a number > 0", False),
-    "num_nextn_predict_layers": (
-        lambda value: _is_count(value) or value == 0,
-        "a number of layers",
-        True,
-    ),
-    "dtype": (lambda value: value in KINDS, f"null or one of {', '.join(KINDS)}", True),
-    "torch_dtype": (lambda value: value in KINDS, f"null or one of {', '.join(KINDS)}", True),
+    "num_nextn_predict_layers": (lambda value: _is_count(value) or value == 0, "a number of layers", True),
+    "dtype": _DTYPE,
+    "torch_dtype": _DTYPE,
 }

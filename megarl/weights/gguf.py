@@ -30,7 +30,7 @@ from megarl.config.errors import CheckpointError, ConfigError, first_line
 from megarl.weights.boxes import Box, full_box
 from megarl.weights.families import Shape, Sizes, family_of, read_config
 from megarl.weights.hf import ModelFolder, exported_config
-from megarl.weights.megatron import Conversion, Watch, unwatched, write_hf
+from megarl.weights.megatron import Conversion, Watch, ignore_progress, write_hf
 from megarl.weights.shards import hf_shapes
 from megarl.weights.tensor_files import damaged, write_json
 
@@ -341,7 +341,7 @@ def gguf_to_hf(
     dtype: torch.dtype = torch.bfloat16,
     max_shard_bytes: int = 4 << 30,
     verify: bool = False,
-    watch: Watch = unwatched,
+    watch: Watch = ignore_progress,
 ) -> Conversion:
     """Write the model of a GGUF file as a Hugging Face folder, with tokenizer and chat template.
 

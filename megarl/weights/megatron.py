@@ -1,10 +1,7 @@
-"""Megatron's distributed checkpoints (torch_dist): read as Hugging Face tensors, and converted, bit for bit.
+"""Read Megatron's distributed checkpoints (torch_dist) as Hugging Face tensors, and convert them.
 
-A key is a parameter over all layers, and over all experts; a chunk is what one rank has of it in one layer.
-(Where layers are not alike, each has keys of its own.)
-Keys and shapes depend on the model alone, so any layout reads what any other one wrote; the layout decides
-how chunks are cut. Conversions are done by one process or many, with a few blocks of a tensor in memory; the
-folder appears under its name only when it is whole, on disk, and (if asked) compared with its source.
+A key is a parameter of all layers and experts, or of one layer if the layers differ. A chunk is one rank's
+part of it in one layer. Only the chunks depend on the layout, so every layout can read every checkpoint.
 """
 
 from __future__ import annotations
@@ -73,70 +70,72 @@ from megarl.weights.tensor_files import (
 )
 
 EXTRA = "extra_state.distcp"
-# What dist_checkpointing asks of a folder before it loads; common.pt, which is not sharded, is empty here.
-MODEL_KEYS = ("embedding.", "decoder.", "output_layer.", "value_head.")  # others: of optimizers and schedules
+MODEL_KEYS = ("embedding.", "decoder.", "output_layer.", "value_head.")  # not optimizers and schedules
 
 
-def keys_of(pair: Pair, layer: int | None = None) -> tuple[str, ...]:
-    """Return the checkpoint's names of a parameter, the usual one first. Megatron-core's layer specs have two
-    names for a norm that Transformer Engine would fuse into the linear after it. layer: see `_own_layer`."""
+def list_keys(pair: Pair, layer: int | None = None) -> tuple[str, ...]:
+    """Return the possible keys of a parameter, the usual one first. layer: see `_get_key_layer`.
+
+    Megatron-core's layer specs have two names for a norm that Transformer Engine may fuse into a linear."""
     name = pair.megatron.replace("{l}.", "" if layer is None else f"{layer}.")
     name = name.replace("local_experts.{e}", "experts")
     for alias, ours in TE_ALIASES.items():
-        if name.endswith("." + ours) and not pair.apart:
+        if name.endswith("." + ours) and not pair.unfused:
             return name.removesuffix(ours) + alias, name
     return (name,)
 
 
-def _own_layer(sizes: Sizes, layer: int) -> int | None:
-    """Return the layer that a key is of, or None where a key is of all layers, as these are alike."""
-    return None if sizes.alike else layer
+def _get_key_layer(sizes: Sizes, layer: int) -> int | None:
+    """Return the layer of a key, or None if keys contain all layers because these are uniform."""
+    return None if sizes.is_uniform else layer
 
 
-def _lead(pair: Pair, sizes: Sizes, layer: int, expert: int) -> Shape:
-    """Return the dimensions of a key before the parameter's own: (layer, expert), where it has them."""
-    return (layer,) * ("{l}" in pair.megatron and sizes.alike) + (expert,) * pair.per_expert
+def _select_leading(pair: Pair, sizes: Sizes, layer: int, expert: int) -> Shape:
+    """Return layer and expert, as far as the key has these leading dimensions."""
+    return (layer,) * ("{l}" in pair.megatron and sizes.is_uniform) + (expert,) * pair.per_expert
 
 
-def _key_shape(pair: Pair, sizes: Sizes, tp: int) -> Shape:
-    """Return the shape of a key's tensor over all layers, experts and tensor-parallel ranks."""
+def _compute_key_shape(pair: Pair, sizes: Sizes, tp: int) -> Shape:
+    """Return the shape of a key's tensor, over all layers, experts and tensor-parallel ranks."""
     rows, *rest = sizes.shape(pair.hf[0][1])
     if pair.operation == "vocabulary":
         rows = padded_vocab(rows, tp)
     else:
         rows = sum(sizes.shape(dims)[0] for _, dims in pair.hf)
-    return (*_lead(pair, sizes, sizes.layers, sizes.experts), rows, *rest)
+    return (*_select_leading(pair, sizes, sizes.layers, sizes.experts), rows, *rest)
 
 
 # Reading
 
 
 def open_model(path: Path, *, critic: bool = False) -> ModelFolder:
-    """Open a folder to start training from: Hugging Face's, or a distributed checkpoint with config.json.
-    Raises CheckpointError, naming file and tensor, for anything else."""
+    """Open a Hugging Face folder, or a distributed checkpoint with config.json, to start training from."""
     is_checkpoint = (path / METADATA).is_file()
     return MegatronFolder(path, critic=critic) if is_checkpoint else HFFolder(path, critic=critic)
 
 
 class _Piece(NamedTuple):
-    """A box of a chunk, beginning with one layer (and expert), and where it lies in a Hugging Face tensor."""
+    """A box of a chunk, and its place in a Hugging Face tensor."""
 
     chunk: dcp.MetadataIndex
-    src: Box
+    src: Box  # with the chunk's leading dimensions (layer, expert)
     dst: Box
 
 
 class MegatronFolder(ModelFolder):
-    """A distributed checkpoint of a model.
-    source: the folder with config.json and tokenizer, by default the checkpoint's own (the converters put
-    them there). critic: whether a value head is wanted; by default whether there is one. Opening reads the
-    index and checks that the chunks cover every tensor of the model; whatever does not fit is a
-    CheckpointError naming file and tensor."""
+    """A distributed checkpoint of a model."""
 
     def __init__(self, path: Path, *, source: Path | None = None, critic: bool | None = None) -> None:
+        """Check that the chunks in the index cover every tensor; CheckpointError names file and tensor.
+
+        source: folder with config.json. Default: the checkpoint, where the converters put it
+        critic: whether the model has a value head. Default: if the checkpoint has one"""
         self.path = Path(path)
         self.config = read_config(source or self.path)
-        metadata, kind = _read_metadata(self.path), dcp.TensorStorageMetadata
+        if not (self.path / METADATA).is_file():
+            expected = "the folder of a Megatron distributed checkpoint in torch_dist format is expected"
+            raise CheckpointError(f"{self.path}: no {METADATA} ({expected})")
+        metadata, kind = read_index(self.path), dcp.TensorStorageMetadata
         self._keys = {key: e for key, e in metadata.state_dict_metadata.items() if isinstance(e, kind)}
         self._storage: dict[dcp.MetadataIndex, _StorageInfo] = metadata.storage_data or {}
         self._chunks: dict[dcp.MetadataIndex, FileTensor] = {}
@@ -175,17 +174,17 @@ class MegatronFolder(ModelFolder):
         return out
 
     def _pairs(self) -> dict[str, tuple[Pair, int | None]]:
-        """Return what each of the checkpoint's keys holds, and of which layer (`_own_layer`); CheckpointError
-        unless they are the model's."""
+        """Return the parameter and layer of each key; CheckpointError unless they match the model."""
         sizes, where = Sizes.of(self.config), self.path / METADATA
         pairs: dict[str, tuple[Pair, int | None]] = {}
-        known = {OUTPUT.megatron, VALUE_HEAD.megatron}  # heads of another use of the body do no harm
+        known = {OUTPUT.megatron, VALUE_HEAD.megatron}  # an unused head does no harm
         whole = whole_model(self.config, critic=self.critic)
-        wanted = dict.fromkeys((pair, _own_layer(sizes, layer)) for pair, layer, _ in whole)
+        wanted = dict.fromkeys((pair, _get_key_layer(sizes, layer)) for pair, layer, _ in whole)
         if is_tied(self.config) and not self.critic and OUTPUT.megatron in self._keys:
             wanted[OUTPUT, None] = None  # only to be compared with the embedding
         for pair, layer in wanted:
-            key = next((key for key in keys_of(pair, layer) if key in self._keys), None)
+            names = list_keys(pair, layer)
+            key = next((name for name in names if name in self._keys), None)
             if key is None and pair is VALUE_HEAD:
                 continue
             if key is None and any(".lora." in key for key in self._keys):
@@ -193,12 +192,12 @@ class MegatronFolder(ModelFolder):
                 raise CheckpointError(f"{self.path}: has LoRA adapters alone, and no model ({remedy})")
             if key is None:
                 problem = "is not in the checkpoint (config.json asks for it)"
-                raise damaged(where, keys_of(pair, layer)[0], problem)
-            known.update(keys_of(pair, layer))
+                raise damaged(where, names[0], problem)
+            known.update(names)
             pairs[key] = pair, layer
-            shape, found = _key_shape(pair, sizes, 1), tuple(self._keys[key].size)
+            shape, found = _compute_key_shape(pair, sizes, 1), tuple(self._keys[key].size)
             fits = found == shape
-            if pair.operation == "vocabulary":  # any tensor-parallel size pads it in its own way
+            if pair.operation == "vocabulary":  # the padding depends on the tensor-parallel size
                 fits = len(found) == 2 and found[0] >= shape[0] and found[1:] == shape[1:]
             if not fits:
                 raise damaged(where, key, f"shape {found}, but config.json asks for {shape}")
@@ -208,12 +207,10 @@ class MegatronFolder(ModelFolder):
         return pairs
 
     def _add_pieces(self, key: str, pair: Pair, own: int | None) -> None:
-        """Add the pieces of one key's chunks, layer by layer (and expert by expert). own: the key's layer, if
-        it is of one."""
+        """Add the pieces of one key's chunks. own: the layer of the key, see `_get_key_layer`."""
         sizes = Sizes.of(self.config)
-        lead = _lead(pair, sizes, sizes.layers, sizes.experts)
-        # place: (layer, expert), as far as there are any
-        by_place: dict[Shape, list[Box]] = defaultdict(list)
+        lead = _select_leading(pair, sizes, sizes.layers, sizes.experts)
+        by_place: dict[Shape, list[Box]] = defaultdict(list)  # by leading indices
         for chunk in self._keys[key].chunks:
             box = tuple((at, at + size) for at, size in zip(chunk.offsets, chunk.sizes, strict=True))
             for place in product(*(range(*ends) for ends in box[: len(lead)])):
@@ -237,7 +234,7 @@ class MegatronFolder(ModelFolder):
                     raise damaged(self.path / METADATA, key, problem)
 
     def _check_files(self) -> None:
-        """Raise CheckpointError, naming file and tensor, unless every file is as long as the index says."""
+        """Raise CheckpointError, naming file and tensor, if a file is shorter than its index requires."""
         sizes: dict[Path, int] = {}
         for name, pieces in self._pieces.items():
             for index, _, _ in pieces:
@@ -255,7 +252,7 @@ class MegatronFolder(ModelFolder):
         return self.path / info.relative_path, info
 
     def _chunk(self, index: dcp.MetadataIndex, name: str) -> FileTensor:
-        """Return where a chunk's numbers lie within the file: behind the header that torch.save wrote."""
+        """Return the place of a chunk's numbers in its file, behind the header of torch.save."""
         if index not in self._chunks:
             path, info = self._place(index)
             try:
@@ -276,45 +273,37 @@ class MegatronFolder(ModelFolder):
 
 
 def check_dtype(dtype: torch.dtype, first: torch.dtype, path: Path, name: str) -> None:
-    """Raise CheckpointError naming file and tensor if a part has not the dtype of the first part."""
+    """Raise CheckpointError, naming file and tensor, if a part does not have the first part's dtype."""
     if dtype != first:
         raise damaged(path, name, f"one part is {dtype_name(dtype)}, another is {dtype_name(first)}")
-
-
-def _read_metadata(path: Path) -> dcp.Metadata:
-    if not (path / METADATA).is_file():
-        expected = "the folder of a Megatron distributed checkpoint in torch_dist format is expected"
-        raise CheckpointError(f"{path}: no {METADATA} ({expected})")
-    return read_index(path)
 
 
 # Writing
 
 
 class Chunk(NamedTuple):
-    """Part of the tensor `key`, whose whole shape is `size`: at `offsets`, of extents (1, ..., *shape).
-    regions: what it is made of, with local boxes within `shape`; hf_name: the tensor that gives the dtype."""
+    """Part of a key's tensor: at `offsets`, of extents (1, ..., *shape)."""
 
     key: str
-    size: Shape
+    size: Shape  # of the whole tensor
     offsets: Shape
     shape: Shape
-    regions: tuple[Region, ...]
-    hf_name: str
+    regions: tuple[Region, ...]  # local boxes are within `shape`
+    hf_name: str  # the tensor that determines the dtype
 
     @property
     def extents(self) -> Shape:
         return (1,) * (len(self.size) - len(self.shape)) + self.shape
 
     def dtype(self, folder: HFFolder) -> torch.dtype:
-        """Return the dtype that it has from the folder: float32 for a value head that is not there."""
+        """Return its dtype in the folder. A missing value head is float32."""
         return torch.float32 if self.hf_name in folder.missing else folder.dtype(self.hf_name)
 
     def nbytes(self, folder: HFFolder) -> int:
         return prod(self.shape) * self.dtype(folder).itemsize
 
     def read(self, folder: HFFolder, box: Box) -> Tensor:
-        """Return a box of it from the folder's tensors; padding and a missing value head are zero."""
+        """Read a box of it from the folder's tensors. Padding and a missing value head are zero."""
         extents = tuple(stop - start for start, stop in box)
         tensor = torch.empty(extents, dtype=self.dtype(folder))
         regions = [] if self.hf_name in folder.missing else self.regions
@@ -323,29 +312,29 @@ class Chunk(NamedTuple):
             tensor.zero_()
         for (hf_name, hf_box, local_box), common in inside:
             check_dtype(folder.dtype(hf_name), tensor.dtype, folder.files(hf_name)[0][0], self.hf_name)
-            rows = view(tensor, shift(common, box, full_box(extents)))  # whole ones, so contiguous
+            rows = view(tensor, shift(common, box, full_box(extents)))  # whole rows are contiguous
             folder.read(hf_name, shift(common, local_box, hf_box), rows)
         return tensor
 
 
-Records = list[tuple[Chunk, _StorageInfo]]  # chunks that were written, and where they are
+Records = list[tuple[Chunk, _StorageInfo]]  # written chunks and their places in files
 
 
-def rank_chunks(
+def list_chunks(
     hf_config: Mapping[str, Any], layout: Layout, rank: int, *, critic: bool = False
 ) -> Iterator[Chunk]:
-    """Yield the chunks of one rank; tied embeddings are in the first stage's only."""
+    """Yield the chunks of one rank. Tied embeddings are chunks of the first pipeline stage only."""
     sizes, place, ep_rank = Sizes.of(hf_config), layout.coords(rank), layout.ep_rank(rank)
     for _, pair, layer, expert in parameters(hf_config, layout, place.pp, ep_rank, critic=critic):
         if pair is TIED_OUTPUT:
             continue
         tp, tp_rank = (1, 0) if pair.per_expert else (layout.tp, place.tp)
-        key = keys_of(pair, _own_layer(sizes, layer))[0]
-        size, lead = _key_shape(pair, sizes, tp), _lead(pair, sizes, layer, expert)
+        key = list_keys(pair, _get_key_layer(sizes, layer))[0]
+        size, lead = _compute_key_shape(pair, sizes, tp), _select_leading(pair, sizes, layer, expert)
         shard = pair_shard(sizes, pair, layer, expert, tp, tp_rank)
         parts, first = [(shard.shape, shard.regions, pair.hf[0][0].format(l=layer, e=expert))], 0
         if pair.operation in ("column", "halves"):
-            # Megatron keeps the ranks' gates together, and then their ups.
+            # Megatron stores the gates of all ranks, and then their ups.
             parts = []
             for region in shard.regions:
                 shape = tuple(stop - start for start, stop in region.local_box)
@@ -360,8 +349,7 @@ def rank_chunks(
 
 
 class _Framed:
-    """What torch.save writes a chunk to: passes on everything but the numbers, and writes `data` instead. So
-    the format is torch's own, and no chunk is ever in memory: torch.save gets memory that nobody touches."""
+    """A file for torch.save that writes `data` instead of the tensor's numbers, so no chunk is in memory."""
 
     def __init__(
         self, file: HashedFile, nbytes: int, data: Iterator[memoryview], advance: Callable[[int], None]
@@ -387,9 +375,9 @@ class _Framed:
 def write_chunks(
     path: Path, chunks: Sequence[Chunk], folder: HFFolder, advance: Callable[[int], None]
 ) -> tuple[Records, str]:
-    """Write one file of chunks, block by block; return where they are, and the file's SHA-256."""
+    """Write one file of chunks, block by block. Return their places and the file's SHA-256."""
     checked = torch.serialization.get_crc32_options()
-    # The zip's own checksum takes longer than everything else together; the file has a better one.
+    # The zip's CRC would dominate the run time, and SHA-256 is stronger.
     torch.serialization.set_crc32_options(False)
     records: Records = []
     try:
@@ -397,7 +385,7 @@ def write_chunks(
             for chunk in chunks:
                 kind, nbytes = chunk.dtype(folder), chunk.nbytes(folder)
                 offset, file.writing = file.tell(), chunk.hf_name
-                if nbytes <= SMALL:  # the other records that torch.save writes are of some hundred bytes
+                if nbytes <= SMALL:  # _Framed needs chunks larger than torch.save's other records
                     target: Any = file
                     tensor = chunk.read(folder, full_box(chunk.shape)).view(chunk.extents)
                     advance(nbytes)
@@ -408,7 +396,7 @@ def write_chunks(
                     tensor = torch.empty(chunk.extents, dtype=kind)
                 try:
                     torch.save(tensor, target)
-                except RuntimeError as error:  # torch.save's own words for an error below it
+                except RuntimeError as error:  # torch.save hides the error of the file
                     raise file.error or error from None
                 assert target is file or target.filled, "torch.save did not write a tensor as one record"
                 records.append((chunk, _StorageInfo(path.name, offset, file.tell() - offset)))
@@ -418,20 +406,20 @@ def write_chunks(
 
 
 def write_metadata(folder: Path, records: Records, model: HFFolder) -> None:
-    """Write what makes a folder of chunks a checkpoint: .metadata, common.pt, metadata.json, empty states."""
+    """Write the other files of a checkpoint: .metadata, common.pt, metadata.json and empty states."""
 
     def save(content: Any, path: Path) -> None:
-        buffer = BytesIO()  # torch.save to a file makes RuntimeErrors of a disk's errors
+        buffer = BytesIO()  # torch.save to a file would turn an OSError into a RuntimeError
         torch.save(content, buffer)
         path.write_bytes(buffer.getbuffer())
 
-    # The norm before a mixture of experts stands alone in Transformer Engine's layer spec and is called so;
-    # the local spec calls it by the name that it has in dense models. Two names, one place.
+    # Transformer Engine's layer spec does not fuse the norm before a mixture of experts, so its name there
+    # differs from that in the local spec. The index gets both names.
     aliases: dict[str, tuple[str, ...]] = {}
     sizes = Sizes.of(model.config)
     if sizes.experts:
-        mixtures = dict.fromkeys(_own_layer(sizes, layer) for layer in range(sizes.dense, sizes.layers))
-        keys = [keys_of(pair, layer) for pair in family_of(model.config).layer for layer in mixtures]
+        mixtures = dict.fromkeys(_get_key_layer(sizes, layer) for layer in range(sizes.dense, sizes.layers))
+        keys = [list_keys(pair, layer) for pair in family_of(model.config).layer for layer in mixtures]
         aliases = {names[0]: names for names in keys if names[-1].endswith("pre_mlp_layernorm.weight")}
     entries: dict[str, dcp.TensorStorageMetadata | dcp.BytesStorageMetadata] = {}
     results = []
@@ -445,7 +433,7 @@ def write_metadata(folder: Path, records: Records, model: HFFolder) -> None:
             results.append(WriteResult(dcp.MetadataIndex(key, part.offsets), storage.length, storage))
     save([None], folder / EXTRA)
     nothing = _StorageInfo(EXTRA, 0, (folder / EXTRA).stat().st_size)
-    for key in _extra_states(model.config):
+    for key in _list_extra_states(model.config):
         entries[key] = dcp.BytesStorageMetadata()
         results.append(WriteResult(dcp.MetadataIndex(key), nothing.length, nothing))
     FileSystemWriter(folder).finish(dcp.Metadata(entries), [results])
@@ -453,13 +441,13 @@ def write_metadata(folder: Path, records: Records, model: HFFolder) -> None:
     (folder / CONFIG).write_text(json.dumps(FORMAT) + "\n", encoding="utf-8")
 
 
-def _extra_states(hf_config: Mapping[str, Any]) -> Iterator[str]:
-    """Yield keys of what modules may keep beside parameters (FP8's scales): Megatron's loading wants them."""
+def _list_extra_states(hf_config: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the keys of modules' extra states (scales of FP8), which Megatron requires on loading."""
     sizes = Sizes.of(hf_config)
     for pair, layer, expert in whole_model(hf_config):
-        lead = (_lead(pair, sizes, layer, expert), _lead(pair, sizes, sizes.layers, sizes.experts))
+        lead = [_select_leading(pair, sizes, *at) for at in ((layer, expert), (sizes.layers, sizes.experts))]
         place = "_".join(".".join(map(str, numbers)) for numbers in lead if numbers) or "0_1"
-        module, kind = keys_of(pair, _own_layer(sizes, layer))[0].rsplit(".", 1)
+        module, kind = list_keys(pair, _get_key_layer(sizes, layer))[0].rsplit(".", 1)
         last = module.rsplit(".", 1)[-1]
         if kind == "weight" and (last.startswith("linear_") or last in ("in_proj", "out_proj")):
             yield f"{module}._extra_state/shard_{place}"
@@ -469,32 +457,33 @@ def _extra_states(hf_config: Mapping[str, Any]) -> Iterator[str]:
 
 # Converting
 
-Advance = Callable[[int], None]  # told of bytes that are done
-# (What is done now, how many bytes this process has to do) -> a context in which bytes are told of.
+Advance = Callable[[int], None]  # reports processed bytes
+# (activity, bytes that this process will process) -> a context that shows the progress
 Watch = Callable[[str, int], AbstractContextManager[Advance]]
 SUMS = "SHA256SUMS"
 SAFETENSORS = {dtype: name for name, dtype in DTYPES.items()}
 
 
 @contextmanager
-def unwatched(_what: str, _size: int) -> Iterator[Advance]:
-    """Show nothing."""
+def ignore_progress(_what: str, _size: int) -> Iterator[Advance]:
+    """Show no progress."""
     yield lambda _: None
 
 
 @dataclass(frozen=True)
 class Conversion:
-    """What was done: bytes of tensors, files, seconds until they were on disk.
-    left_out: tensors of the source that are no parameters of the model (an unused head, rotary tables)."""
+    """The result of a conversion."""
 
-    size: int
+    size: int  # bytes of tensors
     files: int
-    seconds: float
-    left_out: tuple[str, ...]
+    seconds: float  # until the files were on disk
+    left_out: tuple[
+        str, ...
+    ]  # the source's tensors that the model does not have (unused head, rotary tables)
 
 
 def conversion_layout(tp: int, pp: int, ep: int) -> Layout:
-    """Return the smallest job of these sizes: with just as many replicas as expert parallelism needs."""
+    """Return the layout of the smallest job with these sizes."""
     return Layout(tp=tp, pp=pp, dp=ep // gcd(tp, ep), ep=ep)
 
 
@@ -505,32 +494,34 @@ def hf_to_megatron(
     *,
     critic: bool = False,
     verify: bool = False,
-    watch: Watch = unwatched,
+    watch: Watch = ignore_progress,
 ) -> Conversion:
-    """Write the model of a Hugging Face folder as a distributed checkpoint, cut as ranks of `layout` hold it.
-    Any layout can load it.
-    critic: with the value head of a classifier of one label, or one of zeros, in place of the output layer.
-    verify: read back and compare. Every process of the default process group calls this. Raises
-    CheckpointError where the source is damaged or `out` exists or cannot be written."""
+    """Convert a Hugging Face folder to a distributed checkpoint, cut into the chunks of `layout`.
+
+    All processes of the default process group call this. `out` appears only when it is complete and on disk.
+    Raises CheckpointError if the source is damaged, or `out` exists or cannot be written.
+
+    critic: replace the output layer by the value head of a one-label classifier, or by zeros
+    verify: read the files back and compare them with the source"""
     began, processes = time.perf_counter(), Processes()
     model = processes.run(lambda: HFFolder(source, critic=critic))
-    files: dict[str, list[Chunk]] = {}  # one or more of each rank, so that every process has one to write
-    seen: set[tuple[str, Shape]] = set()
+    files: dict[str, list[Chunk]] = {}  # enough per rank that every process has one to write
+    planned: set[tuple[str, Shape]] = set()
     for rank in range(layout.world):
         chunks = []
-        for chunk in rank_chunks(model.config, layout, rank, critic=critic):
-            if (chunk.key, chunk.offsets) not in seen:  # else another rank holds the same and has written it
-                seen.add((chunk.key, chunk.offsets))
+        for chunk in list_chunks(model.config, layout, rank, critic=critic):
+            if (chunk.key, chunk.offsets) not in planned:  # ranks may hold the same chunk
+                planned.add((chunk.key, chunk.offsets))
                 chunks.append(chunk)
         step = max(1, -(-len(chunks) // -(-processes.world // layout.world)))
         for part, first in enumerate(range(0, len(chunks), step)):
             files[f"__{rank}_{part}.distcp"] = chunks[first : first + step]
     sizes = {name: sum(chunk.nbytes(model) for chunk in chunks) for name, chunks in files.items()}
+
     mine = list(files)[processes.rank :: processes.world]
 
     def finish() -> None:
-        records = [record for part, _ in written.values() for record in part]
-        write_metadata(folder, records, model)
+        write_metadata(folder, [record for records, _ in written.values() for record in records], model)
         _finish(folder, source, {name: digest for name, (_, digest) in written.items()})
 
     with new_folder(out, sum(sizes.values()), processes) as folder:
@@ -538,13 +529,13 @@ def hf_to_megatron(
             own = processes.run(
                 lambda: {name: write_chunks(folder / name, files[name], model, advance) for name in mine}
             )
-        of_all = processes.gather(own, dict[str, tuple[Records, str]])
-        written = {name: done for part in of_all for name, done in part.items()}
+        gathered = processes.gather(own, dict[str, tuple[Records, str]])
+        written = {name: done for part in gathered for name, done in part.items()}
         processes.first(finish)
         if verify:
             kinds = {name: model.dtype(name) for name in model.shapes if name not in model.missing}
             _verify(model, kinds, lambda: MegatronFolder(folder, critic=critic), folder, watch, processes)
-    # The bias is zero, and written anew on the way back.
+    # The way back writes this bias again, as zero.
     left_out = tuple(name for name in model.extra if name != SCORE_BIAS)
     return Conversion(sum(sizes.values()), len(files), time.perf_counter() - began, left_out)
 
@@ -557,12 +548,12 @@ def megatron_to_hf(
     dtype: torch.dtype | None = None,
     max_shard_bytes: int = 4 << 30,
     verify: bool = False,
-    watch: Watch = unwatched,
+    watch: Watch = ignore_progress,
 ) -> Conversion:
-    """Write the model of a distributed checkpoint as a Hugging Face folder.
-    source: the folder with config.json and tokenizer, where the checkpoint has none (one of a training run).
-    dtype: of every tensor but a router's bias; by default each keeps its own. A value head makes it a
-    classifier. Else as `hf_to_megatron`."""
+    """Convert a distributed checkpoint to a Hugging Face folder, see `hf_to_megatron`.
+
+    source: folder with config.json and tokenizer, which the checkpoint of a training run lacks
+    dtype: of all tensors except a router's bias. Default: each tensor keeps its dtype"""
     processes = Processes()
     model = processes.run(lambda: MegatronFolder(checkpoint, source=source))
     single = float32_tensors(model.config)
@@ -571,7 +562,7 @@ def megatron_to_hf(
     kinds |= {name: model.dtype(name) for name in single}
     config = exported_config(model.config, model.critic, found.pop() if len(found) == 1 else None)
     heads = model.config.get("architectures", [""])
-    if model.critic and heads[0].endswith("Classification"):  # which stays what it is
+    if model.critic and heads[0].endswith("Classification"):  # keep its architecture
         config = {**model.config, **{key: config[key] for key in ("dtype", "torch_dtype") if key in config}}
     carried = source or checkpoint
     return write_hf(model, out, kinds, config, carried, max_shard_bytes, verify, watch)
@@ -587,9 +578,9 @@ def write_hf(
     verify: bool,
     watch: Watch,
 ) -> Conversion:
-    """Write a model, whatever its files are, as a Hugging Face folder.
-    kinds: the dtype of each tensor. config: config.json. carried: the folder of tokenizer and the like. Else
-    as `megatron_to_hf`."""
+    """Write a model as a Hugging Face folder, see `megatron_to_hf`.
+
+    kinds: dtype of each tensor; carried: folder of the tokenizer and similar files"""
     began, processes = time.perf_counter(), Processes()
     shapes, kinds, critic = dict(model.shapes), dict(kinds), "score.weight" in model.shapes
     if critic and config["architectures"][0].endswith("ForTokenClassification"):
@@ -599,8 +590,8 @@ def write_hf(
     mine = list(files)[processes.rank :: processes.world]
 
     def write(path: Path, advance: Advance) -> str:
-        """Write a safetensors file, block by block (the library wants whole tensors); return its SHA-256."""
-        # Wide elements first, so that each tensor begins at a multiple of its element's size.
+        """Write a safetensors file, and return its SHA-256. The library would need whole tensors."""
+        # Wide elements first, so that every tensor is aligned to its element size.
         names = sorted(files[path.name], key=lambda name: -kinds[name].itemsize)
         header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
         end = 0
@@ -629,11 +620,11 @@ def write_hf(
     with new_folder(out, sum(sizes.values()), processes) as folder:
         with watch("writing", sum(sizes[name] for file in mine for name in files[file])) as advance:
             own = processes.run(lambda: {file: write(folder / file, advance) for file in mine})
-        of_all = processes.gather(own, dict[str, str])
-        digests = {file: digest for part in of_all for file, digest in part.items()}
+        gathered = processes.gather(own, dict[str, str])
+        digests = {file: digest for part in gathered for file, digest in part.items()}
         processes.first(finish)
         if verify:
-            kinds.pop(SCORE_BIAS, None)  # that it is zero is checked when the folder is opened
+            kinds.pop(SCORE_BIAS, None)  # opening the folder checks that it is zero
             _verify(model, kinds, lambda: HFFolder(folder, critic=critic), folder, watch, processes)
     return Conversion(sum(sizes.values()), len(files), time.perf_counter() - began, ())
 
@@ -641,7 +632,7 @@ def write_hf(
 def _finish(
     folder: Path, source: Path, digests: Mapping[str, str], config: Mapping[str, Any] | None = None
 ) -> None:
-    """Add what is not weights, and the checksums of all files. config: config.json, if it changes."""
+    """Add the files other than weights, and all checksums. config: replaces the source's config.json."""
     carry_along(source, folder, config)
     found = {str(path.relative_to(folder)): path for path in folder.rglob("*") if path.is_file()}
     others = {
@@ -663,15 +654,14 @@ def _verify(
     watch: Watch,
     processes: Processes,
 ) -> None:
-    """Read the written folder from disk: each file's checksum, and each tensor's bits beside the source's.
-    kinds: names of the tensors and their dtypes. Raises CheckpointError naming file and tensor."""
+    """Compare the folder on disk with its checksums and with the source. kinds: dtypes of the tensors."""
     mine = list(kinds)[processes.rank :: processes.world]
 
     def compare() -> None:
         for number, line in enumerate((folder / SUMS).read_text(encoding="utf-8").splitlines()):
             digest, name = line.split("  ")
             with (folder / name).open("rb") as file:
-                # What is still in the page cache proves nothing.
+                # Drop the page cache, which would hide a fault of the disk.
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
                 if number % processes.world != processes.rank:
                     continue

@@ -1,7 +1,6 @@
-"""Where every shard of Megatron and SGLang lies in Hugging Face coordinates, from tables and sizes alone.
+"""Map the shards of Megatron and SGLang to Hugging Face coordinates. Imports without torch.
 
-`local[local_box] == hf[hf_box]` for every region of a shard. Loading, exporting, transfer plans and their
-proofs know nothing else: another layout is another function that returns `Shards`. Imports without torch.
+For each region, `local[local_box] == hf[hf_box]`. A new layout is a function that returns `Shards`.
 """
 
 from __future__ import annotations
@@ -36,8 +35,8 @@ VOCABULARY_MULTIPLE = 64  # SGLang pads the vocabulary to a multiple of this
 CPU_FFN_MULTIPLE = 32  # SGLang's CPU engine pads the feed-forward columns of a rank to a multiple of this
 
 
-# Projections (a pattern) that SGLang has in one matrix, and what it calls that; the first where they are one
-# for Megatron too (not in multi-latent attention).
+# Projections (regular expressions) that SGLang fuses, and the name of the fused matrix. In multi-latent
+# attention it does not fuse the first.
 FUSED = (
     ("[qkv]_proj", "qkv_proj"),
     ("(gate|up)_proj", "gate_up_proj"),
@@ -47,7 +46,7 @@ FUSED = (
 
 
 class Region(NamedTuple):
-    """Part of a local tensor and the part of a Hugging Face tensor that lies there, of the same extents."""
+    """A box of a local tensor, and the box of a Hugging Face tensor that it holds."""
 
     hf_name: str
     hf_box: Box
@@ -55,7 +54,7 @@ class Region(NamedTuple):
 
 
 class Shard(NamedTuple):
-    """A local tensor, which its regions and its padding (zeros) cover exactly once."""
+    """A local tensor. Its regions and its padding (zeros) cover it exactly once."""
 
     shape: Shape
     regions: tuple[Region, ...]
@@ -66,7 +65,7 @@ Shards = dict[str, Shard]  # of one rank, by local tensor name
 
 
 class _Part(NamedTuple):
-    """Indices start to stop of a Hugging Face tensor along one axis, padded with zeros to `width`."""
+    """Indices `start` to `stop` of a Hugging Face tensor along one axis, padded with zeros to `width`."""
 
     name: str
     start: int
@@ -74,9 +73,10 @@ class _Part(NamedTuple):
     width: int
 
 
-def _joined(parts: Sequence[_Part], shape: Shape, axis: int = 0) -> Shard:
-    """Return the local tensor of parts one after the other along `axis`, each with its padding behind it.
-    shape: of one of the parts' tensors, whose other dimensions are the same."""
+def _concatenate(parts: Sequence[_Part], shape: Shape, axis: int = 0) -> Shard:
+    """Concatenate parts along `axis`, each followed by its padding.
+
+    shape: of a part's whole tensor. Only the size along `axis` differs between parts."""
     regions: list[Region] = []
     padding: list[Box] = []
     offset = 0
@@ -95,7 +95,7 @@ def _joined(parts: Sequence[_Part], shape: Shape, axis: int = 0) -> Shard:
 
 
 def check_layout(hf_config: Mapping[str, Any], tp: int, pp: int, ep: int = 1, vpp: int = 1) -> None:
-    """Raise ConfigError, naming the key of `parallel`, if the model cannot be divided so."""
+    """Raise ConfigError, naming the key of `parallel`, if this layout cannot divide the model."""
     moe = family_of(hf_config).is_moe
     sizes = Sizes.of(hf_config)
     dividable = {"attention heads": sizes.heads, "key/value heads": sizes.kv_heads}
@@ -105,7 +105,7 @@ def check_layout(hf_config: Mapping[str, Any], tp: int, pp: int, ep: int = 1, vp
         dividable["key heads of linear attention"] = sizes.key_heads
     if sizes.shared_ffn:
         dividable["columns of shared experts"] = sizes.shared_ffn
-    if sizes.latent:  # Megatron's attention is built with these cut (model/portable.py)
+    if sizes.latent:  # model/portable.py builds Megatron's attention with these cut
         dividable |= {"rows of kv_a_proj_with_mqa": sizes.latent}
         dividable |= {"rows of q_a_proj": sizes.q_rank} if sizes.q_rank else {}
     experts = {"experts": sizes.experts} if moe else {}
@@ -123,13 +123,13 @@ def check_layout(hf_config: Mapping[str, Any], tp: int, pp: int, ep: int = 1, vp
         model_type = hf_config.get("model_type")
         raise ConfigError(f"parallel.ep: {ep}, but a {model_type} model has no experts (set it to 1)")
     if sizes.dense and max(Layout(pp=pp, vpp=vpp).layers(sizes.layers, 0)) < sizes.dense:
-        # Megatron has another optimizer for experts: all stages have it, or none.
+        # Megatron has a separate optimizer for experts, which either all stages have or none.
         what = f"{pp} gives the first stage none of the mixtures that follow {sizes.dense} dense layers"
         raise ConfigError(f"parallel.pp: {what} (lower it)")
 
 
 def check_frozen(hf_config: Mapping[str, Any], optimizer: OptimizerConfig, model: str) -> None:
-    """Raise ConfigError if more layers are to be frozen than the model (actor or critic) has."""
+    """Raise ConfigError if `frozen_layers` exceeds the layers of the model ("actor" or "critic")."""
     layers, frozen = Sizes.of(hf_config).layers, optimizer.frozen_layers
     if frozen > layers:
         remedy = f"at most {layers}, with which the final norm and the head still learn"
@@ -137,8 +137,7 @@ def check_frozen(hf_config: Mapping[str, Any], optimizer: OptimizerConfig, model
 
 
 def check_lora(hf_config: Mapping[str, Any], lora: LoraConfig, key: str) -> None:
-    """Raise ConfigError if LoRA adapters are asked for where the model (actor or critic: `key`) has no such
-    matrix."""
+    """Raise ConfigError if the model lacks a target of LoRA adapters. key: "actor" or "critic"."""
     if lora.rank is None:
         return
     everywhere = lora.model_copy(update={"targets": ()})
@@ -150,10 +149,11 @@ def check_lora(hf_config: Mapping[str, Any], lora: LoraConfig, key: str) -> None
 
 
 def check_muon(hf_config: Mapping[str, Any], optimizer: OptimizerConfig, layout: Layout, key: str) -> None:
-    """Raise ConfigError if Muon is asked for where tensor-parallel ranks hold the same experts and there is
-    one replica: Megatron's LayerWiseDistributedOptimizer, which finds nothing to share out there, takes each
-    of these ranks for the only owner of their experts. Nor has it been tried on multi-latent and linear
-    attention."""
+    """Raise ConfigError if Muon does not support the model or its layout.
+
+    With one replica whose tensor-parallel ranks hold the same experts, Megatron's
+    LayerWiseDistributedOptimizer treats each of these ranks as the only owner. Multi-latent and linear
+    attention are untested."""
     if optimizer.optimizer != "muon":
         return
     family, alone = family_of(hf_config), layout.dp * layout.cp == 1 < layout.stage // layout.ep
@@ -166,7 +166,7 @@ def check_muon(hf_config: Mapping[str, Any], optimizer: OptimizerConfig, layout:
 
 
 def check_linear(hf_config: Mapping[str, Any], config: Config) -> None:
-    """Raise ConfigError for what layers of linear attention are not there with."""
+    """Raise ConfigError for options that linear attention does not support."""
     if not family_of(hf_config).is_linear:
         return
     heads = Sizes.of(hf_config).key_heads // config.parallel.tp
@@ -183,27 +183,29 @@ def check_linear(hf_config: Mapping[str, Any], config: Config) -> None:
         "rollout.weights_dtype": (config.rollout.weights_dtype != "model", "set it to model"),
     }
     for key in (key for key, (wanted, _) in asked.items() if wanted):
-        what = f"is not there for linear attention, which {hf_config.get('model_type')} has"
+        what = f"is not supported for linear attention, which {hf_config.get('model_type')} has"
         raise ConfigError(f"{key}: {what} ({asked[key][1]})")
     if config.rollout.capabilities.sharded:
         full_attention_interval(hf_config)
 
 
 def full_attention_interval(hf_config: Mapping[str, Any]) -> int:
-    """Return n of a model in which every n-th layer has full attention and the others linear attention: all
-    that SGLang knows. Raises ConfigError where they stand otherwise."""
+    """Return n if every n-th layer has full attention, and the others linear attention.
+
+    Raises ConfigError for any other order, which SGLang does not support."""
     sizes = Sizes.of(hf_config)
     interval = next((n for n in range(sizes.layers) if n not in sizes.linear), sizes.layers) + 1
     if sizes.linear != {n for n in range(sizes.layers) if (n + 1) % interval}:
-        what = "SGLang has full attention in every n-th layer, and this model's layer_types say otherwise"
+        what = "SGLang has full attention in every n-th layer, but this model's layer_types are different"
         raise ConfigError(f"rollout.engine: {what} (set it to transformers)")
     return interval
 
 
 def check_recomputed(hf_config: Mapping[str, Any], model: ModelConfig) -> None:
-    """Raise ConfigError if a mixture's experts are to be recomputed alone: Megatron then runs their router
-    again without the layer around it, from which the router knows its pack (model/routing.py), and other
-    packs may have come through in between."""
+    """Raise ConfigError if only the MLP of a mixture of experts is to be recomputed.
+
+    Megatron would then run the router again without its layer, which gives the router its pack
+    (model/routing.py). Other packs may have passed in between."""
     if model.recompute == "selective" and "mlp" in model.recompute_modules and family_of(hf_config).is_moe:
         what = "mlp is for dense models, and this is a mixture of experts"
         raise ConfigError(f"model.recompute_modules: {what} (leave it out, or set model.recompute=full)")
@@ -215,23 +217,26 @@ def check_recomputed(hf_config: Mapping[str, Any], model: ModelConfig) -> None:
 def whole_model(
     hf_config: Mapping[str, Any], *, critic: bool = False, lora: LoraConfig | None = None
 ) -> list[tuple[Pair, int, int]]:
-    """Return (pair, layer, expert) of every parameter of an undivided model, in the model's order; with
-    `lora` of its adapters alone."""
+    """Return (pair, layer, expert) of every parameter of the undivided model, in order.
+
+    lora: return the adapters instead"""
     named = parameters(hf_config, Layout(), 0, 0, critic=critic, lora=lora)
     return [(pair, layer, expert) for _, pair, layer, expert in named]
 
 
 def sizes_of(hf_config: Mapping[str, Any], lora: LoraConfig | None) -> Sizes:
-    """Return a model's sizes, with the rank of its adapters."""
+    """Return a model's sizes, including the rank of its adapters."""
     return replace(Sizes.of(hf_config), rank=(lora and lora.rank) or 0)
 
 
 def hf_shapes(
     hf_config: Mapping[str, Any], *, critic: bool = False, lora: LoraConfig | None = None
 ) -> dict[str, Shape]:
-    """Return the shape of every tensor of the Hugging Face model, in the model's order; with `lora` of its
-    adapters alone. A critic has `score.weight` instead of `lm_head.weight`; an actor with tied embeddings has
-    neither."""
+    """Return the shape of every tensor of the Hugging Face model, in order.
+
+    A critic has `score.weight` instead of `lm_head.weight`. An actor with tied embeddings has neither.
+
+    lora: return the adapters instead"""
     sizes, shapes = sizes_of(hf_config, lora), dict[str, Shape]()
     for pair, layer, expert in whole_model(hf_config, critic=critic, lora=lora):
         shapes |= {name.format(l=layer, e=expert): sizes.shape(dims) for name, dims in pair.hf}
@@ -239,8 +244,9 @@ def hf_shapes(
 
 
 def float32_tensors(hf_config: Mapping[str, Any], *, sglang: bool = False) -> frozenset[str]:
-    """Return the names of the Hugging Face tensors that are in float32 whatever the model's dtype is.
-    sglang: in SGLang, which calls them the same."""
+    """Return the Hugging Face names of the tensors that are float32 for any dtype of the model.
+
+    sglang: include those that are float32 only in SGLang"""
     kinds = ("everywhere", "sglang") if sglang else ("everywhere",)
     return frozenset(
         name.format(l=layer)
@@ -253,10 +259,9 @@ def float32_tensors(hf_config: Mapping[str, Any], *, sglang: bool = False) -> fr
 def hf_shards(
     hf_config: Mapping[str, Any], *, critic: bool = False, lora: LoraConfig | None = None
 ) -> Shards:
-    """Return the identity layout: the whole model under its Hugging Face names; with `lora` its adapters
-    alone."""
+    """Return the identity layout: the whole model (with `lora`, its adapters) under Hugging Face names."""
     shapes = hf_shapes(hf_config, critic=critic, lora=lora)
-    return {name: _joined([_Part(name, 0, shape[0], shape[0])], shape) for name, shape in shapes.items()}
+    return {name: _concatenate([_Part(name, 0, shape[0], shape[0])], shape) for name, shape in shapes.items()}
 
 
 # Megatron: tensor, pipeline and expert parallelism
@@ -271,11 +276,13 @@ def parameters(
     critic: bool = False,
     lora: LoraConfig | None = None,
 ) -> list[tuple[str, Pair, int, int]]:
-    """Return (name, pair, global layer, global expert) of every parameter of a Megatron rank, in order; with
-    `lora` of its adapters, and of nothing else. Names number the stage's own layers (`Layout.layers`) and the
-    rank's own experts. With tied embeddings the last of several stages holds a copy of the embedding as
-    `output_layer.weight`; a critic has `value_head.weight` [1, hidden] on the last stage and no output
-    layer."""
+    """Return (name, pair, global layer, global expert) of every parameter of a Megatron rank, in order.
+
+    Names use the index of the layer within the stage (`Layout.layers`) and of the expert within the rank.
+    With tied embeddings, the last of several stages has a copy of the embedding as `output_layer.weight`.
+    A critic has `value_head.weight` [1, hidden] instead of the output layer.
+
+    lora: return the adapters instead"""
     check_layout(hf_config, layout.tp, layout.pp, layout.ep, layout.vpp)
     sizes = Sizes.of(hf_config)
     per_rank = sizes.experts // layout.ep
@@ -308,9 +315,9 @@ def parameters(
 def megatron_layout(
     hf_config: Mapping[str, Any], layout: Layout, *, critic: bool = False, lora: LoraConfig | None = None
 ) -> list[tuple[int, Shards]]:
-    """Return (rank, shards under the table's names) of every rank of a Megatron job; see `parameters`.
-    Data-parallel ranks hold the same, but for experts (`Layout.ep_rank`); ranks that hold the same share one
-    object."""
+    """Return (rank, shards by the table's names) of every rank of a Megatron job.
+
+    Ranks with equal shards share one object. Arguments as for `parameters`."""
     sizes = sizes_of(hf_config, lora)
     shard = cache(partial(pair_shard, sizes))
 
@@ -320,7 +327,6 @@ def megatron_layout(
         for name, pair, layer, expert in parameters(
             hf_config, layout, pp_rank, ep_rank, critic=critic, lora=lora
         ):
-            # An expert is not cut over tensor-parallel ranks.
             cut = (1, 0) if pair.per_expert else (layout.tp, tp_rank)
             shards[name] = shard(pair, layer, expert, *cut)
         return shards
@@ -330,7 +336,7 @@ def megatron_layout(
 
 
 def pair_shard(sizes: Sizes, pair: Pair, layer: int, expert: int, tp: int, tp_rank: int) -> Shard:
-    """Return one parameter of one tensor-parallel rank, of a global layer and expert."""
+    """Return the shard of one parameter on one tensor-parallel rank. layer, expert: global indices."""
     hf = [(name.format(l=layer, e=expert), sizes.shape(dims)) for name, dims in pair.hf]
     axis = 1 if pair.operation == "row" else 0
     match pair.operation:
@@ -346,7 +352,7 @@ def pair_shard(sizes: Sizes, pair: Pair, layer: int, expert: int, tp: int, tp_ra
             width = shape[0] // 2 // tp
             starts = (tp_rank * width, shape[0] // 2 + tp_rank * width)
             parts = [_Part(name, start, start + width, width) for start in starts]
-        case "vocabulary":  # the padding is at the end, so it may fill the last rank or ranks altogether
+        case "vocabulary":  # all padding is at the end, and may fill whole ranks
             ((name, shape),) = hf
             width = padded_vocab(shape[0], tp) // tp
             start = min(tp_rank * width, shape[0])
@@ -355,22 +361,21 @@ def pair_shard(sizes: Sizes, pair: Pair, layer: int, expert: int, tp: int, tp_ra
             parts, groups = [], sizes.key_heads if pair.kind == "linear" else sizes.kv_heads
             whole = [(name, dims[0].split()[0]) for (name, _), (_, *dims) in zip(hf, pair.hf, strict=True)]
             for group in range(tp_rank * groups // tp, (tp_rank + 1) * groups // tp):
-                own = [part for name, dim in whole for part in _group_of(sizes, name, dim, group, groups)]
-                if whole[0][1] == "qkvz":  # its gates are the last of all
+                own = [part for name, dim in whole for part in _cut_group(sizes, name, dim, group, groups)]
+                if whole[0][1] == "qkvz":  # Megatron has its gates last
                     own.append(own.pop(1))
                 parts += own
-    return _joined(parts, hf[0][1], axis)
+    return _concatenate(parts, hf[0][1], axis)
 
 
-def _group_of(sizes: Sizes, name: str, dim: str, group: int, groups: int) -> list[_Part]:
-    """Return one group's rows of a Hugging Face tensor, section by section. Where a gate stands behind each
-    query Megatron has the group's queries, and then their gates."""
-    if dim == "gated_q":
+def _cut_group(sizes: Sizes, name: str, dim: str, group: int, groups: int) -> list[_Part]:
+    """Return one query group's rows of a Hugging Face tensor, in Megatron's order."""
+    if dim == "gated_q":  # the file has query, gate, query, gate, ...; Megatron has all queries first
         rows, width = sizes.gated_q // groups, sizes.head_dim
         begin, end = group * rows, (group + 1) * rows
         starts = [first for half in (0, width) for first in range(begin + half, end, 2 * width)]
         return [_Part(name, start, start + width, width) for start in starts]
-    if dim == "qkvz":  # a head's query, key and values, and their gates, which are together in the file
+    if dim == "qkvz":  # per key head: query, key, values, gates
         rows, width = sizes.qkvz // groups, sizes.value // groups
         begin, gates, end = group * rows, (group + 1) * rows - width, (group + 1) * rows
         return [_Part(name, begin, gates, gates - begin), _Part(name, gates, end, width)]
@@ -383,42 +388,45 @@ def _group_of(sizes: Sizes, name: str, dim: str, group: int, groups: int) -> lis
     return parts
 
 
-# SGLang: fused tensors under tensor parallelism. Proved bit for bit against SGLang 0.5.23 on a CPU, whose own
-# loader makes the same of a folder, at TP 1 and 2 (tests/sglang/test_engine.py); the copies of key/value
-# heads that a GPU build makes when there are fewer of them than ranks follow its source and are unverified.
+# SGLang: fused tensors under tensor parallelism. tests/sglang/test_engine.py compares them with SGLang's own
+# loader on a CPU. Copies of key/value heads (fewer heads than ranks) occur on GPUs only, and are untested.
 
 
 def sglang_shards(hf_config: Mapping[str, Any], tp: int, tp_rank: int, *, cpu: bool = False) -> Shards:
-    """Return the parameters of one rank of an SGLang engine, by SGLang's names. qkv_proj = [q; k; v] of the
-    rank's heads, gate_up_proj = [gate; up], columns of o_proj and down_proj, rows of the padded vocabulary.
-    Norms, routers and what makes latents are whole, and fused_qkv_a_proj_with_mqa = [q_a; kv_a]. With tied
-    embeddings there is no lm_head (`Family.sglang_unties`: there is).
-    Experts: `experts.w13_weight.{e}` [2 * ffn / tp, hidden] and `experts.w2_weight.{e}` stand for row e of
-    SGLang's stacked tensors.
-    cpu: SGLang's CPU engine, which pads heads and columns where they do not divide. Raises ConfigError,
-    naming `rollout.engine_tp`, if the model cannot be divided so."""
+    """Return the parameters of one rank of an SGLang engine, by SGLang's names.
+
+    Cut: qkv_proj = [q; k; v] of the rank's heads, gate_up_proj = [gate; up], columns of o_proj and down_proj,
+    rows of the padded vocabulary.
+    Whole: norms, routers and projections to latents (fused_qkv_a_proj_with_mqa = [q_a; kv_a]).
+    Experts: `experts.w13_weight.{e}` [2 * ffn / tp, hidden] and `experts.w2_weight.{e}` are row e of SGLang's
+    stacked tensors.
+    With tied embeddings there is no lm_head, unless the family has `sglang_unties`.
+
+    cpu: SGLang's CPU engine, which pads heads and columns that do not divide
+
+    Raises ConfigError, naming `rollout.engine_tp`, if the engine cannot divide the model."""
     sizes = Sizes.of(hf_config)
     cuts, flat = _sglang_cuts(sizes, tp, tp_rank, cpu), family_of(hf_config).sglang_flat
 
     @cache
-    def of_pair(pair: Pair) -> list[tuple[str, Shard]]:
-        """Return names and shards of what a pair is there, the same in all layers {l} and experts {e}."""
+    def shard_pair(pair: Pair) -> list[tuple[str, Shard]]:
+        """Return (name, shard) of a pair's tensors in SGLang, with `{l}` and `{e}` in the names."""
         axis = 1 if pair.operation == "row" else 0
         fused: dict[str, list[_Part]] = {}
         for name, dims in pair.hf:
             first = 0
             for section in SECTIONS.get(dims.split()[axis], (dims.split()[axis],)):
                 size = getattr(sizes, section)
-                start, stop, width = cuts.get(section, (0, size, size))  # without a cut it is whole
+                start, stop, width = cuts.get(section, (0, size, size))
                 part = _Part(name, first + start, first + stop, width)
                 fused.setdefault(_sglang_name(pair, name, flat), []).append(part)
                 first += size
         shape = sizes.shape(pair.hf[0][1])
-        return [(name, _joined(parts, shape, axis)) for name, parts in fused.items()]
+        return [(name, _concatenate(parts, shape, axis)) for name, parts in fused.items()]
 
     shards: Shards = {}
     for pair, layer, expert in whole_model(hf_config):
-        for name, shard in of_pair(pair):
+        for name, shard in shard_pair(pair):
             regions = tuple(
                 Region(hf_name.format(l=layer, e=expert), hf_box, local_box)
                 for hf_name, hf_box, local_box in shard.regions
@@ -429,14 +437,14 @@ def sglang_shards(hf_config: Mapping[str, Any], tp: int, tp_rank: int, *, cpu: b
         names = [f"{stem}{part}.weight" for part in ("q_a_proj", "kv_a_proj_with_mqa")]
         rows = [shards.pop(name).shape[0] for name in names]
         parts = [_Part(name, 0, width, width) for name, width in zip(names, rows, strict=True)]
-        shards[f"{stem}fused_qkv_a_proj_with_mqa.weight"] = _joined(parts, (rows[0], sizes.hidden))
+        shards[f"{stem}fused_qkv_a_proj_with_mqa.weight"] = _concatenate(parts, (rows[0], sizes.hidden))
     if is_tied(hf_config) and family_of(hf_config).sglang_unties:
         shards[OUTPUT.hf[0][0]] = shards[EMBEDDED[0]]
     return shards
 
 
 def _sglang_name(pair: Pair, name: str, flat: bool) -> str:
-    """Return the name of the tensor in which a Hugging Face tensor lies, fused with those after it."""
+    """Return the name of the SGLang tensor that contains a Hugging Face tensor."""
     if pair.per_expert:
         fused = "w2" if "down_proj" in name else "w13"
         return f"{name.partition('.experts.')[0]}.experts.{fused}_weight.{{e}}"
@@ -463,7 +471,7 @@ def _sglang_cuts(sizes: Sizes, tp: int, rank: int, cpu: bool) -> dict[str, tuple
             kv_heads = multiple(kv_heads, tp)
             heads = kv_heads * (sizes.heads // sizes.kv_heads)
         ffn, expert_ffn = multiple(ffn, CPU_FFN_MULTIPLE * tp), multiple(expert_ffn, CPU_FFN_MULTIPLE * tp)
-        if sizes.linear:  # one shared expert, with a width of its own
+        if sizes.linear:  # the shared expert has a separate width
             shared_ffn = multiple(shared_ffn, CPU_FFN_MULTIPLE * tp)
         elif shared_ffn:
             shared_ffn = expert_ffn * (shared_ffn // sizes.expert_ffn)
@@ -476,7 +484,7 @@ def _sglang_cuts(sizes: Sizes, tp: int, rank: int, cpu: bool) -> dict[str, tuple
     if max(tp, kv_heads) % min(tp, kv_heads):
         problem = f"neither a divisor nor a multiple of the model's {kv_heads} key/value heads"
         raise ConfigError(f"rollout.engine_tp: {tp} is {problem}")
-    # Fewer key/value heads than ranks: each is copied to as many ranks as share it.
+    # With fewer key/value heads than ranks, several ranks hold the same head.
     kv_rank, kv_ranks = (rank, tp) if kv_heads >= tp else (rank // (tp // kv_heads), kv_heads)
     vocab = multiple(sizes.vocab, VOCABULARY_MULTIPLE)
     if vocab % tp:

@@ -15,7 +15,7 @@ from megarl.parallel.cpu_platform import on_cpu
 from megarl.parallel.layout import Layout
 from megarl.parallel.runtime import Runtime
 from megarl.sync.export import export_hf
-from megarl.sync.plan import fp8_block, make_plan, rounds_of
+from megarl.sync.plan import build_rounds, fp8_block, make_plan
 from megarl.sync.transfer import FORMAT_DTYPES, Staging, Transfer
 from megarl.weights.hf import HFFolder, load_into
 from megarl.weights.shards import Shards, hf_shapes, hf_shards, megatron_layout, sglang_shards
@@ -60,7 +60,8 @@ def transfer(
                 tensor.data = tensor.data * factor  # a new place in memory, as after offloading
             stats = moving.run()
             largest = max(
-                (round_.size for round_ in rounds_of(plan, runtime.rank, dtype.itemsize, bucket)), default=0
+                (round_.size for round_ in build_rounds(plan, runtime.rank, dtype.itemsize, bucket)),
+                default=0,
             )
             if not largest <= staging.nbytes <= bucket:
                 wrong.append(f"{layout}: {staging.nbytes} bytes of staging are there for {largest}")

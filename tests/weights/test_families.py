@@ -469,11 +469,11 @@ def test_linear_attention_that_cannot_be_built(change: dict[str, Any], message: 
             {"parallel": {"cp": 4, "tp": 2}},
             "parallel.cp: 4 does not divide the 2 key heads of linear attention",
         ),
-        ({"model": {"path": "m", "layers": "te"}}, "model.layers: te: is not there for linear attention"),
-        ({"update": {"share_prompts": True}}, "update.share_prompts: is not there for linear attention"),
+        ({"model": {"path": "m", "layers": "te"}}, "model.layers: te: is not supported for linear attention"),
+        ({"update": {"share_prompts": True}}, "update.share_prompts: is not supported for linear attention"),
         (
             {"model": {"path": "m", "grouped_experts": True}},
-            "model.grouped_experts: is not there for linear attention",
+            "model.grouped_experts: is not supported for linear attention",
         ),
     ],
 )

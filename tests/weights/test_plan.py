@@ -287,5 +287,5 @@ def test_a_relay_of_what_does_not_come_is_found_out() -> None:
     plan = make_plan([(0, whole)], [(8, whole), (9, whole)])
     assert len(plan.copies) == len(plan.relays) == 1
     plan.verify()
-    with pytest.raises(PlanError, match="rank 9, a: rank 10 is to pass on what it does not get"):
+    with pytest.raises(PlanError, match="rank 9, a: rank 10 relays bytes that it does not receive"):
         replace(plan, relays=(plan.relays[0]._replace(src_rank=10),)).verify()

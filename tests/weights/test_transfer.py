@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl.parallel.layout import Layout
-from megarl.sync.plan import Copy, Plan, make_plan, rounds_of, split
+from megarl.sync.plan import Copy, Plan, build_rounds, make_plan, split
 from megarl.sync.transfer import Staging, Transfer
 from megarl.weights.boxes import full_box, volume
 from megarl.weights.hf import HFFolder
@@ -73,7 +73,7 @@ def test_rounds_of_all_ranks_fit_together(
     config, (layout, other) = drawn
     plan = make_plan(megatron_layout(config, layout), megatron_layout(config, other), gpus_per_node=node)
     world = range(max(layout.world, other.world))
-    rounds = {rank: rounds_of(plan, rank, 4, limit) for rank in world}
+    rounds = {rank: build_rounds(plan, rank, 4, limit) for rank in world}
     assert all(round_.size <= limit for mine in rounds.values() for round_ in mine)
     sent = {
         (src, dst): [pieces for r in rounds[src] for p, pieces in r.sends.items() if p == dst]
