@@ -223,7 +223,7 @@ def plan(
     from megarl.plan.fit import find_problem
     from megarl.plan.inputs import make_plan_inputs
     from megarl.plan.search import Found, search
-    from megarl.plan.times import default_lengths, estimate, with_deviation
+    from megarl.plan.times import default_lengths, estimate, replace_deviation
     from megarl.weights.known_models import planning_config
 
     config = load_config(path, overrides)
@@ -258,7 +258,7 @@ def plan(
         raise ConfigError(f"{path}: --turns, --observed, --tool-seconds: {what}")
     drawn = replace(default_lengths(made), **given)
     if length_deviation is not None:
-        drawn = with_deviation(drawn, length_deviation)
+        drawn = replace_deviation(drawn, length_deviation)
     if simulate:
         _print_simulated(made, drawn, lengths, kept, balance or "queue")
         return 0
@@ -295,11 +295,11 @@ def _print_simulated(
     made: PlanInputs, drawn: Lengths, run: Path | None, kept: float | None, balance: Balance
 ) -> None:
     """Print a simulated step with lengths that are drawn, from those of a recorded run where one is given."""
-    from megarl.plan.simulate import compare, recorded, work_of
+    from megarl.plan.simulate import compare_splits, make_rollout_work, recorded
     from megarl.plan.text import simulated
 
     source, draw = "log-normal", None
     if run is not None:
         drawn, draw, source = recorded(run, drawn)
-    work = work_of(made.config, drawn, balance, kept, draw)
-    print("\n".join(simulated(compare(made, work, drawn), work, drawn, source)))
+    work = make_rollout_work(made.config, drawn, balance, kept, draw)
+    print("\n".join(simulated(compare_splits(made, work, drawn), work, drawn, source)))

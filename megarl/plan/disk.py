@@ -19,7 +19,7 @@ def checkpoint_bytes(plan: PlanInputs, *, pretraining: bool = False) -> float:
     models = (*plan.trained, *["critic"] * (plan.config.critic.count - 1))
     for model in models[1:] if pretraining else models:
         shape, trained = plan.shape(model), count_trained(plan, model, Layout(), 0).all
-        whole = shape.held(Layout(), 0, critic=model == "critic").all
+        whole = shape.count_params(Layout(), 0, critic=model == "critic").all
         total += (whole if plan.lora(model).rank is None else trained) * shape.itemsize
         total += trained * 3 * SINGLE
         if model in plan.muon_models:  # one momentum, and float32 weights only where they are bfloat16

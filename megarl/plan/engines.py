@@ -40,7 +40,7 @@ def transferred_bytes(plan: PlanInputs) -> float:
     if "engine.weights" not in plan.keep:
         return weights
     optimizer = plan.config.actor
-    changing = plan.actor.held(Layout(), 0, optimizer=optimizer).all
+    changing = plan.actor.count_params(Layout(), 0, optimizer=optimizer).all
     if optimizer.lora.rank is not None:
         changing, _ = plan.actor.adapted(optimizer.lora, 1)
     return weights * changing / plan.actor.parameters

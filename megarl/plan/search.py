@@ -57,7 +57,7 @@ class Found(NamedTuple):
         return self.plan.device.memory - max(need.total for need in gpu_needs(self.plan))
 
 
-def with_keys(plan: PlanInputs, **keys: Any) -> PlanInputs:
+def replace_keys(plan: PlanInputs, **keys: Any) -> PlanInputs:
     """Return the plan of the same run with other values of these keys; __ stands for the dot. Values are not
     checked."""
     config, sections = plan.config, dict[str, dict[str, Any]]()
@@ -76,7 +76,7 @@ def search(plan: PlanInputs, lengths: Lengths) -> list[Found]:
     engines = _powers(node)
     if not config.rollout.capabilities.sharded or not config.has_engine:
         engines = [config.rollout.engine_tp]
-    asleep = [with_keys(plan, rollout__engine_tp=tp) for tp in engines]
+    asleep = [replace_keys(plan, rollout__engine_tp=tp) for tp in engines]
     if config.has_engine:  # the quickest engine first; it is not the layout's to say how quick it is
         asleep = sorted(
             (p for p in asleep if _possible(p)),
@@ -126,7 +126,7 @@ def _layouts(plan: PlanInputs, node: int) -> Iterator[PlanInputs]:
                         if sizes.layers % (pp * vpp) == 0 and stage % ep == 0:
                             layout = {"tp": tp, "pp": pp, "cp": cp, "vpp": vpp, "ep": ep}
                             layout["dp"] = stage // tp // cp
-                            yield with_keys(plan, **{f"parallel__{k}": v for k, v in layout.items()})
+                            yield replace_keys(plan, **{f"parallel__{k}": v for k, v in layout.items()})
 
 
 def _possible(plan: PlanInputs) -> bool:
@@ -156,11 +156,11 @@ def _judge(plan: PlanInputs, engines: list[int], lengths: Lengths) -> Found:
     if quickest is None:
         frugal: dict[str, Any] = {"model__recompute": "full", "model__recompute_layers": None}
         frugal |= {"model__recompute_modules": ("attention",), "residency__keep": ()}
-        least = with_keys(plan, **frugal, update__tokens_per_micro_batch=plan.longest)
+        least = replace_keys(plan, **frugal, update__tokens_per_micro_batch=plan.longest)
         return Found(
             least, None, find_problem(least) or f"fits, but leaves less than {ROOM:.0%} of each GPU free"
         )
-    tried = [with_keys(quickest.plan, rollout__engine_tp=tp) for tp in engines]
+    tried = [replace_keys(quickest.plan, rollout__engine_tp=tp) for tp in engines]
     fitting = next((made for made in tried if find_problem(made) is None), None)
     if fitting is None:
         return Found(tried[0], None, find_problem(tried[0]))
@@ -170,7 +170,7 @@ def _judge(plan: PlanInputs, engines: list[int], lengths: Lengths) -> Found:
 def _choices(plan: PlanInputs) -> Iterator[PlanInputs]:
     """Yield the plan with each budget, and the recomputation that costs least of those with which all phases
     of training fit."""
-    plan = with_keys(plan, residency__keep=())
+    plan = replace_keys(plan, residency__keep=())
     phases = [phase for phase in plan.phases if phase.model is not None]
     layers = plan.actor.sizes.layers // (plan.layout.pp * plan.layout.vpp)
 
@@ -179,23 +179,23 @@ def _choices(plan: PlanInputs) -> Iterator[PlanInputs]:
 
     longest = -(-plan.longest // 1024) * 1024
     frugal = {"model__recompute": "full", "model__recompute_layers": None}
-    if not fits(with_keys(plan, **frugal, update__tokens_per_micro_batch=longest)):
+    if not fits(replace_keys(plan, **frugal, update__tokens_per_micro_batch=longest)):
         return
     for budget in (longest, 2 * longest):
         given: dict[str, Any] = {"update__tokens_per_micro_batch": budget, "model__recompute_layers": None}
         given["model__recompute_modules"] = ("attention",)
-        made = with_keys(plan, **given, model__recompute="none")
+        made = replace_keys(plan, **given, model__recompute="none")
         if fits(made):
             yield made  # any other takes longer
         else:
             for modules in [("attention",), *([] if plan.actor.sizes.experts else [("mlp",)])]:
                 again = {"model__recompute": "selective", "model__recompute_modules": modules}
-                if fits(made := with_keys(plan, **{**given, **again})):
+                if fits(made := replace_keys(plan, **{**given, **again})):
                     yield made
             given["model__recompute"] = "full"
 
             def of(count: int, given: dict[str, Any] = given) -> PlanInputs:
-                return with_keys(
+                return replace_keys(
                     plan, **{**given, "model__recompute_layers": None if count == layers else count}
                 )
 
@@ -210,7 +210,7 @@ def _kept(found: Found, lengths: Lengths) -> Found:
         return found
     for group in (name for name in KEPT if name in found.plan.groups):
         keep = (*found.plan.config.residency.keep, group)
-        made = with_keys(found.plan, residency__keep=keep)
+        made = replace_keys(found.plan, residency__keep=keep)
         if find_problem(made, ROOM * made.device.memory) is None:
             seconds = estimate(made, lengths)
             if found.estimate is None or seconds.total < found.estimate.total:

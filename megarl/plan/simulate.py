@@ -1,9 +1,7 @@
-"""A step in time: who waits for whom where engines and trainers take turns, and where they run beside each
-other, some steps ahead (`megarl plan --simulate`).
+"""Simulate training steps, to see which ranks wait and how long (`megarl plan --simulate`).
 
-Response lengths are drawn; an engine decodes all that it has, the slower the more that is; trainers go
-through their phases. What a decoding step and a phase cost comes from plan/times.py, or was measured
-(benchmarks/simulate.py). Pure Python; a discrete event is the end of a response.
+Engines decode responses of sampled lengths, trainers run their phases. They share ranks, or run
+asynchronously on separate ones. Costs come from plan/times.py or from a measurement (benchmarks/simulate.py).
 """
 
 from __future__ import annotations
@@ -14,7 +12,7 @@ import random
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from statistics import NormalDist, fmean, pstdev
 from typing import Literal, NamedTuple
@@ -27,91 +25,96 @@ from megarl.config.schema import TRAIN, Config
 from megarl.observe.runs import load_run
 from megarl.plan.fit import find_problem
 from megarl.plan.inputs import PlanInputs
-from megarl.plan.search import with_keys
+from megarl.plan.search import replace_keys
 from megarl.plan.times import (
-    GROUPS_KEPT,
+    KEPT_GROUPS,
     Lengths,
-    decoded_at_once,
-    decoding,
+    decode_batch_size,
     estimate,
-    windows_of,
+    make_decode_cost,
+    split_into_windows,
 )
 from megarl.sync.plan import engine_ranks
 
-ALIKE = 0.5  # our estimate: of the variance of log lengths, what the responses to one prompt have in common
-BATCHES, FIRST = 6, 3  # that are simulated, and the step from which on they count
-RECORDED = 20  # last steps whose rollouts are read for their lengths
+GROUP_CORRELATION = 0.5  # our estimate: correlation of the log lengths of two responses to one prompt
+BATCHES, WARM_UP = 6, 3  # simulated steps, and how many of the first ones are not measured
+RECORDED_STEPS = 20  # last steps whose rollouts are read for their lengths
+ACTOR_UPDATE = "actor_update"  # phase that changes the actor's weights
 
 Balance = Literal["stretches", "queue", "longest"]
-Draw = Callable[[random.Random, int], Sequence[float]]
+SampleLengths = Callable[[random.Random, int], Sequence[float]]
 
 
 @dataclass(frozen=True)
 class Costs:
-    """What takes how many seconds.
+    """Seconds of each operation.
 
-    decode    a step of an engine, of so many responses with so many tokens in the cache
-    prefill   of an engine for a response's prompt
-    at_once   responses that an engine decodes at once
-    train     tokens of a batch -> phase -> seconds, in their order; the trainers together
-    transfer  a weight transfer
-    changes   the phase in which the actor's weights change"""
+    decode    one decoding step, given the running responses and the tokens in the KV cache
+    prefill   an engine's prefill of one prompt
+    at_once   most responses that an engine decodes at once (no seconds)
+    train     tokens of a batch -> phase -> seconds of all trainers together, in phase order
+    transfer  one weight transfer"""
 
     decode: Callable[[float, float], float]
     prefill: float
     at_once: int
     train: Callable[[float], Mapping[str, float]]
     transfer: float
-    changes: str = "actor_update"
 
 
 @dataclass(frozen=True)
 class RolloutWork:
-    """What a step draws.
+    """What engines generate in a step.
 
-    prompts, group  groups that a step trains on, and their responses
-    prompt, draw    mean tokens of a prompt; gives the lengths of a group's responses
-    kept            share of the groups that dynamic sampling keeps; 1: it is off
-    streams         whether groups are drawn as long as some are missing (SGLang), or batch after batch
-    oversample      first generation batch / groups needed
-    window          tokens of a response that a step draws (rollout.window); 0: all
-    most_windows    of any response
-    balance         stretches: requests stay where equal stretches of them were submitted; queue: those that
-                    have not begun move to an engine that has room; longest: those that are expected to be
-                    longest are also begun first, as earlier epochs tell"""
+    prompts         groups that a step trains on
+    group_size      responses of a group
+    prompt_tokens   mean tokens of a prompt
+    sample_lengths  samples the response lengths of one group
+    kept_share      share of the groups that dynamic sampling keeps; 1: it is off
+    streams         the engine supports continuous batching: missing groups are submitted at any time
+    oversample      groups of the first submission / groups needed
+    balance         `stretches`: each engine keeps an equal part of the requests.
+                    `queue`: an engine with room takes waiting requests of another one.
+                    `longest`: as `queue`, and the longest expected requests start first.
+    window          tokens of a response that one step generates (rollout.window); 0: all
+    max_windows     most windows of a response"""
 
     prompts: int
-    group: int
-    prompt: float
-    draw: Draw
-    kept: float = 1.0
+    group_size: int
+    prompt_tokens: float
+    sample_lengths: SampleLengths
+    kept_share: float = 1.0
     streams: bool = True
     oversample: float = 1.0
     balance: Balance = "queue"
     window: int = 0
-    most_windows: int = 1
+    max_windows: int = 1
 
 
 @dataclass
 class SimulatedGroup:
-    """A prompt's responses: their lengths, and how many of them have not ended; of a response that earlier
-    steps have begun, alone, the tokens that are there."""
+    """Responses to one prompt. A window of a response is a group with one response.
+
+    lengths        tokens that this step generates of each response
+    kept           dynamic sampling keeps the group
+    running        responses that are not finished
+    prefix_tokens  tokens that earlier steps generated"""
 
     lengths: Sequence[float]
     kept: bool
-    left: int
-    begun: float = 0.0
+    running: int
+    prefix_tokens: float = 0.0
 
 
 @dataclass(frozen=True)
 class SimulatedRollout:
-    """A batch that was drawn.
+    """A generated batch.
 
-    seconds    until the last group that it needs is complete
-    busy       of each engine, the stretches of time in which it had something to decode
+    seconds    until the last group that the batch needs is complete
+    busy       for each engine, the (begin, end) of the spans in which it decodes
     tokens     of the groups that are trained on, with prompts
-    fresh      of these, without those that earlier steps drew
-    generated  tokens of all responses, those that are thrown away as well"""
+    fresh      the same, without tokens of earlier steps
+    generated  tokens of all responses, discarded ones included"""
 
     seconds: float
     busy: list[list[tuple[float, float]]]
@@ -121,159 +124,174 @@ class SimulatedRollout:
 
 
 class Engine:
-    """Decodes responses, all that it has one step at a time."""
+    """An engine that decodes one token of each running response per step."""
 
-    def __init__(self, costs: Costs, prompt: float) -> None:
-        self.costs, self.prompt = costs, prompt
-        self.now, self.step, self.pace, self.tokens = 0.0, 0.0, 0.0, 0.0
-        self.running: list[tuple[float, int, float, SimulatedGroup]] = []  # by the step at which they end
+    def __init__(self, costs: Costs, prompt_tokens: float) -> None:
+        self.costs, self.prompt_tokens = costs, prompt_tokens
+        self.now, self.step, self.step_seconds, self.cached_tokens = 0.0, 0.0, 0.0, 0.0
+        self.running: list[tuple[float, int, float, SimulatedGroup]] = []  # heap by last decoding step
         self.waiting: deque[tuple[float, SimulatedGroup]] = deque()
         self.busy: list[tuple[float, float]] = []
-        self.version = self.count = 0
+        self.version = self.started = 0
         self.generated = 0.0
 
     def advance(self, now: float) -> None:
-        """Decode until `now`, at the pace of the responses that run."""
+        """Decode until `now`."""
         if self.running:
             begin, until = self.busy.pop()
-            done = max(0.0, now - self.now) / self.pace
-            self.step += done
-            self.tokens += done * len(self.running)
+            steps = max(0.0, now - self.now) / self.step_seconds
+            self.step += steps
+            self.cached_tokens += steps * len(self.running)
             self.busy.append((begin, max(until, now)))
         self.now = max(self.now, now)
 
-    def ended(self) -> Iterator[SimulatedGroup]:
-        """Give the groups of the responses that have ended by now."""
+    def pop_finished(self) -> Iterator[SimulatedGroup]:
+        """Remove the responses that are finished, and yield the group of each."""
         while self.running and self.running[0][0] <= self.step + 1e-9:
             _, _, length, group = heapq.heappop(self.running)
-            self.tokens -= self.prompt + group.begun + length
+            self.cached_tokens -= self.prompt_tokens + group.prefix_tokens + length
             self.generated += length
             yield group
 
-    def admit(self) -> None:
-        """Begin what waits, as far as there is room."""
+    def start_waiting(self) -> None:
+        """Start waiting responses while there is room."""
         while self.waiting and len(self.running) < self.costs.at_once:
             length, group = self.waiting.popleft()
             if not self.running:
                 self.busy.append((self.now, self.now))
-            self.count += 1
-            heapq.heappush(self.running, (self.step + length, self.count, length, group))
-            self.tokens += self.prompt + group.begun
-            self.now += self.costs.prefill * (1 + group.begun / max(self.prompt, 1.0))
+            self.started += 1
+            heapq.heappush(self.running, (self.step + length, self.started, length, group))
+            self.cached_tokens += self.prompt_tokens + group.prefix_tokens
+            self.now += self.costs.prefill * (1 + group.prefix_tokens / max(self.prompt_tokens, 1.0))
 
-    def next_end(self) -> float:
-        """Return when the next response ends; the pace is that of half way until then."""
+    def next_finish(self) -> float:
+        """Return when the next response finishes. All steps until then take as long as the middle one."""
         self.version += 1
-        left, count = self.running[0][0] - self.step, len(self.running)
-        self.pace = self.costs.decode(count, self.tokens + count * left / 2)
-        return self.now + left * self.pace
+        steps, count = self.running[0][0] - self.step, len(self.running)
+        self.step_seconds = self.costs.decode(count, self.cached_tokens + count * steps / 2)
+        return self.now + steps * self.step_seconds
 
 
-def simulate_rollout(
-    work: RolloutWork, costs: Costs, engines: int, chance: random.Random
-) -> SimulatedRollout:
-    """Draw a batch. What a step leaves to the next one (surplus, partial responses) is not followed."""
-    all_engines = [Engine(costs, work.prompt) for _ in range(engines)]
-    submitted: list[SimulatedGroup] = []
-    events: list[tuple[float, int, int]] = []  # when, engine, its version then
-    now = 0.0
-    complete = kept = 0  # groups, and how many of them dynamic sampling keeps
-    offered = accepted = 0  # the same, up to the first that is not complete
-    groups = work.prompts * (work.group if work.window else 1)  # windows are on their own
-    longest_first = work.balance == "longest"
-    moves = work.balance != "stretches" and engines > 1
+class _RolloutSimulation:
+    """One rollout. Its events are ends of responses."""
 
-    def submit(prompts: int) -> None:
-        rows = []
-        for _ in range(prompts):
-            if work.window:
-                group = a_window(work, chance)
-            else:
-                lengths = work.draw(chance, work.group)
-                group = SimulatedGroup(lengths, chance.random() < work.kept, len(lengths))
-            submitted.append(group)
-            rows += [(length, group) for length in group.lengths]
-        if longest_first:  # by what its group's are on average, as earlier epochs would tell
+    def __init__(self, work: RolloutWork, costs: Costs, engines: int, rng: random.Random) -> None:
+        self.work, self.costs, self.rng, self.now = work, costs, rng, 0.0
+        self.engines = [Engine(costs, work.prompt_tokens) for _ in range(engines)]
+        self.events: list[tuple[float, int, int]] = []  # seconds, engine, its version when noted
+        self.submitted: list[SimulatedGroup] = []
+        self.complete = self.kept = 0  # groups without running responses; those that are kept
+        self.read = self.accepted = 0  # the same, up to the first group that is not complete
+        # Windows need no group: each is trained on when it ends.
+        self.needed = work.prompts * (work.group_size if work.window else 1)
+
+    def run(self) -> SimulatedRollout:
+        while self.accepted < self.needed:
+            if not self.events:
+                self._submit(self._count_missing())
+            self.now, number, version = heapq.heappop(self.events)
+            if version == self.engines[number].version:
+                self._finish_responses(number)
+        for engine in self.engines:  # unfinished responses are aborted
+            engine.advance(self.now)
+            unfinished = engine.running
+            engine.generated += sum(length - (end - engine.step) for end, _, length, _ in unfinished)
+        used = [group for group in self.submitted[: self.read] if group.kept][: self.needed]
+        prompt = self.work.prompt_tokens
+        tokens = sum(length + prompt + group.prefix_tokens for group in used for length in group.lengths)
+        fresh = sum(length + prompt * (not group.prefix_tokens) for group in used for length in group.lengths)
+        generated = sum(engine.generated for engine in self.engines)
+        return SimulatedRollout(self.now, [engine.busy for engine in self.engines], tokens, fresh, generated)
+
+    def _sample_group(self) -> SimulatedGroup:
+        if self.work.window:
+            return sample_window(self.work, self.rng)
+        lengths = self.work.sample_lengths(self.rng, self.work.group_size)
+        return SimulatedGroup(lengths, self.rng.random() < self.work.kept_share, len(lengths))
+
+    def _submit(self, prompts: int) -> None:
+        """Sample groups and divide their responses among the engines."""
+        groups = [self._sample_group() for _ in range(prompts)]
+        self.submitted += groups
+        rows = [(length, group) for group in groups for length in group.lengths]
+        longest_first, count = self.work.balance == "longest", len(self.engines)
+        if longest_first:  # a run knows about the group's mean length from earlier epochs
             rows.sort(key=lambda row: -fmean(row[1].lengths))
-        for number, engine in enumerate(all_engines):
-            stretch = slice(number * len(rows) // engines, (number + 1) * len(rows) // engines)
-            engine.waiting += rows[number::engines] if longest_first else rows[stretch]
-            engine.advance(now)
-            engine.admit()
-        for number in range(engines):
-            go_on(number)
+        for number, engine in enumerate(self.engines):
+            part = slice(number * len(rows) // count, (number + 1) * len(rows) // count)
+            engine.waiting += rows[number::count] if longest_first else rows[part]
+            engine.advance(self.now)
+            engine.start_waiting()
+        for number in range(count):
+            self._continue(number)
 
-    def go_on(number: int) -> None:
-        """Begin what the engine has room for, its own requests first, and note when it ends a response."""
-        engine = all_engines[number]
-        engine.admit()
-        while moves and len(engine.running) < costs.at_once:
-            if not any(other.waiting for other in all_engines):
+    def _continue(self, number: int) -> None:
+        """Start what the engine has room for, its own requests first, and note its next event."""
+        engine, balance = self.engines[number], self.work.balance
+        engine.start_waiting()
+        while balance != "stretches" and len(engine.running) < self.costs.at_once:
+            loaded = max(self.engines, key=lambda other: len(other.waiting))
+            if not loaded.waiting:
                 break
-            loaded = max(all_engines, key=lambda other: len(other.waiting))
-            engine.waiting.append(loaded.waiting.popleft() if longest_first else loaded.waiting.pop())
-            engine.admit()
+            engine.waiting.append(loaded.waiting.popleft() if balance == "longest" else loaded.waiting.pop())
+            engine.start_waiting()
         if engine.running:
-            heapq.heappush(events, (engine.next_end(), number, engine.version))
+            heapq.heappush(self.events, (engine.next_finish(), number, engine.version))
 
-    def wanted() -> int:
-        """Return how many prompts to submit now: what GroupCollector (rollout/collector.py) would."""
-        missing = groups - accepted
-        if not submitted:
-            return math.ceil(missing * work.oversample) if work.kept < 1 else missing
-        if work.streams:  # those that are complete behind one that is not count as well
-            missing = groups - kept
+    def _finish_responses(self, number: int) -> None:
+        """Collect an engine's finished responses, and submit more groups where some were dropped."""
+        engine, before = self.engines[number], self.complete
+        engine.advance(self.now)
+        for group in engine.pop_finished():
+            group.running -= 1
+            self.complete += not group.running
+            self.kept += group.kept and not group.running
+        self._continue(number)
+        if self.complete == before:
+            return
+        while self.read < len(self.submitted) and self.accepted < self.needed:
+            group = self.submitted[self.read]
+            if group.running:
+                break
+            self.accepted += group.kept
+            self.read += 1
+        if self.work.streams and self.work.kept_share < 1 and (more := self._count_missing()):
+            self._submit(more)
+
+    def _count_missing(self) -> int:
+        """Return how many groups to submit now, as GroupCollector (rollout/collector.py) decides it."""
+        work, missing = self.work, self.needed - self.accepted
+        if not self.submitted:
+            return math.ceil(missing * work.oversample) if work.kept_share < 1 else missing
+        if work.streams:  # complete groups behind an incomplete one count as well
+            missing = self.needed - self.kept
         if missing <= 0:
             return 0
-        estimated = math.ceil(missing * (complete + 2) / (kept + 1))
+        estimated = math.ceil(missing * (self.complete + 2) / (self.kept + 1))
         if not work.streams:
-            return min(groups, max(missing, estimated))
-        return max(0, min(estimated, groups) - (len(submitted) - complete))
-
-    while accepted < groups:
-        if not events:
-            submit(wanted())
-        now, number, version = heapq.heappop(events)
-        engine = all_engines[number]
-        if version != engine.version:
-            continue
-        engine.advance(now)
-        before = complete
-        for group in engine.ended():
-            group.left -= 1
-            complete += not group.left
-            kept += group.kept and not group.left
-        go_on(number)
-        if complete == before:
-            continue
-        while offered < len(submitted) and not submitted[offered].left and accepted < groups:
-            accepted += submitted[offered].kept
-            offered += 1
-        if work.streams and work.kept < 1 and (more := wanted()):
-            submit(more)
-    for engine in all_engines:  # what still runs is aborted
-        engine.advance(now)
-        engine.generated += sum(length - (end - engine.step) for end, _, length, _ in engine.running)
-    used = [group for group in submitted[:offered] if group.kept][:groups]
-    tokens = sum(length + work.prompt + group.begun for group in used for length in group.lengths)
-    fresh = sum(length + work.prompt * (not group.begun) for group in used for length in group.lengths)
-    generated = sum(engine.generated for engine in all_engines)
-    return SimulatedRollout(now, [engine.busy for engine in all_engines], tokens, fresh, generated)
+            return min(self.needed, max(missing, estimated))
+        return max(0, min(estimated, self.needed) - (len(self.submitted) - self.complete))
 
 
-def a_window(work: RolloutWork, chance: random.Random) -> SimulatedGroup:
-    """Draw a response of a step and its window, of a job that has gone on for long: a response is there the
-    more often the more windows it has."""
+def simulate_rollout(work: RolloutWork, costs: Costs, engines: int, rng: random.Random) -> SimulatedRollout:
+    """Generate one batch. Surplus groups and partial responses are not carried to the next step."""
+    return _RolloutSimulation(work, costs, engines, rng).run()
+
+
+def sample_window(work: RolloutWork, rng: random.Random) -> SimulatedGroup:
+    """Sample one response of a step of a long run, and one of its windows.
+
+    A response with n windows is in n steps, so it is sampled n times as often."""
     while True:
-        [length] = work.draw(chance, 1)
-        windows = windows_of(length, work.window)
-        if chance.randrange(work.most_windows) < len(windows):
-            found = chance.choice(windows)
-            return SimulatedGroup([found.drawn], True, 1, found.begun)
+        [length] = work.sample_lengths(rng, 1)
+        windows = split_into_windows(length, work.window)
+        if rng.randrange(work.max_windows) < len(windows):
+            window = rng.choice(windows)
+            return SimulatedGroup([window.new_tokens], True, 1, window.prefix_tokens)
 
 
 class Span(NamedTuple):
-    """A phase of some ranks, of step `step`. Phases that begin with "wait" are waiting."""
+    """A phase of step `step`, in seconds. Phases whose name starts with "wait" are idle time."""
 
     step: int
     phase: str
@@ -282,41 +300,35 @@ class Span(NamedTuple):
 
 
 @dataclass
-class Course:
-    """Steps as they were simulated.
+class Timeline:
+    """Simulated steps.
 
-    rows   name -> its phases in time: of the trainers together, and of each engine; where they take turns the
-           engines' rows have all of it
-    ranks  name -> how many there are
-    marks  when each step's updates were done
-    """
+    rows       name -> spans in order: "trainers", and each engine. On shared ranks the engines' rows
+               have the training phases too, and "trainers" is missing.
+    ranks      name -> number of ranks
+    ends       seconds at the end of each step's updates
+    tokens     of each batch, each token counted in one step only
+    generated  tokens of each rollout"""
 
     rows: dict[str, list[Span]] = field(default_factory=dict)
     ranks: dict[str, int] = field(default_factory=dict)
-    marks: list[float] = field(default_factory=list)
+    ends: list[float] = field(default_factory=list)
     tokens: list[float] = field(default_factory=list)
     generated: list[float] = field(default_factory=list)
 
     @property
-    def steady(self) -> tuple[float, float]:
-        """Return when the steps that count begin, and when they end."""
-        return self.marks[FIRST - 1], self.marks[-1]
-
-    @property
     def step(self) -> float:
-        """Return the mean seconds of a step."""
-        begin, end = self.steady
-        return (end - begin) / (len(self.marks) - FIRST)
+        """Return the mean seconds of a step, without those of the warm-up."""
+        return (self.ends[-1] - self.ends[WARM_UP - 1]) / (len(self.ends) - WARM_UP)
 
     @property
-    def tokens_second(self) -> float:
-        """Return the tokens of batches, with prompts, a second of the job; each once, however many steps have
-        trained on what stands behind it."""
-        return fmean(self.tokens[FIRST:]) / self.step
+    def tokens_per_second(self) -> float:
+        """Return the throughput of all ranks, prompts included."""
+        return fmean(self.tokens[WARM_UP:]) / self.step
 
-    def waits(self, name: str) -> dict[str, float]:
-        """Return what a row waits for -> its share of the row's time."""
-        begin, end = self.steady
+    def wait_shares(self, name: str) -> dict[str, float]:
+        """Return what a row waits for -> its share of the time after the warm-up."""
+        begin, end = self.ends[WARM_UP - 1], self.ends[-1]
         shares: dict[str, float] = {}
         for span in self.rows[name]:
             inside = min(span.end, end) - max(span.begin, begin)
@@ -327,13 +339,16 @@ class Course:
     @property
     def idle(self) -> float:
         """Return the share of the ranks' time in which they wait."""
-        waited = sum(self.ranks[name] * sum(self.waits(name).values()) for name in self.rows)
+        waited = sum(self.ranks[name] * sum(self.wait_shares(name).values()) for name in self.rows)
         return waited / sum(self.ranks.values())
 
 
 class Split(NamedTuple):
-    """How a job uses its ranks: so many engines of engine_tp each, and trainers, ranks that only train; 0:
-    those of the engines do, in turn. ahead: schedule.ahead."""
+    """How a job divides its ranks.
+
+    engines    number of engines, each on engine_tp ranks
+    trainers   ranks that only train; 0: the engines' ranks also train
+    ahead      schedule.ahead"""
 
     engines: int
     trainers: int = 0
@@ -341,218 +356,253 @@ class Split(NamedTuple):
     engine_tp: int = 1
 
     @staticmethod
-    def of(plan: PlanInputs, ahead: int) -> Split:
-        """Return the split of a plan, whose layout is the trainers'."""
-        trainers, apart = plan.layout.world, plan.config.parallel.rollout_ranks
-        return Split(plan.engines(apart or trainers), trainers if apart else 0, ahead, plan.engine_tp)
+    def from_plan(plan: PlanInputs, ahead: int) -> Split:
+        trainers, rollout_ranks = plan.layout.world, plan.config.parallel.rollout_ranks
+        engines = plan.engines(rollout_ranks or trainers)
+        return Split(engines, trainers if rollout_ranks else 0, ahead, plan.engine_tp)
 
 
-def simulate(work: RolloutWork, costs: Costs, split: Split, seed: int = 0) -> Course:
-    """Run BATCHES steps of a job that uses its ranks in this way.
+class _StepSimulation:
+    """Steps of a job, of which engines and trainers each have a clock."""
 
-    With ahead = a, the batch of step k is drawn with the weights after step k - 1 - a, the first ones with
-    the initial weights. Version v is transferred when the trainers have it and the engines have ended batch
-    v + a; with a = 2 the trainers look before each phase, and wait before the next change of their
-    weights."""
-    course, trainers, ahead = Course(), split.trainers, split.ahead
-    names = [f"engine {number}" for number in range(split.engines)]
-    drawn: list[SimulatedRollout] = []
-    ends: list[float] = []  # of each batch
-    trainer_now = engine_now = 0.0
+    def __init__(self, work: RolloutWork, costs: Costs, split: Split, seed: int) -> None:
+        self.work, self.costs, self.split, self.seed = work, costs, split, seed
+        self.engine_names = [f"engine {number}" for number in range(split.engines)]
+        self.timeline = Timeline()
+        if split.trainers:
+            self.timeline.ranks["trainers"] = split.trainers
+            self.timeline.rows["trainers"] = []
+        self.timeline.ranks |= dict.fromkeys(self.engine_names, split.engine_tp)
+        self.rollouts: list[SimulatedRollout] = []
+        self.rollout_ends: list[float] = []
+        self.trainer_now = self.engine_now = 0.0
 
-    def rollout() -> None:
-        """Draw the next batch."""
-        nonlocal engine_now
-        number = len(ends)
-        if number < BATCHES:  # those drawn beyond are not trained on
-            drawn.append(simulate_rollout(work, costs, split.engines, random.Random(f"{seed} {number}")))
-        batch, step = drawn[number % BATCHES], number + 1
-        for name, busy in zip(names, batch.busy, strict=True):
-            at = engine_now
-            for begin, end in busy:
-                put(name, step, "wait for other engines", at, engine_now + begin)
-                put(name, step, "rollout", engine_now + begin, engine_now + end)
-                at = engine_now + end
-            put(name, step, "wait for other engines", at, engine_now + batch.seconds)
-        engine_now += batch.seconds
-        ends.append(engine_now)
+    def run(self) -> Timeline:
+        disaggregated = self.split.trainers > 0
+        for _ in range(1 + self.split.ahead if disaggregated else 0):
+            self._generate()
+        late = 0  # version whose transfer the trainers have postponed
+        for step in range(1, BATCHES + 1):
+            if disaggregated:
+                begin = max(self.trainer_now, self.rollout_ends[step - 1])
+                self._add("trainers", step, "wait for batch", self.trainer_now, begin)
+                self.trainer_now = begin
+            else:
+                self._generate()
+                self.trainer_now = self.engine_now
+            batch = self.rollouts[step - 1]
+            for phase, seconds in self.costs.train(batch.tokens).items():
+                if late and (phase == ACTOR_UPDATE or self.engine_now <= self.trainer_now):
+                    self._transfer(late)
+                    late = 0
+                for name in ("trainers",) if disaggregated else self.engine_names:
+                    self._add(name, step, phase, self.trainer_now, self.trainer_now + seconds)
+                self.trainer_now += seconds
+            self.timeline.ends.append(self.trainer_now)
+            self.timeline.tokens.append(batch.fresh)
+            self.timeline.generated.append(batch.generated)
+            if not disaggregated:
+                self.engine_now = self.trainer_now + self.costs.transfer
+                for name in self.engine_names:
+                    self._add(name, step, "weight_transfer", self.trainer_now, self.engine_now)
+            elif self.split.ahead == 2 and self.engine_now > self.trainer_now:
+                late = step
+            else:
+                self._transfer(step)
+        return self.timeline
 
-    def put(name: str, step: int, phase: str, begin: float, end: float) -> None:
+    def _add(self, name: str, step: int, phase: str, begin: float, end: float) -> None:
         if end > begin:
-            course.rows.setdefault(name, []).append(Span(step, phase, begin, end))
+            self.timeline.rows.setdefault(name, []).append(Span(step, phase, begin, end))
 
-    def meet(version: int) -> None:
-        """Transfer the weights, once both sides are there, and let the engines go on."""
-        nonlocal trainer_now, engine_now
-        begin = max(trainer_now, engine_now)
-        put("trainers", version, "wait for engines", trainer_now, begin)
-        for name in names:
-            put(name, version + ahead + 1, "wait for weights", engine_now, begin)
-        for name in ("trainers", *names):
-            put(name, version, "weight_transfer", begin, begin + costs.transfer)
-        trainer_now = engine_now = begin + costs.transfer
-        rollout()
+    def _generate(self) -> None:
+        """Generate the next batch. Batches beyond BATCHES are not trained on, so they repeat earlier ones."""
+        number = len(self.rollout_ends)
+        if number < BATCHES:
+            rng = random.Random(f"{self.seed} {number}")
+            self.rollouts.append(simulate_rollout(self.work, self.costs, self.split.engines, rng))
+        batch, step, now = self.rollouts[number % BATCHES], number + 1, self.engine_now
+        for name, busy in zip(self.engine_names, batch.busy, strict=True):
+            at = now
+            for begin, end in busy:
+                self._add(name, step, "wait for other engines", at, now + begin)
+                self._add(name, step, "rollout", now + begin, now + end)
+                at = now + end
+            self._add(name, step, "wait for other engines", at, now + batch.seconds)
+        self.engine_now += batch.seconds
+        self.rollout_ends.append(self.engine_now)
 
-    if trainers:
-        course.ranks["trainers"] = trainers
-        course.rows["trainers"] = []
-    course.ranks |= dict.fromkeys(names, split.engine_tp)
-    for _ in range(1 + ahead if trainers else 0):
-        rollout()
-    behind = 0  # the version that is still to be transferred
-    for step in range(1, BATCHES + 1):
-        if not trainers:
-            rollout()
-            trainer_now = engine_now
-        else:
-            begin = max(trainer_now, ends[step - 1])
-            put("trainers", step, "wait for batch", trainer_now, begin)
-            trainer_now = begin
-        batch = drawn[step - 1]
-        for phase, seconds in costs.train(batch.tokens).items():
-            if behind and (phase == costs.changes or engine_now <= trainer_now):
-                meet(behind)
-                behind = 0
-            for name in ("trainers",) if trainers else names:
-                put(name, step, phase, trainer_now, trainer_now + seconds)
-            trainer_now += seconds
-        course.marks.append(trainer_now)
-        course.tokens.append(batch.fresh)
-        course.generated.append(batch.generated)
-        if not trainers:
-            for name in names:
-                put(name, step, "weight_transfer", trainer_now, trainer_now + costs.transfer)
-            engine_now = trainer_now + costs.transfer
-        elif ahead == 2 and engine_now > trainer_now:
-            behind = step
-        else:
-            meet(step)
-    return course
+    def _transfer(self, version: int) -> None:
+        """Transfer the weights when trainers and engines are both ready, and generate the next batch."""
+        begin = max(self.trainer_now, self.engine_now)
+        self._add("trainers", version, "wait for engines", self.trainer_now, begin)
+        for name in self.engine_names:
+            self._add(name, version + self.split.ahead + 1, "wait for weights", self.engine_now, begin)
+        for name in ("trainers", *self.engine_names):
+            self._add(name, version, "weight_transfer", begin, begin + self.costs.transfer)
+        self.trainer_now = self.engine_now = begin + self.costs.transfer
+        self._generate()
 
 
-# Where the figures come from: a plan, and recorded lengths.
+def simulate(work: RolloutWork, costs: Costs, split: Split, seed: int = 0) -> Timeline:
+    """Simulate BATCHES steps of a job.
+
+    With ahead = a, the batch of step k is generated with the weights after step k - 1 - a. The first ones use
+    the initial weights. Version v is transferred when the trainers have it and the engines have finished
+    batch v + a. With a = 2 the trainers do not wait for the engines before the next actor update: they look
+    before each phase."""
+    return _StepSimulation(work, costs, split, seed).run()
 
 
-def costs_of(plan: PlanInputs, lengths: Lengths) -> Costs:
-    """Return what things cost by plan/times.py. The plan's layout is the trainers'."""
-    parts = estimate(plan, lengths)
-    train = {name: s for name, s in parts.parts.items() if name not in ("rollout", "weight_transfer")}
-    one = decoding(plan)
+# Costs and lengths from a plan or a recorded run.
+
+
+def make_costs(plan: PlanInputs, lengths: Lengths) -> Costs:
+    """Return the costs by plan/times.py. The plan's layout is the trainers'."""
+    step = estimate(plan, lengths)
+    train = {name: s for name, s in step.parts.items() if name not in ("rollout", "weight_transfer")}
+    cost = make_decode_cost(plan)
+    prefilled = lengths.count_prefilled(cached=plan.config.rollout.capabilities.continuous_batching)
     return Costs(
-        decode=one.step,
-        prefill=lengths.prefilled(cached=plan.config.rollout.capabilities.continuous_batching) * one.prefill,
-        at_once=decoded_at_once(plan, lengths),
-        train=lambda tokens: {name: s * tokens / parts.tokens for name, s in train.items()},
-        transfer=parts.parts["weight_transfer"],
+        decode=cost.step,
+        prefill=prefilled * cost.prefill,
+        at_once=decode_batch_size(plan, lengths),
+        train=lambda tokens: {name: s * tokens / step.tokens for name, s in train.items()},
+        transfer=step.parts["weight_transfer"],
     )
 
 
-def work_of(
-    config: Config, lengths: Lengths, balance: Balance, kept: float | None = None, draw: Draw | None = None
+def make_rollout_work(
+    config: Config,
+    lengths: Lengths,
+    balance: Balance,
+    kept_share: float | None = None,
+    sample_lengths: SampleLengths | None = None,
 ) -> RolloutWork:
-    """Return what a step of this configuration draws."""
+    """Return what a step of this configuration generates.
+
+    Observations of tools count as part of the prompt, and tools take no time."""
     rollout = config.rollout
     return RolloutWork(
         prompts=rollout.prompts,
-        group=rollout.group_size,
-        prompt=lengths.prompt + lengths.shown,  # in the cache from the beginning on; tools take no time
-        draw=draw or log_normal(lengths),
-        kept=(kept or GROUPS_KEPT) if rollout.dynamic_sampling.enabled else 1.0,
+        group_size=rollout.group_size,
+        prompt_tokens=lengths.prompt + lengths.all_observed,
+        sample_lengths=sample_lengths or make_log_normal(lengths),
+        kept_share=(kept_share or KEPT_GROUPS) if rollout.dynamic_sampling.enabled else 1.0,
         streams=rollout.capabilities.continuous_batching,
         oversample=rollout.dynamic_sampling.oversample,
         balance=balance,
         window=rollout.window or 0,
-        most_windows=max(1, math.ceil(lengths.longest / (rollout.window or lengths.longest))),
+        max_windows=max(1, math.ceil(lengths.longest / (rollout.window or lengths.longest))),
     )
 
 
-def log_normal(lengths: Lengths) -> Draw:
-    """Return what draws a group's lengths: log-normal, cut at the limit, and alike within a group."""
-    scale, common, own = math.log(lengths.median), ALIKE**0.5, (1 - ALIKE) ** 0.5
+def make_log_normal(lengths: Lengths) -> SampleLengths:
+    """Return a sampler of group lengths: log-normal, cut at the limit, correlated within a group."""
+    scale, common, own = math.log(lengths.median), GROUP_CORRELATION**0.5, (1 - GROUP_CORRELATION) ** 0.5
 
-    def draw(chance: random.Random, responses: int) -> list[float]:
-        prompt = common * chance.gauss(0, 1)
-        drawn = (prompt + own * chance.gauss(0, 1) for _ in range(responses))
-        return [max(1.0, min(math.exp(scale + lengths.spread * z), lengths.longest)) for z in drawn]
+    def sample(rng: random.Random, responses: int) -> list[float]:
+        shared = common * rng.gauss(0, 1)
+        normals = (shared + own * rng.gauss(0, 1) for _ in range(responses))
+        return [max(1.0, min(math.exp(scale + lengths.spread * z), lengths.longest)) for z in normals]
 
-    return draw
+    return sample
 
 
-def best_split(plan: PlanInputs, work: RolloutWork, lengths: Lengths, world: int) -> PlanInputs | None:
-    """Return the plan with the quickest split of `world` ranks one step ahead, of those that the layout
-    allows (tp x pp x cp divides the trainers, engine_tp both sides) and that fit. From the best by the
-    estimate of plan/times.py on, a batch is drawn for its neighbours, as long as they are quicker. None where
-    there is no such split."""
-    layout, found = plan.layout, []
+def find_best_split(plan: PlanInputs, work: RolloutWork, lengths: Lengths, world: int) -> PlanInputs | None:
+    """Return the plan with the quickest split of `world` ranks with ahead = 1; None if no split fits.
+
+    A split must suit the layout: tp x pp x cp divides the trainers, engine_tp both sides. The search begins
+    at the best split by plan/times.py, and simulates its neighbours while they are quicker."""
+    layout = plan.layout
     unit = layout.tp * layout.pp * layout.cp
+    candidates = []
     for trainers in range(unit, world, unit):
-        ranks = world - trainers
-        keys = {"parallel__dp": trainers // unit, "parallel__rollout_ranks": ranks, "schedule__ahead": 1}
-        made = with_keys(plan, **keys)
+        keys = {"parallel__dp": trainers // unit, "parallel__rollout_ranks": world - trainers}
+        candidate = replace_keys(plan, **keys, schedule__ahead=1)
         try:
-            if trainers // layout.pp % layout.ep or find_problem(made):
+            if trainers // layout.pp % layout.ep or find_problem(candidate):
                 continue
-            check_config(made.config, "plan")
-            engine_ranks(made.config, trainers)
+            check_config(candidate.config, "plan")
+            engine_ranks(candidate.config, trainers)
         except MegarlError:
             continue
-        found.append((made, estimate(made, lengths)))
-    if not found:
+        candidates.append((candidate, estimate(candidate, lengths)))
+    if not candidates:
         return None
 
     @cache
-    def seconds(place: int) -> float:
-        made, times = found[place]
-        engines = made.engines(made.config.parallel.rollout_ranks)
-        drawn = simulate_rollout(work, costs_of(made, lengths), engines, random.Random(0))
-        return max(times.training, drawn.seconds)
+    def seconds(index: int) -> float:
+        candidate, times = candidates[index]
+        engines = candidate.engines(candidate.config.parallel.rollout_ranks)
+        rollout = simulate_rollout(work, make_costs(candidate, lengths), engines, random.Random(0))
+        return max(times.training, rollout.seconds)
 
-    place = min(range(len(found)), key=lambda i: found[i][1].total)
+    index = min(range(len(candidates)), key=lambda i: candidates[i][1].total)
     while True:
-        near = [i for i in (place - 1, place + 1) if 0 <= i < len(found)]
-        quickest = min([place, *near], key=seconds)
-        if quickest == place:
-            return found[place][0]
-        place = quickest
+        near = [i for i in (index - 1, index + 1) if 0 <= i < len(candidates)]
+        quickest = min([index, *near], key=seconds)
+        if quickest == index:
+            return candidates[index][0]
+        index = quickest
 
 
-class Tried(NamedTuple):
-    """A way to use the job's ranks, steps ahead, and what came of it."""
+class SimulatedSplit(NamedTuple):
+    """A split of the job's ranks, with its simulated steps. The plan's schedule.ahead is not used."""
 
     plan: PlanInputs
     ahead: int
-    course: Course
+    timeline: Timeline
 
     @property
-    def apart(self) -> int:
-        """Return how many ranks have engines only; 0: the trainers have them."""
+    def rollout_ranks(self) -> int:
+        """Return how many ranks only generate; 0: all ranks do both."""
         return self.plan.config.parallel.rollout_ranks
 
 
-def compare(plan: PlanInputs, work: RolloutWork, lengths: Lengths) -> list[Tried]:
-    """Simulate the configuration, and beside it: all ranks in turn, and the best split with ahead 1 and 2."""
+def compare_splits(plan: PlanInputs, work: RolloutWork, lengths: Lengths) -> list[SimulatedSplit]:
+    """Simulate the configuration, all ranks shared, and the best split with ahead 1 and 2."""
     unit, parallel = plan.layout.tp * plan.layout.pp * plan.layout.cp, plan.config.parallel
     world = plan.layout.world + parallel.rollout_ranks
-    wanted = [(plan, plan.config.schedule.ahead)]
+    candidates = [(plan, plan.config.schedule.ahead)]
     if parallel.rollout_ranks and world % unit == 0 and world % plan.engine_tp == 0:
-        wanted.append((with_keys(plan, parallel__dp=world // unit, parallel__rollout_ranks=0), 0))
-    if best := best_split(plan, work, lengths, world):
-        wanted += [(best, 1), (best, 2)]
-    tried: list[Tried] = []
-    for made, ahead in wanted:
-        if any((one.plan.layout, one.ahead) == (made.layout, ahead) for one in tried):
+        candidates.append((replace_keys(plan, parallel__dp=world // unit, parallel__rollout_ranks=0), 0))
+    if best := find_best_split(plan, work, lengths, world):
+        candidates += [(best, 1), (best, 2)]
+    splits: list[SimulatedSplit] = []
+    for candidate, ahead in candidates:
+        if any((split.plan.layout, split.ahead) == (candidate.layout, ahead) for split in splits):
             continue
-        course = simulate(work, costs_of(made, lengths), Split.of(made, ahead))
-        tried.append(Tried(made, ahead, course))
-    return tried
+        timeline = simulate(work, make_costs(candidate, lengths), Split.from_plan(candidate, ahead))
+        splits.append(SimulatedSplit(candidate, ahead, timeline))
+    return splits
 
 
-def recorded(run_dir: Path, lengths: Lengths) -> tuple[Lengths, Draw, str]:
-    """Return a run's lengths, what draws them, and where they are from: its recorded rollouts
-    (checkpoint.rollouts), of which groups are drawn as they are; else the mean and the longest in
-    metrics.jsonl, through which a log-normal is put. Raises DataError for a run without either."""
+def recorded(run_dir: Path, lengths: Lengths) -> tuple[Lengths, SampleLengths, str]:
+    """Return a run's lengths, a sampler of them, and a description of their source.
+
+    Recorded rollouts (checkpoint.rollouts) are sampled group by group. Without them a log-normal is fitted to
+    the mean and the longest in metrics.jsonl. Raises DataError for a run without either.
+    lengths: gives the limit and the window, and prompts where none are recorded."""
+    groups, prompts = _read_rollouts(run_dir)
+    if not groups:
+        return _fit_to_metrics(run_dir, lengths)
+    responses = [max(1, n) for group in groups for n in group]
+    spread = max(1e-3, pstdev([math.log(n) for n in responses]))
+    longest = max(lengths.longest, *responses)
+    fitted = Lengths(fmean(responses), longest, fmean(prompts), spread, window=lengths.window)
+
+    def sample(rng: random.Random, count: int) -> list[float]:
+        group = rng.choice(groups)
+        return [float(n) for n in rng.choices(group, k=count)]
+
+    return fitted, sample, f"{len(responses):,} responses of the rollouts in {run_dir}"
+
+
+def _read_rollouts(run_dir: Path) -> tuple[list[list[int]], list[int]]:
+    """Read the finished responses of the last steps: their lengths by group, and their prompts' lengths."""
     steps = sorted(manifest.parent for manifest in (run_dir / "rollouts").glob("step-*/manifest.json"))
-    files = [path for step in steps[-RECORDED:] for path in sorted(step.glob("*.safetensors"))]
+    files = [path for step in steps[-RECORDED_STEPS:] for path in sorted(step.glob("*.safetensors"))]
     groups: dict[tuple[Path, int], list[int]] = {}
     prompts: list[int] = []
     for path in files:
@@ -561,46 +611,38 @@ def recorded(run_dir: Path, lengths: Lengths) -> tuple[Lengths, Draw, str]:
                 ends, mask = file.get_tensor("cu_seqlens"), file.get_tensor("response_mask")
                 ids = file.get_tensor("column.group_ids")
                 windows = "column.unfinished" in file.keys()  # noqa: SIM118 (not a mapping)
-                goes_on = file.get_tensor("column.unfinished") if windows else ids < 0
+                unfinished = file.get_tensor("column.unfinished") if windows else ids < 0
         except (OSError, SafetensorError) as error:
             raise DataError(f"{path}: is damaged ({error})") from None
-        for begin, end, group, unfinished in zip(ends[:-1], ends[1:], ids, goes_on, strict=True):
-            if unfinished:
+        for begin, end, group, is_partial in zip(ends[:-1], ends[1:], ids, unfinished, strict=True):
+            if is_partial:
                 continue
-            own = mask[begin:end].nonzero()[0]  # what lies between is neither the prompt's nor drawn
-            groups.setdefault((path.parent, int(group)), []).append(own.size)
-            prompts.append(int(own[0] if own.size else end - begin))
-    if groups:
-        alone = [max(1, n) for group in groups.values() for n in group]
-        logs = [math.log(n) for n in alone]
-        known = fmean(alone), max(lengths.longest, *alone), fmean(prompts), max(1e-3, pstdev(logs))
-        fitted = Lengths(*known, window=lengths.window)
+            sampled = mask[begin:end].nonzero()[0]  # other tokens are the prompt's or a tool's
+            groups.setdefault((path.parent, int(group)), []).append(sampled.size)
+            prompts.append(int(sampled[0] if sampled.size else end - begin))
+    return list(groups.values()), prompts
 
-        def draw(chance: random.Random, responses: int) -> list[float]:
-            group = chance.choice(own_groups)
-            return [float(n) for n in chance.choices(group, k=responses)]
 
-        own_groups = list(groups.values())
-        return fitted, draw, f"{len(alone):,} responses of the rollouts in {run_dir}"
+def _fit_to_metrics(run_dir: Path, lengths: Lengths) -> tuple[Lengths, SampleLengths, str]:
+    """Fit a log-normal to the mean and the longest response of the last third of a run's steps."""
     run = load_run(run_dir)
-    of_training = [
-        record for record in run.by_stage.get(TRAIN, {}).values() if "response/length_mean" in record
-    ]
-    records = of_training[-(-len(of_training) * 2 // 3) :] or of_training
+    records = [r for r in run.by_stage.get(TRAIN, {}).values() if "response/length_mean" in r]
+    records = records[-(-len(records) * 2 // 3) :] or records
     if not records:
         raise DataError(f"{run_dir}: no step of training with response lengths (choose another run)")
     mean = fmean(record["response/length_mean"] for record in records)
     longest = max(record["response/length_max"] for record in records)
     size = run.setting("rollout", "group_size", default=1) or 1
     responses = sum(record.get("rollout/prompts", 1) * size for record in records)
-    # Of so many responses one is this long; where some were cut, their share is.
+    # The longest is taken as the quantile 1 - 1 / responses; if some were cut, as 1 - their share.
     share = max(1 / max(2, responses), fmean(record.get("reward/truncated") or 0.0 for record in records))
-    # Where half and more were cut, what is left says nothing of their spread: they are taken as alike.
+    limit = max(lengths.longest, longest)
+    fit = partial(Lengths, mean, limit, lengths.prompt, window=lengths.window)
+    # If half or more were cut, the rest does not show the spread: assume equal lengths.
     share, low, high = min(share, 0.5), 1e-3, 3.0 if share < 0.5 else 1e-3
     for _ in range(40):
         middle = (low + high) / 2
-        known = mean, max(lengths.longest, longest), lengths.prompt, middle
-        fitted = Lengths(*known, window=lengths.window)
+        fitted = fit(spread=middle)
         beyond = fitted.median * math.exp(middle * NormalDist().inv_cdf(1 - share)) > longest
         low, high = (low, middle) if beyond else (middle, high)
-    return fitted, log_normal(fitted), f"mean and longest of {len(records)} steps of {run_dir}"
+    return fitted, make_log_normal(fitted), f"mean and longest of {len(records)} steps of {run_dir}"

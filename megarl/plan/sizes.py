@@ -65,7 +65,7 @@ class Shape:
     def itemsize(self) -> int:
         return BYTES[self.dtype]
 
-    def held(
+    def count_params(
         self, layout: Layout, pp_rank: int, *, critic: bool = False, optimizer: OptimizerConfig | None = None
     ) -> Held:
         """Count the parameters of a rank of this pipeline stage, padding of the vocabulary included. All
@@ -142,7 +142,7 @@ class Shape:
                 )
         return found
 
-    def turning(self, layout: Layout, pp_rank: int) -> float:
+    def muon_flops(self, layout: Layout, pp_rank: int) -> float:
         """Return the operations of one iteration by which Muon turns the matrices of this pipeline stage,
         each whole: of m x n, m <= n, X X^T, its square, and what both make of X (arXiv 2502.16982)."""
         sizes, total, own = self.sizes, 0.0, self._layers(layout, pp_rank)
@@ -203,7 +203,7 @@ class Shape:
     @cached_property
     def parameters(self) -> int:
         """Return the number of parameters of the whole model, without padding."""
-        return self.held(Layout(), 0).all
+        return self.count_params(Layout(), 0).all
 
     @cached_property
     def active(self) -> int:
@@ -231,14 +231,14 @@ class Shape:
         return found
 
     @cached_property
-    def chosen_share(self) -> float:
+    def routed_share(self) -> float:
         """Return the share of the experts that a token goes through; 1 without any."""
         return int(self.config["num_experts_per_tok"]) / self.sizes.experts if self.sizes.experts else 1.0
 
     @cached_property
     def expert_share(self) -> float:
         """Return the share of the parameters that are experts."""
-        return self.held(Layout(), 0).experts / self.parameters
+        return self.count_params(Layout(), 0).experts / self.parameters
 
     def cache_bytes(self, tp: int) -> int:
         """Return the bytes of one token's keys and values on one rank of an engine. A key/value head is not

@@ -28,7 +28,7 @@ SCALAR = ("critic", "reward")  # models whose head gives one number
 
 def count_params(plan: PlanInputs, model: str, stage: int, shape: Shape | None = None) -> Held:
     """Count the parameters of a model on a rank, with LoRA adapters. shape: of one of several teachers."""
-    own = (shape or plan.shape(model)).held(plan.layout, stage, critic=model in SCALAR)
+    own = (shape or plan.shape(model)).count_params(plan.layout, stage, critic=model in SCALAR)
     if model not in ("actor", "critic") or plan.lora(model).rank is None:
         return own
     adapters = count_trained(plan, model, plan.layout, stage)
@@ -38,7 +38,7 @@ def count_params(plan: PlanInputs, model: str, stage: int, shape: Shape | None =
 def count_trained(plan: PlanInputs, model: str, layout: Layout, stage: int) -> Held:
     """Count the parameters on a rank of this layout that have gradients and optimizer state."""
     optimizer = plan.optimizer(model)
-    return plan.shape(model).held(layout, stage, critic=model == "critic", optimizer=optimizer)
+    return plan.shape(model).count_params(layout, stage, critic=model == "critic", optimizer=optimizer)
 
 
 def group_bytes(plan: PlanInputs, name: str, stage: int, *, every: bool = False) -> float:

@@ -16,7 +16,7 @@ from megarl.plan.host import cpu_bytes, cpu_bytes_by_phase, node_bytes
 from megarl.plan.inputs import PlanInputs
 from megarl.plan.memory import gpu_needs
 from megarl.plan.search import Found, best_of, name_of, overrides, proven
-from megarl.plan.simulate import RolloutWork, Tried
+from megarl.plan.simulate import RolloutWork, SimulatedSplit
 from megarl.plan.sizes import GIB
 from megarl.plan.tensors import model_activations
 from megarl.plan.times import Estimate, Lengths
@@ -82,7 +82,7 @@ def lines(plan: PlanInputs, where: str, lengths: Lengths, made: Estimate) -> Ite
     head = (found.head * plan.pack + found.head_fixed) / GIB
     yield f"log-prob head at work on a micro-batch  {head:.1f} GiB, at another time than the layers"
     if config.has_engine:
-        usual = config.data.max_prompt_tokens + lengths.mean + lengths.shown
+        usual = config.data.max_prompt_tokens + lengths.mean + lengths.all_observed
         full, mean = (min(kv_cache_tokens(plan) / n, config.rollout.max_batch) for n in (plan.longest, usual))
         most = f"{full:,.0f} of full length, {mean:,.0f} of mean length"
         yield f"responses decoded at once by an engine  {most}"
@@ -102,7 +102,7 @@ def lines(plan: PlanInputs, where: str, lengths: Lengths, made: Estimate) -> Ite
     )
     for name, seconds in made.parts.items():
         yield f"    {name:24s}{clock(seconds):>10s}  {seconds / made.total:4.0%}"
-    if made.beside:
+    if made.asynchronous:
         yield "    the rollout runs beside training: the longer of the two counts, and the transfer"
 
 
@@ -205,54 +205,57 @@ def best(tried: list[Found], current: Found, path: Path) -> Iterator[str]:
         yield from (f"  {key}: {_value(value)}" for key, value in values.items())
 
 
-def simulated(tried: Sequence[Tried], work: RolloutWork, lengths: Lengths, where: str) -> Iterator[str]:
+def simulated(
+    tried: Sequence[SimulatedSplit], work: RolloutWork, lengths: Lengths, where: str
+) -> Iterator[str]:
     """Yield what a simulation found: a row for each way to use the ranks, and a step of the configuration and
     of the quickest in time. where: the source of the lengths."""
     most = f"up to {lengths.longest:,}"
     mean = f"mean {lengths.mean:,.0f} tokens, median {lengths.median:,.0f}"
     yield f"lengths  {where}: {mean}, {most}{episodes(lengths)}"
-    kept = f", of which dynamic sampling keeps {work.kept:.0%}" if work.kept < 1 else ""
-    yield f"a step   {work.prompts} groups of {work.group} responses{kept}; {BALANCE[work.balance]}"
+    kept = f", of which dynamic sampling keeps {work.kept_share:.0%}" if work.kept_share < 1 else ""
+    yield f"a step   {work.prompts} groups of {work.group_size} responses{kept}; {BALANCE[work.balance]}"
     yield ""
     heads = f"{'a step':>9s}{'tokens/s':>10s}{'a GPU':>7s}{'idle':>6s}{'trainers':>10s}{'engines':>9s}"
     yield f"{'':32s}{heads}"
     # One more step ahead must be worth something.
-    quickest = min(tried, key=lambda one: one.course.step * (1 + 0.01 * one.ahead))
+    quickest = min(tried, key=lambda one: one.timeline.step * (1 + 0.01 * one.ahead))
     for one in tried:
-        course, world = one.course, one.plan.layout.world + one.apart
-        engines = [sum(course.waits(name).values()) for name in course.rows if name != "trainers"]
+        timeline, world = one.timeline, one.plan.layout.world + one.rollout_ranks
+        engines = [sum(timeline.wait_shares(name).values()) for name in timeline.rows if name != "trainers"]
         name = f"{world} ranks in turn"
-        if one.apart:
-            name = f"{one.plan.layout.world} train, {one.apart} generate, ahead {one.ahead}"
-        idle = f"{sum(course.waits('trainers').values()):.0%}" if one.apart else "-"
+        if one.rollout_ranks:
+            name = f"{one.plan.layout.world} train, {one.rollout_ranks} generate, ahead {one.ahead}"
+        idle = f"{sum(timeline.wait_shares('trainers').values()):.0%}" if one.rollout_ranks else "-"
         mark = "  <- the configuration" if one is tried[0] else "  <- the quickest" if one is quickest else ""
         yield (
-            f"{name:32s}{clock(course.step):>9s}{course.tokens_second:10,.0f}"
-            f"{course.tokens_second / world:7,.0f}{course.idle:6.0%}{idle:>10s}{fmean(engines):9.0%}{mark}"
+            f"{name:32s}{clock(timeline.step):>9s}{timeline.tokens_per_second:10,.0f}"
+            f"{timeline.tokens_per_second / world:7,.0f}{timeline.idle:6.0%}"
+            f"{idle:>10s}{fmean(engines):9.0%}{mark}"
         )
     for one in (tried[0], quickest) if quickest is not tried[0] else (quickest,):
         yield ""
         yield from _bars(one)
-    if quickest.apart and quickest is not tried[0]:
-        dp, ranks = quickest.plan.layout.dp, quickest.apart
-        saved = 1 - quickest.course.step / tried[0].course.step
+    if quickest.rollout_ranks and quickest is not tried[0]:
+        dp, ranks = quickest.plan.layout.dp, quickest.rollout_ranks
+        saved = 1 - quickest.timeline.step / tried[0].timeline.step
         yield ""
         keys = f"parallel.dp={dp} parallel.rollout_ranks={ranks} schedule.ahead={quickest.ahead}"
         yield f"quickest: {keys}, {saved:.0%} less time a step"
 
 
-def _bars(tried: Tried) -> Iterator[str]:
+def _bars(tried: SimulatedSplit) -> Iterator[str]:
     """Yield a steady step as bars of letters: of the trainers, and of the engines that wait least, as much as
     most do, and most."""
-    course, width = tried.course, 72
-    begin, end = course.marks[-2:]
+    timeline, width = tried.timeline, 72
+    begin, end = timeline.ends[-2:]
     engines = sorted(
-        (name for name in course.rows if name != "trainers"),
-        key=lambda name: sum(course.waits(name).values()),
+        (name for name in timeline.rows if name != "trainers"),
+        key=lambda name: sum(timeline.wait_shares(name).values()),
     )
     chosen = dict.fromkeys((engines[0], engines[len(engines) // 2], engines[-1]))
-    names = [*(name for name in course.rows if name == "trainers"), *chosen]
-    phases = dict.fromkeys(span.phase for name in names for span in course.rows[name])
+    names = [*(name for name in timeline.rows if name == "trainers"), *chosen]
+    phases = dict.fromkeys(span.phase for name in names for span in timeline.rows[name])
     letters: dict[str, str] = {}
     for phase in (phase for phase in phases if not phase.startswith("wait")):
         free = [c for c in (*phase, *ascii_lowercase) if c.isalpha() and c not in letters.values()]
@@ -260,7 +263,7 @@ def _bars(tried: Tried) -> Iterator[str]:
     yield f"a step of {clock(end - begin)}; a letter is {clock((end - begin) / width)}, a dot waits"
     seconds: dict[str, float] = {}
     for name in names:
-        inside = [span for span in course.rows[name] if span.end > begin and span.begin < end]
+        inside = [span for span in timeline.rows[name] if span.end > begin and span.begin < end]
         bar = ""
         for i in range(width):
             at = begin + (i + 0.5) * (end - begin) / width

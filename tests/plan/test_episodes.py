@@ -14,7 +14,14 @@ from megarl.cli.main import main
 from megarl.config import load_config
 from megarl.plan import text
 from megarl.plan.inputs import make_plan_inputs
-from megarl.plan.times import Decoding, Lengths, _decode, decoded_at_once, default_lengths, estimate
+from megarl.plan.times import (
+    DecodeCost,
+    Lengths,
+    _decode_seconds,
+    decode_batch_size,
+    default_lengths,
+    estimate,
+)
 from megarl.weights.known_models import KNOWN_MODELS
 from tests.plan.test_published import ROOT
 
@@ -23,7 +30,7 @@ EPISODE = [
     *("rollout.episode=megarl_tasks.calculator:episode", "rollout.max_response_tokens=4096"),
     *("rollout.turns.max=16", "rollout.turns.max_tokens=12288"),
 ]
-COSTS = Decoding(0.01, 0.002, 0.003, 0.0, 1e-6, 0.0, 0.0, 1e-4)
+COSTS = DecodeCost(0.01, 0.002, 0.003, 0.0, 1e-6, 0.0, 0.0, 1e-4)
 
 
 def plan(*changes: str):
@@ -34,8 +41,8 @@ def plan(*changes: str):
 def by_the_token(each: int, at_once: int, lengths: Lengths, parts: int = 100) -> float:
     """Seconds of an engine by a clock that goes on by 1 / `parts` of a token, a step's pace being that of
     what is in it: turns of whole numbers of such parts, and tools that wait on the clock."""
-    mean = (fmean(lengths.quantiles()) + lengths.shown) / 2 + lengths.prompt
-    quantiles = lengths.quantiles()
+    mean = (fmean(lengths.quantiles) + lengths.all_observed) / 2 + lengths.prompt
+    quantiles = lengths.quantiles
     waiting = [
         [quantiles[(i * 37) % len(quantiles)] / lengths.turns, lengths.turns] for i in range(each)
     ]  # tokens a turn, turns that are left
@@ -71,7 +78,7 @@ def by_the_token(each: int, at_once: int, lengths: Lengths, parts: int = 100) ->
 )
 def test_turns_by_the_token(each: int, at_once: int, turns: int, idle: float) -> None:
     lengths = Lengths(24.0, 60, 10, turns=turns, observed=5.0, idle=idle)
-    assert _decode(COSTS, each, at_once, lengths) == pytest.approx(
+    assert _decode_seconds(COSTS, each, at_once, lengths) == pytest.approx(
         by_the_token(each, at_once, lengths), rel=0.03
     )
 
@@ -81,8 +88,8 @@ def test_one_response_waits_and_many_do_not() -> None:
     nothing but for the last."""
     one = Lengths(24.0, 60, 10, turns=5, observed=5.0)
     slow = replace(one, idle=0.5)
-    assert _decode(COSTS, 1, 1, slow) - _decode(COSTS, 1, 1, one) == pytest.approx(4 * 0.5)
-    busy, free = (_decode(COSTS, 64, 1, lengths) for lengths in (slow, one))
+    assert _decode_seconds(COSTS, 1, 1, slow) - _decode_seconds(COSTS, 1, 1, one) == pytest.approx(4 * 0.5)
+    busy, free = (_decode_seconds(COSTS, 64, 1, lengths) for lengths in (slow, one))
     assert free <= busy < free + 4 * 0.5 + 1e-9
     assert busy / free < 1.05
 
@@ -96,15 +103,19 @@ def test_what_is_prefilled(turns: int, prompt: int, written: int, observed: int)
         context += written + observed
         again += context
         new += observed
-    assert lengths.prefilled(cached=False) == pytest.approx(again)
-    assert lengths.prefilled(cached=True) == new
-    assert lengths.shown == context - prompt - (turns - 1) * written
+    assert lengths.count_prefilled(cached=False) == pytest.approx(again)
+    assert lengths.count_prefilled(cached=True) == new
+    assert lengths.all_observed == context - prompt - (turns - 1) * written
 
 
 def test_episodes_of_one_turn_are_as_before() -> None:
     made = plan()
     lengths = default_lengths(made)
-    assert (lengths.turns, lengths.shown, lengths.prefilled(cached=False)) == (1, 0, lengths.prompt)
+    assert (lengths.turns, lengths.all_observed, lengths.count_prefilled(cached=False)) == (
+        1,
+        0,
+        lengths.prompt,
+    )
     assert text.episodes(lengths) == ""
 
 
@@ -115,10 +126,10 @@ def test_a_step_of_episodes() -> None:
     assert made.longest - one.longest == 12288 - 4096
     lengths = default_lengths(made)
     assert (lengths.turns, lengths.idle) == (4, 1.0)
-    assert lengths.shown == pytest.approx((12288 - 4096) / 3)
+    assert lengths.all_observed == pytest.approx((12288 - 4096) / 3)
     short = replace(lengths, turns=1)
     with_turns, without = estimate(made, lengths), estimate(made, short)
-    assert with_turns.tokens - without.tokens == pytest.approx(made.config.responses * lengths.shown)
+    assert with_turns.tokens - without.tokens == pytest.approx(made.config.responses * lengths.all_observed)
     for part in ("old_logprobs", "actor_update", "rollout"):
         assert with_turns.parts[part] > without.parts[part]
     patient = estimate(made, replace(lengths, idle=120.0))
@@ -126,7 +137,7 @@ def test_a_step_of_episodes() -> None:
     same = {name: s for name, s in with_turns.parts.items() if name != "rollout"}
     assert {name: s for name, s in patient.parts.items() if name != "rollout"} == same
     roomy = plan(*EPISODE, "rollout.max_batch=4096")
-    assert decoded_at_once(roomy, lengths) < decoded_at_once(roomy, short)
+    assert decode_batch_size(roomy, lengths) < decode_batch_size(roomy, short)
 
 
 def test_the_command_says_what_is_assumed(capsys: pytest.CaptureFixture[str]) -> None:

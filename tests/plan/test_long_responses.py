@@ -12,7 +12,7 @@ from unittest import mock
 from megarl.config import load_config
 from megarl.plan import times
 from megarl.plan.inputs import PlanInputs
-from megarl.plan.search import with_keys
+from megarl.plan.search import replace_keys
 from megarl.plan.sizes import Shape, device_of
 from megarl.plan.times import Estimate, Lengths, estimate
 from megarl.weights.known_models import KNOWN_MODELS
@@ -56,7 +56,7 @@ def steps() -> Iterator[tuple[str, PlanInputs, Lengths]]:
     name = "packs of up to 22,528 tokens: recomputation, pp 2"
     yield name, plan_with(base, settings, "Qwen2.5-32B", layout), short
     sampled = replace(LONG, mean=float(row["length"]))
-    with mock.patch.object(times, "FP8", {}):
+    with mock.patch.object(times, "FP8_SPEEDUP", {}):
         yield "mean 3,251, up to 20,480 tokens, prompts of 512", vapo, sampled
     yield "FP8", vapo, sampled
     yield "mean 6,827: `configs/vapo_32b.yaml`", vapo, LONG
@@ -83,28 +83,28 @@ def changed() -> Iterator[tuple[str, PlanInputs, Estimate]]:
     could do."""
     plan = plan_with(VAPO, [], "Qwen2.5-32B", {})
     yield "`configs/vapo_32b.yaml`", plan, estimate(plan, LONG)
-    seconds, costs = times._token_seconds, times.decoding
+    seconds, costs = times._token_seconds, times.make_decode_cost
     with mock.patch.object(times, "_token_seconds", lambda p, n, u, _: seconds(p, n, u, [1.0])):
         yield "attention of training for nothing", plan, estimate(plan, LONG)
-    with mock.patch.object(times, "decoding", lambda p: replace(costs(p), cached=0.0)):
+    with mock.patch.object(times, "make_decode_cost", lambda p: replace(costs(p), cached=0.0)):
         yield "reading the KV cache for nothing", plan, estimate(plan, LONG)
-    with mock.patch.object(times, "decoding", lambda p: replace(costs(p), fixed=0.0, row=0.0)):
+    with mock.patch.object(times, "make_decode_cost", lambda p: replace(costs(p), fixed=0.0, sequence=0.0)):
         yield "the host and kernels' starts for nothing in decoding", plan, estimate(plan, LONG)
-    free = with_keys(plan, cluster__node_speed=1e9, cluster__network_speed=1e9)
+    free = replace_keys(plan, cluster__node_speed=1e9, cluster__network_speed=1e9)
     yield "all messages hidden", free, estimate(free, LONG)
-    whole = with_keys(plan, model__recompute="none", model__recompute_layers=None)
+    whole = replace_keys(plan, model__recompute="none", model__recompute_layers=None)
     yield "no recomputation (does not fit)", whole, estimate(whole, LONG)
-    once = with_keys(plan, update__mini_batch=8192)
+    once = replace_keys(plan, update__mini_batch=8192)
     yield "one update a step: no bubble or waiting between them", once, estimate(once, LONG)
-    with mock.patch.object(times, "FP8", {}):
+    with mock.patch.object(times, "FP8_SPEEDUP", {}):
         yield "FP8's products at bf16's speed", plan, estimate(plan, LONG)
-    with mock.patch.object(times, "FP8", {plan.config.model.fp8.recipe: 2.0}):
+    with mock.patch.object(times, "FP8_SPEEDUP", {plan.config.model.fp8.recipe: 2.0}):
         yield "FP8's products at twice bf16's speed, as in the data sheet", plan, estimate(plan, LONG)
-    quarter = with_keys(plan, update__mini_batch=2048)
+    quarter = replace_keys(plan, update__mini_batch=2048)
     yield "4 updates a step instead of 16 (another algorithm)", quarter, estimate(quarter, LONG)
-    eight = with_keys(plan, rollout__weights_dtype="fp8_block")
+    eight = replace_keys(plan, rollout__weights_dtype="fp8_block")
     yield "`rollout.weights_dtype=fp8_block`", eight, estimate(eight, LONG)
-    ring = with_keys(plan, parallel__cp=2, parallel__dp=8, model__recompute_layers=6)
+    ring = replace_keys(plan, parallel__cp=2, parallel__dp=8, model__recompute_layers=6)
     yield "cp 2, dp 8, 6 layers recomputed", ring, estimate(ring, LONG)
     h200 = plan_with(VAPO, ["cluster.gpu=H200", "model.recompute_layers=1"], "Qwen2.5-32B", {})
     yield "H200: 1 layer recomputed, a larger KV cache", h200, estimate(h200, LONG)

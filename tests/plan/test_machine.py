@@ -97,7 +97,7 @@ def test_a_run_that_the_kernel_ended_is_refused() -> None:
     )
     # By hand: Adam's two moments, a weight and a gradient of four bytes for each parameter of both models.
     trained = sum(
-        shape.held(plan.layout, 0, critic=critic).all * 2
+        shape.count_params(plan.layout, 0, critic=critic).all * 2
         for shape, critic in ((plan.actor, False), (plan.critic, True))
     )
     held = sum(cpu_bytes(plan)[name] for name in ("weights", "gradients", "optimizer"))

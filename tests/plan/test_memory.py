@@ -35,7 +35,7 @@ from megarl.plan.memory import (
     phase_buffers,
     phase_need,
 )
-from megarl.plan.search import with_keys
+from megarl.plan.search import replace_keys
 from megarl.plan.sizes import Passes, Shape, activations
 from megarl.plan.tensors import count_bucket_params, count_params, count_trained, fp8_copy_bytes, group_bytes
 from megarl.plan.times import LINKS, default_lengths, estimate
@@ -419,15 +419,15 @@ def test_what_a_rank_holds_of_the_batch_goes_down_with_the_ranks(tp: int, pp: in
     """A replica's share by the replicas, what was drawn by the ranks, facts by nothing; pairs that are given
     are read whole by all."""
     plan, sizes = plan_32b(), {"tp": 2**tp, "pp": 2**pp, "dp": 2**dp}
-    one = with_keys(plan, **{f"parallel__{name}": size for name, size in sizes.items()})
-    alone = with_keys(plan, parallel__tp=1, parallel__pp=1, parallel__dp=1)
+    one = replace_keys(plan, **{f"parallel__{name}": size for name, size in sizes.items()})
+    alone = replace_keys(plan, parallel__tp=1, parallel__pp=1, parallel__dp=1)
     facts = KNOWN * plan.config.responses
     share = step_batch_bytes(alone) - facts - sampled_bytes(alone)
     assert step_batch_bytes(one) == pytest.approx(
         share / 2**dp + sampled_bytes(alone) / 2 ** (tp + pp + dp) + facts
     )
     pairs = make_plan_inputs(load_config(ROOT / "configs/demos/sft.yaml"), KNOWN_MODELS["Qwen2.5-0.5B"])
-    assert step_batch_bytes(with_keys(pairs, parallel__dp=2**dp)) == step_batch_bytes(pairs)
+    assert step_batch_bytes(replace_keys(pairs, parallel__dp=2**dp)) == step_batch_bytes(pairs)
 
 
 def plan_32b(*overrides: str) -> PlanInputs:
@@ -626,7 +626,7 @@ def test_the_disk_holds_the_checkpoints_that_are_kept(
                 most = max(most, sum(there))
                 prune(Path(folder), config.checkpoint)
     assert disk_bytes(plan) == pytest.approx(most) and planned_needs(config, 8)[1] == disk_bytes(plan)
-    assert disk_bytes(with_keys(plan, checkpoint__every=0)) == 0
+    assert disk_bytes(replace_keys(plan, checkpoint__every=0)) == 0
     critic = count_trained(plan, "critic", Layout(), 0).all
     assert sizes["pretraining"] == pytest.approx(critic * (2 + 3 * 4))
 

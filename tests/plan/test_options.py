@@ -17,11 +17,11 @@ from megarl.parallel.runtime import Runtime
 from megarl.plan import memory
 from megarl.plan.inputs import PlanInputs
 from megarl.plan.memory import gpu_needs, phase_buffers
-from megarl.plan.search import ROOM, with_keys
+from megarl.plan.search import ROOM, replace_keys
 from megarl.plan.sizes import GIB
 from megarl.plan.tensors import count_bucket_params, gradient_sum_bytes, group_bytes
 from megarl.plan.text import clock
-from megarl.plan.times import PRODUCTS, default_lengths, estimate
+from megarl.plan.times import MATMUL, default_lengths, estimate
 from tests.plan.jobs import batches, learner_of, storages
 from tests.plan.test_memory import ROOT
 from tests.plan.test_search import plan_for
@@ -50,8 +50,8 @@ def keeps_what_it_sent(layout: Layout, begun: float, last: bool) -> float:
 def fewest_layers(plan: PlanInputs) -> PlanInputs:
     """With as few recomputed layers as leave as much room as `megarl plan` does."""
     layers = plan.actor.sizes.layers // plan.layout.pp
-    none = with_keys(plan, model__recompute="none", model__recompute_layers=None)
-    tried = [none, *(with_keys(plan, model__recompute_layers=count) for count in range(1, layers + 1))]
+    none = replace_keys(plan, model__recompute="none", model__recompute_layers=None)
+    tried = [none, *(replace_keys(plan, model__recompute_layers=count) for count in range(1, layers + 1))]
     return next(made for made in tried if fullest(made) <= (1 - ROOM) * plan.device.memory)
 
 
@@ -65,15 +65,15 @@ def rows() -> Iterator[list[str]]:
         yield ["before: what a stage sent is kept", *map(shown, plans)]
     yield ["as it is", *map(shown, plans)]
     mixtures = [
-        shown(with_keys(p, model__router_dtype="model")) if p.actor.sizes.experts else "-" for p in plans
+        shown(replace_keys(p, model__router_dtype="model")) if p.actor.sizes.experts else "-" for p in plans
     ]
     yield ["`model.router_dtype=model`", *mixtures]
-    halved = [with_keys(plan, **HALVED) for plan in plans]
+    halved = [replace_keys(plan, **HALVED) for plan in plans]
     yield ["`parallel.grad_dtype=bf16`", *map(shown, halved)]
     fewer = [fewest_layers(plan) for plan in halved]
     layers = [f" ({plan.config.model.recompute_layers or 0} layers)" for plan in fewer]
     yield ["the same, fewest layers recomputed", *map(shown, fewer, layers)]
-    alone = [shown(with_keys(p, **MLP)) if not p.actor.sizes.experts else "-" for p in plans]
+    alone = [shown(replace_keys(p, **MLP)) if not p.actor.sizes.experts else "-" for p in plans]
     yield ["`model.recompute=selective`, `recompute_modules=mlp`", *alone]
 
 
@@ -94,7 +94,7 @@ def test_gradients_in_bf16_are_half(name: str) -> None:
     """In memory and on the way to other replicas; what the sum takes comes when activations are gone, on the
     first stage beside them."""
     plan = plan_for(name)
-    halved = with_keys(plan, **HALVED)
+    halved = replace_keys(plan, **HALVED)
     for stage in plan.stages:
         assert (
             group_bytes(halved, "actor.gradients", stage) == group_bytes(plan, "actor.gradients", stage) / 2
@@ -175,7 +175,7 @@ def test_muons_iterations_take_time() -> None:
     """As many operations as torch counts in the iteration over Qwen2.5-32B's matrices, one replica's share of
     them for each update."""
     adam = plan_for("dapo_32b")
-    muon = with_keys(adam, actor__optimizer="muon")
+    muon = replace_keys(adam, actor__optimizer="muon")
     with torch.device("meta"):  # of the paper's table, in Megatron's joined form: rows, columns
         matrices = [
             torch.empty(size)
@@ -192,4 +192,4 @@ def test_muons_iterations_take_time() -> None:
     )
     operations = counted.get_total_flops() * layers * muon.config.actor.muon.steps / dp * updates
     before, after = (estimate(plan, default_lengths(plan)).parts["actor_update"] for plan in (adam, muon))
-    assert after - before == pytest.approx(operations / (adam.device.tflops * 1e12 * PRODUCTS), rel=1e-6)
+    assert after - before == pytest.approx(operations / (adam.device.tflops * 1e12 * MATMUL), rel=1e-6)

@@ -22,7 +22,7 @@ from megarl.plan import text
 from megarl.plan.fit import find_problem
 from megarl.plan.inputs import PlanInputs, make_plan_inputs
 from megarl.plan.memory import gpu_needs
-from megarl.plan.search import Found, best_of, proven, search, with_keys
+from megarl.plan.search import Found, best_of, proven, replace_keys, search
 from megarl.plan.sizes import Shape
 from megarl.plan.times import default_lengths, estimate, rollout_seconds
 from megarl.sync.plan import engine_targets
@@ -142,7 +142,7 @@ def test_engines_that_are_tried_are_those_that_train_takes(dp: int, apart: int, 
     from megarl.plan import search as module
 
     sizes = {"parallel__tp": 1, "parallel__dp": dp, "parallel__rollout_ranks": apart}
-    tried = with_keys(plan_for("vapo_7b"), **sizes, cluster__gpus_per_node=node, rollout__engine_tp=tp)
+    tried = replace_keys(plan_for("vapo_7b"), **sizes, cluster__gpus_per_node=node, rollout__engine_tp=tp)
     tried = replace(tried, actor=Shape(KNOWN_MODELS["Qwen3-8B"], "bf16"))
     assert module._possible(tried) == is_taken_by_train(tried)
 
@@ -154,15 +154,15 @@ def test_the_best_engines_divide_the_ranks_that_generate(apart: int) -> None:
     plan = plan_for("dapo_32b", *sizes, "rollout.prompts=8", "update.mini_batch=128")
     lengths = default_lengths(plan)
     best = best_of(search(plan, lengths))
-    taken = [made for tp in (2, 4, 8) if is_taken_by_train(made := with_keys(plan, rollout__engine_tp=tp))]
+    taken = [made for tp in (2, 4, 8) if is_taken_by_train(made := replace_keys(plan, rollout__engine_tp=tp))]
     assert best.plan.engine_tp == min(taken, key=lambda made: rollout_seconds(made, lengths)).engine_tp
 
 
 def test_context_parallel_and_virtual_stages_are_planned() -> None:
     """Each rank has its part of the tokens; more micro-batches begin before one ends, stages wait less."""
     plan = plan_for("vapo_32b", "model.recompute=none", "model.recompute_layers=null", "parallel.dp=16")
-    halved = with_keys(plan, parallel__cp=2, parallel__dp=8)
-    virtual = with_keys(plan, parallel__vpp=4)
+    halved = replace_keys(plan, parallel__cp=2, parallel__dp=8)
+    virtual = replace_keys(plan, parallel__vpp=4)
     [whole, parts, more] = (
         next(gpu_needs(made, 32768, [p for p in plan.phases if p.updates_weights])).parts["activations"]
         for made in (plan, halved, virtual)

@@ -21,24 +21,24 @@ from megarl.config.errors import DataError
 from megarl.data.batch import TrainBatch, write_batch
 from megarl.plan.fit import find_problem
 from megarl.plan.inputs import PlanInputs, make_plan_inputs
-from megarl.plan.search import search, with_keys
+from megarl.plan.search import replace_keys, search
 from megarl.plan.simulate import (
     BATCHES,
     Costs,
     RolloutWork,
     Split,
-    best_split,
-    compare,
-    costs_of,
-    log_normal,
+    compare_splits,
+    find_best_split,
+    make_costs,
+    make_log_normal,
+    make_rollout_work,
     recorded,
     simulate,
     simulate_rollout,
-    work_of,
 )
 from megarl.plan.sizes import Shape, device_of
 from megarl.plan.text import clock, lines
-from megarl.plan.times import Lengths, default_lengths, estimate, rollout_seconds, with_deviation
+from megarl.plan.times import Lengths, default_lengths, estimate, replace_deviation, rollout_seconds
 from megarl.sync.plan import engine_targets
 from megarl.weights.known_models import KNOWN_MODELS
 from tests.plan.test_published import ROOT, TABLE
@@ -89,7 +89,7 @@ def test_no_engine_idles_while_another_has_requests_that_have_not_begun(
     seed: int, engines: int, balance: str
 ) -> None:
     """One response at a time: a list schedule, of which Graham's bound holds (1969)."""
-    work = RolloutWork(9, 2, 0.0, log_normal(Lengths(50, 400, 0, 1.0)), balance=balance)  # type: ignore[arg-type]
+    work = RolloutWork(9, 2, 0.0, make_log_normal(Lengths(50, 400, 0, 1.0)), balance=balance)  # type: ignore[arg-type]
     cost = Costs(lambda count, tokens: 1.0, 0.0, 1, lambda tokens: {}, 0.0)
     found = simulate_rollout(work, cost, engines, random.Random(seed))
     busy = [sum(end - begin for begin, end in spans) for spans in found.busy]
@@ -103,7 +103,7 @@ def test_dynamic_sampling_draws_until_there_are_enough() -> None:
         return [10.0] * n
 
     for streams in (True, False):
-        work = RolloutWork(40, 4, 0.0, draw, kept=0.25, streams=streams)
+        work = RolloutWork(40, 4, 0.0, draw, kept_share=0.25, streams=streams)
         drawn = [simulate_rollout(work, costs(), 2, random.Random(seed)) for seed in range(20)]
         assert all(found.tokens == 40 * 4 * 10 for found in drawn)
         assert 3.5 < median(found.generated / found.tokens for found in drawn) < 5.5
@@ -133,7 +133,7 @@ def test_steps_as_they_are_worked_out_by_hand(rollout: float, train: float) -> N
         beside = simulate(work, cost, Split(1, 1, ahead))
         assert beside.step == pytest.approx(max(rollout, train) + 0.5)
         shorter = "trainers" if train < rollout else "engine 0"
-        waited = beside.waits(shorter)
+        waited = beside.wait_shares(shorter)
         assert sum(waited.values()) == pytest.approx(abs(rollout - train) / beside.step)
         assert beside.idle == pytest.approx(sum(waited.values()) / 2)
 
@@ -142,7 +142,7 @@ def test_what_is_drawn_waits_for_its_weights() -> None:
     """The batch of step k begins after the transfer of version k - 1 - ahead, and no transfer of a later one
     comes before it; a batch is trained on after it was drawn."""
     for ahead in (0, 1, 2):
-        work = RolloutWork(3, 2, 0.0, log_normal(Lengths(60, 900, 0, 1.2)))
+        work = RolloutWork(3, 2, 0.0, make_log_normal(Lengths(60, 900, 0, 1.2)))
         course = simulate(work, costs(old=0.3, actor_update=0.9), Split(2, 1, ahead), seed=ahead)
         transfers = {s.step: s for s in course.rows["trainers"] if s.phase == "weight_transfer"}
         first = {s.step: s.begin for s in course.rows["trainers"][::-1] if s.phase == "old"}
@@ -169,8 +169,8 @@ def test_what_is_drawn_waits_for_its_weights() -> None:
 
 
 def test_lengths_are_those_that_were_asked_for() -> None:
-    lengths = with_deviation(Lengths(3000, 20480, 100), 3000)
-    draw, chance = log_normal(lengths), random.Random(1)
+    lengths = replace_deviation(Lengths(3000, 20480, 100), 3000)
+    draw, chance = make_log_normal(lengths), random.Random(1)
     groups = [draw(chance, 16) for _ in range(3000)]
     drawn = [n for group in groups for n in group]
     assert fmean(drawn) == pytest.approx(3000, rel=0.05) and max(drawn) == 20480
@@ -188,26 +188,26 @@ def plan() -> PlanInputs:
 
 def test_the_best_split_is_one_that_the_layout_allows(plan: PlanInputs) -> None:
     lengths = default_lengths(plan)
-    small = with_keys(plan, rollout__prompts=32, update__mini_batch=512)
-    work = work_of(small.config, lengths, "queue")
-    found = best_split(small, work, lengths, 16)
+    small = replace_keys(plan, rollout__prompts=32, update__mini_batch=512)
+    work = make_rollout_work(small.config, lengths, "queue")
+    found = find_best_split(small, work, lengths, 16)
     assert found is not None
     assert found.layout.world + found.config.parallel.rollout_ranks == 16 and found.layout.world % 2 == 0
     # No other one is much quicker; each is simulated, some steps of it.
     tried = {}
     for dp in range(1, 8):
-        made = with_keys(small, parallel__dp=dp, parallel__rollout_ranks=16 - 2 * dp)
+        made = replace_keys(small, parallel__dp=dp, parallel__rollout_ranks=16 - 2 * dp)
         if find_problem(made) is None:
-            tried[dp] = simulate(work, costs_of(made, lengths), Split(16 - 2 * dp, 2 * dp, 1)).step
+            tried[dp] = simulate(work, make_costs(made, lengths), Split(16 - 2 * dp, 2 * dp, 1)).step
     assert tried[found.layout.dp] <= 1.1 * min(tried.values())
 
 
 def test_the_engines_of_a_split_divide_its_trainers_too(plan: PlanInputs) -> None:
     """Else the first of them would lie on two nodes: of 6 trainers and 4 more ranks an engine of 4."""
-    small = with_keys(plan, rollout__prompts=32, update__mini_batch=512, rollout__engine_tp=4)
+    small = replace_keys(plan, rollout__prompts=32, update__mini_batch=512, rollout__engine_tp=4)
     lengths = default_lengths(small)
     for world in (10, 12, 16):
-        found = best_split(small, work_of(small.config, lengths, "queue"), lengths, world)
+        found = find_best_split(small, make_rollout_work(small.config, lengths, "queue"), lengths, world)
         assert (found is None) == (world == 10)
         assert found is None or engine_targets(found.config, found.actor.config, found.layout.world)
 
@@ -221,18 +221,18 @@ def test_a_step_ahead_is_estimated_as_it_is_simulated(
     """Of responses of one length the simulated step is the estimated one: the longer of rollout and training,
     and the transfer."""
     keys = {"parallel__dp": dp, "parallel__rollout_ranks": apart, "schedule__ahead": ahead}
-    made = with_keys(plan, **keys, rollout__prompts=64)
+    made = replace_keys(plan, **keys, rollout__prompts=64)
     lengths = replace(default_lengths(made), spread=0.01)
-    found, work = estimate(made, lengths), work_of(made.config, lengths, "queue")
-    course = simulate(work, costs_of(made, lengths), Split.of(made, ahead))
+    found, work = estimate(made, lengths), make_rollout_work(made.config, lengths, "queue")
+    course = simulate(work, make_costs(made, lengths), Split.from_plan(made, ahead))
     assert found.total == pytest.approx(course.step, rel=0.03)
     assert (found.total < 0.99 * sum(found.parts.values())) == (ahead > 0)
 
 
 def test_a_job_that_cannot_be_split_is_shown_in_turn(plan: PlanInputs) -> None:
-    one = with_keys(plan, parallel__tp=8, parallel__dp=1, rollout__prompts=16)
+    one = replace_keys(plan, parallel__tp=8, parallel__dp=1, rollout__prompts=16)
     lengths = default_lengths(one)
-    assert len(compare(one, work_of(one.config, lengths, "queue"), lengths)) == 1
+    assert len(compare_splits(one, make_rollout_work(one.config, lengths, "queue"), lengths)) == 1
 
 
 def test_one_step_ahead_as_published() -> None:
@@ -245,14 +245,14 @@ def test_one_step_ahead_as_published() -> None:
     shape = Shape(KNOWN_MODELS[row["model"]], config.model.dtype)
     one = PlanInputs(config, shape, shape, device_of(config.cluster))
     lengths = Lengths(row["length"], config.rollout.max_response_tokens, source["prompt"])
-    work, apart = work_of(config, lengths, "queue"), with_keys(one, parallel__rollout_ranks=32)
-    beside = simulate(work, costs_of(apart, lengths), Split(8, 32, 1, engine_tp=4))
+    work, apart = make_rollout_work(config, lengths, "queue"), replace_keys(one, parallel__rollout_ranks=32)
+    beside = simulate(work, make_costs(apart, lengths), Split(8, 32, 1, engine_tp=4))
     assert 200 / 1.5 < beside.step < 200 * 1.5, beside.step
 
 
 def test_lengths_of_a_run(tmp_path: Path) -> None:
     chance, true = random.Random(0), Lengths(400, 4000, 20, 0.8)
-    draw = log_normal(true)
+    draw = make_log_normal(true)
     records = []
     for step in range(1, 31):
         lengths = [n for _ in range(16) for n in draw(chance, 8)]
@@ -374,9 +374,9 @@ def test_no_engine_decodes_more_at_once_than_it_is_started_with(
     """Whatever its cache would hold; one after the other takes longest."""
     urls = ("http://a:1", "http://b:1") if engine == "sglang_url" else ()
     keys = {"rollout__engine": engine, "rollout__urls": urls, "rollout__prompts": prompts}
-    made, alone = (with_keys(plan, **keys, rollout__max_batch=n) for n in (most, 1))
+    made, alone = (replace_keys(plan, **keys, rollout__max_batch=n) for n in (most, 1))
     lengths = replace(default_lengths(plan), mean=mean)
-    assert 1 <= costs_of(made, lengths).at_once <= most
+    assert 1 <= make_costs(made, lengths).at_once <= most
     assert rollout_seconds(alone, lengths) >= rollout_seconds(made, lengths) * (1 - 1e-9)
     printed = "\n".join(lines(made, "here", lengths, estimate(made, lengths)))
     [shown] = re.findall(r"at once by an engine  ([\d,]+) of full length, ([\d,]+) of mean", printed)
