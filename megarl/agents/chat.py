@@ -18,8 +18,8 @@ from typing import Any
 
 from megarl.agents.chat_turns import ChatTurns
 from megarl.agents.episode import EpisodeFunction, EpisodeTruncated, Policy, ToolError
-from megarl.agents.mcp_tools import listed
-from megarl.agents.tools import MCP, schema
+from megarl.agents.mcp_tools import MCP, list_tools
+from megarl.agents.tools import schema
 from megarl.config.errors import ConfigError, first_line
 from megarl.data.chat_template import Message
 from megarl.data.limits import memory_limit
@@ -255,11 +255,11 @@ def _failed(why: str, name: str = "") -> Call:
 
 def schemas(tools: Iterable[str]) -> dict[str, dict[str, Any]]:
     """Return what a template tells of the functions `module:function`, and of the tools of MCP servers, by
-    path. Raises ConfigError as megarl.agents.tools.schema and megarl.agents.mcp_tools.listed, and where one
+    path. Raises ConfigError as megarl.agents.tools.schema and megarl.agents.mcp_tools.list_tools, and where one
     has the name of another."""
     found: dict[str, dict[str, Any]] = {}
     for path in tools:
-        found |= listed(path) if path.startswith(MCP) else {path: schema(path)}
+        found |= list_tools(path) if path.startswith(MCP) else {path: schema(path)}
     names = [one["function"]["name"] for one in found.values()]
     if twice := {name for name in names if names.count(name) > 1}:
         raise ConfigError(f"rollout.tools: several tools are called {', '.join(sorted(twice))} (rename one)")

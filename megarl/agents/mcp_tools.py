@@ -22,19 +22,28 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import megarl
-from megarl.agents.tools import MCP, ServerError
 from megarl.config.errors import ConfigError, first_line
 from megarl.rewards.process import START_LIMIT, plain_environment
 
 if TYPE_CHECKING:
     from mcp import Client
 
+MCP = "mcp:"  # prefix of the path of an MCP server's tool
+
 # The package starts a server in a session of its own, where nothing ends it with the process that it serves.
 _GUARDED = "import sys; sys.path.append(sys.argv[1]); from megarl.rewards.process import guard; guard()"
 
 
+class ServerError(Exception):
+    """A server reports that its tool failed; gone: the connection has ended."""
+
+    def __init__(self, text: str, *, gone: bool = False) -> None:
+        super().__init__(text)
+        self.gone = gone
+
+
 @cache
-def listed(entry: str) -> dict[str, dict[str, Any]]:
+def list_tools(entry: str) -> dict[str, dict[str, Any]]:
     """Return the schemas of a server's tools, as megarl.agents.tools.schema, by `entry#tool`. Raises
     ConfigError where the package is missing, or no server answers within START_LIMIT seconds."""
 
@@ -63,9 +72,9 @@ def listed(entry: str) -> dict[str, dict[str, Any]]:
     return found
 
 
-def function(path: str) -> Callable[..., str]:
+def connect_tool(path: str) -> Callable[..., str]:
     """Return what calls the tool `entry#tool`, in this process for tools, and connect it. Raises ConfigError
-    as `listed`; what is returned raises ServerError where the tool fails, or its server is gone."""
+    as `list_tools`; what is returned raises ServerError where the tool fails, or its server is gone."""
     entry, _, name = path.rpartition("#")
     connection = _Connection.to(entry)
     return lambda **arguments: connection.call(name, arguments)

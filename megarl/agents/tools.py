@@ -24,6 +24,8 @@ from hashlib import blake2b
 from types import MappingProxyType
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar, cast
 
+from megarl.agents.mcp_tools import MCP as MCP
+from megarl.agents.mcp_tools import ServerError, connect_tool
 from megarl.config.errors import ConfigError
 from megarl.rewards.process import (
     FAILED_STARTS,
@@ -35,7 +37,6 @@ from megarl.rewards.process import (
 from megarl.rewards.sandbox import STRICT, Supervised
 from megarl.rewards.verdict import MAX_TEXT, UnusableError, Verdict, as_verdict, finite, imported, short
 
-MCP = "mcp:"  # what a tool's path begins with that an MCP server has (mcp_tools.py)
 _KEPT = 256  # environments that one process keeps
 _MAX_STATE = 1 << 20  # bytes of an environment's state as JSON; a larger one is not kept, but replayed
 _SURROGATES = re.compile("[\ud800-\udfff]")
@@ -76,14 +77,6 @@ class Result(Generic[T]):
     value: T | None = None
     error: str | None = None
     judged: bool = True
-
-
-class ServerError(Exception):
-    """What a tool's server says is wrong; gone: it is no longer there to say anything."""
-
-    def __init__(self, text: str, *, gone: bool = False) -> None:
-        super().__init__(text)
-        self.gone = gone
 
 
 class State(NamedTuple):
@@ -428,7 +421,8 @@ class _Inside:
         is_tool = "function" in job
         try:
             if is_tool:
-                function = _tool(job["function"])
+                path = job["function"]
+                function = connect_tool(path) if path.startswith(MCP) else imported("rollout.tools", path)
             else:
                 assert self.environment is not None
                 made = partial(environment_class(self.environment), **self.arguments)
@@ -531,15 +525,6 @@ class _Going:
     def verdict(self) -> Verdict:
         _seed(self.seed, len(self.said) + 1)
         return as_verdict(self.environment.verdict(), "verdict")
-
-
-def _tool(path: str) -> Callable[..., Any]:
-    """Return the tool that a path names. Raises ConfigError where there is none."""
-    if not path.startswith(MCP):
-        return imported("rollout.tools", path)
-    from megarl.agents.mcp_tools import function  # with which most such processes have nothing to do
-
-    return function(path)
 
 
 def _seed(seed: int, index: int) -> None:
