@@ -114,7 +114,7 @@ def test_waits_for_the_first(folder: Path, capfd: pytest.CaptureFixture[str]) ->
 
 
 def test_told_to_stop_while_it_waits(folder: Path) -> None:
-    with take(folder), pytest.raises(Interrupted, match="told to stop, while megarl test runs there"):  # noqa: SIM117
+    with take(folder), pytest.raises(Interrupted, match="stopped, while megarl test runs there"):  # noqa: SIM117
         with take(folder, wait=3600.0, stop=lambda: True):
             pass
 
