@@ -15,7 +15,7 @@ from torch import Tensor
 from megarl.config.errors import MessageError
 from megarl.parallel.objects import decode, encode
 from megarl.parallel.runtime import Ranks, Runtime
-from megarl.parallel.secret import SIZE, check, sign
+from megarl.parallel.secret import SIZE, sign, verify
 
 T = TypeVar("T")
 LONGEST = 2**33  # maximum bytes of a message
@@ -105,7 +105,7 @@ def _collect(group: dist.ProcessGroup | None, blob: bytes) -> list[bytes] | None
             rest = torch.empty(left, dtype=torch.uint8)
             dist.recv(rest, group=group, tag=_TAG, group_src=rank)
             begin += rest.numpy().tobytes()
-        check(signature, f"a message of rank {rank}", "gather", rank, number, begin)
+        verify(signature, f"a message of rank {rank}", "gather", rank, number, begin)
         blobs.append(begin)
     return blobs
 
@@ -126,7 +126,7 @@ def _spread(group: dist.ProcessGroup | None, blob: bytes | None) -> bytes:
         dist.broadcast(rest, group=group, group_src=0)
         begin += rest.numpy().tobytes()
     if blob is None:
-        check(signature, "a message of rank 0", "broadcast", 0, number, begin)
+        verify(signature, "a message of rank 0", "broadcast", 0, number, begin)
     return begin
 
 
@@ -200,9 +200,8 @@ def among_largest(runtime: Runtime, first: Tensor, then: Tensor, wanted: int) ->
 def among_smallest(runtime: Runtime, keys: Tensor, wanted: int) -> Tensor:
     """Return which of this replica's keys are among the `wanted` smallest of all replicas, bool [m].
 
-    keys: int32 [m], not negative. These are the keys below the highest bound that at most `wanted` keys
-    are below. A bisection with one sum per bit finds it, because a share of a step's tokens is too large
-    to gather."""
+    keys: int32 [m], not negative. They are compared with the highest bound that at most `wanted` keys are
+    below. A bisection with a sum per bit finds it, because the keys are too many to gather."""
     every = range(torch.iinfo(keys.dtype).max)
     bound = bisect_right(every, wanted, key=lambda x: int(sum_over_replicas(runtime, (keys < x).sum()))) - 1
     return keys < bound

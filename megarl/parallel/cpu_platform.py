@@ -83,12 +83,12 @@ class _TorchWithoutCuda(types.ModuleType):
         if name not in ("zeros", "tensor", "empty", "ones"):
             return found
 
-        def made(*args: Any, **kwargs: Any) -> torch.Tensor:
+        def call_factory(*args: Any, **kwargs: Any) -> torch.Tensor:
             if "device" in kwargs:
                 kwargs["device"] = _to_cpu(kwargs["device"])
             return found(*args, **kwargs)
 
-        return made
+        return call_factory
 
 
 def _as_counts(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
@@ -132,10 +132,9 @@ LARGE = 64  # maximum ranks of a group that uses the shared device
 def _share_gloo_devices() -> None:
     """Let the gloo groups of this process share a device: a listening socket and a thread that polls.
 
-    torch creates a device per group (in ProcessGroupGloo's constructor with a time limit), and each
-    device's thread wakes a hundred times a second. With Megatron's twenty groups, 128 idle ranks would
-    keep two cores busy. A group of more than LARGE ranks has its own device, which connects two ranks at
-    their first message instead of all ranks at start. gloo supports that for only one group per device."""
+    torch creates a device per group, whose thread wakes a hundred times a second: with Megatron's twenty
+    groups, idle ranks would keep cores busy. A group of more than LARGE ranks has its own device, which
+    connects two ranks at their first message. gloo supports that for only one group per device."""
     original: Any = distributed.ProcessGroupGloo
     shared: list[Any] = []
 

@@ -1,8 +1,8 @@
 """Send a step's tokens from the ranks that sampled them to the replicas that train on them, once.
 
-An owner sends each replica's share to one rank of the replica, always the same one; different owners use
-different ranks. Then the ranks of a replica pass these pieces around in a ring. So a rank receives only
-its replica's share. It sends at most the tokens that it sampled plus that share."""
+An owner sends each replica's share to one rank of the replica, and different owners use different ranks.
+Then the ranks of a replica pass these pieces around in a ring. So a rank receives only its replica's
+share, and sends at most its own tokens plus that share."""
 
 from __future__ import annotations
 

@@ -1,11 +1,10 @@
 """Start the ranks of a job on this machine from one process, and end them.
 
-torchrun starts jobs on several machines. A rank that fails writes its error to a file, and the launcher,
-which outlives all ranks, prints one line.
+A rank that fails writes its error to a file; the launcher prints one line. Jobs on several machines use
+torchrun.
 
-torch's elastic agent does not replace this. It forks with its store's threads, and ends ranks without the
-engines that they started. It leaves no time to save after a signal, and reports the first dead rank
-instead of the cause."""
+torch's elastic agent does not replace this. It forks with threads, leaves engines of ended ranks running,
+gives no time to save after a signal, and reports the first dead rank instead of the cause."""
 
 from __future__ import annotations
 
@@ -62,19 +61,16 @@ def launch(
     grace: float = 0.0,
     meanwhile: Callable[[], None] = lambda: None,
 ) -> int:
-    """Run `rank_main` on every rank and wait.
+    """Run `rank_main` on every rank and wait. Returns 0, or the exit code of the rank that failed first.
 
-    Returns 0, or the exit code of the rank that caused the failure, after one line about it on standard
-    error. Like a shell, it returns 128 + signal for a killed rank.
+    It prints one line about a failure. A killed rank's code is 128 + signal, as in a shell. Then the other
+    ranks are ended. Raises KeyboardInterrupt after Ctrl-C. On a CPU ranks are forked, and inherit this
+    process's imports.
 
     rank_main  returns the rank's exit code; must be picklable, because ranks on GPUs are not forked
     folder     of the run, for the message
-    grace      seconds that ranks have to save and leave after a first SIGTERM or SIGUSR1, which they
-               receive as SIGUSR1
-    meanwhile  called repeatedly while the ranks run; if it raises, they end
-
-    If a rank fails or this process is ended, the other ranks are ended too. Raises KeyboardInterrupt after
-    Ctrl-C. On a CPU ranks are forked, and inherit everything that this process has imported."""
+    grace      seconds to save and leave after a first SIGTERM or SIGUSR1, which ranks receive as SIGUSR1
+    meanwhile  called repeatedly while the ranks run; if it raises, they end"""
     os.environ.setdefault("OMP_NUM_THREADS", str(config.threads))
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -104,13 +100,13 @@ def launch(
         try:
             for number in handlers:
                 signal.signal(number, handle)
-            _start(rank_main, config, error_files, ranks)
+            _start_ranks(rank_main, config, error_files, ranks)
             while (codes := {rank.exitcode for rank in ranks}) <= {0, None} and None in codes:
                 time.sleep(POLL)
                 meanwhile()
             if codes == {0}:
                 return 0
-            killed = _end(ranks)
+            killed = _end_ranks(ranks)
             failures = {}
             for rank, (process, file) in enumerate(zip(ranks, error_files, strict=True)):
                 code = -signal.SIGTERM if rank in killed else process.exitcode
@@ -121,13 +117,13 @@ def launch(
             print(f"megarl: {line}", file=sys.stderr, flush=True)
             return code
         except _Terminated as terminated:
-            _end(ranks)
+            _end_ranks(ranks)
             number = signal.Signals(terminated.args[0])
             print(f"megarl: ended by {number.name}, with all ranks", file=sys.stderr, flush=True)
             return 128 + number
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
-            _end(ranks)
+            _end_ranks(ranks)
             for number, handler in handlers.items():
                 signal.signal(number, handler)
 
@@ -136,7 +132,7 @@ class _Terminated(BaseException):
     """Raised in the launcher by a signal, which is its argument."""
 
 
-def _start(
+def _start_ranks(
     rank_main: Callable[[], int],
     config: ParallelConfig,
     error_files: Sequence[Path],
@@ -163,7 +159,7 @@ def _start(
     try:
         for rank, file in enumerate(error_files):
             environment = common | {"RANK": str(rank), "LOCAL_RANK": str(rank), _ERROR_FILE: str(file)}
-            process = context.Process(target=_be_rank, args=(rank_main, environment), name=f"rank {rank}")
+            process = context.Process(target=_run_rank, args=(rank_main, environment), name=f"rank {rank}")
             process.start()
             ranks.append(process)
     finally:
@@ -197,7 +193,7 @@ def _may_fork(config: ParallelConfig) -> bool:
     return len([name for name in names if name != "jemalloc_bg_thd"]) == 1
 
 
-def _be_rank(rank_main: Callable[[], int], environment: dict[str, str]) -> NoReturn:
+def _run_rank(rank_main: Callable[[], int], environment: dict[str, str]) -> NoReturn:
     os.setsid()  # only the launcher gets a terminal's Ctrl-C
     for number in _HANDLED:
         signal.signal(number, signal.SIG_DFL)
@@ -209,7 +205,7 @@ def _be_rank(rank_main: Callable[[], int], environment: dict[str, str]) -> NoRet
     sys.exit(rank_main())
 
 
-def _end(ranks: Sequence[BaseProcess]) -> set[int]:
+def _end_ranks(ranks: Sequence[BaseProcess]) -> set[int]:
     """End the ranks that still run and their children. Return those that SIGTERM did not end."""
 
     def send(number: signal.Signals) -> None:

@@ -1,18 +1,16 @@
 """Leases: one command at a time may write into a folder, on all machines that see it.
 
 A lease is a file, lease-000007.json, that names its owner. A command takes the folder by creating the file
-with the next number, which only one can, and then deletes older ones. So a lease is lost when its file is
-gone. Each process that writes into the folder checks that when it renews the file, that is, updates its
-time of modification. The file server sets that time, so machines' clocks do not matter.
+with the next number, which only one can, and then deletes older files. So a lease is lost when its file is
+gone. Writers check that whenever they renew the file's time of modification. The file server sets that
+time, so machines' clocks do not matter.
 
 Another command may take over a lease that was released or that nobody renewed for `limit` seconds. On the
-owner's machine it may also do so once the owner's lock on the file is released. An owner that cannot renew
-has ended by then. On Linux a kernel timer kills the process, even if it is stopped (SIGSTOP) and would
-write again later.
+owner's machine it may also do so once the owner's lock on the file is gone. On Linux a kernel timer kills
+an owner that cannot renew in time, even if it is stopped (SIGSTOP).
 
-filelock's `SoftFileLease` (4.2) does not replace this. It lets an owner that lost its lease keep writing.
-It belongs to one process: when that dies, the folder is free, though ranks of the same job still write.
-And each command must know the owner's `limit`, which is in the file here."""
+filelock's `SoftFileLease` (4.2) does not replace this: an owner that lost its lease keeps writing, and a
+folder is free when one process dies, though other ranks still write."""
 
 from __future__ import annotations
 
@@ -85,7 +83,7 @@ class Lease:
 
     def renew(self) -> None:
         """Renew the lease. Raises LeaseError if it is lost, or about to expire because renewals fail."""
-        hold, now = _held[self], time.monotonic()
+        hold, now = _held_leases[self], time.monotonic()
         try:
             os.utime(self.path)
         except OSError as error:
@@ -110,7 +108,7 @@ class Lease:
 
         The first lease leaves no file. Later ones leave their number: a command that found the previous
         lease abandoned may be about to create this number, and must fail."""
-        hold = _held.pop(self)
+        hold = _held_leases.pop(self)
         try:
             if self.path.name == FIRST:
                 self.path.unlink()
@@ -130,14 +128,14 @@ class Lease:
         """Renew the lease in a thread during the block. Ends this process at once if the lease is lost.
 
         Every process that writes into the folder must enter it. Its new files are private to this user."""
-        if self not in _held:  # taken by another process, and handed over
+        if self not in _held_leases:  # taken by another process, and handed over
             try:
                 file = open(self.path, "r+b")  # noqa: SIM115 (as long as this process keeps the lease)
             except FileNotFoundError:
                 raise LeaseError(f"{self.path.parent}: another command has taken it over") from None
             _lock(file)
-            _held[self] = _Hold(file, time.monotonic())
-        hold, end = _held[self], threading.Event()
+            _held_leases[self] = _Hold(file, time.monotonic())
+        hold, end = _held_leases[self], threading.Event()
         hold.timer = _Timer() if sys.platform == "linux" else None
         self.renew()
 
@@ -179,16 +177,16 @@ def leased(
 ) -> Iterator[Lease]:
     """Create a folder if necessary, and hold its lease during the block.
 
-    limit     seconds without renewal after which another command may take the lease over
+    limit     seconds without renewal after which the lease may be taken over
     wait      seconds to wait for another command to leave
     stop      returns True to stop waiting
     machines  number of this command's machines
     key       configuration key or option that names the folder, for messages
     remedy    what to do if another command has the folder
 
-    Processes that write into the folder enter `Lease.kept`. New files are private to this user. Raises
-    ConfigError if the folder cannot be written, if other users could replace its files, or if another
-    command has it. Raises Interrupted if `stop` ended the wait."""
+    Writing processes enter `Lease.kept`. New files are private to this user. Raises ConfigError if the
+    folder is not writable or not private, or if another command has it, and Interrupted if `stop` ended
+    the wait."""
     name = f"{key}: {folder}" if key else str(folder)
     me = Owner(
         command=command,
@@ -289,7 +287,7 @@ def make_anew(folder: Path) -> None:
 
 def renew_held() -> None:
     """Renew every lease of this process that is due. Raises LeaseError."""
-    for lease, hold in list(_held.items()):
+    for lease, hold in list(_held_leases.items()):
         if time.monotonic() - hold.renewed >= lease.limit / RENEWALS:
             lease.renew()
 
@@ -356,7 +354,7 @@ def _create(folder: Path, number: int, owner: Owner) -> Lease | None:
         if int(match[1]) < number:
             (folder / match[0]).unlink(missing_ok=True)
     lease = Lease(path, owner.limit)
-    _held[lease] = _Hold(file, time.monotonic())
+    _held_leases[lease] = _Hold(file, time.monotonic())
     return lease
 
 
@@ -432,4 +430,4 @@ class _Hold:
     timer: _Timer | None = field(default=None)
 
 
-_held: dict[Lease, _Hold] = {}  # inherited by a fork, with the lock
+_held_leases: dict[Lease, _Hold] = {}  # inherited by a fork, with the lock

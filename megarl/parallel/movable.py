@@ -107,11 +107,11 @@ class Movable:
 
     def _storages(self) -> Iterator[UntypedStorage]:
         """Yield each storage once, however many tensors are views of it."""
-        seen: set[int] = set()
+        yielded: set[int] = set()
         for tensor in self._tensors():
             storage = tensor.untyped_storage()
-            if tensor.device.type == self._device.type and storage.nbytes() and storage._cdata not in seen:
-                seen.add(storage._cdata)
+            if tensor.device.type == self._device.type and storage.nbytes() and storage._cdata not in yielded:
+                yielded.add(storage._cdata)
                 yield storage
 
     def _parts(self, away: list[tuple[UntypedStorage, int]]) -> Iterator[tuple[Tensor, Tensor]]:

@@ -1,8 +1,7 @@
 """Check the nodes of a job before its ranks start, each alone and all together.
 
-One process per node checks the node, and then exchanges messages with all nodes. The first node has a
-store with each node's facts and progress. So the message can name a node that is silent, slow or
-different, and every wait has a limit."""
+One process per node checks the node, then exchanges messages with all nodes. The first node's store has
+each node's facts and progress, so messages can name a node that is silent, slow or different."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ def as_plain(value: Any) -> Any:
 
 
 def from_plain(kind: type, plain: Any) -> Any:
-    """Undo `as_plain` for a value of this type. Raises ValueError or TypeError for malformed input."""
+    """Convert the values of `as_plain` back to this type. Raises ValueError or TypeError if malformed."""
     if issubclass(kind, Tensor):
         name, shape, data = plain
         dtype = getattr(torch, name, None)

@@ -22,7 +22,7 @@ from megarl.config.schema import ParallelConfig
 from megarl.parallel import cpu_platform
 from megarl.parallel.layout import Layout
 from megarl.parallel.machine import unseen_gpu
-from megarl.parallel.secret import SECRET_FILE, SIZE, SignedStore, agree_on_secret, check, open_store, sign
+from megarl.parallel.secret import SECRET_FILE, SIZE, SignedStore, agree_on_secret, open_store, sign, verify
 
 LAUNCHED_BY = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # variables of torchrun
 STORE_FILE = "MEGARL_STORE_FILE"  # variable with the path of the store's file, for ranks of one machine
@@ -56,8 +56,8 @@ class Team:
 class Runtime:
     """A rank's place in the job.
 
-    Trainers have the first ranks, arranged by the layout. After them come `rollout_ranks` ranks with
-    engines only; without such ranks the trainers have the engines.
+    Trainers have the first ranks, arranged by the layout, then come `rollout_ranks` ranks with engines
+    only. Without such ranks the trainers have the engines.
 
     rank            in the whole job
     timeout         seconds that a collective may wait
@@ -197,9 +197,9 @@ def layout_for(config: ParallelConfig, world: int) -> Layout:
 def join_store(secret: Path | None, seconds: float) -> dist.Store:
     """Agree with the job's ranks on their secret, and return the store that they share.
 
-    Each wait is at most `seconds`. Under torchrun the secret is in the file `secret`. On one machine the
-    store is a file in a folder of `launch`, which other users cannot open. torchrun's store is a port that
-    anybody may connect to, so a rank decodes an object only if its signature is right."""
+    Each wait is at most `seconds`. Under torchrun the secret is in the file `secret`, and anybody may
+    connect to the store's port, so a rank decodes only signed objects. On one machine the store is a file
+    that other users cannot open."""
     agree_on_secret(secret, seconds, first=launched_rank() == 0)
     sign_pickles()
     if path := os.environ.get(STORE_FILE):
@@ -303,7 +303,7 @@ def sign_pickles() -> None:
 
     def checked(tensor: torch.Tensor, size: int, group: Any, *rest: Any, **options: Any) -> Any:
         data = tensor.cpu().numpy().tobytes()[: int(size)]
-        check(data[:SIZE], "an object of another rank", "pickle", data[SIZE:])
+        verify(data[:SIZE], "an object of another rank", "pickle", data[SIZE:])
         return unpack(tensor[SIZE:], int(size) - SIZE, group, *rest, **options)
 
     signed.signs = True  # type: ignore[attr-defined]
@@ -348,12 +348,11 @@ def _connect(
     """Sum one number in each group that a run uses, in the same order on all ranks.
 
     NCCL creates a group's communicator at its first use, which all members must join. In a weight transfer
-    or between pipeline stages some ranks may send nothing, and the others would wait for them (torch's
-    batch_isend_irecv). Also, the buffers are then allocated before the engine measures free memory.
+    or between pipeline stages some ranks may send nothing, and the others would wait for ever. Also,
+    buffers are then allocated before the engine measures free memory.
 
-    init_process_group's `device_id` does not replace this. With it, ranks outside a new gloo group split
-    the NCCL communicator and ranks inside do not (torch's _new_process_group_helper), which hangs. And
-    unused groups of Megatron would get a communicator too."""
+    init_process_group's `device_id` does not replace this: ranks outside a new gloo group split the NCCL
+    communicator and ranks inside do not, which hangs. And unused groups would get a communicator."""
     from megatron.core import parallel_state as groups
 
     megatron = (

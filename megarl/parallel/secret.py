@@ -1,8 +1,7 @@
 """The job's secret: random bytes with which its ranks sign their messages to each other.
 
-It is in a file that only this user can read, never in arguments, variables or a store. `launch` creates
-that file. Under torchrun rank 0 does, in the folder that the job writes into, unless MEGARL_SECRET_FILE
-names another one."""
+It is in a file that only this user can read, never in arguments, variables or a store. `launch` or, under
+torchrun, rank 0 creates that file, unless MEGARL_SECRET_FILE names another one."""
 
 from __future__ import annotations
 
@@ -80,12 +79,6 @@ def agree_on_secret(path: Path | None, seconds: float, *, first: bool) -> None:
     _secret = found
 
 
-def use_secret(secret: bytes | None) -> None:
-    """Set the secret of this process's job, for jobs whose ranks share a process."""
-    global _secret
-    _secret = secret
-
-
 def sign(*parts: bytes | str | int) -> bytes:
     assert _secret is not None, "ranks exchange messages only after they have agreed on a secret"
     signature = hmac.new(_secret, digestmod="sha256")
@@ -96,7 +89,7 @@ def sign(*parts: bytes | str | int) -> bytes:
     return signature.digest()
 
 
-def check(signature: bytes, what: str, *parts: bytes | str | int) -> None:
+def verify(signature: bytes, what: str, *parts: bytes | str | int) -> None:
     """Raise MessageError if values do not have this signature."""
     if not hmac.compare_digest(signature, sign(*parts)):
         remedy = "another process takes part, or a rank has another secret: docs/cluster.md"
@@ -133,7 +126,7 @@ class SignedStore:
         """Return a value. Raises MessageError if no rank of this job has set it."""
         found = self.store.get(key)
         signature, data = found[:SIZE], found[SIZE:]
-        check(signature, f"store: {key}", "store", key, data)
+        verify(signature, f"store: {key}", "store", key, data)
         return data.decode()
 
     def has(self, *keys: str) -> bool:
