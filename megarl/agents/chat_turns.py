@@ -1,4 +1,4 @@
-"""Tokens of the messages that the policy is shown, by the tokenizer's chat template."""
+"""Render the messages that the policy is shown, with the tokenizer's chat template."""
 
 from __future__ import annotations
 
@@ -15,20 +15,22 @@ _MARKS = range(ord(MARK), 0x110000), range(0x3400, 0xD800)
 
 
 class ChatTurns(ChatTemplate):
-    """Makes the tokens that the policy is shown, by the tokenizer's chat template."""
+    """Tokenises the messages that the policy is shown, with the tokenizer's chat template."""
 
     def first(self, messages: Sequence[Message]) -> tuple[int, ...]:
-        """Return the tokens before the policy's first turn. Special tokens in the contents are plain text.
-        Raises ValueError with the template's words where it refuses the messages."""
+        """Return the tokens before the policy's first turn. Special tokens in the contents become plain
+        text.
+
+        Raises ValueError with the template's message if it refuses the messages."""
         neutral, hidden, mark = self._neutral(messages)
         return tuple(self._tokens(self.render(neutral), hidden, mark, first=True))
 
     def after(self, messages: Sequence[Message], ended_with: Sequence[int]) -> tuple[int, ...]:
-        """Return the tokens between the policy's turn and its next one, in which `messages` are shown.
+        """Return the tokens between a turn of the policy and its next one, which show it `messages`.
 
-        ended_with: the turn's tokens. Where the last one ends a turn, the template's own end is left out, and
-        so is a marker of the next turn that the policy has written. Special tokens in the contents are plain
-        text. Raises as `first`."""
+        ended_with: tokens of the last turn. If they end with an end-of-turn token, the template's own end
+        is left out, and so is a start-of-turn token that the policy wrote. Special tokens in the contents
+        become plain text. Raises as `first`."""
         neutral, hidden, mark = self._neutral(messages)
         tokens = self._tokens(self.text_behind(neutral, mark), hidden, mark)
         last = list(ended_with[-1:])
@@ -41,8 +43,9 @@ class ChatTurns(ChatTemplate):
         return tuple(tokens)
 
     def _neutral(self, messages: Sequence[Message]) -> tuple[list[dict[str, Any]], list[str], str]:
-        """Return the messages with marks in place of what in them looks like a control token, these texts,
-        and the character by which marks are known."""
+        """Replace texts in messages that look like control tokens by marks.
+
+        Returns the messages, the replaced texts, and the character that delimits marks."""
         used = set(json.dumps(messages, ensure_ascii=False, default=str))
         mark = next((character for character in map(chr, chain(*_MARKS)) if character not in used), None)
         if mark is None:
@@ -54,14 +57,14 @@ class ChatTurns(ChatTemplate):
             return f"{mark}{len(hidden) - 1}{mark}"
 
         def neutral(value: Any) -> Any:
-            if isinstance(value, str):  # half of a surrogate pair is no text
+            if isinstance(value, str):  # an unpaired surrogate cannot be encoded
                 value = value.encode(errors="replace").decode()
                 return self.named.sub(hide, value) if self.named else value
             if isinstance(value, Mapping):
                 return {neutral(key): neutral(part) for key, part in value.items()}
             return [neutral(part) for part in value] if isinstance(value, (list, tuple)) else value
 
-        # Roles are the template's to compare.
+        # The template compares roles.
         made = [{k: v if k in ("role", "type") else neutral(v) for k, v in m.items()} for m in messages]
         return made, hidden, mark
 
@@ -75,8 +78,8 @@ class ChatTurns(ChatTemplate):
         return tokens
 
     def _plain(self, text: str) -> list[int]:
-        """Return the tokens of a control token's name, none of them a control token."""
+        """Tokenise a control token's name without any control token."""
         tokens = self.tokenizer(text, add_special_tokens=False, split_special_tokens=True).input_ids
-        if len(text) > 1 and not self.control.keys().isdisjoint(tokens):  # none that is split by this option
+        if len(text) > 1 and not self.control.keys().isdisjoint(tokens):  # the option did not split it
             return [*self._plain(text[0]), *self._plain(text[1:])]
         return list(tokens)

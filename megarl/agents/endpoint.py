@@ -1,9 +1,9 @@
-"""An OpenAI-compatible endpoint on loopback, for agents that know nothing of us (`rollout.agent`).
+"""An OpenAI-compatible endpoint on loopback, for agents that know nothing of megarl (`rollout.agent`).
 
-Each response is a session with an address of its own. What the agent asks there is sampled by the policy and
-captured as it was drawn; what it sends is tokenised once and appended. So its history has to extend what was
-sampled: where it does not, the request is refused with the message that differs, and the response is
-unjudged. Needs aiohttp, the extra `agents`."""
+Each response is a session with its own address. The policy samples what the agent asks for, and the
+session keeps the sampled tokens. What the agent sends is tokenised once and appended. So the agent's
+history must extend the sampled one. A request that does not is refused with the message that differs, and
+the response is ungraded. Needs aiohttp, the extra `agents`."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from megarl.agents.chat import NONE, Call, call_format, call_id, check_template, parse_calls
+from megarl.agents.chat import NONE, Call, call_id, check_template, detect_call_format, parse_calls
 from megarl.agents.chat_turns import ChatTurns
-from megarl.agents.episode import EpisodeFunction, EpisodeTruncated, Policy, row_of
-from megarl.agents.tools import described
+from megarl.agents.episode import EpisodeFunction, EpisodeTruncated, Policy, make_row
+from megarl.agents.tools import describe_error
 from megarl.config.errors import ConfigError, EngineError, MegarlError
 from megarl.data.prompts import Prompt
 from megarl.rewards.verdict import Verdict
@@ -32,18 +32,18 @@ if TYPE_CHECKING:
 
 Agent = Callable[[str, str, dict[str, Any]], Awaitable[Verdict | bool | float | None]]
 
-_MOST_BYTES = 4 << 20  # of a request: a history of a million tokens
-# Any user of the machine can connect. Connections that have not shown an api_key may not take all file
-# descriptors: beyond this limit the oldest one is closed.
-_STRANGERS = 4096  # at most; fewer where that is over a quarter of the process's file descriptors
-_STRANGER_SECONDS = 10.0  # that such a connection may last
-# How tokens are drawn is the run's to say, and agents have these written into them.
+_MAX_BYTES = 4 << 20  # of a request: a history of a million tokens
+# Any user of the machine can connect. Connections without a valid api_key may not use up all descriptors:
+# beyond this limit, or a quarter of the process's descriptors, the oldest one is closed.
+_MAX_UNAUTHENTICATED = 4096
+_UNAUTHENTICATED_SECONDS = 10.0  # lifetime of such a connection
+# The run decides how tokens are sampled, and agents often send these by default.
 _IGNORED = {
     "model", "temperature", "top_p", "top_k", "min_p", "seed", "user", "metadata", "store", "stream_options",
     "parallel_tool_calls", "service_tier", "safety_identifier", "prompt_cache_key", "reasoning_effort",
 }  # fmt: skip
 _READ = {"messages", "tools", "tool_choice", "stop", "max_tokens", "max_completion_tokens", "stream"}
-# What would change what is answered: it has to say what is done anyway.
+# These would change the answer, so only the values that apply anyway are accepted.
 _FIXED: dict[str, tuple[Any, ...]] = {
     "n": (1,), "logprobs": (False,), "top_logprobs": (0,), "echo": (False,),
     "presence_penalty": (0,), "frequency_penalty": (0,), "repetition_penalty": (1,), "logit_bias": ({},),
@@ -52,7 +52,8 @@ _FIXED: dict[str, tuple[Any, ...]] = {
 
 
 class Refused(Exception):
-    """A request that cannot be answered. unjudged: the agent and the policy no longer see the same."""
+    """A request that cannot be answered. `unjudged` if agent and policy no longer have the same
+    conversation."""
 
     def __init__(self, text: str, code: str = "invalid_request", *, unjudged: bool = False) -> None:
         super().__init__(text)
@@ -60,7 +61,7 @@ class Refused(Exception):
 
 
 def check_installed() -> None:
-    """Raise ConfigError where aiohttp is missing."""
+    """Raise ConfigError if aiohttp is missing."""
     try:
         import aiohttp  # noqa: F401
     except ImportError as error:
@@ -68,11 +69,10 @@ def check_installed() -> None:
 
 
 class Endpoint:
-    """The server of one worker. It starts with the first session, on the loop that this is asked for on, and
-    ends with `close`.
+    """The server of one worker. It starts with the first session, on that session's event loop.
 
     tokenizer  with a chat template
-    seconds    longest time in which an agent asks nothing
+    seconds    longest time without a request of an agent
     stop       rollout.stop
     variables  data.chat_template_kwargs"""
 
@@ -86,22 +86,24 @@ class Endpoint:
         self._runner: web.AppRunner | None = None
         self._starting = asyncio.Lock()
         self._chats: dict[str, ChatTurns] = {}
-        self._strangers: dict[web.RequestHandler[Any], asyncio.TimerHandle] = {}  # the oldest first
-        self._most_strangers = min(_STRANGERS, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4)
+        self._unauthenticated: dict[web.RequestHandler[Any], asyncio.TimerHandle] = {}  # the oldest first
+        self._max_unauthenticated = min(
+            _MAX_UNAUTHENTICATED, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4
+        )
 
     async def address(self) -> str:
-        """Return http://127.0.0.1:port; start the server if none runs."""
+        """Return http://127.0.0.1:port, and start the server if it does not run."""
         from aiohttp import web
 
         async with self._starting:
             if self._runner is None:
-                app = web.Application(client_max_size=_MOST_BYTES)
+                app = web.Application(client_max_size=_MAX_BYTES)
                 app.router.add_post("/s/{session}/v1/chat/completions", self._completions)
                 app.router.add_get("/s/{session}/v1/models", self._models)
                 runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
                 await runner.setup()
                 loop = asyncio.get_running_loop()
-                # Its connections are none of the first episode's tasks, which its context would say.
+                # A new context: the server's tasks must not count as the first episode's.
                 start = loop.create_server(partial(self._accept, runner), "127.0.0.1", 0)
                 self._server = await loop.create_task(start, context=Context())
                 self._runner = runner
@@ -109,40 +111,41 @@ class Endpoint:
         return f"http://{host}:{port}"
 
     def _accept(self, runner: web.AppRunner) -> web.RequestHandler[Any]:
-        """Return what serves a new connection, which is a stranger's until a request has an api_key."""
+        """Return the handler of a new connection, which is unauthenticated until a request has an api_key."""
         assert runner.server is not None
-        while len(self._strangers) >= self._most_strangers:
-            self._close(next(iter(self._strangers)))
+        while len(self._unauthenticated) >= self._max_unauthenticated:
+            self._close(next(iter(self._unauthenticated)))
         handler = runner.server()
-        self._strangers[handler] = asyncio.get_running_loop().call_later(
-            _STRANGER_SECONDS, self._close, handler
+        self._unauthenticated[handler] = asyncio.get_running_loop().call_later(
+            _UNAUTHENTICATED_SECONDS, self._close, handler
         )
         return handler
 
     def _close(self, handler: web.RequestHandler[Any]) -> None:
-        """Close a stranger's connection."""
-        self._strangers.pop(handler).cancel()
+        """Close an unauthenticated connection."""
+        self._unauthenticated.pop(handler).cancel()
         if handler.transport is not None:
             handler.transport.abort()
 
     async def close(self) -> None:
-        """End the server, and the requests that wait."""
+        """End the server and its waiting requests."""
         runner, self._runner = self._runner, None
         if runner is not None:
             self._server.close()
-            for stranger in list(self._strangers):
-                self._close(stranger)
+            for handler in list(self._unauthenticated):
+                self._close(handler)
             await runner.cleanup()
 
     def chat(self, tools: Sequence[Mapping[str, Any]]) -> ChatTurns:
-        """Return what makes tokens of conversations with these tools. Raises ConfigError for a template that
-        rewrites history, or cannot tell of tools."""
+        """Return the tokeniser of conversations with these tools.
+
+        Raises ConfigError if the template rewrites history or cannot show tools."""
         key = json.dumps(tools, sort_keys=True)
         if key not in self._chats:
             shown = ("tool", "user") if tools else ("user",)
             check_template(self.tokenizer, tools, shown, self.stop, self.variables)
             if tools:
-                call_format(self.tokenizer)
+                detect_call_format(self.tokenizer)
             made = ChatTurns(self.tokenizer, tools, self.variables)
             self._chats = {**dict(list(self._chats.items())[-99:]), key: made}
         return self._chats[key]
@@ -152,12 +155,12 @@ class Endpoint:
 
         async def episode(prompt: Prompt, policy: Policy) -> Verdict | bool | float | None:
             session = Session(self, policy)
-            policy.lenient = True  # agents have clocks and threads of their own
+            policy.lenient = True  # agents have their own clocks and threads
             self.sessions[session.key] = session
             try:
                 url = f"{await self.address()}/s/{session.key}/v1"
                 with policy.wait_for("agent"):
-                    return await session.run(agent(url, session.key, row_of(prompt)))
+                    return await session.run(agent(url, session.key, make_row(prompt)))
             finally:
                 del self.sessions[session.key]
 
@@ -169,7 +172,7 @@ class Endpoint:
             return _error(404, Refused("there is no such session, or it has ended", "not_found"))
         if request.headers.get("Authorization") != f"Bearer {session.key}":
             return _error(401, Refused("use the api_key that the agent was given", "invalid_api_key"))
-        if (timer := self._strangers.pop(request.protocol, None)) is not None:
+        if (timer := self._unauthenticated.pop(request.protocol, None)) is not None:
             timer.cancel()
         return session
 
@@ -198,7 +201,7 @@ class Endpoint:
             return _error(400, refused)
         if not body.get("stream"):
             return web.json_response(answer)
-        pieces = _streamed(answer)
+        pieces = _stream_chunks(answer)
         options = body.get("stream_options")
         if not (isinstance(options, dict) and options.get("include_usage")):
             del pieces[-1]
@@ -206,8 +209,8 @@ class Endpoint:
         return web.Response(text=text, content_type="text/event-stream")
 
 
-def _streamed(answer: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return an answer as pieces of a stream: all of it in one, then the usage."""
+def _stream_chunks(answer: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return an answer as chunks of a stream: all of it in one, then the usage."""
     choice = answer["choices"][0]
     delta = dict(choice["message"])
     if calls := delta.get("tool_calls"):
@@ -226,10 +229,11 @@ def _error(status: int, refused: Refused) -> web.Response:
 
 @dataclass
 class Session:
-    """One response: what an agent has sent and was answered.
+    """One response: the conversation of an agent with the policy.
 
-    history  messages, as they are compared
-    end      what ends the episode whatever the agent makes of the answer"""
+    history      messages in the form of `_message`, for comparison
+    last_active  time.monotonic() of the agent's last request or answer
+    _end         its exception ends the episode, whatever the agent does"""
 
     endpoint: Endpoint
     policy: Policy
@@ -237,27 +241,29 @@ class Session:
     history: list[dict[str, Any]] = field(default_factory=list)
     turns: int = 0
     truncated: bool = False
-    heard: float = field(default_factory=time.monotonic)
+    last_active: float = field(default_factory=time.monotonic)
     chat: ChatTurns | None = None
     _last: tuple[int, ...] = ()
     _answering: asyncio.Lock = field(default_factory=asyncio.Lock)
     _end: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
     async def run(self, agent: Awaitable[Any]) -> Any:
-        """Return what the agent returns. Raises what ended the episode before, EpisodeTruncated where the
-        agent fails after the policy had no turn or token left, and what the agent raises else."""
-        task, limit = asyncio.ensure_future(_alone(agent)), self.endpoint.seconds
+        """Await the agent, and return its result.
+
+        Raises the error that ended the episode earlier. Raises EpisodeTruncated if the agent fails after
+        the policy had no turn or token left, else the agent's exception."""
+        task, limit = asyncio.ensure_future(_run_agent(agent)), self.endpoint.seconds
         try:
             while not task.done() and not self._end.done():
                 if self._answering.locked():
-                    self.heard = time.monotonic()
-                left = self.heard + limit - time.monotonic()
+                    self.last_active = time.monotonic()
+                left = self.last_active + limit - time.monotonic()
                 if left <= 0:
                     raise TimeoutError(f"the agent has asked nothing for {limit:g} s (rollout.turns.seconds)")
-                begun = time.monotonic()
+                start = time.monotonic()
                 await asyncio.wait((task, self._end), timeout=left, return_when=asyncio.FIRST_COMPLETED)
-                if time.monotonic() > begun + left + 1.0:  # the loop stood still: engines were started again
-                    self.heard = time.monotonic()
+                if time.monotonic() > start + left + 1.0:  # the loop was blocked: engines were restarted
+                    self.last_active = time.monotonic()
             if self._end.done():
                 self._end.result()
             try:
@@ -273,11 +279,11 @@ class Session:
                 what = f"the agent has not ended {limit:g} s after it was cancelled"
                 raise EngineError(f"rollout.agent: {what} (let CancelledError through)")
             if not task.cancelled():
-                task.exception()  # it counts no more
+                task.exception()  # mark it as retrieved
             self._stop(EpisodeAborted())
             self._end.exception()
-            # What it asked, and did not wait for, is a turn all the same. But at the rollout's end the engine
-            # has given back what it had, or nobody draws any more.
+            # A request that the agent did not wait for is still a turn: let it finish. But not if this task
+            # was cancelled at the rollout's end, because then no engine answers.
             if not asyncio.current_task().cancelling():  # type: ignore[union-attr]
                 async with self._answering:
                     pass
@@ -287,7 +293,7 @@ class Session:
             self._end.set_exception(error)
 
     async def answer(self, body: Any) -> dict[str, Any]:
-        """Return the answer to a request, `chat.completion`. Raises Refused."""
+        """Return the answer to a request, a `chat.completion`. Raises Refused."""
         if self._end.done():
             raise Refused("the episode has ended", "ended")
         try:
@@ -298,7 +304,7 @@ class Session:
                 try:
                     return await self._answer(body)
                 finally:
-                    self.heard = time.monotonic()
+                    self.last_active = time.monotonic()
         except Refused as refused:
             if refused.unjudged:
                 self._stop(RuntimeError(str(refused)))
@@ -312,9 +318,9 @@ class Session:
             raise Refused("the episode has ended", "ended") from None
 
     async def _answer(self, body: Any) -> dict[str, Any]:
-        if self.truncated:  # of what is asked from then on nothing is shown to the policy
+        if self.truncated:  # the policy must not be shown any later message
             raise EpisodeTruncated
-        messages, tools, stop, most = _read(body)
+        messages, tools, stop, max_tokens = _parse_request(body)
         if self.chat is None:
             self.chat = self.endpoint.chat(tools)
         elif tools != self.chat.tools:
@@ -331,7 +337,7 @@ class Session:
             what = f"{len(messages)} messages do not extend this session's {known}"
             raise Refused(f"{what} (send its history and new messages)", "history", unjudged=True)
         if messages[-1]["role"] == "assistant":
-            raise Refused("the last message is the assistant's: the policy begins its turns itself")
+            raise Refused("the last message is the assistant's: the policy starts its turns itself")
         new, prompt = messages[known:], self.policy.prompt.tokens
         try:
             shown = chat.after(_rendered(new), self._last) if known else chat.first(_rendered(new))
@@ -339,22 +345,23 @@ class Session:
             raise Refused(str(error), unjudged=bool(known)) from error
         if not known:
             if shown[: len(prompt)] != tuple(prompt):
-                what = "the first messages do not begin as the row's prompt does"
-                raise Refused(f"{what} (send row['question'], or render prompts by `opening`)", unjudged=True)
+                what = "the first messages do not start with the row's prompt"
+                raise Refused(f"{what} (send row['question'] as the first message)", unjudged=True)
             shown = shown[len(prompt) :]
         if shown:
             self.policy.observe(shown)
         self.history = messages
-        turn = await self.policy.generate(stop=stop, max_tokens=most)
+        turn = await self.policy.generate(stop=stop, max_tokens=max_tokens)
         self._last = turn.tokens
         text = turn.text
         calls: list[Call] = []
         if tools and body.get("tool_choice") != "none":
             prefix = chat.text_behind([{"role": "user", "content": "?"}])
-            said, calls = parse_calls(turn.tokens, chat.tokenizer, call_format(chat.tokenizer), prefix)
-            if any(call.error for call in calls):  # it is for the agent to say what is wrong with it
+            form = detect_call_format(chat.tokenizer)
+            around, calls = parse_calls(turn.tokens, chat.tokenizer, form, prefix)
+            if any(call.error for call in calls):  # the agent handles invalid calls, as text
                 calls = []
-            text = said if calls else text
+            text = around if calls else text
         for end in stop:
             text = text.partition(end)[0]
         message: dict[str, Any] = {"role": "assistant", "content": (text or None) if calls else text}
@@ -385,12 +392,12 @@ class Session:
         }
 
 
-async def _alone(agent: Awaitable[Any]) -> Any:
-    """Have an agent do its part. One that calls sys.exit ends itself alone."""
+async def _run_agent(agent: Awaitable[Any]) -> Any:
+    """Await an agent. If it calls sys.exit, only the agent ends."""
     try:
         return await agent
     except SystemExit as error:
-        raise RuntimeError(described(error)) from error
+        raise RuntimeError(describe_error(error)) from error
 
 
 def _short(value: Any) -> str:
@@ -398,8 +405,8 @@ def _short(value: Any) -> str:
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
-def _read(body: Any) -> tuple[list[dict[str, Any]], list[Any], tuple[str, ...], int | None]:
-    """Return messages, tools, stop texts and max_tokens of a request. Raises Refused."""
+def _parse_request(body: Any) -> tuple[list[dict[str, Any]], list[Any], tuple[str, ...], int | None]:
+    """Return a request's messages, tools, stop texts and max_tokens. Raises Refused."""
     if not isinstance(body, dict):
         raise Refused("the request is no object")
     given = {key: value for key, value in body.items() if value is not None}
@@ -409,7 +416,7 @@ def _read(body: Any) -> tuple[list[dict[str, Any]], list[Any], tuple[str, ...], 
         if key not in _FIXED and key not in _READ and key not in _IGNORED:
             raise Refused(f"{key}: is not known here (leave it out)")
     if given.get("tool_choice", "auto") not in ("auto", "none"):
-        raise Refused("tool_choice: must be auto or none here: what the policy writes is its own")
+        raise Refused("tool_choice: must be auto or none here: the policy decides what it calls")
     tools, stop = given.get("tools", []), given.get("stop", [])
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise Refused("tools: must be a list of objects")
@@ -427,8 +434,8 @@ def _read(body: Any) -> tuple[list[dict[str, Any]], list[Any], tuple[str, ...], 
 
 
 def _message(message: Any, index: int) -> dict[str, Any]:
-    """Return a message as it is compared and rendered: without what is null or empty, its content a text.
-    Raises Refused."""
+    """Return a message as it is compared and rendered: without empty fields, its content a text. Raises
+    Refused."""
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise Refused(f"messages[{index}]: needs a role")
     content = message.get("content")
@@ -457,7 +464,7 @@ def _arguments(call: Any) -> Any:
 
 
 def _rendered(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return messages as chat templates want them."""
+    """Return messages in the form that chat templates expect."""
     made = []
     for message in map(dict, messages):
         if calls := message.get("tool_calls"):

@@ -1,5 +1,7 @@
-"""A thread beside an event loop on which a user's code runs: code that does not let go of the loop holds up
-every response of its engine, and cannot be interrupted from within. It is named, with its line."""
+"""Watch an event loop that runs user code, from a second thread.
+
+Code that blocks the loop stops every response of its engine, and cannot be interrupted from within. The
+watch reports the line that blocks."""
 
 from __future__ import annotations
 
@@ -15,32 +17,32 @@ from typing import Self
 from megarl.config.errors import EngineError
 from megarl.parallel.launch import write_error_file
 
-_CALLBACK = asyncio.Handle._run.__code__  # beneath it stands what the loop is doing
-# Python's own, megarl's, and code without a file (templates, methods of dataclasses); and what is installed.
+_CALLBACK = asyncio.Handle._run.__code__  # its callees are what the loop is doing
+# Python's library, megarl, code without a file (templates, methods of dataclasses), and installed packages.
 _LIBRARIES = (str(Path(os.__file__).parent) + os.sep, str(Path(__file__).parents[1]) + os.sep, "<")
 _INSTALLED = ("/site-packages/", "/dist-packages/")
 
 
 class LoopWatch:
-    """Watches the running loop while the `with` block lasts.
+    """Watches the running loop during the `with` block.
 
-    key    of the configuration that names the user's function
-    who    has the loop
-    home   the file of that function: it may lie among the libraries
-    limit  seconds for which the loop may be held; then the line that holds it is said, once of each function
-    most   seconds after which the process ends with that line: others wait for it
+    key    configuration key that names the user's function
+    who    the loop's owner, for the message
+    home   file of that function, which may lie among the libraries
+    limit  seconds of blocking after which the line is reported, once per function
+    most   seconds of blocking after which the process ends with that line
 
-    Time in which the loop is in megarl's own code, or in an engine, is nobody's fault here. A process that
-    was stopped from outside does not count that time towards `most`."""
+    Time in megarl's own code or in an engine is not reported. Time while the process was stopped from
+    outside does not count towards `most`."""
 
     def __init__(self, key: str, who: str, home: str | None, limit: float, most: float) -> None:
         self.key, self.who, self.home, self.limit, self.most = key, who, home, limit, most
-        self._said: set[tuple[str, str]] = set()
-        self._end, self._looks = threading.Event(), 0  # looks since the loop's last turn
+        self._reported: set[tuple[str, str]] = set()
+        self._end, self._checks = threading.Event(), 0  # checks since the loop's last sign of life
 
     def __enter__(self) -> Self:
         self._loop, self._watched = asyncio.get_running_loop(), threading.get_ident()
-        self._turn()
+        self._beat()
         self._thread = threading.Thread(target=self._watch, name="loop watch", daemon=True)
         self._thread.start()
         return self
@@ -50,35 +52,34 @@ class LoopWatch:
         self._timer.cancel()
         self._thread.join()
 
-    def _turn(self) -> None:
-        self._seen, self._looks = time.monotonic(), 0
-        self._timer = self._loop.call_later(self.limit / 4, self._turn)
+    def _beat(self) -> None:
+        self._seen, self._checks = time.monotonic(), 0
+        self._timer = self._loop.call_later(self.limit / 4, self._beat)
 
     def _watch(self) -> None:
         while not self._end.wait(self.limit / 4):
-            self._looks += 1
-            if (held := time.monotonic() - self._seen) > self.limit:
-                self._look(held)
+            self._checks += 1
+            if (seconds := time.monotonic() - self._seen) > self.limit:
+                self._check(seconds)
 
-    def _look(self, held: float) -> None:
-        frame = self._users(sys._current_frames().get(self._watched))
+    def _check(self, seconds: float) -> None:
+        frame = self._find_user_frame(sys._current_frames().get(self._watched))
         if frame is None:
             return
         file, name = frame.f_code.co_filename, frame.f_code.co_qualname
         place = f"{name} ({file}:{frame.f_lineno})"
-        what = f"has held the event loop of {self.who} for {held:.0f} s, and with it all of its responses"
+        what = f"has blocked the event loop of {self.who} for {seconds:.0f} s, and so all of its responses"
         line = f"{self.key}: {place} {what} (await there, or leave it to a process or a thread)"
-        if self._looks * self.limit / 4 > self.most:
+        if self._checks * self.limit / 4 > self.most:
             if not write_error_file(line, EngineError.code):
                 print(f"megarl: {line}", file=sys.stderr, flush=True)
             os._exit(EngineError.code)
-        if (file, name) not in self._said:
-            self._said.add((file, name))
+        if (file, name) not in self._reported:
+            self._reported.add((file, name))
             print(f"megarl: {line}", file=sys.stderr, flush=True)
 
-    def _users(self, frame: FrameType | None) -> FrameType | None:
-        """Return the innermost frame of the user's code in what the loop is doing; None where it is none, or
-        the loop does nothing."""
+    def _find_user_frame(self, frame: FrameType | None) -> FrameType | None:
+        """Return the innermost frame of user code in the running callback, None if there is none."""
         found = None
         while frame is not None and frame.f_code is not _CALLBACK:
             file = frame.f_code.co_filename

@@ -1,9 +1,8 @@
-"""Tools of MCP servers (Model Context Protocol): `rollout.tools` names one as `mcp:COMMAND`, which is started
-and talked to over its pipes, or as `mcp:URL`, which is asked over streamable HTTP. A tool of it is the same
-behind `#`: `mcp:python shop.py#price`.
+"""Tools of MCP servers (Model Context Protocol), named in `rollout.tools`.
 
-Each process for tools (tools.py) has a connection of its own, and so a server of its own. Needs the package
-mcp, the extra `mcp`, which nothing else imports."""
+`mcp:COMMAND` starts a server and talks to it over pipes; `mcp:URL` uses streamable HTTP. One tool of a
+server is `mcp:python shop.py#price`. Each tool process (tools.py) has its own connection, and so its own
+server. Needs the package mcp, the extra `mcp`."""
 
 from __future__ import annotations
 
@@ -22,24 +21,34 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import megarl
-from megarl.agents.tools import MCP, ServerError
 from megarl.config.errors import ConfigError, first_line
 from megarl.rewards.process import START_LIMIT, plain_environment
 
 if TYPE_CHECKING:
     from mcp import Client
 
-# The package starts a server in a session of its own, where nothing ends it with the process that it serves.
+MCP = "mcp:"  # prefix of the path of an MCP server's tool
+
+# The mcp package starts the server in a new session, so nothing else ends it together with this process.
 _GUARDED = "import sys; sys.path.append(sys.argv[1]); from megarl.rewards.process import guard; guard()"
 
 
+class ServerError(Exception):
+    """A server reports that its tool failed; gone: the connection has ended."""
+
+    def __init__(self, text: str, *, gone: bool = False) -> None:
+        super().__init__(text)
+        self.gone = gone
+
+
 @cache
-def listed(entry: str) -> dict[str, dict[str, Any]]:
-    """Return the schemas of a server's tools, as megarl.agents.tools.schema, by `entry#tool`. Raises
-    ConfigError where the package is missing, or no server answers within START_LIMIT seconds."""
+def list_tools(entry: str) -> dict[str, dict[str, Any]]:
+    """Return the schemas of a server's tools by `entry#tool`, as megarl.agents.tools.build_schema does.
+
+    Raises ConfigError if the package is missing, or if no server answers within START_LIMIT seconds."""
 
     async def ask() -> list[Any]:
-        async with asyncio.timeout(START_LIMIT), _connected(entry) as client:
+        async with asyncio.timeout(START_LIMIT), _open_client(entry) as client:
             tools, cursor = [], None
             while True:
                 page = await client.list_tools(cursor=cursor)
@@ -47,7 +56,7 @@ def listed(entry: str) -> dict[str, dict[str, Any]]:
                 if (cursor := page.next_cursor) is None:
                     return tools
 
-    logging.getLogger("mcp").addHandler(logging.NullHandler())  # else it writes what is no message to stderr
+    logging.getLogger("mcp").addHandler(logging.NullHandler())  # it logs invalid messages to stderr
     try:
         tools = asyncio.run(ask())
     except TimeoutError:
@@ -56,24 +65,32 @@ def listed(entry: str) -> dict[str, dict[str, Any]]:
     for tool in tools:
         if "#" in tool.name:
             raise ConfigError(f"rollout.tools: {entry}: # in the name of tool {tool.name!r} (rename it)")
-        told = {"name": tool.name, "description": tool.description or "", "parameters": tool.input_schema}
-        found[f"{entry}#{tool.name}"] = {"type": "function", "function": told}
+        schema = {"name": tool.name, "description": tool.description or "", "parameters": tool.input_schema}
+        found[f"{entry}#{tool.name}"] = {"type": "function", "function": schema}
     if not found:
         raise ConfigError(f"rollout.tools: {entry}: the server has no tools (leave it out)")
     return found
 
 
-def function(path: str) -> Callable[..., str]:
-    """Return what calls the tool `entry#tool`, in this process for tools, and connect it. Raises ConfigError
-    as `listed`; what is returned raises ServerError where the tool fails, or its server is gone."""
+def connect_tool(path: str) -> Callable[..., str]:
+    """Connect this process to a server, and return a function that calls its tool `entry#tool`.
+
+    Raises ConfigError as `list_tools`. The function raises ServerError if the tool fails or the server is
+    gone."""
     entry, _, name = path.rpartition("#")
-    connection = _Connection.to(entry)
+    connection = _connect(entry)
     return lambda **arguments: connection.call(name, arguments)
 
 
+@cache
+def _connect(entry: str) -> _Connection:
+    return _Connection(entry)
+
+
 class _Connection:
-    """A connection that a thread keeps until this process ends. Its waits have the pool's limits, which ends
-    a process for tools that does not answer (tools.py)."""
+    """A connection that a thread holds open until this process ends.
+
+    It waits without limits: ToolPool ends a process that takes too long."""
 
     def __init__(self, entry: str) -> None:
         self._loop = asyncio.new_event_loop()
@@ -82,18 +99,12 @@ class _Connection:
         threading.Thread(target=self._loop.run_until_complete, args=[self._keep(entry)], daemon=True).start()
         self._client = self._ready.result()
 
-    @staticmethod
-    @cache
-    def to(entry: str) -> _Connection:
-        """Return the connection to a server, or open it."""
-        return _Connection(entry)
-
     async def _keep(self, entry: str) -> None:
         try:
-            async with _connected(entry) as client:
+            async with _open_client(entry) as client:
                 self._ready.set_result(client)
                 await asyncio.Event().wait()
-        except BaseException as error:  # noqa: BLE001 (who connects, or calls, raises it)
+        except BaseException as error:  # noqa: BLE001 (raised by `__init__`)
             if not self._ready.done():
                 self._ready.set_exception(error)
         finally:
@@ -123,22 +134,20 @@ class _Connection:
 
 
 def _result_text(result: Any) -> str:
-    """Return a result as text: its content, and its structured content where the content differs from it.
-
-    Many servers send the same data as both."""
+    """Return a result as text: its content, and its structured content unless that repeats the content."""
     texts = [_text(block) for block in result.content]
     data = result.structured_content
     if data is not None:
-        # Servers wrap what is no object as {"result": ...}, and send a list as one text an item.
+        # Servers wrap values that are no object as {"result": ...}, and send each item of a list as a text.
         value = data["result"] if data.keys() == {"result"} else data
         items = value if isinstance(value, list) else [value]
         same = [data], [value], items
-        if not any(len(texts) == len(one) and all(map(_says, texts, one)) for one in same):
+        if not any(len(texts) == len(one) and all(map(_is_same, texts, one)) for one in same):
             texts.append(json.dumps(data, ensure_ascii=False))
     return "\n".join(texts)
 
 
-def _says(text: str, value: Any) -> bool:
+def _is_same(text: str, value: Any) -> bool:
     """Return whether a text is this value, plain or as JSON."""
     try:
         return text == value or json.loads(text) == value
@@ -147,7 +156,7 @@ def _says(text: str, value: Any) -> bool:
 
 
 def _text(block: Any) -> str:
-    """Return a part of a result as the policy is shown it."""
+    """Return the text of a content block, or its type in brackets."""
     found = getattr(block, "text", None)
     if found is None:
         found = getattr(getattr(block, "resource", None), "text", None)
@@ -155,9 +164,10 @@ def _text(block: Any) -> str:
 
 
 @asynccontextmanager
-async def _connected(entry: str) -> AsyncIterator[Client]:
-    """Connect to a server. Raises ConfigError, with the last line that it wrote, where it does not answer, or
-    no more."""
+async def _open_client(entry: str) -> AsyncIterator[Client]:
+    """Connect to a server.
+
+    Raises ConfigError with the server's last line of stderr if the connection fails or ends."""
     try:
         from mcp import Client, StdioServerParameters, stdio_client
     except ImportError as error:

@@ -14,12 +14,12 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from megarl.agents.chat import check_template, opening, play, schemas, tool_calls
+from megarl.agents.chat import check_template, opening_tokens, play, schemas, tool_calls
 from megarl.agents.chat_turns import ChatTurns
 from megarl.agents.endpoint import Endpoint
 from megarl.agents.episode import EpisodeFunction, EpisodeTruncated, Policy, ToolError
 from megarl.agents.loop_watch import LoopWatch
-from megarl.agents.tools import ToolPool, described, environment_class
+from megarl.agents.tools import ToolPool, describe_error, environment_class
 from megarl.config.errors import ConfigError, EngineError, MegarlError
 from megarl.config.schema import Config
 from megarl.data.response_text import check_end_of_turn
@@ -113,16 +113,14 @@ class AgentEpisode(Policy):
 
     async def run(self) -> Verdict | None:
         _tasks.set(set())
-        verdict = await self._judge()
+        verdict = await self._run_graded()
         if not self.turns and not self.aborted:
             if verdict is None or verdict.judged:
-                verdict = self._ungraded(
-                    "it ended, or had no room left, before the policy had written anything"
-                )
+                verdict = self._ungraded("it ended, or had no room left, before the policy wrote anything")
             await self.give_up()
         return verdict
 
-    async def _judge(self) -> Verdict | None:
+    async def _run_graded(self) -> Verdict | None:
         """Run the coroutine. Returns its verdict, also of an error that it raises."""
         try:
             return await self._call()
@@ -144,7 +142,7 @@ class AgentEpisode(Policy):
                 rest = rest.exceptions[0]
             if isinstance(rest, MegarlError):
                 raise rest from error
-            return None if rest is None else self._ungraded(described(rest).split("\n")[0])
+            return None if rest is None else self._ungraded(describe_error(rest).split("\n")[0])
 
     async def _call(self) -> Verdict | None:
         """Run the coroutine, and cancel the tasks that it leaves behind."""
@@ -159,7 +157,7 @@ class AgentEpisode(Policy):
         if verdict is not None and not verdict.judged:
             verdict = replace(verdict, error=f"{self.key}: {verdict.error or 'no verdict'}")
         if left and not self.lenient:
-            raise UnusableError(f"it returned before these tasks of its own had ended: {left}")
+            raise UnusableError(f"it returned before these tasks that it created had ended: {left}")
         return verdict
 
     def _ungraded(self, why: str) -> Verdict:
@@ -184,7 +182,7 @@ class AgentEpisode(Policy):
                 task.exception()  # mark it as retrieved
         if names and self.lenient and names not in self.warned:
             self.warned.add(names)
-            what = f"it returned before these tasks of its own had ended, which are cancelled: {names}"
+            what = f"it returned before these tasks that it created had ended; they are cancelled: {names}"
             print(f"megarl: {self.key}: {what}", file=sys.stderr, flush=True)
         return names
 
@@ -245,5 +243,5 @@ def prompt_options(config: Config, tokenizer: Any) -> dict[str, Any]:
 
     Raises ConfigError if a tool has no usable schema, or if the chat template fits no agent."""
     rollout, variables = config.rollout, config.data.chat_template_kwargs
-    begun = opening(tokenizer, variables) if rollout.agent else ()
-    return {"tools": list(schemas(rollout.tools).values()), "opening": begun}
+    opening = opening_tokens(tokenizer, variables) if rollout.agent else ()
+    return {"tools": list(schemas(rollout.tools).values()), "opening": opening}

@@ -1,10 +1,9 @@
-"""Where tools and environments run: in processes of their own, under limits, for many episodes at once.
+"""Run tools and environments in separate processes with limits, for many episodes at once.
 
-A job is a function of what it is sent. A tool's is one call; an environment's is its row, its seed and all
-that the policy has said so far, so that any process can do it, and one that was killed loses nothing. A
-process keeps the environments that it served last, and goes on with one where it can. `ToolPool` is the
-side of the episodes, on their event loop; `work` the process's.
-"""
+A job is a pure function of its message: a tool call with arguments, or an environment's row, seed and all
+of the policy's texts so far. So any process can do any job, and a killed process loses nothing. A process
+caches its most recent environments. `ToolPool` runs on the episodes' event loop; `work` runs in the
+processes."""
 
 from __future__ import annotations
 
@@ -24,6 +23,8 @@ from hashlib import blake2b
 from types import MappingProxyType
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar, cast
 
+from megarl.agents.mcp_tools import MCP as MCP
+from megarl.agents.mcp_tools import ServerError, connect_tool
 from megarl.config.errors import ConfigError
 from megarl.rewards.process import (
     FAILED_STARTS,
@@ -35,9 +36,10 @@ from megarl.rewards.process import (
 from megarl.rewards.sandbox import STRICT, Supervised
 from megarl.rewards.verdict import MAX_TEXT, UnusableError, Verdict, as_verdict, finite, imported, short
 
-MCP = "mcp:"  # what a tool's path begins with that an MCP server has (mcp_tools.py)
-_KEPT = 256  # environments that one process keeps
-_MAX_STATE = 1 << 20  # bytes of an environment's state as JSON; a larger one is not kept, but replayed
+_MAX_ENVIRONMENTS = 256  # cached per process
+_MAX_STATE = (
+    1 << 20
+)  # bytes of an environment's state as JSON; a larger state is discarded, so it is replayed
 _SURROGATES = re.compile("[\ud800-\udfff]")
 _METHODS, _OPTIONAL = ("reset", "step", "verdict"), ("state", "restore")
 
@@ -45,23 +47,25 @@ T = TypeVar("T")
 
 
 class Environment(Protocol):
-    """What an episode acts on. It is made anew for each episode, and must depend on its row, its seed and
-    what the policy said alone: an episode whose process ended goes on in another by `reset` and the same
-    texts once more. (`random` and numpy's generator are seeded before each call.)
+    """What an episode acts on, created anew for each episode.
 
-    One that also has `state()`, what JSON can hold, and `restore(state)`, called behind `reset`, goes on
-    without these texts."""
+    It must depend only on its row, its seed and the policy's texts. If its process dies, another process
+    calls `reset` and replays the texts. `random` and numpy's generator are seeded before each call.
+
+    Optional: `state()` returns a JSON value, and `restore(state)`, called after `reset`, replaces the
+    replay."""
 
     def reset(self, row: dict[str, Any], seed: int) -> str:
-        """Begin, and return what the policy is shown first."""
+        """Start, and return the first observation."""
         ...
 
     def step(self, text: str) -> tuple[str, float, bool]:
-        """Return what the policy is shown of what it said, the turn's reward, and whether this is the end."""
+        """Return the observation after the policy's text, the turn's reward, and whether the episode is
+        done."""
         ...
 
     def verdict(self) -> Verdict | bool | float:
-        """Judge what has been said so far; changes nothing."""
+        """Grade the episode so far, without changing anything."""
         ...
 
 
@@ -69,34 +73,27 @@ class Environment(Protocol):
 class Result(Generic[T]):
     """The outcome of a job.
 
-    error   why there is none; of a tool, a text that the policy may be shown
-    judged  False where neither the policy nor what it called has brought the error about: a process that was
-            killed or does not start, an environment that raises"""
+    error   why there is no value; a tool's error is text that the policy may see
+    judged  False if neither the policy nor the called code caused the error: its process was killed or did
+            not start, or the environment raised"""
 
     value: T | None = None
     error: str | None = None
     judged: bool = True
 
 
-class ServerError(Exception):
-    """What a tool's server says is wrong; gone: it is no longer there to say anything."""
-
-    def __init__(self, text: str, *, gone: bool = False) -> None:
-        super().__init__(text)
-        self.gone = gone
-
-
 class State(NamedTuple):
-    """What an environment's `state` gave behind the first `texts` texts of the policy."""
+    """An environment's state after the first `texts` texts of the policy."""
 
     texts: int
     state: Any
 
 
 class Answer(NamedTuple):
-    """An environment's answer to what the policy said last; at the beginning reset's, with 0.0 and False.
+    """An environment's answer to the policy's last text; after a reset the reward is 0.0 and `done` is
+    False.
 
-    state  to be given with later jobs; None: the environment has none"""
+    state  to pass to later jobs; None if the environment has none"""
 
     observation: str
     reward: float
@@ -105,21 +102,19 @@ class Answer(NamedTuple):
 
 
 class ToolPool:
-    """At most `workers` processes that call tools and environments, each started when it is first needed.
+    """At most `workers` processes that call tools and environments. Each starts when it is first needed.
 
-    seconds            that one call may take; of an environment, each of its methods
+    seconds            limit of one call, or of one method of an environment
     memory_mib         data memory of one process, MiB
-    observation_bytes  of UTF-8 that come back of a call; the rest is cut off, and a mark says so
-    environment        `module:Class`, made with `arguments`
-    sandbox            what the calls may reach, as `rollout.sandbox` says
+    observation_bytes  UTF-8 bytes returned by a call; longer results are cut and marked
+    environment        `module:Class`, constructed with `arguments`
+    sandbox            what calls may reach, see `rollout.sandbox`
 
-    A job that takes too long, that runs out of memory or whose process dies is tried once more, in a new
-    process, before that counts and is `judged`: the policy can have brought it about. A process that does not
-    start is not. More jobs than processes wait in their order; only a job whose environment is kept by a
-    process that is busy lets later ones pass.
+    A job is retried once in a new process if it times out, runs out of memory or loses its process. The
+    second failure counts as the policy's doing (`judged`), but a process that does not start never does.
+    Jobs are served in order, except that a job waits for a busy process that has its environment.
 
-    For one event loop until `close`, without threads. The processes end with that, or when this process
-    dies."""
+    Use it on one event loop until `close`; it has no threads. The processes end with it."""
 
     def __init__(
         self,
@@ -143,7 +138,7 @@ class ToolPool:
             "environment": environment,
             "arguments": dict(arguments),
         }
-        # A byte is six characters as JSON at most.
+        # JSON needs at most six characters for a byte.
         self._longest = 6 * (observation_bytes + MAX_TEXT) + _MAX_STATE + 4096
         self._loop: asyncio.AbstractEventLoop | None = None
         self._slots: list[_ToolProcess | None] = [None] * workers
@@ -154,17 +149,17 @@ class ToolPool:
 
     @property
     def pids(self) -> list[int]:
-        """The processes that run now."""
+        """The running processes."""
         return [one.pid for one in self._slots if one is not None and one.pid is not None and one.alive]
 
     @property
     def waiting(self) -> list[_Job]:
-        """The jobs that episodes wait for, the oldest first; may be asked from another thread."""
+        """Unfinished jobs, the oldest first. Safe to read from another thread."""
         return list(self._jobs.values())
 
     @property
     def oldest(self) -> str:
-        """Return the job that was asked for first, for reports about a hang."""
+        """Describe the oldest unfinished job, for reports about a hang."""
         for job in self.waiting[:1]:
             what = f"{job.what} in a process" if job.running else f"{job.what}, which waits for a process"
             return f"{what}, for {time.monotonic() - job.since:.0f} s"
@@ -177,49 +172,47 @@ class ToolPool:
         keywords: Mapping[str, Any] = MappingProxyType({}),
         seed: int = 0,
     ) -> Result[str]:
-        """Return what the plain function `module:function`, or a tool of an MCP server, returns: a text as it
-        is, bytes as UTF-8, and anything else as JSON.
+        """Call a plain function `module:function` or an MCP server's tool, and return its result as text.
 
-        seed: of `random` and of numpy's generator. What the function raises is an error that is judged. The
-        arguments must be what JSON can hold (TypeError)."""
+        Text is returned as it is, bytes are decoded as UTF-8, and other values are JSON. `seed` seeds
+        `random` and numpy's generator. An exception of the function is an error with `judged` True. Raises
+        TypeError if an argument is no JSON value."""
         sent = {"function": function, "arguments": list(arguments), "keywords": dict(keywords), "seed": seed}
-        answer = await self._do(_Job(function, sent))
+        answer = await self._run_job(_Job(function, sent))
         return Result(answer.get("value"), answer.get("error"), answer.get("judged", True))
 
     async def step(
-        self, key: int, row: Mapping[str, Any], seed: int, said: Sequence[str], state: State | None = None
+        self, key: int, row: Mapping[str, Any], seed: int, texts: Sequence[str], state: State | None = None
     ) -> Result[Answer]:
-        """Return the environment's answer to the last of `said`, what the policy said in each of its turns.
+        """Return the environment's answer to the last of `texts`, the policy's texts by turn.
 
         key    the episode's number
-        state  of an earlier answer, to go on from where no process keeps the environment"""
-        answer = await self._do(self._job("step", key, row, seed, said, state))
+        state  from an earlier answer, used if no process has the environment"""
+        answer = await self._run_job(self._job("step", key, row, seed, texts, state))
         if "value" not in answer:
             return Result(None, answer["error"], answer.get("judged", True))
         observation, reward, done, after = answer["value"]
         return Result(Answer(observation, reward, done, after and State(*after)))
 
     async def verdict(
-        self, key: int, row: Mapping[str, Any], seed: int, said: Sequence[str], state: State | None = None
+        self, key: int, row: Mapping[str, Any], seed: int, texts: Sequence[str], state: State | None = None
     ) -> Verdict:
-        """Return the environment's verdict behind `said`, or one with the error that kept it from that. As
-        `step`; the environment is not kept."""
-        answer = await self._do(self._job("verdict", key, row, seed, said, state))
+        """Grade the environment after `texts`, and discard it. A failure is a verdict with an error."""
+        answer = await self._run_job(self._job("verdict", key, row, seed, texts, state))
         if "value" not in answer:
             return Verdict(False, error=answer["error"], judged=answer.get("judged", True))
         correct, extracted, error, score, judged = answer["value"]
         return Verdict(correct, extracted, error, score, judged=judged)
 
     def forget(self, key: int) -> None:
-        """Have an environment dropped, which nobody goes on with: it may hold a session at a server. Its
-        process does so behind what it is doing."""
+        """Discard an environment that no episode needs any more: it may hold a session at a server."""
         for process in filter(None, self._slots):
             if key in process.keys:
                 del process.keys[key]
                 process.send({"forget": key})
 
     def close(self) -> None:
-        """End the processes, and the jobs that they have. A later job starts new ones."""
+        """End the processes and their jobs. A later job starts new processes."""
         tasks = list(self._tasks)
         for job in tasks:
             if self._loop is not None and not self._loop.is_closed():
@@ -231,7 +224,6 @@ class ToolPool:
         if self._loop is not None and not self._loop.is_closed() and not self._loop.is_running():
 
             async def settle() -> None:
-                """Let cancelled tasks and closed pipes come to their end."""
                 await asyncio.gather(*tasks, return_exceptions=True)
                 await asyncio.sleep(0)
 
@@ -240,22 +232,23 @@ class ToolPool:
         self._idle, self._loop = set(range(len(self._slots))), None
         self._queue, self._tasks, self._jobs = deque(), set(), {}
 
-    def _job(self, method: str, key: int, row: Any, seed: int, said: Sequence[str], state: Any) -> _Job:
+    def _job(self, method: str, key: int, row: Any, seed: int, texts: Sequence[str], state: Any) -> _Job:
         if self.environment is None:
             raise ValueError("this pool has no environment")
-        sent = {"method": method, "key": key, "row": row, "seed": seed, "said": list(said), "state": state}
+        sent = {"method": method, "key": key, "row": row, "seed": seed, "texts": list(texts), "state": state}
         return _Job(f"{self.environment}.{method}", sent, key)
 
-    async def _do(self, job: _Job) -> dict[str, Any]:
-        """Have a process do a job. Where the caller is cancelled, the process comes to its end with it, or is
-        killed at the limit, and then does others."""
+    async def _run_job(self, job: _Job) -> dict[str, Any]:
+        """Run a job in a process.
+
+        If the caller is cancelled, the process still finishes the job or times out."""
         loop = self._loop = asyncio.get_running_loop()
         self._jobs[id(job)] = job
         try:
-            slot = await self._seat(job.key)
+            slot = await self._acquire_slot(job.key)
             job.running = True
-            # It may outlive whoever asks: it is none of the episode's tasks, which its context would say.
-            task = Context().run(loop.create_task, self._done_by(slot, job))
+            # A new context: the task may outlive its caller, and must not count as the episode's.
+            task = Context().run(loop.create_task, self._run_with_retry(slot, job))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
             return await asyncio.shield(task)
@@ -263,58 +256,60 @@ class ToolPool:
             job.wanted = False
             self._jobs.pop(id(job), None)
 
-    async def _seat(self, key: int | None) -> int:
-        """Wait for a process's turn and return its slot."""
-        if self._idle:  # nobody waits
-            home = self._home(key)
-            if home not in self._idle:  # one that runs, and has the fewest environments to lose
-                home = min(self._idle, key=lambda slot: (self._slots[slot] is None, self._kept(slot), slot))
-            self._idle.remove(home)
-            return home
-        turn: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        self._queue.append((turn, key))
+    async def _acquire_slot(self, key: int | None) -> int:
+        """Wait for an idle slot, preferably of the process that has environment `key`."""
+        if self._idle:  # so the queue is empty
+            slot = self._find_slot(key)
+            if slot not in self._idle:  # a running process with the fewest environments to lose
+
+                def cost(slot: int) -> tuple[bool, int, int]:
+                    process = self._slots[slot]
+                    return process is None, 0 if process is None else len(process.keys), slot
+
+                slot = min(self._idle, key=cost)
+            self._idle.remove(slot)
+            return slot
+        future: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self._queue.append((future, key))
         try:
-            return await turn
+            return await future
         except asyncio.CancelledError:
-            if turn.done() and not turn.cancelled():
-                self._free(turn.result())
-            elif (turn, key) in self._queue:
-                self._queue.remove((turn, key))
+            if future.done() and not future.cancelled():
+                self._release_slot(future.result())
+            elif (future, key) in self._queue:
+                self._queue.remove((future, key))
             raise
 
-    def _free(self, slot: int) -> None:
-        """Give a slot to who waits for it, first to those whose environment no other process keeps. The
-        others are not passed over for ever: when their own process comes free, they are among the first."""
+    def _release_slot(self, slot: int) -> None:
+        """Pass a slot to the first queued job whose environment no other process has, else to the first job.
+
+        The jobs that are skipped do not starve: they come first when their own process becomes idle."""
         while self._queue:
-            near = (one for one in self._queue if self._home(one[1]) in (None, slot))
-            turn, _ = chosen = next(near, self._queue[0])
+            fitting = (job for job in self._queue if self._find_slot(job[1]) in (None, slot))
+            future, _ = chosen = next(fitting, self._queue[0])
             self._queue.remove(chosen)
-            if not turn.done():
-                turn.set_result(slot)
+            if not future.done():
+                future.set_result(slot)
                 return
         self._idle.add(slot)
 
-    def _home(self, key: int | None) -> int | None:
-        """Return the slot of the process that keeps this environment."""
+    def _find_slot(self, key: int | None) -> int | None:
+        """Return the slot of the process that has environment `key`."""
         for slot, process in enumerate(self._slots):
             if process is not None and key in process.keys:
                 return slot
         return None
 
-    def _kept(self, slot: int) -> int:
-        process = self._slots[slot]
-        return len(process.keys) if process is not None else 0
-
-    async def _done_by(self, slot: int, job: _Job) -> dict[str, Any]:
-        """Have the process of a slot, and a second one where that fails, do the job."""
-        slots = self._slots  # after `close` others
+    async def _run_with_retry(self, slot: int, job: _Job) -> dict[str, Any]:
+        """Run a job in a slot's process, and once more in a new process if the first is lost."""
+        slots = self._slots  # `close` replaces the list
         try:
-            problem = await self._tried(slot, job)
-            if "lost" in problem and job.wanted:
-                problem = await self._tried(slot, job)
-                if problem.get("killed"):  # twice, in a process of its own: the job has brought it about
-                    problem["judged"] = True
-            return problem
+            answer = await self._try_job(slot, job)
+            if "lost" in answer and job.wanted:
+                answer = await self._try_job(slot, job)
+                if answer.get("killed"):  # twice, the second time in a new process: the job caused it
+                    answer["judged"] = True
+            return answer
         except BaseException:
             if (process := slots[slot]) is not None:
                 process.end()
@@ -322,23 +317,23 @@ class ToolPool:
             raise
         finally:
             if slots is self._slots:
-                self._free(slot)
+                self._release_slot(slot)
 
-    async def _tried(self, slot: int, job: _Job) -> dict[str, Any]:
-        """Return a process's answer, with `lost` where it has ended with the job."""
-        process = await self._process(slot)
+    async def _try_job(self, slot: int, job: _Job) -> dict[str, Any]:
+        """Return the process's answer, with `lost` if the process has ended."""
+        process = await self._ensure_process(slot)
         if isinstance(process, str):
             return {"error": process, "judged": False}
         if not job.wanted:
             return {}
         if job.key is not None:
             process.keys.pop(job.key, None)
-            self.forget(job.key)  # in another process, whose copy is told nothing from now on
+            self.forget(job.key)  # another process's copy would miss this job
             process.keys[job.key] = None
         process.send(job.sent)
         limit, importing = START_LIMIT, True
         try:
-            while (answer := await process.receive(limit)) is None:  # it goes on
+            while (answer := await process.receive(limit)) is None:  # the next step's time limit begins
                 limit, importing = self.seconds, False
             if not isinstance(answer, dict):
                 raise ValueError
@@ -350,19 +345,19 @@ class ToolPool:
             how = await process.finish()
             error = f"{'tool' if job.key is None else 'environment'} died ({how})"
             return {"error": error, "judged": how not in FROM_OUTSIDE, "lost": True, "killed": True}
-        except ValueError:  # its pipe was written to by who has no business there
+        except ValueError:  # user code wrote to the pipe
             await process.finish()
             return {"error": "its process answered no JSON", "judged": False, "lost": True, "killed": True}
         if "lost" in answer:
             await process.finish()
         elif not answer.get("kept"):
             process.keys.pop(cast(int, job.key), None)
-        elif len(process.keys) > _KEPT:
+        elif len(process.keys) > _MAX_ENVIRONMENTS:
             process.keys.popitem(last=False)
         return cast(dict[str, Any], answer)
 
-    async def _process(self, slot: int) -> _ToolProcess | str:
-        """Return the process of a slot, or the reason why none starts."""
+    async def _ensure_process(self, slot: int) -> _ToolProcess | str:
+        """Return the slot's process, started if necessary, or the reason why none starts."""
         process, why = self._slots[slot], ""
         if process is not None and process.alive:
             return process
@@ -374,22 +369,23 @@ class ToolPool:
                 process = self._slots[slot] = _ToolProcess(self._sandbox, self._longest)
                 await process.connect(self._settings)
                 return process
-            except (OSError, EOFError) as error:  # OSError: TimeoutError is one, and a machine that is full
-                why = described(error)
+            except (OSError, EOFError) as error:  # OSError includes TimeoutError
+                why = describe_error(error)
                 if process is not None:
                     why = f"{await process.finish()}; {process.last_line}"
                 if isinstance(error, TimeoutError):
-                    return f"a process for tools was not ready within {START_LIMIT:g} s ({why})"
-        return f"{FAILED_STARTS} processes for tools died at their start ({why})"
+                    return f"a tool process was not ready within {START_LIMIT:g} s ({why})"
+        return f"{FAILED_STARTS} tool processes died at their start ({why})"
 
 
 class _Job:
-    """A message for a process, and who waits for its answer.
+    """A message for a process.
 
     what     the tool, or the environment's class and method
-    key      of the environment; None: a tool's
+    key      of the environment; None for a tool
     since    time.monotonic() of the request
-    running  whether a process has it; False: all have others"""
+    running  whether a process works on it
+    wanted   whether the caller still waits for the answer"""
 
     def __init__(self, what: str, sent: dict[str, Any], key: int | None = None) -> None:
         self.what, self.sent, self.key = what, sent, key
@@ -397,7 +393,7 @@ class _Job:
 
 
 class _ToolProcess(LimitedProcess):
-    """One process, and the keys of the environments that it has, the newest last."""
+    """A process, and the keys of its environments, the newest last."""
 
     def __init__(self, sandbox: str, longest: int) -> None:
         super().__init__(__name__, sandbox, longest)
@@ -405,33 +401,36 @@ class _ToolProcess(LimitedProcess):
 
 
 def work(process: Supervised) -> None:
-    """Be a process for tools and environments."""
-    serve(process, lambda settings: _Inside(**settings).answers)
+    """Serve jobs: the main function of a tool process."""
+    serve(process, lambda settings: _JobHandler(**settings).handle)
 
 
-class _Inside:
-    """What such a process does.
+class _JobHandler:
+    """Runs the jobs of one tool process.
 
-    kept: environments by their episodes, the newest last"""
+    environments: by episode, the newest last"""
 
     def __init__(self, observation_bytes: int, environment: str | None, arguments: Any, **_: Any) -> None:
         self.observation_bytes, self.environment, self.arguments = observation_bytes, environment, arguments
-        self.kept: OrderedDict[int, _Going] = OrderedDict()
+        self.environments: OrderedDict[int, _LiveEnvironment] = OrderedDict()
 
-    def answers(self, job: dict[str, Any]) -> Iterator[dict[str, Any] | None]:
-        """Yield None each time that the next limit begins, and then the answer: value or error; judged; lost
-        where this process is not to go on; kept where it keeps the environment. Nothing where it is only to
-        forget one."""
+    def handle(self, job: dict[str, Any]) -> Iterator[dict[str, Any] | None]:
+        """Run a job. Yields None when a new time limit starts, and at the end the answer, except for
+        "forget".
+
+        Keys of the answer: `value` or `error`; `judged`; `lost` if this process must not be used again;
+        `kept` if it has the environment."""
         if "forget" in job:
-            self.kept.pop(job["forget"], None)
+            self.environments.pop(job["forget"], None)
             return
         is_tool = "function" in job
         try:
             if is_tool:
-                function = _tool(job["function"])
+                path = job["function"]
+                function = connect_tool(path) if path.startswith(MCP) else imported("rollout.tools", path)
             else:
                 assert self.environment is not None
-                made = partial(environment_class(self.environment), **self.arguments)
+                make = partial(environment_class(self.environment), **self.arguments)
         except ConfigError as error:
             yield {"error": str(error), "judged": False}
             return
@@ -441,119 +440,117 @@ class _Inside:
             if is_tool:
                 _seed(job["seed"], 0)
                 value = function(*job["arguments"], **job["keywords"])
-                yield {"value": observation(value, self.observation_bytes)}
+                yield {"value": format_observation(value, self.observation_bytes)}
             else:
-                yield from self._environment(made, **job)
+                yield from self._run_environment(make, **job)
         except ServerError as error:
-            text = observation(str(error), self.observation_bytes)
+            text = format_observation(str(error), self.observation_bytes)
             yield {"error": text, "judged": False, "lost": True} if error.gone else {"error": text}
-        except MemoryError:  # not this job's alone, maybe: others have left things behind
-            self.kept.clear()
+        except MemoryError:  # earlier jobs may have caused it too
+            self.environments.clear()
             yield {"error": f"{where}it ran out of memory", "lost": True}
         except RecursionError:
             yield {"error": f"{where}it ran out of stack"}
         except UnusableError as error:
             yield {"error": f"{where}{error}", "judged": False}
-        except (Exception, SystemExit) as error:  # noqa: BLE001 (recorded: the policy's, or the environment's)
-            text = described(error)
+        except (Exception, SystemExit) as error:  # noqa: BLE001 (recorded as the answer)
+            text = describe_error(error)
             if is_tool:
-                yield {"error": observation(text, self.observation_bytes)}
+                yield {"error": format_observation(text, self.observation_bytes)}
             else:
                 yield {"error": f"{where}{text}".split("\n")[0][:MAX_TEXT], "judged": False}
 
-    def _environment(
-        self, made: Callable[[], Any], method: str, key: int, row: Any, seed: int, said: list[str], state: Any
+    def _run_environment(
+        self,
+        make: Callable[[], Any],
+        method: str,
+        key: int,
+        row: Any,
+        seed: int,
+        texts: list[str],
+        state: Any,
     ) -> Iterator[dict[str, Any] | None]:
-        going = self.kept.pop(key, None)
-        if going is None or not going.leads_to(row, seed, said):
-            going = _Going(made(), row, seed, self.observation_bytes)
+        live = self.environments.pop(key, None)
+        if live is None or not live.can_continue(row, seed, texts):
+            live = _LiveEnvironment(make(), row, seed, self.observation_bytes)
             yield None
-            if state is not None and state[0] + (method == "step") <= len(said):
-                going.restore(said[: state[0]], state[1])
-        for text in said[len(going.said) :]:
+            if state is not None and state[0] + (method == "step") <= len(texts):
+                live.restore(texts[: state[0]], state[1])
+        for text in texts[len(live.texts) :]:
             yield None
-            going.step(text)
+            live.step(text)
         if method == "verdict":
             yield None
-            v = going.verdict()
+            v = live.verdict()
             yield {"value": [v.correct, short(v.extracted), short(v.error), v.score, v.judged]}
             return
-        self.kept[key] = going
-        if len(self.kept) > _KEPT:
-            self.kept.popitem(last=False)
-        yield {"value": going.last, "kept": True}
+        self.environments[key] = live
+        if len(self.environments) > _MAX_ENVIRONMENTS:
+            self.environments.popitem(last=False)
+        yield {"value": live.last, "kept": True}
 
 
-class _Going:
-    """An environment that was reset, what it was told since, and its last answer."""
+class _LiveEnvironment:
+    """An environment since its reset, the texts that it was given, and its last answer."""
 
     def __init__(self, environment: Any, row: Any, seed: int, observation_bytes: int) -> None:
         self.environment, self.row, self.seed, self.size = environment, row, seed, observation_bytes
-        self.said: list[str] = []
+        self.texts: list[str] = []
         _seed(seed, 0)
-        # The environment may change its row; the next job's is compared with the one that came.
+        # A copy: the environment may change its row, and `can_continue` compares the original.
         shown = environment.reset(json.loads(json.dumps(row)), seed)
-        self._note(shown, 0.0, False, "reset")
+        self._record(shown, 0.0, False, "reset")
 
-    def leads_to(self, row: Any, seed: int, said: list[str]) -> bool:
-        """Return whether it is the one of this row and seed, and has been told nothing else."""
-        return self.row == row and self.seed == seed and self.said == said[: len(self.said)]
+    def can_continue(self, row: Any, seed: int, texts: list[str]) -> bool:
+        """Return whether it has this row and seed, and its texts are the first of `texts`."""
+        return self.row == row and self.seed == seed and self.texts == texts[: len(self.texts)]
 
     def step(self, text: str) -> None:
-        self.said.append(text)
-        _seed(self.seed, len(self.said))
+        self.texts.append(text)
+        _seed(self.seed, len(self.texts))
         result = self.environment.step(text)
         if not isinstance(result, tuple | list) or len(result) != 3:
-            what = (
-                f"{type(result).__name__}{f' of {len(result)}' if isinstance(result, tuple | list) else ''}"
-            )
+            size = f" of {len(result)}" if isinstance(result, tuple | list) else ""
+            what = f"{type(result).__name__}{size}"
             raise UnusableError(f"step returned {what}, not (observation, reward, done)")
         shown, reward, done = result
-        self._note(shown, reward, done, "step")
+        self._record(shown, reward, done, "step")
 
-    def _note(self, shown: Any, reward: Any, done: Any, method: str) -> None:
+    def _record(self, shown: Any, reward: Any, done: Any, method: str) -> None:
         if not isinstance(shown, str | bytes):
             raise UnusableError(f"{method} returned {type(shown).__name__} as its observation, not text")
         state = None
         if hasattr(self.environment, "state"):
             found = json.dumps(self.environment.state())
             if len(found) <= _MAX_STATE:
-                state = [len(self.said), json.loads(found)]
+                state = [len(self.texts), json.loads(found)]
         reward = finite(reward, f"{method} returned a reward:", "not a number")
-        self.last = [observation(shown, self.size), reward, bool(done), state]
+        self.last = [format_observation(shown, self.size), reward, bool(done), state]
 
-    def restore(self, said: list[str], state: Any) -> None:
-        """Go on behind `said`. Whoever restores wants no answer to the last of them."""
+    def restore(self, texts: list[str], state: Any) -> None:
+        """Restore the state after `texts`. The answer to the last of them is lost."""
         if hasattr(self.environment, "restore"):
             self.environment.restore(state)
-            self.said = list(said)
+            self.texts = list(texts)
 
     def verdict(self) -> Verdict:
-        _seed(self.seed, len(self.said) + 1)
+        _seed(self.seed, len(self.texts) + 1)
         return as_verdict(self.environment.verdict(), "verdict")
 
 
-def _tool(path: str) -> Callable[..., Any]:
-    """Return the tool that a path names. Raises ConfigError where there is none."""
-    if not path.startswith(MCP):
-        return imported("rollout.tools", path)
-    from megarl.agents.mcp_tools import function  # with which most such processes have nothing to do
-
-    return function(path)
-
-
 def _seed(seed: int, index: int) -> None:
-    """Seed the generators that code may take without asking, so that no result depends on what this process
-    did before."""
+    """Seed the global generators, so that a result does not depend on earlier jobs of this process."""
     number = int.from_bytes(blake2b(f"{seed}/{index}".encode(), digest_size=4).digest(), "little")
     random.seed(number)
     if (numpy := sys.modules.get("numpy")) is not None:
         numpy.random.seed(number)
 
 
-def observation(value: Any, size: int) -> str:
-    """Return a value as text of at most `size` bytes of UTF-8 (and a mark where it was cut): a text as it is,
-    bytes decoded, else JSON. What is no UTF-8 is replaced. Raises TypeError for what JSON cannot hold."""
+def format_observation(value: Any, size: int) -> str:
+    """Return a value as text of at most `size` bytes of UTF-8, with a mark if it was cut.
+
+    Text stays, bytes are decoded, and other values become JSON. Invalid UTF-8 is replaced. Raises
+    TypeError for what JSON cannot hold."""
     if isinstance(value, bytes | bytearray):
         long, text = len(value) > size, bytes(value[: size + 4]).decode("utf-8", "replace")
     else:
@@ -566,25 +563,27 @@ def observation(value: Any, size: int) -> str:
     return encoded[: max(0, size - len(mark))].decode("utf-8", "ignore") + mark
 
 
-def described(error: BaseException) -> str:
-    """Return type and text of an exception, of which the latter may raise itself."""
+def describe_error(error: BaseException) -> str:
+    """Return an exception's type and text, or only its type if the text cannot be formatted."""
     try:
         return f"{type(error).__name__}: {error}"
     except Exception:  # noqa: BLE001
         return type(error).__name__
 
 
-def schema(function: str) -> dict[str, Any]:
-    """Return the JSON schema of the tool `module:function`, as chat templates take it, from its signature and
-    docstring. Raises ConfigError where it is no plain function, or one of them lacks what is needed."""
-    from transformers.utils import get_json_schema  # a process for tools needs it not
+def build_schema(function: str) -> dict[str, Any]:
+    """Build the JSON schema of the tool `module:function`, from its signature and docstring.
+
+    Chat templates take such schemas. Raises ConfigError if it is no plain function, or if types or
+    descriptions are missing."""
+    from transformers.utils import get_json_schema  # slow to import, and tool processes do not need it
 
     tool = imported("rollout.tools", function)
     at = f"rollout.tools: {function}"
     if not inspect.isroutine(tool):
         raise ConfigError(f"{at} is {type(tool).__name__}, not a function")
     if _is_async(tool):
-        remedy = "write a plain function: it runs in a process of its own"
+        remedy = "write a plain function: it runs in a separate process"
         raise ConfigError(f"{at} is async, which a tool cannot be ({remedy})")
     try:
         for name, parameter in inspect.signature(tool).parameters.items():
@@ -595,12 +594,13 @@ def schema(function: str) -> dict[str, Any]:
         raise
     except Exception as error:  # a type hint may be any expression
         remedy = "it needs a type for each parameter, and a docstring that describes each under `Args:`"
-        raise ConfigError(f"{at}: {described(error)} ({remedy})") from error
+        raise ConfigError(f"{at}: {describe_error(error)} ({remedy})") from error
 
 
 def environment_class(path: str, arguments: Mapping[str, Any] | None = None) -> Callable[..., Any]:
-    """Return the class `module:Class` that `rollout.environment` names. Raises ConfigError where it cannot be
-    imported, is no Environment or, if they are given, does not take these arguments."""
+    """Return the class `module:Class` that `rollout.environment` names.
+
+    Raises ConfigError if it cannot be imported, is no Environment, or does not take `arguments` if given."""
     found = imported("rollout.environment", path, "Class")
     at = f"rollout.environment: {path}"
     if not isinstance(found, type):
@@ -612,7 +612,7 @@ def environment_class(path: str, arguments: Mapping[str, Any] | None = None) -> 
         raise ConfigError(f"{at} has {there[0]} without {'restore' if there == ['state'] else 'state'}")
     for name in (*_METHODS, *there):
         if _is_async(getattr(found, name)):
-            raise ConfigError(f"{at}.{name} is async (write a plain method: it runs in a process of its own)")
+            raise ConfigError(f"{at}.{name} is async (write a plain method: it runs in a separate process)")
     if arguments is not None:
         signature = inspect.signature(found)
         try:

@@ -1,4 +1,4 @@
-"""Collectives outside Megatron: gathered objects, summed statistics, columns from the last pipeline stage."""
+"""Collectives outside Megatron: gathered objects, summed statistics, columns of the last stage."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from torch import Tensor
 from megarl.config.errors import MessageError
 from megarl.parallel.objects import decode, encode
 from megarl.parallel.runtime import Ranks, Runtime
-from megarl.parallel.secret import SIZE, check, sign
+from megarl.parallel.secret import SIZE, sign, verify
 
 T = TypeVar("T")
-LONGEST = 2**33  # bytes of a message
+LONGEST = 2**33  # maximum bytes of a message
 INLINE = 512  # bytes of a message that are sent together with its length; most messages are shorter
-_TAG = 7  # of the rest of a longer message: distinct from the phases' own point-to-point messages
-_numbers: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # of each group's next message
+_TAG = 7  # of the rest of a longer message: distinct from the phases' point-to-point messages
+_numbers: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # number of the next message, by group
 
 
 def gather_objects(ranks: Ranks, value: T, kind: Any) -> list[T]:
     """Return every rank's `value`, by rank, on every rank. For small objects of type `kind` (over gloo).
 
-    They go by way of rank 0: two messages a rank, each as long as its content. An all-gather would send ranks
-    x ranks messages, each padded to the longest."""
+    They go through rank 0: two messages per rank. An all-gather would send ranks x ranks messages, each
+    padded to the longest."""
     return gather_over(ranks.cpu_group, value, kind)
 
 
 def gather_over(group: dist.ProcessGroup | None, value: T, kind: Any) -> list[T]:
-    """Return the same over a gloo group of all ranks (None: the default one)."""
+    """Do the same as `gather_objects` over a gloo group of all ranks (None: the default group)."""
     blobs = _collect(group, encode(value))
     whole = None
     if blobs is not None:
@@ -53,9 +53,7 @@ def gather_on_0(ranks: Ranks, value: T, kind: Any) -> list[T] | None:
 
 
 def shares_on_0(ranks: Ranks, share: T, kind: Any) -> list[T] | None:
-    """Return every rank's `share`, by rank, on rank 0; None on the others.
-
-    Rank 0's own share is not copied. Those of the others are of type `kind`."""
+    """Do the same as `gather_on_0`, but without a copy of rank 0's own share."""
     shares = gather_on_0(ranks, share if ranks.rank else None, kind | None)
     return None if shares is None else [share, *cast(list[T], shares[1:])]
 
@@ -67,10 +65,12 @@ def from_rank_0(ranks: Ranks, value: T, kind: Any) -> T:
 
 
 def exchange(ranks: Ranks, outgoing: Mapping[int, Tensor], incoming: Mapping[int, int]) -> dict[int, Tensor]:
-    """Send bytes (uint8) straight to some ranks, and return what others send here: one message a pair.
+    """Send bytes (uint8) directly to some ranks, and return the bytes that others send here.
 
-    outgoing  rank -> what it is to get; incoming: rank -> how many bytes it sends. Nothing is sent where that
-              is nothing. The ranks that are named must call this too, in one order of calls."""
+    outgoing  rank -> bytes to send
+    incoming  rank -> number of bytes that it sends
+
+    Empty messages are not sent. The named ranks must call this too, in one order of calls."""
     found = {rank: torch.empty(size, dtype=torch.uint8) for rank, size in incoming.items()}
     group, works = ranks.cpu_group, []
     for rank, tensor in found.items():
@@ -80,13 +80,13 @@ def exchange(ranks: Ranks, outgoing: Mapping[int, Tensor], incoming: Mapping[int
         if tensor.numel():
             works.append(dist.isend(tensor, group=group, tag=_TAG, group_dst=rank))
     for work in works:
-        assert work is not None  # it is where this rank is no member of the group
+        assert work is not None  # it is None only outside the group
         work.wait()
     return found
 
 
 def _collect(group: dist.ProcessGroup | None, blob: bytes) -> list[bytes] | None:
-    """Return every rank's bytes on rank 0: the beginnings in one gather, then the rest of the long ones."""
+    """Return every rank's bytes on rank 0: the heads in one gather, then the rest of long messages."""
     world = dist.get_world_size(group)
     if world == 1:
         return [blob]
@@ -105,13 +105,12 @@ def _collect(group: dist.ProcessGroup | None, blob: bytes) -> list[bytes] | None
             rest = torch.empty(left, dtype=torch.uint8)
             dist.recv(rest, group=group, tag=_TAG, group_src=rank)
             begin += rest.numpy().tobytes()
-        check(signature, f"a message of rank {rank}", "gather", rank, number, begin)
+        verify(signature, f"a message of rank {rank}", "gather", rank, number, begin)
         blobs.append(begin)
     return blobs
 
 
 def _spread(group: dist.ProcessGroup | None, blob: bytes | None) -> bytes:
-    """Return rank 0's bytes on every rank."""
     if dist.get_world_size(group) == 1:
         assert blob is not None
         return blob
@@ -127,12 +126,12 @@ def _spread(group: dist.ProcessGroup | None, blob: bytes | None) -> bytes:
         dist.broadcast(rest, group=group, group_src=0)
         begin += rest.numpy().tobytes()
     if blob is None:
-        check(signature, "a message of rank 0", "broadcast", 0, number, begin)
+        verify(signature, "a message of rank 0", "broadcast", 0, number, begin)
     return begin
 
 
 def _next_number(group: dist.ProcessGroup | None) -> int:
-    """Return the number of a group's next message, so that an older one does not pass for it."""
+    """Return the number of a group's next message. It keeps an older message from being taken for it."""
     members = dist.group.WORLD if group is None else group
     number = _numbers.get(members, 0)
     _numbers[members] = number + 1
@@ -140,18 +139,18 @@ def _next_number(group: dist.ProcessGroup | None) -> int:
 
 
 def _rank(group: dist.ProcessGroup | None) -> int:
-    """Return this process's number in a group, which torch's get_rank does not know of the job's group."""
+    """Return this process's rank in a group. torch's get_rank does not know the job's group."""
     return dist.get_rank() if group is None else group.rank()
 
 
 def _head(blob: bytes, kind: str, rank: int, number: int) -> Tensor:
-    """Return the length, the signature and the first bytes of a message, uint8 [8 + SIZE + INLINE]."""
+    """Return the length, signature and first bytes of a message, uint8 [8 + SIZE + INLINE]."""
     signature = sign(kind, rank, number, blob)
     return _tensor(len(blob).to_bytes(8, "little") + signature + blob[:INLINE].ljust(INLINE, b"\0"))
 
 
 def _read_head(head: Tensor, rank: int) -> tuple[bytes, bytes, int]:
-    """Return the signature and the first bytes of a message of a rank, and how many are still to come."""
+    """Return a message's signature, its first bytes, and the number of bytes still to come."""
     data = head.numpy().tobytes()
     length, begin = int.from_bytes(data[:8], "little"), data[8 + SIZE :]
     if length > LONGEST:
@@ -182,8 +181,10 @@ def sum_over_replicas(runtime: Runtime, sums: Tensor) -> Tensor:
 
 
 def among_largest(runtime: Runtime, first: Tensor, then: Tensor, wanted: int) -> Tensor:
-    """Return which of this replica's entries are among the `wanted` largest of all replicas', by `first`, and
-    by `then` where that is the same; bool [m]. first, then: [m], the same on every rank of a replica."""
+    """Return which of this replica's entries are among the `wanted` largest of all replicas, bool [m].
+
+    Entries are ordered by `first`, and by `then` if `first` is equal; both [m], the same on every rank of
+    a replica."""
     own = np.stack([first.double().numpy(), then.double().numpy()])
     best = own[:, np.lexsort(own[::-1])[::-1][:wanted]]
     if runtime.world > 1:
@@ -197,9 +198,10 @@ def among_largest(runtime: Runtime, first: Tensor, then: Tensor, wanted: int) ->
 
 
 def among_smallest(runtime: Runtime, keys: Tensor, wanted: int) -> Tensor:
-    """Return which of this replica's keys, int32 [m] and not negative, are among the smallest of all
-    replicas': below the highest bound that at most `wanted` are below; bool [m]. Of one sum for each bit, as
-    a share of a step's tokens is too much to be gathered."""
+    """Return which of this replica's keys are among the `wanted` smallest of all replicas, bool [m].
+
+    keys: int32 [m], not negative. They are compared with the highest bound that at most `wanted` keys are
+    below. A bisection with a sum per bit finds it, because the keys are too many to gather."""
     every = range(torch.iinfo(keys.dtype).max)
     bound = bisect_right(every, wanted, key=lambda x: int(sum_over_replicas(runtime, (keys < x).sum()))) - 1
     return keys < bound
@@ -220,7 +222,7 @@ def max_over_ranks(ranks: Ranks, value: float) -> float:
 def from_last_stage(
     columns: dict[str, Tensor] | None, names: Sequence[str], entries: int, runtime: Runtime
 ) -> dict[str, Tensor]:
-    """Return float32 columns [entries] that only the last pipeline stage has, on the host of every stage."""
+    """Return float32 columns [entries] of the last pipeline stage on the host of every stage."""
     if runtime.layout.pp == 1:
         assert columns is not None
         return columns
@@ -236,7 +238,7 @@ def from_last_stage(
 
 
 def any_of(ranks: Ranks, flags: Sequence[bool]) -> list[bool]:
-    """Return on every rank, for each flag, whether it is true on at least one; by way of rank 0."""
+    """Return on every rank, for each flag, whether it is true on any rank. Goes through rank 0."""
     if ranks.world == 1:
         return list(flags)
     cells = torch.tensor(flags, dtype=torch.uint8)
@@ -249,7 +251,7 @@ def any_of(ranks: Ranks, flags: Sequence[bool]) -> list[bool]:
 
 
 def any_rank(ranks: Ranks, flag: bool) -> bool:
-    """Return on every rank whether `flag` is true on at least one."""
+    """Return on every rank whether `flag` is true on any rank."""
     return any_of(ranks, (flag,))[0]
 
 

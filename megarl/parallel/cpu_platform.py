@@ -1,8 +1,8 @@
-"""Redirect the CUDA calls of megatron-core 0.16-0.19 to the CPU: the only module that patches anything.
+"""Redirect the CUDA calls of megatron-core 0.16-0.19 to the CPU. No other module patches anything.
 
-What is on the path of a forward and backward pass is replaced once, by plain functions; what is in
-construction and in the optimizer step by a `TorchFunctionMode` that is entered only around these two
-(`on_cpu`), so that no torch call of a forward or backward pass is intercepted."""
+Plain functions replace, once, what forward and backward passes call. A `TorchFunctionMode` redirects
+construction and optimizer steps, and is active only around these (`on_cpu`), so no torch call of a forward
+or backward pass is intercepted."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _installed = False
 
 
 def _to_cpu(device: Any) -> Any:
-    """Return the CPU for a CUDA device, however it is written; anything else as it is."""
+    """Return the CPU for a CUDA device in any notation, else the argument."""
     is_index = isinstance(device, int) and not isinstance(device, bool)
     is_name = isinstance(device, str) and device.startswith("cuda")
     is_cuda = isinstance(device, torch.device) and device.type == "cuda"
@@ -28,7 +28,7 @@ def _to_cpu(device: Any) -> Any:
 
 
 class _CudaToCpu(TorchFunctionMode):
-    """Redirects `device="cuda"` to the CPU, and gives tensors the type name that the optimizer expects."""
+    """Redirects `device="cuda"` to the CPU, and returns the tensor type names that the optimizer expects."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -44,14 +44,15 @@ class _CudaToCpu(TorchFunctionMode):
 
 @contextlib.contextmanager
 def on_cpu() -> Iterator[None]:
-    """Redirect torch calls in Megatron's construction and optimizer steps; do nothing without `install`."""
+    """Redirect torch calls of Megatron's construction and optimizer steps; does nothing without `install`."""
     with _CudaToCpu() if _installed else contextlib.nullcontext():
         yield
 
 
 class _InOrder:
-    """Stands for a CUDA stream and for an event (p2p_communication, param_and_grad_buffer, checkpointing,
-    timers): on a CPU everything is in order already."""
+    """Replaces CUDA streams and events: on a CPU everything is in order.
+
+    Used by p2p_communication, param_and_grad_buffer, checkpointing and timers."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
 
@@ -75,30 +76,31 @@ class _InOrder:
 
 
 class _TorchWithoutCuda(types.ModuleType):
-    """Stands for `torch` inside one Megatron module: its factories take `device="cuda"` as the CPU."""
+    """Replaces `torch` inside one Megatron module: factories with `device="cuda"` use the CPU."""
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(torch, name)
         if name not in ("zeros", "tensor", "empty", "ones"):
             return found
 
-        def made(*args: Any, **kwargs: Any) -> torch.Tensor:
+        def call_factory(*args: Any, **kwargs: Any) -> torch.Tensor:
             if "device" in kwargs:
                 kwargs["device"] = _to_cpu(kwargs["device"])
             return found(*args, **kwargs)
 
-        return made
+        return call_factory
 
 
 def _as_counts(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-    """Return numbers of tokens that are on the host already: all_to_all_single takes an array, no tensor."""
+    """Return token counts, already on the host, as an array for all_to_all_single."""
     return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
 
 def _sum_gradients(part: torch.Tensor, whole: torch.Tensor, op: Any, group: Any, async_op: bool) -> Any:
-    """Sum `whole` over the ranks where it stands; `part`, this rank's, is a view of it. gloo's reduce_scatter
-    makes the same sums in a copy of all gradients, and copies the part back."""
-    if async_op:  # whose handle Megatron's coalescing has to know
+    """Sum `whole` over the ranks in place; `part`, this rank's, is a view of it.
+
+    gloo's reduce_scatter makes the same sums in a copy of all gradients, and copies the part back."""
+    if async_op:  # Megatron's coalescing needs the handle of torch's function
         return distributed.reduce_scatter_tensor(part, whole, op=op, group=group, async_op=True)
     options = distributed.AllreduceOptions()
     options.reduceOp = op
@@ -106,9 +108,10 @@ def _sum_gradients(part: torch.Tensor, whole: torch.Tensor, op: Any, group: Any,
 
 
 def _gather_weights(whole: torch.Tensor, part: torch.Tensor, group: Any, async_op: bool) -> Any:
-    """Fill `whole` with the parts of all ranks where it stands; `part`, this rank's, is a view of it. gloo's
-    all_gather makes a copy of all weights, also on one rank; a sum over integers, of which all ranks but
-    one give zeros, keeps the bits."""
+    """Fill `whole` with the parts of all ranks in place; `part`, this rank's, is a view of it.
+
+    gloo's all_gather copies all weights, even on one rank. An integer sum, to which all but one rank
+    contribute zeros, gives the same bits."""
     if async_op:
         return distributed.all_gather_into_tensor(whole, part, group=group, async_op=True)
     if group.size() == 1:
@@ -123,17 +126,15 @@ def _gather_weights(whole: torch.Tensor, part: torch.Tensor, group: Any, async_o
     return group.allreduce([bits]).wait()
 
 
-LARGE = 64  # ranks of a group
+LARGE = 64  # maximum ranks of a group that uses the shared device
 
 
 def _share_gloo_devices() -> None:
-    """Make the gloo groups of this process share a device, that is a listening socket and a thread that
-    polls.
+    """Let the gloo groups of this process share a device: a listening socket and a thread that polls.
 
-    torch makes a device for every group (ProcessGroupGloo's constructor that takes a time limit), and each
-    device's thread wakes a hundred times a second: with Megatron's twenty groups, 128 idle ranks would keep
-    two cores busy. A group of more than LARGE ranks has a device of its own, which connects two ranks at
-    their first message, not all ranks at start; gloo can do that for one group of a device only."""
+    torch creates a device per group, whose thread wakes a hundred times a second: with Megatron's twenty
+    groups, idle ranks would keep cores busy. A group of more than LARGE ranks has its own device, which
+    connects two ranks at their first message. gloo supports that for only one group per device."""
     original: Any = distributed.ProcessGroupGloo
     shared: list[Any] = []
 
@@ -152,7 +153,7 @@ def _share_gloo_devices() -> None:
 
 
 def install() -> None:
-    """Put the CPU in the place of CUDA, once per process, before the first Megatron call."""
+    """Replace CUDA by the CPU, once per process, before the first Megatron call."""
     global _installed
     if _installed:
         return
@@ -166,7 +167,7 @@ def install() -> None:
     cuda.Stream = _InOrder
     cuda.Event = _InOrder
     cuda.empty_cache = lambda: None
-    # tensor_parallel.random keeps a state per model-parallel region.
+    # tensor_parallel.random stores a state per model-parallel region.
     cuda.get_rng_state = lambda device=None: torch.get_rng_state()
     cuda.set_rng_state = lambda state, device=None: torch.set_rng_state(state)
     cuda.manual_seed = torch.manual_seed
@@ -188,16 +189,16 @@ def install() -> None:
     gradients.dist_reduce_scatter_func = _sum_gradients
     # start_param_sync, with `part` in `whole`: shard_buffer(bucket.param_data, ...).
     gradients.dist_all_gather_func = _gather_weights
-    # total_num_tokens = torch.zeros([], device="cuda"), once a schedule.
+    # total_num_tokens = torch.zeros([], device="cuda"), once per schedule.
     schedules.torch = _TorchWithoutCuda("torch")
     megatron_random._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
     megatron_random._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
     if not hasattr(moe_utils, "te_general_gemm"):
-        # RouterGatingLinearFunction compares it with None, but it is only there with Transformer Engine.
+        # RouterGatingLinearFunction compares it with None, but it exists only with Transformer Engine.
         moe_utils.te_general_gemm = None
     if not isinstance(latent_attention.TELinear, type):
-        # 0.16 asks isinstance(self.linear_proj, TELinear) without Transformer Engine too: a MagicMock.
+        # 0.16 calls isinstance(self.linear_proj, TELinear) without Transformer Engine too: a MagicMock.
         latent_attention.HAVE_TE = False
-    # Theirs leaves a tensor that is on the CPU as it is.
+    # Megatron's function returns a tensor that is already on the CPU unchanged.
     token_dispatcher.maybe_move_tensor_to_cpu = _as_counts
     _installed = True

@@ -1,6 +1,7 @@
-"""Check what megarl uses of SGLang, Megatron and Transformer Engine, most of it undocumented there, against
-the installed sources, without importing them. internals.yaml is the table; `megarl doctor` and
-`make rehearse-gpu` run the check."""
+"""Check the undocumented parts of SGLang, Megatron and Transformer Engine that megarl uses.
+
+The check reads the installed sources without importing them. internals.yaml is the table; `megarl doctor`
+and `make rehearse-gpu` run the check."""
 
 from __future__ import annotations
 
@@ -21,11 +22,11 @@ from megarl.config.load import parse_yaml
 class Internal(NamedTuple):
     """A function, method, class or attribute of `module`.
 
-    how          replaces: a function of ours takes its place, with `parameters` first, in this order; calls:
-                 we call it with `parameters`, by name; reads: it exists
-    parameters   separated by spaces
-    user         the file of ours
-    since        the first version of the package in which it must be there"""
+    how         replaces: our function replaces it, with `parameters` first, in this order; calls: we call
+                it with `parameters` by name; reads: it exists
+    parameters  separated by spaces
+    user        our file that uses it
+    since       first version of the package that must have it"""
 
     module: str
     name: str
@@ -36,7 +37,7 @@ class Internal(NamedTuple):
 
 
 class Package(NamedTuple):
-    """What megarl uses of a package. known: the versions that have been run (docs/verified.md)."""
+    """The parts of a package that megarl uses. known: versions that were run (docs/verified.md)."""
 
     known: str
     internals: list[Internal]
@@ -44,7 +45,7 @@ class Package(NamedTuple):
 
 @cache
 def read_table() -> dict[str, Package]:
-    """Return internals.yaml, by the package's name."""
+    """Return internals.yaml by package name."""
     text = files("megarl.parallel").joinpath("internals.yaml").read_text(encoding="utf-8")
     table = {}
     for name, package in parse_yaml(text, "internals.yaml").items():
@@ -60,7 +61,7 @@ def read_table() -> dict[str, Package]:
 
 
 def changed(package: str) -> list[str]:
-    """Return where an installed package is not what the table says, a line each."""
+    """Return the differences between an installed package and the table, one line each."""
     try:
         version = metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -89,12 +90,11 @@ def _problem(entry: Internal) -> str:
 
 
 def _parameters(module: str, node: ast.AST) -> tuple[list[str], set[str], bool]:
-    """Return (parameters that can be given by position, all names, whether any other name is taken) of a
-    function, or of the constructor of a class."""
+    """Return (positional parameters, all names, accepts any name) of a function or a class's constructor."""
     if isinstance(node, ast.ClassDef):
-        made = _member(module, node, "__init__") or _member(module, node, "__new__")
-        if made is not None:
-            return _parameters(*made)
+        constructor = _member(module, node, "__init__") or _member(module, node, "__new__")
+        if constructor is not None:
+            return _parameters(*constructor)
         fields = list(_fields(module, node))
         return fields, set(fields), False
     if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
@@ -105,7 +105,7 @@ def _parameters(module: str, node: ast.AST) -> tuple[list[str], set[str], bool]:
 
 
 def _fields(module: str, node: ast.ClassDef) -> Iterator[str]:
-    """Yield the fields of a dataclass or struct: its bases' first."""
+    """Yield the fields of a dataclass or struct, those of its bases first."""
     for base in _bases(module, node):
         yield from _fields(*base)
     for line in node.body:
@@ -121,8 +121,8 @@ def _bases(module: str, node: ast.ClassDef) -> Iterator[tuple[str, ast.ClassDef]
 
 
 def _find(module: str, name: str) -> tuple[str, ast.AST] | None:
-    """Return (module, node) where `name` (or `Class.member`) is defined, following imports; None where it is
-    not."""
+    """Return (module, node) that defines `name` or `Class.member`, following imports; None if nothing
+    does."""
     tree = _tree(module)
     if tree is None:
         return None
@@ -137,18 +137,17 @@ def _find(module: str, name: str) -> tuple[str, ast.AST] | None:
         elif isinstance(node, ast.Import):
             if any((alias.asname or alias.name) == name for alias in node.names):
                 return module, node
-        elif name in _named(node):
+        elif name in _defined_names(node):
             return _member(module, node, member) if member else (module, node)
     return None
 
 
 def _member(module: str, node: ast.AST, name: str) -> tuple[str, ast.AST] | None:
-    """Return (module, node) of a method, class attribute or attribute that a method sets, of a class or of
-    one of its bases."""
+    """Return (module, node) of a class's method or attribute; bases and assignments in methods count."""
     if not isinstance(node, ast.ClassDef):
         return None
     for line in node.body:
-        if name in _named(line):
+        if name in _defined_names(line):
             return module, line
     for inner in ast.walk(node):
         if isinstance(inner, ast.Attribute) and inner.attr == name and isinstance(inner.ctx, ast.Store):
@@ -157,8 +156,10 @@ def _member(module: str, node: ast.AST, name: str) -> tuple[str, ast.AST] | None
 
 
 def _statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
-    """Yield a module's statements, those within `if` and `try` too. The first definition of a name is that of
-    a complete installation; a fallback for a missing package comes after it."""
+    """Yield a module's statements, including those within `if` and `try`.
+
+    The first definition of a name is for a complete installation; a fallback for a missing package comes
+    later."""
     for node in body:
         yield node
         if isinstance(node, ast.If | ast.Try):
@@ -166,8 +167,7 @@ def _statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
                 yield from _statements(getattr(node, inner, []))
 
 
-def _named(node: ast.AST) -> set[str]:
-    """Return the names that a statement defines."""
+def _defined_names(node: ast.AST) -> set[str]:
     if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
         return {node.name}
     targets: list[ast.expr] = []
@@ -179,7 +179,6 @@ def _named(node: ast.AST) -> set[str]:
 
 
 def _origin(module: str, node: ast.ImportFrom) -> str:
-    """Return the module that a `from ... import` names."""
     path = _path(module)
     package = module if path and path.name == "__init__.py" else module.rpartition(".")[0]
     return resolve_name("." * node.level + (node.module or ""), package)
@@ -192,7 +191,7 @@ def _tree(module: str) -> ast.Module | None:
 
 
 def _path(module: str) -> Path | None:
-    """Return a module's file, without importing it: some packages cannot be imported without a GPU."""
+    """Return a module's file without importing it: some packages cannot be imported without a GPU."""
     top, *rest = module.split(".")
     spec = find_spec(top) if top else None
     for location in (spec.submodule_search_locations or ()) if spec else ():

@@ -1,12 +1,10 @@
-"""Start the ranks of a job from one process on this machine, and end them. (On several machines torchrun does
-it.)
+"""Start the ranks of a job on this machine from one process, and end them.
 
-A rank that fails writes its error to a file; the launcher, which outlives all ranks, prints one line.
+A rank that fails writes its error to a file; the launcher prints one line. Jobs on several machines use
+torchrun.
 
-Not by torch's elastic agent, which was tried (2.13): it forks with its store's threads, ends ranks without
-what they have started (engines), passes a signal on without time to save, and names the rank that it finds
-dead first instead of the cause.
-"""
+torch's elastic agent does not replace this. It forks with threads, leaves engines of ended ranks running,
+gives no time to save after a signal, and reports the first dead rank instead of the cause."""
 
 from __future__ import annotations
 
@@ -36,24 +34,23 @@ from megarl.parallel.runtime import LAUNCHED_BY, STORE_FILE, choose_device
 from megarl.parallel.secret import SECRET_FILE, make_secret
 from megarl.parallel.signals import follow_launcher
 
-_ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # set by torchrun too; another file for each rank
+_ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # variable with the path of a rank's error file; torchrun sets it too
 # gloo raises plain RuntimeErrors with these texts.
 _PEER_LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
 _TERMINATING = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 _FORWARDED = (signal.SIGTERM, signal.SIGUSR1)  # with a grace period: passed on to the ranks, as SIGUSR1
 _HANDLED = (*_TERMINATING, signal.SIGUSR1, signal.SIGALRM)
-POLL = 0.1  # seconds between two looks at the ranks
-PATIENCE = 30.0  # seconds that ranks have to go after SIGTERM
-HUNG = 124  # exit code of a rank whose watchdog has fired, as of the command `timeout`
-# Exit codes after which the same ranks may do better: hung, lost a peer, and killed by what comes from
-# outside or from a bug in C.
+POLL = 0.1  # seconds between checks of the ranks
+PATIENCE = 30.0  # seconds that ranks have to end after SIGTERM
+HUNG = 124  # exit code of a rank whose watchdog fired, like the command `timeout`
+# Exit codes after which a retry may succeed: hung, lost a peer, or killed from outside or by a bug in C.
 _KILLED_BY = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT)
 LOST = (1, HUNG, *(128 + number for number in _KILLED_BY))
 _PR_SET_NAME = 15  # linux/prctl.h
 
 
 def ranks_here(config: ParallelConfig) -> int:
-    """Return the ranks to start when megarl is started as one process: dp defaults to 1."""
+    """Return the number of ranks to start when megarl is started as one process; dp defaults to 1."""
     return config.tp * config.pp * config.cp * (config.dp or 1) + config.rollout_ranks
 
 
@@ -64,17 +61,16 @@ def launch(
     grace: float = 0.0,
     meanwhile: Callable[[], None] = lambda: None,
 ) -> int:
-    """Run `rank_main` on every rank and wait. Return 0, or the exit code of the rank that failed first (128 +
-    signal for one that was killed, as in a shell), after one line about it on standard error.
+    """Run `rank_main` on every rank and wait. Returns 0, or the exit code of the rank that failed first.
 
-    rank_main   gives the rank's exit code; must be picklable, because ranks on GPUs are not forked
-    folder      of the run: named in the line
-    grace       seconds that the ranks have to save and leave after a first SIGTERM or SIGUSR1, which goes to
-                them as SIGUSR1
-    meanwhile   called again and again while the ranks run, which end when it raises
+    It prints one line about a failure. A killed rank's code is 128 + signal, as in a shell. Then the other
+    ranks are ended. Raises KeyboardInterrupt after Ctrl-C. On a CPU ranks are forked, and inherit this
+    process's imports.
 
-    When a rank fails or this process is told to end, the other ranks are ended too. Raises KeyboardInterrupt
-    after Ctrl-C. On a CPU ranks are forked: they have what this process has imported."""
+    rank_main  returns the rank's exit code; must be picklable, because ranks on GPUs are not forked
+    folder     of the run, for the message
+    grace      seconds to save and leave after a first SIGTERM or SIGUSR1, which ranks receive as SIGUSR1
+    meanwhile  called repeatedly while the ranks run; if it raises, they end"""
     os.environ.setdefault("OMP_NUM_THREADS", str(config.threads))
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -83,10 +79,10 @@ def launch(
     handlers = {number: signal.getsignal(number) for number in (_HANDLED if grace else _TERMINATING)}
 
     def handle(number: int, frame: FrameType | None) -> None:
-        if forwarded or number not in _FORWARDED or not grace:  # a second signal, or the grace period is over
+        if forwarded or number not in _FORWARDED or not grace:  # a second signal, or end of the grace period
             raise _Terminated(forwarded[0] if number == signal.SIGALRM else number)
         forwarded.append(number)
-        # The caller's own: whoever was told to stop starts no ranks anew.
+        # The caller's handler, so that it does not start new ranks.
         if callable(before := handlers[signal.Signals(number)]):
             before(number, frame)
         # Not print: the signal may have interrupted another print.
@@ -104,13 +100,13 @@ def launch(
         try:
             for number in handlers:
                 signal.signal(number, handle)
-            _start(rank_main, config, error_files, ranks)
+            _start_ranks(rank_main, config, error_files, ranks)
             while (codes := {rank.exitcode for rank in ranks}) <= {0, None} and None in codes:
                 time.sleep(POLL)
                 meanwhile()
             if codes == {0}:
                 return 0
-            killed = _end(ranks)
+            killed = _end_ranks(ranks)
             failures = {}
             for rank, (process, file) in enumerate(zip(ranks, error_files, strict=True)):
                 code = -signal.SIGTERM if rank in killed else process.exitcode
@@ -121,29 +117,30 @@ def launch(
             print(f"megarl: {line}", file=sys.stderr, flush=True)
             return code
         except _Terminated as terminated:
-            _end(ranks)
+            _end_ranks(ranks)
             number = signal.Signals(terminated.args[0])
             print(f"megarl: ended by {number.name}, with all ranks", file=sys.stderr, flush=True)
             return 128 + number
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
-            _end(ranks)
+            _end_ranks(ranks)
             for number, handler in handlers.items():
                 signal.signal(number, handler)
 
 
 class _Terminated(BaseException):
-    """Raised in the launcher by a signal, its argument, wherever it is."""
+    """Raised in the launcher by a signal, which is its argument."""
 
 
-def _start(
+def _start_ranks(
     rank_main: Callable[[], int],
     config: ParallelConfig,
     error_files: Sequence[Path],
     ranks: list[BaseProcess],
 ) -> None:
-    """Append the ranks to `ranks` as they start. What they find each other by is in the folder of the error
-    files, which no other user can open."""
+    """Start the ranks, and append each to `ranks`.
+
+    Their store and secret are in the folder of the error files, which no other user can open."""
     world, folder = len(error_files), error_files[0].parent
     context: Any = multiprocessing.get_context("fork" if _may_fork(config) else "spawn")
     make_secret(folder / "secret")
@@ -156,13 +153,13 @@ def _start(
         SECRET_FILE: str(folder / "secret"),
         "TORCHELASTIC_RESTART_COUNT": "0",
     }
-    signal.pthread_sigmask(signal.SIG_BLOCK, _HANDLED)  # until a rank has removed this process's handlers
+    signal.pthread_sigmask(signal.SIG_BLOCK, _HANDLED)  # until the rank has reset the inherited handlers
     gc.collect()
-    gc.freeze()  # a collection writes to every object's head, and so copies the memory that ranks share
+    gc.freeze()  # a collection writes to every object's header, and so copies memory that ranks share
     try:
         for rank, file in enumerate(error_files):
             environment = common | {"RANK": str(rank), "LOCAL_RANK": str(rank), _ERROR_FILE: str(file)}
-            process = context.Process(target=_be_rank, args=(rank_main, environment), name=f"rank {rank}")
+            process = context.Process(target=_run_rank, args=(rank_main, environment), name=f"rank {rank}")
             process.start()
             ranks.append(process)
     finally:
@@ -172,7 +169,7 @@ def _start(
 
 @contextmanager
 def without_tokenizer_threads() -> Iterator[None]:
-    """Keep the tokenizers library from starting threads in a process that ranks are to be forked from."""
+    """Keep the tokenizers library from starting threads, in a process that will fork ranks."""
     name = "TOKENIZERS_PARALLELISM"
     before = os.environ.get(name)
     os.environ[name] = "false"
@@ -185,20 +182,19 @@ def without_tokenizer_threads() -> Iterator[None]:
 
 
 def _may_fork(config: ParallelConfig) -> bool:
-    """Return whether ranks can be forked. CUDA does not survive a fork, nor do other threads, whose locks
-    nobody would release; off Linux, system libraries start some.
+    """Return whether ranks can be forked.
 
-    jemalloc's thread (pyarrow's allocator) does no harm: jemalloc takes its locks before a fork and releases
-    them after it."""
+    CUDA does not survive a fork. Neither do other threads, whose locks would stay locked; outside Linux,
+    system libraries start some. jemalloc's thread (pyarrow's allocator) is harmless, because jemalloc
+    holds its locks during a fork."""
     if sys.platform != "linux" or choose_device(config.device).type != "cpu":
         return False
     names = [(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
     return len([name for name in names if name != "jemalloc_bg_thd"]) == 1
 
 
-def _be_rank(rank_main: Callable[[], int], environment: dict[str, str]) -> NoReturn:
-    """Run in the new process."""
-    os.setsid()  # a terminal's Ctrl-C is the launcher's
+def _run_rank(rank_main: Callable[[], int], environment: dict[str, str]) -> NoReturn:
+    os.setsid()  # only the launcher gets a terminal's Ctrl-C
     for number in _HANDLED:
         signal.signal(number, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _HANDLED)
@@ -209,16 +205,15 @@ def _be_rank(rank_main: Callable[[], int], environment: dict[str, str]) -> NoRet
     sys.exit(rank_main())
 
 
-def _end(ranks: Sequence[BaseProcess]) -> set[int]:
-    """End the ranks that still run, and whatever they have started. Return those that did not go after
-    SIGTERM and were killed."""
+def _end_ranks(ranks: Sequence[BaseProcess]) -> set[int]:
+    """End the ranks that still run and their children. Return those that SIGTERM did not end."""
 
     def send(number: signal.Signals) -> None:
         for rank in ranks:
             if rank.exitcode is None and rank.pid is not None:
                 try:
                     os.killpg(rank.pid, number)
-                except ProcessLookupError:  # it has not called setsid yet
+                except ProcessLookupError:  # before its setsid
                     with suppress(ProcessLookupError):
                         os.kill(rank.pid, number)
 
@@ -233,8 +228,10 @@ def _end(ranks: Sequence[BaseProcess]) -> set[int]:
 
 
 def environment_of_children() -> dict[str, str]:
-    """Return this rank's environment for an engine: without the launcher's settings, which are for other
-    process groups, and without expandable segments, which SGLang's torch_memory_saver refuses."""
+    """Return this rank's environment for an engine's processes.
+
+    It lacks the launcher's variables, which describe other process groups, and expandable segments, which
+    SGLang's torch_memory_saver refuses."""
     of_ranks = {*LAUNCHED_BY, STORE_FILE, SECRET_FILE}
     launcher = {*of_ranks, "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK"}
     kept = {
@@ -251,14 +248,14 @@ def environment_of_children() -> dict[str, str]:
 def explain_failures(
     failures: Mapping[int, tuple[int, Any]], folder: Path, forwarded: int | None = None
 ) -> tuple[int, str]:
-    """Return the exit code and the line for ranks that failed.
+    """Return the exit code and the message for ranks that failed.
 
-    failures    rank -> (exit code, negative for a signal; what the rank wrote to its error file, if anything)
-    forwarded   the signal that this process was sent and has passed on to the ranks as SIGUSR1
+    failures   rank -> (exit code, negative for a signal; content of the rank's error file, if any)
+    forwarded  signal that this process received and forwarded to the ranks as SIGUSR1
 
-    The cause is a hang that a watchdog has reported: a stuck rank does not end on SIGTERM, and is killed.
-    Else it is a rank that was killed; else the first with an error of its own, however it ended then; a rank
-    that merely lost its peers, or that NCCL or the launcher ended, comes last."""
+    It prefers a hang that a watchdog reported, since a stuck rank does not end on SIGTERM and is killed.
+    Then comes a killed rank, then the first rank that wrote an error. Last come ranks that only lost their
+    peers, or that NCCL or the launcher ended."""
 
     def order(rank: int) -> tuple[int, float]:
         code, error = failures[rank]
@@ -269,12 +266,12 @@ def explain_failures(
             return 0, 0.0
         if written:
             return (2 if error["peer_lost"] else 1), error["timestamp"]
-        # NCCL's watchdog aborts a rank that waits for one that has gone.
+        # NCCL's watchdog aborts a rank that waits for one that has ended.
         return {-signal.SIGABRT: 2, -signal.SIGTERM: 3}.get(code, 1), 0.0
 
     rank = min(failures, key=order)
     code, error = failures[rank]
-    # A rank dies of SIGUSR1 before it has a handler for it, and after it has removed that.
+    # SIGUSR1 kills a rank that has not yet installed its handler, or has already removed it.
     if forwarded is not None and code == -signal.SIGUSR1:
         stopped = f"stopped by {signal.Signals(forwarded).name}: rank {rank} had nothing to save"
         return Interrupted.code, f"{stopped}; the same command continues from what is in {folder}"
@@ -290,12 +287,13 @@ def explain_failures(
         killed = f"rank {rank} was killed by signal {-code} ({name}), the others were ended{hint}"
         return 128 - code, f"{killed}; what the run wrote is in {folder}"
     ended = f"rank {rank} ended with exit code {code}"
-    return code, f"{ended}: what it said is above, what the run wrote is in {folder}"
+    return code, f"{ended}: its output is above, what the run wrote is in {folder}"
 
 
 def write_error_file(line: str, code: int, *, peer_lost: bool = False) -> bool:
-    """Write a rank's last line to the file that its launcher reads; return False where there is none, or
-    it cannot be written."""
+    """Write a rank's last line to the file that its launcher reads.
+
+    Returns False if there is no such file or it cannot be written."""
     path = os.environ.get(_ERROR_FILE)
     if not path:
         return False
@@ -303,13 +301,13 @@ def write_error_file(line: str, code: int, *, peer_lost: bool = False) -> bool:
     content = {"message": line, "timestamp": time.time(), "line": line, "code": code, "peer_lost": peer_lost}
     try:
         write_whole(Path(path), json.dumps(content))
-    except OSError:  # a full disk may be what the line is about: whoever calls prints it
+    except OSError:  # perhaps a full disk, the subject of the line: the caller prints it
         return False
     return True
 
 
 def lost_a_peer(error: BaseException) -> bool:
-    """Return whether a collective failed because another rank has gone, whose end is the cause."""
+    """Return whether a collective failed because another rank has ended."""
     return isinstance(error, dist.DistNetworkError | dist.DistBackendError) or (
         isinstance(error, RuntimeError) and any(text in str(error) for text in _PEER_LOST)
     )

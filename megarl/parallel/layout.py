@@ -1,5 +1,6 @@
-"""The arrangement of a job's ranks: pure arithmetic without torch, so that a laptop can plan a job of 1,024
-GPUs."""
+"""The arrangement of a job's ranks.
+
+It needs no torch, so that a laptop can plan a job of 1,024 GPUs."""
 
 from __future__ import annotations
 
@@ -16,20 +17,17 @@ class Coords(NamedTuple):
     pp: int
 
 
-# Data- and context-parallel ranks above which communication overlaps with computation unless the config
-# decides: below it, there is little to hide. (What was measured is only that overlap changes nothing but
-# rounding.)
+# Communication overlaps with computation by default above this number of data- and context-parallel ranks.
 OVERLAP_ABOVE = 4
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Sizes of tensor, pipeline, data, expert and context parallelism, and the virtual stages of a pipeline
-    rank.
+    """Sizes of tensor, pipeline, data, expert and context parallelism, and virtual pipeline stages.
 
-    Expert parallelism has no ranks of its own: the ranks of a pipeline stage form groups of `ep` neighbours,
-    each rank with its share of the experts, which are whole (expert tensor parallelism is 1).
-    Context-parallel ranks hold the same weights."""
+    Expert parallelism adds no ranks. The ranks of a pipeline stage form groups of `ep` neighbours, and
+    each rank has a share of the experts. Expert tensor parallelism is 1. Context-parallel ranks have the
+    same weights."""
 
     tp: int = 1
     pp: int = 1
@@ -49,12 +47,11 @@ class Layout:
 
     @property
     def stage(self) -> int:
-        """Return the number of ranks of a pipeline stage."""
+        """The number of ranks of a pipeline stage."""
         return self.tp * self.cp * self.dp
 
     @property
     def world(self) -> int:
-        """Return the number of ranks."""
         return self.stage * self.pp
 
     def rank(self, *, tp: int, pp: int, dp: int, cp: int = 0) -> int:
@@ -73,16 +70,18 @@ class Layout:
         return Coords(tp, cp, dp, pp)
 
     def layers(self, layers: int, pp_rank: int) -> list[int]:
-        """Return which of a model's layers a pipeline stage has: they are cut into pp * vpp chunks, of which
-        stage s has s, s + pp, s + 2 pp, ... (arXiv 2104.04473, section 2.2)."""
+        """Return the layers of a pipeline stage.
+
+        Layers are cut into pp * vpp chunks; stage s has chunks s, s + pp, s + 2 pp, ... (arXiv 2104.04473,
+        section 2.2)."""
         size = layers // (self.pp * self.vpp)
         return [layer for layer in range(layers) if layer // size % self.pp == pp_rank]
 
     def ep_rank(self, rank: int) -> int:
-        """Return which share of the experts a global rank has: its number within the stage, modulo EP."""
+        """Return a global rank's share of the experts: its number within the stage, modulo EP."""
         return rank % self.stage % self.ep
 
 
 def padded_vocab(vocab: int, tp: int) -> int:
-    """Return the rows of Megatron's embedding and output layer over all ranks: the next multiple of `tp`."""
+    """Return the rows of Megatron's embedding over all ranks: `vocab` rounded up to a multiple of `tp`."""
     return -(-vocab // tp) * tp

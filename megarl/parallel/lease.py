@@ -1,19 +1,16 @@
-"""The right to write into a folder: one command at a time has it, on all machines that see the folder.
+"""Leases: one command at a time may write into a folder, on all machines that see it.
 
-A lease is a file, lease-000007.json, that says who has it. Whoever wants the folder makes the file with the
-next number, which only one can, and then deletes those before it. So a lease is lost when its file is gone,
-and each process that writes into the folder looks for it as it renews it (a new time of modification, which
-the file server sets: machines' clocks are not compared).
+A lease is a file, lease-000007.json, that names its owner. A command takes the folder by creating the file
+with the next number, which only one can, and then deletes older files. So a lease is lost when its file is
+gone. Writers check that whenever they renew the file's time of modification. The file server sets that
+time, so machines' clocks do not matter.
 
-Another command takes a lease over that was released; whose processes are provably gone (all were on this
-machine, and the system has dropped their lock on the file); or that nobody has renewed for `limit` seconds.
-Who cannot renew it for so long has ended by then: on Linux a timer of the kernel kills the process, also one
-that is stopped (SIGSTOP) and would go on writing once it is woken.
+Another command may take over a lease that was released or that nobody renewed for `limit` seconds. On the
+owner's machine it may also do so once the owner's lock on the file is gone. On Linux a kernel timer kills
+an owner that cannot renew in time, even if it is stopped (SIGSTOP).
 
-filelock's `SoftFileLease` (4.2) does not replace this. It lets an owner that lost its lease keep writing. It
-belongs to one process: when that dies, the folder is free, though ranks of the same job still write. And each
-command must be given the owner's `limit`, which the file says here.
-"""
+filelock's `SoftFileLease` (4.2) does not replace this: an owner that lost its lease keeps writing, and a
+folder is free when one process dies, though other ranks still write."""
 
 from __future__ import annotations
 
@@ -43,19 +40,23 @@ from typing import IO, Any
 from megarl.config.errors import ConfigError, Interrupted, LeaseError
 from megarl.config.files import append_whole, why
 
-LIMIT = 360.0  # seconds, where no configuration says otherwise
+LIMIT = 360.0  # seconds, the default
 FIRST, NAME = "lease-000001.json", re.compile(r"lease-(\d{6,})\.(json|released)")
-BOOT = Path("/proc/sys/kernel/random/boot_id")  # another one after each boot of the machine
-POLL, PATIENCE = 0.2, 3.0  # seconds between two looks at another's lease, and that one is looked at at least
-MARGIN = 5.0  # seconds by which a lease must be older than its limit: times of files are coarse
-RENEWALS = 20  # in the time that a lease lasts without one
+BOOT = Path("/proc/sys/kernel/random/boot_id")  # changes at each boot
+POLL, PATIENCE = 0.2, 3.0  # seconds between checks of another command's lease, and minimum wait for it
+MARGIN = 5.0  # seconds beyond its limit after which a lease has expired: file times are coarse
+RENEWALS = 20  # within `limit` seconds
 NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 
 
 @dataclass(frozen=True)
 class Owner:
-    """Who has a lease, as its file says. machine: see BOOT; machines: of the whole job; locked: whether the
-    file system knows locks; since: seconds since 1970."""
+    """The owner of a lease, as stored in its file.
+
+    machine   see BOOT
+    machines  number of the job's machines
+    since     seconds since 1970
+    locked    the file system supports locks"""
 
     command: str
     host: str
@@ -68,7 +69,6 @@ class Owner:
     locked: bool
 
     def __str__(self) -> str:
-        """Return e.g. `megarl train runs there since 2026-11-24 16:30:05 on node3 (pid 123, Slurm job 7)`."""
         since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.since))
         job = f", Slurm job {self.job}" if self.job else ""
         return f"{self.command} runs there since {since} on {self.host} (pid {self.pid}{job})"
@@ -76,15 +76,14 @@ class Owner:
 
 @dataclass(frozen=True)
 class Lease:
-    """A lease that was taken. It may be handed to other processes of the job: each keeps it (`kept`)."""
+    """A lease that was taken. Other processes of the job may receive it; each enters `kept`."""
 
     path: Path
     limit: float
 
     def renew(self) -> None:
-        """Note that its owner lives. Raises LeaseError where another command has taken it over, or where the
-        file system has refused for almost as long as it lasts."""
-        hold, now = _held[self], time.monotonic()
+        """Renew the lease. Raises LeaseError if it is lost, or about to expire because renewals fail."""
+        hold, now = _held_leases[self], time.monotonic()
         try:
             os.utime(self.path)
         except OSError as error:
@@ -98,18 +97,18 @@ class Lease:
             silent = f"its lease could not be renewed for {now - hold.renewed:.0f} s: {error.strerror}"
             raise LeaseError(
                 f"{self.path.parent}: {silent} (another command may take the folder over now; "
-                "mend the file system and start again)"
+                "repair the file system and start again)"
             ) from None
         hold.renewed = now
         if hold.timer is not None:
             hold.timer.set(self.limit - (time.monotonic() - now))
 
     def release(self) -> None:
-        """Let others have the folder. Raises LeaseError where one has taken it already.
+        """Release the folder. Raises LeaseError if another command has taken it.
 
-        The first lease leaves nothing behind. Of later ones the number stays: whoever has just found the one
-        before abandoned, and now makes the file of this number, must not succeed."""
-        hold = _held.pop(self)
+        The first lease leaves no file. Later ones leave their number: a command that found the previous
+        lease abandoned may be about to create this number, and must fail."""
+        hold = _held_leases.pop(self)
         try:
             if self.path.name == FIRST:
                 self.path.unlink()
@@ -126,12 +125,17 @@ class Lease:
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """Renew the lease in a thread while the block lasts, and end this process at once when it is lost, or
-        when it could not be renewed in time. To be entered by every process that writes into the folder: the
-        files that it makes are private to this user."""
-        if self not in _held:  # taken by another process, and handed over
-            _held[self] = _Hold(_locked(self.path), time.monotonic())
-        hold, end = _held[self], threading.Event()
+        """Renew the lease in a thread during the block. Ends this process at once if the lease is lost.
+
+        Every process that writes into the folder must enter it. Its new files are private to this user."""
+        if self not in _held_leases:  # taken by another process, and handed over
+            try:
+                file = open(self.path, "r+b")  # noqa: SIM115 (as long as this process keeps the lease)
+            except FileNotFoundError:
+                raise LeaseError(f"{self.path.parent}: another command has taken it over") from None
+            _lock(file)
+            _held_leases[self] = _Hold(file, time.monotonic())
+        hold, end = _held_leases[self], threading.Event()
         hold.timer = _Timer() if sys.platform == "linux" else None
         self.renew()
 
@@ -171,19 +175,18 @@ def leased(
     key: str = "",
     remedy: str,
 ) -> Iterator[Lease]:
-    """Make a folder if it is missing, and have the right to write there while the block lasts. The processes
-    that do enter `Lease.kept`.
+    """Create a folder if necessary, and hold its lease during the block.
 
-    limit     seconds without a sign of life after which another command may take it over
-    wait      seconds for another command to leave
-    stop      tells whether to wait no more
-    machines  of this command's processes
-    key       of the configuration that named the folder, or an option
-    remedy    what to do where another command has it
+    limit     seconds without renewal after which the lease may be taken over
+    wait      seconds to wait for another command to leave
+    stop      returns True to stop waiting
+    machines  number of this command's machines
+    key       configuration key or option that names the folder, for messages
+    remedy    what to do if another command has the folder
 
-    Files that are made in the block are private to this user. Raises ConfigError where the folder cannot be
-    written, where other users could replace its files, or where another command has it; Interrupted where it
-    was to wait no more."""
+    Writing processes enter `Lease.kept`. New files are private to this user. Raises ConfigError if the
+    folder is not writable or not private, or if another command has it, and Interrupted if `stop` ended
+    the wait."""
     name = f"{key}: {folder}" if key else str(folder)
     me = Owner(
         command=command,
@@ -196,25 +199,25 @@ def leased(
         limit=limit,
         locked=True,
     )
-    lease, started, told = None, time.monotonic(), False
+    lease, started, is_reported = None, time.monotonic(), False
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         _check_private(folder, name)
         while lease is None:
             number, path = _newest(folder)
             owner = _owner(path, limit) if path is not None else None
-            if path is None or owner is None or _over(path, owner):
-                lease = _make(folder.resolve(), number + 1, me)  # None where another was quicker
+            if path is None or owner is None or _is_expired(path, owner):
+                lease = _create(folder.resolve(), number + 1, me)  # None if another command was faster
                 continue
             waited = time.monotonic() - started
             if stop():
-                raise Interrupted(f"{name}: told to stop, while {owner} (nothing was written)")
+                raise Interrupted(f"{name}: stopped, while {owner} (nothing was written)")
             if waited >= max(wait, PATIENCE):
                 what = f"{owner}, and gave its last sign of life {_age(path):.0f} s ago"
                 what += f"; waited {wait:g} s for it" if wait > PATIENCE else ""
                 raise ConfigError(f"{name}: {what} ({remedy})")
-            if not told and waited >= PATIENCE:
-                told = True
+            if not is_reported and waited >= PATIENCE:
+                is_reported = True
                 what = f"{name}: {owner}; waits at most {wait:g} s for it"
                 print(f"megarl: {what}", file=sys.stderr, flush=True)
             time.sleep(POLL)
@@ -229,7 +232,7 @@ def leased(
 
 @contextmanager
 def private_files() -> Iterator[None]:
-    """Make files in the block readable by this user alone (umask 077)."""
+    """Create files in the block with permissions for this user only (umask 077)."""
     before = os.umask(0o077)
     try:
         yield
@@ -238,28 +241,29 @@ def private_files() -> Iterator[None]:
 
 
 def _check_private(folder: Path, name: str) -> None:
-    """Refuse a folder in which another user could replace files: one of another owner, or one that anybody
-    may write into. Warn of one that a group may write into. Raises ConfigError, OSError."""
+    """Check that no other user can replace files in a folder; warn if a group can.
+
+    Raises ConfigError if the folder has another owner or is writable for everybody, and OSError."""
     with tempfile.TemporaryFile(dir=folder) as probe:
-        # Not the process's uid: to a file server that maps users, root is another one.
+        # Not the process's uid: a file server may map root to another user.
         mine = os.fstat(probe.fileno()).st_uid
     found = folder.stat()
     remedy = "choose a folder that other users cannot write into"
     if found.st_uid != mine:
-        owner, me = _name_of(pwd.getpwuid, found.st_uid), _name_of(pwd.getpwuid, mine)
+        owner, me = _get_name(pwd.getpwuid, found.st_uid), _get_name(pwd.getpwuid, mine)
         raise ConfigError(f"{name}: belongs to the user {owner}, and this command runs as {me} ({remedy})")
     if found.st_mode & stat.S_IWOTH:
         raise ConfigError(f"{name}: any user may write there (chmod o-w {folder}, or {remedy})")
     if found.st_mode & stat.S_IWGRP and found.st_gid != mine:  # a user's private group has the user's number
-        group = _name_of(grp.getgrgid, found.st_gid)
+        group = _get_name(grp.getgrgid, found.st_gid)
         what = f"members of the group {group} may write there, and so act in this user's name"
         print(
             f"megarl: {name}: {what} (chmod g-w {folder}, unless that is meant)", file=sys.stderr, flush=True
         )
 
 
-def _name_of(entry: Callable[[int], tuple[Any, ...]], number: int) -> str:
-    """Return the name of a user or group, or its number where it has no name."""
+def _get_name(entry: Callable[[int], tuple[Any, ...]], number: int) -> str:
+    """Return the name of a user or group, or its number if it has no name."""
     try:
         return str(entry(number)[0])
     except KeyError:
@@ -267,8 +271,10 @@ def _name_of(entry: Callable[[int], tuple[Any, ...]], number: int) -> str:
 
 
 def make_anew(folder: Path) -> None:
-    """Empty a folder, private to the user. It goes as a whole: a half deleted one would have lost its
-    mark. Raises ConfigError where another command writes there."""
+    """Replace a folder by an empty one that is private to this user.
+
+    It is renamed before it is deleted: a half deleted folder would have lost its mark. Raises ConfigError
+    if another command writes there."""
     with leased(folder, "megarl", remedy="stop it there, wait for it, or choose another folder"):
         pass
     old = folder.with_name(f"{folder.name}.old")
@@ -280,30 +286,28 @@ def make_anew(folder: Path) -> None:
 
 
 def renew_held() -> None:
-    """Renew every lease that this process has, each when its time has come. Raises LeaseError."""
-    for lease, hold in list(_held.items()):
+    """Renew every lease of this process that is due. Raises LeaseError."""
+    for lease, hold in list(_held_leases.items()):
         if time.monotonic() - hold.renewed >= lease.limit / RENEWALS:
             lease.renew()
 
 
 def _newest(folder: Path) -> tuple[int, Path | None]:
-    """Return the highest number of a lease, 0 without one, and its file."""
     found = [(int(match[1]), folder / match[0]) for match in map(NAME.fullmatch, os.listdir(folder)) if match]
     return max(found, default=(0, None), key=lambda one: one[0])
 
 
 def _owner(path: Path, limit: float) -> Owner | None:
-    """Return who has a lease; None where it was released."""
     if path.suffix == ".released":
         return None
     try:
         return Owner(**json.loads(path.read_bytes()))
-    except (OSError, ValueError, TypeError):  # released just now; or half written, whose owner may have died
+    except (OSError, ValueError, TypeError):  # just released, or half written by a command that may have died
         return Owner("another command", "a machine", "", 0, 0, "", time.time(), limit, locked=False)
 
 
-def _over(path: Path, owner: Owner) -> bool:
-    """Return whether the owner of a lease is gone, or silent for too long."""
+def _is_expired(path: Path, owner: Owner) -> bool:
+    """Return whether a lease's owner has ended, or did not renew it in time."""
     try:
         if owner.locked and owner.machines == 1 and owner.machine == _machine():
             with open(path, "r+b") as file:
@@ -317,33 +321,32 @@ def _over(path: Path, owner: Owner) -> bool:
 
 
 def _age(path: Path) -> float:
-    """Return the seconds since a lease was renewed, by the clock of whoever keeps the files: a file that is
-    made now has the time. A lease that has gone in the meantime has the age 0."""
+    """Return the seconds since a lease was renewed, by the file server's clock; 0 if it has gone."""
     with tempfile.TemporaryFile(dir=path.parent) as probe, suppress(FileNotFoundError):
         probe.write(b"now")
         probe.flush()
-        with open(path, "rb") as file:  # a network's file system asks the server on opening
+        with open(path, "rb") as file:  # network file systems fetch the time when a file is opened
             return os.fstat(probe.fileno()).st_mtime - os.fstat(file.fileno()).st_mtime
     return 0.0
 
 
-def _make(folder: Path, number: int, owner: Owner) -> Lease | None:
-    """Make the lease of this number and delete those before it; None where another command has made one."""
+def _create(folder: Path, number: int, owner: Owner) -> Lease | None:
+    """Create a lease and delete older ones. Returns None if another command was faster."""
     path = folder / f"lease-{number:06d}.json"
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
     except FileExistsError:
         return None
-    # Locked before it says who has it: who reads half of it does not take the owner for gone.
+    # Lock it before writing the owner: a reader of half a file must not conclude that the owner has ended.
     file, content = FileIO(descriptor, "r+b"), asdict(owner)
     content["locked"] = _lock(file)
     try:
         append_whole(file, json.dumps(content).encode() + b"\n")
-    except OSError:  # half a lease would keep everybody out for as long as a whole one
+    except OSError:  # half a lease would block the folder as long as a complete one
         path.unlink()
         file.close()
         raise
-    if _newest(folder)[0] > number:  # it was begun before another took, and released, the same number
+    if _newest(folder)[0] > number:  # another command took and released this number in the meantime
         path.unlink()
         file.close()
         return None
@@ -351,13 +354,12 @@ def _make(folder: Path, number: int, owner: Owner) -> Lease | None:
         if int(match[1]) < number:
             (folder / match[0]).unlink(missing_ok=True)
     lease = Lease(path, owner.limit)
-    _held[lease] = _Hold(file, time.monotonic())
+    _held_leases[lease] = _Hold(file, time.monotonic())
     return lease
 
 
 def _lock(file: IO[bytes]) -> bool:
-    """Lock a lease's file for as long as one of the processes lives that have it open. Return False where
-    the file system knows no locks."""
+    """Lock a lease's file until every process that has it open ends. Returns False without file locks."""
     try:
         fcntl.flock(file, fcntl.LOCK_SH)
     except OSError as error:
@@ -365,16 +367,6 @@ def _lock(file: IO[bytes]) -> bool:
             raise
         return False
     return True
-
-
-def _locked(path: Path) -> IO[bytes]:
-    """Open and lock a lease that another process has taken. Raises LeaseError where it is gone."""
-    try:
-        file = open(path, "r+b")  # noqa: SIM115 (as long as this process keeps the lease)
-    except FileNotFoundError:
-        raise LeaseError(f"{path.parent}: another command has taken it over") from None
-    _lock(file)
-    return file
 
 
 def _machine() -> str:
@@ -385,7 +377,7 @@ def _machine() -> str:
 
 
 class _Event(ctypes.Structure):
-    """sigevent of signal.h, on 64-bit Linux."""
+    """sigevent of signal.h, 64-bit Linux."""
 
     _fields_ = (
         ("value", ctypes.c_void_p),
@@ -402,7 +394,7 @@ class _Times(ctypes.Structure):
 
 
 class _Timer:
-    """A timer of the kernel that kills this process, even a stopped one, when its time is up."""
+    """A kernel timer that kills this process, even a stopped one, when it expires."""
 
     def __init__(self) -> None:
         self._libc: Any = ctypes.CDLL(None, use_errno=True)
@@ -415,7 +407,7 @@ class _Timer:
         )
 
     def set(self, seconds: float) -> None:
-        """Kill in so many seconds from now, not at the time that was set before."""
+        """Kill the process in `seconds` from now. Replaces an earlier time."""
         whole = int(max(seconds, 0.001))
         value = (ctypes.c_long * 2)(whole, int((max(seconds, 0.001) - whole) * 1e9))
         self._check(self._libc.timer_settime(self._timer, 0, ctypes.byref(_Times(value=value)), None))
@@ -431,11 +423,11 @@ class _Timer:
 
 @dataclass
 class _Hold:
-    """What this process has of a lease: its locked file, when it was renewed (time.monotonic), the timer."""
+    """This process's share in a lease: its locked file, when it was renewed (time.monotonic), the timer."""
 
     file: IO[bytes]
     renewed: float
     timer: _Timer | None = field(default=None)
 
 
-_held: dict[Lease, _Hold] = {}  # inherited by a fork, with the lock
+_held_leases: dict[Lease, _Hold] = {}  # inherited by a fork, with the lock

@@ -1,5 +1,6 @@
-"""What is installed on this machine, and whether it fits megarl, itself and the driver. A problem is one line
-with its remedy."""
+"""Check whether the installed packages fit megarl, each other and the driver.
+
+A problem is one line with its remedy."""
 
 from __future__ import annotations
 
@@ -29,23 +30,23 @@ PACKAGES = (
     *("torch", "megatron-core", "triton", "transformers", "transformer-engine", "sglang"),
     *("nemo-run", "tensorboard", "wandb", "numpy", "math-verify", "reasoning-gym"),
 )
-# What megarl runs on, as in pyproject.toml: the oldest version, and the first that is too new.
+# Supported versions, as in pyproject.toml: the oldest, and the first that is too new.
 SUPPORTED = {"torch": ((2, 11), (3,)), "megatron-core": ((0, 16), (0, 20)), "transformers": ((5, 12), (6,))}
-# The newest megatron-core that was tried, by whether Python is 3.12 or later.
+# The newest tested megatron-core; the key is True for Python 3.12 or later.
 MEGATRON = {False: "0.16.1", True: "0.19.2"}
-# From this megatron-core on triton is imported, on any device, and is not among the requirements.
+# megatron-core imports triton on any device from this version, and does not require it.
 IMPORTS_TRITON = (0, 18)
-# The oldest driver that runs programs of this CUDA (CUDA toolkit's release notes).
+# The oldest driver by major version of CUDA (release notes of the CUDA toolkit).
 DRIVERS = {12: "525.60.13", 13: "580.65.06"}
 LOCK = Path(__file__).parents[2] / "requirements-gpu.txt"  # of the checkout
-# Named first where the installation differs from it.
+# Packages to name first if the installation differs from LOCK.
 LOCKED_FIRST = (
     *("torch", "transformer-engine", "transformer-engine-torch", "megatron-core"),
     *("sglang", "sglang-kernel", "transformers"),
 )
 INSTALL = "make install-gpu"
 NEEDS_TE = "needs a CUDA device and transformer-engine"
-# Products of the shape of a small model's layers, half a second in each precision.
+# Matrix products with the shape of a small model's layers, half a second for each precision.
 MATRIX_RATES = """
 import time, torch
 for dtype in (torch.float32, torch.bfloat16):
@@ -62,14 +63,14 @@ EXPANDABLE = re.compile(r"(?:^|,)\s*expandable_segments\s*:\s*(\w*)", re.IGNOREC
 
 
 def cores() -> int:
-    """Return how many cores this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def matrix_rates(processes: int) -> dict[str, float]:
-    """Return the GFLOP/s of one core in `fp32` and `bf16`, while so many processes multiply at once: some
-    seconds, most of them for importing torch. In processes of their own, as ranks may be forked from this
-    one, which must not have torch's threads."""
+    """Measure the GFLOP/s of one core in `fp32` and `bf16`, while `processes` processes multiply.
+
+    Takes some seconds, mostly to import torch. It runs in separate processes: ranks may be forked from
+    this one, which must not have torch's threads."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-P", "-c", MATRIX_RATES]
     started = [
@@ -82,7 +83,7 @@ def matrix_rates(processes: int) -> dict[str, float]:
 
 
 def version_of(package: str) -> str | None:
-    """Return the version of an installed package; None where it is not installed."""
+    """Return the version of an installed package, None if it is not installed."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -90,16 +91,15 @@ def version_of(package: str) -> str | None:
 
 
 def installed() -> dict[str, str]:
-    """Return the versions of `PACKAGES` that are there, by what pip knows of them: nothing is imported."""
+    """Return the installed versions of `PACKAGES`, from pip's metadata. Imports nothing."""
     versions = {name: version for name in PACKAGES if (version := version_of(name))}
-    if find_spec("triton"):  # some builds of torch bring it under another name
+    if find_spec("triton"):  # some builds of torch include it under another name
         versions.setdefault("triton", "with torch")
     return versions
 
 
 def misfit(versions: Mapping[str, str], python: tuple[int, int]) -> str | None:
-    """Return the first package that megarl cannot run with, and what to install instead, on one line; None
-    where all fit."""
+    """Return one line about the first package that megarl cannot run with, None if all fit."""
     works = {"megatron-core": f"=={MEGATRON[python >= (3, 12)]}"}
     for name, (oldest, newer) in SUPPORTED.items():
         bounds = f">={'.'.join(map(str, oldest))},<{'.'.join(map(str, newer))}"
@@ -115,7 +115,7 @@ def misfit(versions: Mapping[str, str], python: tuple[int, int]) -> str | None:
 
 
 def check_packages() -> None:
-    """Raise ConfigError where megarl cannot run with an installed package. Call it before any is imported."""
+    """Raise ConfigError if megarl cannot run with an installed package. Call it before importing any."""
     if problem := misfit(installed(), sys.version_info[:2]):
         raise ConfigError(problem)
 
@@ -126,7 +126,7 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 
 def flaws(cuda: str | None) -> Iterator[str]:
-    """Yield what a run would fail of later: packages that do not fit each other, settings, names."""
+    """Yield problems that would make a run fail later: packages, settings, names."""
     problems: list[str | None] = []
     if cuda:
         yield from unmet("sglang")
@@ -143,23 +143,23 @@ def flaws(cuda: str | None) -> Iterator[str]:
 
 
 def cuda_runtime_folders() -> list[str]:
-    """Return the folders of NVIDIA's wheels that hold CUDA's runtime library, which the loader does not know
-    of."""
+    """Return the folders of CUDA's runtime library in NVIDIA's wheels, which the loader does not search."""
     spec = find_spec("nvidia")
     roots = [Path(root) for root in (spec.submodule_search_locations or ())] if spec else []
     return sorted({str(path.parent) for root in roots for path in root.glob("*/lib/libcudart.so.*")})
 
 
 def memory_saver_problem(cuda: str) -> str | None:
-    """Return why the object that SGLang's memory saver preloads keeps an engine's processes from starting;
-    None where it does not. cuda: the version that torch was built for."""
+    """Return why the library that SGLang's memory saver preloads cannot be loaded, None if it can.
+
+    cuda: version that torch was built for"""
     spec = find_spec("torch_memory_saver")
     if spec is None or spec.origin is None:
         return None
     name = f"torch_memory_saver_hook_mode_preload_cu{cuda.partition('.')[0]}.abi3.so"
     preloaded = Path(spec.origin).parents[1] / name
     if not preloaded.exists():
-        return None  # another version's names: SGLang says so itself
+        return None  # another version, with other names: SGLang reports problems itself
     paths = os.pathsep.join(filter(None, [*cuda_runtime_folders(), os.environ.get("LD_LIBRARY_PATH", "")]))
     environment = {**os.environ, "LD_PRELOAD": str(preloaded), "LD_LIBRARY_PATH": paths}
     command = [sys.executable, "-S", "-c", ""]
@@ -169,12 +169,12 @@ def memory_saver_problem(cuda: str) -> str | None:
         return f"sglang's memory saver cannot be preloaded: Python did not start within 60 s ({INSTALL})"
     if done.returncode == 0:
         return None
-    said = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
-    return f"sglang's memory saver cannot be preloaded: {said} ({INSTALL})"
+    last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+    return f"sglang's memory saver cannot be preloaded: {last} ({INSTALL})"
 
 
 def unmet(package: str) -> list[str]:
-    """Return the requirements of an installed package that are not met, a line each."""
+    """Return the unmet requirements of an installed package, one line each."""
     version, lines = version_of(package), []
     for text in (metadata.requires(package) or []) if version else []:
         try:
@@ -192,7 +192,7 @@ def unmet(package: str) -> list[str]:
 
 
 def lock_problem(lock: str) -> str | None:
-    """Return how the packages differ from those of requirements-gpu.txt; None where they do not."""
+    """Return how the packages differ from requirements-gpu.txt, None if they do not."""
     pins: dict[str, str] = dict(re.findall(r"^([\w.-]+)==(\S+)", lock, re.MULTILINE))
     found = {name: version_of(name) for name in pins}
     # Without the build, which torch's own index adds: 2.14.1+cu130.
@@ -207,11 +207,10 @@ def lock_problem(lock: str) -> str | None:
 
 
 def broken_transformer_engine() -> str:
-    """Return why the Transformer Engine that is here cannot be imported; empty where it can be, or where
-    there is none.
+    """Return why the installed Transformer Engine cannot be imported, "" if it can or is not installed.
 
-    Megatron imports whatever has its name, and fails on a package without its compiled half, or on a folder
-    that was left."""
+    Megatron imports anything with its name, and fails on a package without its compiled half or on a
+    leftover folder."""
     spec = find_spec("transformer_engine")
     if spec is None:
         return ""
@@ -222,16 +221,16 @@ def broken_transformer_engine() -> str:
     for name in ("transformer-engine-torch", "transformer-engine-cu13", "transformer-engine-cu12"):
         if (found := version_of(name)) not in (None, version):
             return f"{folder}: transformer-engine {version} does not go with {name} {found} ({INSTALL})"
-    # Its compiled module lies in a folder of the package that only the package puts on the path.
+    # The compiled module is in a subfolder that only the package itself puts on the path.
     if version_of("transformer-engine-torch") is None and find_spec("transformer_engine_torch") is None:
         lacks = f"transformer-engine {version} lacks its compiled half, transformer-engine-torch"
         return f"{folder}: {lacks} ({INSTALL}, or uninstall it)"
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # it warns of what it then raises
-            importlib.import_module("torch")  # first: it brings the libraries that the compiled half needs
+            warnings.simplefilter("ignore")  # it warns before it raises
+            importlib.import_module("torch")  # loads libraries that the compiled half needs
             importlib.import_module("transformer_engine.pytorch")
-    except Exception as error:  # noqa: BLE001 (what is missing decides about the kind of error)
+    except Exception as error:  # noqa: BLE001 (the kind of error depends on the missing part)
         reason = first_line(error)
         hint = "compiled for another torch? " if "undefined symbol" in reason else ""
         cannot = f"this Transformer Engine cannot be imported: {reason.rstrip('.')}"
@@ -240,23 +239,24 @@ def broken_transformer_engine() -> str:
 
 
 def transformer_engine_problem(device_type: str) -> str:
-    """Return why Transformer Engine's layers cannot run on such a device; empty where they can. Imports it,
-    which takes seconds."""
+    """Return why Transformer Engine's layers cannot run on this device type, "" if they can.
+
+    Imports Transformer Engine, which takes seconds."""
     if find_spec("transformer_engine") is None:
         return NEEDS_TE
     if broken := broken_transformer_engine():
         return broken
-    # Its own kernels are CUDA's; those of tests/te are plain torch and say where they run.
+    # The real kernels need CUDA; those of tests/te are plain torch and name their devices.
     device_types = getattr(importlib.import_module("transformer_engine_torch"), "device_types", ("cuda",))
     return "" if device_type in device_types else NEEDS_TE
 
 
-@cache  # torch says it at the first question alone
+@cache  # torch reports it only once
 def cudnn_problem() -> str:
-    """Return that the loader finds an older cuDNN than torch was compiled with, as with one on
-    LD_LIBRARY_PATH; empty where it does not.
+    """Return that the loader finds an older cuDNN than torch was compiled with, "" if it does not.
 
-    Nothing else says so: Transformer Engine's attention goes without cuDNN's kernels."""
+    LD_LIBRARY_PATH may cause that, and nothing else reports it: Transformer Engine's attention then does
+    without cuDNN's kernels."""
     torch = importlib.import_module("torch")
     try:
         torch.backends.cudnn.version()
@@ -270,7 +270,7 @@ def cudnn_problem() -> str:
 
 
 def muon_problem() -> str:
-    """Return why Megatron cannot run Muon here; empty where it can."""
+    """Return why Megatron cannot run Muon here, "" if it can."""
     megatron = version_of("megatron-core") or "0"
     if _numbers(megatron) < (0, 18):
         return f"needs megatron-core 0.18 or later, and there is {megatron}"
@@ -278,8 +278,9 @@ def muon_problem() -> str:
 
 
 def import_problem(package: str, code: str, limit: float = 300.0) -> str | None:
-    """Return why `code`, which imports an installed package, fails in a process of its own; None where it
-    does not. limit: seconds."""
+    """Return why `code`, which imports a package, fails in a separate process; None if it works.
+
+    limit: seconds"""
     command, nothing = [sys.executable, "-c", code], subprocess.DEVNULL
     try:
         done = subprocess.run(
@@ -295,7 +296,7 @@ def import_problem(package: str, code: str, limit: float = 300.0) -> str | None:
 
 
 def engine_import_problem(name: EngineName) -> str | None:
-    """Return why an engine's package, which is installed, cannot be imported; None if it can."""
+    """Return why an engine's installed package cannot be imported, None if it can."""
     entry = ENGINES[name]
     if not entry.import_test or not find_spec(entry.package):
         return None
@@ -303,8 +304,7 @@ def engine_import_problem(name: EngineName) -> str | None:
 
 
 def allocator_problem(environment: Mapping[str, str] = os.environ) -> str | None:
-    """Return that torch's expandable segments, usual on clusters, are taken from the engine's environment
-    (parallel/launch.py)."""
+    """Return a note that the engine runs without torch's expandable segments (parallel/launch.py)."""
     for name in sorted(ALLOCATOR):
         if (found := EXPANDABLE.search(environment.get(name, ""))) and found[1].lower() == "true":
             refused = "SGLang runs without expandable_segments, which its memory saver refuses"
@@ -313,8 +313,10 @@ def allocator_problem(environment: Mapping[str, str] = os.environ) -> str | None
 
 
 def attention_problem(attention: str, environment: Mapping[str, str] = os.environ) -> str:
-    """Return that a variable allows or forbids Transformer Engine other kernels than `model.attention`, which
-    ends a run as Megatron makes the model; empty where none does."""
+    """Return that a variable contradicts `model.attention`, "" if none does.
+
+    Such variables allow or forbid kernels of Transformer Engine. Megatron would fail when it builds the
+    model."""
     for kernels in ("flash", "fused", "unfused"):
         name, wanted = f"NVTE_{kernels.upper()}_ATTN", str(int(attention in ("auto", kernels)))
         if (found := environment.get(name, wanted)) != wanted:
@@ -323,8 +325,10 @@ def attention_problem(attention: str, environment: Mapping[str, str] = os.enviro
 
 
 def memory_here(root: Path = Path("/")) -> int:
-    """Return the bytes of memory that this process and its children may have: the machine's, or less where a
-    control group of theirs has a limit (containers, Slurm; version 1 and 2). root: for tests."""
+    """Return the bytes of memory that this process and its children may use.
+
+    That is the machine's memory, or a lower limit of a control group (containers, Slurm; versions 1 and
+    2). root: for tests."""
     total = re.search(r"MemTotal:\s+(\d+) kB", (root / "proc/meminfo").read_text())
     limits = [int(total[1]) * 1024] if total else []
     try:
@@ -338,7 +342,7 @@ def memory_here(root: Path = Path("/")) -> int:
         top, name = ("", "memory.max") if not controllers else ("memory", "memory.limit_in_bytes")
         mount, place = root / "sys/fs/cgroup" / top, Path(path.lstrip("/"))
         for folder in (place, *place.parents):
-            # A container may see its own group at the top and not under the path that the kernel names.
+            # A container may see its group at the top, and not under the path that the kernel names.
             file = mount / folder / name
             text = file.read_text().strip() if file.is_file() else ""
             limits += [int(text)] if text.isdecimal() else []
@@ -346,8 +350,9 @@ def memory_here(root: Path = Path("/")) -> int:
 
 
 def hostname_problem() -> str | None:
-    """Return why other nodes would not reach this one over gloo, which takes the hostname's address where no
-    interface is set."""
+    """Return why other nodes could not reach this one over gloo, None if they can.
+
+    Without a configured interface gloo uses the hostname's address."""
     if os.environ.get("GLOO_SOCKET_IFNAME"):
         return None
     name = socket.gethostname()
@@ -364,10 +369,10 @@ def hostname_problem() -> str | None:
 
 
 def check_launcher(environment: Mapping[str, str] = os.environ) -> None:
-    """Raise ConfigError for a variable of a launcher (torchrun, Slurm) that megarl reads and cannot use.
+    """Raise ConfigError for a launcher's variable (torchrun, Slurm) that megarl reads and cannot use.
 
-    Of the four that say that this process is one of several, all or neither of RANK and WORLD_SIZE must be
-    there, and then the other two: half a launch would wait for ranks that nobody starts."""
+    RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT must all be set if RANK or WORLD_SIZE is. Otherwise the
+    process would wait for ranks that nobody starts."""
     remedy = "torchrun sets them all; unset RANK and WORLD_SIZE to start without it"
 
     def number(name: str, least: int, below: int | None = None, why: str = "") -> int | None:
@@ -403,8 +408,9 @@ def check_launcher(environment: Mapping[str, str] = os.environ) -> None:
 
 
 def unseen_gpu(environment: Mapping[str, str]) -> str | None:
-    """Return why torch sees no GPU though NVIDIA's driver is loaded and nobody has hidden the devices; None
-    where that is not so."""
+    """Return why torch sees no GPU, None if that is expected.
+
+    It is unexpected if NVIDIA's driver is loaded and no variable hides the devices."""
     driver = driver_version()
     if driver is None or environment.get("CUDA_VISIBLE_DEVICES", "all") in ("", "-1"):
         return None
@@ -412,11 +418,11 @@ def unseen_gpu(environment: Mapping[str, str]) -> str | None:
 
     if torch.version.cuda is None:
         return "torch is a build for CPUs"
-    return driver_problem(driver, torch.version.cuda) or f"nvidia-smi tells more; its driver is {driver}"
+    return driver_problem(driver, torch.version.cuda) or f"see nvidia-smi; the driver is {driver}"
 
 
 def driver_version(file: Path = Path("/proc/driver/nvidia/version")) -> str | None:
-    """Return the version of NVIDIA's kernel driver; None where none is loaded."""
+    """Return the version of NVIDIA's kernel driver, None if it is not loaded."""
     try:
         found = re.search(r"Kernel Module.*?\s(\d+(?:\.\d+)+)", file.read_text(encoding="utf-8"))
     except OSError:
@@ -425,8 +431,9 @@ def driver_version(file: Path = Path("/proc/driver/nvidia/version")) -> str | No
 
 
 def driver_problem(driver: str | None, cuda: str | None) -> str | None:
-    """Return that the driver is too old for torch's CUDA, if it is. A newer CUDA of the same major version
-    needs no newer driver."""
+    """Return that the driver is too old for torch's CUDA, None if it is not.
+
+    A newer CUDA of the same major version needs no newer driver."""
     if driver is None or cuda is None:
         return None
     needed = DRIVERS.get(int(cuda.split(".")[0]))

@@ -1,5 +1,7 @@
-"""Offload tensors to host memory and load them back. Their storages are emptied and filled in place, so that
-every view of them stays valid; the contents go through pinned host memory that all tensor groups share."""
+"""Offload tensors to host memory and load them back.
+
+Their storages are freed and refilled in place, so that every view stays valid. All groups share the same
+pinned host memory."""
 
 from __future__ import annotations
 
@@ -11,14 +13,13 @@ from torch import Tensor, UntypedStorage
 
 from megarl.config.errors import DeviceMemoryError, first_line
 
-# A power of two, to which torch rounds up whatever pinned memory it is asked for.
+# A power of two, because torch rounds pinned memory up to one.
 CHUNK = 64 * 2**20
 Contents = Literal["kept", "constant", "zero"]
 
 
 class HostPool:
-    """Host memory in chunks, pinned where the device is a GPU: allocated when there are too few, then handed
-    out again and again."""
+    """Reusable chunks of host memory, pinned if the device is a GPU."""
 
     def __init__(self, device: torch.device, chunk: int = CHUNK) -> None:
         self.chunk, self._pinned = chunk, device.type == "cuda"
@@ -26,32 +27,29 @@ class HostPool:
         self.nbytes = 0  # of all chunks, in use or not
 
     def take(self, count: int) -> list[Tensor]:
-        """Return `count` chunks, uint8, with undefined contents. Raises DeviceMemoryError where the host has
-        no room for them."""
+        """Return `count` uninitialised uint8 chunks. Raises DeviceMemoryError if host memory is full."""
         while len(self._free) < count:
             try:
                 chunk = torch.empty(self.chunk, dtype=torch.uint8, pin_memory=self._pinned)
-            except RuntimeError as error:  # CUDA's words for it are those of a full GPU
-                held = f"the {self.nbytes / 2**30:.2f} GiB that this rank has offloaded"
+            except RuntimeError as error:  # its text is the one of a full GPU
+                what = f"is full after this rank offloaded {self.nbytes / 2**30:.2f} GiB"
                 remedy = "give the job more memory, or each node fewer ranks, or set residency.keep"
-                raise DeviceMemoryError(
-                    f"host memory: no room beside {held}: {first_line(error)} ({remedy})"
-                ) from error
+                raise DeviceMemoryError(f"host memory: {what}: {first_line(error)} ({remedy})") from error
             self._free.append(chunk)
             self.nbytes += self.chunk
         return [self._free.pop() for _ in range(count)]
 
     def give(self, chunks: Iterable[Tensor]) -> None:
-        """Take chunks back."""
         self._free += chunks
 
 
 class Movable:
-    """The device memory behind some tensors, which can be offloaded.
+    """The device memory of some tensors, which can be offloaded.
 
-    tensors   lists the tensors, anew at each call, as an optimizer's states exist only after its first step;
-              those on other devices are left alone
-    contents  kept: restored; constant: restored from one copy, as nobody writes them; zero: filled with 0"""
+    tensors   lists the tensors at each call, because an optimizer's states exist only after its first
+              step; those on other devices are ignored
+    contents  kept: restored; constant: restored from one copy, because nobody writes them; zero: filled
+              with 0"""
 
     def __init__(
         self,
@@ -66,14 +64,16 @@ class Movable:
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes that it takes, or would take, on the device."""
+        """Bytes that it takes, or would take, on the device."""
         if self._away is None:
             return sum(storage.nbytes() for storage in self._storages())
         return sum(size for _, size in self._away)
 
     def offload(self) -> None:
-        """Copy the tensors to host memory and free theirs. The copies run on the current stream: the kernels
-        that wrote the tensors must have been launched on it."""
+        """Copy the tensors to host memory and free their device memory.
+
+        The copies run on the current stream, so kernels that wrote the tensors must have been launched on
+        it."""
         away = [(storage, storage.nbytes()) for storage in self._storages()]
         if self._contents != "zero" and not self._chunks:
             self._chunks = self._pool.take(-(-sum(size for _, size in away) // self._pool.chunk))
@@ -84,8 +84,8 @@ class Movable:
         self._away = away
 
     def onload(self) -> None:
-        """Allocate the device memory again and fill it. After a torch.OutOfMemoryError it is offloaded as
-        before."""
+        """Allocate the device memory again and fill it. After torch.OutOfMemoryError it is still
+        offloaded."""
         assert self._away is not None, "it is on the device"
         away = self._away
         try:
@@ -106,16 +106,16 @@ class Movable:
         self._away = None
 
     def _storages(self) -> Iterator[UntypedStorage]:
-        """Yield each storage once, however many of the tensors are views of it."""
-        seen: set[int] = set()
+        """Yield each storage once, however many tensors are views of it."""
+        yielded: set[int] = set()
         for tensor in self._tensors():
             storage = tensor.untyped_storage()
-            if tensor.device.type == self._device.type and storage.nbytes() and storage._cdata not in seen:
-                seen.add(storage._cdata)
+            if tensor.device.type == self._device.type and storage.nbytes() and storage._cdata not in yielded:
+                yielded.add(storage._cdata)
                 yield storage
 
     def _parts(self, away: list[tuple[UntypedStorage, int]]) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield each part of the storages with its place on the host: one after the other over the chunks."""
+        """Yield each part of the storages with its host memory, consecutively over the chunks."""
         chunk, at = self._pool.chunk, 0
         for storage, size in away if self._chunks else ():
             whole, start = _bytes(storage), 0
@@ -127,5 +127,4 @@ class Movable:
 
 
 def _bytes(storage: UntypedStorage) -> Tensor:
-    """Return a storage as a tensor, uint8 [nbytes]."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

@@ -1,8 +1,7 @@
-"""The nodes of a job before its ranks start: whether each is fit, and whether they can work together.
+"""Check the nodes of a job before its ranks start, each alone and all together.
 
-One process runs on every node: it checks the node, and then messages between all nodes. The first node keeps
-a store in which each one writes its facts and how far it got, so that a node that is silent, slow or
-different is named, and every wait has a limit."""
+One process per node checks the node, then exchanges messages with all nodes. The first node's store has
+each node's facts and progress, so messages can name a node that is silent, slow or different."""
 
 from __future__ import annotations
 
@@ -29,13 +28,13 @@ from megarl.parallel.machine import GIB, driver_problem, driver_version, hostnam
 from megarl.parallel.secret import SECRET_FILE, SignedStore, agree_on_secret, open_store
 
 MESSAGE = 64 * 2**20  # bytes of one message in the measurement
-CONTROL = 2**20  # of one where the question is only whether it arrives
+CONTROL = 2**20  # bytes of a message that only has to arrive
 ROUNDS = 3
-CLOCKS = 5.0  # seconds that two nodes' clocks may differ: beyond that logs and time stamps of files mislead
-VISIBLE = 5.0  # seconds after which a file that the first node has written must be seen by the others
+CLOCKS = 5.0  # seconds that two nodes' clocks may differ: beyond that, logs and file times mislead
+VISIBLE = 5.0  # seconds after which other nodes must see a file that the first node wrote
 HEARD = 5.0  # seconds that the first node waits for each other node to read the problems
-UNSIGNED = 300  # bytes of a line that are shown though nobody has signed it
-OUTLIER = 4.0  # a node this many times slower than the median one would slow down all of them
+UNSIGNED = 300  # bytes of an unsigned line that are shown
+OUTLIER = 4.0  # a node this many times slower than the median slows down all
 DEVICE_FREE = 0.9  # share of a GPU's memory that must be free
 
 
@@ -53,8 +52,13 @@ class NodePlace:
 
 @dataclass(frozen=True)
 class NodeNeeds:
-    """What each node must have: the run's folder, on a file system that all nodes share; GPUs (0 for a job on
-    CPUs); free bytes of memory and disk; GB/s into a node."""
+    """Requirements on each node.
+
+    folder      of the run, on a file system that all nodes share
+    devices     GPUs, 0 for a job on CPUs
+    host_bytes  free memory
+    disk_bytes  free disk space
+    bandwidth   GB/s into the node"""
 
     folder: Path
     devices: int = 0
@@ -77,8 +81,9 @@ def check_nodes(
     clock: Callable[[], float] = time.time,
     problems: Sequence[str] = (),
 ) -> Findings:
-    """Check this node, and with all others their differences and the network; every node calls it. The
-    network is tried only where every node is sound. problems: of this node, found before."""
+    """Check this node, then its differences from the others, then the network. Every node calls it.
+
+    The network is tried only if every node is sound. problems: of this node, found earlier."""
     first = place.node == 0
     try:
         joined = open_store(place.host, place.port, place.nodes, place.limit, first=first)
@@ -86,7 +91,7 @@ def check_nodes(
         where = f"{place.host}:{place.port} within {place.limit:.0f} s"
         return Findings([f"{place.name}: cannot reach {where} (a firewall, or the wrong interface?)"], [])
     store = SignedStore(joined)
-    secret = needs.folder / f".nodes-{place.port}"  # a file that the other nodes are to see
+    secret = needs.folder / f".nodes-{place.port}"  # the other nodes must see this file
     if not first:
         store.wait("begin", place.limit)
     try:
@@ -118,8 +123,7 @@ def check_nodes(
             return Findings([], ["one node: nothing to measure between nodes"])
         notes: list[str] = []
         for i, (backend, size, bandwidth) in enumerate(networks(needs)):
-            # Keys of its own for each network: an address that the one before has left would lead to a closed
-            # socket.
+            # Separate keys per network: an address left by an earlier one leads to a closed socket.
             own = dist.PrefixStore(f"network/{i}", joined)
             findings = _try_network(own, place, backend, size, bandwidth)
             notes += findings.notes
@@ -132,7 +136,6 @@ def check_nodes(
 
 
 def _device_problems(needs: NodeNeeds) -> list[str]:
-    """Return which GPUs are missing, in use, or do not work."""
     if not needs.devices:
         return []
     found = torch.cuda.device_count()
@@ -158,7 +161,6 @@ def _device_problems(needs: NodeNeeds) -> list[str]:
 
 
 def _host_problems(needs: NodeNeeds) -> list[str]:
-    """Return what is wrong with memory and the run's folder, which is there."""
     problems, folder = [], needs.folder
     free = psutil.virtual_memory().available
     if free < needs.host_bytes:
@@ -174,8 +176,7 @@ def _host_problems(needs: NodeNeeds) -> list[str]:
 
 
 def _judge_nodes(store: SignedStore, place: NodePlace, clock: Callable[[], float]) -> list[str]:
-    """Return, on the first node, who is silent, what each node found, and what differs from the first
-    node."""
+    """Return, on the first node, silent nodes, the problems of each, and differences from the first."""
     deadline = time.monotonic() + place.limit
     facts, unseen = {}, dict[int, str]()
     for node in range(place.nodes):
@@ -208,7 +209,7 @@ def _judge_nodes(store: SignedStore, place: NodePlace, clock: Callable[[], float
         if not store.wait(f"clock/{node}", place.limit):
             problems.append(f"{name}: stopped answering")
             continue
-        # To half of a message's way there and back.
+        # Compared with the middle of the message's round trip.
         ahead = float(store.get(f"clock/{node}")) - (asked + clock()) / 2
         if abs(ahead) > CLOCKS:
             off = f"{abs(ahead):.0f} s {'ahead of' if ahead > 0 else 'behind'} {first['name']}'s"
@@ -217,8 +218,7 @@ def _judge_nodes(store: SignedStore, place: NodePlace, clock: Callable[[], float
 
 
 def _share(store: SignedStore, place: NodePlace, part: str, findings: Findings) -> Findings:
-    """Return the first node's findings on every node. The first node leaves last, because the store goes with
-    it."""
+    """Return the first node's findings on every node. The first node leaves last, and its store with it."""
     if place.node == 0:
         store.set(f"findings/{part}", json.dumps(findings))
         for node in range(1, place.nodes):
@@ -232,9 +232,11 @@ def _share(store: SignedStore, place: NodePlace, part: str, findings: Findings) 
 
 
 def networks(needs: NodeNeeds) -> list[tuple[str, int, float | None]]:
-    """Return (backend, bytes of a message, GB/s into a node that it must reach; None: any) of each network
-    that the job uses. Jobs on GPUs send tensors over NCCL and control messages over gloo, which is often
-    another interface: those must arrive, at any speed."""
+    """Return the networks that the job uses: (backend, bytes of a message, least GB/s into a node or
+    None).
+
+    Jobs on GPUs send tensors over NCCL. Control messages go over gloo, often on another interface, and
+    must arrive at any speed."""
     if needs.devices:
         return [("nccl", MESSAGE, needs.bandwidth), ("gloo", CONTROL, None)]
     return [("gloo", MESSAGE, needs.bandwidth)]
@@ -243,14 +245,14 @@ def networks(needs: NodeNeeds) -> list[tuple[str, int, float | None]]:
 def _try_network(
     store: dist.Store, place: NodePlace, backend: str, size: int, bandwidth: float | None
 ) -> Findings:
-    """Measure GB/s into this node, in a ring in which each sends to the next (every adapter in both
-    directions), and of an all-reduce over all nodes, the message by time."""
+    """Measure a network: GB/s into this node, and GB/s of an all-reduce over all nodes.
+
+    The first is measured in a ring, in which each node sends to the next."""
 
     signed = SignedStore(store)
 
     def give_up() -> None:
-        """End the process, the only way out of a collective that hangs; the first node prints who is
-        behind."""
+        """End the process, the only way out of a collective that hangs. The first node prints why."""
         if place.node == 0:
             behind, absent = (
                 [str(node) for node in range(place.nodes) if not signed.has(f"stage/{node}/{stage}")]
@@ -302,7 +304,7 @@ def _try_network(
 
 
 def _seconds(work: Callable[[], Any], device: torch.device) -> float:
-    """Return the time of the fastest of some rounds, after one that sets up connections."""
+    """Return the time of the fastest of ROUNDS, after one that sets up connections."""
     taken = []
     for _ in range(ROUNDS + 1):
         dist.barrier()
@@ -315,8 +317,7 @@ def _seconds(work: Callable[[], Any], device: torch.device) -> float:
 
 
 def _judge_network(store: SignedStore, place: NodePlace, backend: str, least: float | None) -> Findings:
-    """Return, on the first node, who was lost, whose network failed, and who is too slow. least: GB/s; None:
-    any."""
+    """Return, on the first node, nodes that were lost, failed or are too slow. least: GB/s, None: any."""
     speeds, problems = {}, []
     for node in range(place.nodes):
         deadline = time.monotonic() + place.limit

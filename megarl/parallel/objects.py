@@ -1,8 +1,7 @@
 """Encode objects as msgpack for messages between processes, and decode them as a known type.
 
-The receiver names the type. In addition to msgspec's own types (dataclasses, Structs, lists, numbers, texts)
-there are tensors, arrays, paths and megarl's errors. Integers have at most 64 bits, so a user's JSON travels
-as text."""
+The receiver names the type: one of msgspec's (dataclasses, Structs, lists, numbers, texts), a tensor, an
+array, a path or a MegarlError. Integers have at most 64 bits, so a user's JSON travels as text."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ from megarl.config.errors import MegarlError, MessageError, error_class
 
 
 def as_plain(value: Any) -> Any:
-    """Return what msgspec knows in place of a value that it does not."""
+    """Convert a value that msgspec does not know into values that it does."""
     match value:
         case Tensor():
             data = value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
@@ -38,7 +37,7 @@ def as_plain(value: Any) -> Any:
 
 
 def from_plain(kind: type, plain: Any) -> Any:
-    """Undo `as_plain` for a value of this type. Raises ValueError or TypeError for malformed input."""
+    """Convert the values of `as_plain` back to this type. Raises ValueError or TypeError if malformed."""
     if issubclass(kind, Tensor):
         name, shape, data = plain
         dtype = getattr(torch, name, None)
@@ -64,9 +63,9 @@ encode = msgspec.msgpack.Encoder(enc_hook=as_plain).encode
 
 
 def decode(data: bytes, kind: Any, sender: str) -> Any:
-    """Return the object of type `kind` that `sender` has encoded. Raises MessageError where it is none."""
+    """Decode an object of type `kind` that `sender` has encoded. Raises MessageError for anything else."""
     try:
         return msgspec.msgpack.decode(data, type=kind, dec_hook=from_plain)
     except (msgspec.MsgspecError, ValueError, TypeError) as error:
-        what = f"{sender} has sent {len(data)} bytes that are not what is expected: {error}"
+        what = f"{sender} has sent {len(data)} bytes that cannot be decoded: {error}"
         raise MessageError(f"{what} (all ranks must run one version of megarl)") from None

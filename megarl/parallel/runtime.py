@@ -1,4 +1,4 @@
-"""This process's place in the job: device, rank, process groups. Set at start, the same for the whole run."""
+"""This process's place in the job: device, rank and process groups, fixed at start."""
 
 from __future__ import annotations
 
@@ -22,17 +22,18 @@ from megarl.config.schema import ParallelConfig
 from megarl.parallel import cpu_platform
 from megarl.parallel.layout import Layout
 from megarl.parallel.machine import unseen_gpu
-from megarl.parallel.secret import SECRET_FILE, SIZE, SignedStore, agree_on_secret, check, open_store, sign
+from megarl.parallel.secret import SECRET_FILE, SIZE, SignedStore, agree_on_secret, open_store, sign, verify
 
-LAUNCHED_BY = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # what torchrun sets
-STORE_FILE = "MEGARL_STORE_FILE"  # variable: names the file by which the ranks of one machine find each other
+LAUNCHED_BY = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # variables of torchrun
+STORE_FILE = "MEGARL_STORE_FILE"  # variable with the path of the store's file, for ranks of one machine
 
 
 class Ranks(Protocol):
-    """Ranks that exchange words (parallel/comm.py): all of the job's or some of them.
+    """Ranks that communicate (parallel/comm.py): all of the job's or some of them.
 
-    rank        this process's number among them, world: how many there are
-    cpu_group   gloo: for Python objects and host tensors"""
+    rank       this process's number among them
+    world      their number
+    cpu_group  gloo: for Python objects and host tensors"""
 
     @property
     def rank(self) -> int: ...
@@ -53,16 +54,17 @@ class Team:
 
 @dataclass(frozen=True)
 class Runtime:
-    """A rank's place in the job: the trainers come first, as the layout has them; behind them come
-    `rollout_ranks` ranks that have engines and nothing else. Without such ranks the trainers have the
-    engines.
+    """A rank's place in the job.
+
+    Trainers have the first ranks, arranged by the layout, then come `rollout_ranks` ranks with engines
+    only. Without such ranks the trainers have the engines.
 
     rank            in the whole job
     timeout         seconds that a collective may wait
-    cpu_group       gloo, all trainers, or all ranks behind them: for Python objects and host tensors
+    cpu_group       gloo, all trainers, or all engine-only ranks: for Python objects and host tensors
     job_group       gloo, all ranks
     transfer_group  of the weights' messages, all ranks; None: the default group
-    store           that all ranks know, where some are apart"""
+    store           of all ranks, if some have engines only"""
 
     layout: Layout
     rank: int
@@ -76,29 +78,27 @@ class Runtime:
 
     @property
     def world(self) -> int:
-        """Return the number of trainers."""
+        """The number of trainers."""
         return self.layout.world
 
     @property
     def trains(self) -> bool:
-        """Return whether this rank is a trainer."""
         return self.rank < self.world
 
     @property
     def job(self) -> Ranks:
-        """Return all ranks."""
         if self.job_group is None:
             return self
         return Team(self.rank, self.world + self.rollout_ranks, self.job_group)
 
     @property
     def first_engine(self) -> int:
-        """Return the number of the first rank that has an engine."""
+        """The first rank that has an engine."""
         return self.world if self.rollout_ranks else 0
 
     @property
     def engines(self) -> Ranks:
-        """Return the ranks that have engines; this one is among them."""
+        """The ranks that have engines, among them this one."""
         if not self.rollout_ranks:
             return self
         assert not self.trains
@@ -126,20 +126,19 @@ class Runtime:
 
     @property
     def is_replica_leader(self) -> bool:
-        """True on the rank whose numbers count for its replica: the first TP and CP rank of the last
-        stage."""
+        """True on the rank that reports its replica's numbers: first TP and CP rank of the last stage."""
         return self.tp_rank == 0 and self.cp_rank == 0 and self.is_last_stage
 
 
 def choose_device(wanted: str) -> torch.device:
-    """Return the device for `parallel.device`. `auto` is CUDA where there is one.
+    """Return the device for `parallel.device`; `auto` is CUDA if available.
 
-    Raises ConfigError for CUDA where there is none, and for `auto` where there is a driver whose GPUs torch
-    cannot use: 128 ranks would train on CPUs."""
-    # Megarl's first call to CUDA, which reads the variable then, once. Megatron's column-parallel layers rely
+    Raises ConfigError for `cuda` without a device. Also for `auto` if there is a driver but torch cannot
+    use its GPUs, or 128 ranks would train on CPUs."""
+    # CUDA reads this variable at its first call, which follows here. Megatron's column-parallel layers rely
     # on it for the order of communication and compute (tensor_parallel/layers.py).
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    if wanted == "cpu":  # ranks may be forked: no call to CUDA
+    if wanted == "cpu":  # no call to CUDA: this process may fork ranks
         return torch.device("cpu")
     if torch.cuda.is_available():
         index, count = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
@@ -149,45 +148,45 @@ def choose_device(wanted: str) -> torch.device:
             )
         return torch.device("cuda", index)
     if wanted == "cuda":
-        problem = "cuda was asked for, but torch sees no CUDA device (use auto or cpu)"
-        raise ConfigError(f"parallel.device: {problem}")
+        raise ConfigError(
+            "parallel.device: cuda was asked for, but torch sees no CUDA device (use auto or cpu)"
+        )
     if why := unseen_gpu(os.environ):
         found = f"auto finds a GPU driver, but torch sees no GPU: {why}"
-        raise ConfigError(f"parallel.device: {found} (mend it, or set parallel.device=cpu)")
+        raise ConfigError(f"parallel.device: {found} (repair it, or set parallel.device=cpu)")
     return torch.device("cpu")
 
 
 def is_launched() -> bool:
-    """Return whether torchrun or `launch` started this process as one rank of several."""
+    """Return whether torchrun or `launch` started this process as one of several ranks."""
     return all(name in os.environ for name in LAUNCHED_BY)
 
 
 def launched_rank() -> int:
-    """Return this process's global rank as the launcher numbered it; 0 without a launcher."""
+    """Return this process's global rank, 0 without a launcher."""
     return int(os.environ.get("RANK", "0"))
 
 
 def launched_world() -> int:
-    """Return the processes of the job as the launcher counted them; 1 without a launcher."""
+    """Return the number of the job's processes, 1 without a launcher."""
     return int(os.environ["WORLD_SIZE"]) if is_launched() else 1
 
 
 def layout_for(config: ParallelConfig, world: int) -> Layout:
-    """Return the trainers' layout on `world` devices, less those that only generate. Raises ConfigError where
-    the sizes do not fit."""
-    apart, world = config.rollout_ranks, world - config.rollout_ranks
+    """Return the trainers' layout for `world` processes. Raises ConfigError if the sizes do not fit."""
+    engines, world = config.rollout_ranks, world - config.rollout_ranks
     if world < 1:
-        left = f"{apart} of {world + apart} launched processes leave no trainer"
+        left = f"{engines} of {world + engines} launched processes leave no trainer"
         raise ConfigError(f"parallel.rollout_ranks: {left} (lower it, or start more)")
     model_parallel = config.tp * config.pp * config.cp
     sizes = f"tp {config.tp} x pp {config.pp}" + (f" x cp {config.cp}" if config.cp > 1 else "")
-    processes = f"{world} launched processes" + (f" that train ({apart} only generate)" if apart else "")
+    processes = f"{world} launched processes" + (f" that train ({engines} only generate)" if engines else "")
     if world % model_parallel:
         raise ConfigError(f"parallel: {sizes} does not divide the {processes}")
     dp = world // model_parallel
     if config.dp is not None and config.dp != dp:
         given = f"{processes} / ({sizes}) give {dp}"
-        raise ConfigError(f"parallel.dp: {config.dp} was asked for, but {given}")
+        raise ConfigError(f"parallel.dp: is {config.dp}, but {given}")
     stage = config.tp * config.cp * dp
     if stage % config.ep:
         ranks = f"the {stage} processes of a pipeline stage (tp x cp x dp)"
@@ -196,12 +195,11 @@ def layout_for(config: ParallelConfig, world: int) -> Layout:
 
 
 def join_store(secret: Path | None, seconds: float) -> dist.Store:
-    """Agree with the job's other ranks on their secret, which under torchrun is in the file `secret`, and
-    return the store in which their groups meet. Wait at most `seconds` for each.
+    """Agree with the job's ranks on their secret, and return the store that they share.
 
-    On one machine the store is a file in a folder of `launch`, which other users cannot open. torchrun's
-    store is a port that anybody may connect to. So a rank decodes an object only if its signature is right.
-    """
+    Each wait is at most `seconds`. Under torchrun the secret is in the file `secret`, and anybody may
+    connect to the store's port, so a rank decodes only signed objects. On one machine the store is a file
+    that other users cannot open."""
     agree_on_secret(secret, seconds, first=launched_rank() == 0)
     sign_pickles()
     if path := os.environ.get(STORE_FILE):
@@ -216,7 +214,7 @@ def join_store(secret: Path | None, seconds: float) -> dist.Store:
 
 
 def remove_secret(secret: Path | None) -> None:
-    """Remove the file of the secret that megarl has made, once all ranks have read it; on rank 0."""
+    """Remove, on rank 0, the secret's file that megarl created, once all ranks have read it."""
     if launched_rank() == 0:
         if os.environ.get(STORE_FILE):
             secret = Path(os.environ[SECRET_FILE])
@@ -228,40 +226,40 @@ def remove_secret(secret: Path | None) -> None:
 def start(config: ParallelConfig, seed: int, *, mixture: bool = False, secret: Path | None = None) -> Runtime:
     """Join the job, once per rank: process groups over NCCL or gloo, Megatron's parallel state, seeds.
 
-    mixture   the model has experts, whose groups a run uses then
-    secret    file of the job's secret under torchrun (`join_store`); None: MEGARL_SECRET_FILE names it
+    mixture  the model has experts, so the run uses their groups
+    secret   file of the job's secret under torchrun (`join_store`); None: MEGARL_SECRET_FILE names it
 
-    With `parallel.rollout_ranks` trainers and engines' ranks have a default group each, since Megatron and
-    its checkpoints use the default group as that of all trainers; a third group joins them."""
+    With `parallel.rollout_ranks`, trainers and engine ranks have separate default groups, because Megatron
+    and its checkpoints take the default group for all trainers. A third group joins them."""
     device = choose_device(config.device)
-    # Transformer Engine (2.20) refuses to read delayed scaling's history, a pickle, from a checkpoint unless
-    # the file is declared trusted. It gets a pickle that megarl has made (weights/index.py).
+    # Transformer Engine (2.20) reads delayed scaling's history, a pickle, from a checkpoint only if it is
+    # declared trusted. megarl made this pickle itself (weights/index.py).
     os.environ.setdefault("NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE", "1")
-    # gloo gets the addresses of a group's members from the store in one request, not one by one.
+    # gloo then reads all members' addresses from the store in one request.
     os.environ.setdefault("GLOO_ENABLE_STORE_V2_API", "1")
     if device.type == "cpu":
-        torch.set_num_threads(config.threads)  # of one operation; with a rank per core one is the fastest
+        torch.set_num_threads(config.threads)  # per operation
         cpu_platform.install()
     else:
         torch.cuda.set_device(device)
-        # torch's cuDNN attention builds and keeps a graph for every shape that it meets, in some 0.4 s:
-        # decoding has a new shape with each token. (Transformer Engine, SGLang have attention of their own.)
+        # torch's cuDNN attention builds a graph for every new shape, which is slow: decoding has a new shape
+        # with each token. (Transformer Engine and SGLang do not use torch's attention.)
         torch.backends.cuda.enable_cudnn_sdp(False)
-        # For shapes that cuDNN refuses Transformer Engine (2.20) takes FlashAttention 4 if it is there, as
-        # SGLang asks, and gives it -1 for a window without bound. From 4.0.0b30 on that is a window without
-        # keys: attention is 0 everywhere, and nothing says so (NVIDIA/TransformerEngine#3528).
+        # For shapes that cuDNN refuses, Transformer Engine (2.20) uses FlashAttention 4, if installed, and
+        # passes -1 for an unbounded window. From 4.0.0b30 on that is a window without keys: attention is 0,
+        # without an error (NVIDIA/TransformerEngine#3528).
         os.environ.setdefault("NVTE_FLASH_ATTN_V4", "0")
-        # Megatron has torch compile its fused activations. For these few small kernels each rank would keep a
-        # pool of as many processes as it sees cores, up to 32.
+        # Megatron compiles its fused activations with torch. For these few small kernels each rank would
+        # start a process per core, up to 32.
         if "TORCHINDUCTOR_COMPILE_THREADS" not in os.environ:
             inductor: Any = importlib.import_module("torch._inductor.config")
             inductor.compile_threads = 1
-    layout, rank, apart = layout_for(config, launched_world()), launched_rank(), config.rollout_ranks
+    layout, rank, engines = layout_for(config, launched_world()), launched_rank(), config.rollout_ranks
     limit = datetime.timedelta(seconds=config.timeout)
     backend = "nccl" if device.type == "cuda" else "gloo"
     trains = rank < layout.world
     store = join_store(secret, config.timeout) if launched_world() > 1 else dist.HashStore()
-    side, first, size = ("trainers", 0, layout.world) if trains else ("engines", layout.world, apart)
+    side, first, size = ("trainers", 0, layout.world) if trains else ("engines", layout.world, engines)
     own = dist.PrefixStore(side, store)
     dist.init_process_group(backend, store=own, rank=rank - first, world_size=size, timeout=limit)
     if trains:
@@ -269,8 +267,8 @@ def start(config: ParallelConfig, seed: int, *, mixture: bool = False, secret: P
     cpu_group = dist.new_group(backend="gloo", timeout=limit) if backend == "nccl" else dist.group.WORLD
     assert cpu_group is not None
     job_group = transfer_group = None
-    if apart:
-        all_ranks = rank, layout.world + apart
+    if engines:
+        all_ranks = rank, layout.world + engines
         job_group = transfer_group = _group_beside("job", "gloo", store, *all_ranks, limit)
         if backend == "nccl":
             transfer_group = _group_beside("transfer", backend, store, *all_ranks, limit)
@@ -283,13 +281,16 @@ def start(config: ParallelConfig, seed: int, *, mixture: bool = False, secret: P
         from megatron.core import tensor_parallel
 
         tensor_parallel.model_parallel_cuda_manual_seed(seed)
-    signed = SignedStore(store) if apart else None
-    return Runtime(layout, rank, device, config.timeout, cpu_group, apart, job_group, transfer_group, signed)
+    signed = SignedStore(store) if engines else None
+    return Runtime(
+        layout, rank, device, config.timeout, cpu_group, engines, job_group, transfer_group, signed
+    )
 
 
 def sign_pickles() -> None:
-    """Have torch's collectives of objects, which Megatron and torch's checkpoints use and which unpickle what
-    they receive, sign what they send and check it before they open it."""
+    """Sign the objects that torch's collectives send, and check them before they are unpickled.
+
+    Megatron and torch's checkpoints use these collectives."""
     pack, unpack = distributed._object_to_tensor, distributed._tensor_to_object
     if getattr(pack, "signs", False):
         return
@@ -302,7 +303,7 @@ def sign_pickles() -> None:
 
     def checked(tensor: torch.Tensor, size: int, group: Any, *rest: Any, **options: Any) -> Any:
         data = tensor.cpu().numpy().tobytes()[: int(size)]
-        check(data[:SIZE], "an object of another rank", "pickle", data[SIZE:])
+        verify(data[:SIZE], "an object of another rank", "pickle", data[SIZE:])
         return unpack(tensor[SIZE:], int(size) - SIZE, group, *rest, **options)
 
     signed.signs = True  # type: ignore[attr-defined]
@@ -319,7 +320,7 @@ def _start_megatron(config: ParallelConfig) -> None:
         virtual_pipeline_model_parallel_size=config.vpp if config.vpp > 1 else None,
         context_parallel_size=config.cp,
         expert_model_parallel_size=config.ep,
-        expert_tensor_parallel_size=1,  # experts are whole on the rank that has them (parallel/layout.py)
+        expert_tensor_parallel_size=1,  # an expert is not split over ranks (parallel/layout.py)
         distributed_timeout_minutes=max(1, round(config.timeout / 60)),
     )
 
@@ -327,9 +328,10 @@ def _start_megatron(config: ParallelConfig) -> None:
 def _group_beside(
     name: str, backend: str, store: dist.Store, rank: int, world: int, limit: datetime.timedelta
 ) -> dist.ProcessGroup:
-    """Make a group that reaches beyond the default one, over the same store. Its members go by their numbers
-    in it, also where torch asks for ranks of the default group; `torch.distributed.get_rank` alone does not
-    know them."""
+    """Create a group that is larger than the default group, over the same store.
+
+    Its members have their numbers in this group, even if torch expects ranks of the default group. Only
+    `torch.distributed.get_rank` does not know them."""
     group, _ = distributed._new_process_group_helper(
         world, rank, [], backend, store, group_name=distributed.GroupName(name), timeout=limit
     )
@@ -343,15 +345,14 @@ def _connect(
     transfer: dist.ProcessGroup | None = None,
     mixture: bool = False,
 ) -> None:
-    """Sum one number in each group that a run uses: all its members at once, and the groups in one order.
+    """Sum one number in each group that a run uses, in the same order on all ranks.
 
-    NCCL makes a group's communicator at its first use, which all members must join. In a weight transfer or
-    between pipeline stages some ranks may send and receive nothing, and the others would wait for them
-    (torch's batch_isend_irecv). Also, their buffers are allocated before the engine measures what is free.
+    NCCL creates a group's communicator at its first use, which all members must join. In a weight transfer
+    or between pipeline stages some ranks may send nothing, and the others would wait for ever. Also,
+    buffers are then allocated before the engine measures free memory.
 
-    Not `device_id` of init_process_group: with it the ranks outside of a new gloo group split the NCCL
-    communicator, and those inside do not (torch's _new_process_group_helper), which hangs; and Megatron's
-    groups that no run uses get a communicator too."""
+    init_process_group's `device_id` does not replace this: ranks outside a new gloo group split the NCCL
+    communicator and ranks inside do not, which hangs. And unused groups would get a communicator."""
     from megatron.core import parallel_state as groups
 
     megatron = (
@@ -378,8 +379,8 @@ def _connect(
         if group is not None and dist.get_world_size(group) > 1:
             dist.all_reduce(torch.ones(1, device=device), group=group)
     if trains and groups.get_virtual_pipeline_model_parallel_world_size() is not None:
-        # The interleaved schedule's messages are single ones, and for these NCCL makes a communicator of each
-        # pair of ranks: here in the schedule's order and groups (Megatron's p2p_communication.py).
+        # The interleaved schedule sends single messages, for which NCCL creates a communicator per pair of
+        # ranks. Use the schedule's order and groups (Megatron's p2p_communication.py).
         stages = groups.get_pipeline_model_parallel_group()
         other = dist.group.WORLD if stages.size() == 2 else stages
         is_even = stages.rank() % 2 == 0
@@ -416,7 +417,7 @@ def generator_states() -> dict[str, Any]:
 
 
 def set_generator_states(states: Mapping[str, Any]) -> None:
-    """Set what `generator_states` returned. The generators of a device of another kind stay as they are."""
+    """Restore `generator_states`. Generators of another kind of device stay as they are."""
     from megatron.core import tensor_parallel
 
     version, keys, gauss = states["python"]
@@ -433,10 +434,10 @@ def set_generator_states(states: Mapping[str, Any]) -> None:
 
 
 def stop(*, failed: bool = False) -> bool:
-    """Leave the job; safe to call when `start` has failed. Return whether no process group is left.
+    """Leave the job; safe to call if `start` failed. Returns whether no process group is left.
 
-    failed: this rank leaves with an error that the others may not have. To destroy a group of NCCL waits for
-    its other ranks, so such a rank keeps them and ends."""
+    failed: this rank leaves with an error that the others may not have. Destroying an NCCL group waits for
+    its other ranks, so such a rank keeps its groups and ends."""
     if dist.is_initialized():
         if failed and dist.get_backend() == "nccl":
             return False

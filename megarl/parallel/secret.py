@@ -1,8 +1,7 @@
-"""The job's secret: random bytes by which its ranks sign their messages to each other.
+"""The job's secret: random bytes with which its ranks sign their messages to each other.
 
-It travels in a file that only this user can read, never in arguments, variables or a store. `launch` makes
-that file; under torchrun rank 0 does, in the folder that the job writes into, unless MEGARL_SECRET_FILE names
-another one."""
+It is in a file that only this user can read, never in arguments, variables or a store. `launch` or, under
+torchrun, rank 0 creates that file, unless MEGARL_SECRET_FILE names another one."""
 
 from __future__ import annotations
 
@@ -18,14 +17,14 @@ import torch.distributed as dist
 
 from megarl.config.errors import ConfigError, MessageError, WaitTimeout
 
-SECRET_FILE = "MEGARL_SECRET_FILE"  # variable: names the file
+SECRET_FILE = "MEGARL_SECRET_FILE"  # variable with the file's path
 SIZE = 32  # bytes of the secret, and of a signature (HMAC-SHA-256)
-_LOOK = 0.02  # seconds between two looks for the file
+_POLL = 0.02  # seconds between checks for the file
 _secret: bytes | None = None
 
 
 def make_secret(path: Path) -> None:
-    """Write a new secret into a file that must not exist yet."""
+    """Write a new secret into a file that must not exist."""
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     with os.fdopen(handle, "wb") as file:
@@ -33,9 +32,9 @@ def make_secret(path: Path) -> None:
 
 
 def read_secret(path: Path) -> bytes | None:
-    """Return the secret in a file; None where there is none yet.
+    """Return the secret in a file, None if it is not there or incomplete.
 
-    Raises ConfigError where another user could have read or written it."""
+    Raises ConfigError if another user could have read or written it."""
     try:
         handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -54,8 +53,10 @@ def read_secret(path: Path) -> bytes | None:
 
 
 def agree_on_secret(path: Path | None, seconds: float, *, first: bool) -> None:
-    """Take the secret of `path` for this process's job. The first rank makes the file where there is none,
-    unless MEGARL_SECRET_FILE names it; the others wait for it, at most `seconds`."""
+    """Read the secret of this process's job from `path`.
+
+    The first rank creates the file, unless MEGARL_SECRET_FILE names it. The others wait for it, at most
+    `seconds`."""
     global _secret
     given = os.environ.get(SECRET_FILE)
     if given:
@@ -66,7 +67,7 @@ def agree_on_secret(path: Path | None, seconds: float, *, first: bool) -> None:
     while (found := read_secret(path)) is None:
         if first and not given:
             try:
-                path.unlink(missing_ok=True)  # a process that was killed has left it empty
+                path.unlink(missing_ok=True)  # a killed process may have left an incomplete file
                 make_secret(path)
             except OSError as error:
                 remedy = f"{SECRET_FILE} may name another file, of {SIZE} random bytes"
@@ -74,18 +75,11 @@ def agree_on_secret(path: Path | None, seconds: float, *, first: bool) -> None:
         elif time.monotonic() > end:
             what = f"the job's secret has not appeared there within {seconds:g} s"
             raise WaitTimeout(f"{path}: {what} (all nodes must see this file, of {SIZE} bytes)")
-        time.sleep(_LOOK)
+        time.sleep(_POLL)
     _secret = found
 
 
-def use_secret(secret: bytes | None) -> None:
-    """Set the secret of this process's job, for a job whose ranks share a process."""
-    global _secret
-    _secret = secret
-
-
 def sign(*parts: bytes | str | int) -> bytes:
-    """Return the signature of some values, by the job's secret."""
     assert _secret is not None, "ranks exchange messages only after they have agreed on a secret"
     signature = hmac.new(_secret, digestmod="sha256")
     for part in parts:
@@ -95,16 +89,17 @@ def sign(*parts: bytes | str | int) -> bytes:
     return signature.digest()
 
 
-def check(signature: bytes, what: str, *parts: bytes | str | int) -> None:
-    """Raise MessageError where values do not have this signature."""
+def verify(signature: bytes, what: str, *parts: bytes | str | int) -> None:
+    """Raise MessageError if values do not have this signature."""
     if not hmac.compare_digest(signature, sign(*parts)):
         remedy = "another process takes part, or a rank has another secret: docs/cluster.md"
         raise MessageError(f"{what}: is not from a rank of this job ({remedy})")
 
 
 def open_store(host: str, port: int, members: int, seconds: float, *, first: bool) -> dist.TCPStore:
-    """Join a store of torch's. The first member has it, and listens at the address of `host` alone, where
-    torch by itself would listen at all of the machine's."""
+    """Join a TCPStore. The first member hosts it, and listens only at the address of `host`.
+
+    torch itself would listen at all addresses of the machine."""
     limit = datetime.timedelta(seconds=seconds)
     if not first:
         return dist.TCPStore(host, port, members, False, limit, wait_for_workers=False)
@@ -118,29 +113,27 @@ def open_store(host: str, port: int, members: int, seconds: float, *, first: boo
 
 
 class SignedStore:
-    """Values of this job in a store of torch's that anybody may write into: each is signed with its key."""
+    """Values of this job in a torch store that anybody may write into: each is signed with its key."""
 
     def __init__(self, store: dist.Store) -> None:
         self.store = store
 
     def set(self, key: str, value: str) -> None:
-        """Set a value."""
         data = value.encode()
         self.store.set(key, sign("store", key, data) + data)  # type: ignore[arg-type] # it takes bytes too
 
     def get(self, key: str) -> str:
-        """Return a value that is there. Raises MessageError where no rank of this job has set it."""
+        """Return a value. Raises MessageError if no rank of this job has set it."""
         found = self.store.get(key)
         signature, data = found[:SIZE], found[SIZE:]
-        check(signature, f"store: {key}", "store", key, data)
+        verify(signature, f"store: {key}", "store", key, data)
         return data.decode()
 
     def has(self, *keys: str) -> bool:
-        """Return whether all of these have a value."""
         return bool(self.store.check([*keys]))
 
     def wait(self, key: str, seconds: float) -> bool:
-        """Wait for a value; return whether there is one in time."""
+        """Wait for a value. Returns False after `seconds`."""
         try:
             self.store.wait([key], datetime.timedelta(seconds=seconds))
         except (dist.DistError, RuntimeError):

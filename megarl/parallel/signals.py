@@ -1,5 +1,6 @@
-"""Requests to save and leave: by a signal, or by the job's time limit. Imports in a moment, so that a signal
-that arrives while a rank imports the rest is not lost."""
+"""Requests to save and leave, by a signal or by the job's time limit.
+
+It imports quickly, so that no signal is lost while a rank imports the rest."""
 
 from __future__ import annotations
 
@@ -17,11 +18,10 @@ END_TIME = "SLURM_JOB_END_TIME"  # set by Slurm: seconds since 1970
 
 
 class StopRequest:
-    """Takes `signals`, while the `with` block lasts, as a request to save and leave, which is met at the next
-    safe point.
+    """Treats `signals` in the `with` block as a request to save and leave at the next safe point.
 
-    limit    seconds from now after which this process must be gone; None: Slurm's time limit, if there is one
-    margin   seconds that are kept free before that"""
+    limit   seconds from now until this process must have ended; None: Slurm's time limit, if any
+    margin  seconds to keep free before that"""
 
     def __init__(
         self, signals: Sequence[signal.Signals], limit: float | None = None, margin: float = 0.0
@@ -46,16 +46,16 @@ class StopRequest:
         self.reason = f"stopped by {signal.Signals(number).name}"
 
     def should_stop(self, seconds: float = 0.0) -> bool:
-        """Return whether to leave rather than do something that takes `seconds`."""
+        """Return whether to leave now rather than do something that takes `seconds`."""
         if self.reason is None and self.end is not None and time.time() + seconds > self.end:
             self.reason = "stopped, as the time limit is near"
         return self.reason is not None
 
 
 def follow_launcher(parent: int | None = None) -> None:
-    """Have this process ended by SIGTERM when the one that started it dies, even if that one is killed.
+    """Let the kernel send SIGTERM to this process when its parent dies, even if the parent is killed.
 
-    parent: the id of that process; where it has died while this one was starting, this one ends now."""
+    parent: expected parent's process id; if it has died already, this process ends now."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     if parent is not None and os.getppid() != parent:

@@ -149,7 +149,9 @@ def test_an_openai_agent_is_trained(folder: Path) -> None:
     running is ended, and said once."""
     records, said = run(folder, "talker", agent="talker:agent")
     check(records, (2, 2))
-    left = "rollout.agent: it returned before these tasks of its own had ended, which are cancelled: log ("
+    left = (
+        "rollout.agent: it returned before these tasks that it created had ended; they are cancelled: log ("
+    )
     assert said.count(left) == 1 == said.count("talker.py:"), said
     assert 0 < records[0]["reward/unjudged"] + records[1]["reward/unjudged"] < 2
 
@@ -182,7 +184,7 @@ def test_an_episode_that_never_lets_go_of_the_loop_ends_the_run(folder: Path) ->
     the run ends, before others would give up waiting for it."""
     _, said = run(folder, "held", 2, timeout=10, episode="held:hold", turns={"hold": 0.5})
     named = [line for line in said.splitlines() if "hold (" in line and f"{folder / 'held.py'}:" in line]
-    assert len(named) == 2 == said.count("has held the event loop of engine rank 0 for "), said
+    assert len(named) == 2 == said.count("has blocked the event loop of engine rank 0 for "), said
 
 
 @pytest.mark.slow

@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from megarl.agents.chat import (
-    call_format,
     check_template,
-    opening,
+    detect_call_format,
+    opening_tokens,
     parse_calls,
     schemas,
     tool_calls,
@@ -205,7 +205,7 @@ def test_a_real_tokenizer():
     assert encode(tokenizer, tokenizer.decode(drawn)) != drawn
     after = chat.after([{"role": "user", "content": "Result: 405"}], drawn)
     assert tokenizer.decode(after) == "\n<|im_start|>user\nResult: 405<|im_end|>\n<|im_start|>assistant\n"
-    with pytest.raises(ConfigError, match="does not tell the policy of tools"):
+    with pytest.raises(ConfigError, match="does not show tools to the policy"):
         check_template(tokenizer, [SCHEMA])
 
 
@@ -214,8 +214,8 @@ def test_templates_that_append_pass(name):
     check_template(of(name), shown=("user", "tool"))
     if name != "chatml":
         check_template(of(name), [SCHEMA], ("user", "tool"))
-        assert call_format(of(name)) == ("hermes" if name == "qwen2.5" else "json")
-    assert len(opening(of(name))) == 1
+        assert detect_call_format(of(name)) == ("hermes" if name == "qwen2.5" else "json")
+    assert len(opening_tokens(of(name))) == 1
 
 
 ENDS = "<|im_end|>\n"
@@ -299,8 +299,8 @@ def test_a_turn_must_end():
 
 
 def test_an_opening_must_be_shared():
-    with pytest.raises(ConfigError, match="begins conversations with different tokens"):
-        opening(merging_tokenizer("{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}"))
+    with pytest.raises(ConfigError, match="starts conversations with different tokens"):
+        opening_tokens(merging_tokenizer("{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}"))
 
 
 def parsed(text: str, form: str, tokenizer: Any = None) -> tuple[str, list[Any]]:
@@ -328,7 +328,7 @@ def test_calls_are_parsed():
     tokenizer.response_template = {
         "defaults": {"role": "assistant"}, "start_anchor": "<|im_start|>assistant\n", "fields": HERMES_FIELDS,
     }  # fmt: skip
-    assert call_format(tokenizer) == "response_template"
+    assert detect_call_format(tokenizer) == "response_template"
     assert parsed(text, "response_template", tokenizer) == ("Hm.", both)
     assert parsed("two", "response_template", tokenizer) == ("two", [])
     assert parsed(one.replace("arguments", "parameters"), "json") == ("", both[:1])
@@ -342,8 +342,8 @@ def test_calls_are_parsed():
         CHATML + "{# <tool_call>f<arg_key>a</arg_key> #}",
         CHATML + "{# <tool_call><function=f> #}",
     ):
-        with pytest.raises(ConfigError, match="speaks of no format of calls"):
-            call_format(merging_tokenizer(other))
+        with pytest.raises(ConfigError, match="describes no known format of calls"):
+            detect_call_format(merging_tokenizer(other))
 
 
 @pytest.mark.parametrize("form", ["hermes", "json", "response_template"])
@@ -370,7 +370,7 @@ def test_schemas():
     assert found["name"] == "add" and found["parameters"]["required"] == ["a", "b"]
     with pytest.raises(ConfigError, match=r"rollout\.tools: .*:nameless.*docstring"):
         schemas([f"{__name__}:nameless"])
-    with pytest.raises(ConfigError, match=r"several tools are called add \(rename one\)"):
+    with pytest.raises(ConfigError, match=r"several tools are named add \(rename one\)"):
         schemas([path, "tests.agents.talk:add"])
 
 

@@ -14,7 +14,7 @@ import openai
 import pytest
 from msgspec import structs
 
-from megarl.agents.chat import opening
+from megarl.agents.chat import opening_tokens
 from megarl.agents.endpoint import Endpoint
 from megarl.agents.episode import EpisodeTruncated
 from megarl.config.errors import ConfigError, EngineError
@@ -62,7 +62,7 @@ async def openai_agent(base_url: str, api_key: str, row: dict[str, Any]) -> floa
 def policy_of(script: Sequence[Any], template: str = CHATML, first: str | None = None) -> ScriptedPolicy:
     tokenizer = merging_tokenizer(template)
     if first is None:
-        return ScriptedPolicy(prompt_of(opening(tokenizer), "one"), tokenizer, script)
+        return ScriptedPolicy(prompt_of(opening_tokens(tokenizer), "one"), tokenizer, script)
     return ScriptedPolicy(prompt_of(encode(tokenizer, first), "one"), tokenizer, script)
 
 
@@ -216,7 +216,7 @@ def test_history_must_extend_what_was_sampled(again, what):
 def test_a_prompt_of_the_rows_must_be_the_agents():
     policy = policy_of(["two"], first="<|im_start|>user\none<|im_end|>\n<|im_start|>assistant\n")
     agent, _ = asking({"messages": user("two")})
-    with pytest.raises(RuntimeError, match="do not begin as the row's prompt"):
+    with pytest.raises(RuntimeError, match="do not start with the row's prompt"):
         run(policy, agent)
 
 
@@ -423,5 +423,5 @@ def test_templates_are_checked_first():
     with pytest.raises(ConfigError, match="writes today's date"):
         Endpoint(merging_tokenizer("{{ strftime_now('%d') }}" + CHATML), 20.0)
     agent, _ = asking({"messages": user("one"), "tools": [TOOL]})
-    with pytest.raises(ConfigError, match="does not tell the policy of tools"):
+    with pytest.raises(ConfigError, match="does not show tools to the policy"):
         run(policy_of(["two"]), agent)

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
-from megarl.agents.episode import Policy, row_of
+from megarl.agents.episode import Policy, make_row
 from megarl.agents.tools import ToolPool
 from megarl.config.errors import ConfigError, EngineError
 from megarl.config.schema import Config, DataConfig, RolloutConfig, TurnsConfig
@@ -232,7 +232,7 @@ def hold(what: str) -> None:
 
 async def holds_the_loop(prompt: Prompt, policy: Policy) -> bool:
     await policy.generate()
-    hold("has held the event loop")
+    hold("has blocked the event loop")
     return True
 
 
@@ -318,8 +318,8 @@ def drawn(
         ("cancels_itself", "cancelled by itself", 8),
         ("returns_a_list", "it returned list", 8),
         ("raises", "KeyError: 'row'", 2),
-        ("says_nothing", "before the policy had written anything", 1),
-        ("shows_too_much", "before the policy had written anything", 1),
+        ("says_nothing", "before the policy wrote anything", 1),
+        ("shows_too_much", "before the policy wrote anything", 1),
         ("raises_in_a_group", "KeyError: 'row'", 4),
         ("exits", "SystemExit: bye", 2),
         ("raises_what_is_no_exception", "Stop: here", 2),
@@ -383,7 +383,7 @@ def test_tasks_that_are_left_behind_are_named_and_cancelled(folder: Path) -> Non
     for response in drawn(folder, "leaves_tasks_behind"):
         assert not response.judged and response.num_sampled == 2
         said, names = response.error.split(" had ended: ")
-        assert said == "rollout.episode: UnusableError: it returned before these tasks of its own"
+        assert said == "rollout.episode: UnusableError: it returned before these tasks that it created"
         for name in ("leaves_tasks_behind.<locals>.another (", "Policy.generate (", f"poll ({__file__}:"):
             assert name in names and "ends_at_once" not in names
     assert CANCELLED == ["poll"] * 4
@@ -474,7 +474,7 @@ def test_who_holds_the_loop_is_named_once_and_the_rollout_goes_on(
     responses = drawn(folder, "holds_the_loop", turns={"hold": 0.2})
     assert len(responses) == 4 and all(response.correct for response in responses)
     line = inspect.getsourcelines(hold)[1]
-    places = [f"rollout.episode: hold ({__file__}:{line + i}) has held the event loop" for i in range(6)]
+    places = [f"rollout.episode: hold ({__file__}:{line + i}) has blocked the event loop" for i in range(6)]
     (text,) = said.getvalue().splitlines()
     assert any(place in text for place in places) and "of engine rank 0 for" in text
 
@@ -610,7 +610,7 @@ def test_a_stop_text_is_found_wherever_an_abort_has_split_it(aborted_again: bool
 def test_a_rows_own_columns_hide_nothing() -> None:
     """`extra_info` of GSM8K as verl makes it has the question without its instruction, and the solution."""
     extra = {"answer": "6 - 2 = 4\n#### 4", "question": "How many?", "index": 3}
-    row = row_of(Prompt(7, "text", (1,), "4", "gsm8k", extra, "How many? Think.", ""))
+    row = make_row(Prompt(7, "text", (1,), "4", "gsm8k", extra, "How many? Think.", ""))
     assert row == {"uid": 7, "prompt": "text", "question": "How many? Think.", "answer": "4", "index": 3,
                    "data_source": "gsm8k", "entry": ""}  # fmt: skip
 

@@ -216,7 +216,7 @@ def test_a_server_that_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 def test_names_that_clash(server: str) -> None:
-    with pytest.raises(ConfigError, match=r"^rollout\.tools: several tools are called price \(rename one\)$"):
+    with pytest.raises(ConfigError, match=r"^rollout\.tools: several tools are named price \(rename one\)$"):
         schemas([server, f"{__name__}:price"])
 
 

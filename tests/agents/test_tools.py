@@ -24,9 +24,9 @@ from megarl.agents.tools import (
     Result,
     State,
     ToolPool,
+    build_schema,
     environment_class,
-    observation,
-    schema,
+    format_observation,
 )
 from megarl.config.errors import ConfigError
 from megarl.rewards import Verdict
@@ -305,7 +305,7 @@ def test_large_results_are_cut_where_they_arise() -> None:
 
 @given(st.text(st.characters(), max_size=40) | st.binary(max_size=40), st.integers(1, 60))
 def test_observations_are_what_utf_8_holds(value: str | bytes, size: int) -> None:
-    found = observation(value, size)
+    found = format_observation(value, size)
     mark = f"\n[cut at {size} bytes]"
     if isinstance(value, bytes):
         whole = value.decode("utf-8", "replace")
@@ -372,11 +372,11 @@ def test_killed_in_the_middle_of_a_step(tmp_path: Path) -> None:
 def test_no_process_can_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.executable", "/bin/false")
     result = run(lambda pool: pool.call(f"{M}:add", [1, 1]))
-    died = "3 processes for tools died at their start (exit code 1; it wrote no reason)"
+    died = "3 tool processes died at their start (exit code 1; it wrote no reason)"
     assert result == Result(error=died, judged=False)
     monkeypatch.setattr("sys.executable", "/no/such/python")
     result = run(lambda pool: pool.call(f"{M}:add", [1, 1]))
-    died = "3 processes for tools died at their start (FileNotFoundError: "
+    died = "3 tool processes died at their start (FileNotFoundError: "
     assert result.error and result.error.startswith(died)
     assert not result.judged
 
@@ -469,13 +469,13 @@ def test_seats(tmp_path: Path) -> None:
 
 def test_cancelled_as_its_turn_comes(monkeypatch: pytest.MonkeyPatch) -> None:
     async def job(pool: ToolPool) -> None:
-        free = pool._free
+        free = pool._release_slot
 
         def freed(slot: int) -> None:
             free(slot)
             waits.cancel()
 
-        monkeypatch.setattr(pool, "_free", freed)
+        monkeypatch.setattr(pool, "_release_slot", freed)
         runs = asyncio.create_task(pool.call(f"{M}:add", [1, 1]))
         waits = asyncio.create_task(pool.call(f"{M}:add", [1, 1]))
         results = await asyncio.gather(runs, waits, return_exceptions=True)
@@ -721,7 +721,7 @@ def test_classes_that_are_no_environment() -> None:
 
 
 def test_schemas() -> None:
-    assert schema(f"{M}:add") == {
+    assert build_schema(f"{M}:add") == {
         "type": "function",
         "function": {
             "name": "add",
@@ -746,11 +746,11 @@ def test_schemas() -> None:
         ("ad", f"{M} has no function ad (did you mean add?)"),
     ]:
         with pytest.raises(ConfigError, match=r"^rollout\.tools: ") as caught:
-            schema(f"{M}:{name}")
+            build_schema(f"{M}:{name}")
         assert words in str(caught.value) and "\n" not in str(caught.value)
     for path in ("add", f"{M}:", "no_such_module:f"):
         with pytest.raises(ConfigError, match=r"^rollout\.tools: "):
-            schema(path)
+            build_schema(path)
 
 
 @pytest.mark.parametrize(

@@ -75,7 +75,7 @@ class TestExplainFailures:
         code, line = explain_failures({0: (-signal.SIGTERM, {}), 1: (1, {"message": "<NONE>"})}, self.RUN)
         assert (code, line) == (
             1,
-            "rank 1 ended with exit code 1: what it said is above, what the run wrote is in runs/x",
+            "rank 1 ended with exit code 1: its output is above, what the run wrote is in runs/x",
         )
 
     def test_a_crash(self) -> None:

@@ -114,7 +114,7 @@ def test_waits_for_the_first(folder: Path, capfd: pytest.CaptureFixture[str]) ->
 
 
 def test_told_to_stop_while_it_waits(folder: Path) -> None:
-    with take(folder), pytest.raises(Interrupted, match="told to stop, while megarl test runs there"):  # noqa: SIM117
+    with take(folder), pytest.raises(Interrupted, match="stopped, while megarl test runs there"):  # noqa: SIM117
         with take(folder, wait=3600.0, stop=lambda: True):
             pass
 
@@ -241,7 +241,7 @@ def test_it_is_lost_while_ranks_run(folder: Path) -> None:
     with pytest.raises(LeaseError, match="has taken it over"), take(folder) as lease:
         renew_held()
         lease.path.unlink()
-        module._held[lease].renewed -= lease.limit / module.RENEWALS  # it is due again
+        module._held_leases[lease].renewed -= lease.limit / module.RENEWALS  # it is due again
         with pytest.raises(LeaseError, match="is gone"):
             renew_held()
 
@@ -255,7 +255,7 @@ def test_a_file_system_that_refuses(folder: Path, monkeypatch: pytest.MonkeyPatc
     with take(folder) as lease:
         monkeypatch.setattr(module.os, "utime", refuse)
         lease.renew()
-        module._held[lease].renewed -= 0.9 * lease.limit
+        module._held_leases[lease].renewed -= 0.9 * lease.limit
         with pytest.raises(LeaseError, match="could not be renewed for 54 s: Input/output error"):
             lease.renew()
 
@@ -264,7 +264,7 @@ def test_another_process_of_the_job_keeps_it_too(folder: Path) -> None:
     """A rank that was not forked from the one that took it."""
     with take(folder) as lease:
         again = Lease(lease.path, lease.limit)
-        held = module._held.pop(lease)  # as in another process
+        held = module._held_leases.pop(lease)  # as in another process
         with again.kept():
             held.file.close()
             with pytest.raises(ConfigError, match="megarl test runs there"), take(folder):

@@ -247,7 +247,7 @@ def test_auto_does_not_take_the_cpu_where_there_is_a_gpu(monkeypatch: pytest.Mon
         choose_device("auto")
     monkeypatch.setattr("torch.version.cuda", None)
     with pytest.raises(
-        ConfigError, match=r"torch is a build for CPUs \(mend it, or set parallel.device=cpu\)"
+        ConfigError, match=r"torch is a build for CPUs \(repair it, or set parallel.device=cpu\)"
     ):
         choose_device("auto")
     assert choose_device("cpu").type == "cpu"

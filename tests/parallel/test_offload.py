@@ -29,7 +29,7 @@ def bits(tensor: torch.Tensor) -> bytes:
 def test_a_host_without_room_is_named() -> None:
     """On a GPU the words are CUDA's for a full one: "CUDA error: out of memory"."""
     pool = HostPool(CPU, 2**55)
-    with pytest.raises(DeviceMemoryError, match=r"^host memory: no room beside the 0\.00 GiB that .*\)$"):
+    with pytest.raises(DeviceMemoryError, match=r"^host memory: is full after .* 0\.00 GiB: .*\)$"):
         pool.take(1)
     assert pool.nbytes == 0
 

@@ -90,7 +90,7 @@ def is_open(connection: socket.socket) -> bool:
 
 
 def test_a_connection_without_a_request_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(endpoints, "_STRANGER_SECONDS", 0.3)
+    monkeypatch.setattr(endpoints, "_UNAUTHENTICATED_SECONDS", 0.3)
 
     async def attack(endpoint: Endpoint, url: str, key: str) -> tuple[float, list[int]]:
         reader, writer = await asyncio.open_connection(*place(url))
