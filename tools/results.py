@@ -11,10 +11,10 @@ the other, their figures, and tables that compare them.
     make results MODEL=smollm2 ARGS='--figures'       # the figures alone, of the curves that are there
     make results MODEL=smollm2 ARGS='--gsm8k FILE'    # GSM8K's problems too, before and after each run
 
-A run that was interrupted goes on from its checkpoint. A finished one is written to docs/results/MODEL as one
-JSON file (of a table with settings of its own, to a folder there): command, versions, processor, every
-evaluation with its 95 % intervals, every step's figures. The rows of the tables are in
-configs/results/MODEL.table.yaml.
+An interrupted run continues from its checkpoint. A finished run is written to docs/evidence/results/MODEL as
+one JSON file; a table with settings of its own has a folder there. The file has the command, versions, the
+processor, every evaluation with its 95 % intervals and the figures of every step. The rows of the tables are
+in configs/results/MODEL.table.yaml.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def read_table(model: str, name: str, only: Sequence[str]) -> Table:
     for row in only or table["rows"]:
         path, *settings = listed["rows"][row]
         rows[row] = [f"configs/results/{path}", *over, *settings]
-    kept, folder = ROOT / "docs" / "results" / model, ROOT / "runs" / "results" / model
+    kept, folder = ROOT / "docs" / "evidence" / "results" / model, ROOT / "runs" / "results" / model
     own = name if over else ""
     longer = {} if over else dict.fromkeys(whole["rows"], whole["steps"])
     return Table(name, rows, table["steps"], table["equal"], kept / own, folder / own, longer)
@@ -274,7 +274,7 @@ def arguments() -> argparse.Namespace:
 def results(given: argparse.Namespace) -> None:
     """Look for learning rates, do one run again, or make what is missing of a table and write it up."""
     end = math.inf if given.hours is None else time.time() + 3600 * given.hours
-    out = ROOT / "docs" / "results" / given.model
+    out = ROOT / "docs" / "evidence" / "results" / given.model
     table, tuned = read_table(given.model, given.table, given.rows), out / "tuned.json"
     table.kept.mkdir(parents=True, exist_ok=True)
     if not given.figures:

@@ -67,7 +67,7 @@ def test_estimates_are_near_published_figures_to_which_nothing_was_fitted() -> N
 
 def test_an_update_on_an_h100() -> None:
     """Eight layers of Qwen2.5-7B's widths, 32,768 tokens in packs of two sequences, as they were measured
-    (docs/verified.md): FP8's speed is fitted to the share that it takes of bf16's time, nothing else is."""
+    (docs/evidence/verified.md): FP8's speed is fitted to its share of bf16's time, nothing else is."""
     sizes = {**KNOWN_MODELS["Qwen2.5-7B"], "num_hidden_layers": 8, "vocab_size": 32000}
     shape = Shape(sizes, "bf16")
 
