@@ -308,7 +308,7 @@ def write(path: Path, value: object) -> None:
 
 
 def report(stages: Sequence[Stage], out: Path, machine: Mapping[str, Any]) -> None:
-    """Write report.json, and report.md: one page to send back, with what to paste into docs/verified.md."""
+    """Write report.json and report.md: a page to send back, with rows for docs/evidence/verified.md."""
     results = [read(out, stage) or outcome(stage, "not begun") for stage in stages]
     write(out / "report.json", {"machine": machine, "stages": results})
     (out / "report.md").write_text("\n".join(page(results, machine)) + "\n", encoding="utf-8")
@@ -339,7 +339,14 @@ def page(results: Sequence[Mapping[str, Any]], machine: Mapping[str, Any]) -> li
         if result.get("tail"):
             lines += ["", f"**Last lines of {result['stage']}** ({described(result)})", "", "```text"]
             lines += [*result["tail"], "```"]
-    lines += ["", "**For docs/verified.md**", "", "```markdown", f"## On {machine['device']} ({date})", ""]
+    lines += [
+        "",
+        "**For docs/evidence/verified.md**",
+        "",
+        "```markdown",
+        f"## On {machine['device']} ({date})",
+        "",
+    ]
     lines += [f"Code {machine['code']}; driver {machine['driver']}; {machine['packages']}.", ""]
     lines += ["| what | where | asked for | found |", "|---|---|---|---|"]
     for result in results:

@@ -3,8 +3,8 @@
 As in delayed.py a chain of additions modulo 10 decides early, and lines that carry the result along put off
 the judgement; or every line is one more addition, so that a long response decides all the way. The knobs
 say how hard prompts are, how long responses are, how well the teacher of the warm start works, and what bad
-habits he has. The tasks of a protocol (configs/ablations) are settings of them; docs/ablations.md shows an
-example of each.
+habits he has. The tasks of a protocol (configs/ablations) are settings of them;
+docs/evidence/ablations.md shows an example of each.
 """
 
 from __future__ import annotations

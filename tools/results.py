@@ -11,8 +11,8 @@
     make results MODEL=smollm2 ARGS='--gsm8k FILE'          # answer GSM8K before and after each run
 
 The same command continues an interrupted run from its checkpoint. The curve of a finished run is written to
-docs/results/MODEL as a JSON file: command, versions, processor, evaluations with 95 % intervals, metrics of
-each step. configs/results/MODEL.table.yaml lists the tables and rows.
+docs/evidence/results/MODEL as a JSON file: command, versions, processor, evaluations with 95 % intervals,
+metrics of each step. configs/results/MODEL.table.yaml lists the tables and rows.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def read_table(model: str, name: str, only: Sequence[str]) -> Table:
     for row in only or table["rows"]:
         path, *settings = listed["rows"][row]
         rows[row] = [f"configs/results/{path}", *over, *settings]
-    curves, folder = ROOT / "docs" / "results" / model, ROOT / "runs" / "results" / model
+    curves, folder = ROOT / "docs" / "evidence" / "results" / model, ROOT / "runs" / "results" / model
     own = name if over else ""
     longer = {} if over else dict.fromkeys(whole["rows"], whole["steps"])
     return Table(name, rows, table["steps"], table["equal"], curves / own, folder / own, longer)
@@ -273,7 +273,7 @@ def arguments() -> argparse.Namespace:
 def results(given: argparse.Namespace) -> None:
     """Tune learning rates, repeat one run, or make a table's missing runs and write the table."""
     end = math.inf if given.hours is None else time.time() + 3600 * given.hours
-    out = ROOT / "docs" / "results" / given.model
+    out = ROOT / "docs" / "evidence" / "results" / given.model
     table, tuned = read_table(given.model, given.table, given.rows), out / "tuned.json"
     table.curves.mkdir(parents=True, exist_ok=True)
     if not given.figures:

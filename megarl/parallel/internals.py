@@ -37,7 +37,7 @@ class Internal(NamedTuple):
 
 
 class Package(NamedTuple):
-    """The parts of a package that megarl uses. known: versions that were run (docs/verified.md)."""
+    """The parts of a package that megarl uses. known: versions that were run (docs/evidence/verified.md)."""
 
     known: str
     internals: list[Internal]

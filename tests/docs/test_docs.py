@@ -28,6 +28,7 @@ from tests.commands import run_command
 ROOT = Path(__file__).parents[2]
 ROOT_PAGES = ("README.md", "CONTRIBUTING.md", "examples/README.md")
 PAGES = [*(ROOT / name for name in ROOT_PAGES), *sorted((ROOT / "docs").glob("*.md"))]
+EVIDENCE = sorted((ROOT / "docs" / "evidence").rglob("*.md"))  # records, whose commands are of their day
 KNOBS = dict(fields(Config))
 OWN_TASK = ROOT / "docs" / "your_own_task.md"
 OURS = ("sums.yaml", "configs/x.yaml")  # files that a reader makes
@@ -58,7 +59,7 @@ def test_there_is_something_to_check() -> None:
     assert sum(len(list(commands(page, "megarl"))) for page in PAGES) >= 10
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES + EVIDENCE, ids=lambda page: page.name)
 def test_links_lead_somewhere(page: Path) -> None:
     text = page.read_text()
     for target in re.findall(r"\]\(([^)\s]+)\)", text):
@@ -70,7 +71,7 @@ def test_links_lead_somewhere(page: Path) -> None:
         assert (ROOT / name).is_file(), name
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES + EVIDENCE, ids=lambda page: page.name)
 def test_named_functions_and_tests_exist(page: Path) -> None:
     text = page.read_text()
     for module, name in re.findall(r"`(megarl\w*(?:\.\w+)+):(\w+)`", text):
@@ -81,7 +82,7 @@ def test_named_functions_and_tests_exist(page: Path) -> None:
         ), f"{file}::{name}"
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES + EVIDENCE, ids=lambda page: page.name)
 def test_named_keys_exist(page: Path) -> None:
     sections = {key.split(".")[0] for key in KNOBS if "." in key}
     text = re.sub(r"^```text\n.*?^```$", "", page.read_text(), flags=re.M | re.S)  # what programs print

@@ -1,4 +1,5 @@
-"""docs/planning.md shows what the command prints. `python tests/plan/test_docs.py` writes it anew."""
+"""docs/planning.md and docs/evidence/planning.md show what the command prints. `python
+tests/plan/test_docs.py` writes both."""
 
 from __future__ import annotations
 
@@ -21,6 +22,7 @@ from megarl.weights.known_models import KNOWN_MODELS
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "planning.md"
+PAGES = (PAGE, ROOT / "docs" / "evidence" / "planning.md")
 SHOWN = re.compile(r"(```bash\nmegarl (plan .*)\n```\n(?:(?!```).*\n)*?```text\n)((?:.*\n)*?)(```\n)")
 
 
@@ -34,10 +36,10 @@ def printed(command: str) -> str:
 
 @pytest.mark.slow
 def test_the_page_shows_what_is_printed() -> None:
-    found = SHOWN.findall(PAGE.read_text())
+    found = [shown for page in PAGES for shown in SHOWN.findall(page.read_text())]
     assert len(found) == 9
     for _, command, block, _ in found:
-        assert block == printed(command), f"python {Path(__file__).relative_to(ROOT)} writes the page anew"
+        assert block == printed(command), f"python {Path(__file__).relative_to(ROOT)} writes the pages anew"
 
 
 def test_what_adapters_fit_on_one_card() -> None:
@@ -111,4 +113,5 @@ def test_no_torch_is_needed_and_the_work_is_little(options: str) -> None:
 
 
 if __name__ == "__main__":
-    PAGE.write_text(SHOWN.sub(lambda found: found[1] + printed(found[2]) + found[4], PAGE.read_text()))
+    for page in PAGES:
+        page.write_text(SHOWN.sub(lambda found: found[1] + printed(found[2]) + found[4], page.read_text()))

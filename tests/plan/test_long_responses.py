@@ -1,6 +1,6 @@
 """Why a step of long responses makes fewer tokens a second than a published one of short ones: the planner's
 own estimates, one thing changed at a time. `python tests/plan/test_long_responses.py` prints the tables,
-which docs/planning.md shows."""
+which docs/evidence/planning.md shows."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def changed() -> Iterator[tuple[str, PlanInputs, Estimate]]:
 
 
 def tables() -> tuple[str, str]:
-    """The tables of docs/planning.md."""
+    """The tables of docs/evidence/planning.md."""
     walk = [row(name, plan, estimate(plan, lengths)) for name, plan, lengths in steps()]
     alone = [row(name, plan, made) for name, plan, made in changed()]
     heads = HEAD.format("each with all above it"), HEAD.format("one thing changed")
@@ -120,7 +120,7 @@ def tables() -> tuple[str, str]:
 
 
 def test_the_page_shows_the_tables() -> None:
-    page = (ROOT / "docs" / "planning.md").read_text()
+    page = (ROOT / "docs" / "evidence" / "planning.md").read_text()
     for made in tables():
         assert made in page, "python tests/plan/test_long_responses.py prints them anew"
 

@@ -1,5 +1,5 @@
 """Megatron's options in the plan: before and after. `python tests/plan/test_options.py` prints the table that
-docs/planning.md shows."""
+docs/evidence/planning.md shows."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def table() -> Iterator[str]:
 
 
 def test_the_page_shows_the_table() -> None:
-    page = (ROOT / "docs/planning.md").read_text().splitlines()
+    page = (ROOT / "docs/evidence/planning.md").read_text().splitlines()
     for row in table():
         assert row in page, "python tests/plan/test_options.py prints the table anew"
 

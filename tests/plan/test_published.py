@@ -1,5 +1,5 @@
 """Estimates of a step's time against published ones. `python tests/plan/test_published.py` prints the table,
-which docs/planning.md shows."""
+which docs/evidence/planning.md shows."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def is_held(row: dict[str, Any]) -> bool:
 
 
 def table() -> str:
-    """The table of docs/planning.md."""
+    """The table of docs/evidence/planning.md."""
     lines = ["| run | published, s | predicted, s | ratio | of it rollout | |", "|---|---|---|---|---|---|"]
     for row in TABLE["rows"]:
         made = predicted(row["name"])
@@ -67,7 +67,7 @@ def test_estimates_are_near_published_figures_to_which_nothing_was_fitted() -> N
 
 def test_an_update_on_an_h100() -> None:
     """Eight layers of Qwen2.5-7B's widths, 32,768 tokens in packs of two sequences, as they were measured
-    (docs/verified.md): FP8's speed is fitted to the share that it takes of bf16's time, nothing else is."""
+    (docs/evidence/verified.md): FP8's speed is fitted to its share of bf16's time, nothing else is."""
     sizes = {**KNOWN_MODELS["Qwen2.5-7B"], "num_hidden_layers": 8, "vocab_size": 32000}
     shape = Shape(sizes, "bf16")
 
@@ -96,7 +96,7 @@ def test_an_update_on_an_h100() -> None:
 
 
 def test_the_page_shows_the_table() -> None:
-    page = (ROOT / "docs" / "planning.md").read_text()
+    page = (ROOT / "docs" / "evidence" / "planning.md").read_text()
     assert table() in page, "python tests/plan/test_published.py prints it anew"
 
 

@@ -1,7 +1,7 @@
 """The GPU audit: every place of megarl that calls CUDA, NCCL, Transformer Engine, Megatron or SGLang, or
 decides by the device, with what it relies on in them and what holds that. The places are found in the
 sources; what is known of them is in gpu_audit.yaml. `python -m tests.rehearsal.gpu_audit` writes
-docs/gpu_audit.md from both."""
+docs/evidence/gpu_audit.md from both."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import yaml
 from megarl.parallel.internals import read_table
 
 ROOT = Path(__file__).parents[2]
-TABLE, PAGE = Path(__file__).with_suffix(".yaml"), ROOT / "docs" / "gpu_audit.md"
+TABLE, PAGE = Path(__file__).with_suffix(".yaml"), ROOT / "docs" / "evidence" / "gpu_audit.md"
 LIBRARIES = ("megatron", "transformer_engine", "sglang", "torch_memory_saver")
 # Where torch itself is called as it is with CUDA alone, by the beginning of what is written.
 CUDA = re.compile(r"torch\.(cuda|backends\.cuda|version\.cuda|get_device_module|accelerator)\b")
@@ -258,7 +258,7 @@ def moved(package: str, folder: Path) -> list[str]:
 
 
 def page() -> str:
-    """Return docs/gpu_audit.md."""
+    """Return docs/evidence/gpu_audit.md."""
     head = yaml.safe_load(TABLE.read_text(encoding="utf-8"))
     rows, lines = read_rows(), sites()
     tested, alone = sum(bool(row.tests) for row in rows), sum(bool(row.read) for row in rows)
@@ -299,7 +299,7 @@ def _cells(row: Row, lines: dict[Site, list[int]]) -> str:
             numbers = sorted({number for site in calls for number in lines.get(site, [])})
             written = ", ".join(f"`{site.call}`" for site in calls)
             functions.append(f"{function}:{','.join(map(str, numbers))} {written}")
-        places.append(f"[{file}](../megarl/{file}) " + "; ".join(functions))
+        places.append(f"[{file}](../../megarl/{file}) " + "; ".join(functions))
     quoted = [
         f"{line.package} `{line.path}:{line.number}` `{line.text}`" for line in map(library_line, row.lines)
     ]

@@ -1,5 +1,5 @@
-"""Every place of megarl that calls what only a GPU reaches has a row in docs/gpu_audit.md, every row is of
-such places and has a check, and what the rows name is there."""
+"""Every place of megarl that calls what only a GPU reaches has a row in docs/evidence/gpu_audit.md, every row
+is of such places and has a check, and what the rows name is there."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_the_page_is_what_the_table_says() -> None:
     written, made = (
         gpu_audit.without_our_lines(text) for text in (PAGE.read_text(encoding="utf-8"), gpu_audit.page())
     )
-    assert written == made, "docs/gpu_audit.md is old (python -m tests.rehearsal.gpu_audit)"
+    assert written == made, "docs/evidence/gpu_audit.md is old (python -m tests.rehearsal.gpu_audit)"
 
 
 def test_versions_are_those_of_the_lock() -> None:
