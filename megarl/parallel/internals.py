@@ -36,7 +36,7 @@ class Internal(NamedTuple):
 
 
 class Package(NamedTuple):
-    """What megarl uses of a package. known: the versions that have been run (docs/evidence/verified.md)."""
+    """What megarl uses of a package. known: the versions that have been run (docs/verified.md)."""
 
     known: str
     internals: list[Internal]
