@@ -267,7 +267,7 @@ def pack_tokens(
     return TrainBatch(torch.from_numpy(tokens), torch.from_numpy(cu_seqlens), torch.from_numpy(mask), columns)
 
 
-def method_columns(groups: Sequence[SampleGroup], config: Config) -> dict[str, Tensor]:
+def make_method_columns(groups: Sequence[SampleGroup], config: Config) -> dict[str, Tensor]:
     """Return the further columns [n] that the advantage's method or the teachers need.
 
     reward_parts  float32 [n, parts], each of `reward.parts` but the model's, without its weight

@@ -19,7 +19,7 @@ from megarl.data.prompts import Prompt
 from megarl.data.sample import Sample, SampleGroup
 from megarl.rollout import messages as m
 from megarl.rollout.collector import GroupCollector
-from megarl.rollout.metrics import step_metrics
+from megarl.rollout.metrics import compute_step_metrics
 from megarl.rollout.sampling import SamplingParams, response_seed
 
 DrawPrompts = Callable[[int], Sequence[Prompt]]
@@ -110,7 +110,7 @@ class Controller:
         Metrics count rejected groups too, so that they show the policy's accuracy. Raises as
         GroupCollector.next_batch, and errors of engines and verifiers."""
         rollout = self.config.rollout
-        self.start_rollout(sampling_params(rollout, step))
+        self.start_rollout(make_sampling_params(rollout, step))
         collector = GroupCollector(rollout.prompts, rollout.dynamic_sampling, self.surplus)
         while requests := self._next_requests(step, collector):
             await self.dispatch(requests)
@@ -128,7 +128,7 @@ class Controller:
         stats = collector.stats() | {"rollout/moved": self.dispatcher.rebalanced}
         # Nothing was offered if the surplus of the previous step was enough.
         counted = collector.offered or groups
-        metrics, error_counts = step_metrics(counted, self.config.reward.max_unjudged)
+        metrics, error_counts = compute_step_metrics(counted, self.config.reward.max_unjudged)
         return groups, stats | metrics, error_counts
 
     def _offer_groups(self, collector: GroupCollector) -> None:
@@ -164,9 +164,9 @@ class Controller:
         """Return one group per request, in their order, without reward terms."""
         self.start_rollout(params, terms=False)
         await self.dispatch(requests)
-        return await self.finished_groups()
+        return await self.wait_for_groups()
 
-    async def finished_groups(self) -> list[SampleGroup]:
+    async def wait_for_groups(self) -> list[SampleGroup]:
         while any(slot.sample is None for slot in self.dispatcher.slots.values()):
             await self.handle_messages()
         return self.dispatcher.take_groups()
@@ -226,7 +226,7 @@ class Controller:
                     self.orders.append(message)
         await self.hub.keep_alive()
         if (silent := self.hub.find_silent_rank(self.config.parallel.timeout)) is not None:
-            raise WaitTimeout(self._silence(silent))
+            raise WaitTimeout(self._describe_silence(silent))
         if self._is_aborting:
             return
         await self._recover()
@@ -238,7 +238,7 @@ class Controller:
         if failures:
             await self.hub.send_all(m.RestartEngines(failures))
 
-    def _silence(self, rank: int) -> str:
+    def _describe_silence(self, rank: int) -> str:
         """Return an error message about a rank that sends nothing."""
         engine = rank // self.ranks_per_engine
         slot = next((one for one in self.dispatcher.slots.values() if one.is_running_on(engine)), None)
@@ -451,7 +451,7 @@ def share_out(
     return shares
 
 
-def sampling_params(rollout: RolloutConfig, step: int) -> SamplingParams:
+def make_sampling_params(rollout: RolloutConfig, step: int) -> SamplingParams:
     # In value pretraining (steps below 0) no policy is trained, so nothing replays the engine's routing.
     return SamplingParams(
         *(rollout.max_response_tokens, rollout.temperature, rollout.top_p, rollout.top_k, rollout.stop),

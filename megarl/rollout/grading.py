@@ -36,7 +36,7 @@ class Grader:
 
     def __init__(self, config: Config, verifier: VerifierPool, tokenizer: Any, threads: Executor) -> None:
         self.reward, self.verifier, self.tokenizer, self.threads = config.reward, verifier, tokenizer, threads
-        self.reflection = words_pattern(config.log.reflection_words)
+        self.reflection = make_words_pattern(config.log.reflection_words)
         self.max_tokens = 0  # of a response
         self.with_terms = False  # whether rewards include `reward.terms`
         self.seconds = 0.0  # spent on grading
@@ -70,22 +70,22 @@ class Grader:
 
     def _grade(self, queue: Sequence[Ungraded]) -> None:
         """Grade samples in place. The reward of a partial sample stays 0."""
-        texts = self._texts([entry.sample for entry in queue])
+        texts = self._decode_texts([entry.sample for entry in queue])
         finished = [
             (entry, text) for entry, text in zip(queue, texts, strict=True) if not entry.sample.is_partial
         ]
-        for (entry, _), verdict in zip(finished, self._verdicts(finished), strict=True):
+        for (entry, _), verdict in zip(finished, self._get_verdicts(finished), strict=True):
             self._set_reward(entry.sample, verdict)
         for entry, text in zip(queue, texts, strict=True):
             if self.reflection is not None:
                 entry.sample.reflects = self.reflection.search(text) is not None
 
-    def _texts(self, samples: Sequence[Sample]) -> list[str]:
-        by_turn = [policy_turns(sample.data) if sample.data is not None else [] for sample in samples]
+    def _decode_texts(self, samples: Sequence[Sample]) -> list[str]:
+        by_turn = [split_policy_turns(sample.data) if sample.data is not None else [] for sample in samples]
         texts = iter(policy_texts(self.tokenizer, [turn for turns in by_turn for turn in turns]))
         return ["\n".join(islice(texts, len(turns))) for turns in by_turn]
 
-    def _verdicts(self, finished: Sequence[tuple[Ungraded, str]]) -> list[Verdict]:
+    def _get_verdicts(self, finished: Sequence[tuple[Ungraded, str]]) -> list[Verdict]:
         """Return the verdicts of finished samples with these texts.
 
         An episode's verdict stands. With reward terms the verifier runs nevertheless, because terms see its
@@ -118,7 +118,7 @@ class Grader:
         sample.terms, sample.overlong_penalty, sample.reward = dict(verdict.terms), penalty, total
 
 
-def policy_turns(data: TokenData) -> list[list[int]]:
+def split_policy_turns(data: TokenData) -> list[list[int]]:
     """Return the tokens of each turn of the policy; turns without an observation between are one."""
     if data.is_sampled is None:
         return [data.tokens.tolist()]
@@ -127,7 +127,7 @@ def policy_turns(data: TokenData) -> list[list[int]]:
     return [[token for token, _ in turn] for is_sampled, turn in turns if is_sampled]
 
 
-def words_pattern(words: Sequence[str]) -> re.Pattern[str] | None:
+def make_words_pattern(words: Sequence[str]) -> re.Pattern[str] | None:
     """Return a pattern that finds one of `words` in a text; None without words.
 
     It ignores case and the kind of space in a word. A match does not lie inside a longer word of Latin

@@ -14,7 +14,7 @@ from megarl.data.sample import Sample, SampleGroup
 from megarl.observe.run_log import SampleRecord, choose_samples
 
 
-def step_metrics(
+def compute_step_metrics(
     groups: Sequence[SampleGroup], max_unjudged: float
 ) -> tuple[dict[str, float], dict[str, int]]:
     """Return the metrics of the finished responses of groups, and how often each error occurred.
@@ -120,15 +120,17 @@ def mean_score(responses: Sequence[Sample]) -> float:
     return math.fsum(r.correct if r.score is None else r.score for r in responses) / len(responses)
 
 
-def groups_to_show(groups: Sequence[SampleGroup], limit: int) -> Sequence[SampleGroup]:
-    """Return the first groups, among which `records` chooses."""
+def select_groups_to_show(groups: Sequence[SampleGroup], limit: int) -> Sequence[SampleGroup]:
+    """Return the first groups, among which `make_records` chooses."""
     return groups[: max(2, math.ceil(limit / len(groups[0].samples)))] if limit else []
 
 
-def records(step: int, groups: Sequence[SampleGroup], tokenizer: Any, limit: int) -> dict[int, SampleRecord]:
+def make_records(
+    step: int, groups: Sequence[SampleGroup], tokenizer: Any, limit: int
+) -> dict[int, SampleRecord]:
     """Return at most `limit` finished samples for people to read, by their row of the batch.
 
-    groups: the result of `groups_to_show`, with tokens. `choose_samples` chooses among their samples."""
+    groups: the result of `select_groups_to_show`, with tokens"""
     pairs = [(group, r, text) for group in groups for r, text in group.texts(tokenizer)]
     found = [
         SampleRecord(

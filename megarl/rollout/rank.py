@@ -23,10 +23,10 @@ from megarl.data.sample import Sample, SampleGroup
 from megarl.parallel.comm import from_rank_0
 from megarl.parallel.runtime import Ranks
 from megarl.rollout import messages as m
-from megarl.rollout.collector import make_rollout_batch, method_columns
+from megarl.rollout.collector import make_method_columns, make_rollout_batch
 from megarl.rollout.controller import Controller, GroupRequest, StepGroups
 from megarl.rollout.engines.base import RolloutEngine
-from megarl.rollout.metrics import groups_to_show, records
+from megarl.rollout.metrics import make_records, select_groups_to_show
 from megarl.rollout.sampling import SamplingParams, evaluation_seed
 from megarl.rollout.state import load_state, pack_journal
 from megarl.rollout.windows import WindowController
@@ -124,15 +124,15 @@ class RolloutRank:
 
         async def decide(controller: Controller) -> StepGroups:
             groups, metrics, errors = await controller.collect(step)
-            shown.extend(await controller.fetch(groups_to_show(groups, limit)))
+            shown.extend(await controller.fetch(select_groups_to_show(groups, limit)))
             return groups, metrics, errors
 
         groups, metrics, errors = self._run_rollout(decide, ())
         batch = make_rollout_batch(groups, compared=self.config.algorithm.compares)
         if step > 0:  # value pretraining needs only rewards
-            batch.columns |= method_columns(groups, self.config)
+            batch.columns |= make_method_columns(groups, self.config)
         batch.metrics, batch.errors = metrics, errors
-        batch.records = records(step, shown, self.tokenizer, limit)
+        batch.records = make_records(step, shown, self.tokenizer, limit)
         for sample in batch.samples:
             self.worker.graded.pop(sample.id, None)  # the others belong to the next step
         return batch

@@ -6,8 +6,8 @@ import math
 from dataclasses import replace
 
 from megarl.data.sample import SampleGroup
-from megarl.rollout.controller import Controller, GroupRequest, StepGroups, sampling_params
-from megarl.rollout.metrics import step_metrics
+from megarl.rollout.controller import Controller, GroupRequest, StepGroups, make_sampling_params
+from megarl.rollout.metrics import compute_step_metrics
 
 
 class WindowController(Controller):
@@ -21,7 +21,7 @@ class WindowController(Controller):
         config = self.config
         if config.rollout.window is None or step <= 0:  # value pretraining needs whole responses
             return await super().collect(step)
-        self.start_rollout(sampling_params(config.rollout, step), window=config.rollout.window)
+        self.start_rollout(make_sampling_params(config.rollout, step), window=config.rollout.window)
         waiting, self.returned = self.returned, []
         prompts = max(0, math.ceil((config.responses - len(waiting)) / config.rollout.group_size))
         for request in self.take_requests(prompts, step):
@@ -29,7 +29,7 @@ class WindowController(Controller):
         requests, rest = waiting[: config.responses], waiting[config.responses :]
         await self.dispatch(requests)
         slots = list(self.dispatcher.slots.values())
-        samples = [group.samples[0] for group in await self.finished_groups()]
+        samples = [group.samples[0] for group in await self.wait_for_groups()]
         groups: list[SampleGroup] = []
         for request, slot, sample in zip(requests, slots, samples, strict=True):
             if not groups or groups[-1].prompt.uid != request.prompt.uid:
@@ -45,5 +45,5 @@ class WindowController(Controller):
             "rollout/moved": self.dispatcher.rebalanced,
         }
         self.returned += rest
-        metrics, error_counts = step_metrics(groups, config.reward.max_unjudged)
+        metrics, error_counts = compute_step_metrics(groups, config.reward.max_unjudged)
         return groups, stats | metrics, error_counts

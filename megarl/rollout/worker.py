@@ -256,10 +256,10 @@ class Worker:
             failure = error
         await self._wait_for_episodes()
         ungraded, version = await self.grader.take_queue(), self.engine.weight_version
-        found = self.partials | {sample.id: as_prefix(sample, version) for sample in ungraded}
+        found = self.partials | {sample.id: make_prefix(sample, version) for sample in ungraded}
         for i in ids:
             if i in self.graded:  # its group was not taken, so it is graded again later
-                found[i] = as_prefix(self.graded.pop(i), version)
+                found[i] = make_prefix(self.graded.pop(i), version)
         wanted = set(ids)
         self.partials = {i: data for i, data in found.items() if i in wanted}
         if failure is not None:
@@ -299,7 +299,7 @@ async def _wait_for(task: asyncio.Task[None]) -> None:
         task.result()
 
 
-def as_prefix(sample: Sample, version: int) -> TokenData:
+def make_prefix(sample: Sample, version: int) -> TokenData:
     """Return a sample's tokens, to continue them later. version: the default policy version"""
     assert sample.data is not None
     if sample.data.policy_versions is not None:

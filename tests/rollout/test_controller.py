@@ -39,7 +39,7 @@ from megarl.rollout.collector import reward_part
 from megarl.rollout.controller import Controller, Dispatcher, GroupRequest
 from megarl.rollout.engines.transformers_engine import TransformersEngine
 from megarl.rollout.messages import Hub, Link, RankReady
-from megarl.rollout.metrics import groups_to_show, records
+from megarl.rollout.metrics import make_records, select_groups_to_show
 from megarl.rollout.rank import RolloutRank
 from megarl.rollout.sampling import SamplingParams, response_seed
 from megarl.rollout.state import group_from_state, group_state, join_shares
@@ -467,7 +467,7 @@ def test_a_batch_is_build_with_the_columns(world):
         assert experience[column].tolist() == [getattr(r, name) for r in batch.samples]
     assert experience["group_ids"].tolist() == [g for g in range(4) for _ in range(3)]
     assert experience["response_index"].tolist() == [0, 1, 2] * 4
-    samples = records(1, groups_to_show(batch.groups, 4), world[1], 4)
+    samples = make_records(1, select_groups_to_show(batch.groups, 4), world[1], 4)
     assert len(samples) == 4 and set(samples) <= set(range(6)) and {0, 1, 2} <= set(samples)
     for row, sample in samples.items():
         response, group = batch.samples[row], batch.groups[row // 3]
@@ -544,7 +544,7 @@ def test_an_error_of_one_rank_is_raised_on_all(world):
 
 def test_a_silent_rank_is_reported_with_what_is_waited_for(world, monkeypatch):
     """Its engine hangs, until the controller has found out. All ranks hear of it."""
-    engine, found_out, silence = world[0][1], threading.Event(), Controller._silence
+    engine, found_out, silence = world[0][1], threading.Event(), Controller._describe_silence
     poll = engine.poll
 
     def hangs(seconds: float) -> list[tuple[int, TokenData]]:
@@ -558,7 +558,7 @@ def test_a_silent_rank_is_reported_with_what_is_waited_for(world, monkeypatch):
     # Long enough for rank 1 to read the controller's messages after its engine continues.
     monkeypatch.setattr("megarl.rollout.messages.KEEP_ALIVE_SECONDS", 0.5)
     monkeypatch.setattr(engine, "poll", hangs)
-    monkeypatch.setattr(Controller, "_silence", told)
+    monkeypatch.setattr(Controller, "_describe_silence", told)
     what = "rollout: engine rank 1 has sent nothing for 6 s (parallel.timeout); "
     what += "its first running response is number 0 to prompt 102"
     for error in run_ranks(world, config(parallel={"timeout": 6}), 2, steps=1):

@@ -188,7 +188,7 @@ def test_products_of_a_batch(rows, fewest):
     assert 0 <= whole - rows < max(fewest, rows % LARGEST)
     assert {len(part) for part in torch.empty(whole).split(LARGEST)} <= {fewest, 8, 16, 32, LARGEST}
     assert whole % fewest == 0 and whole == block.pad(whole)
-    assert all(begin + block.pad(rows - begin) <= block.room(rows) for begin in range(rows))
+    assert all(begin + block.pad(rows - begin) <= block.get_capacity(rows) for begin in range(rows))
 
 
 ORDERED = re.compile(

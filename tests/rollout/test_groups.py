@@ -21,8 +21,8 @@ from megarl.data.prompts import Prompt
 from megarl.data.sample import Sample, SampleGroup, TokenData
 from megarl.rollout import messages as m
 from megarl.rollout.collector import GroupCollector, make_rollout_batch
-from megarl.rollout.grading import words_pattern
-from megarl.rollout.metrics import records, response_stats
+from megarl.rollout.grading import make_words_pattern
+from megarl.rollout.metrics import make_records, response_stats
 from megarl.rollout.sampling import SamplingParams
 from megarl.rollout.state import SAMPLE_KEYS, group_from_state, group_state
 from tests.rollout.conftest import delivered
@@ -220,12 +220,12 @@ def test_lengths_and_reflection_by_hand():
 def test_reflection_words(text, found):
     """Whole words of Latin letters in any case, any space between the parts of a phrase; signs are no
     patterns."""
-    pattern = words_pattern(("wait", "let me check", "double-check", "等等", "c++"))
+    pattern = make_words_pattern(("wait", "let me check", "double-check", "等等", "c++"))
     assert (pattern.search(text) is not None) == found
 
 
 def test_no_words_find_nothing():
-    assert words_pattern(()) is None
+    assert make_words_pattern(()) is None
 
 
 @pytest.mark.parametrize("kind", [np.uint8, np.int16])
@@ -352,7 +352,7 @@ class Words:
 def test_samples_know_whose_each_part_is():
     """What the parts say is the response; where nothing was shown, nothing is said of parts."""
     groups = [of_turns(3), group(4, 1)]
-    found = records(1, groups, Words(), 6)
+    found = make_records(1, groups, Words(), 6)
     for i in range(SIZE):
         turns = found[i].turns
         assert turns is not None and [who for who, _ in turns] == ["policy", "observed", "policy"]

@@ -161,9 +161,9 @@ def load_engine_class(config: Config) -> type[RolloutEngine]:
 def check_positions(requests: Iterable[GenerationRequest], params: SamplingParams, positions: float) -> None:
     """Raise EngineError if a request's prompt and response do not fit the model's positions."""
     for request in requests:
-        there, left = len(request.context), request.left(params)
-        if left < 1 or there + left > positions:
+        context, left = len(request.context), request.left(params)
+        if left < 1 or context + left > positions:
             raise EngineError(
-                f"rollout: a prompt of {there} tokens and {left} response tokens do not fit the model's "
+                f"rollout: a prompt of {context} tokens and {left} response tokens do not fit the model's "
                 f"{positions} positions (lower rollout.max_response_tokens or data.max_prompt_tokens)"
             )

@@ -107,7 +107,7 @@ class SGLangRequests(RolloutEngine):
         elif routed and finish != "abort":
             # Of the whole sequence: these weights have prefilled the prefix again.
             length = len(request.prompt_tokens) + prefix.num_tokens + count
-            experts, problem = _routing(routing or "", length, self.hf_config)
+            experts, problem = _decode_routing(routing or "", length, self.hf_config)
         if problem:
             raise EngineFailure(f"SGLang answered {problem}")
         earlier: Any = () if prefix.policy_versions is None else prefix.policy_versions
@@ -358,7 +358,7 @@ def _with_graphs(tags: Sequence[str]) -> list[str]:
     return [*tags, GRAPHS] if "kv_cache" in tags else list(tags)
 
 
-def _routing(encoded: str, length: int, hf_config: Mapping[str, Any]) -> tuple[np.ndarray | None, str]:
+def _decode_routing(encoded: str, length: int, hf_config: Mapping[str, Any]) -> tuple[np.ndarray | None, str]:
     """Return the experts of a sequence of `length` tokens (`routing_array`), and a problem or "".
 
     encoded: int32 [length - 1, layers, topk] in base64 (srt/state_capturer/routed_experts.py)"""

@@ -167,7 +167,7 @@ async def identify(
         problem = "has its own sampling parameters (start it without --preferred-sampling-params)"
     else:
         wanted = hf_config["vocab_size"]
-        found = await _vocabulary(session, url, wanted, limit)
+        found = await _get_vocabulary_size(session, url, wanted, limit)
         if found != str(wanted):
             problem = f"has a vocabulary of {found} tokens, not {wanted} (start it on model.path)"
     if problem:
@@ -193,7 +193,7 @@ def _differs(model: ModelInfo, ours: Path, hf_config: Mapping[str, Any]) -> str:
     return f"runs {model.model_path}, and model.path is {ours} ({remedy})"
 
 
-async def _vocabulary(session: aiohttp.ClientSession, url: str, expected: int, limit: float) -> str:
+async def _get_vocabulary_size(session: aiohttp.ClientSession, url: str, expected: int, limit: float) -> str:
     """Return the size of a server's vocabulary, from its error about a token outside of it."""
     # The server is paused if a client was killed during an update.
     await call(session, f"{url}/continue_generation", limit, type(None), {})

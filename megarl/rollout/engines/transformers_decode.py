@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -85,7 +86,7 @@ class DecodeLoop:
         # Per row: the key of its request (-1: none), its seed, newest token, that token's position, the
         # number of response tokens, and their limit. Rows up to `used` are responses, some of them finished.
         # Rows after them, up to a whole number of blocks, are computed and ignored.
-        self.state = torch.zeros(6, self.block.room(max_batch), dtype=torch.int64, device=self.device)
+        self.state = torch.zeros(6, self.block.get_capacity(max_batch), dtype=torch.int64, device=self.device)
         self.key, self.seed, self.token, self.position, self.count, self.limit = self.state
         self.highest = 0  # no row's limit is higher
         self.live = torch.zeros_like(self.key, dtype=torch.bool)
@@ -158,7 +159,7 @@ class DecodeLoop:
         self,
         segments: Sequence[Segment],
         groups: Sequence[tuple[tuple[int, ...], list[int]]],
-        rows_of: Mapping[int, range],
+        rows_by_prompt: Mapping[int, range],
     ) -> None:
         """Prefill segments of one start and width, and start the responses to prompts that end in them."""
         cache, device, (start, width) = self.cache, self.device, segments[0][:2]
@@ -166,8 +167,9 @@ class DecodeLoop:
         prompts = [groups[segment.prompts[0]][0][:stop] for segment in segments]
         tokens = torch.tensor([prompt + (0,) * (stop - len(prompt)) for prompt in prompts]).to(device)
         lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
-        rows = [[row for prompt in segment.prompts for row in rows_of[prompt]] for segment in segments]
-        with cache.prefill(start, torch.tensor([some[0] for some in rows], device=device), lengths):
+        rows = [[row for prompt in segment.prompts for row in rows_by_prompt[prompt]] for segment in segments]
+        first_rows = torch.tensor([segment_rows[0] for segment_rows in rows], device=device)
+        with cache.prefill(start, first_rows, lengths):
             hidden = self.body(
                 input_ids=tokens[:, start:],
                 position_ids=torch.arange(start, stop, device=device)[None],
@@ -175,21 +177,21 @@ class DecodeLoop:
                 use_cache=True,
             ).last_hidden_state
         chosen = self._take_chosen().unflatten(0, hidden.shape[:2]) if self.experts else None
-        source = torch.tensor([i for i, some in enumerate(rows) for _ in some], device=device)
-        cache.place(torch.tensor([row for some in rows for row in some], device=device), source, chosen)
+        source = torch.tensor([i for i, segment_rows in enumerate(rows) for _ in segment_rows], device=device)
+        cache.place(torch.tensor([*chain.from_iterable(rows)], device=device), source, chosen)
         ending = [i for i, segment in enumerate(segments) if segment.ends]
         if not ending:
             return
         keys = [key for i in ending for key in groups[segments[i].prompts[0]][1]]
-        asked = [self.requests[key] for key in keys]
+        requests = [self.requests[key] for key in keys]
         new = slice(self.used, self.used + len(keys))
         source = torch.tensor([i for i in ending for _ in rows[i]], device=device)
         self.key[new], self.live[new] = torch.tensor(keys).to(device), True
         self.seed[new], self.limit[new] = torch.tensor(
-            [[request.seed for request in asked], [request.limit(self.params) for request in asked]]
+            [[request.seed for request in requests], [request.limit(self.params) for request in requests]]
         ).to(device)
         self.position[new] = lengths[source] - 1
-        self.count[new] = torch.tensor([request.prefix_length for request in asked], device=device)
+        self.count[new] = torch.tensor([request.prefix_length for request in requests], device=device)
         cache.tokens[new, :stop] = tokens[source]
         self.used = new.stop
         # The head and the sampler get whole blocks too.
@@ -294,7 +296,7 @@ class DecodeLoop:
     def _make_room(self, rows: int) -> None:
         """Grow the cache to `rows` rows and their next tokens; geometrically, up to the rows' limits."""
         # A finished row writes one token behind its end.
-        rows, columns = self.block.room(rows), self.longest + 3
+        rows, columns = self.block.get_capacity(rows), self.longest + 3
         if rows > self.cache.rows or columns > self.cache.columns:
             grown = min(columns * 3 // 2 + 128, columns + self.highest)
             self.cache.reserve(rows, grown if columns > self.cache.columns else 0)
@@ -321,9 +323,9 @@ def segments_of(prompts: Sequence[tuple[int, ...]], shared: bool) -> list[Segmen
 
     segments, left = list[Segment](), [(0, list(range(len(prompts))))]
     while left:
-        start, those = left.pop()
+        start, group = left.pop()
         by_chunk: dict[object, list[int]] = {}
-        for number in those:
+        for number in group:
             by_chunk.setdefault(chunk(number, start), []).append(number)
         for numbers in by_chunk.values():
             if len(numbers) == 1:

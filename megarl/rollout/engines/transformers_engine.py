@@ -30,7 +30,7 @@ from megarl.rollout.engines.transformers_layers import (
     BlockLinear,
     CachedDeltaNet,
     CachedFusedDeltaNet,
-    in_fixed_order,
+    is_batch_invariant,
 )
 from megarl.rollout.sampling import SamplingParams
 from megarl.weights.families import EXPERT_BIAS
@@ -112,7 +112,7 @@ class TransformersEngine(RolloutEngine):
         self.model = model.eval().requires_grad_(False)
         linear = [module for module in model.modules() if type(module) is nn.Linear]
         self._block = Block.of([module.weight for module in linear], config.hidden_size)
-        for module in linear if in_fixed_order(linear[0].weight) else ():
+        for module in linear if is_batch_invariant(linear[0].weight) else ():
             module.__class__ = BlockLinear
             cast(BlockLinear, module).block = self._block
         self._has_weights = self._asleep = False

@@ -28,7 +28,7 @@ def round_up(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple
 
 
-def in_fixed_order(tensor: Tensor) -> bool:
+def is_batch_invariant(tensor: Tensor) -> bool:
     """Return whether products with it are batch-invariant: in float32 on a CPU."""
     return tensor.device.type == "cpu" and tensor.dtype == torch.float32
 
@@ -47,7 +47,7 @@ class Block(NamedTuple):
 
         A narrow model multiplies small blocks in one batched product. It has at least two, because MKL has
         another code path for one. Without batch invariance, blocks only limit the number of shapes."""
-        if not in_fixed_order(weights[0]):
+        if not is_batch_invariant(weights[0]):
             return Block(8)
         return Block(16, 2) if hidden < NARROW else Block(fewest_rows(weights), largest=LARGEST)
 
@@ -58,7 +58,7 @@ class Block(NamedTuple):
         rest = rows % self.largest
         return rows - rest + (max(self.rows, 1 << (rest - 1).bit_length()) if rest or not rows else 0)
 
-    def room(self, rows: int) -> int:
+    def get_capacity(self, rows: int) -> int:
         """Return the rows to allocate for a number of responses; new ones may begin inside a block."""
         return self.pad(rows) + (self.largest or self.pad(0))
 
@@ -322,7 +322,7 @@ def attention(
     rows, kv_heads, _, dim = key.shape
     blocks, heads, block, _ = query.shape
     query = query.transpose(1, 2).reshape(rows, kv_heads, heads // kv_heads, dim)
-    if in_fixed_order(query):
+    if is_batch_invariant(query):
         out = decode_attention(query, key, value, attention_mask, scale)
     else:
         out = F.scaled_dot_product_attention(query, key, value, attn_mask=attention_mask, scale=scale)
@@ -339,7 +339,7 @@ def prefill_attention(query: Tensor, key: Tensor, value: Tensor, scale: float) -
     -> [rows, heads, q, dim]
     """
     (rows, heads, queries, dim), (kv_heads, keys) = query.shape, key.shape[1:3]
-    before, ordered, parts = keys - queries, in_fixed_order(query), []
+    before, ordered, parts = keys - queries, is_batch_invariant(query), []
     if ordered:  # the same strides with and without a shared beginning
         key, value = key.contiguous(), value.contiguous()
     at, step = torch.arange(keys, device=key.device), COLUMNS if ordered else queries
