@@ -31,8 +31,6 @@ from megarl.config.schema.watchdog import WatchdogConfig
 
 
 class Config(Section):
-    """A run."""
-
     recipe: Literal[
         "sft", "grpo", "dapo", "ppo", "vapo", "tppo", "sao",
         "vc_ppo", "asyppo", "orz", "r1_zero", "dr_grpo", "rloo", "reinforce_pp", "gspo", "cispo",
