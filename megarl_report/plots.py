@@ -118,7 +118,6 @@ def moving_average(ys: Sequence[float]) -> list[float]:
 
 
 def format_value(value: float) -> str:
-    """Format a value for a figure, with at most three significant digits."""
     if value == 0:
         return "0"
     if abs(value) >= 1000:

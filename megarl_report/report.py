@@ -75,7 +75,6 @@ def write_report(run_dirs: Sequence[Path], out: Path) -> Path:
 
 
 def render(runs: Sequence[RecordedRun]) -> str:
-    """Return the page's HTML."""
     legend = []
     for place, family in enumerate(group_families(runs) if len(runs) > 1 else ()):
         names = ", ".join(run.name for run in family)
@@ -135,7 +134,6 @@ def make_headline(run: RecordedRun) -> tuple[str, str, str]:
 
 
 def describe_run(run: RecordedRun) -> dict[str, Any]:
-    """Return a run's headline and known facts."""
     what, course, remark = make_headline(run)
     steps = max((step for stage in (TRAIN, SUPERVISED) for step in run.by_stage.get(stage, {})), default=0)
     planned, parallel = run.setting("steps"), run.setting("parallel")
@@ -218,7 +216,6 @@ def list_alarms(runs: Sequence[RecordedRun]) -> list[tuple[tuple[str, str], bool
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
-    """Flatten nested mappings to dotted keys, with values as text."""
     flat: dict[str, str] = {}
     for key, value in tree.items():
         if isinstance(value, Mapping) and value:
@@ -347,5 +344,4 @@ def colour_spans(
 
 
 def colour_level(number: float, scale: float) -> int:
-    """Return the colour level of a number, from -LEVELS to LEVELS."""
     return max(-LEVELS, min(LEVELS, round(LEVELS * number / scale)))

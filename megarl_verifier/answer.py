@@ -207,7 +207,6 @@ def _without_shorthand(text: str) -> str:
 
 
 def _slash(found: re.Match[str]) -> str:
-    """Write an isolated fraction of integers as `3/4`."""
     return found[0] if found[1] else f"{found[3]}/{found[4]}"
 
 

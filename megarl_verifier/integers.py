@@ -222,7 +222,6 @@ class _AnswerParser:
         self.at = 0
 
     def read(self) -> Expr:
-        """Return the value of the whole text."""
         value = self._sum()
         if self.at < len(self.tokens):
             raise Refused(UNREAD, self.tokens[self.at])
@@ -368,7 +367,6 @@ class _AnswerParser:
 
 
 def _build_form(value: Expr) -> tuple[str, list[str | _Number]]:
-    """Return the sign and the pieces of a value's form."""
     value = sympy.expand(sympy.radsimp(value))
     if isinstance(value, Rational) and value.q == 1:
         if abs(value) >= _LIMIT:
@@ -481,7 +479,6 @@ def _format_sum(terms: Sequence[_Term]) -> tuple[str, list[str | _Number]]:
 
 
 def _choose_letters(question: str, count: int) -> list[str]:
-    """Return letters that the question does not use, in alphabetical order."""
     used = set(_COMMAND.sub(" ", " ".join(find_formulas(question)))) | set(_LETTER.findall(question))
     free = [letter for letter in _POOL if letter not in used]
     if len(free) < count:

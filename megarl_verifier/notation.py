@@ -208,7 +208,6 @@ class Notation:
         )
 
     def has_other_words(self, other: Notation) -> bool:
-        """Return whether words make the answers differ."""
         mine, theirs = ([word.lower().removesuffix("s") for word in one.words] for one in (self, other))
         return mine != theirs and bool((mine and theirs) or self.meaningful or other.meaningful)
 

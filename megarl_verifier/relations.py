@@ -115,7 +115,6 @@ class ParsedAnswer:
 
     @property
     def value(self) -> str | None:
-        """The values of the only name."""
         alone = len(self.values) == 1 and not self.relations
         return ", ".join(next(iter(self.values.values()))) if alone else None
 
@@ -243,7 +242,6 @@ def is_constant(side: str) -> bool:
 
 
 def find_formulas(text: str) -> Iterator[str]:
-    """Yield the texts between math delimiters."""
     return (next(filter(None, match.groups())) for match in _DELIMITED.finditer(text))
 
 

@@ -166,7 +166,6 @@ def _without_exclamation(line: str, answer: str) -> str:
 
 
 def _vote_text(found: str) -> str | None:
-    """Return the text by which answers are counted."""
     if number := simple_number(found):
         return str(number[0])
     formula = read_notation(without_prose(found)).formula

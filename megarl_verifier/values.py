@@ -113,7 +113,6 @@ class _Parser(Latex2Sympy):
 
 
 def parse(formula: str) -> Basic | MatrixBase:
-    """Parse all of a formula. Raises Unreadable."""
     text = normalize_latex(formula, _NORMALIZATION)
     try:
         value = _Parser(is_real=not should_treat_as_complex(text)).parse(text)
@@ -188,7 +187,6 @@ def _list_entries(value: Basic | MatrixBase) -> list[Any] | None:
 
 
 def _contains_all(entries: list[Any], wanted: list[Any]) -> bool:
-    """Return whether each wanted entry equals one of `entries`."""
     return all(any(_equal(one, other) for other in entries) for one in wanted)
 
 
@@ -354,7 +352,7 @@ def _close(a: Expr, b: Expr, digits: int, exact: bool = True) -> bool:
 
 
 def equal_numbers(p: Fraction, p_is_decimal: bool, q: Fraction, q_is_decimal: bool) -> bool:
-    """Return whether two numbers are equal; decimals to six places and to three digits."""
+    """Compare two numbers; decimals to six places and three digits."""
     if p == q or not (p_is_decimal or q_is_decimal):
         return p == q
     return round(p, 6) == round(q, 6) and abs(p - q) * 1000 <= max(abs(p), abs(q))

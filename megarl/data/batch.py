@@ -93,7 +93,6 @@ class RolloutBatch:
         return not torch.equal(self.lengths, self.prompt_lengths + self.response_lengths)
 
     def drop_tokens(self) -> None:
-        """Free the tokens after delivery."""
         self.rows, self.own, self.groups = self.rows[:0], self.own.select([]), []
 
 

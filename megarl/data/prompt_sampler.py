@@ -46,7 +46,6 @@ class PromptSampler:
         return taken
 
     def state(self) -> dict[str, Any]:
-        """Return the state for `load_state`, serialisable as JSON."""
         names = ("num_prompts", "seed", "shuffle", "content", "epoch", "position")
         return {name: getattr(self, name) for name in names}
 

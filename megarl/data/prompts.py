@@ -470,33 +470,32 @@ def _tokenize(
     at_once = 1
     while part := _take(rows, at_once):
         at_once = _TOKENIZED_AT_ONCE
-        texts: list[str | UnusableRow] = []
+        templated: list[tuple[_Row, str]] = []
         for row in part:
-            text = _apply_template(row, data, tokenizer, tools, report)
-            if isinstance(text, str) and len(text) > longest:
-                text = UnusableRow(limit, f"{len(text):,} characters")
-            texts.append(text)
-        good = [text for text in texts if isinstance(text, str)]
-        tokens = iter(tokenizer(good, add_special_tokens=False)["input_ids"] if good else ())
+            try:
+                text = _apply_template(row, data, tokenizer, tools, report)
+                if len(text) > longest:
+                    raise UnusableRow(limit, f"{len(text):,} characters")
+            except UnusableRow as problem:
+                report.reject(row.file, row.number, problem)
+                continue
+            templated.append((row, text))
+        texts = [text for _, text in templated]
+        tokens = tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else []
         batch = []
-        for row, text in zip(part, texts, strict=True):
-            ids = tuple(next(tokens)) if isinstance(text, str) else ()
-            if begin and isinstance(text, str):
-                if ids[: len(begin)] == begin:
-                    what = f"the prompt begins with {tokenizer.decode(begin)} already, and gets no other"
-                    report.warn(row, what)
-                else:
-                    ids = (*begin, *ids)
-            if isinstance(text, UnusableRow):
-                problem = text
-            elif len(ids) > data.max_prompt_tokens:
-                problem = UnusableRow(limit, f"{len(ids)} tokens")
+        for (row, text), own in zip(templated, tokens, strict=True):
+            ids = tuple(own)
+            if begin and ids[: len(begin)] == begin:
+                what = f"the prompt begins with {tokenizer.decode(begin)} already, and gets no other"
+                report.warn(row, what)
+            else:
+                ids = (*begin, *ids)
+            if len(ids) > data.max_prompt_tokens:
+                report.reject(row.file, row.number, UnusableRow(limit, f"{len(ids)} tokens"))
             elif not ids:
-                problem = UnusableRow("no tokens in the prompt")
+                report.reject(row.file, row.number, UnusableRow("no tokens in the prompt"))
             else:
                 batch.append((row, text, ids))
-                continue
-            report.reject(row.file, row.number, problem)
         if batch:
             yield batch
 
@@ -519,8 +518,8 @@ def _leading_special_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ..
 
 def _apply_template(
     row: _Row, data: DataConfig, tokenizer: PreTrainedTokenizerBase, tools: Tools, report: ReadReport
-) -> str | UnusableRow:
-    """Return the model's input for a row, or the reason why the template fails."""
+) -> str:
+    """Return the model's input for a row. Raises UnusableRow if the template fails."""
     prompt = row.prompt
     if isinstance(prompt, str):
         prompt = data.prompt_format.replace("{prompt}", prompt)
@@ -540,5 +539,5 @@ def _apply_template(
             return render_chat(tokenizer, prompt, tools=tools, variables=data.chat_template_kwargs)
     except MegarlError:
         raise
-    except Exception as error:  # noqa: BLE001 (a template may raise any error)
-        return UnusableRow("refused by the chat template", first_line(error))
+    except Exception as error:  # a template may raise any error
+        raise UnusableRow("refused by the chat template", first_line(error)) from error

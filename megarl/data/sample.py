@@ -166,7 +166,6 @@ class Sample(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
         )
 
     def with_data(self, data: TokenData | None) -> Sample:
-        """Return a copy with these tokens; None for other ranks."""
         return structs.replace(self, data=data)
 
     @property

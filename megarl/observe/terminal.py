@@ -117,7 +117,6 @@ def format_number(value: Any, form: str) -> str:
 
 
 def format_values(column: Column, record: Mapping[str, Any]) -> list[str]:
-    """Format the column's numbers in this record."""
     found = {**record, "groups_kept": (compute_group_shares(record) or {}).get("kept")}
     return [format_number(found.get(key), column.form) for key in column.keys]
 
@@ -153,7 +152,6 @@ def evaluation_text(record: Mapping[str, Any]) -> str:
 
 
 def list_evaluated_sources(record: Mapping[str, Any]) -> list[str]:
-    """Return the sets and data sources that have separate scores."""
     found = [key.removeprefix("eval/").removesuffix("/avg") for key in record if key.endswith("/avg")]
     return sorted(name for name in found if f"eval/{name}/avg" in record)
 

@@ -6,8 +6,6 @@ from megarl.config.schema.section import Section, field
 
 
 class CheckpointConfig(Section):
-    """What to save, and when."""
-
     every: int = field(
         0, "steps between checkpoints, and one at the end; 0: none, no resuming", "rollout steps", ge=0
     )

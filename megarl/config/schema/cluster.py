@@ -6,10 +6,9 @@ from megarl.config.schema.section import Section, field
 
 
 class ClusterConfig(Section):
-    """Hardware, for plans and estimates.
+    """Peak figures of data sheets by default; speeds are per GPU and direction.
 
-    gpus_per_node also determines the route of weights to the engines. Speeds are per GPU and direction.
-    The defaults are peak figures of data sheets."""
+    gpus_per_node also determines the route of weights to the engines."""
 
     gpu: str = field(
         "H100", "H100, H200, H800, H20, GB200, A100 (megarl/plan/sizes.py); else give all figures"

@@ -31,8 +31,6 @@ from megarl.config.schema.watchdog import WatchdogConfig
 
 
 class Config(Section):
-    """A run."""
-
     recipe: Literal[
         "sft", "grpo", "dapo", "ppo", "vapo", "tppo", "sao",
         "vc_ppo", "asyppo", "orz", "r1_zero", "dr_grpo", "rloo", "reinforce_pp", "gspo", "cispo",
@@ -65,7 +63,6 @@ class Config(Section):
 
     @property
     def main_stage(self) -> str:
-        """Return the stage of this run's steps, except value pretraining."""
         return main_stage(self.recipe)
 
     @property
@@ -102,7 +99,6 @@ class Config(Section):
         return step in (0, self.steps) or (interval > 0 and step % interval == 0)
 
     def has_group(self, group: TensorGroup) -> bool:
-        """Return whether this run has tensors of this group."""
         present = {"actor": True, "critic": self.has_critic, "engine": self.has_engine}
         own = self.algorithm.has_reference and self.actor.lora.rank is None
         present |= {"reference": own, "reward": self.has_reward_model}
@@ -110,7 +106,6 @@ class Config(Section):
         return present[group.partition(".")[0]]
 
     def without_adapters(self) -> Config:
-        """Return a copy without LoRA adapters."""
         models = {"actor": self.actor, "critic": self.critic}
         return self.model_copy(
             update={name: model.model_copy(update={"lora": LoraConfig()}) for name, model in models.items()}

@@ -138,8 +138,6 @@ _RENDERING = frozenset(
 
 
 class DataConfig(Section):
-    """Prompts and reference answers."""
-
     train: tuple[DataEntry, ...] = field(
         (),
         "parquet or jsonl files, with the columns of DAPO-Math, GSM8K, MATH, verl or TRL; or sections {gym}",

@@ -8,10 +8,9 @@ from megarl.config.schema.section import Section, field
 
 
 class GuardConfig(Section):
-    """Limits that stop a step or raise an alarm.
+    """Non-finite numbers end a step before its weights change.
 
-    Non-finite numbers end a step before its weights change. Metrics beyond the limits, and steps without a
-    verdict, become events."""
+    Metrics beyond the limits, and steps without a verdict, become events."""
 
     skipped_steps: int = field(
         3, "non-finite steps in a row skipped, their batches kept, before the run stops", "steps", ge=0

@@ -8,7 +8,7 @@ from megarl.config.schema.section import Section, field
 
 
 class LogConfig(Section):
-    """What to show and record; metrics.jsonl is always written."""
+    """metrics.jsonl is always written."""
 
     terminal: Literal["auto", "live", "plain", "quiet"] = field(
         "auto", "live view; auto: live on a terminal, else plain lines"

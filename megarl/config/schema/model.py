@@ -29,8 +29,6 @@ class Fp8Config(Section):
 
 
 class ModelConfig(Section):
-    """The actor's model."""
-
     path: Path = field(
         ..., "folder to start from: Hugging Face's (config.json, *.safetensors, tokenizer) or a converted one"
     )

@@ -8,7 +8,7 @@ from megarl.config.schema.section import Section, field
 
 
 class ParallelConfig(Section):
-    """How the devices are divided. data-parallel size = (devices - rollout_ranks) / (tp * pp * cp)."""
+    """data-parallel size = (devices - rollout_ranks) / (tp * pp * cp)"""
 
     tp: int = field(1, "tensor-parallel size", "devices", ge=1)
     pp: int = field(1, "pipeline-parallel size", "devices", ge=1)

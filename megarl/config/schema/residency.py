@@ -15,8 +15,6 @@ TensorGroup = Literal[
 
 
 class ResidencyConfig(Section):
-    """Which tensors stay on the GPU in each phase (see docs/gpu.md)."""
-
     offload: bool | None = field(None, "move what a phase does not need to pinned host memory; null: on CUDA")
     keep: tuple[TensorGroup, ...] = field(
         (),

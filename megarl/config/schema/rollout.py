@@ -63,8 +63,6 @@ class TurnsConfig(Section):
 
 
 class RolloutConfig(Section):
-    """Sampling of responses."""
-
     engine: EngineName = field(
         "transformers",
         "rollout engine; sglang_url: SGLang servers that megarl does not start (docs/sglang.md)",

@@ -8,8 +8,6 @@ from megarl.config.schema.section import Section, field
 
 
 class ScheduleConfig(Section):
-    """The order of the phases of neighbouring steps."""
-
     ahead: Literal[0, 1, 2] = field(
         0,
         "steps that rollouts are ahead: step k samples with the weights after step k - 1 - ahead",

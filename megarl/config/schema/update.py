@@ -6,8 +6,6 @@ from megarl.config.schema.section import Section, field
 
 
 class UpdateConfig(Section):
-    """How a rollout becomes optimizer steps."""
-
     mini_batch: int = field(
         512, "responses per optimizer step", "responses", "DAPO section 4.1: 16 updates a rollout", ge=1
     )
