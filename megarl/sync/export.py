@@ -16,7 +16,7 @@ from megarl.parallel.layout import Layout
 from megarl.sync.plan import FP32, make_plan
 from megarl.sync.transfer import Transfer
 from megarl.weights.families import read_config, table_names
-from megarl.weights.hf import SCORE_BIAS, exported_config, named_files, write_index
+from megarl.weights.hf import SCORE_BIAS, divide_into_files, export_config, write_index
 from megarl.weights.lora import Source
 from megarl.weights.shards import float32_tensors, hf_shards, megatron_layout
 from megarl.weights.tensor_files import (
@@ -63,11 +63,11 @@ def export_hf(
     single = float32_tensors(config)
     kinds = {name: torch.float32 if name in single else kind for name in shards}
     sizes = {name: prod(shard.shape) * kinds[name].itemsize for name, shard in shards.items()}
-    files = named_files(sizes, max_shard_bytes)
+    files = divide_into_files(sizes, max_shard_bytes)
 
     def finish() -> None:
         write_index(folder, files, sum(sizes.values()) + (kind.itemsize if critic else 0))
-        carry_along(source, folder, exported_config(config, critic, kind))
+        carry_along(source, folder, export_config(config, critic, kind))
 
     with new_folder(out, sum(sizes.values()), processes) as folder:
         for file, names in files.items():

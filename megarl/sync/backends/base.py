@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from typing import ClassVar, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -18,6 +18,7 @@ from torch import Tensor
 from megarl.config.schema import Config
 from megarl.sync.plan import Plan
 from megarl.sync.transfer import FORMAT_DTYPES, Staging
+from megarl.weights.boxes import pack
 
 
 class UpdatableEngine(Protocol):
@@ -137,19 +138,6 @@ class WeightBackend(ABC, Generic[E]):
     def _size(self, place: Place) -> int:
         """Return the bytes of a tensor, rounded up to the alignment."""
         return -(-math.prod(place.shape) * place.dtype.itemsize // self.alignment) * self.alignment
-
-
-def pack(sizes: Mapping[str, int], limit: float) -> list[list[str]]:
-    """Pack tensors of these sizes, in their order, into parts of at most `limit` bytes or of one tensor."""
-    parts: list[list[str]] = []
-    used = 0
-    for name, size in sizes.items():
-        if not parts or (used and used + size > limit):
-            parts.append([])
-            used = 0
-        parts[-1].append(name)
-        used += size
-    return parts
 
 
 def stage(places: Sequence[tuple[dict[str, Place], int]], memory: Staging) -> list[dict[str, Tensor]]:
