@@ -1,4 +1,4 @@
-"""Export of a model or its LoRA adapters into a folder, by a transfer from all ranks to rank 0."""
+"""Export a model or its LoRA adapters into a folder, by a transfer from all ranks to rank 0."""
 
 from __future__ import annotations
 
@@ -43,18 +43,17 @@ def export_hf(
     bucket_bytes: int = 256 << 20,
     control: dist.ProcessGroup | None = None,
 ) -> None:
-    """Write the model that all ranks of `layout` hold together into a folder. Every rank calls this.
+    """Write the model of all ranks into a Hugging Face folder. Every rank calls this.
 
-    source    the Hugging Face folder that the run started from; all but its weights is carried along
-    tensors   this rank's parameters by the table's names
-    critic    whether it becomes a one-label token classifier
-    dtype     to write, by default that of the first tensor; a router's bias stays in float32
-    control   gloo, if the default group, which carries tensors, is NCCL; carries a line of text per file
+    source   Hugging Face folder that the run started from. Its other files are copied
+    tensors  this rank's parameters by the table's names
+    critic   whether to export a one-label token classifier
+    dtype    default: that of the first tensor. A router's bias stays in float32
+    control  gloo group, if the default group is NCCL
 
-    Rank 0 needs memory for one bucket and one file of at most `max_shard_bytes` (or one tensor, if that is
-    larger), which is staged where the tensors are. The folder appears under its name only when it is complete
-    and on disk. Raises CheckpointError on every rank if `out` exists or rank 0 cannot write; nothing is left
-    behind then."""
+    Rank 0 needs device memory for one bucket and one file of at most `max_shard_bytes`, or one larger tensor.
+    The folder appears only when it is complete and on disk. Raises CheckpointError on every rank if `out`
+    exists or rank 0 cannot write, and then leaves no files."""
     processes, config = Processes(control), read_config(source)
     shards = hf_shards(config, critic=critic)
     sources = megatron_layout(config, layout, critic=critic)
@@ -98,9 +97,7 @@ def export_peft(
     bucket_bytes: int = 256 << 20,
     control: dist.ProcessGroup | None = None,
 ) -> None:
-    """Write the adapters that all ranks of `layout` hold together as a folder that PEFT loads; every rank
-    calls this. source: the folder of the model; tensors: this rank's parameters; control: as
-    `export_hf`, also in what is raised."""
+    """Write the adapters of all ranks as a folder for PEFT. Arguments and errors as for `export_hf`."""
     processes, config = Processes(control), read_config(source)
     halves = {name: tensor for name, tensor in table_names(tensors).items() if ".lora." in name}
     shards = hf_shards(config, lora=lora)
@@ -114,7 +111,7 @@ def export_peft(
             for name, shard in shards.items()
         }
     Transfer(plan, rank, halves, target, bucket_bytes, dtype=first.dtype).run()
-    # Where PEFT joins experts' gate and up it doubles rank and alpha, which is right for alpha / rank alone.
+    # PEFT fuses gate and up of experts with twice the rank and alpha, which keeps only alpha / rank.
     joins = any(".experts." in name for name in shards)
     described = {
         "peft_type": "LORA",
