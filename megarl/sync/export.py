@@ -111,7 +111,7 @@ def export_peft(
             for name, shard in shards.items()
         }
     Transfer(plan, rank, halves, target, bucket_bytes, dtype=first.dtype).run()
-    # PEFT fuses gate and up of experts with twice the rank and alpha. This preserves alpha / rank, but not the
+    # PEFT fuses gate and up of experts with twice the rank and alpha. This preserves alpha / rank, but not
     # alpha / sqrt(rank) of rank-stabilized LoRA.
     joins = any(".experts." in name for name in shards)
     described = {
