@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from megarl.config.schema import ClusterConfig
 from megarl.sync.plan import Plan, schedule_pieces
-from megarl.weights.boxes import Box, volume
+from megarl.weights.boxes import Box, pack, volume
 from megarl.weights.families import Shape
 
 
@@ -76,8 +76,9 @@ def direct_cost(plan: Plan, itemsize: int, bucket_bytes: int, cluster: ClusterCo
             staging[rank].append(round_.staging)
     costs = {}
     for rank, stagings in staging.items():
-        most = max(stagings, default=0)
-        costs[rank] = RankCost(local[rank], *total[rank], len(stagings), most, clock[rank])
+        node_sent, node_received, sent, received = total[rank]
+        links = (node_sent, node_received, sent, received)
+        costs[rank] = RankCost(local[rank], *links, len(stagings), max(stagings, default=0), clock[rank])
     return costs
 
 
@@ -101,12 +102,8 @@ def gather_cost(
     nodes: dict[int, list[int]] = defaultdict(list)
     for rank in sorted({*plan.sources, *plan.targets}):
         nodes[rank // plan.gpus_per_node].append(rank)
-    buckets: list[int] = []  # bytes of whole tensors; a tensor above the limit fills a bucket alone
-    for size in (prod(shape) * itemsize for shape in shapes.values()):
-        if buckets and buckets[-1] + size <= bucket_bytes:
-            buckets[-1] += size
-        else:
-            buckets.append(size)
+    sizes = {name: prod(shape) * itemsize for name, shape in shapes.items()}
+    buckets = [sum(sizes[name] for name in names) for names in pack(sizes, bucket_bytes)]
     whole = sum(buckets)
     costs = {}
     for ranks in nodes.values():

@@ -1,4 +1,4 @@
-"""Export of a model or its LoRA adapters into a folder, by a transfer from all ranks to rank 0."""
+"""Export a model or its LoRA adapters into a folder, by a transfer from all ranks to rank 0."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megarl.parallel.layout import Layout
 from megarl.sync.plan import FP32, make_plan
 from megarl.sync.transfer import Transfer
 from megarl.weights.families import read_config, table_names
-from megarl.weights.hf import SCORE_BIAS, exported_config, named_files, write_index
+from megarl.weights.hf import SCORE_BIAS, divide_into_files, export_config, write_index
 from megarl.weights.lora import Source
 from megarl.weights.shards import float32_tensors, hf_shards, megatron_layout
 from megarl.weights.tensor_files import (
@@ -43,18 +43,17 @@ def export_hf(
     bucket_bytes: int = 256 << 20,
     control: dist.ProcessGroup | None = None,
 ) -> None:
-    """Write the model that all ranks of `layout` hold together into a folder. Every rank calls this.
+    """Write the model of all ranks into a Hugging Face folder. Every rank calls this.
 
-    source    the Hugging Face folder that the run started from; all but its weights is carried along
-    tensors   this rank's parameters by the table's names
-    critic    whether it becomes a one-label token classifier
-    dtype     to write, by default that of the first tensor; a router's bias stays in float32
-    control   gloo, if the default group, which carries tensors, is NCCL; carries a line of text per file
+    source   Hugging Face folder that the run started from. Its other files are copied
+    tensors  this rank's parameters by the table's names
+    critic   whether to export a one-label token classifier
+    dtype    default: that of the first tensor. A router's bias stays in float32
+    control  gloo group, if the default group is NCCL
 
-    Rank 0 needs memory for one bucket and one file of at most `max_shard_bytes` (or one tensor, if that is
-    larger), which is staged where the tensors are. The folder appears under its name only when it is complete
-    and on disk. Raises CheckpointError on every rank if `out` exists or rank 0 cannot write; nothing is left
-    behind then."""
+    Rank 0 needs device memory for one bucket and one file of at most `max_shard_bytes`, or one larger tensor.
+    The folder appears only when it is complete and on disk. Raises CheckpointError on every rank if `out`
+    exists or rank 0 cannot write, and then leaves no files."""
     processes, config = Processes(control), read_config(source)
     shards = hf_shards(config, critic=critic)
     sources = megatron_layout(config, layout, critic=critic)
@@ -63,11 +62,11 @@ def export_hf(
     single = float32_tensors(config)
     kinds = {name: torch.float32 if name in single else kind for name in shards}
     sizes = {name: prod(shard.shape) * kinds[name].itemsize for name, shard in shards.items()}
-    files = named_files(sizes, max_shard_bytes)
+    files = divide_into_files(sizes, max_shard_bytes)
 
     def finish() -> None:
         write_index(folder, files, sum(sizes.values()) + (kind.itemsize if critic else 0))
-        carry_along(source, folder, exported_config(config, critic, kind))
+        carry_along(source, folder, export_config(config, critic, kind))
 
     with new_folder(out, sum(sizes.values()), processes) as folder:
         for file, names in files.items():
@@ -98,9 +97,7 @@ def export_peft(
     bucket_bytes: int = 256 << 20,
     control: dist.ProcessGroup | None = None,
 ) -> None:
-    """Write the adapters that all ranks of `layout` hold together as a folder that PEFT loads; every rank
-    calls this. source: the folder of the model; tensors: this rank's parameters; control: as
-    `export_hf`, also in what is raised."""
+    """Write the adapters of all ranks as a folder for PEFT. Arguments and errors as for `export_hf`."""
     processes, config = Processes(control), read_config(source)
     halves = {name: tensor for name, tensor in table_names(tensors).items() if ".lora." in name}
     shards = hf_shards(config, lora=lora)
@@ -114,7 +111,8 @@ def export_peft(
             for name, shard in shards.items()
         }
     Transfer(plan, rank, halves, target, bucket_bytes, dtype=first.dtype).run()
-    # Where PEFT joins experts' gate and up it doubles rank and alpha, which is right for alpha / rank alone.
+    # PEFT fuses gate and up of experts with twice the rank and alpha. This preserves alpha / rank, but not
+    # alpha / sqrt(rank) of rank-stabilized LoRA.
     joins = any(".experts." in name for name in shards)
     described = {
         "peft_type": "LORA",

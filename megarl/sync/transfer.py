@@ -187,12 +187,10 @@ class Transfer:
 
     @property
     def targets(self) -> Mapping[str, Tensor]:
-        """Return this rank's target tensors."""
         return self._targets
 
     @property
     def target_bytes(self) -> int:
-        """Return the bytes of this rank's target tensors."""
         return sum(tensor.nbytes for tensor in self._targets.values())
 
     @torch.no_grad()

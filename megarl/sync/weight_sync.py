@@ -1,7 +1,6 @@
-"""The order of a weight sync: the actor's weights into all engines, and recovery of engines.
+"""Bring the actor's weights into all engines, bucket by bucket, and recover failed engines.
 
-For each bucket: transfer between ranks, check, send into the engines. Collective: all ranks call the same
-methods in the same order, `recover` those with engines.
+All ranks call the same methods in the same order, except `recover`, which only ranks with engines call.
 """
 
 from __future__ import annotations
@@ -24,12 +23,12 @@ from megarl.sync.plan import engine_plan, frozen_targets
 from megarl.sync.transfer import Staging, Transfer, TransferStats
 from megarl.weights.lora import merged
 
-READY_WAIT = 10.0  # seconds that a rank waits for its engine before it exchanges with the others
+READY_WAIT = 10.0  # seconds that a rank waits for its engine between two collectives
 Failures = list[EngineFailure | None]  # by rank
 
 
 class _Guard:
-    """Makes calls for this rank's engine until the first failure; none where it is not active."""
+    """Makes calls to this rank's engine until one fails. It makes none if it is not active."""
 
     def __init__(self, *, active: bool) -> None:
         self.active = active
@@ -47,16 +46,16 @@ class _Guard:
 class WeightSync:
     """Keeps the engines supplied with the actor's weights. All ranks of the job have one.
 
-    engine         of this rank, None where it has none
-    backend        brings weights into the engine, to which it is connected
-    transfers      one for each bucket of the engine, in order
-    memory         shared by all transfers; on the device only during a sync
-    constant       number of transfers with frozen weights, which come first; engines that have kept these
-                   get the other transfers only
-    version        of the weights that were synced last
-    complete       whether all engines have weights
-    asleep         tags whose device memory the engines have freed
-    failures       of engines, since the last sync; beyond `max_failures` the run ends
+    engine     of this rank, or None
+    backend    connected to the engine
+    transfers  one per bucket, in order
+    memory     shared by all transfers, and allocated only during a sync
+    constant   number of transfers with frozen weights, which come first. Engines that still have these get
+               only the other transfers
+    version    of the last synced weights
+    complete   whether all engines have weights
+    asleep     tags whose device memory the engines have freed
+    failures   of engines since the last sync. More than `max_failures` end the run
     """
 
     def __init__(
@@ -76,12 +75,12 @@ class WeightSync:
         self.version = -1
         self.complete = False
         self.asleep: set[str] = set()
-        # On ranks without the actor: host copies of the buckets. A restarted engine gets its weights from
-        # them while the trainers continue.
+        # Ranks without the actor keep host copies of the buckets, from which a restarted engine gets its
+        # weights while the trainers continue.
         self._copies: list[dict[str, Tensor]] = []
         self._keeps_copies = engine is not None and runtime.rollout_ranks > 0 and backend.can_recover
         self._events: list[str] = []
-        self._restarted = False  # this rank's engine was started again, and nothing of it sleeps
+        self._restarted = False  # this rank's engine has restarted, so all its memory is allocated
         for staging in memory:
             staging.release()
 
@@ -91,19 +90,19 @@ class WeightSync:
         return sum(transfer.target_bytes for transfer in self.transfers)
 
     def sync(self, version: int) -> TransferStats:
-        """Write the actor's present weights into all engines, which then carry `version`.
+        """Write the actor's present weights into all engines, as `version`.
 
-        Frozen weights are skipped where all engines have kept their weights since the last sync."""
+        Frozen weights are skipped if all engines have kept their weights since the last sync."""
         self.failures, self.version = 0, version
         failures, stats = self._update(self._guard(), self.runtime.job)
         self._recover(failures, self.runtime.job)
         return stats
 
     def recover(self, failures: Failures) -> None:
-        """Restart the engines that failed, and give them the weights of `version` again.
+        """Restart the failed engines with the weights of `version`. Unfinished requests continue.
 
-        The actor must still have these weights. An engine on ranks without the actor gets a host copy.
-        Unfinished requests continue. Raises EngineError on every rank once there were too many failures.
+        The actor must still have these weights. An engine on ranks without the actor gets the host copies.
+        Raises EngineError on every rank after too many failures.
 
         failures: by rank, of the ranks with engines"""
         self._recover(failures, self.runtime.engines)
@@ -115,18 +114,18 @@ class WeightSync:
             failures, _ = self._update(_Guard(active=started_again), ranks)
 
     def sleep(self, tags: Sequence[str]) -> None:
-        """Free the device memory of the tags in all engines; without weights they need a sync."""
+        """Free the device memory of these tags in all engines. Without weights they need a sync."""
         self.asleep |= set(tags)
         self.complete &= "weights" not in tags
         self._call_all(lambda engine: engine.sleep(tags))
 
     def wake(self, tags: Sequence[str]) -> None:
-        """Allocate the memory of the tags again; weights are undefined until a sync."""
+        """Allocate the memory of these tags again. Weights are undefined until a sync."""
         self.asleep -= set(tags)
         self._call_all(lambda engine: engine.wake(tags))
 
     def take_events(self) -> list[str]:
-        """Return the lines about failures since the last call."""
+        """Return the messages about failures since the last call."""
         events, self._events = self._events, []
         return events
 
@@ -134,22 +133,23 @@ class WeightSync:
         return _Guard(active=self.engine is not None)
 
     def _call_all(self, call: Callable[[UpdatableEngine], None]) -> None:
-        """Make a call of every engine; restart those that fail."""
+        """Make a call to every engine, and restart those that fail."""
         guard = self._guard()
         ranks, engine = self.runtime.job, self.engine
         self._await_ready(guard, ranks)
         if engine is not None:
             guard(call, engine)
-        # A failed engine is not called again. After its restart `_await_ready` puts it to sleep if need be.
+        # A failed engine is not called again: after its restart, `_await_ready` restores its sleep.
         while any(failures := gather_objects(ranks, guard.failure, EngineFailure | None)):
             self.complete = False
             guard = _Guard(active=self._restart(failures, ranks))
             self._await_ready(guard, ranks)
 
     def _restart(self, failures: Failures, ranks: Ranks) -> bool:
-        """Start this rank's engine again where it failed, and return whether it did. Raises EngineError on
-        every rank once there were too many failures."""
-        trainers = ranks.world - (self.runtime.rollout_ranks or ranks.world)  # of `ranks`, before the engines
+        """Restart this rank's engine if it failed, and return whether it did.
+
+        Raises EngineError on every rank after too many failures."""
+        trainers = ranks.world - (self.runtime.rollout_ranks or ranks.world)  # in `ranks`, before the engines
         for rank, failure in enumerate(failures):
             if failure is not None:
                 self.failures += 1
@@ -164,7 +164,7 @@ class WeightSync:
             )
             error.on_every_rank = True
             raise error
-        # All ranks of an engine start it again, of which the leader alone meets failures.
+        # All ranks of an engine restart it, but only its leader sees failures.
         tp = self.config.engine_tp
         leader = trainers + (ranks.rank - trainers) // tp * tp
         if self.engine is None or not any(failures[leader : leader + tp]):
@@ -174,9 +174,9 @@ class WeightSync:
         return True
 
     def _await_ready(self, guard: _Guard, ranks: Ranks) -> None:
-        """Wait until all guarded engines are ready; those started again sleep as far as the others do."""
-        # An engine may take longer to start than any rank may wait in a collective. A guard that is not
-        # active, or whose engine has failed, answers None: nobody waits for that one.
+        """Wait until all guarded engines are ready. Restarted engines then free the tags in `asleep`."""
+        # A start may take longer than the timeout of a collective. A guard returns None if it is not active
+        # or its engine has failed, and no rank waits for that engine.
         engine, is_ready = self.engine, False
         while not is_ready:
             answer = guard(lambda: engine is None or engine.ready(READY_WAIT)) is not False
@@ -186,8 +186,7 @@ class WeightSync:
         self._restarted = False
 
     def _update(self, guard: _Guard, ranks: Ranks) -> tuple[Failures, TransferStats]:
-        """Transfer the weights once. All `ranks` take part in the transfer; only the engines whose guard is
-        active get what it brings."""
+        """Transfer the weights once between all `ranks`, and into the engines whose guard is active."""
         self._await_ready(guard, ranks)
         skipped = self.constant if self.complete else 0
         kept = sum(transfer.target_bytes for transfer in self.transfers[:skipped])
@@ -209,7 +208,7 @@ class WeightSync:
         return failures, stats
 
     def _fill(self, bucket: int, ranks: Ranks) -> TransferStats:
-        """Write a bucket's tensors: from the actor, or where its ranks take no part from the host copies."""
+        """Write a bucket's tensors from the actor, or from host copies if its ranks do not take part."""
         transfer = self.transfers[bucket]
         if ranks.world < self.runtime.job.world:
             for name, copy in self._copies[bucket].items():
@@ -223,15 +222,15 @@ class WeightSync:
         return stats
 
     def _send(self, bucket: int, guard: _Guard, ranks: Ranks) -> Failures:
-        """Bring a bucket that all ranks have written into the engines, and return their failures by rank."""
-        # Nobody reads before all have written, ...
+        """Bring a bucket that all ranks have written into the engines, and return the failures by rank."""
+        # No engine reads before all ranks have written, ...
         own = None if self.engine is None else self.backend.handle(bucket)
         handles: list[bytes | None] = [None] * (self.runtime.job.world - ranks.world)  # by rank of the job
         handles += gather_objects(ranks, own, bytes | None)
         guard(self.backend.send, bucket, handles, self.version)
         if bucket == len(self.transfers) - 1:
             guard(self.backend.finish, self.version)
-        # ... and nobody writes before all have read.
+        # ... and no rank writes before all engines have read.
         return gather_objects(ranks, guard.failure, EngineFailure | None)
 
     def _copy(self, bucket: int, targets: Mapping[str, Tensor]) -> None:
@@ -281,6 +280,6 @@ def make_weight_sync(
     ]
     constant = sum(frozen.issuperset(part) for part in names)
     weight_sync = WeightSync(config.rollout, runtime, engine, backend, transfers, (staging, memory), constant)
-    # The engine, which is starting, needs the memory in which the buckets were laid out.
+    # The starting engine needs the memory that `connect` has used.
     empty_cache(runtime.device)
     return weight_sync

@@ -1,7 +1,8 @@
-"""Boxes: rectangular parts of tensors, and what they have in common. Imports without torch."""
+"""Boxes (rectangular parts of tensors), and tensors packed into parts. Imports without torch."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from math import prod
 from typing import TYPE_CHECKING
 
@@ -24,7 +25,7 @@ def volume(box: Box) -> int:
 
 
 def intersect(a: Box, b: Box) -> Box | None:
-    """Return the common box, or None if it is empty."""
+    """Return the intersection of two boxes, or None if it is empty."""
     common = tuple(
         (max(start, other), min(stop, end)) for (start, stop), (other, end) in zip(a, b, strict=True)
     )
@@ -32,7 +33,7 @@ def intersect(a: Box, b: Box) -> Box | None:
 
 
 def shift(box: Box, origin: Box, destination: Box) -> Box:
-    """Return a box within `origin`, moved to where `destination` lies."""
+    """Move a box by the distance from `origin` to `destination`."""
     return tuple(
         (a - o + d, b - o + d) for (a, b), (o, _), (d, _) in zip(box, origin, destination, strict=True)
     )
@@ -41,3 +42,16 @@ def shift(box: Box, origin: Box, destination: Box) -> Box:
 def view(tensor: Tensor, box: Box) -> Tensor:
     """Return `tensor[box]`, sharing its memory."""
     return tensor.detach()[tuple(slice(start, stop) for start, stop in box)]
+
+
+def pack(sizes: Mapping[str, int], limit: float) -> list[list[str]]:
+    """Divide tensors, in order, into parts of at most `limit` bytes, or of one larger tensor."""
+    parts: list[list[str]] = []
+    used = 0
+    for name, size in sizes.items():
+        if not parts or (used and used + size > limit):
+            parts.append([])
+            used = 0
+        parts[-1].append(name)
+        used += size
+    return parts

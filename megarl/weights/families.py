@@ -20,15 +20,13 @@ from megarl.config.schema import LoraConfig, OptimizerConfig
 T = TypeVar("T")
 Shape = tuple[int, ...]
 
-# How a Megatron tensor is cut over tensor-parallel (TP) ranks (implemented in shards.py):
-#   replicated  every rank holds the whole tensor
-#   column      the rank's rows of each Hugging Face tensor, stacked (gate over up)
-#   halves      the rank's rows of both halves of one Hugging Face tensor, stacked (gate over up)
-#   qkv         the rank's query groups, one after the other: queries, key and value of each group.
-#               Linear attention: the rank's key heads, one after the other: query, key, values, ...
-#   row         the rank's columns
-#   vocabulary  the rank's rows, padded with zero rows to a multiple of the TP size
-# A pair with `{e}` in its names stands for one expert. An expert is never cut.
+# What a tensor-parallel rank holds of a Megatron tensor (see shards.py). Experts are never cut.
+#   replicated  the whole tensor
+#   column      rows of each Hugging Face tensor, stacked (gate over up)
+#   halves      rows of both halves of one Hugging Face tensor, stacked (gate over up)
+#   qkv         by query group: queries, key, value. Linear attention, by key head: query, key, values, ...
+#   row         columns
+#   vocabulary  rows, padded with zeros to a multiple of the number of ranks
 Operation = Literal["replicated", "column", "halves", "qkv", "row", "vocabulary"]
 # (Megatron's name, operation, "NAME: DIMENSIONS", ...)
 Row = tuple[str, Operation, *tuple[str, ...]]
@@ -58,24 +56,20 @@ class Sizes:
     dense: int = 0  # number of dense layers before the mixtures of experts
     gate_up: int = 0  # rows of gate_up_proj: 2 * ffn
     out: int = 0  # columns of o_proj: heads * width of a value
-    # Multi-latent attention: widths of the query latent (0: queries have none) and of the key/value latent,
-    # the latter with the rotated part of the key, and rows of kv_b_proj.
-    q_rank: int = 0
-    kv_rank: int = 0
-    latent: int = 0
-    kv_up: int = 0
+    q_rank: int = 0  # multi-latent attention: width of the query latent; 0: queries have none
+    kv_rank: int = 0  # width of the key/value latent
+    latent: int = 0  # kv_rank and the rotated part of the key
+    kv_up: int = 0  # rows of kv_b_proj
     rank: int = 0  # of LoRA adapters, which config.json does not contain
     one: int = 1
     gated_q: int = 0  # rows of a q_proj with a gate behind each query: 2 * q
-    # Linear attention: indices of its layers, its heads, the width of its convolution over tokens, and the
-    # rows of its projections.
-    linear: frozenset[int] = frozenset()
+    linear: frozenset[int] = frozenset()  # indices of layers with linear attention
     key_heads: int = 0
     value_heads: int = 0
     value_dim: int = 0  # of one head
     key: int = 0  # of all heads
     value: int = 0  # of all heads
-    conv: int = 0
+    conv: int = 0  # width of the convolution over tokens
     mixed: int = 0  # queries, keys and values: 2 * key + value
     qkvz: int = 0  # mixed and gates, by key head: mixed + value
     ba: int = 0  # beta and alpha, by key head: 2 * value_heads
@@ -202,16 +196,12 @@ def _get_linear_sizes(hf_config: Mapping[str, Any], layers: int) -> dict[str, An
 class Pair:
     """A Megatron parameter and the (name, dimensions) of the Hugging Face tensors in it.
 
-    `{l}` is the index of the layer and `{e}` that of the expert. Hugging Face names use global indices,
-    Megatron's names use those within the rank.
+    `{l}` and `{e}` are indices of layer and expert: global in Hugging Face names, per rank in Megatron's.
 
-    switch   key of config.json: null or false removes the parameter. With "not " before it, any other value
-             removes it
-    kind     layers that have the parameter, in models that mix dense layers and mixtures of experts, or full
-             and linear attention
-    unfused  a norm that Transformer Engine does not fuse into the next linear, unlike in other families
-    float32  where the tensor is float32 for any dtype of the model: "everywhere" (Megatron, transformers and
-             SGLang) or only in "sglang"
+    switch   key of config.json that removes the parameter if null or false ("not KEY": if anything else)
+    kind     layers that have the parameter, in models with several kinds of layers
+    unfused  a norm that Transformer Engine does not fuse into the next linear in this family
+    float32  where the tensor is float32 for any dtype of the model
     """
 
     megatron: str
@@ -383,11 +373,9 @@ class Family:
     """A model family.
 
     model_type, prefix  as in config.json ("qwen2", "Qwen2ForCausalLM")
-    requires            config keys that must be absent, null or of this value. Other values mean parameters
-                        that the table does not have
+    requires            config keys that must be absent, null or of this value
     rotary_pairs        rotary embeddings rotate neighbouring numbers of a head, not one of each half
-    partial_rotary      config.json may limit the rotation to the first numbers of a head
-                        (`partial_rotary_factor`)
+    partial_rotary      `partial_rotary_factor` may limit the rotation to the first numbers of a head
     sglang_unties       SGLang's model has a separate output layer even with tied embeddings
     sglang_flat         SGLang's names of attention matrices lack `self_attn`
     zero_centred        norms scale by 1 + weight, except those of linear attention

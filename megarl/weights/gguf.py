@@ -1,13 +1,9 @@
-"""GGUF files (llama.cpp's) seen as Hugging Face tensors, so that a quantised model can be made a folder to
-train from.
+"""Convert GGUF files (llama.cpp) to Hugging Face folders to train from.
 
-The package gguf dequantises weights, tensor by tensor. transformers reads configuration and tokenizer. The
-header is read here, with its lengths checked against the file: gguf's reader trusts any length and takes
-seconds for a vocabulary.
-
-`from_pretrained(gguf_file=...)` of transformers does not replace this. `save_pretrained` refuses its model
-("not serializable"). It is no faster and holds the whole model in memory. It skips tensors that it does not
-know, and drops Llama 3.1's rope scaling.
+The package gguf dequantises the weights, and transformers reads configuration and tokenizer. The header is
+read here, because gguf's reader trusts any length and is slow. transformers' `from_pretrained(gguf_file=...)`
+is no alternative: it holds the whole model in memory, skips unknown tensors, drops Llama 3.1's rope scaling,
+and its model cannot be saved.
 """
 
 from __future__ import annotations
@@ -29,27 +25,26 @@ from torch import Tensor
 from megarl.config.errors import CheckpointError, ConfigError, first_line
 from megarl.weights.boxes import Box, full_box
 from megarl.weights.families import Shape, Sizes, family_of, read_config
-from megarl.weights.hf import ModelFolder, exported_config
+from megarl.weights.hf import ModelFolder, export_config
 from megarl.weights.megatron import Conversion, Watch, ignore_progress, write_hf
 from megarl.weights.shards import hf_shapes
-from megarl.weights.tensor_files import damaged, write_json
+from megarl.weights.tensor_files import tensor_error, write_json
 
-# llama.cpp's names of architectures, and of these whether the rows of q and k stand in its own order: the
-# two numbers that a rotation turns side by side, where Hugging Face has them half a head apart. Mistral's
-# models are "llama" there too.
+# llama.cpp's names of architectures ("llama" includes Mistral). True: the two rows of q and k that a rotation
+# combines are adjacent. In Hugging Face's order their distance is half a head.
 INTERLEAVED = {"llama": True, "qwen2": False, "qwen3": False, "qwen3moe": False}
-ROPE_FACTORS = "rope_freqs.weight"  # by which llama.cpp divides the frequencies: llama3's scaling
+ROPE_FACTORS = "rope_freqs.weight"  # divisors of the frequencies: llama3's rope scaling
 EXPERT = re.compile(r"(.*\.mlp\.experts)\.(\d+)\.(\w+)")
 
 
 MAX_KEYS, MAX_TENSORS, MAX_DIMS = 1 << 16, 1 << 20, 4
-MAX_ELEMENTS = 1 << 22  # of all arrays: a vocabulary of 256,000 tokens with its merges has 1.4 million
+MAX_ELEMENTS = 1 << 22  # of all arrays; three times a vocabulary of 256,000 tokens with its merges
 NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
-TEXT, ARRAY = 8, 9  # the other kinds of values
+TEXT, ARRAY = 8, 9  # other kinds of values
 
 
 class StoredTensor(NamedTuple):
-    """A tensor of a GGUF file. data: uint8 [..., bytes of a row]; shape: of its numbers."""
+    """A tensor of a GGUF file. data: uint8 [..., bytes of a row]; shape: after dequantisation."""
 
     name: str
     shape: Shape
@@ -60,12 +55,13 @@ class StoredTensor(NamedTuple):
 class Header:
     """The header of a GGUF file (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md).
 
-    values: of the keys that are no arrays. Raises ValueError for a length, a count or an offset that leads
-    out of the file, and for what this reader does not know."""
+    Raises ValueError for a length, count or offset beyond the file, and for anything unknown.
+
+    values: by key, without arrays"""
 
     def __init__(self, path: Path, gguf: Any) -> None:
         self._bytes: Any = np.memmap(path, np.uint8, "r")
-        self._at, self._elements = 4, 0  # behind the magic
+        self._at, self._elements = 4, 0  # after the magic number
         version = self._number("I")
         if version not in (2, 3):
             raise ValueError(f"version {version} is not read")
@@ -101,7 +97,7 @@ class Header:
         return self._take(self._number("Q")).tobytes().decode("utf-8")
 
     def _value(self, kind: int) -> Any:
-        """Return the next value; None for an array, which is passed over."""
+        """Return the next value. Skip an array, and return None."""
         if kind in NUMBERS:
             return self._number(NUMBERS[kind])
         if kind == TEXT:
@@ -126,17 +122,17 @@ class Header:
         name, dims = self._text(), self._number("I")
         if not 1 <= dims <= MAX_DIMS:
             raise ValueError(f"tensor {name!r} has {dims} dimensions")
-        # In GGUF the dimension that runs fastest comes first.
+        # GGUF has the fastest dimension first.
         shape = tuple(self._number("Q") for _ in range(dims))[::-1]
         return name, shape, gguf.GGMLQuantizationType(self._number("I")), self._number("Q")
 
 
 class GGUFFile(ModelFolder):
-    """A GGUF file of a family that the table knows (`weights/families.py`).
+    """A GGUF file of a family in `weights/families.py`.
 
-    Raises ConfigError where the package gguf is missing; CheckpointError, naming file and tensor or key, for
-    a file that is damaged, split, of another architecture or quantised in a way that is not read, and for
-    tensors that are missing, superfluous or of another shape."""
+    Raises ConfigError if the package gguf is missing. Raises CheckpointError, naming file and tensor or key,
+    for a file that is damaged, split or of an unsupported architecture or quantisation. So do tensors that
+    are missing, superfluous or of another shape."""
 
     def __init__(self, path: Path) -> None:
         try:
@@ -158,7 +154,7 @@ class GGUFFile(ModelFolder):
         self._names = self._check_tensors(sizes.layers)
 
     def dtype(self, name: str) -> torch.dtype:
-        """Return float32: what a quantised tensor is dequantised to."""
+        """Return float32, the dtype after dequantisation."""
         return torch.float32
 
     def files(self, name: str) -> list[tuple[Path, Box]]:
@@ -166,20 +162,20 @@ class GGUFFile(ModelFolder):
 
     def read(self, name: str, box: Box) -> Tensor:
         """Return `tensor[box]`, dequantised to float32."""
-        of, expert = self._names[name]
-        found = self._tensors[of]
-        data = found.data if expert is None else found.data[expert]
+        stored_name, expert = self._names[name]
+        stored = self._tensors[stored_name]
+        data = stored.data if expert is None else stored.data[expert]
         rows = torch.arange(*box[0])
         kind = name.removesuffix(".weight").rpartition(".")[2]
         if heads := self._heads.get(kind):
-            # Of a head, the row at (half, i) in Hugging Face's order is the one at (i, half) here.
+            # Within a head, row (half, i) of Hugging Face is row (i, half) here.
             half = self.shapes[name][0] // heads // 2
             head, rest = rows // (2 * half), rows % (2 * half)
             rows = head * 2 * half + rest % half * 2 + rest // half
         if len(box) == 1:  # stored as the one row of a matrix
-            values = self._gguf.dequantize(data, found.kind)[rows.numpy()]
+            values = self._gguf.dequantize(data, stored.kind)[rows.numpy()]
         else:
-            values = self._gguf.dequantize(data[rows.numpy()], found.kind)
+            values = self._gguf.dequantize(data[rows.numpy()], stored.kind)
         return (
             torch.from_numpy(values).float()[(slice(None), *(slice(*side) for side in box[1:]))].contiguous()
         )
@@ -200,7 +196,7 @@ class GGUFFile(ModelFolder):
         return self._header.values.get(key, default)
 
     def _known_architecture(self) -> str:
-        """Return general.architecture; refuse what the table cannot say."""
+        """Return general.architecture. Raises CheckpointError for unsupported files."""
         name = self._value("general.architecture")
         if name not in INTERLEAVED:
             known = ", ".join(INTERLEAVED)
@@ -219,38 +215,38 @@ class GGUFFile(ModelFolder):
         return name
 
     def _read_config(self) -> dict[str, Any]:
-        """Return config.json as transformers reads it from the file."""
+        """Return config.json as transformers derives it from the file, corrected and checked."""
         from transformers import AutoConfig
 
-        with self._named("configuration"):
+        with self._convert_errors("configuration"):
             made = AutoConfig.from_pretrained(
                 self.path.parent, gguf_file=self.path.name, local_files_only=True, trust_remote_code=False
             ).to_diff_dict()
         config = {key: value for key, value in made.items() if not key.startswith("_")}
-        # What transformers' reader leaves at its defaults for some of these architectures.
+        # transformers' reader ignores these keys for some architectures.
         for key, theirs in (
             ("head_dim", "attention.key_length"),
             ("moe_intermediate_size", "expert_feed_forward_length"),
         ):
             if (size := self._value(f"{self.architecture}.{theirs}")) is not None:
                 config[key] = size
-        # Of the numbers that Hugging Face's files have, the nearest float32: written as short as it can be.
+        # A float32 number: restore the short decimal of Hugging Face's file.
         config["rms_norm_eps"] = float(f"{made['rms_norm_eps']:.7g}")
         config["tie_word_embeddings"] = "output.weight" not in self._header.tensors
         if rope := self._scaled_rope(config):
             config["rope_parameters"] = rope
-        with TemporaryDirectory() as folder:  # the checks of a folder's config.json, before anything is read
+        with TemporaryDirectory() as folder:  # apply the checks of config.json
             write_json(Path(folder) / "config.json", config)
             try:
                 checked = read_config(Path(folder))
             except CheckpointError as error:
                 raise CheckpointError(f"{self.path}: {str(error).removeprefix(folder).lstrip('/')}") from None
-        return exported_config({**checked, "dtype": "float32"}, False, None)
+        return export_config({**checked, "dtype": "float32"}, False, None)
 
     def _scaled_rope(self, config: Mapping[str, Any]) -> dict[str, Any] | None:
-        """Return llama3's rope parameters where the file has its factors, which llama.cpp computes from them
-        (Llama 3.1 and later: low 1, high 4, 8,192 positions, factor 8 or 32). transformers leaves them
-        out."""
+        """Return llama3's rope parameters if the file has factors, which transformers ignores.
+
+        The factors must follow from Llama 3.1's parameters: low 1, high 4, 8,192 positions."""
         factors = self._header.tensors.get(ROPE_FACTORS)
         if factors is None:
             return None
@@ -271,7 +267,7 @@ class GGUFFile(ModelFolder):
         )
         if not torch.allclose(found, expected, rtol=1e-4):
             problem = "are not those of llama3's rope scaling (only these are read)"
-            raise damaged(self.path, ROPE_FACTORS, problem)
+            raise tensor_error(self.path, ROPE_FACTORS, problem)
         return {
             **rope,
             "rope_type": "llama3",
@@ -282,7 +278,7 @@ class GGUFFile(ModelFolder):
         }
 
     def _check_tensors(self, layers: int) -> dict[str, tuple[str, int | None]]:
-        """Return, for each tensor of the model, its name in the file and its expert there."""
+        """Return (name in the file, expert) of each tensor of the model."""
         arch = next(a for a, text in self._gguf.MODEL_ARCH_NAMES.items() if text == self.architecture)
         table = self._gguf.get_tensor_name_map(arch, layers)
         names: dict[str, tuple[str, int | None]] = {}
@@ -290,34 +286,32 @@ class GGUFFile(ModelFolder):
             module, _, suffix = name.rpartition(".")
             expert = EXPERT.fullmatch(module)
             theirs = table.get_name(f"{expert[1]}.{expert[3]}" if expert else module)
-            of = f"{theirs}.{suffix}"
-            if theirs is None or of not in self._tensors:
-                raise damaged(
-                    self.path, of if theirs else name, f"is missing ({family_of(self.config).prefix})"
-                )
-            stored = self._tensors[of].shape
+            stored_name = f"{theirs}.{suffix}"
+            if theirs is None or stored_name not in self._tensors:
+                missing = stored_name if theirs else name
+                raise tensor_error(self.path, missing, f"is missing ({family_of(self.config).prefix})")
+            stored = self._tensors[stored_name].shape
             if (stored[1:] if expert else stored) != shape or (expert and int(expert[2]) >= stored[0]):
-                raise damaged(self.path, of, f"shape {stored}, but the model has {shape}")
-            names[name] = of, int(expert[2]) if expert else None
-        unknown = {*self._tensors} - {of for of, _ in names.values()} - {ROPE_FACTORS}
+                raise tensor_error(self.path, stored_name, f"shape {stored}, but the model has {shape}")
+            names[name] = stored_name, int(expert[2]) if expert else None
+        unknown = {*self._tensors} - {stored_name for stored_name, _ in names.values()} - {ROPE_FACTORS}
         if unknown:
             family = self.config["model_type"]
-            raise damaged(self.path, min(unknown), f"a {family} model has no such tensor")
+            raise tensor_error(self.path, min(unknown), f"a {family} model has no such tensor")
         for tensor in {t.kind: t for t in self._tensors.values()}.values():
             first = tensor.data.reshape(-1, tensor.data.shape[-1])[:1]
             try:
                 self._gguf.dequantize(first, tensor.kind)
             except NotImplementedError:
                 kind = tensor.kind.name
-                raise damaged(self.path, tensor.name, f"quantisation {kind} is not read") from None
+                raise tensor_error(self.path, tensor.name, f"quantisation {kind} is not read") from None
         return names
 
     def save_tokenizer(self, folder: Path) -> None:
-        """Write the tokenizer with its chat template, and which tokens end a response, as transformers'
-        files."""
+        """Write transformers' files of the tokenizer, its chat template and the generation config."""
         from transformers import AutoTokenizer, GenerationConfig
 
-        with self._named("tokenizer"):
+        with self._convert_errors("tokenizer"):
             tokenizer = AutoTokenizer.from_pretrained(
                 self.path.parent, gguf_file=self.path.name, local_files_only=True, trust_remote_code=False
             )
@@ -326,11 +320,11 @@ class GGUFFile(ModelFolder):
         GenerationConfig(**ids, pad_token_id=tokenizer.pad_token_id).save_pretrained(folder)
 
     @contextmanager
-    def _named(self, what: str) -> Iterator[None]:
-        """Name the file in an error of transformers."""
+    def _convert_errors(self, what: str) -> Iterator[None]:
+        """Convert errors of transformers to CheckpointErrors that name the file."""
         try:
             yield
-        except Exception as error:  # tokenizers raises nothing more particular
+        except Exception as error:  # tokenizers raises plain Exceptions
             raise CheckpointError(f"{self.path}: {what} is not read: {first_line(error)}") from error
 
 
@@ -343,14 +337,15 @@ def gguf_to_hf(
     verify: bool = False,
     watch: Watch = ignore_progress,
 ) -> Conversion:
-    """Write the model of a GGUF file as a Hugging Face folder, with tokenizer and chat template.
+    """Convert a GGUF file to a Hugging Face folder with tokenizer and chat template.
 
-    dtype: of every tensor. verify: read back and compare. Raises the errors of `GGUFFile`, and
-    CheckpointError where `out` exists or cannot be written."""
+    Raises the errors of `GGUFFile`, and CheckpointError if `out` exists or cannot be written.
+
+    dtype: of every tensor; verify: read the files back and compare them with the source"""
     model = GGUFFile(source)
     kinds = dict.fromkeys(model.shapes, dtype)
-    with TemporaryDirectory() as beside:
-        model.save_tokenizer(Path(beside))
-        config = exported_config(model.config, False, dtype)
-        write_json(Path(beside) / "config.json", config)
-        return write_hf(model, out, kinds, config, Path(beside), max_shard_bytes, verify, watch)
+    with TemporaryDirectory() as carried:
+        model.save_tokenizer(Path(carried))
+        config = export_config(model.config, False, dtype)
+        write_json(Path(carried) / "config.json", config)
+        return write_hf(model, out, kinds, config, Path(carried), max_shard_bytes, verify, watch)

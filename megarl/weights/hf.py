@@ -1,7 +1,4 @@
-"""Hugging Face folders: checked from headers, read slice by slice, written from the shards of all ranks.
-
-A rank touches only its own part, and no rank ever holds the whole model.
-"""
+"""Read and write Hugging Face folders slice by slice. No rank ever holds the whole model."""
 
 from __future__ import annotations
 
@@ -19,43 +16,41 @@ from torch import Tensor
 
 from megarl.config.errors import CheckpointError
 from megarl.config.files import open_regular, read_json
-from megarl.weights.boxes import Box, full_box, view
+from megarl.weights.boxes import Box, full_box, pack, view
 from megarl.weights.families import EMBEDDING, OUTPUT, Shape, family_of, is_tied, read_config
 from megarl.weights.shards import Shards, hf_shapes
 from megarl.weights.tensor_files import (
     FileTensor,
     as_bytes,
     blocks,
-    damaged,
+    tensor_error,
     write_json,
 )
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-# Tensors of a folder that belong to no parameter of ours and do no harm: old files' rotary tables, and the
-# heads of another use of the body.
+# Tensors that may be ignored: rotary tables of old files, and an unused head.
 HARMLESS = re.compile(r".*rotary_emb\.inv_freq|lm_head\.weight|score\.(weight|bias)")
 LAYER = re.compile(r"model\.layers\.(\d+)\.")
 STACKED = re.compile(r"(.+\.experts)\.(gate_up_proj|down_proj)")
-SCORE_BIAS = "score.bias"  # transformers' token classifier has one; ours is zero
+SCORE_BIAS = "score.bias"  # transformers' token classifier has this bias; here it is always zero
 EMBEDDING_NAME, OUTPUT_NAME = EMBEDDING.hf[0][0], OUTPUT.hf[0][0]
 
 
 class ModelFolder(ABC):
-    """A model's weights in files, seen as Hugging Face tensors: checked when opened, read slice by slice.
-    config: config.json; shapes: of the tensors that the model has; missing: those of them that the folder
-    lacks and may lack (a critic's `score.weight`)."""
+    """A model's files as Hugging Face tensors. Opening checks them; reading is slice by slice."""
 
     path: Path
-    config: dict[str, Any]
-    shapes: dict[str, Shape]
-    missing: tuple[str, ...]
+    config: dict[str, Any]  # config.json
+    shapes: dict[str, Shape]  # of the model's tensors
+    missing: tuple[str, ...]  # tensors that the folder may lack and does lack (a critic's `score.weight`)
 
     @abstractmethod
     def read(self, name: str, box: Box) -> Tensor:
-        """Return `tensor[box]` on the CPU, in the file's dtype; only these bytes are read. Raises
-        CheckpointError naming the file that has them no longer."""
+        """Return `tensor[box]` on the CPU, in the file's dtype. Only these bytes are read.
+
+        Raises CheckpointError that names the file, if it no longer contains them."""
 
     @abstractmethod
     def dtype(self, name: str) -> torch.dtype:
@@ -63,20 +58,21 @@ class ModelFolder(ABC):
 
     @abstractmethod
     def files(self, name: str) -> list[tuple[Path, Box]]:
-        """Return the files that hold a tensor, with the box that each has of it."""
+        """Return the files that contain a tensor, each with its box of the tensor."""
 
     def read_as(self, name: str, box: Box, dtype: torch.dtype) -> Tensor:
-        """Return `tensor[box]` in another dtype; CheckpointError if a number is beyond its range."""
+        """Return `tensor[box]` in another dtype. Raises CheckpointError if a number exceeds its range."""
         block = self.read(name, box)
         converted = block.to(dtype)
         if dtype == torch.float16 and bool((block.isfinite() & ~converted.isfinite()).any()):
             problem = "has numbers beyond the range of float16 (choose bf16 or fp32)"
-            raise damaged(self.files(name)[0][0], name, problem)
+            raise tensor_error(self.files(name)[0][0], name, problem)
         return converted
 
     def _check_tied(self) -> None:
-        """Raise CheckpointError where config.json ties an output layer of the folder to another embedding.
-        transformers ties without a word, and so gives another model than the one that the tensors are of."""
+        """Raise CheckpointError if config.json ties an output layer that differs from the embedding.
+
+        transformers would silently ignore the output layer."""
         shape, dtype = self.shapes[EMBEDDING_NAME], self.dtype(EMBEDDING_NAME)
         if dtype != self.dtype(OUTPUT_NAME) or any(
             as_bytes(self.read(OUTPUT_NAME, box)) != as_bytes(self.read(EMBEDDING_NAME, box))
@@ -86,7 +82,7 @@ class ModelFolder(ABC):
                 f"differs from {EMBEDDING_NAME}, and {self.path}/config.json says tie_word_embeddings: true "
                 "(set it to false to use this tensor, or take the tensor out of the files)"
             )
-            raise damaged(self.files(OUTPUT_NAME)[0][0], OUTPUT_NAME, problem)
+            raise tensor_error(self.files(OUTPUT_NAME)[0][0], OUTPUT_NAME, problem)
 
 
 class _Entry(NamedTuple):
@@ -98,16 +94,17 @@ class _Entry(NamedTuple):
 
 class HFFolder(ModelFolder):
     """A Hugging Face folder (config.json, `*.safetensors`) whose headers agree with its config.
-    extra: tensors of the folder that the model does not have (a head that is not used, rotary tables, layers
-    that predict several tokens).
-    Whatever else is missing, superfluous, truncated, or of another shape or dtype is a CheckpointError naming
-    file and tensor."""
+
+    Any tensor that is missing, superfluous, truncated, or of another shape or dtype raises CheckpointError,
+    which names file and tensor.
+
+    extra: ignored tensors (an unused head, rotary tables, layers that predict further tokens)"""
 
     def __init__(self, path: Path, *, critic: bool = False) -> None:
         self.path = Path(path)
         self.config = read_config(self.path)
         self.shapes = hf_shapes(self.config, critic=critic)
-        self._entries = _unstacked(self._open())
+        self._entries = _unstack(self._open())
         self._check(critic)
         self.missing = tuple(name for name in self.shapes if name not in self._entries)
         self.extra = tuple(name for name in self._entries if name not in self.shapes)
@@ -141,7 +138,7 @@ class HFFolder(ModelFolder):
         headers = {file: _read_header(self.path / file) for file in sorted(set(names))}
         for name, file in weight_map.items():
             if name not in headers[file]:
-                raise damaged(index, name, f"is said to be in {file}, which does not have it")
+                raise tensor_error(index, name, f"is said to be in {file}, which does not have it")
         known = {*weight_map, *self.shapes}
         unlisted = {
             name: entry for file in headers.values() for name, entry in file.items() if name not in known
@@ -162,25 +159,27 @@ class HFFolder(ModelFolder):
                 if name == OUTPUT_NAME:
                     remedy = "set tie_word_embeddings to true there, if the embedding is the output layer too"
                     problem = f"no file has this tensor, and config.json does not tie it ({remedy})"
-                raise damaged(self.path, name, problem)
+                raise tensor_error(self.path, name, problem)
             if entry.shape != shape:
-                raise damaged(entry.path, name, f"shape {entry.shape}, but config.json asks for {shape}")
+                raise tensor_error(entry.path, name, f"shape {entry.shape}, but config.json asks for {shape}")
             if entry.dtype not in DTYPES:
                 problem = f"dtype {entry.dtype} is not supported (only {', '.join(DTYPES)})"
-                raise damaged(entry.path, name, problem)
+                raise tensor_error(entry.path, name, problem)
         for name, entry in self._entries.items():
-            if name not in self.shapes and not (HARMLESS.fullmatch(name) or self._predicts_several(name)):
-                raise damaged(entry.path, name, f"a {self.config['model_type']} model has no such tensor")
+            if name not in self.shapes and not (HARMLESS.fullmatch(name) or self._is_extra_layer(name)):
+                raise tensor_error(
+                    entry.path, name, f"a {self.config['model_type']} model has no such tensor"
+                )
         if tied:
             self._check_tied()
         if critic and SCORE_BIAS in self._entries and self.read(SCORE_BIAS, ((0, 1),)).count_nonzero():
             problem = "is not zero, but the value head has no bias that could take it"
-            raise damaged(self._entries[SCORE_BIAS].path, SCORE_BIAS, problem)
+            raise tensor_error(self._entries[SCORE_BIAS].path, SCORE_BIAS, problem)
 
-    def _predicts_several(self, name: str) -> bool:
-        """Return whether a tensor is of the layers behind the model that predict tokens after the next
-        (`num_nextn_predict_layers`; Qwen3.5's `mtp`). Nothing trains them here; nor does transformers read
-        them."""
+    def _is_extra_layer(self, name: str) -> bool:
+        """Return whether a tensor belongs to layers that predict further tokens. These are ignored.
+
+        They are the last `num_nextn_predict_layers` layers, or Qwen3.5's `mtp`."""
         if name.startswith("mtp.") and family_of(self.config).is_linear:
             return True
         layers, found = int(self.config["num_hidden_layers"]), LAYER.match(name)
@@ -188,32 +187,32 @@ class HFFolder(ModelFolder):
         return found is not None and layers <= int(found[1]) < layers + beyond
 
 
-def _unstacked(entries: Mapping[str, _Entry]) -> dict[str, _Entry]:
-    """Return the tensors of a folder, those of all experts of a layer in one ([experts, rows, columns], gate
-    over up) as the tensors of each expert, whose bytes follow one another there. Published Qwen3.5 mixtures
-    are so, and what transformers 5 writes without `save_original_format`."""
-    found: dict[str, _Entry] = {}
+def _unstack(entries: Mapping[str, _Entry]) -> dict[str, _Entry]:
+    """Replace tensors of all experts [experts, rows, columns] by one tensor per expert, gate and up.
+
+    Published Qwen3.5 mixtures are stacked, and files of transformers 5 without `save_original_format`."""
+    unstacked: dict[str, _Entry] = {}
     for name, entry in entries.items():
         stacked = STACKED.fullmatch(name)
         parts = ("gate_proj", "up_proj") if stacked and stacked[2] == "gate_up_proj" else ("down_proj",)
         if stacked is None or len(entry.shape) != 3 or entry.shape[1] % len(parts):
-            found[name] = entry
+            unstacked[name] = entry
             continue
         experts, rows, columns = entry.shape[0], entry.shape[1] // len(parts), entry.shape[2]
         size = rows * columns * DTYPES.get(entry.dtype, torch.float32).itemsize
         for number, (expert, part) in enumerate(product(range(experts), parts)):
-            found[f"{stacked[1]}.{expert}.{part}.weight"] = entry._replace(
+            unstacked[f"{stacked[1]}.{expert}.{part}.weight"] = entry._replace(
                 offset=entry.offset + number * size, shape=(rows, columns)
             )
-    return found
+    return unstacked
 
 
 def _read_header(path: Path) -> dict[str, _Entry]:
-    """Return the tensors of a safetensors file, whose header safetensors checks against the file's length."""
+    """Return the tensors of a safetensors file. The library checks its header and length."""
     if not path.is_file():
         raise CheckpointError(f"{path}: no such file (an index names it)")
     try:
-        file = open_regular(path)  # safetensors takes a file that may not be read for one that is not there
+        file = open_regular(path)  # safetensors reports an unreadable file as a missing one
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from error
     with file:
@@ -222,7 +221,7 @@ def _read_header(path: Path) -> dict[str, _Entry]:
                 pass
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{path}: truncated or not a safetensors file ({error})") from error
-        # A length and so many bytes of JSON; data_offsets count from their end.
+        # The length of the JSON header, then the header. data_offsets start at its end.
         length = int.from_bytes(file.read(8), "little")
         header: dict[str, Any] = json.loads(file.read(length))
     return {
@@ -234,10 +233,10 @@ def _read_header(path: Path) -> dict[str, _Entry]:
 
 @torch.no_grad()
 def load_into(tensors: Mapping[str, Tensor], shards: Shards, folder: ModelFolder) -> list[str]:
-    """Fill one rank's tensors (local names, see `table_names`) with its slices; padding becomes zero. Returns
-    the names that the folder has nothing for (a critic's `value_head.weight`), which are left as they are.
-    Raises ValueError if tensors and shards do not agree, CheckpointError naming file and tensor for a number
-    that is not finite."""
+    """Fill one rank's tensors (by the table's names) with its slices, and padding with zeros.
+
+    Return the names of tensors that the folder lacks (a critic's `value_head.weight`), which stay unchanged.
+    Raises ValueError if tensors and shards differ, and CheckpointError for a number that is not finite."""
     if tensors.keys() != shards.keys():
         raise ValueError(f"tensors and layout differ in {sorted(tensors.keys() ^ shards.keys())}")
     missing = []
@@ -255,7 +254,7 @@ def load_into(tensors: Mapping[str, Tensor], shards: Shards, folder: ModelFolder
                 bad = (path for path, box in parts if not _is_finite(folder.read(region.hf_name, box)))
                 remedy = "the file is damaged, or what wrote it had diverged: take another"
                 problem = f"holds numbers that are NaN or infinite ({remedy})"
-                raise damaged(next(bad, parts[0][0]), region.hf_name, problem)
+                raise tensor_error(next(bad, parts[0][0]), region.hf_name, problem)
             view(tensor, region.local_box).copy_(values)
         for box in shard.padding:
             view(tensor, box).zero_()
@@ -263,39 +262,31 @@ def load_into(tensors: Mapping[str, Tensor], shards: Shards, folder: ModelFolder
 
 
 def _is_finite(values: Tensor) -> bool:
-    # In one pass and without memory of its own: a NaN is the smallest and the largest number.
+    # `aminmax` needs one pass and no extra memory. A NaN is both its minimum and its maximum.
     return values.numel() == 0 or all(bool(extreme.isfinite()) for extreme in values.aminmax())
 
 
-def named_files(sizes: Mapping[str, int], limit: int) -> dict[str, list[str]]:
-    """Return output file -> names of its tensors, in the model's order, as many as fit into `limit` bytes.
-    sizes: bytes of every tensor."""
-    parts: list[list[str]] = [[]]
-    filled = 0
-    for name, size in sizes.items():
-        if parts[-1] and filled + size > limit:
-            parts.append([])
-            filled = 0
-        parts[-1].append(name)
-        filled += size
+def divide_into_files(sizes: Mapping[str, int], limit: int) -> dict[str, list[str]]:
+    """Return output file -> names of its tensors, in order. sizes: bytes by tensor; limit: of a file."""
+    parts = pack(sizes, limit)
     if len(parts) == 1:
         return {SINGLE: parts[0]}
     return {f"model-{n:05d}-of-{len(parts):05d}.safetensors": part for n, part in enumerate(parts, start=1)}
 
 
 def write_index(folder: Path, files: Mapping[str, Iterable[str]], size: int) -> None:
-    """Write the index of several files, which together have `size` bytes of tensors; one file needs none."""
+    """Write the index of several files (one file needs none). size: bytes of all tensors."""
     if len(files) > 1:
         weight_map = {name: file for file, names in files.items() for name in names}
         write_json(folder / INDEX, {"metadata": {"total_size": size}, "weight_map": weight_map})
 
 
-def exported_config(config: Mapping[str, Any], critic: bool, dtype: torch.dtype | None) -> dict[str, Any]:
-    """Return the source's config.json, with the head and the dtype that were written (None: of several)."""
+def export_config(config: Mapping[str, Any], critic: bool, dtype: torch.dtype | None) -> dict[str, Any]:
+    """Return the source's config.json, with the exported head and dtype (None: mixed dtypes)."""
     suffix = "ForTokenClassification" if critic else "ForCausalLM"
     exported = {**config, "architectures": [family_of(config).prefix + suffix]}
     if config.get("num_nextn_predict_layers"):
-        exported["num_nextn_predict_layers"] = 0  # whose weights were not read
+        exported["num_nextn_predict_layers"] = 0  # their weights are ignored
     if dtype is not None:
         exported["dtype" if "dtype" in config else "torch_dtype"] = dtype_name(dtype)
     if critic:

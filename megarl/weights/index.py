@@ -1,7 +1,7 @@
-"""The pickles of a Megatron distributed checkpoint, read without running what they name.
+"""Read the pickles of a Megatron distributed checkpoint without running code from them.
 
-torch unpickles the index (`.metadata`) as it is, and so it does with every entry that the index calls an
-object and not a tensor. A checkpoint may come from anywhere, so both are read here by allowlists first.
+A checkpoint may come from anywhere. torch would unpickle its index (`.metadata`), and each entry that the
+index declares an object, without a check. So allowlists restrict both here.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ FORMAT = {
     "common_backend": "torch",
     "common_backend_version": 1,
 }
-EXTRA_STATE = "_extra_state"  # in the keys of what Transformer Engine keeps for FP8 beside a weight
+EXTRA_STATE = "_extra_state"  # in the keys of Transformer Engine's FP8 states
 DTYPE = re.compile(r"Size|b?float\d\w*|u?int\d+|bool|complex\d+")
-RECIPE = ("DelayedScaling", "Format", "_FormatHelper")  # Transformer Engine's classes in a history
+RECIPE = ("DelayedScaling", "Format", "_FormatHelper")  # Transformer Engine's classes in an FP8 state
 PARTS = (
     *("BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta"),
     *("TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING"),
@@ -55,7 +55,7 @@ IN_AN_INDEX = {
 
 
 class _Allowlist(pickle.Unpickler):
-    """Unpickle objects of the named classes alone, and leave the classes as they are."""
+    """Unpickle only objects of allowed classes, and protect these classes from changes."""
 
     def __init__(self, file: IO[bytes], allowed: Collection[tuple[str, str]]) -> None:
         super().__init__(file)
@@ -71,8 +71,9 @@ class _Allowlist(pickle.Unpickler):
         return found
 
     def load(self) -> Any:
-        """Return the object. A pickle may also set attributes of a class: with `PosixPath._str` every path of
-        this process would be another one."""
+        """Unpickle the object. Raises UnpicklingError if it sets an attribute of a class.
+
+        Setting `PosixPath._str`, for example, would change every path of this process."""
         try:
             return super().load()
         finally:
@@ -82,7 +83,7 @@ class _Allowlist(pickle.Unpickler):
 
 
 def _restore(found: type, before: dict[str, Any]) -> bool:
-    """Give a class its attributes back, and return whether they were others."""
+    """Restore the attributes of a class, and return whether any had changed."""
     now = dict(vars(found))
     changed = [name for name in {*now, *before} if now.get(name, found) is not before.get(name, found)]
     for name in changed:
@@ -94,7 +95,7 @@ def _restore(found: type, before: dict[str, Any]) -> bool:
 
 
 class _Recipe:
-    """Stand for the recipe in a history of delayed scaling, whose attributes are not used."""
+    """A placeholder for the recipe in a history of delayed scaling, which is not used."""
 
     def __new__(cls, *_arguments: object) -> _Recipe:
         return super().__new__(cls)
@@ -104,27 +105,26 @@ class _History(pickle.Unpickler):
     """Unpickle a history of delayed scaling: tensors and numbers."""
 
     def find_class(self, module: str, name: str) -> Any:
-        known: dict[str, Any] = {
+        allowed: dict[str, Any] = {
             "collections.OrderedDict": OrderedDict,
             "torch._utils._rebuild_tensor_v2": _rebuild_tensor_v2,
-            "torch.storage._load_from_bytes": _storage,
+            "torch.storage._load_from_bytes": _load_storage,
             "megatron.core.extensions.transformer_engine.TEDelayedScaling": _Recipe,
             **{f"transformer_engine.common.recipe.{part}": _Recipe for part in RECIPE},
         }
-        if f"{module}.{name}" not in known:
+        if f"{module}.{name}" not in allowed:
             raise pickle.UnpicklingError(f"{module}.{name} has no business there")
-        return known[f"{module}.{name}"]
+        return allowed[f"{module}.{name}"]
 
 
-def _storage(data: bytes) -> Any:
-    """Read the numbers of a tensor, a file of torch's within the pickle."""
+def _load_storage(data: bytes) -> Any:
+    """Load the numbers of a tensor, which are a torch file within the pickle."""
     return torch.load(BytesIO(data), weights_only=True)
 
 
 @contextmanager
-def _any_error(path: Path, problem: str) -> Iterator[None]:
-    """Turn any error in the block into a CheckpointError: a damaged pickle raises whatever it happens to
-    call."""
+def _convert_errors(path: Path, problem: str) -> Iterator[None]:
+    """Convert any error to a CheckpointError, as a damaged pickle can raise every kind of error."""
     try:
         yield
     except CheckpointError:
@@ -136,12 +136,12 @@ def _any_error(path: Path, problem: str) -> Iterator[None]:
 
 
 def read_index(folder: Path) -> Metadata:
-    """Read which tensors a distributed checkpoint holds, and where.
+    """Read the index of a distributed checkpoint: its tensors and their places.
 
-    Raises CheckpointError where the index is damaged, names anything but what torch itself writes, or names a
+    Raises CheckpointError if the index is damaged, contains a class that torch does not write, or names a
     file outside the folder."""
     path = folder / METADATA
-    with _any_error(path, "not a readable index of a checkpoint"):
+    with _convert_errors(path, "not a readable index of a checkpoint"):
         with open_regular(path) as file:
             index = _Allowlist(file, IN_AN_INDEX).load()
         if not _is_index(index):
@@ -154,7 +154,7 @@ def read_index(folder: Path) -> Metadata:
 
 
 def _is_index(found: Any) -> bool:
-    """Return whether an index is made as torch makes it: classes that are allowed may hold anything."""
+    """Return whether all parts of an index have torch's types. Unpickling checks only their classes."""
     return (
         isinstance(found, Metadata)
         and isinstance(found.state_dict_metadata, dict)
@@ -192,30 +192,30 @@ def _is_entry(entry: Any) -> bool:
 
 
 def check_trainable(folder: Path) -> Metadata:
-    """Check the folder of a model in a run's checkpoint before Megatron reads it, and return its index.
+    """Check the model of a run's checkpoint before Megatron reads it, and return its index.
 
-    Raises CheckpointError where reading it could run code: torch would unpickle a weight that the index calls
-    an object, and Megatron takes the reader of the files from metadata.json."""
+    Raises CheckpointError if reading could run code: torch unpickles a weight that the index declares an
+    object, and Megatron chooses its reader by metadata.json."""
     index = read_index(folder)
     for key, entry in index.state_dict_metadata.items():
         if isinstance(entry, BytesStorageMetadata) and EXTRA_STATE not in key:
             raise CheckpointError(f"{folder / METADATA}: {key}: is stored as an object, not as a tensor")
     if read_json(folder / CONFIG) != FORMAT:
         raise CheckpointError(f"{folder / CONFIG}: names another format than torch_dist with common.pt")
-    with _any_error(folder / COMMON, "cannot be read"), open_regular(folder / COMMON) as file:
+    with _convert_errors(folder / COMMON, "cannot be read"), open_regular(folder / COMMON) as file:
         torch.load(file, map_location="cpu", weights_only=True)
     return index
 
 
 def read_history(folder: Path, index: Metadata, key: str) -> dict[str, Any] | None:
-    """Read what Transformer Engine keeps beside one weight for delayed scaling: its tensors, and
-    `extra_fp8_variables`. Return None where there is nothing. Raises CheckpointError where it holds anything
-    else."""
+    """Read one weight's history of delayed scaling (FP8): tensors and `extra_fp8_variables`, or None.
+
+    Raises CheckpointError if it contains anything else."""
     info = (index.storage_data or {}).get(MetadataIndex(key))
     if info is None or not isinstance(index.state_dict_metadata.get(key), BytesStorageMetadata):
         raise CheckpointError(f"{folder / METADATA}: {key}: is not in the checkpoint")
     path = folder / info.relative_path
-    with _any_error(path, f"{key}: not a history of delayed scaling"), open_regular(path) as file:
+    with _convert_errors(path, f"{key}: not a history of delayed scaling"), open_regular(path) as file:
         part = cast(IO[bytes], _create_file_view(file, info.offset, info.length))
         (state,) = torch.load(part, map_location="cpu", weights_only=True)
         if state is None or state.numel() == 0:

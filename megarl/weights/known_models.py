@@ -9,9 +9,7 @@ from typing import Any
 from megarl.config.errors import ConfigError
 from megarl.weights.families import read_config
 
-# Public models, from the config.json of each model's repository: layers, hidden size, heads, key/value heads,
-# head_dim, feed-forward columns, vocabulary, tied embeddings; of a mixture also experts, experts per token,
-# columns of an expert. (Sizes of GLM-4.5 and 4.6 are without the layer that predicts a token more.)
+# Values of `_KEYS` in each model's config.json, without layers that predict further tokens.
 _KNOWN: dict[str, tuple[str | int | bool | None, ...]] = {
     "Qwen2.5-0.5B": ("qwen2", 24, 896, 14, 2, 64, 4864, 151936, True),
     "Qwen2.5-1.5B": ("qwen2", 28, 1536, 12, 2, 128, 8960, 151936, True),
@@ -34,7 +32,7 @@ _KNOWN: dict[str, tuple[str | int | bool | None, ...]] = {
     "Mistral-Nemo": ("mistral", 40, 5120, 32, 8, 128, 14336, 131072, False),
     "Mistral-Small-24B": ("mistral", 40, 5120, 32, 8, 128, 32768, 131072, False),
     "Magistral-Small": ("mistral", 40, 5120, 32, 8, 128, 32768, 131072, False),  # 2506
-    "GLM-4-9B": ("glm4", 40, 4096, 32, 2, 128, 13696, 151552, False),  # 0414, as all of them
+    "GLM-4-9B": ("glm4", 40, 4096, 32, 2, 128, 13696, 151552, False),  # 0414, like all GLM-4 here
     "GLM-Z1-9B": ("glm4", 40, 4096, 32, 2, 128, 13696, 151552, False),
     "GLM-4-32B": ("glm4", 61, 6144, 48, 2, 128, 23040, 151552, False),
     "GLM-Z1-32B": ("glm4", 61, 6144, 48, 2, 128, 23040, 151552, False),
@@ -46,7 +44,7 @@ _KNOWN: dict[str, tuple[str | int | bool | None, ...]] = {
     "Moonlight-16B-A3B": ("deepseek_v3", 27, 2048, 16, 16, 64, 11264, 163840, False, 64, 6, 1408),
     "DeepSeek-V3": ("deepseek_v3", 61, 7168, 128, 128, 64, 18432, 129280, False, 256, 8, 2048),
     "DeepSeek-R1": ("deepseek_v3", 61, 7168, 128, 128, 64, 18432, 129280, False, 256, 8, 2048),
-    "Qwen3.5-9B": ("qwen3_5_text", 32, 4096, 16, 4, 256, 12288, 248320, False),  # without the part for images
+    "Qwen3.5-9B": ("qwen3_5_text", 32, 4096, 16, 4, 256, 12288, 248320, False),  # text part only
     "Qwen3.5-27B": ("qwen3_5_text", 64, 5120, 24, 4, 256, 17408, 248320, False),
     "Qwen3.5-35B-A3B": ("qwen3_5_moe_text", 40, 2048, 16, 2, 256, None, 248320, False, 256, 8, 512),
     "Qwen3.5-122B-A10B": ("qwen3_5_moe_text", 48, 3072, 32, 2, 256, None, 248320, False, 256, 8, 1024),
@@ -73,40 +71,31 @@ for _name, _heads in (
     KNOWN_MODELS[_name] |= {"linear_num_key_heads": 16, "linear_num_value_heads": _heads}
     KNOWN_MODELS[_name] |= {"linear_key_head_dim": 128, "linear_value_head_dim": 128}
     KNOWN_MODELS[_name] |= {"linear_conv_kernel_dim": 4, "full_attention_interval": 4}
-    if _expert := KNOWN_MODELS[_name].get("moe_intermediate_size"):  # as wide as the shared one
+    if _expert := KNOWN_MODELS[_name].get("moe_intermediate_size"):
         KNOWN_MODELS[_name]["shared_expert_intermediate_size"] = _expert
-
-
 for _name, _dense, _shared, _rank in (
     ("Moonlight-16B-A3B", 1, 2, None),
     ("DeepSeek-V3", 3, 1, 1536),
     ("DeepSeek-R1", 3, 1, 1536),
 ):
-    KNOWN_MODELS[_name] |= {
-        "first_k_dense_replace": _dense,
-        "n_shared_experts": _shared,
-        "q_lora_rank": _rank,
-    }
-    KNOWN_MODELS[_name] |= {
-        "kv_lora_rank": 512,
-        "qk_nope_head_dim": 128,
-        "qk_rope_head_dim": 64,
-        "v_head_dim": 128,
-    }
+    KNOWN_MODELS[_name] |= {"first_k_dense_replace": _dense, "n_shared_experts": _shared}
+    KNOWN_MODELS[_name] |= {"q_lora_rank": _rank, "kv_lora_rank": 512}
+    KNOWN_MODELS[_name] |= {"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
 
 
 def planning_config(path: Path, name: str | None = None) -> tuple[str, Mapping[str, Any]]:
-    """Return (where it is from, config.json) of the model to plan with; ConfigError if there is none. It is a
-    known one by `name`, else the folder's, else a known one that is named like the folder (a suffix such as
-    -Instruct aside)."""
+    """Return (origin, config.json) of the model to plan with. Raises ConfigError if there is none.
+
+    Choose the known model `name`, or the folder's config.json, or the known model that is named like the
+    folder. A suffix such as -Instruct is ignored."""
     if name is None and (path / "config.json").is_file():
         return str(path / "config.json"), read_config(path)
     wanted = path.name if name is None else name
-    found = [known for known in KNOWN_MODELS if f"{wanted}-".lower().startswith(f"{known}-".lower())]
-    if not found:
+    matches = [known for known in KNOWN_MODELS if f"{wanted}-".lower().startswith(f"{known}-".lower())]
+    if not matches:
         key = f"--model: {name!r}"
         if name is None:
             key = f"model.path: {path}: no config.json there, and {wanted!r}"
         raise ConfigError(f"{key} is not a known model (known: {', '.join(KNOWN_MODELS)})")
-    longest = max(found, key=len)
+    longest = max(matches, key=len)
     return f"the known sizes of {longest}", KNOWN_MODELS[longest]

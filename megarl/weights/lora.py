@@ -1,4 +1,4 @@
-"""LoRA adapters merged into their weights, where a piece of a weight is read."""
+"""Merge LoRA adapters into weights when these are read, piece by piece."""
 
 from __future__ import annotations
 
@@ -15,15 +15,14 @@ from megarl.weights.boxes import Box, full_box, intersect, shift, view
 from megarl.weights.families import model_weights, table_names
 from megarl.weights.shards import Region, megatron_layout
 
-CHUNK = 1 << 22  # elements of which merging, quantising and hashing make temporaries at once
+CHUNK = 1 << 22  # elements of the temporary tensors of merging, quantising and hashing
 
 
 @dataclass(frozen=True)
 class Merged:
-    """A weight with its LoRA adapters, computed where it is read: W + scale * B A, in float32 and then
-    rounded to the weight's dtype.
+    """A weight with its LoRA adapters: W + scale * B A, computed in float32 and rounded to W's dtype.
 
-    parts: boxes of the weight, each with its A [rank, columns] and B [rows, rank], views of the adapters'."""
+    parts: boxes of the weight, each with its A [rank, columns] and B [rows, rank]: views of the adapters"""
 
     weight: Tensor
     parts: Sequence[tuple[Box, Tensor, Tensor]]
@@ -42,11 +41,11 @@ class Merged:
         return self.weight.device
 
     def data_ptr(self) -> int:
-        """Return the address of the weight. Its adapters are read through views, so they may move."""
+        """Return the address of the weight. The adapters may move, as they are read through views."""
         return self.weight.data_ptr()
 
     def read(self, box: Box) -> Tensor:
-        """Return a box of it: a copy, made in strips of about CHUNK elements."""
+        """Return a copy of a box, computed in strips of about CHUNK elements."""
         out = view(self.weight, box).clone()
         for place, a, b in self.parts:
             common = intersect(place, box)
@@ -67,7 +66,7 @@ Source = Tensor | Merged
 
 
 def read(source: Source, box: Box) -> Tensor:
-    """Return a box of a source: of a tensor a view, of a merged weight a copy."""
+    """Return a box of a source: a view of a tensor, or a copy of a merged weight."""
     return source.read(box) if isinstance(source, Merged) else view(source, box)
 
 
@@ -80,17 +79,18 @@ def merged(
     *,
     critic: bool = False,
 ) -> Mapping[str, Source]:
-    """Return a rank's weights under the table's names, those with adapters as Merged: the part of B A that
-    belongs to a shard is on its own rank. tensors: all its parameters."""
-    found: dict[str, Source] = {**model_weights(tensors)}
+    """Return a rank's weights by the table's names. Weights with adapters are Merged.
+
+    A rank holds the parts of A and B that its shards need. tensors: all parameters of the rank"""
+    sources: dict[str, Source] = {**model_weights(tensors)}
     if lora.rank is None:
-        return found
+        return sources
     named = table_names(tensors)
     weights = megatron_layout(hf_config, layout, critic=critic)[rank][1]
     halves = megatron_layout(hf_config, layout, lora=lora)[rank][1]
 
     def part(name: str, region: Region, axis: int) -> Tensor:
-        """Return the rows of B (axis 0) or the columns of A that make this region of a weight."""
+        """Return the rows of B (axis 0) or the columns of A (axis 1) for a region of a weight."""
         wanted = region.hf_box[axis]
         for own in halves[name].regions:
             hf, local = own.hf_box[axis], own.local_box[axis]
@@ -106,5 +106,5 @@ def merged(
             if f"{half}_a" in halves:
                 parts.append((region.local_box, part(f"{half}_a", region, 1), part(f"{half}_b", region, 0)))
         if parts:
-            found[name] = Merged(named[name], parts, lora.scale)
-    return found
+            sources[name] = Merged(named[name], parts, lora.scale)
+    return sources

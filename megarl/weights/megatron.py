@@ -50,9 +50,9 @@ from megarl.weights.hf import (
     SCORE_BIAS,
     HFFolder,
     ModelFolder,
+    divide_into_files,
     dtype_name,
-    exported_config,
-    named_files,
+    export_config,
     write_index,
 )
 from megarl.weights.index import COMMON, CONFIG, FORMAT, METADATA, read_index
@@ -65,8 +65,8 @@ from megarl.weights.tensor_files import (
     as_bytes,
     blocks,
     carry_along,
-    damaged,
     new_folder,
+    tensor_error,
 )
 
 EXTRA = "extra_state.distcp"
@@ -192,7 +192,7 @@ class MegatronFolder(ModelFolder):
                 raise CheckpointError(f"{self.path}: has LoRA adapters alone, and no model ({remedy})")
             if key is None:
                 problem = "is not in the checkpoint (config.json asks for it)"
-                raise damaged(where, names[0], problem)
+                raise tensor_error(where, names[0], problem)
             known.update(names)
             pairs[key] = pair, layer
             shape, found = _compute_key_shape(pair, sizes, 1), tuple(self._keys[key].size)
@@ -200,10 +200,10 @@ class MegatronFolder(ModelFolder):
             if pair.operation == "vocabulary":  # the padding depends on the tensor-parallel size
                 fits = len(found) == 2 and found[0] >= shape[0] and found[1:] == shape[1:]
             if not fits:
-                raise damaged(where, key, f"shape {found}, but config.json asks for {shape}")
+                raise tensor_error(where, key, f"shape {found}, but config.json asks for {shape}")
         for key in self._keys:
             if key.startswith(MODEL_KEYS) and key not in known:
-                raise damaged(where, key, f"a {self.config['model_type']} model has no such tensor")
+                raise tensor_error(where, key, f"a {self.config['model_type']} model has no such tensor")
         return pairs
 
     def _add_pieces(self, key: str, pair: Pair, own: int | None) -> None:
@@ -231,7 +231,7 @@ class MegatronFolder(ModelFolder):
                         covered += volume(dst)
                 if covered != whole:
                     problem = f"the chunks hold {covered} of the {whole} numbers of {region.hf_name}"
-                    raise damaged(self.path / METADATA, key, problem)
+                    raise tensor_error(self.path / METADATA, key, problem)
 
     def _check_files(self) -> None:
         """Raise CheckpointError, naming file and tensor, if a file is shorter than its index requires."""
@@ -239,13 +239,13 @@ class MegatronFolder(ModelFolder):
         for name, pieces in self._pieces.items():
             for index, _, _ in pieces:
                 if index not in self._storage:
-                    raise damaged(self.path / METADATA, name, "the index does not say where it lies")
+                    raise tensor_error(self.path / METADATA, name, "the index does not say where it lies")
                 path, info = self._place(index)
                 if path not in sizes:
                     sizes[path] = path.stat().st_size if path.is_file() else 0
                 if sizes[path] < info.offset + info.length:
                     problem = "truncated" if sizes[path] else "no such file (the index names it)"
-                    raise damaged(path, name, problem)
+                    raise tensor_error(path, name, problem)
 
     def _place(self, index: dcp.MetadataIndex) -> tuple[Path, _StorageInfo]:
         info = self._storage[index]
@@ -261,13 +261,13 @@ class MegatronFolder(ModelFolder):
                     tensor = torch.load(stored, map_location="meta", weights_only=True)
             except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
                 problem = f"not a chunk that torch.save wrote ({first_line(error)})"
-                raise damaged(path, name, problem) from error
+                raise tensor_error(path, name, problem) from error
             start = getattr(tensor.untyped_storage(), "_checkpoint_offset", None)
             if start is None or not tensor.is_contiguous():
-                raise damaged(path, name, f"the chunk at byte {info.offset} is not stored row by row")
+                raise tensor_error(path, name, f"the chunk at byte {info.offset} is not stored row by row")
             offset = info.offset + start + tensor.storage_offset() * tensor.itemsize
             if offset + tensor.nbytes > info.offset + info.length:
-                raise damaged(path, name, f"the chunk at byte {info.offset} ends before the tensor does")
+                raise tensor_error(path, name, f"the chunk at byte {info.offset} ends before the tensor does")
             self._chunks[index] = FileTensor(path, offset, tuple(tensor.shape), tensor.dtype)
         return self._chunks[index]
 
@@ -275,7 +275,7 @@ class MegatronFolder(ModelFolder):
 def check_dtype(dtype: torch.dtype, first: torch.dtype, path: Path, name: str) -> None:
     """Raise CheckpointError, naming file and tensor, if a part does not have the first part's dtype."""
     if dtype != first:
-        raise damaged(path, name, f"one part is {dtype_name(dtype)}, another is {dtype_name(first)}")
+        raise tensor_error(path, name, f"one part is {dtype_name(dtype)}, another is {dtype_name(first)}")
 
 
 # Writing
@@ -560,7 +560,7 @@ def megatron_to_hf(
     kinds = {name: model.dtype(name) if dtype is None else dtype for name in model.shapes}
     found = {kind for name, kind in kinds.items() if name not in single}
     kinds |= {name: model.dtype(name) for name in single}
-    config = exported_config(model.config, model.critic, found.pop() if len(found) == 1 else None)
+    config = export_config(model.config, model.critic, found.pop() if len(found) == 1 else None)
     heads = model.config.get("architectures", [""])
     if model.critic and heads[0].endswith("Classification"):  # keep its architecture
         config = {**model.config, **{key: config[key] for key in ("dtype", "torch_dtype") if key in config}}
@@ -586,7 +586,7 @@ def write_hf(
     if critic and config["architectures"][0].endswith("ForTokenClassification"):
         shapes[SCORE_BIAS], kinds[SCORE_BIAS] = (1,), kinds["score.weight"]
     sizes = {name: prod(shape) * kinds[name].itemsize for name, shape in shapes.items()}
-    files = named_files(sizes, max_shard_bytes)
+    files = divide_into_files(sizes, max_shard_bytes)
     mine = list(files)[processes.rank :: processes.world]
 
     def write(path: Path, advance: Advance) -> str:

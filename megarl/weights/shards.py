@@ -151,9 +151,8 @@ def check_lora(hf_config: Mapping[str, Any], lora: LoraConfig, key: str) -> None
 def check_muon(hf_config: Mapping[str, Any], optimizer: OptimizerConfig, layout: Layout, key: str) -> None:
     """Raise ConfigError if Muon does not support the model or its layout.
 
-    With one replica whose tensor-parallel ranks hold the same experts, Megatron's
-    LayerWiseDistributedOptimizer treats each of these ranks as the only owner. Multi-latent and linear
-    attention are untested."""
+    With one replica, Megatron's LayerWiseDistributedOptimizer mistakes tensor-parallel ranks with the same
+    experts for different owners. Multi-latent and linear attention are untested."""
     if optimizer.optimizer != "muon":
         return
     family, alone = family_of(hf_config), layout.dp * layout.cp == 1 < layout.stage // layout.ep
@@ -204,8 +203,7 @@ def full_attention_interval(hf_config: Mapping[str, Any]) -> int:
 def check_recomputed(hf_config: Mapping[str, Any], model: ModelConfig) -> None:
     """Raise ConfigError if only the MLP of a mixture of experts is to be recomputed.
 
-    Megatron would then run the router again without its layer, which gives the router its pack
-    (model/routing.py). Other packs may have passed in between."""
+    The router would run again with the state of another pack, which its layer sets (model/routing.py)."""
     if model.recompute == "selective" and "mlp" in model.recompute_modules and family_of(hf_config).is_moe:
         what = "mlp is for dense models, and this is a mixture of experts"
         raise ConfigError(f"model.recompute_modules: {what} (leave it out, or set model.recompute=full)")
@@ -217,9 +215,7 @@ def check_recomputed(hf_config: Mapping[str, Any], model: ModelConfig) -> None:
 def whole_model(
     hf_config: Mapping[str, Any], *, critic: bool = False, lora: LoraConfig | None = None
 ) -> list[tuple[Pair, int, int]]:
-    """Return (pair, layer, expert) of every parameter of the undivided model, in order.
-
-    lora: return the adapters instead"""
+    """Return (pair, layer, expert) of every parameter (with `lora`, adapter) of the undivided model."""
     named = parameters(hf_config, Layout(), 0, 0, critic=critic, lora=lora)
     return [(pair, layer, expert) for _, pair, layer, expert in named]
 
@@ -232,11 +228,9 @@ def sizes_of(hf_config: Mapping[str, Any], lora: LoraConfig | None) -> Sizes:
 def hf_shapes(
     hf_config: Mapping[str, Any], *, critic: bool = False, lora: LoraConfig | None = None
 ) -> dict[str, Shape]:
-    """Return the shape of every tensor of the Hugging Face model, in order.
+    """Return the shape of every tensor (with `lora`, adapter) of the Hugging Face model, in order.
 
-    A critic has `score.weight` instead of `lm_head.weight`. An actor with tied embeddings has neither.
-
-    lora: return the adapters instead"""
+    A critic has `score.weight` instead of `lm_head.weight`. An actor with tied embeddings has neither."""
     sizes, shapes = sizes_of(hf_config, lora), dict[str, Shape]()
     for pair, layer, expert in whole_model(hf_config, critic=critic, lora=lora):
         shapes |= {name.format(l=layer, e=expert): sizes.shape(dims) for name, dims in pair.hf}
@@ -244,9 +238,7 @@ def hf_shapes(
 
 
 def float32_tensors(hf_config: Mapping[str, Any], *, sglang: bool = False) -> frozenset[str]:
-    """Return the Hugging Face names of the tensors that are float32 for any dtype of the model.
-
-    sglang: include those that are float32 only in SGLang"""
+    """Return the names of tensors that are float32 for any dtype of the model (sglang: in SGLang)."""
     kinds = ("everywhere", "sglang") if sglang else ("everywhere",)
     return frozenset(
         name.format(l=layer)
@@ -276,13 +268,11 @@ def parameters(
     critic: bool = False,
     lora: LoraConfig | None = None,
 ) -> list[tuple[str, Pair, int, int]]:
-    """Return (name, pair, global layer, global expert) of every parameter of a Megatron rank, in order.
+    """Return (name, pair, global layer, global expert) of a rank's parameters (with `lora`, adapters).
 
     Names use the index of the layer within the stage (`Layout.layers`) and of the expert within the rank.
     With tied embeddings, the last of several stages has a copy of the embedding as `output_layer.weight`.
-    A critic has `value_head.weight` [1, hidden] instead of the output layer.
-
-    lora: return the adapters instead"""
+    A critic has `value_head.weight` [1, hidden] instead of the output layer."""
     check_layout(hf_config, layout.tp, layout.pp, layout.ep, layout.vpp)
     sizes = Sizes.of(hf_config)
     per_rank = sizes.experts // layout.ep

@@ -1,7 +1,6 @@
-"""Files of models: boxes of stored tensors, hashed writing, and folders that appear only when they are whole.
+"""Read boxes of stored tensors, hash files while writing, and publish only complete folders.
 
-A safetensors tensor and a chunk of a distributed checkpoint are the same thing here: row-major bytes at an
-offset of a file. Folders are made by one process or by several together.
+A safetensors tensor and a chunk of a distributed checkpoint are both row-major bytes at an offset of a file.
 """
 
 from __future__ import annotations
@@ -34,9 +33,9 @@ from megarl.weights.boxes import Box, full_box
 from megarl.weights.families import Shape
 
 T = TypeVar("T")
-BLOCK = 2 << 20  # bytes to read, convert, hash and write at a time: they stay in a processor's cache
-SMALL = 64 << 10  # bytes up to which a thread of its own for hashing does not pay
-# Files of a model's folder that belong to any other form of the model as well.
+BLOCK = 2 << 20  # bytes to read, convert, hash and write at a time, so that they stay in the CPU's cache
+SMALL = 64 << 10  # bytes up to which hashing in a thread is slower
+# Files that every other format of a model needs as well.
 CARRIED = (
     *("config.json", "generation_config.json", "special_tokens_map.json", "added_tokens.json"),
     *("tokenizer*", "vocab*", "merges*", "chat_template*", "*.model", "*.tiktoken"),
@@ -53,12 +52,13 @@ class FileTensor(NamedTuple):
     dtype: torch.dtype
 
     def read(self, box: Box, name: str, out: Tensor | None = None) -> Tensor:
-        """Return `tensor[box]` on the CPU, or fill the contiguous `out` with it; only its own bytes are read.
-        Raises CheckpointError, naming the file and the tensor `name`, where the bytes are no longer there."""
+        """Read `tensor[box]` into the contiguous `out` or a new tensor on the CPU, and no other bytes.
+
+        Raises CheckpointError, naming the file and the tensor `name`, if the file no longer contains it."""
         extents = tuple(stop - start for start, stop in box)
         tensor = torch.empty(extents, dtype=self.dtype) if out is None else out
         memory = as_bytes(tensor)
-        # Bytes follow one another from the last dimension that is not whole.
+        # From the last dimension that is cut, bytes are contiguous.
         axis = max((axis for axis, size in enumerate(extents) if size != self.shape[axis]), default=0)
         run = prod(extents[axis:]) * self.dtype.itemsize
         strides = [prod(self.shape[dim + 1 :]) * self.dtype.itemsize for dim in range(axis + 1)]
@@ -71,15 +71,15 @@ class FileTensor(NamedTuple):
                     while left:
                         count = os.preadv(file.fileno(), [left], at)
                         if count == 0:
-                            raise damaged(self.path, name, "the file ends before the tensor does")
+                            raise tensor_error(self.path, name, "the file ends before the tensor does")
                         left, at = left[count:], at + count
         except OSError as error:
-            raise damaged(self.path, name, f"cannot be read ({error.strerror})") from error
+            raise tensor_error(self.path, name, f"cannot be read ({error.strerror})") from error
         return tensor
 
 
-def damaged(path: Path, name: str, problem: str) -> CheckpointError:
-    """Return the error for a tensor (or key) of a file."""
+def tensor_error(path: Path, name: str, problem: str) -> CheckpointError:
+    """Make the error for a tensor (or key) of a file."""
     return CheckpointError(f"{path}: {name}: {problem}")
 
 
@@ -90,22 +90,23 @@ def as_bytes(tensor: Tensor) -> memoryview:
 
 
 def blocks(shape: Shape, itemsize: int) -> Iterator[Box]:
-    """Yield boxes of whole rows that tile a tensor in order, each of about BLOCK bytes."""
+    """Yield boxes of whole rows, of about BLOCK bytes each, that tile a tensor in order."""
     step = max(1, BLOCK // max(1, prod(shape[1:]) * itemsize))
     for first in range(0, shape[0], step):
         yield ((first, min(first + step, shape[0])), *full_box(shape[1:]))
 
 
 class HashedFile(FileIO):
-    """A new file that is written once from front to back, and hashed by a thread beside that. Errors of
-    writing are CheckpointErrors that name the file and `writing`, a tensor."""
+    """A new file that is written sequentially, and hashed in a thread.
+
+    A failed write raises CheckpointError that names the file and the tensor `writing`."""
 
     def __init__(self, path: Path) -> None:
         self._digest = hashlib.sha256()
         self._hasher = ThreadPoolExecutor(1)
-        self._hashing = self._hasher.submit(lambda: None)  # of the data before
+        self._hashing = self._hasher.submit(lambda: None)  # of the previous data
         self.path, self.writing = path, ""
-        self.error: CheckpointError | None = None  # for torch.save, which hides it behind an error of its own
+        self.error: CheckpointError | None = None  # the last one, which torch.save hides
         super().__init__(path, "wb")
 
     def close(self) -> None:
@@ -113,7 +114,7 @@ class HashedFile(FileIO):
         super().close()
 
     def write(self, data: Any) -> int:
-        """Write all of it; what is larger than SMALL must not change afterwards, as it is hashed later."""
+        """Write all data. Data larger than SMALL is hashed later, so it must not change afterwards."""
         self._hashing.result()
         if len(data) > SMALL:
             self._hashing = self._hasher.submit(self._digest.update, data)
@@ -126,7 +127,7 @@ class HashedFile(FileIO):
         return len(data)
 
     def finish(self) -> str:
-        """Return the SHA-256 of what is on disk now."""
+        """Flush to disk, and return the SHA-256 of the file."""
         with self._named_errors():
             os.fsync(self.fileno())
         self._hashing.result()
@@ -137,22 +138,23 @@ class HashedFile(FileIO):
         try:
             yield
         except OSError as error:
-            self.error = damaged(self.path, self.writing, f"cannot be written ({error.strerror})")
+            self.error = tensor_error(self.path, self.writing, f"cannot be written ({error.strerror})")
             raise self.error from error
 
 
 class Processes:
-    """The processes that make a folder together: this one alone, or those of the default process group.
-    group: of gloo, with the same ranks, where the default group is NCCL."""
+    """The processes that make a folder together: the default process group, or only this process.
+
+    group: gloo group of the same ranks, if the default group is NCCL"""
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         together = dist.is_initialized()
         self.rank, self.world = (dist.get_rank(), dist.get_world_size()) if together else (0, 1)
         self._group = group
-        self.folder: Path | None = None  # that is being made, for errors of writing that name no file
+        self.folder: Path | None = None  # the folder in the making, for write errors that name no file
 
     def run(self, action: Callable[[], T]) -> T:
-        """Return this process's result of `action`; CheckpointError on every process if it failed on one."""
+        """Return this process's result of `action`. A failure raises CheckpointError on every process."""
         problem, result = None, None
         try:
             result = action()
@@ -170,24 +172,25 @@ class Processes:
         self.run(action if self.rank == 0 else lambda: None)
 
     def gather(self, value: T, kind: Any) -> list[T]:
-        """Return every process's `value`, of type `kind`, by rank."""
+        """Return the values of all processes, of type `kind`, by rank."""
         return [value] if self.world == 1 else gather_over(self._group, value, kind)
 
 
 @contextmanager
 def new_folder(out: Path, size: int, processes: Processes) -> Iterator[Path]:
-    """Yield a temporary folder beside `out` that takes its name at the end, when it is on disk. If anything
-    fails before, nothing is left behind.
-    size: bytes that are going to be written. Raises CheckpointError where `out` exists, somebody else is
-    making it, or there is no room."""
+    """Yield a temporary folder, which is renamed to `out` when it is on disk, or removed after a failure.
+
+    Raises CheckpointError if `out` exists, another process is writing it, or the disk lacks space.
+
+    size: bytes that will be written"""
     folder = out.with_name(f".{out.name}.partial")
-    lock: list[int] = []  # only in the first process
+    lock: list[int] = []  # in the first process only
     processes.folder = out
 
     def start() -> None:
         if out.exists() or out.is_symlink():
             raise CheckpointError(f"{out}: already exists (choose another folder, or remove it)")
-        if folder.exists():  # of a process that was killed, unless one holds it
+        if folder.exists():  # left by a killed process, unless it is locked
             os.close(_lock(folder))
             shutil.rmtree(folder)
         folder.mkdir(parents=True)
@@ -216,7 +219,7 @@ def new_folder(out: Path, size: int, processes: Processes) -> Iterator[Path]:
 
 
 def _lock(folder: Path) -> int:
-    """Return a descriptor that keeps other processes from making the folder until it is closed."""
+    """Lock the folder against other processes until the returned descriptor is closed."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -224,19 +227,20 @@ def _lock(folder: Path) -> int:
         os.close(descriptor)
         message = f"{folder}: another process is writing there (wait for it, or choose another folder)"
         raise CheckpointError(message) from None
-    except OSError:  # a network's file system may know no such locks
+    except OSError:  # a network file system may not support locks
         pass
     return descriptor
 
 
 def readable(size: float) -> str:
-    """Return bytes as people read them: MB below a GB."""
+    """Format bytes as GB or MB."""
     return f"{size / 1e9:.2f} GB" if size >= 1e9 else f"{size / 1e6:.2f} MB"
 
 
 def carried_files(source: Path) -> list[Path]:
-    """Return what an exported folder takes from its source. Raises CheckpointError for a link that leads out
-    of the folder: a copy would give another file of the user away."""
+    """Return the files that an export copies from its source.
+
+    Raises CheckpointError for a link that leads out of the folder, as a copy would leak another file."""
     found = sorted({path for pattern in CARRIED for path in source.glob(pattern) if path.is_file()})
     for path in found:
         if not stays_inside(path, source):
@@ -246,9 +250,9 @@ def carried_files(source: Path) -> list[Path]:
 
 
 def carry_along(source: Path, folder: Path, config: Mapping[str, Any] | None = None) -> None:
-    """Copy everything of a model's folder that is not weights, and wait until it is on disk.
-    config: config.json, where it is not the source's. Raises CheckpointError naming what cannot be copied, or
-    as `carried_files`."""
+    """Copy the `carried_files` of a model's folder to disk. Raises CheckpointError that names a file.
+
+    config: replaces the source's config.json"""
     for path in carried_files(source):
         copy = folder / path.relative_to(source)
         try:
@@ -263,7 +267,7 @@ def carry_along(source: Path, folder: Path, config: Mapping[str, Any] | None = N
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write a safetensors file, onto the disk. Raises CheckpointError where that is not possible."""
+    """Write a safetensors file to disk. Raises CheckpointError if that fails."""
     try:
         save_file({name: tensor.cpu() for name, tensor in tensors.items()}, path, metadata={"format": "pt"})
     except SafetensorError as error:
@@ -272,6 +276,6 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Write indented JSON, and wait until it is on disk."""
+    """Write indented JSON to disk."""
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     fsync(path)

@@ -33,12 +33,11 @@ from megarl.plan.engines import transfer_buffer_bytes
 from megarl.plan.inputs import make_plan_inputs
 from megarl.rollout.engines.sglang import SGLangEngine
 from megarl.schedule import evaluation, models, preflight, run, source
-from megarl.sync.backends.base import pack
 from megarl.sync.backends.shared_memory import SharedMemoryBackend
 from megarl.sync.plan import Plan, engine_plan, engine_targets
 from megarl.sync.transfer import Staging, Transfer, TransferStats
 from megarl.sync.weight_sync import WeightSync, make_weight_sync
-from megarl.weights.boxes import full_box
+from megarl.weights.boxes import full_box, pack
 from megarl.weights.known_models import KNOWN_MODELS
 from megarl.weights.shards import Region, Shard
 

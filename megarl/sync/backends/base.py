@@ -1,15 +1,13 @@
-"""The protocol of weight backends.
+"""The protocol of weight backends, which bring transferred weights into an engine, bucket by bucket.
 
-A backend names the tensors that a transfer writes on an engine's ranks, and brings them into the engine,
-bucket by bucket. A new one is a subclass in a separate file and a row in `BACKENDS` (backends/__init__.py).
-docs/extending.md has an example.
+A new backend is a subclass in a separate file and a row in `BACKENDS`. docs/extending.md has an example.
 """
 
 from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from typing import ClassVar, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -18,10 +16,11 @@ from torch import Tensor
 from megarl.config.schema import Config
 from megarl.sync.plan import Plan
 from megarl.sync.transfer import FORMAT_DTYPES, Staging
+from megarl.weights.boxes import pack
 
 
 class UpdatableEngine(Protocol):
-    """What every backend and the weight sync call of an engine, see RolloutEngine."""
+    """The methods of an engine that backends and the weight sync call, see RolloutEngine."""
 
     def ready(self, seconds: float) -> bool: ...
     def restart(self) -> None: ...
@@ -36,7 +35,7 @@ E = TypeVar("E", bound=UpdatableEngine)
 
 
 class Place(NamedTuple):
-    """Where a tensor lies in the memory of a bucket. start: its first byte."""
+    """The place of a tensor in the memory of a bucket. start: its first byte."""
 
     start: int
     shape: tuple[int, ...]
@@ -49,16 +48,16 @@ class Place(NamedTuple):
 
 
 class WeightBackend(ABC, Generic[E]):
-    """One rank's part in bringing weights into its engine.
+    """Brings one rank's part of the weights into its engine.
 
-    Every rank of a job has one. On ranks without an engine only `split` is called. All ranks of an engine
-    call the same methods in the same order; its leader alone can raise an EngineFailure.
+    Every rank of a job has one, but ranks without an engine call only `split`. All ranks of an engine call
+    the same methods in the same order. Only its leader can raise EngineFailure.
 
     engine         of this rank, after `connect`
-    keeps_frozen   an engine that has not been restarted still has its frozen weights at the next sync
-    can_recover    an engine that failed can be started again, and then gets all weights
-    reports_notes  an update may end well for the rank and still have notes for the user (`take_notes`)
-    alignment      bytes: tensors of a bucket begin at multiples of this
+    keeps_frozen   an engine keeps its frozen weights until it restarts
+    can_recover    a failed engine can restart, and then gets all weights
+    reports_notes  a successful update may have notes for the user (`take_notes`)
+    alignment      of the tensors of a bucket, in bytes
     """
 
     keeps_frozen: ClassVar[bool] = True
@@ -69,21 +68,20 @@ class WeightBackend(ABC, Generic[E]):
 
     def __init__(self, config: Config, rank: int, device: torch.device, dtype: torch.dtype) -> None:
         """Args:
-        rank: number in the job, with which the plan names this rank
+        rank: of the job
         device: of the tensors that a transfer writes
-        dtype: of the target tensors for which the plan names no format"""
+        dtype: of target tensors without a format in the plan"""
         self.config, self.rank, self.device, self.dtype = config, rank, device, dtype
 
     @property
     def bucket_bytes(self) -> float:
-        """Return the limit of a bucket's size. A larger tensor fills a bucket alone."""
+        """Return the largest size of a bucket. A larger tensor fills a bucket alone."""
         return self.config.rollout.transfer_bucket * 2**20
 
     def split(self, plan: Plan, frozen: Collection[str] = ()) -> list[list[str]]:
-        """Split the target tensors into buckets, by name; the same on every rank.
+        """Split the names of the target tensors into buckets, identically on every rank.
 
-        frozen: tensors that never change. Their buckets come first and hold nothing else, because later
-        syncs may skip them."""
+        frozen: tensors that never change. Their buckets come first, and later syncs may skip them."""
         leader = plan.targets[min(plan.targets)]
         sizes = {name: self._size(self.place(plan, name, shard.shape)) for name, shard in leader.items()}
         kept = {name: size for name, size in sizes.items() if name in frozen}
@@ -94,26 +92,28 @@ class WeightBackend(ABC, Generic[E]):
     def connect(self, engine: E, parts: Sequence[Plan], memory: Staging) -> list[dict[str, Tensor]]:
         """Connect to this rank's engine and return the tensors that a transfer writes here, by bucket.
 
-        parts: the plan of each bucket; memory: shared by all buckets, for tensors that are not the engine's
-        own. A bucket is sent before the next one is written."""
+        A bucket is sent before the next one is written.
+
+        parts: the plan of each bucket; memory: shared by all buckets, unless the engine owns the tensors"""
 
     def begin(self) -> None:
         """Begin an update. The engine refuses requests until `finish`."""
         self.engine.begin_update()
 
     def handle(self, bucket: int) -> bytes | None:
-        """Return where the engine's leader finds this rank's part of a bucket."""
+        """Return a handle with which the engine's leader finds this rank's part of a bucket."""
         return None
 
     @abstractmethod
     def send(self, bucket: int, handles: Sequence[bytes | None], version: int) -> None:
         """Bring a bucket into the engine, after all ranks have written theirs.
 
-        handles: by rank of the job, what `handle` returned there. The bucket's memory may be written again
-        when this has returned on all ranks."""
+        The bucket's memory may be overwritten when all ranks have returned.
+
+        handles: results of `handle` by rank of the job"""
 
     def finish(self, version: int) -> None:
-        """End the update: the engine drops what depends on the old weights, and carries `version`."""
+        """End the update: the engine drops all state of the old weights, and adopts `version`."""
         self.engine.end_update(version)
 
     def recover(self) -> None:
@@ -126,7 +126,7 @@ class WeightBackend(ABC, Generic[E]):
         return Place(start, shape, dtype)
 
     def places(self, part: Plan) -> tuple[dict[str, Place], int]:
-        """Return the places of this rank's tensors of a bucket, and the bytes that they need together."""
+        """Return the places of this rank's tensors of a bucket, and their total bytes."""
         places: dict[str, Place] = {}
         start = 0
         for name, shard in part.targets[self.rank].items():
@@ -135,21 +135,7 @@ class WeightBackend(ABC, Generic[E]):
         return places, start
 
     def _size(self, place: Place) -> int:
-        """Return the bytes of a tensor, rounded up to the alignment."""
         return -(-math.prod(place.shape) * place.dtype.itemsize // self.alignment) * self.alignment
-
-
-def pack(sizes: Mapping[str, int], limit: float) -> list[list[str]]:
-    """Pack tensors of these sizes, in their order, into parts of at most `limit` bytes or of one tensor."""
-    parts: list[list[str]] = []
-    used = 0
-    for name, size in sizes.items():
-        if not parts or (used and used + size > limit):
-            parts.append([])
-            used = 0
-        parts[-1].append(name)
-        used += size
-    return parts
 
 
 def stage(places: Sequence[tuple[dict[str, Place], int]], memory: Staging) -> list[dict[str, Tensor]]:

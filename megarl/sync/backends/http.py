@@ -1,7 +1,7 @@
-"""Weights in the bodies of HTTP requests: SGLang servers that somebody else runs.
+"""Weights in HTTP requests, for SGLang servers that the user runs.
 
 The leader of the ranks that share a client has whole tensors by their Hugging Face names. It serializes each
-bucket once, and its engine posts it to all servers of the client.
+bucket once, and posts it to all servers of the client.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class HttpBackend(WeightBackend[HttpEngine]):
     """Has the transfer write staging memory on the leader, and posts that."""
 
     keeps_frozen = False  # a server that comes back has none of its weights
-    reports_notes = True  # of servers that are left out, or back
+    reports_notes = True  # about servers that drop out or come back
 
     def connect(self, engine: HttpEngine, parts: Sequence[Plan], memory: Staging) -> list[dict[str, Tensor]]:
         self.engine = engine

@@ -1,4 +1,4 @@
-"""Weights in place: the engine decodes in the rank itself, and a transfer writes its parameters."""
+"""Weights in place: the transfer writes the parameters of an engine in the rank's own process."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class InPlaceBackend(WeightBackend[InProcessEngine]):
 
     @property
     def bucket_bytes(self) -> float:
-        """Return infinity: buckets need no memory beside the parameters."""
+        """Return infinity, as buckets need no memory."""
         return math.inf
 
     def connect(

@@ -1,8 +1,7 @@
-"""Weights through memory that the engine's processes open: SGLang on the ranks' own devices.
+"""Weights in shared memory, for SGLang on the ranks' own devices.
 
-Each rank of an engine has one memory, into which a transfer writes its share of one bucket after the other.
-The leader passes handles of these memories to the engine: a file on a CPU, CUDA IPC on a GPU. Each of the
-engine's processes copies its share from there.
+A transfer writes each bucket to a memory of each rank. The leader passes handles of these memories to the
+engine's processes, which copy their shares: a file on a CPU, CUDA IPC on a GPU.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ class ProcessEngine(UpdatableEngine, Protocol):
     """An engine in separate processes, on the machine of its ranks."""
 
     def load_shared(self, handles: Sequence[bytes | None], version: int, *, last: bool) -> None:
-        """Have the engine's processes load a bucket, and return when they have.
+        """Make the engine's processes load a bucket, and wait for them.
 
         handles: of the engine's ranks, in order (`SharedMemoryBackend.handle`); last: of the update"""
 
@@ -41,7 +40,7 @@ class SharedMemoryBackend(WeightBackend[ProcessEngine]):
     ) -> list[dict[str, Tensor]]:
         self.engine = engine
         places = [self.places(part) for part in parts]
-        # Per bucket, as sglang_inside.load_shards reads it.
+        # By bucket, in the format of sglang_inside.load_shards.
         self._described: list[dict[str, Any]] = [
             {
                 "tensors": {
@@ -63,21 +62,20 @@ class SharedMemoryBackend(WeightBackend[ProcessEngine]):
         return tensors
 
     def _open_file(self, size: int) -> Tensor:
-        """Return the memory of a file that other processes can open as long as this object exists."""
+        """Return the memory of a file that other processes can open while this object exists."""
         self._file = os.memfd_create("megarl-weights")
         weakref.finalize(self, os.close, self._file)
         os.truncate(self._file, size)
         return torch.from_file(f"/proc/self/fd/{self._file}", shared=True, size=size, dtype=torch.uint8)
 
     def handle(self, bucket: int) -> bytes:
-        """Return where the engine's process finds this rank's part. A CUDA handle is good for one load."""
+        """Return the handle of this rank's part. A CUDA handle is valid for one load."""
         part = self._described[bucket]
         if self.device.type == "cpu":
             part = part | {"path": f"/proc/{os.getpid()}/fd/{self._file}", "size": self._memory.numel()}
             memory = torch.empty(0, dtype=torch.uint8)
         else:
-            # An alias with a new storage: torch adds a wrapper to a storage each time it is shared, and keeps
-            # all wrappers as long as the storage.
+            # torch keeps one wrapper per share until the storage is freed, so share a short-lived alias.
             memory = torch.from_dlpack(self._memory)
         return bytes(ForkingPickler.dumps([(json.dumps(part), memory)]))
 
