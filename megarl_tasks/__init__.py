@@ -1,2 +1,1 @@
-"""Problems to train on: those of `megarl demo` and `megarl ablate` with their teachers, made from a seed, and
-those that reasoning-gym generates."""
+"""Problems to train on: seeded tasks of demos and ablations with teachers, and reasoning-gym's."""

@@ -1,9 +1,7 @@
-"""The demo's task: sums of 3 to 7 numbers, worked out in a chain of additions by a teacher who makes
-mistakes.
+"""The demo's task: sums of 3 to 7 numbers, computed in a chain of additions by an error-prone teacher.
 
-Also what both tasks share: tokenizer, model of 101,000 parameters (Qwen3; or a mixture), and the files of a
-task.
-"""
+Also the tokenizer, model (Qwen3 with 101,000 parameters, or a mixture) and task files that other tasks
+share."""
 
 from __future__ import annotations
 
@@ -34,13 +32,12 @@ Style = Literal["bare", "chain", "wait", "truncated"]
 STYLES: tuple[Style, ...] = ("bare", "chain", "wait", "truncated")
 
 ANSWER = re.compile(r"Answer:\s*(-?\d+)\s*$")
-MAX_NEW_TOKENS = 80  # length limit of the demo's responses; some of the teacher's are longer: to be unlearned
+MAX_NEW_TOKENS = 80  # length limit of the demo's responses; some of the teacher's are longer
 MAX_POSITIONS = 256
 
 MIN_TERMS, MAX_TERMS, MAX_TERM = 3, 7, 5
-BARE, WAIT = 0.25, 0.15  # shares of bare answers, and of chains with second thoughts
-# Share of wrong additions. A model that copies the teacher well is then right about a third of the time: far
-# to go, and not hopeless.
+BARE, WAIT = 0.25, 0.15  # shares of bare answers, and of chains that are repeated after "Wait"
+# Share of wrong additions. A model that copies the teacher is then correct about a third of the time.
 ERROR = 0.12
 AGAIN = 0.7
 MAX_CHAINS = 4  # in one response, so that prompt and response fit into the model's 256 positions
@@ -73,7 +70,7 @@ class Sum(NamedTuple):
 
     @property
     def prompt(self) -> str:
-        """Return the problem as the model reads it, e.g. `5+2+4+3=?` and a newline."""
+        """The problem as the model reads it, e.g. `5+2+4+3=?` and a newline."""
         return "+".join(map(str, self.terms)) + "=?\n"
 
     @property
@@ -81,17 +78,17 @@ class Sum(NamedTuple):
         return str(sum(self.terms))
 
 
-def draw_problem(rng: random.Random) -> Sum:
-    """Draw 3 to 7 numbers in 1..5."""
+def sample_problem(rng: random.Random) -> Sum:
+    """Sample 3 to 7 numbers in 1..5."""
     return Sum(tuple(rng.randint(1, MAX_TERM) for _ in range(rng.randint(MIN_TERMS, MAX_TERMS))))
 
 
 def chain(problem: Sum, rng: random.Random, error: float = ERROR) -> tuple[str, int]:
-    """Return one addition a line, and the sum arrived at.
+    """Return one addition per line, and the resulting sum.
 
-    Each addition is off by up to 3 with probability `error`, and the lines after it carry the mistake on.
-    Were it always off by one, mistakes would cancel and a guess without work would be right as often as a
-    chain: the policy would learn to guess."""
+    Each addition is off by up to 3 with probability `error`, and later lines continue with the wrong
+    result. If errors were always 1, they would often cancel, and guesses would be correct as often as
+    chains."""
     total, lines = problem.terms[0], []
     for term in problem.terms[1:]:
         result = total + term
@@ -106,7 +103,7 @@ def chain(problem: Sum, rng: random.Random, error: float = ERROR) -> tuple[str, 
 def teach(problem: Sum, rng: random.Random) -> str:
     """Return a response of the teacher, without its end-of-sequence token.
 
-    25 % are a bare answer, 60 % one chain, 15 % a chain, `Wait` and the chain again, maybe more than once."""
+    25 % are a bare answer, 60 % one chain, 15 % a chain, `Wait` and another chain, possibly repeated."""
     kind = rng.random()
     work, total = chain(problem, rng)
     if kind < BARE:
@@ -121,10 +118,12 @@ def teach(problem: Sum, rng: random.Random) -> str:
 
 
 def style(response: str, finished: bool = True) -> Style:
-    """Classify a response, to show how the shares of the styles move.
+    """Classify a response.
 
-    truncated: without an answer at its end, or not finished (no end-of-sequence token); wait: with second
-    thoughts; bare: nothing but the answer; chain: the rest."""
+    truncated  no answer at its end, or not finished (no end-of-sequence token)
+    wait       contains "Wait"
+    bare       only the answer
+    chain      all others"""
     if not finished or not ANSWER.search(response):
         return "truncated"
     if "Wait" in response:
@@ -134,42 +133,44 @@ def style(response: str, finished: bool = True) -> Style:
 
 def style_shares(responses: Iterable[tuple[str, bool]]) -> dict[Style, float]:
     """Return the share of each style among responses given as (text, finished)."""
-    found = [style(text, finished) for text, finished in responses]
-    return {name: found.count(name) / max(len(found), 1) for name in STYLES}
+    styles = [style(text, finished) for text, finished in responses]
+    return {name: styles.count(name) / max(len(styles), 1) for name in STYLES}
 
 
 def write_demo(folder: Path, seed: int, layers: int = 2, experts: int = 0) -> None:
-    """Write what the demo starts from into `folder`, the same bytes for the same seed and sizes. experts: of
-    each layer of the model, 0: a dense one.
+    """Write the demo's model and data into `folder`, deterministic for a seed and sizes.
 
-    model/       Hugging Face folder: untrained model and tokenizer
-    sft.jsonl    28,800 rows prompt, response, answer: 450 steps of 64
+    model/       untrained model and tokenizer, Hugging Face's format
+    sft.jsonl    28,800 rows prompt, response, answer
     train.jsonl  8,192 different problems (prompt, answer), none held out
     eval.jsonl   512 held-out problems, the same for every seed
 
-    Raises DataError where the folder cannot be written.
-    """
+    experts: per layer, 0 for a dense model. Raises DataError if the folder cannot be written."""
 
-    def answer(problem: Sum, rng: random.Random) -> tuple[Sum, str]:
-        return problem, teach(problem, rng)
-
-    tokenizer = build_tokenizer()
     write_task_files(
-        folder, seed, draw_problem, answer, SFT_ROWS, TRAIN_ROWS, tokenizer, layers=layers, experts=experts
+        folder,
+        seed,
+        sample_problem,
+        lambda problem, rng: (problem, teach(problem, rng)),
+        SFT_ROWS,
+        TRAIN_ROWS,
+        build_tokenizer(),
+        layers=layers,
+        experts=experts,
     )
 
 
 def held_out(prompt: str) -> bool:
-    """Return whether a prompt belongs to evaluation: one in ten does.
+    """Return whether a prompt is for evaluation: one in ten is.
 
-    By a checksum: a plain hash like sum(x * 31**i) % 10 would be the digit sum."""
+    It uses a checksum, because a simple hash like sum(x * 31**i) % 10 would be the digit sum."""
     return zlib.crc32(prompt.encode()) % 10 == 0
 
 
 def write_task_files(
     folder: Path,
     seed: int,
-    draw: Callable[[random.Random], P],
+    sample: Callable[[random.Random], P],
     answer: Callable[[P, random.Random], tuple[P, str]],
     sft_rows: int,
     train_rows: int,
@@ -177,38 +178,40 @@ def write_task_files(
     *,
     layers: int = 2,
     experts: int = 0,
-    draw_eval: Callable[[random.Random], P] | None = None,
+    sample_eval: Callable[[random.Random], P] | None = None,
 ) -> None:
-    """Write sft.jsonl, train.jsonl and eval.jsonl of a task, and model/; no prompt of the first two is held
-    out.
+    """Write model/, sft.jsonl, train.jsonl and eval.jsonl of a task. Only eval.jsonl has held-out prompts.
 
-    draw: draws a problem, draw_eval one for evaluation where that differs. answer: gives the problem as the
-    warm start shows it, with the teacher's response. Raises DataError where the folder cannot be written."""
+    sample       samples a problem
+    sample_eval  samples a problem for evaluation, if that differs
+    answer       returns the problem of the warm start and the teacher's response
+
+    Raises DataError if the folder cannot be written."""
 
     def problems(rng: random.Random, *, evaluation: bool = False) -> Iterator[P]:
         while True:
-            problem = draw_eval(rng) if evaluation and draw_eval else draw(rng)
+            problem = sample_eval(rng) if evaluation and sample_eval else sample(rng)
             if held_out(problem.prompt) == evaluation:
                 yield problem
 
-    def taught() -> Iterator[dict[str, str]]:
+    def make_sft_rows() -> Iterator[dict[str, str]]:
         rng = random.Random(f"{seed}/sft")
-        for drawn in islice(problems(rng), sft_rows):
-            problem, response = answer(drawn, rng)
+        for sampled in islice(problems(rng), sft_rows):
+            problem, response = answer(sampled, rng)
             yield {"prompt": problem.prompt, "response": response, "answer": problem.answer}
 
-    def different(drawn: Iterator[P], count: int) -> Iterator[dict[str, str]]:
-        seen: set[P] = set()
-        while len(seen) < count:
-            problem = next(drawn)
-            if problem not in seen:
-                seen.add(problem)
+    def make_unique_rows(sampled: Iterator[P], count: int) -> Iterator[dict[str, str]]:
+        unique: set[P] = set()
+        while len(unique) < count:
+            problem = next(sampled)
+            if problem not in unique:
+                unique.add(problem)
                 yield {"prompt": problem.prompt, "answer": problem.answer}
 
     files = {
-        "sft": taught(),
-        "train": different(problems(random.Random(f"{seed}/train")), train_rows),
-        "eval": different(problems(random.Random("eval"), evaluation=True), EVAL_ROWS),
+        "sft": make_sft_rows(),
+        "train": make_unique_rows(problems(random.Random(f"{seed}/train")), train_rows),
+        "eval": make_unique_rows(problems(random.Random("eval"), evaluation=True), EVAL_ROWS),
     }
     place = folder
     try:
@@ -218,7 +221,7 @@ def write_task_files(
             (place / f"{name}.jsonl").write_text(text, encoding="utf-8")
         place = folder / "model"
         model = build_model(tokenizer, seed, layers, experts)
-        # Not model.save_pretrained: for 0.4 MB it draws a progress bar over the demo's own output.
+        # Not model.save_pretrained, which shows a progress bar.
         weights = revert_weight_conversion(model, model.state_dict())
         del weights["lm_head.weight"]  # tied
         tokenizer.save_pretrained(place)
@@ -237,11 +240,10 @@ def write_task_files(
 def build_tokenizer(
     alphabet: str = ALPHABET, words: Sequence[str] = WORDS, positions: int = MAX_POSITIONS
 ) -> PreTrainedTokenizerFast:
-    """Build a BPE tokenizer: each character of the alphabet is a token, and each word, built up by merges.
+    """Build a BPE tokenizer with a token for each character of the alphabet and each word.
 
-    40 tokens for the demo: `Answer: `, `Wait` and `=?` with its newline are its words. Digits never merge, so
-    that the model sees numbers digit by digit. Text with other characters loses them. positions: of the
-    model that is built for it."""
+    The demo's has 40 tokens. Digits never merge, so the model reads numbers digit by digit. Characters
+    outside the alphabet are lost. positions: maximum positions of the model."""
     vocabulary = {PAD: 0, EOS: 1} | {character: i + 2 for i, character in enumerate(alphabet)}
     merges: list[tuple[str, str]] = []
     for word in words:
@@ -260,12 +262,13 @@ def build_tokenizer(
 
 
 def build_model(tokenizer: PreTrainedTokenizerFast, seed: int, layers: int = 2, experts: int = 0) -> Any:
-    """Build an untrained Qwen3, drawn from the seed; torch's own generator is left as it was. experts: a
-    Qwen3-MoE of so many a layer, of which a token goes to two, together as wide as the dense layer."""
+    """Build an untrained Qwen3, initialised from the seed; torch's generator keeps its state.
+
+    experts: number per layer of a Qwen3-MoE; each token uses two, together as wide as the dense layer"""
     family = (Qwen3MoeConfig, Qwen3MoeForCausalLM) if experts else (Qwen3Config, Qwen3ForCausalLM)
     mixture = {"num_experts": experts, "num_experts_per_tok": 2, "moe_intermediate_size": 96}
-    described, made = family
-    config = described(
+    config_class, model_class = family
+    config = config_class(
         vocab_size=len(tokenizer),
         hidden_size=64,
         intermediate_size=192,
@@ -274,9 +277,9 @@ def build_model(tokenizer: PreTrainedTokenizerFast, seed: int, layers: int = 2, 
         num_key_value_heads=2,
         head_dim=16,
         max_position_embeddings=tokenizer.model_max_length,
-        initializer_range=0.06,  # Qwen's 0.02 is for wide models: at width 64 it learns much later
+        initializer_range=0.06,  # Qwen's 0.02 is for wide models; a narrow one learns much slower with it
         tie_word_embeddings=True,
-        architectures=[made.__name__],
+        architectures=[model_class.__name__],
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
@@ -285,4 +288,4 @@ def build_model(tokenizer: PreTrainedTokenizerFast, seed: int, layers: int = 2, 
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return made(config)
+        return model_class(config)

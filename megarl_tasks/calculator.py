@@ -1,9 +1,8 @@
-"""The demo of a model that acts: word problems of one step, and a calculator that the policy may call.
+"""The demo with a tool: word problems of one step, and a calculator that the policy may call.
 
-The model is shown two problems with their calls and results. It writes `Call: calc(214 + 377)`, reads
-`Result: 591`, and ends with `Answer: 591`. Numbers have three digits: without the tool it is right next to
-never.
-"""
+The prompt shows two problems with calls and results. The model writes `Call: calc(214 + 377)`, reads
+`Result: 591`, and ends with `Answer: 591`. Numbers have three digits, so without the tool it is almost
+never correct."""
 
 from __future__ import annotations
 
@@ -23,7 +22,7 @@ from megarl.data.prompts import Prompt
 TRAIN_ROWS, EVAL_ROWS = 2048, 96
 NAMES = ("Anna", "Ben", "Chloe", "David", "Emma", "Farid", "Grace", "Hugo", "Ines", "Jack", "Kira", "Leo")
 THINGS = ("apples", "marbles", "stamps", "books", "coins", "cards", "pens", "shells", "stickers", "beads")
-# How each operation is asked for, and the sign by which it is called.
+# Wordings of a problem, by operation.
 WORDINGS = {
     "addition": (
         "{name} has {a} {things} and gets {b} more. How many {things} does {name} have now?",
@@ -53,7 +52,7 @@ CALL = re.compile(r"Call:\s*calc\((.*)\)\s*$")
 
 
 class Problem(NamedTuple):
-    """A word problem of one step. source: the operation that it takes."""
+    """A word problem of one step. source: its operation."""
 
     source: str
     question: str
@@ -62,7 +61,7 @@ class Problem(NamedTuple):
 
 
 def problems(seed: int) -> Iterator[Problem]:
-    """Yield problems without end, no two with the same operation and operands."""
+    """Yield problems endlessly, no two with the same operation and operands."""
     rng = random.Random(seed)
     seen = set[str]()
     while True:
@@ -79,8 +78,8 @@ def problems(seed: int) -> Iterator[Problem]:
             yield Problem(source, question, call, calc(call))
 
 
-def prompt_to(question: str, *, calls: bool) -> str:
-    """Return the problem behind the two that are shown. calls: with the calculator's calls."""
+def format_prompt(question: str, *, calls: bool) -> str:
+    """Return a problem after the two examples. calls: the examples use the calculator."""
     shown = ""
     for asked, call, answer in SHOWN:
         used = f"Call: calc({call})\nResult: {answer}\n" if calls else ""
@@ -89,8 +88,10 @@ def prompt_to(question: str, *, calls: bool) -> str:
 
 
 def write_task(folder: Path, seed: int) -> None:
-    """Write train.jsonl, eval.jsonl, and without_tool.jsonl, which asks the same as eval.jsonl of a policy
-    that has no calculator. No held-out problem has operands and operation of one that is trained on."""
+    """Write train.jsonl, eval.jsonl and without_tool.jsonl, which has eval.jsonl's questions without
+    calculator.
+
+    No held-out problem has the operation and operands of a training problem."""
     rows = problems(seed)
     held_out, trained = ([next(rows) for _ in range(count)] for count in (EVAL_ROWS, TRAIN_ROWS))
     for name, some, calls in (
@@ -101,7 +102,7 @@ def write_task(folder: Path, seed: int) -> None:
         lines = [
             json.dumps(
                 {
-                    "prompt": prompt_to(one.question, calls=calls),
+                    "prompt": format_prompt(one.question, calls=calls),
                     "answer": one.answer,
                     "data_source": one.source,
                     "extra_info": {"calls": calls},
@@ -133,12 +134,11 @@ def calc(expression: str) -> str:
 
 
 async def episode(prompt: Prompt, policy: Policy) -> None:
-    """Have the policy write a line, and show it the result, or what is wrong with its call, as long as the
-    line is a call. Whatever else it writes is its answer."""
+    """Run an episode: each line of the policy that is a call is answered, any other line ends it."""
     while True:
         turn = await policy.generate(stop=("\n",))
         line = turn.text.strip()
-        if not line.startswith("Call:") or "\n" not in turn.text:  # without, it has ended its response
+        if not line.startswith("Call:") or "\n" not in turn.text:  # without a newline, the response has ended
             return
         call = CALL.match(line)
         try:

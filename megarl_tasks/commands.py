@@ -1,5 +1,4 @@
-"""`megarl data gym`, which shows what reasoning-gym has, and `megarl data integers`, which turns the answers
-of a file into integers."""
+"""The commands `megarl data gym` and `megarl data integers`."""
 
 from __future__ import annotations
 
@@ -29,7 +28,7 @@ def gym(
     """List the tasks that reasoning-gym generates, or parameters and a problem of some."""
     if find_spec("reasoning_gym") is None:
         raise ConfigError(f"reasoning-gym is not installed ({INSTALL})")
-    from megarl_tasks.gym_scorer import known_answer, make_task, parameters_of, tasks_by_kind
+    from megarl_tasks.gym_scorer import get_parameters, known_answer, make_task, tasks_by_kind
 
     if not tasks:
         for kind, names in tasks_by_kind().items():
@@ -37,10 +36,8 @@ def gym(
     for name in tasks:
         task = make_task(name, {}, seed=0, size=1)
         entry = task[0]
-        print(f"{name}\n{dump_yaml(parameters_of(name)) or '    (no parameters)'}")
-        print(
-            f"--- a problem\n{entry['question']}\n--- {known_answer(task, entry) or '(no answer is told)'}\n"
-        )
+        print(f"{name}\n{dump_yaml(get_parameters(name)) or '    (no parameters)'}")
+        print(f"--- a problem\n{entry['question']}\n--- {known_answer(task, entry) or '(no known answer)'}\n")
     return 0
 
 

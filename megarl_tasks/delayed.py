@@ -1,10 +1,8 @@
-"""The ablations' task: a sum that is decided early in a response and judged late, with a teacher who has a
-bad habit.
+"""The ablations' task: a sum that is decided early in a response and graded late.
 
-Four numbers are added modulo 10 in three lines; then the result is carried along a forced countdown of 16 to
-36 lines to the answer. Right and wrong part at three tokens, 60 to 170 tokens before the reward, so that it
-matters how advantages reach back.
-"""
+Four numbers are added modulo 10 in three lines, by a teacher with a bad habit. Then a forced countdown of
+16 to 36 lines repeats the result. The deciding tokens are 60 to 170 tokens before the reward, so
+advantages must reach far back."""
 
 from __future__ import annotations
 
@@ -17,15 +15,14 @@ from megarl_tasks.arithmetic import build_tokenizer, write_task_files
 
 TERMS, MAX_TERM = 4, 4
 SHORTEST, LONGEST = 16, 36
-COUNTERS = string.ascii_lowercase + string.ascii_uppercase  # the countdown's line names: a is the last one
+COUNTERS = string.ascii_lowercase + string.ascii_uppercase  # names of the countdown's lines; a is the last
 
-# Share of additions that are one too large. As frequent as right ones: a policy that merely sharpens what it
-# does most gains nothing.
+# Share of additions that are one too large. It equals that of correct ones, so a policy that only sharpens
+# its most frequent behaviour gains nothing.
 HABIT = 0.45
-# Share of additions with any other wrong digit. Three right ones in a row are then rare: a tenth of the
-# responses.
+# Share of additions with another wrong digit. Only a tenth of the responses have three correct additions.
 SLIP = 0.10
-# Most countdowns of the warm start are brief: they are quickly learned, unlike additions.
+# Most countdowns of the warm start are brief: they are learned quickly, unlike additions.
 BRIEF, BRIEF_LINES = 0.7, 4
 
 SFT_ROWS = 600 * 64
@@ -34,15 +31,15 @@ ALPHABET = "0123456789+=\n :" + COUNTERS
 
 
 class DelayedSum(NamedTuple):
-    """terms: digits to be added modulo 10. lines: length of the countdown."""
+    """terms  digits to add modulo 10
+    lines  length of the countdown"""
 
     terms: tuple[int, ...]
     lines: int
 
     @property
     def prompt(self) -> str:
-        """Return the problem as the model reads it, e.g. `7+2+4+1=t` and a newline; t is the countdown's
-        first name."""
+        """The problem as the model reads it, e.g. `7+2+4+1=t` and a newline; t is the first line's name."""
         return "+".join(map(str, self.terms)) + f"={COUNTERS[self.lines - 1]}\n"
 
     @property
@@ -50,8 +47,8 @@ class DelayedSum(NamedTuple):
         return str(sum(self.terms) % 10)
 
 
-def draw_problem(rng: random.Random) -> DelayedSum:
-    """Draw a digit and three numbers in 1..4: few facts of addition, which a small model learns well."""
+def sample_problem(rng: random.Random) -> DelayedSum:
+    """Sample a digit and three numbers in 1..4: few additions, which a small model learns well."""
     terms = (rng.randint(0, 9), *(rng.randint(1, MAX_TERM) for _ in range(TERMS - 1)))
     return DelayedSum(terms, rng.randint(SHORTEST, LONGEST))
 
@@ -59,7 +56,7 @@ def draw_problem(rng: random.Random) -> DelayedSum:
 def teach(problem: DelayedSum, rng: random.Random, habit: float = HABIT, slip: float = SLIP) -> str:
     """Return a response of the teacher, without its end-of-sequence token.
 
-    Each addition goes wrong independently of the others; the lines after it carry the mistake on."""
+    Additions are wrong independently, and later lines continue with the wrong result."""
     total, text = problem.terms[0], ""
     for term in problem.terms[1:]:
         result, chance = (total + term) % 10, rng.random()
@@ -74,15 +71,14 @@ def teach(problem: DelayedSum, rng: random.Random, habit: float = HABIT, slip: f
 
 
 def write_task(folder: Path, seed: int) -> None:
-    """Write what the ablations start from into `folder`, the same bytes for the same seed.
+    """Write the ablations' model and data into `folder`, deterministic for a seed.
 
-    model/       Hugging Face folder: untrained model and tokenizer
-    sft.jsonl    38,400 rows prompt, response, answer: 600 steps of 64
+    model/       untrained model and tokenizer, Hugging Face's format
+    sft.jsonl    38,400 rows prompt, response, answer
     train.jsonl  4,096 different problems (prompt, answer), none held out
     eval.jsonl   512 held-out problems, the same for every seed
 
-    Raises DataError where the folder cannot be written.
-    """
+    Raises DataError if the folder cannot be written."""
 
     def answer(problem: DelayedSum, rng: random.Random) -> tuple[DelayedSum, str]:
         if rng.random() < BRIEF:
@@ -90,4 +86,4 @@ def write_task(folder: Path, seed: int) -> None:
         return problem, teach(problem, rng)
 
     tokenizer = build_tokenizer(ALPHABET, ("Answer: ",))
-    write_task_files(folder, seed, draw_problem, answer, SFT_ROWS, TRAIN_ROWS, tokenizer)
+    write_task_files(folder, seed, sample_problem, answer, SFT_ROWS, TRAIN_ROWS, tokenizer)

@@ -1,8 +1,8 @@
-"""`megarl demo`: a newcomer's first run. A tiny model and a task are made, warm-started and trained by
-reinforcement; or a pretrained model is fetched, and trained by it.
+"""`megarl demo`: a first run.
 
-A seed's task and warm start are shared by the recipes, whose runs lie side by side; only the run of the same
-recipe is made anew."""
+It creates a tiny model and a task, warm-starts the model and trains it by reinforcement. Or it downloads a
+pretrained model and trains that. Recipes share a seed's task and warm start, and their runs have separate
+folders. Only the run of the same recipe is replaced."""
 
 from __future__ import annotations
 
@@ -37,28 +37,23 @@ Recipe = Literal[
 ]  # fmt: skip
 Task = Literal["sums", "calculator"]
 FOLDERS: dict[Model, Path] = {"tiny": Path("runs/demo"), "smollm2": Path("runs/smollm2")}
-# Of the pretrained model's runs. TOKENS: that a response adds to a pass, with its share of the prompt;
-# REACHED: share of the processor's rate that a forward pass reaches; ASKED: such passes that a held-out
-# answer is worth; PRETRAINED, by recipe: those of a step, drawing included, and its updates of a model, each
-# of which takes UPDATE seconds besides, most of them for memory to be read and written.
+# Runs of the pretrained model. A cost of 1 is a forward pass over one response.
 PARAMETERS, GROUP, RANKS = 135e6, 8, 2
-TOKENS: dict[Task, int] = {"sums": 32, "calculator": 64}
-ROWS: dict[Task, int] = {
-    "sums": pretrained.EVAL_ROWS,
-    "calculator": 2 * calculator.EVAL_ROWS,
-}  # that are evaluated
-REACHED = {"fp32": 0.7, "bf16": 0.55}
-ASKED, UPDATE = 4.0, 1.5
-PRETRAINED = {"vapo": (10.0, 4), "dapo": (9.0, 2)}
+TOKENS: dict[Task, int] = {"sums": 32, "calculator": 64}  # per response, including its share of the prompt
+ROWS: dict[Task, int] = {"sums": pretrained.EVAL_ROWS, "calculator": 2 * calculator.EVAL_ROWS}  # evaluated
+REACHED = {"fp32": 0.7, "bf16": 0.55}  # share of the processor's rate that a forward pass reaches
+ASKED = 4.0  # cost of a held-out answer
+UPDATE = 1.5  # seconds of a model's update in addition to its passes, mostly for memory traffic
+PRETRAINED = {"vapo": (10.0, 4), "dapo": (9.0, 2)}  # cost per response and model updates of a step
 LONG = 1140.0  # seconds
 QUICK: dict[Task, float] = {"sums": 330.0, "calculator": 640.0}
 LONGEST: dict[Task, float] = {"sums": LONG, "calculator": 780.0}
 LEAST, MOST = 8, 16  # steps
-NEVER = 1000  # steps between evaluations of what is evaluated before and after alone
+NEVER = 1000  # steps between evaluations: only before and after the run
 PRETRAINED_MEMORY = 12 * GIB
 
-MARK = ".megarl-demo"  # in --folder: it was made here
-MARK_WARM_START = ".megarl-demo-warm-start"  # after a warm start: what it was made from and came to
+MARK = ".megarl-demo"  # in --folder: the demo created it
+MARK_WARM_START = ".megarl-demo-warm-start"  # after a warm start: checksums of its inputs and result
 MARK_RUN = ".megarl-demo-run"  # in a run's folder, which the next run of its recipe may delete
 
 
@@ -100,18 +95,7 @@ def demo(
     """Make a tiny model and a task, warm-start it, then train it by reinforcement: minutes on a CPU.
 
     Or fetch a pretrained model, and train that."""
-    if layers < 1:
-        raise ConfigError(f"--layers: must be at least 1 (got {layers})")
-    if experts and experts < 2:
-        raise ConfigError(f"--experts: a token goes to two of them (got {experts}; 0 is a dense model)")
-    if model != "tiny" and (experts or layers != 2):
-        key = "--experts" if experts else "--layers"
-        raise ConfigError(f"{key}: is of the tiny model, and {model} is as it is (leave it out)")
-    if model != "tiny" and recipe not in PRETRAINED:
-        known = " or ".join(PRETRAINED)
-        raise ConfigError(f"--recipe: with --model {model} it is {known} (got {recipe})")
-    if model == "tiny" and task != "sums":
-        raise ConfigError(f"--task: {task} is for a pretrained model (add --model smollm2)")
+    _check_options(recipe, model, task, layers, experts)
     started = time.time()
     folder = folder or FOLDERS[model]
     place = folder if task == "sums" else folder / task
@@ -120,11 +104,11 @@ def demo(
     first, sizes = place / "sft" / "hf", []
     file = config_file(f"configs/demos/{recipe}.yaml")
     if model != "tiny":
-        named = model if task == "sums" else task
-        file, first = config_file(f"configs/demos/{named}_{recipe}.yaml"), folder / "model"
-        found = choose_sizes(matrix_rates(min(RANKS, cores())), cores(), recipe, task)
-        sizes = found.overrides()
-        print(found, flush=True)
+        name = model if task == "sums" else task
+        file, first = config_file(f"configs/demos/{name}_{recipe}.yaml"), folder / "model"
+        run_sizes = choose_sizes(matrix_rates(min(RANKS, cores())), cores(), recipe, task)
+        sizes = run_sizes.overrides()
+        print(run_sizes, flush=True)
     evaluated: list[Any] = [place / "eval.jsonl"]
     if task == "calculator":
         evaluated.append({"path": place / "without_tool.jsonl", "name": "without_tool", "every": NEVER})
@@ -138,9 +122,9 @@ def demo(
         *overrides,
     ]
     config = load_config(file, reinforcement)
-    check_config(config, str(file))  # a mistake in the overrides is found now, not after the warm start
+    check_config(config, str(file))  # report wrong overrides now, not after the warm start
     _check_folders(config, folder, place)
-    # Not kept by a thread: ranks are forked from this process. What trains, or waits for ranks, renews it.
+    # No thread renews it, because ranks are forked from this process. Training and waiting for ranks do.
     with leased(folder, "megarl demo", remedy="wait for it, or choose another --folder"):
         (folder / MARK).touch()
         if model == "tiny":
@@ -162,17 +146,32 @@ def demo(
         return 0
 
 
+def _check_options(recipe: Recipe, model: Model, task: Task, layers: int, experts: int) -> None:
+    if layers < 1:
+        raise ConfigError(f"--layers: must be at least 1 (got {layers})")
+    if experts and experts < 2:
+        raise ConfigError(f"--experts: a token goes to two of them (got {experts}; 0 is a dense model)")
+    if model != "tiny" and (experts or layers != 2):
+        key = "--experts" if experts else "--layers"
+        raise ConfigError(f"{key}: is only for the tiny model, {model} is fixed (leave it out)")
+    if model != "tiny" and recipe not in PRETRAINED:
+        known = " or ".join(PRETRAINED)
+        raise ConfigError(f"--recipe: with --model {model} it is {known} (got {recipe})")
+    if model == "tiny" and task != "sums":
+        raise ConfigError(f"--task: {task} is for a pretrained model (add --model smollm2)")
+
+
 def _check_folders(config: Config, folder: Path, place: Path) -> None:
-    """Refuse folders that the demo did not make, and a run that would delete what it starts from."""
-    for made, mark, key in (
+    """Refuse folders that the demo did not create, and a run that would delete its own inputs."""
+    for path, mark, key in (
         (folder, MARK, "--folder"),
         (place / "sft", MARK_WARM_START, "--folder"),
         (config.run_dir, MARK_RUN, "run_dir or --folder"),
     ):
-        if made.exists() and not made.is_dir():
-            raise ConfigError(f"{made}: not a folder (choose another {key})")
-        if made.exists() and any(made.iterdir()) and not (made / mark).exists():
-            raise ConfigError(f"{made}: exists and was not made by megarl demo (choose another {key})")
+        if path.exists() and not path.is_dir():
+            raise ConfigError(f"{path}: not a folder (choose another {key})")
+        if path.exists() and any(path.iterdir()) and not (path / mark).exists():
+            raise ConfigError(f"{path}: exists and was not made by megarl demo (choose another {key})")
     for needed in (place / "sft" / "hf", config.model.path, config.critic.path):
         if needed and needed.resolve().is_relative_to(config.run_dir.resolve()):
             what = f"is made anew, and holds {needed}, which the run starts from (choose another)"
@@ -180,7 +179,7 @@ def _check_folders(config: Config, folder: Path, place: Path) -> None:
 
 
 def _make_tiny(place: Path, seed: int, layers: int, experts: int, config: Config, *, data_only: bool) -> int:
-    """Write the tiny model and its task, and warm-start it; return the exit code."""
+    """Write the tiny model and its task, and warm-start it. Returns the exit code."""
     from megarl.weights.families import read_config
     from megarl.weights.shards import check_layout
     from megarl_tasks.arithmetic import write_demo
@@ -201,7 +200,6 @@ def _make_tiny(place: Path, seed: int, layers: int, experts: int, config: Config
 
 
 def _make_pretrained(folder: Path, place: Path, seed: int, task: Task) -> int:
-    """Fetch the pretrained model, unless it is there, and write its task; return the exit code."""
     from megarl.weights.gguf import gguf_to_hf
 
     place.mkdir(parents=True, exist_ok=True)
@@ -219,8 +217,7 @@ def _make_pretrained(folder: Path, place: Path, seed: int, task: Task) -> int:
 
 
 class RunSizes(NamedTuple):
-    """What a run on the pretrained model is cut to. rates: GFLOP/s of a core; seconds: estimated, of the
-    training."""
+    """Sizes of a run on the pretrained model. rates: GFLOP/s of a core; seconds: estimated training time."""
 
     rates: Mapping[str, float]
     dtype: str
@@ -248,8 +245,10 @@ class RunSizes(NamedTuple):
 
 
 def choose_sizes(rates: Mapping[str, float], cores: int, recipe: str, task: Task = "sums") -> RunSizes:
-    """Choose precision, responses and steps by what a core multiplies: QUICK seconds of training where that
-    is enough for LEAST steps, else as many as LONG has room for, at last with half of the responses."""
+    """Choose precision, responses and steps from the rates of a core.
+
+    Training takes QUICK seconds if that is enough for LEAST steps. Otherwise it has up to LEAST steps
+    within LONGEST, if necessary with half of the responses."""
     dtype = max(rates, key=lambda one: rates[one] * REACHED[one])
     ranks = min(RANKS, cores)
     threads = cores // ranks
@@ -269,7 +268,7 @@ def choose_sizes(rates: Mapping[str, float], cores: int, recipe: str, task: Task
 
 
 def abilities(machine: Machine) -> Iterator[Ability]:
-    """Yield for `megarl doctor` whether a machine can train the pretrained model, and in which sizes."""
+    """Yield for `megarl doctor` whether a machine can train the pretrained model, and its sizes."""
     if machine.rates is None:
         return
     name = "a pretrained model on CPUs"
@@ -282,8 +281,7 @@ def abilities(machine: Machine) -> Iterator[Ability]:
 
 
 def _warm_start(file: Path, overrides: list[str]) -> int:
-    """Train supervised, or use an earlier result for which everything that its bits depend on was the
-    same."""
+    """Train supervised, or reuse an earlier result if everything that determines its bits is equal."""
     from megarl.schedule.identity import checksum, files_of, identity
 
     config = load_config(file, overrides)
@@ -315,34 +313,36 @@ def _make_anew(folder: Path, mark: str) -> None:
 
 
 def _print_result(config: Config, model: Model, task: Task) -> None:
-    """Print accuracy before and after, for the tiny model how the shares of the kinds of answers moved (what
-    the policy learned besides being right more often), and where report and model are."""
+    """Print accuracy before and after, and the paths of report and model.
+
+    For the tiny model also print the shares of the kinds of answers, which show what else the policy
+    learned."""
     from megarl.algorithms.scores import interval
     from megarl.observe.run_log import ANSWERS_FILE
     from megarl.observe.runs import read_jsonl
     from megarl_tasks.arithmetic import Style, style_shares
 
-    read = read_jsonl(config.run_dir / ANSWERS_FILE, lambda record: "step" in record).records
+    records = read_jsonl(config.run_dir / ANSWERS_FILE, lambda record: "step" in record).records
     print()
-    for named in dict.fromkeys(answer["set"] for answer in read):
+    for name in dict.fromkeys(answer["set"] for answer in records):
         answers: dict[int, list[dict[str, Any]]] = {}
-        for answer in read:
-            if answer["set"] == named:
+        for answer in records:
+            if answer["set"] == name:
                 answers.setdefault(answer["step"], []).append(answer)
         first, last = min(answers), max(answers)
-        said = {}
+        accuracy = {}
         for step in (first, last):
             right: dict[Any, list[bool]] = {}
             for answer in answers[step]:
                 right.setdefault(answer["uid"], []).append(answer["correct"])
             means = [fmean(verdicts) for verdicts in right.values()]
             low, high = interval(means, config.evaluation.samples)
-            said[step] = f"{fmean(means):.3f} ({low:.3f} to {high:.3f})"
-        accuracy = f"{said[first]} before, {said[last]} after {last} steps"
-        without = ", without the calculator" if named else ""
-        print(f"accuracy on {len(right)} held-out problems{without} (95 % confidence): {accuracy}")
-        if task == "calculator" and not named:
-            calls = [  # as often as the policy was shown a result
+            accuracy[step] = f"{fmean(means):.3f} ({low:.3f} to {high:.3f})"
+        change = f"{accuracy[first]} before, {accuracy[last]} after {last} steps"
+        without = ", without the calculator" if name else ""
+        print(f"accuracy on {len(right)} held-out problems{without} (95 % confidence): {change}")
+        if task == "calculator" and not name:
+            calls = [  # each call shows the policy a result
                 fmean(sum(who == OBSERVED for who, _ in one["turns"] or ()) for one in answers[step])
                 for step in (first, last)
             ]
@@ -360,6 +360,6 @@ def _print_result(config: Config, model: Model, task: Task) -> None:
             }
             shares = [f"{text} {before[style]:.0%} -> {after[style]:.0%}" for style, text in names.items()]
             print(f"answers:    {', '.join(shares)}")
-    for name, path in (("report:  ", config.run_dir / "report.html"), ("HF model:", config.run_dir / "hf")):
+    for label, path in (("report:  ", config.run_dir / "report.html"), ("HF model:", config.run_dir / "hf")):
         if path.exists():
-            print(f"{name}   {path}")
+            print(f"{label}   {path}")

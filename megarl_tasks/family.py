@@ -1,11 +1,8 @@
-"""A family of tasks with knobs, on which each technique of the papers can show what it is for.
+"""A family of tasks with knobs, each of which shows what a technique of the papers is for.
 
-As in delayed.py a chain of additions modulo 10 decides early, and lines that carry the result along put off
-the judgement; or every line is one more addition, so that a long response decides all the way. The knobs
-say how hard prompts are, how long responses are, how well the teacher of the warm start works, and what bad
-habits he has. The tasks of a protocol (configs/ablations) are settings of them;
-docs/evidence/ablations.md shows an example of each.
-"""
+As in delayed.py, a chain of additions modulo 10 decides early, and lines that repeat the result delay the
+grade; or every line is one more addition. Knobs set difficulty, lengths, and the teacher's errors and
+habits. configs/ablations has settings, docs/evidence/ablations.md examples."""
 
 from __future__ import annotations
 
@@ -22,10 +19,10 @@ from megarl_tasks.arithmetic import EVAL_ROWS, build_tokenizer, held_out, write_
 from megarl_tasks.delayed import ALPHABET, BRIEF_LINES, COUNTERS, MAX_TERM
 
 POSITIONS = 512
-SIGNS = "=:;~"  # how an addition is written, one sign for each way
-TRIVIAL: Final = "!"  # what a prompt begins with that is always solved
-IMPOSSIBLE: Final = "?"  # or never
-WARM_SHARE = 0.1  # at most, of trivial and of impossible prompts in the warm start: they teach it little
+SIGNS = "=:;~"  # the sign of an addition, by way
+TRIVIAL: Final = "!"  # prefix of prompts that are always solved
+IMPOSSIBLE: Final = "?"  # prefix of prompts that are never solved
+WARM_SHARE = 0.1  # maximum share of trivial and of impossible prompts in the warm start: they teach little
 SFT_ROWS = 300 * 64
 TRAIN_ROWS = 4096
 
@@ -33,7 +30,7 @@ Span = tuple[int, int]
 
 
 class Knobs(Section):
-    """What a task of the family is like. The defaults give delayed.py's."""
+    """Settings of a task of the family. The defaults are delayed.py's task."""
 
     terms: Span = field((4, 4), "fewest and most numbers to be added; one line each but the first", "terms")
     lines: Span = field((16, 36), "fewest and most lines that carry the result to the answer", "lines")
@@ -81,7 +78,7 @@ class Knobs(Section):
             raise ValueError("ways: their shares must sum to 1")
         if self.ramble and not self.lines[0]:
             raise ValueError("ramble: there must be a line to repeat (lines from 1)")
-        # One in ten is held out, and twice as many as are drawn keep the drawn shares what they are.
+        # One in ten is held out. With twice the needed number, different problems keep their shares.
         for low, high in (self.lines, self.eval_lines or self.lines):
             problems = 10 * MAX_TERM ** (self.terms[0] - 1) * (high - low + 1)
             if problems < 20 * EVAL_ROWS:
@@ -96,8 +93,10 @@ class Knobs(Section):
 
 
 class FamilyProblem(NamedTuple):
-    """terms: digits to be added modulo 10. lines: that carry the result. kind: `!` trivial, `?`
-    impossible. step: what each line adds to the result."""
+    """terms  digits to add modulo 10
+    lines  number of lines after the additions
+    kind   `!` trivial, `?` impossible
+    step   number that each of these lines adds"""
 
     terms: tuple[int, ...]
     lines: int
@@ -106,8 +105,9 @@ class FamilyProblem(NamedTuple):
 
     @property
     def prompt(self) -> str:
-        """Return the problem as the model reads it, e.g. `!7+2+4+1=t` and a newline; t is the first line's
-        name, and no name stands there where there are no lines."""
+        """The problem as the model reads it, e.g. `!7+2+4+1=t` and a newline.
+
+        t is the first line's name, absent without lines."""
         return f"{self.kind}{'+'.join(map(str, self.terms))}={COUNTERS[: self.lines][-1:]}\n"
 
     @property
@@ -118,24 +118,27 @@ class FamilyProblem(NamedTuple):
 
     @property
     def result(self) -> int:
-        """Return the last digit of the sum."""
+        """The last digit of the sum."""
         return (sum(self.terms) + self.lines * self.step) % 10
 
 
 def response_tokens(terms: int, lines: int, width: int = 1) -> int:
-    """Return the tokens of a response with all its work, end of sequence included."""
+    """Return the tokens of a complete response, including the end of sequence."""
     return 6 * (terms - 1) + (3 + width) * lines + 3
 
 
 def longest_right(knobs: Knobs) -> int:
-    """Return the tokens of the longest right response to a training prompt that does not ramble."""
+    """Return the tokens of the longest correct response to a training prompt that does not ramble."""
     return response_tokens(knobs.terms[1], knobs.lines[1], knobs.width)
 
 
-def draw_problem(
+def sample_problem(
     rng: random.Random, knobs: Knobs, shares: Sequence[float] | None = None, lines: Span | None = None
 ) -> FamilyProblem:
-    """Draw a problem. shares: of trivial and of impossible ones, instead of the knobs'; lines: likewise."""
+    """Sample a problem.
+
+    shares  of trivial and of impossible ones, instead of the knobs'
+    lines   instead of the knobs'"""
     trivial, impossible = shares or (knobs.trivial, knobs.impossible)
     low, high = lines or knobs.lines
     kind: Literal["", "!", "?"] = ""
@@ -145,15 +148,14 @@ def draw_problem(
         kind = IMPOSSIBLE
     count = rng.randint(*knobs.terms)
     terms = (rng.randint(0, 9), *(rng.randint(1, MAX_TERM) for _ in range(count - 1)))
-    drawn = low + int((high - low + 1) * rng.random() ** knobs.skew)
-    return FamilyProblem(terms, drawn, kind, terms[-1] if knobs.adds else 0)
+    count_lines = low + int((high - low + 1) * rng.random() ** knobs.skew)
+    return FamilyProblem(terms, count_lines, kind, terms[-1] if knobs.adds else 0)
 
 
-def taught_problem(rng: random.Random, knobs: Knobs) -> FamilyProblem:
-    """Draw a problem for the warm start, where most are brief, and fewer trivial or impossible: the training
-    set's mix is for the rollouts, the warm start needs the work that is to be learned."""
+def sample_taught_problem(rng: random.Random, knobs: Knobs) -> FamilyProblem:
+    """Sample a problem for the warm start: most are brief, and few are trivial or impossible."""
     shares = (min(knobs.trivial, WARM_SHARE), min(knobs.impossible, WARM_SHARE))
-    problem = draw_problem(rng, knobs, shares)
+    problem = sample_problem(rng, knobs, shares)
     if rng.random() < knobs.brief:
         problem = problem._replace(lines=min(problem.lines, rng.randint(1, BRIEF_LINES)))
     return problem
@@ -162,8 +164,8 @@ def taught_problem(rng: random.Random, knobs: Knobs) -> FamilyProblem:
 def teach(problem: FamilyProblem, rng: random.Random, knobs: Knobs) -> str:
     """Return a response of the teacher, without its end-of-sequence token.
 
-    Additions go wrong independently, and what follows carries the mistake on. On an impossible prompt he
-    works as on any other, in vain."""
+    Additions are wrong independently, and later lines continue with the wrong result. An impossible prompt
+    gets a normal response, in vain."""
     right = problem.result
     if rng.random() < knobs.bare:
         return f"Answer: {right if rng.random() < knobs.guess else (right + rng.randint(1, 9)) % 10}"
@@ -191,29 +193,28 @@ def teach(problem: FamilyProblem, rng: random.Random, knobs: Knobs) -> str:
 
 
 def write_family(folder: Path, seed: int, **knobs: object) -> None:
-    """Write what a task's runs start from into `folder`, the same bytes for the same seed and knobs.
+    """Write a task's model and data into `folder`, deterministic for a seed and knobs.
 
-    model/       Hugging Face folder: untrained model of 512 positions, and tokenizer
-    sft.jsonl    19,200 rows prompt, response, answer: 300 steps of 64
+    model/       untrained model of 512 positions and tokenizer, Hugging Face's format
+    sft.jsonl    19,200 rows prompt, response, answer
     train.jsonl  4,096 different problems (prompt, answer), none held out
     eval.jsonl   512 held-out problems, neither trivial nor impossible, the same for every seed
 
-    knobs: fields of `Knobs`. Raises DataError where the folder cannot be written.
-    """
+    knobs: fields of `Knobs`. Raises DataError if the folder cannot be written."""
     given = Knobs.model_validate(knobs)
 
     def answer(_: FamilyProblem, rng: random.Random) -> tuple[FamilyProblem, str]:
-        while held_out((problem := taught_problem(rng, given)).prompt):
+        while held_out((problem := sample_taught_problem(rng, given)).prompt):
             pass
         return problem, teach(problem, rng, given)
 
     write_task_files(
         folder,
         seed,
-        lambda rng: draw_problem(rng, given),
+        lambda rng: sample_problem(rng, given),
         answer,
         SFT_ROWS,
         TRAIN_ROWS,
         build_tokenizer(ALPHABET + SIGNS[2:] + TRIVIAL + IMPOSSIBLE, ("Answer: ",), POSITIONS),
-        draw_eval=lambda rng: draw_problem(rng, given, (0.0, 0.0), given.eval_lines),
+        sample_eval=lambda rng: sample_problem(rng, given, (0.0, 0.0), given.eval_lines),
     )

@@ -1,8 +1,8 @@
-"""Problems that reasoning-gym generates (extra `gym`): the rows of an entry `gym` of data.train or data.eval.
+"""Generate problems with reasoning-gym (extra `gym`): the rows of an entry `gym` of data.train or
+data.eval.
 
-They are generated in a process of their own with a fixed hash seed, since the order of sets decides some
-tasks' problems, and Python's and numpy's global generators are seeded before each row, since others draw from
-those."""
+A separate process with a fixed hash seed generates them, because the order of sets decides some tasks'
+problems. Python's and numpy's global generators are seeded before each row, because other tasks use them."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import select
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -26,9 +27,9 @@ from megarl.rewards.sandbox import STRICT, Supervised, restrict
 
 INSTALL = "pip install 'megarl[gym]'"
 VERIFIER = "megarl_tasks.gym_scorer:verify"
-# Row k of an entry is item k of a task that is seeded with the first seed of the entry's block; most tasks
-# draw item k from a generator of seed + k. Blocks are as long as an entry may be, and training, evaluation
-# and the examples of prompts have ranges of blocks that do not meet. (numpy's seeds end at 2 ** 32.)
+# Row k of an entry is item k of a task with the first seed of the entry's block; most tasks use seed + k for
+# item k. Blocks are as long as the longest entry. Training, evaluation and the examples of prompts have
+# disjoint ranges of blocks. (numpy's seeds end at 2 ** 32.)
 BLOCK = 2**18
 TRAINING, HELD_OUT, SHOWN = 0, 2**31, 3 * 2**30
 _LIMIT = 300.0  # seconds for the next row; the slowest task takes some seconds for one
@@ -40,13 +41,13 @@ _BOOT = (
 
 @dataclass(frozen=True)
 class GymRow:
-    """A generated problem, or why there is none in its place.
+    """A generated problem, or the reason why there is none.
 
     key      of its entry: `data.train[0].gym`
     index    of the item in its task
-    prompt   the question, with what the entry puts before it
-    answer   one that is right; "" where none is known
-    entry    what the task's scorer needs, for VERIFIER
+    prompt   the question, after the entry's system prompt and examples
+    answer   a correct one; "" if unknown
+    entry    input of the task's scorer, for VERIFIER
     problem  the reason and its detail"""
 
     key: str
@@ -60,27 +61,28 @@ class GymRow:
 
 
 def first_seed(key: str, seed: int) -> int:
-    """Return the seed of an entry's tasks, from its key and its own seed."""
+    """Return the first seed of an entry's tasks."""
     return (HELD_OUT if key.startswith("data.eval") else TRAINING) + seed * BLOCK
 
 
-def mixture(weights: Mapping[str, float], size: int) -> Iterator[tuple[str, int]]:
-    """Yield (task, index of the item in the task) of `size` rows: each task's share in every prefix is that
-    of its weight, to within a row or so (smooth weighted round-robin), so that a part of the rows is as mixed
-    as all."""
-    whole, credit, taken = sum(weights.values()), dict.fromkeys(weights, 0.0), dict.fromkeys(weights, 0)
+def interleave_tasks(weights: Mapping[str, float], size: int) -> Iterator[tuple[str, int]]:
+    """Yield (task, index of the item in the task) of `size` rows, by smooth weighted round-robin.
+
+    In every prefix each task has the share of its weight, to within about a row."""
+    total, credit, count = sum(weights.values()), dict.fromkeys(weights, 0.0), dict.fromkeys(weights, 0)
     for _ in range(size):
         for task, weight in weights.items():
-            credit[task] += weight / whole
+            credit[task] += weight / total
         task = max(credit, key=lambda one: credit[one])
         credit[task] -= 1.0
-        yield task, taken[task]
-        taken[task] += 1
+        yield task, count[task]
+        count[task] += 1
 
 
 def first_rows(entries: Mapping[str, GymConfig], rounds: int = 16) -> Iterator[GymRow]:
-    """Yield `rounds` rows of every task of every entry, one of each first. All names and parameters are
-    checked before the first. Raises as `generate`."""
+    """Yield `rounds` rows of every task of every entry, alternating between an entry's tasks.
+
+    All names and parameters are checked before the first row. Raises as `generate`."""
     few = {}
     for key, entry in entries.items():
         tasks = {name: task.model_copy(update={"weight": 1.0}) for name, task in entry.tasks.items()}
@@ -89,11 +91,10 @@ def first_rows(entries: Mapping[str, GymConfig], rounds: int = 16) -> Iterator[G
 
 
 def generate(entries: Mapping[str, GymConfig]) -> Iterator[GymRow]:
-    """Yield the rows of the entries, which are given by their keys, one entry after the other: the same in
-    any process.
+    """Yield the rows of the entries, given by key, one entry after the other; the same in any process.
 
-    Raises ConfigError where reasoning-gym is not installed, or a task or parameter does not exist, and
-    DataError or WaitTimeout where its process dies or comes to no end with a row."""
+    Raises ConfigError if reasoning-gym is not installed, or a task or parameter does not exist. Raises
+    DataError if its process dies, and WaitTimeout if it does not finish a row."""
     if not entries:
         return
     first = next(iter(entries))
@@ -131,13 +132,13 @@ def generate(entries: Mapping[str, GymConfig]) -> Iterator[GymRow]:
 def _messages(
     process: subprocess.Popen[bytes], request: dict[str, Any], stderr: IO[bytes], at: str
 ) -> Iterator[dict[str, Any]]:
-    """Send the request and yield what the process answers, up to its last message. at: what it works on."""
+    """Send the request, and yield the answers up to the last. at: the key in progress, for messages."""
     assert process.stdin is not None and process.stdout is not None
     try:
         process.stdin.write(json.dumps(request).encode() + b"\n")
         process.stdin.flush()
     except BrokenPipeError:
-        pass  # it died at its start: its end, below, says how
+        pass  # it died at its start; the read below reports how
     pipe, unread = process.stdout.fileno(), b""
     poll = select.poll()
     poll.register(pipe, select.POLLIN)
@@ -167,17 +168,15 @@ def _messages(
 
 
 def _rows(messages: Iterator[dict[str, Any]]) -> Iterator[GymRow]:
-    """Put what the entry shows before each question."""
+    """Yield rows with the entry's system prompt and examples before each question."""
     before: dict[tuple[str, str], list[dict[str, str]]] = {}
     for message in messages:
         key, task = message["key"], message["task"]
         if "before" in message:
             before[key, task] = message["before"]
             continue
-        row, shown = (
-            GymRow(**{**message, "problem": tuple(message.get("problem") or ()) or None}),
-            before[key, task],
-        )
+        row = GymRow(**{**message, "problem": tuple(message.get("problem") or ()) or None})
+        shown = before[key, task]
         if row.problem is None and any(one["content"] == row.question for one in shown):
             row = GymRow(key, task, row.index, problem=("is shown as an example", task))
         elif row.problem is None:
@@ -187,9 +186,10 @@ def _rows(messages: Iterator[dict[str, Any]]) -> Iterator[GymRow]:
 
 
 def work() -> None:
-    """Be the process that generates: read the request, and write what every task has before its questions,
-    its rows and an end, or the first problem, as lines of JSON."""
-    # A policy's text never gets here, but some tasks (codeio) run code of their data set.
+    """Run the generating process: read the request, and write messages as lines of JSON.
+
+    Messages are each task's system prompt and examples, its rows and an end, or the first error."""
+    # A policy's text never gets here, but some tasks (codeio) run code from their data set.
     restrict(Supervised(STRICT, Path(os.devnull), (os.getppid(),)))
     follow_parent()
     sink = os.fdopen(os.dup(1), "w", encoding="utf-8")
@@ -202,7 +202,7 @@ def work() -> None:
         sink.flush()
 
     try:
-        for message in _generated(request):
+        for message in _generate_messages(request):
             write(**message)
     except ConfigError as problem:
         write(refused=str(problem))
@@ -210,7 +210,7 @@ def work() -> None:
         write(end=True)
 
 
-def _generated(request: dict[str, Any]) -> Iterator[dict[str, Any]]:
+def _generate_messages(request: dict[str, Any]) -> Iterator[dict[str, Any]]:
     import numpy as np
 
     key = next(iter(request))
@@ -221,39 +221,38 @@ def _generated(request: dict[str, Any]) -> Iterator[dict[str, Any]]:
     except ImportError as error:
         raise ConfigError(f"{key}: reasoning-gym cannot be imported: {error} ({INSTALL})") from None
 
-    def seeded(seed: int) -> None:
+    def set_seed(seed: int) -> None:
         random.seed(seed)
         np.random.seed(seed)
 
     def item(task: Any, name: str, parameters: dict[str, Any], seed: int, index: int) -> dict[str, Any]:
-        """Return an item, or the problem that there is with it. Raises nothing of the task's."""
-        seeded(seed + index)
+        """Return an item, or the problem with it if the task raises."""
+        set_seed(seed + index)
         try:
             entry = task[index]
             answer = known_answer(task, entry)
             packed = pack_entry(name, parameters, entry, answer)
             return {"question": str(entry["question"]), "answer": answer, "entry": packed}
-        except Exception as error:  # noqa: BLE001 (a row that a task cannot make is listed, like a file's bad row)
+        except Exception as error:  # noqa: BLE001 (reported like a bad row of a file)
             text = f"{name} {index}: {type(error).__name__}: {error}".split("\n")[0]
             return {"problem": ("the task fails to generate it", text)}
 
-    made: dict[tuple[str, str], Any] = {}
+    tasks: dict[tuple[str, str], Any] = {}
     for key, entry in request.items():
-        counts: dict[str, int] = {}
-        for name, _ in mixture({name: weight for name, (weight, _) in entry["tasks"].items()}, entry["size"]):
-            counts[name] = counts.get(name, 0) + 1
+        weights = {name: weight for name, (weight, _) in entry["tasks"].items()}
+        counts = Counter(name for name, _ in interleave_tasks(weights, entry["size"]))
         system = entry["system"]
         if system is not None and OPENING not in (system := SYSTEM_PROMPTS.get(system, system)):
             named = ", ".join(SYSTEM_PROMPTS)
             raise ConfigError(
-                f"{key}.system: is none of reasoning-gym's ({named}), and a text of your own must ask for "
+                f"{key}.system: is none of reasoning-gym's ({named}), and another text must ask for "
                 f"{OPENING} tags (got {system[:60]!r})"
             )
         for name, (_, parameters) in entry["tasks"].items():
             try:
-                seeded(entry["seed"])
-                made[key, name] = make_task(name, parameters, entry["seed"], max(counts.get(name, 0), 1))
-                seeded(SHOWN)
+                set_seed(entry["seed"])
+                tasks[key, name] = make_task(name, parameters, entry["seed"], max(counts[name], 1))
+                set_seed(SHOWN)
                 shown = make_task(name, parameters, SHOWN, max(entry["examples"], 1))
             except ConfigError as problem:
                 raise ConfigError(f"{key}.tasks.{problem}") from None
@@ -265,11 +264,11 @@ def _generated(request: dict[str, Any]) -> Iterator[dict[str, Any]]:
                     remedy = "set it to 0, or leave the task out"
                     raise ConfigError(f"{key}.examples: {why}, so that none can be shown ({remedy})")
                 before.append({"role": "user", "content": example["question"]})
-                said = f"{OPENING}{example['answer']}</answer>"
-                before.append({"role": "assistant", "content": said})
+                answer = f"{OPENING}{example['answer']}</answer>"
+                before.append({"role": "assistant", "content": answer})
             yield {"key": key, "task": name, "before": before}
     for key, entry in request.items():
         weights = {name: weight for name, (weight, _) in entry["tasks"].items()}
-        for name, index in mixture(weights, entry["size"]):
-            found = item(made[key, name], name, entry["tasks"][name][1], entry["seed"], index)
+        for name, index in interleave_tasks(weights, entry["size"]):
+            found = item(tasks[key, name], name, entry["tasks"][name][1], entry["seed"], index)
             yield {"key": key, "task": name, "index": index, **found}

@@ -1,8 +1,7 @@
-"""Grammars for the answers that reasoning-gym's scorers evaluate as code, or find right whatever they say.
+"""Grammars for answers that reasoning-gym's scorers would run as code, or accept whatever they are.
 
-A scorer of `GRAMMARS` sees an answer only as its grammar has rewritten it, and UNREADABLE in place of all
-others: policies write what they like, code included.
-"""
+Policies write anything, including code. So a scorer in `GRAMMARS` receives an answer only as its grammar
+has rewritten it, and UNREADABLE in place of all others."""
 
 from __future__ import annotations
 
@@ -13,8 +12,8 @@ from collections.abc import Callable, Mapping
 from fractions import Fraction
 from typing import Any
 
-UNREADABLE = ""  # no Python, no formula and no number; false, too
-_MOST_DIGITS = 500  # of a number that an expression may stand for
+UNREADABLE = ""  # neither Python, formula nor number; also false
+_MAX_DIGITS = 500  # of a number that an expression may evaluate to
 _HIGHEST_POWER = 100
 _TOLERANCE = 1e-4  # the scorer's, of a probability
 _FUNCTIONS: tuple[str, ...] = ("exp", "log", "ln", "sqrt", "Abs", "sin", "cos", "tan", "sec", "csc", "cot")
@@ -28,26 +27,26 @@ _ORDINARY = (
 
 
 class Refused(Exception):
-    """The answer is not of its task's grammar."""
+    """The answer does not match its task's grammar."""
 
 
-def checked(task: str, answer: str, entry: Mapping[str, Any]) -> tuple[str, str | None]:
-    """Return the answer as the task's scorer may see it, and what code the policy tried to run, if any.
+def restrict_answer(task: str, answer: str, entry: Mapping[str, Any]) -> tuple[str, str | None]:
+    """Return the answer for the task's scorer, and the kind of code in it, if any.
 
-    entry: as the task has generated it"""
+    entry: as the task generated it"""
     if task not in GRAMMARS or answer == entry["answer"]:
         return answer, None
-    # As long as an honest answer in another notation.
+    # Enough for a correct answer in another notation.
     if len(answer) > 4 * len(str(entry["answer"])) + 1000:
         return UNREADABLE, None
     try:
         return GRAMMARS[task](answer, entry), None
     except (Refused, SyntaxError, ValueError, MemoryError, RecursionError):
-        return UNREADABLE, _code_in(answer)
+        return UNREADABLE, _find_code(answer)
 
 
-def _code_in(answer: str) -> str | None:
-    """Return what an answer would do as Python beyond arithmetic and lists, None for prose and formulas."""
+def _find_code(answer: str) -> str | None:
+    """Return the first construct of an answer that is Python beyond arithmetic and lists, if any."""
     try:
         tree = ast.parse(answer, mode="eval")
         found = next((node for node in ast.walk(tree) if not isinstance(node, _ORDINARY)), None)
@@ -57,7 +56,7 @@ def _code_in(answer: str) -> str | None:
 
 
 def _plain_list(answer: str, entry: Mapping[str, Any]) -> str:
-    """Admit lists, in lists too, of whole numbers and texts; and right answers, compared as text."""
+    """Accept (nested) lists of integers and texts, and correct answers as text."""
     if answer in entry["metadata"].get("valid_answers", [entry["answer"].strip()]):
         return answer
 
@@ -71,8 +70,9 @@ def _plain_list(answer: str, entry: Mapping[str, Any]) -> str:
 
 
 def _expression(answer: str, entry: Mapping[str, Any]) -> str:
-    """Admit sums, products and powers of numbers, symbols and elementary functions of them, as long as no
-    number in it gets long. Names that Python or sympy give a meaning are no symbols."""
+    """Accept sums, products and powers of numbers, symbols and elementary functions.
+
+    No number may get long, and no symbol may have a meaning in Python or sympy."""
     import sympy
 
     def is_symbol(name: str) -> bool:
@@ -80,7 +80,7 @@ def _expression(answer: str, entry: Mapping[str, Any]) -> str:
         return own or name in _CONSTANTS or not (hasattr(sympy, name) or hasattr(builtins, name))
 
     def digits(node: ast.expr) -> float:
-        """Return a bound of the digits of the numbers in what the node stands for."""
+        """Return a bound on the digits of the numbers in the node's value."""
         match node:
             case ast.Constant(value=int() | float() as value) if type(value) is not bool:
                 if value - value != 0:
@@ -101,12 +101,12 @@ def _expression(answer: str, entry: Mapping[str, Any]) -> str:
         raise Refused
 
     def bounded(value: float) -> float:
-        if value > _MOST_DIGITS:
+        if value > _MAX_DIGITS:
             raise Refused
         return value
 
     def power(node: ast.expr) -> float:
-        """Return the size of an exponent: of a number, or of the numbers in one with symbols."""
+        """Return the size of the numbers in an exponent."""
         match node:
             case ast.Constant(value=int() | float() as value) if type(value) is not bool:
                 found = abs(Fraction(value)) if value - value == 0 else Fraction(_HIGHEST_POWER + 1)
@@ -134,8 +134,9 @@ def _expression(answer: str, entry: Mapping[str, Any]) -> str:
 
 
 def _arithmetic(answer: str, entry: Mapping[str, Any]) -> str:
-    """Admit sums, differences, products and quotients of whole numbers. With symbols, y - y would be a zero
-    that uses none of the numbers."""
+    """Accept sums, differences, products and quotients of integers.
+
+    Symbols are refused: y - y would be a zero that uses none of the numbers."""
 
     def check(node: ast.AST) -> None:
         match node:
@@ -153,7 +154,7 @@ def _arithmetic(answer: str, entry: Mapping[str, Any]) -> str:
 
 
 def _puzzle24(answer: str, entry: Mapping[str, Any]) -> str:
-    """Admit arithmetic of the given numbers, each once. The scorer only counts them."""
+    """Accept arithmetic with the given numbers, each once. The scorer only counts them."""
     text = _arithmetic(answer, entry)
     if sorted(map(int, re.findall(r"\d+", text))) != sorted(entry["metadata"]["numbers"]):
         raise Refused
@@ -161,9 +162,10 @@ def _puzzle24(answer: str, entry: Mapping[str, Any]) -> str:
 
 
 def _probability(answer: str, entry: Mapping[str, Any]) -> str:
-    """Admit a decimal number or a fraction, commas aside. The scorer finds a shorter number right that the
-    right one begins with, such as 0: it must be right, or have as many digits. And it finds 0 right for all
-    that is smaller than its tolerance."""
+    """Accept a decimal number or a fraction, ignoring commas.
+
+    The scorer accepts a prefix of the correct number, such as 0, so a wrong answer needs at least its
+    number of digits. The scorer also accepts 0 for anything below its tolerance."""
     if not _NUMBER.fullmatch(plain := answer.replace(",", "")):
         raise Refused
     value, right = float(Fraction(plain)), float(Fraction(entry["answer"].replace(",", "")))
@@ -176,21 +178,20 @@ def _probability(answer: str, entry: Mapping[str, Any]) -> str:
 
 
 def _finite(answer: str, entry: Mapping[str, Any]) -> str:
-    """Admit what names no NaN and no infinity, whose distance from a number is less than no bound."""
+    """Refuse NaN and infinity, whose distance from a number the scorer does not bound."""
     if re.search("nan|inf", answer, re.IGNORECASE):
         raise Refused
     return answer
 
 
 def _same_word(answer: str, entry: Mapping[str, Any]) -> str:
-    """Admit the right word in any case. The scorer finds every text right that is not empty."""
+    """Accept only the correct word, in any case. The scorer accepts every text that is not empty."""
     if answer.strip().lower() != entry["answer"].strip().lower():
         raise Refused
     return str(entry["answer"])
 
 
-# By task of reasoning-gym 0.1.25. tests/security/test_policy_text.py looks for scorers that evaluate text and
-# are missing here.
+# By task of reasoning-gym 0.1.25. tests/security/test_policy_text.py finds scorers that are missing here.
 GRAMMARS: dict[str, Callable[[str, Mapping[str, Any]], str]] = {
     "binary_matrix": _plain_list,
     "n_queens": _plain_list,

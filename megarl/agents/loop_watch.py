@@ -26,14 +26,14 @@ _INSTALLED = ("/site-packages/", "/dist-packages/")
 class LoopWatch:
     """Watches the running loop during the `with` block.
 
-    key    configuration key that names the user's function
-    who    the loop's owner, for the message
+    key    configuration key of the user's function
+    who    the loop's owner, for messages
     home   file of that function, which may lie among the libraries
     limit  seconds of blocking after which the line is reported, once per function
     most   seconds of blocking after which the process ends with that line
 
-    Time in megarl's own code or in an engine is not reported. Time while the process was stopped from
-    outside does not count towards `most`."""
+    It ignores time in megarl's code or in an engine. Time while the process was stopped does not count
+    towards `most`."""
 
     def __init__(self, key: str, who: str, home: str | None, limit: float, most: float) -> None:
         self.key, self.who, self.home, self.limit, self.most = key, who, home, limit, most

@@ -82,11 +82,6 @@ def connect_tool(path: str) -> Callable[..., str]:
     return lambda **arguments: connection.call(name, arguments)
 
 
-@cache
-def _connect(entry: str) -> _Connection:
-    return _Connection(entry)
-
-
 class _Connection:
     """A connection that a thread holds open until this process ends.
 
@@ -133,6 +128,9 @@ class _Connection:
         return text
 
 
+_connect = cache(_Connection)  # one connection per server
+
+
 def _result_text(result: Any) -> str:
     """Return a result as text: its content, and its structured content unless that repeats the content."""
     texts = [_text(block) for block in result.content]
@@ -156,7 +154,6 @@ def _is_same(text: str, value: Any) -> bool:
 
 
 def _text(block: Any) -> str:
-    """Return the text of a content block, or its type in brackets."""
     found = getattr(block, "text", None)
     if found is None:
         found = getattr(getattr(block, "resource", None), "text", None)

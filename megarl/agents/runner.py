@@ -23,7 +23,7 @@ from megarl.agents.tools import ToolPool, describe_error, environment_class
 from megarl.config.errors import ConfigError, EngineError, MegarlError
 from megarl.config.schema import Config
 from megarl.data.response_text import check_end_of_turn
-from megarl.rewards.verdict import UnusableError, Verdict, as_verdict, imported
+from megarl.rewards.verdict import UnusableError, Verdict, as_verdict, import_object
 from megarl.rollout.episode import EpisodeAborted, EpisodeInputs
 
 PATIENCE = 0.8  # fraction of parallel.timeout, after which the other ranks give up
@@ -145,7 +145,6 @@ class AgentEpisode(Policy):
             return None if rest is None else self._ungraded(describe_error(rest).split("\n")[0])
 
     async def _call(self) -> Verdict | None:
-        """Run the coroutine, and cancel the tasks that it leaves behind."""
         try:
             result = await self.function(self.prompt, self)
         except BaseException as error:
@@ -188,7 +187,6 @@ class AgentEpisode(Policy):
 
 
 def _create_task(loop: asyncio.AbstractEventLoop, job: Any, **options: Any) -> asyncio.Task[Any]:
-    """Create a task, and record it with the episode that creates it."""
     task = asyncio.Task(job, loop=loop, **options)
     if (created := _tasks.get(None)) is not None:
         created.add(task)
@@ -197,7 +195,6 @@ def _create_task(loop: asyncio.AbstractEventLoop, job: Any, **options: Any) -> a
 
 
 def _describe(task: asyncio.Task[Any]) -> str:
-    """Return the name of a task's coroutine, and where it is written."""
     job = task.get_coro()
     code = getattr(job, "cr_code", None)
     name = getattr(job, "__qualname__", type(job).__name__)
@@ -231,7 +228,7 @@ def _load_function(config: Config, tokenizer: Any, endpoint: Endpoint | None) ->
 
 
 def _import_coroutine(key: str, path: str, parameters: str) -> Any:
-    function = imported(key, path)
+    function = import_object(key, path)
     if not inspect.iscoroutinefunction(function):
         what = f"is no coroutine function (write `async def {path.partition(':')[2]}({parameters})`)"
         raise ConfigError(f"{key}: {path} {what}")

@@ -1,9 +1,8 @@
 """Run tools and environments in separate processes with limits, for many episodes at once.
 
-A job is a pure function of its message: a tool call with arguments, or an environment's row, seed and all
-of the policy's texts so far. So any process can do any job, and a killed process loses nothing. A process
-caches its most recent environments. `ToolPool` runs on the episodes' event loop; `work` runs in the
-processes."""
+A job is a pure function of its message: a tool's arguments, or an environment's row, seed and all texts of
+the policy. So any process can do any job, and a killed process loses nothing. Processes cache
+environments. `ToolPool` runs on the episodes' event loop, `work` in the processes."""
 
 from __future__ import annotations
 
@@ -26,15 +25,9 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar, cast
 from megarl.agents.mcp_tools import MCP as MCP
 from megarl.agents.mcp_tools import ServerError, connect_tool
 from megarl.config.errors import ConfigError
-from megarl.rewards.process import (
-    FAILED_STARTS,
-    FROM_OUTSIDE,
-    START_LIMIT,
-    LimitedProcess,
-    serve,
-)
+from megarl.rewards.process import FAILED_STARTS, FROM_OUTSIDE, START_LIMIT, LimitedProcess, serve
 from megarl.rewards.sandbox import STRICT, Supervised
-from megarl.rewards.verdict import MAX_TEXT, UnusableError, Verdict, as_verdict, finite, imported, short
+from megarl.rewards.verdict import MAX_TEXT, UnusableError, Verdict, as_verdict, finite, import_object, short
 
 _MAX_ENVIRONMENTS = 256  # cached per process
 _MAX_STATE = (
@@ -49,11 +42,9 @@ T = TypeVar("T")
 class Environment(Protocol):
     """What an episode acts on, created anew for each episode.
 
-    It must depend only on its row, its seed and the policy's texts. If its process dies, another process
-    calls `reset` and replays the texts. `random` and numpy's generator are seeded before each call.
-
-    Optional: `state()` returns a JSON value, and `restore(state)`, called after `reset`, replaces the
-    replay."""
+    It must depend only on its row, its seed and the policy's texts, because another process may replay
+    them after `reset`. `random` and numpy's generator are seeded before each call. Optional: `state()`
+    returns a JSON value, and `restore(state)`, called after `reset`, replaces the replay."""
 
     def reset(self, row: dict[str, Any], seed: int) -> str:
         """Start, and return the first observation."""
@@ -102,7 +93,7 @@ class Answer(NamedTuple):
 
 
 class ToolPool:
-    """At most `workers` processes that call tools and environments. Each starts when it is first needed.
+    """At most `workers` processes that call tools and environments, started when needed.
 
     seconds            limit of one call, or of one method of an environment
     memory_mib         data memory of one process, MiB
@@ -110,11 +101,9 @@ class ToolPool:
     environment        `module:Class`, constructed with `arguments`
     sandbox            what calls may reach, see `rollout.sandbox`
 
-    A job is retried once in a new process if it times out, runs out of memory or loses its process. The
-    second failure counts as the policy's doing (`judged`), but a process that does not start never does.
-    Jobs are served in order, except that a job waits for a busy process that has its environment.
-
-    Use it on one event loop until `close`; it has no threads. The processes end with it."""
+    A job that times out, runs out of memory or loses its process is retried once in a new process. The
+    second failure is the policy's (`judged`), except for a process that does not start. Jobs are served in
+    order, but wait for a busy process that has their environment. Use it on one event loop until `close`."""
 
     def __init__(
         self,
@@ -132,7 +121,6 @@ class ToolPool:
             raise ValueError(f"{wanted} expected (got {given})")
         self.seconds, self.environment, self._sandbox = seconds, environment, sandbox
         self._settings = {
-            "timeout": seconds,
             "memory_mib": memory_mib,
             "observation_bytes": observation_bytes,
             "environment": environment,
@@ -149,7 +137,6 @@ class ToolPool:
 
     @property
     def pids(self) -> list[int]:
-        """The running processes."""
         return [one.pid for one in self._slots if one is not None and one.pid is not None and one.alive]
 
     @property
@@ -174,9 +161,9 @@ class ToolPool:
     ) -> Result[str]:
         """Call a plain function `module:function` or an MCP server's tool, and return its result as text.
 
-        Text is returned as it is, bytes are decoded as UTF-8, and other values are JSON. `seed` seeds
-        `random` and numpy's generator. An exception of the function is an error with `judged` True. Raises
-        TypeError if an argument is no JSON value."""
+        Bytes are decoded as UTF-8, and other values become JSON. `seed` seeds `random` and numpy's
+        generator. An exception of the function is an error. Raises TypeError if an argument is no JSON
+        value."""
         sent = {"function": function, "arguments": list(arguments), "keywords": dict(keywords), "seed": seed}
         answer = await self._run_job(_Job(function, sent))
         return Result(answer.get("value"), answer.get("error"), answer.get("judged", True))
@@ -257,7 +244,6 @@ class ToolPool:
             self._jobs.pop(id(job), None)
 
     async def _acquire_slot(self, key: int | None) -> int:
-        """Wait for an idle slot, preferably of the process that has environment `key`."""
         if self._idle:  # so the queue is empty
             slot = self._find_slot(key)
             if slot not in self._idle:  # a running process with the fewest environments to lose
@@ -294,7 +280,6 @@ class ToolPool:
         self._idle.add(slot)
 
     def _find_slot(self, key: int | None) -> int | None:
-        """Return the slot of the process that has environment `key`."""
         for slot, process in enumerate(self._slots):
             if process is not None and key in process.keys:
                 return slot
@@ -427,7 +412,9 @@ class _JobHandler:
         try:
             if is_tool:
                 path = job["function"]
-                function = connect_tool(path) if path.startswith(MCP) else imported("rollout.tools", path)
+                function = (
+                    connect_tool(path) if path.startswith(MCP) else import_object("rollout.tools", path)
+                )
             else:
                 assert self.environment is not None
                 make = partial(environment_class(self.environment), **self.arguments)
@@ -578,7 +565,7 @@ def build_schema(function: str) -> dict[str, Any]:
     descriptions are missing."""
     from transformers.utils import get_json_schema  # slow to import, and tool processes do not need it
 
-    tool = imported("rollout.tools", function)
+    tool = import_object("rollout.tools", function)
     at = f"rollout.tools: {function}"
     if not inspect.isroutine(tool):
         raise ConfigError(f"{at} is {type(tool).__name__}, not a function")
@@ -601,7 +588,7 @@ def environment_class(path: str, arguments: Mapping[str, Any] | None = None) -> 
     """Return the class `module:Class` that `rollout.environment` names.
 
     Raises ConfigError if it cannot be imported, is no Environment, or does not take `arguments` if given."""
-    found = imported("rollout.environment", path, "Class")
+    found = import_object("rollout.environment", path, "Class")
     at = f"rollout.environment: {path}"
     if not isinstance(found, type):
         raise ConfigError(f"{at} is {type(found).__name__}, not a class")

@@ -1,7 +1,7 @@
-"""Rewards: verifiers of final answers, terms for length and format, and the processes that run them. Nothing
-here imports torch.
+"""Rewards: verifiers of final answers, terms for length and format, and the processes that run them.
 
-Each name is imported at its first use: every verifier and tool process imports this package at its start."""
+Nothing here imports torch. Each name is imported at its first use, because every verifier and tool process
+imports this package at its start."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any

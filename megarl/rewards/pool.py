@@ -1,12 +1,8 @@
-"""Verification in processes of its own: a verifier that hangs, dies or eats memory costs one answer a
-recorded failure. What an answer can bring about (time, memory, a crash) makes it wrong, else a policy would
-learn to write such answers; what it cannot (a process that is killed once or does not start, a function
-that raises, a service that is down) leaves it unjudged.
+"""Grade responses in worker processes, so that a verifier may hang, die or use too much memory.
 
-One event loop talks to all workers. A worker answers item after item, so that the limit holds for each item,
-while a batch of items travels in one message, JSON on one line. `VerifierPool` is the parent's side, `work`
-the worker's.
-"""
+Failures that an answer can cause (time, memory, a crash) make it wrong; otherwise a policy would learn to
+write such answers. Other failures leave it ungraded. A batch of items is one message, but each item has
+its own time limit and answer. `VerifierPool` is the parent's side, `work` the worker's."""
 
 from __future__ import annotations
 
@@ -45,30 +41,28 @@ if TYPE_CHECKING:  # a worker needs no pydantic
 _MAX_BATCH = 64
 # Packages whose verifiers and terms only calculate: their processes need no network and no programs.
 _CALCULATING = ("megarl", "megarl_tasks", "megarl_verifier")
-_BUSY = 0.5  # share of the limit that an answer has spent calculating if the time-out is its own fault
+_BUSY = 0.5  # share of the limit in CPU time from which a time-out counts as the answer's doing
 
-# Response text and reference; where the terms of the reward are wanted too, then `length`, `longest`
-# and `truncated` of `Judged`.
+# Response text and reference; for reward terms also `length`, `longest` and `truncated` of `Judged`.
 Item = tuple[str, str | Reference] | tuple[str, str | Reference, int, int, bool]
 
 
-# The fields of a Verdict, as a worker sends them.
+# Fields of a Verdict in a worker's message.
 _Sent = tuple[bool, str | None, str | None, float | None, dict[str, float], bool]
 
 
 class VerifierPool:
-    """`workers` processes that judge answers with the verifier `verifier_name` (see get_verifier), and then
-    compute the terms of the reward.
+    """`workers` processes that grade responses with a verifier, and then compute the reward terms.
 
-    timeout     seconds that one answer may take, its terms included
-    memory_mib  data memory of one worker, MiB; a verifier that needs more gets a MemoryError (recorded)
-    own         verifiers that References name: a worker imports them before its first answer, which has a
-    limit
-    sandbox     what verifiers and terms of the user may reach, as `reward.sandbox` says; megarl's own may
-    reach nothing in any case
+    verifier_name  see get_verifier
+    timeout        seconds per answer, including its terms
+    memory_mib     data memory of one worker, MiB; exceeding it is a recorded MemoryError
+    own            verifiers that References name, which a worker imports before its first answer
+    sandbox        what the user's verifiers and terms may reach, see `reward.sandbox`; megarl's own reach
+                   nothing
 
-    The processes are started by the first `verify` and end with `close`, with the `with` block, or when this
-    process dies. Not thread-safe. Raises ConfigError at once if the verifier or a term does not exist."""
+    The first `verify` starts the processes; `close` ends them. Not thread-safe. Raises ConfigError if the
+    verifier or a term does not exist."""
 
     def __init__(
         self,
@@ -85,13 +79,12 @@ class VerifierPool:
             raise ValueError(f"workers >= 1, timeout > 0 and memory_mib >= 64 expected (got {given})")
         self.timeout = timeout
         self._settings: dict[str, Any] = {
-            "verifier": verifier_path(verifier_name),  # its worker need not look for it
+            "verifier": verifier_path(verifier_name),
             "terms": {name: (term.function, term.arguments) for name, term in terms.items()},
-            "timeout": timeout,
             "memory_mib": memory_mib,
             "own": list(own),
         }
-        _functions(self._settings)
+        _load_functions(self._settings)
         paths = [self._settings["verifier"], *own, *(term.function for term in terms.values())]
         ours = all(path.partition(":")[0].partition(".")[0] in _CALCULATING for path in paths)
         self._sandbox = CALCULATE if ours else sandbox
@@ -116,7 +109,6 @@ class VerifierPool:
         tasks = asyncio.all_tasks(self._loop)
 
         async def settle() -> None:
-            """Let cancelled tasks and closed pipes come to their end."""
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
@@ -128,45 +120,43 @@ class VerifierPool:
 
     @property
     def pids(self) -> list[int]:
-        """The processes that run now."""
         return [one.pid for one in self._workers if one is not None and one.pid is not None and one.alive]
 
     @property
     def waiting(self) -> int:
-        """Answers that workers have and have not judged yet; may be asked from another thread."""
+        """The number of answers at workers. Safe to read from another thread."""
         return sum(len(worker.batch) for worker in list(self._workers) if worker is not None)
 
     def verify(self, items: Sequence[Item]) -> list[Verdict]:
-        """Return one verdict per item, in their order.
+        """Return one verdict per item, in order.
 
-        An answer that takes longer than the limit has Verdict.error "timeout after 10 s" and is wrong; so is
-        one whose worker died with it ("verifier died (signal 11)") twice, the second time as the first answer
-        of a new worker. A time-out counts at once if the worker was calculating, and otherwise must happen
-        twice too: a worker that was killed or stopped from outside once changes no verdict. Where no worker
-        can be started, raises WaitTimeout or ConfigError before anything was judged; later, what is left is
-        unjudged."""
+        An answer over the limit is wrong, with the error "timeout after 10 s". So is an answer whose
+        worker died with it twice ("verifier died (signal 11)"). A time-out without much CPU time must also
+        happen twice, so a worker that was killed or stopped once from outside changes no verdict.
+
+        If no worker can start, raises WaitTimeout or ConfigError before anything was graded; later, the
+        remaining items are ungraded."""
         if self._loop is None:
-            # Not new_event_loop: the process may have another policy (SGLang's is uvloop).
+            # Not new_event_loop: the process may have another event loop policy (SGLang's is uvloop).
             self._loop = asyncio.SelectorEventLoop()
         try:
             return self._loop.run_until_complete(self._verify(items))
         except BaseException:
-            # Workers that still hold a batch of this call would answer it into the next one.
+            # Workers that still have a batch of this call would send its answers during the next call.
             self.close()
             raise
 
     async def _verify(self, items: Sequence[Item]) -> list[Verdict]:
         verdicts: list[Verdict | None] = [None] * len(items)
         todo = deque(range(len(items)))
-        lost: set[int] = set()  # answers that have cost a worker
+        lost: set[int] = set()  # items whose worker died or timed out
         workers = len(self._workers)
         at_most = max(1, min(_MAX_BATCH, len(items) // (4 * workers)))
 
         failed: list[Exception] = []
 
-        async def judge(slot: int) -> None:
-            """Have the worker of this slot, or the one that replaces it, judge batches until nothing is
-            left, or until none can be started."""
+        async def grade_batches(slot: int) -> None:
+            """Grade batches in this slot's worker until nothing is left, or no worker can start."""
             while todo:
                 worker = self._workers[slot]
                 if worker is None or not worker.alive:
@@ -177,14 +167,14 @@ class VerifierPool:
                             raise
                         failed.append(problem)
                         return
-                worker.give([todo.popleft() for _ in range(min(at_most, len(todo)))], items)
+                worker.send_batch([todo.popleft() for _ in range(min(at_most, len(todo)))], items)
                 while worker.batch:
-                    began = time.monotonic()
+                    start = time.monotonic()
                     try:
                         verdict = _read_verdict(await worker.receive(self.timeout))
                     except (TimeoutError, EOFError, ValueError, TypeError) as problem:
                         late = isinstance(problem, TimeoutError)
-                        own = late and worker.calculated_since(began) >= _BUSY * self.timeout
+                        own = late and worker.calculated_since(start) >= _BUSY * self.timeout
                         item, how = worker.batch[0], worker.end()
                         if own or item in lost:
                             error = f"timeout after {self.timeout:g} s" if late else f"verifier died ({how})"
@@ -198,14 +188,14 @@ class VerifierPool:
 
         slots = range(min(workers, len(items)))
         while todo and len(failed) < len(slots):
-            # One that could not start a worker left its answers to the others.
-            await asyncio.gather(*(judge(slot) for slot in slots))
+            # A slot without a worker leaves its items to the others.
+            await asyncio.gather(*(grade_batches(slot) for slot in slots))
         for item in todo:
             verdicts[item] = Verdict(False, error=str(failed[-1]), judged=False)
         return cast(list[Verdict], verdicts)
 
     async def _start(self, slot: int) -> _Worker:
-        """Start a worker, and others if it dies at its start or takes too long; what was in its slot ends."""
+        """Start a worker in a slot, with retries, after ending the slot's old worker."""
         while True:
             if (old := self._workers[slot]) is not None:
                 old.end()
@@ -213,12 +203,12 @@ class VerifierPool:
             try:
                 worker = self._workers[slot] = _Worker(self._sandbox)
                 problem = await worker.connect(self._settings)
-            except (OSError, EOFError) as error:  # OSError: TimeoutError is one, and a machine that is full
+            except (OSError, EOFError) as error:  # OSError includes TimeoutError
                 reason = f"{type(error).__name__}: {error}"
                 if worker is not None:
                     reason = f"{worker.end()}; {worker.last_line}"
                 self._failed_starts += 1
-                # A starved machine starts slowly, through no fault of the answers: they wait.
+                # An overloaded machine starts slowly: before anything is graded, that ends the run.
                 if isinstance(error, TimeoutError) and (
                     not self._has_judged or self._failed_starts >= FAILED_STARTS
                 ):
@@ -235,28 +225,26 @@ class VerifierPool:
 
 
 class _Worker(LimitedProcess):
-    """One process, and the items that it has not answered yet."""
+    """A process, and the items that it has not answered yet."""
 
     def __init__(self, sandbox: str) -> None:
         super().__init__(__name__, sandbox)
         self.batch: deque[int] = deque()
 
-    def give(self, batch: Iterable[int], items: Sequence[Item]) -> None:
-        """Put the items `batch` on their way."""
+    def send_batch(self, batch: Iterable[int], items: Sequence[Item]) -> None:
         self.batch.extend(batch)
         self._given, self._cpu = time.monotonic(), self.cpu_seconds()
         self.send([items[i] for i in self.batch])
 
-    def calculated_since(self, began: float) -> float:
-        """Return the least CPU time that the present item has taken, seconds.
+    def calculated_since(self, start: float) -> float:
+        """Return a lower bound of the CPU time that the present item has used, seconds.
 
-        began  time.monotonic() when it became the first of the batch: the items before it took no more CPU
-               time than time"""
-        return self.cpu_seconds() - self._cpu - (began - self._given)
+        start: time.monotonic() when it became the first of the batch. Earlier items used at most as much
+        CPU time as time."""
+        return self.cpu_seconds() - self._cpu - (start - self._given)
 
 
 def _read_verdict(message: Any) -> Verdict:
-    """Return the verdict that a worker has sent. Raises ValueError for anything else."""
     verdict = Verdict(*msgspec.convert(message, _Sent))
     if not all(map(math.isfinite, (verdict.score or 0.0, *verdict.terms.values()))):
         raise ValueError("a score or a term is not finite")
@@ -266,10 +254,11 @@ def _read_verdict(message: Any) -> Verdict:
 def judge(
     verifier: Verifier, terms: Mapping[str, Term], response: str, reference: str | Reference, *size: Any
 ) -> Verdict:
-    """Return the verdict of the verifier, or of the reference's own, with the values of the terms where
-    `size` (length, longest, truncated) is given. Whatever one of them raises or returns wrongly is a verdict
-    with an error, and without terms: of nothing, as nobody has judged, unless memory or the stack ran out,
-    which an answer can bring about."""
+    """Grade a response with the verifier, or with the reference's own, and compute the terms.
+
+    Terms are computed only if `size` (length, longest, truncated) is given. An exception or an invalid
+    return value becomes a verdict with an error and without terms. It is ungraded, unless memory or the
+    stack ran out, which an answer can cause."""
     at, answer = "", reference if isinstance(reference, str) else reference.answer
     try:
         if isinstance(reference, str):
@@ -294,18 +283,18 @@ def judge(
         return Verdict(False, error=f"{at}{type(error).__name__}: {error}".split("\n")[0], judged=False)
 
 
-def _functions(settings: Mapping[str, Any]) -> tuple[Verifier, dict[str, Term]]:
+def _load_functions(settings: Mapping[str, Any]) -> tuple[Verifier, dict[str, Term]]:
     terms = {name: get_term(name, *term) for name, term in settings["terms"].items()}
     return get_verifier(settings["verifier"]), terms
 
 
 def work(process: Supervised) -> None:
-    """Be a worker."""
-    serve(process, _judging)
+    """Grade answers: the main function of a worker."""
+    serve(process, _prepare_grading)
 
 
-def _judging(settings: dict[str, Any]) -> Callable[[Any], Iterator[Any]]:
-    verifier, terms = _functions(settings)
+def _prepare_grading(settings: dict[str, Any]) -> Callable[[Any], Iterator[Any]]:
+    verifier, terms = _load_functions(settings)
     for name in settings["own"]:
         get_verifier(name)
 

@@ -1,6 +1,7 @@
-"""A process under limits: of time for each answer, of memory, and with an environment of its own. It may
-hang, die or be killed, and the process that talks to it goes on. `LimitedProcess` is the parent's side, on an
-event loop; `serve` the process's. Between them travel messages, each JSON on one line."""
+"""Processes with limits of time and memory, and a minimal environment.
+
+Such a process may hang, die or be killed without harm to its parent. `LimitedProcess` is the parent's
+side, on an event loop; `serve` is the process's. Messages between them are JSON, one per line."""
 
 from __future__ import annotations
 
@@ -23,24 +24,22 @@ from megarl.rewards.sandbox import Supervised, restrict
 
 START_LIMIT = 60.0  # seconds; importing sympy from a busy network file system is slow
 FAILED_STARTS = 3
-# How a process ends that did not do it itself. (The kernel, short of memory, kills so too; what runs in the
-# process has a limit of its own.)
+# Ends that the process did not cause. The kernel uses SIGKILL too when memory runs out, but the process's own
+# memory limit is lower.
 FROM_OUTSIDE = {f"signal {number:d}" for number in (signal.SIGKILL, signal.SIGTERM, signal.SIGHUP)}
-# What an interpreter needs to start. The launcher's and the user's variables (ranks, devices, keys) are no
-# business of such a process.
+# The variables that an interpreter needs. Others (ranks, devices, keys) must not reach such a process.
 _KEPT_ENVIRONMENT = ("HOME", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "PATH", "PYTHONHOME", "TMPDIR")
-# Results must not depend on the process that gives them, and the order of a Python set does.
+# Results must not depend on the process, and the order of a Python set would.
 _OWN_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}
-# megarl, what lies beside it and the user's module are found where this process finds them, in its order.
+# The process uses this process's search path, for megarl and for the user's module.
 _BOOT = (
     "import sys; sandbox, sys.path[:] = sys.argv[1], sys.argv[2:]; "
     "from megarl.rewards.sandbox import supervise; process = supervise(sandbox); "
     "from {} import work; work(process)"
 )
 _PARENT_CHECK = 5.0  # seconds
-_END_LIMIT = 10.0  # seconds in which a process that is to end is expected to be gone
-# Address space beyond the data memory: the interpreter, its libraries and what they map. Bounds shared
-# memory, which is not data.
+_END_LIMIT = 10.0  # seconds that a process has to end
+# Address space beyond the data memory, for the interpreter and its libraries. It limits shared memory too.
 _MAPPED = 1 << 30
 
 
@@ -48,9 +47,9 @@ class LimitedProcess:
     """A process that runs `work(process)` of `module`, which calls `serve`; its supervisor; and its pipes.
 
     sandbox  see sandbox.py
-    longest  bytes of a message from it
+    longest  maximum bytes of a message from the process
 
-    What the process starts itself ends with it."""
+    Processes that it starts end with it."""
 
     def __init__(self, module: str, sandbox: str, longest: int = 1 << 20) -> None:
         self.last_line, self._longest = "", longest
@@ -59,15 +58,10 @@ class LimitedProcess:
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 (closed by `end`)
         self._transports: list[asyncio.BaseTransport] = []
         self.process = subprocess.Popen(
-            # It writes bytecode only where this process does: under a limit of file size it is cut off.
+            # -B as in this process: a limit of file size would cut bytecode files off.
             [
-                *(
-                    sys.executable,
-                    *(["-B"] if sys.dont_write_bytecode else []),
-                    "-c",
-                    _BOOT.format(module),
-                    sandbox,
-                ),
+                *(sys.executable, *(["-B"] if sys.dont_write_bytecode else [])),
+                *("-c", _BOOT.format(module), sandbox),
                 *(entry or os.getcwd() for entry in sys.path),
             ],
             stdin=subprocess.PIPE,
@@ -82,7 +76,7 @@ class LimitedProcess:
         return not self._ended and self.process.poll() is None
 
     def cpu_seconds(self) -> float:
-        """Return the CPU time that the process has taken so far, 0.0 where it has ended."""
+        """Return the CPU time that the process has used, 0.0 if it has ended."""
         try:
             fields = Path(f"/proc/{self.pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
         except OSError:
@@ -90,7 +84,7 @@ class LimitedProcess:
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
     async def connect(self, settings: dict[str, Any]) -> str | None:
-        """Wait until the process is ready; return the reason why it cannot be. Raises as `receive`."""
+        """Wait until the process is ready. Returns the reason if it cannot start. Raises as `receive`."""
         self._loop = loop = asyncio.get_running_loop()
         self._answers = asyncio.StreamReader(limit=self._longest)
         protocol = asyncio.StreamReaderProtocol(self._answers)
@@ -105,17 +99,19 @@ class LimitedProcess:
         return cast(str | None, problem)
 
     def send(self, message: Any) -> None:
-        """Put a message on its way; never waits for the process to read."""
+        """Queue a message; does not wait until the process reads it."""
         self._sink.write(json.dumps(message).encode() + b"\n")
 
     async def receive(self, limit: float) -> Any:
-        """Return the next message. Raises TimeoutError after `limit` seconds, EOFError if there will be
-        none, and ValueError for one that is no JSON."""
+        """Return the next message.
+
+        Raises TimeoutError after `limit` seconds, EOFError if no more will come, and ValueError for
+        invalid JSON."""
         try:
             async with asyncio.timeout(limit):
                 line = await self._answers.readline()
         except TimeoutError:
-            async with asyncio.timeout(0.01):  # if it was this process that slept, the answer is here
+            async with asyncio.timeout(0.01):  # if this process was suspended, the answer is here
                 line = await self._answers.readline()
         if not line.endswith(b"\n"):
             raise EOFError
@@ -125,20 +121,19 @@ class LimitedProcess:
             raise ValueError("a message is nested too deeply") from None
 
     async def finish(self) -> str:
-        """Do what `end` does while the event loop goes on."""
+        """Do the same as `end` without blocking the event loop."""
         if not self._ended:
             if self._transports and self._answers.at_eof():
-                await self._gone(_END_LIMIT)
+                await self._wait_async(_END_LIMIT)
             self._kill()
-            await self._gone(_END_LIMIT)
+            await self._wait_async(_END_LIMIT)
         return self.end()
 
     def end(self) -> str:
-        """Kill this process with all that it has started, close its pipes and say how it ended."""
+        """Kill the process and everything that it started, close its pipes, and return how it ended."""
         if not self._ended:
             if self._transports and self._answers.at_eof():
-                # It closed its pipe, so it is about to be gone, and its own way of ending is the news. One
-                # that is killed here was not killed from outside.
+                # It closed its pipe, so it is about to end: wait, to report its own exit code.
                 self._wait(_END_LIMIT)
             self._kill()
             self._wait(_END_LIMIT)
@@ -149,9 +144,9 @@ class LimitedProcess:
             if self._transports and not self._loop.is_closed():
                 for transport in self._transports:
                     if isinstance(transport, asyncio.WriteTransport) and not transport.is_closing():
-                        transport.abort()  # `close` would first wait for what was not read
+                        transport.abort()  # `close` would wait until all was read
                     transport.close()
-            else:  # nobody else closes them
+            else:  # no transport closes them
                 for pipe in (self.process.stdin, self.process.stdout):
                     assert pipe is not None
                     pipe.close()
@@ -164,31 +159,31 @@ class LimitedProcess:
 
     def _kill(self) -> None:
         self._killed = self._killed or self.process.poll() is None
-        self.process.terminate()  # the supervisor kills the others first
+        self.process.terminate()  # the supervisor first kills the other processes
 
     def _wait(self, limit: float) -> None:
         try:
             self.process.wait(limit)
         except subprocess.TimeoutExpired:
-            self.process.kill()  # something is stuck in the kernel after SIGKILL: the run goes on without it
+            self.process.kill()  # stuck in the kernel after SIGKILL: continue without it
 
-    async def _gone(self, limit: float) -> None:
-        """Wait as `_wait`, on the event loop."""
+    async def _wait_async(self, limit: float) -> None:
         end = time.monotonic() + limit
         while self.process.poll() is None and time.monotonic() < end:
             await asyncio.sleep(0.005)
 
 
 def serve(process: Supervised, prepare: Callable[[dict[str, Any]], Callable[[Any], Iterator[Any]]]) -> None:
-    """Be such a process: read the settings, answer `null` (ready) or the reason why it cannot
-    start, and answer messages until input ends. The sandbox closes behind `prepare`.
+    """Run such a process: read the settings, answer `null` (ready) or an error, then answer messages.
 
-    prepare   makes of the settings the function from a message to its answers; its ConfigError goes to the
-              parent
-    settings  memory_mib: data memory, MiB; and what `prepare` needs"""
+    The sandbox closes after `prepare`. The process ends at the end of its input.
+
+    prepare   builds, from the settings, the function from a message to its answers; its ConfigError is
+              sent to the parent
+    settings  memory_mib: data memory, MiB; and everything that `prepare` needs"""
     source, sink = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     settings = json.loads(source.readline())
-    # What the user's code prints must not get into the messages; stderr stays for a failing start.
+    # Keep the output of user code out of the messages; stderr stays open to report a failing start.
     nowhere = os.open(os.devnull, os.O_RDWR)
     os.dup2(nowhere, 0)
     os.dup2(nowhere, 1)
@@ -203,7 +198,7 @@ def serve(process: Supervised, prepare: Callable[[dict[str, Any]], Callable[[Any
 
     try:
         answers_to = prepare(settings)
-    except ConfigError as error:  # goes to the parent, which raises it
+    except ConfigError as error:  # the parent raises it
         write(str(error))
         return
     os.dup2(nowhere, 2)
@@ -215,21 +210,22 @@ def serve(process: Supervised, prepare: Callable[[dict[str, Any]], Callable[[Any
 
 
 def guard() -> None:
-    """Run the command in this process's arguments, behind the first, until it ends or this process's parent
-    is gone: it and what it started end then."""
+    """Run the command in this process's arguments (after the first) until it ends or the parent is gone.
+
+    The command and everything that it started end with the parent."""
     follow_parent()
     sys.exit(subprocess.call(sys.argv[2:]))
 
 
 def plain_environment() -> dict[str, str]:
-    """Return the environment of a process whose results must depend on its input alone."""
+    """Return an environment for a process whose results must depend only on its input."""
     return {name: os.environ[name] for name in _KEPT_ENVIRONMENT if name in os.environ} | _OWN_ENVIRONMENT
 
 
 def follow_parent() -> None:
-    """Have a thread end this process, with its group if it has its own, once its parent is gone.
+    """Start a thread that ends this process, and its own process group, once its parent is gone.
 
-    The end of its input does not say so: a forked child of the parent may outlive it with the pipe open."""
+    The end of its input does not show that: a forked child of the parent may keep the pipe open."""
     parent = os.getppid()
 
     def follow() -> None:

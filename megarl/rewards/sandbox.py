@@ -26,17 +26,16 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
-# What the user's code may do. "calculate" is for megarl's own verifiers, which need nothing: like "strict",
-# but it starts no programs either.
+# Kinds of sandboxes. "calculate" is for megarl's own verifiers: "strict", and it cannot start programs.
 CALCULATE, STRICT, NETWORK, OFF = "calculate", "strict", "network", "off"
 
-# What `probe` tries to reach.
+# The targets of `probe`.
 PROCESSES, FILES, SOCKETS, LATER = "other processes", "other files", "the network", "the time after its end"
 _PROBE_LIMIT = 20.0  # seconds
 
-_PARENT_CHECK = 1.0  # seconds between two looks at whether the parent is alive
+_PARENT_CHECK = 1.0  # seconds between checks whether the parent is alive
 _WATCHED = (signal.SIGCHLD, signal.SIGTERM, signal.SIGHUP)
-_IGNORED = (signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)  # the trainer's business
+_IGNORED = (signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)  # only for the trainer
 _MOST_PROCESSES = 256
 
 # linux/prctl.h
@@ -54,10 +53,10 @@ _LIBC.syscall.restype = ctypes.c_long
 
 
 class Supervised(NamedTuple):
-    """A process below its supervisor.
+    """A process under its supervisor.
 
     sandbox    one of the kinds above
-    folder     the only place where it may write; its temporary folder
+    folder     its temporary folder, the only place where it may write
     protected  process ids of its supervisor and the trainer"""
 
     sandbox: str
@@ -66,19 +65,18 @@ class Supervised(NamedTuple):
 
 
 def hide_memory() -> None:
-    """Keep other processes of this user from reading this process's environment, memory and open files.
+    """Hide this process's environment, memory and open files from other processes of this user.
 
-    That includes debuggers, profilers and processes that share memory by file descriptor.
-    """
+    That includes debuggers, profilers and processes that share memory by file descriptor."""
     _call(_LIBC.prctl, _PR_SET_DUMPABLE, 0, 0, 0, 0)
 
 
 def supervise(sandbox: str) -> Supervised:
-    """Fork, and return in the child. The parent, the supervisor, kills whatever the child leaves running.
+    """Fork, and return in the child. The parent, the supervisor, kills everything that the child leaves
+    running.
 
-    The supervisor writes the child's process id to standard output as one line. It ends as the child ends.
-    SIGTERM, and the death of its own parent, make it kill everything first. The process must have no other
-    threads yet."""
+    The supervisor writes the child's process id as a line to standard output, and ends like the child. On
+    SIGTERM, or when its parent dies, it kills everything first. Call it before starting threads."""
     trainer = os.getppid()
     folder = Path(tempfile.mkdtemp(prefix="megarl-worker-"))
     for number in _IGNORED:
@@ -95,9 +93,9 @@ def supervise(sandbox: str) -> Supervised:
         _watch(child, init, trainer, folder)
     _die_with_parent()
     os.close(write)
-    os.read(written, 1)  # its own messages come behind the process id
+    os.read(written, 1)  # its messages must follow the process id
     os.close(written)
-    os.setsid()  # its group has no other process, and it can join no other group
+    os.setsid()  # it has its own process group, and cannot join another
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _WATCHED)
     if init is not None:
         with suppress(OSError):  # a container may mask /proc; Landlock then guards the other processes' files
@@ -107,10 +105,10 @@ def supervise(sandbox: str) -> Supervised:
 
 
 def _watch(child: int, init: int | None, trainer: int, folder: Path) -> NoReturn:
-    """Wait for the child's end, kill what is left, and end in the same way."""
+    """Wait for the child's end, kill all descendants, and end in the same way."""
     nowhere = os.open(os.devnull, os.O_RDWR)
     os.dup2(nowhere, 0)
-    os.dup2(nowhere, 1)  # the child alone holds the pipe: its end is the end of the messages
+    os.dup2(nowhere, 1)  # only the child has the pipe, so its end is the end of the messages
     code: int | None = None
     while code is None:
         received = signal.sigtimedwait(_WATCHED, _PARENT_CHECK)
@@ -133,7 +131,7 @@ def _watch(child: int, init: int | None, trainer: int, folder: Path) -> NoReturn
 
 
 def _remove(folder: Path) -> None:
-    """Remove a folder. What lies deeper is first moved to its top: shutil.rmtree gives up on a deep one."""
+    """Remove a folder. It first moves deep entries up, because shutil.rmtree fails on deep trees."""
     while entries := list(os.scandir(folder)):
         for entry in entries:
             if not entry.is_dir(follow_symlinks=False):
@@ -147,7 +145,7 @@ def _remove(folder: Path) -> None:
 
 
 def _reap(child: int) -> int | None:
-    """Collect ended processes. Return the child's exit code (negative: its signal), None while it runs."""
+    """Collect ended processes. Returns the child's exit code (negative: its signal), None while it runs."""
     found = None
     with suppress(ChildProcessError):
         while (ended := os.waitpid(-1, os.WNOHANG))[0]:
@@ -157,7 +155,7 @@ def _reap(child: int) -> int | None:
 
 
 def _kill_rest(init: int | None) -> None:
-    """Kill all descendants. With a process namespace, the end of its first process ends the others."""
+    """Kill all descendants. In a process namespace, the end of its first process ends the others."""
     if init is not None:
         os.kill(init, signal.SIGKILL)
     while True:
@@ -168,7 +166,7 @@ def _kill_rest(init: int | None) -> None:
         if ended:
             continue
         if init is None:
-            # First stopped: a process that forks all the time would stay ahead of the list.
+            # Stop all first: a process that forks continuously would stay ahead of the list.
             for number in (signal.SIGSTOP, signal.SIGKILL):
                 for pid in _descendants():
                     with suppress(ProcessLookupError):
@@ -191,12 +189,12 @@ def _descendants() -> set[int]:
 
 
 def _enter_namespaces() -> int:
-    """Put later children into a separate process namespace, and return the id of its first process.
+    """Put later children into a new process namespace, and return the id of its first process.
 
-    All of them end with that process. Raises OSError where the kernel or the container does not allow it."""
+    All of them end with that process. Raises OSError if the kernel or the container does not allow it."""
     flags = _NEW_PIDS | _NEW_MOUNTS | _NEW_IPC
     if os.geteuid() == 0:
-        _call(_LIBC.unshare, flags)  # in a user namespace root could no longer read other users' files
+        _call(_LIBC.unshare, flags)  # in a user namespace, root could not read other users' files
     else:
         user, group = os.geteuid(), os.getegid()
         _call(_LIBC.unshare, flags | _NEW_USER)
@@ -221,8 +219,9 @@ def _die_with_parent() -> None:
 
 
 def _can_enter_namespaces() -> bool:
-    """Return whether `_enter_namespaces` works, tried in a child: some kernels let it fail half way, which
-    leaves a process without rights."""
+    """Return whether `_enter_namespaces` works, by trying it in a child.
+
+    On some kernels it fails half way, which leaves a process without rights."""
     if not (child := os.fork()):
         try:
             os.kill(_enter_namespaces(), signal.SIGKILL)
@@ -233,24 +232,24 @@ def _can_enter_namespaces() -> bool:
 
 
 def restrict(process: Supervised) -> list[str]:
-    """Give up, for good, what this process and all that it starts may not do. Return the layers that this
-    machine has for it.
+    """Give up rights of this process and its children for good. Returns the layers that apply on this
+    machine.
 
-    It may read most files and write in its own folder, and sees no other process. All else depends on the
-    sandbox. Threads that run already keep their access to files."""
+    It may read most files, write in its own folder, and sees no other process. Other rights depend on the
+    sandbox. Threads that already run keep their access to files."""
     if process.sandbox == OFF:
         return []
     layers = []
     if in_namespace := os.getppid() == 0:
         layers.append("namespaces")
     if process.sandbox != NETWORK:
-        _works(_LIBC.unshare, _NEW_NETWORK)  # where that is not allowed, the filter of calls has to do
-    if in_namespace and os.geteuid() != 0:  # in the user namespace these processes alone are counted
+        _works(_LIBC.unshare, _NEW_NETWORK)  # if that is not allowed, the filter of calls still holds
+    if in_namespace and os.geteuid() != 0:  # the user namespace counts only these processes
         resource.setrlimit(resource.RLIMIT_NPROC, (_MOST_PROCESSES, _MOST_PROCESSES))
     is_read_only = in_namespace and _make_read_only(process.folder)
     _drop_capabilities()
     _call(_LIBC.prctl, _PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
-    hide_memory()  # what it starts could write messages in its name otherwise
+    hide_memory()  # otherwise its children could write messages in its name
     if version := _landlock(process):
         layers.append(f"Landlock {version}")
     if _filter_calls(process, in_namespace, is_read_only):
@@ -259,8 +258,9 @@ def restrict(process: Supervised) -> list[str]:
 
 
 def probe() -> tuple[list[str], dict[str, bool]]:
-    """Return the layers that `restrict` has on this machine, and what a strict sandbox holds against: a
-    process of its own tries to reach it."""
+    """Return the layers of `restrict` on this machine, and the targets that a strict sandbox protects.
+
+    A separate process tries to reach them."""
     boot = "import sys; sys.path[:] = sys.argv[2:]; from megarl.rewards.sandbox import try_to_escape; "
     with tempfile.NamedTemporaryFile() as other:
         process = subprocess.Popen(
@@ -269,7 +269,7 @@ def probe() -> tuple[list[str], dict[str, bool]]:
         )
         try:
             output, is_over = process.communicate(timeout=_PROBE_LIMIT)[0], True
-        except subprocess.TimeoutExpired as late:  # somebody holds the pipe
+        except subprocess.TimeoutExpired as late:  # a descendant still has the pipe
             process.kill()
             output, is_over = late.output or b"", False
     if len(lines := output.splitlines()) < 2:
@@ -279,7 +279,7 @@ def probe() -> tuple[list[str], dict[str, bool]]:
 
 
 def try_to_escape(other_file: str) -> NoReturn:
-    """Do the work of `probe` in its process: write the process id, and then which attempts failed."""
+    """Run the attempts of `probe` in its process: write the process id, and then which attempts failed."""
     trainer = os.getppid()
     layers = restrict(supervise(STRICT))
 
@@ -305,14 +305,14 @@ def try_to_escape(other_file: str) -> NoReturn:
 
 
 def _make_read_only(folder: Path) -> bool:
-    """Make all file systems but the folder read-only for this process. Return whether that worked.
+    """Make all file systems but the folder read-only for this process. Returns whether that worked.
 
     Landlock does not cover modes, owners, times and extended attributes of files."""
     read_only, writable = struct.pack("=QQQQ", 1, 0, 0, 0), struct.pack("=QQQQ", 0, 1, 0, 0)
     here, recursive = -100, 0x8000  # AT_FDCWD, AT_RECURSIVE
     place = str(folder).encode()
     try:
-        _call(_LIBC.unshare, _NEW_MOUNTS)  # the supervisor, too, lives in the mounts as they were
+        _call(_LIBC.unshare, _NEW_MOUNTS)  # the supervisor keeps the original mounts
         _call(_LIBC.mount, place, place, None, _BIND, None)
         _call(_LIBC.syscall, _MOUNT_SETATTR, here, b"/", recursive, read_only, len(read_only))
         _call(_LIBC.syscall, _MOUNT_SETATTR, here, place, 0, writable, len(writable))
@@ -322,7 +322,7 @@ def _make_read_only(folder: Path) -> bool:
 
 
 def _drop_capabilities() -> None:
-    """Drop root's rights but those for reading, which no exec brings back under no_new_privs."""
+    """Drop root's rights except those for reading. Under no_new_privs no exec brings them back."""
     header = struct.pack("=Ii", 0x20080522, 0)  # _LINUX_CAPABILITY_VERSION_3
     held = ctypes.create_string_buffer(24)
     _call(_LIBC.capget, header, held)
@@ -342,12 +342,13 @@ _DEVICES = ("null", "zero", "full", "random", "urandom")
 
 
 def landlock_version() -> int:
-    """Return the version of Landlock's interface, 0 where there is none."""
+    """Return the version of Landlock's interface, 0 without Landlock."""
     return max(0, int(_LIBC.syscall(_CREATE_RULESET, None, 0, 1)))
 
 
 def _landlock(process: Supervised) -> int:
-    """Allow reading but for secrets, and writing in the process's folder only. Return Landlock's version."""
+    """Allow reading except for secrets, and writing only in the process's folder. Returns Landlock's
+    version."""
     if not (version := landlock_version()):
         return 0
     handled = (1 << _RIGHTS[min(version, len(_RIGHTS) - 1)]) - 1
@@ -367,7 +368,7 @@ def _landlock(process: Supervised) -> int:
         try:
             place = os.open(path, os.O_PATH | os.O_CLOEXEC)
         except OSError:
-            continue  # not there, or not ours to see
+            continue  # missing or hidden
         try:
             allowed = rights & handled if path.is_dir() else rights & handled & _OF_FILES
             rule = struct.pack("=Qi", allowed, place)
@@ -380,9 +381,10 @@ def _landlock(process: Supervised) -> int:
 
 
 def _readable() -> Iterator[Path]:
-    """Yield the files and folders that code may read: all but temporary folders, devices, sockets and the
-    hidden entries of the home folder, where keys lie. The current folder and those of Python are read too,
-    unless they are one of these themselves."""
+    """Yield the files and folders that code may read.
+
+    These are all but temporary folders, devices, sockets, and hidden entries of the home folder, which
+    hold keys. The current folder and Python's are included, unless they are such a folder themselves."""
     keys, homes = set[Path](), {Path(os.environ.get("HOME", "/"))}
     with suppress(KeyError):  # a user id without a name
         homes.add(Path(pwd.getpwuid(os.getuid()).pw_dir))
@@ -392,13 +394,13 @@ def _readable() -> Iterator[Path]:
     private = {Path(path).resolve() for path in ("/tmp", "/var/tmp", "/dev", "/run", "/var/run")}
     needed = [*filter(os.path.exists, sys.path), os.getcwd(), sys.prefix, sys.base_prefix]
     for path in {Path(one).resolve() for one in (*needed, "/etc/resolv.conf")}:
-        # A folder within a private one is read, but not the private one itself.
+        # A folder within a private one is readable, but not the private one itself.
         yield from _without(path, keys | (private - set(path.parents)))
     yield from _without(Path("/"), keys | private)
 
 
 def _without(folder: Path, hidden: set[Path]) -> Iterator[Path]:
-    """Yield the folder, or the largest parts of it that hold nothing hidden."""
+    """Yield the folder, or the largest parts of it without hidden entries."""
     if folder in hidden:
         return
     if not any(folder in one.parents for one in hidden):
@@ -418,7 +420,7 @@ def _numbers(table: str) -> dict[str, tuple[int, int]]:
     return {name: (int(x86), int(arm)) for name, x86, arm in zip(words, words, words, strict=True)}
 
 
-# Each call with its numbers on x86_64 and aarch64, 0: none. tests/security holds them to the headers.
+# Each call with its numbers on x86_64 and aarch64, 0: none. tests/security compares them with the headers.
 _ALWAYS = _numbers("""
     ptrace 101 117   process_vm_readv 310 270   process_vm_writev 311 271   pidfd_getfd 438 438
     kcmp 312 272   process_madvise 440 440   bpf 321 280   perf_event_open 298 241   userfaultfd 323 282
@@ -460,13 +462,13 @@ _OWNERS = (8, 10, 15)  # F_SETOWN, F_SETSIG, F_SETOWN_EX
 
 
 class Rule(NamedTuple):
-    """A system call that fails, with EPERM or `error`.
+    """A system call that fails with `error`.
 
     argument  number of the argument that decides; None: it always fails
-    bits      it fails if the argument has one of these
-    lacks     it fails unless the argument has one of these bits
-    among     it fails if the argument is one of these
-    unless    it fails if the argument is none of these"""
+    bits      fails if the argument has one of these bits
+    lacks     fails unless the argument has one of these bits
+    among     fails if the argument is one of these
+    unless    fails if the argument is none of these"""
 
     name: str
     argument: int | None = None
@@ -485,13 +487,13 @@ def rules(process: Supervised, in_namespace: bool, is_read_only: bool) -> Iterat
     yield Rule("socketpair", 1, unless=_STREAMS)  # datagrams may be sent to any address
     if not is_read_only:
         yield from map(Rule, ("truncate", *_ATTRIBUTES))
-    yield Rule("clone3", error=errno.ENOSYS)  # its flags lie in memory: libc then calls clone
+    yield Rule("clone3", error=errno.ENOSYS)  # the filter cannot read its flags; libc then calls clone
     yield Rule("clone", 0, bits=_ANY_NEW)
     yield Rule("socket", 0, unless=_FAMILIES) if process.sandbox == NETWORK else Rule("socket")
     if process.sandbox == CALCULATE:
         yield from map(Rule, _STARTING)
         yield Rule("clone", 0, lacks=_CLONE_THREAD)
-    if in_namespace:  # it has no names for other processes
+    if in_namespace:  # other processes have no id there
         return
     own = os.getpid()
     for name in _OF_PROCESS:
@@ -508,7 +510,7 @@ def rules(process: Supervised, in_namespace: bool, is_read_only: bool) -> Iterat
 
 
 def filter_program(found: Iterable[Rule], machine: str) -> bytes:
-    """Return the rules as a program of classic BPF, which the kernel runs before each system call."""
+    """Compile the rules to a classic BPF program, which the kernel runs before each system call."""
     column, architecture = _MACHINES[machine]
     load, equal, at_least, has_bits, end = 0x20, 0x15, 0x35, 0x45, 0x06
     number, fails, allow = 0, 0x50000, 0x7FFF0000  # SECCOMP_RET_ERRNO, SECCOMP_RET_ALLOW
@@ -526,7 +528,7 @@ def filter_program(found: Iterable[Rule], machine: str) -> bytes:
         failing = step(end, fails | rule.error)
         body = [failing]
         if rule.argument is not None:
-            body = [step(load, 16 + 8 * rule.argument)]  # the lower half: all that these calls read
+            body = [step(load, 16 + 8 * rule.argument)]  # the lower half, the only one that these calls read
             if rule.bits:
                 body += [step(has_bits, rule.bits, 0, 1), failing]
             elif rule.lacks:
@@ -544,7 +546,7 @@ def filter_program(found: Iterable[Rule], machine: str) -> bytes:
 
 
 def _filter_calls(process: Supervised, in_namespace: bool, is_read_only: bool) -> bool:
-    """Have forbidden system calls fail, in all threads. Return whether this kernel can do so."""
+    """Make forbidden system calls fail, in all threads. Returns whether this kernel supports that."""
     if (machine := platform.machine()) not in _MACHINES:
         return False
     code = filter_program(rules(process, in_namespace, is_read_only), machine)
@@ -556,7 +558,7 @@ def _filter_calls(process: Supervised, in_namespace: bool, is_read_only: bool) -
 
 
 def _call(function: Callable[..., int], *arguments: object) -> int:
-    """Call a function of libc, integers as long. Raises OSError where it fails."""
+    """Call a function of libc with integers as long. Raises OSError if it fails."""
     ctypes.set_errno(0)
     given = (ctypes.c_long(one) if isinstance(one, int) else one for one in arguments)
     if (result := function(*given)) < 0:

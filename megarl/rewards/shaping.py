@@ -1,5 +1,5 @@
-"""What is added to the verifier's reward: the soft overlong punishment, and terms of `reward.terms` for
-length and format."""
+"""Additions to the verifier's reward: the soft overlong punishment, and `reward.terms` for length and
+format."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ THINK_ANSWER = r"\A\s*<think>.*?</think>\s*<answer>.*?</answer>\s*\Z"
 
 
 def soft_overlong_punishment(length: int, max_tokens: int, buffer: int) -> float:
-    """Return DAPO eq. 13, in [-1, 0], for a response of `length` tokens, with L_max = `max_tokens` and
-    L_cache = `buffer` (0 < buffer <= max_tokens, else ValueError).
+    """Return DAPO eq. 13, in [-1, 0], for a response of `length` tokens.
 
-    0 for |y| <= L_max - L_cache; ((L_max - L_cache) - |y|) / L_cache up to L_max; -1 beyond."""
+    With L_max = `max_tokens` and L_cache = `buffer`: 0 for |y| <= L_max - L_cache; ((L_max - L_cache) -
+    |y|) / L_cache up to L_max; -1 beyond. Raises ValueError unless 0 < buffer <= max_tokens."""
     if not 0 < buffer <= max_tokens:
         raise ValueError(f"buffer must be in (0, max_tokens = {max_tokens}] (got {buffer})")
     return max(-1.0, min(0.0, (max_tokens - buffer - length) / buffer))
@@ -30,12 +30,13 @@ def cosine_length(
     wrong_long: float = 0.0,
     truncated: float = -10.0,
 ) -> float:
-    """Return the cosine reward (Yeo et al. 2025, arXiv 2502.03373): r_L + (r_0 - r_L) (1 + cos(pi l / L)) / 2
-    for l of at most L tokens, from r_0 for none to r_L for L; `truncated` for a response that was cut.
+    """Return the cosine reward (Yeo et al. 2025, arXiv 2502.03373) for a response of l of at most L
+    tokens.
 
-    r_0 and r_L are `*_short` and `*_long` of right and of wrong answers; the defaults are the paper's: right
-    answers had better be short, wrong ones had better have thought longer. It is a whole reward: the paper
-    has no other, which is `reward.weight` 0."""
+    It is r_L + (r_0 - r_L) (1 + cos(pi l / L)) / 2, or `truncated` for a response that was cut. r_0 and
+    r_L are `*_short` and `*_long`, for correct and for wrong answers. With the paper's defaults correct
+    answers should be short, and wrong ones longer. The paper has no other reward, which is `reward.weight`
+    0."""
     if response.truncated:
         return truncated
     short, long = (correct_short, correct_long) if response.verdict.correct else (wrong_short, wrong_long)
@@ -43,14 +44,16 @@ def cosine_length(
 
 
 def matches(response: Judged, pattern: str = THINK_ANSWER) -> float:
-    """Return 1 where the regular expression is found in the response (`.` matches ends of lines, too), else
-    0. By default the format reward of DeepSeek-R1 (arXiv 2501.12948, section 2.2.2): thoughts and answer in
+    """Return 1 if the regular expression is found in the response, else 0; `.` also matches line ends.
+
+    The default is DeepSeek-R1's format reward (arXiv 2501.12948, section 2.2.2): thoughts and answer in
     their tags, and nothing else."""
     return float(re.search(pattern, response.text, re.DOTALL) is not None)
 
 
 def boxed_or_answer_line(response: Judged) -> float:
-    """Return 1 where the response gives its answer where verifiers look for it, in a line `Answer: ...` or in
-    `\\boxed{...}`, right or wrong; else 0."""
+    r"""Return 1 if verifiers can find an answer, correct or not, in the response; else 0.
+
+    They look for a line `Answer: ...` or for `\\boxed{...}`."""
     found = (plugin("megarl.answers", place)(response.text) for place in ("line", "boxed"))
     return float(any(answer is not None for answer in found))

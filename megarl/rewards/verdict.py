@@ -1,4 +1,4 @@
-"""What a verifier says about one response, what the terms of `reward.terms` see of it, and both by name."""
+"""Verdicts on responses, the arguments of reward terms, and both kinds of functions by name."""
 
 from __future__ import annotations
 
@@ -17,22 +17,21 @@ from typing import Any, NamedTuple, cast
 from megarl.config.errors import ConfigError, first_line
 from megarl.config.plugins import REINSTALL, plugins
 
-MAX_TEXT = 1000  # characters of an extracted answer or an error that travel
+MAX_TEXT = 1000  # maximum characters of an extracted answer or an error in a message
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """The judgement of one response.
+    """The result of grading one response.
 
-    correct    whether the response answers the problem: what accuracy, pass@k, group filtering and the
-               positive-example loss count
-    extracted  the normalised final answer, for majority voting; None where the response gives none
-    error      why the verifier came to no end, else None
-    judged     False where that says nothing of the answer (docs/verifiers.md): nobody has judged it, and the
-               response is left out of everything; with an error and True the answer counts as wrong
-    score      of a verifier that grades, any finite number: 1 earns what a right answer earns, 0 what a wrong
-               one does; None: what `correct` says
-    terms      name -> value of each of `reward.terms`, which the pool fills in"""
+    correct    the answer is correct; counts for accuracy, pass@k, group filtering, positive-example loss
+    extracted  the normalised final answer, for majority voting; None if there is none
+    error      why grading failed, else None
+    judged     False: ungraded, and left out everywhere, because the failure does not depend on the answer
+               (docs/verifiers.md); an error with True makes the answer wrong
+    score      partial credit, any finite number: 1 earns the reward of a correct answer, 0 that of a wrong
+               one; None: decided by `correct`
+    terms      name -> value of each of `reward.terms`; the pool sets it"""
 
     correct: bool
     extracted: str | None = None
@@ -42,38 +41,37 @@ class Verdict:
     judged: bool = True
 
     def reward(self, correct: float, incorrect: float) -> float:
-        """Return (1 - score) incorrect + score correct: exactly one of the two at 0 and at 1, which
-        `incorrect + score (correct - incorrect)` is not in floating point."""
+        """Return (1 - score) incorrect + score correct.
+
+        This is exact at 0 and 1, unlike `incorrect + score (correct - incorrect)` in floating point."""
         score = float(self.correct) if self.score is None else self.score
         return (1.0 - score) * incorrect + score * correct
 
 
 class Reference(NamedTuple):
-    """The reference of a problem that has a verifier of its own, whatever reward.verifier says.
+    """The reference of a problem with its own verifier, which replaces reward.verifier.
 
-    answer    for people and for the terms of the reward; "" where none is known
-    verifier  `module:function`, which is called with the response and `entry`
-    entry     all that it needs to know of the problem"""
+    answer    for people and for reward terms; "" if unknown
+    verifier  `module:function`, called with the response and `entry`
+    entry     everything that it needs to know about the problem"""
 
     answer: str
     verifier: str
     entry: str
 
 
-# (response, reference answer) -> judgement. A plain bool will do; a number is a score, and right from 1 on; a
-# pair is (right, extracted answer), of who knows nothing of megarl; a Verdict can carry both, and a score of
-# which it says itself whether it is right.
+# (response, reference answer) -> bool, score (correct from 1 on), (correct, extracted answer) or Verdict.
 Verifier = Callable[[str, str], bool | float | tuple[bool, str | None] | Verdict]
 
 
 @dataclass(frozen=True)
 class Judged:
-    """A response that a verifier has judged, as a term of the reward sees it.
+    """A graded response, as a reward term receives it.
 
     answer     the reference answer
-    length     tokens of the response, the end-of-sequence token included
+    length     tokens of the response, including the end-of-sequence token
     longest    rollout.max_response_tokens
-    truncated  whether it was cut there"""
+    truncated  the response was cut at `longest`"""
 
     text: str
     answer: str
@@ -84,18 +82,20 @@ class Judged:
 
 
 def short(text: object) -> str | None:
-    """Return an answer or an error as text that any message holds, at most MAX_TEXT characters of it: half of
-    a surrogate pair, which JSON can spell, is replaced."""
+    """Return at most MAX_TEXT characters of an answer or an error, for a message.
+
+    Unpaired surrogates, which JSON can contain, are replaced."""
     return None if text is None else str(text)[:MAX_TEXT].encode(errors="replace").decode()
 
 
 class UnusableError(Exception):
-    """What a function of the user has returned is no use."""
+    """A function of the user returned an invalid value."""
 
 
 def as_verdict(result: object, who: str) -> Verdict:
-    """Return the verdict that `who` means by what it returned; a bare number is a score, and right from 1 on.
-    Raises UnusableError for anything else."""
+    """Convert the value that `who` returned to a verdict. A number is a score, correct from 1 on.
+
+    Raises UnusableError for other types."""
     if isinstance(result, bool) or _is_numpy_bool(result):
         return Verdict(bool(result))
     if isinstance(result, tuple):
@@ -112,8 +112,7 @@ def as_verdict(result: object, who: str) -> Verdict:
 
 
 def finite(value: Any, what: str, wanted: str) -> float:
-    """Return a number as float. Raises UnusableError, of the words given, for another type, and for one that
-    is not finite."""
+    """Convert a finite number to float. Raises UnusableError for others, with the given words."""
     if not isinstance(value, Real) and not _is_numpy_bool(value):
         raise UnusableError(f"{what} {type(value).__name__}, {wanted}")
     if not math.isfinite(number := float(value)):
@@ -123,10 +122,10 @@ def finite(value: Any, what: str, wanted: str) -> float:
 
 @contextmanager
 def _current_folder(module: str) -> Iterator[None]:
-    """Search the current folder too while the block imports a module that is not elsewhere.
+    """Also search the current folder during the block, for a module that is found nowhere else.
 
-    At other times files there are not imported: libraries ask for optional modules, such as apex, and the
-    folder may be anybody's."""
+    At other times its files must not be import_object: libraries ask for optional modules such as apex, and
+    anybody may own the folder."""
     folder = os.getcwd()
     if folder in sys.path or module in sys.modules or importlib.util.find_spec(module) is not None:
         yield
@@ -139,17 +138,20 @@ def _current_folder(module: str) -> Iterator[None]:
 
 
 def _is_numpy_bool(value: Any) -> bool:
-    """Return whether it is numpy's bool, what comparing two of its numbers gives: neither a bool nor, as
-    these numbers are, a Real. No worker imports numpy to ask."""
+    """Return whether a value is numpy's bool, without importing numpy into a worker.
+
+    It is neither a bool nor a Real."""
     return getattr(value, "shape", None) == () and getattr(value, "dtype", None) == "bool"
 
 
-Term = Callable[[Judged], float]  # with its arguments already bound
+Term = Callable[[Judged], float]  # its other arguments are bound
 
 
 def verifier_path(name: str) -> str:
-    """Return `module:function` of the verifier that `reward.verifier` names: `dapo`, `math`, another one that
-    a package brings, or the user's own, which is named so. Raises ConfigError for an unknown name."""
+    """Return the `module:function` that `reward.verifier` names.
+
+    The name is an installed verifier (`dapo`, `math`, ...) or `module:function` itself. Raises ConfigError
+    for an unknown name."""
     if all(name.partition(":")):
         return name
     known = plugins("megarl.verifiers")
@@ -163,34 +165,33 @@ def get_verifier(name: str) -> Verifier:
     """Return the function that `reward.verifier` names (see `verifier_path`).
 
     Raises ConfigError if it is unknown, cannot be imported or is not callable."""
-    return imported("reward.verifier", verifier_path(name))
+    return import_object("reward.verifier", verifier_path(name))
 
 
 def get_term(name: str, path: str, arguments: Mapping[str, Any]) -> Term:
-    """Return the function `module:function` that the term `name` of `reward.terms` names, with its arguments.
-    Raises as `get_verifier`."""
-    return partial(imported(f"reward.terms.{name}.function", path), **arguments)
+    """Return the function `path` of the reward term `name`, with its arguments bound. Raises ConfigError."""
+    return partial(import_object(f"reward.terms.{name}.function", path), **arguments)
 
 
-def imported(key: str, path: str, what: str = "function") -> Callable[..., Any]:
-    """Return `module:function`, which the key `key` names; what: what it is to be. The module may lie in the
-    current folder. Raises ConfigError if it cannot be imported or is not callable."""
+def import_object(key: str, path: str, what: str = "function") -> Callable[..., Any]:
+    """Import `module:function` that the configuration key `key` names; what: word for messages.
+
+    The module may be in the current folder. Raises ConfigError if it cannot be imported or is not
+    callable."""
     module_name, _, name = path.partition(":")
     if not (module_name and name):
         raise ConfigError(f"{key}: {path!r} names no {what} (write package.module:{what})")
     try:
         with _current_folder(module_name.partition(".")[0]):
             module = importlib.import_module(module_name)
-    except (Exception, SystemExit) as error:  # a module of the user may raise anything while it is imported
+    except (Exception, SystemExit) as error:  # user code may raise anything at its import
         raise ConfigError(
             f"{key}: {module_name} cannot be imported: {type(error).__name__}: {first_line(error)} "
             f"(it must lie on PYTHONPATH or in the current folder)"
         ) from error
     found = getattr(module, name, None)
     if not callable(found):
-        near = difflib.get_close_matches(
-            name, [one for one, value in vars(module).items() if callable(value)]
-        )
+        near = difflib.get_close_matches(name, [k for k, value in vars(module).items() if callable(value)])
         hint = f" (did you mean {' or '.join(near)}?)" if near else ""
         raise ConfigError(f"{key}: {module_name} has no {what} {name}{hint}")
     return cast(Callable[..., Any], found)

@@ -158,7 +158,9 @@ class TestRefusals:
 
     def test_what_is_of_the_tiny_model_alone(self, scene: Scene, tmp_path: Path) -> None:
         pretrained = ("demo", "--model", "smollm2", "--folder", str(tmp_path / "x"))
-        assert scene.refused(*pretrained, "--experts", "4").startswith("--experts: is of the tiny model")
+        assert scene.refused(*pretrained, "--experts", "4").startswith(
+            "--experts: is only for the tiny model"
+        )
         line = scene.refused(*pretrained, "--recipe", "sao")
         assert line == "--recipe: with --model smollm2 it is vapo or dapo (got sao)"
 

@@ -468,7 +468,7 @@ def test_a_time_out_of_an_answer_that_calculates_counts_once(
     """Else a hard answer costs two limits, and a new worker. On a busy machine it may get too little CPU
     time to show that it calculates."""
     batches, calculated = 0, []
-    give, measure = pool._Worker.give, pool._Worker.calculated_since
+    give, measure = pool._Worker.send_batch, pool._Worker.calculated_since
 
     def count(self: Any, batch: Iterable[int], items: Sequence[Any]) -> None:
         nonlocal batches
@@ -479,7 +479,7 @@ def test_a_time_out_of_an_answer_that_calculates_counts_once(
         calculated.append(measure(self, began))
         return calculated[-1]
 
-    monkeypatch.setattr(pool._Worker, "give", count)
+    monkeypatch.setattr(pool._Worker, "send_batch", count)
     monkeypatch.setattr(pool._Worker, "calculated_since", record)
     with VerifierPool(user_module, timeout=1.0) as workers:
         assert workers.verify([("spin", "")]) == [Verdict(False, error="timeout after 1 s")]

@@ -36,7 +36,7 @@ knobs_and_seed = st.tuples(st.sampled_from(KNOBS), st.integers(0, 2**32))
 
 def texts(knobs: Knobs, draws: int = DRAWS) -> list[tuple[FamilyProblem, str]]:
     rng = random.Random(7)
-    problems = [family.draw_problem(rng, knobs) for _ in range(draws)]
+    problems = [family.sample_problem(rng, knobs) for _ in range(draws)]
     return [(problem, family.teach(problem, rng, knobs)) for problem in problems]
 
 
@@ -68,7 +68,7 @@ def near(share: float, expected: float, draws: int = DRAWS) -> bool:
 @given(knobs_and_seed)
 def test_lengths_are_those_of_the_tokenizer(drawn: tuple[Knobs, int]) -> None:
     knobs, rng = drawn[0], random.Random(drawn[1])
-    problem = family.draw_problem(rng, knobs)
+    problem = family.sample_problem(rng, knobs)
     response = family.teach(problem, rng, knobs)
     ids = TOKENIZER(response).input_ids
     assert TOKENIZER.decode(TOKENIZER(problem.prompt).input_ids) == problem.prompt
@@ -84,7 +84,7 @@ def test_lengths_are_those_of_the_tokenizer(drawn: tuple[Knobs, int]) -> None:
 def test_work_without_mistakes_is_judged_right(drawn: tuple[Knobs, int]) -> None:
     knobs = drawn[0].model_copy(update={"ways": ((1.0, 0.0),), "bare": 0.0, "ramble": 0.0})
     rng = random.Random(drawn[1])
-    problem = family.draw_problem(rng, knobs)
+    problem = family.sample_problem(rng, knobs)
     response = family.teach(problem, rng, knobs)
     assert right(problem, response) == (problem.kind != "?")
     assert {off for _, off in additions(response)} == {0}
@@ -177,7 +177,7 @@ def test_rambling_repeats_one_line_and_is_as_often_right() -> None:
 
 def test_the_warm_start_is_brief_and_mostly_learnable() -> None:
     rng, knobs = random.Random(3), Knobs(lines=(20, 40), brief=0.6, trivial=0.5, impossible=0.05)
-    drawn = [family.taught_problem(rng, knobs) for _ in range(DRAWS)]
+    drawn = [family.sample_taught_problem(rng, knobs) for _ in range(DRAWS)]
     kinds = Counter(problem.kind for problem in drawn)
     assert near(kinds["!"] / DRAWS, family.WARM_SHARE) and near(kinds["?"] / DRAWS, 0.05)
     assert near(sum(problem.lines <= family.BRIEF_LINES for problem in drawn) / DRAWS, 0.6)

@@ -19,7 +19,7 @@ from megarl.config.schema import DataConfig, EvaluationConfig, GymConfig
 from megarl.data.generated import check_tasks
 from megarl.data.prompts import read_problem_sets, read_prompts, validate_files
 from megarl.rewards.verdict import Reference
-from megarl_tasks.gym import BLOCK, HELD_OUT, SHOWN, first_seed, generate, mixture
+from megarl_tasks.gym import BLOCK, HELD_OUT, SHOWN, first_seed, generate, interleave_tasks
 from tests.data.test_reader import CHAT, byte_tokenizer
 
 needs_gym = pytest.mark.skipif(
@@ -49,7 +49,7 @@ def entry(**settings: Any) -> GymConfig:
 
 def test_every_prefix_is_mixed_by_weight() -> None:
     weights = {"a": 3.0, "b": 1.0, "c": 0.5}
-    rows = list(mixture(weights, 900))
+    rows = list(interleave_tasks(weights, 900))
     assert Counter(task for task, _ in rows) == {"a": 600, "b": 200, "c": 100}
     for task in weights:
         assert [index for one, index in rows if one == task] == list(range(int(900 * weights[task] / 4.5)))
