@@ -1,4 +1,4 @@
-"""Data sets before a run: `megarl data show` prints what the model will read."""
+"""`megarl data show`: print the prompts that the model will read."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ def show(
     path: ConfigFile,
     overrides: Overrides,
     *,
-    rows: Annotated[int, Option(metavar="N", help="prompts that are printed")] = 3,
-    held_out: Annotated[bool, Option("--eval", help="of data.eval, not of data.train")] = False,
+    rows: Annotated[int, Option(metavar="N", help="number of prompts to print")] = 3,
+    held_out: Annotated[bool, Option("--eval", help="show data.eval instead of data.train")] = False,
     drawn: Annotated[
-        bool, Option("--drawn", help="those that the run draws first, not the first of the files")
+        bool, Option("--drawn", help="show the first prompts of the run, not the first of the files")
     ] = False,
     mcp: Annotated[
-        bool, Option("--mcp", help="start the MCP servers of rollout.tools, and show their tools too")
+        bool, Option("--mcp", help="start the MCP servers of rollout.tools to show their tools, too")
     ] = False,
 ) -> int:
-    """Print the first prompts as the model reads them, and which rows are left out and why."""
+    """Print the first prompts as the model reads them, and the rows that are left out with the reasons."""
     from megarl.data.prompts import (
         ProblemSet,
         PromptSampler,
@@ -58,7 +58,7 @@ def show(
 
     tokenizer = check_tokenizer(config, open_model(config.model.path))
     report = ReadReport()
-    shown: list[tuple[tuple[int, ...], str, str]]  # tokens of the prompt, what is said of it, what follows it
+    shown: list[tuple[tuple[int, ...], str, str]]  # prompt tokens, note, text that follows
     if not config.has_engine and not held_out:
         pairs = read_pairs(entries, config.data, config.supervised.response_key, tokenizer, report)
         shown = [
@@ -68,9 +68,9 @@ def show(
         ]
     else:
         sets: list[ProblemSet] = []
-        if config.data.has_gym and not held_out:  # its rows are never those of data.eval
+        if config.data.has_gym and not held_out:  # its rows are excluded from data.eval
             sets, _ = read_problem_sets(config.data, config.evaluation, tokenizer)
-        # To look at a configuration is not to ask for its commands to be run.
+        # MCP servers are commands of the configuration: only --mcp starts them.
         unasked = [] if mcp else [tool for tool in config.rollout.tools if tool.startswith(MCP)]
         tools = schemas(tool for tool in config.rollout.tools if tool not in unasked)
         for server in unasked:
