@@ -132,21 +132,7 @@ def look() -> Machine:
 
 def abilities(machine: Machine) -> Iterator[Ability]:
     """Yield what the machine can run, the demo first. For the rest yield what is missing, and the command."""
-    name = "the demo on CPUs"
-    if problem := misfit(machine.versions, machine.python):
-        what, _, install = problem.rpartition(" (")
-        yield Ability(name, False, what, install.rstrip(")"))
-    elif machine.broken:
-        yield Ability(name, False, "Megatron does not get past the broken Transformer Engine (below)")
-    elif machine.system != "Linux":
-        tested = "gloo and the verifiers' limits are tested on Linux only"
-        yield Ability(name, False, f"{machine.system}: {tested}")
-    elif machine.cores < 2 or machine.memory < 4 * GIB:
-        there = f"{machine.cores} cores and {machine.memory / GIB:.0f} GiB"
-        yield Ability(name, True, f"slowly: {there}, two and 4 are better")
-    else:
-        yield Ability(name, True, "make demo")
-
+    yield _demo(machine)
     for one in plugins("megarl.abilities"):
         yield from plugin("megarl.abilities", one)(machine)
 
@@ -199,8 +185,23 @@ def abilities(machine: Machine) -> Iterator[Ability]:
         yield Ability(name, holds, layers if holds else f"{layers} (docs/verifiers.md)")
 
 
+def _demo(machine: Machine) -> Ability:
+    name = "the demo on CPUs"
+    if problem := misfit(machine.versions, machine.python):
+        what, _, install = problem.rpartition(" (")
+        return Ability(name, False, what, install.rstrip(")"))
+    if machine.broken:
+        return Ability(name, False, "Megatron cannot import the broken Transformer Engine (below)")
+    if machine.system != "Linux":
+        tested = "gloo and the verifiers' limits are tested on Linux only"
+        return Ability(name, False, f"{machine.system}: {tested}")
+    if machine.cores < 2 or machine.memory < 4 * GIB:
+        there = f"{machine.cores} cores and {machine.memory / GIB:.0f} GiB"
+        return Ability(name, True, f"slowly: {there}, two and 4 are better")
+    return Ability(name, True, "make demo")
+
+
 def _gpu(machine: Machine) -> Ability:
-    """Return whether the machine trains on GPUs."""
     name = "training on GPUs, bf16"
     if machine.gpus and machine.problem is None:
         old = [gpu.name for gpu in machine.gpus if gpu.capability < (8, 0)]

@@ -199,9 +199,8 @@ def run_rank(
 ) -> int:
     """Join the job as one rank, call `job`, and return its exit code (None: 0). One rank prints an error.
 
-    Args:
-        lease: on the `folder` into which the job writes; None on torchrun's ranks other than 0
-        launched: `launch` started this rank, and prints the line of a rank's error file"""
+    lease: on the job's `folder`; None on torchrun's ranks other than 0
+    launched: `launch` started this rank, and prints the line of its error file"""
     quiet_libraries()  # a rank on GPUs was not forked
     # Landlock already protects a rank's keys from tools and verifiers. The processes of an engine must read a
     # rank's open files.

@@ -17,6 +17,7 @@ from megarl.config.text import printable
 
 if TYPE_CHECKING:
     from megarl.sync.cost import RankCost
+    from megarl.sync.plan import Plan
 
 GB = 1e9
 
@@ -93,13 +94,17 @@ def plan_weights(
         for rank, cost in direct.items():
             print(f"{rank:6d}" + "".join(f"{figure(cost):29.{decimals}f}" for _, figure, decimals in FIGURES))
     if verify:
-        started = time.perf_counter()
-        made.verify()
-        elements = sum(prod(shard.shape) for shards in made.targets.values() for shard in shards.values())
-        seconds = time.perf_counter() - started
-        proof = "target elements is written exactly once, from the place that it belongs to"
-        print(f"\nproved in {seconds:.1f} s: each of {elements:,} {proof}")
+        _verify(made)
     return 0
+
+
+def _verify(made: Plan) -> None:
+    started = time.perf_counter()
+    made.verify()
+    elements = sum(prod(shard.shape) for shards in made.targets.values() for shard in shards.values())
+    seconds = time.perf_counter() - started
+    proof = "target elements is written exactly once, from the place that it belongs to"
+    print(f"\nproved in {seconds:.1f} s: each of {elements:,} {proof}")
 
 
 def _print_comparison(direct: Mapping[int, RankCost], gather: Mapping[int, RankCost]) -> None:

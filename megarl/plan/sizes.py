@@ -436,9 +436,8 @@ def count_activations(shape: Shape, passes: Passes, *, critic: bool, has_experts
     # Written but not kept: q and k before rotation, and the sums of the residual.
     moved = one_layer - b * copies + (0.0 if portable else b * (q + kv / 2) + 2 * h)
     if fp8:
-        # A product in FP8 keeps its input in a byte: the outputs of norms (a router keeps one in bf16), the
-        # experts' input, the MLP's second input. Attention keeps its output in addition to the projection's
-        # input.
+        # A product in FP8 keeps its input in a byte, a router in bf16. Attention keeps its output in
+        # addition to the projection's input.
         one_layer += q - (b - 1) * (h * (1 if experts else 2) + copies + f)
     # Recomputed attention keeps q, k, v before padding, and neither its output nor its softmax sums.
     # Transformer Engine's projection keeps the output. Linear attention is not recomputed.
@@ -468,13 +467,22 @@ def count_activations(shape: Shape, passes: Passes, *, critic: bool, has_experts
         selected = 0.0
     if recompute == "full" and linear:  # the largest layer is recomputed as well
         one_layer += max(attention, delta) - mixed
-    dense = None
-    if sizes.dense and has_experts:
-        dense = count_activations(shape, passes, critic=critic, has_experts=False)
-    return Activations(
-        *(layer, one_layer, work, b * h, head, fixed, forward, moved, recompute, passes.recomputed, selected),
-        dense,
+    found = (
+        layer,
+        one_layer,
+        work,
+        b * h,
+        head,
+        fixed,
+        forward,
+        moved,
+        recompute,
+        passes.recomputed,
+        selected,
     )
+    if not (sizes.dense and has_experts):
+        return Activations(*found)
+    return Activations(*found, count_activations(shape, passes, critic=critic, has_experts=False))
 
 
 def _count_layer_parts(shape: Shape, passes: Passes, f: float) -> tuple[float, float, float]:
