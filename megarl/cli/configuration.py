@@ -280,7 +280,6 @@ def _assume_lengths(
     observed: float | None,
     idle: float | None,
 ) -> Lengths:
-    """Return the default lengths with the figures of the command line."""
     from megarl.plan.times import default_lengths
 
     options = {"mean": mean, "turns": turns, "observed": observed, "idle": idle}

@@ -76,7 +76,6 @@ def show(
 def _read_pairs(
     config: Config, entries: Sequence[DataEntry], tokenizer: Any
 ) -> tuple[list[Example], ReadReport]:
-    """Read prompts and responses of a supervised stage."""
     from megarl.data.prompts import ReadReport, read_pairs
 
     report = ReadReport()

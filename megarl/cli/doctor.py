@@ -98,7 +98,6 @@ def doctor() -> int:
 
 
 def look() -> Machine:
-    """Inspect this machine."""
     import torch
 
     gpus, problem = [], None

@@ -157,7 +157,6 @@ def _publish(evaluation: Evaluation, result: EvaluationResult, out: Path) -> Non
 
 
 def _problem_table(rows: Sequence[Mapping[str, Any]], total: int) -> Table:
-    """Return a table of the hardest problems."""
     hardest = sorted(rows, key=lambda row: row["avg"])[:SHOWN]
     title = f"the {len(hardest)} hardest of {total:,} problems (all: problems.jsonl)"
     if len(hardest) == total:
@@ -174,7 +173,6 @@ def _problem_table(rows: Sequence[Mapping[str, Any]], total: int) -> Table:
 
 
 def _score_table(headline: Scores, total: int, score_mean: float | None) -> Table:
-    """Return a table of the scores of all sets together."""
     title = f"{len(headline.groups):,} problems"
     if len(headline.groups) < total:
         title += ", without sets with `every`"
@@ -189,7 +187,6 @@ def _score_table(headline: Scores, total: int, score_mean: float | None) -> Tabl
 
 
 def _source_table(parts: Mapping[str, Scores], headline: Scores, stats: Mapping[str, float]) -> Table:
-    """Return a table of the scores of each set and data source."""
     same_k = {one.k for one in parts.values()} == {headline.k}
     heads = list(headline.scores()) if same_k else ["samples", "avg", "pass", "majority"]
     sources = Table("source", "problems", *heads, "tokens", title="sets and data sources")

@@ -228,7 +228,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _complaint(error: TyperException) -> str:
-    """Describe an error of the arguments in one line."""
     from pydantic import ValidationError
 
     from megarl.config.load import PLAINER

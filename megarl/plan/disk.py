@@ -48,6 +48,5 @@ def count_checkpoints(plan: PlanInputs) -> tuple[int, int]:
 
 
 def disk_bytes(plan: PlanInputs) -> float:
-    """Return the bytes of the most checkpoints that a run has on disk at once."""
     written, before = count_checkpoints(plan)
     return written * checkpoint_bytes(plan) + before * checkpoint_bytes(plan, pretraining=True)

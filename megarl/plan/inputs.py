@@ -165,7 +165,6 @@ class PlanInputs:
         return rollout.engine_tp if rollout.capabilities.sharded else 1
 
     def engines(self, ranks: int) -> int:
-        """Return the number of engines on this many ranks, or at URLs."""
         rollout = self.config.rollout
         return len(rollout.urls) if rollout.capabilities.remote else ranks // self.engine_tp
 

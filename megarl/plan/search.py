@@ -99,8 +99,6 @@ def _list_powers(most: int) -> list[int]:
 
 
 def _filter_allowed(key: str, sizes: list[int] | tuple[int, ...]) -> list[int]:
-    """Return those of `sizes` that the schema allows."""
-
     def fits(size: int) -> bool:
         try:
             ParallelConfig.model_validate({key: size})
@@ -139,7 +137,6 @@ def _is_valid_engine(plan: PlanInputs) -> bool:
 
 
 def _choose_for_layout(plan: PlanInputs, engines: list[int], lengths: Lengths) -> Candidate:
-    """Return the layout with the quickest other choices that fit."""
     layout = plan.layout
     try:
         for shape in (plan.actor, plan.critic, plan.shape("reward"), *plan.teachers):
@@ -203,7 +200,6 @@ def _list_choices(plan: PlanInputs) -> Iterator[PlanInputs]:
 
 
 def _keep_groups(found: Candidate, lengths: Lengths) -> Candidate:
-    """Keep groups on the GPU where there is room and it saves time."""
     if found.estimate is None or found.plan.config.residency.offload is False:
         return found
     for group in (name for name in KEPT if name in found.plan.groups):

@@ -136,7 +136,6 @@ class Engine:
         self.generated = 0.0
 
     def advance(self, now: float) -> None:
-        """Decode until `now`."""
         if self.running:
             begin, until = self.busy.pop()
             steps = max(0.0, now - self.now) / self.step_seconds
@@ -322,7 +321,6 @@ class Timeline:
 
     @property
     def tokens_per_second(self) -> float:
-        """Return the throughput of all ranks, prompts included."""
         return fmean(self.tokens[WARM_UP:]) / self.step
 
     def wait_shares(self, name: str) -> dict[str, float]:
@@ -337,7 +335,6 @@ class Timeline:
 
     @property
     def idle(self) -> float:
-        """Return the share of the ranks' time that they wait."""
         waited = sum(self.ranks[name] * sum(self.wait_shares(name).values()) for name in self.rows)
         return waited / sum(self.ranks.values())
 

@@ -84,7 +84,6 @@ class Shape:
 
     @cached_property
     def pairs(self) -> tuple[Pair, ...]:
-        """Return the parameters of a layer of the family."""
         return family_of(self.config).layer
 
     def _layers(self, layout: Layout, pp_rank: int) -> list[int]:
@@ -94,7 +93,6 @@ class Shape:
         return layout.layers(self.sizes.layers, pp_rank)[: self.sizes.layers // layout.pp]
 
     def _count_local(self, pair: Pair, tp: int, lora: LoraConfig | None = None) -> int:
-        """Count a parameter's elements on one of `tp` ranks. lora: the parameter is one of these adapters."""
         sizes = self.sizes if lora is None else sizes_of(self.config, lora)
         shapes = [sizes.shape(dims) for _, dims in pair.hf]
         if pair.operation == "vocabulary":
@@ -246,7 +244,6 @@ class Shape:
 
     @cached_property
     def expert_share(self) -> float:
-        """Return the share of the parameters that are experts."""
         return self.count_params(Layout(), 0).experts / self.parameters
 
     def cache_bytes(self, tp: int) -> int:
@@ -547,7 +544,6 @@ def _count_scratch(
 
 
 def _latent_attention(shape: Shape, passes: Passes) -> float:
-    """Count what a layer of multi-latent attention keeps."""
     sizes, b, tp = shape.sizes, shape.itemsize, passes.tp
     q, out, heads = sizes.q / tp, sizes.out / tp, sizes.heads / tp
     latents, rotated = sizes.kv_rank + sizes.q_rank, sizes.latent - sizes.kv_rank
@@ -560,7 +556,6 @@ def _latent_attention(shape: Shape, passes: Passes) -> float:
 
 
 def _delta_net(shape: Shape, tp: int) -> float:
-    """Count what a layer of linear attention keeps."""
     sizes, b = shape.sizes, shape.itemsize
     heads, values, channels = sizes.value_heads / tp, sizes.value / tp, sizes.mixed / tp
     keys = heads * sizes.key / sizes.key_heads

@@ -72,7 +72,6 @@ def _weight_bytes(plan: PlanInputs, model: str, stage: int, critics: int) -> lis
 
 
 def _gradient_bytes(plan: PlanInputs, model: str, stage: int) -> int:
-    """Return the bytes of a rank's gradients, which are not sharded."""
     trained = count_trained(plan, model, plan.layout, stage)
     padding = count_muon_elements(plan, model, stage).padding
     return (trained.shared + trained.experts + padding) * plan.gradient_size + trained.float32 * FP32

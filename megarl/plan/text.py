@@ -135,7 +135,6 @@ def on_cpu(plan: PlanInputs, where: str, memory: float) -> Iterator[str]:
 
 
 def layouts(found: Sequence[Candidate], current: Candidate, *, everything: bool = False) -> Iterator[str]:
-    """Yield a table of the layouts that fit, with the configuration, and the problems of the others."""
     good = [(one, one.estimate) for one in found if one.estimate is not None]
     limit = len(found) if everything else SHOWN
     bad = len(found) - len(good)
