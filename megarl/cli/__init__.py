@@ -1,10 +1,10 @@
-"""The commands: they read arguments, call the packages below, turn errors into one line and an exit code."""
+"""The command line: read arguments, call other packages, turn errors into a line and an exit code."""
 
 import sys
 
 
 def run() -> int:
-    """Run the command that the shell gave; Ctrl-C while it is imported is one line too."""
+    """Run the command of the shell. Ctrl-C during imports prints one line, too."""
     try:
         from megarl.cli.main import main
 

@@ -1,4 +1,4 @@
-"""Arguments that several commands have: annotations of their parameters."""
+"""Arguments that several commands share, as annotations of parameters."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typer.models import ArgumentInfo
 
 
 def _complete_key(incomplete: str) -> list[str]:
-    """Return what a shell offers for an override that has been begun: keys of the configuration."""
+    """Return the completions of a partial override: keys of the configuration."""
     from megarl.config.schema import Config
     from megarl.config.schema.section import fields
 
@@ -34,7 +34,7 @@ Wait = Annotated[
     float,
     Option(
         metavar="SECONDS",
-        help="at most so long for another command that writes into the run's folder to leave",
+        help="longest wait for another command that writes into the run's folder",
     ),
 ]
 PublicModel = Annotated[

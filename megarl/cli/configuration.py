@@ -1,4 +1,4 @@
-"""What a configuration holds and what its run needs, on any machine: `megarl config` and `megarl plan`."""
+"""`megarl config` and `megarl plan`: explain a configuration and estimate the needs of its run."""
 
 from __future__ import annotations
 
@@ -48,9 +48,9 @@ def show(path: ConfigFile, overrides: Overrides) -> int:
 
 @app.command()
 def check(path: ConfigFile, overrides: Overrides) -> int:
-    """Find contradictions, and what does not fit the model's folder and the data.
+    """Find contradictions, and misfits with the model's folder and the data.
 
-    Those two are looked at where the model's folder is on this machine."""
+    Model and data are checked only if the model's folder is on this machine."""
     from megarl.data.generated import check_tasks, gym_entries
 
     config = load_config(path, overrides)
@@ -77,7 +77,7 @@ def phases(path: ConfigFile, overrides: Overrides) -> int:
 
 
 def describe_stage(config: Config, stage: str) -> str:
-    """Return a table of a stage's phases: a title, a header, a line for each phase, and notes."""
+    """Format a table of a stage's phases, with a title and notes."""
     selected = select_phases(config, stage, first_step=True)
     steps = f"at most {config.value_pretraining.steps}" if stage == PRETRAINING else config.steps
     rows = [("phase", "on the GPU")]
@@ -119,8 +119,10 @@ def docs() -> int:
 
 
 def documented() -> Iterator[tuple[str, FieldInfo]]:
-    """Yield every field of the schema with its dotted key; of sections in a list and of those with names of
-    the user's too, as `data.eval[].name` and `reward.terms.<name>.weight`."""
+    """Yield every field of the schema with its dotted key.
+
+    Fields of sections in lists and of sections with user-defined names are included, such as
+    `data.eval[].name` and `reward.terms.<name>.weight`."""
 
     def below(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
         for key, field in fields(model, prefix):
@@ -135,7 +137,7 @@ def documented() -> Iterator[tuple[str, FieldInfo]]:
 
 
 def _kinds(annotation: Any) -> list[str]:
-    """Return the types of a field in plain English; choices as they are written."""
+    """Return the types of a field in plain English, and choices verbatim."""
     origin, members = get_origin(annotation), get_args(annotation)
     if origin is Literal:
         return [str(choice) for choice in members]
@@ -153,77 +155,87 @@ def _kinds(annotation: Any) -> list[str]:
     return [KINDS[annotation]]
 
 
+# Options of `megarl plan`.
+MeanLength = Annotated[
+    float | None,
+    Option(metavar="TOKENS", help="mean length of responses; default: a third of the longest"),
+]
+LengthDeviation = Annotated[
+    float | None,
+    Option(
+        metavar="TOKENS",
+        help="standard deviation of response lengths; default: that of a log-normal with sigma 0.6",
+    ),
+]
+Turns = Annotated[
+    int | None,
+    Option(metavar="N", help="turns of an episode; default: a quarter of rollout.turns.max"),
+]
+Observed = Annotated[
+    float | None,
+    Option(
+        metavar="TOKENS",
+        help="tokens that an episode observes between two turns; default: all turns together fill a "
+        "third of the room that rollout.turns.max_tokens leaves",
+    ),
+]
+ToolSeconds = Annotated[
+    float | None, Option(metavar="SECONDS", help="time of a tool between two turns; default: 1")
+]
+Best = Annotated[
+    bool,
+    Option("--best", help="print only the overrides of the quickest layout, as a command and as YAML"),
+]
+Simulate = Annotated[
+    bool,
+    Option(
+        "--simulate",
+        help="simulate steps with sampled lengths: which ranks wait, and the best split of ranks",
+    ),
+]
+RecordedLengths = Annotated[
+    Path | None,
+    Option(
+        metavar="RUN",
+        help="with --simulate: lengths of this run's last steps, from its rollouts or metrics.jsonl",
+    ),
+]
+KeptShare = Annotated[
+    float | None,
+    Option(
+        metavar="SHARE", help="with --simulate: share of groups that dynamic sampling keeps; default: 0.5"
+    ),
+]
+BalanceOption = Annotated[
+    Literal["stretches", "queue", "longest"] | None,
+    Option(help="with --simulate: how requests are divided among engines; default: queue"),
+]
+
+
 def plan(
     path: ConfigFile,
     overrides: Overrides,
     *,
     model: PublicModel = None,
-    mean_length: Annotated[
-        float | None,
-        Option(metavar="TOKENS", help="mean length of responses; default: a third of the longest"),
-    ] = None,
-    length_deviation: Annotated[
-        float | None,
-        Option(
-            metavar="TOKENS",
-            help="standard deviation of response lengths; default: as of a log-normal's with sigma 0.6",
-        ),
-    ] = None,
-    turns: Annotated[
-        int | None,
-        Option(metavar="N", help="turns of an episode; default: a quarter of rollout.turns.max"),
-    ] = None,
-    observed: Annotated[
-        float | None,
-        Option(
-            metavar="TOKENS",
-            help="tokens that an episode is shown between two turns; default: a third of the room that "
-            "rollout.turns.max_tokens leaves, for all turns together",
-        ),
-    ] = None,
-    tool_seconds: Annotated[
-        float | None, Option(metavar="SECONDS", help="that a tool takes between two turns; default: 1")
-    ] = None,
+    mean_length: MeanLength = None,
+    length_deviation: LengthDeviation = None,
+    turns: Turns = None,
+    observed: Observed = None,
+    tool_seconds: ToolSeconds = None,
     everything: Annotated[bool, Option("--all", help="list every layout")] = False,
-    best: Annotated[
-        bool,
-        Option("--best", help="print only the overrides of the quickest layout, as a command and as YAML"),
-    ] = False,
-    simulate: Annotated[
-        bool,
-        Option(
-            "--simulate",
-            help="simulate a steady step with drawn lengths: who waits for whom, and the best split of ranks",
-        ),
-    ] = False,
-    lengths: Annotated[
-        Path | None,
-        Option(
-            metavar="RUN",
-            help="of --simulate: lengths of this run's last steps, from its rollouts or metrics.jsonl",
-        ),
-    ] = None,
-    kept: Annotated[
-        float | None,
-        Option(
-            metavar="SHARE", help="of --simulate: of the groups, what dynamic sampling keeps; default: 0.5"
-        ),
-    ] = None,
-    balance: Annotated[
-        Literal["stretches", "queue", "longest"] | None,
-        Option(help="of --simulate: how requests are spread over engines; default: queue"),
-    ] = None,
+    best: Best = False,
+    simulate: Simulate = False,
+    lengths: RecordedLengths = None,
+    kept: KeptShare = None,
+    balance: BalanceOption = None,
 ) -> int:
     """Print memory of GPUs, nodes and disk, time of a step, layouts that fit.
 
-    Where a run would be on this machine's CPU, what it needs of that. The exit code is 2 where the
-    configuration does not fit, after the line with which `megarl train` would stop."""
+    For a run on this machine's CPU, print its memory needs. If the configuration does not fit, print the
+    error of `megarl train`; the exit code is 2."""
     from megarl.parallel.machine import driver_version
-    from megarl.plan import text
-    from megarl.plan.fit import find_problem
     from megarl.plan.inputs import make_plan_inputs
-    from megarl.plan.search import Found, search
-    from megarl.plan.times import default_lengths, estimate, replace_deviation
+    from megarl.plan.times import replace_deviation
     from megarl.weights.known_models import planning_config
 
     config = load_config(path, overrides)
@@ -243,7 +255,7 @@ def plan(
         if chosen is not None and not simulate:
             raise ConfigError(f"{option}: has no effect without --simulate (add it, or leave this out)")
     if simulate and not config.has_engine:
-        raise ConfigError(f"{path}: recipe: sft draws no responses (--simulate is for the others)")
+        raise ConfigError(f"{path}: recipe: sft generates no responses (use --simulate with another recipe)")
     where, described = planning_config(config.model.path, model)
     here = config.parallel.device == "auto" and config.model.layers != "te" and driver_version() is None
     if config.parallel.device == "cpu" or (here and model is None and config.model.path.is_dir()):
@@ -251,25 +263,50 @@ def plan(
             raise ConfigError(f"{path}: --simulate: its times are those of GPUs (add parallel.device=cuda)")
         return _print_on_cpu(make_plan_inputs(config, described, cpu=True), where, path)
     made = make_plan_inputs(config, described)
-    options = {"mean": mean_length, "turns": turns, "observed": observed, "idle": tool_seconds}
-    given: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
-    if given.keys() - {"mean"} and not config.rollout.acts:
-        what = "say nothing of responses of one turn (set rollout.episode, tools, environment or agent)"
-        raise ConfigError(f"{path}: --turns, --observed, --tool-seconds: {what}")
-    drawn = replace(default_lengths(made), **given)
+    assumed = _assume_lengths(made, path, mean_length, turns, observed, tool_seconds)
     if length_deviation is not None:
-        drawn = replace_deviation(drawn, length_deviation)
+        assumed = replace_deviation(assumed, length_deviation)
     if simulate:
-        _print_simulated(made, drawn, lengths, kept, balance or "queue")
+        _print_simulated(made, assumed, lengths, kept, balance or "queue")
         return 0
-    seconds, problem = estimate(made, drawn), find_problem(made)
-    current = Found(made, None if problem else seconds, problem)
+    return _print_plan(made, assumed, where, path, everything=everything, best=best)
+
+
+def _assume_lengths(
+    made: PlanInputs,
+    path: Path,
+    mean: float | None,
+    turns: int | None,
+    observed: float | None,
+    idle: float | None,
+) -> Lengths:
+    from megarl.plan.times import default_lengths
+
+    options = {"mean": mean, "turns": turns, "observed": observed, "idle": idle}
+    figures: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
+    if figures.keys() - {"mean"} and not made.config.rollout.acts:
+        what = "have no effect on responses of one turn (set rollout.episode, tools, environment or agent)"
+        raise ConfigError(f"{path}: --turns, --observed, --tool-seconds: {what}")
+    return replace(default_lengths(made), **figures)
+
+
+def _print_plan(
+    made: PlanInputs, lengths: Lengths, where: str, path: Path, *, everything: bool, best: bool
+) -> int:
+    """Print a plan for GPUs, and a problem if there is one. Return the exit code."""
+    from megarl.plan import text
+    from megarl.plan.fit import find_problem
+    from megarl.plan.search import Candidate, search
+    from megarl.plan.times import estimate
+
+    seconds, problem = estimate(made, lengths), find_problem(made)
+    current = Candidate(made, None if problem else seconds, problem)
     if best:
-        print("\n".join(text.best(search(made, drawn), current, path)))
+        print("\n".join(text.best(search(made, lengths), current, path)))
         return 0
-    print(printable("\n".join(text.lines(made, where, drawn, seconds))))
+    print(printable("\n".join(text.lines(made, where, lengths, seconds))))
     print()
-    print("\n".join(text.layouts(search(made, drawn), current, everything=everything)))
+    print("\n".join(text.layouts(search(made, lengths), current, everything=everything)))
     if problem:
         print()
         print(printable(f"megarl: {path}: {problem}"), file=sys.stderr)
@@ -277,7 +314,7 @@ def plan(
 
 
 def _print_on_cpu(made: PlanInputs, where: str, path: Path) -> int:
-    """Print what a run needs of this machine, and whether it has that; return the exit code."""
+    """Print the memory needs on this machine, and a problem if there is one. Return the exit code."""
     from megarl.parallel.machine import memory_here
     from megarl.plan.fit import find_cpu_problem, find_cpu_warning
     from megarl.plan.text import on_cpu
@@ -292,14 +329,14 @@ def _print_on_cpu(made: PlanInputs, where: str, path: Path) -> int:
 
 
 def _print_simulated(
-    made: PlanInputs, drawn: Lengths, run: Path | None, kept: float | None, balance: Balance
+    made: PlanInputs, lengths: Lengths, run: Path | None, kept: float | None, balance: Balance
 ) -> None:
-    """Print a simulated step with lengths that are drawn, from those of a recorded run where one is given."""
+    """Print a simulated step. Lengths are sampled from a recorded run if one is given."""
     from megarl.plan.simulate import compare_splits, make_rollout_work, recorded
     from megarl.plan.text import simulated
 
-    source, draw = "log-normal", None
+    source, sample_lengths = "log-normal", None
     if run is not None:
-        drawn, draw, source = recorded(run, drawn)
-    work = make_rollout_work(made.config, drawn, balance, kept, draw)
-    print("\n".join(simulated(compare_splits(made, work, drawn), work, drawn, source)))
+        lengths, sample_lengths, source = recorded(run, lengths)
+    work = make_rollout_work(made.config, lengths, balance, kept, sample_lengths)
+    print("\n".join(simulated(compare_splits(made, work, lengths), work, lengths, source)))

@@ -1,5 +1,4 @@
-"""`megarl convert`: a model's folder from Hugging Face's format to Megatron's and back, and from a GGUF file
-to Hugging Face's, with a progress bar."""
+"""`megarl convert`: convert models between the formats of Hugging Face and Megatron, and from GGUF."""
 
 from __future__ import annotations
 
@@ -22,11 +21,11 @@ if TYPE_CHECKING:
     from megarl.weights.megatron import Advance, Conversion
 
 Dtype = Literal["bf16", "fp16", "fp32"]
-Out = Annotated[Path, Argument(metavar="OUT", help="folder to make; it appears when it is whole and on disk")]
-Verify = Annotated[bool, Option("--verify", help="read the result back from the disk and compare every bit")]
-MaxShard = Annotated[float, Option(metavar="GB", help="of one *.safetensors file")]
-CUT = "-parallel size that the files are cut for; any other can load them too"
-LIMIT = datetime.timedelta(hours=6)  # of a wait for the slowest process
+Out = Annotated[Path, Argument(metavar="OUT", help="folder to create, once it is complete")]
+Verify = Annotated[bool, Option("--verify", help="read the result from disk and compare all bits")]
+MaxShard = Annotated[float, Option(metavar="GB", help="largest *.safetensors file")]
+CUT = "-parallel size of the files; runs of any size can load them"
+LIMIT = datetime.timedelta(hours=6)  # longest wait for the slowest process
 
 app = Typer(
     help="Convert a model's folder to Megatron's format and back, or from GGUF.", rich_markup_mode=None
@@ -43,7 +42,7 @@ def to_megatron(
     ep: Annotated[int, Option(metavar="N", help=f"expert{CUT}")] = 1,
     critic: Annotated[
         bool,
-        Option("--critic", help="with a classifier's value head, or one of zeros, for the output layer"),
+        Option("--critic", help="replace the output layer by a classifier's value head, or by zeros"),
     ] = False,
     verify: Verify = False,
 ) -> int:
@@ -68,7 +67,7 @@ def to_hf(
         Path | None,
         Option(metavar="HF_DIR", help="folder with config.json and tokenizer; default: CKPT"),
     ] = None,
-    dtype: Annotated[Dtype | None, Option(help="of every tensor; default: as they are")] = None,
+    dtype: Annotated[Dtype | None, Option(help="dtype of all tensors; default: unchanged")] = None,
     max_shard_gb: MaxShard = 4.0,
     verify: Verify = False,
 ) -> int:
@@ -96,7 +95,7 @@ def from_gguf(
     ],
     out: Out,
     *,
-    dtype: Annotated[Dtype, Option(help="of every tensor")] = "bf16",
+    dtype: Annotated[Dtype, Option(help="dtype of all tensors")] = "bf16",
     max_shard_gb: MaxShard = 4.0,
     verify: Verify = False,
 ) -> int:
@@ -122,7 +121,7 @@ def _torch_dtype(name: Dtype) -> torch.dtype:
 
 
 def _convert(convert: Callable[[], Conversion], out: Path, verify: bool) -> int:
-    """Run a conversion in this process, or as one of those that torchrun started; the first one prints."""
+    """Run a conversion, alone or as a process of torchrun. The first process prints the result."""
     import torch.distributed as dist
 
     from megarl.parallel.machine import check_launcher
@@ -153,14 +152,13 @@ def _convert(convert: Callable[[], Conversion], out: Path, verify: bool) -> int:
         )
         if done.left_out:
             names = ", ".join(done.left_out[:8]) + (" ..." if done.left_out[8:] else "")
-            print(f"left out, for the model has no such parameter: {printable(names)}")
+            print(f"left out, as the model has no such parameter: {printable(names)}")
     return 0
 
 
 @contextmanager
 def _progress(what: str, size: int) -> Iterator[Advance]:
-    """Show a bar with GB/s and the time left on the first process's terminal, of its own share of the
-    work."""
+    """Show a progress bar for the first process's share of the work, with GB/s and the time left."""
     from rich import progress
     from rich.console import Console
     from rich.markup import escape

@@ -1,18 +1,23 @@
-"""Data sets before a run: `megarl data show` prints what the model will read."""
+"""`megarl data show`: print the prompts that the model will read."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from statistics import fmean
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Option, Typer
 
 from megarl.cli.arguments import ConfigFile, Overrides
-from megarl.config import check_config, load_config
+from megarl.config import Config, check_config, load_config
 from megarl.config.errors import ConfigError
 from megarl.config.schema import DataEntry
 from megarl.config.text import printable
+
+if TYPE_CHECKING:
+    from megarl.data.prompts import ReadReport
+
+Example = tuple[tuple[int, ...], str, str]  # tokens of a prompt, a note, the text that follows
 
 app = Typer(help="Show what the model reads, or turn answers into integers.")
 
@@ -22,24 +27,17 @@ def show(
     path: ConfigFile,
     overrides: Overrides,
     *,
-    rows: Annotated[int, Option(metavar="N", help="prompts that are printed")] = 3,
-    held_out: Annotated[bool, Option("--eval", help="of data.eval, not of data.train")] = False,
+    rows: Annotated[int, Option(metavar="N", help="number of prompts to print")] = 3,
+    held_out: Annotated[bool, Option("--eval", help="show data.eval instead of data.train")] = False,
     drawn: Annotated[
-        bool, Option("--drawn", help="those that the run draws first, not the first of the files")
+        bool, Option("--drawn", help="show the first prompts of the run, not the first of the files")
     ] = False,
     mcp: Annotated[
-        bool, Option("--mcp", help="start the MCP servers of rollout.tools, and show their tools too")
+        bool, Option("--mcp", help="start the MCP servers of rollout.tools to show their tools, too")
     ] = False,
 ) -> int:
-    """Print the first prompts as the model reads them, and which rows are left out and why."""
-    from megarl.data.prompts import (
-        ProblemSet,
-        PromptSampler,
-        ReadReport,
-        read_pairs,
-        read_problem_sets,
-        read_prompts,
-    )
+    """Print the first prompts as the model reads them, and the rows that are left out with the reasons."""
+    from megarl.data.prompts import PromptSampler
 
     config = load_config(path, overrides)
     check_config(config, str(path))
@@ -51,46 +49,60 @@ def show(
         name, entries = "data.eval", config.data.eval
     if not entries:
         raise ConfigError(f"{path}: {name}: names no file")
-    from megarl.agents.chat import schemas
-    from megarl.agents.tools import MCP
     from megarl.schedule.tokenizer_checks import check_tokenizer
     from megarl.weights.megatron import open_model
 
     tokenizer = check_tokenizer(config, open_model(config.model.path))
-    report = ReadReport()
-    shown: list[tuple[tuple[int, ...], str, str]]  # tokens of the prompt, what is said of it, what follows it
-    if not config.has_engine and not held_out:
-        pairs = read_pairs(entries, config.data, config.supervised.response_key, tokenizer, report)
-        shown = [
-            (prompt, f", response of {len(response):,}", text)
-            for prompt, response in pairs
-            for text in [tokenizer.decode(response, clean_up_tokenization_spaces=False)]
-        ]
+    if config.has_engine or held_out:
+        examples, report = _read_prompts(config, name, entries, tokenizer, held_out=held_out, mcp=mcp)
     else:
-        sets: list[ProblemSet] = []
-        if config.data.has_gym and not held_out:  # its rows are never those of data.eval
-            sets, _ = read_problem_sets(config.data, config.evaluation, tokenizer)
-        # To look at a configuration is not to ask for its commands to be run.
-        unasked = [] if mcp else [tool for tool in config.rollout.tools if tool.startswith(MCP)]
-        tools = schemas(tool for tool in config.rollout.tools if tool not in unasked)
-        for server in unasked:
-            print(printable(f"rollout.tools: {server}: its tools are left out (--mcp starts the server)"))
-        prompts, report = read_prompts(entries, config.data, tokenizer, sets, name, list(tools.values()))
-        unknown = "(none is known; reasoning-gym scores answers)"
-        shown = [
-            (one.tokens, f", uid {one.uid}", f"reference answer: {one.answer or unknown}") for one in prompts
-        ]
+        examples, report = _read_pairs(config, entries, tokenizer)
     print("\n".join(report.lines()))
-    lengths = sorted(len(tokens) for tokens, _, _ in shown)
+    lengths = sorted(len(tokens) for tokens, _, _ in examples)
     middle = f"mean {fmean(lengths):,.0f}, median {lengths[len(lengths) // 2]:,}"
     limit = f"data.max_prompt_tokens {config.data.max_prompt_tokens:,}"
     print(f"{name}: prompts of {lengths[0]:,} to {lengths[-1]:,} tokens, {middle} ({limit})")
-    order = list(range(min(rows, len(shown))))
+    order = list(range(min(rows, len(examples))))
     if drawn:
-        order = PromptSampler(len(shown), config.seed, config.data.shuffle).take(len(order))
+        order = PromptSampler(len(examples), config.seed, config.data.shuffle).take(len(order))
     for index in order:
-        tokens, said, follows = shown[index]
-        print(f"\n--- {index + 1} of {len(shown):,}: {len(tokens):,} tokens{said}")
+        tokens, note, text = examples[index]
+        print(f"\n--- {index + 1} of {len(examples):,}: {len(tokens):,} tokens{note}")
         print(printable(tokenizer.decode(tokens, clean_up_tokenization_spaces=False)))
-        print(printable(f"--- {follows}"))
+        print(printable(f"--- {text}"))
     return 0
+
+
+def _read_pairs(
+    config: Config, entries: Sequence[DataEntry], tokenizer: Any
+) -> tuple[list[Example], ReadReport]:
+    from megarl.data.prompts import ReadReport, read_pairs
+
+    report = ReadReport()
+    pairs = read_pairs(entries, config.data, config.supervised.response_key, tokenizer, report)
+    examples = []
+    for prompt, response in pairs:
+        text = tokenizer.decode(response, clean_up_tokenization_spaces=False)
+        examples.append((prompt, f", response of {len(response):,}", text))
+    return examples, report
+
+
+def _read_prompts(
+    config: Config, name: str, entries: Sequence[DataEntry], tokenizer: Any, *, held_out: bool, mcp: bool
+) -> tuple[list[Example], ReadReport]:
+    """Read prompts and reference answers. mcp: start MCP servers for their tools."""
+    from megarl.agents.chat import schemas
+    from megarl.agents.tools import MCP
+    from megarl.data.prompts import ProblemSet, read_problem_sets, read_prompts
+
+    sets: list[ProblemSet] = []
+    if config.data.has_gym and not held_out:  # its rows are excluded from data.eval
+        sets, _ = read_problem_sets(config.data, config.evaluation, tokenizer)
+    # MCP servers are commands of the configuration: only --mcp starts them.
+    skipped = [] if mcp else [tool for tool in config.rollout.tools if tool.startswith(MCP)]
+    tools = schemas(tool for tool in config.rollout.tools if tool not in skipped)
+    for server in skipped:
+        print(printable(f"rollout.tools: {server}: its tools are left out (--mcp starts the server)"))
+    prompts, report = read_prompts(entries, config.data, tokenizer, sets, name, list(tools.values()))
+    unknown = "(none is known; reasoning-gym scores answers)"
+    return [(p.tokens, f", uid {p.uid}", f"reference answer: {p.answer or unknown}") for p in prompts], report

@@ -1,5 +1,4 @@
-"""`megarl doctor`: what is installed, what this machine can run, what is missing and the command that gets
-it, what does not fit."""
+"""`megarl doctor`: list what is installed, what this machine can run, and commands to get the rest."""
 
 from __future__ import annotations
 
@@ -44,28 +43,28 @@ class Gpu(NamedTuple):
 
 @dataclass(frozen=True)
 class Machine:
-    """The facts that `abilities` judges."""
+    """The facts from which `abilities` concludes."""
 
     python: tuple[int, int]
     system: str
     cores: int
     memory: int  # bytes
     versions: Mapping[str, str]  # package -> version
-    imports: frozenset[str]  # modules that are there
+    imports: frozenset[str]  # modules that are installed
     programs: frozenset[str]  # commands in PATH
     gpus: tuple[Gpu, ...]
     cuda: str | None  # version that torch was built for
     problem: str | None = None  # why CUDA does not work
-    broken: str = ""  # why the Transformer Engine that is there cannot be imported
-    driver: str | None = None  # NVIDIA's, as its kernel module says
+    broken: str = ""  # why the installed Transformer Engine cannot be imported
+    driver: str | None = None  # version of NVIDIA's kernel module
     rates: Mapping[str, float] | None = None  # GFLOP/s of one core by precision, while all are busy
-    flaws: tuple[str, ...] = ()  # what else is there and does not fit, each with its remedy
+    flaws: tuple[str, ...] = ()  # other installed packages that do not fit, each with its remedy
     sandbox: tuple[str, ...] = ()  # layers of the sandbox of verifiers and tools
-    held: Mapping[str, bool] = field(default_factory=dict)  # what a process in it has tried to reach
+    held: Mapping[str, bool] = field(default_factory=dict)  # resource -> the sandbox denied access to it
 
 
 class Ability(NamedTuple):
-    """Something that can be run here, or what is missing and the command that gets it."""
+    """Something that this machine can run, or the missing part and the command that installs it."""
 
     name: str
     ready: bool
@@ -74,9 +73,9 @@ class Ability(NamedTuple):
 
 
 def doctor() -> int:
-    """Say what is installed, what this machine can run, and how to get what is missing.
+    """List what is installed, what this machine can run, and how to get the rest.
 
-    The exit code is 0 where at least the demo runs."""
+    The exit code is 0 if at least the demo runs."""
     machine = look()
     python = ".".join(map(str, machine.python))
     hardware = f"{machine.cores} cores, {machine.memory / GIB:.0f} GiB of memory"
@@ -99,7 +98,6 @@ def doctor() -> int:
 
 
 def look() -> Machine:
-    """Return this machine."""
     import torch
 
     gpus, problem = [], None
@@ -132,23 +130,8 @@ def look() -> Machine:
 
 
 def abilities(machine: Machine) -> Iterator[Ability]:
-    """Yield what the machine can run, and for the rest what is missing and the exact command; the demo
-    first."""
-    name = "the demo on CPUs"
-    if problem := misfit(machine.versions, machine.python):
-        what, _, install = problem.rpartition(" (")
-        yield Ability(name, False, what, install.rstrip(")"))
-    elif machine.broken:
-        yield Ability(name, False, "Megatron does not get past the broken Transformer Engine (below)")
-    elif machine.system != "Linux":
-        tested = "gloo and the verifiers' limits are tested on Linux only"
-        yield Ability(name, False, f"{machine.system}: {tested}")
-    elif machine.cores < 2 or machine.memory < 4 * GIB:
-        there = f"{machine.cores} cores and {machine.memory / GIB:.0f} GiB"
-        yield Ability(name, True, f"slowly: {there}, two and 4 are better")
-    else:
-        yield Ability(name, True, "make demo")
-
+    """Yield what the machine can run, the demo first. For the rest yield what is missing, and the command."""
+    yield _demo(machine)
     for one in plugins("megarl.abilities"):
         yield from plugin("megarl.abilities", one)(machine)
 
@@ -201,8 +184,23 @@ def abilities(machine: Machine) -> Iterator[Ability]:
         yield Ability(name, holds, layers if holds else f"{layers} (docs/verifiers.md)")
 
 
+def _demo(machine: Machine) -> Ability:
+    name = "the demo on CPUs"
+    if problem := misfit(machine.versions, machine.python):
+        what, _, install = problem.rpartition(" (")
+        return Ability(name, False, what, install.rstrip(")"))
+    if machine.broken:
+        return Ability(name, False, "Megatron cannot import the broken Transformer Engine (below)")
+    if machine.system != "Linux":
+        tested = "gloo and the verifiers' limits are tested on Linux only"
+        return Ability(name, False, f"{machine.system}: {tested}")
+    if machine.cores < 2 or machine.memory < 4 * GIB:
+        there = f"{machine.cores} cores and {machine.memory / GIB:.0f} GiB"
+        return Ability(name, True, f"slowly: {there}, two and 4 are better")
+    return Ability(name, True, "make demo")
+
+
 def _gpu(machine: Machine) -> Ability:
-    """Return whether the machine trains on GPUs."""
     name = "training on GPUs, bf16"
     if machine.gpus and machine.problem is None:
         old = [gpu.name for gpu in machine.gpus if gpu.capability < (8, 0)]

@@ -1,14 +1,14 @@
-"""`megarl eval`: avg@k, pass@k and majority@k of a model or a checkpoint on the config's held-out problems,
-with confidence intervals."""
+"""`megarl eval`: score a model or a checkpoint on held-out problems, with confidence intervals."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from rich.console import Console
 from rich.table import Table
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from megarl.parallel.lease import Lease
     from megarl.parallel.runtime import Runtime
     from megarl.schedule.evaluation import Evaluation
-    from megarl.schedule.scores import EvaluationResult
+    from megarl.schedule.scores import EvaluationResult, Scores
 
 SHOWN = 20  # problems in the terminal, the hardest; problems.jsonl has all
 
@@ -42,19 +42,19 @@ def evaluate(
         Path | None,
         Option(
             metavar="FOLDER",
-            help="Hugging Face folder, checkpoint or run (its newest one); default: model.path",
+            help="Hugging Face folder, checkpoint, or run (its newest checkpoint); default: model.path",
         ),
     ] = None,
     out: Annotated[
         Path | None,
-        Option(metavar="FOLDER", help="where answers and scores are written; default: run_dir/eval"),
+        Option(metavar="FOLDER", help="folder for answers and scores; default: run_dir/eval"),
     ] = None,
 ) -> int:
     """Answer the problems of data.eval; avg@k, pass@k and majority@k.
 
-    On as many ranks as the layout has. Writes answers.jsonl, problems.jsonl, data.json and scores.json."""
+    Runs on the ranks of the layout. Writes answers.jsonl, problems.jsonl, data.json and scores.json."""
     config = load_config(path, overrides)
-    # Every rank has an engine here, and none draws ahead.
+    # In an evaluation every rank has an engine, and nothing is asynchronous.
     shared = config.parallel.model_copy(update={"rollout_ranks": 0})
     in_turn = config.schedule.model_copy(update={"ahead": 0})
     config = config.model_copy(update={"parallel": shared, "schedule": in_turn})
@@ -89,7 +89,7 @@ def evaluate(
 
 
 def _evaluate(config: Config, weights: Path | None, out: Path, lease: Lease | None, *, launched: bool) -> int:
-    """Be one rank of an evaluation; rank 0 shows and writes the result."""
+    """Run one rank of an evaluation. Rank 0 prints and writes the result."""
 
     def job(runtime: Runtime) -> None:
         from megarl.schedule.evaluation import Evaluation
@@ -97,7 +97,7 @@ def _evaluate(config: Config, weights: Path | None, out: Path, lease: Lease | No
         with closing(Evaluation(config, weights, runtime)) as evaluation:
             if runtime.rank == 0:
                 for name, report in evaluation.reports.items():
-                    lead = name.removeprefix("eval").lstrip()  # what is not of a set with a name stands alone
+                    lead = name.removeprefix("eval").lstrip()  # a set without a name has no lead
                     print(*(f"{lead} {line}".lstrip() for line in report.lines()), sep="\n")
                 for one in evaluation.sets:
                     answers = f"{len(one.problems):,} problems x {one.samples} answers"
@@ -112,16 +112,15 @@ def _evaluate(config: Config, weights: Path | None, out: Path, lease: Lease | No
 def _publish(evaluation: Evaluation, result: EvaluationResult, out: Path) -> None:
     """Write the result to `out`, and print the hardest problems and the scores."""
     headline, parts, stats = result.headline, result.by_name(), result.stats()
-    scores, counts = headline.scores(), headline.counts()
     summary = {
         "policy": str(evaluation.policy),
         "problems": len(headline.groups),
-        "samples": headline.k,  # None where it differs from set to set
+        "samples": headline.k,  # None if it differs between sets
         "confidence": 0.95,
-        "scores": scores,
-        "answers": counts,
-        "length_mean": stats.get("eval/length_mean"),  # None where no problem was judged
-        "score_mean": stats.get("eval/score"),  # None where the verifier says right or wrong only
+        "scores": headline.scores(),
+        "answers": headline.counts(),
+        "length_mean": stats.get("eval/length_mean"),  # None if no problem was graded
+        "score_mean": stats.get("eval/score"),  # None if the verifier is binary
         "sources": {
             name: {
                 "problems": len(one.groups),
@@ -144,53 +143,60 @@ def _publish(evaluation: Evaluation, result: EvaluationResult, out: Path) -> Non
                 for item in objects:
                     text = json.dumps(item, ensure_ascii=False, indent=indent) + "\n"
                     file.write(text.encode("utf-8", "backslashreplace"))
-        except StorageError as error:  # the terminal may still get what was found
+        except StorageError as error:  # print the scores first
             unwritten = unwritten or error
-
     console, total = Console(), sum(len(groups) for _, groups in result.sets)
-    hardest = sorted(table, key=lambda row: row["avg"])[:SHOWN]
+    console.print(_problem_table(table, total))
+    if headline.groups:
+        console.print(_score_table(headline, total, stats.get("eval/score")))
+    if parts:
+        console.print(_source_table(parts, headline, stats))
+    if unwritten is not None:
+        raise unwritten
+    print(printable(f"answers and scores: {out}"))
+
+
+def _problem_table(rows: Sequence[Mapping[str, Any]], total: int) -> Table:
+    hardest = sorted(rows, key=lambda row: row["avg"])[:SHOWN]
     title = f"the {len(hardest)} hardest of {total:,} problems (all: problems.jsonl)"
     if len(hardest) == total:
         title = "all problems, hardest first"
     problems = Table("problem", "answer", "right", "most frequent", "tokens", "cut", title=title)
     for row in hardest:
         vote = "-" if row["vote"] is None else f"{row['vote'][:24]} ({row['votes']})"
-        asked = " ".join(row["question"].split())
-        asked = asked if len(asked) <= 60 else f"{asked[:38]} ... {asked[-17:]}"
-        cells = (asked, row["answer"][:24], f"{row['right']}/{row['samples']}", vote)
+        question = " ".join(row["question"].split())
+        question = question if len(question) <= 60 else f"{question[:38]} ... {question[-17:]}"
+        cells = (question, row["answer"][:24], f"{row['right']}/{row['samples']}", vote)
         texts = [Text(printable(" ".join(cell.split()))) for cell in cells]
         problems.add_row(*texts, f"{row['length_mean']:.0f}", f"{row['truncated']:.0%}")
-    console.print(problems)
-    measured = f"{len(headline.groups):,} problems"
+    return problems
+
+
+def _score_table(headline: Scores, total: int, score_mean: float | None) -> Table:
+    title = f"{len(headline.groups):,} problems"
     if len(headline.groups) < total:
-        measured += ", sets with `every` apart"
-    measures = Table("measure", "value", "95 % confidence", title=measured)
-    for name, score in scores.items():
+        title += ", without sets with `every`"
+    measures = Table("measure", "value", "95 % confidence", title=title)
+    for name, score in headline.scores().items():
         measures.add_row(name, f"{score['mean']:.4f}", f"{score['low']:.4f} to {score['high']:.4f}")
-    if summary["score_mean"] is not None:
-        measures.add_row("verifier's score", f"{summary['score_mean']:.4f}", "")
-    for name, count in counts.items():
+    if score_mean is not None:
+        measures.add_row("verifier's score", f"{score_mean:.4f}", "")
+    for name, count in headline.counts().items():
         measures.add_row(f"answers, {name.replace('_', ' ')}", f"{count:,}", "")
-    if headline.groups:
-        console.print(measures)
-    if parts:
-        alike = {one.k for one in parts.values()} == {headline.k}
-        heads = list(scores) if alike else ["samples", "avg", "pass", "majority"]
-        by_name = Table("source", "problems", *heads, "tokens", title="sets and data sources")
-        for name, one in parts.items():
-            found, length = one.scores(), stats.get(f"eval/{name}/length_mean")
-            means = {measure: f"{score['mean']:.4f}" for measure, score in found.items()}
-            if not alike:  # of pass@1, pass@2 ... pass@k the last
-                means = {measure.partition("@")[0]: mean for measure, mean in means.items()}
-                means["samples"] = str(one.k or "-")
-            tokens = "-" if length is None else f"{length:.0f}"
-            by_name.add_row(
-                Text(printable(name)),
-                f"{len(one.groups):,}",
-                *(means.get(head, "-") for head in heads),
-                tokens,
-            )
-        console.print(by_name)
-    if unwritten is not None:
-        raise unwritten
-    print(printable(f"answers and scores: {out}"))
+    return measures
+
+
+def _source_table(parts: Mapping[str, Scores], headline: Scores, stats: Mapping[str, float]) -> Table:
+    same_k = {one.k for one in parts.values()} == {headline.k}
+    heads = list(headline.scores()) if same_k else ["samples", "avg", "pass", "majority"]
+    sources = Table("source", "problems", *heads, "tokens", title="sets and data sources")
+    for name, one in parts.items():
+        length = stats.get(f"eval/{name}/length_mean")
+        means = {measure: f"{score['mean']:.4f}" for measure, score in one.scores().items()}
+        if not same_k:  # the last one of pass@1, pass@2 ... pass@k
+            means = {measure.partition("@")[0]: mean for measure, mean in means.items()}
+            means["samples"] = str(one.k or "-")
+        tokens = "-" if length is None else f"{length:.0f}"
+        cells = (means.get(head, "-") for head in heads)
+        sources.add_row(Text(printable(name)), f"{len(one.groups):,}", *cells, tokens)
+    return sources

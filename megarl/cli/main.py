@@ -1,17 +1,22 @@
 """`megarl COMMAND`: find the command, read its arguments, call it.
 
-A command is a function with annotated parameters beside the code that it calls, and its docstring is its help
-(https://typer.tiangolo.com); several with a first word in common are a `typer.Typer`. `COMMANDS` says where
-they are. Other packages add theirs by entry points of the group `megarl.commands`: `NAME =
-"package.module:function"`, where `data-NAME` is `megarl data NAME`.
+A command is a function with annotated parameters, and its docstring is its help (https://typer.tiangolo.com).
+Commands with the same first word are a `typer.Typer`. `COMMANDS` lists their places. Other packages add
+commands by entry points of the group `megarl.commands`: `NAME = "package.module:function"`. The name
+`data-NAME` is for `megarl data NAME`.
 
 Typer must import every command to list them. That takes half a second and fails if one package is broken. So
 `Words` imports a command when it is called, and `summary` reads help texts from source. `Command` exists
-because Typer's options for several values want the option before each value, and `--seeds 0 1` does not.
+because Typer wants an option before each of its values, and megarl accepts `--seeds 0 1`.
 
-Exit codes: 0 done, 2 something the user can mend (one line on standard error), 1 a defect (a traceback), 75
-told to leave and saved (the same command continues), 124 a rank hung (a report says where), 130 interrupted,
-128 + n a rank was killed by signal n."""
+Exit codes:
+    0        done
+    1        a defect (a traceback)
+    2        an error that the user can fix (one line on standard error)
+    75       asked to stop, and saved (the same command continues)
+    124      a rank hung (a report shows where)
+    130      interrupted
+    128 + n  a rank was killed by signal n"""
 
 from __future__ import annotations
 
@@ -49,18 +54,18 @@ COMMANDS = {
 
 
 class Command(TyperCommand):
-    """A command with one function. An option for several values takes all that follow it: `--seeds 0 1`."""
+    """A command with one function. An option for several values takes all that follow: `--seeds 0 1`."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         several = {name for param in self.params if getattr(param, "multiple", False) for name in param.opts}
         given: list[str] = []
-        option = ""  # for several values, of which the next words are
+        option = ""  # the option whose values follow
         for word, following in zip(args, [*args[1:], "-"], strict=False):
             if option and not word.startswith("-"):
                 given += [option, word]
                 continue
             option = word if word in several else ""
-            if not option or following.startswith("-"):  # without a value: an error
+            if not option or following.startswith("-"):  # an option without a value: Typer raises an error
                 given.append(word)
         return super().parse_args(ctx, given)
 
@@ -69,7 +74,7 @@ class Command(TyperCommand):
         param: Any
         for param in self.get_params(ctx):
             if record := param.get_help_record(ctx):
-                # An argument without the type that Typer writes behind its name.
+                # Omit the type that Typer appends to the name of an argument.
                 first = record[0] if param.param_type_name == "option" else param.display_name_raw
                 records[param.param_type_name].append((first, record[1]))
         for kind, rows in records.items():
@@ -79,13 +84,14 @@ class Command(TyperCommand):
 
 
 class Words(TyperGroup):
-    """Commands with a first word in common, and those that other packages add to them. Such a one is imported
-    when it is called: what help says of it, and what a shell offers, is read in its source."""
+    """Commands with the same first word, including those of other packages.
+
+    A command of another package is imported when it is called. Help and completion read its source."""
 
     word = ""
 
     def places(self) -> dict[str, str]:
-        """Return the commands that are imported when they are called -> module:object."""
+        """Return command -> module:object of those that are imported on their first call."""
         return _added(self.word)
 
     def summaries(self) -> dict[str, str]:
@@ -104,10 +110,10 @@ class Words(TyperGroup):
         if not _added() and cmd_name not in self.commands:
             from megarl.config.plugins import plugin
 
-            # Raises: megarl was installed before anything lay beside it.
+            # Raises an error: this installation of megarl is older than its entry points.
             plugin(GROUP, "-".join(filter(None, (self.word, cmd_name))))
         known: Any = dict.fromkeys(self.list_commands(ctx))
-        self.commands = known  # of which the error names those that are alike
+        self.commands = known  # the error suggests similar names of these
         return None
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
@@ -120,13 +126,13 @@ class Words(TyperGroup):
 
 
 class Commands(Words):
-    """All commands by their first words."""
+    """All commands, by their first words."""
 
     def places(self) -> dict[str, str]:
         return COMMANDS | {name: place for name, place in _added().items() if name not in COMMANDS}
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        place = COMMANDS.get(cmd_name)  # without a look at what is installed
+        place = COMMANDS.get(cmd_name)  # reading entry points takes time
         return load(cmd_name, place) if place else super().get_command(ctx, cmd_name)
 
     def invoke(self, ctx: Any) -> Any:
@@ -137,8 +143,9 @@ class Commands(Words):
 
 
 def load(name: str, place: str) -> Any:
-    """Import a command, or several with a first word in common. Raises ConfigError where another package's
-    cannot be imported."""
+    """Import a command or a group of commands.
+
+    Raises ConfigError if that of another package cannot be imported."""
     try:
         loaded = EntryPoint(name, place, GROUP).load()
     except ImportError as error:
@@ -164,7 +171,7 @@ def load(name: str, place: str) -> Any:
 
 @cache
 def _added(word: str = "") -> dict[str, str]:
-    """Return what other packages add: command -> module:object. word: to those that begin with it."""
+    """Return the commands of other packages -> module:object. word: only those that start with it."""
     points = {tuple(one.name.split("-", 1)): one.value for one in entry_points(group=GROUP)}
     if word:
         return {words[1]: place for words, place in points.items() if len(words) == 2 and words[0] == word}
@@ -172,8 +179,9 @@ def _added(word: str = "") -> dict[str, str]:
 
 
 def summary(place: str) -> str:
-    """Return the first paragraph of a function's docstring, or the `help` of a Typer, from the source of the
-    module, which is not imported; "" where it is not found."""
+    """Return a command's help from source: the first paragraph of a docstring, or the `help` of a Typer.
+
+    The module is not imported. Returns "" if nothing is found."""
     module, _, name = place.partition(":")
     with suppress(ImportError, OSError, SyntaxError, ValueError):
         spec = find_spec(module)
@@ -220,7 +228,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _complaint(error: TyperException) -> str:
-    """Return what is wrong with the arguments, in one line."""
     from pydantic import ValidationError
 
     from megarl.config.load import PLAINER

@@ -1,5 +1,7 @@
-"""`megarl preflight`: find out in seconds whether the nodes of a job can work together, before its ranks
-start. One process of it runs on every node."""
+"""`megarl preflight`: check in seconds that the nodes of a job can work together, before ranks start.
+
+One process runs on each node.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ from megarl.cli.arguments import ConfigFile, Overrides
 from megarl.cli.ranks import checks_packages
 from megarl.config import Config, load_config
 
-PLANNED = "0: on GPUs what `megarl plan` says"
+PLANNED = "0: on GPUs the estimate of `megarl plan`"
 
 
 @checks_packages
@@ -21,23 +23,21 @@ def preflight(
     path: ConfigFile,
     overrides: Overrides,
     *,
-    node: Annotated[int, Option(metavar="N", help="which node this is, from 0")] = 0,
-    nodes: Annotated[int, Option(metavar="N", help="nodes of the job")] = 1,
-    ranks: Annotated[int, Option(metavar="N", help="ranks, and so GPUs, of a node")] = 1,
+    node: Annotated[int, Option(metavar="N", help="number of this node, from 0")] = 0,
+    nodes: Annotated[int, Option(metavar="N", help="number of nodes of the job")] = 1,
+    ranks: Annotated[int, Option(metavar="N", help="ranks (GPUs) of a node")] = 1,
     host: Annotated[str, Option(metavar="NAME", help="name or address of the first node")] = "127.0.0.1",
-    port: Annotated[int, Option(metavar="N", help="free port there")] = 29400,
+    port: Annotated[int, Option(metavar="N", help="free port on the first node")] = 29400,
     limit: Annotated[float, Option(metavar="SECONDS", help="longest wait for any node")] = 60.0,
     host_memory: Annotated[
         float, Option(metavar="GiB", help=f"memory that must be free on a node; {PLANNED}")
     ] = 0.0,
-    disk: Annotated[float, Option(metavar="GiB", help=f"room that run_dir must have; {PLANNED}")] = 0.0,
-    bandwidth: Annotated[
-        float, Option(metavar="GB/s", help="least speed into a node from another one")
-    ] = 0.0,
+    disk: Annotated[float, Option(metavar="GiB", help=f"disk space that run_dir must have; {PLANNED}")] = 0.0,
+    bandwidth: Annotated[float, Option(metavar="GB/s", help="least speed from another node")] = 0.0,
 ) -> int:
     """Check the nodes of a job before its ranks start: run on each of them, as slurm/ does.
 
-    The first one checks the configuration too. The exit code is 2 where something is in the way."""
+    The first one also checks the configuration. The exit code is 2 if there is a problem."""
     from megarl.parallel.machine import (
         GIB,
         broken_transformer_engine,
@@ -52,7 +52,7 @@ def preflight(
     place = NodePlace(node, nodes, host, port, limit)
     notes = check_run(config, str(path), world=nodes * ranks) if node == 0 else []
     cuda = choose_device(config.parallel.device).type == "cuda"
-    # The plan's processes are those of GPU jobs.
+    # The plan assumes the processes of a GPU job.
     host_bytes, disk_bytes = planned_needs(config, nodes * ranks) if cuda else (0.0, 0.0)
     needs = NodeNeeds(
         folder=config.run_dir,
@@ -61,7 +61,7 @@ def preflight(
         disk_bytes=disk * GIB or disk_bytes,
         bandwidth=bandwidth,
     )
-    # Packages that are there and cannot be imported: the ranks would find them when they have all started.
+    # Broken packages would stop the ranks only after all have started.
     broken = (
         engine_import_problem(config.rollout.engine),
         broken_transformer_engine(),
@@ -78,8 +78,7 @@ def preflight(
 
 
 def planned_needs(config: Config, world: int) -> tuple[float, float]:
-    """Return the bytes of a node's memory and of the disk that a run of `world` ranks needs, as `megarl plan`
-    says."""
+    """Return the bytes of a node's memory and of the disk that a run needs, by `megarl plan`."""
     from megarl.plan.disk import disk_bytes
     from megarl.plan.host import node_bytes
     from megarl.plan.inputs import make_plan_inputs
@@ -90,7 +89,7 @@ def planned_needs(config: Config, world: int) -> tuple[float, float]:
 
 
 def node_versions(cuda: bool) -> dict[str, str]:
-    """Return what must be the same on all nodes: packages, Python, and megarl's own files."""
+    """Return the versions that must be equal on all nodes: packages, Python, and megarl's files."""
     import torch
 
     from megarl.schedule.identity import code_checksum

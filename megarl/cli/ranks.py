@@ -1,5 +1,4 @@
-"""What train, eval and replay share: start the ranks, be one of them, and turn errors into one line and an
-exit code."""
+"""Start ranks, run one rank, and turn errors into a line and an exit code: for train, eval and replay."""
 
 from __future__ import annotations
 
@@ -31,8 +30,9 @@ Arguments = ParamSpec("Arguments")
 
 
 def checks_packages(command: Callable[Arguments, int]) -> Callable[Arguments, int]:
-    """Check the packages, and what launched this process, before a command that imports Megatron: one that
-    does not fit is one line then, not an error in an import."""
+    """Check packages and launcher before a command that imports Megatron.
+
+    An unsuitable package is reported in one line then, instead of an error of an import."""
 
     @wraps(command)
     def checked(*args: Arguments.args, **kwargs: Arguments.kwargs) -> int:
@@ -46,21 +46,21 @@ def checks_packages(command: Callable[Arguments, int]) -> Callable[Arguments, in
 
 
 def quiet_libraries() -> None:
-    """Silence, in this process, warnings of Megatron and transformers about what a CPU lacks."""
+    """Silence warnings of Megatron, transformers and torch, most of which are about missing GPU packages."""
     for module in ("megatron", "transformers", "torch"):
         warnings.filterwarnings("ignore", module=module)
 
 
 def exit_code(command: Callable[[], int]) -> int:
-    """Call a command and return its exit code. An error that the user can mend is printed as one line."""
+    """Call a command and return its exit code. An error that the user can fix is printed as one line."""
     with spared_output():
-        if isinstance(sys.stdout, TextIOWrapper):  # in a pipe too: lines before an error stay before it
+        if isinstance(sys.stdout, TextIOWrapper):  # keep the order of output and errors, even in a pipe
             sys.stdout.reconfigure(line_buffering=True)
         code = 0
         try:
             code = command()
             if sys.stdout is not None:
-                sys.stdout.flush()  # here, where a pipe's end is no traceback of Python's, and no code 120
+                sys.stdout.flush()  # a closed pipe raises here, not at exit with code 120
             return code
         except MegarlError as error:
             print(f"megarl: {error}", file=sys.stderr, flush=True)
@@ -68,7 +68,7 @@ def exit_code(command: Callable[[], int]) -> int:
         except KeyboardInterrupt:
             print("megarl: interrupted", file=sys.stderr)
             return 130
-        except BrokenPipeError:  # whoever read the output (`| head`) has enough
+        except BrokenPipeError:  # the reader (`| head`) has finished
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return code
         except OSError as error:
@@ -79,10 +79,10 @@ def exit_code(command: Callable[[], int]) -> int:
 
 
 class _Spared(FileIO):
-    """A file or pipe in which is lost what the disk does not take, or nobody reads any more."""
+    """A file or pipe whose output is dropped if the disk is full or the reader has finished."""
 
     def write(self, data: Any) -> int:
-        """Return as if all of it had been written."""
+        """Write what is possible, and report success."""
         try:
             left = memoryview(data)
             while left:
@@ -93,7 +93,9 @@ class _Spared(FileIO):
             os.close(nowhere)
             if self.fileno() != 2:
                 print(
-                    "megarl: nobody reads this output any more; the run goes on", file=sys.stderr, flush=True
+                    "megarl: nobody reads this output any more; the run continues",
+                    file=sys.stderr,
+                    flush=True,
                 )
         except OSError:
             pass
@@ -102,16 +104,17 @@ class _Spared(FileIO):
 
 @contextmanager
 def spared_output(*, pipes: bool = False) -> Iterator[None]:
-    """Let a command go on whose output goes to a file on a disk that is full. (Python would keep what could
-    not be written, raise again with each print, and end with code 120.) pipes: also where it goes to a
-    command that has ended (`| head`): a run is not to die by that."""
+    """Let a command continue when its output file is on a full disk.
+
+    Python would keep the text, raise again with each print, and end with code 120.
+    pipes: continue after the reader of a pipe has finished (`| head`), too"""
     kept = sys.stdout, sys.stderr
     try:
         for name in ("stdout", "stderr"):
             stream = getattr(sys, name)
             try:
                 mode = os.fstat(stream.fileno()).st_mode
-            except (AttributeError, OSError, ValueError):  # there is none, or it is closed
+            except (AttributeError, OSError, ValueError):  # no stream, or a closed one
                 continue
             if stat.S_ISREG(mode) or (pipes and (stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode))):
                 stream.flush()
@@ -125,8 +128,7 @@ def spared_output(*, pipes: bool = False) -> Iterator[None]:
 
 
 def passes_on_rank_0(check: Callable[[], None]) -> bool:
-    """Run a check that every rank makes alike. Return False where it fails on another rank than 0: rank 0
-    raises the error."""
+    """Run a check that gives the same result on all ranks. Rank 0 raises its error, others return False."""
     from megarl.parallel.runtime import launched_rank
 
     try:
@@ -139,7 +141,7 @@ def passes_on_rank_0(check: Callable[[], None]) -> bool:
 
 
 def starts_ranks(config: Config) -> bool:
-    """Return whether this process is to start the ranks; else it is the only one, or torchrun started it."""
+    """Return whether this process must start ranks. Else it is the only rank, or one of torchrun's."""
     from megarl.parallel.launch import ranks_here
     from megarl.parallel.runtime import is_launched
 
@@ -153,10 +155,10 @@ def start_ranks(
     grace: float = 0.0,
     stop: StopRequest | None = None,
 ) -> int:
-    """Run `rank_main` on every rank of the layout, see `launch`: on a CPU by a fork, after what all ranks
-    need is imported; on GPUs in a new process, so that it must be a function of a module (it is pickled).
+    """Run `rank_main` on every rank of the layout (see `launch`).
 
-    Raises Interrupted where `stop` is requested by then: the imports take seconds."""
+    On CPUs ranks are forked after the imports. On GPUs they are new processes, for which `rank_main` is
+    pickled. Raises Interrupted if `stop` was requested during the imports, which take seconds."""
     import megarl.schedule.evaluation
     import megarl.schedule.replay
     import megarl.schedule.trainer  # noqa: F401
@@ -165,7 +167,7 @@ def start_ranks(
     from megarl.weights.families import read_config
 
     family = read_config(config.model.path)["model_type"]
-    with suppress(ImportError):  # its module has another name: imported when the model is built
+    with suppress(ImportError):  # a module of another name is imported later
         import_module(f"transformers.models.{family}.modeling_{family}")
     if stop is not None and stop.should_stop():
         raise Interrupted(f"{stop.reason}: no rank has been started; the same command continues")
@@ -175,9 +177,7 @@ def start_ranks(
 
 @contextmanager
 def _without_current_folder() -> Iterator[None]:
-    """Keep Python processes that start in the block from importing files of the current folder.
-
-    A rank on GPUs begins as `python -c`, which would look there first."""
+    """Keep Python processes from importing files of the current folder, as `python -c` of GPU ranks would."""
     name = "PYTHONSAFEPATH"
     before = os.environ.get(name)
     os.environ[name] = "1"
@@ -197,14 +197,13 @@ def run_rank(
     *,
     launched: bool,
 ) -> int:
-    """Join the job as one rank, call `job`, leave, and return its exit code (None: 0). An error is printed
-    once, by one rank.
+    """Join the job as one rank, call `job`, and return its exit code (None: 0). One rank prints an error.
 
-    lease: on the `folder` that the job writes into; None on a rank of torchrun's other than 0, which took it.
-    launched: `launch` started this rank, and prints the line that a rank writes to its error file."""
+    lease: on the job's `folder`; None on torchrun's ranks other than 0
+    launched: `launch` started this rank, and prints the line of its error file"""
     quiet_libraries()  # a rank on GPUs was not forked
-    # Landlock keeps tools and verifiers from a rank's keys by itself. An engine's own processes read a rank's
-    # open files.
+    # Landlock already protects a rank's keys from tools and verifiers. The processes of an engine must read a
+    # rank's open files.
     if not config.rollout.capabilities.continuous_batching and not landlock_version():
         hide_memory()
     from megarl.parallel import runtime as parallel
@@ -222,7 +221,7 @@ def run_rank(
         runtime = parallel.start(config.parallel, config.seed, mixture=mixture, secret=secret)
         failed, code = True, 1
         try:
-            if parallel.is_launched() and not launched:  # by torchrun: rank 0 alone has taken it
+            if parallel.is_launched() and not launched:  # by torchrun: only rank 0 has the lease
                 taken = from_rank_0(runtime.job, lease, Lease | None)
                 if lease is None and taken is not None:
                     keeping.enter_context(taken.kept())
@@ -237,10 +236,10 @@ def run_rank(
             failed, code = not error.on_every_rank and not isinstance(error, Interrupted), error.code
             line = str(error) if error.on_every_rank else f"rank {runtime.rank}: {error}"
             reported = launched and write_error_file(line, error.code)
-            # What the engines' ranks meet alike, the trainers may not. A launched rank that could not write
-            # its file may be the first to end, and the launcher then ends whoever would have said the same.
-            speaks = runtime.rank in (0, runtime.first_engine) or not error.on_every_rank or launched
-            if not reported and speaks:
+            # An error of all engines' ranks may not reach the trainers, so the first of each kind prints. A
+            # launched rank without a file prints too: the launcher may end the others before they print.
+            prints = runtime.rank in (0, runtime.first_engine) or not error.on_every_rank or launched
+            if not reported and prints:
                 print(f"megarl: {line}", file=sys.stderr, flush=True)
         except RuntimeError as error:
             line = f"rank {runtime.rank}: lost another rank: {error}"
@@ -253,8 +252,7 @@ def run_rank(
 
 
 def _leave(code: int) -> None:
-    """End this process without what Python does at its end: there torch would abort NCCL's groups, which may
-    wait for their other ranks."""
+    """End this process at once. Else torch aborts NCCL's groups, which may wait for other ranks."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

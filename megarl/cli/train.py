@@ -1,5 +1,4 @@
-"""`megarl train`: check everything, start the ranks if nobody has, and train on each. `megarl replay`: do one
-of the steps again."""
+"""`megarl train`: check everything, start the ranks, and train. `megarl replay`: repeat one step."""
 
 from __future__ import annotations
 
@@ -39,26 +38,26 @@ def train(
     overrides: Overrides,
     *,
     fresh: Annotated[
-        bool, Option("--fresh", help="refuse a run_dir that holds a run, instead of continuing it")
+        bool, Option("--fresh", help="refuse a run_dir with a run, instead of continuing it")
     ] = False,
     wait: Wait = 0.0,
     profile: Annotated[
         int | None,
         Option(metavar="N", help="trace N steps for Perfetto, into run_dir/profile (log.profile)"),
     ] = None,
-    # Of `ablate`: the process with which this one is to end.
+    # For `ablate`: end together with this process.
     follow: Annotated[int | None, Option(hidden=True)] = None,
 ) -> int:
     """Train by supervised warm start, GRPO, DAPO, PPO or VAPO: the config's recipe.
 
-    Where the layout has several ranks they are started, and again after one was killed or hung, as often as
-    parallel.restarts says; under torchrun this process is one."""
+    Starts the ranks of the layout, and restarts them after one was killed or hung, at most parallel.restarts
+    times. Under torchrun this process is one rank."""
     if follow is not None:
         follow_launcher(follow)
     if profile is not None:
         overrides = [*overrides, f"log.profile={profile}"]
     config = load_config(path, overrides)
-    # From here on, as the imports take seconds. Ranks of ours are asked by SIGUSR1 alone: SIGTERM ends them.
+    # Handle signals before the imports, which take seconds. Our ranks get SIGUSR1; SIGTERM ends them.
     with _stop_request(config, signal.SIGUSR1, signal.SIGTERM) as stop, ExitStack() as held:
         if not passes_on_rank_0(lambda: check_run(config, str(path))):
             return 2
@@ -78,18 +77,17 @@ def train(
             if number:
                 lease.renew()
                 times = f"{number} of at most {config.parallel.restarts} times"
-                print(f"megarl: the ranks are started anew ({times})", file=sys.stderr, flush=True)
+                print(f"megarl: the ranks are restarted ({times})", file=sys.stderr, flush=True)
             code = start_ranks(
                 partial(_train_launched, config, stop.end, lease), config, config.run_dir, grace, stop
             )
-            if code not in LOST or stop.reason is not None:  # told to stop: whatever became of a rank
+            if code not in LOST or stop.reason is not None:  # a stop was requested
                 break
         return code
 
 
 def check_run(config: Config, where: str) -> None:
-    """Check all that can be checked before ranks start and a folder is taken. Raises ConfigError and the
-    like."""
+    """Check the configuration before ranks start and a folder is claimed. Raises a MegarlError."""
     from megarl.schedule.preflight import preflight
 
     for line in preflight(config, where):
@@ -97,13 +95,12 @@ def check_run(config: Config, where: str) -> None:
 
 
 def begin_run(config: Config, fresh: bool) -> None:
-    """Check that the run's folder, which this command has by now, can be begun or continued, and write what
-    the run is made of."""
+    """Check that the leased run folder can be used, and write configuration and versions into it."""
     from megarl.observe.prometheus import Exporter
     from megarl.schedule.preflight import claim_run_dir, versions
 
     if config.log.prometheus:
-        Exporter(config.log.prometheus, config.log.prometheus_host).close()  # raises where it is taken
+        Exporter(config.log.prometheus, config.log.prometheus_host).close()  # raises if the port is in use
     claim_run_dir(config, fresh=fresh)
     for name, text in (
         ("config.yaml", dump_config(config)),
@@ -116,8 +113,9 @@ def begin_run(config: Config, fresh: bool) -> None:
 def lease_of_run(
     config: Config, command: str, wait: float, stop: Callable[[], bool]
 ) -> AbstractContextManager[Lease]:
-    """Have the right to write into the run's folder. A run that gives no sign of life for twice as long as
-    its watchdog would wait for any of its ranks is taken for dead."""
+    """Return a context with the lease on the run's folder.
+
+    A run that does not renew its lease for twice the watchdog's longest wait counts as dead."""
     from megarl.parallel.lease import leased
     from megarl.parallel.runtime import launched_world
 
@@ -136,14 +134,15 @@ def lease_of_run(
 
 
 def _stop_request(config: Config, *signals: signal.Signals) -> StopRequest:
-    """Return what takes signals and the time limit as a request to save and leave; no signals where nothing
-    is saved."""
+    """Return a request to save and stop, which signals and the time limit make.
+
+    Without checkpoints signals keep their usual effect."""
     checkpoint = config.checkpoint
     return StopRequest(signals if checkpoint.every else (), checkpoint.time_limit, checkpoint.time_margin)
 
 
 def _train_launched(config: Config, end: float | None, lease: Lease) -> int:
-    """Be a rank that `start_ranks` has started. end: the job's time limit, the same after a restart."""
+    """Run a rank of `start_ranks`. end: the job's time limit, which a restart does not extend."""
     with _stop_request(config, signal.SIGUSR1) as stop:
         stop.end = end
         return _train(config, stop, lease, launched=True)
@@ -162,11 +161,10 @@ def _train(config: Config, stop: StopRequest, lease: Lease | None, *, launched: 
                     rank.serve(watchdog)
                 return
             with closing(build_run(config, runtime)) as run:
-                # megatron-core collects garbage at each model that is saved: it goes through every object,
-                # some millions, but those that are frozen, which live as long as this process.
+                # megatron-core collects garbage at each model that it saves. Freezing spares it the
+                # millions of objects that live as long as this process.
                 gc.freeze()
-                # At its end Python collects what is not frozen, and triton's bindings would list the rest as
-                # leaked, on pages behind our last line.
+                # Else triton's bindings would list the frozen objects as leaks after our last line.
                 atexit.register(gc.unfreeze)
                 if runtime.rank == 0:
                     reports = {name: asdict(report) for name, report in run.source.reports.items()}
@@ -182,7 +180,7 @@ def _train(config: Config, stop: StopRequest, lease: Lease | None, *, launched: 
 
         try:
             print(f"report: {plugin('megarl.reports', 'html')([config.run_dir], config.run_dir)}")
-        except ConfigError as error:  # it cannot be written: the run is done all the same
+        except ConfigError as error:  # the run is complete even without a report
             print(f"megarl: {error}", file=sys.stderr, flush=True)
     return code
 
@@ -191,21 +189,20 @@ def _train(config: Config, stop: StopRequest, lease: Lease | None, *, launched: 
 def replay(
     run: Annotated[
         Path,
-        Argument(
-            metavar="RUN", help="folder of a run that kept checkpoints, and rollouts (checkpoint.rollouts)"
-        ),
+        Argument(metavar="RUN", help="folder of a run with checkpoints and checkpoint.rollouts"),
     ],
     overrides: Annotated[list[str], key_values("parallel.tp=1 parallel.dp=1")],
     *,
-    step: Annotated[int, Option(metavar="K", help="rollout step; its checkpoint is the one of step K - 1")],
+    step: Annotated[int, Option(metavar="K", help="rollout step; needs the checkpoint of step K - 1")],
     tolerance: Annotated[
-        float | None, Option(metavar="X", help="for another layout; default: 1e-3 in fp32, 5e-2 in bf16")
+        float | None,
+        Option(metavar="X", help="tolerance for another layout; default: 1e-3 in fp32, 5e-2 in bf16"),
     ] = None,
     wait: Wait = 0.0,
 ) -> int:
-    """Do one step of a run again from what is on disk, and compare every recorded number.
+    """Repeat one step of a run from its files, and compare every recorded number.
 
-    The exit code is 1 where one differs. With another layout numbers are equal within the tolerance."""
+    The exit code is 1 if one differs. With another layout numbers must be equal within the tolerance."""
     file = run / "config.yaml"
     if not file.is_file():
         raise ConfigError(f"{run}: no config.yaml there (give the folder of a run)")
@@ -217,7 +214,7 @@ def replay(
         from megarl.schedule.replay import check_replay
 
         check_replay(config, step)
-        in_turn = config.schedule.model_copy(update={"ahead": 0})  # nothing is drawn
+        in_turn = config.schedule.model_copy(update={"ahead": 0})  # a replay generates nothing
         preflight(config.model_copy(update={"schedule": in_turn}), str(file), replay=True)
 
     if not passes_on_rank_0(check):

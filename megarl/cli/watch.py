@@ -1,4 +1,4 @@
-"""`megarl watch`: a run that another process trains, looked at from its folder."""
+"""`megarl watch`: show a run of another process, from its folder."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typer import Argument, Option
 def watch(
     run: Annotated[Path, Argument(metavar="RUN", help="run folder")],
     *,
-    once: Annotated[bool, Option("--once", help="show how it stands and leave")] = False,
+    once: Annotated[bool, Option("--once", help="show the current state and exit")] = False,
 ) -> int:
-    """Show a run that another process trains, from its folder, until it ends; after Ctrl-C it goes on."""
+    """Show a run of another process, from its folder, until it ends. Ctrl-C does not stop the run."""
     from megarl.observe.terminal import watch as show
 
     try:

@@ -1,12 +1,12 @@
-"""`megarl weights plan`: what a weight transfer costs, from the configuration alone, on any machine."""
+"""`megarl weights plan`: estimate the cost of a weight transfer, on any machine."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from math import prod
 from statistics import fmean
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from typer import Option, Typer
 
@@ -15,7 +15,23 @@ from megarl.config import load_config
 from megarl.config.errors import ConfigError
 from megarl.config.text import printable
 
+if TYPE_CHECKING:
+    from megarl.sync.cost import RankCost
+    from megarl.sync.plan import Plan
+
 GB = 1e9
+
+# Title, figure of a rank, its decimals.
+FIGURES: tuple[tuple[str, Callable[[RankCost], float], int], ...] = (
+    ("sent, same node, GB", lambda cost: cost.node_sent / GB, 3),
+    ("sent, between nodes, GB", lambda cost: cost.network_sent / GB, 3),
+    ("received, same node, GB", lambda cost: cost.node_received / GB, 3),
+    ("received, between nodes, GB", lambda cost: cost.network_received / GB, 3),
+    ("kept, same GPU, GB", lambda cost: cost.local / GB, 3),
+    ("rounds (buckets)", lambda cost: cost.rounds, 0),
+    ("staging memory, GB", lambda cost: cost.staging / GB, 3),
+    ("estimate, s", lambda cost: cost.seconds, 3),
+)
 
 app = Typer(help="Plan the transfer of weights into the engines.")
 
@@ -28,14 +44,14 @@ def plan_weights(
     verify: Annotated[
         bool, Option("--verify", help="prove that each byte is written exactly once, from the right place")
     ] = False,
-    ranks: Annotated[bool, Option("--ranks", help="print every rank's figures as well")] = False,
+    ranks: Annotated[bool, Option("--ranks", help="also print the figures of each rank")] = False,
     model: PublicModel = None,
 ) -> int:
-    """Say what a run's weight transfer costs in bytes, memory and seconds, from its configuration alone.
+    """Estimate a run's weight transfer in bytes, memory and seconds, from its configuration.
 
-    Beside it stands what it would cost to gather whole tensors everywhere."""
+    For comparison it prints the cost to gather whole tensors on all GPUs."""
     from megarl.parallel.layout import Layout
-    from megarl.sync.cost import RankCost, direct_cost, gather_cost
+    from megarl.sync.cost import direct_cost, gather_cost
     from megarl.sync.plan import engine_plan
     from megarl.weights.known_models import planning_config
     from megarl.weights.shards import hf_shapes
@@ -58,8 +74,8 @@ def plan_weights(
 
     parameters = sum(map(prod, shapes.values()))
     size = f"{parameters / 1e9:.2f} B parameters, {parameters * itemsize / GB:.2f} GB in {dtype}"
-    apart = config.parallel.rollout_ranks
-    nodes = -(-(layout.world + apart) // config.cluster.gpus_per_node)
+    rollout_ranks = config.parallel.rollout_ranks
+    nodes = -(-(layout.world + rollout_ranks) // config.cluster.gpus_per_node)
     experts = f", ep {layout.ep}" if layout.ep > 1 else ""
     tp, engine = config.rollout.engine_tp, config.rollout.engine
     engine_dtype = dtype if config.rollout.weights_dtype == "model" else "fp8 in blocks"
@@ -67,25 +83,38 @@ def plan_weights(
     actor = f"tp {layout.tp}, pp {layout.pp}, dp {layout.dp}{context}{experts}"
     print(printable(f"model    {where}: {size}"))
     print(f"actor    {actor}: {layout.world} GPUs on {nodes} nodes")
-    print(f"engines  {(apart or layout.world) // tp} of tp {tp} ({engine}), weights in {engine_dtype}")
+    print(
+        f"engines  {(rollout_ranks or layout.world) // tp} of tp {tp} ({engine}), weights in {engine_dtype}"
+    )
     print(f"plan     {len(made.copies):,} copies, made in {seconds:.1f} s\n")
 
-    rows: tuple[tuple[str, Callable[[RankCost], float], int], ...] = (  # title, figure, its decimals
-        ("sent, same node, GB", lambda cost: cost.node_sent / GB, 3),
-        ("sent, between nodes, GB", lambda cost: cost.network_sent / GB, 3),
-        ("received, same node, GB", lambda cost: cost.node_received / GB, 3),
-        ("received, between nodes, GB", lambda cost: cost.network_received / GB, 3),
-        ("kept, same GPU, GB", lambda cost: cost.local / GB, 3),
-        ("rounds (buckets)", lambda cost: cost.rounds, 0),
-        ("staging memory, GB", lambda cost: cost.staging / GB, 3),
-        ("estimate, s", lambda cost: cost.seconds, 3),
-    )
+    _print_comparison(direct, gather)
+    if ranks:
+        print(f"\n{'rank':>6s}" + "".join(f"{title:>29s}" for title, _, _ in FIGURES))
+        for rank, cost in direct.items():
+            print(f"{rank:6d}" + "".join(f"{figure(cost):29.{decimals}f}" for _, figure, decimals in FIGURES))
+    if verify:
+        _verify(made)
+    return 0
+
+
+def _verify(made: Plan) -> None:
+    started = time.perf_counter()
+    made.verify()
+    elements = sum(prod(shard.shape) for shards in made.targets.values() for shard in shards.values())
+    seconds = time.perf_counter() - started
+    proof = "target elements is written exactly once, from the place that it belongs to"
+    print(f"\nproved in {seconds:.1f} s: each of {elements:,} {proof}")
+
+
+def _print_comparison(direct: Mapping[int, RankCost], gather: Mapping[int, RankCost]) -> None:
+    """Print the least, mean and largest figures of a GPU, of the plan and of a full gather."""
     print(f"{'per GPU':28s}{'the plan: min':>14s}{'mean':>10s}{'max':>10s}", end="")
     print(f"{'full gather: min':>20s}{'mean':>10s}{'max':>10s}")
-    for title, of, decimals in rows:
+    for title, figure, decimals in FIGURES:
         line = f"{title:28s}"
         for costs, width in ((direct, 14), (gather, 20)):
-            values = [of(cost) for cost in costs.values()]
+            values = [figure(cost) for cost in costs.values()]
             line += f"{min(values):{width}.{decimals}f}{fmean(values):10.{decimals}f}"
             line += f"{max(values):10.{decimals}f}"
         print(line)
@@ -94,15 +123,3 @@ def plan_weights(
     if received and slowest:
         fewer = f"{gathered / received:.1f} times fewer bytes into a GPU"
         print(f"\nthe plan: {fewer}; the slowest GPU is done {slowest_gather / slowest:.1f} times sooner")
-    if ranks:
-        print(f"\n{'rank':>6s}" + "".join(f"{title:>29s}" for title, _, _ in rows))
-        for rank, cost in direct.items():
-            print(f"{rank:6d}" + "".join(f"{of(cost):29.{decimals}f}" for _, of, decimals in rows))
-    if verify:
-        started = time.perf_counter()
-        made.verify()
-        elements = sum(prod(shard.shape) for shards in made.targets.values() for shard in shards.values())
-        seconds = time.perf_counter() - started
-        proof = "target elements is written exactly once, from the place that it belongs to"
-        print(f"\nproved in {seconds:.1f} s: each of {elements:,} {proof}")
-    return 0

@@ -6,25 +6,24 @@ from math import lcm
 
 from megarl.parallel.layout import Layout
 from megarl.plan.inputs import PlanInputs
-from megarl.plan.sizes import SINGLE
+from megarl.plan.sizes import FP32
 from megarl.plan.tensors import count_trained
 
 
 def checkpoint_bytes(plan: PlanInputs, *, pretraining: bool = False) -> float:
-    """Return the bytes of one checkpoint, without padding.
+    """Return the bytes of weights, the optimizer's float32 weights and its moments, without padding.
 
-    It has weights, the optimizer's float32 weights, and Adam's moments. pretraining: of value pretraining,
-    which does not train the actor."""
+    pretraining: of a checkpoint of value pretraining, which does not train the actor"""
     total = 0.0
     models = (*plan.trained, *["critic"] * (plan.config.critic.count - 1))
     for model in models[1:] if pretraining else models:
         shape, trained = plan.shape(model), count_trained(plan, model, Layout(), 0).all
         whole = shape.count_params(Layout(), 0, critic=model == "critic").all
         total += (whole if plan.lora(model).rank is None else trained) * shape.itemsize
-        total += trained * 3 * SINGLE
+        total += trained * 3 * FP32
         if model in plan.muon_models:  # one momentum, and float32 weights only where they are bfloat16
             matrices = sum(map(sum, shape.matrices(Layout(), 0)))
-            total -= matrices * (1 if shape.itemsize < SINGLE else 2) * SINGLE
+            total -= matrices * (1 if shape.itemsize < FP32 else 2) * FP32
     return total
 
 
@@ -49,6 +48,5 @@ def count_checkpoints(plan: PlanInputs) -> tuple[int, int]:
 
 
 def disk_bytes(plan: PlanInputs) -> float:
-    """Return the bytes of the most checkpoints that a run has on disk at once."""
     written, before = count_checkpoints(plan)
     return written * checkpoint_bytes(plan) + before * checkpoint_bytes(plan, pretraining=True)

@@ -42,7 +42,7 @@ def transferred_bytes(plan: PlanInputs) -> float:
     optimizer = plan.config.actor
     changing = plan.actor.count_params(Layout(), 0, optimizer=optimizer).all
     if optimizer.lora.rank is not None:
-        changing, _ = plan.actor.adapted(optimizer.lora, 1)
+        changing, _ = plan.actor.count_lora(optimizer.lora, 1)
     return weights * changing / plan.actor.parameters
 
 
@@ -51,7 +51,7 @@ def transfer_buffer_bytes(plan: PlanInputs) -> float:
     rollout, lora = plan.config.rollout, plan.config.actor.lora
     bucket = float(rollout.transfer_bucket * 2**20)
     if lora.rank is not None:  # a weight is merged with its adapters when it is sent
-        bucket += plan.actor.adapted(lora, plan.layout.tp)[1] * plan.actor.itemsize
+        bucket += plan.actor.count_lora(lora, plan.layout.tp)[1] * plan.actor.itemsize
     if not rollout.capabilities.continuous_batching:
         return bucket
     # SGLang's ranks and servers receive whole tensors: the buffer holds at least the largest.

@@ -6,7 +6,7 @@ from megarl.config.phases import ROLLOUT, select_phases
 from megarl.plan.disk import checkpoint_bytes
 from megarl.plan.inputs import PlanInputs
 from megarl.plan.memory import phase_buffers
-from megarl.plan.sizes import GIB, SINGLE
+from megarl.plan.sizes import FP32, GIB
 from megarl.plan.tensors import count_muon_elements, count_trained, group_bytes
 
 # Our estimates:
@@ -23,8 +23,9 @@ SAMPLED = 4 + 4 + 8 + 1 + 4
 
 
 def node_bytes(plan: PlanInputs) -> dict[str, float]:
-    """Return the bytes of the first node's memory by purpose. This node has trainers and, where they leave
-    GPUs of it, ranks that only generate."""
+    """Return the bytes of the first node's memory by purpose.
+
+    The node has trainers and, if they leave GPUs, ranks that only generate."""
     config, world = plan.config, plan.layout.world
     gpus, rollout_ranks = config.cluster.gpus_per_node, config.parallel.rollout_ranks
     trainers, rollout_ranks_here = min(gpus, world), min(max(0, gpus - world), rollout_ranks)
@@ -43,8 +44,9 @@ def node_bytes(plan: PlanInputs) -> dict[str, float]:
 
 
 def offloaded_bytes(plan: PlanInputs) -> float:
-    """Return the most bytes of a rank that are offloaded at once. Gradients come back as zeros, and an
-    engine's weights from the actor."""
+    """Return the most bytes of a rank that are offloaded at once, without gradients and engines.
+
+    Gradients come back as zeros, and an engine's weights from the actor."""
     copied = {
         name for name in plan.groups if not name.startswith("engine.") and not name.endswith(".gradients")
     }
@@ -66,7 +68,7 @@ def gathered_optimizer_bytes(plan: PlanInputs) -> float:
             muon = count_muon_elements(plan, model, stage)
             trained = count_trained(plan, model, layout, stage).all - (muon.shared + muon.experts)
             params = max(params, trained)
-    return params * SINGLE * (3 + 2 + 3 / (layout.dp * layout.cp))
+    return params * FP32 * (3 + 2 + 3 / (layout.dp * layout.cp))
 
 
 def routed_bytes(plan: PlanInputs) -> int:
@@ -78,8 +80,7 @@ def routed_bytes(plan: PlanInputs) -> int:
 
 
 def sampled_bytes(plan: PlanInputs) -> float:
-    """Return the bytes of a step's responses on the ranks that sampled them, of all ranks together, until
-    they are delivered: as samples, and packed."""
+    """Return the bytes of a step's undelivered responses on all ranks: as samples, and packed."""
     return plan.step_tokens(plan.longest) * (SAMPLED + 2 * routed_bytes(plan))
 
 
@@ -91,20 +92,19 @@ def step_batch_bytes(plan: PlanInputs) -> float:
     config, tokens = plan.config, plan.step_tokens(plan.longest)
     # Columns of responses are counted as if they were of tokens: micro-batches have indices of 16 bytes.
     columns = frozenset[str]().union(*(phase.writes for phase in select_phases(config))) - {"tokens"}
-    each = 8 + 1 + SINGLE * len(columns)
+    each = 8 + 1 + FP32 * len(columns)
     if not config.has_engine:
         return tokens * each
     # Top-k tokens and their log-probs, and twice more while they are packed; the recorded experts, once more
     # in the micro-batches.
     top_k = (config.teacher.top_k or 0) + config.algorithm.dppo.top_k
-    each += 3 * 2 * SINGLE * top_k + 2 * routed_bytes(plan)
+    each += 3 * 2 * FP32 * top_k + 2 * routed_bytes(plan)
     shared = tokens / plan.layout.dp * each + sampled_bytes(plan) / plan.layout.world
     return shared + config.responses * KNOWN
 
 
 def cpu_bytes(plan: PlanInputs) -> dict[str, float]:
-    """Return the bytes by purpose that a run on this machine's CPUs always has, of all ranks together.
-    Nothing is offloaded."""
+    """Return the bytes by purpose of all ranks on this machine's CPUs in any phase. Nothing is offloaded."""
     rollout_ranks, ranks = plan.config.parallel.rollout_ranks, plan.layout.stage
     found = dict.fromkeys(("weights", "gradients", "optimizer", "engines' weights"), 0.0)
     for name in sorted(plan.groups - {"engine.kv_cache"}):

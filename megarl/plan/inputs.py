@@ -1,7 +1,4 @@
-"""What a plan is computed from: the configuration of a run, the sizes of its models, and its GPU.
-
-The other modules of this package are functions of `PlanInputs`.
-"""
+"""Inputs of a plan: a run's configuration, the sizes of its models, and its GPU."""
 
 from __future__ import annotations
 
@@ -14,7 +11,7 @@ from megarl.config.errors import ConfigError
 from megarl.config.phases import Phase, never_offloaded, replay_phases, select_phases
 from megarl.config.schema import Config, LoraConfig, OptimizerConfig
 from megarl.parallel.layout import OVERLAP_ABOVE, Layout
-from megarl.plan.sizes import BYTES, Device, Passes, Shape, device_of
+from megarl.plan.sizes import BYTES, Device, Passes, Shape, find_device
 from megarl.weights.families import OUTPUT, TIED_OUTPUT, family_of, is_frozen, is_tied, read_config
 from megarl.weights.shards import check_frozen, check_layout, check_linear, check_lora, check_recomputed
 
@@ -28,7 +25,7 @@ class PlanInputs:
     device          data sheet of the GPU
     reward          size of the reward model; None: the actor's
     teachers        sizes of the teachers; empty: the actor's
-    replay          a stored step is done again: no engines, no checkpoint is written"""
+    replay          a stored step is repeated: no engines, no checkpoint is written"""
 
     config: Config
     actor: Shape
@@ -46,8 +43,7 @@ class PlanInputs:
 
     @cached_property
     def residents(self) -> list[frozenset[str]]:
-        """Return the tensor groups that each phase needs on a trainer's GPU, in phase order. Disaggregated
-        engines have separate GPUs, so phases that only use an engine are left out."""
+        """Return the tensor groups of each phase on a trainer's GPU, without phases that need none."""
         disaggregated = self.config.parallel.rollout_ranks
         wanted = [phase.on_gpu for phase in self.phases]
         own = [
@@ -58,7 +54,6 @@ class PlanInputs:
 
     @cached_property
     def groups(self) -> frozenset[str]:
-        """Return the tensor groups that are on the GPU in any phase."""
         return frozenset[str]().union(*(phase.on_gpu for phase in self.phases))
 
     @cached_property
@@ -68,16 +63,15 @@ class PlanInputs:
 
     @cached_property
     def layout(self) -> Layout:
-        """Return the layout of the trainers."""
         sizes = self.config.parallel
         return Layout(sizes.tp, sizes.pp, sizes.dp or 1, sizes.ep, sizes.cp, sizes.vpp)
 
     @cached_property
     def stages(self) -> tuple[int, ...]:
-        """Return the pipeline stages, one of which needs the most memory.
+        """Return the pipeline stages that may need the most memory.
 
-        The first has the embedding and the most micro-batches in flight, the last has a head. In a stage
-        between them all layers may be in FP8. Frozen layers are the lowest ones, so that any may be it."""
+        The first has the embedding and the most micro-batches in flight, the last has a head. A stage
+        between them may have all of its layers in FP8. With frozen layers, which are the lowest, any may."""
         last = self.layout.pp - 1
         if self.config.actor.frozen_layers or self.config.critic.frozen_layers:
             return tuple(range(last + 1))
@@ -93,7 +87,6 @@ class PlanInputs:
 
     @property
     def nodes(self) -> int:
-        """Return the number of nodes, with those of ranks that only generate."""
         ranks = self.layout.world + self.config.parallel.rollout_ranks
         return -(-ranks // self.config.cluster.gpus_per_node)
 
@@ -104,12 +97,10 @@ class PlanInputs:
 
     @property
     def in_fp8(self) -> bool:
-        """Return whether matrices are multiplied in FP8."""
         return self.config.model.fp8.format != "none" and self.layers == "te"
 
     @cached_property
     def passes(self) -> Passes:
-        """Return how a rank computes forward and backward passes, which decides its activations."""
         config, tp = self.config, self.layout.tp
         output = TIED_OUTPUT if is_tied(self.actor.config) else OUTPUT
         return Passes(
@@ -133,18 +124,15 @@ class PlanInputs:
 
     @property
     def pack(self) -> int:
-        """Return the tokens of the largest micro-batch. A sequence above the budget has a micro-batch
-        for itself."""
+        """Return the tokens of the largest micro-batch. A longer sequence is a micro-batch."""
         return max(self.longest, self.config.update.tokens_per_micro_batch)
 
     @property
     def trained(self) -> tuple[str, ...]:
-        """Return the models that are trained."""
         return ("actor", "critic") if self.config.has_critic else ("actor",)
 
     @cached_property
     def muon_models(self) -> frozenset[str]:
-        """Return the models that are trained with Muon."""
         return frozenset(model for model in self.trained if self.optimizer(model).optimizer == "muon")
 
     def shape(self, model: str) -> Shape:
@@ -154,16 +142,14 @@ class PlanInputs:
         return {"critic": self.critic, "reward": self.reward}.get(model) or self.actor
 
     def optimizer(self, model: str) -> OptimizerConfig:
-        """Return the optimizer of the actor or the critic."""
         return self.config.critic if model == "critic" else self.config.actor
 
     def lora(self, model: str) -> LoraConfig:
-        """Return the LoRA adapters of the actor or the critic."""
         return self.optimizer(model).lora
 
     @property
     def gradient_size(self) -> int:
-        """Return the bytes of a gradient in the buffers and in messages."""
+        """Return the bytes of an element of the gradient buffers."""
         return BYTES[self.config.parallel.grad_dtype]
 
     @property
@@ -175,17 +161,14 @@ class PlanInputs:
 
     @property
     def engine_tp(self) -> int:
-        """Return the tensor-parallel size of an engine."""
         rollout = self.config.rollout
         return rollout.engine_tp if rollout.capabilities.sharded else 1
 
     def engines(self, ranks: int) -> int:
-        """Return the number of engines on this many ranks, or at URLs."""
         rollout = self.config.rollout
         return len(rollout.urls) if rollout.capabilities.remote else ranks // self.engine_tp
 
     def step_tokens(self, length: float) -> float:
-        """Return the tokens of a step's batch whose sequences have this length."""
         return self.config.responses * length
 
 
@@ -198,10 +181,9 @@ def make_plan_inputs(
     memory: float | None = None,
     replay: bool = False,
 ) -> PlanInputs:
-    """Return the inputs of the plan of a run, and check that `parallel` divides its models and ranks.
+    """Collect the inputs of a plan, and check that `parallel` divides models and ranks.
 
-    A critic with a folder, a reward model and teachers are read from their config.json. Models that are not
-    on this machine are taken to be as large as the actor.
+    Critic, reward model and teachers are read from their config.json. Else they get the actor's sizes.
 
     Args:
         actor: the actor's config.json
@@ -226,7 +208,7 @@ def make_plan_inputs(
     actor_shape, critic_shape, reward_shape, *teacher_shapes = (
         Shape(described, config.model.dtype) for described in (actor, critic, reward, *teachers)
     )
-    device = device_of(config.cluster, memory)
+    device = find_device(config.cluster, memory)
     inputs = PlanInputs(
         config, actor_shape, critic_shape, device, reward_shape, tuple(teacher_shapes), replay
     )
@@ -240,7 +222,6 @@ def make_plan_inputs(
 def _check_models(
     config: Config, actor: Mapping[str, Any], critic: Mapping[str, Any], *others: Mapping[str, Any]
 ) -> None:
-    """Raise ConfigError where a model does not have what the configuration asks of it."""
     parallel = config.parallel
     for described in (actor, critic, *others):
         check_layout(described, parallel.tp, parallel.pp, parallel.ep, parallel.vpp)

@@ -1,7 +1,6 @@
-"""What is on a GPU in each phase of a run: tensor groups, activations and buffers, in bytes.
+"""Count the bytes on a GPU in each phase of a run: tensor groups, activations and buffers.
 
-`gpu_needs` goes through all phases. Each kind of phase has a function here: rollout, log-probs, values,
-critic update, actor update, weight transfer; and the construction of the models and a checkpoint.
+Each kind of phase has a function, and so have the construction of the models and a checkpoint.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from typing import NamedTuple
 from megarl.config.phases import ROLLOUT, WEIGHT_TRANSFER, Phase
 from megarl.plan.engines import transfer_buffer_bytes
 from megarl.plan.inputs import PlanInputs
-from megarl.plan.sizes import GIB, SINGLE, Activations, in_flight, passed_on
+from megarl.plan.sizes import FP32, GIB, Activations, count_in_flight, count_kept_outputs
 from megarl.plan.tensors import (
     SCALAR,
     count_bucket_params,
@@ -44,7 +43,6 @@ class Need:
 
     @property
     def total(self) -> float:
-        """Return the bytes of all parts."""
         return sum(self.parts.values())
 
 
@@ -89,7 +87,7 @@ def phase_need(plan: PlanInputs, phase: Phase, stage: int, tokens: float | None 
 
 
 def phase_buffers(plan: PlanInputs, phase: Phase, stage: int, tokens: float) -> dict[str, float]:
-    """Return what a phase allocates in addition to its tensor groups. tokens: of a micro-batch."""
+    """Return the allocations of a phase in addition to its tensor groups. tokens: of a micro-batch."""
     if phase.name == WEIGHT_TRANSFER:
         return weight_transfer(plan)
     if phase.model is None:
@@ -130,7 +128,7 @@ def _make_stage_pass(plan: PlanInputs, model: str, stage: int, tokens: float) ->
 
 
 def _count_top_k(plan: PlanInputs, phase: Phase) -> int:
-    """Return how many top-k tokens the head returns for each token."""
+    """Count the top-k tokens that the head returns for each token."""
     policy, teacher = plan.config.algorithm.dppo.top_k, plan.config.teacher.top_k or 0
     top_k = {"old_top_k": policy, "teacher_top_k": teacher, "actor_update": policy + teacher}
     return top_k.get(phase.name, 0)
@@ -141,12 +139,12 @@ def _top_k_bytes(stage_pass: _StagePass, top_k: int) -> float:
 
 
 def rollout() -> dict[str, float]:
-    """Return the buffers of a rollout: none. An engine's weights and KV cache are tensor groups."""
+    """Return no buffers: an engine's weights and KV cache are tensor groups."""
     return {}
 
 
 def logprobs(stage_pass: _StagePass, top_k: int) -> dict[str, float]:
-    """Return the activations of a forward pass for log-probs, with top-k tokens where they are wanted."""
+    """Return the activations of a forward pass for log-probs and top-k tokens."""
     return {"activations": _forward_bytes(stage_pass) + _top_k_bytes(stage_pass, top_k)}
 
 
@@ -163,19 +161,17 @@ def _forward_bytes(stage_pass: _StagePass) -> float:
 
 
 def critic_update(plan: PlanInputs, stage_pass: _StagePass) -> dict[str, float]:
-    """Return what an update of the critic allocates."""
     return _update(plan, stage_pass, 0.0)
 
 
 def actor_update(plan: PlanInputs, stage_pass: _StagePass, top_k: int) -> dict[str, float]:
-    """Return what an update of the actor allocates, whose head may also return top-k tokens."""
     return _update(plan, stage_pass, _top_k_bytes(stage_pass, top_k))
 
 
 def _update(plan: PlanInputs, stage_pass: _StagePass, top_k_bytes: float) -> dict[str, float]:
     """Return activations, the head, sums of gradients and the scratch memory of Muon."""
-    in_flight_batches = in_flight(plan.layout, stage_pass.stage)
-    outputs = passed_on(plan.layout, in_flight_batches, stage_pass.is_last)
+    in_flight_batches = count_in_flight(plan.layout, stage_pass.stage)
+    outputs = count_kept_outputs(plan.layout, in_flight_batches, stage_pass.is_last)
     with_head, without_head = (
         stage_pass.activations.training(
             stage_pass.tokens, stage_pass.layers, in_flight_batches, head, outputs, stage_pass.dense_layers
@@ -195,7 +191,6 @@ def _update(plan: PlanInputs, stage_pass: _StagePass, top_k_bytes: float) -> dic
 
 
 def weight_transfer(plan: PlanInputs) -> dict[str, float]:
-    """Return the buffers through which weights go to the engines."""
     return {"transfer buckets": transfer_buffer_bytes(plan)}
 
 
@@ -212,8 +207,8 @@ def construction_need(plan: PlanInputs, model: str, stage: int) -> Need:
     copied = float((trained.shared + trained.experts) * itemsize)
     # The moments are made in the first step: two of Adam's three numbers, one of Muon's two.
     muon = count_muon_elements(plan, model, stage).largest_share
-    singles = (group_bytes(plan, f"{model}.optimizer", stage) - 2 * SINGLE * muon) / 3 + SINGLE * muon
-    singles *= itemsize < SINGLE
+    singles = (group_bytes(plan, f"{model}.optimizer", stage) - 2 * FP32 * muon) / 3 + FP32 * muon
+    singles *= itemsize < FP32
     parts["copied weights"] = max(copied, singles)
     return Need("construction", {**parts, "contexts": OVERHEAD}, stage)
 
@@ -228,8 +223,8 @@ def checkpoint_need(plan: PlanInputs, model: str, stage: int, *, load: bool = Fa
     if plan.config.parallel.rollout_ranks:
         groups = frozenset(name for name in groups if not name.startswith("engine."))
     shape, layout = plan.shape(model), plan.layout
-    gathered = count_bucket_params(plan, model, stage) * SINGLE * (2 + 1 / (layout.dp * layout.cp))
-    joined = float(shape.joined(layout, stage) * shape.itemsize)
+    gathered = count_bucket_params(plan, model, stage) * FP32 * (2 + 1 / (layout.dp * layout.cp))
+    joined = float(shape.count_gate_up(layout, stage) * shape.itemsize)
     joined *= plan.lora(model).rank is None
     buffers = {"joined weights": joined} if load else {"gathered bucket": gathered}
     resident = resident_bytes(plan, groups, stage)

@@ -136,7 +136,6 @@ class Engine:
         self.generated = 0.0
 
     def advance(self, now: float) -> None:
-        """Decode until `now`."""
         if self.running:
             begin, until = self.busy.pop()
             steps = max(0.0, now - self.now) / self.step_seconds
@@ -154,7 +153,6 @@ class Engine:
             yield group
 
     def start_waiting(self) -> None:
-        """Start waiting responses while there is room."""
         while self.waiting and len(self.running) < self.costs.at_once:
             length, group = self.waiting.popleft()
             if not self.running:
@@ -215,7 +213,7 @@ class _RolloutSimulation:
         self.submitted += groups
         rows = [(length, group) for group in groups for length in group.lengths]
         longest_first, count = self.work.balance == "longest", len(self.engines)
-        if longest_first:  # a run knows about the group's mean length from earlier epochs
+        if longest_first:  # a run estimates the mean length of a group from earlier epochs
             rows.sort(key=lambda row: -fmean(row[1].lengths))
         for number, engine in enumerate(self.engines):
             part = slice(number * len(rows) // count, (number + 1) * len(rows) // count)
@@ -323,7 +321,6 @@ class Timeline:
 
     @property
     def tokens_per_second(self) -> float:
-        """Return the throughput of all ranks, prompts included."""
         return fmean(self.tokens[WARM_UP:]) / self.step
 
     def wait_shares(self, name: str) -> dict[str, float]:
@@ -338,7 +335,6 @@ class Timeline:
 
     @property
     def idle(self) -> float:
-        """Return the share of the ranks' time in which they wait."""
         waited = sum(self.ranks[name] * sum(self.wait_shares(name).values()) for name in self.rows)
         return waited / sum(self.ranks.values())
 

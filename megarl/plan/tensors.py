@@ -13,29 +13,29 @@ from megarl.parallel.layout import Layout
 from megarl.plan.engines import engine_weight_bytes, kv_cache_bytes
 from megarl.plan.inputs import PlanInputs
 from megarl.plan.sizes import (
-    SINGLE,
+    FP32,
     Activations,
-    Held,
+    ParamCount,
     Passes,
     Shape,
-    activations,
-    fullest,
-    quantised_bytes,
+    count_activations,
+    fp8_bytes_per_param,
+    max_share,
 )
 
 SCALAR = ("critic", "reward")  # models whose head gives one number
 
 
-def count_params(plan: PlanInputs, model: str, stage: int, shape: Shape | None = None) -> Held:
+def count_params(plan: PlanInputs, model: str, stage: int, shape: Shape | None = None) -> ParamCount:
     """Count the parameters of a model on a rank, with LoRA adapters. shape: of one of several teachers."""
     own = (shape or plan.shape(model)).count_params(plan.layout, stage, critic=model in SCALAR)
     if model not in ("actor", "critic") or plan.lora(model).rank is None:
         return own
     adapters = count_trained(plan, model, plan.layout, stage)
-    return Held(own.shared + adapters.shared, own.experts + adapters.experts, own.single)
+    return ParamCount(own.shared + adapters.shared, own.experts + adapters.experts, own.float32)
 
 
-def count_trained(plan: PlanInputs, model: str, layout: Layout, stage: int) -> Held:
+def count_trained(plan: PlanInputs, model: str, layout: Layout, stage: int) -> ParamCount:
     """Count the parameters on a rank of this layout that have gradients and optimizer state."""
     optimizer = plan.optimizer(model)
     return plan.shape(model).count_params(layout, stage, critic=model == "critic", optimizer=optimizer)
@@ -62,20 +62,19 @@ def group_bytes(plan: PlanInputs, name: str, stage: int, *, every: bool = False)
 
 
 def _weight_bytes(plan: PlanInputs, model: str, stage: int, critics: int) -> list[float]:
-    """Return the bytes of the weights of each critic, of each teacher, or of one model."""
+    """Return the bytes of each critic, of each teacher, or of one model."""
     itemsize = plan.shape(model).itemsize
     several = model == "teacher" and plan.teachers
     shapes = plan.teachers if several else (plan.shape(model),) * critics
     counts = [count_params(plan, model, stage, shape) for shape in shapes]
     padding = count_muon_elements(plan, model, stage).padding * itemsize
-    return [float((n.shared + n.experts) * itemsize + n.single * SINGLE) + padding for n in counts]
+    return [float((n.shared + n.experts) * itemsize + n.float32 * FP32) + padding for n in counts]
 
 
 def _gradient_bytes(plan: PlanInputs, model: str, stage: int) -> int:
-    """Return the bytes of a model's gradients, which every rank has whole."""
     trained = count_trained(plan, model, plan.layout, stage)
     padding = count_muon_elements(plan, model, stage).padding
-    return (trained.shared + trained.experts + padding) * plan.gradient_size + trained.single * SINGLE
+    return (trained.shared + trained.experts + padding) * plan.gradient_size + trained.float32 * FP32
 
 
 def _optimizer_bytes(plan: PlanInputs, model: str, stage: int) -> float:
@@ -88,10 +87,10 @@ def _optimizer_bytes(plan: PlanInputs, model: str, stage: int) -> float:
     replicas = layout.dp * layout.cp
     sharded = (trained.shared - muon.shared) / replicas
     sharded += (trained.experts - muon.experts) / (layout.stage // layout.ep)
-    single = trained.single / replicas
-    moments = (sharded + single) * 2 * SINGLE + muon.largest_share * SINGLE
-    if plan.shape(model).itemsize < SINGLE:
-        return moments + (sharded + muon.largest_share) * SINGLE
+    float32 = trained.float32 / replicas
+    moments = (sharded + float32) * 2 * FP32 + muon.largest_share * FP32
+    if plan.shape(model).itemsize < FP32:
+        return moments + (sharded + muon.largest_share) * FP32
     return moments
 
 
@@ -121,7 +120,7 @@ def _count_muon_elements(shape: Shape, layout: Layout, stage: int) -> MuonElemen
     # Overlapped messages have several buckets, which are counted as one.
     both = shape.matrices(layout, stage)
     ranks = layout.dp * layout.cp, layout.stage // layout.ep
-    shares = [fullest(sizes, replicas) for sizes, replicas in zip(both, ranks, strict=True)]
+    shares = [max_share(sizes, replicas) for sizes, replicas in zip(both, ranks, strict=True)]
     shared, experts = sum(both[0]), sum(both[1])
     padding = sum(map(mul, shares, ranks)) - (shared + experts)
     return MuonElements(shared, experts, padding, sum(shares))
@@ -136,12 +135,13 @@ def muon_scratch_bytes(plan: PlanInputs, model: str) -> float:
         return 0.0
     shape = plan.shape(model)
     largest = max(max(sizes, default=0) for sizes in shape.matrices(Layout(), 0))
-    return largest * (2 * SINGLE * (plan.layout.tp > 1) + SINGLE + 2 * shape.itemsize)
+    return largest * (2 * FP32 * (plan.layout.tp > 1) + FP32 + 2 * shape.itemsize)
 
 
 def count_bucket_params(plan: PlanInputs, model: str, stage: int) -> float:
-    """Count the parameters of the largest bucket of Megatron's gradient buffers. Megatron cuts a buffer on
-    the first pipeline stage alone, and only where messages overlap with computation."""
+    """Count the parameters of the largest bucket of Megatron's gradient buffers.
+
+    Megatron divides a buffer only on the first pipeline stage, and only if messages overlap computation."""
     parallel, layout = plan.config.parallel, plan.layout
     trained, tensor = count_trained(plan, model, layout, stage), plan.shape(model).largest_tensor(layout.tp)
     # Of each virtual stage. One of them has the embedding or the output layer as well.
@@ -157,17 +157,17 @@ def gradient_sum_bytes(plan: PlanInputs, model: str, stage: int) -> tuple[float,
 
     With gradients in bf16 it receives every replica's part of a bucket, sums them in float32 and rounds. The
     optimizer's step then reads its share of the sums in float32."""
-    if plan.gradient_size == SINGLE:
+    if plan.gradient_size == FP32:
         return 0.0, 0.0
     layout = plan.layout
     trained, replicas = count_trained(plan, model, layout, stage), layout.dp * layout.cp
     expert_replicas = layout.stage // layout.ep
     fewest = expert_replicas if trained.experts else replicas
-    received = count_bucket_params(plan, model, stage) * (plan.gradient_size + SINGLE / fewest)
+    received = count_bucket_params(plan, model, stage) * (plan.gradient_size + FP32 / fewest)
     share = trained.shared / replicas + trained.experts / expert_replicas
     # Buckets of chunks, and of the first stage, are complete while others are still in the backward pass.
     early = plan.overlaps and (stage == 0 or layout.vpp > 1)
-    return received if early else 0.0, max(received, share * SINGLE)
+    return received if early else 0.0, max(received, share * FP32)
 
 
 def fp8_copy_bytes(plan: PlanInputs, model: str, stage: int, *, forward_only: bool = False) -> float:
@@ -178,8 +178,8 @@ def fp8_copy_bytes(plan: PlanInputs, model: str, stage: int, *, forward_only: bo
     fp8 = plan.config.model.fp8
     if not plan.in_fp8:
         return 0.0
-    elements = plan.shape(model).quantised(plan.layout, stage, fp8.first_last_layers_bf16)
-    both = quantised_bytes(fp8.recipe, plan.device)
+    elements = plan.shape(model).count_fp8(plan.layout, stage, fp8.first_last_layers_bf16)
+    both = fp8_bytes_per_param(fp8.recipe, plan.device)
     return elements * (max(1.0, both / 2) if forward_only else both)
 
 
@@ -197,10 +197,9 @@ def resident_bytes(
 
 
 def model_activations(plan: PlanInputs, model: str) -> Activations:
-    """Return the activations of a model, in bytes a token."""
     return _activations(plan.shape(model), plan.passes, model in SCALAR)
 
 
 @lru_cache(maxsize=256)
 def _activations(shape: Shape, passes: Passes, critic: bool) -> Activations:
-    return activations(shape, passes, critic=critic)  # all phases and stages ask for the same ones
+    return count_activations(shape, passes, critic=critic)  # all phases and stages ask for the same ones

@@ -1,4 +1,4 @@
-"""A plan in sentences and tables, as `megarl plan` prints them and docs/planning.md shows them."""
+"""Format a plan as sentences and tables, as `megarl plan` prints them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megarl.plan.fit import largest_micro_batch
 from megarl.plan.host import cpu_bytes, cpu_bytes_by_phase, node_bytes
 from megarl.plan.inputs import PlanInputs
 from megarl.plan.memory import gpu_needs
-from megarl.plan.search import Found, best_of, name_of, overrides, proven
+from megarl.plan.search import Candidate, describe_layout, drop_unproven, list_overrides, pick_best
 from megarl.plan.simulate import RolloutWork, SimulatedSplit
 from megarl.plan.sizes import GIB
 from megarl.plan.tensors import model_activations
@@ -34,7 +34,7 @@ COLUMNS = (
     ("buckets", ("transfer buckets", "gathered bucket", "summed gradients", "joined weights")),
     ("other", ("contexts",)),
 )
-# How much longer than the quickest a step may take and be called as good: the estimate knows no better.
+# Steps within this factor of the quickest are called as good: the estimate is not more precise.
 CLOSE = 1.02
 BALANCE = {
     "stretches": "requests stay with the engine that they were given to",
@@ -45,14 +45,14 @@ SHOWN = 8  # layouts that fit, and others, in the list
 
 
 def lines(plan: PlanInputs, where: str, lengths: Lengths, made: Estimate) -> Iterator[str]:
-    """Yield the lines of the whole plan but its alternatives. where: the source of the model's sizes."""
+    """Yield the lines of a plan, without other layouts. where: the source of the model's sizes."""
     layout, config, device = plan.layout, plan.config, plan.device
     size = f"{plan.actor.parameters / 1e9:.2f} B parameters, {plan.actor.dtype}"
     yield f"model    {where}: {size}, recompute {config.model.recompute}, {plan.layers} layers"
     apart = config.parallel.rollout_ranks
     gpus = f"{layout.world + apart} x {device.name} ({device.memory / GIB:.1f} GiB)"
     beside = f", and {apart} ranks that generate" if apart else ""
-    yield f"layout   {name_of(layout)}{beside}: {gpus} on {plan.nodes} nodes"
+    yield f"layout   {describe_layout(layout)}{beside}: {gpus} on {plan.nodes} nodes"
     if config.has_engine:
         ranks = apart or layout.world
         engines = f"{plan.engines(ranks)} of tp {plan.engine_tp} ({config.rollout.engine})"
@@ -97,7 +97,7 @@ def lines(plan: PlanInputs, where: str, lengths: Lengths, made: Estimate) -> Ite
     yield ""
     yield (
         f"a step takes about {clock(made.total)}, estimated from data sheets, with responses of "
-        f"{lengths.mean:,.0f} tokens on average (up to {lengths.longest:,}){episodes(lengths)}, "
+        f"{lengths.mean:,.0f} tokens on average (up to {lengths.longest:,}){describe_turns(lengths)}, "
         f"{made.tokens / 1e6:.1f} M tokens a step"
     )
     for name, seconds in made.parts.items():
@@ -106,8 +106,8 @@ def lines(plan: PlanInputs, where: str, lengths: Lengths, made: Estimate) -> Ite
         yield "    the rollout runs beside training: the longer of the two counts, and the transfer"
 
 
-def episodes(lengths: Lengths) -> str:
-    """Return what is assumed of responses in windows or with several turns; "" for others."""
+def describe_turns(lengths: Lengths) -> str:
+    """Describe the windows or the turns of responses; "" for responses of one turn without windows."""
     if lengths.window:
         return f", at most {lengths.window:,} of them in a step"
     if lengths.turns == 1:
@@ -117,10 +117,10 @@ def episodes(lengths: Lengths) -> str:
 
 
 def on_cpu(plan: PlanInputs, where: str, memory: float) -> Iterator[str]:
-    """Yield what a run on this machine's CPU needs. memory: bytes that the machine has."""
+    """Yield the memory needs of a run on this machine's CPU. memory: bytes of the machine."""
     size = f"{plan.actor.parameters / 1e9:.3f} B parameters, {plan.actor.dtype}"
     yield f"model    {where}: {size}, recompute {plan.config.model.recompute}, portable layers"
-    yield f"layout   {name_of(plan.layout)}: {plan.layout.world} ranks on this machine's CPU"
+    yield f"layout   {describe_layout(plan.layout)}: {plan.layout.world} ranks on this machine's CPU"
     yield ""
     yield "GiB of all ranks together, all the time"
     for name, size_of in cpu_bytes(plan).items():
@@ -134,9 +134,7 @@ def on_cpu(plan: PlanInputs, where: str, memory: float) -> Iterator[str]:
     yield f"at most  {max(totals.values()) / GIB:.2f} of the {memory / GIB:.2f} that this machine has"
 
 
-def layouts(found: Sequence[Found], current: Found, *, everything: bool = False) -> Iterator[str]:
-    """Yield the layouts that fit with the best of the other choices, the configuration as it is among them,
-    and why others do not."""
+def layouts(found: Sequence[Candidate], current: Candidate, *, everything: bool = False) -> Iterator[str]:
     good = [(one, one.estimate) for one in found if one.estimate is not None]
     limit = len(found) if everything else SHOWN
     bad = len(found) - len(good)
@@ -161,7 +159,7 @@ def layouts(found: Sequence[Found], current: Found, *, everything: bool = False)
         if config.model.recompute == "selective":
             recompute = " and ".join(config.model.recompute_modules)
         yield (
-            f"  {name_of(one.plan.layout):28s}{one.plan.engine_tp:11d}{recompute:>16s}"
+            f"  {describe_layout(one.plan.layout):28s}{one.plan.engine_tp:11d}{recompute:>16s}"
             f"{config.update.tokens_per_micro_batch:9,d}{clock(made.total):>10s}"
             f"{clock(made.parts.get('rollout', 0.0)):>9s}{one.free / GIB:10.1f}  "
             + ("<- the configuration" if one is current else kept)
@@ -170,27 +168,28 @@ def layouts(found: Sequence[Found], current: Found, *, everything: bool = False)
         yield f"    and {len(good) - limit} more (--all)"
     refused = [one for one in found if one.problem]
     for one in refused[:limit]:
-        yield f"    not {name_of(one.plan.layout)}: {one.problem}"
+        yield f"    not {describe_layout(one.plan.layout)}: {one.problem}"
     if len(refused) > limit:
         yield f"    and {len(refused) - limit} more that do not (--all)"
 
 
-def best(tried: list[Found], current: Found, path: Path) -> Iterator[str]:
-    """Yield the overrides that make the configuration the best one of those found, as a command and as
-    YAML. Raises ConfigError where none fits."""
-    quickest, now = best_of(tried), current.estimate
-    chosen = proven(tried, current.plan.config.parallel)
-    found = best_of(chosen) if any(one.estimate for one in chosen) else quickest
+def best(tried: list[Candidate], current: Candidate, path: Path) -> Iterator[str]:
+    """Yield the overrides of the best layout, as a command and as YAML.
+
+    Raises ConfigError where none fits."""
+    quickest, now = pick_best(tried), current.estimate
+    chosen = drop_unproven(tried, current.plan.config.parallel)
+    found = pick_best(chosen) if any(one.estimate for one in chosen) else quickest
     made = found.estimate
     assert made is not None and quickest.estimate is not None
-    keys = overrides(found.plan, current.plan)
+    keys = list_overrides(found.plan, current.plan)
     before = f"; the configuration as it is: {clock(now.total)}" if now else "; as it is it does not fit"
     if now and now.total <= CLOSE * made.total:
         before += ", and as good"
-    yield f"# {name_of(found.plan.layout)}: a step takes about {clock(made.total)}{before}"
+    yield f"# {describe_layout(found.plan.layout)}: a step takes about {clock(made.total)}{before}"
     yield f"# {found.free / GIB:.1f} GiB of each {found.plan.device.name} stay free"
     if quickest is not found:
-        name, gain = name_of(quickest.plan.layout), 1 - quickest.estimate.total / made.total
+        name, gain = describe_layout(quickest.plan.layout), 1 - quickest.estimate.total / made.total
         promised = f"{100 * gain:.0f} % quicker, if what has not run on a GPU yet keeps its promise"
         yield f"# {promised}: {name} (--all)"
     line = " ".join(f"{key}={_value(value)}" for key, value in keys.items())
@@ -208,17 +207,18 @@ def best(tried: list[Found], current: Found, path: Path) -> Iterator[str]:
 def simulated(
     tried: Sequence[SimulatedSplit], work: RolloutWork, lengths: Lengths, where: str
 ) -> Iterator[str]:
-    """Yield what a simulation found: a row for each way to use the ranks, and a step of the configuration and
-    of the quickest in time. where: the source of the lengths."""
+    """Yield a table of simulated splits, and a timeline of the configuration's and of the quickest.
+
+    where: the source of the lengths"""
     most = f"up to {lengths.longest:,}"
     mean = f"mean {lengths.mean:,.0f} tokens, median {lengths.median:,.0f}"
-    yield f"lengths  {where}: {mean}, {most}{episodes(lengths)}"
+    yield f"lengths  {where}: {mean}, {most}{describe_turns(lengths)}"
     kept = f", of which dynamic sampling keeps {work.kept_share:.0%}" if work.kept_share < 1 else ""
     yield f"a step   {work.prompts} groups of {work.group_size} responses{kept}; {BALANCE[work.balance]}"
     yield ""
     heads = f"{'a step':>9s}{'tokens/s':>10s}{'a GPU':>7s}{'idle':>6s}{'trainers':>10s}{'engines':>9s}"
     yield f"{'':32s}{heads}"
-    # One more step ahead must be worth something.
+    # One more step ahead must save at least 1 percent.
     quickest = min(tried, key=lambda one: one.timeline.step * (1 + 0.01 * one.ahead))
     for one in tried:
         timeline, world = one.timeline, one.plan.layout.world + one.rollout_ranks
@@ -245,8 +245,9 @@ def simulated(
 
 
 def _bars(tried: SimulatedSplit) -> Iterator[str]:
-    """Yield a steady step as bars of letters: of the trainers, and of the engines that wait least, as much as
-    most do, and most."""
+    """Yield the last step as bars of letters.
+
+    There is one of the trainers, and those of the engines with the least, the median and the most waiting."""
     timeline, width = tried.timeline, 72
     begin, end = timeline.ends[-2:]
     engines = sorted(
@@ -285,7 +286,7 @@ def _value(value: Any) -> str:
 
 
 def clock(seconds: float) -> str:
-    """Return a time as people read it: 0.4 s, 1:15, 1:06:40."""
+    """Format a duration, such as 0.4 s, 1:15 or 1:06:40."""
     if seconds < 10:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)

@@ -83,7 +83,6 @@ class Lengths:
 
     @property
     def all_observed(self) -> float:
-        """Return the observed tokens of a whole response."""
         return (self.turns - 1) * self.observed
 
     def count_prefilled(self, *, cached: bool) -> float:
@@ -128,7 +127,6 @@ class Lengths:
 
     @cached_property
     def mean_running(self) -> float:
-        """Return the mean tokens of a response in the middle of its window."""
         return fmean(window.prefix_tokens + window.new_tokens / 2 for window in self.windows)
 
     @property
@@ -151,12 +149,10 @@ class Estimate:
 
     @property
     def training(self) -> float:
-        """Return the trainers' seconds between a batch and the transfer."""
         return sum(s for name, s in self.parts.items() if name not in ("rollout", "weight_transfer"))
 
     @property
     def total(self) -> float:
-        """Return the seconds of a step."""
         if self.asynchronous:
             return max(self.parts["rollout"], self.training) + self.parts["weight_transfer"]
         return sum(self.parts.values())
@@ -416,7 +412,6 @@ class DecodeCost:
 
 
 def make_decode_cost(plan: PlanInputs) -> DecodeCost:
-    """Return the costs of one of the plan's engines."""
     cluster, tp, shape, device = plan.config.cluster, plan.engine_tp, plan.actor, plan.device
     link = (cluster.node_speed if tp <= cluster.gpus_per_node else cluster.network_speed) * 1e9 * LINKS
     sizes, memory = shape.sizes, device.memory_speed * 1e9 * READING
@@ -448,7 +443,6 @@ def mean_cached_tokens(lengths: Lengths) -> float:
 
 
 def rollout_seconds(plan: PlanInputs, lengths: Lengths) -> float:
-    """Return the seconds until all engines are done."""
     config, ranks = plan.config, plan.config.parallel.rollout_ranks or plan.layout.world
     sampled = config.responses / (KEPT_GROUPS if config.rollout.dynamic_sampling.enabled else 1.0)
     each = max(1, round(sampled / max(1, plan.engines(ranks))))

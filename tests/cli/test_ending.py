@@ -231,7 +231,7 @@ class TestRealJob:
             wait_for("the launcher's word", lambda: "to save and leave" in job.errors.read_text())
             victim.kill()
             code, errors = job.end()
-        assert code == 137 and "rank 1 was killed by signal 9" in errors and "started anew" not in errors
+        assert code == 137 and "rank 1 was killed by signal 9" in errors and "are restarted" not in errors
 
     @pytest.mark.parametrize("with_handlers", [False, True])
     def test_told_to_end_while_the_ranks_are_starting(
@@ -337,7 +337,7 @@ def test_a_run_goes_on_whose_output_nobody_reads(scene: Scene, ranks: int) -> No
         run.stdout.close()
         said = run.stderr.read()
         assert run.wait(300) == 0, said
-    assert said.count("nobody reads this output any more; the run goes on") == 1, said
+    assert said.count("nobody reads this output any more; the run continues") == 1, said
     lines = (scene.folder / "run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     assert [json.loads(line)["step"] for line in lines] == [1, 2, 3, 4]
 

@@ -201,7 +201,7 @@ def test_sets_with_names(shared_scene: Scene, tmp_path: Path) -> None:
     assert set(json.loads((tmp_path / "out" / "data.json").read_text())) == {"eval", "eval hard", "eval rare"}
     assert (
         "hard 9 problems x 4 answers by" in done.stdout
-        and "18 problems, sets with `every` apart" in done.stdout
+        and "18 problems, without sets with `every`" in done.stdout
     )
 
 

@@ -19,7 +19,7 @@ from megarl.parallel.comm import barrier
 from megarl.parallel.delivery import deliver
 from megarl.parallel.runtime import Runtime
 from megarl.plan.inputs import PlanInputs, make_plan_inputs
-from megarl.plan.sizes import Passes, Shape, activations, in_flight, passed_on
+from megarl.plan.sizes import Passes, Shape, count_activations, count_in_flight, count_kept_outputs
 from megarl.rollout.collector import make_rollout_batch
 from megarl.training.batch import make_micro_batches
 from megarl.training.model import TrainableModel
@@ -203,10 +203,10 @@ def measure(
         modules=keys.get("recompute_modules", ("attention",)),
         trains_head=keys.get("optimizer") is None,
     )
-    predicted = activations(Shape(hf.to_dict(), dtype), passes, critic=critic)
-    kept = min(micro_batches, in_flight(layout, runtime.pp_rank))
+    predicted = count_activations(Shape(hf.to_dict(), dtype), passes, critic=critic)
+    kept = min(micro_batches, count_in_flight(layout, runtime.pp_rank))
     layers, last = hf.num_hidden_layers // layout.pp, runtime.is_last_stage
-    outputs = passed_on(layout, kept, last)
+    outputs = count_kept_outputs(layout, kept, last)
     own = layout.layers(hf.num_hidden_layers, runtime.pp_rank)
     dense = sum(layer < Sizes.of(hf.to_dict()).dense for layer in own)
     return float(memory.peak), predicted.training(tokens, layers, kept, last, outputs, dense)

@@ -116,7 +116,7 @@ def test_episodes_of_one_turn_are_as_before() -> None:
         0,
         lengths.prompt,
     )
-    assert text.episodes(lengths) == ""
+    assert text.describe_turns(lengths) == ""
 
 
 def test_a_step_of_episodes() -> None:
@@ -148,4 +148,4 @@ def test_the_command_says_what_is_assumed(capsys: pytest.CaptureFixture[str]) ->
     assert main([*command, "--simulate", "--turns", "8", "--observed", "200", "--tool-seconds", "2.5"]) == 0
     assert said in capsys.readouterr().out
     assert main(["plan", str(VAPO), "--turns", "8"]) == 2
-    assert "--tool-seconds: say nothing of responses of one turn" in capsys.readouterr().err
+    assert "--tool-seconds: have no effect on responses of one turn" in capsys.readouterr().err

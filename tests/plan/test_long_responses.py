@@ -13,7 +13,7 @@ from megarl.config import load_config
 from megarl.plan import times
 from megarl.plan.inputs import PlanInputs
 from megarl.plan.search import replace_keys
-from megarl.plan.sizes import Shape, device_of
+from megarl.plan.sizes import Shape, find_device
 from megarl.plan.times import Estimate, Lengths, estimate
 from megarl.weights.known_models import KNOWN_MODELS
 from tests.plan.test_published import ROOT, TABLE
@@ -27,7 +27,7 @@ def plan_with(base: Path, changes: list[str], model: str, layout: Mapping[str, i
     config = load_config(base, changes)
     config = config.model_copy(update={"parallel": config.parallel.model_copy(update=layout)})
     shape = Shape(KNOWN_MODELS[model], config.model.dtype)
-    return PlanInputs(config, shape, shape, device_of(config.cluster))
+    return PlanInputs(config, shape, shape, find_device(config.cluster))
 
 
 def steps() -> Iterator[tuple[str, PlanInputs, Lengths]]:

@@ -36,7 +36,7 @@ from megarl.plan.memory import (
     phase_need,
 )
 from megarl.plan.search import replace_keys
-from megarl.plan.sizes import Passes, Shape, activations
+from megarl.plan.sizes import Passes, Shape, count_activations
 from megarl.plan.tensors import count_bucket_params, count_params, count_trained, fp8_copy_bytes, group_bytes
 from megarl.plan.times import LINKS, default_lengths, estimate
 from megarl.schedule.preflight import check_fits
@@ -154,8 +154,8 @@ def test_dense_layers_before_mixtures_keep_what_dense_layers_keep() -> None:
     config = {**KNOWN_MODELS["GLM-4.5-Air"], "num_hidden_layers": 4}
     for recompute in ("none", "full", "selective"):
         passes = Passes(tp=2, chunk=256, layers="te", recompute=recompute, sequence_parallel=True)
-        found = activations(Shape(config, "bf16"), passes, critic=False)
-        plain = activations(Shape({**config, "model_type": "qwen2"}, "bf16"), passes, critic=False)
+        found = count_activations(Shape(config, "bf16"), passes, critic=False)
+        plain = count_activations(Shape({**config, "model_type": "qwen2"}, "bf16"), passes, critic=False)
         assert (found.dense == plain and found.layer != plain.layer) or recompute == "full"
         fewer = found.training(100.0, 4, 1.0, False, dense=1)
         saved = 100 * (found.layer - plain.layer)

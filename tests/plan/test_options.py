@@ -61,7 +61,7 @@ def shown(plan: PlanInputs, more: str = "") -> str:
 
 def rows() -> Iterator[list[str]]:
     plans = [plan_for(name) for name in NAMES]
-    with mock.patch.object(memory, "passed_on", keeps_what_it_sent):
+    with mock.patch.object(memory, "count_kept_outputs", keeps_what_it_sent):
         yield ["before: what a stage sent is kept", *map(shown, plans)]
     yield ["as it is", *map(shown, plans)]
     mixtures = [

@@ -13,7 +13,7 @@ import yaml
 from megarl.config import load_config
 from megarl.config.schema import ParallelConfig
 from megarl.plan.inputs import PlanInputs
-from megarl.plan.sizes import Shape, device_of
+from megarl.plan.sizes import Shape, find_device
 from megarl.plan.times import Estimate, Lengths, estimate
 from megarl.weights.known_models import KNOWN_MODELS
 
@@ -29,7 +29,7 @@ def predicted(name: str) -> Estimate:
     # Not checked: their frameworks divide layers and heads in ways that megarl does not.
     config = config.model_copy(update={"parallel": config.parallel.model_copy(update=row["layout"])})
     shape = Shape(KNOWN_MODELS[row["model"]], config.model.dtype)
-    plan = PlanInputs(config, shape, shape, device_of(config.cluster))
+    plan = PlanInputs(config, shape, shape, find_device(config.cluster))
     lengths = Lengths(row["length"], config.rollout.max_response_tokens, source["prompt"])
     return estimate(plan, lengths)
 
@@ -80,7 +80,7 @@ def test_an_update_on_an_h100() -> None:
         ]
         config = load_config(ROOT / TABLE["base"], keys)
         config = config.model_copy(update={"parallel": ParallelConfig(dp=1, device="cuda")})
-        plan = PlanInputs(config, shape, shape, device_of(config.cluster))
+        plan = PlanInputs(config, shape, shape, find_device(config.cluster))
         return estimate(plan, Lengths(4092, 4092, 4, spread=0.01)).parts["actor_update"]
 
     bf16 = seconds("te", "model.fp8.format=none", "model.fp8.first_last_layers_bf16=false")

@@ -22,7 +22,7 @@ from megarl.plan import text
 from megarl.plan.fit import find_problem
 from megarl.plan.inputs import PlanInputs, make_plan_inputs
 from megarl.plan.memory import gpu_needs
-from megarl.plan.search import Found, best_of, proven, replace_keys, search
+from megarl.plan.search import Candidate, drop_unproven, pick_best, replace_keys, search
 from megarl.plan.sizes import Shape
 from megarl.plan.times import default_lengths, estimate, rollout_seconds
 from megarl.sync.plan import engine_targets
@@ -39,7 +39,7 @@ def plan_for(name: str, *changes: str) -> PlanInputs:
 
 
 @cache
-def searched(name: str, *changes: str) -> list[Found]:
+def searched(name: str, *changes: str) -> list[Candidate]:
     plan = plan_for(name, *changes)
     return search(plan, default_lengths(plan))
 
@@ -53,11 +53,11 @@ def test_shipped_layouts_are_the_planners_best(name: str) -> None:
     base's layout; with 5 percent of each GPU to spare."""
     plan = plan_for(name)
     assert plan.layout.cp == plan.layout.vpp == 1 and find_problem(plan, 0.05 * plan.device.memory) is None
-    best = best_of(proven(searched(name), plan.config.parallel))
+    best = pick_best(drop_unproven(searched(name), plan.config.parallel))
     assert best.plan.layout.cp == best.plan.layout.vpp == 1 and best.estimate is not None
     now = estimate(plan, default_lengths(plan))
     assert now.total <= 1.02 * best.estimate.total
-    first = next(text.best(searched(name), Found(plan, now, None), Path("shipped.yaml")))
+    first = next(text.best(searched(name), Candidate(plan, now, None), Path("shipped.yaml")))
     assert first.endswith("and as good")
 
 
@@ -92,7 +92,7 @@ def test_what_is_printed_makes_the_configuration_the_best(capsys: pytest.Capture
     assert by_file.config == best.config
     shown = re.search(r"a step takes about ([\d:]+); the configuration as it is: ([\d:]+)", lines[0])
     assert shown and shown[1] < shown[2]
-    again = best_of(proven(searched("vapo_32b", *changes, *keys), best.config.parallel))
+    again = pick_best(drop_unproven(searched("vapo_32b", *changes, *keys), best.config.parallel))
     assert again.estimate is not None
     assert again.estimate.total == pytest.approx(estimate(best, default_lengths(best)).total)
     assert again.plan.config == best.config
@@ -111,7 +111,7 @@ def test_fewer_layers_are_recomputed_where_more_memory_is() -> None:
 @pytest.mark.slow
 def test_groups_are_kept_where_there_is_room() -> None:
     """They save the way to the host and back; with them no phase is short of memory."""
-    roomy = best_of(searched("dapo_32b", "cluster.gpu=H200"))
+    roomy = pick_best(searched("dapo_32b", "cluster.gpu=H200"))
     assert "actor.optimizer" in roomy.plan.config.residency.keep
     assert roomy.free > 0.05 * 139.8 * GIB
 
@@ -120,8 +120,8 @@ def test_sizes_that_the_schema_refuses_are_not_tried(monkeypatch: pytest.MonkeyP
     from megarl.plan import search as module
 
     plan = plan_for("vapo_32b")
-    assert module._allowed("tp", [1, 2, 4]) == [1, 2, 4]
-    monkeypatch.setattr(module, "_allowed", lambda key, sizes: [n for n in sizes if n <= 2])
+    assert module._filter_allowed("tp", [1, 2, 4]) == [1, 2, 4]
+    monkeypatch.setattr(module, "_filter_allowed", lambda key, sizes: [n for n in sizes if n <= 2])
     found = search(plan, default_lengths(plan))
     assert {(one.plan.layout.cp, one.plan.layout.vpp) for one in found} == {(1, 1), (1, 2), (2, 1), (2, 2)}
 
@@ -144,7 +144,7 @@ def test_engines_that_are_tried_are_those_that_train_takes(dp: int, apart: int, 
     sizes = {"parallel__tp": 1, "parallel__dp": dp, "parallel__rollout_ranks": apart}
     tried = replace_keys(plan_for("vapo_7b"), **sizes, cluster__gpus_per_node=node, rollout__engine_tp=tp)
     tried = replace(tried, actor=Shape(KNOWN_MODELS["Qwen3-8B"], "bf16"))
-    assert module._possible(tried) == is_taken_by_train(tried)
+    assert module._is_valid_engine(tried) == is_taken_by_train(tried)
 
 
 @pytest.mark.parametrize("apart", [4, 12])
@@ -153,7 +153,7 @@ def test_the_best_engines_divide_the_ranks_that_generate(apart: int) -> None:
     sizes = ["parallel.tp=8", "parallel.dp=1", f"parallel.rollout_ranks={apart}", "cluster.gpu=H200"]
     plan = plan_for("dapo_32b", *sizes, "rollout.prompts=8", "update.mini_batch=128")
     lengths = default_lengths(plan)
-    best = best_of(search(plan, lengths))
+    best = pick_best(search(plan, lengths))
     taken = [made for tp in (2, 4, 8) if is_taken_by_train(made := replace_keys(plan, rollout__engine_tp=tp))]
     assert best.plan.engine_tp == min(taken, key=lambda made: rollout_seconds(made, lengths)).engine_tp
 

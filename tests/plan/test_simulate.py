@@ -36,7 +36,7 @@ from megarl.plan.simulate import (
     simulate,
     simulate_rollout,
 )
-from megarl.plan.sizes import Shape, device_of
+from megarl.plan.sizes import Shape, find_device
 from megarl.plan.text import clock, lines
 from megarl.plan.times import Lengths, default_lengths, estimate, replace_deviation, rollout_seconds
 from megarl.sync.plan import engine_targets
@@ -243,7 +243,7 @@ def test_one_step_ahead_as_published() -> None:
     config = load_config(ROOT / TABLE["base"], [*source["set"], *row["set"]])
     config = config.model_copy(update={"parallel": config.parallel.model_copy(update=row["layout"])})
     shape = Shape(KNOWN_MODELS[row["model"]], config.model.dtype)
-    one = PlanInputs(config, shape, shape, device_of(config.cluster))
+    one = PlanInputs(config, shape, shape, find_device(config.cluster))
     lengths = Lengths(row["length"], config.rollout.max_response_tokens, source["prompt"])
     work, apart = make_rollout_work(config, lengths, "queue"), replace_keys(one, parallel__rollout_ranks=32)
     beside = simulate(work, make_costs(apart, lengths), Split(8, 32, 1, engine_tp=4))
@@ -309,7 +309,7 @@ def test_a_run_without_lengths_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("configs/demos/sft.yaml --simulate", "recipe: sft draws no responses"),
+        ("configs/demos/sft.yaml --simulate", "recipe: sft generates no responses"),
         ("configs/demos/dapo.yaml --simulate --model Qwen2.5-0.5B", "its times are those of GPUs"),
         ("configs/vapo_7b.yaml --kept 0.5", "--kept: has no effect without --simulate (add it"),
         ("configs/vapo_7b.yaml --balance queue", "--balance: has no effect without --simulate (add it"),
