@@ -15,7 +15,9 @@ import pyarrow.parquet as pq
 from megarl.config.errors import DataError
 from megarl.config.files import whole_file
 from megarl.config.schema import DataConfig
-from megarl.data.prompts import WORKED, ReadReport, UnusableRow, answer_of, file_rows, prompt_of, value_at
+from megarl.data.columns import WORKED, UnusableRow, answer_of, prompt_of, value_at
+from megarl.data.prompts import ReadReport
+from megarl.data.readers import file_rows
 from megarl.rewards import VerifierPool
 from megarl_verifier.integers import IntegerAnswer, Refused, integer_answer
 

@@ -22,8 +22,7 @@ from hashlib import blake2b
 from types import MappingProxyType
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar, cast
 
-from megarl.agents.mcp_tools import MCP as MCP
-from megarl.agents.mcp_tools import ServerError, connect_tool
+from megarl.agents.mcp_tools import MCP, ServerError, connect_tool
 from megarl.config.errors import ConfigError
 from megarl.rewards.process import FAILED_STARTS, FROM_OUTSIDE, START_LIMIT, LimitedProcess, serve
 from megarl.rewards.sandbox import STRICT, Supervised

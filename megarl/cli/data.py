@@ -37,7 +37,7 @@ def show(
     ] = False,
 ) -> int:
     """Print the first prompts as the model reads them, and the rows that are left out with the reasons."""
-    from megarl.data.prompts import PromptSampler
+    from megarl.data.prompt_sampler import PromptSampler
 
     config = load_config(path, overrides)
     check_config(config, str(path))
@@ -92,7 +92,7 @@ def _read_prompts(
 ) -> tuple[list[Example], ReadReport]:
     """Read prompts and reference answers. mcp: start MCP servers for their tools."""
     from megarl.agents.chat import schemas
-    from megarl.agents.tools import MCP
+    from megarl.agents.mcp_tools import MCP
     from megarl.data.prompts import ProblemSet, read_problem_sets, read_prompts
 
     sets: list[ProblemSet] = []

@@ -17,16 +17,18 @@ from megarl.config.errors import ConfigError, DataError, MegarlError, first_line
 from megarl.config.schema import DataConfig, DataEntry, EvaluationConfig
 from megarl.config.text import printable
 from megarl.data.chat_template import render_chat
-from megarl.data.columns import WORKED as WORKED
-from megarl.data.columns import Messages, columns_to_read, find_response, last_question
-from megarl.data.columns import UnusableRow as UnusableRow
-from megarl.data.columns import answer_of as answer_of
-from megarl.data.columns import prompt_of as prompt_of
-from megarl.data.columns import value_at as value_at
+from megarl.data.columns import (
+    Messages,
+    UnusableRow,
+    answer_of,
+    columns_to_read,
+    find_response,
+    last_question,
+    prompt_of,
+)
 from megarl.data.generated import GeneratedRow, first_rows, generate, gym_entries, reference_to
 from megarl.data.limits import memory_limit
-from megarl.data.prompt_sampler import PromptSampler as PromptSampler
-from megarl.data.readers import file_rows as file_rows
+from megarl.data.readers import file_rows
 from megarl.rewards.verdict import Reference
 
 if TYPE_CHECKING:

@@ -43,7 +43,6 @@ from transformers import PretrainedConfig
 from megarl.config.errors import ConfigError
 from megarl.config.schema import Config, ModelConfig, OptimizerConfig
 from megarl.model.fp8 import check_device, fp8_options
-from megarl.model.hf_config import read_hf_config as read_hf_config
 from megarl.model.hf_config import rope_frequencies, yarn_softmax
 from megarl.model.logprob_head import vocab_parallel_logprobs, vocab_parallel_top_k
 from megarl.model.lora import attach_adapters

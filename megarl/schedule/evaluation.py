@@ -8,7 +8,8 @@ from megarl.config.errors import CheckpointError
 from megarl.config.schema import Config, OverlongConfig
 from megarl.data.generated import own_verifiers
 from megarl.data.prompts import read_problem_sets
-from megarl.model.builder import build_actor, read_hf_config
+from megarl.model.builder import build_actor
+from megarl.model.hf_config import read_hf_config
 from megarl.parallel.comm import from_rank_0
 from megarl.parallel.runtime import Runtime
 from megarl.rewards.pool import VerifierPool

@@ -10,7 +10,8 @@ import torch
 from transformers import AutoTokenizer, PretrainedConfig
 
 from megarl.config.schema import Config
-from megarl.model.builder import DTYPES, ModelChunks, build_actor, build_critic, read_hf_config
+from megarl.model.builder import DTYPES, ModelChunks, build_actor, build_critic
+from megarl.model.hf_config import read_hf_config
 from megarl.parallel.movable import HostPool
 from megarl.parallel.runtime import Runtime
 from megarl.schedule.offload import OffloadManager

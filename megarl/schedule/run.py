@@ -16,7 +16,7 @@ from megarl.config.methods import load_function
 from megarl.config.phases import never_offloaded
 from megarl.config.schema import PRETRAINING, Config
 from megarl.data.batch import RolloutBatch, TrainBatch
-from megarl.model.builder import read_hf_config
+from megarl.model.hf_config import read_hf_config
 from megarl.observe.run_log import SampleRecord
 from megarl.parallel.movable import HostPool
 from megarl.parallel.runtime import Runtime

@@ -17,15 +17,8 @@ import torch
 from megarl.config.schema import PRETRAINING, Config
 from megarl.data.batch import RolloutBatch, TrainBatch
 from megarl.data.generated import own_verifiers
-from megarl.data.prompts import (
-    Prompt,
-    PromptSampler,
-    ReadReport,
-    content_of,
-    read_pairs,
-    read_problem_sets,
-    read_prompts,
-)
+from megarl.data.prompt_sampler import PromptSampler
+from megarl.data.prompts import Prompt, ReadReport, content_of, read_pairs, read_problem_sets, read_prompts
 from megarl.parallel.comm import barrier, shares_on_0
 from megarl.parallel.device_memory import empty_cache
 from megarl.parallel.runtime import Runtime

@@ -264,7 +264,8 @@ def test_an_engine_draws_what_others_draw(engines: list[TransformersEngine]) -> 
 def syncs_by_files(runtime: Runtime, folder: Path) -> list[dict[str, Any]]:
     """Weight syncs from the actor into the page's engine by the page's backend, in buckets of 16 KiB. The
     engine of rank 0 fails in the second one, and is restarted without weights."""
-    from megarl.model.builder import build_actor, read_hf_config
+    from megarl.model.builder import build_actor
+    from megarl.model.hf_config import read_hf_config
     from megarl.sync.weight_sync import make_weight_sync
     from tests.parallel import jobs
 

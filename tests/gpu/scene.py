@@ -16,7 +16,8 @@ import torch
 from megarl.config.schema import Config
 from megarl.data.batch import RolloutBatch, TrainBatch
 from megarl.data.sample import TokenData
-from megarl.model.builder import build_actor, read_hf_config
+from megarl.model.builder import build_actor
+from megarl.model.hf_config import read_hf_config
 from megarl.parallel.movable import HostPool
 from megarl.parallel.runtime import Runtime
 from megarl.rollout.engines.base import GenerationRequest, RolloutEngine, load_engine_class

@@ -121,7 +121,8 @@ def logprobs(
 
     With `routing`, the engine's choice of experts [T, layers, topk]: log-probabilities, and what is counted
     of the routers; then each replica takes its share of the sequences."""
-    from megarl.model.builder import build_actor, read_hf_config
+    from megarl.model.builder import build_actor
+    from megarl.model.hf_config import read_hf_config
     from megarl.training.model import InferenceModel
 
     config = make_config(folder, sequence_parallel=sequence_parallel, model=model, dtype=dtype, chunk=chunk)
@@ -163,7 +164,8 @@ def values(
     model: Mapping[str, Any] | None = None,
 ) -> Any:
     """Values of the states in which the response tokens were chosen."""
-    from megarl.model.builder import build_critic, read_hf_config
+    from megarl.model.builder import build_critic
+    from megarl.model.hf_config import read_hf_config
     from megarl.training.model import InferenceModel
 
     critic = build_critic(make_config(folder, model=model), read_hf_config(folder), runtime)
@@ -184,7 +186,8 @@ def reward_scores(
 ) -> tuple[Any, list[int]]:
     """A reward model's scores of all responses in the order given, on every rank, and the sequences in each
     micro-batch of this replica's share. group_ids: of prompts that are to be shared."""
-    from megarl.model.builder import build_critic, read_hf_config
+    from megarl.model.builder import build_critic
+    from megarl.model.hf_config import read_hf_config
     from megarl.training.batch import gather_responses, make_train_batch
     from megarl.training.model import InferenceModel
 
@@ -209,7 +212,8 @@ def advantages_of_turns(
     runtime: Runtime, folder: Path, batch: TrainBatch, options: dict[str, Any]
 ) -> TrainBatch:
     """The batch with a critic's values, advantages and returns."""
-    from megarl.model.builder import build_critic, read_hf_config
+    from megarl.model.builder import build_critic
+    from megarl.model.hf_config import read_hf_config
     from megarl.training.columns import add_gae
     from megarl.training.model import InferenceModel
 
@@ -236,7 +240,8 @@ def gradients(
     adapters: LoRA's, to begin with; their gradients come by PEFT's names. which: actor, critic or
     critic_2."""
     from megarl.config.methods import load_function
-    from megarl.model.builder import build_actor, build_critic, read_hf_config
+    from megarl.model.builder import build_actor, build_critic
+    from megarl.model.hf_config import read_hf_config
     from megarl.parallel.comm import sum_stats
     from megarl.schedule.phases import draw_tokens
     from megarl.training.batch import make_train_batch
@@ -364,7 +369,8 @@ def rollout_after_update(
 
     Gives the engine's parameters, its completions, and the trainer's log-probabilities of the sampled
     tokens."""
-    from megarl.model.builder import DTYPES, build_actor, read_hf_config
+    from megarl.model.builder import DTYPES, build_actor
+    from megarl.model.hf_config import read_hf_config
     from megarl.rollout.engines.base import GenerationRequest
     from megarl.rollout.engines.transformers_engine import TransformersEngine
     from megarl.rollout.sampling import SamplingParams
@@ -420,7 +426,8 @@ def update_with_bad_loss(runtime: Runtime, folder: Path, bad_rank: int, what: st
     """An update whose loss or gradient is not finite on one rank. Gives the error's text and whether the
     weights stayed."""
     from megarl.config.errors import NumericalError
-    from megarl.model.builder import build_actor, read_hf_config
+    from megarl.model.builder import build_actor
+    from megarl.model.hf_config import read_hf_config
     from megarl.training.model import TrainableModel
 
     config = make_config(folder)
@@ -458,7 +465,8 @@ def learning_rates(runtime: Runtime, folder: Path, steps: int) -> Any:
     """The critic's rate at each step of value pretraining at a rate of its own, then at each step of its main
     schedule."""
     from megarl.config.schema import CriticConfig
-    from megarl.model.builder import build_critic, read_hf_config
+    from megarl.model.builder import build_critic
+    from megarl.model.hf_config import read_hf_config
     from megarl.training.model import TrainableModel
 
     model = build_critic(make_config(folder), read_hf_config(folder), runtime)
@@ -490,7 +498,8 @@ def updates_with_moves(
     what was moved, and what stayed."""
     from megatron.core import parallel_state
 
-    from megarl.model.builder import build_actor, build_critic, read_hf_config
+    from megarl.model.builder import build_actor, build_critic
+    from megarl.model.hf_config import read_hf_config
     from megarl.parallel.movable import HostPool
     from megarl.training.batch import make_train_batch
     from megarl.training.model import TrainableModel
@@ -541,7 +550,8 @@ def left_behind(
 ) -> list[tuple[int, tuple[int, ...]]]:
     """What an update has made that is still there once all tensor groups have left: bytes and shape of each
     storage's tensor, the largest first."""
-    from megarl.model.builder import build_actor, read_hf_config
+    from megarl.model.builder import build_actor
+    from megarl.model.hf_config import read_hf_config
     from megarl.parallel.movable import HostPool
     from megarl.training.batch import make_train_batch
     from megarl.training.model import TrainableModel
@@ -579,7 +589,8 @@ def around_a_checkpoint(runtime: Runtime, folder: Path, checkpoint: Path, read: 
     between the two and after them."""
     import megatron.core
 
-    from megarl.model.builder import build_actor, read_hf_config
+    from megarl.model.builder import build_actor
+    from megarl.model.hf_config import read_hf_config
     from megarl.training.batch import make_train_batch
     from megarl.training.model import TrainableModel
     from megarl.training.objectives import supervised_loss
@@ -621,7 +632,8 @@ def updates_with_overlap(runtime: Runtime, folder: Path, checkpoint: Path, **par
     """Two mini-batches twice, with everything off the device in between: gradient norms, weights, what a
     checkpoint gives back, and whether the replicas had the same weights after each update."""
     from megarl.config.schema import ParallelConfig
-    from megarl.model.builder import build_actor, read_hf_config
+    from megarl.model.builder import build_actor
+    from megarl.model.hf_config import read_hf_config
     from megarl.parallel.comm import gather_objects
     from megarl.parallel.movable import HostPool
     from megarl.training.batch import make_train_batch
@@ -680,7 +692,8 @@ def updates_with_overlap(runtime: Runtime, folder: Path, checkpoint: Path, **par
 def read_without_a_call(runtime: Runtime, folder: Path) -> list[str]:
     """The trainable weights of an actor whose modules are not called in a forward pass of the decoder."""
     from megarl.config.schema import ParallelConfig
-    from megarl.model.builder import build_actor, read_hf_config
+    from megarl.model.builder import build_actor
+    from megarl.model.hf_config import read_hf_config
     from megarl.training.batch import make_train_batch
     from megarl.training.model import TrainableModel
     from megarl.training.objectives import supervised_loss
@@ -760,7 +773,8 @@ def partly_frozen(
     """As `around_a_checkpoint`, of a model of which parts are frozen, with everything off the device in
     between: this rank's numbers of trained parameters, of those in gradient buffers and in the optimizer, the
     steps that it counts, and on rank 0 the whole weights before, between and after the updates."""
-    from megarl.model.builder import build_actor, build_critic, read_hf_config
+    from megarl.model.builder import build_actor, build_critic
+    from megarl.model.hf_config import read_hf_config
     from megarl.parallel.movable import HostPool
     from megarl.training.batch import make_train_batch
     from megarl.training.model import TrainableModel
@@ -836,7 +850,8 @@ def updates_with_muon(
 ) -> list[dict[str, torch.Tensor]]:
     """Weights before the first of some updates of the actor, and after each its gradient and the weights then
     (rank 0; {} elsewhere), in Hugging Face's names and shapes."""
-    from megarl.model.builder import build_actor, read_hf_config
+    from megarl.model.builder import build_actor
+    from megarl.model.hf_config import read_hf_config
     from megarl.training.batch import make_train_batch
     from megarl.training.model import TrainableModel
     from megarl.training.objectives import supervised_loss
@@ -869,7 +884,8 @@ def syncs_of_frozen(runtime: Runtime, folder: Path, optimizer: dict[str, Any]) -
     """Weight syncs into each rank's engine, all compared by fingerprints: two, the engine's weights spoiled
     before the second, and a third after a sleep in which it lost everything. What each has moved, the actor's
     weights (on rank 0) and the engine's."""
-    from megarl.model.builder import build_actor, read_hf_config
+    from megarl.model.builder import build_actor
+    from megarl.model.hf_config import read_hf_config
     from megarl.rollout.engines.transformers_engine import TransformersEngine
     from megarl.sync.weight_sync import make_weight_sync
     from megarl.weights.families import read_config
@@ -919,7 +935,8 @@ def with_adapters(
 ) -> dict[str, Any]:
     """Log-probs of the model alone, with its adapters as they begin, with the given ones, and with these
     turned off. Then a weight sync into this rank's engine, one more after B has grown, and both exports."""
-    from megarl.model.builder import DTYPES, build_actor, read_hf_config
+    from megarl.model.builder import DTYPES, build_actor
+    from megarl.model.hf_config import read_hf_config
     from megarl.rollout.engines.transformers_engine import TransformersEngine
     from megarl.sync.export import export_hf, export_peft
     from megarl.sync.weight_sync import make_weight_sync
@@ -1003,7 +1020,8 @@ def optimizer_around_a_checkpoint(
     model: Mapping[str, Any] | None = None,
 ) -> dict[str, torch.Tensor]:
     """The whole model and its optimizer after an update and a checkpoint, or after reading that one."""
-    from megarl.model.builder import build_actor, build_critic, read_hf_config
+    from megarl.model.builder import build_actor, build_critic
+    from megarl.model.hf_config import read_hf_config
     from megarl.training.batch import make_train_batch
     from megarl.training.model import TrainableModel
     from megarl.training.objectives import actor_loss, critic_loss

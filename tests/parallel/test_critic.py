@@ -25,7 +25,8 @@ from tests.training.test_actor_loss import whole
 
 def head(runtime: Runtime, folder: Path, std: float, seed: int) -> Tensor | None:
     """The head's weights once the folder is loaded; None on the stages before the last."""
-    from megarl.model.builder import build_critic, read_hf_config
+    from megarl.model.builder import build_critic
+    from megarl.model.hf_config import read_hf_config
 
     config = make_config(folder)
     config = config.model_copy(
@@ -70,7 +71,8 @@ def test_value_pretraining_has_a_rate_of_its_own(ranks: Callable[..., RankPool],
 
 def values_of(runtime: Runtime, folder: Path, advantage: str, batch: TrainBatch, share: bool) -> Any:
     """Values of this replica's share, and which responses it has; how many tokens the critic has read."""
-    from megarl.model.builder import build_critic, read_hf_config
+    from megarl.model.builder import build_critic
+    from megarl.model.hf_config import read_hf_config
     from megarl.training.batch import make_train_batch
     from megarl.training.model import InferenceModel
 

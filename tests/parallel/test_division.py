@@ -76,7 +76,8 @@ def divide(
     critics: int = 1,
 ) -> dict[str, Any]:
     """The shapes of actor and critic, and this rank's responses of each mini-batch of either."""
-    from megarl.model.builder import build_actor, build_critic, read_hf_config
+    from megarl.model.builder import build_actor, build_critic
+    from megarl.model.hf_config import read_hf_config
     from megarl.training.batch import make_train_batch
 
     actor, critic = folders
@@ -275,7 +276,8 @@ def some_of_a_share(
 ) -> tuple[list[int], torch.Tensor, float]:
     """The tokens of each micro-batch of the chosen responses; the log-probs that they have there, and the
     most that these differ by from those of a pass over all."""
-    from megarl.model.builder import build_actor, read_hf_config
+    from megarl.model.builder import build_actor
+    from megarl.model.hf_config import read_hf_config
     from megarl.training.batch import make_train_batch, micro_batches_of
     from megarl.training.model import InferenceModel
     from tests.parallel.jobs import load

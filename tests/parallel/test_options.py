@@ -47,7 +47,8 @@ def apart() -> Iterator[None]:
 
 def learner_of(runtime: Runtime, folder: Path, model: dict[str, Any], **parallel: Any) -> Any:
     """An actor with a folder's weights, and its optimizer."""
-    from megarl.model.builder import build_actor, read_hf_config
+    from megarl.model.builder import build_actor
+    from megarl.model.hf_config import read_hf_config
     from megarl.training.model import TrainableModel
 
     config = jobs.make_config(folder, mini_batch=8, budget=16, model=model)
@@ -90,7 +91,8 @@ def test_megatron_is_given_what_is_asked_for(ranks: Ranks, tmp_path: Path) -> No
 
 def routed(runtime: Runtime, folder: Path, router_dtype: str, hidden: torch.Tensor) -> list[Any]:
     """What each layer's router makes of bf16 hidden states: weights [tokens, experts], and who gets them."""
-    from megarl.model.builder import build_actor, read_hf_config
+    from megarl.model.builder import build_actor
+    from megarl.model.hf_config import read_hf_config
     from megarl.model.routing import start_counting
 
     model = {"dtype": "bf16", "router_dtype": router_dtype}

@@ -28,7 +28,7 @@ import torch.distributed as dist
 from megarl.config.phases import never_offloaded, select_phases, select_stages
 from megarl.config.schema import PRETRAINING, Config
 from megarl.data.batch import RolloutBatch, TrainBatch
-from megarl.model.builder import read_hf_config
+from megarl.model.hf_config import read_hf_config
 from megarl.parallel import comm
 from megarl.parallel import runtime as parallel
 from megarl.parallel.movable import HostPool

@@ -48,7 +48,8 @@ class Scene:
     def __init__(self, runtime: Runtime, folder: Path, options: dict[str, Any]) -> None:
         from transformers import AutoTokenizer
 
-        from megarl.model.builder import build_actor, read_hf_config
+        from megarl.model.builder import build_actor
+        from megarl.model.hf_config import read_hf_config
         from megarl.rollout.engines.base import load_engine_class
         from megarl.sync.weight_sync import make_weight_sync
         from megarl.training.model import TrainableModel

@@ -80,7 +80,8 @@ def make_batch(turns: bool = False, truncated: bool = False) -> TrainBatch:
 
 def get_actor(config: Config, folder: Path, runtime: Runtime) -> Any:
     """Return this rank's actor, made once: only its sizes are read, which are the same in every case."""
-    from megarl.model.builder import build_actor, read_hf_config
+    from megarl.model.builder import build_actor
+    from megarl.model.hf_config import read_hf_config
 
     if folder not in ACTORS:
         ACTORS[folder] = build_actor(config, read_hf_config(folder), runtime)

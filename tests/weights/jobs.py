@@ -164,7 +164,8 @@ def into_engines(
 
 
 def build(folder: Path, runtime: Runtime, critic: bool) -> Any:
-    from megarl.model.builder import build_actor, build_critic, read_hf_config
+    from megarl.model.builder import build_actor, build_critic
+    from megarl.model.hf_config import read_hf_config
 
     return (build_critic if critic else build_actor)(make_config(folder), read_hf_config(folder), runtime)
 

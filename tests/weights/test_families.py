@@ -346,7 +346,8 @@ def names(runtime: Runtime, folder: Path, critic: bool) -> dict[str, Any]:
     Transformer Engine's."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 
-    from megarl.model.builder import build_actor, build_critic, read_hf_config
+    from megarl.model.builder import build_actor, build_critic
+    from megarl.model.hf_config import read_hf_config
     from megarl.training.sharded import model_state
 
     model = (build_critic if critic else build_actor)(
