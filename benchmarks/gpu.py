@@ -73,9 +73,9 @@ def rates(tiny: bool) -> dict[str, float]:
 def make_scene(folder: str, tiny: bool, **overrides: Any) -> Any:
     from megarl.config.schema import ParallelConfig
     from megarl.parallel import runtime as parallel
-    from tests.gpu.scene import Scene, sizes_of
+    from tests.gpu.scene import Scene, get_sizes
 
-    sizes = sizes_of("tiny") if tiny else sizes_of("Qwen2.5-7B", **STACK)
+    sizes = get_sizes("tiny") if tiny else get_sizes("Qwen2.5-7B", **STACK)
     runtime = parallel.start(ParallelConfig(), seed=0)
     if tiny:
         overrides["model"] = {"dtype": "fp32", **overrides.get("model", {})}
@@ -87,7 +87,7 @@ def flops(sizes: dict[str, Any], lengths: list[int], responses: int) -> float:
     tokens, and those of causal attention. What is computed again (recompute) does not count."""
     from megarl.weights.families import Sizes
 
-    s = Sizes.of(sizes)
+    s = Sizes.from_config(sizes)
     matrices = s.layers * s.hidden * (2 * s.q + 2 * s.kv + 3 * s.ffn)
     return 6 * (matrices * sum(lengths) + s.hidden * s.vocab * responses) + 6 * s.layers * s.q * sum(
         n * n for n in lengths
@@ -168,13 +168,13 @@ def transfers(scene: Any) -> tuple[Any, list[Any]]:
     from megarl.sync.backends.shared_memory import SharedMemoryBackend
     from megarl.sync.plan import engine_plan
     from megarl.sync.transfer import Staging, Transfer
-    from megarl.weights.families import table_names
+    from megarl.weights.families import rename_to_table
     from tests.gpu.scene import WEIGHTS
 
     scene.offload.onload("weight_transfer", WEIGHTS)
     device, rank = scene.runtime.device, scene.runtime.rank
     plan = engine_plan(scene.config, scene.sizes, scene.runtime.layout, cpu=device.type == "cpu")
-    sources = table_names(dict(scene.actor.model.named_parameters()))
+    sources = rename_to_table(dict(scene.actor.model.named_parameters()))
     dtype = next(iter(sources.values())).dtype
     staging, memory = Staging(device), Staging(device)
     backend, no_engine = SharedMemoryBackend(scene.config, rank, device, dtype), cast(Any, None)

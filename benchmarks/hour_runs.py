@@ -51,7 +51,7 @@ def given_frozen(given: Given) -> dict[str, Any]:
     from megarl.weights.families import Sizes, read_config
 
     assert given.model_7b is not None
-    layers = Sizes.of(read_config(given.model_7b)).layers
+    layers = Sizes.from_config(read_config(given.model_7b)).layers
     for frozen in range(0, layers, 2):
         settings: dict[str, Any] = {"frozen_layers": frozen, "frozen": ["embeddings"]} if frozen else {}
         overrides = [*overrides_of("seven_vapo", given), *of_both_models(settings)]
@@ -400,10 +400,10 @@ def rank_transfer(given: Given, tp: int, pp: int, engine_tp: int, answer: str) -
     from megarl.config.schema import ClusterConfig
     from megarl.parallel.comm import gather_objects
     from megarl.sync.cost import direct_cost
-    from tests.gpu.scene import Scene, sizes_of
+    from tests.gpu.scene import Scene, get_sizes
 
     runtime = start_runtime(tp, pp)
-    sizes = sizes_of("tiny" if given.tiny else "Qwen2.5-7B", tie_word_embeddings=False)
+    sizes = get_sizes("tiny" if given.tiny else "Qwen2.5-7B", tie_word_embeddings=False)
     settings: dict[str, Any] = {
         "parallel": {"tp": tp, "pp": pp},
         "rollout": {"engine": "sglang", "engine_tp": engine_tp},

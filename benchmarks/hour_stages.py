@@ -181,10 +181,10 @@ def kernels(given: Given, found: Found) -> None:
 def attention(given: Given, shape: str) -> dict[str, float]:
     """An update of Transformer Engine layers over packs, and passes: Transformer Engine asks cuDNN for a plan
     whenever sequences or tokens are others."""
-    from tests.gpu.scene import Scene, sizes_of
+    from tests.gpu.scene import Scene, get_sizes
 
     name, changes = SHAPES[shape]
-    sizes = sizes_of(name, num_hidden_layers=2, vocab_size=16000, **changes)
+    sizes = get_sizes(name, num_hidden_layers=2, vocab_size=16000, **changes)
     scene = Scene(start_runtime(), given.out / "attention", sizes, model={"layers": "te"})
     scene.update(scene.local(6, 300))
 

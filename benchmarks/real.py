@@ -65,7 +65,7 @@ def theirs(python: Path, dtype: str, threads: int, rollouts: int) -> dict[str, A
 
 def shares(record: dict[str, Any], rate: float) -> dict[str, float]:
     """The share of `rate`, FLOP/s of one core, that each phase of a step reaches on all ranks' cores."""
-    work = phase_flops(Sizes.of(read_config(FOLDER / "model")), record, GROUP)
+    work = phase_flops(Sizes.from_config(read_config(FOLDER / "model")), record, GROUP)
     return {name: flops / (record[f"time/{name}"] * rate * RANKS) for name, flops in work.items()}
 
 

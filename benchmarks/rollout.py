@@ -111,7 +111,7 @@ def with_examples(prompts: int) -> list[GenerationRequest]:
 @contextmanager
 def prompts_apart() -> Iterator[None]:
     """Have engines prefill each prompt by itself."""
-    cut = transformers_decode.segments_of
+    cut = transformers_decode.split_prompts
     with patch.object(transformers_decode, "segments_of", lambda prompts, shared: cut(prompts, False)):
         yield
 

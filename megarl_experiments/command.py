@@ -18,7 +18,7 @@ from megarl.config import check_config
 from megarl.config.errors import ConfigError, Interrupted
 from megarl.config.load import config_file
 from megarl.observe.runs import read_metrics
-from megarl.parallel.lease import leased
+from megarl.parallel.lease import hold_lease
 from megarl_experiments.jobs import run_jobs
 from megarl_experiments.protocol import (
     FRESH,
@@ -40,7 +40,7 @@ from megarl_experiments.tables import (
     AblationTable,
     Options,
     Planned,
-    code_checksum,
+    checksum_code,
     load_table,
     make_task,
     row_run,
@@ -80,7 +80,7 @@ class Budget:
 def _lock(folder: Path) -> Iterator[None]:
     """Hold the lease of a folder: two commands in it would delete each other's runs."""
     remedy = "wait for it, or choose another --folder"
-    with leased(folder, "megarl ablate", remedy=remedy) as lease, lease.kept():
+    with hold_lease(folder, "megarl ablate", remedy=remedy) as lease, lease.kept():
         yield
 
 
@@ -192,7 +192,7 @@ def _ablate_protocol(
         def finish(run: Planned) -> None:
             finished[key_of[run.folder]] = run
             if tuning:
-                log_tried(protocol, decide()[1], settings.overrides, code_checksum())
+                log_tried(protocol, decide()[1], settings.overrides, checksum_code())
 
         codes += _complete(ready, settings, budget, finish)
         from megarl_experiments import forest
@@ -256,7 +256,7 @@ def _warm_up(
     warm: Mapping[Path, Planned], planned: Iterable[Planned], settings: Options, budget: Budget
 ) -> tuple[list[int], list[Planned]]:
     """Make tasks and complete warm starts; return the exit codes of failed ones and the ready runs."""
-    code = code_checksum()
+    code = checksum_code()
     for run in warm.values():
         # Comparing tasks is slow. The same code and knobs (part of the folder's name) make the same task.
         if not (run.table.start and run.seconds() is not None and run.mark()["code"] == code):

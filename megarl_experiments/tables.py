@@ -20,8 +20,8 @@ from megarl.config.load import PACKAGE, config_file, read_yaml, set_key
 from megarl.config.schema import EVALUATION, SUPERVISED
 from megarl.config.schema.section import Section
 from megarl.observe.runs import read_metrics
-from megarl.parallel.lease import make_anew
-from megarl.schedule.identity import PATHS, all_settings, code_checksum, inputs
+from megarl.parallel.lease import replace_folder
+from megarl.schedule.identity import PATHS, checksum_code, checksum_inputs, list_settings
 from megarl_experiments.jobs import Job
 
 SUFFIX = ".table.yaml"
@@ -160,8 +160,8 @@ class Planned:
 
     def job(self) -> Job:
         """Replace the run's folder by a new one and return the command that fills it."""
-        make_anew(self.folder)
-        write_json(self.folder / MARK, {"inputs": inputs(self.config), "code": code_checksum()})
+        replace_folder(self.folder)
+        write_json(self.folder / MARK, {"inputs": checksum_inputs(self.config), "code": checksum_code()})
         (self.folder / PLAN).write_text(dump_config(self.config), encoding="utf-8")
         return Job(self.name, ("train", str(self.folder / PLAN)), self.folder / LOG)
 
@@ -203,11 +203,11 @@ class Planned:
     def changed(self) -> str:
         """Describe the settings or inputs that differ from the finished run's; empty if none do."""
         try:
-            then, now = all_settings(load_config(self.folder / PLAN)), all_settings(self.config)
+            then, now = list_settings(load_config(self.folder / PLAN)), list_settings(self.config)
         except ConfigError as error:
             return str(error)
         keys = [key for key in {**then, **now} if then.get(key) != now.get(key)]
-        if not keys and self.mark().get("inputs") != inputs(self.config):
+        if not keys and self.mark().get("inputs") != checksum_inputs(self.config):
             return "its model or data"
         return "; ".join(f"{key} {then.get(key)}, now {now.get(key)}" for key in keys)
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from megarl.config.errors import ConfigError, DataError
-from megarl.config.files import why, write_whole
+from megarl.config.files import describe_error, write_atomic
 from megarl.config.schema import EVALUATION, PRETRAINING, SUPERVISED, TRAIN
 from megarl.config.text import printable
 from megarl.observe.run_log import OBSERVED, SampleRecord, shorten
@@ -67,9 +67,11 @@ def write_report(run_dirs: Sequence[Path], out: Path) -> Path:
     target = out / "report.html" if out.is_dir() else out
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(target, html)
+        write_atomic(target, html)
     except OSError as error:
-        reason = f"cannot be written: {why(error)} (make room, or choose another place for the report)"
+        reason = (
+            f"cannot be written: {describe_error(error)} (make room, or choose another place for the report)"
+        )
         raise ConfigError(f"{target}: {reason}") from error
     return target
 

@@ -25,7 +25,7 @@ from megarl.config.errors import ConfigError
 from megarl.config.load import config_file, set_key
 from megarl.config.schema import Config
 from megarl.observe.run_log import OBSERVED
-from megarl.parallel.lease import leased, make_anew
+from megarl.parallel.lease import hold_lease, replace_folder
 from megarl.parallel.machine import GIB, cores, matrix_rates
 from megarl_tasks import calculator, pretrained
 from megarl_tasks.pretrained import SMOLLM2, fetch
@@ -125,7 +125,7 @@ def demo(
     check_config(config, str(file))  # report wrong overrides now, not after the warm start
     _check_folders(config, folder, place)
     # No thread renews it, because ranks are forked from this process. Training and waiting for ranks do.
-    with leased(folder, "megarl demo", remedy="wait for it, or choose another --folder"):
+    with hold_lease(folder, "megarl demo", remedy="wait for it, or choose another --folder"):
         (folder / MARK).touch()
         if model == "tiny":
             code = _make_tiny(place, seed, layers, experts, config, data_only=data_only)
@@ -282,14 +282,14 @@ def abilities(machine: Machine) -> Iterator[Ability]:
 
 def _warm_start(file: Path, overrides: list[str]) -> int:
     """Train supervised, or reuse an earlier result if everything that determines its bits is equal."""
-    from megarl.schedule.identity import checksum, files_of, identity
+    from megarl.schedule.identity import checksum_files, identity, list_files
 
     config = load_config(file, overrides)
     mark, hf = config.run_dir / MARK_WARM_START, config.run_dir / "hf"
     wanted = identity(config)
 
     def note() -> str:
-        return json.dumps({**wanted, "result": checksum(files_of(hf))})
+        return json.dumps({**wanted, "result": checksum_files(list_files(hf))})
 
     if hf.is_dir() and mark.read_text(encoding="utf-8") == note():
         again = f"that of {config.run_dir} is used again (same code, settings and data)"
@@ -306,7 +306,7 @@ def _warm_start(file: Path, overrides: list[str]) -> int:
 
 def _make_anew(folder: Path, mark: str) -> None:
     try:
-        make_anew(folder)
+        replace_folder(folder)
         (folder / mark).touch()
     except OSError as error:
         raise ConfigError(f"{folder}: cannot be written: {error.strerror} (choose another folder)") from None

@@ -13,9 +13,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from megarl.config.errors import DataError
-from megarl.config.files import whole_file
+from megarl.config.files import atomic_file
 from megarl.config.schema import DataConfig
-from megarl.data.columns import WORKED, UnusableRow, answer_of, prompt_of, value_at
+from megarl.data.columns import WORKED, UnusableRow, find_answer, find_prompt, value_at
 from megarl.data.prompts import ReadReport
 from megarl.data.readers import file_rows
 from megarl.rewards import VerifierPool
@@ -59,9 +59,9 @@ def convert(source: Path, data: DataConfig, workers: int = 1) -> ConvertedFile:
             if isinstance(row, str):
                 raise UnusableRow(row)
             rows[number] = row
-            _, prompt = prompt_of(row, data, source)
+            _, prompt = find_prompt(row, data, source)
             question = prompt if isinstance(prompt, str) else "\n".join(part["content"] for part in prompt)
-            converted.append((number, row, integer_answer(question, answer_of(row, data, source)[1])))
+            converted.append((number, row, integer_answer(question, find_answer(row, data, source)[1])))
         except UnusableRow as problem:
             refuse(number, problem)
         except Refused as problem:
@@ -85,14 +85,14 @@ def convert(source: Path, data: DataConfig, workers: int = 1) -> ConvertedFile:
 
 def _extend_row(row: dict[str, Any], data: DataConfig, source: Path, found: IntegerAnswer) -> dict[str, Any]:
     row = copy.deepcopy(row)
-    column, prompt = prompt_of(row, data, source)
+    column, prompt = find_prompt(row, data, source)
     if found.asked and isinstance(prompt, str):
         _put(row, column, f"{prompt.rstrip()} {found.asked}")
     elif found.asked:
         messages: list[dict[str, Any]] = value_at(row, column)
         last = next((one for one in reversed(messages) if one["role"] == "user"), messages[-1])
         last["content"] = f"{last['content'].rstrip()} {found.asked}"
-    column, answer = answer_of(row, data, source)
+    column, answer = find_answer(row, data, source)
     if column.lower() in WORKED:
         column = "answer"
     else:
@@ -113,7 +113,7 @@ def write_rows(path: Path, rows: Sequence[dict[str, Any]]) -> None:
     """Write rows as .parquet or .jsonl, by the suffix of `path`. The file appears only when it is
     complete."""
     try:
-        with whole_file(path) as file:
+        with atomic_file(path) as file:
             if path.suffix == ".parquet":
                 names = dict.fromkeys(name for row in rows for name in row)
                 table = pa.table({name: [row.get(name) for row in rows] for name in names})

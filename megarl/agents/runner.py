@@ -19,7 +19,7 @@ from megarl.agents.chat_turns import ChatTurns
 from megarl.agents.endpoint import Endpoint
 from megarl.agents.episode import EpisodeFunction, EpisodeTruncated, Policy, ToolError
 from megarl.agents.loop_watch import LoopWatch
-from megarl.agents.tools import ToolPool, describe_error, environment_class
+from megarl.agents.tools import ToolPool, describe_error, import_environment
 from megarl.config.errors import ConfigError, EngineError, MegarlError
 from megarl.config.schema import Config
 from megarl.data.response_text import check_end_of_turn
@@ -208,7 +208,7 @@ def _load_function(config: Config, tokenizer: Any, endpoint: Endpoint | None) ->
     the chat template rewrites history or cannot present tools."""
     rollout, variables = config.rollout, config.data.chat_template_kwargs
     if rollout.environment:
-        environment_class(rollout.environment, rollout.environment_arguments)
+        import_environment(rollout.environment, rollout.environment_arguments)
         if config.data.template != "chat":
             return play(None)
         check_template(tokenizer, stop=rollout.stop, variables=variables)

@@ -416,7 +416,7 @@ class _JobHandler:
                 )
             else:
                 assert self.environment is not None
-                make = partial(environment_class(self.environment), **self.arguments)
+                make = partial(import_environment(self.environment), **self.arguments)
         except ConfigError as error:
             yield {"error": str(error), "judged": False}
             return
@@ -583,7 +583,7 @@ def build_schema(function: str) -> dict[str, Any]:
         raise ConfigError(f"{at}: {describe_error(error)} ({remedy})") from error
 
 
-def environment_class(path: str, arguments: Mapping[str, Any] | None = None) -> Callable[..., Any]:
+def import_environment(path: str, arguments: Mapping[str, Any] | None = None) -> Callable[..., Any]:
     """Return the class `module:Class` that `rollout.environment` names.
 
     Raises ConfigError if it cannot be imported, is no Environment, or does not take `arguments` if given."""

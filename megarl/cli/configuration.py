@@ -284,7 +284,7 @@ def _assume_lengths(
 
     options = {"mean": mean, "turns": turns, "observed": observed, "idle": idle}
     figures: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
-    if figures.keys() - {"mean"} and not made.config.rollout.acts:
+    if figures.keys() - {"mean"} and not made.config.rollout.is_multi_turn:
         what = "have no effect on responses of one turn (set rollout.episode, tools, environment or agent)"
         raise ConfigError(f"{path}: --turns, --observed, --tool-seconds: {what}")
     return replace(default_lengths(made), **figures)
@@ -315,11 +315,11 @@ def _print_plan(
 
 def _print_on_cpu(made: PlanInputs, where: str, path: Path) -> int:
     """Print the memory needs on this machine, and a problem if there is one. Return the exit code."""
-    from megarl.parallel.machine import memory_here
+    from megarl.parallel.machine import measure_usable_memory
     from megarl.plan.fit import find_cpu_problem, find_cpu_warning
     from megarl.plan.text import on_cpu
 
-    memory = memory_here()
+    memory = measure_usable_memory()
     print(printable("\n".join(on_cpu(made, where, memory))))
     problem, near = find_cpu_problem(made, memory), find_cpu_warning(made, memory)
     if problem or near:

@@ -23,10 +23,10 @@ from megarl.parallel.machine import (
     cores,
     driver_problem,
     driver_version,
+    find_misfit,
     flaws,
     installed,
     matrix_rates,
-    misfit,
 )
 from megarl.rewards.sandbox import probe
 
@@ -186,7 +186,7 @@ def abilities(machine: Machine) -> Iterator[Ability]:
 
 def _demo(machine: Machine) -> Ability:
     name = "the demo on CPUs"
-    if problem := misfit(machine.versions, machine.python):
+    if problem := find_misfit(machine.versions, machine.python):
         what, _, install = problem.rpartition(" (")
         return Ability(name, False, what, install.rstrip(")"))
     if machine.broken:

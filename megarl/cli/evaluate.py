@@ -20,7 +20,7 @@ from megarl.cli.ranks import checks_packages, passes_on_rank_0, run_rank, start_
 from megarl.config import load_config
 from megarl.config.check import real
 from megarl.config.errors import ConfigError, StorageError
-from megarl.config.files import essential, whole_file
+from megarl.config.files import atomic_file, mark_required
 from megarl.config.schema import Config
 from megarl.config.text import printable
 
@@ -75,13 +75,13 @@ def evaluate(
         return 2
     policy, weights = find_policy(config, checkpoint)
     with ExitStack() as held:
-        from megarl.parallel.lease import leased
+        from megarl.parallel.lease import hold_lease
         from megarl.parallel.runtime import launched_rank
 
         lease = None
         if launched_rank() == 0:
             remedy = "wait for it, or choose another folder with --out"
-            lease = held.enter_context(leased(folder, "megarl eval", remedy=remedy))
+            lease = held.enter_context(hold_lease(folder, "megarl eval", remedy=remedy))
         if starts_ranks(policy):
             main = partial(_evaluate, policy, weights, folder, lease, launched=True)
             return start_ranks(main, policy, folder)
@@ -139,7 +139,7 @@ def _publish(evaluation: Evaluation, result: EvaluationResult, out: Path) -> Non
         ("answers.jsonl", result.answers(evaluation.tokenizer), None),
     ):
         try:
-            with essential(out / name), whole_file(out / name) as file:
+            with mark_required(out / name), atomic_file(out / name) as file:
                 for item in objects:
                     text = json.dumps(item, ensure_ascii=False, indent=indent) + "\n"
                     file.write(text.encode("utf-8", "backslashreplace"))

@@ -92,10 +92,10 @@ def node_versions(cuda: bool) -> dict[str, str]:
     """Return the versions that must be equal on all nodes: packages, Python, and megarl's files."""
     import torch
 
-    from megarl.schedule.identity import code_checksum
+    from megarl.schedule.identity import checksum_code
     from megarl.schedule.preflight import versions
 
-    code = code_checksum()
+    code = checksum_code()
     found = {**versions(), "python": platform.python_version(), "megarl's files": code}
     if cuda:
         found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec
 
 from megarl.config.errors import Interrupted, MegarlError
-from megarl.config.files import unforeseen
+from megarl.config.files import to_storage_error
 from megarl.config.schema import Config
 from megarl.rewards.sandbox import hide_memory, landlock_version
 
@@ -72,7 +72,7 @@ def exit_code(command: Callable[[], int]) -> int:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return code
         except OSError as error:
-            if (known := unforeseen(error)) is None:
+            if (known := to_storage_error(error)) is None:
                 raise
             print(f"megarl: {known}", file=sys.stderr, flush=True)
             return known.code
@@ -142,10 +142,10 @@ def passes_on_rank_0(check: Callable[[], None]) -> bool:
 
 def starts_ranks(config: Config) -> bool:
     """Return whether this process must start ranks. Else it is the only rank, or one of torchrun's."""
-    from megarl.parallel.launch import ranks_here
+    from megarl.parallel.launch import count_local_ranks
     from megarl.parallel.runtime import is_launched
 
-    return not is_launched() and ranks_here(config.parallel) > 1
+    return not is_launched() and count_local_ranks(config.parallel) > 1
 
 
 def start_ranks(
@@ -207,12 +207,12 @@ def run_rank(
     if not config.rollout.capabilities.continuous_batching and not landlock_version():
         hide_memory()
     from megarl.parallel import runtime as parallel
-    from megarl.parallel.comm import from_rank_0
+    from megarl.parallel.comm import broadcast_from_rank_0
     from megarl.parallel.launch import lost_a_peer, write_error_file
     from megarl.parallel.lease import Lease
-    from megarl.weights.families import family_of, read_config
+    from megarl.weights.families import get_family, read_config
 
-    mixture = family_of(read_config(config.model.path)).is_moe
+    mixture = get_family(read_config(config.model.path)).is_moe
     with ExitStack() as keeping:
         keeping.enter_context(spared_output(pipes=True))
         if lease is not None:
@@ -222,13 +222,13 @@ def run_rank(
         failed, code = True, 1
         try:
             if parallel.is_launched() and not launched:  # by torchrun: only rank 0 has the lease
-                taken = from_rank_0(runtime.job, lease, Lease | None)
+                taken = broadcast_from_rank_0(runtime.job, lease, Lease | None)
                 if lease is None and taken is not None:
                     keeping.enter_context(taken.kept())
             code = job(runtime) or 0
             failed = False
         except (MegarlError, OSError) as met:
-            error = met if isinstance(met, MegarlError) else unforeseen(met)
+            error = met if isinstance(met, MegarlError) else to_storage_error(met)
             if error is None:
                 raise
             if error is not met:

@@ -21,7 +21,7 @@ from megarl.cli.arguments import ConfigFile, Overrides, Wait, key_values
 from megarl.cli.ranks import checks_packages, passes_on_rank_0, run_rank, start_ranks, starts_ranks
 from megarl.config import dump_config, load_config
 from megarl.config.errors import ConfigError
-from megarl.config.files import essential, write_whole
+from megarl.config.files import mark_required, write_atomic
 from megarl.config.load import set_key
 from megarl.config.schema import Config
 from megarl.config.text import printable
@@ -95,7 +95,7 @@ def check_run(config: Config, where: str) -> None:
 
 
 def begin_run(config: Config, fresh: bool) -> None:
-    """Check that the leased run folder can be used, and write configuration and versions into it."""
+    """Check that the run folder can be used, and write configuration and versions into it."""
     from megarl.observe.prometheus import Exporter
     from megarl.schedule.preflight import claim_run_dir, versions
 
@@ -106,8 +106,8 @@ def begin_run(config: Config, fresh: bool) -> None:
         ("config.yaml", dump_config(config)),
         ("versions.json", json.dumps(versions(), indent=1) + "\n"),
     ):
-        with essential(config.run_dir / name):
-            write_whole(config.run_dir / name, text)
+        with mark_required(config.run_dir / name):
+            write_atomic(config.run_dir / name, text)
 
 
 def lease_of_run(
@@ -116,12 +116,12 @@ def lease_of_run(
     """Return a context with the lease on the run's folder.
 
     A run that does not renew its lease for twice the watchdog's longest wait counts as dead."""
-    from megarl.parallel.lease import leased
+    from megarl.parallel.lease import hold_lease
     from megarl.parallel.runtime import launched_world
 
     machines = launched_world() // int(os.environ.get("LOCAL_WORLD_SIZE", launched_world()))
     remedy = "stop it there, wait for it with --wait SECONDS, or choose another run_dir"
-    return leased(
+    return hold_lease(
         config.run_dir,
         command,
         limit=2 * config.watchdog.silence,
@@ -169,7 +169,7 @@ def _train(config: Config, stop: StopRequest, lease: Lease | None, *, launched: 
                 if runtime.rank == 0:
                     reports = {name: asdict(report) for name, report in run.source.reports.items()}
                     with run.dispensable.file(config.run_dir / "data.json"):
-                        write_whole(config.run_dir / "data.json", json.dumps(reports, indent=1) + "\n")
+                        write_atomic(config.run_dir / "data.json", json.dumps(reports, indent=1) + "\n")
                 Trainer(run, stop, watchdog).train()
 
     code = run_rank(config, job, lease, config.run_dir, launched=launched)

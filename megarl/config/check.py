@@ -259,14 +259,14 @@ def _advantage_problems(c: Config) -> Iterator[str]:
         what = f"must be >= 2 for algorithm.advantage {a.advantage}, which compares a group's responses"
         yield f"rollout.group_size: {what} (got {group}; or set algorithm.advantage=gae)"
     # Turns of an episode may have separate rewards.
-    if a.advantage == "per_reward" and len(c.reward.parts) < 2 and not c.rollout.acts:
+    if a.advantage == "per_reward" and len(c.reward.parts) < 2 and not c.rollout.is_multi_turn:
         what = f"per_reward needs several rewards, and there is one ({', '.join(c.reward.parts)})"
         yield f"algorithm.advantage: {what} (give others a weight, or set it to group)"
     if a.advantage == "tracked" and c.rollout.dynamic_sampling.enabled:
         what = "drops groups that are all right or all wrong, which algorithm.advantage tracked needs"
         yield f"rollout.dynamic_sampling.enabled: {what} (set it to false)"
     if a.advantage == "prompt_value":
-        if c.rollout.acts:
+        if c.rollout.is_multi_turn:
             what = "prompt_value treats a response as one action, but episodes have several"
             yield f"algorithm.advantage: {what} (set it to gae)"
         if a.value_clip:
@@ -409,7 +409,7 @@ def _episode_problems(c: Config) -> Iterator[str]:
     if r.agent and c.update.share_prompts:
         what = "an agent's messages differ within a group"
         yield f"update.share_prompts: has no effect with rollout.agent: {what} (set it to false)"
-    if not r.acts:
+    if not r.is_multi_turn:
         remedy = "set rollout.episode, tools, environment or agent"
         yield from _unused(c, f"has no effect on responses of one turn ({remedy})", "rollout.turns")
     if (most := r.turns.max_tokens) is not None and most < r.max_response_tokens:
@@ -479,7 +479,7 @@ def _window_problems(c: Config) -> Iterator[str]:
     if r.continue_partial:
         what = "has no effect with rollout.window, which always continues unfinished responses"
         yield f"rollout.continue_partial: {what} (set it to false)"
-    if r.acts:
+    if r.is_multi_turn:
         yield "rollout.window: works with responses of one turn only (leave it out, or the episode)"
     if c.reward.model.path is not None:
         what = "scores whole responses, and with rollout.window a batch holds parts"

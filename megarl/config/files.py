@@ -1,7 +1,8 @@
 """Open files safely and write them atomically.
 
-A run stops with one line if an `essential` file cannot be written, and continues without a `Dispensable` one.
-`whole_file` and `append_whole` leave no partial file or line."""
+A run stops with one line if a file under `mark_required` cannot be written, and continues without
+`OptionalFiles`.
+`atomic_file` and `append_atomic` leave no partial file or line."""
 
 from __future__ import annotations
 
@@ -37,7 +38,7 @@ def open_regular(path: Path) -> BufferedReader:
     return open(descriptor, "rb")
 
 
-def stays_inside(path: Path, folder: Path) -> bool:
+def is_inside(path: Path, folder: Path) -> bool:
     """Return whether a file in a model's folder lies inside it after following links.
 
     Folders of the Hugging Face cache (models--OWNER--NAME/snapshots/REVISION) link to files in the sibling
@@ -82,30 +83,30 @@ def fsync(path: Path) -> None:
         os.close(descriptor)
 
 
-def why(error: OSError) -> str:
+def describe_error(error: OSError) -> str:
     """Return the system's message, e.g. `No space left on device`."""
     return error.strerror or str(error) or type(error).__name__
 
 
 @contextmanager
-def essential(path: Path) -> Iterator[None]:
+def mark_required(path: Path) -> Iterator[None]:
     """Turn an OSError in the block into a StorageError, for files that a run needs."""
     try:
         yield
     except OSError as error:
-        raise StorageError(f"{path}: cannot be written: {why(error)} ({MAKE_ROOM})") from error
+        raise StorageError(f"{path}: cannot be written: {describe_error(error)} ({MAKE_ROOM})") from error
 
 
-def unforeseen(error: OSError) -> StorageError | None:
+def to_storage_error(error: OSError) -> StorageError | None:
     """Return a StorageError if the disk is full or gone, else None."""
     if error.errno not in NO_ROOM:
         return None
     file = error.filename or "a file"
     done = "read or written" if error.errno in (errno.EIO, errno.ESTALE) else "written"
-    return StorageError(f"{file}: cannot be {done}: {why(error)} ({MAKE_ROOM})")
+    return StorageError(f"{file}: cannot be {done}: {describe_error(error)} ({MAKE_ROOM})")
 
 
-class Dispensable:
+class OptionalFiles:
     """Optional files of a run, one object per process.
 
     Reports each unwritable file once, and keeps that line until `take` for the run's events."""
@@ -122,7 +123,7 @@ class Dispensable:
         except OSError as error:
             if path not in self._reported:
                 self._reported.add(path)
-                what = f"cannot be written: {why(error)}; the run continues without it"
+                what = f"cannot be written: {describe_error(error)}; the run continues without it"
                 self._lines.append(f"{path}: {what} (make room; later data is written then)")
                 print(f"megarl: {self._lines[-1]}", file=sys.stderr, flush=True)
 
@@ -132,7 +133,7 @@ class Dispensable:
         return lines
 
 
-def append_whole(file: FileIO, data: bytes) -> None:
+def append_atomic(file: FileIO, data: bytes) -> None:
     """Append all of `data` to an unbuffered file, or nothing. Raises OSError.
 
     A buffer would keep the rest and write it later."""
@@ -146,7 +147,7 @@ def append_whole(file: FileIO, data: bytes) -> None:
 
 
 @contextmanager
-def whole_file(path: Path) -> Iterator[BufferedWriter]:
+def atomic_file(path: Path) -> Iterator[BufferedWriter]:
     """Yield a file that replaces `path` once it is complete and on disk.
 
     On any error the old file stays, and no partial file is left. A link's target is replaced, not the link;
@@ -176,8 +177,8 @@ def open_new(path: Path) -> BufferedWriter:
     return open(os.open(path, flags, 0o666), "wb")
 
 
-def write_whole(path: Path, content: str | bytes) -> None:
-    """Write `content` as a `whole_file`. Raises OSError."""
+def write_atomic(path: Path, content: str | bytes) -> None:
+    """Write `content` as a `atomic_file`. Raises OSError."""
     data = content if isinstance(content, bytes) else content.encode("utf-8", "backslashreplace")
-    with whole_file(path) as file:
+    with atomic_file(path) as file:
         file.write(data)

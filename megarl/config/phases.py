@@ -94,7 +94,7 @@ def has_critics(config: Config) -> bool:
 
 def has_prompt_critic(config: Config) -> bool:
     """Return whether the value model reads prompts alone (SPPO)."""
-    return config.values_prompts
+    return config.has_prompt_critic
 
 
 def computes_advantages(phase: str) -> Condition:

@@ -55,7 +55,7 @@ class RolloutBatch:
     events: list[str] = field(default_factory=list)
 
     @staticmethod
-    def of(batch: TrainBatch) -> RolloutBatch:
+    def from_train_batch(batch: TrainBatch) -> RolloutBatch:
         """Return a batch that every rank holds in full."""
         own = batch.select(range(batch.num_sequences))
         per_token = {name for name, column in own.columns.items() if column.shape[0] == own.num_tokens}
@@ -177,7 +177,7 @@ class TrainBatch:
         return torch.minimum(own[torch.searchsorted(own, start)], end) - start
 
     @property
-    def drawn(self) -> Tensor:
+    def sampled_mask(self) -> Tensor:
         """Return which response tokens this step sampled, bool [T].
 
         The optional column `begun` [n] counts the tokens that earlier steps sampled (`rollout.window`)."""
@@ -195,7 +195,7 @@ class TrainBatch:
         return self["unfinished"]
 
     @property
-    def drawn_lengths(self) -> Tensor:
+    def sampled_lengths(self) -> Tensor:
         """Return the tokens of each response that this step sampled, int64 [n]."""
         return self.response_lengths - self["begun"] if "begun" in self else self.response_lengths
 

@@ -71,7 +71,7 @@ def _find_column(
     return next(iter(found.items()), (key, None))
 
 
-def prompt_of(row: Mapping[str, Any], data: DataConfig, path: Path) -> tuple[str, str | Messages]:
+def find_prompt(row: Mapping[str, Any], data: DataConfig, path: Path) -> tuple[str, str | Messages]:
     """Return (column, prompt) of a row. Raises UnusableRow, and DataError for ambiguous columns."""
     column, value = _find_column(row, data.prompt_key, _OTHER_PROMPTS, "data.prompt_key", path)
     if value is None:
@@ -181,7 +181,7 @@ def final_answer(solution: str) -> str | None:
     return text if text and not re.search(r"\s", text) else None
 
 
-def answer_of(row: Mapping[str, Any], data: DataConfig, path: Path) -> tuple[str, str]:
+def find_answer(row: Mapping[str, Any], data: DataConfig, path: Path) -> tuple[str, str]:
     """Return (column, text) of a problem's reference answer.
 
     A column of WORKED holds a solution, so `final_answer` extracts the answer; `solution` is tried first. Of

@@ -20,11 +20,11 @@ from megarl.data.chat_template import render_chat
 from megarl.data.columns import (
     Messages,
     UnusableRow,
-    answer_of,
     columns_to_read,
+    find_answer,
+    find_prompt,
     find_response,
     last_question,
-    prompt_of,
 )
 from megarl.data.generated import GeneratedRow, first_rows, generate, gym_entries, reference_to
 from megarl.data.limits import memory_limit
@@ -95,7 +95,7 @@ def prompt_uid(text: str, answer: str) -> int:
     return int.from_bytes(digest, "big") >> 1
 
 
-def content_of(prompts: Iterable[Prompt]) -> str:
+def checksum_prompts(prompts: Iterable[Prompt]) -> str:
     """Return the SHA-256 of problems in order: their uids, tokens and answers."""
     digest = sha256()
     for prompt in prompts:
@@ -426,8 +426,10 @@ def _usable_rows(
 def _file_row(
     content: dict[str, Any], number: int, path: Path, data: DataConfig, response_key: str | None
 ) -> _Row:
-    _, prompt = prompt_of(content, data, path)
-    target = find_response(content, response_key, path) if response_key else answer_of(content, data, path)[1]
+    _, prompt = find_prompt(content, data, path)
+    target = (
+        find_response(content, response_key, path) if response_key else find_answer(content, data, path)[1]
+    )
     source, extra = content.get("data_source"), content.get("extra_info")
     source, extra = source if isinstance(source, str) else "", extra if isinstance(extra, dict) else {}
     return _Row(str(path), number, _uid(prompt, target), prompt, target, source, extra)

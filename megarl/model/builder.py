@@ -61,7 +61,7 @@ from megarl.parallel.cpu_platform import on_cpu
 from megarl.parallel.layout import padded_vocab
 from megarl.parallel.machine import transformer_engine_problem
 from megarl.parallel.runtime import Runtime
-from megarl.weights.families import Family, Sizes, family_of, is_frozen, table_names
+from megarl.weights.families import Family, Sizes, get_family, is_frozen, rename_to_table
 from megarl.weights.shards import parameters
 
 LAYER = re.compile(r"(?<=decoder\.layers\.)\d+")
@@ -118,9 +118,9 @@ class _Body(GPTModel):
     def __init__(
         self, config: Config, hf: PretrainedConfig, runtime: Runtime, vp_stage: int, *, tied: bool
     ) -> None:
-        family = family_of(hf.to_dict())
+        family = get_family(hf.to_dict())
         layers = "portable" if family.is_linear else choose_layers(config.model, runtime.device)
-        sizes = Sizes.of(hf.to_dict())
+        sizes = Sizes.from_config(hf.to_dict())
         megatron = _transformer_config(config, hf, runtime, layers, family, sizes)
         lora = config.critic.lora if isinstance(self, Critic) else config.actor.lora
         own = runtime.layout.layers(sizes.layers, runtime.pp_rank)
@@ -178,7 +178,7 @@ class _Body(GPTModel):
         device, cp = self.rotary_pos_emb.inv_freq.device, self.config.context_parallel_size
         packed: Any
         if self.layers_kind == "portable":
-            packed = PackedPlan.of(cu_seqlens, device, cp, self.cp_rank, prompts)
+            packed = PackedPlan.make(cu_seqlens, device, cp, self.cp_rank, prompts)
         else:
             longest = int(cu_seqlens.diff().max())
             lengths = {"max_seqlen_q": longest, "max_seqlen_kv": longest}
@@ -380,7 +380,7 @@ def _prepare(
         critic = isinstance(model.chunks[0], Critic)
         own = parameters(hf.to_dict(), runtime.layout, runtime.pp_rank, 0, critic=critic)
         frozen = {name for name, pair, layer, _ in own if is_frozen(pair, layer, optimizer)}
-        for name, parameter in table_names(dict(model.named_parameters())).items():
+        for name, parameter in rename_to_table(dict(model.named_parameters())).items():
             parameter.requires_grad_(name not in frozen)
         # A recomputed module gets no weight gradients if its input needs none: after frozen embeddings or
         # frozen layers. So the input must need a gradient.

@@ -63,7 +63,7 @@ def fp8_options(config: Config) -> dict[str, Any]:
 
 def check_sizes(config: Config, hf_config: Mapping[str, Any], key: str = "model.path") -> None:
     """Raise ConfigError for a matrix of a rank with unsuitable sides. key: config key of the model."""
-    fp8, sizes, tp = config.model.fp8, Sizes.of(hf_config), config.parallel.tp
+    fp8, sizes, tp = config.model.fp8, Sizes.from_config(hf_config), config.parallel.tp
     if fp8.format == "none":
         return
     if fp8.first_last_layers_bf16 and sizes.layers < 3:

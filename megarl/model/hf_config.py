@@ -14,7 +14,7 @@ from transformers import AutoConfig, PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from megarl.config.errors import CheckpointError
-from megarl.weights.families import FAMILIES, Sizes, family_of, is_on, is_tied, read_config
+from megarl.weights.families import FAMILIES, Sizes, get_family, is_on, is_tied, read_config
 
 
 def read_hf_config(folder: Path) -> PretrainedConfig:
@@ -32,17 +32,17 @@ def read_hf_config(folder: Path) -> PretrainedConfig:
 def check_buildable(folder: Path) -> None:
     """Raise CheckpointError `config.json: key: problem` if the builder would refuse the model."""
     described, hf = read_config(folder), read_hf_config(folder)
-    sizes = Sizes.of(described)
+    sizes = Sizes.from_config(described)
     taken: dict[str, tuple[Any, Any]] = {
         "num_hidden_layers": (sizes.layers, hf.num_hidden_layers),
         "num_key_value_heads": (sizes.kv_heads, hf.num_key_value_heads),
         "tie_word_embeddings": (is_tied(described), hf.tie_word_embeddings),
     }
-    if family_of(described).is_latent:
+    if get_family(described).is_latent:
         taken["v_head_dim"] = (sizes.out // sizes.heads, hf.v_head_dim)
     else:
         taken["head_dim"] = (sizes.head_dim, head_dim(hf))
-    for key, value in family_of(described).requires:
+    for key, value in get_family(described).requires:
         found = getattr(hf, key, None)
         taken[key] = (value, value if found is None else found)
     switches = {pair.switch.removeprefix("not ") for pair in FAMILIES[hf.model_type].layer}
@@ -56,7 +56,7 @@ def check_buildable(folder: Path) -> None:
         if not bool(rope_frequencies(hf).isfinite().all()):
             problem = "gives frequencies that are not finite (is it, or a factor, very small?)"
             raise CheckpointError(f"config.json: rope_theta: {problem}")
-        normalised = family_of(described).is_moe and getattr(hf, "norm_topk_prob", True)
+        normalised = get_family(described).is_moe and getattr(hf, "norm_topk_prob", True)
         if normalised and hf.num_experts_per_tok == 1:
             what = "true with num_experts_per_tok 1 would leave the router without a gradient"
             raise CheckpointError(f"config.json: norm_topk_prob: {what}")

@@ -28,8 +28,8 @@ from torch import Tensor
 from megarl.config.schema import LoraConfig
 from megarl.parallel.runtime import Runtime
 from megarl.weights.boxes import view
-from megarl.weights.families import Pair, Sizes, adapters, family_of
-from megarl.weights.shards import pair_shard, sizes_of
+from megarl.weights.families import Pair, Sizes, adapters, get_family
+from megarl.weights.shards import get_sizes, pair_shard
 
 
 class Adapters(torch.nn.Module):
@@ -87,8 +87,8 @@ def attach_adapters(
     chunk: Any, hf_config: Mapping[str, Any], lora: LoraConfig, seed: int, runtime: Runtime
 ) -> None:
     """Add adapters to the linears of a model's layers, as a child module `lora` and a hook."""
-    sizes, layout = sizes_of(hf_config, lora), runtime.layout
-    adapted = [pair for pair in family_of(hf_config).layer if adapters(pair, lora)]
+    sizes, layout = get_sizes(hf_config, lora), runtime.layout
+    adapted = [pair for pair in get_family(hf_config).layer if adapters(pair, lora)]
     own = sizes.experts // layout.ep
     for layer, pair in product(chunk.decoder.layers, adapted):
         if not sizes.has(pair, layer.layer_number - 1):

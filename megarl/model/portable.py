@@ -271,7 +271,7 @@ class PackedPlan(PackedSeqParams):
     angles: Tensor | None = None
 
     @staticmethod
-    def of(
+    def make(
         cu_seqlens: Tensor,
         device: torch.device,
         cp: int = 1,

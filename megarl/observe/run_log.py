@@ -20,7 +20,7 @@ from socket import gethostname
 from typing import Any, Self, cast
 
 from megarl.config.errors import ConfigError, StorageError
-from megarl.config.files import Dispensable, append_whole, essential, why, write_whole
+from megarl.config.files import OptionalFiles, append_atomic, describe_error, mark_required, write_atomic
 from megarl.config.schema import EVALUATION, PRETRAINING, SUPERVISED, TRAIN
 from megarl.observe.prometheus import Exporter
 
@@ -144,9 +144,9 @@ class JsonlWriter:
     dispensable: for an optional file. If it cannot be written now, later records may be. Without it a file
     that cannot be opened is a ConfigError, and one that cannot be written a StorageError."""
 
-    def __init__(self, path: Path, append: bool, dispensable: Dispensable | None = None) -> None:
+    def __init__(self, path: Path, append: bool, dispensable: OptionalFiles | None = None) -> None:
         self.path = path
-        self._careful = essential if dispensable is None else dispensable.file
+        self._careful = mark_required if dispensable is None else dispensable.file
         self._file: FileIO | None = None
         # Pending filters of the file's lines. They are applied before anything is appended.
         self._filters: list[Callable[[Record], bool]] = [lambda record: append]
@@ -154,7 +154,8 @@ class JsonlWriter:
             with self._careful(path):
                 self._settle()
         except StorageError as error:
-            reason = f"cannot be written: {why(cast(OSError, error.__cause__))} (choose another run_dir)"
+            cause = describe_error(cast(OSError, error.__cause__))
+            reason = f"cannot be written: {cause} (choose another run_dir)"
             raise ConfigError(f"run_dir: {path}: {reason}") from error
 
     def write(self, record: Mapping[str, Any], ascii_only: bool = True) -> None:
@@ -165,7 +166,7 @@ class JsonlWriter:
             file = cast(FileIO, self._file)
             end = os.fstat(file.fileno()).st_size
             try:
-                append_whole(file, line)
+                append_atomic(file, line)
             except OSError:
                 # A partial line that could not be removed must go before the next one.
                 if os.fstat(file.fileno()).st_size != end:
@@ -199,7 +200,7 @@ class JsonlWriter:
             os.ftruncate(self._file.fileno(), len(left))  # works on a full disk
             os.fsync(self._file.fileno())
         elif content != left:
-            write_whole(self.path, left)
+            write_atomic(self.path, left)
             old, self._file = self._file, None
             old.close()
             self._file = FileIO(self.path, "ab")
@@ -228,10 +229,10 @@ class RunLog:
         tensorboard: bool = False,
         wandb: bool = False,
         exporter: Exporter | None = None,
-        dispensable: Dispensable | None = None,
+        dispensable: OptionalFiles | None = None,
     ) -> None:
         self.samples_per_step, self._exporter = samples, exporter
-        spare = Dispensable() if dispensable is None else dispensable
+        spare = OptionalFiles() if dispensable is None else dispensable
         self._trackers: list[_TensorBoard | _Wandb] = [_TensorBoard(run_dir, spare)] if tensorboard else []
         self._trackers += [_Wandb(run_dir, append, spare)] if wandb else []
         self._files = {name: JsonlWriter(run_dir / name, append) for name in (METRICS_FILE, ANSWERS_FILE)}
@@ -322,7 +323,7 @@ class _TensorBoard:
 
     torch's writer works in a thread: on a full disk it ends with a traceback and a partial record."""
 
-    def __init__(self, run_dir: Path, dispensable: Dispensable) -> None:
+    def __init__(self, run_dir: Path, dispensable: OptionalFiles) -> None:
         _tracker("tensorboard", "TensorBoard", "tensorboard")
         self._proto, self._summary, self._records = (
             import_module(f"tensorboard.{name}")
@@ -355,7 +356,7 @@ class _TensorBoard:
             if self._file is None:
                 self._folder.mkdir(parents=True, exist_ok=True)
                 self._file = FileIO(self._path, "ab")
-            append_whole(self._file, framed.getvalue())
+            append_atomic(self._file, framed.getvalue())
             self._header = []
 
     def continue_from(self, step: int) -> None:
@@ -372,7 +373,7 @@ class _TensorBoard:
 class _Wandb:
     """Logs to one W&B run per run folder; run_dir/wandb_id lets a resumed run continue it."""
 
-    def __init__(self, run_dir: Path, append: bool, dispensable: Dispensable) -> None:
+    def __init__(self, run_dir: Path, append: bool, dispensable: OptionalFiles) -> None:
         wandb = _tracker("wandb", "wandb", "wandb")
         known = run_dir / "wandb_id"
         run_dir.mkdir(parents=True, exist_ok=True)
@@ -384,7 +385,7 @@ class _Wandb:
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
         with dispensable.file(known):
-            write_whole(known, f"{self._run.id}\n")
+            write_atomic(known, f"{self._run.id}\n")
 
     def log(self, step: int, numbers: Mapping[str, float]) -> None:
         self._run.log({"step": step, **numbers})

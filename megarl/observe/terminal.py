@@ -126,7 +126,7 @@ def select_columns(record: Mapping[str, Any]) -> list[Column]:
     return [column for column in COLUMNS if any(text != MISSING for text in format_values(column, record))]
 
 
-def evaluation_text(record: Mapping[str, Any]) -> str:
+def format_evaluation(record: Mapping[str, Any]) -> str:
     """Format an evaluation: `0.621 avg  0.700 pass  0.650 majority  (k 4, 512 problems)`.
 
     Only avg if k is 1 or differs between sets. A line per set and data source follows if there are
@@ -173,7 +173,7 @@ def sparkline(points: Sequence[float], width: int, blocks: str = BLOCKS) -> str:
 
 
 @dataclass(frozen=True)
-class RunFacts:
+class RunHeader:
     """The header. value_pretraining_steps: maximum, before the `steps` of training."""
 
     name: str
@@ -201,7 +201,7 @@ class TerminalView:
     def __init__(
         self,
         mode: Literal["auto", "live", "plain", "quiet"],
-        facts: RunFacts,
+        facts: RunHeader,
         console: Console | None = None,
         every: int = 1,
         clock: Callable[[], float] = time.monotonic,
@@ -284,7 +284,7 @@ class TerminalView:
         total = self.facts.total(stage)
         place = f"{step:>{len(str(total))}}/{total}" if total else f"{step}"
         if stage == EVALUATION:
-            self._print(f"eval  {place}  {evaluation_text(record)}")
+            self._print(f"eval  {place}  {format_evaluation(record)}")
             return
         # The first record of a stage determines its columns, to keep them aligned.
         if stage not in self._columns:
@@ -323,7 +323,7 @@ class TerminalView:
         phase = Text.assemble((self._printable(self._phase), "cyan"), f" {elapsed}", **one_line)
         if self._evaluation:
             phase.append(f"\nevaluation at step {self._evaluation['step']}  ", "dim")
-            phase.append(printable(evaluation_text(self._evaluation)))
+            phase.append(printable(format_evaluation(self._evaluation)))
 
         sparks = Table.grid(padding=(0, 1))
         for name, (_, form) in SPARKS.items():
@@ -434,7 +434,7 @@ def watch(
                     break
 
 
-def read_facts(run_dir: Path, settings: Mapping[str, Any]) -> RunFacts:
+def read_facts(run_dir: Path, settings: Mapping[str, Any]) -> RunHeader:
     path = Path(str(settings.get("model", {}).get("path")))
     model = path.name
     if (path / "config.json").is_file():
@@ -442,7 +442,7 @@ def read_facts(run_dir: Path, settings: Mapping[str, Any]) -> RunFacts:
         layers, width = sizes.get("num_hidden_layers"), sizes.get("hidden_size")
         model = f"{sizes.get('model_type')} {layers} layers x {width}"
     critic = settings.get("algorithm", {}).get("advantage") in ("gae", "prompt_value")
-    return RunFacts(
+    return RunHeader(
         name=run_dir.resolve().name,
         recipe=str(settings.get("recipe")),
         model=model,

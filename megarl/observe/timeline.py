@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from megarl.config.files import Dispensable
+from megarl.config.files import OptionalFiles
 from megarl.config.schema import TRAIN
 from megarl.observe.run_log import JsonlWriter, Record, is_step, precedes
 
@@ -29,11 +29,11 @@ class Timeline:
         self,
         run_dir: Path,
         rank: int,
-        dispensable: Dispensable | None = None,
+        dispensable: OptionalFiles | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
         path = run_dir / FOLDER / NAME.format(rank)
-        self._file = JsonlWriter(path, True, Dispensable() if dispensable is None else dispensable)
+        self._file = JsonlWriter(path, True, OptionalFiles() if dispensable is None else dispensable)
         self._clock, self._phase, self._begin, self._waited = clock, "", 0.0, 0.0
         self._place: Record = {"stage": TRAIN, "step": 0}  # before the first step
 
@@ -46,7 +46,7 @@ class Timeline:
         self.leave()
         self._phase, self._begin, self._waited = phase, self._clock(), 0.0
 
-    def waited(self, seconds: float) -> None:
+    def add_wait(self, seconds: float) -> None:
         self._waited += seconds
 
     def leave(self) -> None:

@@ -44,7 +44,7 @@ def gather_over(group: dist.ProcessGroup | None, value: T, kind: Any) -> list[T]
     return [decode(different[place], kind, f"rank {rank}") for rank, place in enumerate(order)]
 
 
-def gather_on_0(ranks: Ranks, value: T, kind: Any) -> list[T] | None:
+def gather_to_rank_0(ranks: Ranks, value: T, kind: Any) -> list[T] | None:
     """Return every rank's `value`, of type `kind`, by rank, on rank 0; None on the others."""
     blobs = _collect(ranks.cpu_group, encode(value))
     if blobs is None:
@@ -52,13 +52,13 @@ def gather_on_0(ranks: Ranks, value: T, kind: Any) -> list[T] | None:
     return [decode(blob, kind, f"rank {rank}") for rank, blob in enumerate(blobs)]
 
 
-def shares_on_0(ranks: Ranks, share: T, kind: Any) -> list[T] | None:
-    """Do the same as `gather_on_0`, but without a copy of rank 0's own share."""
-    shares = gather_on_0(ranks, share if ranks.rank else None, kind | None)
+def gather_shares_to_rank_0(ranks: Ranks, share: T, kind: Any) -> list[T] | None:
+    """Do the same as `gather_to_rank_0`, but without a copy of rank 0's own share."""
+    shares = gather_to_rank_0(ranks, share if ranks.rank else None, kind | None)
     return None if shares is None else [share, *cast(list[T], shares[1:])]
 
 
-def from_rank_0(ranks: Ranks, value: T, kind: Any) -> T:
+def broadcast_from_rank_0(ranks: Ranks, value: T, kind: Any) -> T:
     """Return rank 0's `value`, of type `kind`, on every rank."""
     blob = _spread(ranks.cpu_group, encode(value) if ranks.rank == 0 else None)
     return cast(T, decode(blob, kind, "rank 0"))
@@ -180,7 +180,7 @@ def sum_over_replicas(runtime: Runtime, sums: Tensor) -> Tensor:
     return total
 
 
-def among_largest(runtime: Runtime, first: Tensor, then: Tensor, wanted: int) -> Tensor:
+def find_among_largest(runtime: Runtime, first: Tensor, then: Tensor, wanted: int) -> Tensor:
     """Return which of this replica's entries are among the `wanted` largest of all replicas, bool [m].
 
     Entries are ordered by `first`, and by `then` if `first` is equal; both [m], the same on every rank of
@@ -197,7 +197,7 @@ def among_largest(runtime: Runtime, first: Tensor, then: Tensor, wanted: int) ->
     return torch.from_numpy((first_of > least) | (first_of == least) & (then_of >= of_equal))
 
 
-def among_smallest(runtime: Runtime, keys: Tensor, wanted: int) -> Tensor:
+def find_among_smallest(runtime: Runtime, keys: Tensor, wanted: int) -> Tensor:
     """Return which of this replica's keys are among the `wanted` smallest of all replicas, bool [m].
 
     keys: int32 [m], not negative. They are compared with the highest bound that at most `wanted` keys are
@@ -219,7 +219,7 @@ def max_over_ranks(ranks: Ranks, value: float) -> float:
     return max(gather_objects(ranks, float(value), float))
 
 
-def from_last_stage(
+def broadcast_from_last_stage(
     columns: dict[str, Tensor] | None, names: Sequence[str], entries: int, runtime: Runtime
 ) -> dict[str, Tensor]:
     """Return float32 columns [entries] of the last pipeline stage on the host of every stage."""
@@ -237,7 +237,7 @@ def from_last_stage(
     return dict(zip(names, stacked.cpu(), strict=True))
 
 
-def any_of(ranks: Ranks, flags: Sequence[bool]) -> list[bool]:
+def any_flags(ranks: Ranks, flags: Sequence[bool]) -> list[bool]:
     """Return on every rank, for each flag, whether it is true on any rank. Goes through rank 0."""
     if ranks.world == 1:
         return list(flags)
@@ -252,7 +252,7 @@ def any_of(ranks: Ranks, flags: Sequence[bool]) -> list[bool]:
 
 def any_rank(ranks: Ranks, flag: bool) -> bool:
     """Return on every rank whether `flag` is true on any rank."""
-    return any_of(ranks, (flag,))[0]
+    return any_flags(ranks, (flag,))[0]
 
 
 def barrier(ranks: Ranks) -> None:

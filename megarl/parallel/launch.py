@@ -27,7 +27,7 @@ from typing import Any, NoReturn
 import torch.distributed as dist
 
 from megarl.config.errors import Interrupted
-from megarl.config.files import essential, write_whole
+from megarl.config.files import mark_required, write_atomic
 from megarl.config.schema import ParallelConfig
 from megarl.parallel.machine import ALLOCATOR, EXPANDABLE
 from megarl.parallel.runtime import LAUNCHED_BY, STORE_FILE, choose_device
@@ -49,7 +49,7 @@ LOST = (1, HUNG, *(128 + number for number in _KILLED_BY))
 _PR_SET_NAME = 15  # linux/prctl.h
 
 
-def ranks_here(config: ParallelConfig) -> int:
+def count_local_ranks(config: ParallelConfig) -> int:
     """Return the number of ranks to start when megarl is started as one process; dp defaults to 1."""
     return config.tp * config.pp * config.cp * (config.dp or 1) + config.rollout_ranks
 
@@ -93,10 +93,10 @@ def launch(
             if rank.exitcode is None and rank.pid is not None:
                 os.kill(rank.pid, signal.SIGUSR1)
 
-    with essential(Path(os.environ.get("TMPDIR", "/tmp"))):
+    with mark_required(Path(os.environ.get("TMPDIR", "/tmp"))):
         errors = tempfile.TemporaryDirectory(prefix="megarl-ranks-")
     with errors as error_folder:
-        error_files = [Path(error_folder, str(rank)) for rank in range(ranks_here(config))]
+        error_files = [Path(error_folder, str(rank)) for rank in range(count_local_ranks(config))]
         try:
             for number in handlers:
                 signal.signal(number, handle)
@@ -300,7 +300,7 @@ def write_error_file(line: str, code: int, *, peer_lost: bool = False) -> bool:
     # torchrun reads `message` and `timestamp`, `launch` the rest
     content = {"message": line, "timestamp": time.time(), "line": line, "code": code, "peer_lost": peer_lost}
     try:
-        write_whole(Path(path), json.dumps(content))
+        write_atomic(Path(path), json.dumps(content))
     except OSError:  # perhaps a full disk, the subject of the line: the caller prints it
         return False
     return True

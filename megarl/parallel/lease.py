@@ -38,7 +38,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from megarl.config.errors import ConfigError, Interrupted, LeaseError
-from megarl.config.files import append_whole, why
+from megarl.config.files import append_atomic, describe_error
 
 LIMIT = 360.0  # seconds, the default
 FIRST, NAME = "lease-000001.json", re.compile(r"lease-(\d{6,})\.(json|released)")
@@ -118,8 +118,8 @@ class Lease:
             what = "another command has taken it over, or it was deleted"
             raise LeaseError(f"{self.path.parent}: {what}") from None
         except OSError as error:
-            what = f"its lease cannot be released: {why(error)} (on this machine the next command takes it)"
-            raise LeaseError(f"{self.path.parent}: {what}") from error
+            problem = f"its lease cannot be released: {describe_error(error)}"
+            raise LeaseError(f"{self.path.parent}: {problem} (the next command here takes it)") from error
         finally:
             hold.file.close()
 
@@ -164,7 +164,7 @@ class Lease:
 
 
 @contextmanager
-def leased(
+def hold_lease(
     folder: Path,
     command: str,
     limit: float = LIMIT,
@@ -270,12 +270,12 @@ def _get_name(entry: Callable[[int], tuple[Any, ...]], number: int) -> str:
         return str(number)
 
 
-def make_anew(folder: Path) -> None:
+def replace_folder(folder: Path) -> None:
     """Replace a folder by an empty one that is private to this user.
 
     It is renamed before it is deleted: a half deleted folder would have lost its mark. Raises ConfigError
     if another command writes there."""
-    with leased(folder, "megarl", remedy="stop it there, wait for it, or choose another folder"):
+    with hold_lease(folder, "megarl", remedy="stop it there, wait for it, or choose another folder"):
         pass
     old = folder.with_name(f"{folder.name}.old")
     shutil.rmtree(old, ignore_errors=True)
@@ -341,7 +341,7 @@ def _create(folder: Path, number: int, owner: Owner) -> Lease | None:
     file, content = FileIO(descriptor, "r+b"), asdict(owner)
     content["locked"] = _lock(file)
     try:
-        append_whole(file, json.dumps(content).encode() + b"\n")
+        append_atomic(file, json.dumps(content).encode() + b"\n")
     except OSError:  # half a lease would block the folder as long as a complete one
         path.unlink()
         file.close()

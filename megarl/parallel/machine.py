@@ -82,7 +82,7 @@ def matrix_rates(processes: int) -> dict[str, float]:
     return dict(zip(("fp32", "bf16"), means, strict=True))
 
 
-def version_of(package: str) -> str | None:
+def get_version(package: str) -> str | None:
     """Return the version of an installed package, None if it is not installed."""
     try:
         return metadata.version(package)
@@ -92,13 +92,13 @@ def version_of(package: str) -> str | None:
 
 def installed() -> dict[str, str]:
     """Return the installed versions of `PACKAGES`, from pip's metadata. Imports nothing."""
-    versions = {name: version for name in PACKAGES if (version := version_of(name))}
+    versions = {name: version for name in PACKAGES if (version := get_version(name))}
     if find_spec("triton"):  # some builds of torch include it under another name
         versions.setdefault("triton", "with torch")
     return versions
 
 
-def misfit(versions: Mapping[str, str], python: tuple[int, int]) -> str | None:
+def find_misfit(versions: Mapping[str, str], python: tuple[int, int]) -> str | None:
     """Return one line about the first package that megarl cannot run with, None if all fit."""
     works = {"megatron-core": f"=={MEGATRON[python >= (3, 12)]}"}
     for name, (oldest, newer) in SUPPORTED.items():
@@ -116,7 +116,7 @@ def misfit(versions: Mapping[str, str], python: tuple[int, int]) -> str | None:
 
 def check_packages() -> None:
     """Raise ConfigError if megarl cannot run with an installed package. Call it before importing any."""
-    if problem := misfit(installed(), sys.version_info[:2]):
+    if problem := find_misfit(installed(), sys.version_info[:2]):
         raise ConfigError(problem)
 
 
@@ -129,7 +129,7 @@ def flaws(cuda: str | None) -> Iterator[str]:
     """Yield problems that would make a run fail later: packages, settings, names."""
     problems: list[str | None] = []
     if cuda:
-        yield from unmet("sglang")
+        yield from list_unmet_requirements("sglang")
         problems.append(cudnn_problem())
         if LOCK.exists():
             problems.append(lock_problem(LOCK.read_text(encoding="utf-8")))
@@ -173,9 +173,9 @@ def memory_saver_problem(cuda: str) -> str | None:
     return f"sglang's memory saver cannot be preloaded: {last} ({INSTALL})"
 
 
-def unmet(package: str) -> list[str]:
+def list_unmet_requirements(package: str) -> list[str]:
     """Return the unmet requirements of an installed package, one line each."""
-    version, lines = version_of(package), []
+    version, lines = get_version(package), []
     for text in (metadata.requires(package) or []) if version else []:
         try:
             wanted = Requirement(text)
@@ -183,7 +183,7 @@ def unmet(package: str) -> list[str]:
             continue
         if wanted.marker and not wanted.marker.evaluate({"extra": ""}):
             continue
-        found = version_of(wanted.name)
+        found = get_version(wanted.name)
         if found is None or not wanted.specifier.contains(found, prereleases=True):
             there = f"{wanted.name} {found}" if found else f"no {wanted.name}"
             needs = f"{package} {version} needs {wanted.name}{wanted.specifier}"
@@ -194,7 +194,7 @@ def unmet(package: str) -> list[str]:
 def lock_problem(lock: str) -> str | None:
     """Return how the packages differ from requirements-gpu.txt, None if they do not."""
     pins: dict[str, str] = dict(re.findall(r"^([\w.-]+)==(\S+)", lock, re.MULTILINE))
-    found = {name: version_of(name) for name in pins}
+    found = {name: get_version(name) for name in pins}
     # Without the build, which torch's own index adds: 2.14.1+cu130.
     off = [name for name, wanted in pins.items() if (found[name] or "").partition("+")[0] != wanted]
     if not off:
@@ -217,12 +217,12 @@ def broken_transformer_engine() -> str:
     folder = next(iter(spec.submodule_search_locations or ()), "")
     if spec.origin is None:
         return f"{folder}: a folder without a package in the place of Transformer Engine (remove it)"
-    version = version_of("transformer-engine")
+    version = get_version("transformer-engine")
     for name in ("transformer-engine-torch", "transformer-engine-cu13", "transformer-engine-cu12"):
-        if (found := version_of(name)) not in (None, version):
+        if (found := get_version(name)) not in (None, version):
             return f"{folder}: transformer-engine {version} does not go with {name} {found} ({INSTALL})"
     # The compiled module is in a subfolder that only the package itself puts on the path.
-    if version_of("transformer-engine-torch") is None and find_spec("transformer_engine_torch") is None:
+    if get_version("transformer-engine-torch") is None and find_spec("transformer_engine_torch") is None:
         lacks = f"transformer-engine {version} lacks its compiled half, transformer-engine-torch"
         return f"{folder}: {lacks} ({INSTALL}, or uninstall it)"
     try:
@@ -271,7 +271,7 @@ def cudnn_problem() -> str:
 
 def muon_problem() -> str:
     """Return why Megatron cannot run Muon here, "" if it can."""
-    megatron = version_of("megatron-core") or "0"
+    megatron = get_version("megatron-core") or "0"
     if _numbers(megatron) < (0, 18):
         return f"needs megatron-core 0.18 or later, and there is {megatron}"
     return "" if find_spec("emerging_optimizers") else "needs emerging-optimizers, which is not installed"
@@ -292,7 +292,7 @@ def import_problem(package: str, code: str, limit: float = 300.0) -> str | None:
         return None
     last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
     hint = ", compiled for another torch?" if "undefined symbol" in last else ""
-    return f"{package} {version_of(package)} cannot be imported: {last[:300]}{hint} ({INSTALL})"
+    return f"{package} {get_version(package)} cannot be imported: {last[:300]}{hint} ({INSTALL})"
 
 
 def engine_import_problem(name: EngineName) -> str | None:
@@ -324,7 +324,7 @@ def attention_problem(attention: str, environment: Mapping[str, str] = os.enviro
     return ""
 
 
-def memory_here(root: Path = Path("/")) -> int:
+def measure_usable_memory(root: Path = Path("/")) -> int:
     """Return the bytes of memory that this process and its children may use.
 
     That is the machine's memory, or a lower limit of a control group (containers, Slurm; versions 1 and

@@ -12,7 +12,7 @@ from megarl.config.phases import Phase, never_offloaded, replay_phases, select_p
 from megarl.config.schema import Config, LoraConfig, OptimizerConfig
 from megarl.parallel.layout import OVERLAP_ABOVE, Layout
 from megarl.plan.sizes import BYTES, Device, Passes, Shape, find_device
-from megarl.weights.families import OUTPUT, TIED_OUTPUT, family_of, is_frozen, is_tied, read_config
+from megarl.weights.families import OUTPUT, TIED_OUTPUT, get_family, is_frozen, is_tied, read_config
 from megarl.weights.shards import check_frozen, check_layout, check_linear, check_lora, check_recomputed
 
 
@@ -197,7 +197,7 @@ def make_plan_inputs(
         sizes = config.parallel
         dp = (world - sizes.rollout_ranks) // (sizes.tp * sizes.pp * sizes.cp)
         config = config.model_copy(update={"parallel": sizes.model_copy(update={"dp": dp})})
-    if cpu or family_of(actor).is_linear:
+    if cpu or get_family(actor).is_linear:
         config = config.model_copy(update={"model": config.model.model_copy(update={"layers": "portable"})})
     critic_path = config.critic.path if config.has_critic else None
     critic, reward, *teachers = (

@@ -23,11 +23,11 @@ from megarl.weights.families import (
     Pair,
     Sizes,
     adapters,
-    family_of,
+    get_family,
     is_frozen,
     is_tied,
 )
-from megarl.weights.shards import float32_tensors, sglang_shards, sizes_of
+from megarl.weights.shards import float32_tensors, get_sizes, sglang_shards
 
 GIB = 2**30
 BYTES = {"bf16": 2, "fp32": 4}
@@ -63,7 +63,7 @@ class Shape:
 
     @cached_property
     def sizes(self) -> Sizes:
-        return Sizes.of(self.config)
+        return Sizes.from_config(self.config)
 
     @property
     def itemsize(self) -> int:
@@ -84,7 +84,7 @@ class Shape:
 
     @cached_property
     def pairs(self) -> tuple[Pair, ...]:
-        return family_of(self.config).layer
+        return get_family(self.config).layer
 
     def _layers(self, layout: Layout, pp_rank: int) -> list[int]:
         """Return the layers of a pipeline stage: the same number on all, even where pp does not divide them.
@@ -93,7 +93,7 @@ class Shape:
         return layout.layers(self.sizes.layers, pp_rank)[: self.sizes.layers // layout.pp]
 
     def _count_local(self, pair: Pair, tp: int, lora: LoraConfig | None = None) -> int:
-        sizes = self.sizes if lora is None else sizes_of(self.config, lora)
+        sizes = self.sizes if lora is None else get_sizes(self.config, lora)
         shapes = [sizes.shape(dims) for _, dims in pair.hf]
         if pair.operation == "vocabulary":
             ((vocab, hidden),) = shapes
@@ -420,7 +420,7 @@ def count_activations(shape: Shape, passes: Passes, *, critic: bool, has_experts
     f, copies = sizes.ffn / tp, top_k * sizes.hidden / tp
     if experts:
         f = (top_k * sizes.expert_ffn + sizes.shared_ffn) / tp
-    family, (norms, attention, mlp) = family_of(shape.config), _count_layer_parts(shape, passes, f)
+    family, (norms, attention, mlp) = get_family(shape.config), _count_layer_parts(shape, passes, f)
     linear = len(sizes.linear) / sizes.layers
     delta = _delta_net(shape, tp) if sizes.linear else 0.0
     mlp += b * copies  # input of the experts, sorted
@@ -484,7 +484,7 @@ def count_activations(shape: Shape, passes: Passes, *, critic: bool, has_experts
 
 def _count_layer_parts(shape: Shape, passes: Passes, f: float) -> tuple[float, float, float]:
     """Count what a layer keeps for its norms, its attention, and its MLP of `f` columns."""
-    sizes, b, tp, family = shape.sizes, shape.itemsize, passes.tp, family_of(shape.config)
+    sizes, b, tp, family = shape.sizes, shape.itemsize, passes.tp, get_family(shape.config)
     h, heads = sizes.hidden / (tp if passes.sequence_parallel else 1), sizes.heads / tp
     q, kv = sizes.q / tp, 2 * sizes.kv / tp
     if passes.is_portable:

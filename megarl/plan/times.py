@@ -166,7 +166,7 @@ def default_lengths(plan: PlanInputs) -> Lengths:
     rollout, prompt = plan.config.rollout, plan.config.data.max_prompt_tokens / 4
     longest = rollout.max_response_tokens
     lengths = Lengths(longest / 3, longest, prompt, window=rollout.window or 0)
-    if not rollout.acts:
+    if not rollout.is_multi_turn:
         return lengths
     turns = max(2, rollout.turns.max // 4)
     observed = (rollout.max_extent - longest) / 3 / (turns - 1)
@@ -199,7 +199,7 @@ def _phase_seconds(plan: PlanInputs, lengths: Lengths, phase: Phase, model: str)
     config, layout, update, is_critic = plan.config, plan.layout, phase.updates_weights, model == "critic"
     sequences, finished = lengths.sequences
     tokens = plan.step_tokens(fmean(sequences))
-    if is_critic and config.values_prompts:
+    if is_critic and config.has_prompt_critic:
         sequences, tokens = [lengths.prompt + 1], plan.step_tokens(lengths.prompt + 1)
     elif is_critic and update:  # a critic learns from finished responses
         sequences, tokens = finished, tokens * sum(finished) / sum(sequences)

@@ -189,7 +189,7 @@ class Controller:
             return
         prompts = {id(slot.request.prompt): slot.request.prompt for slot in slots}
         place = {key: i for i, key in enumerate(prompts)}
-        is_multi_turn = self.config.rollout.acts
+        is_multi_turn = self.config.rollout.is_multi_turn
         message = m.StartSamples(
             self._params,
             self._terms,

@@ -203,7 +203,7 @@ def load_runner(config: Config, tokenizer: Any) -> EpisodeRunner:
     """Return the runner for the configuration's episodes.
 
     Raises ConfigError if the chat template does not fit, or if a configured function is unusable."""
-    if config.rollout.acts:
+    if config.rollout.is_multi_turn:
         from megarl.agents.runner import AgentRunner
 
         return AgentRunner(config, tokenizer)
@@ -216,7 +216,7 @@ def load_prompt_options(config: Config, tokenizer: Any) -> dict[str, Any]:
     """Return the arguments `tools` and `opening` of megarl.data.prompts.read_prompts.
 
     Raises ConfigError if a tool has no usable schema, or if the chat template does not fit."""
-    if not config.rollout.acts:
+    if not config.rollout.is_multi_turn:
         return {"tools": [], "opening": ()}
     from megarl.agents.runner import prompt_options
 

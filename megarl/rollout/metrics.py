@@ -94,7 +94,7 @@ def length_error(groups: Sequence[SampleGroup]) -> dict[str, float]:
     return {"response/length_error": math.sqrt(squares * prompts / (prompts - 1)) / count}
 
 
-def of_sources(groups: Iterable[SampleGroup]) -> dict[str, list[SampleGroup]]:
+def group_by_source(groups: Iterable[SampleGroup]) -> dict[str, list[SampleGroup]]:
     by_name: dict[str, list[SampleGroup]] = {}
     for group in groups:
         by_name.setdefault(group.prompt.source_name, []).append(group)
@@ -104,7 +104,7 @@ def of_sources(groups: Iterable[SampleGroup]) -> dict[str, list[SampleGroup]]:
 def source_stats(groups: Sequence[SampleGroup]) -> dict[str, float]:
     """Return source/<name>/* if there are several sources: responses, accuracy, score, mean length."""
     stats: dict[str, float] = {}
-    sources = of_sources(groups)
+    sources = group_by_source(groups)
     for name, source_groups in sources.items() if len(sources) > 1 else ():
         responses = [response for group in source_groups for response in group.samples]
         found, keys = response_stats(responses), ("reward/accuracy", "reward/score", "response/length_mean")

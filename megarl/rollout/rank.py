@@ -20,7 +20,7 @@ from megarl.config.schema import Config
 from megarl.data.batch import RolloutBatch
 from megarl.data.prompts import ProblemSet, Prompt
 from megarl.data.sample import Sample, SampleGroup
-from megarl.parallel.comm import from_rank_0
+from megarl.parallel.comm import broadcast_from_rank_0
 from megarl.parallel.runtime import Ranks
 from megarl.rollout import messages as m
 from megarl.rollout.collector import make_method_columns, make_rollout_batch
@@ -87,7 +87,7 @@ class RolloutRank:
             kind = WindowController if config.rollout.window is not None else Controller
             self.controller = kind(config, hub, ranks.world, draw)
             self.address = hub.address
-        self.address = from_rank_0(ranks, self.address if self.controller else "", str)
+        self.address = broadcast_from_rank_0(ranks, self.address if self.controller else "", str)
         self._run(self._connect())
 
     def _run(self, job: Awaitable[Any]) -> Any:
@@ -196,7 +196,7 @@ class RolloutRank:
             outcome = self._make_outcome(*decided, known=bool(known))
             known = [group.prompt for group in decided[0]]
         kind = tuple[MegarlError | None, RolloutOutcome | None]
-        failure, outcome = from_rank_0(self.ranks, (failure, outcome), kind)
+        failure, outcome = broadcast_from_rank_0(self.ranks, (failure, outcome), kind)
         if failure is not None:
             raise failure
         assert outcome is not None

@@ -221,7 +221,7 @@ class Worker:
 
         Only changes by more than 1/16 of the running episodes are reported."""
         reported = 0
-        while self.config.rollout.acts and self.ranks > self.config.rollout.engine_tp:
+        while self.config.rollout.is_multi_turn and self.ranks > self.config.rollout.engine_tp:
             await self._tool_waits_changed.wait()
             self._tool_waits_changed.clear()
             waiting = sum(not one.episode.in_engine for one in self._running.values())

@@ -21,11 +21,11 @@ import msgspec
 import zmq.asyncio
 
 from megarl.config.errors import CheckpointError, StorageError
-from megarl.config.files import Dispensable, essential
+from megarl.config.files import OptionalFiles, mark_required
 from megarl.config.schema import PRETRAINING, TRAIN, Config
 from megarl.data.batch import RolloutBatch
 from megarl.observe.timeline import Timeline
-from megarl.parallel.comm import from_rank_0
+from megarl.parallel.comm import broadcast_from_rank_0
 from megarl.parallel.runtime import Runtime
 from megarl.rollout import messages as m
 from megarl.schedule.models import load_tokenizer
@@ -71,7 +71,7 @@ class ControllerLink:
         short = answer
         if isinstance(answer, m.EvaluationScores):
             short = msgspec.structs.replace(answer, answers=[])
-        shared: m.Message | None = from_rank_0(self.runtime, short, m.Answer | None)
+        shared: m.Message | None = broadcast_from_rank_0(self.runtime, short, m.Answer | None)
         return answer or shared
 
     async def _receive(self, seconds: float) -> m.Message | None:
@@ -174,7 +174,7 @@ class RemoteGeneration(BatchSource):
             remove_rollouts(rollouts_folder(self.config), done + 1)
         for number in range(done + 1, min(done + 1 + self.ahead, self.steps) + 1):
             stored = None if checkpoint is None else checkpoint / BATCHES / FOLDER.format(number)
-            if stored is not None and from_rank_0(self.runtime, stored.exists(), bool):
+            if stored is not None and broadcast_from_rank_0(self.runtime, stored.exists(), bool):
                 self._send(m.ReuseStoredRollout(str(stored), number))
             else:
                 self._send(m.CollectRollout(TRAIN, number, done))
@@ -269,7 +269,7 @@ class EngineRank:
     """Carries out the trainers' orders on a rank that does not train."""
 
     def __init__(self, config: Config, runtime: Runtime) -> None:
-        self.config, self.runtime, self.dispensable = config, runtime, Dispensable()
+        self.config, self.runtime, self.dispensable = config, runtime, OptionalFiles()
         tokenizer = load_tokenizer(config.model.path)
         self.generation = Generation(config, runtime, tokenizer, lambda f: self.weight_sync.recover(f))
         hf_config = open_model(config.model.path).config
@@ -320,7 +320,7 @@ class EngineRank:
                 case m.Shutdown():
                     timeline.close()
                     return
-            timeline.waited(generation.take_waited())
+            timeline.add_wait(generation.take_waited())
             timeline.enter("wait for orders")
 
     def _collect(self, stage: str, number: int, done: int) -> m.RolloutStored:
@@ -343,14 +343,14 @@ class EngineRank:
         target, partial = folder / FOLDER.format(number), folder / f".{FOLDER.format(number)}"
         try:
             if self.runtime.engines.rank == 0:
-                with essential(target):
+                with mark_required(target):
                     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
                     shutil.rmtree(partial, ignore_errors=True)
                     shutil.copytree(source, partial)
                     partial.rename(target)
         except StorageError as error:
             failure = error
-        if (failure := from_rank_0(self.runtime.engines, failure, StorageError | None)) is not None:
+        if (failure := broadcast_from_rank_0(self.runtime.engines, failure, StorageError | None)) is not None:
             raise failure
         state = read_manifest(manifest_path(source.parent, number))["state"]
         return m.RolloutStored(TRAIN, number, {"inside/rollout": 0.0}, state["errors"], [])

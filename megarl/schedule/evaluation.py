@@ -10,7 +10,7 @@ from megarl.data.generated import own_verifiers
 from megarl.data.prompts import read_problem_sets
 from megarl.model.builder import build_actor
 from megarl.model.hf_config import read_hf_config
-from megarl.parallel.comm import from_rank_0
+from megarl.parallel.comm import broadcast_from_rank_0
 from megarl.parallel.runtime import Runtime
 from megarl.rewards.pool import VerifierPool
 from megarl.rollout.engines.base import load_engine_class
@@ -25,8 +25,8 @@ from megarl.training.checkpoint import (
     MANIFEST,
     check_same_adapters,
     find_checkpoint,
+    hash_file,
     open_checkpoint,
-    sha256_of,
 )
 from megarl.training.sharded import load_model
 from megarl.weights.families import read_config
@@ -67,7 +67,7 @@ def find_policy(config: Config, given: Path | None) -> tuple[Config, Path | None
             f"(it describes the model whose weights are in {checkpoint.path})"
         )
     written = checkpoint.settings.get("model.path/config.json")
-    if written is not None and written != sha256_of(description):
+    if written is not None and written != hash_file(description):
         raise CheckpointError(
             f"--checkpoint: {checkpoint.path}: was written with another model than model.path describes, "
             f"{description} (use the run's configuration)"
@@ -88,7 +88,7 @@ class Evaluation:
         )
         self.config, self.runtime = config, runtime
         # A run may be writing there: all ranks use what rank 0 has found.
-        self.weights = from_rank_0(runtime, weights, Path | None)
+        self.weights = broadcast_from_rank_0(runtime, weights, Path | None)
         self.tokenizer = load_tokenizer(config.model.path)
         options = load_prompt_options(config, self.tokenizer)
         self.sets, self.reports = read_problem_sets(config.data, config.evaluation, self.tokenizer, **options)

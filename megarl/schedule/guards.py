@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from megarl.config.errors import ConfigError, NumericalError
-from megarl.config.files import write_whole
+from megarl.config.files import write_atomic
 from megarl.config.schema import GuardConfig
 from megarl.parallel.comm import any_rank
 from megarl.schedule.run import Run, Step
@@ -158,7 +158,7 @@ def keep_failed_batch(run: Run, step: Step, phase: str, error: NumericalError) -
     torch.save({**parts, **batch.columns}, content)  # to memory: torch hides a disk's errors
     with run.dispensable.file(path):
         folder.mkdir(exist_ok=True)
-        write_whole(path, content.getvalue())
+        write_atomic(path, content.getvalue())
         missing = False
     # Wait for all ranks: when one ends, the launcher ends the others.
     place = "could not be written to" if any_rank(run.runtime, missing) else "is in"

@@ -14,7 +14,7 @@ import torch
 from megarl.config import Config
 from megarl.config.load import PACKAGE
 from megarl.data.generated import gym_entries
-from megarl.parallel.machine import version_of
+from megarl.parallel.machine import get_version
 from megarl.schedule.preflight import versions
 
 PATHS = ("run_dir", "model.path", "data.train", "data.eval")  # compared by their contents
@@ -25,40 +25,40 @@ def identity(config: Config) -> dict[str, Any]:
     cpu = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     models = [line for line in cpu if line.startswith("model name")]
     return {
-        "settings": all_settings(config),  # with layout and seed
-        "inputs": inputs(config),
-        "code": code_checksum(),
+        "settings": list_settings(config),  # with layout and seed
+        "inputs": checksum_inputs(config),
+        "code": checksum_code(),
         "versions": {"python": platform.python_version(), **versions()},
         "processor": [torch.backends.cpu.get_cpu_capability(), *models[:1]],  # it decides which kernels run
     }
 
 
-def inputs(config: Config) -> str:
+def checksum_inputs(config: Config) -> str:
     entries = (*config.data.train, *config.data.eval)
-    files = checksum([*files_of(config.model.path), *(entry.path for entry in entries if entry.path)])
+    files = checksum_files([*list_files(config.model.path), *(entry.path for entry in entries if entry.path)])
     generated = {key: entry.model_dump(mode="json") for key, entry in gym_entries(config.data).items()}
     if not generated:
         return files
-    return hashlib.sha256(json.dumps([files, generated, version_of("reasoning-gym")]).encode()).hexdigest()
+    return hashlib.sha256(json.dumps([files, generated, get_version("reasoning-gym")]).encode()).hexdigest()
 
 
-def files_of(folder: Path) -> list[Path]:
+def list_files(folder: Path) -> list[Path]:
     return [file for file in sorted(folder.iterdir()) if file.is_file()]
 
 
-def checksum(files: Iterable[Path]) -> str:
+def checksum_files(files: Iterable[Path]) -> str:
     digest = hashlib.sha256()
     for file in files:
         digest.update(hashlib.sha256(file.read_bytes()).digest())
     return digest.hexdigest()
 
 
-def code_checksum() -> str:
-    return checksum(sorted(PACKAGE.parent.glob("megarl*/**/*.py")))[:10]
+def checksum_code() -> str:
+    return checksum_files(sorted(PACKAGE.parent.glob("megarl*/**/*.py")))[:10]
 
 
-def all_settings(config: Config) -> dict[str, Any]:
-    """Return the settings that must be equal in two equal runs: all except paths (see `inputs`)."""
+def list_settings(config: Config) -> dict[str, Any]:
+    """Return the settings that must be equal in two equal runs: all except paths (see `checksum_inputs`)."""
 
     def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
         leaves: dict[str, Any] = {}

@@ -16,9 +16,9 @@ from megarl.config.phases import PHASES
 from megarl.config.schema import EVALUATION
 from megarl.observe.prometheus import Exporter
 from megarl.observe.run_log import RunLog, SampleRecord
-from megarl.observe.terminal import RunFacts, TerminalView
+from megarl.observe.terminal import RunHeader, TerminalView
 from megarl.observe.timeline import Timeline
-from megarl.parallel.comm import from_rank_0, gather_objects
+from megarl.parallel.comm import broadcast_from_rank_0, gather_objects
 from megarl.schedule.profiler import Profiler
 from megarl.schedule.run import Run, Step
 from megarl.schedule.samples import add_tokens, has_tokens
@@ -132,7 +132,7 @@ class TimelineListener(Listener):
     def phase(self, name: str, step: Step | None = None) -> Iterator[None]:
         with self.timeline.phase(name):
             yield
-            self.timeline.waited(self.source.take_waited())
+            self.timeline.add_wait(self.source.take_waited())
 
     def on_start(self, *, fresh: bool) -> None:
         if fresh:
@@ -276,15 +276,15 @@ class RecordListener(Listener):
                 write()
         except (ConfigError, StorageError) as error:
             failure = error
-        if (failure := from_rank_0(self.runtime, failure, MegarlError | None)) is not None:
+        if (failure := broadcast_from_rank_0(self.runtime, failure, MegarlError | None)) is not None:
             raise failure
 
 
-def describe_run(run: Run) -> RunFacts:
+def describe_run(run: Run) -> RunHeader:
     config, layout, hf = run.config, run.runtime.layout, run.hf
     virtual = f" (VPP {layout.vpp})" if layout.vpp > 1 else ""
     context = f" x CP {layout.cp}" if layout.cp > 1 else ""
-    return RunFacts(
+    return RunHeader(
         name=config.run_dir.name,
         recipe=config.recipe,
         model=f"{hf.model_type} {hf.num_hidden_layers} layers x {hf.hidden_size}",

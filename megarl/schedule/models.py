@@ -12,7 +12,7 @@ from transformers import AutoTokenizer, PretrainedConfig
 from megarl.config.schema import Config
 from megarl.model.builder import DTYPES, ModelChunks, build_actor, build_critic
 from megarl.model.hf_config import read_hf_config
-from megarl.parallel.movable import HostPool
+from megarl.parallel.offload_group import HostPool
 from megarl.parallel.runtime import Runtime
 from megarl.schedule.offload import OffloadManager
 from megarl.sync.export import export_hf, export_peft

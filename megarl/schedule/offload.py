@@ -19,7 +19,7 @@ from megarl.parallel.device_memory import (
     free_memory,
     reset_device_peak,
 )
-from megarl.parallel.movable import Movable
+from megarl.parallel.offload_group import OffloadGroup
 from megarl.sync.weight_sync import WeightSync
 from megarl.training.model import TrainableModel
 
@@ -67,7 +67,7 @@ class AlternatingGroup:
     current  index of the part that is on the device, or was last
     """
 
-    def __init__(self, parts: Sequence[Movable], *, stay: bool) -> None:
+    def __init__(self, parts: Sequence[OffloadGroup], *, stay: bool) -> None:
         self.parts, self.stay, self.current = [*parts], stay, len(parts) - 1
 
     @property
@@ -92,7 +92,7 @@ class OffloadManager:
         self.device, self.keep = device, frozenset(keep)
         self.present: set[str] = set()
         self._process = ProcessPeak()
-        self._groups: dict[str, Movable | EngineMemory | AlternatingGroup] = {}
+        self._groups: dict[str, OffloadGroup | EngineMemory | AlternatingGroup] = {}
 
     @property
     def enabled(self) -> bool:
@@ -102,11 +102,11 @@ class OffloadManager:
     def nbytes(self) -> int:
         return sum(self._groups[name].nbytes for name in self.present)
 
-    def register(self, groups: Mapping[str, Movable | EngineMemory]) -> None:
+    def register(self, groups: Mapping[str, OffloadGroup | EngineMemory]) -> None:
         """Add groups that are on the device. Equal names become one AlternatingGroup."""
         for name, group in groups.items():
             known = self._groups.get(name)
-            if isinstance(group, Movable) and known is not None:
+            if isinstance(group, OffloadGroup) and known is not None:
                 before = known.parts if isinstance(known, AlternatingGroup) else [known]
                 self._groups[name] = AlternatingGroup([*before, group], stay=name in self.keep)
             else:

@@ -19,11 +19,17 @@ from torch import Tensor
 
 from megarl.algorithms.mismatch import mismatch_metrics, mismatch_sums
 from megarl.config.errors import MegarlError, ParityError
-from megarl.config.files import write_whole
+from megarl.config.files import write_atomic
 from megarl.config.schema import PRETRAINING, Config
 from megarl.data.batch import TrainBatch
 from megarl.model.builder import DTYPES
-from megarl.parallel.comm import from_rank_0, gather_objects, gather_on_0, max_over_ranks, sum_over_replicas
+from megarl.parallel.comm import (
+    broadcast_from_rank_0,
+    gather_objects,
+    gather_to_rank_0,
+    max_over_ranks,
+    sum_over_replicas,
+)
 from megarl.rollout.engines.transformers_engine import TransformersEngine
 from megarl.schedule.models import export_model
 from megarl.schedule.run import Run, Step
@@ -142,7 +148,7 @@ def compare_layers(run: Run, step: Step, version: int) -> str:
     finally:
         if runtime.rank == 0:
             shutil.rmtree(config.run_dir / "parity", ignore_errors=True)
-    return str(from_rank_0(runtime, verdict, str))
+    return str(broadcast_from_rank_0(runtime, verdict, str))
 
 
 def _describe(run: Run, differences: Sequence[Mapping[Part, float]], own: bool) -> str:
@@ -152,7 +158,7 @@ def _describe(run: Run, differences: Sequence[Mapping[Part, float]], own: bool) 
     worst = [(part, max(one[part] for one in differences)) for part in differences[0]]
     table = config.run_dir / "parity.txt"
     with run.dispensable.file(table):
-        write_whole(table, "".join(f"{_name_part(part, layers)}: {size:.3g}\n" for part, size in worst))
+        write_atomic(table, "".join(f"{_name_part(part, layers)}: {size:.3g}\n" for part, size in worst))
     limit, other = PART_LIMITS[kind], "the engine's" if own else "transformers' on the same weights"
     number = next((i for i, (_, size) in enumerate(worst) if not size <= limit), None)
     if number is None:
@@ -225,7 +231,7 @@ def _run_trainer(run: Run, prompt: list[int], response: list[int]) -> dict[Part,
     with actor.free_routing(), _record_outputs(actor.model.chunks) as outputs:
         logprobs = actor.logprob_columns(batch, batches)["logprobs"]
     layout, place = runtime.layout, runtime.layout.coords(runtime.rank)
-    parts = gather_on_0(runtime, outputs if place.dp == 0 else {}, dict[Part, Tensor])
+    parts = gather_to_rank_0(runtime, outputs if place.dp == 0 else {}, dict[Part, Tensor])
     if parts is None:
         return {}
     outputs = {}

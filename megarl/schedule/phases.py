@@ -21,7 +21,7 @@ from megarl.parallel.comm import sum_over_replicas
 from megarl.rollout.sampling import selection_seed, shuffle_seed, uniform
 from megarl.schedule.parity import check_parity
 from megarl.schedule.run import Run, Step
-from megarl.training.batch import critic_lengths, gather_responses, make_train_batch, micro_batches_of
+from megarl.training.batch import critic_lengths, gather_responses, make_train_batch, pack_chosen
 from megarl.training.columns import (
     add_group_advantages,
     add_return_advantages,
@@ -125,7 +125,7 @@ def reward_model(run: Run, step: Step) -> None:
 def values(run: Run, step: Step) -> None:
     batch, estimates = step.batch, list[Tensor]()
     step.count_tokens(len(run.critics), critic_lengths(step.rollout, run.config))
-    read = batch.critic_micro_batches if run.config.values_prompts else batch.micro_batches
+    read = batch.critic_micro_batches if run.config.has_prompt_critic else batch.micro_batches
     for name in run.critic_names:
         run.residency.onload_model("values", name, "weights")
         estimates.append(run.models[name].value_columns(batch, read)["values"])
@@ -165,7 +165,7 @@ def teacher_advantages(run: Run, step: Step) -> None:
     """Add a teacher's log-probs to the advantages (on-policy distillation)."""
     batch, config = step.batch, run.config
     logprobs = torch.full((batch.num_tokens,), -torch.inf)  # for tokens without a teacher
-    for teacher, micro_batches in teachers_in_turn(run, step, "teacher_advantages"):
+    for teacher, micro_batches in load_teachers(run, step, "teacher_advantages"):
         columns = teacher.logprob_columns(batch, micro_batches)["logprobs"]
         at = torch.cat([one.token_indices for one in micro_batches])
         logprobs[at] = columns[at]
@@ -178,16 +178,14 @@ def teacher_top_k(run: Run, step: Step) -> None:
     assert k is not None
     size = batch.num_tokens, k if run.runtime.is_last_stage else 0
     logprobs, tokens = torch.full(size, -torch.inf), torch.zeros(size, dtype=torch.int32)
-    for teacher, micro_batches in teachers_in_turn(run, step, "teacher_top_k"):
+    for teacher, micro_batches in load_teachers(run, step, "teacher_top_k"):
         columns = teacher.top_k_columns(batch, micro_batches, k, run.hf.vocab_size)
         at = torch.cat([one.token_indices for one in micro_batches])
         logprobs[at], tokens[at] = columns["logprobs"][at], columns["tokens"][at].int()
     batch["teacher_logprobs"], batch["teacher_tokens"] = logprobs, tokens
 
 
-def teachers_in_turn(
-    run: Run, step: Step, phase: str
-) -> Iterator[tuple[InferenceModel, Sequence[MicroBatch]]]:
+def load_teachers(run: Run, step: Step, phase: str) -> Iterator[tuple[InferenceModel, Sequence[MicroBatch]]]:
     """Load the teachers one by one, with micro-batches of their responses on this replica.
 
     A teacher without a response in the whole batch is skipped.
@@ -203,7 +201,7 @@ def teachers_in_turn(
             continue
         step.count_tokens(1, step.rollout.lengths[mask])
         run.offload.select_part(phase, "teacher.weights", number)
-        yield teacher, micro_batches_of(mask, step.rollout, batch, config, teacher.model, run.runtime)
+        yield teacher, pack_chosen(mask, step.rollout, batch, config, teacher.model, run.runtime)
 
 
 def prompt_advantages(run: Run, step: Step) -> None:
@@ -248,7 +246,7 @@ def actor_update(run: Run, step: Step) -> None:
     def select(number: int, mini_batch: Sequence[MicroBatch]) -> None:
         assert selector is not None and selected is not None
         logprobs = run.actor.logprob_columns(batch, mini_batch)["logprobs"]
-        randoms = draw_tokens(batch, run.config.seed, step.index, number)
+        randoms = sample_uniforms(batch, run.config.seed, step.index, number)
         selected.copy_(selector(algorithm, batch, mini_batch, logprobs, randoms, run.runtime))
 
     step.count_tokens(epochs if selected is None else 2 * epochs)
@@ -261,7 +259,7 @@ def actor_update(run: Run, step: Step) -> None:
     step.metrics |= {name: value for name, value in updates.items() if name not in step.metrics}
 
 
-def draw_tokens(batch: TrainBatch, seed: int, step: int, update: int) -> Tensor:
+def sample_uniforms(batch: TrainBatch, seed: int, step: int, update: int) -> Tensor:
     """Return uniform numbers, float64 [T], by seed, step, update, response and position alone."""
     responses = zip(batch["group_ids"].tolist(), batch["response_index"].tolist(), strict=True)
     seeds = torch.tensor([selection_seed(seed, step, update, *one) for one in responses], dtype=torch.int64)

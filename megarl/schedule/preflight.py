@@ -15,21 +15,21 @@ import torch
 from megarl.config.check import check_config, evaluation_problems
 from megarl.config.engines import ENGINES
 from megarl.config.errors import CheckpointError, ConfigError
-from megarl.config.files import essential, read_json, write_whole
+from megarl.config.files import mark_required, read_json, write_atomic
 from megarl.config.schema import Config, RewardConfig
 from megarl.data.generated import own_verifiers
 from megarl.data.prompts import absent_sources, validate_files
 from megarl.model.fp8 import check_sizes
-from megarl.parallel.launch import ranks_here, without_tokenizer_threads
+from megarl.parallel.launch import count_local_ranks, without_tokenizer_threads
 from megarl.parallel.layout import Layout
 from megarl.parallel.machine import (
     attention_problem,
     broken_transformer_engine,
     cudnn_problem,
-    memory_here,
+    get_version,
+    measure_usable_memory,
     muon_problem,
     transformer_engine_problem,
-    version_of,
 )
 from megarl.parallel.runtime import choose_device, is_launched, launched_world, layout_for
 from megarl.plan.fit import find_cpu_problem, find_cpu_warning, find_problem
@@ -49,8 +49,8 @@ from megarl.schedule.tokenizer_checks import (
     prefix_errors,
 )
 from megarl.sync.plan import engine_targets
-from megarl.training.checkpoint import check_continues, find_checkpoint, has_finished, settings_of
-from megarl.weights.families import family_of, read_config
+from megarl.training.checkpoint import check_continues, find_checkpoint, has_finished, list_fixed_settings
+from megarl.weights.families import get_family, read_config
 from megarl.weights.hf import ModelFolder
 from megarl.weights.megatron import open_model
 from megarl.weights.shards import (
@@ -152,7 +152,7 @@ def _check_training(
         "model.permute_fusion": config.model.permute_fusion,
     }
     for key, enabled in expert_options.items():
-        if enabled and not family_of(folder.config).is_moe:
+        if enabled and not get_family(folder.config).is_moe:
             kind = f"a {folder.config.get('model_type')} model has no experts"
             raise ConfigError(f"{key}: {kind} (set it to false)")
     check_recomputed(folder.config, config.model)
@@ -184,11 +184,11 @@ def _check_memory(
     if world is not None or is_launched():
         return None
     plan = make_plan_inputs(config, folder.config, world=ranks, cpu=True, replay=replay)
-    return check_fits(plan, where, memory_here(), psutil.virtual_memory().available)
+    return check_fits(plan, where, measure_usable_memory(), psutil.virtual_memory().available)
 
 
 def _count_ranks(config: Config, world: int | None) -> int:
-    return world or (launched_world() if is_launched() else ranks_here(config.parallel))
+    return world or (launched_world() if is_launched() else count_local_ranks(config.parallel))
 
 
 def _sandbox_warning() -> str | None:
@@ -340,7 +340,7 @@ def _check_machine(config: Config, device: str, world: int | None = None, *, rep
         if wanted and not replay and not find_spec(package):
             install = "pip install 'megarl[track]', or set it to false"
             raise ConfigError(f"log.{package}: {package} is not installed ({install})")
-    ranks = ranks_here(config.parallel)
+    ranks = count_local_ranks(config.parallel)
     if device == "cuda" and not world and not is_launched() and ranks > torch.cuda.device_count():
         sizes = config.parallel
         raise ConfigError(
@@ -407,13 +407,13 @@ def claim_run_dir(config: Config, *, fresh: bool = False) -> None:
                 f"run_dir: {run_dir}: {holds} (choose another folder, or delete this one){details}"
             )
         then = read_json(run_dir / SETTINGS)
-        for key, value in settings_of(config).items():
+        for key, value in list_fixed_settings(config).items():
             if key in then and then[key] != value:
                 differs = f"is {value!r}, the run in {run_dir} has {then[key]!r}"
                 raise ConfigError(f"{key}: {differs} (set it back, or choose another run_dir)")
-    with essential(run_dir / SETTINGS):  # atomic: a partial file would prevent a restart
-        write_whole(run_dir / SETTINGS, json.dumps(settings_of(config), indent=1) + "\n")
+    with mark_required(run_dir / SETTINGS):  # atomic: a partial file would prevent a restart
+        write_atomic(run_dir / SETTINGS, json.dumps(list_fixed_settings(config), indent=1) + "\n")
 
 
 def versions() -> dict[str, str]:
-    return {name: version for name in PACKAGES if (version := version_of(name))}
+    return {name: version for name in PACKAGES if (version := get_version(name))}

@@ -11,7 +11,7 @@ from contextlib import contextmanager, nullcontext
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from megarl.config.files import Dispensable
+from megarl.config.files import OptionalFiles
 from megarl.config.schema import PRETRAINING, Config
 from megarl.parallel.runtime import Runtime
 
@@ -29,10 +29,10 @@ class Profiler:
     """
 
     def __init__(
-        self, config: Config, runtime: Runtime, layers: int, dispensable: Dispensable | None = None
+        self, config: Config, runtime: Runtime, layers: int, dispensable: OptionalFiles | None = None
     ) -> None:
         self.runtime, self.folder = runtime, config.run_dir / "profile"
-        self.dispensable = Dispensable() if dispensable is None else dispensable
+        self.dispensable = OptionalFiles() if dispensable is None else dispensable
         self.steps, self.done = config.log.profile, 0
         self.gpu = runtime.device.type == "cuda"
         self.activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self.gpu else [])]

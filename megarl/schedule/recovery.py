@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 
 from megarl.config.errors import Interrupted
 from megarl.config.schema import PRETRAINING
-from megarl.parallel.comm import any_of, gather_objects
+from megarl.parallel.comm import any_flags, gather_objects
 from megarl.parallel.runtime import set_generator_states
 from megarl.parallel.signals import StopRequest
 from megarl.schedule.listeners import Listeners
@@ -123,7 +123,7 @@ class Recovery:
         if not (self.writer.unfinished if weights_changed else self.every):
             return
         should_stop = not weights_changed and self.stop.should_stop(seconds)
-        busy, should_stop = any_of(self.run.runtime, (self.writer.busy, should_stop))
+        busy, should_stop = any_flags(self.run.runtime, (self.writer.busy, should_stop))
         if not busy:
             started = time.perf_counter()
             self.writer.advance()

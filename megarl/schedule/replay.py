@@ -23,8 +23,8 @@ from megarl.schedule.source import RecordedRollouts
 from megarl.training.checkpoint import (
     FOLDER,
     Checkpoint,
-    damage_of,
     find_checkpoint,
+    find_damage,
     folder_name,
     open_checkpoint,
 )
@@ -101,7 +101,7 @@ def replay(config: Config, number: int, runtime: Runtime, tolerance: float | Non
 
 
 def _load(run: Run, checkpoint: Checkpoint) -> list[str]:
-    if damaged := damage_of(checkpoint, run.runtime):
+    if damaged := find_damage(checkpoint, run.runtime):
         raise CheckpointError(damaged[0])
     state = load_checkpoint(checkpoint, run.models, run.residency.onload_for_checkpoint)
     run.source.load_state_dict(state["samplers"])

@@ -20,14 +20,14 @@ import torch
 from torch import Tensor
 
 from megarl.config.errors import ConfigError, DataError, MegarlError
-from megarl.config.files import fsync, why, write_whole
+from megarl.config.files import describe_error, fsync, write_atomic
 from megarl.config.schema import Config
 from megarl.data.batch import RolloutBatch, TrainBatch, join, read_batch, write_batch
-from megarl.data.prompts import Prompt, content_of
+from megarl.data.prompts import Prompt, checksum_prompts
 from megarl.observe.run_log import SampleRecord
-from megarl.parallel.comm import from_rank_0, gather_objects, gather_on_0
+from megarl.parallel.comm import broadcast_from_rank_0, gather_objects, gather_to_rank_0
 from megarl.parallel.runtime import Ranks
-from megarl.training.checkpoint import settings_of, sha256_of
+from megarl.training.checkpoint import hash_file, list_fixed_settings
 
 KEY = "value_pretraining.rollouts"
 FOLDER = "step-{:06d}"
@@ -66,7 +66,7 @@ class RolloutStore:
 
     def read(self, number: int) -> tuple[tuple[RolloutBatch, dict[str, Any]] | None, list[str]]:
         """Return ((batch, state), []), or (None, lines) with a line about a damaged rollout."""
-        if not from_rank_0(self.ranks, manifest_path(self.folder, number).exists(), bool):
+        if not broadcast_from_rank_0(self.ranks, manifest_path(self.folder, number).exists(), bool):
             return None, []
         try:
             return read_rollout(self.folder, number, self.ranks, self.made_from), []
@@ -85,7 +85,7 @@ class RolloutStore:
             try:
                 yield
             except OSError as error:
-                failure = f"{path}: cannot be written: {why(error)}"
+                failure = f"{path}: cannot be written: {describe_error(error)}"
             failures = gather_objects(self.ranks, failure, str | None)
             if any(failures):
                 raise ConfigError(f"{self.key}: {next(filter(None, failures))} ({self.remedy})")
@@ -100,14 +100,14 @@ class RolloutStore:
                 columns |= {"row": batch.rows, "prompt_length": batch.prompt_lengths[batch.rows]}
                 own = replace(batch.own, columns=batch.own.columns | columns)
                 sha256 = write_batch(folder / part, own)
-        parts = gather_on_0(self.ranks, (part, sha256), tuple[str, str])
+        parts = gather_to_rank_0(self.ranks, (part, sha256), tuple[str, str])
         with writing(folder / MANIFEST):
             if parts is not None:
                 files = {name: digest for name, digest in parts if digest}
                 content = {"made_from": self.made_from, "files": files, "state": state}
                 text = json.dumps(content, default=str)  # a prompt's columns may have any type
                 digest = hashlib.sha256(text.encode()).hexdigest()
-                write_whole(folder / MANIFEST, f"{digest}\n{text}\n")
+                write_atomic(folder / MANIFEST, f"{digest}\n{text}\n")
                 fsync(folder)
 
 
@@ -145,7 +145,7 @@ def read_rollout(
             text = json.dumps(manifest)  # as text: a prompt's columns may hold integers of any size
     except (ConfigError, DataError) as error:
         failure = error
-    text, failure = from_rank_0(ranks, (text, failure), tuple[str, MegarlError | None])
+    text, failure = broadcast_from_rank_0(ranks, (text, failure), tuple[str, MegarlError | None])
     if failure is not None:
         raise failure
     manifest = json.loads(text)
@@ -202,13 +202,13 @@ def pretraining_rollouts(config: Config, prompts: Sequence[Prompt], ranks: Ranks
         files = sorted(path for path in config.model.path.iterdir() if path.suffix in MODEL_FILES)
         with ThreadPoolExecutor() as pool:
             digests = [
-                (path.name, text) for path, text in zip(files, pool.map(sha256_of, files), strict=True)
+                (path.name, text) for path, text in zip(files, pool.map(hash_file, files), strict=True)
             ]
         made_from = sampling_settings(config) | {
             "model.path (sha256)": hashlib.sha256(repr(digests).encode()).hexdigest(),
-            "data.train (sha256)": content_of(prompts),
+            "data.train (sha256)": checksum_prompts(prompts),
         }
-    made_from = json.loads(from_rank_0(ranks, json.dumps(made_from, default=str), str))
+    made_from = json.loads(broadcast_from_rank_0(ranks, json.dumps(made_from, default=str), str))
     return RolloutStore(pretraining_folder(config), ranks, KEY, "choose another folder", made_from)
 
 
@@ -247,5 +247,5 @@ def pretraining_folder(config: Config) -> Path:
 
 
 def sampling_settings(config: Config) -> dict[str, Any]:
-    settings = settings_of(config).items()
+    settings = list_fixed_settings(config).items()
     return {key: v for key, v in settings if any(f"{key}.".startswith(f"{name}.") for name in SAMPLING_KEYS)}

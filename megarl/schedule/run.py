@@ -11,14 +11,14 @@ from typing import Any
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from megarl.config.files import Dispensable
+from megarl.config.files import OptionalFiles
 from megarl.config.methods import load_function
 from megarl.config.phases import never_offloaded
 from megarl.config.schema import PRETRAINING, Config
 from megarl.data.batch import RolloutBatch, TrainBatch
 from megarl.model.hf_config import read_hf_config
 from megarl.observe.run_log import SampleRecord
-from megarl.parallel.movable import HostPool
+from megarl.parallel.offload_group import HostPool
 from megarl.parallel.runtime import Runtime
 from megarl.rollout.engines.base import RolloutEngine
 from megarl.schedule.ahead import RemoteGeneration
@@ -61,7 +61,7 @@ class Run:
     engine: RolloutEngine | None = None
     remote: RemoteGeneration | None = None
     weight_sync: WeightSync | None = None
-    dispensable: Dispensable = field(default_factory=Dispensable)
+    dispensable: OptionalFiles = field(default_factory=OptionalFiles)
 
     @cached_property
     def models(self) -> dict[str, TrainableModel]:

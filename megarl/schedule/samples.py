@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megarl.data.batch import TrainBatch
 from megarl.observe.run_log import SampleRecord
-from megarl.parallel.comm import from_rank_0, gather_on_0
+from megarl.parallel.comm import broadcast_from_rank_0, gather_to_rank_0
 from megarl.parallel.runtime import Runtime
 
 STEPS_WITH_TOKENS = 100  # approximate number per run
@@ -32,9 +32,9 @@ def add_tokens(
 
     Every rank calls this with its replica's batch. samples: by their row of the batch, on rank 0.
     """
-    rows = from_rank_0(runtime, list(samples), list[int])
+    rows = broadcast_from_rank_0(runtime, list(samples), list[int])
     own = token_columns(batch, rows) if runtime.is_replica_leader else {}
-    parts = gather_on_0(runtime, own, dict[int, dict[str, Tensor]])
+    parts = gather_to_rank_0(runtime, own, dict[int, dict[str, Tensor]])
     if parts is None:
         return []
     columns_by_row = {row: columns for part in parts for row, columns in part.items()}
@@ -73,7 +73,7 @@ def token_columns(batch: TrainBatch, rows: Iterable[int]) -> dict[int, dict[str,
     Numbers of observations are NaN, and advantages of tokens from earlier steps (`rollout.window`).
     """
     places = {row: i for i, row in enumerate(batch.rows.tolist())}
-    sampled_now, columns_by_row = batch.drawn, {}
+    sampled_now, columns_by_row = batch.sampled_mask, {}
     for row in rows:
         if row in places:
             tokens = response_indices(batch, places[row])

@@ -11,7 +11,7 @@ from typing import Any
 from megarl.algorithms.scores import avg_at_k, interval, ks_up_to, majority_at_k, pass_at_k
 from megarl.data.prompts import ProblemSet
 from megarl.data.sample import SampleGroup
-from megarl.rollout.metrics import mean_score, of_sources
+from megarl.rollout.metrics import group_by_source, mean_score
 
 
 @dataclass
@@ -121,7 +121,7 @@ class EvaluationResult:
 
     def by_name(self) -> dict[str, Scores]:
         """Return the scores of named sets, and of the rest by data_source; {} for a single part."""
-        parts = of_sources(group for one, groups in self.sets if not one.name for group in groups)
+        parts = group_by_source(group for one, groups in self.sets if not one.name for group in groups)
         parts |= {one.name: groups for one, groups in self.sets if one.name}
         divided = len(parts) > 1 or any(one.name for one, _ in self.sets)
         return {name: Scores(parts[name]) for name in sorted(parts)} if divided else {}

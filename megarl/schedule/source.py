@@ -18,8 +18,15 @@ from megarl.config.schema import PRETRAINING, Config
 from megarl.data.batch import RolloutBatch, TrainBatch
 from megarl.data.generated import own_verifiers
 from megarl.data.prompt_sampler import PromptSampler
-from megarl.data.prompts import Prompt, ReadReport, content_of, read_pairs, read_problem_sets, read_prompts
-from megarl.parallel.comm import barrier, shares_on_0
+from megarl.data.prompts import (
+    Prompt,
+    ReadReport,
+    checksum_prompts,
+    read_pairs,
+    read_problem_sets,
+    read_prompts,
+)
+from megarl.parallel.comm import barrier, gather_shares_to_rank_0
 from megarl.parallel.device_memory import empty_cache
 from megarl.parallel.runtime import Runtime
 from megarl.rewards.pool import VerifierPool
@@ -104,7 +111,7 @@ class Generation(BatchSource):
         self.prompts, report = read_prompts(config.data.train, config.data, tokenizer, self.sets, **options)
         self.reports = {"train": report, **reports}
         self.prompt_sampler = PromptSampler(
-            len(self.prompts), config.seed, config.data.shuffle, content_of(self.prompts)
+            len(self.prompts), config.seed, config.data.shuffle, checksum_prompts(self.prompts)
         )
         reward = config.reward
         self.verifiers = VerifierPool(
@@ -172,7 +179,7 @@ class Generation(BatchSource):
             if self.config.checkpoint.rollouts:
                 self.rollouts.write(number, batch, {"stats": batch.metrics})
             return
-        shares = shares_on_0(self.runtime.engines, self.snapshot(), self.share)
+        shares = gather_shares_to_rank_0(self.runtime.engines, self.snapshot(), self.share)
         state = {
             "stats": batch.metrics,
             "samplers": self.join(shares) if shares else {},
@@ -247,7 +254,7 @@ class SupervisedPairs(BatchSource):
     def rollout(self, stage: str, number: int) -> RolloutBatch:
         chosen = [self.pairs[i] for i in self.sampler.take(self.batch)]
         pairs = [prompt for prompt, _ in chosen], [response for _, response in chosen]
-        batch = RolloutBatch.of(TrainBatch.build(*pairs))
+        batch = RolloutBatch.from_train_batch(TrainBatch.build(*pairs))
         batch["correct"] = torch.ones(len(chosen), dtype=torch.bool)
         batch["truncated"] = torch.zeros(len(chosen), dtype=torch.bool)
         return batch

@@ -17,7 +17,7 @@ from megarl.config.errors import DeviceMemoryError, NumericalError
 from megarl.config.phases import WEIGHT_TRANSFER, Phase, check_phases, select_phases
 from megarl.config.schema import PRETRAINING
 from megarl.model.builder import plain_attention
-from megarl.parallel.comm import barrier, from_rank_0
+from megarl.parallel.comm import barrier, broadcast_from_rank_0
 from megarl.parallel.signals import StopRequest
 from megarl.schedule.guards import Guards, keep_failed_batch
 from megarl.schedule.listeners import make_listeners
@@ -166,7 +166,7 @@ class Trainer:
 
     def export(self, which: str, out: Path, *, changed: bool, adapters: bool = False) -> None:
         """Export a model, unless an earlier start has, and the weights have not `changed` since."""
-        if from_rank_0(self.run.runtime, out.exists(), bool):
+        if broadcast_from_rank_0(self.run.runtime, out.exists(), bool):
             if not changed:
                 return
             if self.run.runtime.rank == 0:

@@ -23,7 +23,7 @@ from types import FrameType
 from typing import Any, Self
 
 from megarl.config.errors import StorageError
-from megarl.config.files import MAKE_ROOM, essential, why, write_whole
+from megarl.config.files import MAKE_ROOM, describe_error, mark_required, write_atomic
 from megarl.config.schema import WatchdogConfig
 from megarl.parallel.launch import HUNG, write_error_file
 
@@ -66,7 +66,7 @@ class Watchdog:
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
     def __enter__(self) -> Self:
-        with essential(self.folder / BEAT.format(self.rank)):
+        with mark_required(self.folder / BEAT.format(self.rank)):
             self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             requested = [REPORT_REQUESTED] if self.rank == 0 else []
             for name in (REPORT.format(self.rank), STACK.format(self.rank), *requested):
@@ -109,7 +109,7 @@ class Watchdog:
                 else:
                     self._beat_error = "it is cut off"
             except OSError as error:
-                self._beat_error = why(error)
+                self._beat_error = describe_error(error)
 
     def _watch(self) -> None:
         while not self._end.wait(self.config.period):
@@ -166,7 +166,7 @@ class Watchdog:
                 stack="\n".join(stacks),
             )
         path = self.folder / REPORT.format(self.rank)
-        write_whole(path, json.dumps(asdict(here)))
+        write_atomic(path, json.dumps(asdict(here)))
 
     def _fire(self, reason: str) -> None:
         """Report the hang and end this process, even if the report fails."""
@@ -210,7 +210,7 @@ class Watchdog:
             stack = _read(self.folder / STACK.format(rank))
             parts.append(f"\n==== rank {rank}\n{stack or 'no stack: the process did not react to a signal'}")
         path = self.run_dir / time.strftime("hang-%Y%m%d-%H%M%S.txt")
-        write_whole(path, "\n".join(parts) + "\n")
+        write_atomic(path, "\n".join(parts) + "\n")
         return f"the run hangs: {line}; {reason}; every rank's place is in {path}"
 
     def _request_stacks(self, beats: Sequence[Mapping[str, Any] | None]) -> None:

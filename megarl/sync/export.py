@@ -15,7 +15,7 @@ from megarl.config.schema import LoraConfig
 from megarl.parallel.layout import Layout
 from megarl.sync.plan import FP32, make_plan
 from megarl.sync.transfer import Transfer
-from megarl.weights.families import read_config, table_names
+from megarl.weights.families import read_config, rename_to_table
 from megarl.weights.hf import SCORE_BIAS, divide_into_files, export_config, write_index
 from megarl.weights.lora import Source
 from megarl.weights.shards import float32_tensors, hf_shards, megatron_layout
@@ -99,7 +99,7 @@ def export_peft(
 ) -> None:
     """Write the adapters of all ranks as a folder for PEFT. Arguments and errors as for `export_hf`."""
     processes, config = Processes(control), read_config(source)
-    halves = {name: tensor for name, tensor in table_names(tensors).items() if ".lora." in name}
+    halves = {name: tensor for name, tensor in rename_to_table(tensors).items() if ".lora." in name}
     shards = hf_shards(config, lora=lora)
     plan = make_plan(megatron_layout(config, layout, lora=lora), [(0, shards)])
     plan.verify()

@@ -18,7 +18,7 @@ from megarl.config.errors import ConfigError
 from megarl.config.schema import Config, OptimizerConfig
 from megarl.parallel.layout import Layout
 from megarl.weights.boxes import Box, full_box, intersect, shift, volume
-from megarl.weights.families import Shape, adapters, family_of, is_frozen
+from megarl.weights.families import Shape, adapters, get_family, is_frozen
 from megarl.weights.shards import (
     Region,
     Shard,
@@ -480,7 +480,7 @@ def engine_plan(config: Config, hf_config: Mapping[str, Any], layout: Layout, *,
     single = float32_tensors(hf_config, sglang=config.rollout.capabilities.sharded)
     formats = dict.fromkeys(single, FP32)
     if config.rollout.weights_dtype == "fp8_block":
-        if family_of(hf_config).is_latent:
+        if get_family(hf_config).is_latent:
             what = f"fp8_block is not supported for a {hf_config.get('model_type')} model"
             raise ConfigError(f"rollout.weights_dtype: {what} (leave it out)")
         sources, targets, quantised = fp8_block(sources, targets, hf_shapes(hf_config))

@@ -50,7 +50,7 @@ def make_train_batch(
     for name, of_responses in loss_weights(rollout, ids, critic_ids, config).items():
         batch[name] = batch.spread(of_responses[rows])
     if "begun" in rollout:
-        batch["policy_loss_weights"] = torch.where(batch.drawn, batch["policy_loss_weights"], 0.0)
+        batch["policy_loss_weights"] = torch.where(batch.sampled_mask, batch["policy_loss_weights"], 0.0)
     every = torch.ones(rollout.num_sequences, dtype=torch.bool)
     ended = ~rollout["unfinished"] if "unfinished" in rollout else every
     stops = torch.tensor([0, *map(len, mine)]).cumsum(0).tolist()
@@ -81,7 +81,7 @@ def make_train_batch(
 
     batch.mini_batches = mini_batches_of(mini_batch, batch, rollout.lengths, every)
     batch.critic_mini_batches = [batch.mini_batches]
-    if config.values_prompts:
+    if config.has_prompt_critic:
         read, places = prompts_alone(batch)
         alone = mini_batches_of(critic_mini_batch, read, critic_lengths(rollout, config), ended)
         batch.critic_mini_batches = [
@@ -166,7 +166,7 @@ def critic_numbers(rollout: RolloutBatch, config: Config) -> Tensor:
     return rollout["response_index"] % config.critic.count
 
 
-def micro_batches_of(
+def pack_chosen(
     chosen: Tensor,
     rollout: RolloutBatch,
     batch: TrainBatch,
@@ -190,7 +190,7 @@ def micro_batches_of(
 
 def critic_lengths(rollout: RolloutBatch, config: Config) -> Tensor:
     """Return the tokens of each sequence that the critic reads, int64 [n]: all, or `prompts_alone`."""
-    if config.values_prompts:
+    if config.has_prompt_critic:
         return torch.minimum(rollout.lengths, rollout.prompt_lengths + 1)
     return rollout.lengths
 
@@ -235,7 +235,7 @@ def loss_weights(rollout: RolloutBatch, ids: Tensor, critic_ids: Tensor, config:
     aggregation, longest = config.algorithm.aggregation, config.rollout.max_response_tokens
     lengths = rollout.response_lengths
     drawn = lengths - rollout["begun"] if "begun" in rollout else lengths
-    valued = lengths.clamp(max=1) if config.values_prompts else lengths
+    valued = lengths.clamp(max=1) if config.has_prompt_critic else lengths
     ended = kept & ~rollout["unfinished"] if "unfinished" in rollout else kept
     # Each critic has separate mini-batches.
     of_critics = critic_ids * config.critic.count + critic_numbers(rollout, config)

@@ -30,10 +30,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from megarl.config.errors import CheckpointError, ConfigError
-from megarl.config.files import read_json, stays_inside, why
+from megarl.config.files import describe_error, is_inside, read_json
 from megarl.config.schema import PRETRAINING, CheckpointConfig, Config
 from megarl.config.schema.section import Section, fields
-from megarl.parallel.comm import from_rank_0, gather_objects
+from megarl.parallel.comm import broadcast_from_rank_0, gather_objects
 from megarl.parallel.runtime import Runtime
 
 FOLDER, MANIFEST = "checkpoints", "manifest.json"
@@ -125,7 +125,7 @@ class Checkpoint:
         lines = []
         for name in sorted(self.manifest["files"])[part::parts]:
             try:
-                found = sha256_of(self.path / name)
+                found = hash_file(self.path / name)
             except OSError as error:
                 lines.append(f"{self.path / name}: cannot be read: {error.strerror}")
                 continue
@@ -134,7 +134,7 @@ class Checkpoint:
         return lines
 
 
-def sha256_of(path: Path) -> str:
+def hash_file(path: Path) -> str:
     """Return the SHA-256 of a file. Raises OSError."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
@@ -155,7 +155,7 @@ def _checksum(manifest: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
 
 
-def settings_of(config: Config) -> dict[str, Any]:
+def list_fixed_settings(config: Config) -> dict[str, Any]:
     """Return the settings that a continued run must keep: keys not in FREE, and config.json hashes.
 
     A section with the user's keys (reward.terms) is one setting."""
@@ -168,7 +168,7 @@ def settings_of(config: Config) -> dict[str, Any]:
     models |= config.teacher.folders
     for key, folder in {"model.path": config.model.path, **models}.items():
         if folder is not None:
-            found[f"{key}/config.json"] = sha256_of(folder / "config.json")
+            found[f"{key}/config.json"] = hash_file(folder / "config.json")
     return found
 
 
@@ -187,7 +187,7 @@ def check_continues(config: Config, checkpoint: Checkpoint) -> None:
     """Raise ConfigError for the first key whose value differs from the checkpoint's.
 
     Keys of another version of megarl are not compared, except ADDED."""
-    now, before = settings_of(config), ADDED | checkpoint.settings
+    now, before = list_fixed_settings(config), ADDED | checkpoint.settings
     if before.get("rollout.dynamic_sampling.at_limit") == "stop":  # no step has reached the limit
         for key in ("at_limit", "max_batches"):
             del now[f"rollout.dynamic_sampling.{key}"]
@@ -216,7 +216,7 @@ def moved_schedule(config: Config, checkpoint: Checkpoint) -> str | None:
 
 def check_same_adapters(config: Config, checkpoint: Checkpoint) -> None:
     """Raise ConfigError for the first key of the actor's LoRA that differs from the checkpoint's."""
-    now = settings_of(config)
+    now = list_fixed_settings(config)
     for key, then in (ADDED | checkpoint.settings).items():
         if key.startswith("actor.lora.") and now[key] != then:
             what = f"is {now[key]!r}, and the actor in {checkpoint.path} was trained with {then!r}"
@@ -268,7 +268,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
             raise CheckpointError(f"{path / MANIFEST}: {key}: {meant} is expected")
     for name, (size, _) in manifest["files"].items():
         file = path / name
-        if "\0" in name or ".." in file.parts or not stays_inside(file, path):
+        if "\0" in name or ".." in file.parts or not is_inside(file, path):
             raise CheckpointError(f"{path / MANIFEST}: names {name!r}, which lies outside the folder")
         if not file.is_file():
             raise CheckpointError(f"{file}: is missing")
@@ -277,7 +277,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
     return Checkpoint(path, manifest)
 
 
-def damage_of(checkpoint: Checkpoint, runtime: Runtime) -> list[str]:
+def find_damage(checkpoint: Checkpoint, runtime: Runtime) -> list[str]:
     """Return a line for each damaged file, on every rank. Ranks divide the files."""
     reports = gather_objects(runtime, checkpoint.damage(runtime.rank, runtime.world), list[str])
     return [line for report in reports for line in report]
@@ -297,7 +297,7 @@ def choose_checkpoint(runtime: Runtime, run_dir: Path) -> tuple[Checkpoint | Non
             found, skipped = find_checkpoint(run_dir, damaged)
             path, manifest = (None, "") if found is None else (found.path, json.dumps(found.manifest))
         kind = tuple[Path | None, str, list[str]]
-        path, manifest, skipped = from_rank_0(runtime, (path, manifest, skipped), kind)
+        path, manifest, skipped = broadcast_from_rank_0(runtime, (path, manifest, skipped), kind)
         found = None if path is None else Checkpoint(path, json.loads(manifest))
         lines += [line for line in skipped if line not in lines]
         if found is None and damaged:
@@ -305,7 +305,7 @@ def choose_checkpoint(runtime: Runtime, run_dir: Path) -> tuple[Checkpoint | Non
             raise CheckpointError(f"run_dir: {run_dir}: {what}: {lines[0].removesuffix(' (skipped)')}")
         if found is None:
             return None, lines
-        wrong = damage_of(found, runtime)
+        wrong = find_damage(found, runtime)
         if not wrong:
             return found, lines
         damaged.append(found.path)
@@ -337,7 +337,7 @@ def prune(run_dir: Path, keep: CheckpointConfig) -> list[str]:
                 shutil.rmtree(path)
             except OSError as error:  # another process reads it over NFS, or removes it too
                 if path.exists():
-                    left.append(f"{path}: cannot be removed: {why(error)}")
+                    left.append(f"{path}: cannot be removed: {describe_error(error)}")
     return left
 
 

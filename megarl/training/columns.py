@@ -105,7 +105,7 @@ def token_rewards(
     rewards = turn_rewards(batch)
     if not config.kl_reward:
         return rewards, {}
-    mask, drawn = batch.response_mask, batch.drawn
+    mask, drawn = batch.response_mask, batch.sampled_mask
     kl = torch.where(mask, batch[config.old_column] - batch["ref_logprobs"], 0.0)
     sums = torch.stack([drawn.sum().double(), kl[drawn].double().sum()])
     tokens, total = sum_over_replicas(runtime, sums).tolist()
@@ -188,7 +188,7 @@ def gae_statistics(
     """Return gae/* of advantages [T] before whitening, and a table of lambda [n] by response length."""
     lengths, longest = batch.response_lengths, config.rollout.max_response_tokens
     some = lengths > 0  # an ungraded response has no token
-    sums = gae_sums(advantages, batch.drawn, lam[some], config.algorithm.lambda_floor)
+    sums = gae_sums(advantages, batch.sampled_mask, lam[some], config.algorithm.lambda_floor)
     metrics = gae_metrics(sum_over_replicas(runtime, sums))
     by_length = sum_over_replicas(runtime, lambda_by_length(lengths[some], lam[some], longest)).tolist()
     return metrics, {"lambda": dict(zip(("responses", "lambda"), by_length, strict=True))}
@@ -205,7 +205,7 @@ def add_teacher(
     old, teacher: log-probs [T]; the teacher's are -inf without a teacher.
     Return policy/teacher_kl, the mean of log pi_old - log pi_teacher, which estimates the reverse KL in nats
     per token, and policy/taught, the share of tokens with a teacher."""
-    drawn = batch.drawn
+    drawn = batch.sampled_mask
     mask = drawn & (teacher > -torch.inf)
     kl = torch.where(mask, old - teacher, 0.0)
     batch["advantages"] = batch["advantages"] - weight * kl
@@ -235,12 +235,12 @@ def add_returns(
 
 def policy_statistics(batch: TrainBatch, runtime: Runtime) -> tuple[dict[str, float], Tables]:
     """Return mean entropy and probability of the tokens sampled in this step, and entropy by position."""
-    mask = batch.drawn
+    mask = batch.sampled_mask
     probabilities = batch["old_logprobs"][mask].double().exp()
     sums = torch.stack([mask.sum().double(), batch["entropy"][mask].double().sum(), probabilities.sum()])
     tokens, entropy, probability = sum_over_replicas(runtime, sums).tolist()
     metrics = {"policy/entropy": entropy / max(tokens, 1), "policy/mean_prob": probability / max(tokens, 1)}
-    by_position = sums_by_position(mask, batch.drawn_lengths, batch["entropy"])
+    by_position = sums_by_position(mask, batch.sampled_lengths, batch["entropy"])
     table = dict(zip(("tokens", "entropy"), sum_over_replicas(runtime, by_position).tolist(), strict=True))
     return metrics, {"entropy": table}
 
@@ -252,7 +252,7 @@ def mismatch(
 
     Only tokens sampled with the current weights, `version`, count: not dynamic sampling's leftover groups or
     earlier windows of partial rollouts."""
-    engine, drawn_now = batch["engine_logprobs"], batch.drawn
+    engine, drawn_now = batch["engine_logprobs"], batch.sampled_mask
     if "begun" not in batch:
         drawn_now = drawn_now & (batch["policy_version"] == version)[batch.sequence_ids]
     sums, largest = mismatch_sums(trainer, engine, drawn_now)
@@ -273,7 +273,7 @@ def correct_mismatch(config: MismatchConfig, batch: TrainBatch, runtime: Runtime
     factors, counts = mismatch_factors(
         batch["old_logprobs"],
         batch["engine_logprobs"],
-        batch.drawn,
+        batch.sampled_mask,
         batch.sequence_ids,
         weight=config.weight,
         cap=config.cap,

@@ -29,7 +29,13 @@ from megarl.data.batch import MicroBatch, TrainBatch
 from megarl.model.builder import ModelChunks
 from megarl.model.lora import without_adapters
 from megarl.model.routing import routing_counts, routing_metrics, start_counting
-from megarl.parallel.comm import any_rank, from_last_stage, gather_objects, sum_over_ranks, sum_stats
+from megarl.parallel.comm import (
+    any_rank,
+    broadcast_from_last_stage,
+    gather_objects,
+    sum_over_ranks,
+    sum_stats,
+)
 from megarl.parallel.cpu_platform import on_cpu
 from megarl.parallel.layout import OVERLAP_ABOVE
 from megarl.parallel.runtime import Runtime
@@ -136,7 +142,7 @@ class InferenceModel:
         if k:
             found = columns or {name: torch.zeros(batch.num_tokens, 0) for name in names}
         else:
-            found = from_last_stage(columns, names, batch.num_tokens, self.runtime)
+            found = broadcast_from_last_stage(columns, names, batch.num_tokens, self.runtime)
         bad = [
             f"{name} of {int((~torch.isfinite(column)).sum())} tokens"
             for name, column in found.items()

@@ -40,7 +40,7 @@ from megarl.config.errors import CheckpointError
 from megarl.config.files import fsync
 from megarl.config.schema import PRETRAINING, Config
 from megarl.data.packing import balance
-from megarl.parallel.comm import any_rank, from_rank_0, gather_on_0, shares_on_0
+from megarl.parallel.comm import any_rank, broadcast_from_rank_0, gather_shares_to_rank_0, gather_to_rank_0
 from megarl.parallel.runtime import Runtime, generator_states
 from megarl.training.checkpoint import (
     BATCHES,
@@ -48,10 +48,10 @@ from megarl.training.checkpoint import (
     FORMAT,
     MANIFEST,
     folder_name,
+    hash_file,
+    list_fixed_settings,
     prune,
     seal,
-    settings_of,
-    sha256_of,
     write_state,
 )
 from megarl.training.model import TrainableModel
@@ -101,7 +101,7 @@ class WrittenPart(NamedTuple):
     length: int
 
     @staticmethod
-    def of(result: WriteResult) -> WrittenPart:
+    def from_result(result: WriteResult) -> WrittenPart:
         """Convert a result of torch's writer."""
         index, place = result.index, result.storage_data
         offsets = None if index.offset is None else tuple(index.offset)
@@ -161,7 +161,7 @@ class CheckpointWriter:
         self.runtime, self.config, self.models, self.versions = runtime, config, models, dict(versions)
         self.prepare, self.join, self.share = prepare, join, share
         self.warn, self.ahead, self.seconds = warn, ahead, 0.0
-        self.settings = settings_of(config)
+        self.settings = list_fixed_settings(config)
         self._copiers = {name: HostCopier(runtime) for name in models}
         self._writing: _Writing | None = None
 
@@ -195,7 +195,7 @@ class CheckpointWriter:
             "versions": self.versions,
         }
         kind: Any = tuple[dict[str, Any], self.share]  # type: ignore[name-defined]
-        shares = shares_on_0(self.runtime, (generator_states(), state["samplers"]), kind)
+        shares = gather_shares_to_rank_0(self.runtime, (generator_states(), state["samplers"]), kind)
         writing, failure = _Writing(final, manifest), None
         if shares is not None:
             generators, samplers = map(list, zip(*shares, strict=True))
@@ -208,7 +208,7 @@ class CheckpointWriter:
             except OSError as error:
                 failure = f"{final}: {cannot_be_written(reason(error))}"
                 shutil.rmtree(writing.partial, ignore_errors=True)
-        failure = from_rank_0(self.runtime, failure, str | None)
+        failure = broadcast_from_rank_0(self.runtime, failure, str | None)
         if failure is not None:
             raise CheckpointError(failure)
         try:
@@ -253,13 +253,13 @@ class CheckpointWriter:
         if writing is None:
             return
         results = {name: copy.results for name, copy in writing.models.items()}
-        ranks = gather_on_0(self.runtime, (writing.failure, writing.files, results), Report)
+        ranks = gather_to_rank_0(self.runtime, (writing.failure, writing.files, results), Report)
         failures = [
             (f"rank {rank}: {failure[0]}", failure[1])
             for rank, (failure, _, _) in enumerate(ranks or [])
             if failure is not None
         ]
-        failures = from_rank_0(self.runtime, failures, list[tuple[str, str]])
+        failures = broadcast_from_rank_0(self.runtime, failures, list[tuple[str, str]])
         if failures:
             self._writing = None
             if self.runtime.rank == 0:
@@ -373,7 +373,7 @@ class _Writing:
         """Flush files to the disk and add them to the manifest."""
         for path in paths:
             fsync(path)
-            self.files[str(path.relative_to(self.partial))] = path.stat().st_size, sha256_of(path)
+            self.files[str(path.relative_to(self.partial))] = path.stat().st_size, hash_file(path)
 
 
 class HostCopier:
@@ -436,7 +436,7 @@ class HostCopier:
 
     def _agree(self, parts: list[Part]) -> Metadata | None:
         """Return the index of all ranks' parts on rank 0, None elsewhere."""
-        by_rank, index, failure = gather_on_0(self.runtime, parts, list[Part]), None, None
+        by_rank, index, failure = gather_to_rank_0(self.runtime, parts, list[Part]), None, None
         if by_rank is not None:
             plans = [SavePlan([part.item for part in theirs]) for theirs in by_rank]
             try:
@@ -445,7 +445,7 @@ class HostCopier:
                     failure = "two ranks would write the same part"
             except (ValueError, AssertionError) as error:  # parts overlap or are missing
                 failure = str(error)
-        failure = from_rank_0(self.runtime, failure, str | None)
+        failure = broadcast_from_rank_0(self.runtime, failure, str | None)
         if failure is not None:
             raise RuntimeError(failure)
         return index
@@ -499,7 +499,7 @@ class HostCopy:
         writer = FileSystemWriter(folder, sync_files=True, per_thread_copy_ahead=0)
         written = writer.write_data(self.plan, planner)
         written.wait()
-        self.results, self.copies = [WrittenPart.of(result) for result in written.value()], {}
+        self.results, self.copies = [WrittenPart.from_result(result) for result in written.value()], {}
         return sorted({folder / part.file for part in self.results})
 
     def write_index(self, folder: Path, results: list[list[WrittenPart]]) -> list[Path]:

@@ -37,7 +37,7 @@ from megarl.parallel.comm import gather_objects
 from megarl.parallel.cpu_platform import on_cpu
 from megarl.training.checkpoint import Checkpoint
 from megarl.training.model import TrainableModel
-from megarl.weights.families import table_name
+from megarl.weights.families import get_table_name
 from megarl.weights.index import check_trainable, read_history
 
 # State tensors have their parameter's shape in the file, so that any layout can read them. The variant
@@ -220,7 +220,7 @@ def _adapters(chunk: Any) -> dict[str, ShardedTensor]:
     for name, parameter in chunk.named_parameters():
         if not _is_beside(name):
             continue
-        in_layer = table_name(name)
+        in_layer = get_table_name(name)
         key = LAYER.sub(lambda match: str(chunk.decoder.layers[int(match[0])].layer_number - 1), in_layer)
         if ".experts." in name:
             key = EXPERT.sub(lambda match: str(int(match[0]) + first), key)

@@ -7,12 +7,12 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from megarl.parallel.movable import HostPool, Movable
+from megarl.parallel.offload_group import HostPool, OffloadGroup
 from megarl.training.library_caches import free_gradient_caches, free_weight_caches
 from megarl.training.model import InferenceModel, TrainableModel
 
 
-def tensor_groups(model: InferenceModel, pool: HostPool) -> dict[str, Movable]:
+def tensor_groups(model: InferenceModel, pool: HostPool) -> dict[str, OffloadGroup]:
     """Return {"actor.weights", "actor.gradients", "actor.optimizer"}; a model that is not trained has
     weights alone."""
     device = model.runtime.device
@@ -44,11 +44,11 @@ def tensor_groups(model: InferenceModel, pool: HostPool) -> dict[str, Movable]:
     return {
         f"{model.name}.weights": weights,
         f"{model.name}.gradients": gradients,
-        f"{model.name}.optimizer": Movable(optimizer, device, pool),
+        f"{model.name}.optimizer": OffloadGroup(optimizer, device, pool),
     }
 
 
-class _Weights(Movable):
+class _Weights(OffloadGroup):
     """A model's weights. The caches of its passes are freed when they are offloaded."""
 
     model: torch.nn.Module
@@ -58,7 +58,7 @@ class _Weights(Movable):
         free_weight_caches(self.model)
 
 
-class _Gradients(Movable):
+class _Gradients(OffloadGroup):
     """A model's gradients. Transformer Engine's placeholders are freed when they are offloaded."""
 
     def offload(self) -> None:

@@ -75,7 +75,7 @@ class Sizes:
     ba: int = 0  # beta and alpha, by key head: 2 * value_heads
 
     @staticmethod
-    def of(hf_config: Mapping[str, Any]) -> Sizes:
+    def from_config(hf_config: Mapping[str, Any]) -> Sizes:
         """Read the sizes from config.json. Raises CheckpointError that names the first invalid key."""
         get = partial(_get_size, hf_config)
         heads, hidden = get("num_attention_heads"), get("hidden_size")
@@ -301,7 +301,7 @@ OUTPUT_NORMS = _layer(
     ("self_attn_bda.output_norm.weight", "replicated", "post_self_attn_layernorm.weight: hidden"),
     ("mlp_bda.output_norm.weight", "replicated", "post_mlp_layernorm.weight: hidden"),
 )
-# Named as in Megatron's SequentialMLP. `table_name` translates the names of TEGroupedMLP.
+# Named as in Megatron's SequentialMLP. `get_table_name` translates the names of TEGroupedMLP.
 EXPERTS = (
     *_layer(("mlp.router.weight", "replicated", "mlp.gate.weight: experts hidden")),
     *_describe_mlp("mlp.experts.local_experts.{e}.", "mlp.experts.{e}.", "expert_ffn"),
@@ -559,7 +559,7 @@ TE_ALIASES = {
 }
 
 
-def table_name(name: str) -> str:
+def get_table_name(name: str) -> str:
     """Return the table's name of a Megatron parameter, for any wrapper and layer spec."""
     name = re.sub(r"^(module\.)+", "", name)
     for alias, ours in TE_ALIASES.items():
@@ -570,17 +570,17 @@ def table_name(name: str) -> str:
     )
 
 
-def table_names(tensors: Mapping[str, T]) -> dict[str, T]:
+def rename_to_table(tensors: Mapping[str, T]) -> dict[str, T]:
     """Rename tensors to the table's names."""
-    return {table_name(name): tensor for name, tensor in tensors.items()}
+    return {get_table_name(name): tensor for name, tensor in tensors.items()}
 
 
 def model_weights(tensors: Mapping[str, T]) -> dict[str, T]:
     """Rename a model's tensors to the table's names, and leave out LoRA adapters."""
-    return {name: tensor for name, tensor in table_names(tensors).items() if ".lora." not in name}
+    return {name: tensor for name, tensor in rename_to_table(tensors).items() if ".lora." not in name}
 
 
-def family_of(hf_config: Mapping[str, Any]) -> Family:
+def get_family(hf_config: Mapping[str, Any]) -> Family:
     """Return the family of config.json, without the parameters that its switches remove.
 
     Raises CheckpointError if no table describes the model."""
@@ -639,11 +639,11 @@ def _check_description(hf_config: Mapping[str, Any]) -> None:
     if hf_config.get("auto_map"):
         remedy = f"remove the key if the model is a plain {hf_config.get('model_type')}"
         raise _bad("auto_map", f"asks for code that lies in the folder, which is never run ({remedy})")
-    family, sizes = family_of(hf_config), Sizes.of(hf_config)
+    family, sizes = get_family(hf_config), Sizes.from_config(hf_config)
     for key, (fits, meant, may_be_null) in VALUES.items():
         value = hf_config.get(key)
         if key == "layer_types" and family.is_linear:
-            continue  # `Sizes.of` has checked it
+            continue  # `Sizes.from_config` has checked it
         if key in hf_config and not (fits(value) or (value is None and may_be_null)):
             raise _bad(key, f"must be {meant} (got {_short(value)})")
     if family.is_latent:

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from megarl.config.errors import CheckpointError, ConfigError, first_line
 from megarl.weights.boxes import Box, full_box
-from megarl.weights.families import Shape, Sizes, family_of, read_config
+from megarl.weights.families import Shape, Sizes, get_family, read_config
 from megarl.weights.hf import ModelFolder, export_config
 from megarl.weights.megatron import Conversion, Watch, ignore_progress, write_hf
 from megarl.weights.shards import hf_shapes
@@ -146,7 +146,7 @@ class GGUFFile(ModelFolder):
         self.config = self._read_config()
         self.shapes = hf_shapes(self.config)
         self.missing = ()
-        sizes = Sizes.of(self.config)
+        sizes = Sizes.from_config(self.config)
         self._heads = (
             {"q_proj": sizes.heads, "k_proj": sizes.kv_heads} if INTERLEAVED[self.architecture] else {}
         )
@@ -289,7 +289,7 @@ class GGUFFile(ModelFolder):
             stored_name = f"{theirs}.{suffix}"
             if theirs is None or stored_name not in self._tensors:
                 missing = stored_name if theirs else name
-                raise tensor_error(self.path, missing, f"is missing ({family_of(self.config).prefix})")
+                raise tensor_error(self.path, missing, f"is missing ({get_family(self.config).prefix})")
             stored = self._tensors[stored_name].shape
             if (stored[1:] if expert else stored) != shape or (expert and int(expert[2]) >= stored[0]):
                 raise tensor_error(self.path, stored_name, f"shape {stored}, but the model has {shape}")

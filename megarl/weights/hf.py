@@ -17,7 +17,7 @@ from torch import Tensor
 from megarl.config.errors import CheckpointError
 from megarl.config.files import open_regular, read_json
 from megarl.weights.boxes import Box, full_box, pack, view
-from megarl.weights.families import EMBEDDING, OUTPUT, Shape, family_of, is_tied, read_config
+from megarl.weights.families import EMBEDDING, OUTPUT, Shape, get_family, is_tied, read_config
 from megarl.weights.shards import Shards, hf_shapes
 from megarl.weights.tensor_files import (
     FileTensor,
@@ -180,7 +180,7 @@ class HFFolder(ModelFolder):
         """Return whether a tensor belongs to layers that predict further tokens. These are ignored.
 
         They are the last `num_nextn_predict_layers` layers, or Qwen3.5's `mtp`."""
-        if name.startswith("mtp.") and family_of(self.config).is_linear:
+        if name.startswith("mtp.") and get_family(self.config).is_linear:
             return True
         layers, found = int(self.config["num_hidden_layers"]), LAYER.match(name)
         beyond = self.config.get("num_nextn_predict_layers") or 0
@@ -284,7 +284,7 @@ def write_index(folder: Path, files: Mapping[str, Iterable[str]], size: int) -> 
 def export_config(config: Mapping[str, Any], critic: bool, dtype: torch.dtype | None) -> dict[str, Any]:
     """Return the source's config.json, with the exported head and dtype (None: mixed dtypes)."""
     suffix = "ForTokenClassification" if critic else "ForCausalLM"
-    exported = {**config, "architectures": [family_of(config).prefix + suffix]}
+    exported = {**config, "architectures": [get_family(config).prefix + suffix]}
     if config.get("num_nextn_predict_layers"):
         exported["num_nextn_predict_layers"] = 0  # their weights are ignored
     if dtype is not None:

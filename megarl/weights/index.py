@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.utils import _create_file_view
 
 from megarl.config.errors import CheckpointError, first_line
-from megarl.config.files import open_regular, read_json, stays_inside
+from megarl.config.files import is_inside, open_regular, read_json
 
 METADATA, COMMON, CONFIG = ".metadata", "common.pt", "metadata.json"
 FORMAT = {
@@ -148,7 +148,7 @@ def read_index(folder: Path) -> Metadata:
             raise ValueError("its parts have other types")
         for name in {info.relative_path for info in index.storage_data.values()}:
             plain = PurePosixPath(name)
-            if plain.is_absolute() or ".." in plain.parts or not stays_inside(folder / name, folder):
+            if plain.is_absolute() or ".." in plain.parts or not is_inside(folder / name, folder):
                 raise CheckpointError(f"{path}: names {name!r}, which lies outside the folder")
     return cast(Metadata, index)
 

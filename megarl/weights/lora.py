@@ -12,7 +12,7 @@ from torch import Tensor
 from megarl.config.schema import LoraConfig
 from megarl.parallel.layout import Layout
 from megarl.weights.boxes import Box, full_box, intersect, shift, view
-from megarl.weights.families import model_weights, table_names
+from megarl.weights.families import model_weights, rename_to_table
 from megarl.weights.shards import Region, megatron_layout
 
 CHUNK = 1 << 22  # elements of the temporary tensors of merging, quantising and hashing
@@ -85,7 +85,7 @@ def merged(
     sources: dict[str, Source] = {**model_weights(tensors)}
     if lora.rank is None:
         return sources
-    named = table_names(tensors)
+    named = rename_to_table(tensors)
     weights = megatron_layout(hf_config, layout, critic=critic)[rank][1]
     halves = megatron_layout(hf_config, layout, lora=lora)[rank][1]
 

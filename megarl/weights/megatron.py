@@ -40,7 +40,7 @@ from megarl.weights.families import (
     Pair,
     Shape,
     Sizes,
-    family_of,
+    get_family,
     is_tied,
     read_config,
 )
@@ -175,7 +175,7 @@ class MegatronFolder(ModelFolder):
 
     def _pairs(self) -> dict[str, tuple[Pair, int | None]]:
         """Return the parameter and layer of each key; CheckpointError unless they match the model."""
-        sizes, where = Sizes.of(self.config), self.path / METADATA
+        sizes, where = Sizes.from_config(self.config), self.path / METADATA
         pairs: dict[str, tuple[Pair, int | None]] = {}
         known = {OUTPUT.megatron, VALUE_HEAD.megatron}  # an unused head does no harm
         whole = whole_model(self.config, critic=self.critic)
@@ -208,7 +208,7 @@ class MegatronFolder(ModelFolder):
 
     def _add_pieces(self, key: str, pair: Pair, own: int | None) -> None:
         """Add the pieces of one key's chunks. own: the layer of the key, see `_get_key_layer`."""
-        sizes = Sizes.of(self.config)
+        sizes = Sizes.from_config(self.config)
         lead = _select_leading(pair, sizes, sizes.layers, sizes.experts)
         by_place: dict[Shape, list[Box]] = defaultdict(list)  # by leading indices
         for chunk in self._keys[key].chunks:
@@ -324,7 +324,7 @@ def list_chunks(
     hf_config: Mapping[str, Any], layout: Layout, rank: int, *, critic: bool = False
 ) -> Iterator[Chunk]:
     """Yield the chunks of one rank. Tied embeddings are chunks of the first pipeline stage only."""
-    sizes, place, ep_rank = Sizes.of(hf_config), layout.coords(rank), layout.ep_rank(rank)
+    sizes, place, ep_rank = Sizes.from_config(hf_config), layout.coords(rank), layout.ep_rank(rank)
     for _, pair, layer, expert in parameters(hf_config, layout, place.pp, ep_rank, critic=critic):
         if pair is TIED_OUTPUT:
             continue
@@ -416,10 +416,10 @@ def write_metadata(folder: Path, records: Records, model: HFFolder) -> None:
     # Transformer Engine's layer spec does not fuse the norm before a mixture of experts, so its name there
     # differs from that in the local spec. The index gets both names.
     aliases: dict[str, tuple[str, ...]] = {}
-    sizes = Sizes.of(model.config)
+    sizes = Sizes.from_config(model.config)
     if sizes.experts:
         mixtures = dict.fromkeys(_get_key_layer(sizes, layer) for layer in range(sizes.dense, sizes.layers))
-        keys = [list_keys(pair, layer) for pair in family_of(model.config).layer for layer in mixtures]
+        keys = [list_keys(pair, layer) for pair in get_family(model.config).layer for layer in mixtures]
         aliases = {names[0]: names for names in keys if names[-1].endswith("pre_mlp_layernorm.weight")}
     entries: dict[str, dcp.TensorStorageMetadata | dcp.BytesStorageMetadata] = {}
     results = []
@@ -443,7 +443,7 @@ def write_metadata(folder: Path, records: Records, model: HFFolder) -> None:
 
 def _list_extra_states(hf_config: Mapping[str, Any]) -> Iterator[str]:
     """Yield the keys of modules' extra states (scales of FP8), which Megatron requires on loading."""
-    sizes = Sizes.of(hf_config)
+    sizes = Sizes.from_config(hf_config)
     for pair, layer, expert in whole_model(hf_config):
         lead = [_select_leading(pair, sizes, *at) for at in ((layer, expert), (sizes.layers, sizes.experts))]
         place = "_".join(".".join(map(str, numbers)) for numbers in lead if numbers) or "0_1"

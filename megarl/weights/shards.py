@@ -27,7 +27,7 @@ from megarl.weights.families import (
     Shape,
     Sizes,
     adapters,
-    family_of,
+    get_family,
     is_tied,
 )
 
@@ -96,8 +96,8 @@ def _concatenate(parts: Sequence[_Part], shape: Shape, axis: int = 0) -> Shard:
 
 def check_layout(hf_config: Mapping[str, Any], tp: int, pp: int, ep: int = 1, vpp: int = 1) -> None:
     """Raise ConfigError, naming the key of `parallel`, if this layout cannot divide the model."""
-    moe = family_of(hf_config).is_moe
-    sizes = Sizes.of(hf_config)
+    moe = get_family(hf_config).is_moe
+    sizes = Sizes.from_config(hf_config)
     dividable = {"attention heads": sizes.heads, "key/value heads": sizes.kv_heads}
     if not moe or sizes.dense:
         dividable["feed-forward columns"] = sizes.ffn
@@ -130,7 +130,7 @@ def check_layout(hf_config: Mapping[str, Any], tp: int, pp: int, ep: int = 1, vp
 
 def check_frozen(hf_config: Mapping[str, Any], optimizer: OptimizerConfig, model: str) -> None:
     """Raise ConfigError if `frozen_layers` exceeds the layers of the model ("actor" or "critic")."""
-    layers, frozen = Sizes.of(hf_config).layers, optimizer.frozen_layers
+    layers, frozen = Sizes.from_config(hf_config).layers, optimizer.frozen_layers
     if frozen > layers:
         remedy = f"at most {layers}, with which the final norm and the head still learn"
         raise ConfigError(f"{model}.frozen_layers: {frozen}, but the model has {layers} layers ({remedy})")
@@ -141,7 +141,7 @@ def check_lora(hf_config: Mapping[str, Any], lora: LoraConfig, key: str) -> None
     if lora.rank is None:
         return
     everywhere = lora.model_copy(update={"targets": ()})
-    pairs = [pair for pair in family_of(hf_config).layer if adapters(pair, everywhere)]
+    pairs = [pair for pair in get_family(hf_config).layer if adapters(pair, everywhere)]
     names = dict.fromkeys(name.split(".")[-2] for pair in pairs for name, _ in pair.hf)
     if unknown := [name for name in lora.targets if name not in names]:
         what = f"a {hf_config.get('model_type')} model has no {unknown[0]}"
@@ -155,7 +155,7 @@ def check_muon(hf_config: Mapping[str, Any], optimizer: OptimizerConfig, layout:
     experts for different owners. Multi-latent and linear attention are untested."""
     if optimizer.optimizer != "muon":
         return
-    family, alone = family_of(hf_config), layout.dp * layout.cp == 1 < layout.stage // layout.ep
+    family, alone = get_family(hf_config), layout.dp * layout.cp == 1 < layout.stage // layout.ep
     if family.is_latent or family.is_linear:
         what = f"muon is not supported for a {family.model_type} model"
         raise ConfigError(f"{key}.optimizer: {what} (set it to adam)")
@@ -166,9 +166,9 @@ def check_muon(hf_config: Mapping[str, Any], optimizer: OptimizerConfig, layout:
 
 def check_linear(hf_config: Mapping[str, Any], config: Config) -> None:
     """Raise ConfigError for options that linear attention does not support."""
-    if not family_of(hf_config).is_linear:
+    if not get_family(hf_config).is_linear:
         return
-    heads = Sizes.of(hf_config).key_heads // config.parallel.tp
+    heads = Sizes.from_config(hf_config).key_heads // config.parallel.tp
     if heads % config.parallel.cp:
         good = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
         what = f"does not divide the {heads} key heads of linear attention on a rank (possible: {good})"
@@ -192,7 +192,7 @@ def full_attention_interval(hf_config: Mapping[str, Any]) -> int:
     """Return n if every n-th layer has full attention, and the others linear attention.
 
     Raises ConfigError for any other order, which SGLang does not support."""
-    sizes = Sizes.of(hf_config)
+    sizes = Sizes.from_config(hf_config)
     interval = next((n for n in range(sizes.layers) if n not in sizes.linear), sizes.layers) + 1
     if sizes.linear != {n for n in range(sizes.layers) if (n + 1) % interval}:
         what = "SGLang has full attention in every n-th layer, but this model's layer_types are different"
@@ -204,7 +204,7 @@ def check_recomputed(hf_config: Mapping[str, Any], model: ModelConfig) -> None:
     """Raise ConfigError if only the MLP of a mixture of experts is to be recomputed.
 
     The router would run again with the state of another pack, which its layer sets (model/routing.py)."""
-    if model.recompute == "selective" and "mlp" in model.recompute_modules and family_of(hf_config).is_moe:
+    if model.recompute == "selective" and "mlp" in model.recompute_modules and get_family(hf_config).is_moe:
         what = "mlp is for dense models, and this is a mixture of experts"
         raise ConfigError(f"model.recompute_modules: {what} (leave it out, or set model.recompute=full)")
 
@@ -220,9 +220,9 @@ def whole_model(
     return [(pair, layer, expert) for _, pair, layer, expert in named]
 
 
-def sizes_of(hf_config: Mapping[str, Any], lora: LoraConfig | None) -> Sizes:
+def get_sizes(hf_config: Mapping[str, Any], lora: LoraConfig | None) -> Sizes:
     """Return a model's sizes, including the rank of its adapters."""
-    return replace(Sizes.of(hf_config), rank=(lora and lora.rank) or 0)
+    return replace(Sizes.from_config(hf_config), rank=(lora and lora.rank) or 0)
 
 
 def hf_shapes(
@@ -231,7 +231,7 @@ def hf_shapes(
     """Return the shape of every tensor (with `lora`, adapter) of the Hugging Face model, in order.
 
     A critic has `score.weight` instead of `lm_head.weight`. An actor with tied embeddings has neither."""
-    sizes, shapes = sizes_of(hf_config, lora), dict[str, Shape]()
+    sizes, shapes = get_sizes(hf_config, lora), dict[str, Shape]()
     for pair, layer, expert in whole_model(hf_config, critic=critic, lora=lora):
         shapes |= {name.format(l=layer, e=expert): sizes.shape(dims) for name, dims in pair.hf}
     return shapes
@@ -274,12 +274,12 @@ def parameters(
     With tied embeddings, the last of several stages has a copy of the embedding as `output_layer.weight`.
     A critic has `value_head.weight` [1, hidden] instead of the output layer."""
     check_layout(hf_config, layout.tp, layout.pp, layout.ep, layout.vpp)
-    sizes = Sizes.of(hf_config)
+    sizes = Sizes.from_config(hf_config)
     per_rank = sizes.experts // layout.ep
     layers = {layer: own for own, layer in enumerate(layout.layers(sizes.layers, pp_rank))}
     experts = range(ep_rank * per_rank, (ep_rank + 1) * per_rank)
     first, last = pp_rank == 0, pp_rank == layout.pp - 1
-    pairs = family_of(hf_config).layer
+    pairs = get_family(hf_config).layer
     if lora is not None:
         first = last = False
         pairs = tuple(half for pair in pairs for half in adapters(pair, lora))
@@ -308,7 +308,7 @@ def megatron_layout(
     """Return (rank, shards by the table's names) of every rank of a Megatron job.
 
     Ranks with equal shards share one object. Arguments as for `parameters`."""
-    sizes = sizes_of(hf_config, lora)
+    sizes = get_sizes(hf_config, lora)
     shard = cache(partial(pair_shard, sizes))
 
     @cache
@@ -395,8 +395,8 @@ def sglang_shards(hf_config: Mapping[str, Any], tp: int, tp_rank: int, *, cpu: b
     cpu: SGLang's CPU engine, which pads heads and columns that do not divide
 
     Raises ConfigError, naming `rollout.engine_tp`, if the engine cannot divide the model."""
-    sizes = Sizes.of(hf_config)
-    cuts, flat = _sglang_cuts(sizes, tp, tp_rank, cpu), family_of(hf_config).sglang_flat
+    sizes = Sizes.from_config(hf_config)
+    cuts, flat = _sglang_cuts(sizes, tp, tp_rank, cpu), get_family(hf_config).sglang_flat
 
     @cache
     def shard_pair(pair: Pair) -> list[tuple[str, Shard]]:
@@ -428,7 +428,7 @@ def sglang_shards(hf_config: Mapping[str, Any], tp: int, tp_rank: int, *, cpu: b
         rows = [shards.pop(name).shape[0] for name in names]
         parts = [_Part(name, 0, width, width) for name, width in zip(names, rows, strict=True)]
         shards[f"{stem}fused_qkv_a_proj_with_mqa.weight"] = _concatenate(parts, (rows[0], sizes.hidden))
-    if is_tied(hf_config) and family_of(hf_config).sglang_unties:
+    if is_tied(hf_config) and get_family(hf_config).sglang_unties:
         shards[OUTPUT.hf[0][0]] = shards[EMBEDDED[0]]
     return shards
 

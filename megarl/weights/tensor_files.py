@@ -27,7 +27,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megarl.config.errors import CheckpointError, MegarlError
-from megarl.config.files import fsync, stays_inside
+from megarl.config.files import fsync, is_inside
 from megarl.parallel.comm import gather_over
 from megarl.weights.boxes import Box, full_box
 from megarl.weights.families import Shape
@@ -243,7 +243,7 @@ def carried_files(source: Path) -> list[Path]:
     Raises CheckpointError for a link that leads out of the folder, as a copy would leak another file."""
     found = sorted({path for pattern in CARRIED for path in source.glob(pattern) if path.is_file()})
     for path in found:
-        if not stays_inside(path, source):
+        if not is_inside(path, source):
             remedy = "put the file itself there"
             raise CheckpointError(f"{path}: leads out of the folder, to {os.path.realpath(path)} ({remedy})")
     return found

@@ -25,8 +25,8 @@ from megarl.agents.tools import (
     State,
     ToolPool,
     build_schema,
-    environment_class,
     format_observation,
+    import_environment,
 )
 from megarl.config.errors import ConfigError
 from megarl.rewards import Verdict
@@ -700,17 +700,17 @@ def test_classes_that_are_no_environment() -> None:
         ("Wolk", f"{M} has no Class Wolk (did you mean Walk?)"),
     ]:
         with pytest.raises(ConfigError, match=r"^rollout\.environment: ") as caught:
-            environment_class(f"{M}:{name}")
+            import_environment(f"{M}:{name}")
         assert words in str(caught.value) and "\n" not in str(caught.value)
-    assert environment_class(f"{M}:Kept", {}).__name__ == "Kept"
+    assert import_environment(f"{M}:Kept", {}).__name__ == "Kept"
     for arguments, words in [
         ({}, "missing a required argument: 'size' (it is Sized(size, pace=1))"),
         ({"size": 1, "sise": 2}, "got an unexpected keyword argument 'sise' (it is Sized(size, pace=1))"),
     ]:
         with pytest.raises(ConfigError) as caught:
-            environment_class(f"{M}:Sized", arguments)
+            import_environment(f"{M}:Sized", arguments)
         assert str(caught.value) == f"rollout.environment_arguments: {M}:Sized: {words}"
-    assert environment_class(f"{M}:Sized", {"size": 1}) == environment_class(f"{M}:Sized")
+    assert import_environment(f"{M}:Sized", {"size": 1}) == import_environment(f"{M}:Sized")
 
     result = run(lambda pool: pool.step(1, {}, 1, []), environment=f"{M}:NoStep")
     assert result.error and "has no step" in result.error and not result.judged

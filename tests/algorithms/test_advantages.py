@@ -323,8 +323,8 @@ def test_extended_gae_equals_the_sum_of_the_paper(batch, data, lam, gamma, tail)
     lams = [lam * 0.9**i for i in range(len(windows))]
     lam_each = torch.tensor(lams, dtype=torch.float64)
     e["begun"] = torch.tensor([a - b for (a, _), (b, _) in zip(windows, batch.spans, strict=True)])
-    assert e.drawn.equal(mask)
-    assert e.drawn_lengths.tolist() == [end - start for start, end in windows]
+    assert e.sampled_mask.equal(mask)
+    assert e.sampled_lengths.tolist() == [end - start for start, end in windows]
     rewards, values = (torch.where(mask, e[name], torch.nan) for name in ("rewards", "values"))
     found = extended_gae(rewards, values, mask, e.cu_seqlens, lam_each, torch.tensor(goes_on), gamma, tail)
     loop = e["rewards"].tolist(), e["values"].tolist(), windows, goes_on, lams, gamma, tail

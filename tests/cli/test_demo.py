@@ -10,7 +10,7 @@ import pytest
 
 from megarl.config import load_config
 from megarl.config.load import PACKAGE
-from megarl.parallel.lease import leased
+from megarl.parallel.lease import hold_lease
 from megarl.schedule.identity import identity
 from megarl_tasks.demo import MARK, MARK_RUN
 from tests.cli.processes import megarl
@@ -166,7 +166,7 @@ class TestRefusals:
 
     def test_two_at_once(self, scene: Scene, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("megarl.parallel.lease.PATIENCE", 0.1)
-        with leased(tmp_path / "demo", "megarl demo", remedy=""):
+        with hold_lease(tmp_path / "demo", "megarl demo", remedy=""):
             (tmp_path / "demo" / MARK).touch()
             line = scene.refused("demo", "--folder", str(tmp_path / "demo"))
         assert line.startswith(f"{tmp_path}/demo: megarl demo runs there since ")

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from megarl.config.errors import CheckpointError
 from megarl.data.prompt_sampler import PromptSampler, epoch_order
-from megarl.data.prompts import Prompt, content_of
+from megarl.data.prompts import Prompt, checksum_prompts
 
 GOLDEN = ([8, 4, 1, 5, 0, 9, 2, 7, 3, 6], [9, 1, 3, 8, 2, 7, 0, 5, 6, 4], [2, 9, 1, 0, 8, 6, 3, 4, 5, 7])
 
@@ -87,9 +87,9 @@ def test_the_content_depends_on_what_is_asked_on_its_answer_and_on_the_order() -
         Prompt(uid=uid, text="", tokens=tokens, answer=answer)
         for uid, tokens, answer in ((1, (5, 6), "7"), (2, (5,), "8"), (1, (5, 6), "8"))
     )
-    assert content_of([first, second]) == content_of([replace(first), replace(second)])
+    assert checksum_prompts([first, second]) == checksum_prompts([replace(first), replace(second)])
     lists = [[first, second], [second, first], [other, second], [first], []]
-    assert len(set(map(content_of, lists))) == len(lists)
+    assert len(set(map(checksum_prompts, lists))) == len(lists)
 
 
 def test_a_state_of_an_older_version_says_nothing_of_the_content() -> None:

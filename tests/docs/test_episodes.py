@@ -13,7 +13,7 @@ import pytest
 
 from megarl.agents.chat import ChatTurns, play, schemas, tool_calls
 from megarl.agents.endpoint import Endpoint
-from megarl.agents.tools import ToolPool, environment_class
+from megarl.agents.tools import ToolPool, import_environment
 from megarl.config.load import parse_yaml
 from tests.agents.talk import (
     CHATML,
@@ -66,7 +66,7 @@ def test_its_configurations_name_its_examples() -> None:
     for rollout in named:
         rollout.pop("turns", None)
         arguments = rollout.get("environment_arguments")
-        assert arguments is None or environment_class(rollout["environment"], arguments)
+        assert arguments is None or import_environment(rollout["environment"], arguments)
         for value in (value for value in rollout.values() if value is not arguments):
             for path in value if isinstance(value, list) else [value]:
                 assert path == SHOP_SERVER or callable(example(path))

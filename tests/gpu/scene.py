@@ -18,7 +18,7 @@ from megarl.data.batch import RolloutBatch, TrainBatch
 from megarl.data.sample import TokenData
 from megarl.model.builder import build_actor
 from megarl.model.hf_config import read_hf_config
-from megarl.parallel.movable import HostPool
+from megarl.parallel.offload_group import HostPool
 from megarl.parallel.runtime import Runtime
 from megarl.rollout.engines.base import GenerationRequest, RolloutEngine, load_engine_class
 from megarl.rollout.sampling import SamplingParams
@@ -30,7 +30,7 @@ from megarl.training.batch import make_train_batch
 from megarl.training.model import TrainableModel, UpdateResult
 from megarl.training.objectives import supervised_loss
 from megarl.training.tensor_groups import tensor_groups
-from megarl.weights.families import read_config, table_names
+from megarl.weights.families import read_config, rename_to_table
 from megarl.weights.known_models import KNOWN_MODELS
 from megarl.weights.megatron import open_model
 
@@ -54,7 +54,7 @@ TINY = {
 }
 
 
-def sizes_of(name: str, **changes: Any) -> dict[str, Any]:
+def get_sizes(name: str, **changes: Any) -> dict[str, Any]:
     """A config.json: of a published model, or `tiny`."""
     known = (
         TINY
@@ -68,7 +68,7 @@ def fill(model: torch.nn.Module) -> None:
     """Random weights that depend on a parameter's name alone, so that both kinds of layers get the same;
     norms are ones."""
     with torch.no_grad():
-        for name, parameter in table_names(dict(model.named_parameters())).items():
+        for name, parameter in rename_to_table(dict(model.named_parameters())).items():
             if "norm" in name:
                 parameter.fill_(1.0)
             else:
@@ -137,7 +137,7 @@ class Scene:
         batch["correct"] = torch.ones(responses, dtype=torch.bool)
         batch["truncated"] = torch.zeros(responses, dtype=torch.bool)
         return make_train_batch(
-            RolloutBatch.of(batch), self.config, responses, 3, [self.actor.model], self.runtime
+            RolloutBatch.from_train_batch(batch), self.config, responses, 3, [self.actor.model], self.runtime
         )
 
     def logprobs(self, local: TrainBatch) -> torch.Tensor:
@@ -150,7 +150,7 @@ class Scene:
         """Of the responses' likelihood, on the host, by the table's names."""
         self.offload.onload("actor_update", UPDATE)
         self.actor.compute_gradients(local.mini_batches[0], supervised_loss(local))
-        named = table_names(dict(self.actor.model.named_parameters()))
+        named = rename_to_table(dict(self.actor.model.named_parameters()))
         # Copies, for the buffer that these are views of is emptied when it leaves the device.
         return {
             name: parameter.main_grad.to("cpu", torch.float32, copy=True)
@@ -205,7 +205,12 @@ class Scene:
         experience["correct"] = torch.ones(len(prompts), dtype=torch.bool)
         experience["truncated"] = torch.zeros(len(prompts), dtype=torch.bool)
         local = make_train_batch(
-            RolloutBatch.of(experience), self.config, len(prompts), 3, [self.actor.model], self.runtime
+            RolloutBatch.from_train_batch(experience),
+            self.config,
+            len(prompts),
+            3,
+            [self.actor.model],
+            self.runtime,
         )
         return self.logprobs(local)
 

@@ -7,13 +7,13 @@ import pytest
 import torch
 
 from megarl.parallel.runtime import Runtime
-from tests.gpu.scene import UPDATE, Scene, sizes_of
+from tests.gpu.scene import UPDATE, Scene, get_sizes
 
 
 @pytest.fixture(scope="module")
 def scene(runtime: Runtime, tmp_path_factory: pytest.TempPathFactory) -> Scene:
     return Scene(
-        runtime, tmp_path_factory.mktemp("small"), sizes_of("Qwen2.5-0.5B"), model={"layers": "portable"}
+        runtime, tmp_path_factory.mktemp("small"), get_sizes("Qwen2.5-0.5B"), model={"layers": "portable"}
     )
 
 

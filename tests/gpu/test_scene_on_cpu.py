@@ -10,12 +10,12 @@ from typing import Any
 import torch
 
 from megarl.parallel.runtime import Runtime
-from tests.gpu.scene import ENGINE, UPDATE, Scene, colocated, round_products, sizes_of
+from tests.gpu.scene import ENGINE, UPDATE, Scene, colocated, get_sizes, round_products
 from tests.ranks import RankPool
 
 
 def scenes(runtime: Runtime, folder: Path) -> dict[str, Any]:
-    scene = Scene(runtime, folder, sizes_of("tiny"), model={"dtype": "fp32"}, actor={"lr": 1e-2})
+    scene = Scene(runtime, folder, get_sizes("tiny"), model={"dtype": "fp32"}, actor={"lr": 1e-2})
     local = scene.local(8, 32)
     before = scene.logprobs(local)
     gradients = scene.gradients(local)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megarl.parallel.runtime import Runtime
-from tests.gpu.scene import ENGINE, UPDATE, Scene, colocated, sizes_of
+from tests.gpu.scene import ENGINE, UPDATE, Scene, colocated, get_sizes
 
 # What an H200 without FlashAttention's wheels has (docs/gpu.md).
 OPTIONS = {"attention_backend": "triton", "disable_cuda_graph": True}
@@ -25,7 +25,7 @@ def test_colocated(weights_dtype: str, runtime: Runtime, tmp_path: Path) -> None
         "engine_options": OPTIONS,
     }
     scene = Scene(
-        runtime, tmp_path, sizes_of("Qwen2.5-7B", num_hidden_layers=2, vocab_size=16000), rollout=rollout
+        runtime, tmp_path, get_sizes("Qwen2.5-7B", num_hidden_layers=2, vocab_size=16000), rollout=rollout
     )
     try:
         found = colocated(scene)

@@ -12,9 +12,9 @@ import torch
 
 from megarl.model.fp8 import RECIPES, device_problem
 from megarl.parallel.runtime import Runtime
-from tests.gpu.scene import WEIGHTS, Scene, round_products, sizes_of
+from tests.gpu.scene import WEIGHTS, Scene, get_sizes, round_products
 
-SIZES = sizes_of("Qwen2.5-7B", num_hidden_layers=2, vocab_size=16000)
+SIZES = get_sizes("Qwen2.5-7B", num_hidden_layers=2, vocab_size=16000)
 # Mean difference of log-probabilities in nats, and of all gradients together, relative. bf16 has 8 bits of
 # precision, e4m3 4, e5m2 3; the logits of random weights have a standard deviation of about 1. FP8's
 # log-probabilities are off by what rounding to e4m3 in plain torch makes of them, times 1.25.
@@ -92,11 +92,11 @@ def test_fp8(
 def test_a_checkpoint_is_for_both(runtime: Runtime, tmp_path: Path) -> None:
     """Written with Transformer Engine's layers, optimizer included, and read with portable ones."""
     from megarl.training.sharded import load_trainable
-    from megarl.weights.families import table_names
+    from megarl.weights.families import rename_to_table
     from tests.checkpoints import save_model
 
     scenes = [
-        Scene(runtime, tmp_path / kind, sizes_of("tiny", hidden_size=64), model={"layers": kind})
+        Scene(runtime, tmp_path / kind, get_sizes("tiny", hidden_size=64), model={"layers": kind})
         for kind in ("te", "portable")
     ]
     scenes[0].update(scenes[0].local(4, 32))
@@ -105,6 +105,6 @@ def test_a_checkpoint_is_for_both(runtime: Runtime, tmp_path: Path) -> None:
     load_trainable(scenes[1].actor, tmp_path / "checkpoint")
     for scene in scenes:
         scene.offload.onload("old_logprobs", WEIGHTS)
-    ours, theirs = (table_names(dict(scene.actor.model.named_parameters())) for scene in scenes)
+    ours, theirs = (rename_to_table(dict(scene.actor.model.named_parameters())) for scene in scenes)
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)

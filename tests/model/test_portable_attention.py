@@ -43,7 +43,7 @@ def test_equals_one_by_one(lengths: list[int], heads: tuple[int, int]) -> None:
     query, key, value = (
         torch.randn(total, 1, n, width, generator=g).requires_grad_() for n in (heads[0], heads[1], heads[1])
     )
-    packed = PackedPlan.of(make_cu_seqlens(lengths), torch.device("cpu"))
+    packed = PackedPlan.make(make_cu_seqlens(lengths), torch.device("cpu"))
     attention = unscaled()
     found = attention(query, key, value, None, packed_seq_params=packed)
     factors = torch.randn(found.shape, generator=g)
@@ -99,7 +99,7 @@ def test_a_shared_prompt_is_attended_to_by_each_response(
         torch.randn(total, 1, n, 8, generator=g).requires_grad_() for n in (heads[0], heads[1], heads[1])
     )
     prompts = (torch.tensor(begins), torch.tensor(skipped))
-    packed = PackedPlan.of(make_cu_seqlens(lengths), torch.device("cpu"), prompts=prompts)
+    packed = PackedPlan.make(make_cu_seqlens(lengths), torch.device("cpu"), prompts=prompts)
     assert packed.plan.packed_from_padded.unique().numel() == total
     attention = unscaled()
     with pytest.MonkeyPatch.context() as patch:

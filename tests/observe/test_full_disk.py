@@ -23,13 +23,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl.config.errors import ConfigError, StorageError
-from megarl.config.files import Dispensable, whole_file, write_whole
+from megarl.config.files import OptionalFiles, atomic_file, write_atomic
 from megarl.config.schema import RolloutConfig, WatchdogConfig
 from megarl.data.batch import TrainBatch, read_batch, write_batch
 from megarl.observe.run_log import JsonlWriter, RunLog, SampleRecord
 from megarl.observe.timeline import Timeline
 from megarl.parallel.launch import write_error_file
-from megarl.parallel.lease import leased
+from megarl.parallel.lease import hold_lease
 from megarl.schedule.profiler import Profiler
 from megarl.schedule.watchdog import WIDTH, Watchdog
 
@@ -60,7 +60,7 @@ def test_a_record_is_there_whole_or_not_at_all(
     tmp_path_factory: pytest.TempPathFactory, text: str, more: int, dispensable: bool
 ) -> None:
     path = tmp_path_factory.mktemp("run") / "records.jsonl"
-    spare = Dispensable() if dispensable else None
+    spare = OptionalFiles() if dispensable else None
     writer = JsonlWriter(path, append=False, dispensable=spare)
     writer.write({"first": text})
     record = {"second": text}
@@ -99,7 +99,7 @@ def test_half_a_line_that_could_not_be_cut_off_is_gone_before_the_next(
 
 
 def test_it_is_said_once_of_each_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    spare = Dispensable()
+    spare = OptionalFiles()
     timeline = Timeline(tmp_path, 1, spare)
     with RunLog(tmp_path, samples=4, dispensable=spare) as log, no_file_longer_than(0):
         for step in (1, 2):
@@ -141,7 +141,7 @@ def test_nothing_is_written_behind_lines_that_could_not_be_dropped(tmp_path: Pat
     with no_file_longer_than(5):
         with pytest.raises(ConfigError, match="cannot be written: File too large"):
             JsonlWriter(path, append=True)
-        writer = JsonlWriter(path, append=True, dispensable=Dispensable())
+        writer = JsonlWriter(path, append=True, dispensable=OptionalFiles())
         writer.keep(lambda record: bool(record["step"] != 1))
     with no_file_longer_than(len(before) + 100):
         assert path.read_bytes() == before
@@ -152,23 +152,23 @@ def test_nothing_is_written_behind_lines_that_could_not_be_dropped(tmp_path: Pat
 
 def test_a_file_keeps_its_content_until_the_next_is_whole(tmp_path: Path) -> None:
     path, aside = tmp_path / "settings.json", tmp_path / ".settings.json.partial"
-    write_whole(path, "before")
+    write_atomic(path, "before")
     aside.mkdir()
     with pytest.raises(OSError, match="Is a directory"):
-        write_whole(path, "after")
+        write_atomic(path, "after")
     aside.rmdir()
     with no_file_longer_than(3), pytest.raises(OSError, match="File too large"):
-        write_whole(path, "after")
-    with pytest.raises(ZeroDivisionError), whole_file(path) as file:
+        write_atomic(path, "after")
+    with pytest.raises(ZeroDivisionError), atomic_file(path) as file:
         file.write(b"%d" % (1 // 0))
     assert path.read_text() == "before" and sorted(tmp_path.iterdir()) == [path]
-    write_whole(path, "after\ud800")
+    write_atomic(path, "after\ud800")
     assert path.read_text() == "after\\ud800"
     (link := tmp_path / "link").symlink_to(path)
-    write_whole(link, "through a link")
+    write_atomic(link, "through a link")
     assert link.is_symlink() and path.read_text() == "through a link"
     with pytest.raises(OSError, match="No space left"):
-        write_whole(Path("/dev/full"), "to a device")
+        write_atomic(Path("/dev/full"), "to a device")
     assert Path("/dev/full").is_char_device()
 
 
@@ -219,11 +219,11 @@ def test_a_part_of_a_rollout_is_whole_or_not_there(tmp_path: Path) -> None:
 
 
 def test_a_lease_that_cannot_be_written_keeps_nobody_out(tmp_path: Path) -> None:
-    lease = leased(tmp_path, "megarl test", remedy="wait")
+    lease = hold_lease(tmp_path, "megarl test", remedy="wait")
     with no_file_longer_than(9), pytest.raises(ConfigError, match="cannot be written: File too large"), lease:
         pass
     assert list(tmp_path.iterdir()) == []
-    with leased(tmp_path, "megarl test", remedy="wait"):
+    with hold_lease(tmp_path, "megarl test", remedy="wait"):
         assert len(list(tmp_path.iterdir())) == 1
 
 

@@ -27,18 +27,18 @@ from megarl.observe.terminal import (
     ASCII_BLOCKS,
     BLOCKS,
     Follower,
-    RunFacts,
+    RunHeader,
     TerminalView,
-    evaluation_text,
     format_count,
     format_duration,
+    format_evaluation,
     resample,
     sparkline,
     watch,
 )
 from tests.report.synthetic_run import train_record
 
-FACTS = RunFacts("demo", "vapo", "qwen3-tiny", "TP 2 x PP 1 x DP 1", "cpu", 20, 4)
+FACTS = RunHeader("demo", "vapo", "qwen3-tiny", "TP 2 x PP 1 x DP 1", "cpu", 20, 4)
 
 
 class Clock:
@@ -161,7 +161,7 @@ def test_live_view_shows_the_run(width: int, terminal: bool) -> None:
 def test_live_view_of_a_terminal_without_unicode() -> None:
     raw, clock = io.BytesIO(), Clock()
     stream = io.TextIOWrapper(raw, encoding="ascii", write_through=True)
-    facts = RunFacts("dämo", "vapo", "qwen3-tiny", "TP 2", "cpu", 20, 4)
+    facts = RunHeader("dämo", "vapo", "qwen3-tiny", "TP 2", "cpu", 20, 4)
     drive(
         TerminalView("live", facts, Console(file=stream, width=90, force_terminal=True), clock=clock), clock
     )
@@ -365,13 +365,13 @@ def test_data_sources_follow_an_evaluation() -> None:
     }
     record |= {"eval/unjudged": 0, "eval/gsm/unjudged": 2}
     record |= {"eval/aime24/avg": 1.0, "eval/aime24/problems": 10, "eval/length_mean": 5.0}
-    assert evaluation_text(record).splitlines() == [
+    assert format_evaluation(record).splitlines() == [
         "0.500 avg  (k 1, 30 problems)",
         "      aime24  1.000 avg  (10 problems)",
         "      gsm     0.250 avg  (20 problems, 2 unjudged)",
     ]
     own = {f"eval/aime/{what}": 0.5 for what in ("avg", "pass", "majority")}
     own |= {"eval/aime/k": 32, "eval/aime/problems": 10}
-    assert evaluation_text(own) == "aime  0.500 avg  0.500 pass  0.500 majority  (k 32, 10 problems)"
+    assert format_evaluation(own) == "aime  0.500 avg  0.500 pass  0.500 majority  (k 32, 10 problems)"
     mixed = {"eval/avg": 0.25, "eval/problems": 30, **own}
-    assert evaluation_text(mixed).splitlines()[0] == "0.250 avg  (30 problems)"
+    assert format_evaluation(mixed).splitlines()[0] == "0.250 avg  (30 problems)"

@@ -34,10 +34,10 @@ def test_phases_follow_each_other_and_know_their_step(tmp_path: Path) -> None:
     timeline.enter("evaluation")
     timeline.step("train", 1)
     timeline.enter("rollout")
-    timeline.waited(1.5)
+    timeline.add_wait(1.5)
     timeline.enter("wait for weights")
     with timeline.phase("actor_update"):
-        timeline.waited(7.0)  # more than the phase took: a rank cannot have waited longer
+        timeline.add_wait(7.0)  # more than the phase took: a rank cannot have waited longer
     timeline.close()
     keys = ("step", "phase", "begin", "end", "waited")
     assert [tuple(record[key] for key in keys) for record in records(tmp_path, 3)] == [

@@ -89,10 +89,10 @@ def load_adapters(
 ) -> None:
     """Whole adapters, by PEFT's names without its prefix, into this rank's parts of them."""
     from megarl.weights.boxes import view
-    from megarl.weights.families import read_config, table_names
+    from megarl.weights.families import read_config, rename_to_table
     from megarl.weights.shards import megatron_layout
 
-    named = table_names(dict(model.named_parameters()))
+    named = rename_to_table(dict(model.named_parameters()))
     for name, shard in megatron_layout(read_config(folder), runtime.layout, lora=lora)[runtime.rank][
         1
     ].items():
@@ -199,7 +199,7 @@ def reward_scores(
         batch["group_ids"] = torch.tensor(group_ids)
     for column in ("correct", "truncated"):
         batch[column] = torch.zeros(len(prompts), dtype=torch.bool)
-    rollout = RolloutBatch.of(batch)
+    rollout = RolloutBatch.from_train_batch(batch)
     local = make_train_batch(rollout, config, 4, 3, [built], runtime)
     model = InferenceModel("reward", built, runtime)
     scores = model.sequence_scores(local, local.micro_batches)
@@ -243,7 +243,7 @@ def gradients(
     from megarl.model.builder import build_actor, build_critic
     from megarl.model.hf_config import read_hf_config
     from megarl.parallel.comm import sum_stats
-    from megarl.schedule.phases import draw_tokens
+    from megarl.schedule.phases import sample_uniforms
     from megarl.training.batch import make_train_batch
     from megarl.training.columns import correct_mismatch
     from megarl.training.model import TrainableModel
@@ -259,7 +259,7 @@ def gradients(
     if adapters is not None:
         load_adapters(model, folder, runtime, settings.lora, adapters)
     learner = TrainableModel(which, model, settings, config.steps, runtime)
-    given = RolloutBatch.of(batch)
+    given = RolloutBatch.from_train_batch(batch)
     if prompts is not None:
         rows = torch.arange(batch.num_sequences if runtime.rank == 0 else 0)
         own = batch.select(rows)
@@ -282,7 +282,7 @@ def gradients(
         loss = critic_loss(algorithm, experience, critic)
     elif selector := algorithm.policy_loss.selector:
         of_policy = learner.logprob_columns(experience, micro_batches)["logprobs"]
-        draws = draw_tokens(experience, 0, 1, 1)
+        draws = sample_uniforms(experience, 0, 1, 1)
         select = load_function(selector)
         found = select(algorithm, experience, micro_batches, of_policy, draws, runtime)
         loss = actor_loss(algorithm, experience, found)
@@ -345,7 +345,7 @@ def _in_hf_names(
     lora: adapters alone."""
     from megarl.sync.plan import make_plan
     from megarl.sync.transfer import Transfer
-    from megarl.weights.families import table_names
+    from megarl.weights.families import rename_to_table
     from megarl.weights.hf import HFFolder
     from megarl.weights.shards import hf_shards, megatron_layout
 
@@ -357,7 +357,7 @@ def _in_hf_names(
         if runtime.rank == 0
         else {}
     )
-    Transfer(plan, runtime.rank, table_names(dict(tensors)), out, 2**20, dtype=torch.float32).run()
+    Transfer(plan, runtime.rank, rename_to_table(dict(tensors)), out, 2**20, dtype=torch.float32).run()
     return out
 
 
@@ -380,7 +380,7 @@ def rollout_after_update(
     from megarl.training.batch import make_train_batch
     from megarl.training.model import TrainableModel
     from megarl.training.objectives import supervised_loss
-    from megarl.weights.families import table_names
+    from megarl.weights.families import rename_to_table
     from megarl.weights.hf import HFFolder
 
     config = make_config(folder, dtype=dtype, nll_weight=1.0)
@@ -390,11 +390,11 @@ def rollout_after_update(
     learner = TrainableModel("actor", model, config.critic, config.steps, runtime)
     batch = TrainBatch.build([[3, 4]] * 4, [[5, 6, 7], [8, 9], [10], [11, 12]])
     batch["correct"], batch["truncated"] = torch.ones(4, dtype=torch.bool), torch.zeros(4, dtype=torch.bool)
-    local = make_train_batch(RolloutBatch.of(batch), config, 4, 0, [model], runtime)
+    local = make_train_batch(RolloutBatch.from_train_batch(batch), config, 4, 0, [model], runtime)
     learner.begin_step()
     result = learner.update(local.mini_batches[0], supervised_loss(local))
 
-    named = table_names(dict(model.named_parameters()))
+    named = rename_to_table(dict(model.named_parameters()))
     engine = TransformersEngine(folder, dtype=DTYPES[dtype], eos_ids=(1,))
     engine.start()
     plan = engine_plan(config, HFFolder(folder).config, runtime.layout)
@@ -500,7 +500,7 @@ def updates_with_moves(
 
     from megarl.model.builder import build_actor, build_critic
     from megarl.model.hf_config import read_hf_config
-    from megarl.parallel.movable import HostPool
+    from megarl.parallel.offload_group import HostPool
     from megarl.training.batch import make_train_batch
     from megarl.training.model import TrainableModel
     from megarl.training.objectives import critic_loss, supervised_loss
@@ -515,7 +515,7 @@ def updates_with_moves(
     batch = TrainBatch.build([[3, 9, 4, 5 + i] for i in range(6)], [[7 + i, 8, 1] for i in range(6)])
     batch["correct"], batch["truncated"] = torch.ones(6, dtype=torch.bool), torch.zeros(6, dtype=torch.bool)
     batch["values"], batch["returns"] = torch.zeros(batch.num_tokens), torch.ones(batch.num_tokens)
-    local = make_train_batch(RolloutBatch.of(batch), config, 6, 3, [built], runtime)
+    local = make_train_batch(RolloutBatch.from_train_batch(batch), config, 6, 3, [built], runtime)
     loss = critic_loss(config.algorithm, local) if which == "critic" else supervised_loss(local)
     norms, away, storages = [], 0, [p.untyped_storage() for p in built.parameters()]
     for _ in range(3):
@@ -552,7 +552,7 @@ def left_behind(
     storage's tensor, the largest first."""
     from megarl.model.builder import build_actor
     from megarl.model.hf_config import read_hf_config
-    from megarl.parallel.movable import HostPool
+    from megarl.parallel.offload_group import HostPool
     from megarl.training.batch import make_train_batch
     from megarl.training.model import TrainableModel
     from megarl.training.objectives import supervised_loss
@@ -571,7 +571,7 @@ def left_behind(
     groups = tensor_groups(learner, pool)
     batch = TrainBatch.build([[3, 9, 4, 5 + i] for i in range(6)], [[7 + i, 8, 1] * 5 for i in range(6)])
     batch["correct"], batch["truncated"] = torch.ones(6, dtype=torch.bool), torch.zeros(6, dtype=torch.bool)
-    local = make_train_batch(RolloutBatch.of(batch), config, 6, 3, [built], runtime)
+    local = make_train_batch(RolloutBatch.from_train_batch(batch), config, 6, 3, [built], runtime)
     before = alive().keys()
     learner.begin_step()
     learner.update(local.mini_batches[0], supervised_loss(local))
@@ -603,7 +603,7 @@ def around_a_checkpoint(runtime: Runtime, folder: Path, checkpoint: Path, read: 
     learner = TrainableModel("actor", model, config.critic, config.steps, runtime)
     batch = TrainBatch.build([[3, 9, 4, 5 + i] for i in range(6)], [[7 + i, 8, 1] for i in range(6)])
     batch["correct"], batch["truncated"] = torch.ones(6, dtype=torch.bool), torch.zeros(6, dtype=torch.bool)
-    local = make_train_batch(RolloutBatch.of(batch), config, 6, 3, [model], runtime)
+    local = make_train_batch(RolloutBatch.from_train_batch(batch), config, 6, 3, [model], runtime)
 
     def update() -> None:
         learner.begin_step()
@@ -635,7 +635,7 @@ def updates_with_overlap(runtime: Runtime, folder: Path, checkpoint: Path, **par
     from megarl.model.builder import build_actor
     from megarl.model.hf_config import read_hf_config
     from megarl.parallel.comm import gather_objects
-    from megarl.parallel.movable import HostPool
+    from megarl.parallel.offload_group import HostPool
     from megarl.training.batch import make_train_batch
     from megarl.training.model import TrainableModel
     from megarl.training.objectives import supervised_loss
@@ -657,7 +657,7 @@ def updates_with_overlap(runtime: Runtime, folder: Path, checkpoint: Path, **par
         [[3, 9, 4, 5 + i % 7] for i in range(8)], [[7 + i, 8, 1][: 1 + i % 3] for i in range(8)]
     )
     batch["correct"], batch["truncated"] = torch.ones(8, dtype=torch.bool), torch.zeros(8, dtype=torch.bool)
-    local = make_train_batch(RolloutBatch.of(batch), config, 4, 3, [ours.model], runtime)
+    local = make_train_batch(RolloutBatch.from_train_batch(batch), config, 4, 3, [ours.model], runtime)
     norms, alike = [], []
     for _ in range(2):
         ours.begin_step()
@@ -704,7 +704,7 @@ def read_without_a_call(runtime: Runtime, folder: Path) -> list[str]:
     ours = TrainableModel("actor", model, config.critic, config.steps, runtime, ParallelConfig())
     batch = TrainBatch.build([[3, 9, 4, 5 + i] for i in range(4)], [[7 + i, 8, 1] for i in range(4)])
     batch["correct"], batch["truncated"] = torch.ones(4, dtype=torch.bool), torch.zeros(4, dtype=torch.bool)
-    local = make_train_batch(RolloutBatch.of(batch), config, 4, 3, [ours.model], runtime)
+    local = make_train_batch(RolloutBatch.from_train_batch(batch), config, 4, 3, [ours.model], runtime)
     called: set[torch.nn.Module] = set()
     hooks = [
         module.register_forward_pre_hook(lambda module, _: called.add(module)) for module in model.modules()
@@ -775,7 +775,7 @@ def partly_frozen(
     steps that it counts, and on rank 0 the whole weights before, between and after the updates."""
     from megarl.model.builder import build_actor, build_critic
     from megarl.model.hf_config import read_hf_config
-    from megarl.parallel.movable import HostPool
+    from megarl.parallel.offload_group import HostPool
     from megarl.training.batch import make_train_batch
     from megarl.training.model import TrainableModel
     from megarl.training.objectives import critic_loss, supervised_loss
@@ -795,7 +795,7 @@ def partly_frozen(
     batch = TrainBatch.build([[3, 9, 4, 5 + i] for i in range(6)], [[7 + i, 8, 1] for i in range(6)])
     batch["correct"], batch["truncated"] = torch.ones(6, dtype=torch.bool), torch.zeros(6, dtype=torch.bool)
     batch["values"], batch["returns"] = torch.zeros(batch.num_tokens), torch.ones(batch.num_tokens)
-    local = make_train_batch(RolloutBatch.of(batch), config, 6, 3, [model], runtime)
+    local = make_train_batch(RolloutBatch.from_train_batch(batch), config, 6, 3, [model], runtime)
     loss = critic_loss(config.algorithm, local) if critic else supervised_loss(local)
 
     def weights() -> dict[str, torch.Tensor]:
@@ -863,7 +863,7 @@ def updates_with_muon(
     learner = TrainableModel("actor", model, config.actor, config.steps, runtime, parallel)
     batch = TrainBatch.build([[3, 9, 4, 5 + i] for i in range(6)], [[7 + i, 8, 1] for i in range(6)])
     batch["correct"], batch["truncated"] = torch.ones(6, dtype=torch.bool), torch.zeros(6, dtype=torch.bool)
-    local = make_train_batch(RolloutBatch.of(batch), config, 6, 3, [model], runtime)
+    local = make_train_batch(RolloutBatch.from_train_batch(batch), config, 6, 3, [model], runtime)
     loss, found = supervised_loss(local), []
 
     def whole(of: Any) -> dict[str, torch.Tensor]:
@@ -1037,7 +1037,7 @@ def optimizer_around_a_checkpoint(
         load_trainable(learner, checkpoint)
     else:
         local = make_train_batch(
-            RolloutBatch.of(batch), config, config.update.mini_batch, 3, [built], runtime
+            RolloutBatch.from_train_batch(batch), config, config.update.mini_batch, 3, [built], runtime
         )
         learner.begin_step()
         loss = (critic_loss if critic else actor_loss)(config.algorithm, local)

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megarl.parallel.comm import INLINE, any_of, from_rank_0, gather_objects, gather_on_0
+from megarl.parallel.comm import INLINE, any_flags, broadcast_from_rank_0, gather_objects, gather_to_rank_0
 from megarl.parallel.objects import encode
 from megarl.parallel.runtime import Runtime
 from tests.ranks import RankPool
@@ -31,9 +31,9 @@ def exchange(runtime: Runtime) -> dict[str, Any]:
     listening = [one for one in psutil.Process().net_connections("tcp") if one.status == psutil.CONN_LISTEN]
     return {
         "all": [gather_objects(runtime, sent, Any) for sent in messages],
-        "on 0": [gather_on_0(runtime, sent, Any) for sent in messages],
-        "from 0": [from_rank_0(runtime, sent, Any) for sent in messages],
-        "any": any_of(runtime, (runtime.rank == 3, False, True)),
+        "on 0": [gather_to_rank_0(runtime, sent, Any) for sent in messages],
+        "from 0": [broadcast_from_rank_0(runtime, sent, Any) for sent in messages],
+        "any": any_flags(runtime, (runtime.rank == 3, False, True)),
         "listening": len(listening),
     }
 

@@ -79,7 +79,7 @@ def values_of(runtime: Runtime, folder: Path, advantage: str, batch: TrainBatch,
     config = make_config(folder, mini_batch=4, budget=20, advantage=advantage, share_prompts=share)
     model = build_critic(config, read_hf_config(folder), runtime)
     load(model, folder, runtime, critic=True)
-    local = make_train_batch(RolloutBatch.of(batch), config, 4, 1, [model], runtime)
+    local = make_train_batch(RolloutBatch.from_train_batch(batch), config, 4, 1, [model], runtime)
     read = local.critic_micro_batches
     values = InferenceModel("critic", model, runtime).value_columns(local, read)["values"]
     tokens = sum(int(one.packed.real_tokens.sum()) for one in read)
@@ -132,7 +132,7 @@ def test_two_critics_give_their_mean_and_learn_from_their_own() -> None:
     config = make_config(Path("model"), critics=2, value_clip=0.3)
     mini_batches = [[[whole(columns)]], [[whole(columns)]]]
     step, turns, skipped = Step("train", 1), list[str](), list[str]()
-    step.rollout, step.batch = RolloutBatch.of(experience), experience
+    step.rollout, step.batch = RolloutBatch.from_train_batch(experience), experience
     experience.critic_mini_batches = mini_batches
 
     def critic(number: int, name: str) -> Any:

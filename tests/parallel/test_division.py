@@ -92,7 +92,7 @@ def divide(
         build_critic(config, read_hf_config(critic), runtime),
     ]
     batch = make_batch() if batch is None else batch
-    local = make_train_batch(RolloutBatch.of(batch), config, mini_batch, 7, models, runtime)
+    local = make_train_batch(RolloutBatch.from_train_batch(batch), config, mini_batch, 7, models, runtime)
     numbers = local.spread(local["number"])
 
     def members(mini_batches: Any) -> list[list[int]]:
@@ -278,7 +278,7 @@ def some_of_a_share(
     most that these differ by from those of a pass over all."""
     from megarl.model.builder import build_actor
     from megarl.model.hf_config import read_hf_config
-    from megarl.training.batch import make_train_batch, micro_batches_of
+    from megarl.training.batch import make_train_batch, pack_chosen
     from megarl.training.model import InferenceModel
     from tests.parallel.jobs import load
 
@@ -287,9 +287,9 @@ def some_of_a_share(
     load(model, folder, runtime)
     batch = make_batch()
     batch["group_ids"] = torch.arange(RESPONSES) // 4
-    local = make_train_batch(RolloutBatch.of(batch), config, 4, 7, [model], runtime)
+    local = make_train_batch(RolloutBatch.from_train_batch(batch), config, 4, 7, [model], runtime)
     some = torch.isin(torch.arange(RESPONSES), torch.tensor(chosen))
-    packs = micro_batches_of(some, batch, local, config, model, runtime)
+    packs = pack_chosen(some, batch, local, config, model, runtime)
     actor = InferenceModel("actor", model, runtime)
     found, every = (
         actor.logprob_columns(local, batches)["logprobs"] for batches in (packs, local.micro_batches)

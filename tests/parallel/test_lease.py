@@ -16,7 +16,7 @@ import pytest
 
 from megarl.config.errors import ConfigError, Interrupted, LeaseError
 from megarl.parallel import lease as module
-from megarl.parallel.lease import MARGIN, Lease, leased, renew_held
+from megarl.parallel.lease import MARGIN, Lease, hold_lease, renew_held
 
 WAIT = 60.0  # seconds, for what takes a moment
 
@@ -32,7 +32,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def take(folder: Path, **options: Any) -> Any:
-    return leased(folder, "megarl test", **{"limit": 60.0, "remedy": "wait for it", **options})
+    return hold_lease(folder, "megarl test", **{"limit": 60.0, "remedy": "wait for it", **options})
 
 
 def forked(work: Callable[[], None]) -> int:

@@ -36,10 +36,10 @@ from megarl.parallel.machine import (
     driver_version,
     hostname_problem,
     import_problem,
+    list_unmet_requirements,
     lock_problem,
     memory_saver_problem,
     muon_problem,
-    unmet,
 )
 from megarl.parallel.runtime import choose_device
 
@@ -151,11 +151,11 @@ def test_requirements_that_are_not_met(site: Path) -> None:
     elsewhere = ["absent; extra == 'all'", "absent; python_version < '3'"]
     install(site, "engine", "1.0", "torch==9.9", "nothing-of-this-name>=2", "numpy>=1", *elsewhere)
     torch = metadata.version("torch")
-    assert unmet("engine") == [
+    assert list_unmet_requirements("engine") == [
         f"engine 1.0 needs torch==9.9, there is torch {torch} (make install-gpu)",
         "engine 1.0 needs nothing-of-this-name>=2, there is no nothing-of-this-name (make install-gpu)",
     ]
-    assert unmet("nothing-of-this-name") == [] == unmet("megarl")
+    assert list_unmet_requirements("nothing-of-this-name") == [] == list_unmet_requirements("megarl")
 
 
 def test_how_an_environment_differs_from_the_lock() -> None:
@@ -520,9 +520,9 @@ def test_what_the_memory_saver_preloads_finds_the_runtime_in_nvidias_wheel(
 
 
 def test_muon_says_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "version_of", lambda _: "0.16.1")
+    monkeypatch.setattr(module, "get_version", lambda _: "0.16.1")
     assert muon_problem() == "needs megatron-core 0.18 or later, and there is 0.16.1"
-    monkeypatch.setattr(module, "version_of", lambda _: "0.18.2")
+    monkeypatch.setattr(module, "get_version", lambda _: "0.18.2")
     monkeypatch.setattr(module, "find_spec", lambda _: None)
     assert muon_problem() == "needs emerging-optimizers, which is not installed"
     monkeypatch.setattr(module, "find_spec", lambda _: object())

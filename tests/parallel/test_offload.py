@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megarl.config.errors import DeviceMemoryError
-from megarl.parallel.movable import HostPool, Movable
+from megarl.parallel.offload_group import HostPool, OffloadGroup
 from tests.families import Family
 from tests.parallel import jobs
 from tests.ranks import RankPool
@@ -47,14 +47,14 @@ def test_comes_back_as_it_left(sizes: list[tuple[int, torch.dtype]], chunk: int,
         torch.randint(0, 256, (n * dtype.itemsize,), dtype=torch.uint8).view(dtype) for n, dtype in sizes
     ]
     views = [tensor[1:] for tensor in whole if len(tensor) > 1]
-    movable = Movable(lambda: [*views, *whole], CPU, pool)
+    group = OffloadGroup(lambda: [*views, *whole], CPU, pool)
     before, size = [bits(tensor) for tensor in whole], sum(tensor.nbytes for tensor in whole)
     for _ in range(rounds):
-        assert movable.nbytes == size
-        movable.offload()
-        assert movable.nbytes == size
+        assert group.nbytes == size
+        group.offload()
+        assert group.nbytes == size
         assert all(tensor.untyped_storage().nbytes() == 0 for tensor in whole)
-        movable.onload()
+        group.onload()
         assert [bits(tensor) for tensor in whole] == before
         assert all(
             view.data_ptr() == base[1:].data_ptr()
@@ -67,8 +67,8 @@ def test_zeros_and_constants() -> None:
     pool = HostPool(CPU, 32)
     gradients, weights = torch.full((9,), torch.nan), torch.arange(20.0)
     zero, constant = (
-        Movable(lambda: [gradients], CPU, pool, "zero"),
-        Movable(lambda: [weights], CPU, pool, "constant"),
+        OffloadGroup(lambda: [gradients], CPU, pool, "zero"),
+        OffloadGroup(lambda: [weights], CPU, pool, "constant"),
     )
     zero.offload()
     assert pool.nbytes == 0
@@ -83,17 +83,17 @@ def test_zeros_and_constants() -> None:
 
 def test_what_is_elsewhere_stays() -> None:
     here, there = torch.ones(4), torch.ones(4, device="meta")
-    movable = Movable(lambda: [here, there], CPU, HostPool(CPU, 16))
-    assert movable.nbytes == here.nbytes
-    movable.offload()
-    movable.onload()
+    group = OffloadGroup(lambda: [here, there], CPU, HostPool(CPU, 16))
+    assert group.nbytes == here.nbytes
+    group.offload()
+    group.onload()
     assert torch.equal(here, torch.ones(4))
 
 
 def test_no_room_leaves_everything_off_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     tensors = [torch.arange(4.0), torch.arange(8.0)]
-    movable = Movable(lambda: tensors, CPU, HostPool(CPU, 16))
-    movable.offload()
+    group = OffloadGroup(lambda: tensors, CPU, HostPool(CPU, 16))
+    group.offload()
     resize = torch.UntypedStorage.resize_
 
     def full(storage: torch.UntypedStorage, size: int) -> None:
@@ -103,9 +103,9 @@ def test_no_room_leaves_everything_off_the_device(monkeypatch: pytest.MonkeyPatc
 
     with monkeypatch.context() as patched, pytest.raises(torch.OutOfMemoryError):
         patched.setattr(torch.UntypedStorage, "resize_", full)
-        movable.onload()
+        group.onload()
     assert all(tensor.untyped_storage().nbytes() == 0 for tensor in tensors)
-    movable.onload()
+    group.onload()
     assert torch.equal(tensors[1], torch.arange(8.0))
 
 

@@ -176,7 +176,7 @@ def test_what_a_stage_has_sent_is_freed(ranks: Ranks, tmp_path: Path) -> None:
 def summed(runtime: Runtime, folder: Path, overlap: bool, grad_dtype: str) -> dict[str, Any]:
     """This rank's share of the gradients of a mini-batch; a norm for each of two updates with all off the
     device in between; and the sum of its weights then."""
-    from megarl.parallel.movable import HostPool
+    from megarl.parallel.offload_group import HostPool
     from megarl.training.batch import make_train_batch
     from megarl.training.objectives import supervised_loss
     from megarl.training.tensor_groups import tensor_groups
@@ -189,7 +189,7 @@ def summed(runtime: Runtime, folder: Path, overlap: bool, grad_dtype: str) -> di
             [[3, 9, 4, 5 + i % 7] for i in range(8)], [[7 + i, 8, 1][: 1 + i % 3] for i in range(8)]
         )
         batch["correct"], batch["truncated"] = (torch.full((8,), value) for value in (True, False))
-        local = make_train_batch(RolloutBatch.of(batch), config, 8, 3, [learner.model], runtime)
+        local = make_train_batch(RolloutBatch.from_train_batch(batch), config, 8, 3, [learner.model], runtime)
         loss, shares, norms = supervised_loss(local), [], []
         learner.compute_gradients(local.mini_batches[0], loss)
         for buffer in learner.buffers:

@@ -20,7 +20,7 @@ from megarl.config.errors import ConfigError, DeviceMemoryError, Interrupted, Me
 from megarl.config.schema import ParallelConfig, RolloutConfig
 from megarl.parallel import runtime
 from megarl.parallel.launch import LOST, launch
-from megarl.parallel.lease import Lease, leased
+from megarl.parallel.lease import Lease, hold_lease
 from megarl.parallel.signals import END_TIME, StopRequest
 from tests.gpu.scene import TINY
 from tests.ranks import in_a_fork
@@ -104,7 +104,7 @@ def test_only_a_rank_that_fails_alone_leaves_without_the_others(
     config: Any = SimpleNamespace(
         parallel=None, seed=0, model=SimpleNamespace(path=tmp_path), rollout=RolloutConfig(engine="sglang")
     )
-    with leased(tmp_path / "run", "megarl test", remedy="") as lease:
+    with hold_lease(tmp_path / "run", "megarl test", remedy="") as lease:
         code = error.code if isinstance(error, MegarlError) else 2
         assert run_rank(config, job, lease, tmp_path, launched=False) == code
     assert left == [failed]

@@ -208,7 +208,7 @@ def measure(
     layers, last = hf.num_hidden_layers // layout.pp, runtime.is_last_stage
     outputs = count_kept_outputs(layout, kept, last)
     own = layout.layers(hf.num_hidden_layers, runtime.pp_rank)
-    dense = sum(layer < Sizes.of(hf.to_dict()).dense for layer in own)
+    dense = sum(layer < Sizes.from_config(hf.to_dict()).dense for layer in own)
     return float(memory.peak), predicted.training(tokens, layers, kept, last, outputs, dense)
 
 

@@ -16,7 +16,7 @@ import pytest
 from megarl.cli.main import main
 from megarl.config import load_config
 from megarl.config.errors import ConfigError
-from megarl.parallel.machine import memory_here
+from megarl.parallel.machine import measure_usable_memory
 from megarl.plan.fit import find_cpu_problem, find_cpu_warning
 from megarl.plan.host import cpu_bytes, cpu_bytes_by_phase
 from megarl.plan.inputs import PlanInputs, make_plan_inputs
@@ -56,11 +56,11 @@ def test_the_limits_of_control_groups_count(tmp_path: Path, files: dict[str, str
     for name, text in {"proc/meminfo": f"MemTotal:  {8 * 2**20} kB\nMemFree: 1 kB\n", **files}.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
-    assert memory_here(tmp_path) == expected
+    assert measure_usable_memory(tmp_path) == expected
 
 
 def test_this_machine_has_what_it_says() -> None:
-    assert 0 < memory_here() <= psutil.virtual_memory().total
+    assert 0 < measure_usable_memory() <= psutil.virtual_memory().total
 
 
 def half_b(*changes: str) -> PlanInputs:
@@ -180,8 +180,8 @@ def test_train_and_plan_refuse_in_the_same_words(
 ) -> None:
     """One line, before a rank starts or the folder of the run is made."""
     monkeypatch.chdir(ROOT)
-    monkeypatch.setattr("megarl.schedule.preflight.memory_here", lambda: GIB // 2)
-    monkeypatch.setattr("megarl.parallel.machine.memory_here", lambda: GIB // 2)
+    monkeypatch.setattr("megarl.schedule.preflight.measure_usable_memory", lambda: GIB // 2)
+    monkeypatch.setattr("megarl.parallel.machine.measure_usable_memory", lambda: GIB // 2)
     given = [*settings(folder), f"run_dir={folder / 'refused'}"]
     assert main(["train", "configs/demos/vapo.yaml", *given]) == 2
     refused = capsys.readouterr().err

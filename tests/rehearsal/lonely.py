@@ -31,8 +31,8 @@ from megarl.data.batch import RolloutBatch, TrainBatch
 from megarl.model.hf_config import read_hf_config
 from megarl.parallel import comm
 from megarl.parallel import runtime as parallel
-from megarl.parallel.movable import HostPool
 from megarl.parallel.objects import decode, encode
+from megarl.parallel.offload_group import HostPool
 from megarl.parallel.runtime import Runtime
 from megarl.plan.inputs import PlanInputs, make_plan_inputs
 from megarl.plan.memory import Need, checkpoint_need, construction_need, phase_need
@@ -93,9 +93,9 @@ def alone(rank: int, world: int) -> Iterator[None]:
 
     answers = {
         "gather_over": gathered,
-        "gather_on_0": on_0,
-        "from_rank_0": lambda ranks, value, kind: value,
-        "any_of": lambda ranks, flags: list(flags),
+        "gather_to_rank_0": on_0,
+        "broadcast_from_rank_0": lambda ranks, value, kind: value,
+        "any_flags": lambda ranks, flags: list(flags),
     }
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "init_process_group", started)
@@ -216,7 +216,7 @@ def measure(config: Config, hf: Mapping[str, Any], stage: int, updates: int = 2)
     plan = make_plan_inputs(config, hf)
     layout = plan.layout
     rank = next(rank for rank in range(layout.world) if layout.coords(rank).pp == stage)
-    sizes, memory, rows = Sizes.of(hf), Memory(), list[dict[str, Any]]()
+    sizes, memory, rows = Sizes.from_config(hf), Memory(), list[dict[str, Any]]()
     chosen = hf.get("num_experts_per_tok", 0) / sizes.experts if sizes.experts else 0.5
     started = time.perf_counter()
 
@@ -281,7 +281,7 @@ def measure(config: Config, hf: Mapping[str, Any], stage: int, updates: int = 2)
         note("start of the engine", None)
         for kind in select_stages(config):
             step = Step(kind, 1)
-            step.rollout = RolloutBatch.of(batch)
+            step.rollout = RolloutBatch.from_train_batch(batch)
             for phase in select_phases(config, kind):
                 label = f"{kind}: {phase.name}" if kind == PRETRAINING else phase.name
                 if phase.on_gpu:

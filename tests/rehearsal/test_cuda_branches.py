@@ -35,7 +35,7 @@ from megarl.sync.plan import make_plan
 from megarl.weights.boxes import Box
 from megarl.weights.families import read_config
 from megarl.weights.shards import Region, Shard
-from tests.gpu.scene import TINY, sizes_of
+from tests.gpu.scene import TINY, get_sizes
 from tests.rehearsal.fakecuda import FREE, TOTAL, pretend
 from tests.tiny_models import make_tokenizer
 
@@ -145,13 +145,13 @@ class TestStart:
 
 
 class TestResidency:
-    """parallel/movable.py, parallel/device_memory.py, schedule/offload.py"""
+    """parallel/offload_group.py, parallel/device_memory.py, schedule/offload.py"""
 
     def test_pools_are_pinned_and_bring_back_what_left(self, calls: list[Any], pinned: list[bool]) -> None:
         pool = movable.HostPool(CUDA, chunk=1024)
         tensor = torch.arange(5000, dtype=torch.int16)
         expected = tensor.clone()
-        held = movable.Movable(lambda: [tensor], torch.device("cpu"), pool)
+        held = movable.OffloadGroup(lambda: [tensor], torch.device("cpu"), pool)
         held.offload()
         assert pinned.count(True) == 10 and pool.nbytes == 10240 and tensor.untyped_storage().nbytes() == 0
         held.onload()
@@ -175,7 +175,7 @@ class TestResidency:
     def test_a_phase_empties_the_cache_once_somebody_has_left(self, calls: list[Any]) -> None:
         manager, tensor = OffloadManager(CUDA, ()), torch.ones(4)
         pool = movable.HostPool(torch.device("cpu"))
-        manager.register({"actor.weights": movable.Movable(lambda: [tensor], torch.device("cpu"), pool)})
+        manager.register({"actor.weights": movable.OffloadGroup(lambda: [tensor], torch.device("cpu"), pool)})
         manager.onload("rollout", ())
         assert [name for name, *_ in calls] == ["synchronize", "empty_cache"]
         manager.onload("old_logprobs", {"actor.weights"})
@@ -335,7 +335,7 @@ class TestPreflight:
         with pytest.raises(
             ConfigError, match=r"rollout\.engine_tp: 16 does not divide the 8 devices of this node"
         ):
-            preflight._check_engine_layout(config, sizes_of("Qwen2.5-32B"), CUDA, world=128)
+            preflight._check_engine_layout(config, get_sizes("Qwen2.5-32B"), CUDA, world=128)
 
     def test_an_engine_whose_packages_do_not_fit(
         self, calls: list[Any], monkeypatch: pytest.MonkeyPatch
@@ -360,7 +360,7 @@ class TestPreflight:
     def described(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         """The keys of a model of 32B that is described by its config.json, where nothing else is
         installed."""
-        (tmp_path / "config.json").write_text(json.dumps(sizes_of("Qwen2.5-32B")))
+        (tmp_path / "config.json").write_text(json.dumps(get_sizes("Qwen2.5-32B")))
         folder = ModelDescription(tmp_path, read_config(tmp_path))
         monkeypatch.setattr(preflight, "check_model", lambda *a, **k: folder)
         tokenizer = SimpleNamespace()

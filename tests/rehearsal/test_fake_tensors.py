@@ -60,19 +60,20 @@ def passes_of_a_mixture(folder: Path, kind: str) -> tuple[dict[str, Any], dict[s
     """The columns of a counted pass without gradients of an actor or critic with an optimizer, whose routers
     are given the engine's choice, and what its routers have counted."""
     from megarl.model import builder
+    from megarl.model.hf_config import read_hf_config
     from megarl.model.routing import start_counting
     from megarl.training.batch import make_train_batch
     from megarl.training.model import TrainableModel
 
     with fake_cuda(TOPK / EXPERTS) as device, rank_of(Layout(tp=1, pp=1, dp=1, ep=1), 0, device) as runtime:
         config = make_config(folder, mini_batch=2)
-        model = getattr(builder, f"build_{kind}")(config, builder.read_hf_config(folder), runtime)
+        model = getattr(builder, f"build_{kind}")(config, read_hf_config(folder), runtime)
         assert {parameter.device for parameter in model.parameters()} == {device}
         learner = TrainableModel(kind, model, config.actor, 1, runtime)
         batch = TrainBatch.build([[3, 4, 5], [6, 7]], [[8, 9], [10, 1]])
         batch["correct"] = batch["truncated"] = torch.zeros(2, dtype=torch.bool)
         batch["routing"] = torch.zeros(batch.num_tokens, LAYERS, TOPK, dtype=torch.uint8)
-        local = make_train_batch(RolloutBatch.of(batch), config, 2, 3, [model], runtime)
+        local = make_train_batch(RolloutBatch.from_train_batch(batch), config, 2, 3, [model], runtime)
         learner.replays_routing = True
         start_counting(model.routings, grad=False)
         columns = learner.logprob_columns if kind == "actor" else learner.value_columns

@@ -21,7 +21,7 @@ from megarl.config.schema import Config
 from megarl.parallel.internals import changed
 from megarl.parallel.machine import cuda_runtime_folders
 from megarl.rollout.engines.sglang import LOADER, TAGS, SGLangEngine
-from tests.gpu.scene import sizes_of
+from tests.gpu.scene import get_sizes
 from tests.rehearsal.fakecuda import pretend
 from tests.tiny_models import make_tokenizer
 
@@ -45,7 +45,7 @@ def engine_on(
     folder: Path, rank: int = 0, sizes: dict[str, Any] | None = None, **rollout: Any
 ) -> SGLangEngine:
     """The engine of a rank on CUDA, tp 8 unless `rollout` says so, not started; Qwen2.5-32B's sizes."""
-    sizes = sizes or sizes_of("Qwen2.5-32B")
+    sizes = sizes or get_sizes("Qwen2.5-32B")
     (folder / "config.json").write_text(json.dumps(sizes))
     make_tokenizer(400).save_pretrained(folder)
     asked = {"engine": "sglang", "engine_tp": 8, **LENGTHS, **rollout}
@@ -103,7 +103,11 @@ def test_experts_go_through_the_runner_whose_order_is_written(tmp_path: Path) ->
     """The default runner of Blackwell has an expert's gate and up swapped."""
     from sglang.srt.server_args import ServerArgs
 
-    experts = {**sizes_of("Qwen2.5-32B"), "model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"]}
+    experts = {
+        **get_sizes("Qwen2.5-32B"),
+        "model_type": "qwen3_moe",
+        "architectures": ["Qwen3MoeForCausalLM"],
+    }
     experts |= {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 1024, "head_dim": 128}
     engine = engine_on(tmp_path, sizes=experts)
     assert engine.process is not None

@@ -14,7 +14,7 @@ import pytest
 from megarl.config.schema import Config
 from megarl.parallel.internals import changed
 from megarl.parallel.layout import Layout
-from megarl.weights.families import table_names
+from megarl.weights.families import rename_to_table
 from megarl.weights.known_models import KNOWN_MODELS
 from megarl.weights.shards import megatron_layout
 from tests.rehearsal.pretended import rank_of
@@ -77,7 +77,9 @@ def build(kind: str, config: Config, hf: Any, runtime: Any, monkeypatch: pytest.
 def as_laid_out(model: Any, hf: Any, runtime: Any, kind: str) -> None:
     """Names and shapes are those of the one table that loading, export and the engine's plan come from."""
     wanted = megatron_layout(hf.to_dict(), runtime.layout, critic=kind == "critic")[runtime.rank][1]
-    found = {name: tuple(value.shape) for name, value in table_names(dict(model.named_parameters())).items()}
+    found = {
+        name: tuple(value.shape) for name, value in rename_to_table(dict(model.named_parameters())).items()
+    }
     assert found == {name: tuple(shard.shape) for name, shard in wanted.items()}
 
 
@@ -186,7 +188,7 @@ def test_fused_permutation(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_optimizer_is_transformer_engines(monkeypatch: pytest.MonkeyPatch) -> None:
     """Megatron takes it where it is, and residency finds its tensors: FP32 weights; moments come with the
     first step."""
-    from megarl.parallel.movable import HostPool
+    from megarl.parallel.offload_group import HostPool
     from megarl.training.model import TrainableModel
     from megarl.training.tensor_groups import tensor_groups
 

@@ -243,7 +243,7 @@ def write_timeline(run_dir: Path, steps: int, trainers: int = 2, engines: int = 
 
         def phase(name: str, seconds: float, waited: float = 0.0, timeline: Timeline = timeline) -> None:
             timeline.enter(name)
-            timeline.waited(waited)
+            timeline.add_wait(waited)
             now[0] += seconds
             timeline.leave()
 

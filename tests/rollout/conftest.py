@@ -108,7 +108,7 @@ def gather_by_runtime() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("megarl.sync.weight_sync.gather_objects", gather)
-        patch.setattr("megarl.rollout.rank.from_rank_0", lambda *given: gather(*given)[0])
+        patch.setattr("megarl.rollout.rank.broadcast_from_rank_0", lambda *given: gather(*given)[0])
         patch.setattr("megarl.parallel.delivery.exchange", exchange)
         yield
 

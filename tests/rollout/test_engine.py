@@ -21,7 +21,7 @@ from megarl.config.errors import CheckpointError, EngineError
 from megarl.data.sample import TokenData
 from megarl.rollout.engines import transformers_decode, transformers_layers
 from megarl.rollout.engines.base import GenerationRequest
-from megarl.rollout.engines.transformers_decode import DecodeLoop, Stopping, _width, segments_of
+from megarl.rollout.engines.transformers_decode import DecodeLoop, Stopping, _width, split_prompts
 from megarl.rollout.engines.transformers_engine import TransformersEngine
 from megarl.rollout.engines.transformers_layers import (
     COLUMNS,
@@ -30,7 +30,7 @@ from megarl.rollout.engines.transformers_layers import (
     BlockLinear,
     KVCache,
     decode_attention,
-    fewest_rows,
+    find_fewest_rows,
     prefill_attention,
 )
 from megarl.rollout.sampling import SamplingParams
@@ -156,7 +156,7 @@ def test_a_long_response_is_the_same_to_the_bit_in_any_company(make_engine):
 def test_a_row_of_a_wide_layer_is_multiplied_alike_in_any_company(seed, count, wide_in, wide_out, bias):
     generator = torch.Generator().manual_seed(seed)
     layer = BlockLinear(wide_in, wide_out, bias=bias).requires_grad_(False)
-    layer.block = Block.of([layer.weight], wide_in)
+    layer.block = Block.make([layer.weight], wide_in)
     for parameter in layer.parameters():
         parameter.normal_(generator=generator)
     rows = torch.randn(count, wide_in, generator=generator)
@@ -178,7 +178,7 @@ def test_products_that_add_in_another_order_are_found(monkeypatch, other, fewest
         return (rows[:, None] * weight).sum(-1)  # one order for all
 
     monkeypatch.setattr(F, "linear", linear)
-    assert fewest_rows([torch.empty(20, 64), torch.empty(300, 512)]) == fewest
+    assert find_fewest_rows([torch.empty(20, 64), torch.empty(300, 512)]) == fewest
 
 
 @given(rows=st.integers(1, 600), fewest=st.sampled_from([8, 16, 32, 64]))
@@ -264,7 +264,7 @@ def test_no_shape_that_a_response_meets_depends_on_its_company(make_engine, monk
     fewer and more of them, with shorter and longer prompts, while the cache grows. alike: the rows of wide
     products that the processor multiplies in one order, for which nothing else may depend on company."""
     monkeypatch.setattr(transformers_layers, "NARROW", 0 if alike else 256)
-    monkeypatch.setattr(transformers_layers, "fewest_rows", lambda weights: min(alike))
+    monkeypatch.setattr(transformers_layers, "find_fewest_rows", lambda weights: min(alike))
     sizes = (3, 30, 31, 70, 100, 140, 5, 12, 9, 180)
     asked = [
         GenerationRequest(p, 10 * i + j)
@@ -463,7 +463,7 @@ def branches(seed: int, count: int) -> list[tuple[int, ...]]:
 def test_what_prompts_begin_with_in_common_is_one_segment(seed, count):
     """In whole chunks, and no more than they have in common; all of a prompt is in its segments."""
     asked, computed = branches(seed, count), {}
-    for segment in segments_of(asked, shared=True):
+    for segment in split_prompts(asked, shared=True):
         for prompt in segment.prompts:
             computed.setdefault(prompt, []).append(segment)
         stop, first = segment.start + segment.width, asked[segment.prompts[0]]
@@ -483,7 +483,7 @@ def test_what_prompts_begin_with_in_common_is_one_segment(seed, count):
         alike = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
         both = sum(segment.width for segment in computed[a] if b in segment.prompts)
         assert both == alike // COLUMNS * COLUMNS
-    apart = segments_of(asked, shared=False)
+    apart = split_prompts(asked, shared=False)
     assert sorted(segment.prompts for segment in apart) == [[i] for i in range(count)]
     assert all(segment.start == 0 and segment.ends for segment in apart)
 

@@ -427,7 +427,7 @@ def test_an_engine_starts_when_all_ranks_have_given_back_their_memory(
     else:
         for name in ("load_tokenizer", "read_hf_config", "read_config", "open_model"):
             monkeypatch.setattr(evaluation, name, MagicMock())
-        monkeypatch.setattr(evaluation, "from_rank_0", lambda runtime, value, kind: value)
+        monkeypatch.setattr(evaluation, "broadcast_from_rank_0", lambda runtime, value, kind: value)
         monkeypatch.setattr(evaluation, "read_problem_sets", lambda *_, **__: ([], {}))
         built = SimpleNamespace(build=lambda *arguments: engine)
         monkeypatch.setattr(evaluation, "load_engine_class", lambda config: built)

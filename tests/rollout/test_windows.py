@@ -212,11 +212,11 @@ def test_the_batch_tells_windows_apart(drawn: Any) -> None:
         for one, length in zip(rows, batch.lengths.tolist(), strict=True):
             prompt = length - one.body.tokens.size
             expected += [False] * (prompt + one.begun) + [True] * (one.body.tokens.size - one.begun)
-        assert batch.drawn.tolist() == expected
+        assert batch.sampled_mask.tolist() == expected
         if "token_versions" in batch:  # what was drawn now is of the newest weights, the rest of older ones
             versions = batch["token_versions"]
-            assert set(versions[batch.drawn].tolist()) == {number}
-            assert (versions[batch.response_mask & ~batch.drawn] < number).all()
+            assert set(versions[batch.sampled_mask].tolist()) == {number}
+            assert (versions[batch.response_mask & ~batch.sampled_mask] < number).all()
 
 
 @pytest.mark.parametrize("order", [0, pytest.param(1, marks=pytest.mark.slow)])

@@ -20,9 +20,9 @@ import megarl.schedule.replay  # noqa: F401 (ranks are forked, and have it from 
 from megarl.config.schema import ParallelConfig
 from megarl.parallel import runtime as parallel
 from megarl.parallel.comm import barrier, gather_objects
-from megarl.parallel.launch import launch, ranks_here
+from megarl.parallel.launch import count_local_ranks, launch
 from tests.scale.counted import traffic
-from tests.scale.drawn import count
+from tests.scale.sampled_mask import count
 from tests.scale.simulated import summary
 
 IMPORTED_BY = os.getpid()
@@ -53,6 +53,8 @@ if __name__ == "__main__":
     layout = ParallelConfig(tp=int(given[1]), pp=int(given[2]), dp=int(given[3]), device="cpu")
     code = launch(partial(rank, given), layout, Path(given[0]))
     if not code:
-        found = [json.loads((Path(given[0]) / f"{r}.json").read_text()) for r in range(ranks_here(layout))]
+        found = [
+            json.loads((Path(given[0]) / f"{r}.json").read_text()) for r in range(count_local_ranks(layout))
+        ]
         print(json.dumps(summary(found, int(given[4]), WAITED, int(given[5])), indent=1))
     sys.exit(code)

@@ -28,7 +28,7 @@ from safetensors.torch import load_file
 
 from megarl.config import dump_config
 from megarl.config.schema import Config
-from megarl.parallel.launch import ranks_here
+from megarl.parallel.launch import count_local_ranks
 from megarl.schedule.watchdog import read_beat
 from tests.scale.idle import WAITED
 from tests.tiny_models import make_tiny_model
@@ -71,7 +71,7 @@ class Job:
     processes together."""
 
     def __init__(self, config: Config, name: str) -> None:
-        self.config, self.world = config, ranks_here(config.parallel)
+        self.config, self.world = config, count_local_ranks(config.parallel)
         path = config.run_dir.parent / f"{config.run_dir.name}.yaml"
         path.write_text(dump_config(config))
         self.counts = config.run_dir.parent / name

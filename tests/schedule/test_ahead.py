@@ -35,7 +35,7 @@ ALONE: Any = SimpleNamespace(rank=0, world=1, cpu_group=None)
 def test_orders_come_in_order_and_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     """Through real sockets, encrypted, to whoever has a key of this job; nobody else is let in."""
     monkeypatch.setattr(secret, "_secret", bytes(range(32)))
-    monkeypatch.setattr(ahead, "from_rank_0", lambda ranks, value, kind: value)
+    monkeypatch.setattr(ahead, "broadcast_from_rank_0", lambda ranks, value, kind: value)
     store = SignedStore(dist.HashStore())
     link = ControllerLink(SimpleNamespace(store=store, **vars(ALONE)))  # type: ignore[arg-type]
     assert link.receive(0.0) is None  # nobody is there yet
@@ -128,7 +128,7 @@ def test_each_step_is_drawn_with_its_own_version(steps_ahead: int, steps: int, d
     runtime: Any = SimpleNamespace(store=dist.HashStore(), **vars(ALONE))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ahead, "ControllerLink", engines.link)
-        patch.setattr(ahead, "from_rank_0", lambda ranks, value, kind: value)
+        patch.setattr(ahead, "broadcast_from_rank_0", lambda ranks, value, kind: value)
         there = RemoteGeneration(config, runtime, SimpleNamespace(sync=engines.sync))  # type: ignore[arg-type]
         there.publish(done)
         there.order_first_steps(done, None)

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megarl.observe.runs import load_run
-from megarl.observe.terminal import evaluation_text
+from megarl.observe.terminal import format_evaluation
 from megarl_report.report import make_headline, tabulate_sources
 from tests.ranks import RankPool
 from tests.schedule.jobs import train
@@ -75,8 +75,10 @@ def test_a_run_evaluates_each_set_at_its_own_steps(
     assert [sets.count((3, name)) for name in (None, "hard", "rare")] == [0, 0, 6]
     assert [sets.count((4, name)) for name in (None, "hard", "rare")] == [4, 6, 6]
 
-    assert evaluation_text(evaluations[3]).startswith("rare  ")
-    assert [line.split()[0] for line in evaluation_text(evaluations[4]).splitlines()[1:]] == sorted(found[4])
+    assert format_evaluation(evaluations[3]).startswith("rare  ")
+    assert [line.split()[0] for line in format_evaluation(evaluations[4]).splitlines()[1:]] == sorted(
+        found[4]
+    )
     run = load_run(config.run_dir)
     assert [cells[0] for cells, _ in tabulate_sources(run)["rows"]] == sorted(whole)
     assert make_headline(run)[2].startswith("step 0 to 4, avg over 7 problems")

@@ -14,7 +14,7 @@ import torch
 from megarl.config.errors import ConfigError, DeviceMemoryError
 from megarl.config.phases import GROUPS, Phase, check_phases, never_offloaded, resident_groups, select_phases
 from megarl.config.schema import PRETRAINING, SUPERVISED, TRAIN, Config
-from megarl.parallel.movable import HostPool, Movable
+from megarl.parallel.offload_group import HostPool, OffloadGroup
 from megarl.plan.tensors import group_bytes
 from megarl.plan.times import LINKS, default_lengths, estimate
 from megarl.schedule.offload import OffloadManager, Residency
@@ -129,7 +129,7 @@ def test_declarations_that_contradict_are_found() -> None:
         check_phases((replace(rollout, on_gpu=frozenset({"engine.cache"})),))
 
 
-class Group(Movable):
+class Group(OffloadGroup):
     """A tensor that notes its moves: (its group's name, whether it was loaded)."""
 
     def __init__(
@@ -260,7 +260,7 @@ def test_teachers_take_turns(stay: bool) -> None:
 
     for i, tensor in enumerate(tensors):  # as they are built
         assert there() == [*range(0 if stay else i, 3)]
-        offload.register({name: Movable(lambda tensor=tensor: [tensor], CPU, pool, "constant")})
+        offload.register({name: OffloadGroup(lambda tensor=tensor: [tensor], CPU, pool, "constant")})
         offload.onload("start", ())
     assert there() == ([0, 1, 2] if stay else [])
     for order in ([0, 1, 2], [2], [1, 2]):

@@ -43,10 +43,10 @@ from megarl.training.checkpoint import (
     check_same_adapters,
     choose_checkpoint,
     find_checkpoint,
+    list_fixed_settings,
     prune,
     read_state,
     seal,
-    settings_of,
     write_state,
 )
 from tests.commands import run_command
@@ -612,7 +612,7 @@ def test_a_run_all_of_whose_checkpoints_are_damaged_does_not_begin_anew(
 ) -> None:
     """Of each a bit has changed, which only a look at all of the content finds."""
     alone: Any = SimpleNamespace(rank=0, world=1)
-    monkeypatch.setattr("megarl.training.checkpoint.from_rank_0", lambda _, value, kind: value)
+    monkeypatch.setattr("megarl.training.checkpoint.broadcast_from_rank_0", lambda _, value, kind: value)
     monkeypatch.setattr("megarl.training.checkpoint.gather_objects", lambda _, value, kind: [value])
     assert choose_checkpoint(alone, tmp_path) == (None, [])
     older, newer = (write_folder(tmp_path, step, {}) for step in (4, 12))
@@ -648,8 +648,8 @@ def test_a_write_that_takes_too_long_names_the_limit(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own: float, others: float, key: str
 ) -> None:
     """The run may wait no longer for the disk than other ranks wait for it."""
-    monkeypatch.setattr(saving, "gather_on_0", lambda _, value, kind: [value])
-    monkeypatch.setattr(saving, "from_rank_0", lambda _, value, kind: value)
+    monkeypatch.setattr(saving, "gather_to_rank_0", lambda _, value, kind: [value])
+    monkeypatch.setattr(saving, "broadcast_from_rank_0", lambda _, value, kind: value)
     config = make_config(folder, tmp_path / "run", checkpoint={"every": 1, "timeout": own})
     alone: Any = SimpleNamespace(rank=0, world=1, timeout=others)
     writer = saving.CheckpointWriter(alone, config, {}, {}, lambda name: None, lambda shares: {}, Any, print)
@@ -707,7 +707,7 @@ def test_state_comes_back_exactly(tmp_path_factory: pytest.TempPathFactory, stat
 
 def test_every_key_that_decides_the_result_is_compared(folder: Path, tmp_path: Path) -> None:
     config = make_config(folder, tmp_path, critic={"path": folder / "model"})
-    settings = settings_of(config)
+    settings = list_fixed_settings(config)
     for key in (
         "recipe",
         "model.path",
@@ -746,7 +746,7 @@ def test_how_the_work_is_laid_out_may_change(folder: Path, tmp_path: Path, chang
     engine = {key: changed[key] for key in ("engine",) if key in changed}
     begun = make_config(folder, tmp_path, rollout={**engine, "urls": ("http://a:1",)} if engine else {})
     config = make_config(folder, tmp_path, rollout=changed, reward={"max_unjudged": 0.5})
-    check_continues(config, made(tmp_path, 1, settings_of(begun)))
+    check_continues(config, made(tmp_path, 1, list_fixed_settings(begun)))
 
 
 def test_a_run_that_stopped_at_its_limit_may_go_on_as_it_says(folder: Path, tmp_path: Path) -> None:
@@ -754,7 +754,9 @@ def test_a_run_that_stopped_at_its_limit_may_go_on_as_it_says(folder: Path, tmp_
     limits: list[dict[str, Any]] = [{"at_limit": "continue"}, {"max_batches": 20}]
     for limit in limits:
         stopped, gone_on = (
-            settings_of(make_config(folder, tmp_path, rollout={"dynamic_sampling": {"at_limit": at_limit}}))
+            list_fixed_settings(
+                make_config(folder, tmp_path, rollout={"dynamic_sampling": {"at_limit": at_limit}})
+            )
             for at_limit in ("stop", "continue")
         )
         config = make_config(folder, tmp_path, rollout={"dynamic_sampling": {"at_limit": "stop"} | limit})
@@ -767,7 +769,7 @@ def test_a_run_that_stopped_at_its_limit_may_go_on_as_it_says(folder: Path, tmp_
 def test_what_is_frozen_stays_frozen(folder: Path, tmp_path: Path) -> None:
     """Also where the checkpoint is older than the key."""
     config = make_config(folder, tmp_path, actor={"frozen": "attention"})
-    settings = settings_of(config)
+    settings = list_fixed_settings(config)
     check_continues(config, made(tmp_path, 1, settings))
     old = {key: value for key, value in settings.items() if "frozen" not in key and "lora" not in key}
     check_continues(make_config(folder, tmp_path), made(tmp_path, 1, old))
@@ -781,7 +783,7 @@ def test_what_is_frozen_stays_frozen(folder: Path, tmp_path: Path) -> None:
 def test_adapters_stay_those_of_the_run(folder: Path, tmp_path: Path) -> None:
     """When a run continues, and when its policy is evaluated; runs of older versions had none."""
     config = make_config(folder, tmp_path, actor={"lora": {"rank": 4}})
-    settings = settings_of(config)
+    settings = list_fixed_settings(config)
     old = {key: value for key, value in settings.items() if "lora" not in key}
     for then, named in ((old, "rank: is 4, "), ({**settings, "actor.lora.alpha": 8.0}, r"alpha: is 32\.0, ")):
         checkpoint = made(tmp_path, 1, then)
@@ -794,7 +796,7 @@ def test_adapters_stay_those_of_the_run(folder: Path, tmp_path: Path) -> None:
 
 
 def test_free_keys_may_change(folder: Path, tmp_path: Path) -> None:
-    settings = settings_of(make_config(folder, tmp_path))
+    settings = list_fixed_settings(make_config(folder, tmp_path))
     other = make_config(
         folder,
         tmp_path / "elsewhere",
@@ -816,7 +818,7 @@ def test_free_keys_may_change(folder: Path, tmp_path: Path) -> None:
 def test_a_model_that_was_replaced_is_noticed(folder: Path, tmp_path: Path) -> None:
     shutil.copytree(folder / "model", tmp_path / "model")
     config = make_config(folder, tmp_path / "run", model={"path": tmp_path / "model"})
-    settings = settings_of(config)
+    settings = list_fixed_settings(config)
     changed = json.loads((tmp_path / "model/config.json").read_text()) | {"rope_theta": 5.0}
     (tmp_path / "model/config.json").write_text(json.dumps(changed))
     with pytest.raises(ConfigError, match=r"^model.path/config.json: has changed"):
@@ -837,7 +839,7 @@ def test_the_folder_of_a_run_is_continued_or_refused(
         claim_run_dir(make_config(folder, tmp_path / "run", actor={"lr": 0.5}))
     with pytest.raises(ConfigError, match="already holds a run, and no complete checkpoint"):
         claim_run_dir(make_config(folder, tmp_path / "run", checkpoint={"every": 0}))
-    written = write_folder(tmp_path / "run", 2, settings_of(config))
+    written = write_folder(tmp_path / "run", 2, list_fixed_settings(config))
     claim_run_dir(config)
     os.truncate(written / "state.json", 1)  # there was one: what the run has done since is not written over
     with pytest.raises(ConfigError, match=r"no complete checkpoint.*state.json: has 1 bytes of 3"):

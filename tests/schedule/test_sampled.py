@@ -58,8 +58,8 @@ def test_each_sample_gets_the_numbers_of_its_own_tokens(shown: int, monkeypatch:
         ) * share.response_mask
     theirs = token_columns(shares[1], [0, 1, 4])
     assert theirs.keys() == {1} and theirs[1].keys() == {"tokens", "observed", "advantages"}
-    monkeypatch.setattr(module, "from_rank_0", lambda runtime, value, kind: value)
-    monkeypatch.setattr(module, "gather_on_0", lambda runtime, value, kind: [value, theirs])
+    monkeypatch.setattr(module, "broadcast_from_rank_0", lambda runtime, value, kind: value)
+    monkeypatch.setattr(module, "gather_to_rank_0", lambda runtime, value, kind: [value, theirs])
     runtime: Any = SimpleNamespace(rank=0, world=1, is_replica_leader=True)
     samples = {row: SampleRecord(1, "p", TEXTS[row % 3], 1.0, True, False, 1) for row in (0, 1, 4)}
     complete = add_tokens(samples, shares[0], tokenizer, runtime)
@@ -86,8 +86,8 @@ def test_what_was_observed_is_shown_without_numbers(monkeypatch: pytest.MonkeyPa
     batch = TrainBatch.build([[5, 6]], [tokenizer.encode("2+2=4.", add_special_tokens=False)])
     batch.response_mask[4:6] = False
     batch["advantages"] = torch.arange(8.0) * batch.response_mask
-    monkeypatch.setattr(module, "from_rank_0", lambda runtime, value, kind: value)
-    monkeypatch.setattr(module, "gather_on_0", lambda runtime, value, kind: [value])
+    monkeypatch.setattr(module, "broadcast_from_rank_0", lambda runtime, value, kind: value)
+    monkeypatch.setattr(module, "gather_to_rank_0", lambda runtime, value, kind: [value])
     runtime: Any = SimpleNamespace(rank=0, world=1, is_replica_leader=True)
     samples = {0: SampleRecord(1, "p", "2+2=4.", 1.0, True, False, 4)}
     [found] = add_tokens(samples, replace(batch, rows=torch.tensor([0])), tokenizer, runtime)

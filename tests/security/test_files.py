@@ -19,10 +19,10 @@ import pytest
 
 from megarl.cli.main import main
 from megarl.config.errors import CheckpointError, ConfigError, DataError, MegarlError
-from megarl.config.files import open_new, read_json, whole_file, write_whole
+from megarl.config.files import atomic_file, open_new, read_json, write_atomic
 from megarl.config.load import load_config, read_yaml
 from megarl.observe.runs import load_run, read_jsonl
-from megarl.parallel.lease import leased
+from megarl.parallel.lease import hold_lease
 from megarl.rewards.verdict import get_verifier
 from megarl.weights.families import read_config
 from megarl.weights.tensor_files import Processes, carry_along, new_folder
@@ -51,7 +51,7 @@ class TestPartialFiles:
         victim = tmp_path / "victim"
         victim.write_text("precious")
         (tmp_path / ".settings.json.partial").symlink_to(victim)
-        write_whole(tmp_path / "settings.json", "new")
+        write_atomic(tmp_path / "settings.json", "new")
         assert victim.read_text() == "precious"
         assert (tmp_path / "settings.json").read_text() == "new"
         assert not (tmp_path / "settings.json").is_symlink()
@@ -68,7 +68,7 @@ class TestPartialFiles:
 
     def test_what_a_killed_run_has_left_is_replaced(self, tmp_path: Path) -> None:
         (tmp_path / ".settings.json.partial").write_text("half")
-        with whole_file(tmp_path / "settings.json") as file:
+        with atomic_file(tmp_path / "settings.json") as file:
             file.write(b"whole")
         assert [path.name for path in tmp_path.iterdir()] == ["settings.json"]
 
@@ -89,7 +89,7 @@ class TestFolderOfARun:
     """Who can write into a run's folder can replace its files by links, and so act in the user's name."""
 
     def take(self, folder: Path) -> None:
-        with leased(folder, "megarl train", key="run_dir", remedy="wait"):
+        with hold_lease(folder, "megarl train", key="run_dir", remedy="wait"):
             pass
 
     @as_root
@@ -120,8 +120,8 @@ class TestFolderOfARun:
 
     def test_its_files_are_private(self, tmp_path: Path) -> None:
         with umask(0o022):
-            with leased(tmp_path / "run", "megarl train", remedy="wait") as lease, lease.kept():
-                write_whole(tmp_path / "run" / "config.yaml", "x: 1\n")
+            with hold_lease(tmp_path / "run", "megarl train", remedy="wait") as lease, lease.kept():
+                write_atomic(tmp_path / "run" / "config.yaml", "x: 1\n")
                 (tmp_path / "run" / "checkpoints").mkdir()
             (tmp_path / "after").write_text("")
         modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in tmp_path.rglob("*")}

@@ -140,12 +140,12 @@ def gathers(runtime: Runtime, mark: str, wrong: str) -> str:
             comm.sign = lambda *parts: bytes(32)
         elif wrong == "replayed":
             comm._next_number = lambda group: 0
-            comm.gather_on_0(runtime, "an earlier message", str)
+            comm.gather_to_rank_0(runtime, "an earlier message", str)
         original, comm.encode = comm.encode, lambda value: blob if wrong != "replayed" else original(value)
     elif wrong == "replayed":
-        comm.gather_on_0(runtime, "an earlier message", str)
+        comm.gather_to_rank_0(runtime, "an earlier message", str)
     try:
-        comm.gather_on_0(runtime, "hello", str)
+        comm.gather_to_rank_0(runtime, "hello", str)
     except MessageError as error:
         return str(error)
     return ""

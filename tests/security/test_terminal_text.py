@@ -18,7 +18,7 @@ from megarl.cli.main import main
 from megarl.config.errors import ConfigError
 from megarl.config.text import printable
 from megarl.data.prompts import ReadReport, RejectedRow
-from megarl.observe.terminal import RunFacts, TerminalView, watch
+from megarl.observe.terminal import RunHeader, TerminalView, watch
 from megarl_report.report import write_report
 from tests.cli.scene import Scene, write_jsonl
 from tests.report.synthetic_run import write_run
@@ -63,7 +63,7 @@ def test_an_error_line() -> None:
 def test_the_view_of_a_run(mode: Any) -> None:
     out = io.StringIO()
     console = Console(file=out, width=300, height=60, force_terminal=False)
-    facts = RunFacts(HOSTILE, HOSTILE, HOSTILE, HOSTILE, HOSTILE, 2)
+    facts = RunHeader(HOSTILE, HOSTILE, HOSTILE, HOSTILE, HOSTILE, 2)
     record = {
         "step": 1,
         "stage": "eval",

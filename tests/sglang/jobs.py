@@ -111,7 +111,7 @@ def deliver(runtime: Runtime, name: str, version: int, dump: Path) -> dict[str, 
     """The actor's weights into the engine; what SGLang's ranks hold then goes to files, and the actor is
     exported."""
     from megarl.sync.export import export_hf
-    from megarl.weights.families import table_names
+    from megarl.weights.families import rename_to_table
 
     scene = SCENES[name]
     stats = scene.weight_sync.sync(version)
@@ -119,7 +119,7 @@ def deliver(runtime: Runtime, name: str, version: int, dump: Path) -> dict[str, 
         scene.engine.process.call(
             "dump", str(dump / "rank{rank}.safetensors"), scene.config.rollout.engine_tp
         )
-    named = table_names(dict(scene.actor.model.named_parameters()))
+    named = rename_to_table(dict(scene.actor.model.named_parameters()))
     export_hf(dump / "hf", scene.folder, runtime.layout, runtime.rank, named, dtype=torch.float32)
     children = scene.engine.process.children if scene.engine.process else []
     return {
@@ -148,7 +148,7 @@ def update(runtime: Runtime, name: str) -> float:
     config = parallel_jobs.make_config(scene.folder, nll_weight=1.0)
     batch = TrainBatch.build([[3, 4]] * 4, [[5, 6, 7], [8, 9], [10], [11, 12]])
     batch["correct"], batch["truncated"] = torch.ones(4, dtype=torch.bool), torch.zeros(4, dtype=torch.bool)
-    local = make_train_batch(RolloutBatch.of(batch), config, 4, 0, [scene.actor.model], runtime)
+    local = make_train_batch(RolloutBatch.from_train_batch(batch), config, 4, 0, [scene.actor.model], runtime)
     scene.actor.begin_step()
     return scene.actor.update(local.mini_batches[0], supervised_loss(local)).grad_norm
 

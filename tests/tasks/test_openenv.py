@@ -12,7 +12,7 @@ import psutil
 import pytest
 from aiohttp import web
 
-from megarl.agents.tools import Answer, Result, ToolPool, environment_class
+from megarl.agents.tools import Answer, Result, ToolPool, import_environment
 from megarl.config.errors import ConfigError
 from megarl.rewards.verdict import Verdict
 
@@ -203,10 +203,10 @@ def test_a_server_that_is_not_there() -> None:
 
 def test_the_extra_is_named_before_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "megarl_tasks.openenv", raising=False)
-    assert environment_class(PATH, {"url": "http://127.0.0.1:9"}).__name__ == "OpenEnvironment"
+    assert import_environment(PATH, {"url": "http://127.0.0.1:9"}).__name__ == "OpenEnvironment"
     with pytest.raises(ConfigError, match=r"^rollout\.environment_arguments: .* missing a required .*'url'"):
-        environment_class(PATH, {})
+        import_environment(PATH, {})
     monkeypatch.delitem(sys.modules, "megarl_tasks.openenv")
     monkeypatch.setitem(sys.modules, "aiohttp", None)
     with pytest.raises(ConfigError, match=r"it needs aiohttp \(pip install 'megarl\[agents\]'\)"):
-        environment_class(PATH)
+        import_environment(PATH)

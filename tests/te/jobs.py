@@ -16,7 +16,7 @@ from megarl.config.schema import Config
 from megarl.parallel.runtime import Runtime
 from megarl.plan.inputs import make_plan_inputs
 from megarl.plan.tensors import fp8_copy_bytes
-from tests.gpu.scene import UPDATE, WEIGHTS, Scene, sizes_of
+from tests.gpu.scene import UPDATE, WEIGHTS, Scene, get_sizes
 from tests.plan.jobs import storages
 
 # Every side is a multiple of 128 at TP 2, as block scaling wants it.
@@ -46,8 +46,8 @@ def make_scene(runtime: Runtime, folder: Path, model: Mapping[str, Any], **overr
     model = dict(model)
     sizes, lora = dict(MIXTURE if model.pop("mixture", False) else DENSE), model.pop("lora", None)
     if lora is None:
-        return Scene(runtime, folder, sizes_of("tiny", **sizes), model=model, **overrides)
-    scene = Scene(runtime, folder, sizes_of("tiny", **sizes), model=model, actor={"lora": lora}, **overrides)
+        return Scene(runtime, folder, get_sizes("tiny", **sizes), model=model, **overrides)
+    scene = Scene(runtime, folder, get_sizes("tiny", **sizes), model=model, actor={"lora": lora}, **overrides)
     generator = torch.Generator().manual_seed(5)
     for name, parameter in sorted(scene.actor.model.named_parameters()):
         if name.endswith("_b"):
@@ -163,7 +163,7 @@ def through_a_checkpoint(
 
     forget: the scales that were loaded are thrown away again, as if they had not been in the checkpoint."""
     from megarl.training.sharded import allocate_moments, load_trainable
-    from megarl.weights.families import table_names
+    from megarl.weights.families import rename_to_table
     from tests.checkpoints import save_model
 
     def places(scene: Scene) -> list[int]:
@@ -197,7 +197,7 @@ def through_a_checkpoint(
     }
     for scene in (first, second):
         scene.offload.onload("old_logprobs", WEIGHTS)
-        named = table_names(dict(scene.actor.model.named_parameters()))
+        named = rename_to_table(dict(scene.actor.model.named_parameters()))
         out["weights"].append({name: parameter.detach().clone() for name, parameter in named.items()})
         out["norms"].append(scene.update(scene.local(4, 32)).grad_norm)
         out["logprobs"].append(scene.logprobs(scene.local(4, 32)))

@@ -101,9 +101,9 @@ def advantages_of(runtime: Runtime, folder: Path, algorithm: dict[str, Any], tur
     config = make_config(folder, mini_batch=6, **algorithm)
     model = get_actor(config, folder, runtime)
     batch = make_batch(turns, algorithm.get("overlong", False))
-    rollout = RolloutBatch.of(batch)
+    rollout = RolloutBatch.from_train_batch(batch)
     experience = make_train_batch(rollout, config, 6, 1, [model], runtime)
-    if config.values_prompts:
+    if config.has_prompt_critic:
         metrics = add_prompt_advantages(config, experience, runtime)
     elif config.has_critic:
         metrics, _ = columns.add_gae(config, experience, runtime)
@@ -289,7 +289,7 @@ def agreement_of(runtime: Runtime, folder: Path, batch: TrainBatch) -> Any:
 
     config = make_config(folder, mini_batch=6, overlong=True, agreement={"mask": 0.3, "filter": 0.2})
     model = get_actor(config, folder, runtime)
-    experience = make_train_batch(RolloutBatch.of(batch), config, 6, 1, [model], runtime)
+    experience = make_train_batch(RolloutBatch.from_train_batch(batch), config, 6, 1, [model], runtime)
     of_policy = experience["policy_loss_weights"].clone()
     metrics = add_agreement(config.algorithm.agreement, experience, runtime)
     assert torch.equal(experience["policy_loss_weights"], of_policy)
@@ -370,7 +370,9 @@ def windows_of(runtime: Runtime, folder: Path) -> Any:
     rollout = config.rollout.model_copy(update={"window": WINDOW})
     config = config.model_copy(update={"rollout": rollout})
     model = get_actor(config, folder, runtime)
-    experience = make_train_batch(RolloutBatch.of(make_windows()), config, 6, 1, [model], runtime)
+    experience = make_train_batch(
+        RolloutBatch.from_train_batch(make_windows()), config, 6, 1, [model], runtime
+    )
     metrics, tables = add_window_gae(config, experience, runtime)
     for more, more_tables in (
         columns.policy_statistics(experience, runtime),

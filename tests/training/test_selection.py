@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from megarl.algorithms.losses import token_weights
 from megarl.config.methods import load_function
 from megarl.config.schema import AlgorithmConfig
-from megarl.schedule.phases import draw_tokens
+from megarl.schedule.phases import sample_uniforms
 from tests.algorithms.loops import Batch, batches, make_batch
 from tests.training.test_actor_loss import ALONE, whole
 
@@ -30,7 +30,7 @@ def select(batch: Batch, surrogate: str, share: float, parts: int = 1) -> list[i
     config = AlgorithmConfig(**{**SETTINGS, "surrogate": surrogate, "covariance": covariance})
     pieces = [replace(micro, token_indices=at) for at in micro.token_indices.tensor_split(parts)]
     logprobs = torch.where(e["policy_loss_weights"] > 0, e["logprobs"], torch.nan)
-    draws = draw_tokens(e, seed=3, step=2, update=1)
+    draws = sample_uniforms(e, seed=3, step=2, update=1)
     select_tokens = load_function(config.policy_loss.selector)
     return select_tokens(config, e, pieces, logprobs, draws, ALONE).nonzero().squeeze(-1).tolist()
 
@@ -75,10 +75,10 @@ def test_draws_are_those_of_the_response_and_differ_otherwise() -> None:
     """Of another order of the responses, the same numbers; in another update or step, others."""
     e = make_batch([(2, 40), (1, 30), (4, 20)], 1).experience
     e["group_ids"], e["response_index"] = torch.tensor([0, 0, 1]), torch.tensor([0, 1, 0])
-    draws = draw_tokens(e, 0, 1, 1)
+    draws = sample_uniforms(e, 0, 1, 1)
     e["draws"] = draws
     turned = e.select([2, 0, 1])
-    assert torch.equal(draw_tokens(turned, 0, 1, 1), turned["draws"])
-    others = [draw_tokens(e, *numbers) for numbers in ((1, 1, 1), (0, 2, 1), (0, 1, 2))]
+    assert torch.equal(sample_uniforms(turned, 0, 1, 1), turned["draws"])
+    others = [sample_uniforms(e, *numbers) for numbers in ((1, 1, 1), (0, 2, 1), (0, 1, 2))]
     assert len(torch.stack([draws, *others]).unique()) == 4 * e.num_tokens
     assert float(draws.mean()) == pytest.approx(0.5, abs=0.1)

@@ -10,7 +10,7 @@ import pytest
 
 from megarl.config.errors import ConfigError
 from megarl.config.schema import Config
-from megarl.training.checkpoint import Checkpoint, check_continues, moved_schedule, settings_of
+from megarl.training.checkpoint import Checkpoint, check_continues, list_fixed_settings, moved_schedule
 
 
 def test_one_term_more_or_less_is_another_reward(tmp_path: Path) -> None:
@@ -26,12 +26,12 @@ def test_one_term_more_or_less_is_another_reward(tmp_path: Path) -> None:
         return Checkpoint(tmp_path, json.loads(json.dumps(manifest)))  # as it comes back from a file
 
     one, two = config(a=0.5), config(a=0.5, b=1.0)
-    check_continues(one, checkpoint(settings_of(one)))
+    check_continues(one, checkpoint(list_fixed_settings(one)))
     for now, then in ((one, two), (two, one), (config(), one), (one, config()), (config(a=0.25), one)):
         with pytest.raises(ConfigError, match=r"^reward\.terms: is .*, the run there has "):
-            check_continues(now, checkpoint(settings_of(then)))
+            check_continues(now, checkpoint(list_fixed_settings(then)))
     # Of a version that had no terms.
-    older = {key: value for key, value in settings_of(one).items() if key != "reward.terms"}
+    older = {key: value for key, value in list_fixed_settings(one).items() if key != "reward.terms"}
     check_continues(one, checkpoint(older))
 
 
@@ -40,13 +40,15 @@ def test_a_run_without_a_teacher_does_not_go_on_with_one(tmp_path: Path) -> None
     (tmp_path / "config.json").write_text("{}")
     run: dict[str, Any] = {"recipe": "grpo", "run_dir": "runs/x", "steps": 3, "model": {"path": tmp_path}}
     without, taught = Config(**run), Config(**run, teacher={"path": tmp_path})
-    older = {key: value for key, value in settings_of(without).items() if not key.startswith("teacher.")}
-    for settings in (settings_of(without), json.loads(json.dumps(older))):
+    older = {
+        key: value for key, value in list_fixed_settings(without).items() if not key.startswith("teacher.")
+    }
+    for settings in (list_fixed_settings(without), json.loads(json.dumps(older))):
         checkpoint = Checkpoint(tmp_path, {"settings": settings, "step": 1, "stage": "train"})
         check_continues(without, checkpoint)
         with pytest.raises(ConfigError, match=r"^teacher\.path: is .*, the run there has None"):
             check_continues(taught, checkpoint)
-    older = {key: settings_of(taught)[key] for key in ("teacher.path", "teacher.weight")}
+    older = {key: list_fixed_settings(taught)[key] for key in ("teacher.path", "teacher.weight")}
     checkpoint = Checkpoint(tmp_path, {"settings": older, "step": 1, "stage": "train"})
     for more in ({"by_source": {"a": tmp_path}}, {"top_k": 4}):
         with pytest.raises(ConfigError, match=rf"^teacher\.{next(iter(more))}: is .*, the run there has"):

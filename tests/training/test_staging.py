@@ -14,7 +14,7 @@ from megatron.core.dist_checkpointing import ShardedTensor
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.planner import SavePlan
 
-from megarl.parallel.movable import HostPool
+from megarl.parallel.offload_group import HostPool
 from megarl.training.saving import HostCopy, _copy_part
 from megarl.training.tensor_groups import tensor_groups
 from tests.parallel.jobs import saved_before_a_step, stage_parts

@@ -18,7 +18,7 @@ from megarl.config.schema import ClusterConfig
 from megarl.parallel.layout import Layout
 from megarl.sync.cost import direct_cost, gather_cost
 from megarl.sync.plan import make_plan
-from megarl.weights.families import family_of
+from megarl.weights.families import get_family
 from megarl.weights.known_models import KNOWN_MODELS, planning_config
 from megarl.weights.shards import Region, Shard, check_layout, hf_shapes, megatron_layout, sglang_shards
 from tests.weights.folders import hf_configs
@@ -148,7 +148,7 @@ def test_a_wait_for_another_rank_counts() -> None:
 )
 def test_known_models_have_their_published_sizes(name: str) -> None:
     config = KNOWN_MODELS[name]
-    family_of(config)
+    get_family(config)
     check_layout(config, 2, 2 if config["num_hidden_layers"] % 2 == 0 else 1)
     parameters = sum(map(prod, hf_shapes(config).values()))
     assert abs(parameters / 1e9 - PUBLISHED[name]) <= 0.006

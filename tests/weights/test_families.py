@@ -21,7 +21,7 @@ from megarl.config.schema import Config
 from megarl.model.hf_config import check_buildable
 from megarl.parallel.layout import Layout
 from megarl.parallel.runtime import Runtime
-from megarl.weights.families import FAMILIES, TE_ALIASES, Sizes, family_of, read_config, table_names
+from megarl.weights.families import FAMILIES, TE_ALIASES, Sizes, get_family, read_config, rename_to_table
 from megarl.weights.megatron import conversion_layout, hf_to_megatron, megatron_to_hf
 from megarl.weights.shards import check_layout, check_linear, megatron_layout
 from tests.families import ROWS, Row
@@ -130,7 +130,7 @@ def test_each_expert_is_whole_and_held_once_in_each_group() -> None:
 )
 def test_mixtures_that_the_table_does_not_describe(change: dict[str, Any], message: str) -> None:
     with pytest.raises(CheckpointError, match=message):
-        family_of({**MOE, **change})
+        get_family({**MOE, **change})
         check_layout({**MOE, **change}, 1, 1)
 
 
@@ -395,7 +395,7 @@ def test_one_table_and_one_checkpoint_for_both(
     changed = sum(name != mine for name, mine in zip(theirs, found["portable"], strict=True))
     assert changed == 2 * len(fused) - len(mixtures), "one or two norms of two layers"
     for wrapped in (theirs, [f"module.module.{name}" for name in theirs]):
-        mapped = table_names(dict(zip(wrapped, found["portable"], strict=True)))
+        mapped = rename_to_table(dict(zip(wrapped, found["portable"], strict=True)))
         assert mapped == {name: name for name in found["portable"]}
     assert set(mapped) == set(megatron_layout(read_config(folder), Layout(), critic=critic)[0][1])
     # else each layer has keys of its own
@@ -456,7 +456,9 @@ MIXTURE |= {"shared_expert_intermediate_size": 4}
 def test_linear_attention_that_cannot_be_built(change: dict[str, Any], message: str, tmp_path: Path) -> None:
     config = described("qwen3_5_text", 2, 16, 4, 2, 8, 11, **LINEAR)
     (tmp_path / "config.json").write_text(json.dumps(config))
-    assert Sizes.of(read_config(tmp_path)).linear == {0, 1}, "the fourth would be the first of full attention"
+    assert Sizes.from_config(read_config(tmp_path)).linear == {0, 1}, (
+        "the fourth would be the first of full attention"
+    )
     (tmp_path / "config.json").write_text(json.dumps({**config, **change}))
     with pytest.raises(CheckpointError) as refused:
         read_config(tmp_path)

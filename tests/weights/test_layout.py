@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from megarl.config.errors import CheckpointError, ConfigError
 from megarl.config.schema import OptimizerConfig
 from megarl.parallel.layout import Layout, padded_vocab
-from megarl.weights.families import Pair, Sizes, family_of, is_frozen, table_name, table_names
+from megarl.weights.families import Pair, Sizes, get_family, get_table_name, is_frozen, rename_to_table
 from megarl.weights.hf import HFFolder
 from megarl.weights.shards import check_layout, hf_shapes, megatron_layout, parameters, whole_model
 from tests.families import ROWS
@@ -146,7 +146,7 @@ def test_shards_equal_explicit_loops(
     config, (layout, _) = drawn
     hf = numbered(config)
     folder = HFFolder(write_folder(tmp_path_factory.mktemp("hf"), config, hf))
-    sizes = Sizes.of(config)
+    sizes = Sizes.from_config(config)
     d, queries = sizes.head_dim, sizes.heads // sizes.kv_heads
     for rank, local in loaded(megatron_layout(config, layout), folder).items():
         place = layout.coords(rank)
@@ -254,8 +254,8 @@ def test_transformer_engine_names_are_the_tables_names() -> None:
         "module.decoder.layers.0.mlp.linear_fc1.weight": "decoder.layers.0.mlp.linear_fc1.weight",
         "output_layer.weight": "output_layer.weight",
     }
-    assert {name: table_name(name) for name in names} == names
-    assert table_names({name: index for index, name in enumerate(names)}) == {
+    assert {name: get_table_name(name) for name in names} == names
+    assert rename_to_table({name: index for index, name in enumerate(names)}) == {
         ours: index for index, ours in enumerate(names.values())
     }
 
@@ -363,6 +363,6 @@ def hf_names(pair: Pair, layer: int, expert: int) -> list[str]:
 )
 def test_configs_that_no_table_describes_are_refused(change: dict[str, Any], key: str) -> None:
     with pytest.raises(CheckpointError, match=r"config\.json: ") as refused:
-        family_of({**CONFIG, **change})
-        Sizes.of({**CONFIG, **change})
+        get_family({**CONFIG, **change})
+        Sizes.from_config({**CONFIG, **change})
     assert key in str(refused.value)

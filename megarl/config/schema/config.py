@@ -75,7 +75,7 @@ class Config(Section):
         return self.has_engine and bool(self.algorithm.advantage_method.critic)
 
     @property
-    def values_prompts(self) -> bool:
+    def has_prompt_critic(self) -> bool:
         return self.has_engine and self.algorithm.advantage_method.critic == "prompts"
 
     @property

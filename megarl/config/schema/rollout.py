@@ -160,14 +160,14 @@ class RolloutConfig(Section):
     )
 
     @property
-    def acts(self) -> bool:
+    def is_multi_turn(self) -> bool:
         """Return whether responses may have several turns."""
         return bool(self.episode or self.tools or self.environment or self.agent)
 
     @property
     def max_extent(self) -> int:
         """Return the maximum tokens after a prompt, with observations."""
-        return (self.turns.max_tokens if self.acts else None) or self.max_response_tokens
+        return (self.turns.max_tokens if self.is_multi_turn else None) or self.max_response_tokens
 
     @property
     def windows(self) -> int:

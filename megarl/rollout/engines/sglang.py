@@ -21,12 +21,12 @@ from megarl.config.schema import Config
 from megarl.data.response_text import end_tokens
 from megarl.data.sample import TokenData
 from megarl.parallel.launch import environment_of_children
-from megarl.parallel.machine import allocator_problem, cuda_runtime_folders, unmet
+from megarl.parallel.machine import allocator_problem, cuda_runtime_folders, list_unmet_requirements
 from megarl.parallel.runtime import Runtime
 from megarl.rollout.engines.base import GenerationRequest, RolloutEngine, check_positions
 from megarl.rollout.engines.sglang_process import EngineProcess
 from megarl.rollout.sampling import SamplingParams, routing_array
-from megarl.weights.families import EXPERT_KEYS, Sizes, family_of, read_config
+from megarl.weights.families import EXPERT_KEYS, Sizes, get_family, read_config
 from megarl.weights.shards import full_attention_interval
 
 LOADER = "megarl.rollout.engines.sglang_inside.load_shards"
@@ -136,7 +136,7 @@ class SGLangEngine(SGLangRequests):
             problem = "SGLang records experts on a GPU only (set it to false, or use transformers)"
             raise ConfigError(f"rollout.routing_replay: {problem}")
         # On a CPU SGLang needs few of the packages that it requires.
-        if device == "cuda" and (lines := list(unmet("sglang"))):
+        if device == "cuda" and (lines := list(list_unmet_requirements("sglang"))):
             raise ConfigError(f"rollout.engine: {lines[0]}")
 
     @classmethod
@@ -191,7 +191,7 @@ class SGLangEngine(SGLangRequests):
             "random_seed": 0,
             "skip_server_warmup": True,
             "sleep_on_idle": True,  # else its scheduler keeps a core busy during training
-            "skip_tokenizer_init": not (rollout.stop or rollout.acts),
+            "skip_tokenizer_init": not (rollout.stop or rollout.is_multi_turn),
             "sampling_backend": "pytorch",
             "enable_custom_logit_processor": True,
             "custom_weight_loader": [LOADER],
@@ -200,10 +200,10 @@ class SGLangEngine(SGLangRequests):
         }
         if rollout.routing_replay:
             arguments["enable_return_routed_experts"] = True
-        if family_of(self.hf_config).has("shared_experts.linear_fc1.weight"):
+        if get_family(self.hf_config).has("shared_experts.linear_fc1.weight"):
             # Fusion would append them to the routed experts' weights.
             arguments["disable_shared_experts_fusion"] = True
-        cpu, family = self.device.type == "cpu", family_of(self.hf_config)
+        cpu, family = self.device.type == "cpu", get_family(self.hf_config)
         overrides: dict[str, Any] = {}
         if rollout.weights_dtype == "fp8_block":
             overrides["quantization_config"] = FP8_CONFIG
@@ -239,7 +239,7 @@ class SGLangEngine(SGLangRequests):
 
     def _environment(self) -> dict[str, str]:
         # The default dtype of the states of linear attention's convolutions is bf16 for every model.
-        conv_dtype = {"SGLANG_MAMBA_CONV_DTYPE": self._dtype} if family_of(self.hf_config).is_linear else {}
+        conv_dtype = {"SGLANG_MAMBA_CONV_DTYPE": self._dtype} if get_family(self.hf_config).is_linear else {}
         if self.device.type != "cpu":
             # Graphs can sleep only if SGLang's memory saver manages their memory from the start. It refuses
             # "breakable" graphs, the default for prefill (BreakableCudaGraphBackend.__init__).
@@ -362,7 +362,7 @@ def _decode_routing(encoded: str, length: int, hf_config: Mapping[str, Any]) -> 
     """Return the experts of a sequence of `length` tokens (`routing_array`), and a problem or "".
 
     encoded: int32 [length - 1, layers, topk] in base64 (srt/state_capturer/routed_experts.py)"""
-    experts = Sizes.of(hf_config).experts
+    experts = Sizes.from_config(hf_config).experts
     shape = length - 1, hf_config["num_hidden_layers"], hf_config["num_experts_per_tok"]
     found = np.frombuffer(base64.b64decode(encoded), dtype=np.int32)
     if found.size != math.prod(shape):

@@ -161,7 +161,7 @@ async def identify(
         problem = "has data-parallel replicas, whose weights cannot be replaced (start one server for each)"
     elif server.disaggregation_mode != "null" or server.speculative_algorithm:
         problem = "uses prefill disaggregation or speculative decoding (start it without them)"
-    elif server.skip_tokenizer_init and (config.rollout.stop or config.rollout.acts):
+    elif server.skip_tokenizer_init and (config.rollout.stop or config.rollout.is_multi_turn):
         problem = "has no tokenizer, and responses end at texts (start it without --skip-tokenizer-init)"
     elif model.preferred_sampling_params:
         problem = "has its own sampling parameters (start it without --preferred-sampling-params)"

@@ -63,7 +63,7 @@ class DecodeLoop:
     """Decodes at most `max_batch` requests together, one row each. Waiting prompts take free rows.
 
     Requests with equal prompts are admitted together and share one prefill, up to `max_batch` of them.
-    Prompts with a common beginning share its prefill (`segments_of`).
+    Prompts with a common beginning share its prefill (`split_prompts`).
 
     On a CPU in float32, responses and log-probs are batch-invariant bitwise, except for mixtures of experts.
     A library's order of summation depends on the shapes of its operands, so no shape may depend on other
@@ -80,7 +80,7 @@ class DecodeLoop:
         self.requests: dict[int, GenerationRequest] = {}  # all that are not finished
         self.waiting: list[tuple[tuple[int, ...], list[int]]] = []  # the next one is popped from the end
         # If routing is recorded: the choice of each layer's router in this pass, [tokens, topk].
-        self.experts = Sizes.of(model.config.to_dict()).experts if params.routing else 0
+        self.experts = Sizes.from_config(model.config.to_dict()).experts if params.routing else 0
         self.chosen: list[Tensor] = []
         self.cache = KVCache(model, self.experts)
         # Per row: the key of its request (-1: none), its seed, newest token, that token's position, the
@@ -141,7 +141,7 @@ class DecodeLoop:
         self.longest = max(self.longest, *(len(prompt) for prompt, _ in taken))
         self._make_room(self.max_batch - free)
         # Segments do not hand on states of linear attention.
-        segments = segments_of([prompt for prompt, _ in taken], shared=not self.cache.states)
+        segments = split_prompts([prompt for prompt, _ in taken], shared=not self.cache.states)
         rows, first = dict[int, range](), self.used  # of each prompt's responses
         for prompt in (segment.prompts[0] for segment in segments if segment.ends):
             rows[prompt] = range(first, first + len(taken[prompt][1]))
@@ -311,7 +311,7 @@ class Segment(NamedTuple):
     ends: bool  # whether it has one prompt, which ends in it
 
 
-def segments_of(prompts: Sequence[tuple[int, ...]], shared: bool) -> list[Segment]:
+def split_prompts(prompts: Sequence[tuple[int, ...]], shared: bool) -> list[Segment]:
     """Cut prompts into segments, ordered by their start.
 
     shared: whether common beginnings, in chunks of COLUMNS tokens, are segments; else each prompt is one"""

@@ -111,7 +111,7 @@ class TransformersEngine(RolloutEngine):
                 module.__class__ = CachedFusedDeltaNet
         self.model = model.eval().requires_grad_(False)
         linear = [module for module in model.modules() if type(module) is nn.Linear]
-        self._block = Block.of([module.weight for module in linear], config.hidden_size)
+        self._block = Block.make([module.weight for module in linear], config.hidden_size)
         for module in linear if is_batch_invariant(linear[0].weight) else ():
             module.__class__ = BlockLinear
             cast(BlockLinear, module).block = self._block

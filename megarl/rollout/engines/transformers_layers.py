@@ -42,14 +42,14 @@ class Block(NamedTuple):
     largest: int = 0
 
     @staticmethod
-    def of(weights: Sequence[Tensor], hidden: int) -> Block:
+    def make(weights: Sequence[Tensor], hidden: int) -> Block:
         """Return the block for a model with these weights, which are overwritten, and this hidden size.
 
         A narrow model multiplies small blocks in one batched product. It has at least two, because MKL has
         another code path for one. Without batch invariance, blocks only limit the number of shapes."""
         if not is_batch_invariant(weights[0]):
             return Block(8)
-        return Block(16, 2) if hidden < NARROW else Block(fewest_rows(weights), largest=LARGEST)
+        return Block(16, 2) if hidden < NARROW else Block(find_fewest_rows(weights), largest=LARGEST)
 
     def pad(self, rows: int) -> int:
         """Round up to whole blocks."""
@@ -63,7 +63,7 @@ class Block(NamedTuple):
         return self.pad(rows) + (self.largest or self.pad(0))
 
 
-def fewest_rows(weights: Iterable[Tensor]) -> int:
+def find_fewest_rows(weights: Iterable[Tensor]) -> int:
     """Return the fewest rows of a product whose order of summation is that of LARGEST rows.
 
     It is a power of two from 8 to LARGEST and depends on processor and library. It is found with random
@@ -122,7 +122,7 @@ class KVCache:
         if hasattr(config, "kv_lora_rank"):
             kv_heads, widths = 1, (config.kv_lora_rank, config.qk_rope_head_dim)
         self.rows = self.columns = 0
-        sizes = Sizes.of(config.to_dict())
+        sizes = Sizes.from_config(config.to_dict())
         layer_heads = [0 if layer in sizes.linear else kv_heads for layer in range(layers)]
         self.kv_heads = kv_heads
         self.keys, self.values = (

@@ -6,7 +6,7 @@ import torch
 
 from megarl.config.schema import AgreementConfig
 from megarl.data.batch import TrainBatch
-from megarl.parallel.comm import among_smallest, sum_over_replicas
+from megarl.parallel.comm import find_among_smallest, sum_over_replicas
 from megarl.parallel.runtime import Runtime
 
 
@@ -35,7 +35,7 @@ def add_agreement(config: AgreementConfig, batch: TrainBatch, runtime: Runtime) 
         ("disputed", config.filter, torch.iinfo(keys.dtype).max - keys),
     ):
         taken[name] = counted.clone()
-        taken[name][counted] = among_smallest(runtime, order, int(share * tokens))
+        taken[name][counted] = find_among_smallest(runtime, order, int(share * tokens))
         count = float(sum_over_replicas(runtime, taken[name].sum()))
         metrics[f"policy/{name}"] = count / max(tokens, 1)
     batch["advantages"] = batch["advantages"].masked_fill(taken["agreed"], 0.0)

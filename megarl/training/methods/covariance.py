@@ -14,7 +14,7 @@ from torch import Tensor
 from megarl.algorithms.losses import Tokens, log_ratio, ppo
 from megarl.config.schema import AlgorithmConfig
 from megarl.data.batch import MicroBatch, TrainBatch
-from megarl.parallel.comm import among_largest, sum_over_replicas
+from megarl.parallel.comm import find_among_largest, sum_over_replicas
 from megarl.parallel.runtime import Runtime
 
 
@@ -34,7 +34,7 @@ def select_kl_cov(
     """
     at = counted_tokens(batch, mini_batch)
     covariance, count = covariances(batch, at, logprobs, runtime)
-    chosen = among_largest(runtime, covariance, random_numbers[at], _share(config, count))
+    chosen = find_among_largest(runtime, covariance, random_numbers[at], _share(config, count))
     return _mark(batch, at[chosen])
 
 
@@ -59,7 +59,7 @@ def select_clip_cov(
     clipped = ppo(Tokens(ratio, advantage, new, config.clip_low, config.clip_high, old))
     inside = (covariance > config.covariance.low) & (covariance < config.covariance.high)
     at = at[inside & ~clipped.too_low & ~clipped.too_high]
-    chosen = among_largest(runtime, random_numbers[at], random_numbers[at], _share(config, count))
+    chosen = find_among_largest(runtime, random_numbers[at], random_numbers[at], _share(config, count))
     return _mark(batch, at[chosen])
 
 

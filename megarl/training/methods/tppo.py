@@ -22,7 +22,7 @@ def add_window_gae(config: Config, batch: TrainBatch, runtime: Runtime) -> tuple
     For lambda, an unfinished response counts as half a window longer than it is. The tail of its window
     (`algorithm.window_tail`) has no advantage, and whitening leaves it out.
     """
-    algorithm, unfinished, drawn = config.algorithm, batch.unfinished, batch.drawn
+    algorithm, unfinished, drawn = config.algorithm, batch.unfinished, batch.sampled_mask
     half = (config.rollout.window or 0) // 2
     lam = policy_lambda(algorithm, batch.response_lengths + unfinished * half)
     rewards, metrics = token_rewards(algorithm, batch, runtime)

@@ -43,7 +43,7 @@ class HostPool:
         self._free += chunks
 
 
-class Movable:
+class OffloadGroup:
     """The device memory of some tensors, which can be offloaded.
 
     tensors   lists the tensors at each call, because an optimizer's states exist only after its first
