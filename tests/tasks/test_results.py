@@ -44,11 +44,11 @@ def test_the_same_curve(results: ModuleType) -> None:
     """To the last digit on the same processor, within the intervals on another."""
     one, near, far = map(curve, (30, 29, 4))
     assert results.check(one, one) == "equal to the last digit"
-    with pytest.raises(ConfigError, match="vapo-1: another curve on the same kind of processor"):
+    with pytest.raises(ConfigError, match="vapo-1: a different curve on the same kind of processor"):
         results.check(one, near)
     elsewhere = {"processor": "Q"}
     assert results.check(one, near | elsewhere).startswith("within its intervals (Q, fp32")
-    with pytest.raises(ConfigError, match=r"vapo-1: step 5, all: 0.100 beside 0.750: the intervals do not"):
+    with pytest.raises(ConfigError, match=r"vapo-1: step 5, all: 0.100 and 0.750: the intervals do not"):
         results.check(one, far | elsewhere)
 
 
@@ -93,7 +93,7 @@ def test_no_learning_rate_is_tried_when_time_is_up(
 ) -> None:
     table = results.read_table("smollm2", "methods", ["vapo"])
     results.tune(table, tmp_path / "tuned.json", "fp32", end=0.0)
-    assert capsys.readouterr().out == "vapo at 5e-06 and what follows is left: --hours have passed\n"
+    assert capsys.readouterr().out == "vapo at 5e-06 and later runs are left: --hours have passed\n"
     assert not (tmp_path / "tuned.json").exists()
 
 
