@@ -112,7 +112,7 @@ def with_examples(prompts: int) -> list[GenerationRequest]:
 def prompts_apart() -> Iterator[None]:
     """Have engines prefill each prompt by itself."""
     cut = transformers_decode.split_prompts
-    with patch.object(transformers_decode, "segments_of", lambda prompts, shared: cut(prompts, False)):
+    with patch.object(transformers_decode, "split_prompts", lambda prompts, shared: cut(prompts, False)):
         yield
 
 
@@ -120,7 +120,7 @@ def prompts_apart() -> Iterator[None]:
 def large_products() -> Iterator[None]:
     """Have engines that are made here multiply wide layers as on a processor that adds up the rows of smaller
     products in other orders."""
-    with patch.object(transformers_layers, "fewest_rows", lambda weights: transformers_layers.LARGEST):
+    with patch.object(transformers_layers, "find_fewest_rows", lambda weights: transformers_layers.LARGEST):
         yield
 
 

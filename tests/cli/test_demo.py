@@ -110,7 +110,7 @@ class TestIdentity:
         other.write_text((scene.folder / "train.jsonl").read_text().replace("2", "3"))
         assert configured(f"data.train=[{other}]") != configured()
 
-    @pytest.mark.parametrize("part", ["code_checksum", "versions", "torch.backends.cpu.get_cpu_capability"])
+    @pytest.mark.parametrize("part", ["checksum_code", "versions", "torch.backends.cpu.get_cpu_capability"])
     def test_code_packages_and_processor(
         self, configured: Any, part: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:

@@ -20,7 +20,7 @@ from megarl.cli.nodes import node_versions
 from megarl.config.errors import ConfigError
 from megarl.config.schema import Config, ParallelConfig
 from megarl.model import builder
-from megarl.parallel import device_memory, machine, movable, node_checks
+from megarl.parallel import device_memory, machine, node_checks, offload_group
 from megarl.parallel import runtime as parallel
 from megarl.parallel.node_checks import NodeNeeds
 from megarl.rollout import episode
@@ -148,10 +148,10 @@ class TestResidency:
     """parallel/offload_group.py, parallel/device_memory.py, schedule/offload.py"""
 
     def test_pools_are_pinned_and_bring_back_what_left(self, calls: list[Any], pinned: list[bool]) -> None:
-        pool = movable.HostPool(CUDA, chunk=1024)
+        pool = offload_group.HostPool(CUDA, chunk=1024)
         tensor = torch.arange(5000, dtype=torch.int16)
         expected = tensor.clone()
-        held = movable.OffloadGroup(lambda: [tensor], torch.device("cpu"), pool)
+        held = offload_group.OffloadGroup(lambda: [tensor], torch.device("cpu"), pool)
         held.offload()
         assert pinned.count(True) == 10 and pool.nbytes == 10240 and tensor.untyped_storage().nbytes() == 0
         held.onload()
@@ -174,8 +174,10 @@ class TestResidency:
 
     def test_a_phase_empties_the_cache_once_somebody_has_left(self, calls: list[Any]) -> None:
         manager, tensor = OffloadManager(CUDA, ()), torch.ones(4)
-        pool = movable.HostPool(torch.device("cpu"))
-        manager.register({"actor.weights": movable.OffloadGroup(lambda: [tensor], torch.device("cpu"), pool)})
+        pool = offload_group.HostPool(torch.device("cpu"))
+        manager.register(
+            {"actor.weights": offload_group.OffloadGroup(lambda: [tensor], torch.device("cpu"), pool)}
+        )
         manager.onload("rollout", ())
         assert [name for name, *_ in calls] == ["synchronize", "empty_cache"]
         manager.onload("old_logprobs", {"actor.weights"})
@@ -343,7 +345,7 @@ class TestPreflight:
         monkeypatch.setattr(preflight, "find_spec", lambda name: object())
         monkeypatch.setattr(
             sglang,
-            "unmet",
+            "list_unmet_requirements",
             lambda name: [f"{name} 0.5.23 needs torch==2.14.1, there is torch 2.13.0 (make install-gpu)"],
         )
         with pytest.raises(ConfigError, match=r"rollout\.engine: sglang 0\.5\.23 needs torch==2\.14\.1"):

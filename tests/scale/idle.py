@@ -22,7 +22,7 @@ from megarl.parallel import runtime as parallel
 from megarl.parallel.comm import barrier, gather_objects
 from megarl.parallel.launch import count_local_ranks, launch
 from tests.scale.counted import traffic
-from tests.scale.sampled_mask import count
+from tests.scale.drawn import count
 from tests.scale.simulated import summary
 
 IMPORTED_BY = os.getpid()

@@ -98,7 +98,7 @@ def test_a_trace_that_cannot_be_written_ends_no_run(
     with pytest.raises(NotADirectoryError):  # of this test's own look into the folder
         traced(tmp_path, 80)
     (line,) = capfd.readouterr().err.splitlines()
-    assert line.startswith(f"megarl: {tmp_path / 'profile'}: cannot be written: ") and "goes on" in line
+    assert line.startswith(f"megarl: {tmp_path / 'profile'}: cannot be written: ") and "continues" in line
 
 
 def test_a_negative_number_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
