@@ -1,7 +1,7 @@
 """LoRA adapters (arXiv 2106.09685) for Megatron's frozen linears: y = W x + scale * B A x.
 
-weights/families.py:adapters lists them. A starts as in PEFT, uniform in +-1/sqrt(in), B at zero. A depends
-only on seed and name, so that every layout starts with the same.
+weights/families.py:adapters lists the adapters. The matrix A starts as in PEFT, uniform in +-1/sqrt(in), and
+the matrix B at zero. A depends only on seed and name, so that every layout starts from the same adapters.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class Adapters(torch.nn.Module):
 
     rows     this rank's rows of each matrix in the linear, with or without adapters
     groups   query groups (or key heads of linear attention) on this rank, if rows are grouped by them; else 0
-    gates    rows of a group's first matrix that are placed after the other matrices' rows
-    columns  True: the linear is split by columns over tensor-parallel ranks, False: by rows, None: not split
+    gates    rows of a group's first matrix that follow the other matrices' rows, as z of qkvz does
+    input_is_split  True: row-parallel (each rank has part of the input), False: column-parallel, None: whole
     """
 
     def __init__(
@@ -50,21 +50,21 @@ class Adapters(torch.nn.Module):
         rows: dict[str, int],
         groups: int,
         gates: int,
-        columns: bool | None,
+        input_is_split: bool | None,
         sequence_parallel: bool,
     ) -> None:
         super().__init__()
         self.scale, self.rows, self.groups, self.gates, self.enabled = scale, rows, groups, gates, True
-        self.columns, self.sequence_parallel = columns, sequence_parallel
+        self.input_is_split, self.sequence_parallel = input_is_split, sequence_parallel
 
     def forward(self, x: Tensor) -> Tensor:
         own = dict(self.named_parameters(recurse=False))
         names = [name for name in self.rows if f"{name}_a" in own]
         low = F.linear(x, torch.cat([own[f"{name}_a"] for name in names])) * self.scale
-        if self.columns:  # each rank has part of the input
+        if self.input_is_split:  # each rank has part of the input
             reduce = reduce_from_tensor_model_parallel_region
             low = reduce_scatter_to_sequence_parallel_region(low) if self.sequence_parallel else reduce(low)
-        elif self.columns is not None:  # each rank computes part of the output
+        elif self.input_is_split is not None:  # each rank computes part of the output
             if self.sequence_parallel:
                 low = gather_from_sequence_parallel_region(low, tensor_parallel_output_grad=True)
             else:
@@ -128,12 +128,12 @@ def _make_adapters(
     if pair.operation == "qkv":
         groups = (sizes.key_heads if pair.kind == "linear" else sizes.kv_heads) // tp
         gates = sizes.value // sizes.key_heads if pair.hf[0][1].startswith("qkvz") else 0
-    columns = pair.operation == "row" if tp > 1 and pair.operation != "replicated" else None
-    made = Adapters(lora.scale, rows, groups, gates, columns, config.sequence_parallel)
-    for half in adapters(pair, lora):
-        shard, ((name, dims),) = pair_shard(sizes, half, *place, tp, tp_rank), half.hf
+    input_is_split = pair.operation == "row" if tp > 1 and pair.operation != "replicated" else None
+    made = Adapters(lora.scale, rows, groups, gates, input_is_split, config.sequence_parallel)
+    for matrix in adapters(pair, lora):
+        shard, ((name, dims),) = pair_shard(sizes, matrix, *place, tp, tp_rank), matrix.hf
         values = torch.zeros(shard.shape, dtype=config.params_dtype)
-        if half.megatron.endswith("_a"):
+        if matrix.megatron.endswith("_a"):
             digest = hashlib.sha256(f"{seed} {name.format(l=place[0], e=place[1])}".encode()).digest()
             generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
             shape = sizes.shape(dims)
@@ -141,13 +141,13 @@ def _make_adapters(
             for region in shard.regions:
                 view(values, region.local_box).copy_(view(whole, region.hf_box))
         parameter: Any = torch.nn.Parameter(values)
-        if half.operation != "replicated":
-            dim = 1 if half.operation == "row" else 0
+        if matrix.operation != "replicated":
+            dim = 1 if matrix.operation == "row" else 0
             set_tensor_model_parallel_attributes(parameter, is_parallel=tp > 1, dim=dim, stride=1)
         elif tp > 1:
             # Each rank has part of the tokens; Megatron sums gradients with this mark.
             parameter.sequence_parallel = config.sequence_parallel
-        made.register_parameter(half.megatron.rsplit(".", 1)[1], parameter)
+        made.register_parameter(matrix.megatron.rsplit(".", 1)[1], parameter)
     return made
 
 

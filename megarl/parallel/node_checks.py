@@ -32,8 +32,8 @@ CONTROL = 2**20  # bytes of a message that only has to arrive
 ROUNDS = 3
 CLOCKS = 5.0  # seconds that two nodes' clocks may differ: beyond that, logs and file times mislead
 VISIBLE = 5.0  # seconds after which other nodes must see a file that the first node wrote
-HEARD = 5.0  # seconds that the first node waits for each other node to read the problems
-UNSIGNED = 300  # bytes of an unsigned line that are shown
+HEARD = 5.0  # seconds that the first node waits for every other node to read the findings
+UNSIGNED = 300  # maximum bytes of an unsigned line that are printed
 OUTLIER = 4.0  # a node this many times slower than the median slows down all
 DEVICE_FREE = 0.9  # share of a GPU's memory that must be free
 
@@ -68,7 +68,7 @@ class NodeNeeds:
 
 
 class Findings(NamedTuple):
-    """The same on every node."""
+    """The result of the checks. Every node gets the same."""
 
     problems: list[str]  # lines that each name a node and stop the job
     notes: list[str]  # lines that are good to know
@@ -141,7 +141,7 @@ def _device_problems(needs: NodeNeeds) -> list[str]:
     found = torch.cuda.device_count()
     if found != needs.devices:
         why = None if found else driver_problem(driver_version(), torch.version.cuda)
-        why = why or "nvidia-smi; is the driver loaded?"
+        why = why or "run nvidia-smi: is the driver loaded?"
         return [f"{found} GPUs, {needs.devices} were asked for ({why})"]
     problems = []
     for index in range(found):
@@ -176,7 +176,9 @@ def _host_problems(needs: NodeNeeds) -> list[str]:
 
 
 def _judge_nodes(store: SignedStore, place: NodePlace, clock: Callable[[], float]) -> list[str]:
-    """Return, on the first node, silent nodes, the problems of each, and differences from the first."""
+    """Return lines about silent nodes, each node's problems, and differences from the first node.
+
+    Runs on the first node."""
     deadline = time.monotonic() + place.limit
     facts, unseen = {}, dict[int, str]()
     for node in range(place.nodes):
@@ -247,18 +249,19 @@ def _try_network(
 ) -> Findings:
     """Measure a network: GB/s into this node, and GB/s of an all-reduce over all nodes.
 
-    The first is measured in a ring, in which each node sends to the next."""
+    The first is measured in a ring, in which each node sends to the next. Both are message size / time, not
+    NCCL's bus bandwidth."""
 
     signed = SignedStore(store)
 
     def give_up() -> None:
         """End the process, the only way out of a collective that hangs. The first node prints why."""
         if place.node == 0:
-            behind, absent = (
+            late, absent = (
                 [str(node) for node in range(place.nodes) if not signed.has(f"stage/{node}/{stage}")]
                 for stage in ("reduced", "joined")
             )
-            what = f"nodes {', '.join(behind)} have not finished the all-reduce"
+            what = f"nodes {', '.join(late)} have not finished the all-reduce"
             if absent:
                 what = f"nodes {', '.join(absent)} have not joined"
             line = f"{backend} between nodes took more than {place.limit:.0f} s: {what}"
@@ -277,8 +280,8 @@ def _try_network(
             data, into = (torch.ones(size // 4, device=device) for _ in range(2))
 
             def ring() -> None:
-                ahead, behind = (place.node + 1) % place.nodes, (place.node - 1) % place.nodes
-                moves = [dist.P2POp(dist.isend, data, ahead), dist.P2POp(dist.irecv, into, behind)]
+                following, previous = (place.node + 1) % place.nodes, (place.node - 1) % place.nodes
+                moves = [dist.P2POp(dist.isend, data, following), dist.P2POp(dist.irecv, into, previous)]
                 for request in dist.batch_isend_irecv(moves):
                     request.wait()
 
@@ -330,7 +333,7 @@ def _judge_network(store: SignedStore, place: NodePlace, backend: str, least: fl
         elif store.has(broken_key):
             problems.append(store.get(broken_key))
         else:
-            problems.append(f"node {node} of {place.nodes} was lost during the messages")
+            problems.append(f"node {node} of {place.nodes} stopped answering during the network measurement")
     if least is not None and speeds:
         least = max(least, median(into for into, _ in speeds.values()) / OUTLIER)
     for name, (into, _) in speeds.items():

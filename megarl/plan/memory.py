@@ -14,7 +14,7 @@ from megarl.plan.engines import transfer_buffer_bytes
 from megarl.plan.inputs import PlanInputs
 from megarl.plan.sizes import FP32, GIB, Activations, count_in_flight, count_kept_outputs
 from megarl.plan.tensors import (
-    SCALAR,
+    SCALAR_HEAD_MODELS,
     count_bucket_params,
     count_muon_elements,
     count_trained,
@@ -28,8 +28,7 @@ from megarl.plan.tensors import (
 # Our estimates:
 OVERHEAD = 4 * GIB  # of each GPU: CUDA contexts of the rank and its engine, buffers of communicators
 FRAGMENTATION = 1.05  # what torch's allocator takes for each byte of activations
-# Bytes of each of a policy's or teacher's top-k tokens, in a forward pass (56, found with the tests'
-# LiveMemory) and in an update (60).
+# Bytes of each of a policy's or teacher's top-k tokens. Measured: 56 in a forward pass, 60 in an update.
 TOP_K_ENTRY = 60
 
 
@@ -80,7 +79,7 @@ def phase_need(plan: PlanInputs, phase: Phase, stage: int, tokens: float | None 
         of_engine = frozenset(name for name in groups if name.startswith("engine."))
         groups = of_engine if phase.name == ROLLOUT else groups - of_engine
     buffers = phase_buffers(plan, phase, stage, plan.pack if tokens is None else tokens)
-    # The FP8 copies of an update, which alone has a head's gradient, last until the weight transfer.
+    # FP8 copies that an update makes last until the weight transfer. Only an update's buffers have `head`.
     forward_only = not (phase.name == WEIGHT_TRANSFER or "head" in buffers)
     resident = resident_bytes(plan, groups, stage, forward_only=forward_only)
     return Need(phase.name, resident | buffers | {"contexts": OVERHEAD}, stage)
@@ -97,7 +96,7 @@ def phase_buffers(plan: PlanInputs, phase: Phase, stage: int, tokens: float) -> 
         return critic_update(plan, stage_pass)
     if phase.updates_weights:
         return actor_update(plan, stage_pass, _count_top_k(plan, phase))
-    if phase.model in SCALAR:
+    if phase.model in SCALAR_HEAD_MODELS:
         return values(stage_pass)
     return logprobs(stage_pass, _count_top_k(plan, phase))
 
@@ -181,7 +180,7 @@ def _update(plan: PlanInputs, stage_pass: _StagePass, top_k_bytes: float) -> dic
     head = (with_head - without_head) * FRAGMENTATION + top_k_bytes
     parts = {"activations": without_head * FRAGMENTATION, "head": head}
     during, after = gradient_sum_bytes(plan, stage_pass.model, stage_pass.stage)
-    # Memory of the steps after the backward pass can reuse that of the activations.
+    # What is allocated after the backward pass can reuse the memory of the activations.
     if summed := max(during, after - sum(parts.values())):
         parts["summed gradients"] = summed
     scratch = muon_scratch_bytes(plan, stage_pass.model)
@@ -205,19 +204,20 @@ def construction_need(plan: PlanInputs, model: str, stage: int) -> Need:
         parts[f"{model}.{part}"] = group_bytes(plan, f"{model}.{part}", stage)
     trained, itemsize = count_trained(plan, model, plan.layout, stage), plan.shape(model).itemsize
     copied = float((trained.shared + trained.experts) * itemsize)
-    # The moments are made in the first step: two of Adam's three numbers, one of Muon's two.
+    # Adam keeps three float32 numbers per parameter, Muon two. Before the first step only the float32 weight
+    # exists.
     muon = count_muon_elements(plan, model, stage).largest_share
-    singles = (group_bytes(plan, f"{model}.optimizer", stage) - 2 * FP32 * muon) / 3 + FP32 * muon
-    singles *= itemsize < FP32
-    parts["copied weights"] = max(copied, singles)
+    float32_weights = (group_bytes(plan, f"{model}.optimizer", stage) - 2 * FP32 * muon) / 3 + FP32 * muon
+    float32_weights *= itemsize < FP32
+    parts["copied weights"] = max(copied, float32_weights)
     return Need("construction", {**parts, "contexts": OVERHEAD}, stage)
 
 
 def checkpoint_need(plan: PlanInputs, model: str, stage: int, *, load: bool = False) -> Need:
     """Return the memory of a checkpoint of a model that is saved, or with `load` loaded.
 
-    To save it, every replica gathers one of the three float32 numbers of a bucket's parameters at a time, and
-    NCCL receives into a flat copy. To load it, Megatron joins the gate and up projections of all layers,
+    To save it, every replica gathers a bucket's float32 weights, then its first and then its second moments,
+    each through a flat receive buffer. To load it, Megatron joins the gate and up projections of all layers,
     which are separate in the file, before the model copies them."""
     groups = frozenset({f"{model}.weights", f"{model}.optimizer"}) | plan.keep
     if plan.config.parallel.rollout_ranks:

@@ -23,12 +23,12 @@ from megarl.plan.sizes import (
     max_share,
 )
 
-SCALAR = ("critic", "reward")  # models whose head gives one number
+SCALAR_HEAD_MODELS = ("critic", "reward")  # models whose head gives one number
 
 
 def count_params(plan: PlanInputs, model: str, stage: int, shape: Shape | None = None) -> ParamCount:
     """Count the parameters of a model on a rank, with LoRA adapters. shape: of one of several teachers."""
-    own = (shape or plan.shape(model)).count_params(plan.layout, stage, critic=model in SCALAR)
+    own = (shape or plan.shape(model)).count_params(plan.layout, stage, critic=model in SCALAR_HEAD_MODELS)
     if model not in ("actor", "critic") or plan.lora(model).rank is None:
         return own
     adapters = count_trained(plan, model, plan.layout, stage)
@@ -197,7 +197,7 @@ def resident_bytes(
 
 
 def model_activations(plan: PlanInputs, model: str) -> Activations:
-    return _activations(plan.shape(model), plan.passes, model in SCALAR)
+    return _activations(plan.shape(model), plan.passes, model in SCALAR_HEAD_MODELS)
 
 
 @lru_cache(maxsize=256)

@@ -1,4 +1,4 @@
-"""Verdicts on responses, the arguments of reward terms, and both kinds of functions by name."""
+"""Verdicts on responses, the argument of reward terms, and the lookup of verifiers and terms by name."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ class Verdict:
     correct    the answer is correct; counts for accuracy, pass@k, group filtering, positive-example loss
     extracted  the normalised final answer, for majority voting; None if there is none
     error      why grading failed, else None
-    judged     False: ungraded, and left out everywhere, because the failure does not depend on the answer
-               (docs/verifiers.md); an error with True makes the answer wrong
+    judged     False: grading failed for a reason that the answer cannot cause, so the response counts
+               nowhere (docs/verifiers.md). True with an error: the answer caused the failure, and is wrong
     score      partial credit, any finite number: 1 earns the reward of a correct answer, 0 that of a wrong
                one; None: decided by `correct`
-    terms      name -> value of each of `reward.terms`; the pool sets it"""
+    terms      name -> value of each of `reward.terms`; VerifierPool sets it"""
 
     correct: bool
     extracted: str | None = None
@@ -124,7 +124,7 @@ def finite(value: Any, what: str, wanted: str) -> float:
 def _current_folder(module: str) -> Iterator[None]:
     """Also search the current folder during the block, for a module that is found nowhere else.
 
-    At other times its files must not be import_object: libraries ask for optional modules such as apex, and
+    At other times its files must not be imported: libraries ask for optional modules such as apex, and
     anybody may own the folder."""
     folder = os.getcwd()
     if folder in sys.path or module in sys.modules or importlib.util.find_spec(module) is not None:

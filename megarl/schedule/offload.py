@@ -61,14 +61,16 @@ class EngineMemory:
 
 
 class AlternatingGroup:
-    """A group with a part per model, of which one is on the device, as for teachers.
+    """One tensor group of several models, such as the weights of all teachers or all critics.
 
-    stay     the group is never offloaded; all parts are on the device
+    At most one model's part is on the device, unless `stay`.
+
+    stay     all parts are always on the device
     current  index of the part that is on the device, or was last
     """
 
     def __init__(self, parts: Sequence[OffloadGroup], *, stay: bool) -> None:
-        self.parts, self.stay, self.current = [*parts], stay, len(parts) - 1
+        self.parts, self.stay, self.current = [*parts], stay, len(parts) - 1  # the last part is built last
 
     @property
     def nbytes(self) -> int:
@@ -85,7 +87,7 @@ class AlternatingGroup:
 class OffloadManager:
     """Moves this rank's tensor groups.
 
-    Every rank makes the same moves in the same order, since an engine's are collective.
+    Every rank makes the same moves in the same order, because sleep and wake of an engine are collective.
     """
 
     def __init__(self, device: torch.device, keep: Collection[str]) -> None:
@@ -166,9 +168,10 @@ class OffloadManager:
 
     @contextmanager
     def measured(self, phase: str, metrics: dict[str, float]) -> Iterator[None]:
-        """Add memory/<phase> to the metrics, in bytes: the peak of the device or of the process.
+        """Add memory/<phase>, in bytes, to the metrics.
 
-        On a CPU memory/ is the size of the loaded groups, and memory_all/ the peak of the process.
+        On a GPU it is the device's peak. On a CPU it is the size of the loaded groups, and
+        memory_<kind>/<phase> are peaks of the process.
         """
         reset_device_peak(self.device)
         if self.device.type == "cpu":
@@ -184,11 +187,11 @@ class Residency:
 
     def __init__(
         self,
-        offload: OffloadManager,
+        manager: OffloadManager,
         models: Mapping[str, TrainableModel],
         weight_sync: WeightSync | None = None,
     ) -> None:
-        self.offload, self.models, self.weight_sync = offload, models, weight_sync
+        self.manager, self.models, self.weight_sync = manager, models, weight_sync
 
     def onload(self, phase: str, groups: Collection[str]) -> None:
         """Have these tensor groups on the device, and no others.
@@ -197,17 +200,17 @@ class Residency:
         """
         weight_sync = self.weight_sync
         if weight_sync is None:
-            # If only engine groups are needed, the engine is remote: offload nothing.
+            # The engines are on other ranks. A phase that needs only engine groups moves nothing here.
             if own := {name for name in groups if not name.startswith("engine.")}:
-                self.offload.onload(phase, own)
+                self.manager.onload(phase, own)
             return
         needs_engine = "engine.weights" in groups and "actor.weights" not in groups
         if needs_engine and not weight_sync.complete:
-            self.offload.onload(phase, {"actor.weights", "engine.weights"})
+            self.manager.onload(phase, {"actor.weights", "engine.weights"})
             weight_sync.sync(weight_sync.version)
-        self.offload.onload(phase, groups)
+        self.manager.onload(phase, groups)
         if needs_engine and not weight_sync.complete:  # an engine failed to wake up
-            with self.offload.with_extra(phase, {"actor.weights"}):
+            with self.manager.with_extra(phase, {"actor.weights"}):
                 weight_sync.sync(weight_sync.version)
 
     def onload_model(self, phase: str, name: str, *parts: str) -> None:
@@ -217,7 +220,7 @@ class Residency:
         if model.name == "critic":
             number = list(self.models).index(name) - 1  # the actor comes before the critics
             for group in sorted(groups):
-                self.offload.select_part(phase, group, number)
+                self.manager.select_part(phase, group, number)
 
     def onload_for_checkpoint(self, name: str) -> None:
         self.onload_model("checkpoint", name, "weights", "optimizer")

@@ -80,13 +80,12 @@ class Plan:
     targets: dict[int, Shards]
     formats: Mapping[str, str] = field(default_factory=dict)  # of targets without the model's dtype, by name
     gpus_per_node: int = GPUS_PER_NODE
-    relays: tuple[
-        Copy, ...
-    ] = ()  # after `copies`: from a target that a copy has filled to others on its node
+    # Run after `copies`, from a target that is filled to another target on the same node.
+    relays: tuple[Copy, ...] = ()
 
     def nbytes(self, copy: Copy, itemsize: int) -> int:
         """Return the bytes that a copy writes. itemsize: bytes of an element of the model's dtype."""
-        return copy.size * self.width(copy, itemsize)
+        return copy.size * self.target_itemsize(copy, itemsize)
 
     def part(self, names: Collection[str]) -> Plan:
         """Return the plan of these target tensors."""
@@ -99,7 +98,7 @@ class Plan:
         )
         return replace(self, copies=copies, relays=relays, targets=targets)
 
-    def width(self, copy: Copy, itemsize: int) -> int:
+    def target_itemsize(self, copy: Copy, itemsize: int) -> int:
         """Return the bytes of one element of a copy's target."""
         return FORMAT_BYTES[self.formats[copy.dst_name]] if copy.dst_name in self.formats else itemsize
 
@@ -131,8 +130,8 @@ class Plan:
     def verify(self) -> None:
         """Prove that every byte of every target is written exactly once, from the right place.
 
-        The boxes of a copy must be equal in Hugging Face coordinates. Boxes of a target must be disjoint and
-        fill it, with its padding. Raises PlanError that names the first tensor for which this is false."""
+        The boxes of a copy must be equal in Hugging Face coordinates. The boxes of a target and of its
+        padding must be disjoint and cover it. Raises PlanError that names the first tensor at fault."""
         boxes_by_target: dict[tuple[int, str], list[Box]] = defaultdict(list)
         # Keyed by identity: replicas share shards and boxes, and the plan keeps these objects alive.
         located: dict[tuple[int, int], tuple[str, Box]] = {}
@@ -309,7 +308,7 @@ def _collect_parts(
     source_shards: dict[int, Shards], target_shards: dict[int, Shards], gpus_per_node: int
 ) -> dict[int, list[_Part]]:
     """Return the parts of each target by the id of its shards, which replicas share."""
-    # Hugging Face name -> box -> places. Replicas share one place object, so that it is shifted once below.
+    # Hugging Face name -> box -> places. Replicas share one place object, whose box is shifted once.
     everywhere: dict[str, dict[Box, Places]] = defaultdict(lambda: defaultdict(dict))
     shared: dict[tuple[str, int], tuple[str, Box]] = {}
     for rank, shards in source_shards.items():
@@ -375,10 +374,10 @@ def align(size: int) -> int:
 def schedule_pieces(plan: Plan, itemsize: int, bucket_bytes: int) -> Iterator[ScheduledPiece]:
     """Yield every piece that is sent between ranks, with its round. All ranks get the same order.
 
-    A rank stages at most `bucket_bytes` in a round, or one element: half of it for sends, half for receives.
-    A piece goes into the first round in which both ends have room after their earlier pieces. Each rank runs
-    its rounds in order, and a round waits only for its own ranks. So the lowest unfinished round can always
-    finish: there is no deadlock."""
+    In a round a rank stages at most `bucket_bytes` / 2 for sends and as much for receives, but at least one
+    element. A piece goes into the first round in which both ends have room after their earlier pieces. Each
+    rank runs its rounds in order, and waits only for ranks that exchange messages in the round. So the lowest
+    unfinished round can always finish: there is no deadlock."""
     limit = max(ALIGN, bucket_bytes // 2 // ALIGN * ALIGN)
     first = 0
     for is_relay, copies in ((False, plan.copies), (True, plan.relays)):
@@ -388,7 +387,7 @@ def schedule_pieces(plan: Plan, itemsize: int, bucket_bytes: int) -> Iterator[Sc
             if copy.src_rank == copy.dst_rank:
                 continue
             source, target = (copy.src_rank, True), (copy.dst_rank, False)
-            width = plan.width(copy, itemsize)
+            width = plan.target_itemsize(copy, itemsize)
             for piece in split(copy, limit // width):
                 size = align(piece.size * width)
                 ends = [last.get(end, (first, 0)) for end in (source, target)]
@@ -443,13 +442,13 @@ def engine_ranks(config: Config, trainers: int) -> range:
     tp, separate = config.rollout.engine_tp, config.parallel.rollout_ranks
     first, world = (trainers, separate) if separate else (0, trainers)
     if world % tp:
-        devices = f"{world} devices (parallel.tp * parallel.pp * parallel.dp * parallel.cp)"
-        raise ConfigError(f"rollout.engine_tp: {tp} does not divide the {devices}")
+        trainer_keys = "parallel.tp * parallel.pp * parallel.dp * parallel.cp"
+        keys = "parallel.rollout_ranks" if separate else trainer_keys
+        raise ConfigError(f"rollout.engine_tp: {tp} does not divide the {world} devices ({keys})")
     if first % tp and not config.rollout.capabilities.remote:
-        ranks = f"the {first} ranks that train, which come before the engines"
-        reason = "an engine of several ranks must be within one node"
+        ranks = f"the {first} training ranks, so an engine could span two nodes"
         raise ConfigError(
-            f"rollout.engine_tp: {tp} does not divide {ranks} ({reason}: change one of the two)"
+            f"rollout.engine_tp: {tp} does not divide {ranks} (change it or the number of training ranks)"
         )
     return range(first, first + world)
 
@@ -463,10 +462,10 @@ def engine_targets(
     first rank of an engine holds all weights. Raises ConfigError if the ranks or the model do not divide.
 
     cpu: SGLang's CPU engine"""
-    ranks, tp, kind = engine_ranks(config, trainers), config.rollout.engine_tp, config.rollout.capabilities
-    if kind.sharded:
+    ranks, tp, engine = engine_ranks(config, trainers), config.rollout.engine_tp, config.rollout.capabilities
+    if engine.sharded:
         shards = [sglang_shards(hf_config, tp, rank, cpu=cpu) for rank in range(tp)]
-    elif kind.remote:
+    elif engine.remote:
         shards = [hf_shards(hf_config), *({} for _ in range(tp - 1))]
     else:
         shards = [hf_shards(hf_config)]
@@ -477,8 +476,8 @@ def engine_plan(config: Config, hf_config: Mapping[str, Any], layout: Layout, *,
     """Plan the transfer of the actor's weights into all engines. Raises ConfigError as `engine_targets`."""
     sources = megatron_layout(hf_config, layout)
     targets = engine_targets(config, hf_config, layout.world, cpu=cpu)
-    single = float32_tensors(hf_config, sglang=config.rollout.capabilities.sharded)
-    formats = dict.fromkeys(single, FP32)
+    float32_names = float32_tensors(hf_config, sglang=config.rollout.capabilities.sharded)
+    formats = dict.fromkeys(float32_names, FP32)
     if config.rollout.weights_dtype == "fp8_block":
         if get_family(hf_config).is_latent:
             what = f"fp8_block is not supported for a {hf_config.get('model_type')} model"
@@ -528,7 +527,7 @@ def fp8_block(
             region = Region(name + SCALE_SUFFIX, blocks, blocks)
             scales[name + SCALE_SUFFIX] = Shard(tuple(stop for _, stop in blocks), (region,))
     formats: dict[str, str] = {}
-    joined: dict[int, Shards] = {}  # ranks with the same shards must still share one object
+    with_scales: dict[int, Shards] = {}  # ranks with the same shards must still share one object
     quantised: dict[int, Shards] = {}
     for _, shards in targets:
         if id(shards) in quantised:
@@ -541,7 +540,7 @@ def fp8_block(
                 mine[scale] = _build_scales(name, shard, shapes)
                 formats |= {name: FP8, scale: FP32}
     return (
-        [(rank, joined.setdefault(id(shards), {**shards, **scales})) for rank, shards in sources],
+        [(rank, with_scales.setdefault(id(shards), {**shards, **scales})) for rank, shards in sources],
         [(rank, quantised[id(shards)]) for rank, shards in targets],
         formats,
     )

@@ -1,7 +1,7 @@
-"""Add columns and metrics between the forward passes and the updates, summed over all replicas.
+"""Compute columns and metrics between the forward passes and the updates.
 
-They are advantages, returns, statistics of the policy, and the mismatch with the engine. The formulas are in
-`megarl.algorithms`.
+They are advantages, returns, statistics of the policy, and the mismatch with the engine. Metrics are sums
+over all replicas. The formulas are in `megarl.algorithms`.
 """
 
 from __future__ import annotations
@@ -86,9 +86,9 @@ def expected_reward(config: RewardConfig, chance: Tensor) -> Tensor:
 
 
 def add_return_advantages(config: AlgorithmConfig, batch: TrainBatch, runtime: Runtime) -> dict[str, float]:
-    """Write as advantages [T] the discounted rewards from each token on (REINFORCE++, eq. 7 and 8).
+    """Set each token's advantage [T] to the discounted sum of rewards from that token on (REINFORCE++).
 
-    arXiv 2501.03262, with `whiten`. Return policy/kl_reward if the reward has a KL term."""
+    arXiv 2501.03262, eq. 7 and 8, with `whiten`. Return policy/kl_reward if the reward has a KL term."""
     rewards, metrics = token_rewards(config, batch, runtime)
     mask = batch.response_mask
     rewards_to_go = gae(rewards, torch.zeros_like(rewards), mask, batch.cu_seqlens, 1.0, config.gamma)
@@ -99,15 +99,15 @@ def add_return_advantages(config: AlgorithmConfig, batch: TrainBatch, runtime: R
 def token_rewards(
     config: AlgorithmConfig, batch: TrainBatch, runtime: Runtime
 ) -> tuple[Tensor, dict[str, float]]:
-    """Return `turn_rewards` [T] minus kl_reward (log pi_old - log pi_ref) (VAPO eq. 1), and metrics.
+    """Return turn_rewards - kl_reward * (log pi_old - log pi_ref), [T] (VAPO eq. 1), and metrics.
 
     The metric is policy/kl_reward, the mean of the difference over tokens sampled in this step."""
     rewards = turn_rewards(batch)
     if not config.kl_reward:
         return rewards, {}
-    mask, drawn = batch.response_mask, batch.sampled_mask
+    mask, sampled = batch.response_mask, batch.sampled_mask
     kl = torch.where(mask, batch[config.old_column] - batch["ref_logprobs"], 0.0)
-    sums = torch.stack([drawn.sum().double(), kl[drawn].double().sum()])
+    sums = torch.stack([sampled.sum().double(), kl[sampled].double().sum()])
     tokens, total = sum_over_replicas(runtime, sums).tolist()
     return rewards - config.kl_reward * kl, {"policy/kl_reward": total / max(tokens, 1)}
 
@@ -120,11 +120,11 @@ def turn_rewards(batch: TrainBatch) -> Tensor:
     if "turn_rewards" in batch:
         rewards += batch["turn_rewards"]
         outcome = (outcome.double() - batch.totals(rewards)).to(outcome.dtype)
-    outcome = outcome.masked_fill(batch.unfinished, 0)  # ungraded
+    outcome = outcome.masked_fill(batch.unfinished, 0)  # not graded yet
     own = batch.response_mask.nonzero().squeeze(-1)
     last = torch.searchsorted(own, batch.cu_seqlens[1:]) - 1
-    some = batch.response_lengths > 0
-    rewards[own[last[some]]] += outcome[some]
+    nonempty = batch.response_lengths > 0
+    rewards[own[last[nonempty]]] += outcome[nonempty]
     return rewards
 
 
@@ -159,16 +159,7 @@ def add_gae(config: Config, batch: TrainBatch, runtime: Runtime) -> tuple[dict[s
     algorithm = config.algorithm
     lam = policy_lambda(algorithm, batch.response_lengths)
     rewards, metrics = token_rewards(algorithm, batch, runtime)
-    advantages = gae(
-        *(
-            rewards,
-            batch["values"],
-            batch.response_mask,
-            batch.cu_seqlens,
-            lam,
-            algorithm.gamma,
-        )
-    )
+    advantages = gae(rewards, batch["values"], batch.response_mask, batch.cu_seqlens, lam, algorithm.gamma)
     measured, lambdas = gae_statistics(config, batch, advantages, lam, runtime)
     write_advantages(algorithm, batch, advantages, runtime)
     value_metrics, tables = add_returns(algorithm, batch, runtime, rewards)
@@ -187,10 +178,11 @@ def gae_statistics(
 ) -> tuple[dict[str, float], Tables]:
     """Return gae/* of advantages [T] before whitening, and a table of lambda [n] by response length."""
     lengths, longest = batch.response_lengths, config.rollout.max_response_tokens
-    some = lengths > 0  # an ungraded response has no token
-    sums = gae_sums(advantages, batch.sampled_mask, lam[some], config.algorithm.lambda_floor)
+    nonempty = lengths > 0  # a response whose grading failed has no token
+    sums = gae_sums(advantages, batch.sampled_mask, lam[nonempty], config.algorithm.lambda_floor)
     metrics = gae_metrics(sum_over_replicas(runtime, sums))
-    by_length = sum_over_replicas(runtime, lambda_by_length(lengths[some], lam[some], longest)).tolist()
+    bins = lambda_by_length(lengths[nonempty], lam[nonempty], longest)
+    by_length = sum_over_replicas(runtime, bins).tolist()
     return metrics, {"lambda": dict(zip(("responses", "lambda"), by_length, strict=True))}
 
 
@@ -205,11 +197,11 @@ def add_teacher(
     old, teacher: log-probs [T]; the teacher's are -inf without a teacher.
     Return policy/teacher_kl, the mean of log pi_old - log pi_teacher, which estimates the reverse KL in nats
     per token, and policy/taught, the share of tokens with a teacher."""
-    drawn = batch.sampled_mask
-    mask = drawn & (teacher > -torch.inf)
+    sampled = batch.sampled_mask
+    mask = sampled & (teacher > -torch.inf)
     kl = torch.where(mask, old - teacher, 0.0)
     batch["advantages"] = batch["advantages"] - weight * kl
-    sums = torch.stack([drawn.sum().double(), mask.sum().double(), kl.double().sum()])
+    sums = torch.stack([sampled.sum().double(), mask.sum().double(), kl.double().sum()])
     tokens, taught, total = sum_over_replicas(runtime, sums).tolist()
     return {"policy/teacher_kl": total / max(taught, 1), "policy/taught": taught / max(tokens, 1)}
 
@@ -252,12 +244,12 @@ def mismatch(
 
     Only tokens sampled with the current weights, `version`, count: not dynamic sampling's leftover groups or
     earlier windows of partial rollouts."""
-    engine, drawn_now = batch["engine_logprobs"], batch.sampled_mask
-    if "begun" not in batch:
-        drawn_now = drawn_now & (batch["policy_version"] == version)[batch.sequence_ids]
-    sums, largest = mismatch_sums(trainer, engine, drawn_now)
+    engine, sampled_now = batch["engine_logprobs"], batch.sampled_mask
+    if "begun" not in batch:  # tokens of each response that earlier steps sampled
+        sampled_now = sampled_now & (batch["policy_version"] == version)[batch.sequence_ids]
+    sums, largest = mismatch_sums(trainer, engine, sampled_now)
     metrics = mismatch_metrics(sum_over_replicas(runtime, sums), max_over_ranks(runtime, float(largest)))
-    counts = sum_over_replicas(runtime, difference_histogram(trainer, engine, drawn_now))
+    counts = sum_over_replicas(runtime, difference_histogram(trainer, engine, sampled_now))
     return metrics, {"mismatch": {"tokens": counts.tolist()}}
 
 

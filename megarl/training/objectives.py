@@ -34,10 +34,10 @@ def actor_loss(
 ) -> Loss:
     """Return the actor's loss: the policy loss, and the terms whose factor is not 0.
 
-    The terms are mu * positive-example NLL (VAPO eq. 10), beta * KL to the initial policy, - factor * entropy
-    and c * KL to a teacher's top-k tokens. The phase actor_update declares the columns that they read
-    (config/phases.py). With top-k tokens of pi_old or of a teacher, micro-batches have the result of
-    `other_tokens` as `others`.
+    The terms are mu * positive-example NLL (VAPO eq. 10), beta * KL to the initial policy, minus factor *
+    entropy, and c * KL to a teacher's top-k tokens. The phase actor_update declares the columns that they
+    read (config/phases.py). If top-k tokens of pi_old or of a teacher are used, `micro_batch.others` has the
+    result of `other_tokens`.
 
     Args:
         selected: bool [T], the tokens that the policy loss's selector chose in the mini-batch of an update.
@@ -78,9 +78,9 @@ def actor_loss(
 
 
 def compared_top_k(batch: TrainBatch, micro_batch: MicroBatch, logprobs: Tensor) -> tuple[Tensor, Tensor]:
-    """Return log pi and log pi_old of pi_old's top-k tokens, [r, k] each.
+    """Return log pi and log pi_old of pi_old's top-k tokens, [r, k] each, for r tokens of the micro-batch.
 
-    Where one is the sampled token, which a trust region counts by itself, both are the least finite number.
+    The sampled token gets the lowest finite value in both, because a trust region counts it separately.
 
     Args:
         logprobs: log pi of these tokens, [r, k].
@@ -122,8 +122,8 @@ def further_terms(
             kl_loss(logprobs, reference, column("policy_loss_weights"), config.kl_estimator),
         )
     if config.entropy_weight:
-        of_entropy = "entropy_weights" if config.agreement.filter else weights
-        yield config.entropy_weight, entropy_loss(entropy, column(of_entropy))
+        entropy_weights = "entropy_weights" if config.agreement.filter else weights
+        yield config.entropy_weight, entropy_loss(entropy, column(entropy_weights))
     if teacher is not None and teacher.top_k:
         assert of_teacher is not None
         yield teacher.weight, top_k_loss(of_teacher, column("teacher_logprobs"), column(weights))
@@ -156,7 +156,7 @@ def critic_loss(config: AlgorithmConfig, batch: TrainBatch, number: int = 0) -> 
 
 
 def supervised_loss(batch: TrainBatch) -> Loss:
-    """Return the positive-example loss alone (VAPO eq. 9), all responses right. It reads nll_loss_weights."""
+    """Return only the positive-example loss (VAPO eq. 9), of all responses. It reads nll_loss_weights."""
 
     def loss(output: Any, micro_batch: MicroBatch) -> tuple[Tensor, Stats]:
         logprobs, entropy = output

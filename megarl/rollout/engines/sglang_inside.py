@@ -22,7 +22,7 @@ KV_SCALES = (".attn.k_scale", ".attn.v_scale")
 
 
 class KeepParams(CustomLogitProcessor):
-    """Keeps `custom_params` in the batch: SGLang does so for requests with a processor. Never called."""
+    """Never called. SGLang keeps `custom_params` only for requests with a logit processor."""
 
     def __call__(self, logits: Tensor, custom_param_list: list[dict[str, Any]] | None = None) -> Tensor:
         return logits
@@ -31,16 +31,16 @@ class KeepParams(CustomLogitProcessor):
 class SeededSampler(Sampler):
     """Samples by sampling.py, as the transformers engine does.
 
-    `custom_params` of a request: seed, prompt (its length in tokens), temperature, top_p, top_k. A batch has
-    a list of them. A new request makes it longer, a finished one makes a new list (SamplingBatchInfo). Only
-    then they are copied to the device, without waiting for it."""
+    `custom_params` of a request: seed, prompt (its length in tokens), temperature, top_p, top_k. SGLang
+    extends a batch's list of them for a new request, and replaces it when a request ends (SamplingBatchInfo).
+    Only then the parameters are copied to the device, asynchronously."""
 
     _rows: Any = None
     _count = 0
-    _own = False
+    _all_have_params = False
     _seeds: Tensor  # int64 [rows], on the device, as the next two
     _prompts: Tensor  # lengths, int64 [rows]
-    _kinds: list[tuple[SamplingParams, Tensor | None]]  # with their rows; None: all rows
+    _rows_by_params: list[tuple[SamplingParams, Tensor | None]]  # None: all rows
 
     def forward(
         self, logits_output: Any, sampling_info: Any, return_logprob: bool, *rest: Any, **options: Any
@@ -49,19 +49,19 @@ class SeededSampler(Sampler):
         count = len(rows or ())
         if rows and (rows is not self._rows or count != self._count):
             self._rows, self._count = rows, count
-            self._own = all(row is not None for row in rows)
-            if self._own:
+            self._all_have_params = all(row is not None for row in rows)
+            if self._all_have_params:
                 self._copy(rows, logits.device)
-        if not rows or not self._own:  # SGLang's own requests
+        if not rows or not self._all_have_params:  # SGLang's own requests
             tokens: Tensor = super().forward(logits_output, sampling_info, return_logprob, *rest, **options)
             return tokens
         index = rest[2] + 1 - self._prompts
-        if len(self._kinds) == 1:
-            tokens, logprobs = choose(logits, self._seeds, index, self._kinds[0][0])
+        if len(self._rows_by_params) == 1:
+            tokens, logprobs = choose(logits, self._seeds, index, self._rows_by_params[0][0])
         else:
             tokens = torch.empty_like(index)
             logprobs = torch.empty(count, dtype=torch.float32, device=logits.device)
-            for params, some in self._kinds:
+            for params, some in self._rows_by_params:
                 tokens[some], logprobs[some] = choose(logits[some], self._seeds[some], index[some], params)
         logits_output.next_token_logprobs = logprobs
         self._sync_token_ids_across_tp(tokens, sampling_info)
@@ -75,7 +75,9 @@ class SeededSampler(Sampler):
         kinds: dict[SamplingParams, list[int]] = {}
         for i, row in enumerate(rows):
             kinds.setdefault(SamplingParams(0, row["temperature"], row["top_p"], row["top_k"]), []).append(i)
-        self._kinds = [(params, copied(some) if len(kinds) > 1 else None) for params, some in kinds.items()]
+        self._rows_by_params = [
+            (params, copied(some) if len(kinds) > 1 else None) for params, some in kinds.items()
+        ]
         self._seeds = copied([row["seed"] for row in rows])
         self._prompts = copied([row["prompt"] for row in rows])
 
@@ -110,11 +112,12 @@ def _prepare_cpu() -> None:
 def load_shards(model: torch.nn.Module, named_tensors: list[tuple[str, Tensor]]) -> None:
     """Load a bucket of a weight transfer; SGLang calls it as a `custom_weight_loader`.
 
-    Each name is JSON. `tensors` has offset, shape and dtype of this rank's tensors in the memory. The memory
-    is the tensor with this name (CUDA) or, if that is empty, the file `path` of `size` bytes. `complete` has
-    all names of the transfer, in the last bucket. Raises ValueError unless names, shapes and dtypes fit.
+    named_tensors: pairs of a JSON description and a buffer. Keys of the JSON: `tensors` (name -> offset,
+    shape and dtype in the buffer), `path` and `size` (if the buffer is empty, it is this file), and in the
+    last bucket `complete` (all names of the transfer). Raises ValueError unless names, shapes and dtypes fit.
 
-    Waits for the device: a barrier of SGLang's processes, after which the memory is reused, does not."""
+    It ends by synchronising the device. The sender reuses the buffer after a barrier of SGLang's processes,
+    which does not wait for the GPU."""
     parameters = dict(model.named_parameters())
     for text, memory in named_tensors:
         part = json.loads(text)
