@@ -142,7 +142,7 @@ def memory(tiny: bool) -> dict[str, Any]:
         ):
             scene.offload.onload(phase, needs)
             groups[phase] = float(scene.offload.nbytes)
-            with scene.offload.measured(phase, peaks):
+            with scene.offload.measure_memory(phase, peaks):
                 work(local)
         plan = {phase: own for phase, (own, _) in planned(scene.config, scene.sizes).items()}
 

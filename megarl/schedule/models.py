@@ -59,7 +59,7 @@ class ModelBuilder:
 
     def build_actor(self) -> TrainableModel:
         config = self.config
-        with self.offload.explained("start"):
+        with self.offload.explain_out_of_memory("start"):
             module = self._build_module(config)
             model = TrainableModel("actor", module, config.actor, config.steps, self.runtime, config.parallel)
         model.replays_routing = config.rollout.routing_replay
@@ -68,7 +68,7 @@ class ModelBuilder:
 
     def build_critic(self) -> TrainableModel:
         config, path = self.config, self.config.critic.path
-        with self.offload.explained("start"):
+        with self.offload.explain_out_of_memory("start"):
             module = self._build_module(config, path, scalar=True)
             model = TrainableModel(
                 "critic", module, config.critic, config.steps, self.runtime, config.parallel
@@ -77,7 +77,7 @@ class ModelBuilder:
         return model
 
     def build_frozen(self, name: str, path: Path | None = None) -> InferenceModel:
-        with self.offload.explained("start"):
+        with self.offload.explain_out_of_memory("start"):
             module = self._build_module(self.config.without_adapters(), path, scalar=name == "reward")
             model = InferenceModel(name, module.requires_grad_(False), self.runtime)
         self._register(model)

@@ -121,7 +121,7 @@ class OffloadManager:
             group.offload()
             empty_cache(self.device)
             group.current = number
-            with self.explained(phase):
+            with self.explain_out_of_memory(phase):
                 group.parts[number].onload()
 
     def onload(self, phase: str, groups: Collection[str]) -> None:
@@ -140,14 +140,14 @@ class OffloadManager:
     def _move(self, phase: str, names: Collection[str], *, onload: bool) -> None:
         for name in sorted(names):
             group = self._groups[name]
-            with self.explained(phase):
+            with self.explain_out_of_memory(phase):
                 (group.onload if onload else group.offload)()
             (self.present.add if onload else self.present.remove)(name)
         if names and not onload:
             empty_cache(self.device)
 
     @contextmanager
-    def explained(self, phase: str) -> Iterator[None]:
+    def explain_out_of_memory(self, phase: str) -> Iterator[None]:
         """Turn torch's out-of-memory error into a DeviceMemoryError with groups and remedy."""
         try:
             yield
@@ -167,7 +167,7 @@ class OffloadManager:
             ) from error
 
     @contextmanager
-    def measured(self, phase: str, metrics: dict[str, float]) -> Iterator[None]:
+    def measure_memory(self, phase: str, metrics: dict[str, float]) -> Iterator[None]:
         """Add memory/<phase>, in bytes, to the metrics.
 
         On a GPU it is the device's peak. On a CPU it is the size of the loaded groups, and

@@ -288,7 +288,7 @@ FUNCTIONS: dict[str, Callable[[Run, Step], None]] = {phase.name: globals()[phase
 
 def run_phase(phase: Phase, run: Run, step: Step) -> None:
     # Parity's memory is not recorded, so that a resumed run has equal records.
-    record = nullcontext() if phase.name == PARITY else run.offload.measured(phase.name, step.metrics)
+    record = nullcontext() if phase.name == PARITY else run.offload.measure_memory(phase.name, step.metrics)
     with record, enforced(phase, step):
         FUNCTIONS[phase.name](run, step)
 

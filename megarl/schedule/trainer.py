@@ -141,7 +141,7 @@ class Trainer:
                 if run.remote is not None and run.remote.pending is not None:
                     with self.listeners.phase("weight_transfer", step):
                         step.metrics |= run.transfer_pending(wait=phase.updates("actor"))
-                with run.offload.explained(phase.name):
+                with run.offload.explain_out_of_memory(phase.name):
                     if phase.on_gpu and run.offload.enabled:
                         with self.listeners.phase("residency", step):
                             run.residency.onload(phase.name, phase.on_gpu)

@@ -312,7 +312,9 @@ class Chunk(NamedTuple):
             tensor.zero_()
         for (hf_name, hf_box, local_box), common in inside:
             check_dtype(folder.dtype(hf_name), tensor.dtype, folder.files(hf_name)[0][0], self.hf_name)
-            rows = view(tensor, shift(common, box, full_box(extents)))  # whole rows are contiguous
+            rows = view(
+                tensor, shift(common, box, full_box(extents))
+            )  # contiguous if `common` has whole rows, so `read` fills it directly
             folder.read(hf_name, shift(common, local_box, hf_box), rows)
         return tensor
 
@@ -334,7 +336,7 @@ def list_chunks(
         shard = pair_shard(sizes, pair, layer, expert, tp, tp_rank)
         parts, first = [(shard.shape, shard.regions, pair.hf[0][0].format(l=layer, e=expert))], 0
         if pair.operation in ("column", "halves"):
-            # Megatron stores the gates of all ranks, and then their ups.
+            # Megatron stores the gate projections of all ranks, then the up projections of all ranks.
             parts = []
             for region in shard.regions:
                 shape = tuple(stop - start for start, stop in region.local_box)
@@ -348,7 +350,7 @@ def list_chunks(
             first += tp * shape[0]
 
 
-class _Framed:
+class _StreamedTensorFile:
     """A file for torch.save that writes `data` instead of the tensor's numbers, so no chunk is in memory."""
 
     def __init__(
@@ -385,14 +387,14 @@ def write_chunks(
             for chunk in chunks:
                 kind, nbytes = chunk.dtype(folder), chunk.nbytes(folder)
                 offset, file.writing = file.tell(), chunk.hf_name
-                if nbytes <= SMALL:  # _Framed needs chunks larger than torch.save's other records
+                if nbytes <= SMALL:  # _StreamedTensorFile needs chunks larger than torch.save's other records
                     target: Any = file
                     tensor = chunk.read(folder, full_box(chunk.shape)).view(chunk.extents)
                     advance(nbytes)
                 else:
                     boxes = blocks(chunk.shape, kind.itemsize)
                     data = (as_bytes(chunk.read(folder, box)) for box in boxes)
-                    target = _Framed(file, nbytes, data, advance)
+                    target = _StreamedTensorFile(file, nbytes, data, advance)
                     tensor = torch.empty(chunk.extents, dtype=kind)
                 try:
                     torch.save(tensor, target)
@@ -505,7 +507,7 @@ def hf_to_megatron(
     verify: read the files back and compare them with the source"""
     began, processes = time.perf_counter(), Processes()
     model = processes.run(lambda: HFFolder(source, critic=critic))
-    files: dict[str, list[Chunk]] = {}  # enough per rank that every process has one to write
+    files: dict[str, list[Chunk]] = {}  # a rank's chunks are split so that every process has a file to write
     planned: set[tuple[str, Shape]] = set()
     for rank in range(layout.world):
         chunks = []
@@ -535,7 +537,7 @@ def hf_to_megatron(
         if verify:
             kinds = {name: model.dtype(name) for name in model.shapes if name not in model.missing}
             _verify(model, kinds, lambda: MegatronFolder(folder, critic=critic), folder, watch, processes)
-    # The way back writes this bias again, as zero.
+    # SCORE_BIAS is not lost: megatron_to_hf writes it again, as zero.
     left_out = tuple(name for name in model.extra if name != SCORE_BIAS)
     return Conversion(sum(sizes.values()), len(files), time.perf_counter() - began, left_out)
 
@@ -556,13 +558,13 @@ def megatron_to_hf(
     dtype: of all tensors except a router's bias. Default: each tensor keeps its dtype"""
     processes = Processes()
     model = processes.run(lambda: MegatronFolder(checkpoint, source=source))
-    single = float32_tensors(model.config)
+    float32_names = float32_tensors(model.config)
     kinds = {name: model.dtype(name) if dtype is None else dtype for name in model.shapes}
-    found = {kind for name, kind in kinds.items() if name not in single}
-    kinds |= {name: model.dtype(name) for name in single}
+    found = {kind for name, kind in kinds.items() if name not in float32_names}
+    kinds |= {name: model.dtype(name) for name in float32_names}
     config = export_config(model.config, model.critic, found.pop() if len(found) == 1 else None)
-    heads = model.config.get("architectures", [""])
-    if model.critic and heads[0].endswith("Classification"):  # keep its architecture
+    architectures = model.config.get("architectures", [""])
+    if model.critic and architectures[0].endswith("Classification"):  # keep its architecture
         config = {**model.config, **{key: config[key] for key in ("dtype", "torch_dtype") if key in config}}
     carried = source or checkpoint
     return write_hf(model, out, kinds, config, carried, max_shard_bytes, verify, watch)

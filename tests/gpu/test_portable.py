@@ -45,7 +45,7 @@ def test_groups_free_the_device_and_come_back_to_the_bit(scene: Scene) -> None:
 def test_the_peak_of_a_phase_is_recorded(scene: Scene) -> None:
     local, metrics = scene.local(8, 512), dict[str, float]()
     scene.offload.onload("actor_update", UPDATE)
-    with scene.offload.measured("actor_update", metrics):
+    with scene.offload.measure_memory("actor_update", metrics):
         scene.update(local)
     assert scene.offload.nbytes < metrics["memory/actor_update"] <= metrics["memory_reserved/actor_update"]
     assert metrics["memory_reserved/actor_update"] <= metrics["memory_device/actor_update"]

@@ -164,7 +164,7 @@ class TestResidency:
 
     def test_figures_of_a_phase(self, calls: list[Any]) -> None:
         offload, metrics = OffloadManager(CUDA, ()), dict[str, float]()
-        with offload.measured("rollout", metrics):
+        with offload.measure_memory("rollout", metrics):
             assert calls == [("reset_peak_memory_stats", CUDA)]
         assert metrics == {
             "memory/rollout": 3.0 * GIB,
@@ -207,7 +207,7 @@ class TestResidency:
                 DeviceMemoryError,
                 match=r"phase weight_transfer: CUDA out of memory.*rollout\.transfer_bucket",
             ),
-            offload.explained("weight_transfer"),
+            offload.explain_out_of_memory("weight_transfer"),
         ):
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
