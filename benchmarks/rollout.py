@@ -95,7 +95,7 @@ def free_order() -> Iterator[None]:
         patch.object(transformers_layers, "COLUMNS", 16),
         patch.object(transformers_decode, "COLUMNS", 16),
         patch.object(transformers_layers.BlockLinear, "forward", torch.nn.Linear.forward),
-        patch.object(block, "of", staticmethod(lambda weights, hidden: block(16))),
+        patch.object(block, "make", staticmethod(lambda weights, hidden: block(16))),
     ):
         yield
 
