@@ -1,8 +1,4 @@
-"""Actor, critic, reference and reward model on Megatron.
-
-Forward passes write columns of a batch. The optimizer loop goes over mini-batches with Megatron's DDP,
-distributed optimizer, learning-rate schedule and pipeline schedule.
-"""
+"""Actor, critic, reference and reward model on Megatron."""
 
 from __future__ import annotations
 
@@ -55,17 +51,17 @@ def _finalize(model: Any, num_tokens: Any = None, **groups: Any) -> None:
 
 
 class InferenceModel:
-    """A forward-only model (the reference policy, the reward model), or the actor without its adapters."""
+    """A forward-only model: reference policy, reward model, or the actor without its adapters."""
 
     def __init__(self, name: str, model: ModelChunks, runtime: Runtime, *, adapters: bool = True) -> None:
         self.name, self.model, self.runtime = name, model, runtime
         self.adapters = adapters  # False: with LoRA disabled, as the reference model
         self.chunks: list[Any] = list(model.chunks)  # or their DDP wrappers
-        self.megatron_seconds = 0.0  # in Megatron's schedules and optimizer, without our loss functions
-        self.replays_routing = False  # use the engine's recorded choice of experts
+        self.megatron_seconds = 0.0  # without our loss functions
+        self.replays_routing = False
 
     def logprob_columns(self, batch: TrainBatch, micro_batches: Sequence[MicroBatch]) -> dict[str, Tensor]:
-        """Compute logprobs and entropy, float32 [T], 0 outside the responses, on every rank of the replica.
+        """Compute logprobs and entropy, float32 [T], 0 outside responses, on every rank of the replica.
 
         Raises NumericalError on every rank of the job if a number is not finite."""
         return self._columns(("logprobs", "entropy"), batch, micro_batches)
@@ -75,8 +71,7 @@ class InferenceModel:
     ) -> dict[str, Tensor]:
         """Compute logprobs and tokens of the top k tokens below `limit` at each position, float32 [T, k].
 
-        Only on the last pipeline stage, where the head needs them; [T, 0] elsewhere. Raises as
-        `logprob_columns`."""
+        [T, 0] before the last pipeline stage. Raises as `logprob_columns`."""
         try:
             for chunk in self.model.chunks:
                 chunk.top_k = k, limit
@@ -87,7 +82,6 @@ class InferenceModel:
 
     @contextmanager
     def free_routing(self) -> Iterator[None]:
-        """Disable routing replay within the block."""
         replays, self.replays_routing = self.replays_routing, False
         try:
             yield
@@ -104,13 +98,13 @@ class InferenceModel:
         return routing_metrics(sum_over_ranks(self.runtime, own)[dense:], c.moe_router_topk)
 
     def value_columns(self, batch: TrainBatch, micro_batches: Sequence[MicroBatch]) -> dict[str, Tensor]:
-        """Compute values, float32 [T], 0 outside the responses. Raises as `logprob_columns`."""
+        """Compute values, float32 [T], 0 outside responses. Raises as `logprob_columns`."""
         return self._columns(("values",), batch, micro_batches)
 
     def sequence_scores(self, batch: TrainBatch, micro_batches: Sequence[MicroBatch]) -> Tensor:
         """Compute a reward model's score of each sequence, float32 [n], from the head at the last token.
 
-        transformers' sequence classifiers do the same. Raises as `logprob_columns`."""
+        As transformers' sequence classifiers do. Raises as `logprob_columns`."""
         ends = batch.cu_seqlens[1:] - 1
         at_ends = []
         for micro_batch in micro_batches:
@@ -124,7 +118,7 @@ class InferenceModel:
         self, names: tuple[str, ...], batch: TrainBatch, micro_batches: Sequence[MicroBatch], k: int = 0
     ) -> dict[str, Tensor]:
         def collect(output: Any, _: MicroBatch) -> tuple[Tensor, Any]:
-            if k:  # large enough to be worth moving to the host
+            if k:
                 output = tuple(values.float().cpu() for values in output)
             # On the device, because Megatron multiplies it by a loss scale there.
             return torch.zeros((), device=self.runtime.device), output
@@ -156,7 +150,7 @@ class InferenceModel:
     def _run(self, micro_batches: Sequence[MicroBatch], loss: Loss, forward_only: bool) -> list[Any]:
         """Run Megatron's pipeline schedule over the micro-batches.
 
-        Returns the statistics of `loss` per micro-batch on the last pipeline stage, [] elsewhere."""
+        Returns the statistics per micro-batch on the last pipeline stage, [] elsewhere."""
 
         def forward_step(batches: Iterator[MicroBatch], chunk: Any) -> tuple[Any, Callable[[Any], Any]]:
             micro_batch = next(batches)
@@ -194,7 +188,6 @@ class InferenceModel:
 
 
 def _bucket_config(parallel: ParallelConfig, runtime: Runtime) -> DistributedDataParallelConfig:
-    """Return DDP's options for gradient reduction and weight gathering."""
     usual = runtime.layout.dp * runtime.layout.cp > OVERLAP_ABOVE
     reduce, gather = (
         usual if wanted is None else wanted
@@ -226,7 +219,6 @@ def _wrap_chunks(
 def _make_optimizer(
     chunks: list[Any], config: OptimizerConfig, dtype: torch.dtype, buckets: DistributedDataParallelConfig
 ) -> Any:
-    """Return Megatron's distributed optimizer of the DDP chunks. dtype: of the weights."""
     muon, in_bf16 = config.optimizer == "muon", dtype == torch.bfloat16
     return get_megatron_optimizer(
         MegatronOptimizerConfig(
@@ -239,7 +231,7 @@ def _make_optimizer(
             adam_beta2=config.betas[1],
             adam_eps=config.eps,
             clip_grad=config.clip_grad,
-            # Megatron wraps Muon for its schedule only in bf16; the wrapper accepts float32 weights too.
+            # Megatron's Muon needs the bf16 wrapper, which accepts float32 weights too.
             bf16=in_bf16 or muon,
             params_dtype=dtype,
             use_distributed_optimizer=True,
@@ -250,16 +242,14 @@ def _make_optimizer(
 
 
 class UpdateResult(NamedTuple):
-    """Result of an optimizer step.
-
-    sums: this rank's statistics, empty before the last pipeline stage. grad_norm: global, before clipping."""
+    """sums: this rank's, empty before the last pipeline stage. grad_norm: global, before clipping."""
 
     sums: dict[str, float]
     grad_norm: float
 
 
 class TrainableModel(InferenceModel):
-    """Actor or critic with its optimizer. Load the weights first, because the optimizer copies them."""
+    """Actor or critic with its optimizer, which copies the weights: load them first."""
 
     def __init__(
         self,
@@ -307,7 +297,6 @@ class TrainableModel(InferenceModel):
 
     @property
     def lr(self) -> float:
-        """Return the current learning rate."""
         return float(self.optimizer.param_groups[0]["lr"]) if self.optimizer.param_groups else 0.0
 
     @property
@@ -332,7 +321,7 @@ class TrainableModel(InferenceModel):
         """Advance the learning rate by a rollout step and update on all mini-batches, `epochs` times.
 
         before: called before each update, with its number from 1 and its mini-batch.
-        Returns the metrics of the loss, and grad_norm and lr under `prefix` ("policy" or "value")."""
+        Returns the loss's metrics, and grad_norm and lr under `prefix` ("policy" or "value")."""
         self.begin_step()
         start_counting(self.model.routings, grad=True)
         sums: dict[str, float] = {}
@@ -351,16 +340,14 @@ class TrainableModel(InferenceModel):
         return metrics | {f"{prefix}/grad_norm": sum(norms) / len(norms), f"{prefix}/lr": self.lr}
 
     def begin_step(self) -> None:
-        """Advance the learning-rate schedule by one rollout step, before its updates."""
         self.schedule.step(increment=1)
 
     def update(self, micro_batches: Sequence[MicroBatch], loss: Loss, *, more: bool = False) -> UpdateResult:
         """Take one optimizer step over one mini-batch.
 
         more: another update follows directly, whose forward pass may gather the weights
-            (`parallel.overlap_param_gather`). Else the weights are gathered on return.
-        Raises NumericalError on every rank, before any change, if a loss or gradient is not finite.
-        """
+            (`parallel.overlap_param_gather`).
+        Raises NumericalError on every rank, before any change, if a loss or gradient is not finite."""
         self.param_gather.before_update()
         sums = self.compute_gradients(micro_batches, loss)
         started = time.perf_counter()
@@ -368,7 +355,7 @@ class TrainableModel(InferenceModel):
             _, grad_norm, _ = self.optimizer.step()
             self.param_gather.after_step(more=more)
         self.megatron_seconds += time.perf_counter() - started
-        # Check only this rank's share, as others may not be gathered yet. One number is read from the device.
+        # Check only this rank's share, as others may not be gathered yet.
         shares = [
             parameter.detach().float().sum()
             for optimizer in self.optimizers
@@ -384,7 +371,7 @@ class TrainableModel(InferenceModel):
         return UpdateResult(sums, float(grad_norm or 0.0))
 
     def compute_gradients(self, micro_batches: Sequence[MicroBatch], loss: Loss) -> dict[str, float]:
-        """Compute the gradients of one mini-batch into Megatron's buffers; return this rank's statistics.
+        """Compute a mini-batch's gradients into Megatron's buffers; return this rank's statistics.
 
         Raises as `update`."""
         for chunk in self.chunks:

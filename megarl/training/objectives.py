@@ -1,7 +1,4 @@
-"""Build the losses of a micro-batch from `megarl.algorithms.losses` and the configuration.
-
-`TrainableModel.update_mini_batches` calls a loss with the model's output and the micro-batch.
-"""
+"""Build a micro-batch's losses from `megarl.algorithms.losses` and the configuration."""
 
 from __future__ import annotations
 
@@ -35,13 +32,11 @@ def actor_loss(
     """Return the actor's loss: the policy loss, and the terms whose factor is not 0.
 
     The terms are mu * positive-example NLL (VAPO eq. 10), beta * KL to the initial policy, - factor * entropy
-    and c * KL to a teacher's top-k tokens. The phase actor_update declares the columns that they read
-    (config/phases.py). With top-k tokens of pi_old or of a teacher, micro-batches have the result of
-    `other_tokens` as `others`.
+    and c * KL to a teacher's top-k tokens. config/phases.py declares the columns that they read.
+    Micro-batches
+    have the result of `other_tokens` as `others`.
 
-    Args:
-        selected: bool [T], the tokens that the policy loss's selector chose in the mini-batch of an update.
-    """
+    selected: bool [T], the tokens that the policy loss's selector chose."""
     surrogate, sequence_ids = load_function(config.policy_loss.function), batch.sequence_ids
 
     def loss(output: Any, micro_batch: MicroBatch) -> tuple[Tensor, Stats]:
@@ -78,12 +73,9 @@ def actor_loss(
 
 
 def compared_top_k(batch: TrainBatch, micro_batch: MicroBatch, logprobs: Tensor) -> tuple[Tensor, Tensor]:
-    """Return log pi and log pi_old of pi_old's top-k tokens, [r, k] each.
+    """Return log pi (from `logprobs` [r, k]) and log pi_old of pi_old's top-k tokens, [r, k] each.
 
     Where one is the sampled token, which a trust region counts by itself, both are the least finite number.
-
-    Args:
-        logprobs: log pi of these tokens, [r, k].
     """
     sampled = batch.tokens[micro_batch.token_indices].to(logprobs.device)
     same = micro_batch.column(batch, "old_top_tokens") == sampled[:, None]
@@ -103,10 +95,7 @@ def further_terms(
 ) -> Iterator[tuple[float, tuple[Tensor, Stats]]]:
     """Yield the factor, loss and statistics of each further term of the actor's loss.
 
-    Args:
-        logprobs, entropy: of the policy, [r].
-        of_teacher: log pi of the teacher's top-k tokens, [r, k].
-    """
+    logprobs, entropy: of the policy, [r]; of_teacher: log pi of the teacher's top-k tokens, [r, k]."""
 
     def column(name: str) -> Tensor:
         return micro_batch.column(batch, name)
@@ -130,10 +119,7 @@ def further_terms(
 
 
 def other_tokens(batch: TrainBatch) -> Tensor | None:
-    """Return the tokens whose log-probs `actor_loss` needs in addition to the sampled one's, int32 [T, k].
-
-    They are pi_old's top-k tokens and a teacher's. None without any.
-    """
+    """Return pi_old's and a teacher's top-k tokens, int32 [T, k], which `actor_loss` also needs."""
     names = [name for name in ("old_top_tokens", "teacher_tokens") if name in batch]
     return torch.cat([batch[name] for name in names], 1) if names else None
 
@@ -141,7 +127,7 @@ def other_tokens(batch: TrainBatch) -> Tensor | None:
 def critic_loss(config: AlgorithmConfig, batch: TrainBatch, number: int = 0) -> Loss:
     """Return the squared error to the returns, or the cross-entropy if the critic reads only prompts.
 
-    It reads value_loss_weights, returns, and values or, with several critics, critic_values[:, number]."""
+    With several critics it reads critic_values[:, number]."""
 
     def loss(output: Any, micro_batch: MicroBatch) -> tuple[Tensor, Stats]:
         old, target = micro_batch.column(batch, "values"), micro_batch.column(batch, "returns")
@@ -156,7 +142,7 @@ def critic_loss(config: AlgorithmConfig, batch: TrainBatch, number: int = 0) -> 
 
 
 def supervised_loss(batch: TrainBatch) -> Loss:
-    """Return the positive-example loss alone (VAPO eq. 9), all responses right. It reads nll_loss_weights."""
+    """Return the positive-example loss alone (VAPO eq. 9), all responses right."""
 
     def loss(output: Any, micro_batch: MicroBatch) -> tuple[Tensor, Stats]:
         logprobs, entropy = output
