@@ -1,7 +1,6 @@
 """Plan a weight transfer: the slices that ranks exchange, and their rounds. Imports without torch.
 
-Both ends are described in Hugging Face coordinates, where a copy is the intersection of two boxes.
-"""
+Both ends are described in Hugging Face coordinates, where a copy is the intersection of two boxes."""
 
 from __future__ import annotations
 
@@ -32,7 +31,7 @@ from megarl.weights.shards import (
 )
 
 GPUS_PER_NODE = 8
-ALIGN = 16  # bytes; aligned pieces of staging memory can be viewed as any dtype
+ALIGN = 16  # bytes; aligned pieces can be viewed as any dtype
 
 # Formats of target tensors that differ from the model's dtype. Block FP8 follows SGLang and published
 # checkpoints: `weight` is float8_e4m3fn, and `weight_scale_inv` has one float32 per block of 128 x 128 of the
@@ -44,7 +43,7 @@ SCALE_SUFFIX = "_scale_inv"
 
 
 class PlanError(ValueError):
-    """A plan that leaves a target byte unwritten, writes it twice, or writes the wrong byte."""
+    """The plan does not write each target byte exactly once, from the right place."""
 
 
 class Copy(NamedTuple):
@@ -59,7 +58,6 @@ class Copy(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Return the number of elements."""
         return volume(self.dst_box)
 
 
@@ -75,21 +73,18 @@ class Traffic(NamedTuple):
 class Plan:
     """All copies of a transfer, in the same order on every rank. Rank r is on node r // gpus_per_node."""
 
-    copies: tuple[Copy, ...]  # from sources to targets
+    copies: tuple[Copy, ...]
     sources: dict[int, Shards]  # by rank
     targets: dict[int, Shards]
-    formats: Mapping[str, str] = field(default_factory=dict)  # of targets without the model's dtype, by name
+    formats: Mapping[str, str] = field(default_factory=dict)  # by name, of targets without the model's dtype
     gpus_per_node: int = GPUS_PER_NODE
-    relays: tuple[
-        Copy, ...
-    ] = ()  # after `copies`: from a target that a copy has filled to others on its node
+    relays: tuple[Copy, ...] = ()  # after `copies`: from a filled target to others on its node
 
     def nbytes(self, copy: Copy, itemsize: int) -> int:
         """Return the bytes that a copy writes. itemsize: bytes of an element of the model's dtype."""
         return copy.size * self.width(copy, itemsize)
 
     def part(self, names: Collection[str]) -> Plan:
-        """Return the plan of these target tensors."""
         targets = {
             rank: {name: shard for name, shard in shards.items() if name in names}
             for rank, shards in self.targets.items()
@@ -104,9 +99,7 @@ class Plan:
         return FORMAT_BYTES[self.formats[copy.dst_name]] if copy.dst_name in self.formats else itemsize
 
     def direct(self) -> Iterator[Copy]:
-        """Yield all copies, with each relay replaced by a copy from the source of its bytes.
-
-        Raises PlanError if a relay reads bytes that no copy writes."""
+        """Yield all copies, with each relay replaced by a copy from the source of its bytes."""
         yield from self.copies
         copies = {(c.dst_rank, c.dst_name, c.dst_box): c for c in self.copies} if self.relays else {}
         for relay in self.relays:
@@ -117,7 +110,6 @@ class Plan:
             yield relay._replace(src_rank=copy.src_rank, src_name=copy.src_name, src_box=copy.src_box)
 
     def summary(self, itemsize: int) -> dict[int, Traffic]:
-        """Return every rank's traffic. itemsize: bytes of an element of the model's dtype."""
         counts = {rank: [0, 0, 0] for rank in sorted({*self.sources, *self.targets})}
         for copy in (*self.copies, *self.relays):
             size = self.nbytes(copy, itemsize)
@@ -131,10 +123,11 @@ class Plan:
     def verify(self) -> None:
         """Prove that every byte of every target is written exactly once, from the right place.
 
-        The boxes of a copy must be equal in Hugging Face coordinates. Boxes of a target must be disjoint and
-        fill it, with its padding. Raises PlanError that names the first tensor for which this is false."""
+        A copy's boxes must be equal in Hugging Face coordinates. A target's boxes and padding must tile it.
+        Raises
+        PlanError with the first tensor for which this is false."""
         boxes_by_target: dict[tuple[int, str], list[Box]] = defaultdict(list)
-        # Keyed by identity: replicas share shards and boxes, and the plan keeps these objects alive.
+        # By identity: replicas share shards and boxes, which the plan keeps alive.
         located: dict[tuple[int, int], tuple[str, Box]] = {}
 
         def locate(side: dict[int, Shards], rank: int, name: str, box: Box) -> tuple[str, Box]:
@@ -171,7 +164,6 @@ def to_hf(shard: Shard, box: Box, where: str) -> tuple[str, Box]:
 
 
 def _prove_tiling(shape: Shape, boxes: Sequence[Box], where: str) -> None:
-    """Raise PlanError unless the boxes are disjoint and fill `shape`."""
     for index, box in enumerate(boxes):
         if any(start < 0 or stop > size for (start, stop), size in zip(box, shape, strict=True)):
             raise PlanError(f"{where}: {box} is outside of the shape {shape}")
@@ -189,8 +181,6 @@ Places = dict[int, tuple[str, Box]]  # rank -> (local name, local box)
 
 
 class _Owners:
-    """The ranks that hold one box."""
-
     def __init__(self, ranks: tuple[int, ...], gpus_per_node: int) -> None:
         self.by_node: dict[int, list[int]] = defaultdict(list)
         for rank in ranks:
@@ -208,7 +198,6 @@ class _Part(NamedTuple):
     dst_box: Box
 
     def copy(self, source: int, target: int) -> Copy:
-        """Return the copy of this part from one rank to another."""
         return Copy(source, *self.places[source], target, self.dst_name, self.dst_box)
 
 
@@ -224,8 +213,8 @@ def make_plan(
 ) -> Plan:
     """Plan a transfer from `sources` to `targets`, both (rank, shards of that rank).
 
-    If several ranks hold a box, the target's own rank is preferred, then a rank on its node, then the rank
-    that sends least. Bytes for several targets of a node cross the network once, and are relayed there.
+    A box's source is the target's own rank if possible, then a rank on its node, then the rank that sends
+    least. Bytes for several targets of a node cross the network once, and are relayed there.
 
     Regions of different sources must be equal or disjoint in Hugging Face coordinates. Raises PlanError if
     the sources lack a box of a target."""
@@ -237,7 +226,7 @@ def make_plan(
     def alternating(queues: list[Queue]) -> Iterator[tuple[int, _Part]]:
         return (entry for row in zip_longest(*queues) for entry in row if entry is not None)
 
-    # Elements that each rank sends within its node and to other nodes. These links are balanced separately.
+    # Elements that each rank sends within its node and to other nodes, balanced separately.
     sent_near: dict[int, int] = defaultdict(int)
     sent_far: dict[int, int] = defaultdict(int)
     for rank, part in alternating(near):
@@ -246,7 +235,7 @@ def make_plan(
         sent_near[source] += part.size
         copies.append(part.copy(source, rank))
     for rank, part in alternating(far):
-        # Loads only grow, so update outdated entries until the top one is current.
+        # Loads only grow: update outdated entries until the top one is current.
         heap = part.owners.heap
         while sent_far[heap[0][1]] != heap[0][0]:
             heapreplace(heap, (sent_far[heap[0][1]], heap[0][1]))
@@ -290,7 +279,7 @@ def _queue_parts(
 def _choose_receivers(
     parts: Mapping[int, Sequence[_Part]], target_shards: Mapping[int, Shards], gpus_per_node: int
 ) -> dict[tuple[int, int], int]:
-    """Choose the rank of each node that receives a part from another node, by (node, id of the part)."""
+    """Choose each node's receiver of a part from another node, by (node, id of the part)."""
     receivers: dict[tuple[int, int], int] = {}
     replicas: dict[tuple[int, int], list[int]] = defaultdict(list)
     for rank, shards in target_shards.items():
@@ -309,7 +298,7 @@ def _collect_parts(
     source_shards: dict[int, Shards], target_shards: dict[int, Shards], gpus_per_node: int
 ) -> dict[int, list[_Part]]:
     """Return the parts of each target by the id of its shards, which replicas share."""
-    # Hugging Face name -> box -> places. Replicas share one place object, so that it is shifted once below.
+    # Hugging Face name -> box -> places. Replicas share one place object, shifted once below.
     everywhere: dict[str, dict[Box, Places]] = defaultdict(lambda: defaultdict(dict))
     shared: dict[tuple[str, int], tuple[str, Box]] = {}
     for rank, shards in source_shards.items():
@@ -359,8 +348,6 @@ class Round:
 
 
 class ScheduledPiece(NamedTuple):
-    """A piece of a copy between two ranks."""
-
     round_number: int
     piece: Copy
     size: int  # bytes of staging memory at each end
@@ -368,7 +355,6 @@ class ScheduledPiece(NamedTuple):
 
 
 def align(size: int) -> int:
-    """Round bytes up to the alignment of staging memory."""
     return -(-size // ALIGN) * ALIGN
 
 
@@ -377,12 +363,12 @@ def schedule_pieces(plan: Plan, itemsize: int, bucket_bytes: int) -> Iterator[Sc
 
     A rank stages at most `bucket_bytes` in a round, or one element: half of it for sends, half for receives.
     A piece goes into the first round in which both ends have room after their earlier pieces. Each rank runs
-    its rounds in order, and a round waits only for its own ranks. So the lowest unfinished round can always
+    its rounds in order, and a round waits only for its own ranks, so the lowest unfinished round can always
     finish: there is no deadlock."""
     limit = max(ALIGN, bucket_bytes // 2 // ALIGN * ALIGN)
     first = 0
     for is_relay, copies in ((False, plan.copies), (True, plan.relays)):
-        # (rank, whether it sends) -> (its last round so far, its bytes in that round)
+        # (rank, is sender) -> (its last round so far, its bytes in that round)
         last: dict[tuple[int, bool], tuple[int, int]] = {}
         for copy in copies:
             if copy.src_rank == copy.dst_rank:
@@ -402,7 +388,6 @@ def schedule_pieces(plan: Plan, itemsize: int, bucket_bytes: int) -> Iterator[Sc
 
 
 def build_rounds(plan: Plan, rank: int, itemsize: int, bucket_bytes: int) -> list[Round]:
-    """Return one rank's rounds, in order."""
     rounds: dict[int, Round] = {}
     for number, piece, size, is_relay in schedule_pieces(plan, itemsize, bucket_bytes):
         if rank not in (piece.src_rank, piece.dst_rank):
@@ -439,7 +424,7 @@ def split(copy: Copy, limit: int) -> Iterator[Copy]:
 def engine_ranks(config: Config, trainers: int) -> range:
     """Return the ranks with engines: the trainers, or the `parallel.rollout_ranks` after them.
 
-    Raises ConfigError if `rollout.engine_tp` does not divide the ranks with engines, or those before them."""
+    Raises ConfigError if `rollout.engine_tp` does not divide their number or that of the ranks before."""
     tp, separate = config.rollout.engine_tp, config.parallel.rollout_ranks
     first, world = (trainers, separate) if separate else (0, trainers)
     if world % tp:
@@ -459,8 +444,8 @@ def engine_targets(
 ) -> list[tuple[int, Shards]]:
     """Return (rank, shards) of every rank with an engine.
 
-    The r-th of `engine_ranks` holds part r % engine_tp of engine r // engine_tp. With servers at URLs, the
-    first rank of an engine holds all weights. Raises ConfigError if the ranks or the model do not divide.
+    The r-th of `engine_ranks` holds part r % engine_tp of engine r // engine_tp. With servers at URLs, an
+    engine's first rank holds all weights. Raises ConfigError if the ranks or the model do not divide.
 
     cpu: SGLang's CPU engine"""
     ranks, tp, kind = engine_ranks(config, trainers), config.rollout.engine_tp, config.rollout.capabilities
@@ -474,7 +459,7 @@ def engine_targets(
 
 
 def engine_plan(config: Config, hf_config: Mapping[str, Any], layout: Layout, *, cpu: bool = False) -> Plan:
-    """Plan the transfer of the actor's weights into all engines. Raises ConfigError as `engine_targets`."""
+    """Plan the transfer of the actor's weights into all engines. Raises ConfigError."""
     sources = megatron_layout(hf_config, layout)
     targets = engine_targets(config, hf_config, layout.world, cpu=cpu)
     single = float32_tensors(hf_config, sglang=config.rollout.capabilities.sharded)
@@ -491,8 +476,8 @@ def engine_plan(config: Config, hf_config: Mapping[str, Any], layout: Layout, *,
 def frozen_targets(plan: Plan, hf_config: Mapping[str, Any], optimizer: OptimizerConfig) -> frozenset[str]:
     """Return the names of the target tensors that hold only frozen weights or their scales.
 
-    Weights with LoRA adapters change. All parts of a fused tensor (qkv_proj) belong to one Megatron
-    parameter, so they are frozen together."""
+    Weights with LoRA adapters change. All parts of a fused tensor (qkv_proj) are one Megatron parameter, so
+    they are frozen together."""
     frozen = {
         name.format(l=layer, e=expert)
         for pair, layer, expert in whole_model(hf_config)
@@ -514,9 +499,7 @@ def fp8_block(
 
     The scales of Hugging Face tensor x are x_scale_inv [rows / 128, columns / 128], rounded up. Every source
     has all scales (transfer.BlockScales). Raises ConfigError, naming the tensor, if a target does not consist
-    of whole blocks, which SGLang requires.
-
-    shapes: of the Hugging Face tensors"""
+    of whole blocks, which SGLang requires. shapes: of the Hugging Face tensors"""
 
     def is_linear(hf_name: str) -> bool:
         return hf_name.endswith("_proj.weight")
@@ -528,7 +511,7 @@ def fp8_block(
             region = Region(name + SCALE_SUFFIX, blocks, blocks)
             scales[name + SCALE_SUFFIX] = Shard(tuple(stop for _, stop in blocks), (region,))
     formats: dict[str, str] = {}
-    joined: dict[int, Shards] = {}  # ranks with the same shards must still share one object
+    joined: dict[int, Shards] = {}  # ranks with equal shards must still share one object
     quantised: dict[int, Shards] = {}
     for _, shards in targets:
         if id(shards) in quantised:
@@ -554,7 +537,6 @@ def _scale_name(name: str) -> str:
 
 
 def _build_scales(name: str, shard: Shard, shapes: Mapping[str, Shape]) -> Shard:
-    """Return the shard of a quantised target tensor's scales."""
     key = "rollout.weights_dtype: fp8_block"
     if shard.padding:
         raise ConfigError(f"{key}: the engine pads {name} {shard.shape} (choose a smaller rollout.engine_tp)")
@@ -573,5 +555,4 @@ def _build_scales(name: str, shard: Shard, shapes: Mapping[str, Shape]) -> Shard
 
 
 def _to_blocks(box: Box) -> Box:
-    """Convert a box that begins with a whole block from elements to blocks."""
     return tuple((start // BLOCK, -(-stop // BLOCK)) for start, stop in box)

@@ -1,7 +1,6 @@
 """Bring the actor's weights into all engines, bucket by bucket, and recover failed engines.
 
-All ranks call the same methods in the same order, except `recover`, which only ranks with engines call.
-"""
+All ranks call the same methods in the same order, except `recover`: only ranks with engines."""
 
 from __future__ import annotations
 
@@ -23,12 +22,12 @@ from megarl.sync.plan import engine_plan, frozen_targets
 from megarl.sync.transfer import Staging, Transfer, TransferStats
 from megarl.weights.lora import merged
 
-READY_WAIT = 10.0  # seconds that a rank waits for its engine between two collectives
+READY_WAIT = 10.0  # seconds of waiting for an engine between two collectives
 Failures = list[EngineFailure | None]  # by rank
 
 
 class _Guard:
-    """Makes calls to this rank's engine until one fails. It makes none if it is not active."""
+    """Makes calls to this rank's engine, if active, until one fails."""
 
     def __init__(self, *, active: bool) -> None:
         self.active = active
@@ -50,13 +49,11 @@ class WeightSync:
     backend    connected to the engine
     transfers  one per bucket, in order
     memory     shared by all transfers, and allocated only during a sync
-    constant   number of transfers with frozen weights, which come first. Engines that still have these get
-               only the other transfers
+    constant   number of first transfers, with frozen weights, which engines that still have them skip
     version    of the last synced weights
-    complete   whether all engines have weights
+    complete   all engines have weights
     asleep     tags whose device memory the engines have freed
-    failures   of engines since the last sync. More than `max_failures` end the run
-    """
+    failures   of engines since the last sync. More than `max_failures` end the run"""
 
     def __init__(
         self,
@@ -75,12 +72,13 @@ class WeightSync:
         self.version = -1
         self.complete = False
         self.asleep: set[str] = set()
-        # Ranks without the actor keep host copies of the buckets, from which a restarted engine gets its
-        # weights while the trainers continue.
+        # Ranks without the actor keep host copies, from which a restarted engine gets its weights while the
+        # trainers
+        # continue.
         self._copies: list[dict[str, Tensor]] = []
         self._keeps_copies = engine is not None and runtime.rollout_ranks > 0 and backend.can_recover
         self._events: list[str] = []
-        self._restarted = False  # this rank's engine has restarted, so all its memory is allocated
+        self._restarted = False  # so all the engine's memory is allocated
         for staging in memory:
             staging.release()
 
@@ -90,9 +88,7 @@ class WeightSync:
         return sum(transfer.target_bytes for transfer in self.transfers)
 
     def sync(self, version: int) -> TransferStats:
-        """Write the actor's present weights into all engines, as `version`.
-
-        Frozen weights are skipped if all engines have kept their weights since the last sync."""
+        """Write the actor's present weights into all engines, as `version`."""
         self.failures, self.version = 0, version
         failures, stats = self._update(self._guard(), self.runtime.job)
         self._recover(failures, self.runtime.job)
@@ -101,7 +97,7 @@ class WeightSync:
     def recover(self, failures: Failures) -> None:
         """Restart the failed engines with the weights of `version`. Unfinished requests continue.
 
-        The actor must still have these weights. An engine on ranks without the actor gets the host copies.
+        The actor must still have these weights, unless the engines' ranks have host copies.
         Raises EngineError on every rank after too many failures.
 
         failures: by rank, of the ranks with engines"""
@@ -125,7 +121,6 @@ class WeightSync:
         self._call_all(lambda engine: engine.wake(tags))
 
     def take_events(self) -> list[str]:
-        """Return the messages about failures since the last call."""
         events, self._events = self._events, []
         return events
 
@@ -146,9 +141,7 @@ class WeightSync:
             self._await_ready(guard, ranks)
 
     def _restart(self, failures: Failures, ranks: Ranks) -> bool:
-        """Restart this rank's engine if it failed, and return whether it did.
-
-        Raises EngineError on every rank after too many failures."""
+        """Restart this rank's engine if it failed, and return whether it did."""
         trainers = ranks.world - (self.runtime.rollout_ranks or ranks.world)  # in `ranks`, before the engines
         for rank, failure in enumerate(failures):
             if failure is not None:
@@ -186,7 +179,7 @@ class WeightSync:
         self._restarted = False
 
     def _update(self, guard: _Guard, ranks: Ranks) -> tuple[Failures, TransferStats]:
-        """Transfer the weights once between all `ranks`, and into the engines whose guard is active."""
+        """Transfer the weights once between all `ranks`, and into the guarded engines."""
         self._await_ready(guard, ranks)
         skipped = self.constant if self.complete else 0
         kept = sum(transfer.target_bytes for transfer in self.transfers[:skipped])
@@ -222,7 +215,7 @@ class WeightSync:
         return stats
 
     def _send(self, bucket: int, guard: _Guard, ranks: Ranks) -> Failures:
-        """Bring a bucket that all ranks have written into the engines, and return the failures by rank."""
+        """Bring a written bucket into the engines, and return the failures by rank."""
         # No engine reads before all ranks have written, ...
         own = None if self.engine is None else self.backend.handle(bucket)
         handles: list[bytes | None] = [None] * (self.runtime.job.world - ranks.world)  # by rank of the job
@@ -234,7 +227,6 @@ class WeightSync:
         return gather_objects(ranks, guard.failure, EngineFailure | None)
 
     def _copy(self, bucket: int, targets: Mapping[str, Tensor]) -> None:
-        """Copy a bucket's tensors to the host."""
         if len(self._copies) <= bucket:
             self._copies.append({name: torch.empty_like(t, device="cpu") for name, t in targets.items()})
         for name, tensor in targets.items():
@@ -250,10 +242,7 @@ def make_weight_sync(
 ) -> WeightSync:
     """Make the weight sync from the actor to every engine.
 
-    Args:
-    hf_config: config.json of the actor
-    model: the actor; None on a rank that does not train
-    engine: None on a rank that has none"""
+    hf_config: the actor's config.json; model: None on a rank that does not train; engine: None without one"""
     plan = engine_plan(config, hf_config, runtime.layout, cpu=runtime.device.type == "cpu")
     named = {} if model is None else dict(model.named_parameters())
     sources = merged(named, hf_config, runtime.layout, runtime.rank, config.actor.lora) if named else {}
