@@ -1,10 +1,9 @@
 """Rollouts on separate ranks (`parallel.rollout_ranks`), while the trainers train.
 
-The first trainer sends orders to the controller of rollouts. Batches go through run_dir/rollouts, as a
-checkpoint needs the unused ones on disk. With `schedule.ahead` = a, step k is always sampled with the weights
-after step k - 1 - a (at least 0), so samples do not depend on timing. A version is transferred before the
-actor changes again, so old weights are never stored.
-"""
+The first trainer sends orders to the controller of rollouts. Batches go through run_dir/rollouts, because a
+checkpoint needs the unused ones. With `schedule.ahead` = a, step k is always sampled with the weights after
+step k - 1 - a (at least 0), so samples do not depend on timing. A version is transferred before the actor
+changes again, so old weights are never stored."""
 
 from __future__ import annotations
 
@@ -45,10 +44,10 @@ from megarl.sync.weight_sync import WeightSync, make_weight_sync
 from megarl.training.checkpoint import BATCHES
 from megarl.weights.megatron import open_model
 
-WAIT = 5.0  # seconds after which the other trainers learn that there is no answer yet
-POLL = 0.005  # seconds between two checks for a file or the controller
-ADDRESS = "controller"  # key of the controller's address in the store
-VISIBLE = 60.0  # seconds until a file must be visible on all nodes
+WAIT = 5.0  # seconds between the trainers' exchanges while an answer is missing
+POLL = 0.005  # seconds between two checks
+ADDRESS = "controller"  # key in the store
+VISIBLE = 60.0  # seconds until a file is visible on all nodes
 
 
 class ControllerLink:
@@ -99,9 +98,8 @@ class ControllerLink:
 class RemoteGeneration(BatchSource):
     """Orders rollouts and reads the finished ones, on trainers without engines.
 
-    finished, ordered  the last step that is sampled, and the last one that is ordered
-    pending            the version of the weights that is still to be transferred
-    """
+    finished, ordered  the last sampled step, and the last ordered one
+    pending            version of the weights that is still to be transferred"""
 
     def __init__(self, config: Config, runtime: Runtime, weight_sync: WeightSync) -> None:
         assert runtime.store is not None
@@ -112,7 +110,7 @@ class RemoteGeneration(BatchSource):
         self.pending: int | None = None
         self._orders_after_transfer: list[m.Order] = []
         self._answers: list[Any] = []
-        self._last = PRETRAINING, 0  # stage and number of the last requested rollout
+        self._last = PRETRAINING, 0  # the last requested rollout
         self.reports = self._wait_for_answer(m.DataReports).reports
 
     @property
@@ -158,7 +156,6 @@ class RemoteGeneration(BatchSource):
         return self.pending is not None
 
     def transfer(self) -> dict[str, float]:
-        """Transfer the pending version; return metrics."""
         assert self.pending is not None
         self._send(m.TransferWeights(self.pending))
         metrics = self.weight_sync.sync(self.pending).metrics()
@@ -170,7 +167,7 @@ class RemoteGeneration(BatchSource):
     def order_first_steps(self, done: int, checkpoint: Path | None) -> None:
         """Order the steps after `done`, or reuse a checkpoint's rollouts of them."""
         self.finished = self.ordered = done
-        if self.runtime.rank == 0:  # rollouts after the checkpoint are not of this run
+        if self.runtime.rank == 0:  # rollouts after the checkpoint belong to another run
             remove_rollouts(rollouts_folder(self.config), done + 1)
         for number in range(done + 1, min(done + 1 + self.ahead, self.steps) + 1):
             stored = None if checkpoint is None else checkpoint / BATCHES / FOLDER.format(number)
@@ -182,8 +179,7 @@ class RemoteGeneration(BatchSource):
     def order_next_step(self, done: int, unfinished: int | None) -> None:
         """Order the step that uses the weights after step `done`.
 
-        unfinished: the step of an incomplete checkpoint, which needs the batches after it.
-        """
+        unfinished: the step of an incomplete checkpoint, which needs the batches after it."""
         number, kept = done + 1 + self.ahead, done if unfinished is None else min(done, unfinished)
         if number <= self.steps:
             order = m.CollectRollout(TRAIN, number, kept)
@@ -233,13 +229,11 @@ class RemoteGeneration(BatchSource):
         self._send(m.RewindTo(step, stage))
 
     def files(self, step: int) -> list[Path]:
-        """Wait for the batches of a checkpoint after `step`. Runs in a thread."""
         limit, last = self.config.watchdog.limit, min(step + self.ahead, self.steps)
         manifests = [wait_for_file(self._manifest(TRAIN, n), limit) for n in range(step + 1, last + 1)]
         return [path for manifest in manifests for path in list_rollout_files(manifest)]
 
     def wait_for_files(self, step: int) -> None:
-        """Wait until those batches are sampled. All trainers call this."""
         while self.finished < min(step + self.ahead, self.ordered):
             self._receive(WAIT)
 
@@ -293,7 +287,7 @@ class EngineRank:
 
         timeline.enter("wait for orders")
         while True:
-            # Restart the phase's clock: the trainers' watchdogs limit the wait.
+            # Restart the clock: the trainers' watchdogs limit this wait.
             watchdog.phase("wait for orders")
             match rollout_rank.next_order(WAIT):
                 case None:

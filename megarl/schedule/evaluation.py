@@ -34,13 +34,10 @@ from megarl.weights.megatron import open_model
 
 
 def find_policy(config: Config, given: Path | None) -> tuple[Config, Path | None]:
-    """Resolve `--checkpoint`. Raises CheckpointError for other folders and models.
+    """Resolve `--checkpoint`: a Hugging Face folder, a converted or a run's checkpoint, or a run's folder.
 
     Returns the config, whose `model.path` has config.json and tokenizer, and the actor's folder in a run's
-    checkpoint; None if the weights are in `model.path`.
-
-    given: a Hugging Face folder, a converted or a run's checkpoint, or a run's folder (its newest checkpoint)
-    """
+    (newest) checkpoint; None if the weights are in `model.path`. Raises CheckpointError for anything else."""
     if given is None:
         return config, None
     if not given.is_dir():
@@ -82,7 +79,6 @@ class Evaluation:
     """The policy in the engine, and the problems. Ranks divide the work."""
 
     def __init__(self, config: Config, weights: Path | None, runtime: Runtime) -> None:
-        # Scores only count correct answers.
         config = config.model_copy(
             update={"reward": config.reward.model_copy(update={"overlong": OverlongConfig(), "terms": {}})}
         )

@@ -30,8 +30,7 @@ class Guards:
     longer      consecutive steps above `guard.length_growth` times that: number, sum of means, sum of
                 squared errors
     highest     highest value so far of each metric that may collapse; longest: standard error of the length's
-    collapsed   metrics that were below their share of the highest value in the last step
-    """
+    collapsed   metrics that were below their share of the highest value in the last step"""
 
     def __init__(self, config: GuardConfig, windows: int = 1) -> None:
         self.config, self.windows = config, windows
@@ -124,8 +123,7 @@ class Guards:
     def _check_growth(self, length: float, error: float, growth: float) -> list[str]:
         """Return an alarm if responses explode.
 
-        A length above the limit that may be noise is averaged with the steps that follow.
-        """
+        A length above the limit that may be noise is averaged with the steps that follow."""
         before, lines = self.length, list[str]()
         if before is not None and length > growth * before[0] > 0:
             steps, total, squares = self.longer

@@ -1,7 +1,6 @@
 """Observers of a run: traces, records and the terminal, the timeline, the watchdog, the clock.
 
-They decide nothing, but a record that cannot be written ends the run.
-"""
+They decide nothing, but a record that cannot be written ends the run."""
 
 from __future__ import annotations
 
@@ -25,14 +24,14 @@ from megarl.schedule.samples import add_tokens, has_tokens
 from megarl.schedule.watchdog import Watchdog
 
 Answers = Iterable[dict[str, Any]]
-PLAIN_LINES = 100  # approximate number of steps that a plain log shows
+PLAIN_LINES = 100  # approximate steps in a plain log
 
 
 class Listener:
     """Observes a run, with the same calls on every rank. These methods do nothing."""
 
     def on_start(self, *, fresh: bool) -> None:
-        """Handle the start. fresh: the run starts from the beginning, and older records are dropped."""
+        """fresh: older records are dropped."""
 
     def run(self) -> AbstractContextManager[None]:
         return nullcontext()
@@ -176,7 +175,7 @@ class RecordListener(Listener):
         every = -(-self.config.steps // PLAIN_LINES)
         mode = self.config.log.terminal if self.is_rank_0 else "quiet"
         self.view = TerminalView(mode, self.facts, every=every)
-        self.log: RunLog | None = None  # of rank 0
+        self.log: RunLog | None = None
 
     def on_start(self, *, fresh: bool) -> None:
         log = self.config.log

@@ -1,7 +1,4 @@
-"""Residency of tensor groups on the device.
-
-Before a phase, unneeded groups are offloaded to host memory, then needed ones are loaded.
-"""
+"""Residency of tensor groups on the device: unneeded groups wait in host memory during a phase."""
 
 from __future__ import annotations
 
@@ -45,8 +42,7 @@ ADVICE = {
 class EngineMemory:
     """The weights or the KV cache of this rank's share of the engines.
 
-    On a GPU `nbytes` is measured when the engine goes to sleep.
-    """
+    On a GPU `nbytes` is measured when the engine goes to sleep."""
 
     def __init__(self, weight_sync: WeightSync, tag: str, device: torch.device, nbytes: int) -> None:
         self.weight_sync, self.tag, self.device, self.nbytes = weight_sync, tag, device, nbytes
@@ -64,8 +60,7 @@ class AlternatingGroup:
     """A group with a part per model, of which one is on the device, as for teachers.
 
     stay     the group is never offloaded; all parts are on the device
-    current  index of the part that is on the device, or was last
-    """
+    current  the part that is on the device, or was last"""
 
     def __init__(self, parts: Sequence[OffloadGroup], *, stay: bool) -> None:
         self.parts, self.stay, self.current = [*parts], stay, len(parts) - 1
@@ -85,8 +80,7 @@ class AlternatingGroup:
 class OffloadManager:
     """Moves this rank's tensor groups.
 
-    Every rank makes the same moves in the same order, since an engine's are collective.
-    """
+    Every rank makes the same moves in the same order, since an engine's are collective."""
 
     def __init__(self, device: torch.device, keep: Collection[str]) -> None:
         self.device, self.keep = device, frozenset(keep)
@@ -166,10 +160,9 @@ class OffloadManager:
 
     @contextmanager
     def measured(self, phase: str, metrics: dict[str, float]) -> Iterator[None]:
-        """Add memory/<phase> to the metrics, in bytes: the peak of the device or of the process.
+        """Add memory/<phase> to the metrics, in bytes: the peak of the device.
 
-        On a CPU memory/ is the size of the loaded groups, and memory_all/ the peak of the process.
-        """
+        On a CPU memory/ is the size of the loaded groups, and memory_all/ the peak of the process."""
         reset_device_peak(self.device)
         if self.device.type == "cpu":
             self._process.reset()
@@ -180,8 +173,6 @@ class OffloadManager:
 
 
 class Residency:
-    """Loads tensor groups, and restores the weights of an engine that lost them."""
-
     def __init__(
         self,
         offload: OffloadManager,
@@ -193,8 +184,7 @@ class Residency:
     def onload(self, phase: str, groups: Collection[str]) -> None:
         """Have these tensor groups on the device, and no others.
 
-        An engine whose weights were lost gets the actor's first, unless the phase syncs them itself.
-        """
+        An engine whose weights were lost gets the actor's first, unless the phase syncs them itself."""
         weight_sync = self.weight_sync
         if weight_sync is None:
             # If only engine groups are needed, the engine is remote: offload nothing.

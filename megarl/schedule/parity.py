@@ -1,8 +1,8 @@
 """The parity gate: compares the engine's log-probs with the trainer's before a start's first update.
 
 A difference beyond rounding errors ends the run. With guard.parity_layers the error names the first layer
-that differs from a transformers model with the same weights.
-"""
+that
+differs from a transformers model with the same weights."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from megarl.weights.tensor_files import Processes
 LIMITS = {"fp32": 1e-3, "bf16": 0.15, "fp8": 0.4}
 # Limits of the relative difference of a part's output.
 PART_LIMITS = {"fp32": 1e-3, "bf16": 0.05, "fp8": 0.25}
-SEQUENCES, TOKENS = 2, 256  # responses to compare, and tokens of each at most
+SEQUENCES, TOKENS = 2, 256  # of each at most
 # A layer's number (-1: before the first; number of layers: after the last), and its part's name.
 Part = tuple[int, str]
 OUTPUT, HEAD = "residual, or a norm behind attention or MLP", "output layer"
@@ -69,8 +69,7 @@ def get_precision(config: Config) -> str:
 def mask_comparable(batch: TrainBatch, version: int) -> Tensor:
     """Return the response tokens that were sampled with the weights of `version`, bool [T].
 
-    Temperature is part of both log-probs; top-p and top-k are part of neither.
-    """
+    Temperature is part of both log-probs; top-p and top-k are part of neither."""
     if "token_versions" in batch:
         versions = batch["token_versions"]
     else:
@@ -81,9 +80,7 @@ def mask_comparable(batch: TrainBatch, version: int) -> Tensor:
 def check_parity(run: Run, step: Step) -> None:
     """Raise ParityError on every rank if engine and trainer differ too much.
 
-    Without old log-probs, from value pretraining or algorithm.old_logprobs=engine, one pass computes those
-    of the first mini-batch.
-    """
+    Without old log-probs, one pass computes those of the first mini-batch."""
     guard, batch, kind = run.config.guard, step.batch, get_precision(run.config)
     if guard.parity == "none":
         return
@@ -135,7 +132,7 @@ def compare_layers(run: Run, step: Step, version: int) -> str:
 
         def compare() -> None:
             nonlocal verdict
-            assert reference is not None  # on the first rank
+            assert reference is not None
             differences = [
                 _compare(reference, *sequence, ours, config.rollout.temperature)
                 for sequence, ours in zip(sequences, states, strict=True)
@@ -224,8 +221,7 @@ def _record_outputs(chunks: Sequence[Any]) -> Iterator[dict[Part, Tensor]]:
 def _run_trainer(run: Run, prompt: list[int], response: list[int]) -> dict[Part, Tensor]:
     """Return the outputs of the trainer's parts, [t, hidden], on rank 0, without routing replay.
 
-    The entry (layers, HEAD) has the log-probs of the response, [r].
-    """
+    (layers, HEAD) has the log-probs of the response, [r]."""
     runtime, actor, batch = run.runtime, run.actor, TrainBatch.build([prompt], [response])
     batches = make_micro_batches(batch, [0], batch.num_tokens, actor.model)
     with actor.free_routing(), _record_outputs(actor.model.chunks) as outputs:
@@ -242,7 +238,7 @@ def _run_trainer(run: Run, prompt: list[int], response: list[int]) -> dict[Part,
         for part in parts[ranks[0][0]]:
             rows = [[parts[rank][part] for rank in row] for row in ranks]
             pieces = [torch.cat(row) if actor.model.config.sequence_parallel else row[0] for row in rows]
-            cut = batches[0].cut  # context-parallel rank and position of each token
+            cut = batches[0].cut
             tokens = pieces[0] if cut is None else torch.stack(pieces)[cut]
             outputs[part] = tokens[: batch.num_tokens]
     outputs[run.hf.num_hidden_layers, HEAD] = logprobs[batch.response_mask]
@@ -252,8 +248,7 @@ def _run_trainer(run: Run, prompt: list[int], response: list[int]) -> dict[Part,
 def _build_reference(run: Run, version: int) -> TransformersEngine | None:
     """Return a transformers model with the trainer's weights, on rank 0.
 
-    Version 0 is read from the original folder, which no transfer has touched, later ones from an export.
-    """
+    Version 0 is read from the original folder, which no transfer has touched, later ones from an export."""
     config, folder = run.config, run.folder
     if version:
         export_model(run.actor, config, run.runtime, config.run_dir / "parity")
@@ -272,9 +267,9 @@ def _run_reference(
 ) -> dict[Part, Tensor]:
     """Return the outputs of the reference's parts, [t, hidden], in the model's order.
 
-    The entry (layers, HEAD) has the logits, float32 [t, vocab]. Each layer's input is the trainer's
-    (`given`), so that a difference shows only where it arises.
-    """
+    (layers, HEAD) has the logits, float32 [t, vocab]. Each layer's input is the trainer's (`given`), so that
+    a
+    difference shows only where it arises."""
     body, outputs = engine.model.get_decoder(), dict[Part, Tensor]()
     last = len(body.layers) - 1
 
@@ -317,8 +312,7 @@ def _compare(
 ) -> dict[Part, float]:
     """Return each part's RMS over tokens of |difference| / |output|, given the trainer's input.
 
-    For the output layer it is the mean |difference| of the response's log-probs.
-    """
+    For the output layer it is the mean |difference| of the response's log-probs."""
     outputs = _run_reference(reference, [*prompt, *response], states)
     differences, fused = dict[Part, float](), False
     for part, output in outputs.items():

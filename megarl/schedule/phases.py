@@ -1,7 +1,4 @@
-"""The code of each phase of config/phases.py: a function of the same name.
-
-`run_phase` calls it and enforces its declared columns.
-"""
+"""The code of each phase of config/phases.py: a function of the same name."""
 
 from __future__ import annotations
 
@@ -60,10 +57,7 @@ def distribute(run: Run, step: Step) -> None:
 
 
 def old_logprobs(run: Run, step: Step) -> None:
-    """Compute the trainer's log-probs before any update, and compare the engine's with them.
-
-    With `algorithm.mismatch` the difference corrects the policy loss's token weights.
-    """
+    """Compute the trainer's log-probs before any update, and compare the engine's with them."""
     batch, version = step.batch, max(0, step.number - 1 - run.config.schedule.ahead)
     start_counting(run.actor.model.routings, grad=False)
     columns = run.actor.logprob_columns(batch, batch.micro_batches)
@@ -139,7 +133,6 @@ def group_advantages(run: Run, step: Step) -> None:
 
 
 def tracked_advantages(run: Run, step: Step) -> None:
-    """Compare rewards with the running success rates of their prompts."""
     add_tracked_advantages = load_function(run.config.algorithm.advantage_method.function)
     [state] = run.method_states.values()
     step.metrics |= add_tracked_advantages(run.config, step.rollout, step.batch, run.runtime, state)
@@ -164,7 +157,7 @@ def critic_agreement(run: Run, step: Step) -> None:
 def teacher_advantages(run: Run, step: Step) -> None:
     """Add a teacher's log-probs to the advantages (on-policy distillation)."""
     batch, config = step.batch, run.config
-    logprobs = torch.full((batch.num_tokens,), -torch.inf)  # for tokens without a teacher
+    logprobs = torch.full((batch.num_tokens,), -torch.inf)  # without a teacher
     for teacher, micro_batches in load_teachers(run, step, "teacher_advantages"):
         columns = teacher.logprob_columns(batch, micro_batches)["logprobs"]
         at = torch.cat([one.token_indices for one in micro_batches])
@@ -188,8 +181,7 @@ def teacher_top_k(run: Run, step: Step) -> None:
 def load_teachers(run: Run, step: Step, phase: str) -> Iterator[tuple[InferenceModel, Sequence[MicroBatch]]]:
     """Load the teachers one by one, with micro-batches of their responses on this replica.
 
-    A teacher without a response in the whole batch is skipped.
-    """
+    A teacher without a response in the whole batch is skipped."""
     config, batch = run.config, step.batch
     if not config.teacher.by_source:
         step.count_tokens(passes=1)
@@ -205,7 +197,6 @@ def load_teachers(run: Run, step: Step, phase: str) -> Iterator[tuple[InferenceM
 
 
 def prompt_advantages(run: Run, step: Step) -> None:
-    """Compare rewards with the critic's values of their prompts."""
     add_prompt_advantages = load_function(run.config.algorithm.advantage_method.function)
     step.metrics |= add_prompt_advantages(run.config, step.batch, run.runtime)
 
@@ -255,7 +246,7 @@ def actor_update(run: Run, step: Step) -> None:
     if (others := other_tokens(batch)) is not None:
         mini_batches = [[replace(one, others=others) for one in some] for some in mini_batches]
     updates = run.actor.update_mini_batches(mini_batches, loss, epochs, "policy", before)
-    # Earlier values of entropy and mean probability are from before the updates.
+    # Keep entropy and mean probability from before the updates.
     step.metrics |= {name: value for name, value in updates.items() if name not in step.metrics}
 
 
@@ -294,8 +285,6 @@ def run_phase(phase: Phase, run: Run, step: Step) -> None:
 
 
 class DeclaredColumns(dict[str, Tensor]):
-    """A batch's columns during a phase."""
-
     def __init__(self, columns: Mapping[str, Tensor], phase: Phase) -> None:
         super().__init__(columns)
         self.phase = phase

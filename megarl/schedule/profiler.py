@@ -25,8 +25,7 @@ _NAME = re.compile(r'("name": )"[^"]*"')
 class Profiler:
     """Traces `log.profile` steps of the main stage after the first one, which warms up.
 
-    Each step has its own trace, which bounds the memory. Ranks that only generate trace rollouts.
-    """
+    Each step has its own trace, which bounds the memory. Ranks that only generate trace rollouts."""
 
     def __init__(
         self, config: Config, runtime: Runtime, layers: int, dispensable: OptionalFiles | None = None

@@ -1,4 +1,4 @@
-"""Recovery of a run: resume from a checkpoint, save checkpoints, and leave when asked to."""
+"""Resume from a checkpoint, save checkpoints, and leave when asked to."""
 
 from __future__ import annotations
 
@@ -24,8 +24,6 @@ from megarl.training.sharded import load_checkpoint
 
 @dataclass
 class Progress:
-    """The progress of value pretraining."""
-
     steps: int = 0
     done: bool = False
 
@@ -42,8 +40,7 @@ class Recovery:
     A run leaves after a step, or within one before any weight has changed, without the step's samples.
 
     stateful    more state to save, by name
-    checkpoint  from which the run resumes; None: it starts from the beginning
-    """
+    checkpoint  from which the run resumes; None: it starts from the beginning"""
 
     def __init__(
         self, run: Run, stateful: Mapping[str, Stateful], listeners: Listeners, stop: StopRequest
@@ -118,8 +115,7 @@ class Recovery:
     def check(self, seconds: float = 0.0, *, weights_changed: bool = False) -> None:
         """Continue writing a checkpoint. Raises Interrupted if asked to leave.
 
-        seconds: leave if fewer are left; weights_changed: since the last step, so the run cannot leave
-        """
+        seconds: leave if fewer are left; weights_changed: since the last step, so the run cannot leave"""
         if not (self.writer.unfinished if weights_changed else self.every):
             return
         should_stop = not weights_changed and self.stop.should_stop(seconds)

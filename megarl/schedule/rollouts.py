@@ -1,8 +1,7 @@
 """Rollouts on disk, for `megarl replay` and value pretraining (VAPO section 4.1).
 
 A rollout is a folder with a safetensors file per rank and a manifest with checksums, which is written last.
-Any layout can read it: ranks divide the files, and deliver the sequences as if they had sampled them.
-"""
+Any layout can read it: ranks divide the files, and deliver the sequences as if they had sampled them."""
 
 from __future__ import annotations
 
@@ -48,15 +47,14 @@ SAMPLING_KEYS = (
 )
 # A rank's columns [n] with "row" and lengths, and an empty batch with names and types of the columns [T].
 ReadRows = tuple[dict[str, Tensor], TrainBatch]
-MODEL_FILES = (".json", ".safetensors", ".distcp", ".model", ".jinja")  # of weights and tokenizer
+MODEL_FILES = (".json", ".safetensors", ".distcp", ".model", ".jinja")
 
 
 class RolloutStore:
     """A folder of rollouts. All ranks make the same calls, and agree on errors.
 
     key, remedy  for messages: the config key, and what to do when the disk is full
-    made_from    settings that are stored with each rollout, and must be equal to read it
-    """
+    made_from    settings stored with each rollout, which must be equal to read it"""
 
     def __init__(
         self, folder: Path, ranks: Ranks, key: str, remedy: str, made_from: Mapping[str, Any] | None = None
@@ -92,7 +90,7 @@ class RolloutStore:
 
         with writing(folder):
             if rank == 0:
-                shutil.rmtree(folder, ignore_errors=True)  # a damaged or outdated one
+                shutil.rmtree(folder, ignore_errors=True)  # damaged or outdated
                 folder.mkdir(parents=True, mode=0o700)
         with writing(folder / part):
             if len(batch.rows):
@@ -134,8 +132,7 @@ def read_rollout(
 ) -> tuple[RolloutBatch, dict[str, Any]]:
     """Return a rollout's batch and state. Each rank holds the tokens of the files it reads.
 
-    Raises on every rank: DataError for damaged files, ConfigError for another `made_from`.
-    """
+    Raises on every rank: DataError for damaged files, ConfigError for another `made_from`."""
     path = manifest_path(folder, number)
     text, failure = "", None
     try:
@@ -215,8 +212,7 @@ def pretraining_rollouts(config: Config, prompts: Sequence[Prompt], ranks: Ranks
 def check_pretraining_rollouts(config: Config) -> None:
     """Check before any rank starts that the first rollout was made with these settings.
 
-    The model's files and the prompts are compared later.
-    """
+    The model's files and the prompts are compared later."""
     path = manifest_path(pretraining_folder(config), 1)
     if config.has_critic and config.value_pretraining.steps and path.exists():
         with suppress(DataError):
@@ -226,8 +222,7 @@ def check_pretraining_rollouts(config: Config) -> None:
 def check_made_from(path: Path, then: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     """Raise ConfigError for the first setting that differs.
 
-    Keys of another version of megarl, which only one side has, are not compared.
-    """
+    Keys that only one side has, from another version of megarl, are not compared."""
     for key, value in now.items():
         if key in then and then[key] != value:
             what = f"{key} {then[key]!r}, this run has {value!r}"

@@ -41,8 +41,7 @@ class Run:
     method_states  the advantage method's state by its name in a checkpoint, equal on every rank
     engine         None without engines, or if they run on separate ranks
     remote         the source if engines run on separate ranks
-    dispensable    writes files whose failures do not end the run
-    """
+    dispensable    writes files whose failures do not end the run"""
 
     config: Config
     runtime: Runtime
@@ -177,12 +176,10 @@ class Step:
     """The data of one step, which its phases read and write.
 
     stage          the run's main stage (Config.main_stage), or "value_pretraining"
-    events         lines to show
     samples        on rank 0, responses for people to read, by their row of the batch
     distributions  tables for distributions.jsonl
     rollout        all sequences of the step
-    batch          the sequences that this replica trains on
-    """
+    batch          the sequences that this replica trains on"""
 
     stage: str
     number: int

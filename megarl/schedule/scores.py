@@ -77,8 +77,7 @@ class Scores:
     def scores(self) -> dict[str, dict[str, float]]:
         """Return avg@k, pass@1 ... pass@k and majority@k with 95 % confidence intervals.
 
-        If the number of answers varies, only `avg`.
-        """
+        If the number of answers varies, only `avg`."""
         table, samples = self.table(), self.k
         columns = {"avg" if samples is None else f"avg@{samples}": [row["avg"] for row in table]}
         if samples is not None:
@@ -95,8 +94,7 @@ class Scores:
     def counts(self) -> dict[str, int]:
         """Count answers by outcome.
 
-        unverified: the verifier failed; unjudged: such answers that are left out instead of wrong
-        """
+        unverified: the verifier failed; unjudged: such answers that are left out instead of wrong"""
         answers = [answer for group in self.groups for answer in group.samples]
         return {
             "all": len(answers),

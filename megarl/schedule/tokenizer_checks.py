@@ -24,7 +24,7 @@ TOKENIZER_FILES = (
 
 
 class ModelDescription(NamedTuple):
-    """A model's folder without weights. config: its config.json."""
+    """A model's folder without weights."""
 
     path: Path
     config: dict[str, Any]
@@ -124,8 +124,7 @@ def check_vocabulary(folder: ModelFolder | ModelDescription, key: str, tokenizer
 def check_same_tokenizer(path: Path, key: str, tokenizer: Any) -> None:
     """Check that a model has the actor's tokens with equal ids, and splits text the same way.
 
-    It may have more tokens, such as one for padding.
-    """
+    It may have more tokens, such as one for padding."""
     theirs, problem = _load(path)
     if problem:
         raise CheckpointError(f"{key}: {path}: its tokenizer cannot be loaded: {problem}")

@@ -1,7 +1,6 @@
 """The training loop. Read this file first: `Trainer.train` is the whole run, `Trainer.step` one step.
 
-The phases are declared in config/phases.py; their code is in schedule/phases.py.
-"""
+The phases are declared in config/phases.py; their code is in schedule/phases.py."""
 
 from __future__ import annotations
 
@@ -31,8 +30,7 @@ from megarl.schedule.watchdog import Watchdog
 class Trainer:
     """Trains on this rank. Every rank makes the same calls.
 
-    fresh_stages  stages in which no step has succeeded since this start
-    """
+    fresh_stages  stages in which no step has succeeded since this start"""
 
     def __init__(self, run: Run, stop: StopRequest | None = None, watchdog: Watchdog | None = None) -> None:
         self.run, self.config = run, run.config
@@ -104,8 +102,7 @@ class Trainer:
     def step(self, step: Step) -> None:
         """Run the phases of a step. After a non-finite number only the weight transfer still runs.
 
-        Raises an error after too many skipped or ungraded steps in a row.
-        """
+        Raises an error after too many skipped or ungraded steps in a row."""
         phases = select_phases(self.config, step.stage, first_step=step.stage in self.fresh_stages)
         with self.listeners.step(step):
             try:
@@ -131,8 +128,7 @@ class Trainer:
     def run_phases(self, step: Step, phases: Sequence[Phase], *, weights_changed: bool = False) -> None:
         """Run phases in order, each with its tensor groups on the device.
 
-        Before each phase, leave if asked to, and transfer weights that remote engines wait for.
-        """
+        Before each phase, leave if asked to, and transfer weights that remote engines wait for."""
         run = self.run
         for phase in phases:
             self.recovery.check(weights_changed=weights_changed)

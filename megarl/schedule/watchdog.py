@@ -1,8 +1,7 @@
 """A thread per rank that ends a run that hangs, with a report about all ranks.
 
-It uses files instead of collectives: run_dir/heartbeat/rank-00000.json has a rank's current phase, and
-run_dir/hang-*.txt is the report.
-"""
+It uses files instead of collectives: run_dir/heartbeat/rank-00000.json is a rank's current phase,
+run_dir/hang-*.txt the report."""
 
 from __future__ import annotations
 
@@ -28,16 +27,16 @@ from megarl.config.schema import WatchdogConfig
 from megarl.parallel.launch import HUNG, write_error_file
 
 FOLDER = "heartbeat"
-# Files of each rank; faulthandler writes the stack.
+# Files of each rank.
 BEAT, REPORT, STACK = "rank-{:05d}.json", "report-{:05d}.json", "stack-{:05d}.txt"
-WIDTH = 512  # bytes of a heartbeat, which is overwritten in place so that it is always complete
-REPORT_REQUESTED = "report-asked"  # a file that asks all ranks to report
+WIDTH = 512  # bytes of a heartbeat, overwritten in place so that it is always complete
+REPORT_REQUESTED = "report-asked"
 PATIENCE = 3  # periods in which ranks must report
 # Frames of these files wait for other ranks.
 WAITS = (
     "torch/distributed/distributed_c10d.py",
     "megatron/core/pipeline_parallel/p2p_communication.py",
-    "/selectors.py",  # of event loops: the controller and its workers wait for messages
+    "/selectors.py",  # event loops wait for messages
 )
 LIBRARIES = ("torch/", "/asyncio/")  # skipped in the search for the caller
 
@@ -45,8 +44,7 @@ LIBRARIES = ("torch/", "/asyncio/")  # skipped in the search for the caller
 class Watchdog:
     """Watches this rank while the `with` block lasts.
 
-    depths: functions that return the size or content of a queue, by its name, for reports
-    """
+    depths: queue name -> function that returns its size or content, for reports"""
 
     def __init__(self, run_dir: Path, rank: int, world: int, config: WatchdogConfig) -> None:
         self.run_dir, self.folder = run_dir, run_dir / FOLDER
@@ -59,7 +57,6 @@ class Watchdog:
         self._reported = False
         self._lock, self._end = threading.Lock(), threading.Event()
         self._main = threading.get_ident()
-        # Time of the last complete heartbeat, and the reason why later ones failed.
         self._last_beat, self._beat_error = time.monotonic(), ""
         self._next_rank = (rank + 1) % world
         self._next_beat, self._next_changed = -1, time.monotonic()
@@ -172,7 +169,7 @@ class Watchdog:
         """Report the hang and end this process, even if the report fails."""
         try:
             line = self._write_report(reason)
-        except OSError as error:  # a full or missing disk may be why the run hangs
+        except OSError as error:  # the disk may be the cause
             line = f"the run hangs: {reason}; no report could be written to {self.run_dir}: {error}"
         self._leave(line, HUNG)
 
@@ -243,8 +240,7 @@ class Report:
     """A rank's part of the report about a hang.
 
     waits_in         the collective in which the main thread waits
-    last_collective  the last one in which the watchdog saw it
-    """
+    last_collective  the last one in which the watchdog saw it"""
 
     rank: int
     host: str
@@ -291,8 +287,7 @@ def find_wait(frame: FrameType | None) -> str | None:
 def find_culprit(reports: Mapping[int, Report], beats: Mapping[int, Mapping[str, Any] | None]) -> str:
     """Return a line about the rank that the others wait for.
 
-    It is a rank that does not answer, else one that works while others wait, else one that is behind.
-    """
+    It does not answer, else works while others wait, else is behind."""
     for rank, beat in beats.items():
         if rank not in reports:
             seen = "has never reported its phase"
