@@ -3,7 +3,7 @@
 The first trainer sends orders to the controller of rollouts. Batches go through run_dir/rollouts, because a
 checkpoint needs the unused ones. With `schedule.ahead` = a, step k is always sampled with the weights after
 step k - 1 - a (at least 0), so samples do not depend on timing. A version is transferred before the actor
-changes again, so old weights are never stored."""
+changes again."""
 
 from __future__ import annotations
 
@@ -45,13 +45,13 @@ from megarl.training.checkpoint import BATCHES
 from megarl.weights.megatron import open_model
 
 WAIT = 5.0  # seconds between the trainers' exchanges while an answer is missing
-POLL = 0.005  # seconds between two checks
-ADDRESS = "controller"  # key in the store
+POLL = 0.005
+ADDRESS = "controller"
 VISIBLE = 60.0  # seconds until a file is visible on all nodes
 
 
 class ControllerLink:
-    """The first trainer's connection to the controller. Every trainer makes the same calls."""
+    """The first trainer's connection to the controller."""
 
     def __init__(self, runtime: Runtime) -> None:
         self.runtime = runtime
@@ -63,7 +63,7 @@ class ControllerLink:
             self._loop.run_until_complete(self._link.send(order))
 
     def receive(self, seconds: float) -> m.Message | None:
-        """Return the next answer, on other trainers without long texts; None after about `seconds`."""
+        """Return the next answer, without long texts on other trainers; None after about `seconds`."""
         answer = None
         if self.runtime.rank == 0:
             answer = self._loop.run_until_complete(self._receive(seconds))
@@ -98,8 +98,8 @@ class ControllerLink:
 class RemoteGeneration(BatchSource):
     """Orders rollouts and reads the finished ones, on trainers without engines.
 
-    finished, ordered  the last sampled step, and the last ordered one
-    pending            version of the weights that is still to be transferred"""
+    finished, ordered  the last such step
+    pending            version of the weights to transfer"""
 
     def __init__(self, config: Config, runtime: Runtime, weight_sync: WeightSync) -> None:
         assert runtime.store is not None
@@ -110,7 +110,7 @@ class RemoteGeneration(BatchSource):
         self.pending: int | None = None
         self._orders_after_transfer: list[m.Order] = []
         self._answers: list[Any] = []
-        self._last = PRETRAINING, 0  # the last requested rollout
+        self._last = PRETRAINING, 0
         self.reports = self._wait_for_answer(m.DataReports).reports
 
     @property
@@ -125,7 +125,6 @@ class RemoteGeneration(BatchSource):
             self._receive(WAIT)
 
     def _receive(self, seconds: float) -> bool:
-        """Queue the next answer. Return False if there is none."""
         started = time.perf_counter()
         answer = self._link.receive(seconds)
         self._waited += time.perf_counter() - started
@@ -149,7 +148,6 @@ class RemoteGeneration(BatchSource):
         return self.transfer() if self.can_transfer(wait=self.ahead < 2) else {}
 
     def can_transfer(self, *, wait: bool) -> bool:
-        """Return True if a version is pending and the engines are idle."""
         while self.pending is not None and self.finished < self.ordered:
             if not self._receive(WAIT if wait else 0.0) and not wait:
                 return False
@@ -225,7 +223,7 @@ class RemoteGeneration(BatchSource):
         self._send(m.LoadState(json.dumps(state)))
 
     def rewind(self, step: int, stage: str) -> None:
-        """Have the engines' ranks drop their records after a step; 0: all of them."""
+        """Have the engines' ranks drop their records after a step."""
         self._send(m.RewindTo(step, stage))
 
     def files(self, step: int) -> list[Path]:
@@ -318,7 +316,6 @@ class EngineRank:
             timeline.enter("wait for orders")
 
     def _collect(self, stage: str, number: int, done: int) -> m.RolloutStored:
-        """Sample a step's rollout to disk, and remove rollouts up to step `done`."""
         started = time.perf_counter()
         with self.profiler.step(stage, number), self.profiler.phase("rollout"):
             batch = self.generation.rollout(stage, number)

@@ -71,25 +71,21 @@ def find_policy(config: Config, given: Path | None) -> tuple[Config, Path | None
         )
     if not checkpoint.pretraining:
         check_same_adapters(config, checkpoint)
-    # In value pretraining the policy is unchanged.
     return config, None if checkpoint.pretraining else checkpoint.path / "actor"
 
 
 class Evaluation:
-    """The policy in the engine, and the problems. Ranks divide the work."""
-
     def __init__(self, config: Config, weights: Path | None, runtime: Runtime) -> None:
         config = config.model_copy(
             update={"reward": config.reward.model_copy(update={"overlong": OverlongConfig(), "terms": {}})}
         )
         self.config, self.runtime = config, runtime
-        # A run may be writing there: all ranks use what rank 0 has found.
+        # A run may be writing there: all ranks use rank 0's choice.
         self.weights = broadcast_from_rank_0(runtime, weights, Path | None)
         self.tokenizer = load_tokenizer(config.model.path)
         options = load_prompt_options(config, self.tokenizer)
         self.sets, self.reports = read_problem_sets(config.data, config.evaluation, self.tokenizer, **options)
         self.engine = load_engine_class(config).build(config, self.tokenizer, runtime)
-        # Load Megatron's actor at this job's layout, sync it into the engine, drop it.
         path, lora = config.model.path, config.actor.lora.rank is not None
         if self.weights is None:
             config = config.without_adapters()
@@ -106,7 +102,7 @@ class Evaluation:
         return self.weights or self.config.model.path
 
     def answer(self) -> EvaluationResult:
-        """Answer and grade every problem, the same on every rank, but texts are on rank 0."""
+        """Answer and grade every problem. All ranks get the results, rank 0 the texts."""
         reward, held_out = self.config.reward, self.config.data.model_copy(update={"train": ()})
         own = own_verifiers(held_out)
         limits = reward.workers, reward.timeout, reward.memory

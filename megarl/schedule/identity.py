@@ -21,7 +21,7 @@ PATHS = ("run_dir", "model.path", "data.train", "data.eval")  # compared by thei
 
 
 def identity(config: Config) -> dict[str, Any]:
-    """Return all that decides a run's result. Runs of equal identity end in the same weights."""
+    """Return all that decides a run's result."""
     cpu = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     models = [line for line in cpu if line.startswith("model name")]
     return {

@@ -24,11 +24,11 @@ from megarl.schedule.samples import add_tokens, has_tokens
 from megarl.schedule.watchdog import Watchdog
 
 Answers = Iterable[dict[str, Any]]
-PLAIN_LINES = 100  # approximate steps in a plain log
+PLAIN_LINES = 100
 
 
 class Listener:
-    """Observes a run, with the same calls on every rank. These methods do nothing."""
+    """Observes a run, with the same calls on every rank."""
 
     def on_start(self, *, fresh: bool) -> None:
         """fresh: older records are dropped."""
@@ -40,22 +40,22 @@ class Listener:
         """Drop records after this step, from which the run continues."""
 
     def step(self, step: Step) -> AbstractContextManager[None]:
-        """Return a context for a step, whose metrics are complete at the end."""
+        """The step's metrics are complete at the end of the context."""
         return nullcontext()
 
     def phase(self, name: str, step: Step | None = None) -> AbstractContextManager[None]:
-        """Return a context for a phase of a step, or for work between steps."""
+        """step: None for work between steps."""
         return nullcontext()
 
     def on_evaluation(self, number: int, metrics: Mapping[str, Any], answers: Answers) -> None:
         pass
 
     def event(self, line: str, *, keep: bool = True) -> None:
-        """Show a line to the user. keep: record it, too."""
+        """keep: record the line, too."""
 
 
 class Listeners(Listener):
-    """Calls several listeners in order. Contexts end in the opposite order."""
+    """Contexts end in the opposite order."""
 
     def __init__(self, *listeners: Listener) -> None:
         self._all = listeners
@@ -155,8 +155,6 @@ class WatchdogListener(Listener):
 
 
 class Clock(Listener):
-    """Measures time/<phase>, in seconds."""
-
     @contextmanager
     def phase(self, name: str, step: Step | None = None) -> Iterator[None]:
         started = time.perf_counter()
@@ -268,7 +266,6 @@ class RecordListener(Listener):
                 self.log.write_event(line)
 
     def _on_rank_0(self, write: Callable[[], Any]) -> None:
-        """Call `write` on rank 0, and raise its error on every rank."""
         failure = None
         try:
             if self.is_rank_0:

@@ -42,10 +42,6 @@ def load_weights(
 
 @dataclass(frozen=True)
 class ModelBuilder:
-    """Builds a run's models on this rank, each after offloading the previous one.
-
-    folder  the actor's, which critic and reference model may share; hf: its config.json"""
-
     config: Config
     runtime: Runtime
     folder: ModelFolder

@@ -59,8 +59,8 @@ class EngineMemory:
 class AlternatingGroup:
     """A group with a part per model, of which one is on the device, as for teachers.
 
-    stay     the group is never offloaded; all parts are on the device
-    current  the part that is on the device, or was last"""
+    stay: the group is never offloaded; all parts are on the device. current: the part on the device, or last.
+    """
 
     def __init__(self, parts: Sequence[OffloadGroup], *, stay: bool) -> None:
         self.parts, self.stay, self.current = [*parts], stay, len(parts) - 1
@@ -78,9 +78,7 @@ class AlternatingGroup:
 
 
 class OffloadManager:
-    """Moves this rank's tensor groups.
-
-    Every rank makes the same moves in the same order, since an engine's are collective."""
+    """Moves this rank's tensor groups, in the same order on every rank: an engine's moves are collective."""
 
     def __init__(self, device: torch.device, keep: Collection[str]) -> None:
         self.device, self.keep = device, frozenset(keep)
@@ -117,13 +115,11 @@ class OffloadManager:
                 group.parts[number].onload()
 
     def onload(self, phase: str, groups: Collection[str]) -> None:
-        """Offload every other group, then load `groups`."""
         self._move(phase, self.present - frozenset(groups) - self.keep, onload=False)
         self._move(phase, frozenset(groups) - self.present, onload=True)
 
     @contextmanager
     def with_extra(self, phase: str, groups: Collection[str]) -> Iterator[None]:
-        """Load `groups` for the block without offloading others."""
         extra = frozenset(groups) - self.present
         self._move(phase, extra, onload=True)
         yield
@@ -140,7 +136,7 @@ class OffloadManager:
 
     @contextmanager
     def explained(self, phase: str) -> Iterator[None]:
-        """Turn torch's out-of-memory error into a DeviceMemoryError with groups and remedy."""
+        """Turn torch's out-of-memory error into a DeviceMemoryError."""
         try:
             yield
         except torch.OutOfMemoryError as error:
@@ -152,7 +148,6 @@ class OffloadManager:
                 advice += ", or set residency.offload=true"
             elif self.keep:
                 advice += f", or take {', '.join(sorted(self.keep))} out of residency.keep"
-            # The first two sentences: out of memory, and the requested size.
             what = ", ".join(str(error).strip().rstrip(".").split(". ")[:2])
             raise DeviceMemoryError(
                 f"phase {phase}: {what}; on the device are {there or 'no tensor groups'} ({advice})"
@@ -182,9 +177,9 @@ class Residency:
         self.offload, self.models, self.weight_sync = offload, models, weight_sync
 
     def onload(self, phase: str, groups: Collection[str]) -> None:
-        """Have these tensor groups on the device, and no others.
+        """Have only these tensor groups on the device.
 
-        An engine whose weights were lost gets the actor's first, unless the phase syncs them itself."""
+        An engine without weights gets the actor's first, unless the phase syncs them itself."""
         weight_sync = self.weight_sync
         if weight_sync is None:
             # If only engine groups are needed, the engine is remote: offload nothing.
@@ -205,7 +200,7 @@ class Residency:
         groups = {f"{model.name}.{part}" for part in parts}
         self.onload(phase, groups)
         if model.name == "critic":
-            number = list(self.models).index(name) - 1  # the actor comes before the critics
+            number = list(self.models).index(name) - 1
             for group in sorted(groups):
                 self.offload.select_part(phase, group, number)
 

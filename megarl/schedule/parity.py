@@ -1,8 +1,7 @@
 """The parity gate: compares the engine's log-probs with the trainer's before a start's first update.
 
 A difference beyond rounding errors ends the run. With guard.parity_layers the error names the first layer
-that
-differs from a transformers model with the same weights."""
+that differs from a transformers model with the same weights."""
 
 from __future__ import annotations
 
@@ -43,11 +42,10 @@ from megarl.weights.tensor_files import Processes
 LIMITS = {"fp32": 1e-3, "bf16": 0.15, "fp8": 0.4}
 # Limits of the relative difference of a part's output.
 PART_LIMITS = {"fp32": 1e-3, "bf16": 0.05, "fp8": 0.25}
-SEQUENCES, TOKENS = 2, 256  # of each at most
+SEQUENCES, TOKENS = 2, 256
 # A layer's number (-1: before the first; number of layers: after the last), and its part's name.
 Part = tuple[int, str]
 OUTPUT, HEAD = "residual, or a norm behind attention or MLP", "output layer"
-# Parts of a layer in order, with Megatron's names.
 PARTS = {
     "norm before attention": "input_layernorm",
     "attention": "self_attention",
@@ -101,7 +99,7 @@ def check_parity(run: Run, step: Step) -> None:
     sums = sum_over_replicas(run.runtime, sums)
     metrics = mismatch_metrics(sums, max_over_ranks(run.runtime, float(largest)))
     mean = metrics["mismatch/logprob_abs_mean"]
-    if mean <= limit:  # 0 without a token
+    if mean <= limit:
         return
     if guard.parity_layers:
         details = f"{compare_layers(run, step, version)}; nothing was updated (guard.parity is the limit)"
@@ -124,7 +122,7 @@ def compare_layers(run: Run, step: Step, version: int) -> str:
             "weight_transfer", {"actor.weights", "engine.weights"} if own else {"actor.weights"}
         )
         weight_sync = run.weight_sync
-        if own and weight_sync and not weight_sync.complete:  # offloading lost the engine's weights
+        if own and weight_sync and not weight_sync.complete:
             weight_sync.sync(weight_sync.version)
         sequences = _choose_sequences(run, step.batch)
         states = [_run_trainer(run, *sequence) for sequence in sequences]
@@ -149,7 +147,6 @@ def compare_layers(run: Run, step: Step, version: int) -> str:
 
 
 def _describe(run: Run, differences: Sequence[Mapping[Part, float]], own: bool) -> str:
-    """Write the table, and describe the first difference. own: the reference is the engine."""
     config, layers = run.config, run.hf.num_hidden_layers
     kind = "fp8" if config.model.fp8.format != "none" else config.model.dtype
     worst = [(part, max(one[part] for one in differences)) for part in differences[0]]
@@ -192,7 +189,7 @@ def _choose_sequences(run: Run, batch: TrainBatch) -> list[tuple[list[int], list
 
 @contextmanager
 def _record_outputs(chunks: Sequence[Any]) -> Iterator[dict[Part, Tensor]]:
-    """Yield the outputs of this rank's parts in the first pass within the block, on the host."""
+    """Yield this rank's outputs of the first pass within the block, on the host."""
     outputs: dict[Part, Tensor] = {}
 
     def record(part: Part, _module: Any, _inputs: Any, output: Any) -> None:
@@ -221,7 +218,7 @@ def _record_outputs(chunks: Sequence[Any]) -> Iterator[dict[Part, Tensor]]:
 def _run_trainer(run: Run, prompt: list[int], response: list[int]) -> dict[Part, Tensor]:
     """Return the outputs of the trainer's parts, [t, hidden], on rank 0, without routing replay.
 
-    (layers, HEAD) has the log-probs of the response, [r]."""
+    (layers, HEAD) has the response's log-probs, [r]."""
     runtime, actor, batch = run.runtime, run.actor, TrainBatch.build([prompt], [response])
     batches = make_micro_batches(batch, [0], batch.num_tokens, actor.model)
     with actor.free_routing(), _record_outputs(actor.model.chunks) as outputs:
@@ -265,11 +262,9 @@ def _build_reference(run: Run, version: int) -> TransformersEngine | None:
 def _run_reference(
     engine: TransformersEngine, tokens: Sequence[int], given: Mapping[Part, Tensor]
 ) -> dict[Part, Tensor]:
-    """Return the outputs of the reference's parts, [t, hidden], in the model's order.
+    """Return the outputs of the reference's parts, [t, hidden]; logits [t, vocab] at (layers, HEAD).
 
-    (layers, HEAD) has the logits, float32 [t, vocab]. Each layer's input is the trainer's (`given`), so that
-    a
-    difference shows only where it arises."""
+    Each layer's input is the trainer's (`given`), so that a difference shows only where it arises."""
     body, outputs = engine.model.get_decoder(), dict[Part, Tensor]()
     last = len(body.layers) - 1
 

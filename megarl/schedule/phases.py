@@ -40,7 +40,6 @@ def rollout(run: Run, step: Step) -> None:
 
 
 def distribute(run: Run, step: Step) -> None:
-    """Divide the batch into mini-batches with global denominators, and deliver replicas' parts."""
     config = run.config
     models = [*([] if step.stage == PRETRAINING else [run.actor]), *run.critics[:1]]  # critics share a layout
     networks = [model.model for model in models]
@@ -96,7 +95,6 @@ def reference_logprobs(run: Run, step: Step) -> None:
 
 
 def reward_model(run: Run, step: Step) -> None:
-    """Add the reward model's weighted scores to the rewards of the whole step."""
     assert run.reward_model is not None
     rollout, batch, weight = step.rollout, step.batch, run.config.reward.model.weight
     step.count_tokens(passes=1)
@@ -157,7 +155,7 @@ def critic_agreement(run: Run, step: Step) -> None:
 def teacher_advantages(run: Run, step: Step) -> None:
     """Add a teacher's log-probs to the advantages (on-policy distillation)."""
     batch, config = step.batch, run.config
-    logprobs = torch.full((batch.num_tokens,), -torch.inf)  # without a teacher
+    logprobs = torch.full((batch.num_tokens,), -torch.inf)
     for teacher, micro_batches in load_teachers(run, step, "teacher_advantages"):
         columns = teacher.logprob_columns(batch, micro_batches)["logprobs"]
         at = torch.cat([one.token_indices for one in micro_batches])
@@ -179,9 +177,7 @@ def teacher_top_k(run: Run, step: Step) -> None:
 
 
 def load_teachers(run: Run, step: Step, phase: str) -> Iterator[tuple[InferenceModel, Sequence[MicroBatch]]]:
-    """Load the teachers one by one, with micro-batches of their responses on this replica.
-
-    A teacher without a response in the whole batch is skipped."""
+    """Load the needed teachers one by one, with micro-batches of their responses on this replica."""
     config, batch = run.config, step.batch
     if not config.teacher.by_source:
         step.count_tokens(passes=1)

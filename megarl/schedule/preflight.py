@@ -63,9 +63,7 @@ from megarl.weights.shards import (
 )
 from megarl.weights.tensor_files import carried_files
 
-# The settings that decide the result, in run_dir.
 SETTINGS = "settings.json"
-# Packages on which the result depends.
 PACKAGES = (
     *("megarl", "torch", "megatron-core", "transformers", "transformer-engine", "sglang"),
     *("numpy", "math-verify", "reasoning-gym"),
@@ -73,12 +71,10 @@ PACKAGES = (
 
 
 def preflight(config: Config, where: str, world: int | None = None, *, replay: bool = False) -> list[str]:
-    """Check everything that a training run needs except its folder (`claim_run_dir`).
+    """Check everything that a training run needs except its folder (`claim_run_dir`); return warnings.
 
-    Returns warnings. Raises ConfigError, CheckpointError and DataError.
-
-    where: names the configuration in errors; world: None: the ranks launched, or to be launched here;
-    replay: a step is repeated from its rollout, without engine, tools, verifier and prompts"""
+    world: None: the ranks launched, or to be launched here. replay: without engine, tools, verifier, prompts.
+    Raises ConfigError, CheckpointError and DataError."""
     check_config(config, where)
     device = choose_device(config.parallel.device)
     _check_machine(config, device.type, world, replay=replay)
@@ -374,9 +370,8 @@ def _check_positions(config: Config, where: str, folder: ModelFolder | ModelDesc
 def claim_run_dir(config: Config, *, fresh: bool = False) -> None:
     """Create the run's folder, private to the user, or check that its run can continue or restart.
 
-    A run with a complete checkpoint continues; one killed before it restarts. Raises ConfigError otherwise,
-    for
-    other settings, and with `fresh` for any run."""
+    A run with a complete checkpoint continues; one killed before it restarts. Raises ConfigError otherwise.
+    """
     run_dir = config.run_dir
     try:
         run_dir.mkdir(parents=True, exist_ok=True, mode=0o700)

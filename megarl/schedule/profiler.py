@@ -17,7 +17,6 @@ from megarl.parallel.runtime import Runtime
 
 # Layers x response tokens above which an in-process engine is not traced: each has some 50 operators of 1 kB.
 OPERATORS_IN_ROLLOUT = 20_000
-# The process's name, which follows the first "args" of its metadata.
 _PROCESS = re.compile(r'"name": "process_name"')
 _NAME = re.compile(r'("name": )"[^"]*"')
 

@@ -37,10 +37,7 @@ class Progress:
 class Recovery:
     """Resumes a run, saves due steps, and leaves on preemption. Every rank makes the same calls.
 
-    A run leaves after a step, or within one before any weight has changed, without the step's samples.
-
-    stateful    more state to save, by name
-    checkpoint  from which the run resumes; None: it starts from the beginning"""
+    A run leaves after a step, or within one before any weight has changed, without the step's samples."""
 
     def __init__(
         self, run: Run, stateful: Mapping[str, Stateful], listeners: Listeners, stop: StopRequest
@@ -67,7 +64,7 @@ class Recovery:
         self._since = time.monotonic()
 
     def resume(self) -> int:
-        """Load the checkpoint, drop later records, and return the number of finished main steps."""
+        """Load the checkpoint, drop later records, and return the finished main steps."""
         for line in self._skipped:
             self.listeners.event(line)
         checkpoint, run = self.checkpoint, self.run

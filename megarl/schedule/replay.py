@@ -30,7 +30,6 @@ from megarl.training.checkpoint import (
 )
 from megarl.training.sharded import load_checkpoint
 
-# Metrics that are not results of the step.
 IGNORED = ("time/", "inside/", "throughput/", "transfer/", "guard/", "memory")
 # Relative and absolute tolerance with another layout; most metrics are about 1.
 TOLERANCE = {"fp32": 1e-3, "bf16": 5e-2}
@@ -60,7 +59,7 @@ class Outcome:
 
 
 def replay(config: Config, number: int, runtime: Runtime, tolerance: float | None = None) -> Outcome:
-    """Repeat step `number` of the run in config.run_dir. Every rank calls this.
+    """Repeat step `number`. Every rank calls this.
 
     With the checkpoint's layout and versions, weights and recorded digits must be equal."""
     recorded = recorded_numbers(config, number)
@@ -112,7 +111,6 @@ def _load(run: Run, checkpoint: Checkpoint) -> list[str]:
 
 
 def recorded_numbers(config: Config, number: int) -> dict[str, float]:
-    """Return the step's numbers in metrics.jsonl. Raises DataError if there are none."""
     for record in read_metrics(config.run_dir).records:
         if record["stage"] == config.main_stage and record["step"] == number:
             if record.get("guard/skipped"):
@@ -128,9 +126,7 @@ def recorded_numbers(config: Config, number: int) -> dict[str, float]:
 
 
 def find_start(config: Config, number: int) -> Checkpoint | None:
-    """Return the checkpoint before the step; None if it started from the models' folders.
-
-    Raises CheckpointError if it has been removed."""
+    """Return the checkpoint before the step; None if there was none. Raises CheckpointError if removed."""
     if number > 1:
         return open_checkpoint(config.run_dir / FOLDER / folder_name(config.main_stage, number - 1))
     if not (config.has_critic and config.value_pretraining.steps):
@@ -148,7 +144,6 @@ def find_start(config: Config, number: int) -> Checkpoint | None:
 
 
 def _compare_weights(run: Run, checkpoint: Checkpoint, runtime: Runtime) -> float:
-    """Load the checkpoint after the step; return the largest difference of a weight."""
 
     def weights(name: str) -> list[torch.Tensor]:
         run.residency.onload_for_checkpoint(name)

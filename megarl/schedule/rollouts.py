@@ -1,7 +1,7 @@
 """Rollouts on disk, for `megarl replay` and value pretraining (VAPO section 4.1).
 
-A rollout is a folder with a safetensors file per rank and a manifest with checksums, which is written last.
-Any layout can read it: ranks divide the files, and deliver the sequences as if they had sampled them."""
+A rollout is a folder with a safetensors file per rank and a manifest with checksums, written last. Any
+layout can read it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,6 @@ FOLDER = "step-{:06d}"
 MANIFEST = "manifest.json"
 # Columns [T] of a file; all others are [n].
 TOKEN_COLUMNS = ("engine_logprobs", "token_versions", "turn_rewards", "routing")
-# Keys and sections that decide the samples and their rewards.
 SAMPLING_KEYS = (
     *("seed", "data.shuffle", "model.dtype", "rollout.engine", "rollout.weights_dtype", "rollout.prompts"),
     "rollout.engine_options",
@@ -45,7 +44,7 @@ SAMPLING_KEYS = (
     "reward.terms",
     *("reward.overlong.soft_punishment", "reward.overlong.buffer"),
 )
-# A rank's columns [n] with "row" and lengths, and an empty batch with names and types of the columns [T].
+# A rank's columns [n], and an empty batch with names and types of the columns [T].
 ReadRows = tuple[dict[str, Tensor], TrainBatch]
 MODEL_FILES = (".json", ".safetensors", ".distcp", ".model", ".jinja")
 
@@ -72,13 +71,12 @@ class RolloutStore:
             return None, [f"{error}; it is sampled again"]
 
     def write(self, number: int, batch: RolloutBatch, state: Mapping[str, Any]) -> None:
-        """Write a rollout and rank 0's `state` (JSON). Raises ConfigError if that fails."""
+        """Raises ConfigError if writing fails. state: rank 0's, JSON."""
         folder, rank = self.folder / FOLDER.format(number), self.ranks.rank
         part, sha256 = f"rank-{rank:05d}.safetensors", ""
 
         @contextmanager
         def writing(path: Path) -> Iterator[None]:
-            """Raise on every rank if one of them fails to write."""
             failure = None
             try:
                 yield
@@ -90,7 +88,7 @@ class RolloutStore:
 
         with writing(folder):
             if rank == 0:
-                shutil.rmtree(folder, ignore_errors=True)  # damaged or outdated
+                shutil.rmtree(folder, ignore_errors=True)
                 folder.mkdir(parents=True, mode=0o700)
         with writing(folder / part):
             if len(batch.rows):
@@ -114,7 +112,6 @@ def manifest_path(folder: Path, number: int) -> Path:
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
-    """Return a rollout's made_from, state, and files (name -> SHA-256)."""
     try:
         digest, text = path.read_text(encoding="utf-8").splitlines()
         if hashlib.sha256(text.encode()).hexdigest() != digest:
@@ -193,7 +190,7 @@ def list_rollout_files(manifest: Path) -> list[Path]:
 
 
 def pretraining_rollouts(config: Config, prompts: Sequence[Prompt], ranks: Ranks) -> RolloutStore:
-    """Return value pretraining's store. Every rank calls this; rank 0 reads the model's files."""
+    """Every rank calls this; rank 0 reads the model's files."""
     made_from: dict[str, Any] = {}
     if ranks.rank == 0:
         files = sorted(path for path in config.model.path.iterdir() if path.suffix in MODEL_FILES)
@@ -210,9 +207,7 @@ def pretraining_rollouts(config: Config, prompts: Sequence[Prompt], ranks: Ranks
 
 
 def check_pretraining_rollouts(config: Config) -> None:
-    """Check before any rank starts that the first rollout was made with these settings.
-
-    The model's files and the prompts are compared later."""
+    """Check the first rollout's settings before any rank starts. Model and prompts are compared later."""
     path = manifest_path(pretraining_folder(config), 1)
     if config.has_critic and config.value_pretraining.steps and path.exists():
         with suppress(DataError):

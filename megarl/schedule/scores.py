@@ -22,7 +22,7 @@ class Scores:
 
     @property
     def k(self) -> int | None:
-        """Return the number of answers per problem; None if it varies."""
+        """None if it varies."""
         numbers = {len(group.samples) for group in self.groups}
         return numbers.pop() if len(numbers) == 1 else None
 
@@ -31,7 +31,6 @@ class Scores:
         return [group for group in self.groups if all(r.judged for r in group.samples)]
 
     def table(self) -> list[dict[str, Any]]:
-        """Return one row per graded problem; pass_at has pass@j for every j of `ks_up_to`."""
         rows = []
         for group in self.judged:
             answers, correct = group.samples, [r.correct for r in group.samples]
@@ -108,7 +107,7 @@ class Scores:
 
 @dataclass
 class EvaluationResult:
-    """The evaluated problem sets with their answers, whose tokens are on rank 0."""
+    """The evaluated problem sets with their answers."""
 
     sets: list[tuple[ProblemSet, list[SampleGroup]]]
 
@@ -127,8 +126,7 @@ class EvaluationResult:
     def stats(self) -> dict[str, float]:
         """Return eval/* of the headline and eval/<name>/* of each part of `by_name`.
 
-        eval/k is set if it is equal for all problems. eval/<name>/k is set for named sets, or if it differs.
-        """
+        eval/k is set if it is equal for all problems."""
         headline, named = self.headline, {one.name for one, _ in self.sets}
         stats: dict[str, float] = {}
         if headline.groups:

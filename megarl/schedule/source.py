@@ -39,8 +39,7 @@ from megarl.sync.weight_sync import Failures
 class BatchSource(ABC):
     """Gives the trainer its batches. Every rank makes the same calls.
 
-    reports  what was read from the data files
-    share    the type of `snapshot`'s value"""
+    reports: what was read from the data files; share: the type of `snapshot`'s value"""
 
     reports: Mapping[str, ReadReport]
     share: Any = dict[str, Any]
@@ -74,7 +73,6 @@ class BatchSource(ABC):
 
     @property
     def depths(self) -> Mapping[str, Callable[[], int | str]]:
-        """Return the queues' sizes, for reports about a hang."""
         return {}
 
     def take_waited(self) -> float:
@@ -88,9 +86,7 @@ class GenerationShare(TypedDict):
 
 
 class Generation(BatchSource):
-    """Samples and evaluates with this rank's engine and its current weights.
-
-    recover  restarts failed engines, see WeightSync"""
+    """Samples and evaluates with this rank's engine. recover: restarts failed engines, see WeightSync."""
 
     share = GenerationShare
 
@@ -139,13 +135,11 @@ class Generation(BatchSource):
 
     @cached_property
     def pretraining_rollouts(self) -> RolloutStore:
-        """Return the rollouts on disk. The first access is collective."""
+        """The first access is collective."""
         return pretraining_rollouts(self.config, self.prompts, self.runtime.engines)
 
     def rollout(self, stage: str, number: int) -> RolloutBatch:
-        """Sample and grade groups until the batch is full (DAPO eq. 11).
-
-        In value pretraining the policy is frozen, so rollouts on disk are reused."""
+        """Sample and grade groups until the batch is full (DAPO eq. 11)."""
         pretraining, events = stage == PRETRAINING, list[str]()
         if pretraining:
             stored, events = self.pretraining_rollouts.read(number)
@@ -212,8 +206,6 @@ def start_engine(engine: RolloutEngine, runtime: Runtime) -> None:
 
 
 class RecordedRollouts(BatchSource):
-    """Reads the rollouts that a run has kept (checkpoint.rollouts)."""
-
     def __init__(self, config: Config, runtime: Runtime) -> None:
         self.folder, self.runtime, self.reports = rollouts_folder(config), runtime, {}
 

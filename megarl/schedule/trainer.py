@@ -39,7 +39,7 @@ class Trainer:
             check_phases(select_phases(self.config, stage, first_step=True))
         self.fresh_stages = {self.stage, PRETRAINING}
         self.guards = Guards(self.config.guard, self.config.rollout.windows)
-        self.has_passed_step = False  # since this start
+        self.has_passed_step = False
         self.pretraining = Progress()
         self.listeners = make_listeners(run, watchdog)
         stateful: dict[str, Stateful] = {"guards": self.guards, "value_pretraining": self.pretraining}
@@ -122,13 +122,10 @@ class Trainer:
                 step.events += alarms
                 step.metrics |= {"guard/skipped": 0.0, "guard/alarms": float(len(alarms))}
             step.events += self.guards.count_ungraded(step.metrics, step.verifier_errors)
-            step.metrics["time/checkpoint"] = self.recovery.take_seconds()  # mostly of earlier steps
+            step.metrics["time/checkpoint"] = self.recovery.take_seconds()
         self.guards.check_graded()
 
     def run_phases(self, step: Step, phases: Sequence[Phase], *, weights_changed: bool = False) -> None:
-        """Run phases in order, each with its tensor groups on the device.
-
-        Before each phase, leave if asked to, and transfer weights that remote engines wait for."""
         run = self.run
         for phase in phases:
             self.recovery.check(weights_changed=weights_changed)
@@ -161,7 +158,7 @@ class Trainer:
         self.listeners.on_evaluation(number, {**stats, "time/evaluation": spent}, answers)
 
     def export(self, which: str, out: Path, *, changed: bool, adapters: bool = False) -> None:
-        """Export a model, unless an earlier start has, and the weights have not `changed` since."""
+        """Export a model, unless an earlier start has and the weights have not `changed` since."""
         if broadcast_from_rank_0(self.run.runtime, out.exists(), bool):
             if not changed:
                 return

@@ -27,7 +27,6 @@ from megarl.config.schema import WatchdogConfig
 from megarl.parallel.launch import HUNG, write_error_file
 
 FOLDER = "heartbeat"
-# Files of each rank.
 BEAT, REPORT, STACK = "rank-{:05d}.json", "report-{:05d}.json", "stack-{:05d}.txt"
 WIDTH = 512  # bytes of a heartbeat, overwritten in place so that it is always complete
 REPORT_REQUESTED = "report-asked"
@@ -38,14 +37,10 @@ WAITS = (
     "megatron/core/pipeline_parallel/p2p_communication.py",
     "/selectors.py",  # event loops wait for messages
 )
-LIBRARIES = ("torch/", "/asyncio/")  # skipped in the search for the caller
+LIBRARIES = ("torch/", "/asyncio/")
 
 
 class Watchdog:
-    """Watches this rank while the `with` block lasts.
-
-    depths: queue name -> function that returns its size or content, for reports"""
-
     def __init__(self, run_dir: Path, rank: int, world: int, config: WatchdogConfig) -> None:
         self.run_dir, self.folder = run_dir, run_dir / FOLDER
         self.rank, self.world, self.config = rank, world, config
@@ -85,7 +80,6 @@ class Watchdog:
         os.close(self._file)
 
     def phase(self, name: str, stage: str | None = None, step: int | None = None) -> None:
-        """Enter a phase. None keeps the previous stage or step."""
         with self._lock:
             given = {"phase": name, "stage": stage, "step": step}
             self._state |= {key: value for key, value in given.items() if value is not None}
@@ -121,7 +115,6 @@ class Watchdog:
             if taken > limit:
                 self._fire(f"phase {self._state['phase']} has taken {taken:.0f} s, its limit is {limit:g} s")
             elif (silent := time.monotonic() - self._last_beat) > self.config.silence / 2:
-                # Leave before the others report a hang.
                 path = self.folder / BEAT.format(self.rank)
                 line = f"{path}: cannot be written for {silent:.0f} s: {self._beat_error} ({MAKE_ROOM})"
                 self._leave(f"rank {self.rank}: {line}", StorageError.code)
@@ -169,7 +162,7 @@ class Watchdog:
         """Report the hang and end this process, even if the report fails."""
         try:
             line = self._write_report(reason)
-        except OSError as error:  # the disk may be the cause
+        except OSError as error:
             line = f"the run hangs: {reason}; no report could be written to {self.run_dir}: {error}"
         self._leave(line, HUNG)
 
@@ -181,7 +174,6 @@ class Watchdog:
             os._exit(code)
 
     def _write_report(self, reason: str) -> str | None:
-        """Write the report for all ranks; return a line, or None if another rank does it."""
         self._report()
         try:
             os.close(os.open(self.folder / REPORT_REQUESTED, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
@@ -237,10 +229,7 @@ def _read(path: Path) -> str:
 
 @dataclass(frozen=True)
 class Report:
-    """A rank's part of the report about a hang.
-
-    waits_in         the collective in which the main thread waits
-    last_collective  the last one in which the watchdog saw it"""
+    """last_collective: the last one in which the watchdog saw the main thread."""
 
     rank: int
     host: str

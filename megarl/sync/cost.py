@@ -37,7 +37,7 @@ class RankCost(NamedTuple):
 
 @dataclass
 class _RankRound:
-    nbytes: list[int] = field(default_factory=lambda: [0] * 4)  # as in RankCost from node_sent on
+    nbytes: list[int] = field(default_factory=lambda: [0] * 4)
     peers: set[int] = field(default_factory=set)
     staging: int = 0
 
@@ -66,7 +66,7 @@ def direct_cost(plan: Plan, itemsize: int, bucket_bytes: int, cluster: ClusterCo
             round_.staging += size
             total[rank][link] += nbytes
     clock = {rank: size / cluster.copy_speed / 1e9 for rank, size in local.items()}
-    staging: dict[int, list[int]] = {rank: [] for rank in local}  # of each round
+    staging: dict[int, list[int]] = {rank: [] for rank in local}
     for _, by_rank in sorted(rounds.items()):
         start = {rank: max(clock[at] for at in (rank, *round_.peers)) for rank, round_ in by_rank.items()}
         for rank, round_ in by_rank.items():
@@ -85,8 +85,7 @@ def gather_cost(
 ) -> dict[int, RankCost]:
     """Return each rank's lowest possible cost of gathering all of `shapes` from the plan's sources.
 
-    A rank receives only bytes that it lacks. Each byte enters a node once, evenly over all adapters, and is
-    passed on in a ring within the node."""
+    Each byte enters a node once, evenly over all adapters, and is passed on in a ring within the node."""
 
     def nbytes(boxes: Iterable[tuple[str, Box]]) -> int:
         return sum(volume(box) for _, box in boxes) * itemsize

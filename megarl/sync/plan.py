@@ -34,8 +34,8 @@ GPUS_PER_NODE = 8
 ALIGN = 16  # bytes; aligned pieces can be viewed as any dtype
 
 # Formats of target tensors that differ from the model's dtype. Block FP8 follows SGLang and published
-# checkpoints: `weight` is float8_e4m3fn, and `weight_scale_inv` has one float32 per block of 128 x 128 of the
-# Hugging Face tensor. Their product is the original. Only projections are quantised.
+# checkpoints: a float32 `weight_scale_inv` per block of 128 x 128 times the float8_e4m3fn `weight` is the
+# original. Only projections are quantised.
 FP8, FP32 = "float8_e4m3fn", "float32"
 FORMAT_BYTES = {FP8: 1, FP32: 4}
 BLOCK = 128
@@ -81,7 +81,6 @@ class Plan:
     relays: tuple[Copy, ...] = ()  # after `copies`: from a filled target to others on its node
 
     def nbytes(self, copy: Copy, itemsize: int) -> int:
-        """Return the bytes that a copy writes. itemsize: bytes of an element of the model's dtype."""
         return copy.size * self.width(copy, itemsize)
 
     def part(self, names: Collection[str]) -> Plan:
@@ -95,7 +94,6 @@ class Plan:
         return replace(self, copies=copies, relays=relays, targets=targets)
 
     def width(self, copy: Copy, itemsize: int) -> int:
-        """Return the bytes of one element of a copy's target."""
         return FORMAT_BYTES[self.formats[copy.dst_name]] if copy.dst_name in self.formats else itemsize
 
     def direct(self) -> Iterator[Copy]:
@@ -121,11 +119,6 @@ class Plan:
         return {rank: Traffic(*count) for rank, count in counts.items()}
 
     def verify(self) -> None:
-        """Prove that every byte of every target is written exactly once, from the right place.
-
-        A copy's boxes must be equal in Hugging Face coordinates. A target's boxes and padding must tile it.
-        Raises
-        PlanError with the first tensor for which this is false."""
         boxes_by_target: dict[tuple[int, str], list[Box]] = defaultdict(list)
         # By identity: replicas share shards and boxes, which the plan keeps alive.
         located: dict[tuple[int, int], tuple[str, Box]] = {}
@@ -189,8 +182,6 @@ class _Owners:
 
 
 class _Part(NamedTuple):
-    """A box of a target tensor, and its places in the sources."""
-
     owners: _Owners
     places: Places
     size: int
@@ -216,8 +207,7 @@ def make_plan(
     A box's source is the target's own rank if possible, then a rank on its node, then the rank that sends
     least. Bytes for several targets of a node cross the network once, and are relayed there.
 
-    Regions of different sources must be equal or disjoint in Hugging Face coordinates. Raises PlanError if
-    the sources lack a box of a target."""
+    Regions of different sources must be equal or disjoint. Raises PlanError if they lack a box."""
     source_shards, target_shards = dict(sources), dict(targets)
     parts = _collect_parts(source_shards, target_shards, gpus_per_node)
     receivers = _choose_receivers(parts, target_shards, gpus_per_node)
@@ -279,7 +269,6 @@ def _queue_parts(
 def _choose_receivers(
     parts: Mapping[int, Sequence[_Part]], target_shards: Mapping[int, Shards], gpus_per_node: int
 ) -> dict[tuple[int, int], int]:
-    """Choose each node's receiver of a part from another node, by (node, id of the part)."""
     receivers: dict[tuple[int, int], int] = {}
     replicas: dict[tuple[int, int], list[int]] = defaultdict(list)
     for rank, shards in target_shards.items():
@@ -297,7 +286,6 @@ def _choose_receivers(
 def _collect_parts(
     source_shards: dict[int, Shards], target_shards: dict[int, Shards], gpus_per_node: int
 ) -> dict[int, list[_Part]]:
-    """Return the parts of each target by the id of its shards, which replicas share."""
     # Hugging Face name -> box -> places. Replicas share one place object, shifted once below.
     everywhere: dict[str, dict[Box, Places]] = defaultdict(lambda: defaultdict(dict))
     shared: dict[tuple[str, int], tuple[str, Box]] = {}
@@ -310,7 +298,6 @@ def _collect_parts(
 
     @cache
     def cover(hf_name: str, wanted: Box) -> list[tuple[Box, Places]]:
-        """Cut a box into parts with their places. Raises PlanError unless the sources cover it once."""
         found = []
         for box, ranks in everywhere.get(hf_name, {}).items():
             common = intersect(box, wanted)
@@ -339,9 +326,9 @@ def _collect_parts(
 
 @dataclass
 class Round:
-    """Messages of one rank that are in flight together: pieces by peer, in the order of staging memory."""
+    """Messages of one rank in flight together: pieces by peer, in the order of staging memory."""
 
-    relays: bool  # sent from target tensors
+    relays: bool
     size: int = 0  # bytes of staging memory
     sends: dict[int, list[Copy]] = field(default_factory=lambda: defaultdict(list))
     receives: dict[int, list[Copy]] = field(default_factory=lambda: defaultdict(list))
@@ -359,10 +346,10 @@ def align(size: int) -> int:
 
 
 def schedule_pieces(plan: Plan, itemsize: int, bucket_bytes: int) -> Iterator[ScheduledPiece]:
-    """Yield every piece that is sent between ranks, with its round. All ranks get the same order.
+    """Yield every piece that is sent between ranks, with its round, in the same order on all ranks.
 
-    A rank stages at most `bucket_bytes` in a round, or one element: half of it for sends, half for receives.
-    A piece goes into the first round in which both ends have room after their earlier pieces. Each rank runs
+    A rank stages at most `bucket_bytes` in a round (or one element), half for sends, half for receives. A
+    piece goes into the first round in which both ends have room after their earlier pieces. Each rank runs
     its rounds in order, and a round waits only for its own ranks, so the lowest unfinished round can always
     finish: there is no deadlock."""
     limit = max(ALIGN, bucket_bytes // 2 // ALIGN * ALIGN)
@@ -442,12 +429,10 @@ def engine_ranks(config: Config, trainers: int) -> range:
 def engine_targets(
     config: Config, hf_config: Mapping[str, Any], trainers: int, *, cpu: bool = False
 ) -> list[tuple[int, Shards]]:
-    """Return (rank, shards) of every rank with an engine.
+    """Return (rank, shards) of every rank with an engine. cpu: SGLang's CPU engine.
 
     The r-th of `engine_ranks` holds part r % engine_tp of engine r // engine_tp. With servers at URLs, an
-    engine's first rank holds all weights. Raises ConfigError if the ranks or the model do not divide.
-
-    cpu: SGLang's CPU engine"""
+    engine's first rank holds all weights. Raises ConfigError if the ranks or the model do not divide."""
     ranks, tp, kind = engine_ranks(config, trainers), config.rollout.engine_tp, config.rollout.capabilities
     if kind.sharded:
         shards = [sglang_shards(hf_config, tp, rank, cpu=cpu) for rank in range(tp)]
@@ -459,7 +444,6 @@ def engine_targets(
 
 
 def engine_plan(config: Config, hf_config: Mapping[str, Any], layout: Layout, *, cpu: bool = False) -> Plan:
-    """Plan the transfer of the actor's weights into all engines. Raises ConfigError."""
     sources = megatron_layout(hf_config, layout)
     targets = engine_targets(config, hf_config, layout.world, cpu=cpu)
     single = float32_tensors(hf_config, sglang=config.rollout.capabilities.sharded)
@@ -474,7 +458,7 @@ def engine_plan(config: Config, hf_config: Mapping[str, Any], layout: Layout, *,
 
 
 def frozen_targets(plan: Plan, hf_config: Mapping[str, Any], optimizer: OptimizerConfig) -> frozenset[str]:
-    """Return the names of the target tensors that hold only frozen weights or their scales.
+    """Return the target tensors that hold only frozen weights or their scales.
 
     Weights with LoRA adapters change. All parts of a fused tensor (qkv_proj) are one Megatron parameter, so
     they are frozen together."""
@@ -498,8 +482,8 @@ def fp8_block(
     """Return sources and targets with the scales of block FP8, and the formats of targets by name.
 
     The scales of Hugging Face tensor x are x_scale_inv [rows / 128, columns / 128], rounded up. Every source
-    has all scales (transfer.BlockScales). Raises ConfigError, naming the tensor, if a target does not consist
-    of whole blocks, which SGLang requires. shapes: of the Hugging Face tensors"""
+    has all scales (transfer.BlockScales). Raises ConfigError if a target does not consist of whole blocks,
+    which SGLang requires. shapes: of the Hugging Face tensors"""
 
     def is_linear(hf_name: str) -> bool:
         return hf_name.endswith("_proj.weight")

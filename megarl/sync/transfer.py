@@ -37,8 +37,6 @@ BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass(frozen=True)
 class TransferStats:
-    """This rank's bytes and seconds of one run."""
-
     bytes_sent: int
     bytes_received: int
     bytes_local: int
@@ -62,7 +60,7 @@ class TransferStats:
 
 
 class Staging:
-    """Device memory that transfers share, as large as the largest needs, allocated at first use.
+    """Device memory that transfers share, allocated at first use.
 
     `release` empties the storage in place, so that views stay valid."""
 
@@ -91,8 +89,6 @@ class Staging:
 
 
 class _Writes:
-    """Writes to tensors of this rank that run together."""
-
     def __init__(self) -> None:
         # By (target dtype, source dtype): a list's tensors are copied in one kernel.
         self._copies: dict[tuple[torch.dtype, torch.dtype], tuple[list[Tensor], list[Tensor]]] = {}
@@ -114,7 +110,7 @@ class _Writes:
 class _BoundRound:
     pack: _Writes = field(default_factory=_Writes)
     unpack: _Writes = field(default_factory=_Writes)
-    sends: list[tuple[int, Tensor]] = field(default_factory=list)  # (peer, uint8 [bytes])
+    sends: list[tuple[int, Tensor]] = field(default_factory=list)
     receives: list[tuple[int, Tensor]] = field(default_factory=list)
 
 
@@ -128,7 +124,6 @@ class Transfer:
     dtype         of target tensors without a format. Default: that of this rank's targets, if it has any
     group         for the messages. Default: the whole job. With NCCL, all its ranks must have used it before.
                   If targets are quantised or checked, all its ranks must take part
-    staging       memory to share with other transfers
 
     Raises ValueError if names, shapes or dtypes of the tensors are not the plan's."""
 
@@ -160,8 +155,8 @@ class Transfer:
         self._rounds = build_rounds(plan, rank, dtype.itemsize, bucket_bytes)
         self._staging = staging or Staging(self._device)
         self._staging.reserve(max((round_.size for round_ in self._rounds), default=0))
-        self._packed: Tensor | None = None  # staging memory at the last run
-        self._addresses: tuple[int, ...] | None = None  # at the last run
+        self._packed: Tensor | None = None
+        self._addresses: tuple[int, ...] | None = None
         self._bound: list[_BoundRound] = []
         self._local_writes, self._padding = _Writes(), list[Tensor]()
         self._traffic = plan.summary(dtype.itemsize).get(rank, Traffic(0, 0, 0))
@@ -253,7 +248,6 @@ class Transfer:
         return bound
 
     def _add_write(self, writes: _Writes, copy: Copy, to: Tensor) -> None:
-        """Add a write of a copy's source to `to`, in the target's dtype."""
         source, box = self._sources[copy.src_name], copy.src_box
         if self._plan.formats.get(copy.dst_name) == FP8:
             place = to_hf(self._plan.sources[self._rank][copy.src_name], box, copy.src_name)
@@ -268,7 +262,6 @@ class Transfer:
 
     @cached_property
     def _hash_plan(self) -> tuple[dict[tuple[int, str], int], list[Copy]]:
-        """Return the index of every (rank, target) in `check`, and the copies that this rank hashes."""
         names = [(target, name) for target, shards in self._plan.targets.items() for name in shards]
         mine = [copy for copy in self._plan.direct() if copy.src_rank == self._rank]
         return {key: index for index, key in enumerate(names)}, mine
@@ -313,12 +306,11 @@ def fingerprint(values: Tensor, box: Box) -> Tensor:
     """Return the hash of a box of a tensor, int64 []. The hash of a tensor is the sum over its boxes.
 
     hash = sum of bits[i, j] * a[i] * b[j] mod 2^64, where a and b are odd and pseudo-random in the Hugging
-    Face coordinates i and j. One wrong element always changes it, as odd factors are invertible. Swapped rows
-    or columns change it too."""
+    Face coordinates i and j. One wrong element always changes it, as odd factors are invertible."""
     total = torch.zeros((), dtype=torch.int64, device=values.device)
     rows = max(1, CHUNK // max(1, values[:1].numel()))
     factors = []
-    for axis, (start, stop) in enumerate(box):  # splitmix64's finaliser
+    for axis, (start, stop) in enumerate(box):
         x = torch.arange(start + 1, stop + 1, dtype=torch.int64, device=values.device) * 0x1E3779B97F4A7C15
         x += axis * 0x3C6EF372FE94F82A
         x = (x ^ (x >> 30)) * 0x3F58476D1CE4E5B9
@@ -333,12 +325,10 @@ def fingerprint(values: Tensor, box: Box) -> Tensor:
 
 
 class BlockScales:
-    """The scales of a plan's block FP8 tensors, if any.
+    """A plan's block FP8 scales, float32 [rows / 128, columns / 128] by tensor, whole on every rank.
 
-    A block may span several source shards. So each rank computes the largest magnitudes in its parts of the
-    blocks, and one all-reduce combines them. Then every rank can quantise locally.
-
-    tensors: by name, float32 [rows / 128, columns / 128], whole on every rank"""
+    A block may span several source shards. So each rank computes the largest magnitudes in its parts, and one
+    all-reduce combines them. Then every rank can quantise locally."""
 
     def __init__(self, plan: Plan, rank: int, device: torch.device) -> None:
         targets = {id(shards): shards for shards in plan.targets.values()}.values() if plan.formats else ()
@@ -361,10 +351,9 @@ class BlockScales:
         ]
 
     def update(self, sources: Mapping[str, Source], group: dist.ProcessGroup | None) -> None:
-        """Compute the present scales: a block's largest magnitude / 448 (the largest FP8).
+        """Compute the present scales: a block's largest magnitude / 448 (the largest FP8). Collective.
 
-        All ranks of `group` call this. A block of zeros gets the smallest normal float32, so that 0 / scale
-        is 0."""
+        A block of zeros gets the smallest normal float32, so that 0 / scale is 0."""
         if not self.tensors:
             return
         self._flat.zero_()

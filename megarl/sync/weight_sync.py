@@ -27,8 +27,6 @@ Failures = list[EngineFailure | None]  # by rank
 
 
 class _Guard:
-    """Makes calls to this rank's engine, if active, until one fails."""
-
     def __init__(self, *, active: bool) -> None:
         self.active = active
         self.failure: EngineFailure | None = None
@@ -45,13 +43,10 @@ class _Guard:
 class WeightSync:
     """Keeps the engines supplied with the actor's weights. All ranks of the job have one.
 
-    engine     of this rank, or None
-    backend    connected to the engine
     transfers  one per bucket, in order
     memory     shared by all transfers, and allocated only during a sync
     constant   number of first transfers, with frozen weights, which engines that still have them skip
     version    of the last synced weights
-    complete   all engines have weights
     asleep     tags whose device memory the engines have freed
     failures   of engines since the last sync. More than `max_failures` end the run"""
 
@@ -78,13 +73,13 @@ class WeightSync:
         self._copies: list[dict[str, Tensor]] = []
         self._keeps_copies = engine is not None and runtime.rollout_ranks > 0 and backend.can_recover
         self._events: list[str] = []
-        self._restarted = False  # so all the engine's memory is allocated
+        self._restarted = False
         for staging in memory:
             staging.release()
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of this rank's share of its engine's weights."""
+        """This rank's share of its engine's weights."""
         return sum(transfer.target_bytes for transfer in self.transfers)
 
     def sync(self, version: int) -> TransferStats:
@@ -128,7 +123,6 @@ class WeightSync:
         return _Guard(active=self.engine is not None)
 
     def _call_all(self, call: Callable[[UpdatableEngine], None]) -> None:
-        """Make a call to every engine, and restart those that fail."""
         guard = self._guard()
         ranks, engine = self.runtime.job, self.engine
         self._await_ready(guard, ranks)
@@ -141,8 +135,7 @@ class WeightSync:
             self._await_ready(guard, ranks)
 
     def _restart(self, failures: Failures, ranks: Ranks) -> bool:
-        """Restart this rank's engine if it failed, and return whether it did."""
-        trainers = ranks.world - (self.runtime.rollout_ranks or ranks.world)  # in `ranks`, before the engines
+        trainers = ranks.world - (self.runtime.rollout_ranks or ranks.world)
         for rank, failure in enumerate(failures):
             if failure is not None:
                 self.failures += 1
@@ -179,7 +172,6 @@ class WeightSync:
         self._restarted = False
 
     def _update(self, guard: _Guard, ranks: Ranks) -> tuple[Failures, TransferStats]:
-        """Transfer the weights once between all `ranks`, and into the guarded engines."""
         self._await_ready(guard, ranks)
         skipped = self.constant if self.complete else 0
         kept = sum(transfer.target_bytes for transfer in self.transfers[:skipped])
@@ -201,7 +193,6 @@ class WeightSync:
         return failures, stats
 
     def _fill(self, bucket: int, ranks: Ranks) -> TransferStats:
-        """Write a bucket's tensors from the actor, or from host copies if its ranks do not take part."""
         transfer = self.transfers[bucket]
         if ranks.world < self.runtime.job.world:
             for name, copy in self._copies[bucket].items():
@@ -215,10 +206,9 @@ class WeightSync:
         return stats
 
     def _send(self, bucket: int, guard: _Guard, ranks: Ranks) -> Failures:
-        """Bring a written bucket into the engines, and return the failures by rank."""
         # No engine reads before all ranks have written, ...
         own = None if self.engine is None else self.backend.handle(bucket)
-        handles: list[bytes | None] = [None] * (self.runtime.job.world - ranks.world)  # by rank of the job
+        handles: list[bytes | None] = [None] * (self.runtime.job.world - ranks.world)
         handles += gather_objects(ranks, own, bytes | None)
         guard(self.backend.send, bucket, handles, self.version)
         if bucket == len(self.transfers) - 1:

@@ -58,7 +58,6 @@ def make_train_batch(
     def mini_batches_of(
         size: int, read: TrainBatch, read_lengths: Tensor, chosen: Tensor
     ) -> list[list[MicroBatch]]:
-        """Pack the chosen (bool [n]) sequences of each mini-batch, of read_lengths int64 [n]."""
         budget, made = config.update.tokens_per_micro_batch, []
         for first in range(0, len(mine), size // finest):
             stop, at_least = min(first + size // finest, len(mine)), 1
@@ -125,7 +124,6 @@ def divide(
 def take_share(
     rollout: RolloutBatch, shares_of: Sequence[Sequence[Sequence[int]]], runtime: Runtime
 ) -> TrainBatch:
-    """Return this replica's sequences with their columns. shares_of: from `divide`."""
     layout = runtime.layout
     of_replicas = [[i for shares in shares_of for i in shares[replica]] for replica in range(layout.dp)]
     rows = torch.tensor(of_replicas[runtime.dp_rank], dtype=torch.int64)
@@ -150,9 +148,7 @@ def gather_responses(
 
 
 def critic_numbers(rollout: RolloutBatch, config: Config) -> Tensor:
-    """Return the index of the critic that learns from each sequence, int64 [n].
-
-    Each critic sees responses to every prompt."""
+    """Each critic sees responses to every prompt."""
     if config.critic.count == 1:
         return torch.zeros_like(rollout.lengths)
     return rollout["response_index"] % config.critic.count
@@ -170,7 +166,7 @@ def pack_chosen(
     rows, groups, shared = batch.rows, torch.arange(rollout.num_sequences), config.update.share_prompts
     groups, prompts = rollout["group_ids"] if shared else groups, rollout.prompt_lengths
     own, budget, at_least = chosen[rows].nonzero().squeeze(-1), config.update.tokens_per_micro_batch, 1
-    if runtime.layout.tp * runtime.layout.cp % runtime.layout.ep:  # as in `make_train_batch`
+    if runtime.layout.tp * runtime.layout.cp % runtime.layout.ep:
         packs = _pack(prompts[rows[own]], rollout.lengths[rows[own]], groups[rows[own]], budget)
         at_least = max(at_least, int(max_over_ranks(runtime, len(packs))))
     columns, of_prompts = dict[str, Tensor](), None
@@ -218,8 +214,7 @@ def loss_weights(rollout: RolloutBatch, ids: Tensor, critic_ids: Tensor, config:
     """Return policy_, nll_ and value_loss_weights of each response's tokens, float32 [n].
 
     These denominators are global over a mini-batch (docs/design.md, "Numbers that must hold everywhere").
-    With
-    partial rollouts, the policy's count only tokens sampled in this step, the others whole finished
+    With partial rollouts, the policy's count only tokens sampled in this step, the others whole finished
     responses.
 
     ids, critic_ids: int64 [n], the actor's and the critic's mini-batch of each sequence."""
@@ -255,7 +250,7 @@ def matrix_shape(model: ModelChunks) -> tuple[int, int]:
         attention = c.hidden_size * (c.kv_lora_rank + c.qk_pos_emb_head_dim + values)
         attention += c.kv_lora_rank * (unrotated + values)
         attention += (c.q_lora_rank * (c.hidden_size + queries)) if c.q_lora_rank else c.hidden_size * queries
-        queries = (queries + values) // 2  # scores are as wide as keys, sums as values
+        queries = (queries + values) // 2
     return c.num_layers * attention + c.hidden_size * mlps, c.num_layers * queries
 
 

@@ -39,7 +39,7 @@ FOLDER, MANIFEST = "checkpoints", "manifest.json"
 FORMAT = 2
 # A finished checkpoint, or an unfinished one: .NAME.partial
 NAME = re.compile(r"(\.?)(pretraining|step)-(\d{6,})(\.partial)?")
-SEAL = "sha256"  # of the manifest without this key
+SEAL = "sha256"
 BATCHES = "rollouts"
 STATE, NUMBERS = "state.json", "state.safetensors"
 LONG = 32  # length from which a list of numbers is stored as a tensor
@@ -87,8 +87,6 @@ ADDED |= {"algorithm.agreement.mask": 0.0, "algorithm.agreement.filter": 0.0}
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint whose files have the right sizes."""
-
     path: Path
     manifest: dict[str, Any]
 
@@ -113,11 +111,10 @@ class Checkpoint:
         return dict(self.manifest["settings"])
 
     def state(self) -> dict[str, Any]:
-        """Read the `state` that `CheckpointWriter.save` wrote."""
         return read_state(self.path)
 
     def damage(self, part: int = 0, parts: int = 1) -> list[str]:
-        """Return a line for each damaged file in this share of the files."""
+        """Check this share of the files; return a line for each damaged one."""
         lines = []
         for name in sorted(self.manifest["files"])[part::parts]:
             try:
@@ -199,7 +196,7 @@ def check_continues(config: Config, checkpoint: Checkpoint) -> None:
 
 def moved_schedule(config: Config, checkpoint: Checkpoint) -> str | None:
     """Return a warning if a new `steps` changes the learning rate of a linear or cosine schedule."""
-    then = checkpoint.manifest.get("steps", config.steps)  # missing in older ones
+    then = checkpoint.manifest.get("steps", config.steps)
     models = {"actor": config.actor} | ({"critic": config.critic} if config.has_critic else {})
     keys = [f"{name}.schedule {one.schedule}" for name, one in models.items() if one.schedule != "constant"]
     if then == config.steps or not keys:
@@ -229,7 +226,6 @@ def find_checkpoint(run_dir: Path, but: Collection[Path] = ()) -> tuple[Checkpoi
 
 
 def _all(run_dir: Path) -> list[tuple[tuple[bool, int], Path]]:
-    """Return ((is main stage, step), folder) of each checkpoint, even unfinished ones."""
     folder = run_dir / FOLDER
     found = [(NAME.fullmatch(path.name), path) for path in folder.iterdir()] if folder.is_dir() else []
     return [
@@ -270,7 +266,6 @@ def open_checkpoint(path: Path) -> Checkpoint:
 
 
 def find_damage(checkpoint: Checkpoint, runtime: Runtime) -> list[str]:
-    """Return a line for each damaged file, on every rank. Ranks divide the files."""
     reports = gather_objects(runtime, checkpoint.damage(runtime.rank, runtime.world), list[str])
     return [line for report in reports for line in report]
 
@@ -365,8 +360,8 @@ def _split(value: Any, tensors: dict[str, Tensor]) -> Any:
         return [_split(item, tensors) for item in value]
     name = str(len(tensors))
     wide, half = (torch.int64, torch.int32) if kinds == {int} else (torch.float64, torch.float32)
-    numbers = torch.from_numpy(np.array(value, int if kinds == {int} else float))  # thrice as fast as torch
-    narrow = numbers.to(half)  # stored if it is exact
+    numbers = torch.from_numpy(np.array(value, int if kinds == {int} else float))
+    narrow = numbers.to(half)
     tensors[name] = narrow if torch.equal(narrow.to(wide), numbers) else numbers
     return {MARK: name}
 

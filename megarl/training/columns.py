@@ -30,7 +30,7 @@ from megarl.parallel.comm import max_over_ranks, sum_over_replicas
 from megarl.parallel.runtime import Runtime
 from megarl.training.batch import gather_responses
 
-Tables = dict[str, dict[str, list[float]]]  # table -> row -> one sum per bin, for distributions.jsonl
+Tables = dict[str, dict[str, list[float]]]
 
 
 def add_group_advantages(
@@ -41,7 +41,7 @@ def add_group_advantages(
     Return policy/kl_reward if the reward has a KL term."""
     rewards = rollout["rewards"]
     of_tokens, metrics = token_rewards(config.algorithm, batch, runtime)
-    if config.algorithm.kl_reward:  # the KL of the whole response
+    if config.algorithm.kl_reward:
         rewards = gather_responses(batch.totals(of_tokens), rollout, batch, runtime).to(rewards.dtype)
     parts, weights = reward_parts(config.reward, rollout, batch, runtime)
     counted = responses_in_loss(config.reward, rollout)
@@ -73,7 +73,6 @@ def responses_in_loss(config: RewardConfig, rollout: RolloutBatch) -> Tensor:
 
 
 def expected_reward(config: RewardConfig, chance: Tensor) -> Tensor:
-    """Return the expected reward [n] of answers that are right with probability `chance`."""
     return config.weight * ((1 - chance) * config.incorrect + chance * config.correct)
 
 
@@ -110,7 +109,7 @@ def turn_rewards(batch: TrainBatch) -> Tensor:
     if "turn_rewards" in batch:
         rewards += batch["turn_rewards"]
         outcome = (outcome.double() - batch.totals(rewards)).to(outcome.dtype)
-    outcome = outcome.masked_fill(batch.unfinished, 0)  # ungraded
+    outcome = outcome.masked_fill(batch.unfinished, 0)
     own = batch.response_mask.nonzero().squeeze(-1)
     last = torch.searchsorted(own, batch.cu_seqlens[1:]) - 1
     some = batch.response_lengths > 0
@@ -218,7 +217,6 @@ def add_returns(
 
 
 def policy_statistics(batch: TrainBatch, runtime: Runtime) -> tuple[dict[str, float], Tables]:
-    """Return mean entropy and probability of the tokens sampled in this step, and entropy by position."""
     mask = batch.sampled_mask
     probabilities = batch["old_logprobs"][mask].double().exp()
     sums = torch.stack([mask.sum().double(), batch["entropy"][mask].double().sum(), probabilities.sum()])
@@ -249,8 +247,7 @@ def correct_mismatch(config: MismatchConfig, batch: TrainBatch, runtime: Runtime
 
     The factors apply to the policy loss and the KL term, which estimate a mean over the policy from sampled
     tokens. Entropy and top-k terms sum over the whole distribution, and the positive-example loss imitates,
-    so
-    they keep their weights.
+    so they keep their weights.
     Return the shares of truncated and masked tokens; {} if both options are off."""
     if not config.enabled:
         return {}

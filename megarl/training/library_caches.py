@@ -28,7 +28,7 @@ def free_weight_caches(model: torch.nn.Module) -> None:
         dispatcher: Any = getattr(module, "token_dispatcher", None)
         for name in DISPATCHED if dispatcher is not None else ():
             setattr(dispatcher, name, None)
-    if parallel_state.is_initialized():  # without groups nothing was gathered
+    if parallel_state.is_initialized():
         parallel_state.get_global_memory_buffer().buffer.clear()
 
 

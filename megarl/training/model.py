@@ -56,8 +56,8 @@ class InferenceModel:
     def __init__(self, name: str, model: ModelChunks, runtime: Runtime, *, adapters: bool = True) -> None:
         self.name, self.model, self.runtime = name, model, runtime
         self.adapters = adapters  # False: with LoRA disabled, as the reference model
-        self.chunks: list[Any] = list(model.chunks)  # or their DDP wrappers
-        self.megatron_seconds = 0.0  # without our loss functions
+        self.chunks: list[Any] = list(model.chunks)
+        self.megatron_seconds = 0.0
         self.replays_routing = False
 
     def logprob_columns(self, batch: TrainBatch, micro_batches: Sequence[MicroBatch]) -> dict[str, Tensor]:
@@ -71,7 +71,7 @@ class InferenceModel:
     ) -> dict[str, Tensor]:
         """Compute logprobs and tokens of the top k tokens below `limit` at each position, float32 [T, k].
 
-        [T, 0] before the last pipeline stage. Raises as `logprob_columns`."""
+        [T, 0] before the last pipeline stage."""
         try:
             for chunk in self.model.chunks:
                 chunk.top_k = k, limit
@@ -98,13 +98,11 @@ class InferenceModel:
         return routing_metrics(sum_over_ranks(self.runtime, own)[dense:], c.moe_router_topk)
 
     def value_columns(self, batch: TrainBatch, micro_batches: Sequence[MicroBatch]) -> dict[str, Tensor]:
-        """Compute values, float32 [T], 0 outside responses. Raises as `logprob_columns`."""
+        """Compute values, float32 [T], 0 outside responses."""
         return self._columns(("values",), batch, micro_batches)
 
     def sequence_scores(self, batch: TrainBatch, micro_batches: Sequence[MicroBatch]) -> Tensor:
-        """Compute a reward model's score of each sequence, float32 [n], from the head at the last token.
-
-        As transformers' sequence classifiers do. Raises as `logprob_columns`."""
+        """Compute a reward model's score of each sequence, float32 [n], from the head at the last token."""
         ends = batch.cu_seqlens[1:] - 1
         at_ends = []
         for micro_batch in micro_batches:
@@ -148,9 +146,6 @@ class InferenceModel:
         return found
 
     def _run(self, micro_batches: Sequence[MicroBatch], loss: Loss, forward_only: bool) -> list[Any]:
-        """Run Megatron's pipeline schedule over the micro-batches.
-
-        Returns the statistics per micro-batch on the last pipeline stage, [] elsewhere."""
 
         def forward_step(batches: Iterator[MicroBatch], chunk: Any) -> tuple[Any, Callable[[Any], Any]]:
             micro_batch = next(batches)
@@ -249,8 +244,6 @@ class UpdateResult(NamedTuple):
 
 
 class TrainableModel(InferenceModel):
-    """Actor or critic with its optimizer, which copies the weights: load them first."""
-
     def __init__(
         self,
         name: str,

@@ -33,8 +33,7 @@ def actor_loss(
 
     The terms are mu * positive-example NLL (VAPO eq. 10), beta * KL to the initial policy, - factor * entropy
     and c * KL to a teacher's top-k tokens. config/phases.py declares the columns that they read.
-    Micro-batches
-    have the result of `other_tokens` as `others`.
+    Micro-batches have the result of `other_tokens` as `others`.
 
     selected: bool [T], the tokens that the policy loss's selector chose."""
     surrogate, sequence_ids = load_function(config.policy_loss.function), batch.sequence_ids
@@ -125,9 +124,6 @@ def other_tokens(batch: TrainBatch) -> Tensor | None:
 
 
 def critic_loss(config: AlgorithmConfig, batch: TrainBatch, number: int = 0) -> Loss:
-    """Return the squared error to the returns, or the cross-entropy if the critic reads only prompts.
-
-    With several critics it reads critic_values[:, number]."""
 
     def loss(output: Any, micro_batch: MicroBatch) -> tuple[Tensor, Stats]:
         old, target = micro_batch.column(batch, "values"), micro_batch.column(batch, "returns")

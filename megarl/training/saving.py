@@ -65,12 +65,6 @@ Entries = dict[str, tuple[int, str]]  # file -> (bytes, SHA-256)
 
 
 class Part(NamedTuple):
-    """A part of a model that a rank writes.
-
-    key: the parameter's name in the checkpoint.
-    offsets, extents: box in the whole tensor; None and () for an object that is no tensor.
-    shape, dtype: of the whole tensor."""
-
     key: str
     offsets: tuple[int, ...] | None = None
     extents: tuple[int, ...] = ()
@@ -110,7 +104,6 @@ class WrittenPart(NamedTuple):
         return WriteResult(MetadataIndex(self.key, self.offsets), self.size, place)
 
 
-# Report to rank 0: (problem, remedy) or None; the rank's files; model -> places of its parts.
 Report = tuple[tuple[str, str] | None, Entries, dict[str, list[WrittenPart]]]
 
 
@@ -169,10 +162,8 @@ class CheckpointWriter:
     ) -> None:
         """Finish the previous checkpoint and start that of `step`; finish it too with `now` or in foreground.
 
-        parts: names of its models; state: the next step's other state, unchanged until the checkpoint is
-        complete.
-        `samplers` is this rank's share.
-        Raises CheckpointError on every rank if this or the previous checkpoint cannot be written."""
+        state: must not change until the checkpoint is complete; `samplers` is this rank's share. Raises
+        CheckpointError on every rank if this or the previous checkpoint cannot be written."""
         started = time.perf_counter()
         self.finish()
         final = self.config.run_dir / FOLDER / folder_name(stage, step)
@@ -193,7 +184,7 @@ class CheckpointWriter:
             generators, samplers = map(list, zip(*shares, strict=True))
             writing.state = {**state, "samplers": samplers, "generators": generators}
             try:
-                shutil.rmtree(writing.partial, ignore_errors=True)  # from an interrupted save
+                shutil.rmtree(writing.partial, ignore_errors=True)
                 writing.partial.mkdir(parents=True)  # raises if it still exists, for example as a link
                 for part in parts:
                     (writing.partial / part).mkdir()
@@ -217,7 +208,6 @@ class CheckpointWriter:
 
     @property
     def pending(self) -> int:
-        """Return the bytes of unwritten copies."""
         return sum(copy.nbytes for copy in self._writing.models.values()) if self._writing is not None else 0
 
     @property
@@ -266,7 +256,6 @@ class CheckpointWriter:
             writing.in_thread(lambda: writing.complete(models, reports, self.config))
 
     def finish(self) -> None:
-        """Complete the checkpoint."""
         if self._writing is not None and self.ahead is not None:
             self.ahead.wait_for_files(self._writing.manifest["step"])
         while self._writing is not None:
@@ -287,9 +276,7 @@ class _Writing:
 
     state          on rank 0, with `samplers` of all ranks
     models         unwritten copies of this rank
-    parts_written  all ranks have written; rank 0 still writes index and manifest
-    failure        problem and remedy
-    not_removed    lines about older checkpoints that could not be removed"""
+    parts_written  all ranks have written; rank 0 still writes index and manifest"""
 
     final: Path
     manifest: dict[str, Any]
@@ -340,7 +327,6 @@ class _Writing:
         reports: list[tuple[Entries, dict[str, Any]]],
         config: Config,
     ) -> None:
-        """Add the models' indices and the manifest, and rename the folder; on rank 0."""
         partial, final = self.partial, self.final
         for name, copy in models.items():
             self._add(copy.write_index(partial / name, [results[name] for _, results in reports]))
@@ -364,8 +350,6 @@ class _Writing:
 
 
 class HostCopier:
-    """Copies this rank's parts of a model to the host, and keeps the index of all ranks' parts."""
-
     def __init__(self, runtime: Runtime) -> None:
         self.runtime = runtime
         self._parts: list[Part] | None = None
@@ -403,8 +387,7 @@ class HostCopier:
         """Choose the parts that this rank writes.
 
         Data- and context-parallel ranks hold the same weights and gathered optimizer, and write equal shares
-        of
-        the bytes. The first replica writes experts and small objects."""
+        of the bytes. The first replica writes experts and small objects."""
         shared, own = [], []
         for part in parts:
             # replica_id is (pipeline stage, tensor-parallel rank, data-parallel rank).
@@ -420,7 +403,6 @@ class HostCopier:
         return own + [shared[i] for i in shares[place.dp * layout.cp + place.cp]]
 
     def _agree(self, parts: list[Part]) -> Metadata | None:
-        """Return the index of all ranks' parts on rank 0, None elsewhere."""
         by_rank, index, failure = gather_to_rank_0(self.runtime, parts, list[Part]), None, None
         if by_rank is not None:
             plans = [SavePlan([part.item for part in theirs]) for theirs in by_rank]
@@ -451,10 +433,7 @@ def _copy_part(part: Any) -> tuple[Part, torch.Tensor | BytesIO]:
 class HostCopy:
     """One model's copies on this rank.
 
-    plan     parts that this rank writes
-    index    of all ranks' parts; only on rank 0
-    common   Megatron's unsharded part, equal on all ranks
-    results  places of the written parts"""
+    index: all ranks' parts, on rank 0; common: Megatron's unsharded part"""
 
     plan: SavePlan
     copies: dict[MetadataIndex, Any]

@@ -65,8 +65,7 @@ def megatron_state(model: TrainableModel, is_loading: bool) -> dict[str, Any]:
                 continue
             if is_loading:
                 # Megatron would load the existing optimizer state into itself to create it, and Transformer
-                # Engine's
-                # Adam would hold its moments twice.
+                # Engine's Adam would hold its moments twice.
                 optimizer.load_state_dict = lambda _: None
             optimizers[str(i)] = optimizer.sharded_state_dict(
                 trained, is_loading=is_loading, metadata=OPTIMIZER_FORMAT
@@ -176,8 +175,7 @@ def model_state(model: ModelChunks, **options: Any) -> dict[str, Any]:
     """Return the sharded state of each chunk's weights, by its index on this rank.
 
     Layers have their index in the model. Portable and Transformer Engine layers have equal names, except
-    FP8's
-    extra state with recipe delayed. With LoRA: only adapters and a critic's head."""
+    FP8's extra state with recipe delayed. With LoRA: only adapters and a critic's head."""
     if _has_adapters(model):
         return {str(number): _adapters(chunk) for number, chunk in enumerate(model.chunks)}
     matters = model.config.fp8 and model.config.fp8_recipe == "delayed"
@@ -225,7 +223,7 @@ def _adapters(chunk: Any) -> dict[str, ShardedTensor]:
         elif getattr(parameter, "tensor_model_parallel", False):
             cut = (parameter.partition_dim, *tp)
             state[name] = ShardedTensor.from_rank_offsets(key, parameter, cut, replica_id=(0, 0, replica))
-            if name.endswith("gate_up_proj_b"):  # each half is split separately
+            if name.endswith("gate_up_proj_b"):
                 state[name] = apply_swiglu_sharded_factory(state[name], ())
         else:
             number = 0, tp[0], replica
@@ -234,7 +232,6 @@ def _adapters(chunk: Any) -> dict[str, ShardedTensor]:
 
 
 def _is_adam(optimizer: Any) -> bool:
-    """Return whether it shards parameters; Muon's keeps them whole."""
     return isinstance(optimizer, DistributedOptimizer)
 
 
@@ -282,7 +279,7 @@ def allocate_moments(adam: Any) -> None:
     if adam.state:
         return
     for p in (p for group in adam.param_groups for p in group["params"]):
-        if hasattr(adam, "initialize_state"):  # Transformer Engine's FusedAdam
+        if hasattr(adam, "initialize_state"):
             adam.initialize_state(p, False)
         else:  # torch's, or apex's, which counts steps in its groups
             step = {"step": torch.zeros(())} if isinstance(adam, torch.optim.Adam) else {}
@@ -325,7 +322,6 @@ def _load_optimizer(optimizer: Any, state: dict[str, Any]) -> None:
         found = written[_group_key(group)]
         group.update({key: value for key, value in found.items() if key in group})
     counts = [own.pop("step") for own in adam.state.values() if "step" in own]
-    # A fully frozen stage has no tensors.
     optimizer.load_parameter_state_from_fully_reshardable(state.pop("param_state", {}))
     steps = max(int(group.get("step", 0)) for group in written.values())
     if counts:  # torch's Adam counts the steps of each parameter
@@ -337,12 +333,10 @@ def _load_optimizer(optimizer: Any, state: dict[str, Any]) -> None:
 
 
 def _group_key(group: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Return the key that matches a group of a file with one of the optimizer."""
     return tuple(group[key] for key in ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr"))
 
 
 def reason(error: BaseException) -> str:
-    """Return the innermost cause of an error, on one line."""
     if isinstance(error, CheckpointException) and error.failures:
         error = next(iter(error.failures.values()))[0]
     return first_line(error)

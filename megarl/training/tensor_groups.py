@@ -23,8 +23,7 @@ def tensor_groups(model: InferenceModel, pool: HostPool) -> dict[str, OffloadGro
 
     def optimizer() -> Iterator[Tensor]:
         """List this rank's FP32 main parameters and Adam's moments. FP32 parameters are their own main
-        parameters:
-        views of the weights, which belong to another group."""
+        parameters: views of the weights, which belong to another group."""
         others = {
             t.untyped_storage()._cdata for buffer in buffers for t in (buffer.param_data, buffer.grad_data)
         }
@@ -34,7 +33,6 @@ def tensor_groups(model: InferenceModel, pool: HostPool) -> dict[str, OffloadGro
             yield from (tensor for tensor in tensors if tensor.untyped_storage()._cdata not in others)
 
     def parameters() -> Iterator[Tensor]:
-        """List the buffers of trained parameters, and the frozen parameters, which are in no buffer."""
         yield from (buffer.param_data for buffer in buffers)
         yield from (parameter for parameter in model.model.parameters() if not parameter.requires_grad)
 

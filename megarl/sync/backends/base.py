@@ -52,7 +52,6 @@ class WeightBackend(ABC, Generic[E]):
     Every rank of a job has one, but ranks without an engine call only `split`. All ranks of an engine call
     the same methods in the same order. Only its leader can raise EngineFailure.
 
-    engine         of this rank, after `connect`
     keeps_frozen   an engine keeps its frozen weights until it restarts
     can_recover    a failed engine can restart, and then gets all weights
     reports_notes  a successful update may have notes for the user (`take_notes`)
@@ -121,7 +120,6 @@ class WeightBackend(ABC, Generic[E]):
         return Place(start, shape, dtype)
 
     def places(self, part: Plan) -> tuple[dict[str, Place], int]:
-        """Return the places of this rank's tensors of a bucket, and their total bytes."""
         places: dict[str, Place] = {}
         start = 0
         for name, shard in part.targets[self.rank].items():

@@ -31,8 +31,6 @@ class HttpEngine(UpdatableEngine, Protocol):
 
 
 class HttpBackend(WeightBackend[HttpEngine]):
-    """Has the transfer write staging memory on the leader, and posts that."""
-
     keeps_frozen = False  # a server that comes back has no weights
     reports_notes = True  # about servers that drop out or come back
 
