@@ -175,9 +175,7 @@ class RemoteGeneration(BatchSource):
                 self._send(m.CollectRollout(TRAIN, number, done))
 
     def order_next_step(self, done: int, unfinished: int | None) -> None:
-        """Order the step that uses the weights after step `done`.
-
-        unfinished: the step of an incomplete checkpoint, which needs the batches after it."""
+        """unfinished: the step of an incomplete checkpoint, which needs the batches after it."""
         number, kept = done + 1 + self.ahead, done if unfinished is None else min(done, unfinished)
         if number <= self.steps:
             order = m.CollectRollout(TRAIN, number, kept)
@@ -258,8 +256,6 @@ def remove_rollouts(folder: Path, first: int, last: float = math.inf) -> None:
 
 
 class EngineRank:
-    """Carries out the trainers' orders on a rank that does not train."""
-
     def __init__(self, config: Config, runtime: Runtime) -> None:
         self.config, self.runtime, self.dispensable = config, runtime, OptionalFiles()
         tokenizer = load_tokenizer(config.model.path)
@@ -329,7 +325,6 @@ class EngineRank:
         return m.RolloutStored(stage, number, metrics, batch.errors, events)
 
     def _reuse(self, source: Path, number: int) -> m.RolloutStored:
-        """Copy a step's rollout from a checkpoint. Raises StorageError on every rank."""
         folder, failure = rollouts_folder(self.config), None
         target, partial = folder / FOLDER.format(number), folder / f".{FOLDER.format(number)}"
         try:

@@ -112,8 +112,6 @@ class TraceListener(Listener):
 
 
 class TimelineListener(Listener):
-    """Records this rank's phases and waits; also rewinds ranks that only generate."""
-
     def __init__(self, run: Run) -> None:
         self.timeline = Timeline(run.config.run_dir, run.runtime.rank, run.dispensable)
         self.source, self.remote, self.main_stage = run.source, run.remote, run.config.main_stage

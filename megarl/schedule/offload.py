@@ -95,7 +95,6 @@ class OffloadManager:
         return sum(self._groups[name].nbytes for name in self.present)
 
     def register(self, groups: Mapping[str, OffloadGroup | EngineMemory]) -> None:
-        """Add groups that are on the device. Equal names become one AlternatingGroup."""
         for name, group in groups.items():
             known = self._groups.get(name)
             if isinstance(group, OffloadGroup) and known is not None:

@@ -40,7 +40,7 @@ from megarl.weights.tensor_files import Processes
 
 # Limits of the mean |difference| of log-probs, in nats. Single tokens may differ by more.
 LIMITS = {"fp32": 1e-3, "bf16": 0.15, "fp8": 0.4}
-# Limits of the relative difference of a part's output.
+# Relative limits of a part's output.
 PART_LIMITS = {"fp32": 1e-3, "bf16": 0.05, "fp8": 0.25}
 SEQUENCES, TOKENS = 2, 256
 # A layer's number (-1: before the first; number of layers: after the last), and its part's name.
@@ -55,7 +55,6 @@ PARTS = {
 
 
 def get_precision(config: Config) -> str:
-    """Return the lowest precision in trainer or engine: a key of LIMITS."""
     options = config.rollout.engine_options if config.rollout.capabilities.takes_options else {}
     own = {str(value) for key, value in options.items() if key in ("dtype", "kv_cache_dtype")}
     fp8 = config.model.fp8.format != "none" or config.rollout.weights_dtype != "model"
@@ -114,7 +113,6 @@ def check_parity(run: Run, step: Step) -> None:
 
 
 def compare_layers(run: Run, step: Step, version: int) -> str:
-    """Compare hidden states, write run_dir/parity.txt, and return the result in words."""
     runtime, config = run.runtime, run.config
     own = run.engine if isinstance(run.engine, TransformersEngine) else None
     try:

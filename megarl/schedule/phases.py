@@ -75,7 +75,6 @@ def old_logprobs(run: Run, step: Step) -> None:
 
 
 def old_top_k(run: Run, step: Step) -> None:
-    """Find the old policy's top-k tokens for DPPO's trust region."""
     batch, k = step.batch, run.config.algorithm.dppo.top_k
     step.count_tokens(passes=1)
     top = run.actor.top_k_columns(batch, batch.micro_batches, k, run.hf.vocab_size)

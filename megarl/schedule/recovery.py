@@ -110,9 +110,9 @@ class Recovery:
                 self.check(self.longest_step + self.writer.seconds)
 
     def check(self, seconds: float = 0.0, *, weights_changed: bool = False) -> None:
-        """Continue writing a checkpoint. Raises Interrupted if asked to leave.
+        """Continue writing a checkpoint. Raises Interrupted if asked to leave or short of `seconds`.
 
-        seconds: leave if fewer are left; weights_changed: since the last step, so the run cannot leave"""
+        weights_changed: since the last step, so the run cannot leave"""
         if not (self.writer.unfinished if weights_changed else self.every):
             return
         should_stop = not weights_changed and self.stop.should_stop(seconds)

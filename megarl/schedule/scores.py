@@ -141,7 +141,6 @@ class EvaluationResult:
         return [{**row, "set": one.name or None} for one, some in self.sets for row in Scores(some).table()]
 
     def answers(self, tokenizer: Any) -> Iterator[dict[str, Any]]:
-        """Yield every answer with its text, decoded lazily, on rank 0."""
         for one, group in ((one, group) for one, groups in self.sets for group in groups):
             for i, (r, text) in enumerate(group.texts(tokenizer)):
                 yield {

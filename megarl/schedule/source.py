@@ -76,7 +76,6 @@ class BatchSource(ABC):
         return {}
 
     def take_waited(self) -> float:
-        """Return the seconds of waiting for engines since the last call."""
         waited, self._waited = self._waited, 0.0
         return waited
 

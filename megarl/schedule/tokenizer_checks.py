@@ -119,9 +119,7 @@ def check_vocabulary(folder: ModelFolder | ModelDescription, key: str, tokenizer
 
 
 def check_same_tokenizer(path: Path, key: str, tokenizer: Any) -> None:
-    """Check that a model has the actor's tokens with equal ids, and splits text the same way.
-
-    It may have more tokens, such as one for padding."""
+    """Check that a model has the actor's tokens, with equal ids and splits. It may have more."""
     theirs, problem = _load(path)
     if problem:
         raise CheckpointError(f"{key}: {path}: its tokenizer cannot be loaded: {problem}")

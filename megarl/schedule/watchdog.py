@@ -123,7 +123,6 @@ class Watchdog:
                 self._fire(f"rank {self._next_rank} has given no sign of life for {silence}")
 
     def _next_is_silent(self) -> bool:
-        """Compare the next rank's heartbeats by this machine's clock."""
         beat = read_beat(self.folder, self._next_rank) or {}
         now, number = time.monotonic(), beat.get("beat", -1)
         if number != self._next_beat:
@@ -260,7 +259,6 @@ class Report:
 
 
 def find_wait(frame: FrameType | None) -> str | None:
-    """Return a thread's wait for other ranks: "all_reduce, called in file.py:12 function"."""
     name = None
     while frame is not None:
         inside = any(frame.f_code.co_filename.endswith(path) for path in WAITS)

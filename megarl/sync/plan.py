@@ -43,7 +43,7 @@ SCALE_SUFFIX = "_scale_inv"
 
 
 class PlanError(ValueError):
-    """The plan does not write each target byte exactly once, from the right place."""
+    """The plan does not write each target byte exactly once."""
 
 
 class Copy(NamedTuple):
@@ -74,7 +74,7 @@ class Plan:
     """All copies of a transfer, in the same order on every rank. Rank r is on node r // gpus_per_node."""
 
     copies: tuple[Copy, ...]
-    sources: dict[int, Shards]  # by rank
+    sources: dict[int, Shards]
     targets: dict[int, Shards]
     formats: Mapping[str, str] = field(default_factory=dict)  # by name, of targets without the model's dtype
     gpus_per_node: int = GPUS_PER_NODE
@@ -170,7 +170,7 @@ def _prove_tiling(shape: Shape, boxes: Sequence[Box], where: str) -> None:
 
 # Making a plan: choose the source of each box of each target, and the order
 
-Places = dict[int, tuple[str, Box]]  # rank -> (local name, local box)
+Places = dict[int, tuple[str, Box]]
 
 
 class _Owners:
@@ -192,7 +192,7 @@ class _Part(NamedTuple):
         return Copy(source, *self.places[source], target, self.dst_name, self.dst_box)
 
 
-Queue = list[tuple[int, _Part]]  # (receiving rank, part)
+Queue = list[tuple[int, _Part]]
 
 
 def make_plan(
@@ -216,7 +216,7 @@ def make_plan(
     def alternating(queues: list[Queue]) -> Iterator[tuple[int, _Part]]:
         return (entry for row in zip_longest(*queues) for entry in row if entry is not None)
 
-    # Elements that each rank sends within its node and to other nodes, balanced separately.
+    # Elements that each rank sends within its node and to other nodes.
     sent_near: dict[int, int] = defaultdict(int)
     sent_far: dict[int, int] = defaultdict(int)
     for rank, part in alternating(near):
@@ -245,7 +245,7 @@ def _queue_parts(
     receivers: Mapping[tuple[int, int], int],
     gpus_per_node: int,
 ) -> tuple[list[Copy], list[Queue], list[Queue], list[Queue]]:
-    """Return local copies, and for each target the parts from its node, from other nodes and by relays.
+    """Return local copies, and for each target the parts from its node, other nodes and relays.
 
     Targets start at different layers, or all would wait for the same source at once."""
     copies: list[Copy] = []
@@ -337,7 +337,7 @@ class Round:
 class ScheduledPiece(NamedTuple):
     round_number: int
     piece: Copy
-    size: int  # bytes of staging memory at each end
+    size: int
     is_relay: bool
 
 
@@ -411,7 +411,7 @@ def split(copy: Copy, limit: int) -> Iterator[Copy]:
 def engine_ranks(config: Config, trainers: int) -> range:
     """Return the ranks with engines: the trainers, or the `parallel.rollout_ranks` after them.
 
-    Raises ConfigError if `rollout.engine_tp` does not divide their number or that of the ranks before."""
+    Raises ConfigError if `rollout.engine_tp` does not divide the ranks."""
     tp, separate = config.rollout.engine_tp, config.parallel.rollout_ranks
     first, world = (trainers, separate) if separate else (0, trainers)
     if world % tp:
@@ -482,8 +482,7 @@ def fp8_block(
     """Return sources and targets with the scales of block FP8, and the formats of targets by name.
 
     The scales of Hugging Face tensor x are x_scale_inv [rows / 128, columns / 128], rounded up. Every source
-    has all scales (transfer.BlockScales). Raises ConfigError if a target does not consist of whole blocks,
-    which SGLang requires. shapes: of the Hugging Face tensors"""
+    has all scales. Raises ConfigError if a target does not consist of whole blocks, which SGLang requires."""
 
     def is_linear(hf_name: str) -> bool:
         return hf_name.endswith("_proj.weight")

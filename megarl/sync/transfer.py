@@ -47,7 +47,7 @@ class TransferStats:
         return TransferStats(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
 
     def metrics(self) -> dict[str, float]:
-        """Return metrics: bytes, seconds (inside/) and GB/s of the larger direction (throughput/)."""
+        """Seconds are inside/, GB/s of the larger direction throughput/."""
         speed = max(self.bytes_sent, self.bytes_received) / max(self.seconds, 1e-9) / 1e9
         return {
             "transfer/bytes_sent": float(self.bytes_sent),
@@ -370,7 +370,7 @@ class BlockScales:
         self._flat.div_(E4M3_MAX).clamp_(min=torch.finfo(torch.float32).tiny)
 
     def quantise(self, values: Tensor, hf_name: str, hf_box: Box, out: Tensor) -> None:
-        """Write values / scale to `out`, rounded to float8_e4m3fn. values [rows, columns]: the `hf_box`."""
+        """values [rows, columns]: the `hf_box`; out: float8_e4m3fn"""
         scales = self.tensors[hf_name + SCALE_SUFFIX]
         start = hf_box[0][0]
         for part, ((top, bottom), (left, right)) in _strips(values, hf_box):
@@ -382,7 +382,7 @@ class BlockScales:
 
 
 def _strips(values: Tensor, hf_box: Box) -> Iterator[tuple[Tensor, Box]]:
-    """Yield strips of about CHUNK elements of a matrix, with their boxes. Strips end between blocks."""
+    """Yield strips of about CHUNK elements, with their boxes, which end between blocks."""
     (top, bottom), columns = hf_box
     height = max(1, CHUNK // max(1, values.shape[1]))
     height = max(BLOCK, height // BLOCK * BLOCK)

@@ -67,9 +67,8 @@ class WeightSync:
         self.version = -1
         self.complete = False
         self.asleep: set[str] = set()
-        # Ranks without the actor keep host copies, from which a restarted engine gets its weights while the
-        # trainers
-        # continue.
+        # Ranks without the actor keep host copies, from which a restarted engine gets its weights during
+        # training.
         self._copies: list[dict[str, Tensor]] = []
         self._keeps_copies = engine is not None and runtime.rollout_ranks > 0 and backend.can_recover
         self._events: list[str] = []
@@ -79,7 +78,6 @@ class WeightSync:
 
     @property
     def nbytes(self) -> int:
-        """This rank's share of its engine's weights."""
         return sum(transfer.target_bytes for transfer in self.transfers)
 
     def sync(self, version: int) -> TransferStats:
@@ -93,9 +91,8 @@ class WeightSync:
         """Restart the failed engines with the weights of `version`. Unfinished requests continue.
 
         The actor must still have these weights, unless the engines' ranks have host copies.
-        Raises EngineError on every rank after too many failures.
-
-        failures: by rank, of the ranks with engines"""
+        Raises EngineError on every rank after too many failures. failures: by rank, of the ranks with engines
+        """
         self._recover(failures, self.runtime.engines)
 
     def _recover(self, failures: Failures, ranks: Ranks) -> None:
@@ -160,7 +157,7 @@ class WeightSync:
         return True
 
     def _await_ready(self, guard: _Guard, ranks: Ranks) -> None:
-        """Wait until all guarded engines are ready. Restarted engines then free the tags in `asleep`."""
+        """Wait until all guarded engines are ready. Restarted ones then free the tags in `asleep`."""
         # A start may take longer than the timeout of a collective. A guard returns None if it is not active
         # or its engine has failed, and no rank waits for that engine.
         engine, is_ready = self.engine, False
@@ -230,9 +227,6 @@ def make_weight_sync(
     model: torch.nn.Module | None,
     engine: UpdatableEngine | None,
 ) -> WeightSync:
-    """Make the weight sync from the actor to every engine.
-
-    hf_config: the actor's config.json; model: None on a rank that does not train; engine: None without one"""
     plan = engine_plan(config, hf_config, runtime.layout, cpu=runtime.device.type == "cpu")
     named = {} if model is None else dict(model.named_parameters())
     sources = merged(named, hf_config, runtime.layout, runtime.rank, config.actor.lora) if named else {}

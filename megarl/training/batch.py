@@ -34,8 +34,8 @@ def make_train_batch(
 ) -> TrainBatch:
     """Return the sequences of a step that this replica trains on, packed into micro-batches.
 
-    Every rank knows all lengths and computes the same assignment.
-    models: process the sequences; their sizes determine a sequence's cost."""
+    Every rank computes the same assignment. models: process the sequences; their sizes determine a sequence's
+    cost."""
     critic_mini_batch = config.critic.mini_batch or mini_batch
     # One divides the other (config/check.py), and unions of balanced parts are balanced.
     finest = min(mini_batch, critic_mini_batch)
@@ -100,9 +100,9 @@ def divide(
     models: Sequence[ModelChunks],
     replicas: int,
 ) -> list[list[list[int]]]:
-    """Return the sequences of each mini-batch for each replica, at equal cost.
+    """Return each replica's sequences of each mini-batch (mini_batch_of, int64 [n]), at equal cost.
 
-    mini_batch_of: int64 [n]; groups: int64 [n], if responses share prompts (`update.share_prompts`)"""
+    groups: int64 [n], if responses share prompts (`update.share_prompts`)"""
     even = even_length(*map(matrix_shape, models))
     costs, of_prompts = (cost(some.tolist(), even) for some in (rollout.lengths, rollout.prompt_lengths))
     shares_of = []
@@ -177,16 +177,15 @@ def pack_chosen(
 
 
 def critic_lengths(rollout: RolloutBatch, config: Config) -> Tensor:
-    """Return the tokens of each sequence that the critic reads, int64 [n]."""
     if config.has_prompt_critic:
         return torch.minimum(rollout.lengths, rollout.prompt_lengths + 1)
     return rollout.lengths
 
 
 def prompts_alone(batch: TrainBatch) -> tuple[TrainBatch, Tensor]:
-    """Return each sequence up to its first response token, and the tokens' positions in `batch`.
+    """Return each sequence up to its first response token, whose value is the prompt's.
 
-    The value at the first response token is the prompt's. Only the column group_ids remains."""
+    Also return the tokens' positions in `batch`. Only the column group_ids remains."""
     prompts, lengths, starts = batch.prompt_lengths, batch.lengths, batch.cu_seqlens[:-1]
     within = torch.arange(batch.num_tokens) - torch.repeat_interleave(starts, lengths)
     places = (within <= torch.repeat_interleave(prompts, lengths)).nonzero().squeeze(-1)
@@ -199,8 +198,8 @@ def prompts_alone(batch: TrainBatch) -> tuple[TrainBatch, Tensor]:
 def mini_batch_ids(groups: Tensor, mini_batch: int, seed: int) -> Tensor:
     """Return the mini-batch of each sequence, int64 [n]: a shuffle of groups by seed, for any layout.
 
-    Mini-batches are unions of those of any size that divides theirs. Groups (int64 [n]) stay together as far
-    as the size allows."""
+    Mini-batches are unions of those of any size that divides theirs. Groups stay together as far as possible.
+    """
     numbers = groups.unique(return_inverse=True)[1]
     shuffled = torch.randperm(int(numbers.max()) + 1, generator=torch.Generator().manual_seed(seed))
     place = torch.empty_like(shuffled)
@@ -215,9 +214,7 @@ def loss_weights(rollout: RolloutBatch, ids: Tensor, critic_ids: Tensor, config:
 
     These denominators are global over a mini-batch (docs/design.md, "Numbers that must hold everywhere").
     With partial rollouts, the policy's count only tokens sampled in this step, the others whole finished
-    responses.
-
-    ids, critic_ids: int64 [n], the actor's and the critic's mini-batch of each sequence."""
+    responses."""
     truncated = rollout["truncated"]
     kept = ~truncated if config.reward.overlong.filter else torch.ones_like(truncated)
     aggregation, longest = config.algorithm.aggregation, config.rollout.max_response_tokens
@@ -319,7 +316,7 @@ def make_micro_batches(
     Replicas without sequences must take part too: at least `at_least` micro-batches, some perhaps with one
     uncounted token. With virtual stages their number is a multiple of the pipeline's ranks.
 
-    shared: int64 [n], prompt lengths, if prompts are stored once per `group_ids`"""
+    shared: int64 [n], lengths of prompts that are stored once per `group_ids`"""
     device, multiple = model.device, pack_multiple(model.config)
     cp = model.config.context_parallel_size
     wanted = torch.as_tensor(indices, dtype=torch.int64)
@@ -331,14 +328,13 @@ def make_micro_batches(
         wanted_packs += -wanted_packs % c.pipeline_model_parallel_size
     micro_batches = []
     for families in packs + [[]] * (wanted_packs - len(packs)):
-        # The pack has a family's first sequence with its prompt, the others without. `skipped` is the missing
-        # prompt's length, `prompt` its start.
+        # The pack has a family's first sequence with its prompt (from `prompt`), the others without
+        # (`skipped` tokens).
         index = wanted[torch.tensor([i for family in families for i in family], dtype=torch.int64)]
         first = torch.tensor([n == 0 for family in families for n in range(len(family))], dtype=torch.bool)
         lengths = batch.lengths[index]
         skipped = torch.where(first, 0, prompts[index])
         lengths = lengths - skipped
-        # Pad each sequence so that context parallelism can split it.
         sizes = lengths + -lengths % (2 * cp) if cp > 1 else lengths
         total = int(sizes.sum())
         filler = -total % multiple or (multiple if total == 0 else 0)

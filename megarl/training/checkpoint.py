@@ -42,7 +42,7 @@ NAME = re.compile(r"(\.?)(pretraining|step)-(\d{6,})(\.partial)?")
 SEAL = "sha256"
 BATCHES = "rollouts"
 STATE, NUMBERS = "state.json", "state.safetensors"
-LONG = 32  # length from which a list of numbers is stored as a tensor
+LONG = 32
 MARK = "$numbers"  # {MARK: name of the tensor}
 
 
@@ -73,7 +73,6 @@ FREE = (
 )
 # Except this key: in bf16 the sum of the micro-batches' gradients differs.
 BOUND = ("parallel.grad_dtype",)
-# Keys that older checkpoints lack, with the behaviour of those versions.
 ADDED: dict[str, Any] = {f"{model}.frozen": [] for model in ("actor", "critic")}
 ADDED |= {f"{model}.frozen_layers": 0 for model in ("actor", "critic")}
 ADDED |= {f"{model}.lora.rank": None for model in ("actor", "critic")}
@@ -137,7 +136,6 @@ def folder_name(stage: str, step: int) -> str:
 
 
 def seal(manifest: Mapping[str, Any]) -> str:
-    """Return a manifest's text, with its checksum."""
     return json.dumps({**manifest, SEAL: _checksum(manifest)}, indent=1) + "\n"
 
 
@@ -147,9 +145,7 @@ def _checksum(manifest: Mapping[str, Any]) -> str:
 
 
 def list_fixed_settings(config: Config) -> dict[str, Any]:
-    """Return the settings that a continued run must keep: keys not in FREE, and config.json hashes.
-
-    A section with the user's keys (reward.terms) is one setting."""
+    """Return the settings that a continued run must keep. A section with the user's keys is one setting."""
     found = {
         key: _plain(attrgetter(key)(config))
         for key, _ in fields(Config)
@@ -195,7 +191,7 @@ def check_continues(config: Config, checkpoint: Checkpoint) -> None:
 
 
 def moved_schedule(config: Config, checkpoint: Checkpoint) -> str | None:
-    """Return a warning if a new `steps` changes the learning rate of a linear or cosine schedule."""
+    """Return a warning if a new `steps` changes the learning rate."""
     then = checkpoint.manifest.get("steps", config.steps)
     models = {"actor": config.actor} | ({"critic": config.critic} if config.has_critic else {})
     keys = [f"{name}.schedule {one.schedule}" for name, one in models.items() if one.schedule != "constant"]
@@ -236,7 +232,6 @@ def _all(run_dir: Path) -> list[tuple[tuple[bool, int], Path]]:
 
 
 def has_finished(run_dir: Path) -> bool:
-    """Return whether a checkpoint was ever finished, even if it is damaged now."""
     return any(not path.name.startswith(".") for _, path in _all(run_dir))
 
 
@@ -328,9 +323,9 @@ def prune(run_dir: Path, keep: CheckpointConfig) -> list[str]:
 
 
 def write_state(folder: Path, state: Mapping[str, Any]) -> list[Path]:
-    """Write dicts, lists, numbers and texts exactly: JSON, and safetensors for long lists of numbers.
+    """Write dicts, lists, numbers and texts exactly; return the files. Raises OSError.
 
-    Other types (in a prompt's extra columns) become texts. Returns the files. Raises OSError."""
+    Long lists of numbers go into safetensors. Other types (in a prompt's extra columns) become texts."""
     tensors: dict[str, Tensor] = {}
     tree = _split(state, tensors)
     (folder / STATE).write_text(json.dumps(tree, default=str), encoding="utf-8")

@@ -77,9 +77,9 @@ def expected_reward(config: RewardConfig, chance: Tensor) -> Tensor:
 
 
 def add_return_advantages(config: AlgorithmConfig, batch: TrainBatch, runtime: Runtime) -> dict[str, float]:
-    """Write as advantages [T] the discounted rewards from each token on (REINFORCE++, eq. 7 and 8).
+    """Write as advantages [T] the discounted rewards from each token on.
 
-    arXiv 2501.03262, with `whiten`. Return policy/kl_reward if the reward has a KL term."""
+    REINFORCE++ (arXiv 2501.03262), eq. 7 and 8. Return policy/kl_reward if the reward has a KL term."""
     rewards, metrics = token_rewards(config, batch, runtime)
     mask = batch.response_mask
     rewards_to_go = gae(rewards, torch.zeros_like(rewards), mask, batch.cu_seqlens, 1.0, config.gamma)
@@ -139,7 +139,7 @@ def write_advantages(
 def add_gae(config: Config, batch: TrainBatch, runtime: Runtime) -> tuple[dict[str, float], Tables]:
     """Write advantages and returns [T], each with its own lambda (VAPO section 4.1).
 
-    Return gae/* and the results of `add_returns`, with a table of lambda by response length."""
+    Return gae/* and the results of `add_returns`."""
     algorithm = config.algorithm
     lam = policy_lambda(algorithm, batch.response_lengths)
     rewards, metrics = token_rewards(algorithm, batch, runtime)
@@ -169,7 +169,6 @@ def policy_lambda(config: AlgorithmConfig, lengths: Tensor) -> Tensor:
 def gae_statistics(
     config: Config, batch: TrainBatch, advantages: Tensor, lam: Tensor, runtime: Runtime
 ) -> tuple[dict[str, float], Tables]:
-    """Return gae/* of advantages [T] before whitening, and a table of lambda [n] by response length."""
     lengths, longest = batch.response_lengths, config.rollout.max_response_tokens
     some = lengths > 0  # an ungraded response has no token
     sums = gae_sums(advantages, batch.sampled_mask, lam[some], config.algorithm.lambda_floor)
@@ -186,8 +185,8 @@ def add_teacher(
     On-policy distillation (Thinking Machines, 2025), without a gradient through the log-ratio.
 
     old, teacher: log-probs [T]; -inf without a teacher.
-    Return policy/teacher_kl, the mean of log pi_old - log pi_teacher (reverse KL, nats per token), and
-    policy/taught, the share of tokens with a teacher."""
+    Return policy/teacher_kl (reverse KL, nats per token), and policy/taught, the share of tokens with a
+    teacher."""
     drawn = batch.sampled_mask
     mask = drawn & (teacher > -torch.inf)
     kl = torch.where(mask, old - teacher, 0.0)
@@ -200,9 +199,9 @@ def add_teacher(
 def add_returns(
     config: AlgorithmConfig, batch: TrainBatch, runtime: Runtime, rewards: Tensor
 ) -> tuple[dict[str, float], Tables]:
-    """Write returns [T], the critic's targets; with lambda_critic 1 Monte-Carlo returns of `rewards` [T].
+    """Write returns [T], the critic's targets; 0 for unfinished responses.
 
-    0 for unfinished responses. Return value/explained_variance, and `error_by_position` as a table."""
+    With lambda_critic 1 they are Monte-Carlo returns of `rewards` [T]. Return value/explained_variance."""
     unfinished = batch.unfinished
     mask = batch.response_mask & ~torch.repeat_interleave(unfinished, batch.lengths)
     lengths, values = batch.response_lengths.masked_fill(unfinished, 0), batch["values"]
@@ -230,9 +229,9 @@ def policy_statistics(batch: TrainBatch, runtime: Runtime) -> tuple[dict[str, fl
 def mismatch(
     batch: TrainBatch, trainer: Tensor, version: int, runtime: Runtime
 ) -> tuple[dict[str, float], Tables]:
-    """Return mismatch/* of the engine's log-probs against `trainer` [T], and their `difference_histogram`.
+    """Return mismatch/* of the engine's log-probs against `trainer` [T], and their histogram.
 
-    Only tokens sampled with the current weights, `version`, count."""
+    Only tokens sampled with the current weights count."""
     engine, drawn_now = batch["engine_logprobs"], batch.sampled_mask
     if "begun" not in batch:
         drawn_now = drawn_now & (batch["policy_version"] == version)[batch.sequence_ids]
@@ -247,8 +246,7 @@ def correct_mismatch(config: MismatchConfig, batch: TrainBatch, runtime: Runtime
 
     The factors apply to the policy loss and the KL term, which estimate a mean over the policy from sampled
     tokens. Entropy and top-k terms sum over the whole distribution, and the positive-example loss imitates,
-    so they keep their weights.
-    Return the shares of truncated and masked tokens; {} if both options are off."""
+    so they keep their weights."""
     if not config.enabled:
         return {}
     factors, counts = mismatch_factors(

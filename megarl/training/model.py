@@ -45,13 +45,14 @@ Loss = Callable[[Any, MicroBatch], tuple[Tensor, Stats]]
 
 
 def _finalize(model: Any, num_tokens: Any = None, **groups: Any) -> None:
-    # Our losses contain their global denominators (algorithms/losses.py), so Megatron must not divide the
-    # gradients by num_tokens.
+    # Losses contain their global denominators, so Megatron must not divide gradients by num_tokens.
     megatron_finalize(model, None, **groups)
 
 
 class InferenceModel:
-    """A forward-only model: reference policy, reward model, or the actor without its adapters."""
+    """A forward-only model: reference policy, reward model, or the actor without its adapters.
+
+    Passes raise NumericalError on every rank of the job if a number is not finite."""
 
     def __init__(self, name: str, model: ModelChunks, runtime: Runtime, *, adapters: bool = True) -> None:
         self.name, self.model, self.runtime = name, model, runtime
@@ -61,9 +62,7 @@ class InferenceModel:
         self.replays_routing = False
 
     def logprob_columns(self, batch: TrainBatch, micro_batches: Sequence[MicroBatch]) -> dict[str, Tensor]:
-        """Compute logprobs and entropy, float32 [T], 0 outside responses, on every rank of the replica.
-
-        Raises NumericalError on every rank of the job if a number is not finite."""
+        """Compute logprobs and entropy, float32 [T], 0 outside responses, on every rank of the replica."""
         return self._columns(("logprobs", "entropy"), batch, micro_batches)
 
     def top_k_columns(
@@ -202,7 +201,6 @@ def _bucket_config(parallel: ParallelConfig, runtime: Runtime) -> DistributedDat
 def _wrap_chunks(
     model: ModelChunks, buckets: DistributedDataParallelConfig, config: OptimizerConfig
 ) -> list[Any]:
-    """Wrap each chunk in Megatron's DDP, which copies the weights into its buffers."""
     muon = config.optimizer == "muon"
     layouts = muon_buffer_layouts(model, buckets) if muon else [{} for _ in model.chunks]
     return [
@@ -294,13 +292,12 @@ class TrainableModel(InferenceModel):
 
     @property
     def optimizers(self) -> list[Any]:
-        """Return Megatron's distributed optimizers: one for a dense model; with Muon, Muon's and Adam's."""
         parts = getattr(self.optimizer, "chained_optimizers", [self.optimizer])
         return [one for part in parts for one in getattr(part, "chained_optimizers", [part])]
 
     @property
     def buffers(self) -> list[Any]:
-        """Return the ParamAndGradBuffers of all chunks. Parameters are views of their param_data."""
+        """Parameters are views of their param_data."""
         return [b for chunk in self.chunks for b in (*chunk.buffers, *chunk.expert_parallel_buffers)]
 
     def update_mini_batches(
@@ -314,7 +311,7 @@ class TrainableModel(InferenceModel):
         """Advance the learning rate by a rollout step and update on all mini-batches, `epochs` times.
 
         before: called before each update, with its number from 1 and its mini-batch.
-        Returns the loss's metrics, and grad_norm and lr under `prefix` ("policy" or "value")."""
+        Returns the loss's metrics, and grad_norm and lr under `prefix`."""
         self.begin_step()
         start_counting(self.model.routings, grad=True)
         sums: dict[str, float] = {}
@@ -338,8 +335,7 @@ class TrainableModel(InferenceModel):
     def update(self, micro_batches: Sequence[MicroBatch], loss: Loss, *, more: bool = False) -> UpdateResult:
         """Take one optimizer step over one mini-batch.
 
-        more: another update follows directly, whose forward pass may gather the weights
-            (`parallel.overlap_param_gather`).
+        more: another update follows directly, whose forward pass may gather the weights.
         Raises NumericalError on every rank, before any change, if a loss or gradient is not finite."""
         self.param_gather.before_update()
         sums = self.compute_gradients(micro_batches, loss)
@@ -364,9 +360,7 @@ class TrainableModel(InferenceModel):
         return UpdateResult(sums, float(grad_norm or 0.0))
 
     def compute_gradients(self, micro_batches: Sequence[MicroBatch], loss: Loss) -> dict[str, float]:
-        """Compute a mini-batch's gradients into Megatron's buffers; return this rank's statistics.
-
-        Raises as `update`."""
+        """Compute a mini-batch's gradients into Megatron's buffers; return this rank's statistics."""
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
@@ -386,7 +380,7 @@ class TrainableModel(InferenceModel):
             bad.append("gradient is not finite")
         if any_rank(self.runtime, bool(bad)):
             reports = gather_objects(self.runtime, bad, list[str])
-            # A bad loss makes all gradients bad, so report the loss if there is one.
+            # Report a bad loss first: it makes all gradients bad.
             found = [(text, rank) for rank, report in enumerate(reports) for text in report]
             first, rank = min(found, key=lambda pair: not pair[0].startswith("loss"))
             raise NumericalError(f"{self.name} update, rank {rank}: {first}; the update was not applied")

@@ -1,8 +1,8 @@
 """Write the checkpoints of a run in the background.
 
 Every rank copies its part to the host between two steps, and writes its file in a thread. Then rank 0 adds
-index and manifest and renames the folder. The manifest comes last, so an interrupted folder never looks
-complete. The format is Megatron's torch_dist with a common.pt, which versions 0.16 to 0.19 read."""
+index and manifest (last, so an interrupted folder never looks complete) and renames the folder. The format is
+Megatron's torch_dist with a common.pt, which versions 0.16 to 0.19 read."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ from megarl.weights.index import COMMON, CONFIG
 from megarl.weights.index import FORMAT as MODEL_FORMAT
 
 # Seconds between Python's thread switches during a write. With the default 5 ms, step and writer starve each
-# other, because torch releases the interpreter in every operation.
+# other: torch releases the interpreter in every operation.
 SWITCH_INTERVAL = 2e-4
 NO_ROOM = "make room, or set checkpoint.every to 0"
 PATIENCE = 0.8  # share of parallel.timeout; the other ranks wait for the whole of it
@@ -112,8 +112,6 @@ Join = Callable[[Sequence[Mapping[str, Any]]], Mapping[str, Any]]
 
 
 class StoredRollouts(Protocol):
-    """Rollouts generated before a step needs them, which its checkpoint contains too."""
-
     @abstractmethod
     def files(self, step: int) -> list[Path]:
         """Return the files once they exist; called in a thread of rank 0."""
@@ -128,8 +126,7 @@ class CheckpointWriter:
 
     prepare   called with a model's name before its state is read
     join      joins the ranks' shares (of type `share`) of the batch source's state
-    warn      called on rank 0 with a line about a problem that does not end the run
-    ahead     the stored rollouts of asynchronous steps (schedule.ahead)
+    ahead     the stored rollouts of asynchronous steps
     seconds   the longest time that a save has blocked the run"""
 
     def __init__(
@@ -272,11 +269,9 @@ class CheckpointWriter:
 
 @dataclass
 class _Writing:
-    """An unfinished checkpoint, on one rank.
+    """An unfinished checkpoint, on one rank. state: on rank 0, with `samplers` of all ranks.
 
-    state          on rank 0, with `samplers` of all ranks
-    models         unwritten copies of this rank
-    parts_written  all ranks have written; rank 0 still writes index and manifest"""
+    parts_written: all ranks have written; rank 0 still writes index and manifest"""
 
     final: Path
     manifest: dict[str, Any]
@@ -356,8 +351,7 @@ class HostCopier:
         self._index: Metadata | None = None
 
     def copy_model(self, model: TrainableModel) -> HostCopy:
-        """Copy a model with its optimizer; collective. Raises CheckpointError if parts are missing or
-        overlap."""
+        """Collective. Raises CheckpointError if parts are missing or overlap."""
         try:
             state = megatron_state(model, is_loading=False)
             with quiet_warnings():
@@ -368,7 +362,7 @@ class HostCopier:
             ) from error
 
     def copy_state(self, state: dict[str, Any]) -> HostCopy:
-        """Copy Megatron's sharded `state`; collective. Raises RuntimeError on every rank as `copy_model`."""
+        """Collective. Raises RuntimeError on every rank if parts are missing or overlap."""
         apply_factories(state)
         parts, common = extract_matching_values(
             state, lambda value: isinstance(value, (ShardedBase, LocalNonpersistentObject))
@@ -379,7 +373,6 @@ class HostCopier:
         if any_rank(self.runtime, described != self._parts):
             self._index, self._parts = self._agree(described), described
         plan = SavePlan([part.item for part in described])
-        # torch's writer names a file by the rank's index in this list.
         named = FileSystemWriter("").prepare_global_plan([plan] * self.runtime.world)[self.runtime.rank]
         return HostCopy(named, {part.item.index: copy for part, copy in own}, self._index, common)
 
@@ -449,7 +442,7 @@ class HostCopy:
         )
 
     def write(self, folder: Path) -> list[Path]:
-        """Write and flush this rank's file, and free the copies. Raises OSError."""
+        """Write and flush this rank's file, and free the copies."""
         copies = self.copies
 
         class Planner(DefaultSavePlanner):
@@ -465,7 +458,7 @@ class HostCopy:
         return sorted({folder / part.file for part in self.results})
 
     def write_index(self, folder: Path, results: list[list[WrittenPart]]) -> list[Path]:
-        """Write the index from all ranks' `results` and return the new files. Raises OSError."""
+        """Write the index from all ranks' `results`; return the new files."""
         assert self.index is not None
         torch.save(self.common, folder / COMMON)
         FileSystemWriter(folder, sync_files=True).finish(

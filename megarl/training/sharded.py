@@ -37,7 +37,7 @@ from megarl.training.model import TrainableModel
 from megarl.weights.families import get_table_name
 from megarl.weights.index import check_trainable, read_history
 
-# State tensors have their parameter's shape in the file, so any layout can read them. The variant
+# State tensors have their parameter's shape, so any layout can read them. The variant
 # distrib_optim_fully_reshardable_mem_efficient saves GPU memory, but gathers over gloo to one replica, which
 # writes everything. The plan counts a bucket on the GPU (`checkpoint_need` in plan/memory.py).
 OPTIMIZER_FORMAT = {"distrib_optim_sharding_type": "fully_reshardable"}
@@ -77,9 +77,9 @@ def megatron_state(model: TrainableModel, is_loading: bool) -> dict[str, Any]:
 def load_checkpoint(
     checkpoint: Checkpoint, models: Mapping[str, TrainableModel], prepare: Callable[[str], None]
 ) -> dict[str, Any]:
-    """Load a checkpoint of any layout into the models and return its `state`; collective.
+    """Load a checkpoint of any layout and return its `state`; collective. Raises CheckpointError.
 
-    prepare: called with a model's name before it is loaded. Raises CheckpointError."""
+    prepare: called with a model's name before it is loaded"""
     for name, model in models.items():
         if not (checkpoint.pretraining and name == "actor"):
             prepare(name)
@@ -88,7 +88,7 @@ def load_checkpoint(
 
 
 def load_trainable(model: TrainableModel, folder: Path) -> None:
-    """Load model, optimizer and schedule exactly; collective. Raises CheckpointError."""
+    """Load model, optimizer and schedule; collective. Raises CheckpointError."""
     wanted = megatron_state(model, is_loading=True)
     loaded = _load(wanted, folder, model.model, "remove it to continue from an older one")
     with quiet_warnings(), on_cpu():
@@ -104,7 +104,7 @@ def load_trainable(model: TrainableModel, folder: Path) -> None:
 
 
 def load_model(model: ModelChunks, folder: Path) -> None:
-    """Load only a model's weights; collective. Raises CheckpointError."""
+    """Collective. Raises CheckpointError."""
     with quiet_warnings(), on_cpu():
         wanted = {"model": model_state(model)}
     _load(wanted, folder, model, "choose another checkpoint")
@@ -179,7 +179,6 @@ def model_state(model: ModelChunks, **options: Any) -> dict[str, Any]:
     if _has_adapters(model):
         return {str(number): _adapters(chunk) for number, chunk in enumerate(model.chunks)}
     matters = model.config.fp8 and model.config.fp8_recipe == "delayed"
-    # Grouped experts have `_extra_state`, `_extra_state1` and so on.
     states = {}
     for number, chunk in enumerate(model.chunks):
         state = (
@@ -236,7 +235,6 @@ def _is_adam(optimizer: Any) -> bool:
 
 
 def _list_matrices(muon: Any) -> list[tuple[Any, dict[str, Tensor]]]:
-    """Return this rank's matrices with Muon's momentum, and a float32 copy of bfloat16 weights."""
     muon.init_state_fn(muon.optimizer, muon.config)  # the first step may have been skipped
     groups = zip(muon.float16_groups, muon.fp32_from_float16_groups, strict=True)
     kept = [(own, {"fp32_param": copy}, copy) for pair in groups for own, copy in zip(*pair, strict=True)]
@@ -260,9 +258,8 @@ def _matrices(muon: Any, weights: dict[str, Any]) -> dict[str, Any]:
 def _fix_saved_names(optimizer: Any) -> None:
     """Work around two places where megatron-core 0.16 saves a parameter's state under another name.
 
-    1. Gathering skips the padding between buckets, splitting counts it. Tied embeddings across pipeline
-    stages
-       make several buckets. Declaring padding as content makes both consistent.
+    1. Gathering skips the padding between buckets (several with tied embeddings across pipeline stages),
+       splitting counts it. Declaring padding as content makes both consistent.
     2. It expects a group's parameters in order, but stores float32 ones (a bfloat16 critic's head) first."""
     for buffer in optimizer.buffers:
         for bucket in buffer.buckets:
@@ -314,8 +311,7 @@ def _load_optimizer(optimizer: Any, state: dict[str, Any]) -> None:
     """Load group settings, steps, float32 weights and moments, from a file by any implementation of Adam.
 
     DistributedOptimizer.load_state_dict needs the same implementation, and copies the file's groups, whose
-    settings differ. With torch's Adam it shares one step tensor, and with Transformer Engine's it holds both
-    moments twice."""
+    settings differ. It shares torch's step tensor, and holds Transformer Engine's moments twice."""
     adam = optimizer.optimizer
     written = {_group_key(group): group for group in state["optimizer"]["param_groups"]}
     for group in adam.param_groups:
@@ -324,7 +320,7 @@ def _load_optimizer(optimizer: Any, state: dict[str, Any]) -> None:
     counts = [own.pop("step") for own in adam.state.values() if "step" in own]
     optimizer.load_parameter_state_from_fully_reshardable(state.pop("param_state", {}))
     steps = max(int(group.get("step", 0)) for group in written.values())
-    if counts:  # torch's Adam counts the steps of each parameter
+    if counts:
         for own in adam.state.values():
             own["step"] = torch.tensor(float(steps))
     else:

@@ -1,6 +1,6 @@
 """Weights in HTTP requests, for SGLang servers that the user runs.
 
-The leader of the ranks that share a client has whole tensors by their Hugging Face names. It serializes each
+The leader of the ranks that share a client has whole tensors by their Hugging Face names, serializes each
 bucket once, and posts it to all servers."""
 
 from __future__ import annotations
