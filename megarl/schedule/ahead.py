@@ -1,10 +1,9 @@
 """Rollouts on separate ranks (`parallel.rollout_ranks`), while the trainers train.
 
-The first trainer sends orders to the controller of rollouts. Batches go through run_dir/rollouts, as a
-checkpoint needs the unused ones on disk. With `schedule.ahead` = a, step k is always sampled with the weights
-after step k - 1 - a (at least 0), so samples do not depend on timing. A version is transferred before the
-actor changes again, so old weights are never stored.
-"""
+The first trainer sends orders to the controller of rollouts. Batches go through run_dir/rollouts, because a
+checkpoint needs the unused ones. With `schedule.ahead` = a, step k is always sampled with the weights after
+step k - 1 - a (at least 0), so samples do not depend on timing. A version is transferred before the actor
+changes again."""
 
 from __future__ import annotations
 
@@ -45,14 +44,14 @@ from megarl.sync.weight_sync import WeightSync, make_weight_sync
 from megarl.training.checkpoint import BATCHES
 from megarl.weights.megatron import open_model
 
-WAIT = 5.0  # seconds after which the other trainers learn that there is no answer yet
-POLL = 0.005  # seconds between two checks for a file or the controller
-ADDRESS = "controller"  # key of the controller's address in the store
-VISIBLE = 60.0  # seconds until a file must be visible on all nodes
+WAIT = 5.0  # seconds between the trainers' exchanges while an answer is missing
+POLL = 0.005
+ADDRESS = "controller"
+VISIBLE = 60.0  # seconds until a file is visible on all nodes
 
 
 class ControllerLink:
-    """The first trainer's connection to the controller. Every trainer makes the same calls."""
+    """The first trainer's connection to the controller."""
 
     def __init__(self, runtime: Runtime) -> None:
         self.runtime = runtime
@@ -64,7 +63,7 @@ class ControllerLink:
             self._loop.run_until_complete(self._link.send(order))
 
     def receive(self, seconds: float) -> m.Message | None:
-        """Return the next answer, on other trainers without long texts; None after about `seconds`."""
+        """Return the next answer, without long texts on other trainers; None after about `seconds`."""
         answer = None
         if self.runtime.rank == 0:
             answer = self._loop.run_until_complete(self._receive(seconds))
@@ -99,9 +98,8 @@ class ControllerLink:
 class RemoteGeneration(BatchSource):
     """Orders rollouts and reads the finished ones, on trainers without engines.
 
-    finished, ordered  the last step that is sampled, and the last one that is ordered
-    pending            the version of the weights that is still to be transferred
-    """
+    finished, ordered  the last such step
+    pending            version of the weights to transfer"""
 
     def __init__(self, config: Config, runtime: Runtime, weight_sync: WeightSync) -> None:
         assert runtime.store is not None
@@ -112,7 +110,7 @@ class RemoteGeneration(BatchSource):
         self.pending: int | None = None
         self._orders_after_transfer: list[m.Order] = []
         self._answers: list[Any] = []
-        self._last = PRETRAINING, 0  # stage and number of the last requested rollout
+        self._last = PRETRAINING, 0
         self.reports = self._wait_for_answer(m.DataReports).reports
 
     @property
@@ -127,7 +125,6 @@ class RemoteGeneration(BatchSource):
             self._receive(WAIT)
 
     def _receive(self, seconds: float) -> bool:
-        """Queue the next answer. Return False if there is none."""
         started = time.perf_counter()
         answer = self._link.receive(seconds)
         self._waited += time.perf_counter() - started
@@ -151,14 +148,12 @@ class RemoteGeneration(BatchSource):
         return self.transfer() if self.can_transfer(wait=self.ahead < 2) else {}
 
     def can_transfer(self, *, wait: bool) -> bool:
-        """Return True if a version is pending and the engines are idle."""
         while self.pending is not None and self.finished < self.ordered:
             if not self._receive(WAIT if wait else 0.0) and not wait:
                 return False
         return self.pending is not None
 
     def transfer(self) -> dict[str, float]:
-        """Transfer the pending version; return metrics."""
         assert self.pending is not None
         self._send(m.TransferWeights(self.pending))
         metrics = self.weight_sync.sync(self.pending).metrics()
@@ -170,7 +165,7 @@ class RemoteGeneration(BatchSource):
     def order_first_steps(self, done: int, checkpoint: Path | None) -> None:
         """Order the steps after `done`, or reuse a checkpoint's rollouts of them."""
         self.finished = self.ordered = done
-        if self.runtime.rank == 0:  # rollouts after the checkpoint are not of this run
+        if self.runtime.rank == 0:  # rollouts after the checkpoint belong to another run
             remove_rollouts(rollouts_folder(self.config), done + 1)
         for number in range(done + 1, min(done + 1 + self.ahead, self.steps) + 1):
             stored = None if checkpoint is None else checkpoint / BATCHES / FOLDER.format(number)
@@ -180,10 +175,7 @@ class RemoteGeneration(BatchSource):
                 self._send(m.CollectRollout(TRAIN, number, done))
 
     def order_next_step(self, done: int, unfinished: int | None) -> None:
-        """Order the step that uses the weights after step `done`.
-
-        unfinished: the step of an incomplete checkpoint, which needs the batches after it.
-        """
+        """unfinished: the step of an incomplete checkpoint, which needs the batches after it."""
         number, kept = done + 1 + self.ahead, done if unfinished is None else min(done, unfinished)
         if number <= self.steps:
             order = m.CollectRollout(TRAIN, number, kept)
@@ -229,17 +221,15 @@ class RemoteGeneration(BatchSource):
         self._send(m.LoadState(json.dumps(state)))
 
     def rewind(self, step: int, stage: str) -> None:
-        """Have the engines' ranks drop their records after a step; 0: all of them."""
+        """Have the engines' ranks drop their records after a step."""
         self._send(m.RewindTo(step, stage))
 
     def files(self, step: int) -> list[Path]:
-        """Wait for the batches of a checkpoint after `step`. Runs in a thread."""
         limit, last = self.config.watchdog.limit, min(step + self.ahead, self.steps)
         manifests = [wait_for_file(self._manifest(TRAIN, n), limit) for n in range(step + 1, last + 1)]
         return [path for manifest in manifests for path in list_rollout_files(manifest)]
 
     def wait_for_files(self, step: int) -> None:
-        """Wait until those batches are sampled. All trainers call this."""
         while self.finished < min(step + self.ahead, self.ordered):
             self._receive(WAIT)
 
@@ -266,8 +256,6 @@ def remove_rollouts(folder: Path, first: int, last: float = math.inf) -> None:
 
 
 class EngineRank:
-    """Carries out the trainers' orders on a rank that does not train."""
-
     def __init__(self, config: Config, runtime: Runtime) -> None:
         self.config, self.runtime, self.dispensable = config, runtime, OptionalFiles()
         tokenizer = load_tokenizer(config.model.path)
@@ -293,7 +281,7 @@ class EngineRank:
 
         timeline.enter("wait for orders")
         while True:
-            # Restart the phase's clock: the trainers' watchdogs limit the wait.
+            # Restart the clock: the trainers' watchdogs limit this wait.
             watchdog.phase("wait for orders")
             match rollout_rank.next_order(WAIT):
                 case None:
@@ -324,7 +312,6 @@ class EngineRank:
             timeline.enter("wait for orders")
 
     def _collect(self, stage: str, number: int, done: int) -> m.RolloutStored:
-        """Sample a step's rollout to disk, and remove rollouts up to step `done`."""
         started = time.perf_counter()
         with self.profiler.step(stage, number), self.profiler.phase("rollout"):
             batch = self.generation.rollout(stage, number)
@@ -338,7 +325,6 @@ class EngineRank:
         return m.RolloutStored(stage, number, metrics, batch.errors, events)
 
     def _reuse(self, source: Path, number: int) -> m.RolloutStored:
-        """Copy a step's rollout from a checkpoint. Raises StorageError on every rank."""
         folder, failure = rollouts_folder(self.config), None
         target, partial = folder / FOLDER.format(number), folder / f".{FOLDER.format(number)}"
         try:

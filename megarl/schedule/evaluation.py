@@ -34,13 +34,10 @@ from megarl.weights.megatron import open_model
 
 
 def find_policy(config: Config, given: Path | None) -> tuple[Config, Path | None]:
-    """Resolve `--checkpoint`. Raises CheckpointError for other folders and models.
+    """Resolve `--checkpoint`: a Hugging Face folder, a converted or a run's checkpoint, or a run's folder.
 
     Returns the config, whose `model.path` has config.json and tokenizer, and the actor's folder in a run's
-    checkpoint; None if the weights are in `model.path`.
-
-    given: a Hugging Face folder, a converted or a run's checkpoint, or a run's folder (its newest checkpoint)
-    """
+    (newest) checkpoint; None if the weights are in `model.path`. Raises CheckpointError for anything else."""
     if given is None:
         return config, None
     if not given.is_dir():
@@ -74,26 +71,21 @@ def find_policy(config: Config, given: Path | None) -> tuple[Config, Path | None
         )
     if not checkpoint.pretraining:
         check_same_adapters(config, checkpoint)
-    # In value pretraining the policy is unchanged.
     return config, None if checkpoint.pretraining else checkpoint.path / "actor"
 
 
 class Evaluation:
-    """The policy in the engine, and the problems. Ranks divide the work."""
-
     def __init__(self, config: Config, weights: Path | None, runtime: Runtime) -> None:
-        # Scores only count correct answers.
         config = config.model_copy(
             update={"reward": config.reward.model_copy(update={"overlong": OverlongConfig(), "terms": {}})}
         )
         self.config, self.runtime = config, runtime
-        # A run may be writing there: all ranks use what rank 0 has found.
+        # A run may be writing there: all ranks use rank 0's choice.
         self.weights = broadcast_from_rank_0(runtime, weights, Path | None)
         self.tokenizer = load_tokenizer(config.model.path)
         options = load_prompt_options(config, self.tokenizer)
         self.sets, self.reports = read_problem_sets(config.data, config.evaluation, self.tokenizer, **options)
         self.engine = load_engine_class(config).build(config, self.tokenizer, runtime)
-        # Load Megatron's actor at this job's layout, sync it into the engine, drop it.
         path, lora = config.model.path, config.actor.lora.rank is not None
         if self.weights is None:
             config = config.without_adapters()
@@ -110,7 +102,6 @@ class Evaluation:
         return self.weights or self.config.model.path
 
     def answer(self) -> EvaluationResult:
-        """Answer and grade every problem, the same on every rank, but texts are on rank 0."""
         reward, held_out = self.config.reward, self.config.data.model_copy(update={"train": ()})
         own = own_verifiers(held_out)
         limits = reward.workers, reward.timeout, reward.memory

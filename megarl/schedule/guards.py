@@ -26,12 +26,11 @@ class Guards:
                 responses, and are not compared
     skipped     consecutive steps whose updates were not applied
     unverified  consecutive steps without a verdict
-    length      moving average of the response length, with weight 1/2 for the newest, and its standard error
+    length      moving average of the response length, weight 1/2 for the newest, and its standard error
     longer      consecutive steps above `guard.length_growth` times that: number, sum of means, sum of
                 squared errors
-    highest     highest value so far of each metric that may collapse; longest: standard error of the length's
-    collapsed   metrics that were below their share of the highest value in the last step
-    """
+    highest     value so far of each metric that may collapse; longest: standard error of the length's
+    collapsed   metrics below their share of the highest value in the last step"""
 
     def __init__(self, config: GuardConfig, windows: int = 1) -> None:
         self.config, self.windows = config, windows
@@ -48,7 +47,6 @@ class Guards:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.skipped, length = state["skipped"], state["length"]
-        # Old checkpoints hold the length without its standard error.
         self.length = (length, 0.0) if isinstance(length, float) else length and tuple(length)
         self.longer, self.longest = tuple(state.get("longer", (0, 0.0, 0.0))), state.get("longest", 0.0)
         self.unverified = state.get("unverified", 0)
@@ -56,7 +54,6 @@ class Guards:
         self.collapsed = set(state.get("collapsed", ()))
 
     def count_failure(self, error: NumericalError) -> str:
-        """Count a skipped step; return a line about it. Raises `error` after too many."""
         self.skipped += 1
         if self.skipped > self.config.skipped_steps or error.fatal:
             raise error
@@ -64,7 +61,7 @@ class Guards:
         return f"{error}; the rest of the step is skipped ({count})"
 
     def count_ungraded(self, metrics: Mapping[str, float], errors: Mapping[str, int]) -> list[str]:
-        """Count a step with only errors; return lines. errors: number of occurrences."""
+        """Count a step with only errors (errors: number of occurrences); return lines."""
         share = metrics.get("reward/unverified")
         if share is not None:  # recipe sft has no answers
             self.unverified = self.unverified + 1 if share == 1 else 0
@@ -84,7 +81,6 @@ class Guards:
             )
 
     def count_success(self, metrics: Mapping[str, float], number: int) -> list[str]:
-        """Count a step that was not skipped; return a line for each crossed threshold."""
         self.skipped = 0
         if number < self.windows:
             metrics = {name: value for name, value in metrics.items() if name != "response/length_mean"}
@@ -108,7 +104,6 @@ class Guards:
                 self.longest = error if is_length else self.longest
             highest = self.highest[key]
             collapsed = share is not None and value < share * highest
-            # Alarm once, not at each step that stays below.
             if collapsed and key not in self.collapsed:
                 if is_length and not _differ((value, error), (highest, self.longest)):
                     continue
@@ -122,10 +117,7 @@ class Guards:
         return lines
 
     def _check_growth(self, length: float, error: float, growth: float) -> list[str]:
-        """Return an alarm if responses explode.
-
-        A length above the limit that may be noise is averaged with the steps that follow.
-        """
+        """A length above the limit that may be noise is averaged with the steps that follow."""
         before, lines = self.length, list[str]()
         if before is not None and length > growth * before[0] > 0:
             steps, total, squares = self.longer
@@ -150,7 +142,7 @@ def _differ(one: tuple[float, float], other: tuple[float, float]) -> bool:
 
 
 def keep_failed_batch(run: Run, step: Step, phase: str, error: NumericalError) -> NumericalError:
-    """Write a failed phase's batch to run_dir/failed; return the error with its place."""
+    """Write a failed phase's batch to run_dir/failed; add the place to the error."""
     folder, batch = run.config.run_dir / "failed", step.batch
     parts = {name: getattr(batch, name) for name in ("tokens", "cu_seqlens", "response_mask")}
     path = folder / f"{step.stage}-{step.number:06d}-rank{run.runtime.rank}.pt"

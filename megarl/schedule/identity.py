@@ -21,11 +21,11 @@ PATHS = ("run_dir", "model.path", "data.train", "data.eval")  # compared by thei
 
 
 def identity(config: Config) -> dict[str, Any]:
-    """Return all that decides a run's result. Runs of equal identity end in the same weights."""
+    """Return all that decides a run's result."""
     cpu = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     models = [line for line in cpu if line.startswith("model name")]
     return {
-        "settings": list_settings(config),  # with layout and seed
+        "settings": list_settings(config),
         "inputs": checksum_inputs(config),
         "code": checksum_code(),
         "versions": {"python": platform.python_version(), **versions()},
@@ -58,7 +58,7 @@ def checksum_code() -> str:
 
 
 def list_settings(config: Config) -> dict[str, Any]:
-    """Return the settings that must be equal in two equal runs: all except paths (see `checksum_inputs`)."""
+    """Return all settings except paths (see `checksum_inputs`)."""
 
     def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
         leaves: dict[str, Any] = {}

@@ -1,7 +1,6 @@
 """Observers of a run: traces, records and the terminal, the timeline, the watchdog, the clock.
 
-They decide nothing, but a record that cannot be written ends the run.
-"""
+They decide nothing, but a record that cannot be written ends the run."""
 
 from __future__ import annotations
 
@@ -25,14 +24,14 @@ from megarl.schedule.samples import add_tokens, has_tokens
 from megarl.schedule.watchdog import Watchdog
 
 Answers = Iterable[dict[str, Any]]
-PLAIN_LINES = 100  # approximate number of steps that a plain log shows
+PLAIN_LINES = 100
 
 
 class Listener:
-    """Observes a run, with the same calls on every rank. These methods do nothing."""
+    """Observes a run, with the same calls on every rank."""
 
     def on_start(self, *, fresh: bool) -> None:
-        """Handle the start. fresh: the run starts from the beginning, and older records are dropped."""
+        """fresh: older records are dropped."""
 
     def run(self) -> AbstractContextManager[None]:
         return nullcontext()
@@ -41,22 +40,22 @@ class Listener:
         """Drop records after this step, from which the run continues."""
 
     def step(self, step: Step) -> AbstractContextManager[None]:
-        """Return a context for a step, whose metrics are complete at the end."""
+        """The step's metrics are complete at the end of the context."""
         return nullcontext()
 
     def phase(self, name: str, step: Step | None = None) -> AbstractContextManager[None]:
-        """Return a context for a phase of a step, or for work between steps."""
+        """step: None for work between steps."""
         return nullcontext()
 
     def on_evaluation(self, number: int, metrics: Mapping[str, Any], answers: Answers) -> None:
         pass
 
     def event(self, line: str, *, keep: bool = True) -> None:
-        """Show a line to the user. keep: record it, too."""
+        """keep: record the line, too."""
 
 
 class Listeners(Listener):
-    """Calls several listeners in order. Contexts end in the opposite order."""
+    """Contexts end in the opposite order."""
 
     def __init__(self, *listeners: Listener) -> None:
         self._all = listeners
@@ -113,8 +112,6 @@ class TraceListener(Listener):
 
 
 class TimelineListener(Listener):
-    """Records this rank's phases and waits; also rewinds ranks that only generate."""
-
     def __init__(self, run: Run) -> None:
         self.timeline = Timeline(run.config.run_dir, run.runtime.rank, run.dispensable)
         self.source, self.remote, self.main_stage = run.source, run.remote, run.config.main_stage
@@ -156,8 +153,6 @@ class WatchdogListener(Listener):
 
 
 class Clock(Listener):
-    """Measures time/<phase>, in seconds."""
-
     @contextmanager
     def phase(self, name: str, step: Step | None = None) -> Iterator[None]:
         started = time.perf_counter()
@@ -176,7 +171,7 @@ class RecordListener(Listener):
         every = -(-self.config.steps // PLAIN_LINES)
         mode = self.config.log.terminal if self.is_rank_0 else "quiet"
         self.view = TerminalView(mode, self.facts, every=every)
-        self.log: RunLog | None = None  # of rank 0
+        self.log: RunLog | None = None
 
     def on_start(self, *, fresh: bool) -> None:
         log = self.config.log
@@ -269,7 +264,6 @@ class RecordListener(Listener):
                 self.log.write_event(line)
 
     def _on_rank_0(self, write: Callable[[], Any]) -> None:
-        """Call `write` on rank 0, and raise its error on every rank."""
         failure = None
         try:
             if self.is_rank_0:

@@ -33,10 +33,7 @@ def load_tokenizer(folder: Path) -> Any:
 def load_weights(
     model: torch.nn.Module, folder: ModelFolder, runtime: Runtime, *, critic: bool = False
 ) -> None:
-    """Load this rank's slices of a model's folder.
-
-    Raises CheckpointError on every rank if one rank cannot use its slices.
-    """
+    """Load this rank's slices of a model's folder. Raises CheckpointError on every rank."""
     shards = megatron_layout(folder.config, runtime.layout, critic=critic)[runtime.rank][1]
     Processes(runtime.cpu_group).run(
         lambda: load_into(model_weights(dict(model.named_parameters())), shards, folder)
@@ -45,11 +42,6 @@ def load_weights(
 
 @dataclass(frozen=True)
 class ModelBuilder:
-    """Builds a run's models on this rank, each after offloading the previous one.
-
-    folder  the actor's, which critic and reference model may share; hf: its config.json
-    """
-
     config: Config
     runtime: Runtime
     folder: ModelFolder

@@ -1,7 +1,4 @@
-"""Residency of tensor groups on the device.
-
-Before a phase, unneeded groups are offloaded to host memory, then needed ones are loaded.
-"""
+"""Residency of tensor groups on the device: unneeded groups wait in host memory during a phase."""
 
 from __future__ import annotations
 
@@ -45,8 +42,7 @@ ADVICE = {
 class EngineMemory:
     """The weights or the KV cache of this rank's share of the engines.
 
-    On a GPU `nbytes` is measured when the engine goes to sleep.
-    """
+    On a GPU `nbytes` is measured when the engine goes to sleep."""
 
     def __init__(self, weight_sync: WeightSync, tag: str, device: torch.device, nbytes: int) -> None:
         self.weight_sync, self.tag, self.device, self.nbytes = weight_sync, tag, device, nbytes
@@ -105,7 +101,6 @@ class OffloadManager:
         return sum(self._groups[name].nbytes for name in self.present)
 
     def register(self, groups: Mapping[str, OffloadGroup | EngineMemory]) -> None:
-        """Add groups that are on the device. Equal names become one AlternatingGroup."""
         for name, group in groups.items():
             known = self._groups.get(name)
             if isinstance(group, OffloadGroup) and known is not None:
@@ -125,13 +120,11 @@ class OffloadManager:
                 group.parts[number].onload()
 
     def onload(self, phase: str, groups: Collection[str]) -> None:
-        """Offload every other group, then load `groups`."""
         self._move(phase, self.present - frozenset(groups) - self.keep, onload=False)
         self._move(phase, frozenset(groups) - self.present, onload=True)
 
     @contextmanager
     def with_extra(self, phase: str, groups: Collection[str]) -> Iterator[None]:
-        """Load `groups` for the block without offloading others."""
         extra = frozenset(groups) - self.present
         self._move(phase, extra, onload=True)
         yield
@@ -160,7 +153,6 @@ class OffloadManager:
                 advice += ", or set residency.offload=true"
             elif self.keep:
                 advice += f", or take {', '.join(sorted(self.keep))} out of residency.keep"
-            # The first two sentences: out of memory, and the requested size.
             what = ", ".join(str(error).strip().rstrip(".").split(". ")[:2])
             raise DeviceMemoryError(
                 f"phase {phase}: {what}; on the device are {there or 'no tensor groups'} ({advice})"
@@ -183,8 +175,6 @@ class OffloadManager:
 
 
 class Residency:
-    """Loads tensor groups, and restores the weights of an engine that lost them."""
-
     def __init__(
         self,
         manager: OffloadManager,
@@ -194,10 +184,9 @@ class Residency:
         self.manager, self.models, self.weight_sync = manager, models, weight_sync
 
     def onload(self, phase: str, groups: Collection[str]) -> None:
-        """Have these tensor groups on the device, and no others.
+        """Have only these tensor groups on the device.
 
-        An engine whose weights were lost gets the actor's first, unless the phase syncs them itself.
-        """
+        An engine without weights gets the actor's first, unless the phase syncs them itself."""
         weight_sync = self.weight_sync
         if weight_sync is None:
             # The engines are on other ranks. A phase that needs only engine groups moves nothing here.
@@ -218,7 +207,7 @@ class Residency:
         groups = {f"{model.name}.{part}" for part in parts}
         self.onload(phase, groups)
         if model.name == "critic":
-            number = list(self.models).index(name) - 1  # the actor comes before the critics
+            number = list(self.models).index(name) - 1
             for group in sorted(groups):
                 self.manager.select_part(phase, group, number)
 

@@ -1,8 +1,7 @@
 """The parity gate: compares the engine's log-probs with the trainer's before a start's first update.
 
 A difference beyond rounding errors ends the run. With guard.parity_layers the error names the first layer
-that differs from a transformers model with the same weights.
-"""
+that differs from a transformers model with the same weights."""
 
 from __future__ import annotations
 
@@ -41,13 +40,12 @@ from megarl.weights.tensor_files import Processes
 
 # Limits of the mean |difference| of log-probs, in nats. Single tokens may differ by more.
 LIMITS = {"fp32": 1e-3, "bf16": 0.15, "fp8": 0.4}
-# Limits of the relative difference of a part's output.
+# Relative limits of a part's output.
 PART_LIMITS = {"fp32": 1e-3, "bf16": 0.05, "fp8": 0.25}
-SEQUENCES, TOKENS = 2, 256  # responses to compare, and tokens of each at most
+SEQUENCES, TOKENS = 2, 256
 # A layer's number (-1: before the first; number of layers: after the last), and its part's name.
 Part = tuple[int, str]
 OUTPUT, HEAD = "residual, or a norm behind attention or MLP", "output layer"
-# Parts of a layer in order, with Megatron's names.
 PARTS = {
     "norm before attention": "input_layernorm",
     "attention": "self_attention",
@@ -57,7 +55,6 @@ PARTS = {
 
 
 def get_precision(config: Config) -> str:
-    """Return the lowest precision in trainer or engine: a key of LIMITS."""
     options = config.rollout.engine_options if config.rollout.capabilities.takes_options else {}
     own = {str(value) for key, value in options.items() if key in ("dtype", "kv_cache_dtype")}
     fp8 = config.model.fp8.format != "none" or config.rollout.weights_dtype != "model"
@@ -69,8 +66,7 @@ def get_precision(config: Config) -> str:
 def mask_comparable(batch: TrainBatch, version: int) -> Tensor:
     """Return the response tokens that were sampled with the weights of `version`, bool [T].
 
-    Temperature is part of both log-probs; top-p and top-k are part of neither.
-    """
+    Temperature is part of both log-probs; top-p and top-k are part of neither."""
     if "token_versions" in batch:
         versions = batch["token_versions"]
     else:
@@ -81,9 +77,7 @@ def mask_comparable(batch: TrainBatch, version: int) -> Tensor:
 def check_parity(run: Run, step: Step) -> None:
     """Raise ParityError on every rank if engine and trainer differ too much.
 
-    Without old log-probs, from value pretraining or algorithm.old_logprobs=engine, one pass computes those
-    of the first mini-batch.
-    """
+    Without old log-probs, one pass computes those of the first mini-batch."""
     guard, batch, kind = run.config.guard, step.batch, get_precision(run.config)
     if guard.parity == "none":
         return
@@ -104,7 +98,7 @@ def check_parity(run: Run, step: Step) -> None:
     sums = sum_over_replicas(run.runtime, sums)
     metrics = mismatch_metrics(sums, max_over_ranks(run.runtime, float(largest)))
     mean = metrics["mismatch/logprob_abs_mean"]
-    if mean <= limit:  # 0 without a token
+    if mean <= limit:
         return
     if guard.parity_layers:
         details = f"{compare_layers(run, step, version)}; nothing was updated (guard.parity is the limit)"
@@ -119,7 +113,6 @@ def check_parity(run: Run, step: Step) -> None:
 
 
 def compare_layers(run: Run, step: Step, version: int) -> str:
-    """Compare hidden states, write run_dir/parity.txt, and return the result in words."""
     runtime, config = run.runtime, run.config
     own = run.engine if isinstance(run.engine, TransformersEngine) else None
     try:
@@ -127,7 +120,7 @@ def compare_layers(run: Run, step: Step, version: int) -> str:
             "weight_transfer", {"actor.weights", "engine.weights"} if own else {"actor.weights"}
         )
         weight_sync = run.weight_sync
-        if own and weight_sync and not weight_sync.complete:  # offloading lost the engine's weights
+        if own and weight_sync and not weight_sync.complete:
             weight_sync.sync(weight_sync.version)
         sequences = _choose_sequences(run, step.batch)
         states = [_run_trainer(run, *sequence) for sequence in sequences]
@@ -135,7 +128,7 @@ def compare_layers(run: Run, step: Step, version: int) -> str:
 
         def compare() -> None:
             nonlocal verdict
-            assert reference is not None  # on the first rank
+            assert reference is not None
             differences = [
                 _compare(reference, *sequence, ours, config.rollout.temperature)
                 for sequence, ours in zip(sequences, states, strict=True)
@@ -152,7 +145,6 @@ def compare_layers(run: Run, step: Step, version: int) -> str:
 
 
 def _describe(run: Run, differences: Sequence[Mapping[Part, float]], own: bool) -> str:
-    """Write the table, and describe the first difference. own: the reference is the engine."""
     config, layers = run.config, run.hf.num_hidden_layers
     kind = "fp8" if config.model.fp8.format != "none" else config.model.dtype
     worst = [(part, max(one[part] for one in differences)) for part in differences[0]]
@@ -195,7 +187,7 @@ def _choose_sequences(run: Run, batch: TrainBatch) -> list[tuple[list[int], list
 
 @contextmanager
 def _record_outputs(chunks: Sequence[Any]) -> Iterator[dict[Part, Tensor]]:
-    """Yield the outputs of this rank's parts in the first pass within the block, on the host."""
+    """Yield this rank's outputs of the first pass within the block, on the host."""
     outputs: dict[Part, Tensor] = {}
 
     def record(part: Part, _module: Any, _inputs: Any, output: Any) -> None:
@@ -224,8 +216,7 @@ def _record_outputs(chunks: Sequence[Any]) -> Iterator[dict[Part, Tensor]]:
 def _run_trainer(run: Run, prompt: list[int], response: list[int]) -> dict[Part, Tensor]:
     """Return the outputs of the trainer's parts, [t, hidden], on rank 0, without routing replay.
 
-    The entry (layers, HEAD) has the log-probs of the response, [r].
-    """
+    (layers, HEAD) has the response's log-probs, [r]."""
     runtime, actor, batch = run.runtime, run.actor, TrainBatch.build([prompt], [response])
     batches = make_micro_batches(batch, [0], batch.num_tokens, actor.model)
     with actor.free_routing(), _record_outputs(actor.model.chunks) as outputs:
@@ -242,7 +233,7 @@ def _run_trainer(run: Run, prompt: list[int], response: list[int]) -> dict[Part,
         for part in parts[ranks[0][0]]:
             rows = [[parts[rank][part] for rank in row] for row in ranks]
             pieces = [torch.cat(row) if actor.model.config.sequence_parallel else row[0] for row in rows]
-            cut = batches[0].cut  # context-parallel rank and position of each token
+            cut = batches[0].cut
             tokens = pieces[0] if cut is None else torch.stack(pieces)[cut]
             outputs[part] = tokens[: batch.num_tokens]
     outputs[run.hf.num_hidden_layers, HEAD] = logprobs[batch.response_mask]
@@ -252,8 +243,7 @@ def _run_trainer(run: Run, prompt: list[int], response: list[int]) -> dict[Part,
 def _build_reference(run: Run, version: int) -> TransformersEngine | None:
     """Return a transformers model with the trainer's weights, on rank 0.
 
-    Version 0 is read from the original folder, which no transfer has touched, later ones from an export.
-    """
+    Version 0 is read from the original folder, which no transfer has touched, later ones from an export."""
     config, folder = run.config, run.folder
     if version:
         export_model(run.actor, config, run.runtime, config.run_dir / "parity")
@@ -270,11 +260,9 @@ def _build_reference(run: Run, version: int) -> TransformersEngine | None:
 def _run_reference(
     engine: TransformersEngine, tokens: Sequence[int], given: Mapping[Part, Tensor]
 ) -> dict[Part, Tensor]:
-    """Return the outputs of the reference's parts, [t, hidden], in the model's order.
+    """Return the outputs of the reference's parts, [t, hidden]; logits [t, vocab] at (layers, HEAD).
 
-    The entry (layers, HEAD) has the logits, float32 [t, vocab]. Each layer's input is the trainer's
-    (`given`), so that a difference shows only where it arises.
-    """
+    Each layer's input is the trainer's (`given`), so that a difference shows only where it arises."""
     body, outputs = engine.model.get_decoder(), dict[Part, Tensor]()
     last = len(body.layers) - 1
 
@@ -317,8 +305,7 @@ def _compare(
 ) -> dict[Part, float]:
     """Return each part's RMS over tokens of |difference| / |output|, given the trainer's input.
 
-    For the output layer it is the mean |difference| of the response's log-probs.
-    """
+    For the output layer it is the mean |difference| of the response's log-probs."""
     outputs = _run_reference(reference, [*prompt, *response], states)
     differences, fused = dict[Part, float](), False
     for part, output in outputs.items():

@@ -1,7 +1,4 @@
-"""The code of each phase of config/phases.py: a function of the same name.
-
-`run_phase` calls it and enforces its declared columns.
-"""
+"""The code of each phase of config/phases.py: a function of the same name."""
 
 from __future__ import annotations
 
@@ -43,7 +40,6 @@ def rollout(run: Run, step: Step) -> None:
 
 
 def distribute(run: Run, step: Step) -> None:
-    """Divide the batch into mini-batches with global denominators, and deliver replicas' parts."""
     config = run.config
     models = [*([] if step.stage == PRETRAINING else [run.actor]), *run.critics[:1]]  # critics share a layout
     networks = [model.model for model in models]
@@ -60,10 +56,7 @@ def distribute(run: Run, step: Step) -> None:
 
 
 def old_logprobs(run: Run, step: Step) -> None:
-    """Compute the trainer's log-probs before any update, and compare the engine's with them.
-
-    With `algorithm.mismatch` the difference corrects the policy loss's token weights.
-    """
+    """Compute the trainer's log-probs before any update, and compare the engine's with them."""
     batch, version = step.batch, max(0, step.number - 1 - run.config.schedule.ahead)
     start_counting(run.actor.model.routings, grad=False)
     columns = run.actor.logprob_columns(batch, batch.micro_batches)
@@ -82,7 +75,6 @@ def old_logprobs(run: Run, step: Step) -> None:
 
 
 def old_top_k(run: Run, step: Step) -> None:
-    """Find the old policy's top-k tokens for DPPO's trust region."""
     batch, k = step.batch, run.config.algorithm.dppo.top_k
     step.count_tokens(passes=1)
     top = run.actor.top_k_columns(batch, batch.micro_batches, k, run.hf.vocab_size)
@@ -102,7 +94,6 @@ def reference_logprobs(run: Run, step: Step) -> None:
 
 
 def reward_model(run: Run, step: Step) -> None:
-    """Add the reward model's weighted scores to the rewards of the whole step."""
     assert run.reward_model is not None
     rollout, batch, weight = step.rollout, step.batch, run.config.reward.model.weight
     step.count_tokens(passes=1)
@@ -139,7 +130,6 @@ def group_advantages(run: Run, step: Step) -> None:
 
 
 def tracked_advantages(run: Run, step: Step) -> None:
-    """Compare rewards with the running success rates of their prompts."""
     add_tracked_advantages = load_function(run.config.algorithm.advantage_method.function)
     [state] = run.method_states.values()
     step.metrics |= add_tracked_advantages(run.config, step.rollout, step.batch, run.runtime, state)
@@ -164,7 +154,7 @@ def critic_agreement(run: Run, step: Step) -> None:
 def teacher_advantages(run: Run, step: Step) -> None:
     """Add a teacher's log-probs to the advantages (on-policy distillation)."""
     batch, config = step.batch, run.config
-    logprobs = torch.full((batch.num_tokens,), -torch.inf)  # for tokens without a teacher
+    logprobs = torch.full((batch.num_tokens,), -torch.inf)
     for teacher, micro_batches in load_teachers(run, step, "teacher_advantages"):
         columns = teacher.logprob_columns(batch, micro_batches)["logprobs"]
         at = torch.cat([one.token_indices for one in micro_batches])
@@ -186,10 +176,7 @@ def teacher_top_k(run: Run, step: Step) -> None:
 
 
 def load_teachers(run: Run, step: Step, phase: str) -> Iterator[tuple[InferenceModel, Sequence[MicroBatch]]]:
-    """Load the teachers one by one, with micro-batches of their responses on this replica.
-
-    A teacher without a response in the whole batch is skipped.
-    """
+    """Load the needed teachers one by one, with micro-batches of their responses on this replica."""
     config, batch = run.config, step.batch
     if not config.teacher.by_source:
         step.count_tokens(passes=1)
@@ -205,7 +192,6 @@ def load_teachers(run: Run, step: Step, phase: str) -> Iterator[tuple[InferenceM
 
 
 def prompt_advantages(run: Run, step: Step) -> None:
-    """Compare rewards with the critic's values of their prompts."""
     add_prompt_advantages = load_function(run.config.algorithm.advantage_method.function)
     step.metrics |= add_prompt_advantages(run.config, step.batch, run.runtime)
 
@@ -255,7 +241,7 @@ def actor_update(run: Run, step: Step) -> None:
     if (others := other_tokens(batch)) is not None:
         mini_batches = [[replace(one, others=others) for one in some] for some in mini_batches]
     updates = run.actor.update_mini_batches(mini_batches, loss, epochs, "policy", before)
-    # Earlier values of entropy and mean probability are from before the updates.
+    # Keep entropy and mean probability from before the updates.
     step.metrics |= {name: value for name, value in updates.items() if name not in step.metrics}
 
 
@@ -294,8 +280,6 @@ def run_phase(phase: Phase, run: Run, step: Step) -> None:
 
 
 class DeclaredColumns(dict[str, Tensor]):
-    """A batch's columns during a phase."""
-
     def __init__(self, columns: Mapping[str, Tensor], phase: Phase) -> None:
         super().__init__(columns)
         self.phase = phase

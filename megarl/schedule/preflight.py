@@ -63,9 +63,7 @@ from megarl.weights.shards import (
 )
 from megarl.weights.tensor_files import carried_files
 
-# File in run_dir with the settings that decide the result.
 SETTINGS = "settings.json"
-# Packages on which the result depends.
 PACKAGES = (
     *("megarl", "torch", "megatron-core", "transformers", "transformer-engine", "sglang"),
     *("numpy", "math-verify", "reasoning-gym"),
@@ -73,14 +71,10 @@ PACKAGES = (
 
 
 def preflight(config: Config, where: str, world: int | None = None, *, replay: bool = False) -> list[str]:
-    """Check everything that a training run needs except its folder (`claim_run_dir`).
+    """Check everything that a training run needs except its folder (`claim_run_dir`); return warnings.
 
-    Returns warnings. Raises ConfigError, CheckpointError and DataError.
-
-    where: names the configuration in errors
-    world: number of ranks; None: the launched ones, or those that would be launched here
-    replay: a step is repeated from its rollout, without engine, tools, verifier and prompts
-    """
+    world: None: the ranks launched, or to be launched here. replay: without engine, tools, verifier, prompts.
+    Raises ConfigError, CheckpointError and DataError."""
     check_config(config, where)
     device = choose_device(config.parallel.device)
     _check_machine(config, device.type, world, replay=replay)
@@ -174,7 +168,6 @@ def _check_memory(
     *,
     replay: bool,
 ) -> str | None:
-    """Return a warning if memory is almost full. Raises ConfigError if it is too small."""
     ranks = _count_ranks(config, world)
     if device.type == "cuda":
         memory = torch.cuda.get_device_properties(device).total_memory
@@ -212,7 +205,7 @@ def check_fits(
 def preflight_evaluation(
     config: Config, where: str, key: str = "model.path", *, weights: bool = True
 ) -> None:
-    """Check what `megarl eval` needs. weights: model.path holds them, too."""
+    """Check what `megarl eval` needs. weights: in model.path, too."""
     if not config.data.eval:
         raise ConfigError(f"{where}: data.eval: must name at least one file to evaluate on")
     for problem in evaluation_problems(config):
@@ -244,7 +237,7 @@ def check_model(path: Path, key: str, config: Config, *, critic: bool = False) -
     """Read a folder's headers and check its sizes against the parallel layout."""
     folder = _open_folder(path, key, critic=critic)
     with prefix_errors(key):
-        carried_files(path)  # an export of the run copies them
+        carried_files(path)  # exports copy them
     sizes = config.parallel
     check_layout(folder.config, sizes.tp, sizes.pp, sizes.ep, sizes.vpp)
     check_sizes(config, folder.config, key)
@@ -263,7 +256,7 @@ def _open_folder(path: Path, key: str, *, critic: bool = False) -> ModelFolder:
 
 
 def _check_buildable(path: Path, key: str) -> None:
-    from megarl.model.hf_config import check_buildable  # transformers, which takes seconds to import
+    from megarl.model.hf_config import check_buildable  # imports transformers, which takes seconds
 
     with prefix_errors(key):
         check_buildable(path)
@@ -274,8 +267,7 @@ def check_verifier(
 ) -> None:
     """Test verifier and reward terms on one made-up response per reference.
 
-    references: of each data file the first answer, of each task of reasoning-gym a problem
-    """
+    references: each data file's first answer, each reasoning-gym task's problem"""
     if not reward.terms and reward.verifier == "dapo":
         references = [one for one in references if isinstance(one, Reference)]
     if not references:
@@ -378,8 +370,7 @@ def _check_positions(config: Config, where: str, folder: ModelFolder | ModelDesc
 def claim_run_dir(config: Config, *, fresh: bool = False) -> None:
     """Create the run's folder, private to the user, or check that its run can continue or restart.
 
-    A run with a complete checkpoint continues; one that was killed before it restarts. Raises ConfigError
-    otherwise, for other settings, and with `fresh` for any run.
+    A run with a complete checkpoint continues; one killed before it restarts. Raises ConfigError otherwise.
     """
     run_dir = config.run_dir
     try:

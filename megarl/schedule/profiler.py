@@ -17,7 +17,6 @@ from megarl.parallel.runtime import Runtime
 
 # Layers x response tokens above which an in-process engine is not traced: each has some 50 operators of 1 kB.
 OPERATORS_IN_ROLLOUT = 20_000
-# The process's name, which follows the first "args" of its metadata.
 _PROCESS = re.compile(r'"name": "process_name"')
 _NAME = re.compile(r'("name": )"[^"]*"')
 
@@ -25,8 +24,7 @@ _NAME = re.compile(r'("name": )"[^"]*"')
 class Profiler:
     """Traces `log.profile` steps of the main stage after the first one, which warms up.
 
-    Each step has its own trace, which bounds the memory. Ranks that only generate trace rollouts.
-    """
+    Each step has its own trace, which bounds the memory. Ranks that only generate trace rollouts."""
 
     def __init__(
         self, config: Config, runtime: Runtime, layers: int, dispensable: OptionalFiles | None = None

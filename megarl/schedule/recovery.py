@@ -1,4 +1,4 @@
-"""Recovery of a run: resume from a checkpoint, save checkpoints, and leave when asked to."""
+"""Resume from a checkpoint, save checkpoints, and leave when asked to."""
 
 from __future__ import annotations
 
@@ -24,8 +24,6 @@ from megarl.training.sharded import load_checkpoint
 
 @dataclass
 class Progress:
-    """The progress of value pretraining."""
-
     steps: int = 0
     done: bool = False
 
@@ -39,11 +37,7 @@ class Progress:
 class Recovery:
     """Resumes a run, saves due steps, and leaves on preemption. Every rank makes the same calls.
 
-    A run leaves after a step, or within one before any weight has changed, without the step's samples.
-
-    stateful    more state to save, by name
-    checkpoint  from which the run resumes; None: it starts from the beginning
-    """
+    A run leaves after a step, or within one before any weight has changed, without the step's samples."""
 
     def __init__(
         self, run: Run, stateful: Mapping[str, Stateful], listeners: Listeners, stop: StopRequest
@@ -70,7 +64,7 @@ class Recovery:
         self._since = time.monotonic()
 
     def resume(self) -> int:
-        """Load the checkpoint, drop later records, and return the number of finished main steps."""
+        """Load the checkpoint, drop later records, and return the finished main steps."""
         for line in self._skipped:
             self.listeners.event(line)
         checkpoint, run = self.checkpoint, self.run
@@ -116,10 +110,9 @@ class Recovery:
                 self.check(self.longest_step + self.writer.seconds)
 
     def check(self, seconds: float = 0.0, *, weights_changed: bool = False) -> None:
-        """Continue writing a checkpoint. Raises Interrupted if asked to leave.
+        """Continue writing a checkpoint. Raises Interrupted if asked to leave or short of `seconds`.
 
-        seconds: leave if fewer are left; weights_changed: since the last step, so the run cannot leave
-        """
+        weights_changed: since the last step, so the run cannot leave"""
         if not (self.writer.unfinished if weights_changed else self.every):
             return
         should_stop = not weights_changed and self.stop.should_stop(seconds)

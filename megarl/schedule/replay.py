@@ -30,7 +30,6 @@ from megarl.training.checkpoint import (
 )
 from megarl.training.sharded import load_checkpoint
 
-# Prefixes of metrics that are not results of the step.
 IGNORED = ("time/", "inside/", "throughput/", "transfer/", "guard/", "memory")
 # Relative and absolute tolerance with another layout; most metrics are about 1.
 TOLERANCE = {"fp32": 1e-3, "bf16": 5e-2}
@@ -38,12 +37,9 @@ TOLERANCE = {"fp32": 1e-3, "bf16": 5e-2}
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of a replay.
-
-    exact    numbers must be equal, else within `tolerance`
+    """exact    numbers must be equal, else within `tolerance`
     numbers  name -> (recorded, replayed)
-    weights  largest difference from the checkpoint after the step; None without it
-    """
+    weights  largest difference from the checkpoint after the step; None without it"""
 
     exact: bool
     tolerance: float
@@ -53,7 +49,6 @@ class Outcome:
 
     @property
     def different(self) -> list[str]:
-        """Return the names of the numbers that differ, perhaps with `weights`."""
         limit = 0.0 if self.exact else self.tolerance
         names = [
             name
@@ -64,10 +59,9 @@ class Outcome:
 
 
 def replay(config: Config, number: int, runtime: Runtime, tolerance: float | None = None) -> Outcome:
-    """Repeat step `number` of the run in config.run_dir. Every rank calls this.
+    """Repeat step `number`. Every rank calls this.
 
-    With the checkpoint's layout and versions, weights and recorded digits must be equal.
-    """
+    With the checkpoint's layout and versions, weights and recorded digits must be equal."""
     recorded = recorded_numbers(config, number)
     run = build_run(config, runtime, RecordedRollouts(config, runtime) if config.has_engine else None)
     try:
@@ -117,7 +111,6 @@ def _load(run: Run, checkpoint: Checkpoint) -> list[str]:
 
 
 def recorded_numbers(config: Config, number: int) -> dict[str, float]:
-    """Return the step's numbers in metrics.jsonl. Raises DataError if there are none."""
     for record in read_metrics(config.run_dir).records:
         if record["stage"] == config.main_stage and record["step"] == number:
             if record.get("guard/skipped"):
@@ -133,10 +126,7 @@ def recorded_numbers(config: Config, number: int) -> dict[str, float]:
 
 
 def find_start(config: Config, number: int) -> Checkpoint | None:
-    """Return the checkpoint before the step; None if it started from the models' folders.
-
-    Raises CheckpointError if it has been removed.
-    """
+    """Return the checkpoint before the step; None if there was none. Raises CheckpointError if removed."""
     if number > 1:
         return open_checkpoint(config.run_dir / FOLDER / folder_name(config.main_stage, number - 1))
     if not (config.has_critic and config.value_pretraining.steps):
@@ -154,7 +144,6 @@ def find_start(config: Config, number: int) -> Checkpoint | None:
 
 
 def _compare_weights(run: Run, checkpoint: Checkpoint, runtime: Runtime) -> float:
-    """Load the checkpoint after the step; return the largest difference of a weight."""
 
     def weights(name: str) -> list[torch.Tensor]:
         run.residency.onload_for_checkpoint(name)

@@ -1,8 +1,7 @@
 """Rollouts on disk, for `megarl replay` and value pretraining (VAPO section 4.1).
 
-A rollout is a folder with a safetensors file per rank and a manifest with checksums, which is written last.
-Any layout can read it: ranks divide the files, and deliver the sequences as if they had sampled them.
-"""
+A rollout is a folder with a safetensors file per rank and a manifest with checksums, written last. Any
+layout can read it."""
 
 from __future__ import annotations
 
@@ -34,7 +33,6 @@ FOLDER = "step-{:06d}"
 MANIFEST = "manifest.json"
 # Columns [T] of a file; all others are [n].
 TOKEN_COLUMNS = ("engine_logprobs", "token_versions", "turn_rewards", "routing")
-# Keys and sections that decide the samples and their rewards.
 SAMPLING_KEYS = (
     *("seed", "data.shuffle", "model.dtype", "rollout.engine", "rollout.weights_dtype", "rollout.prompts"),
     "rollout.engine_options",
@@ -46,17 +44,16 @@ SAMPLING_KEYS = (
     "reward.terms",
     *("reward.overlong.soft_punishment", "reward.overlong.buffer"),
 )
-# A rank's columns [n] with "row" and lengths, and an empty batch with names and types of the columns [T].
+# A rank's columns [n], and an empty batch with names and types of the columns [T].
 ReadRows = tuple[dict[str, Tensor], TrainBatch]
-MODEL_FILES = (".json", ".safetensors", ".distcp", ".model", ".jinja")  # of weights and tokenizer
+MODEL_FILES = (".json", ".safetensors", ".distcp", ".model", ".jinja")
 
 
 class RolloutStore:
     """A folder of rollouts. All ranks make the same calls, and agree on errors.
 
     key, remedy  for messages: the config key, and what to do when the disk is full
-    made_from    settings that are stored with each rollout, and must be equal to read it
-    """
+    made_from    settings stored with each rollout, which must be equal to read it"""
 
     def __init__(
         self, folder: Path, ranks: Ranks, key: str, remedy: str, made_from: Mapping[str, Any] | None = None
@@ -74,13 +71,12 @@ class RolloutStore:
             return None, [f"{error}; it is sampled again"]
 
     def write(self, number: int, batch: RolloutBatch, state: Mapping[str, Any]) -> None:
-        """Write a rollout and rank 0's `state` (JSON). Raises ConfigError if that fails."""
+        """Raises ConfigError if writing fails. state: rank 0's, JSON."""
         folder, rank = self.folder / FOLDER.format(number), self.ranks.rank
         part, sha256 = f"rank-{rank:05d}.safetensors", ""
 
         @contextmanager
         def writing(path: Path) -> Iterator[None]:
-            """Raise on every rank if one of them fails to write."""
             failure = None
             try:
                 yield
@@ -92,7 +88,7 @@ class RolloutStore:
 
         with writing(folder):
             if rank == 0:
-                shutil.rmtree(folder, ignore_errors=True)  # a damaged or outdated one
+                shutil.rmtree(folder, ignore_errors=True)
                 folder.mkdir(parents=True, mode=0o700)
         with writing(folder / part):
             if len(batch.rows):
@@ -116,7 +112,6 @@ def manifest_path(folder: Path, number: int) -> Path:
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
-    """Return a rollout's made_from, state, and files (name -> SHA-256)."""
     try:
         digest, text = path.read_text(encoding="utf-8").splitlines()
         if hashlib.sha256(text.encode()).hexdigest() != digest:
@@ -134,8 +129,7 @@ def read_rollout(
 ) -> tuple[RolloutBatch, dict[str, Any]]:
     """Return a rollout's batch and state. Each rank holds the tokens of the files it reads.
 
-    Raises on every rank: DataError for damaged files, ConfigError for another `made_from`.
-    """
+    Raises on every rank: DataError for damaged files, ConfigError for another `made_from`."""
     path = manifest_path(folder, number)
     text, failure = "", None
     try:
@@ -196,7 +190,7 @@ def list_rollout_files(manifest: Path) -> list[Path]:
 
 
 def pretraining_rollouts(config: Config, prompts: Sequence[Prompt], ranks: Ranks) -> RolloutStore:
-    """Return value pretraining's store. Every rank calls this; rank 0 reads the model's files."""
+    """Every rank calls this; rank 0 reads the model's files."""
     made_from: dict[str, Any] = {}
     if ranks.rank == 0:
         files = sorted(path for path in config.model.path.iterdir() if path.suffix in MODEL_FILES)
@@ -213,10 +207,7 @@ def pretraining_rollouts(config: Config, prompts: Sequence[Prompt], ranks: Ranks
 
 
 def check_pretraining_rollouts(config: Config) -> None:
-    """Check before any rank starts that the first rollout was made with these settings.
-
-    The model's files and the prompts are compared later.
-    """
+    """Check the first rollout's settings before any rank starts. Model and prompts are compared later."""
     path = manifest_path(pretraining_folder(config), 1)
     if config.has_critic and config.value_pretraining.steps and path.exists():
         with suppress(DataError):
@@ -226,8 +217,7 @@ def check_pretraining_rollouts(config: Config) -> None:
 def check_made_from(path: Path, then: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     """Raise ConfigError for the first setting that differs.
 
-    Keys of another version of megarl, which only one side has, are not compared.
-    """
+    Keys that only one side has, from another version of megarl, are not compared."""
     for key, value in now.items():
         if key in then and then[key] != value:
             what = f"{key} {then[key]!r}, this run has {value!r}"

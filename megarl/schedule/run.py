@@ -39,10 +39,8 @@ class Run:
     folder         the actor's, from before training; hf: its config.json
     host           pinned memory of the offloaded tensor groups
     method_states  the advantage method's state by its name in a checkpoint, equal on every rank
-    engine         None without engines, or if they run on separate ranks
-    remote         the source if engines run on separate ranks
-    dispensable    writes files whose failures do not end the run
-    """
+    engine         None without engines, or if they run on separate ranks (`remote`)
+    dispensable    writes files whose failures do not end the run"""
 
     config: Config
     runtime: Runtime
@@ -84,7 +82,6 @@ class Run:
         return self.weight_sync.sync(version).metrics()
 
     def transfer_pending(self, *, wait: bool) -> dict[str, float]:
-        """Transfer published weights to remote engines. wait: until they are idle."""
         if self.remote is None or not self.remote.can_transfer(wait=wait):
             return {}
         self.residency.onload("weight_transfer", {"actor.weights"})
@@ -95,7 +92,7 @@ class Run:
 
 
 def build_run(config: Config, runtime: Runtime, source: BatchSource | None = None) -> Run:
-    """Build a run. source: replaces the configured one. There are then no engines."""
+    """source: replaces the configured one. There are then no engines."""
     tokenizer = load_tokenizer(config.model.path)
     folder, hf = open_model(config.model.path), read_hf_config(config.model.path)
     stays = never_offloaded(config, gpu=runtime.device.type == "cuda")
@@ -174,15 +171,12 @@ def build_generation(
 
 @dataclass
 class Step:
-    """The data of one step, which its phases read and write.
+    """The data of one step.
 
     stage          the run's main stage (Config.main_stage), or "value_pretraining"
-    events         lines to show
     samples        on rank 0, responses for people to read, by their row of the batch
     distributions  tables for distributions.jsonl
-    rollout        all sequences of the step
-    batch          the sequences that this replica trains on
-    """
+    rollout        all sequences of the step; batch: those that this replica trains on"""
 
     stage: str
     number: int
@@ -197,7 +191,7 @@ class Step:
 
     @property
     def index(self) -> int:
-        """Return the step number of seeds, which is negative in value pretraining."""
+        """Negative in value pretraining."""
         return -self.number if self.stage == PRETRAINING else self.number
 
     def take(self, rollout: RolloutBatch) -> None:
@@ -210,6 +204,5 @@ class Step:
         self.distributions |= distributions
 
     def count_tokens(self, passes: int, lengths: Tensor | None = None) -> None:
-        """Add a phase's tokens to train/tokens. lengths: of the sequences it reads; None: all."""
         tokens = self.rollout.num_tokens if lengths is None else int(lengths.sum())
         self.metrics["train/tokens"] = self.metrics.get("train/tokens", 0.0) + passes * tokens

@@ -15,10 +15,10 @@ from megarl.observe.run_log import SampleRecord
 from megarl.parallel.comm import broadcast_from_rank_0, gather_to_rank_0
 from megarl.parallel.runtime import Runtime
 
-STEPS_WITH_TOKENS = 100  # approximate number per run
+STEPS_WITH_TOKENS = 100
 TOKENS_SHOWN = 512  # per response: half at the start, half at the end
-DIGITS = 4  # significant digits of a token's numbers
-MAX_CHARACTER_TOKENS = 4  # a character has at most 4 bytes
+DIGITS = 4  # significant
+MAX_CHARACTER_TOKENS = 4
 
 
 def has_tokens(number: int, steps: int) -> bool:
@@ -28,10 +28,7 @@ def has_tokens(number: int, steps: int) -> bool:
 def add_tokens(
     samples: Mapping[int, SampleRecord], batch: TrainBatch, tokenizer: Any, runtime: Runtime
 ) -> list[SampleRecord]:
-    """Return a step's samples with their tokens, advantages and values; [] except on rank 0.
-
-    Every rank calls this with its replica's batch. samples: by their row of the batch, on rank 0.
-    """
+    """Return a step's samples with their tokens, advantages and values; [] except on rank 0. Collective."""
     rows = broadcast_from_rank_0(runtime, list(samples), list[int])
     own = token_columns(batch, rows) if runtime.is_replica_leader else {}
     parts = gather_to_rank_0(runtime, own, dict[int, dict[str, Tensor]])
@@ -70,8 +67,7 @@ def _round(column: list[float]) -> list[float | None]:
 def token_columns(batch: TrainBatch, rows: Iterable[int]) -> dict[int, dict[str, Tensor]]:
     """Return row -> tokens, observed, advantages, values, for rows in this replica's batch.
 
-    Numbers of observations are NaN, and advantages of tokens from earlier steps (`rollout.window`).
-    """
+    Numbers of observations are NaN, and advantages of tokens from earlier steps (`rollout.window`)."""
     places = {row: i for i, row in enumerate(batch.rows.tolist())}
     sampled_now, columns_by_row = batch.sampled_mask, {}
     for row in rows:

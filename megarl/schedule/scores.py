@@ -22,7 +22,7 @@ class Scores:
 
     @property
     def k(self) -> int | None:
-        """Return the number of answers per problem; None if it varies."""
+        """None if it varies."""
         numbers = {len(group.samples) for group in self.groups}
         return numbers.pop() if len(numbers) == 1 else None
 
@@ -31,7 +31,6 @@ class Scores:
         return [group for group in self.groups if all(r.judged for r in group.samples)]
 
     def table(self) -> list[dict[str, Any]]:
-        """Return one row per graded problem; pass_at has pass@j for every j of `ks_up_to`."""
         rows = []
         for group in self.judged:
             answers, correct = group.samples, [r.correct for r in group.samples]
@@ -77,8 +76,7 @@ class Scores:
     def scores(self) -> dict[str, dict[str, float]]:
         """Return avg@k, pass@1 ... pass@k and majority@k with 95 % confidence intervals.
 
-        If the number of answers varies, only `avg`.
-        """
+        If the number of answers varies, only `avg`."""
         table, samples = self.table(), self.k
         columns = {"avg" if samples is None else f"avg@{samples}": [row["avg"] for row in table]}
         if samples is not None:
@@ -95,8 +93,7 @@ class Scores:
     def counts(self) -> dict[str, int]:
         """Count answers by outcome.
 
-        unverified: the verifier failed; unjudged: such answers that are left out instead of wrong
-        """
+        unverified: the verifier failed; unjudged: such answers that are left out instead of wrong"""
         answers = [answer for group in self.groups for answer in group.samples]
         return {
             "all": len(answers),
@@ -110,7 +107,7 @@ class Scores:
 
 @dataclass
 class EvaluationResult:
-    """The evaluated problem sets with their answers, whose tokens are on rank 0."""
+    """The evaluated problem sets with their answers."""
 
     sets: list[tuple[ProblemSet, list[SampleGroup]]]
 
@@ -129,8 +126,7 @@ class EvaluationResult:
     def stats(self) -> dict[str, float]:
         """Return eval/* of the headline and eval/<name>/* of each part of `by_name`.
 
-        eval/k is set if it is equal for all problems. eval/<name>/k is set for named sets, or if it differs.
-        """
+        eval/k is set if it is equal for all problems."""
         headline, named = self.headline, {one.name for one, _ in self.sets}
         stats: dict[str, float] = {}
         if headline.groups:
@@ -145,7 +141,6 @@ class EvaluationResult:
         return [{**row, "set": one.name or None} for one, some in self.sets for row in Scores(some).table()]
 
     def answers(self, tokenizer: Any) -> Iterator[dict[str, Any]]:
-        """Yield every answer with its text, decoded lazily, on rank 0."""
         for one, group in ((one, group) for one, groups in self.sets for group in groups):
             for i, (r, text) in enumerate(group.texts(tokenizer)):
                 yield {

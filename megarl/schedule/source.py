@@ -1,7 +1,4 @@
-"""Where a run's batches come from: engines, a finished run's files, or given pairs.
-
-Engines on separate ranks are in schedule/ahead.py.
-"""
+"""Where a run's batches come from: engines, a finished run's files, or given pairs."""
 
 from __future__ import annotations
 
@@ -42,9 +39,7 @@ from megarl.sync.weight_sync import Failures
 class BatchSource(ABC):
     """Gives the trainer its batches. Every rank makes the same calls.
 
-    reports  what was read from the data files
-    share    the type of `snapshot`'s value
-    """
+    reports: what was read from the data files; share: the type of `snapshot`'s value"""
 
     reports: Mapping[str, ReadReport]
     share: Any = dict[str, Any]
@@ -58,8 +53,7 @@ class BatchSource(ABC):
     def snapshot(self) -> dict[str, Any]:
         """Return this rank's position in the data after its last batch.
 
-        It must not change later: a checkpoint may read it during the next step.
-        """
+        It must not change later: a checkpoint may read it during the next step."""
 
     def join(self, shares: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Merge all ranks' snapshots into JSON data. Runs on rank 0, in any thread."""
@@ -79,26 +73,19 @@ class BatchSource(ABC):
 
     @property
     def depths(self) -> Mapping[str, Callable[[], int | str]]:
-        """Return the queues' sizes, for reports about a hang."""
         return {}
 
     def take_waited(self) -> float:
-        """Return the seconds of waiting for engines since the last call."""
         waited, self._waited = self._waited, 0.0
         return waited
 
 
 class GenerationShare(TypedDict):
-    """The part of a snapshot that ranks other than the first add."""
-
     rollout: RolloutShare
 
 
 class Generation(BatchSource):
-    """Samples and evaluates with this rank's engine and its current weights.
-
-    recover  restarts failed engines, see WeightSync
-    """
+    """Samples and evaluates with this rank's engine. recover: restarts failed engines, see WeightSync."""
 
     share = GenerationShare
 
@@ -128,7 +115,6 @@ class Generation(BatchSource):
         self.rollout_rank = RolloutRank(
             config, runtime.engines, self.engine, self.verifiers, tokenizer, recover, self._take_prompts
         )
-        # Every step's rollout on disk.
         self.rollouts = RolloutStore(
             rollouts_folder(config), runtime.engines, "checkpoint.rollouts", "make room, or set it to false"
         )
@@ -148,14 +134,11 @@ class Generation(BatchSource):
 
     @cached_property
     def pretraining_rollouts(self) -> RolloutStore:
-        """Return the rollouts on disk. The first access is collective."""
+        """The first access is collective."""
         return pretraining_rollouts(self.config, self.prompts, self.runtime.engines)
 
     def rollout(self, stage: str, number: int) -> RolloutBatch:
-        """Sample and grade groups until the batch is full (DAPO eq. 11).
-
-        In value pretraining the policy is frozen, so rollouts on disk are reused.
-        """
+        """Sample and grade groups until the batch is full (DAPO eq. 11)."""
         pretraining, events = stage == PRETRAINING, list[str]()
         if pretraining:
             stored, events = self.pretraining_rollouts.read(number)
@@ -215,16 +198,13 @@ class Generation(BatchSource):
 def start_engine(engine: RolloutEngine, runtime: Runtime) -> None:
     """Start the engine after all ranks have freed unused device memory.
 
-    SGLang refuses GPUs whose free shares differ, and sizes its KV cache by what is free.
-    """
+    SGLang refuses GPUs whose free shares differ, and sizes its KV cache by what is free."""
     empty_cache(runtime.device)
     barrier(runtime.engines)
     engine.start()
 
 
 class RecordedRollouts(BatchSource):
-    """Reads the rollouts that a run has kept (checkpoint.rollouts)."""
-
     def __init__(self, config: Config, runtime: Runtime) -> None:
         self.folder, self.runtime, self.reports = rollouts_folder(config), runtime, {}
 

@@ -16,7 +16,7 @@ from megarl.data.chat_template import render_chat
 from megarl.data.limits import memory_limit
 from megarl.weights.hf import ModelFolder
 
-# JSON files of a tokenizer, and one for engines, which an export also contains.
+# JSON files of a tokenizer, and one for engines.
 TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
     "generation_config.json",
@@ -24,8 +24,6 @@ TOKENIZER_FILES = (
 
 
 class ModelDescription(NamedTuple):
-    """A model's folder without weights. config: its config.json."""
-
     path: Path
     config: dict[str, Any]
 
@@ -70,7 +68,6 @@ def _load(path: Path) -> tuple[Any, str]:
 
 
 def _try(load: Callable[[], Any]) -> tuple[Any, str]:
-    """Return (the result of `load`, ""), or (None, the first line of its error)."""
     try:
         return load(), ""
     except (KeyboardInterrupt, SystemExit):
@@ -122,10 +119,7 @@ def check_vocabulary(folder: ModelFolder | ModelDescription, key: str, tokenizer
 
 
 def check_same_tokenizer(path: Path, key: str, tokenizer: Any) -> None:
-    """Check that a model has the actor's tokens with equal ids, and splits text the same way.
-
-    It may have more tokens, such as one for padding.
-    """
+    """Check that a model has the actor's tokens, with equal ids and splits. It may have more."""
     theirs, problem = _load(path)
     if problem:
         raise CheckpointError(f"{key}: {path}: its tokenizer cannot be loaded: {problem}")

@@ -1,7 +1,6 @@
 """The training loop. Read this file first: `Trainer.train` is the whole run, `Trainer.step` one step.
 
-The phases are declared in config/phases.py; their code is in schedule/phases.py.
-"""
+The phases are declared in config/phases.py; their code is in schedule/phases.py."""
 
 from __future__ import annotations
 
@@ -31,8 +30,7 @@ from megarl.schedule.watchdog import Watchdog
 class Trainer:
     """Trains on this rank. Every rank makes the same calls.
 
-    fresh_stages  stages in which no step has succeeded since this start
-    """
+    fresh_stages  stages in which no step has succeeded since this start"""
 
     def __init__(self, run: Run, stop: StopRequest | None = None, watchdog: Watchdog | None = None) -> None:
         self.run, self.config = run, run.config
@@ -41,7 +39,7 @@ class Trainer:
             check_phases(select_phases(self.config, stage, first_step=True))
         self.fresh_stages = {self.stage, PRETRAINING}
         self.guards = Guards(self.config.guard, self.config.rollout.windows)
-        self.has_passed_step = False  # since this start
+        self.has_passed_step = False
         self.pretraining = Progress()
         self.listeners = make_listeners(run, watchdog)
         stateful: dict[str, Stateful] = {"guards": self.guards, "value_pretraining": self.pretraining}
@@ -104,8 +102,7 @@ class Trainer:
     def step(self, step: Step) -> None:
         """Run the phases of a step. After a non-finite number only the weight transfer still runs.
 
-        Raises an error after too many skipped or ungraded steps in a row.
-        """
+        Raises an error after too many skipped or ungraded steps in a row."""
         phases = select_phases(self.config, step.stage, first_step=step.stage in self.fresh_stages)
         with self.listeners.step(step):
             try:
@@ -125,14 +122,10 @@ class Trainer:
                 step.events += alarms
                 step.metrics |= {"guard/skipped": 0.0, "guard/alarms": float(len(alarms))}
             step.events += self.guards.count_ungraded(step.metrics, step.verifier_errors)
-            step.metrics["time/checkpoint"] = self.recovery.take_seconds()  # mostly of earlier steps
+            step.metrics["time/checkpoint"] = self.recovery.take_seconds()
         self.guards.check_graded()
 
     def run_phases(self, step: Step, phases: Sequence[Phase], *, weights_changed: bool = False) -> None:
-        """Run phases in order, each with its tensor groups on the device.
-
-        Before each phase, leave if asked to, and transfer weights that remote engines wait for.
-        """
         run = self.run
         for phase in phases:
             self.recovery.check(weights_changed=weights_changed)
@@ -165,7 +158,7 @@ class Trainer:
         self.listeners.on_evaluation(number, {**stats, "time/evaluation": spent}, answers)
 
     def export(self, which: str, out: Path, *, changed: bool, adapters: bool = False) -> None:
-        """Export a model, unless an earlier start has, and the weights have not `changed` since."""
+        """Export a model, unless an earlier start has and the weights have not `changed` since."""
         if broadcast_from_rank_0(self.run.runtime, out.exists(), bool):
             if not changed:
                 return

@@ -1,8 +1,7 @@
 """A thread per rank that ends a run that hangs, with a report about all ranks.
 
-It uses files instead of collectives: run_dir/heartbeat/rank-00000.json has a rank's current phase, and
-run_dir/hang-*.txt is the report.
-"""
+It uses files instead of collectives: run_dir/heartbeat/rank-00000.json is a rank's current phase,
+run_dir/hang-*.txt the report."""
 
 from __future__ import annotations
 
@@ -28,26 +27,20 @@ from megarl.config.schema import WatchdogConfig
 from megarl.parallel.launch import HUNG, write_error_file
 
 FOLDER = "heartbeat"
-# Files of each rank; faulthandler writes the stack.
 BEAT, REPORT, STACK = "rank-{:05d}.json", "report-{:05d}.json", "stack-{:05d}.txt"
-WIDTH = 512  # bytes of a heartbeat, which is overwritten in place so that it is always complete
-REPORT_REQUESTED = "report-asked"  # a file that asks all ranks to report
+WIDTH = 512  # bytes of a heartbeat, overwritten in place so that it is always complete
+REPORT_REQUESTED = "report-asked"
 PATIENCE = 3  # periods in which ranks must report
 # Frames of these files wait for other ranks.
 WAITS = (
     "torch/distributed/distributed_c10d.py",
     "megatron/core/pipeline_parallel/p2p_communication.py",
-    "/selectors.py",  # of event loops: the controller and its workers wait for messages
+    "/selectors.py",  # event loops wait for messages
 )
-LIBRARIES = ("torch/", "/asyncio/")  # skipped in the search for the caller
+LIBRARIES = ("torch/", "/asyncio/")
 
 
 class Watchdog:
-    """Watches this rank while the `with` block lasts.
-
-    depths: functions that return the size or content of a queue, by its name, for reports
-    """
-
     def __init__(self, run_dir: Path, rank: int, world: int, config: WatchdogConfig) -> None:
         self.run_dir, self.folder = run_dir, run_dir / FOLDER
         self.rank, self.world, self.config = rank, world, config
@@ -59,7 +52,6 @@ class Watchdog:
         self._reported = False
         self._lock, self._end = threading.Lock(), threading.Event()
         self._main = threading.get_ident()
-        # Time of the last complete heartbeat, and the reason why later ones failed.
         self._last_beat, self._beat_error = time.monotonic(), ""
         self._next_rank = (rank + 1) % world
         self._next_beat, self._next_changed = -1, time.monotonic()
@@ -88,7 +80,6 @@ class Watchdog:
         os.close(self._file)
 
     def phase(self, name: str, stage: str | None = None, step: int | None = None) -> None:
-        """Enter a phase. None keeps the previous stage or step."""
         with self._lock:
             given = {"phase": name, "stage": stage, "step": step}
             self._state |= {key: value for key, value in given.items() if value is not None}
@@ -124,7 +115,6 @@ class Watchdog:
             if taken > limit:
                 self._fire(f"phase {self._state['phase']} has taken {taken:.0f} s, its limit is {limit:g} s")
             elif (silent := time.monotonic() - self._last_beat) > self.config.silence / 2:
-                # Leave before the others report a hang.
                 path = self.folder / BEAT.format(self.rank)
                 line = f"{path}: cannot be written for {silent:.0f} s: {self._beat_error} ({MAKE_ROOM})"
                 self._leave(f"rank {self.rank}: {line}", StorageError.code)
@@ -133,7 +123,6 @@ class Watchdog:
                 self._fire(f"rank {self._next_rank} has given no sign of life for {silence}")
 
     def _next_is_silent(self) -> bool:
-        """Compare the next rank's heartbeats by this machine's clock."""
         beat = read_beat(self.folder, self._next_rank) or {}
         now, number = time.monotonic(), beat.get("beat", -1)
         if number != self._next_beat:
@@ -172,7 +161,7 @@ class Watchdog:
         """Report the hang and end this process, even if the report fails."""
         try:
             line = self._write_report(reason)
-        except OSError as error:  # a full or missing disk may be why the run hangs
+        except OSError as error:
             line = f"the run hangs: {reason}; no report could be written to {self.run_dir}: {error}"
         self._leave(line, HUNG)
 
@@ -184,7 +173,6 @@ class Watchdog:
             os._exit(code)
 
     def _write_report(self, reason: str) -> str | None:
-        """Write the report for all ranks; return a line, or None if another rank does it."""
         self._report()
         try:
             os.close(os.open(self.folder / REPORT_REQUESTED, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
@@ -240,11 +228,7 @@ def _read(path: Path) -> str:
 
 @dataclass(frozen=True)
 class Report:
-    """A rank's part of the report about a hang.
-
-    waits_in         the collective in which the main thread waits
-    last_collective  the last one in which the watchdog saw it
-    """
+    """last_collective: the last one in which the watchdog saw the main thread."""
 
     rank: int
     host: str
@@ -275,7 +259,6 @@ class Report:
 
 
 def find_wait(frame: FrameType | None) -> str | None:
-    """Return a thread's wait for other ranks: "all_reduce, called in file.py:12 function"."""
     name = None
     while frame is not None:
         inside = any(frame.f_code.co_filename.endswith(path) for path in WAITS)
@@ -291,8 +274,7 @@ def find_wait(frame: FrameType | None) -> str | None:
 def find_culprit(reports: Mapping[int, Report], beats: Mapping[int, Mapping[str, Any] | None]) -> str:
     """Return a line about the rank that the others wait for.
 
-    It is a rank that does not answer, else one that works while others wait, else one that is behind.
-    """
+    It does not answer, else works while others wait, else is behind."""
     for rank, beat in beats.items():
         if rank not in reports:
             seen = "has never reported its phase"

@@ -15,7 +15,7 @@ from megarl.weights.families import Shape
 
 
 class RankCost(NamedTuple):
-    """Bytes of one rank by kind of link, its rounds (or buckets), bytes of staging memory, and seconds."""
+    """A rank's bytes by kind of link, its rounds (or buckets), bytes of staging memory, and seconds."""
 
     local: int
     node_sent: int
@@ -37,20 +37,18 @@ class RankCost(NamedTuple):
 
 @dataclass
 class _RankRound:
-    """The messages of one rank in one round."""
-
-    nbytes: list[int] = field(default_factory=lambda: [0] * 4)  # as in RankCost from node_sent on
+    nbytes: list[int] = field(default_factory=lambda: [0] * 4)
     peers: set[int] = field(default_factory=set)
     staging: int = 0
 
 
 def _seconds(nbytes: Sequence[int], cluster: ClusterConfig) -> float:
-    # Both directions of a link are used at once, the two kinds of links one after the other.
+    # Both directions of a link run at once, the two kinds of links one after the other.
     return (max(nbytes[:2]) / cluster.node_speed + max(nbytes[2:]) / cluster.network_speed) / 1e9
 
 
 def direct_cost(plan: Plan, itemsize: int, bucket_bytes: int, cluster: ClusterConfig) -> dict[int, RankCost]:
-    """Return each rank's cost of a transfer by a plan. itemsize: bytes of an element of the model's dtype.
+    """Return each rank's cost of a transfer. itemsize: bytes of an element of the model's dtype.
 
     Each round of a rank starts when all its peers have finished their earlier rounds."""
     local = {rank: traffic.local for rank, traffic in plan.summary(itemsize).items()}
@@ -68,7 +66,7 @@ def direct_cost(plan: Plan, itemsize: int, bucket_bytes: int, cluster: ClusterCo
             round_.staging += size
             total[rank][link] += nbytes
     clock = {rank: size / cluster.copy_speed / 1e9 for rank, size in local.items()}
-    staging: dict[int, list[int]] = {rank: [] for rank in local}  # of each of its rounds
+    staging: dict[int, list[int]] = {rank: [] for rank in local}
     for _, by_rank in sorted(rounds.items()):
         start = {rank: max(clock[at] for at in (rank, *round_.peers)) for rank, round_ in by_rank.items()}
         for rank, round_ in by_rank.items():
@@ -87,8 +85,7 @@ def gather_cost(
 ) -> dict[int, RankCost]:
     """Return each rank's lowest possible cost of gathering all of `shapes` from the plan's sources.
 
-    A rank receives only bytes that it lacks. Each byte enters a node once, evenly over all adapters, and is
-    passed on in a ring within the node. So a rank sends and receives the same number of bytes."""
+    Each byte enters a node once, evenly over all adapters, and is passed on in a ring within the node."""
 
     def nbytes(boxes: Iterable[tuple[str, Box]]) -> int:
         return sum(volume(box) for _, box in boxes) * itemsize

@@ -27,7 +27,7 @@ from megarl.weights.tensor_files import (
     write_tensors,
 )
 
-PREFIX = "base_model.model."  # of PEFT's names, before the model's own
+PREFIX = "base_model.model."  # of PEFT's names
 
 
 def export_hf(
@@ -45,15 +45,15 @@ def export_hf(
 ) -> None:
     """Write the model of all ranks into a Hugging Face folder. Every rank calls this.
 
-    source   Hugging Face folder that the run started from. Its other files are copied
+    source   folder that the run started from; its other files are copied
     tensors  this rank's parameters by the table's names
-    critic   whether to export a one-label token classifier
+    critic   export a one-label token classifier
     dtype    default: that of the first tensor. A router's bias stays in float32
     control  gloo group, if the default group is NCCL
 
     Rank 0 needs device memory for one bucket and one file of at most `max_shard_bytes`, or one larger tensor.
-    The folder appears only when it is complete and on disk. Raises CheckpointError on every rank if `out`
-    exists or rank 0 cannot write, and then leaves no files."""
+    The folder appears only when complete. Raises CheckpointError on every rank, and leaves no files, if `out`
+    exists or rank 0 cannot write."""
     processes, config = Processes(control), read_config(source)
     shards = hf_shards(config, critic=critic)
     sources = megatron_layout(config, layout, critic=critic)

@@ -1,7 +1,6 @@
 """Plan a weight transfer: the slices that ranks exchange, and their rounds. Imports without torch.
 
-Both ends are described in Hugging Face coordinates, where a copy is the intersection of two boxes.
-"""
+Both ends are described in Hugging Face coordinates, where a copy is the intersection of two boxes."""
 
 from __future__ import annotations
 
@@ -32,11 +31,11 @@ from megarl.weights.shards import (
 )
 
 GPUS_PER_NODE = 8
-ALIGN = 16  # bytes; aligned pieces of staging memory can be viewed as any dtype
+ALIGN = 16  # bytes; aligned pieces can be viewed as any dtype
 
 # Formats of target tensors that differ from the model's dtype. Block FP8 follows SGLang and published
-# checkpoints: `weight` is float8_e4m3fn, and `weight_scale_inv` has one float32 per block of 128 x 128 of the
-# Hugging Face tensor. Their product is the original. Only projections are quantised.
+# checkpoints: a float32 `weight_scale_inv` per block of 128 x 128 times the float8_e4m3fn `weight` is the
+# original. Only projections are quantised.
 FP8, FP32 = "float8_e4m3fn", "float32"
 FORMAT_BYTES = {FP8: 1, FP32: 4}
 BLOCK = 128
@@ -44,7 +43,7 @@ SCALE_SUFFIX = "_scale_inv"
 
 
 class PlanError(ValueError):
-    """A plan that leaves a target byte unwritten, writes it twice, or writes the wrong byte."""
+    """The plan does not write each target byte exactly once."""
 
 
 class Copy(NamedTuple):
@@ -59,7 +58,6 @@ class Copy(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Return the number of elements."""
         return volume(self.dst_box)
 
 
@@ -75,10 +73,10 @@ class Traffic(NamedTuple):
 class Plan:
     """All copies of a transfer, in the same order on every rank. Rank r is on node r // gpus_per_node."""
 
-    copies: tuple[Copy, ...]  # from sources to targets
-    sources: dict[int, Shards]  # by rank
+    copies: tuple[Copy, ...]
+    sources: dict[int, Shards]
     targets: dict[int, Shards]
-    formats: Mapping[str, str] = field(default_factory=dict)  # of targets without the model's dtype, by name
+    formats: Mapping[str, str] = field(default_factory=dict)  # by name, of targets without the model's dtype
     gpus_per_node: int = GPUS_PER_NODE
     # Run after `copies`, from a target that is filled to another target on the same node.
     relays: tuple[Copy, ...] = ()
@@ -88,7 +86,6 @@ class Plan:
         return copy.size * self.target_itemsize(copy, itemsize)
 
     def part(self, names: Collection[str]) -> Plan:
-        """Return the plan of these target tensors."""
         targets = {
             rank: {name: shard for name, shard in shards.items() if name in names}
             for rank, shards in self.targets.items()
@@ -103,9 +100,7 @@ class Plan:
         return FORMAT_BYTES[self.formats[copy.dst_name]] if copy.dst_name in self.formats else itemsize
 
     def direct(self) -> Iterator[Copy]:
-        """Yield all copies, with each relay replaced by a copy from the source of its bytes.
-
-        Raises PlanError if a relay reads bytes that no copy writes."""
+        """Yield all copies, with each relay replaced by a copy from the source of its bytes."""
         yield from self.copies
         copies = {(c.dst_rank, c.dst_name, c.dst_box): c for c in self.copies} if self.relays else {}
         for relay in self.relays:
@@ -116,7 +111,6 @@ class Plan:
             yield relay._replace(src_rank=copy.src_rank, src_name=copy.src_name, src_box=copy.src_box)
 
     def summary(self, itemsize: int) -> dict[int, Traffic]:
-        """Return every rank's traffic. itemsize: bytes of an element of the model's dtype."""
         counts = {rank: [0, 0, 0] for rank in sorted({*self.sources, *self.targets})}
         for copy in (*self.copies, *self.relays):
             size = self.nbytes(copy, itemsize)
@@ -133,7 +127,7 @@ class Plan:
         The boxes of a copy must be equal in Hugging Face coordinates. The boxes of a target and of its
         padding must be disjoint and cover it. Raises PlanError that names the first tensor at fault."""
         boxes_by_target: dict[tuple[int, str], list[Box]] = defaultdict(list)
-        # Keyed by identity: replicas share shards and boxes, and the plan keeps these objects alive.
+        # By identity: replicas share shards and boxes, which the plan keeps alive.
         located: dict[tuple[int, int], tuple[str, Box]] = {}
 
         def locate(side: dict[int, Shards], rank: int, name: str, box: Box) -> tuple[str, Box]:
@@ -170,7 +164,6 @@ def to_hf(shard: Shard, box: Box, where: str) -> tuple[str, Box]:
 
 
 def _prove_tiling(shape: Shape, boxes: Sequence[Box], where: str) -> None:
-    """Raise PlanError unless the boxes are disjoint and fill `shape`."""
     for index, box in enumerate(boxes):
         if any(start < 0 or stop > size for (start, stop), size in zip(box, shape, strict=True)):
             raise PlanError(f"{where}: {box} is outside of the shape {shape}")
@@ -184,12 +177,10 @@ def _prove_tiling(shape: Shape, boxes: Sequence[Box], where: str) -> None:
 
 # Making a plan: choose the source of each box of each target, and the order
 
-Places = dict[int, tuple[str, Box]]  # rank -> (local name, local box)
+Places = dict[int, tuple[str, Box]]
 
 
 class _Owners:
-    """The ranks that hold one box."""
-
     def __init__(self, ranks: tuple[int, ...], gpus_per_node: int) -> None:
         self.by_node: dict[int, list[int]] = defaultdict(list)
         for rank in ranks:
@@ -198,8 +189,6 @@ class _Owners:
 
 
 class _Part(NamedTuple):
-    """A box of a target tensor, and its places in the sources."""
-
     owners: _Owners
     places: Places
     size: int
@@ -207,11 +196,10 @@ class _Part(NamedTuple):
     dst_box: Box
 
     def copy(self, source: int, target: int) -> Copy:
-        """Return the copy of this part from one rank to another."""
         return Copy(source, *self.places[source], target, self.dst_name, self.dst_box)
 
 
-Queue = list[tuple[int, _Part]]  # (receiving rank, part)
+Queue = list[tuple[int, _Part]]
 
 
 def make_plan(
@@ -223,11 +211,10 @@ def make_plan(
 ) -> Plan:
     """Plan a transfer from `sources` to `targets`, both (rank, shards of that rank).
 
-    If several ranks hold a box, the target's own rank is preferred, then a rank on its node, then the rank
-    that sends least. Bytes for several targets of a node cross the network once, and are relayed there.
+    A box's source is the target's own rank if possible, then a rank on its node, then the rank that sends
+    least. Bytes for several targets of a node cross the network once, and are relayed there.
 
-    Regions of different sources must be equal or disjoint in Hugging Face coordinates. Raises PlanError if
-    the sources lack a box of a target."""
+    Regions of different sources must be equal or disjoint. Raises PlanError if they lack a box."""
     source_shards, target_shards = dict(sources), dict(targets)
     parts = _collect_parts(source_shards, target_shards, gpus_per_node)
     receivers = _choose_receivers(parts, target_shards, gpus_per_node)
@@ -236,7 +223,7 @@ def make_plan(
     def alternating(queues: list[Queue]) -> Iterator[tuple[int, _Part]]:
         return (entry for row in zip_longest(*queues) for entry in row if entry is not None)
 
-    # Elements that each rank sends within its node and to other nodes. These links are balanced separately.
+    # Elements that each rank sends within its node and to other nodes.
     sent_near: dict[int, int] = defaultdict(int)
     sent_far: dict[int, int] = defaultdict(int)
     for rank, part in alternating(near):
@@ -245,7 +232,7 @@ def make_plan(
         sent_near[source] += part.size
         copies.append(part.copy(source, rank))
     for rank, part in alternating(far):
-        # Loads only grow, so update outdated entries until the top one is current.
+        # Loads only grow: update outdated entries until the top one is current.
         heap = part.owners.heap
         while sent_far[heap[0][1]] != heap[0][0]:
             heapreplace(heap, (sent_far[heap[0][1]], heap[0][1]))
@@ -265,7 +252,7 @@ def _queue_parts(
     receivers: Mapping[tuple[int, int], int],
     gpus_per_node: int,
 ) -> tuple[list[Copy], list[Queue], list[Queue], list[Queue]]:
-    """Return local copies, and for each target the parts from its node, from other nodes and by relays.
+    """Return local copies, and for each target the parts from its node, other nodes and relays.
 
     Targets start at different layers, or all would wait for the same source at once."""
     copies: list[Copy] = []
@@ -289,7 +276,6 @@ def _queue_parts(
 def _choose_receivers(
     parts: Mapping[int, Sequence[_Part]], target_shards: Mapping[int, Shards], gpus_per_node: int
 ) -> dict[tuple[int, int], int]:
-    """Choose the rank of each node that receives a part from another node, by (node, id of the part)."""
     receivers: dict[tuple[int, int], int] = {}
     replicas: dict[tuple[int, int], list[int]] = defaultdict(list)
     for rank, shards in target_shards.items():
@@ -320,7 +306,6 @@ def _collect_parts(
 
     @cache
     def cover(hf_name: str, wanted: Box) -> list[tuple[Box, Places]]:
-        """Cut a box into parts with their places. Raises PlanError unless the sources cover it once."""
         found = []
         for box, ranks in everywhere.get(hf_name, {}).items():
             common = intersect(box, wanted)
@@ -349,30 +334,27 @@ def _collect_parts(
 
 @dataclass
 class Round:
-    """Messages of one rank that are in flight together: pieces by peer, in the order of staging memory."""
+    """Messages of one rank in flight together: pieces by peer, in the order of staging memory."""
 
-    relays: bool  # sent from target tensors
+    relays: bool
     size: int = 0  # bytes of staging memory
     sends: dict[int, list[Copy]] = field(default_factory=lambda: defaultdict(list))
     receives: dict[int, list[Copy]] = field(default_factory=lambda: defaultdict(list))
 
 
 class ScheduledPiece(NamedTuple):
-    """A piece of a copy between two ranks."""
-
     round_number: int
     piece: Copy
-    size: int  # bytes of staging memory at each end
+    size: int
     is_relay: bool
 
 
 def align(size: int) -> int:
-    """Round bytes up to the alignment of staging memory."""
     return -(-size // ALIGN) * ALIGN
 
 
 def schedule_pieces(plan: Plan, itemsize: int, bucket_bytes: int) -> Iterator[ScheduledPiece]:
-    """Yield every piece that is sent between ranks, with its round. All ranks get the same order.
+    """Yield every piece that is sent between ranks, with its round, in the same order on all ranks.
 
     In a round a rank stages at most `bucket_bytes` / 2 for sends and as much for receives, but at least one
     element. A piece goes into the first round in which both ends have room after their earlier pieces. Each
@@ -381,7 +363,7 @@ def schedule_pieces(plan: Plan, itemsize: int, bucket_bytes: int) -> Iterator[Sc
     limit = max(ALIGN, bucket_bytes // 2 // ALIGN * ALIGN)
     first = 0
     for is_relay, copies in ((False, plan.copies), (True, plan.relays)):
-        # (rank, whether it sends) -> (its last round so far, its bytes in that round)
+        # (rank, is sender) -> (its last round so far, its bytes in that round)
         last: dict[tuple[int, bool], tuple[int, int]] = {}
         for copy in copies:
             if copy.src_rank == copy.dst_rank:
@@ -401,7 +383,6 @@ def schedule_pieces(plan: Plan, itemsize: int, bucket_bytes: int) -> Iterator[Sc
 
 
 def build_rounds(plan: Plan, rank: int, itemsize: int, bucket_bytes: int) -> list[Round]:
-    """Return one rank's rounds, in order."""
     rounds: dict[int, Round] = {}
     for number, piece, size, is_relay in schedule_pieces(plan, itemsize, bucket_bytes):
         if rank not in (piece.src_rank, piece.dst_rank):
@@ -438,7 +419,7 @@ def split(copy: Copy, limit: int) -> Iterator[Copy]:
 def engine_ranks(config: Config, trainers: int) -> range:
     """Return the ranks with engines: the trainers, or the `parallel.rollout_ranks` after them.
 
-    Raises ConfigError if `rollout.engine_tp` does not divide the ranks with engines, or those before them."""
+    Raises ConfigError if `rollout.engine_tp` does not divide the ranks."""
     tp, separate = config.rollout.engine_tp, config.parallel.rollout_ranks
     first, world = (trainers, separate) if separate else (0, trainers)
     if world % tp:
@@ -456,7 +437,7 @@ def engine_ranks(config: Config, trainers: int) -> range:
 def engine_targets(
     config: Config, hf_config: Mapping[str, Any], trainers: int, *, cpu: bool = False
 ) -> list[tuple[int, Shards]]:
-    """Return (rank, shards) of every rank with an engine.
+    """Return (rank, shards) of every rank with an engine. cpu: SGLang's CPU engine.
 
     The r-th of `engine_ranks` holds part r % engine_tp of engine r // engine_tp. With servers at URLs, the
     first rank of an engine holds all weights. Raises ConfigError if the ranks or the model do not divide.
@@ -473,7 +454,6 @@ def engine_targets(
 
 
 def engine_plan(config: Config, hf_config: Mapping[str, Any], layout: Layout, *, cpu: bool = False) -> Plan:
-    """Plan the transfer of the actor's weights into all engines. Raises ConfigError as `engine_targets`."""
     sources = megatron_layout(hf_config, layout)
     targets = engine_targets(config, hf_config, layout.world, cpu=cpu)
     float32_names = float32_tensors(hf_config, sglang=config.rollout.capabilities.sharded)
@@ -488,10 +468,10 @@ def engine_plan(config: Config, hf_config: Mapping[str, Any], layout: Layout, *,
 
 
 def frozen_targets(plan: Plan, hf_config: Mapping[str, Any], optimizer: OptimizerConfig) -> frozenset[str]:
-    """Return the names of the target tensors that hold only frozen weights or their scales.
+    """Return the target tensors that hold only frozen weights or their scales.
 
-    Weights with LoRA adapters change. All parts of a fused tensor (qkv_proj) belong to one Megatron
-    parameter, so they are frozen together."""
+    Weights with LoRA adapters change. All parts of a fused tensor (qkv_proj) are one Megatron parameter, so
+    they are frozen together."""
     frozen = {
         name.format(l=layer, e=expert)
         for pair, layer, expert in whole_model(hf_config)
@@ -512,10 +492,7 @@ def fp8_block(
     """Return sources and targets with the scales of block FP8, and the formats of targets by name.
 
     The scales of Hugging Face tensor x are x_scale_inv [rows / 128, columns / 128], rounded up. Every source
-    has all scales (transfer.BlockScales). Raises ConfigError, naming the tensor, if a target does not consist
-    of whole blocks, which SGLang requires.
-
-    shapes: of the Hugging Face tensors"""
+    has all scales. Raises ConfigError if a target does not consist of whole blocks, which SGLang requires."""
 
     def is_linear(hf_name: str) -> bool:
         return hf_name.endswith("_proj.weight")
@@ -553,7 +530,6 @@ def _scale_name(name: str) -> str:
 
 
 def _build_scales(name: str, shard: Shard, shapes: Mapping[str, Shape]) -> Shard:
-    """Return the shard of a quantised target tensor's scales."""
     key = "rollout.weights_dtype: fp8_block"
     if shard.padding:
         raise ConfigError(f"{key}: the engine pads {name} {shard.shape} (choose a smaller rollout.engine_tp)")
@@ -572,5 +548,4 @@ def _build_scales(name: str, shard: Shard, shapes: Mapping[str, Shape]) -> Shard
 
 
 def _to_blocks(box: Box) -> Box:
-    """Convert a box that begins with a whole block from elements to blocks."""
     return tuple((start // BLOCK, -(-stop // BLOCK)) for start, stop in box)

@@ -37,19 +37,17 @@ BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass(frozen=True)
 class TransferStats:
-    """Bytes that this rank sent, received and copied locally in one run, and its seconds."""
-
     bytes_sent: int
     bytes_received: int
     bytes_local: int
     seconds: float
-    bytes_kept: int = 0  # of skipped tensors with frozen weights
+    bytes_kept: int = 0  # of skipped frozen tensors
 
     def __add__(self, other: TransferStats) -> TransferStats:
         return TransferStats(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
 
     def metrics(self) -> dict[str, float]:
-        """Return metrics: bytes, seconds (inside/) and GB/s of the larger direction (throughput/)."""
+        """Seconds are inside/, GB/s of the larger direction throughput/."""
         speed = max(self.bytes_sent, self.bytes_received) / max(self.seconds, 1e-9) / 1e9
         return {
             "transfer/bytes_sent": float(self.bytes_sent),
@@ -62,9 +60,9 @@ class TransferStats:
 
 
 class Staging:
-    """Device memory that several transfers share, as large as the largest needs.
+    """Device memory that transfers share, allocated at first use.
 
-    It is allocated at the first use. `release` empties the storage in place, so that views stay valid."""
+    `release` empties the storage in place, so that views stay valid."""
 
     def __init__(self, device: torch.device) -> None:
         self._needed = 0
@@ -72,15 +70,13 @@ class Staging:
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes that are allocated now."""
         return self._memory.untyped_storage().nbytes()
 
     def reserve(self, size: int) -> None:
-        """Make later calls of `take` return at least `size` bytes."""
         self._needed = max(self._needed, size)
 
     def take(self) -> Tensor:
-        """Return the memory, uint8 [bytes]. It is the same tensor until more is reserved."""
+        """Return the memory, uint8 [bytes]: the same tensor until more is reserved."""
         if self._memory.numel() < self._needed:
             self._memory = torch.empty(self._needed, dtype=torch.uint8, device=self._memory.device)
         elif self.nbytes < self._needed:
@@ -93,10 +89,8 @@ class Staging:
 
 
 class _Writes:
-    """Writes to tensors of this rank that run together: copies, and quantised or merged values."""
-
     def __init__(self) -> None:
-        # By (target dtype, source dtype): all tensors of a list are copied in one kernel.
+        # By (target dtype, source dtype): a list's tensors are copied in one kernel.
         self._copies: dict[tuple[torch.dtype, torch.dtype], tuple[list[Tensor], list[Tensor]]] = {}
         self.computed: list[Callable[[], object]] = []
 
@@ -114,25 +108,22 @@ class _Writes:
 
 @dataclass
 class _BoundRound:
-    """A round whose boxes are views of tensors."""
-
     pack: _Writes = field(default_factory=_Writes)
     unpack: _Writes = field(default_factory=_Writes)
-    sends: list[tuple[int, Tensor]] = field(default_factory=list)  # (peer, uint8 [bytes])
+    sends: list[tuple[int, Tensor]] = field(default_factory=list)
     receives: list[tuple[int, Tensor]] = field(default_factory=list)
 
 
 class Transfer:
     """A plan bound to this rank's tensors, which runs whenever the weights change.
 
-    All ranks of the plan run their own Transfer together. All tensors of a rank are on one device. They may
-    move in memory between runs. Sources are converted or quantised before they are sent.
+    All ranks of the plan run theirs together. A rank's tensors are on one device, and may move in memory
+    between runs. Sources are converted or quantised before they are sent.
 
     bucket_bytes  limit of a rank's staging memory, sends and receives together
     dtype         of target tensors without a format. Default: that of this rank's targets, if it has any
     group         for the messages. Default: the whole job. With NCCL, all its ranks must have used it before.
                   If targets are quantised or checked, all its ranks must take part
-    staging       memory to share with other transfers
 
     Raises ValueError if names, shapes or dtypes of the tensors are not the plan's."""
 
@@ -164,14 +155,13 @@ class Transfer:
         self._rounds = build_rounds(plan, rank, dtype.itemsize, bucket_bytes)
         self._staging = staging or Staging(self._device)
         self._staging.reserve(max((round_.size for round_ in self._rounds), default=0))
-        self._packed: Tensor | None = None  # the staging memory at the last run
-        self._addresses: tuple[int, ...] | None = None  # of the tensors at the last run
+        self._packed: Tensor | None = None
+        self._addresses: tuple[int, ...] | None = None
         self._bound: list[_BoundRound] = []
         self._local_writes, self._padding = _Writes(), list[Tensor]()
         self._traffic = plan.summary(dtype.itemsize).get(rank, Traffic(0, 0, 0))
 
     def _check_tensors(self) -> None:
-        """Raise ValueError if the tensors are not those of the plan."""
         sources, targets = (side.get(self._rank, {}) for side in (self._plan.sources, self._plan.targets))
         sources = {name: shard for name, shard in sources.items() if not name.endswith(SCALE_SUFFIX)}
         writable: dict[str, Source] = {**self._targets}
@@ -258,7 +248,6 @@ class Transfer:
         return bound
 
     def _add_write(self, writes: _Writes, copy: Copy, to: Tensor) -> None:
-        """Write a copy's source to `to` when `writes` run, in the target's dtype."""
         source, box = self._sources[copy.src_name], copy.src_box
         if self._plan.formats.get(copy.dst_name) == FP8:
             place = to_hf(self._plan.sources[self._rank][copy.src_name], box, copy.src_name)
@@ -273,16 +262,15 @@ class Transfer:
 
     @cached_property
     def _hash_plan(self) -> tuple[dict[tuple[int, str], int], list[Copy]]:
-        """Return the index of every (rank, target) in `check`, and the copies that this rank hashes."""
         names = [(target, name) for target, shards in self._plan.targets.items() for name in shards]
         mine = [copy for copy in self._plan.direct() if copy.src_rank == self._rank]
         return {key: index for index, key in enumerate(names)}, mine
 
     @torch.no_grad()
     def check(self) -> None:
-        """Compare every target with its sources by fingerprints, after `run`. All ranks call this.
+        """Compare every target with its sources after `run`. All ranks call this.
 
-        Only one 64-bit sum of hashes per target tensor is sent. Raises TransferError on every rank, with the
+        Only one 64-bit `fingerprint` per target tensor is sent. Raises TransferError on every rank, with the
         names of tensors that differ."""
         index, mine = self._hash_plan
         difference = torch.zeros(len(index), dtype=torch.int64, device=self._device)
@@ -318,12 +306,11 @@ def fingerprint(values: Tensor, box: Box) -> Tensor:
     """Return the hash of a box of a tensor, int64 []. The hash of a tensor is the sum over its boxes.
 
     hash = sum of bits[i, j] * a[i] * b[j] mod 2^64, where a and b are odd and pseudo-random in the Hugging
-    Face coordinates i and j. So it does not depend on how the tensor is cut. One wrong element always changes
-    it, as odd factors are invertible. Swapped rows or columns change it too."""
+    Face coordinates i and j. One wrong element always changes it, as odd factors are invertible."""
     total = torch.zeros((), dtype=torch.int64, device=values.device)
     rows = max(1, CHUNK // max(1, values[:1].numel()))
     factors = []
-    for axis, (start, stop) in enumerate(box):  # the finaliser of splitmix64
+    for axis, (start, stop) in enumerate(box):
         x = torch.arange(start + 1, stop + 1, dtype=torch.int64, device=values.device) * 0x1E3779B97F4A7C15
         x += axis * 0x3C6EF372FE94F82A
         x = (x ^ (x >> 30)) * 0x3F58476D1CE4E5B9
@@ -338,12 +325,10 @@ def fingerprint(values: Tensor, box: Box) -> Tensor:
 
 
 class BlockScales:
-    """The scales of a plan's tensors in block FP8. Plans without block FP8 have none.
+    """A plan's block FP8 scales, float32 [rows / 128, columns / 128] by tensor, whole on every rank.
 
-    A block may span several source shards. So each rank computes the largest magnitudes in its parts of the
-    blocks, and one all-reduce combines them. Then every rank can quantise locally.
-
-    tensors: by name, float32 [rows / 128, columns / 128], whole on every rank"""
+    A block may span several source shards. So each rank computes the largest magnitudes in its parts, and one
+    all-reduce combines them. Then every rank can quantise locally."""
 
     def __init__(self, plan: Plan, rank: int, device: torch.device) -> None:
         targets = {id(shards): shards for shards in plan.targets.values()}.values() if plan.formats else ()
@@ -366,10 +351,9 @@ class BlockScales:
         ]
 
     def update(self, sources: Mapping[str, Source], group: dist.ProcessGroup | None) -> None:
-        """Compute the scales of the present weights: a block's largest magnitude / 448 (the largest FP8).
+        """Compute the present scales: a block's largest magnitude / 448 (the largest FP8). Collective.
 
-        All ranks of `group` call this. A block of zeros gets the smallest normal float32, so that 0 / scale
-        is 0."""
+        A block of zeros gets the smallest normal float32, so that 0 / scale is 0."""
         if not self.tensors:
             return
         self._flat.zero_()
@@ -386,7 +370,7 @@ class BlockScales:
         self._flat.div_(E4M3_MAX).clamp_(min=torch.finfo(torch.float32).tiny)
 
     def quantise(self, values: Tensor, hf_name: str, hf_box: Box, out: Tensor) -> None:
-        """Write values / scale to `out`, rounded to float8_e4m3fn. values [rows, columns]: the `hf_box`."""
+        """values [rows, columns]: the `hf_box`; out: float8_e4m3fn"""
         scales = self.tensors[hf_name + SCALE_SUFFIX]
         start = hf_box[0][0]
         for part, ((top, bottom), (left, right)) in _strips(values, hf_box):
@@ -398,7 +382,7 @@ class BlockScales:
 
 
 def _strips(values: Tensor, hf_box: Box) -> Iterator[tuple[Tensor, Box]]:
-    """Yield strips of about CHUNK elements of a matrix, with their boxes. Strips end between blocks."""
+    """Yield strips of about CHUNK elements, with their boxes, which end between blocks."""
     (top, bottom), columns = hf_box
     height = max(1, CHUNK // max(1, values.shape[1]))
     height = max(BLOCK, height // BLOCK * BLOCK)

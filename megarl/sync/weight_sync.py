@@ -1,7 +1,6 @@
 """Bring the actor's weights into all engines, bucket by bucket, and recover failed engines.
 
-All ranks call the same methods in the same order, except `recover`, which only ranks with engines call.
-"""
+All ranks call the same methods in the same order, except `recover`: only ranks with engines."""
 
 from __future__ import annotations
 
@@ -23,13 +22,11 @@ from megarl.sync.plan import engine_plan, frozen_targets
 from megarl.sync.transfer import Staging, Transfer, TransferStats
 from megarl.weights.lora import merged
 
-READY_WAIT = 10.0  # seconds that a rank waits for its engine between two collectives
+READY_WAIT = 10.0  # seconds of waiting for an engine between two collectives
 Failures = list[EngineFailure | None]  # by rank
 
 
 class _Guard:
-    """Makes calls to this rank's engine until one fails. It makes none if it is not active."""
-
     def __init__(self, *, active: bool) -> None:
         self.active = active
         self.failure: EngineFailure | None = None
@@ -46,17 +43,12 @@ class _Guard:
 class WeightSync:
     """Keeps the engines supplied with the actor's weights. All ranks of the job have one.
 
-    engine     of this rank, or None
-    backend    connected to the engine
     transfers  one per bucket, in order
     memory     shared by all transfers, and allocated only during a sync
-    constant   number of transfers with frozen weights, which come first. Engines that still have these get
-               only the other transfers
+    constant   number of first transfers, with frozen weights, which engines that still have them skip
     version    of the last synced weights
-    complete   whether all engines have weights
     asleep     tags whose device memory the engines have freed
-    failures   of engines since the last sync. More than `max_failures` end the run
-    """
+    failures   of engines since the last sync. More than `max_failures` end the run"""
 
     def __init__(
         self,
@@ -75,24 +67,21 @@ class WeightSync:
         self.version = -1
         self.complete = False
         self.asleep: set[str] = set()
-        # Ranks without the actor keep host copies of the buckets, from which a restarted engine gets its
-        # weights while the trainers continue.
+        # Ranks without the actor keep host copies, from which a restarted engine gets its weights during
+        # training.
         self._copies: list[dict[str, Tensor]] = []
         self._keeps_copies = engine is not None and runtime.rollout_ranks > 0 and backend.can_recover
         self._events: list[str] = []
-        self._restarted = False  # this rank's engine has restarted, so all its memory is allocated
+        self._restarted = False
         for staging in memory:
             staging.release()
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of this rank's share of its engine's weights."""
         return sum(transfer.target_bytes for transfer in self.transfers)
 
     def sync(self, version: int) -> TransferStats:
-        """Write the actor's present weights into all engines, as `version`.
-
-        Frozen weights are skipped if all engines have kept their weights since the last sync."""
+        """Write the actor's present weights into all engines, as `version`."""
         self.failures, self.version = 0, version
         failures, stats = self._update(self._guard(), self.runtime.job)
         self._recover(failures, self.runtime.job)
@@ -101,10 +90,9 @@ class WeightSync:
     def recover(self, failures: Failures) -> None:
         """Restart the failed engines with the weights of `version`. Unfinished requests continue.
 
-        The actor must still have these weights. An engine on ranks without the actor gets the host copies.
-        Raises EngineError on every rank after too many failures.
-
-        failures: by rank, of the ranks with engines"""
+        The actor must still have these weights, unless the engines' ranks have host copies.
+        Raises EngineError on every rank after too many failures. failures: by rank, of the ranks with engines
+        """
         self._recover(failures, self.runtime.engines)
 
     def _recover(self, failures: Failures, ranks: Ranks) -> None:
@@ -125,7 +113,6 @@ class WeightSync:
         self._call_all(lambda engine: engine.wake(tags))
 
     def take_events(self) -> list[str]:
-        """Return the messages about failures since the last call."""
         events, self._events = self._events, []
         return events
 
@@ -133,7 +120,6 @@ class WeightSync:
         return _Guard(active=self.engine is not None)
 
     def _call_all(self, call: Callable[[UpdatableEngine], None]) -> None:
-        """Make a call to every engine, and restart those that fail."""
         guard = self._guard()
         ranks, engine = self.runtime.job, self.engine
         self._await_ready(guard, ranks)
@@ -146,10 +132,7 @@ class WeightSync:
             self._await_ready(guard, ranks)
 
     def _restart(self, failures: Failures, ranks: Ranks) -> bool:
-        """Restart this rank's engine if it failed, and return whether it did.
-
-        Raises EngineError on every rank after too many failures."""
-        trainers = ranks.world - (self.runtime.rollout_ranks or ranks.world)  # in `ranks`, before the engines
+        trainers = ranks.world - (self.runtime.rollout_ranks or ranks.world)
         for rank, failure in enumerate(failures):
             if failure is not None:
                 self.failures += 1
@@ -174,7 +157,7 @@ class WeightSync:
         return True
 
     def _await_ready(self, guard: _Guard, ranks: Ranks) -> None:
-        """Wait until all guarded engines are ready. Restarted engines then free the tags in `asleep`."""
+        """Wait until all guarded engines are ready. Restarted ones then free the tags in `asleep`."""
         # A start may take longer than the timeout of a collective. A guard returns None if it is not active
         # or its engine has failed, and no rank waits for that engine.
         engine, is_ready = self.engine, False
@@ -186,7 +169,6 @@ class WeightSync:
         self._restarted = False
 
     def _update(self, guard: _Guard, ranks: Ranks) -> tuple[Failures, TransferStats]:
-        """Transfer the weights once between all `ranks`, and into the engines whose guard is active."""
         self._await_ready(guard, ranks)
         skipped = self.constant if self.complete else 0
         kept = sum(transfer.target_bytes for transfer in self.transfers[:skipped])
@@ -208,7 +190,6 @@ class WeightSync:
         return failures, stats
 
     def _fill(self, bucket: int, ranks: Ranks) -> TransferStats:
-        """Write a bucket's tensors from the actor, or from host copies if its ranks do not take part."""
         transfer = self.transfers[bucket]
         if ranks.world < self.runtime.job.world:
             for name, copy in self._copies[bucket].items():
@@ -222,10 +203,9 @@ class WeightSync:
         return stats
 
     def _send(self, bucket: int, guard: _Guard, ranks: Ranks) -> Failures:
-        """Bring a bucket that all ranks have written into the engines, and return the failures by rank."""
         # No engine reads before all ranks have written, ...
         own = None if self.engine is None else self.backend.handle(bucket)
-        handles: list[bytes | None] = [None] * (self.runtime.job.world - ranks.world)  # by rank of the job
+        handles: list[bytes | None] = [None] * (self.runtime.job.world - ranks.world)
         handles += gather_objects(ranks, own, bytes | None)
         guard(self.backend.send, bucket, handles, self.version)
         if bucket == len(self.transfers) - 1:
@@ -234,7 +214,6 @@ class WeightSync:
         return gather_objects(ranks, guard.failure, EngineFailure | None)
 
     def _copy(self, bucket: int, targets: Mapping[str, Tensor]) -> None:
-        """Copy a bucket's tensors to the host."""
         if len(self._copies) <= bucket:
             self._copies.append({name: torch.empty_like(t, device="cpu") for name, t in targets.items()})
         for name, tensor in targets.items():
@@ -248,12 +227,6 @@ def make_weight_sync(
     model: torch.nn.Module | None,
     engine: UpdatableEngine | None,
 ) -> WeightSync:
-    """Make the weight sync from the actor to every engine.
-
-    Args:
-    hf_config: config.json of the actor
-    model: the actor; None on a rank that does not train
-    engine: None on a rank that has none"""
     plan = engine_plan(config, hf_config, runtime.layout, cpu=runtime.device.type == "cpu")
     named = {} if model is None else dict(model.named_parameters())
     sources = merged(named, hf_config, runtime.layout, runtime.rank, config.actor.lora) if named else {}

@@ -34,8 +34,8 @@ def make_train_batch(
 ) -> TrainBatch:
     """Return the sequences of a step that this replica trains on, packed into micro-batches.
 
-    Every rank knows all lengths and computes the same assignment. Tokens come from their owners.
-    models: the models that process the sequences; their sizes determine the cost of a sequence."""
+    Every rank computes the same assignment. models: process the sequences; their sizes determine a sequence's
+    cost."""
     critic_mini_batch = config.critic.mini_batch or mini_batch
     # One divides the other (config/check.py), and unions of balanced parts are balanced.
     finest = min(mini_batch, critic_mini_batch)
@@ -58,9 +58,6 @@ def make_train_batch(
     def mini_batches_of(
         size: int, read: TrainBatch, read_lengths: Tensor, chosen: Tensor
     ) -> list[list[MicroBatch]]:
-        """Return the micro-batches of each mini-batch of `size` that has chosen sequences.
-
-        read: the sequences' tokens. read_lengths: their lengths, int64 [n]. chosen: bool [n]."""
         budget, made = config.update.tokens_per_micro_batch, []
         for first in range(0, len(mine), size // finest):
             stop, at_least = min(first + size // finest, len(mine)), 1
@@ -103,12 +100,9 @@ def divide(
     models: Sequence[ModelChunks],
     replicas: int,
 ) -> list[list[list[int]]]:
-    """Return the sequences of each mini-batch for each replica, at equal cost.
+    """Return each replica's sequences of each mini-batch (mini_batch_of, int64 [n]), at equal cost.
 
-    Args:
-        mini_batch_of: int64 [n]
-        groups: int64 [n], if responses of a group share their prompt (`update.share_prompts`)
-    """
+    groups: int64 [n], if responses share prompts (`update.share_prompts`)"""
     even = even_length(*map(matrix_shape, models))
     costs, of_prompts = (cost(some.tolist(), even) for some in (rollout.lengths, rollout.prompt_lengths))
     shares_of = []
@@ -130,7 +124,6 @@ def divide(
 def take_share(
     rollout: RolloutBatch, shares_of: Sequence[Sequence[Sequence[int]]], runtime: Runtime
 ) -> TrainBatch:
-    """Return this replica's sequences with their columns: `shares_of` is the result of `divide`."""
     layout = runtime.layout
     of_replicas = [[i for shares in shares_of for i in shares[replica]] for replica in range(layout.dp)]
     rows = torch.tensor(of_replicas[runtime.dp_rank], dtype=torch.int64)
@@ -148,19 +141,14 @@ def take_share(
 def gather_responses(
     of_responses: Tensor, rollout: RolloutBatch, batch: TrainBatch, runtime: Runtime
 ) -> Tensor:
-    """Return one number per response of all replicas, in rollout order [n], on every rank.
-
-    of_responses: the numbers of this replica's responses, in the order of `batch`."""
+    """Return one number per response of all replicas, in rollout order [n], on every rank."""
     placed = torch.zeros(rollout.num_sequences, dtype=torch.float64)
     placed[batch.rows] = of_responses.double()
     return sum_over_replicas(runtime, placed).to(of_responses.dtype)
 
 
 def critic_numbers(rollout: RolloutBatch, config: Config) -> Tensor:
-    """Return the index of the critic that learns from each sequence, int64 [n].
-
-    A group's responses are distributed over the critics, so that each critic sees every prompt.
-    """
+    """Each critic sees responses to every prompt."""
     if config.critic.count == 1:
         return torch.zeros_like(rollout.lengths)
     return rollout["response_index"] % config.critic.count
@@ -174,11 +162,11 @@ def pack_chosen(
     model: ModelChunks,
     runtime: Runtime,
 ) -> list[MicroBatch]:
-    """Pack the chosen sequences (bool [n], of the rollout) of this replica's share for a forward pass."""
+    """Pack this replica's chosen sequences (bool [n], of the rollout) for a forward pass."""
     rows, groups, shared = batch.rows, torch.arange(rollout.num_sequences), config.update.share_prompts
     groups, prompts = rollout["group_ids"] if shared else groups, rollout.prompt_lengths
     own, budget, at_least = chosen[rows].nonzero().squeeze(-1), config.update.tokens_per_micro_batch, 1
-    if runtime.layout.tp * runtime.layout.cp % runtime.layout.ep:  # as in `make_train_batch`
+    if runtime.layout.tp * runtime.layout.cp % runtime.layout.ep:
         packs = _pack(prompts[rows[own]], rollout.lengths[rows[own]], groups[rows[own]], budget)
         at_least = max(at_least, int(max_over_ranks(runtime, len(packs))))
     columns, of_prompts = dict[str, Tensor](), None
@@ -189,7 +177,6 @@ def pack_chosen(
 
 
 def critic_lengths(rollout: RolloutBatch, config: Config) -> Tensor:
-    """Return the tokens of each sequence that the critic reads, int64 [n]: all, or `prompts_alone`."""
     if config.has_prompt_critic:
         return torch.minimum(rollout.lengths, rollout.prompt_lengths + 1)
     return rollout.lengths
@@ -198,7 +185,7 @@ def critic_lengths(rollout: RolloutBatch, config: Config) -> Tensor:
 def prompts_alone(batch: TrainBatch) -> tuple[TrainBatch, Tensor]:
     """Return each sequence up to its first response token, whose value is the prompt's.
 
-    Of the columns only group_ids remains. Also return the tokens' positions in `batch`, int64."""
+    Also return the tokens' positions in `batch`. Only the column group_ids remains."""
     prompts, lengths, starts = batch.prompt_lengths, batch.lengths, batch.cu_seqlens[:-1]
     within = torch.arange(batch.num_tokens) - torch.repeat_interleave(starts, lengths)
     places = (within <= torch.repeat_interleave(prompts, lengths)).nonzero().squeeze(-1)
@@ -211,8 +198,8 @@ def prompts_alone(batch: TrainBatch) -> tuple[TrainBatch, Tensor]:
 def mini_batch_ids(groups: Tensor, mini_batch: int, seed: int) -> Tensor:
     """Return the mini-batch of each sequence, int64 [n]: a shuffle of groups by seed, for any layout.
 
-    Mini-batches of one size are unions of those of a size that divides it. Sequences of a group stay together
-    as far as the size allows. groups: int64 [n]."""
+    Mini-batches are unions of those of any size that divides theirs. Groups stay together as far as possible.
+    """
     numbers = groups.unique(return_inverse=True)[1]
     shuffled = torch.randperm(int(numbers.max()) + 1, generator=torch.Generator().manual_seed(seed))
     place = torch.empty_like(shuffled)
@@ -223,13 +210,11 @@ def mini_batch_ids(groups: Tensor, mini_batch: int, seed: int) -> Tensor:
 
 
 def loss_weights(rollout: RolloutBatch, ids: Tensor, critic_ids: Tensor, config: Config) -> dict[str, Tensor]:
-    """Return policy_, nll_ and value_loss_weights of each token of a response, float32 [n].
+    """Return policy_, nll_ and value_loss_weights of each response's tokens, float32 [n].
 
-    They are the denominators of the loss terms, global over a mini-batch (docs/design.md, "Numbers that must
-    hold everywhere"). With partial rollouts, the policy's count only tokens sampled in this step, the others
-    whole finished responses. Reads correct, truncated, begun and unfinished.
-
-    ids, critic_ids: int64 [n], the actor's and the critic's mini-batch of each sequence."""
+    These denominators are global over a mini-batch (docs/design.md, "Numbers that must hold everywhere").
+    With partial rollouts, the policy's count only tokens sampled in this step, the others whole finished
+    responses."""
     truncated = rollout["truncated"]
     kept = ~truncated if config.reward.overlong.filter else torch.ones_like(truncated)
     aggregation, longest = config.algorithm.aggregation, config.rollout.max_response_tokens
@@ -237,7 +222,6 @@ def loss_weights(rollout: RolloutBatch, ids: Tensor, critic_ids: Tensor, config:
     drawn = lengths - rollout["begun"] if "begun" in rollout else lengths
     valued = lengths.clamp(max=1) if config.has_prompt_critic else lengths
     ended = kept & ~rollout["unfinished"] if "unfinished" in rollout else kept
-    # Each critic has separate mini-batches.
     of_critics = critic_ids * config.critic.count + critic_numbers(rollout, config)
     return {
         "policy_loss_weights": token_weights(drawn, aggregation, ids, kept, longest),
@@ -252,7 +236,7 @@ def matrix_shape(model: ModelChunks) -> tuple[int, int]:
     assert c.kv_channels is not None and c.num_query_groups is not None and c.ffn_hidden_size is not None
     queries, keys = c.num_attention_heads * c.kv_channels, c.num_query_groups * c.kv_channels
     mlps = c.num_layers * 3 * c.ffn_hidden_size
-    if c.num_moe_experts is not None:  # the router and the chosen experts
+    if c.num_moe_experts is not None:
         assert c.moe_ffn_hidden_size is not None
         columns = c.moe_ffn_hidden_size * c.moe_router_topk + (c.moe_shared_expert_intermediate_size or 0)
         dense = c.moe_layer_freq.count(0) if isinstance(c.moe_layer_freq, list) else 0
@@ -263,7 +247,7 @@ def matrix_shape(model: ModelChunks) -> tuple[int, int]:
         attention = c.hidden_size * (c.kv_lora_rank + c.qk_pos_emb_head_dim + values)
         attention += c.kv_lora_rank * (unrotated + values)
         attention += (c.q_lora_rank * (c.hidden_size + queries)) if c.q_lora_rank else c.hidden_size * queries
-        queries = (queries + values) // 2  # scores are as wide as keys, sums as values
+        queries = (queries + values) // 2
     return c.num_layers * attention + c.hidden_size * mlps, c.num_layers * queries
 
 
@@ -272,11 +256,8 @@ def locate(
 ) -> dict[str, Any]:
     """Return a MicroBatch's at, logit_indices, labels and order on this rank.
 
-    Args:
-        at: int64 [r] on the host, positions in the pack
-        before: int64 [r], positions that predict them
-        labels: [r], the tokens at `at`
-        places: the micro-batch's `cut`"""
+    at: int64 [r], positions in the pack, on the host; before: [r], positions that predict them;
+    labels: [r], their tokens; places: the micro-batch's `cut`"""
     if places is None:
         return {"at": at, "logit_indices": before.to(device), "labels": labels.to(device)}
     cp = parallel_state.get_context_parallel_world_size()
@@ -296,7 +277,7 @@ def labels_and_others(micro_batch: MicroBatch) -> Tensor:
     if micro_batch.others is None:
         return micro_batch.labels
     others = micro_batch.others[micro_batch.token_indices].long()
-    if micro_batch.order is not None:  # reorder to this rank's labels
+    if micro_batch.order is not None:
         count, order = micro_batch.labels.numel(), micro_batch.order.cpu()
         mine = order // max(count, 1) == parallel_state.get_context_parallel_rank()
         placed = others.new_zeros(count, others.shape[1])
@@ -306,7 +287,7 @@ def labels_and_others(micro_batch: MicroBatch) -> Tensor:
 
 
 def gather_output(micro_batch: MicroBatch, of_head: Any) -> Any:
-    """Gather the head's outputs of all context-parallel ranks, [r, ...] each.
+    """Gather the head's outputs [r, ...] of all context-parallel ranks.
 
     The gradient is this rank's part, because every rank computes the same loss."""
     if micro_batch.order is None or not micro_batch.order.numel():
@@ -319,7 +300,6 @@ def gather_output(micro_batch: MicroBatch, of_head: Any) -> Any:
 
 
 def _pack(prompts: Tensor, lengths: Tensor, groups: Tensor, budget: int) -> list[list[list[int]]]:
-    """Return `pack_groups` of sequences with these lengths, prompt lengths and groups, as tensors."""
     return pack_groups(prompts.tolist(), (lengths - prompts).tolist(), groups.tolist(), budget)
 
 
@@ -333,14 +313,10 @@ def make_micro_batches(
 ) -> list[MicroBatch]:
     """Pack the sequences `indices` into micro-batches of at most `max_tokens`.
 
-    Every replica must take part in an update, even without sequences. So there are at least `at_least`
-    micro-batches, some perhaps with one uncounted token. With virtual stages their number is a multiple of
-    the pipeline's ranks.
+    Replicas without sequences must take part too: at least `at_least` micro-batches, some perhaps with one
+    uncounted token. With virtual stages their number is a multiple of the pipeline's ranks.
 
-    Args:
-        shared: int64 [n], tokens of each sequence's prompt, stored once per `group_ids`; None: prompts are
-            not shared.
-    """
+    shared: int64 [n], lengths of prompts that are stored once per `group_ids`"""
     device, multiple = model.device, pack_multiple(model.config)
     cp = model.config.context_parallel_size
     wanted = torch.as_tensor(indices, dtype=torch.int64)
@@ -352,14 +328,13 @@ def make_micro_batches(
         wanted_packs += -wanted_packs % c.pipeline_model_parallel_size
     micro_batches = []
     for families in packs + [[]] * (wanted_packs - len(packs)):
-        # The pack has the first sequence of a family with its prompt, the others without. `skipped` is the
-        # length of the missing prompt, `prompt` its start.
+        # The pack has a family's first sequence with its prompt (from `prompt`), the others without
+        # (`skipped` tokens).
         index = wanted[torch.tensor([i for family in families for i in family], dtype=torch.int64)]
         first = torch.tensor([n == 0 for family in families for n in range(len(family))], dtype=torch.bool)
         lengths = batch.lengths[index]
         skipped = torch.where(first, 0, prompts[index])
         lengths = lengths - skipped
-        # Pad each sequence so that context parallelism can split it, and the pack by one more sequence.
         sizes = lengths + -lengths % (2 * cp) if cp > 1 else lengths
         total = int(sizes.sum())
         filler = -total % multiple or (multiple if total == 0 else 0)

@@ -4,12 +4,11 @@ run_dir/checkpoints/step-000012/ contains
 
     actor/, critic/, critic_2/     weights and optimizers (training/sharded.py)
     state.json, state.safetensors  samplers, generators, counters
-    rollouts/                      rollouts of later steps, if any were generated (schedule.ahead)
+    rollouts/                      rollouts of later steps (schedule.ahead)
     manifest.json                  size and SHA-256 of every other file, written last
 
-A checkpoint of value pretraining is pretraining-000012/ and has no actor. This file imports no Megatron,
-because preflight needs it.
-"""
+Value pretraining's pretraining-000012/ has no actor. This file imports no Megatron, because preflight needs
+it."""
 
 from __future__ import annotations
 
@@ -40,10 +39,10 @@ FOLDER, MANIFEST = "checkpoints", "manifest.json"
 FORMAT = 2
 # A finished checkpoint, or an unfinished one: .NAME.partial
 NAME = re.compile(r"(\.?)(pretraining|step)-(\d{6,})(\.partial)?")
-SEAL = "sha256"  # of the manifest without this key
-BATCHES = "rollouts"  # folder of rollouts of later steps (schedule.ahead)
+SEAL = "sha256"
+BATCHES = "rollouts"
 STATE, NUMBERS = "state.json", "state.safetensors"
-LONG = 32  # length from which a list of numbers is stored as a tensor
+LONG = 32
 MARK = "$numbers"  # {MARK: name of the tensor}
 
 
@@ -53,15 +52,14 @@ def _is_list_of_files(value: Any) -> bool:
     )
 
 
-# Required keys of a manifest: anybody can write one with a right checksum.
+# Required keys: anybody can write a manifest with a right checksum.
 MANIFEST_PARTS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "stage": (lambda value: isinstance(value, str), "a text"),
     "step": (lambda value: type(value) is int and value >= 0, "a whole number"),
     "settings": (lambda value: isinstance(value, dict), "an object of settings"),
     "files": (_is_list_of_files, "an object of [bytes, SHA-256]"),
 }
-# Keys that may differ when a run continues: how far it goes, what is shown, how the work is laid out, what
-# ends it. All others decide the result.
+# Keys that may differ when a run continues, because they do not decide the result.
 FREE = (
     *("run_dir", "steps", "parallel", "cluster", "residency", "log", "guard", "watchdog", "evaluation"),
     *("checkpoint", "data.eval", "model.layers", "model.attention", "model.recompute"),
@@ -75,7 +73,6 @@ FREE = (
 )
 # Except this key: in bf16 the sum of the micro-batches' gradients differs.
 BOUND = ("parallel.grad_dtype",)
-# Keys that older checkpoints lack, with the behaviour of those versions.
 ADDED: dict[str, Any] = {f"{model}.frozen": [] for model in ("actor", "critic")}
 ADDED |= {f"{model}.frozen_layers": 0 for model in ("actor", "critic")}
 ADDED |= {f"{model}.lora.rank": None for model in ("actor", "critic")}
@@ -89,8 +86,6 @@ ADDED |= {"algorithm.agreement.mask": 0.0, "algorithm.agreement.filter": 0.0}
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint whose files have the right sizes. manifest: with settings, versions, layout and files."""
-
     path: Path
     manifest: dict[str, Any]
 
@@ -100,7 +95,6 @@ class Checkpoint:
 
     @property
     def pretraining(self) -> bool:
-        """Return whether it is from value pretraining."""
         return self.stage == PRETRAINING
 
     @property
@@ -109,7 +103,6 @@ class Checkpoint:
 
     @property
     def done(self) -> int:
-        """Return the number of finished steps of the main stage."""
         return 0 if self.pretraining else self.step
 
     @property
@@ -117,11 +110,10 @@ class Checkpoint:
         return dict(self.manifest["settings"])
 
     def state(self) -> dict[str, Any]:
-        """Read the `state` that `CheckpointWriter.save` wrote."""
         return read_state(self.path)
 
     def damage(self, part: int = 0, parts: int = 1) -> list[str]:
-        """Return a line for each damaged file. part, parts: check only this share of the files."""
+        """Check this share of the files; return a line for each damaged one."""
         lines = []
         for name in sorted(self.manifest["files"])[part::parts]:
             try:
@@ -135,18 +127,15 @@ class Checkpoint:
 
 
 def hash_file(path: Path) -> str:
-    """Return the SHA-256 of a file. Raises OSError."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def folder_name(stage: str, step: int) -> str:
-    """Return the name of a finished checkpoint's folder."""
     return f"{'pretraining' if stage == PRETRAINING else 'step'}-{step:06d}"
 
 
 def seal(manifest: Mapping[str, Any]) -> str:
-    """Return the text of a manifest, with its checksum."""
     return json.dumps({**manifest, SEAL: _checksum(manifest)}, indent=1) + "\n"
 
 
@@ -156,9 +145,7 @@ def _checksum(manifest: Mapping[str, Any]) -> str:
 
 
 def list_fixed_settings(config: Config) -> dict[str, Any]:
-    """Return the settings that a continued run must keep: keys not in FREE, and config.json hashes.
-
-    A section with the user's keys (reward.terms) is one setting."""
+    """Return the settings that a continued run must keep. A section with the user's keys is one setting."""
     found = {
         key: _plain(attrgetter(key)(config))
         for key, _ in fields(Config)
@@ -173,7 +160,6 @@ def list_fixed_settings(config: Config) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """Return a value as JSON would, with absolute paths."""
     if isinstance(value, tuple | list):
         return [_plain(item) for item in value]
     if isinstance(value, Section):
@@ -205,8 +191,8 @@ def check_continues(config: Config, checkpoint: Checkpoint) -> None:
 
 
 def moved_schedule(config: Config, checkpoint: Checkpoint) -> str | None:
-    """Return a warning if a new `steps` changes the learning rate of a linear or cosine schedule."""
-    then = checkpoint.manifest.get("steps", config.steps)  # older ones do not say
+    """Return a warning if a new `steps` changes the learning rate."""
+    then = checkpoint.manifest.get("steps", config.steps)
     models = {"actor": config.actor} | ({"critic": config.critic} if config.has_critic else {})
     keys = [f"{name}.schedule {one.schedule}" for name, one in models.items() if one.schedule != "constant"]
     if then == config.steps or not keys:
@@ -215,7 +201,6 @@ def moved_schedule(config: Config, checkpoint: Checkpoint) -> str | None:
 
 
 def check_same_adapters(config: Config, checkpoint: Checkpoint) -> None:
-    """Raise ConfigError for the first key of the actor's LoRA that differs from the checkpoint's."""
     now = list_fixed_settings(config)
     for key, then in (ADDED | checkpoint.settings).items():
         if key.startswith("actor.lora.") and now[key] != then:
@@ -237,7 +222,6 @@ def find_checkpoint(run_dir: Path, but: Collection[Path] = ()) -> tuple[Checkpoi
 
 
 def _all(run_dir: Path) -> list[tuple[tuple[bool, int], Path]]:
-    """Return ((is main stage, step), folder) of each checkpoint, even unfinished ones."""
     folder = run_dir / FOLDER
     found = [(NAME.fullmatch(path.name), path) for path in folder.iterdir()] if folder.is_dir() else []
     return [
@@ -248,7 +232,6 @@ def _all(run_dir: Path) -> list[tuple[tuple[bool, int], Path]]:
 
 
 def has_finished(run_dir: Path) -> bool:
-    """Return whether a checkpoint was ever finished, even if it is damaged now."""
     return any(not path.name.startswith(".") for _, path in _all(run_dir))
 
 
@@ -278,7 +261,6 @@ def open_checkpoint(path: Path) -> Checkpoint:
 
 
 def find_damage(checkpoint: Checkpoint, runtime: Runtime) -> list[str]:
-    """Return a line for each damaged file, on every rank. Ranks divide the files."""
     reports = gather_objects(runtime, checkpoint.damage(runtime.rank, runtime.world), list[str])
     return [line for report in reports for line in report]
 
@@ -286,12 +268,12 @@ def find_damage(checkpoint: Checkpoint, runtime: Runtime) -> list[str]:
 def choose_checkpoint(runtime: Runtime, run_dir: Path) -> tuple[Checkpoint | None, list[str]]:
     """Return `find_checkpoint` on every rank, with checksums verified.
 
-    Raises CheckpointError on every rank if all complete checkpoints are damaged: a fresh start would lose the
-    run's records."""
+    Raises CheckpointError if all complete checkpoints are damaged: a fresh start would lose the run's
+    records."""
     damaged: list[Path] = []
     lines: list[str] = []
     while True:
-        # Rank 0 chooses for all ranks, which could see different files.
+        # Rank 0 chooses: ranks could see different files.
         path, manifest, skipped = None, "", list[str]()
         if runtime.rank == 0:
             found, skipped = find_checkpoint(run_dir, damaged)
@@ -315,8 +297,7 @@ def choose_checkpoint(runtime: Runtime, run_dir: Path) -> tuple[Checkpoint | Non
 def prune(run_dir: Path, keep: CheckpointConfig) -> list[str]:
     """Remove checkpoints older than the `keep` newest complete ones (0: keep all), even unfinished ones.
 
-    Those of every `keep_every`-th step stay. Return a line for each that cannot be removed; the next call
-    tries again."""
+    Every `keep_every`-th step stays. Return a line for each failed removal; the next call tries again."""
     complete = []
     for order, path in sorted(_all(run_dir), reverse=True):
         try:
@@ -332,19 +313,19 @@ def prune(run_dir: Path, keep: CheckpointConfig) -> list[str]:
         kept = main and keep.keep_every and step % keep.keep_every == 0 and not path.name.startswith(".")
         if (main, step) < oldest and not kept:
             try:
-                # First, so that an interrupted removal leaves no folder that looks complete.
+                # First, so that an interrupted removal never looks complete.
                 (path / MANIFEST).unlink(missing_ok=True)
                 shutil.rmtree(path)
-            except OSError as error:  # another process reads it over NFS, or removes it too
+            except OSError as error:  # another process reads or removes it
                 if path.exists():
                     left.append(f"{path}: cannot be removed: {describe_error(error)}")
     return left
 
 
 def write_state(folder: Path, state: Mapping[str, Any]) -> list[Path]:
-    """Write dicts, lists, numbers and texts exactly: JSON, and safetensors for long lists of numbers.
+    """Write dicts, lists, numbers and texts exactly; return the files. Raises OSError.
 
-    Values of other types, in a prompt's extra columns, become texts. Returns the files. Raises OSError."""
+    Long lists of numbers go into safetensors. Other types (in a prompt's extra columns) become texts."""
     tensors: dict[str, Tensor] = {}
     tree = _split(state, tensors)
     (folder / STATE).write_text(json.dumps(tree, default=str), encoding="utf-8")
@@ -353,7 +334,7 @@ def write_state(folder: Path, state: Mapping[str, Any]) -> list[Path]:
 
 
 def read_state(folder: Path) -> dict[str, Any]:
-    """Read the state of `write_state`. Raises CheckpointError if a file is missing or damaged."""
+    """Read the state of `write_state`. Raises CheckpointError."""
     tree = read_json(folder / STATE)
     try:
         tensors = load_file(folder / NUMBERS)
@@ -374,8 +355,8 @@ def _split(value: Any, tensors: dict[str, Tensor]) -> Any:
         return [_split(item, tensors) for item in value]
     name = str(len(tensors))
     wide, half = (torch.int64, torch.int32) if kinds == {int} else (torch.float64, torch.float32)
-    numbers = torch.from_numpy(np.array(value, int if kinds == {int} else float))  # thrice as fast as torch
-    narrow = numbers.to(half)  # stored if it is exact
+    numbers = torch.from_numpy(np.array(value, int if kinds == {int} else float))
+    narrow = numbers.to(half)
     tensors[name] = narrow if torch.equal(narrow.to(wide), numbers) else numbers
     return {MARK: name}
 

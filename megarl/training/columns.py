@@ -32,20 +32,18 @@ from megarl.parallel.comm import max_over_ranks, sum_over_replicas
 from megarl.parallel.runtime import Runtime
 from megarl.training.batch import gather_responses
 
-Tables = dict[str, dict[str, list[float]]]  # for distributions.jsonl: table -> row -> one sum per bin
+Tables = dict[str, dict[str, list[float]]]
 
 
 def add_group_advantages(
     config: Config, rollout: RolloutBatch, batch: TrainBatch, runtime: Runtime
 ) -> dict[str, float]:
-    """Write this replica's advantages [T], one value per response at all of its tokens.
+    """Write this replica's advantages [T], by the configured method from all responses of the step.
 
-    The configured method computes them from all responses of the step (`Responses`). Rewards of turns are
-    summed. Return policy/kl_reward if the reward has a KL term.
-    """
+    Return policy/kl_reward if the reward has a KL term."""
     rewards = rollout["rewards"]
     of_tokens, metrics = token_rewards(config.algorithm, batch, runtime)
-    if config.algorithm.kl_reward:  # the KL of the whole response
+    if config.algorithm.kl_reward:
         rewards = gather_responses(batch.totals(of_tokens), rollout, batch, runtime).to(rewards.dtype)
     parts, weights = reward_parts(config.reward, rollout, batch, runtime)
     counted = responses_in_loss(config.reward, rollout)
@@ -60,8 +58,7 @@ def reward_parts(
 ) -> tuple[Tensor | None, list[float]]:
     """Return the parts of all responses' rewards [n, k] and their weights; None and [] without parts.
 
-    The sum of the turns' rewards is one more part, of weight 1.
-    """
+    The sum of the turns' rewards is one more part, of weight 1."""
     if "reward_parts" not in rollout:
         return None, []
     parts, weights = rollout["reward_parts"], [*config.parts.values()]
@@ -72,16 +69,12 @@ def reward_parts(
 
 
 def responses_in_loss(config: RewardConfig, rollout: RolloutBatch) -> Tensor:
-    """Return which responses count in the policy loss, bool [n].
-
-    They have tokens and are not dropped by overlong filtering.
-    """
+    """Return which responses count in the policy loss, bool [n]: with tokens, and not filtered."""
     counted = rollout.response_lengths > 0
     return counted & ~rollout["truncated"] if config.overlong.filter else counted
 
 
 def expected_reward(config: RewardConfig, chance: Tensor) -> Tensor:
-    """Return the expected reward [n] of answers that are right with probability `chance`."""
     return config.weight * ((1 - chance) * config.incorrect + chance * config.correct)
 
 
@@ -101,7 +94,7 @@ def token_rewards(
 ) -> tuple[Tensor, dict[str, float]]:
     """Return turn_rewards - kl_reward * (log pi_old - log pi_ref), [T] (VAPO eq. 1), and metrics.
 
-    The metric is policy/kl_reward, the mean of the difference over tokens sampled in this step."""
+    policy/kl_reward is the mean difference over tokens sampled in this step."""
     rewards = turn_rewards(batch)
     if not config.kl_reward:
         return rewards, {}
@@ -113,9 +106,7 @@ def token_rewards(
 
 
 def turn_rewards(batch: TrainBatch) -> Tensor:
-    """Return rewards [T]: each turn's at its last token, and the outcome's at the last sampled token.
-
-    Their sum over a response is its reward."""
+    """Return rewards [T]: each turn's at its last token, and the outcome's at the last sampled token."""
     rewards, outcome = torch.zeros(batch.num_tokens), batch["rewards"]
     if "turn_rewards" in batch:
         rewards += batch["turn_rewards"]
@@ -135,13 +126,9 @@ def write_advantages(
     runtime: Runtime,
     left_out: Tensor | None = None,
 ) -> None:
-    """Write advantages [T]; with `whiten`, normalise them over all replicas' tokens in the policy loss.
+    """Write advantages [T]; with `whiten`, normalised over all replicas' tokens in the policy loss.
 
-    Overlong filtering and mismatch masks exclude tokens.
-
-    Args:
-        left_out: bool [T], further tokens that whitening excludes.
-    """
+    left_out: bool [T], further tokens that whitening excludes."""
     if config.whiten:
         mask = batch["policy_loss_weights"] > 0
         if left_out is not None:
@@ -154,8 +141,7 @@ def write_advantages(
 def add_gae(config: Config, batch: TrainBatch, runtime: Runtime) -> tuple[dict[str, float], Tables]:
     """Write advantages and returns [T], each with its own lambda (VAPO section 4.1).
 
-    Return gae/* and the results of `add_returns`, with a table of lambda by response length.
-    """
+    Return gae/* and the results of `add_returns`."""
     algorithm = config.algorithm
     lam = policy_lambda(algorithm, batch.response_lengths)
     rewards, metrics = token_rewards(algorithm, batch, runtime)
@@ -167,7 +153,7 @@ def add_gae(config: Config, batch: TrainBatch, runtime: Runtime) -> tuple[dict[s
 
 
 def policy_lambda(config: AlgorithmConfig, lengths: Tensor) -> Tensor:
-    """Return lambda of the policy's advantages for responses of these lengths, float64 [n] (VAPO eq. 5)."""
+    """Return the policy's lambda for responses of these lengths, float64 [n] (VAPO eq. 5)."""
     if config.lambda_policy == "length_adaptive":
         return length_adaptive_lambda(lengths, config.alpha, config.lambda_floor)
     return torch.full((len(lengths),), float(config.lambda_policy), dtype=torch.float64)
@@ -176,7 +162,6 @@ def policy_lambda(config: AlgorithmConfig, lengths: Tensor) -> Tensor:
 def gae_statistics(
     config: Config, batch: TrainBatch, advantages: Tensor, lam: Tensor, runtime: Runtime
 ) -> tuple[dict[str, float], Tables]:
-    """Return gae/* of advantages [T] before whitening, and a table of lambda [n] by response length."""
     lengths, longest = batch.response_lengths, config.rollout.max_response_tokens
     nonempty = lengths > 0  # a response whose grading failed has no token
     sums = gae_sums(advantages, batch.sampled_mask, lam[nonempty], config.algorithm.lambda_floor)
@@ -191,8 +176,7 @@ def add_teacher(
 ) -> dict[str, float]:
     """Add weight (log pi_teacher - log pi_old) to the advantages [T] of sampled tokens with a teacher.
 
-    This is on-policy distillation (Thinking Machines, 2025), with the log-ratio of the token itself and no
-    gradient through it.
+    On-policy distillation (Thinking Machines, 2025), without a gradient through the log-ratio.
 
     old, teacher: log-probs [T]; the teacher's are -inf without a teacher.
     Return policy/teacher_kl, the mean of log pi_old - log pi_teacher, which estimates the reverse KL in nats
@@ -209,9 +193,9 @@ def add_teacher(
 def add_returns(
     config: AlgorithmConfig, batch: TrainBatch, runtime: Runtime, rewards: Tensor
 ) -> tuple[dict[str, float], Tables]:
-    """Write returns [T], the critic's targets; with lambda_critic 1 Monte-Carlo returns of `rewards` [T].
+    """Write returns [T], the critic's targets; 0 for unfinished responses.
 
-    Unfinished responses get 0. Return value/explained_variance, and `error_by_position` as a table."""
+    With lambda_critic 1 they are Monte-Carlo returns of `rewards` [T]. Return value/explained_variance."""
     unfinished = batch.unfinished
     mask = batch.response_mask & ~torch.repeat_interleave(unfinished, batch.lengths)
     lengths, values = batch.response_lengths.masked_fill(unfinished, 0), batch["values"]
@@ -226,7 +210,6 @@ def add_returns(
 
 
 def policy_statistics(batch: TrainBatch, runtime: Runtime) -> tuple[dict[str, float], Tables]:
-    """Return mean entropy and probability of the tokens sampled in this step, and entropy by position."""
     mask = batch.sampled_mask
     probabilities = batch["old_logprobs"][mask].double().exp()
     sums = torch.stack([mask.sum().double(), batch["entropy"][mask].double().sum(), probabilities.sum()])
@@ -240,7 +223,7 @@ def policy_statistics(batch: TrainBatch, runtime: Runtime) -> tuple[dict[str, fl
 def mismatch(
     batch: TrainBatch, trainer: Tensor, version: int, runtime: Runtime
 ) -> tuple[dict[str, float], Tables]:
-    """Return mismatch/* of the engine's log-probs against `trainer` [T], and their `difference_histogram`.
+    """Return mismatch/* of the engine's log-probs against `trainer` [T], and their histogram.
 
     Only tokens sampled with the current weights, `version`, count: not dynamic sampling's leftover groups or
     earlier windows of partial rollouts."""
@@ -258,8 +241,7 @@ def correct_mismatch(config: MismatchConfig, batch: TrainBatch, runtime: Runtime
 
     The factors apply to the policy loss and the KL term, which estimate a mean over the policy from sampled
     tokens. Entropy and top-k terms sum over the whole distribution, and the positive-example loss imitates,
-    so they keep their weights. Leftover groups from older weights are corrected too.
-    Return the shares of tokens that were truncated and masked; {} if both options are off."""
+    so they keep their weights."""
     if not config.enabled:
         return {}
     factors, counts = mismatch_factors(

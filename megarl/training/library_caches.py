@@ -1,6 +1,4 @@
-"""Memory that Megatron and Transformer Engine cache between passes, and that is freed with a model.
-
-It would take the engine's place on the GPU. The next pass allocates it again."""
+"""Memory that Megatron and Transformer Engine cache between passes, and that is freed with a model."""
 
 from __future__ import annotations
 
@@ -19,8 +17,8 @@ DISPATCHED = ("probs", "routing_map", "reversed_local_input_permutation_mapping"
 def free_weight_caches(model: torch.nn.Module) -> None:
     """Free caches of a model's passes.
 
-    Transformer Engine keeps FP8 copies of weights. Megatron keeps a stage's last input, the last routing of
-    mixture layers, rotary angles of 32 pack lengths, and a buffer of gathered inputs."""
+    Transformer Engine keeps FP8 copies of weights. Megatron keeps a stage's last input, the last routing,
+    rotary angles of 32 pack lengths, and a buffer of gathered inputs."""
     for module in model.modules():
         getattr(module, "_fp8_workspaces", {}).clear()
         if isinstance(module, RotaryEmbedding):
@@ -30,7 +28,7 @@ def free_weight_caches(model: torch.nn.Module) -> None:
         dispatcher: Any = getattr(module, "token_dispatcher", None)
         for name in DISPATCHED if dispatcher is not None else ():
             setattr(dispatcher, name, None)
-    if parallel_state.is_initialized():  # without groups nothing was gathered
+    if parallel_state.is_initialized():
         parallel_state.get_global_memory_buffer().buffer.clear()
 
 

@@ -1,8 +1,4 @@
-"""Actor, critic, reference and reward model on Megatron.
-
-Forward passes write columns of a batch. The optimizer loop goes over mini-batches with Megatron's DDP,
-distributed optimizer, learning-rate schedule and pipeline schedule.
-"""
+"""Actor, critic, reference and reward model on Megatron."""
 
 from __future__ import annotations
 
@@ -49,25 +45,24 @@ Loss = Callable[[Any, MicroBatch], tuple[Tensor, Stats]]
 
 
 def _finalize(model: Any, num_tokens: Any = None, **groups: Any) -> None:
-    # Our losses contain their global denominators (algorithms/losses.py), so Megatron must not divide the
-    # gradients by num_tokens.
+    # Losses contain their global denominators, so Megatron must not divide gradients by num_tokens.
     megatron_finalize(model, None, **groups)
 
 
 class InferenceModel:
-    """A forward-only model (the reference policy, the reward model), or the actor without its adapters."""
+    """A forward-only model: reference policy, reward model, or the actor without its adapters.
+
+    Passes raise NumericalError on every rank of the job if a number is not finite."""
 
     def __init__(self, name: str, model: ModelChunks, runtime: Runtime, *, adapters: bool = True) -> None:
         self.name, self.model, self.runtime = name, model, runtime
         self.adapters = adapters  # False: with LoRA disabled, as the reference model
-        self.chunks: list[Any] = list(model.chunks)  # or their DDP wrappers
-        self.megatron_seconds = 0.0  # in Megatron's schedules and optimizer, without our loss functions
-        self.replays_routing = False  # use the engine's recorded choice of experts
+        self.chunks: list[Any] = list(model.chunks)
+        self.megatron_seconds = 0.0
+        self.replays_routing = False
 
     def logprob_columns(self, batch: TrainBatch, micro_batches: Sequence[MicroBatch]) -> dict[str, Tensor]:
-        """Compute logprobs and entropy, float32 [T], 0 outside the responses, on every rank of the replica.
-
-        Raises NumericalError on every rank of the job if a number is not finite."""
+        """Compute logprobs and entropy, float32 [T], 0 outside responses, on every rank of the replica."""
         return self._columns(("logprobs", "entropy"), batch, micro_batches)
 
     def top_k_columns(
@@ -75,8 +70,7 @@ class InferenceModel:
     ) -> dict[str, Tensor]:
         """Compute logprobs and tokens of the top k tokens below `limit` at each position, float32 [T, k].
 
-        Only on the last pipeline stage, where the head needs them; [T, 0] elsewhere. Raises as
-        `logprob_columns`."""
+        [T, 0] before the last pipeline stage."""
         try:
             for chunk in self.model.chunks:
                 chunk.top_k = k, limit
@@ -87,7 +81,6 @@ class InferenceModel:
 
     @contextmanager
     def free_routing(self) -> Iterator[None]:
-        """Disable routing replay within the block."""
         replays, self.replays_routing = self.replays_routing, False
         try:
             yield
@@ -104,13 +97,11 @@ class InferenceModel:
         return routing_metrics(sum_over_ranks(self.runtime, own)[dense:], c.moe_router_topk)
 
     def value_columns(self, batch: TrainBatch, micro_batches: Sequence[MicroBatch]) -> dict[str, Tensor]:
-        """Compute values, float32 [T], 0 outside the responses. Raises as `logprob_columns`."""
+        """Compute values, float32 [T], 0 outside responses."""
         return self._columns(("values",), batch, micro_batches)
 
     def sequence_scores(self, batch: TrainBatch, micro_batches: Sequence[MicroBatch]) -> Tensor:
-        """Compute a reward model's score of each sequence, float32 [n], from the head at the last token.
-
-        transformers' sequence classifiers do the same. Raises as `logprob_columns`."""
+        """Compute a reward model's score of each sequence, float32 [n], from the head at the last token."""
         ends = batch.cu_seqlens[1:] - 1
         at_ends = []
         for micro_batch in micro_batches:
@@ -124,7 +115,7 @@ class InferenceModel:
         self, names: tuple[str, ...], batch: TrainBatch, micro_batches: Sequence[MicroBatch], k: int = 0
     ) -> dict[str, Tensor]:
         def collect(output: Any, _: MicroBatch) -> tuple[Tensor, Any]:
-            if k:  # large enough to be worth moving to the host
+            if k:
                 output = tuple(values.float().cpu() for values in output)
             # On the device, because Megatron multiplies it by a loss scale there.
             return torch.zeros((), device=self.runtime.device), output
@@ -154,9 +145,6 @@ class InferenceModel:
         return found
 
     def _run(self, micro_batches: Sequence[MicroBatch], loss: Loss, forward_only: bool) -> list[Any]:
-        """Run Megatron's pipeline schedule over the micro-batches.
-
-        Returns the statistics of `loss` per micro-batch on the last pipeline stage, [] elsewhere."""
 
         def forward_step(batches: Iterator[MicroBatch], chunk: Any) -> tuple[Any, Callable[[Any], Any]]:
             micro_batch = next(batches)
@@ -194,7 +182,6 @@ class InferenceModel:
 
 
 def _bucket_config(parallel: ParallelConfig, runtime: Runtime) -> DistributedDataParallelConfig:
-    """Return DDP's options for gradient reduction and weight gathering."""
     usual = runtime.layout.dp * runtime.layout.cp > OVERLAP_ABOVE
     reduce, gather = (
         usual if wanted is None else wanted
@@ -214,7 +201,6 @@ def _bucket_config(parallel: ParallelConfig, runtime: Runtime) -> DistributedDat
 def _wrap_chunks(
     model: ModelChunks, buckets: DistributedDataParallelConfig, config: OptimizerConfig
 ) -> list[Any]:
-    """Wrap each chunk in Megatron's DDP, which copies the weights into its buffers."""
     muon = config.optimizer == "muon"
     layouts = muon_buffer_layouts(model, buckets) if muon else [{} for _ in model.chunks]
     return [
@@ -226,7 +212,6 @@ def _wrap_chunks(
 def _make_optimizer(
     chunks: list[Any], config: OptimizerConfig, dtype: torch.dtype, buckets: DistributedDataParallelConfig
 ) -> Any:
-    """Return Megatron's distributed optimizer of the DDP chunks. dtype: of the weights."""
     muon, in_bf16 = config.optimizer == "muon", dtype == torch.bfloat16
     return get_megatron_optimizer(
         MegatronOptimizerConfig(
@@ -239,7 +224,7 @@ def _make_optimizer(
             adam_beta2=config.betas[1],
             adam_eps=config.eps,
             clip_grad=config.clip_grad,
-            # Megatron wraps Muon for its schedule only in bf16; the wrapper accepts float32 weights too.
+            # Megatron's Muon needs the bf16 wrapper, which accepts float32 weights too.
             bf16=in_bf16 or muon,
             params_dtype=dtype,
             use_distributed_optimizer=True,
@@ -250,17 +235,13 @@ def _make_optimizer(
 
 
 class UpdateResult(NamedTuple):
-    """Result of an optimizer step.
-
-    sums: this rank's statistics, empty before the last pipeline stage. grad_norm: global, before clipping."""
+    """sums: this rank's, empty before the last pipeline stage. grad_norm: global, before clipping."""
 
     sums: dict[str, float]
     grad_norm: float
 
 
 class TrainableModel(InferenceModel):
-    """Actor or critic with its optimizer. Load the weights first, because the optimizer copies them."""
-
     def __init__(
         self,
         name: str,
@@ -307,18 +288,16 @@ class TrainableModel(InferenceModel):
 
     @property
     def lr(self) -> float:
-        """Return the current learning rate."""
         return float(self.optimizer.param_groups[0]["lr"]) if self.optimizer.param_groups else 0.0
 
     @property
     def optimizers(self) -> list[Any]:
-        """Return Megatron's distributed optimizers: one for a dense model; with Muon, Muon's and Adam's."""
         parts = getattr(self.optimizer, "chained_optimizers", [self.optimizer])
         return [one for part in parts for one in getattr(part, "chained_optimizers", [part])]
 
     @property
     def buffers(self) -> list[Any]:
-        """Return the ParamAndGradBuffers of all chunks. Parameters are views of their param_data."""
+        """Parameters are views of their param_data."""
         return [b for chunk in self.chunks for b in (*chunk.buffers, *chunk.expert_parallel_buffers)]
 
     def update_mini_batches(
@@ -332,7 +311,7 @@ class TrainableModel(InferenceModel):
         """Advance the learning rate by a rollout step and update on all mini-batches, `epochs` times.
 
         before: called before each update, with its number from 1 and its mini-batch.
-        Returns the metrics of the loss, and grad_norm and lr under `prefix` ("policy" or "value")."""
+        Returns the loss's metrics, and grad_norm and lr under `prefix`."""
         self.begin_step()
         start_counting(self.model.routings, grad=True)
         sums: dict[str, float] = {}
@@ -351,16 +330,13 @@ class TrainableModel(InferenceModel):
         return metrics | {f"{prefix}/grad_norm": sum(norms) / len(norms), f"{prefix}/lr": self.lr}
 
     def begin_step(self) -> None:
-        """Advance the learning-rate schedule by one rollout step, before its updates."""
         self.schedule.step(increment=1)
 
     def update(self, micro_batches: Sequence[MicroBatch], loss: Loss, *, more: bool = False) -> UpdateResult:
         """Take one optimizer step over one mini-batch.
 
-        more: another update follows directly, whose forward pass may gather the weights
-            (`parallel.overlap_param_gather`). Else the weights are gathered on return.
-        Raises NumericalError on every rank, before any change, if a loss or gradient is not finite.
-        """
+        more: another update follows directly, whose forward pass may gather the weights.
+        Raises NumericalError on every rank, before any change, if a loss or gradient is not finite."""
         self.param_gather.before_update()
         sums = self.compute_gradients(micro_batches, loss)
         started = time.perf_counter()
@@ -368,7 +344,7 @@ class TrainableModel(InferenceModel):
             _, grad_norm, _ = self.optimizer.step()
             self.param_gather.after_step(more=more)
         self.megatron_seconds += time.perf_counter() - started
-        # Check only this rank's share, as others may not be gathered yet. One number is read from the device.
+        # Check only this rank's share, as others may not be gathered yet.
         shares = [
             parameter.detach().float().sum()
             for optimizer in self.optimizers
@@ -384,9 +360,7 @@ class TrainableModel(InferenceModel):
         return UpdateResult(sums, float(grad_norm or 0.0))
 
     def compute_gradients(self, micro_batches: Sequence[MicroBatch], loss: Loss) -> dict[str, float]:
-        """Compute the gradients of one mini-batch into Megatron's buffers; return this rank's statistics.
-
-        Raises as `update`."""
+        """Compute a mini-batch's gradients into Megatron's buffers; return this rank's statistics."""
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
@@ -406,7 +380,7 @@ class TrainableModel(InferenceModel):
             bad.append("gradient is not finite")
         if any_rank(self.runtime, bool(bad)):
             reports = gather_objects(self.runtime, bad, list[str])
-            # A bad loss makes all gradients bad, so report the loss if there is one.
+            # Report a bad loss first: it makes all gradients bad.
             found = [(text, rank) for rank, report in enumerate(reports) for text in report]
             first, rank = min(found, key=lambda pair: not pair[0].startswith("loss"))
             raise NumericalError(f"{self.name} update, rank {rank}: {first}; the update was not applied")

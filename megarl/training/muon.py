@@ -12,9 +12,9 @@ from megarl.model.builder import ModelChunks
 
 
 def muon_buffer_layouts(model: ModelChunks, buckets: DistributedDataParallelConfig) -> list[dict[str, Any]]:
-    """Return DDP's `full_param_layout` of each chunk, which keeps a matrix within one data-parallel shard.
+    """Return DDP's `full_param_layout` of each chunk, with each matrix within one data-parallel shard.
 
-    Then Muon can orthogonalise it locally. Parameters that Adam trains are sharded as usual."""
+    Then Muon can orthogonalise it locally."""
     from megatron.core.optimizer import layer_wise_optimizer as layer_wise
 
     layer_wise.tag_params_for_buffer_routing(model.chunks)
@@ -30,8 +30,8 @@ def muon_buffer_layouts(model: ModelChunks, buckets: DistributedDataParallelConf
 def muon_options(muon: MuonConfig, in_bf16: bool) -> dict[str, Any]:
     """Return the settings of Muon under Megatron's names.
 
-    in_bf16: the weights are bfloat16, and so are the factors of Newton-Schulz. Queries, keys and values are
-    one parameter in Megatron, and are orthogonalised separately."""
+    in_bf16: the weights, and so the factors of Newton-Schulz, are bfloat16. Queries, keys and values are one
+    parameter in Megatron, but are orthogonalised separately."""
     return {
         "use_layer_wise_distributed_optimizer": True,
         "muon_momentum": muon.momentum,

@@ -1,7 +1,4 @@
-"""Build the losses of a micro-batch from `megarl.algorithms.losses` and the configuration.
-
-`TrainableModel.update_mini_batches` calls a loss with the model's output and the micro-batch.
-"""
+"""Build a micro-batch's losses from `megarl.algorithms.losses` and the configuration."""
 
 from __future__ import annotations
 
@@ -39,9 +36,7 @@ def actor_loss(
     read (config/phases.py). If top-k tokens of pi_old or of a teacher are used, `micro_batch.others` has the
     result of `other_tokens`.
 
-    Args:
-        selected: bool [T], the tokens that the policy loss's selector chose in the mini-batch of an update.
-    """
+    selected: bool [T], the tokens that the policy loss's selector chose."""
     surrogate, sequence_ids = load_function(config.policy_loss.function), batch.sequence_ids
 
     def loss(output: Any, micro_batch: MicroBatch) -> tuple[Tensor, Stats]:
@@ -103,10 +98,7 @@ def further_terms(
 ) -> Iterator[tuple[float, tuple[Tensor, Stats]]]:
     """Yield the factor, loss and statistics of each further term of the actor's loss.
 
-    Args:
-        logprobs, entropy: of the policy, [r].
-        of_teacher: log pi of the teacher's top-k tokens, [r, k].
-    """
+    logprobs, entropy: of the policy, [r]; of_teacher: log pi of the teacher's top-k tokens, [r, k]."""
 
     def column(name: str) -> Tensor:
         return micro_batch.column(batch, name)
@@ -130,18 +122,12 @@ def further_terms(
 
 
 def other_tokens(batch: TrainBatch) -> Tensor | None:
-    """Return the tokens whose log-probs `actor_loss` needs in addition to the sampled one's, int32 [T, k].
-
-    They are pi_old's top-k tokens and a teacher's. None without any.
-    """
+    """Return pi_old's and a teacher's top-k tokens, int32 [T, k], which `actor_loss` also needs."""
     names = [name for name in ("old_top_tokens", "teacher_tokens") if name in batch]
     return torch.cat([batch[name] for name in names], 1) if names else None
 
 
 def critic_loss(config: AlgorithmConfig, batch: TrainBatch, number: int = 0) -> Loss:
-    """Return the squared error to the returns, or the cross-entropy if the critic reads only prompts.
-
-    It reads value_loss_weights, returns, and values or, with several critics, critic_values[:, number]."""
 
     def loss(output: Any, micro_batch: MicroBatch) -> tuple[Tensor, Stats]:
         old, target = micro_batch.column(batch, "values"), micro_batch.column(batch, "returns")

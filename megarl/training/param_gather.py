@@ -12,10 +12,9 @@ from megatron.core.distributed import DistributedDataParallel
 class ParamGather:
     """Decides which forward pass gathers a model's weights (`parallel.overlap_param_gather`).
 
-    `TrainableModel` owns it. Megatron's hooks gather the weights in any forward pass while they are enabled.
-    They are enabled from one update to the end of the decoder in the next, and in no other pass.
-
-    chunks: of the model; none where weights are not gathered in a forward pass"""
+    `TrainableModel` owns it. Megatron's hooks gather in any forward pass while they are enabled: only from
+    one
+    update to the end of the decoder in the next."""
 
     def __init__(self, chunks: Sequence[DistributedDataParallel]) -> None:
         self.chunks = chunks
@@ -25,7 +24,6 @@ class ParamGather:
             chunk.module.decoder.register_forward_hook(partial(self._finish, chunk))
 
     def before_update(self) -> None:
-        """Let the forward pass of this update gather the weights that are pending."""
         for chunk in self.pending:
             chunk.enable_forward_pre_hook()
 
@@ -40,8 +38,8 @@ class ParamGather:
     def _finish(self, chunk: Any, *_: Any) -> None:
         """Wait for a chunk's weights at the end of its decoder, and disable Megatron's hooks.
 
-        The hooks wait for the weights of each module that is called. The actor's head reads the weights of
-        the output layer without a call."""
+        The hooks wait for each module that is called, but the actor's head reads the output layer's weights
+        without a call."""
         if chunk in self.pending:
             for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
                 group.finish_param_sync(skip_next_bucket_dispatch=True)

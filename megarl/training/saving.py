@@ -1,11 +1,8 @@
 """Write the checkpoints of a run in the background.
 
-Between two steps every rank copies its part to the host. Then each rank writes its file in a thread, and rank
-0 adds index and manifest and renames the folder. The manifest has size and SHA-256 of every file and comes
-last, so a run that dies leaves no folder that looks complete. Models are in Megatron's format torch_dist with
-a common.pt, which versions 0.16 to 0.19 read. Megatron lists the parts, torch.distributed.checkpoint writes
-them.
-"""
+Every rank copies its part to the host between two steps, and writes its file in a thread. Then rank 0 adds
+index and manifest (last, so an interrupted folder never looks complete) and renames the folder. The format is
+Megatron's torch_dist with a common.pt, which versions 0.16 to 0.19 read."""
 
 from __future__ import annotations
 
@@ -59,8 +56,8 @@ from megarl.training.sharded import FAILURES, megatron_state, quiet_warnings, re
 from megarl.weights.index import COMMON, CONFIG
 from megarl.weights.index import FORMAT as MODEL_FORMAT
 
-# Seconds between Python's thread switches while a checkpoint is written. With the default of 5 ms, step and
-# writer starve each other, because torch releases the interpreter in every operation.
+# Seconds between Python's thread switches during a write. With the default 5 ms, step and writer starve each
+# other: torch releases the interpreter in every operation.
 SWITCH_INTERVAL = 2e-4
 NO_ROOM = "make room, or set checkpoint.every to 0"
 PATIENCE = 0.8  # share of parallel.timeout; the other ranks wait for the whole of it
@@ -68,12 +65,6 @@ Entries = dict[str, tuple[int, str]]  # file -> (bytes, SHA-256)
 
 
 class Part(NamedTuple):
-    """The description of a part of a model that a rank writes.
-
-    key: name of the parameter in the checkpoint.
-    offsets, extents: box in the whole tensor; None and () for an object that is no tensor.
-    shape, dtype: of the whole tensor."""
-
     key: str
     offsets: tuple[int, ...] | None = None
     extents: tuple[int, ...] = ()
@@ -82,7 +73,6 @@ class Part(NamedTuple):
 
     @property
     def item(self) -> WriteItem:
-        """Return the description for torch's writer."""
         if self.offsets is None:
             return WriteItem(MetadataIndex(self.key), WriteItemType.BYTE_IO)
         chunk = ChunkStorageMetadata(torch.Size(self.offsets), torch.Size(self.extents))
@@ -91,7 +81,7 @@ class Part(NamedTuple):
 
 
 class WrittenPart(NamedTuple):
-    """The place of a part: `length` bytes of a file from `start`, of which `size` belong to the tensor."""
+    """`length` bytes of a file from `start`, of which `size` belong to the tensor."""
 
     key: str
     offsets: tuple[int, ...] | None
@@ -102,7 +92,6 @@ class WrittenPart(NamedTuple):
 
     @staticmethod
     def from_result(result: WriteResult) -> WrittenPart:
-        """Convert a result of torch's writer."""
         index, place = result.index, result.storage_data
         offsets = None if index.offset is None else tuple(index.offset)
         return WrittenPart(
@@ -111,22 +100,18 @@ class WrittenPart(NamedTuple):
 
     @property
     def result(self) -> WriteResult:
-        """Convert to a result of torch's writer."""
         place = _StorageInfo(self.file, self.start, self.length)
         return WriteResult(MetadataIndex(self.key, self.offsets), self.size, place)
 
 
-# A rank's report to rank 0: (problem, remedy) or None; its files; model -> places of its parts.
 Report = tuple[tuple[str, str] | None, Entries, dict[str, list[WrittenPart]]]
 
 
-# Joins all ranks' shares to one state of numbers and texts; runs in a thread of rank 0.
+# Joins all ranks' shares to one state; runs in a thread of rank 0.
 Join = Callable[[Sequence[Mapping[str, Any]]], Mapping[str, Any]]
 
 
 class StoredRollouts(Protocol):
-    """The rollouts that were generated before a step needs them, which its checkpoint contains too."""
-
     @abstractmethod
     def files(self, step: int) -> list[Path]:
         """Return the files once they exist; called in a thread of rank 0."""
@@ -139,11 +124,9 @@ class StoredRollouts(Protocol):
 class CheckpointWriter:
     """Writes the checkpoints of a run. Every rank makes the same calls.
 
-    prepare   called with a model's name before its weights and optimizer are read
-    join      joins the ranks' shares of the batch source's state
-    share     the type of these shares
-    warn      called on rank 0 with a line about a problem that does not end the run
-    ahead     the stored rollouts of asynchronous steps (schedule.ahead)
+    prepare   called with a model's name before its state is read
+    join      joins the ranks' shares (of type `share`) of the batch source's state
+    ahead     the stored rollouts of asynchronous steps
     seconds   the longest time that a save has blocked the run"""
 
     def __init__(
@@ -176,11 +159,8 @@ class CheckpointWriter:
     ) -> None:
         """Finish the previous checkpoint and start that of `step`; finish it too with `now` or in foreground.
 
-        Args:
-            parts: names of its models
-            state: other state of the next step. `samplers` is this rank's share. It must not change until
-                the checkpoint is complete.
-        Raises CheckpointError on every rank if this or the previous checkpoint cannot be written."""
+        state: must not change until the checkpoint is complete; `samplers` is this rank's share. Raises
+        CheckpointError on every rank if this or the previous checkpoint cannot be written."""
         started = time.perf_counter()
         self.finish()
         final = self.config.run_dir / FOLDER / folder_name(stage, step)
@@ -201,7 +181,7 @@ class CheckpointWriter:
             generators, samplers = map(list, zip(*shares, strict=True))
             writing.state = {**state, "samplers": samplers, "generators": generators}
             try:
-                shutil.rmtree(writing.partial, ignore_errors=True)  # from an interrupted save
+                shutil.rmtree(writing.partial, ignore_errors=True)
                 writing.partial.mkdir(parents=True)  # raises if it still exists, for example as a link
                 for part in parts:
                     (writing.partial / part).mkdir()
@@ -225,30 +205,27 @@ class CheckpointWriter:
 
     @property
     def pending(self) -> int:
-        """Return the bytes of copies that are not written yet."""
         return sum(copy.nbytes for copy in self._writing.models.values()) if self._writing is not None else 0
 
     @property
     def busy(self) -> bool:
-        """Return whether this rank's thread is still writing."""
         thread = self._writing.thread if self._writing is not None else None
         return thread is not None and thread.is_alive()
 
     @property
     def step(self) -> int | None:
-        """Return the step of the unfinished checkpoint, or None."""
         return None if self._writing is None else int(self._writing.manifest["step"])
 
     @property
     def unfinished(self) -> bool:
-        """Return whether a checkpoint is unfinished; equal on all ranks."""
+        """Equal on all ranks."""
         return self._writing is not None
 
     def advance(self) -> None:
         """Advance an unfinished checkpoint; call it when no rank is busy.
 
-        After the first call rank 0 writes index and manifest, after the second the checkpoint is complete.
-        Raises CheckpointError on every rank if one failed to write, and removes the files."""
+        The first call has rank 0 write index and manifest, the second completes the checkpoint.
+        Raises CheckpointError on every rank, and removes the files, if one failed to write."""
         writing = self._writing
         if writing is None:
             return
@@ -276,7 +253,6 @@ class CheckpointWriter:
             writing.in_thread(lambda: writing.complete(models, reports, self.config))
 
     def finish(self) -> None:
-        """Complete the checkpoint. Wait for this rank's thread less than the other ranks wait for it."""
         if self._writing is not None and self.ahead is not None:
             self.ahead.wait_for_files(self._writing.manifest["step"])
         while self._writing is not None:
@@ -293,13 +269,9 @@ class CheckpointWriter:
 
 @dataclass
 class _Writing:
-    """A checkpoint that is being written, on one rank.
+    """An unfinished checkpoint, on one rank. state: on rank 0, with `samplers` of all ranks.
 
-    state          only on rank 0; its `samplers` are the shares of all ranks
-    models         copies that this rank still has to write
-    parts_written  all ranks have written; rank 0 still writes index and manifest
-    failure        problem and remedy
-    not_removed    lines about older checkpoints that could not be removed"""
+    parts_written: all ranks have written; rank 0 still writes index and manifest"""
 
     final: Path
     manifest: dict[str, Any]
@@ -316,7 +288,6 @@ class _Writing:
         return self.final.with_name(f".{self.final.name}.partial")
 
     def in_thread(self, work: Callable[[], None]) -> None:
-        """Run `work` in a thread and store its failure."""
 
         def run() -> None:
             default = sys.getswitchinterval()
@@ -332,7 +303,6 @@ class _Writing:
         self.thread.start()
 
     def write_own(self, join: Join, ahead: StoredRollouts | None) -> None:
-        """Write this rank's files, and on rank 0 the state and the stored rollouts."""
         for name, copy in self.models.items():
             self._add(copy.write(self.partial / name))
         if self.state is None:
@@ -352,7 +322,6 @@ class _Writing:
         reports: list[tuple[Entries, dict[str, Any]]],
         config: Config,
     ) -> None:
-        """Add the index of each model and the manifest, and rename the folder; on rank 0."""
         partial, final = self.partial, self.final
         for name, copy in models.items():
             self._add(copy.write_index(partial / name, [results[name] for _, results in reports]))
@@ -370,24 +339,19 @@ class _Writing:
         self.not_removed = prune(config.run_dir, config.checkpoint)
 
     def _add(self, paths: list[Path]) -> None:
-        """Flush files to the disk and add them to the manifest."""
         for path in paths:
             fsync(path)
             self.files[str(path.relative_to(self.partial))] = path.stat().st_size, hash_file(path)
 
 
 class HostCopier:
-    """Copies this rank's parts of a model to the host, and keeps the index of all ranks' parts."""
-
     def __init__(self, runtime: Runtime) -> None:
         self.runtime = runtime
         self._parts: list[Part] | None = None
         self._index: Metadata | None = None
 
     def copy_model(self, model: TrainableModel) -> HostCopy:
-        """Copy a model with its optimizer; collective.
-
-        Raises CheckpointError if parts are missing or overlap."""
+        """Collective. Raises CheckpointError if parts are missing or overlap."""
         try:
             state = megatron_state(model, is_loading=False)
             with quiet_warnings():
@@ -398,9 +362,7 @@ class HostCopier:
             ) from error
 
     def copy_state(self, state: dict[str, Any]) -> HostCopy:
-        """Copy this rank's parts of Megatron's sharded `state`; collective.
-
-        Raises RuntimeError on every rank if parts are missing or overlap."""
+        """Collective. Raises RuntimeError on every rank if parts are missing or overlap."""
         apply_factories(state)
         parts, common = extract_matching_values(
             state, lambda value: isinstance(value, (ShardedBase, LocalNonpersistentObject))
@@ -411,7 +373,6 @@ class HostCopier:
         if any_rank(self.runtime, described != self._parts):
             self._index, self._parts = self._agree(described), described
         plan = SavePlan([part.item for part in described])
-        # torch's writer names a file by the rank's index in this list.
         named = FileSystemWriter("").prepare_global_plan([plan] * self.runtime.world)[self.runtime.rank]
         return HostCopy(named, {part.item.index: copy for part, copy in own}, self._index, common)
 
@@ -435,7 +396,6 @@ class HostCopier:
         return own + [shared[i] for i in shares[place.dp * layout.cp + place.cp]]
 
     def _agree(self, parts: list[Part]) -> Metadata | None:
-        """Return the index of all ranks' parts on rank 0, None elsewhere."""
         by_rank, index, failure = gather_to_rank_0(self.runtime, parts, list[Part]), None, None
         if by_rank is not None:
             plans = [SavePlan([part.item for part in theirs]) for theirs in by_rank]
@@ -443,7 +403,7 @@ class HostCopier:
                 kept, index = DefaultSavePlanner(flatten_state_dict=False).create_global_plan(plans)
                 if [len(theirs.items) for theirs in plans] != [len(those.items) for those in kept]:
                     failure = "two ranks would write the same part"
-            except (ValueError, AssertionError) as error:  # parts overlap or are missing
+            except (ValueError, AssertionError) as error:
                 failure = str(error)
         failure = broadcast_from_rank_0(self.runtime, failure, str | None)
         if failure is not None:
@@ -452,7 +412,6 @@ class HostCopier:
 
 
 def _copy_part(part: Any) -> tuple[Part, torch.Tensor | BytesIO]:
-    """Describe a sharded part and copy it to the host."""
     if not isinstance(part, ShardedTensor):
         buffer = BytesIO()
         torch.save([part.data], buffer)
@@ -467,10 +426,7 @@ def _copy_part(part: Any) -> tuple[Part, torch.Tensor | BytesIO]:
 class HostCopy:
     """One model's copies on this rank.
 
-    plan     parts that this rank writes
-    index    index of all ranks' parts; only on rank 0
-    common   Megatron's unsharded part, equal on all ranks
-    results  places of the written parts"""
+    index: all ranks' parts, on rank 0; common: Megatron's unsharded part"""
 
     plan: SavePlan
     copies: dict[MetadataIndex, Any]
@@ -486,7 +442,7 @@ class HostCopy:
         )
 
     def write(self, folder: Path) -> list[Path]:
-        """Write this rank's file into `folder`, flush it, and free the copies. Raises OSError."""
+        """Write and flush this rank's file, and free the copies."""
         copies = self.copies
 
         class Planner(DefaultSavePlanner):
@@ -494,8 +450,7 @@ class HostCopy:
                 return copies[write_item.index]
 
         planner = Planner(flatten_state_dict=False)
-        # The copies are on the host. Copying ahead would create a CUDA context on GPU 0 for every rank, as
-        # this thread's device is GPU 0.
+        # Copying ahead would create a CUDA context on GPU 0 for every rank, this thread's device.
         writer = FileSystemWriter(folder, sync_files=True, per_thread_copy_ahead=0)
         written = writer.write_data(self.plan, planner)
         written.wait()
@@ -503,7 +458,7 @@ class HostCopy:
         return sorted({folder / part.file for part in self.results})
 
     def write_index(self, folder: Path, results: list[list[WrittenPart]]) -> list[Path]:
-        """Write the index of all files from all ranks' `results` and return the new files. Raises OSError."""
+        """Write the index from all ranks' `results`; return the new files."""
         assert self.index is not None
         torch.save(self.common, folder / COMMON)
         FileSystemWriter(folder, sync_files=True).finish(
@@ -514,5 +469,4 @@ class HostCopy:
 
 
 def cannot_be_written(why: str, remedy: str = NO_ROOM) -> str:
-    """Return the message for a checkpoint that cannot be written, by default because of the disk."""
     return f"cannot be written: {why} ({remedy})"

@@ -1,7 +1,4 @@
-"""Save and load weights, optimizer and schedule in Megatron's distributed checkpoint format.
-
-Each rank writes and reads its part. Any tensor-, pipeline- and data-parallel layout can read a checkpoint.
-"""
+"""Save and load weights, optimizer and schedule in Megatron's checkpoint format, for any layout."""
 
 from __future__ import annotations
 
@@ -40,9 +37,9 @@ from megarl.training.model import TrainableModel
 from megarl.weights.families import get_table_name
 from megarl.weights.index import check_trainable, read_history
 
-# State tensors have their parameter's shape in the file, so that any layout can read them. The variant
+# State tensors have their parameter's shape, so any layout can read them. The variant
 # distrib_optim_fully_reshardable_mem_efficient saves GPU memory, but gathers over gloo to one replica, which
-# writes everything. The plan counts a bucket's memory on the GPU (`checkpoint_need` in plan/memory.py).
+# writes everything. The plan counts a bucket on the GPU (`checkpoint_need` in plan/memory.py).
 OPTIMIZER_FORMAT = {"distrib_optim_sharding_type": "fully_reshardable"}
 EXTRA = "_extra_state"
 EXPERT = re.compile(r"(?<=\.local_experts\.)\d+")
@@ -67,8 +64,8 @@ def megatron_state(model: TrainableModel, is_loading: bool) -> dict[str, Any]:
                 optimizers[str(i)] = _matrices(optimizer, weights)
                 continue
             if is_loading:
-                # Megatron would load the optimizer's state into itself to create it. It exists already, and
-                # Transformer Engine's Adam would hold its moments twice.
+                # Megatron would load the existing optimizer state into itself to create it, and Transformer
+                # Engine's Adam would hold its moments twice.
                 optimizer.load_state_dict = lambda _: None
             optimizers[str(i)] = optimizer.sharded_state_dict(
                 trained, is_loading=is_loading, metadata=OPTIMIZER_FORMAT
@@ -80,9 +77,9 @@ def megatron_state(model: TrainableModel, is_loading: bool) -> dict[str, Any]:
 def load_checkpoint(
     checkpoint: Checkpoint, models: Mapping[str, TrainableModel], prepare: Callable[[str], None]
 ) -> dict[str, Any]:
-    """Load a checkpoint of any layout into the models and return its `state`; collective.
+    """Load a checkpoint of any layout and return its `state`; collective. Raises CheckpointError.
 
-    prepare: called with a model's name before it is filled. Raises CheckpointError."""
+    prepare: called with a model's name before it is loaded"""
     for name, model in models.items():
         if not (checkpoint.pretraining and name == "actor"):
             prepare(name)
@@ -91,7 +88,7 @@ def load_checkpoint(
 
 
 def load_trainable(model: TrainableModel, folder: Path) -> None:
-    """Load model, optimizer and schedule exactly; collective. Raises CheckpointError."""
+    """Load model, optimizer and schedule; collective. Raises CheckpointError."""
     wanted = megatron_state(model, is_loading=True)
     loaded = _load(wanted, folder, model.model, "remove it to continue from an older one")
     with quiet_warnings(), on_cpu():
@@ -107,14 +104,13 @@ def load_trainable(model: TrainableModel, folder: Path) -> None:
 
 
 def load_model(model: ModelChunks, folder: Path) -> None:
-    """Load only the weights of a model from a checkpoint's folder; collective. Raises CheckpointError."""
+    """Collective. Raises CheckpointError."""
     with quiet_warnings(), on_cpu():
         wanted = {"model": model_state(model)}
     _load(wanted, folder, model, "choose another checkpoint")
 
 
 def _load(wanted: dict[str, Any], folder: Path, model: ModelChunks, remedy: str) -> dict[str, Any]:
-    """Read the state `wanted`, load the weights into the model, and return the state."""
     objects = {number: _take_objects(chunk) for number, chunk in wanted["model"].items()}
     try:
         index = check_trainable(folder)
@@ -143,15 +139,15 @@ def _load(wanted: dict[str, Any], folder: Path, model: ModelChunks, remedy: str)
 
 
 def _take_objects(chunk: dict[str, Any]) -> dict[str, str]:
-    """Remove FP8's delayed-scaling histories from a chunk's sharded state; return their keys in the file.
+    """Remove FP8's delayed-scaling histories, the only objects; return their keys in the file.
 
-    They are its only objects, and Megatron would unpickle them."""
+    Megatron would unpickle them."""
     names = [name for name, value in chunk.items() if isinstance(value, ShardedObject)]
     return {name: chunk.pop(name).unique_key for name in names}
 
 
 def _for_transformer_engine(history: dict[str, Any] | None, config: Any) -> Tensor | None:
-    """Return a history with this run's recipe as pickle bytes, the format of Transformer Engine."""
+    """Return a history with this run's recipe, pickled as Transformer Engine expects."""
     if history is None:
         return None
     whole = {**history, "recipe": get_fp8_recipe(config)}
@@ -178,13 +174,11 @@ def quiet_warnings() -> Iterator[None]:
 def model_state(model: ModelChunks, **options: Any) -> dict[str, Any]:
     """Return the sharded state of each chunk's weights, by its index on this rank.
 
-    options: of Megatron's method. Layers have their index in the model. Portable and Transformer Engine
-    layers have equal names, except the extra state of FP8 with recipe delayed. With LoRA the state has only
-    adapters and a critic's head."""
+    Layers have their index in the model. Portable and Transformer Engine layers have equal names, except
+    FP8's extra state with recipe delayed. With LoRA: only adapters and a critic's head."""
     if _has_adapters(model):
         return {str(number): _adapters(chunk) for number, chunk in enumerate(model.chunks)}
     matters = model.config.fp8 and model.config.fp8_recipe == "delayed"
-    # Grouped experts have `_extra_state`, `_extra_state1` and so on.
     states = {}
     for number, chunk in enumerate(model.chunks):
         state = (
@@ -202,7 +196,6 @@ def _has_adapters(model: ModelChunks) -> bool:
 
 
 def _is_beside(name: str) -> bool:
-    """Return whether a parameter is an adapter or a value head, trained next to a frozen model."""
     return ".lora." in name or name.startswith("value_head.")
 
 
@@ -229,7 +222,7 @@ def _adapters(chunk: Any) -> dict[str, ShardedTensor]:
         elif getattr(parameter, "tensor_model_parallel", False):
             cut = (parameter.partition_dim, *tp)
             state[name] = ShardedTensor.from_rank_offsets(key, parameter, cut, replica_id=(0, 0, replica))
-            if name.endswith("gate_up_proj_b"):  # each half is split separately
+            if name.endswith("gate_up_proj_b"):
                 state[name] = apply_swiglu_sharded_factory(state[name], ())
         else:
             number = 0, tp[0], replica
@@ -238,12 +231,10 @@ def _adapters(chunk: Any) -> dict[str, ShardedTensor]:
 
 
 def _is_adam(optimizer: Any) -> bool:
-    """Return whether it is a distributed optimizer, which shards parameters; Muon's keeps them whole."""
     return isinstance(optimizer, DistributedOptimizer)
 
 
 def _list_matrices(muon: Any) -> list[tuple[Any, dict[str, Tensor]]]:
-    """Return this rank's matrices with Muon's momentum, and a float32 copy of bfloat16 weights."""
     muon.init_state_fn(muon.optimizer, muon.config)  # the first step may have been skipped
     groups = zip(muon.float16_groups, muon.fp32_from_float16_groups, strict=True)
     kept = [(own, {"fp32_param": copy}, copy) for pair in groups for own, copy in zip(*pair, strict=True)]
@@ -252,7 +243,6 @@ def _list_matrices(muon: Any) -> list[tuple[Any, dict[str, Tensor]]]:
 
 
 def _matrices(muon: Any, weights: dict[str, Any]) -> dict[str, Any]:
-    """Return the sharded state of `_list_matrices`, by index. weights: the model's sharded state."""
     kept, state = _list_matrices(muon), dict[str, Any]()
     shards = get_param_id_to_sharded_param_map(weights, (own for own, _ in kept))
     for number, (_, parts) in enumerate(kept):
@@ -268,10 +258,9 @@ def _matrices(muon: Any, weights: dict[str, Any]) -> dict[str, Any]:
 def _fix_saved_names(optimizer: Any) -> None:
     """Work around two places where megatron-core 0.16 saves a parameter's state under another name.
 
-    1. Gathering skips the padding between buckets, splitting counts it. There are several buckets if
-       embeddings are tied across pipeline stages. Declaring padding as content makes both consistent.
-    2. It expects a group's parameters in order, but stores float32 ones before bfloat16 ones. A bfloat16
-       critic has a float32 value head."""
+    1. Gathering skips the padding between buckets (several with tied embeddings across pipeline stages),
+       splitting counts it. Declaring padding as content makes both consistent.
+    2. It expects a group's parameters in order, but stores float32 ones (a bfloat16 critic's head) first."""
     for buffer in optimizer.buffers:
         for bucket in buffer.buckets:
             bucket.numel_unpadded = bucket.grad_data.numel()
@@ -287,7 +276,7 @@ def allocate_moments(adam: Any) -> None:
     if adam.state:
         return
     for p in (p for group in adam.param_groups for p in group["params"]):
-        if hasattr(adam, "initialize_state"):  # Transformer Engine's FusedAdam
+        if hasattr(adam, "initialize_state"):
             adam.initialize_state(p, False)
         else:  # torch's, or apex's, which counts steps in its groups
             step = {"step": torch.zeros(())} if isinstance(adam, torch.optim.Adam) else {}
@@ -296,9 +285,9 @@ def allocate_moments(adam: Any) -> None:
 
 
 def _lend_steps(model: TrainableModel) -> None:
-    """Give an Adam without parameters the other ranks' number of steps, because Megatron saves rank 0's.
+    """Give an Adam without parameters (a fully frozen stage) the other ranks' number of steps.
 
-    A fully frozen pipeline stage has such an Adam."""
+    Megatron saves rank 0's."""
 
     def steps(adam: Any) -> list[float]:
         if isinstance(adam, torch.optim.Adam):
@@ -321,19 +310,17 @@ def _lend_steps(model: TrainableModel) -> None:
 def _load_optimizer(optimizer: Any, state: dict[str, Any]) -> None:
     """Load group settings, steps, float32 weights and moments, from a file by any implementation of Adam.
 
-    DistributedOptimizer.load_state_dict needs the same implementation. It copies the file's groups, whose
-    settings differ (Transformer Engine has bias_correction and integer steps). With torch's Adam it gives
-    all parameters one shared step tensor, and with Transformer Engine's it holds both moments twice."""
+    DistributedOptimizer.load_state_dict needs the same implementation, and copies the file's groups, whose
+    settings differ. It shares torch's step tensor, and holds Transformer Engine's moments twice."""
     adam = optimizer.optimizer
     written = {_group_key(group): group for group in state["optimizer"]["param_groups"]}
     for group in adam.param_groups:
         found = written[_group_key(group)]
         group.update({key: value for key, value in found.items() if key in group})
     counts = [own.pop("step") for own in adam.state.values() if "step" in own]
-    # A fully frozen stage has no tensors.
     optimizer.load_parameter_state_from_fully_reshardable(state.pop("param_state", {}))
     steps = max(int(group.get("step", 0)) for group in written.values())
-    if counts:  # torch's Adam counts the steps of each parameter
+    if counts:
         for own in adam.state.values():
             own["step"] = torch.tensor(float(steps))
     else:
@@ -342,12 +329,10 @@ def _load_optimizer(optimizer: Any, state: dict[str, Any]) -> None:
 
 
 def _group_key(group: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Return the key that matches a group of a file with one of the optimizer."""
     return tuple(group[key] for key in ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr"))
 
 
 def reason(error: BaseException) -> str:
-    """Return the innermost cause of an error, on one line."""
     if isinstance(error, CheckpointException) and error.failures:
         error = next(iter(error.failures.values()))[0]
     return first_line(error)

@@ -13,8 +13,7 @@ from megarl.training.model import InferenceModel, TrainableModel
 
 
 def tensor_groups(model: InferenceModel, pool: HostPool) -> dict[str, OffloadGroup]:
-    """Return {"actor.weights", "actor.gradients", "actor.optimizer"}; a model that is not trained has
-    weights alone."""
+    """Return {"actor.weights", "actor.gradients", "actor.optimizer"}; only weights if not trained."""
     device = model.runtime.device
     if not isinstance(model, TrainableModel):
         weights = _Weights(model.model.parameters, device, pool, "constant")
@@ -23,8 +22,8 @@ def tensor_groups(model: InferenceModel, pool: HostPool) -> dict[str, OffloadGro
     buffers = model.buffers
 
     def optimizer() -> Iterator[Tensor]:
-        """List this rank's share of the FP32 main parameters and of Adam's moments. FP32 parameters are their
-        own main parameters: views of the weights, which belong to another group."""
+        """List this rank's FP32 main parameters and Adam's moments. FP32 parameters are their own main
+        parameters: views of the weights, which belong to another group."""
         others = {
             t.untyped_storage()._cdata for buffer in buffers for t in (buffer.param_data, buffer.grad_data)
         }
@@ -34,7 +33,6 @@ def tensor_groups(model: InferenceModel, pool: HostPool) -> dict[str, OffloadGro
             yield from (tensor for tensor in tensors if tensor.untyped_storage()._cdata not in others)
 
     def parameters() -> Iterator[Tensor]:
-        """List the buffers of trained parameters, and the frozen parameters, which are in no buffer."""
         yield from (buffer.param_data for buffer in buffers)
         yield from (parameter for parameter in model.model.parameters() if not parameter.requires_grad)
 
@@ -49,8 +47,6 @@ def tensor_groups(model: InferenceModel, pool: HostPool) -> dict[str, OffloadGro
 
 
 class _Weights(OffloadGroup):
-    """A model's weights. The caches of its passes are freed when they are offloaded."""
-
     model: torch.nn.Module
 
     def offload(self) -> None:
@@ -59,8 +55,6 @@ class _Weights(OffloadGroup):
 
 
 class _Gradients(OffloadGroup):
-    """A model's gradients. Transformer Engine's placeholders are freed when they are offloaded."""
-
     def offload(self) -> None:
         super().offload()
         free_gradient_caches()

@@ -35,14 +35,13 @@ E = TypeVar("E", bound=UpdatableEngine)
 
 
 class Place(NamedTuple):
-    """The place of a tensor in the memory of a bucket. start: its first byte."""
+    """The place of a tensor in a bucket's memory. start: its first byte."""
 
     start: int
     shape: tuple[int, ...]
     dtype: torch.dtype
 
     def view(self, memory: Tensor) -> Tensor:
-        """Return the tensor as a view of `memory`, uint8 [bytes]."""
         end = self.start + math.prod(self.shape) * self.dtype.itemsize
         return memory[self.start : end].view(self.dtype).view(self.shape)
 
@@ -53,12 +52,10 @@ class WeightBackend(ABC, Generic[E]):
     Every rank of a job has one, but ranks without an engine call only `split`. All ranks of an engine call
     the same methods in the same order. Only its leader can raise EngineFailure.
 
-    engine         of this rank, after `connect`
     keeps_frozen   an engine keeps its frozen weights until it restarts
     can_recover    a failed engine can restart, and then gets all weights
     reports_notes  a successful update may have notes for the user (`take_notes`)
-    alignment      of the tensors of a bucket, in bytes
-    """
+    alignment      of the tensors of a bucket, in bytes"""
 
     keeps_frozen: ClassVar[bool] = True
     can_recover: ClassVar[bool] = True
@@ -67,9 +64,7 @@ class WeightBackend(ABC, Generic[E]):
     engine: E
 
     def __init__(self, config: Config, rank: int, device: torch.device, dtype: torch.dtype) -> None:
-        """Args:
-        rank: of the job
-        device: of the tensors that a transfer writes
+        """rank: of the job; device: of the tensors that a transfer writes;
         dtype: of target tensors without a format in the plan"""
         self.config, self.rank, self.device, self.dtype = config, rank, device, dtype
 
@@ -121,12 +116,10 @@ class WeightBackend(ABC, Generic[E]):
         self.engine.restart()
 
     def place(self, plan: Plan, name: str, shape: tuple[int, ...], start: int = 0) -> Place:
-        """Return the place of a target tensor that begins at `start`."""
         dtype = FORMAT_DTYPES[plan.formats[name]] if name in plan.formats else self.dtype
         return Place(start, shape, dtype)
 
     def places(self, part: Plan) -> tuple[dict[str, Place], int]:
-        """Return the places of this rank's tensors of a bucket, and their total bytes."""
         places: dict[str, Place] = {}
         start = 0
         for name, shard in part.targets[self.rank].items():

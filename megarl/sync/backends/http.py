@@ -1,8 +1,7 @@
 """Weights in HTTP requests, for SGLang servers that the user runs.
 
-The leader of the ranks that share a client has whole tensors by their Hugging Face names. It serializes each
-bucket once, and posts it to all servers of the client.
-"""
+The leader of the ranks that share a client has whole tensors by their Hugging Face names, serializes each
+bucket once, and posts it to all servers."""
 
 from __future__ import annotations
 
@@ -32,9 +31,7 @@ class HttpEngine(UpdatableEngine, Protocol):
 
 
 class HttpBackend(WeightBackend[HttpEngine]):
-    """Has the transfer write staging memory on the leader, and posts that."""
-
-    keeps_frozen = False  # a server that comes back has none of its weights
+    keeps_frozen = False  # a server that comes back has no weights
     reports_notes = True  # about servers that drop out or come back
 
     def connect(self, engine: HttpEngine, parts: Sequence[Plan], memory: Staging) -> list[dict[str, Tensor]]:

@@ -23,11 +23,10 @@ class InProcessEngine(UpdatableEngine, Protocol):
 class InPlaceBackend(WeightBackend[InProcessEngine]):
     """Has the transfer write the engine's own parameters: one bucket, and one more for frozen weights."""
 
-    can_recover = False  # a failure of the engine is one of the rank
+    can_recover = False  # an engine's failure is the rank's
 
     @property
     def bucket_bytes(self) -> float:
-        """Return infinity, as buckets need no memory."""
         return math.inf
 
     def connect(

@@ -1,8 +1,7 @@
 """Weights in shared memory, for SGLang on the ranks' own devices.
 
-A transfer writes each bucket to a memory of each rank. The leader passes handles of these memories to the
-engine's processes, which copy their shares: a file on a CPU, CUDA IPC on a GPU.
-"""
+A transfer writes each bucket to a memory of each rank. The leader passes handles to the engine's processes,
+which copy their shares: a file on a CPU, CUDA IPC on a GPU."""
 
 from __future__ import annotations
 
@@ -31,8 +30,6 @@ class ProcessEngine(UpdatableEngine, Protocol):
 
 
 class SharedMemoryBackend(WeightBackend[ProcessEngine]):
-    """Has the transfer write memory from which the engine's processes load."""
-
     alignment = 256
 
     def connect(

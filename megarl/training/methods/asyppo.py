@@ -13,16 +13,12 @@ from megarl.parallel.runtime import Runtime
 def add_agreement(config: AgreementConfig, batch: TrainBatch, runtime: Runtime) -> dict[str, float]:
     """Set advantages [T] to 0 where the critics agree most, and leave tokens out of the entropy term.
 
-    critic_values [T, m] decide. `mask` is the share of the step's tokens whose advantage becomes 0. With
-    `filter`, write entropy_weights [T]: the token weights before any mismatch correction, but 0 at the share
-    of tokens on which the critics agree least. Denominators do not change.
+    critic_values [T, m] decide, by their standard deviation in float32. `mask` is the share of the step's
+    tokens whose advantage becomes 0. With `filter`, write entropy_weights [T]: the token weights before any
+    mismatch correction, but 0 at the share on which the critics agree least. Denominators do not change.
+    Tokens with equal deviations are all selected or none, so a share is an upper bound.
 
-    The measure is the standard deviation of the values in float32. Of tokens with equal deviations all are
-    selected or none, so that a share is an upper bound.
-
-    Returns:
-        value/spread, the mean deviation, and the shares policy/agreed and policy/disputed.
-    """
+    Returns value/spread, the mean deviation, and the shares policy/agreed and policy/disputed."""
     weights = batch["policy_loss_weights"]
     counted = weights > 0
     spread = batch["critic_values"].double().std(-1, correction=0).float()

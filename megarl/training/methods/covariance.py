@@ -28,10 +28,7 @@ def select_kl_cov(
 ) -> Tensor:
     """Select the tokens with the largest covariance, bool [T]: the configured share, at least one.
 
-    Args:
-        logprobs: [T], of the policy before the update.
-        random_numbers: [T], one a token, which decides among equals.
-    """
+    logprobs: [T], before the update; random_numbers: [T], decide among equals."""
     at = counted_tokens(batch, mini_batch)
     covariance, count = covariances(batch, at, logprobs, runtime)
     chosen = find_among_largest(runtime, covariance, random_numbers[at], _share(config, count))
@@ -49,7 +46,6 @@ def select_clip_cov(
     """Select at random tokens with low < cov_t < high that PPO does not clip, bool [T].
 
     Their number is the configured share of all tokens, at least one, or all such tokens if these are fewer.
-    Arguments are those of `select_kl_cov`.
     """
     at = counted_tokens(batch, mini_batch)
     covariance, count = covariances(batch, at, logprobs, runtime)
@@ -64,7 +60,7 @@ def select_clip_cov(
 
 
 def counted_tokens(batch: TrainBatch, mini_batch: Sequence[MicroBatch]) -> Tensor:
-    """Return where the mini-batch's tokens of the policy loss stand on this replica, int64."""
+    """Return the positions of the mini-batch's policy-loss tokens on this replica, int64."""
     at = torch.cat([one.token_indices for one in mini_batch])
     return at[batch["policy_loss_weights"][at] > 0]
 

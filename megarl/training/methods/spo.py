@@ -12,7 +12,6 @@ from megarl.training.columns import expected_reward, responses_in_loss, write_ad
 
 
 def make_tracker(config: AlgorithmConfig) -> SuccessTracker:
-    """Return the tracker of a new run. Every rank has the same."""
     return SuccessTracker(config.tracker_rho)
 
 
@@ -27,10 +26,8 @@ def add_tracked_advantages(
 
     They are normalised over the rollout's responses. Then the tracker observes the answers.
 
-    Returns:
-        value/explained_variance of the tracker's chances, and tracker/known, the share of responses to
-        prompts that had been answered before.
-    """
+    Returns value/explained_variance of the tracker's chances, and tracker/known, the share of responses to
+    prompts answered before."""
     answered, prompts, correct = rollout.response_lengths > 0, rollout["prompt_uids"], rollout["correct"]
     chances = tracker.chances(prompts)
     known = [uid in tracker.counts for uid in prompts[answered].tolist()]
