@@ -32,7 +32,7 @@ def gather_objects(ranks: Ranks, value: T, kind: Any) -> list[T]:
 
 
 def gather_over(group: dist.ProcessGroup | None, value: T, kind: Any) -> list[T]:
-    """Do the same over a gloo group of all ranks (None: the default group)."""
+    """Do as `gather_objects`, over a gloo group of all ranks (None: the default group)."""
     blobs = _collect(group, encode(value))
     whole = None
     if blobs is not None:
@@ -52,7 +52,7 @@ def gather_to_rank_0(ranks: Ranks, value: T, kind: Any) -> list[T] | None:
 
 
 def gather_shares_to_rank_0(ranks: Ranks, share: T, kind: Any) -> list[T] | None:
-    """Do the same without a copy of rank 0's own share."""
+    """Do as `gather_to_rank_0`, without a copy of rank 0's own share."""
     shares = gather_to_rank_0(ranks, share if ranks.rank else None, kind | None)
     return None if shares is None else [share, *cast(list[T], shares[1:])]
 
@@ -171,7 +171,7 @@ def sum_stats(runtime: Runtime, sums: Mapping[str, Tensor | float]) -> dict[str,
 
 
 def sum_over_replicas(runtime: Runtime, sums: Tensor) -> Tensor:
-    """Return the element-wise float64 sum over replicas, each counted once, on every rank."""
+    """Return the float64 sum over replicas, each counted once, on every rank."""
     total = sums.to("cpu", torch.float64, copy=True)
     if runtime.world > 1:
         dist.all_reduce(total if runtime.is_replica_leader else total.zero_(), group=runtime.cpu_group)

@@ -47,7 +47,7 @@ def on_cpu() -> Iterator[None]:
 
 
 class _InOrder:
-    """Replaces CUDA streams and events of Megatron: on a CPU everything is in order."""
+    """Replaces CUDA streams and events: on a CPU everything is in order."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
 
@@ -153,7 +153,6 @@ def install() -> None:
     if _installed:
         return
     cuda: Any = torch.cuda
-    # For tensors on `torch.cuda.current_device()`.
     cuda.current_device = lambda: _CPU
     cuda.synchronize = lambda device=None: None
     cuda.current_stream = lambda device=None: _InOrder()
@@ -162,7 +161,6 @@ def install() -> None:
     cuda.Stream = _InOrder
     cuda.Event = _InOrder
     cuda.empty_cache = lambda: None
-    # For tensor_parallel.random.
     cuda.get_rng_state = lambda device=None: torch.get_rng_state()
     cuda.set_rng_state = lambda state, device=None: torch.set_rng_state(state)
     cuda.manual_seed = torch.manual_seed

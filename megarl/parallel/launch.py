@@ -1,8 +1,7 @@
 """Start the ranks of a job on this machine from one process, and end them.
 
-A rank that fails writes its error to a file. Jobs on several machines use torchrun. Its elastic agent is
-no replacement: it forks with threads, leaves engines of ended ranks running, gives no time to save, and
-reports the first dead rank instead of the cause.
+Jobs on several machines use torchrun. Its elastic agent is no replacement: it forks with threads, leaves
+engines of ended ranks running, and gives no time to save. It reports the first dead rank, not the cause.
 """
 
 from __future__ import annotations
@@ -79,7 +78,7 @@ def launch(
         if forwarded or number not in _FORWARDED or not grace:
             raise _Terminated(forwarded[0] if number == signal.SIGALRM else number)
         forwarded.append(number)
-        # The caller's handler keeps it from starting new ranks.
+        # Call the caller's handler too, so that it starts no new ranks.
         if callable(before := handlers[signal.Signals(number)]):
             before(number, frame)
         # Not print, which the signal may have interrupted.
@@ -265,7 +264,7 @@ def explain_failures(
 
     rank = min(failures, key=order)
     code, error = failures[rank]
-    # SIGUSR1 kills a rank without its handler.
+    # SIGUSR1 kills a rank that has no handler yet, or no more.
     if forwarded is not None and code == -signal.SIGUSR1:
         stopped = f"stopped by {signal.Signals(forwarded).name}: rank {rank} had nothing to save"
         return Interrupted.code, f"{stopped}; the same command continues from what is in {folder}"

@@ -1,7 +1,7 @@
 """Leases: one command at a time may write into a folder, on all machines that see it.
 
 A lease is a file, lease-000007.json. A command takes the folder by creating the file with the next number,
-which only one can, and then deletes older files: a lease is lost when its file is gone. Owners check that
+which only one can. Then it deletes older files: a lease is lost when its file is gone. Owners check that
 whenever they renew the file's time, which the file server sets, so machines' clocks do not matter.
 
 Another command may take over a lease that was released, that nobody renewed for `limit` seconds, or, on the
@@ -43,7 +43,7 @@ from megarl.config.files import append_atomic, describe_error
 LIMIT = 360.0  # seconds
 FIRST, NAME = "lease-000001.json", re.compile(r"lease-(\d{6,})\.(json|released)")
 BOOT = Path("/proc/sys/kernel/random/boot_id")  # changes at each boot
-POLL, PATIENCE = 0.2, 3.0  # seconds: between checks of another command's lease, minimum wait for it
+POLL, PATIENCE = 0.2, 3.0  # seconds between checks, minimum wait
 MARGIN = 5.0  # seconds beyond the limit: file times are coarse
 RENEWALS = 20  # within `limit` seconds
 NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
@@ -176,11 +176,11 @@ def hold_lease(
 ) -> Iterator[Lease]:
     """Create a folder if necessary, and hold its lease during the block.
 
-    limit     seconds without renewal after which the lease may be taken over
+    limit     seconds without renewal until the lease may be taken over
     wait      seconds to wait for another command to leave
     machines  number of this command's machines
-    key       configuration key or option that names the folder, for messages
-    remedy    what to do if another command has the folder
+    key       names the folder in messages
+    remedy    if another command has the folder
 
     New files are private to this user. Raises ConfigError if the folder is not writable or not private, or if
     another command has it, and Interrupted if `stop` ended the wait."""
@@ -323,13 +323,12 @@ def _age(path: Path) -> float:
 
 
 def _create(folder: Path, number: int, owner: Owner) -> Lease | None:
-    """Create a lease and delete older ones. Returns None if another command was faster."""
     path = folder / f"lease-{number:06d}.json"
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
     except FileExistsError:
         return None
-    # Lock before writing: a reader of half a file must not conclude that the owner has ended.
+    # A reader of half a file must not conclude that the owner has ended.
     file, content = FileIO(descriptor, "r+b"), asdict(owner)
     content["locked"] = _lock(file)
     try:

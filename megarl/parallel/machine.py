@@ -89,7 +89,6 @@ def get_version(package: str) -> str | None:
 
 
 def installed() -> dict[str, str]:
-    """Return the installed versions of `PACKAGES`, from pip's metadata."""
     versions = {name: version for name in PACKAGES if (version := get_version(name))}
     if find_spec("triton"):
         versions.setdefault("triton", "with torch")
@@ -140,7 +139,7 @@ def flaws(cuda: str | None) -> Iterator[str]:
 
 
 def cuda_runtime_folders() -> list[str]:
-    """Return the folders of CUDA's runtime in NVIDIA's wheels, which the loader does not search."""
+    """Return the folders of CUDA's runtime in NVIDIA's wheels, where the loader does not search."""
     spec = find_spec("nvidia")
     roots = [Path(root) for root in (spec.submodule_search_locations or ())] if spec else []
     return sorted({str(path.parent) for root in roots for path in root.glob("*/lib/libcudart.so.*")})
@@ -186,7 +185,6 @@ def list_unmet_requirements(package: str) -> list[str]:
 
 
 def lock_problem(lock: str) -> str | None:
-    """Return how the packages differ from requirements-gpu.txt, None if they do not."""
     pins: dict[str, str] = dict(re.findall(r"^([\w.-]+)==(\S+)", lock, re.MULTILINE))
     found = {name: get_version(name) for name in pins}
     # Without torch's own build: 2.14.1+cu130.
@@ -269,7 +267,6 @@ def muon_problem() -> str:
 
 
 def import_problem(package: str, code: str, limit: float = 300.0) -> str | None:
-    """Return why `code`, which imports a package, fails in a separate process; None if it works."""
     command, nothing = [sys.executable, "-c", code], subprocess.DEVNULL
     try:
         done = subprocess.run(
@@ -336,7 +333,9 @@ def measure_usable_memory(root: Path = Path("/")) -> int:
 
 
 def hostname_problem() -> str | None:
-    """Return why other nodes could not reach this one over gloo, None if they can."""
+    """Return why other nodes could not reach this one over gloo, None if they can.
+
+    Without a configured interface gloo uses the hostname's address."""
     if os.environ.get("GLOO_SOCKET_IFNAME"):
         return None
     name = socket.gethostname()

@@ -31,8 +31,8 @@ MESSAGE = 64 * 2**20
 CONTROL = 2**20
 ROUNDS = 3
 CLOCKS = 5.0  # seconds; beyond that, logs and file times mislead
-VISIBLE = 5.0  # seconds until others must see a node's file
-HEARD = 5.0  # seconds that every other node has to read the findings
+VISIBLE = 5.0  # seconds until others must see a file
+HEARD = 5.0  # seconds for others to read the findings
 UNSIGNED = 300  # maximum printed bytes of an unsigned line
 OUTLIER = 4.0  # a node this many times slower than the median slows down all
 DEVICE_FREE = 0.9
@@ -300,7 +300,7 @@ def _try_network(
 
 
 def _seconds(work: Callable[[], Any], device: torch.device) -> float:
-    """Return the fastest of ROUNDS, after one that connects."""
+    """Return the seconds of the fastest of ROUNDS, after one that connects."""
     taken = []
     for _ in range(ROUNDS + 1):
         dist.barrier()

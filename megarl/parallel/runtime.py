@@ -25,7 +25,7 @@ from megarl.parallel.machine import unseen_gpu
 from megarl.parallel.secret import SECRET_FILE, SIZE, SignedStore, agree_on_secret, open_store, sign, verify
 
 LAUNCHED_BY = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # variables of torchrun
-STORE_FILE = "MEGARL_STORE_FILE"  # variable with the path of one machine's store
+STORE_FILE = "MEGARL_STORE_FILE"  # path of one machine's store
 
 
 class Ranks(Protocol):
@@ -74,7 +74,6 @@ class Runtime:
 
     @property
     def world(self) -> int:
-        """The number of trainers."""
         return self.layout.world
 
     @property
@@ -93,7 +92,6 @@ class Runtime:
 
     @property
     def engines(self) -> Ranks:
-        """Return the ranks that have engines."""
         if not self.rollout_ranks:
             return self
         assert not self.trains
@@ -187,7 +185,7 @@ def layout_for(config: ParallelConfig, world: int) -> Layout:
 
 
 def join_store(secret: Path | None, seconds: float) -> dist.Store:
-    """Agree with the job's ranks on their secret, and return the store that they share.
+    """Agree with the job's ranks on their secret, and return their store.
 
     Each wait is at most `seconds`. Anybody may connect to torchrun's port, so a rank decodes only signed
     objects. On one machine the store is a file that other users cannot open."""

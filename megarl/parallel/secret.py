@@ -53,7 +53,9 @@ def read_secret(path: Path) -> bytes | None:
 
 
 def agree_on_secret(path: Path | None, seconds: float, *, first: bool) -> None:
-    """Read the job's secret. The first rank creates the file, unless MEGARL_SECRET_FILE names it."""
+    """Read the job's secret, waiting at most `seconds`.
+
+    The first rank creates the file, unless MEGARL_SECRET_FILE names it."""
     global _secret
     given = os.environ.get(SECRET_FILE)
     if given:

@@ -16,13 +16,11 @@ VERIFIER = 0.3 * GIB
 LAUNCHER, FORKED = 0.5 * GIB, 0.15 * GIB
 # Bytes of a response on every rank: metadata in a RolloutBatch (docs/scale.md).
 KNOWN = 80
-# Bytes of a token on the rank that sampled it: token and log-prob of a TokenData; token, mask and log-prob of
-# RolloutBatch.own.
+# Bytes of a token on the rank that sampled it: in TokenData and RolloutBatch.own.
 SAMPLED = 4 + 4 + 8 + 1 + 4
 
 
 def node_bytes(plan: PlanInputs) -> dict[str, float]:
-    """Return the first node's bytes by purpose: trainers and, if they leave GPUs, engine ranks."""
     config, world = plan.config, plan.layout.world
     gpus, rollout_ranks = config.cluster.gpus_per_node, config.parallel.rollout_ranks
     trainers, rollout_ranks_here = min(gpus, world), min(max(0, gpus - world), rollout_ranks)
@@ -69,7 +67,6 @@ def gathered_optimizer_bytes(plan: PlanInputs) -> float:
 
 
 def routed_bytes(plan: PlanInputs) -> int:
-    """Return the bytes of a token's recorded experts (`rollout.routing_replay`)."""
     sizes = plan.actor.sizes
     if not (plan.config.rollout.routing_replay and sizes.experts):
         return 0
@@ -77,7 +74,7 @@ def routed_bytes(plan: PlanInputs) -> int:
 
 
 def sampled_bytes(plan: PlanInputs) -> float:
-    """Return the bytes of a step's undelivered responses on all ranks, as samples and packed."""
+    """Return the bytes of undelivered responses on all ranks, as samples and packed."""
     return plan.step_tokens(plan.longest) * (SAMPLED + 2 * routed_bytes(plan))
 
 
@@ -92,7 +89,7 @@ def step_batch_bytes(plan: PlanInputs) -> float:
     each = 8 + 1 + FP32 * len(columns)
     if not config.has_engine:
         return tokens * each
-    # Top-k tokens and log-probs, twice more while packed; recorded experts, once more in micro-batches.
+    # Top-k tokens and log-probs, twice more while packed; experts, once more in micro-batches.
     top_k = (config.teacher.top_k or 0) + config.algorithm.dppo.top_k
     each += 3 * 2 * FP32 * top_k + 2 * routed_bytes(plan)
     shared = tokens / plan.layout.dp * each + sampled_bytes(plan) / plan.layout.world

@@ -67,8 +67,8 @@ class PlanInputs:
     def stages(self) -> tuple[int, ...]:
         """Return the pipeline stages that may need the most memory.
 
-        The first has the embedding and most micro-batches in flight, the last a head; only one between them
-        may have all layers in FP8. Frozen layers are the lowest, so with them any stage may need the most."""
+        The first has the embedding and most micro-batches in flight, the last a head. Only one between them
+        may have all layers in FP8. Frozen layers are the lowest, so with them any stage may."""
         last = self.layout.pp - 1
         if self.config.actor.frozen_layers or self.config.critic.frozen_layers:
             return tuple(range(last + 1))
@@ -174,16 +174,16 @@ def make_plan_inputs(
     memory: float | None = None,
     replay: bool = False,
 ) -> PlanInputs:
-    """Collect the inputs of a plan, and check that `parallel` divides models and ranks.
+    """Collect a plan's inputs, and check that `parallel` divides models and ranks.
 
-    Models without a config.json of their own get the actor's sizes.
+    Models without a separate config.json get the actor's sizes.
 
     Args:
         actor: the actor's config.json
-        world: ranks of the job, which decide parallel.dp
-        memory: bytes of a real GPU; None: as in its data sheet
+        world: the job's ranks, which decide parallel.dp
+        memory: bytes of a real GPU; None: its data sheet's
     Raises:
-        ConfigError: where the models or the ranks cannot be divided."""
+        ConfigError: where models or ranks cannot be divided."""
     if world is not None:
         sizes = config.parallel
         dp = (world - sizes.rollout_ranks) // (sizes.tp * sizes.pp * sizes.cp)

@@ -79,7 +79,6 @@ def phase_need(plan: PlanInputs, phase: Phase, stage: int, tokens: float | None 
 
 
 def phase_buffers(plan: PlanInputs, phase: Phase, stage: int, tokens: float) -> dict[str, float]:
-    """Return a phase's allocations in addition to its tensor groups."""
     if phase.name == WEIGHT_TRANSFER:
         return weight_transfer(plan)
     if phase.model is None:
@@ -201,8 +200,8 @@ def construction_need(plan: PlanInputs, model: str, stage: int) -> Need:
 def checkpoint_need(plan: PlanInputs, model: str, stage: int, *, load: bool = False) -> Need:
     """Return the memory of a model's checkpoint that is saved, or with `load` loaded.
 
-    Saving gathers a bucket's float32 weights, then each moment, through a flat receive buffer. Loading
-    joins the file's gate and up projections of all layers before the model copies them."""
+    Saving gathers a bucket's float32 weights, then each moment, through a flat buffer. Loading joins gate and
+    up projections of all layers before the model copies them."""
     groups = frozenset({f"{model}.weights", f"{model}.optimizer"}) | plan.keep
     if plan.config.parallel.rollout_ranks:
         groups = frozenset(name for name in groups if not name.startswith("engine."))

@@ -25,20 +25,20 @@ from megarl.plan.times import Estimate, Lengths, estimate, rollout_seconds
 from megarl.sync.plan import engine_ranks
 from megarl.weights.shards import check_layout
 
-# Chosen keys, in the order in which they are printed.
+# In the order in which they are printed.
 CHOSEN = (
     *(f"parallel.{name}" for name in ("tp", "pp", "vpp", "cp", "ep", "dp")),
     *("rollout.engine_tp", "model.recompute", "model.recompute_layers", "model.recompute_modules"),
     *("update.tokens_per_micro_batch", "residency.keep"),
 )
-# Groups that may stay on the GPU, in the order of trial. The engine's always make room.
+# In the order of trial. The engine's groups always make room.
 KEPT = tuple(
     f"{model}.{part}"
     for part in ("optimizer", "weights")
     for model in ("critic", "actor", "reference", "reward", "teacher")
 )
 VIRTUAL = (1, 2, 4)
-ROOM = 0.06  # share of a GPU's memory that stays free, for errors of the plan (docs/planning.md)
+ROOM = 0.06  # free share of a GPU's memory, for errors of the plan (docs/planning.md)
 LOOKED_AT = 8  # best layouts for which residency.keep is searched
 
 
@@ -210,7 +210,7 @@ def _keep_groups(found: Candidate, lengths: Lengths) -> Candidate:
 
 
 def list_overrides(best: PlanInputs, now: PlanInputs) -> dict[str, Any]:
-    """Return the chosen keys of `best` that differ from the defaults or from `now`."""
+    """Return the chosen keys that differ from the defaults or from `now`."""
     chosen = {}
     for dotted in CHOSEN:
         section, key = dotted.split(".")
@@ -248,6 +248,5 @@ def pick_best(found: list[Candidate]) -> Candidate:
 
 
 def describe_layout(layout: Layout) -> str:
-    """Return a layout in words, such as "tp 4, pp 2, dp 16"."""
     shown = ("tp", "pp", *(name for name in ("vpp", "cp", "ep") if getattr(layout, name) > 1), "dp")
     return ", ".join(f"{name} {getattr(layout, name)}" for name in shown)

@@ -35,9 +35,9 @@ from megarl.plan.times import (
 )
 from megarl.sync.plan import engine_ranks
 
-GROUP_CORRELATION = 0.5  # our estimate: correlation of the log lengths of two responses to one prompt
-BATCHES, WARM_UP = 6, 3  # simulated steps, and how many of the first ones are not measured
-RECORDED_STEPS = 20  # last steps whose rollouts are read for their lengths
+GROUP_CORRELATION = 0.5  # our estimate, of log lengths of responses to one prompt
+BATCHES, WARM_UP = 6, 3  # simulated steps, and how many are not measured
+RECORDED_STEPS = 20  # last steps whose rollouts are read
 ACTOR_UPDATE = "actor_update"
 
 Balance = Literal["stretches", "queue", "longest"]
@@ -48,7 +48,7 @@ SampleLengths = Callable[[random.Random, int], Sequence[float]]
 class Costs:
     """Seconds of each operation.
 
-    decode   one decoding step, given the running responses and the tokens in the KV cache
+    decode   one step, given the running responses and the tokens in the KV cache
     prefill  of one prompt
     at_once  most responses that an engine decodes at once (no seconds)
     train    tokens of a batch -> phase -> seconds of all trainers together, in phase order"""
@@ -66,12 +66,12 @@ class RolloutWork:
 
     prompts         groups that a step trains on
     prompt_tokens   mean tokens of a prompt
-    sample_lengths  samples the response lengths of one group
-    kept_share      share of the groups that dynamic sampling keeps; 1: it is off
+    sample_lengths  samples one group's response lengths
+    kept_share      share of groups that dynamic sampling keeps
     streams         continuous batching: missing groups are submitted at any time
     oversample      groups of the first submission / groups needed
     balance         `stretches`: each engine keeps an equal part of the requests.
-                    `queue`: an engine with room takes waiting requests of another one.
+                    `queue`: an engine with room takes another one's waiting requests.
                     `longest`: as `queue`, and the longest expected requests start first.
     window          tokens of a response that one step generates; 0: all
     max_windows     most windows of a response"""
@@ -90,7 +90,7 @@ class RolloutWork:
 
 @dataclass
 class SimulatedGroup:
-    """Responses to one prompt. A window of a response is a group with one response.
+    """Responses to one prompt, or one window of a response.
 
     lengths        tokens that this step generates of each response
     kept           dynamic sampling keeps the group
@@ -109,7 +109,7 @@ class SimulatedRollout:
 
     seconds    until the last needed group is complete
     busy       (begin, end) of each engine's decoding
-    tokens     of the groups that are trained on, with prompts
+    tokens     of the trained groups, with prompts
     fresh      the same, without tokens of earlier steps
     generated  of all responses, discarded ones included"""
 
@@ -140,7 +140,6 @@ class Engine:
         self.now = max(self.now, now)
 
     def pop_finished(self) -> Iterator[SimulatedGroup]:
-        """Remove finished responses, and yield the group of each."""
         while self.running and self.running[0][0] <= self.step + 1e-9:
             _, _, length, group = heapq.heappop(self.running)
             self.cached_tokens -= self.prompt_tokens + group.prefix_tokens + length
@@ -166,8 +165,6 @@ class Engine:
 
 
 class _RolloutSimulation:
-    """One rollout. Its events are ends of responses."""
-
     def __init__(self, work: RolloutWork, costs: Costs, engines: int, rng: random.Random) -> None:
         self.work, self.costs, self.rng, self.now = work, costs, rng, 0.0
         self.engines = [Engine(costs, work.prompt_tokens) for _ in range(engines)]
@@ -293,7 +290,7 @@ class Span(NamedTuple):
 class Timeline:
     """Simulated steps.
 
-    rows       "trainers" or engine -> spans. On shared ranks engines' rows also have the training phases.
+    rows       "trainers" or engine -> spans. On shared ranks engines' rows have the training phases.
     ranks      row -> number of ranks
     ends       seconds at the end of each step's updates
     tokens     of each batch, each token counted in one step only
@@ -330,7 +327,7 @@ class Timeline:
 
 
 class Split(NamedTuple):
-    """How a job divides its ranks. trainers: ranks that only train; 0: the engines' ranks also train."""
+    """How a job divides its ranks. trainers: ranks that only train; 0: engines' ranks train."""
 
     engines: int
     trainers: int = 0
@@ -427,8 +424,8 @@ def simulate(work: RolloutWork, costs: Costs, split: Split, seed: int = 0) -> Ti
     """Simulate BATCHES steps of a job.
 
     With ahead = a, step k's batch is generated with the weights after step k - 1 - a. Version v is
-    transferred when the trainers have it and the engines have finished batch v + a. With a = 2 the trainers
-    do not wait for the engines before the next actor update: they look before each phase."""
+    transferred when trainers have it and engines have finished batch v + a. With a = 2 the trainers do not
+    wait for the engines before the next actor update: they look before each phase."""
     return _StepSimulation(work, costs, split, seed).run()
 
 
@@ -570,7 +567,7 @@ def recorded(run_dir: Path, lengths: Lengths) -> tuple[Lengths, SampleLengths, s
 
 
 def _read_rollouts(run_dir: Path) -> tuple[list[list[int]], list[int]]:
-    """Read finished responses of the last steps: lengths by group, prompts' lengths."""
+    """Read the last steps' finished responses: lengths by group, prompts' lengths."""
     steps = sorted(manifest.parent for manifest in (run_dir / "rollouts").glob("step-*/manifest.json"))
     files = [path for step in steps[-RECORDED_STEPS:] for path in sorted(step.glob("*.safetensors"))]
     groups: dict[tuple[Path, int], list[int]] = {}

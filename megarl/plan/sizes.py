@@ -28,13 +28,13 @@ from megarl.weights.shards import float32_tensors, get_sizes, sglang_shards
 
 GIB = 2**30
 BYTES = {"bf16": 2, "fp32": 4}
-FP32 = 4  # bytes of a float32
-CHUNK = 64  # tokens of a chunk of linear attention (model/delta_net.py, which imports torch)
+FP32 = 4
+CHUNK = 64  # of linear attention (model/delta_net.py, which imports torch)
 
 
 @dataclass(frozen=True)
 class ParamCount:
-    """Parameters of one rank. shared: neither of experts nor float32."""
+    """Parameters of one rank. shared: those that are neither experts' nor float32."""
 
     shared: int
     experts: int
@@ -65,7 +65,7 @@ class Shape:
     ) -> ParamCount:
         """Count a rank's parameters, with padding of the vocabulary.
 
-        critic: with a value head, in float32; optimizer: count only parameters that it trains"""
+        critic: with a float32 value head; optimizer: count only parameters that it trains"""
         lora = optimizer and optimizer.lora.rank and optimizer.lora
         trained = optimizer and (optimizer.frozen, optimizer.frozen_layers, lora)
         key = (layout.tp, layout.pp, layout.ep, pp_rank, critic, trained)
@@ -78,7 +78,7 @@ class Shape:
         return get_family(self.config).layer
 
     def _layers(self, layout: Layout, pp_rank: int) -> list[int]:
-        """Return a stage's layers: as many on all, as in published runs whose pp does not divide them."""
+        """Return a stage's layers, cut to an equal number: pp does not divide them in some published runs."""
         return layout.layers(self.sizes.layers, pp_rank)[: self.sizes.layers // layout.pp]
 
     def _count_local(self, pair: Pair, tp: int, lora: LoraConfig | None = None) -> int:
@@ -103,9 +103,9 @@ class Shape:
         return sum(map(prod, held)), max((size for _, size in held), default=0)
 
     def count_fp8(self, layout: Layout, pp_rank: int, ends_in_bf16: bool) -> int:
-        """Count a rank's parameters in FP8: layers' matrices except routers.
+        """Count a rank's FP8 parameters: layers' matrices except routers.
 
-        ends_in_bf16: except those of the model's first and last layer, too"""
+        ends_in_bf16: the first and last layer are not in FP8"""
         key = (layout.tp, layout.pp, layout.vpp, layout.ep, pp_rank, ends_in_bf16)
         if key in self._fp8_counts:
             return self._fp8_counts[key]
@@ -134,9 +134,9 @@ class Shape:
         return found
 
     def muon_flops(self, layout: Layout, pp_rank: int) -> float:
-        """Count the FLOPs of one Newton-Schulz iteration for this stage's whole matrices.
+        """Count the FLOPs of a Newton-Schulz iteration for this stage's matrices (arXiv 2502.16982).
 
-        For m x n with m <= n these are X X^T, its square, and their product with X (arXiv 2502.16982)."""
+        For m x n with m <= n: X X^T, its square, and their product with X."""
         sizes, total, own = self.sizes, 0.0, self._layers(layout, pp_rank)
         for pair in self.pairs:
             shapes = [sizes.shape(dims) for _, dims in pair.hf]
@@ -147,7 +147,7 @@ class Shape:
         return total
 
     def count_gate_up(self, layout: Layout, pp_rank: int) -> int:
-        """Count the parameters of gate and up projections, which a checkpoint has separately."""
+        """Count gate and up parameters, which a checkpoint has separately."""
         elements, sizes = 0, self.sizes
         own = self._layers(layout, pp_rank)
         for pair in self.pairs:
@@ -197,12 +197,12 @@ class Shape:
 
     @cached_property
     def parameters(self) -> int:
-        """Count the parameters of the whole model, without padding."""
+        """Count the whole model's parameters, without padding."""
         return self.count_params(Layout(), 0).all
 
     @cached_property
     def active(self) -> int:
-        """Count the matrix elements that a token is multiplied with, without the embedding."""
+        """Count the matrix elements that a token is multiplied with, except the embedding."""
         sizes = self.sizes
         chosen = int(self.config.get("num_experts_per_tok", 0)) if sizes.experts else 0
         dense = sizes.dense if chosen else sizes.layers
@@ -215,7 +215,7 @@ class Shape:
 
     @cached_property
     def attention_matrices(self) -> list[tuple[int, int]]:
-        """Return (in, out) of the matrices of softmax attention; q, k and v are one matrix."""
+        """Return (in, out) of softmax attention's matrices; q, k and v are one."""
         found = []
         for pair in self.pairs:
             if pair.megatron.rpartition(".layers.{l}.")[2].startswith("self_attention.linear_"):
@@ -235,17 +235,15 @@ class Shape:
     def cache_bytes(self, tp: int) -> int:
         """Return the bytes of one token's keys and values on an engine's rank.
 
-        With fewer key/value heads than ranks, ranks have copies. Multi-latent attention caches latents and
-        the rotated part of a key, once for all heads, on every rank."""
+        Ranks copy key/value heads if these are fewer. Multi-latent attention caches latents and the rotated
+        part of a key, once for all heads, on every rank."""
         if self.sizes.latent:
             return self.sizes.layers * self.sizes.latent * self.itemsize
         heads, layers = max(1, self.sizes.kv_heads // tp), self.sizes.layers - len(self.sizes.linear)
         return 2 * layers * heads * self.sizes.head_dim * self.itemsize
 
     def state_bytes(self, tp: int) -> float:
-        """Return the bytes of linear attention's states for a response of any length on an engine's rank.
-
-        The states are float32; the last inputs of the convolutions come with them."""
+        """Return the bytes of linear attention's float32 states and last convolution inputs."""
         sizes = self.sizes
         if not sizes.linear:
             return 0.0
@@ -269,8 +267,8 @@ class Shape:
         return tuple(prod(shard.shape) * width(name, shard.shape) for name, shard in shards.items())
 
 
-# Tested against measured memory (tests/plan/test_activations.py), and for Transformer Engine's layers and
-# Megatron's experts on a fake device (tests/rehearsal/test_peaks.py).
+# Tests: tests/plan/test_activations.py against measured memory, tests/rehearsal/test_peaks.py on a fake
+# device.
 
 Recompute = Literal["none", "selective", "full"]
 
@@ -283,13 +281,12 @@ class Activations:
     one_layer    kept by a layer without recomputation
     work         scratch memory of a layer's backward pass
     hidden       sent to the next stage
-    head         peak in the last stage's head, forward or backward
-    head_fixed   bytes of the head that do not depend on the tokens
+    head         peak of the last stage's head
     forward      peak in a layer without gradients
     moved        written by norms, attention and activation functions of a layer
-    recomputed   with recompute=full: layers of a rank that are recomputed; None: all
-    selected     with recompute=selective: recomputed in the backward pass of a layer
-    dense        activations of the first layers, without experts; None: all layers are the same"""
+    recomputed   with recompute=full: recomputed layers of a rank; None: all
+    selected     with recompute=selective: recomputed in a layer's backward pass
+    dense        of the first layers, without experts; None: all are the same"""
 
     layer: float
     one_layer: float
@@ -310,8 +307,8 @@ class Activations:
         """Return a stage's peak bytes in forward and backward passes.
 
         in_flight: micro-batches of `tokens` whose backward pass is still to come
-        outputs: hidden states kept for other stages (`count_kept_outputs`)
-        dense: number of its first layers without experts"""
+        outputs: hidden states kept for other stages
+        dense: number of first layers without experts"""
         full = self.recompute == "full"
         whole = layers - min(layers, self.recomputed or layers) if full else 0
         first, others = self.dense or self, self
@@ -338,10 +335,7 @@ def max_share(sizes: Sequence[int], ranks: int) -> int:
 
 
 def count_in_flight(layout: Layout, stage: int) -> float:
-    """Count the most micro-batches whose activations a stage keeps at once.
-
-    With virtual stages the first keeps 1 + (pp - 1) / (pp * vpp) times the activations (arXiv 2104.04473,
-    section 2.2)."""
+    """Count the most micro-batches whose activations a stage keeps: arXiv 2104.04473, section 2.2."""
     later = layout.pp - stage - 1
     if layout.vpp == 1:
         return later + 1
@@ -352,19 +346,18 @@ def count_in_flight(layout: Layout, stage: int) -> float:
 def count_kept_outputs(layout: Layout, in_flight: float, last: bool) -> float:
     """Count the hidden states that a stage keeps for other stages.
 
-    Without virtual stages it frees them when sent. With them Megatron keeps each chunk's output, except the
-    model's last, until its backward pass. Messages also arrive early: about pp micro-batches in each
-    direction, as measured at pp 2."""
+    With virtual stages Megatron keeps each chunk's output, except the model's last, until its backward pass.
+    Messages also arrive early: about pp micro-batches in each direction, as measured at pp 2."""
     return in_flight * layout.vpp - last + 2 * layout.pp if layout.vpp > 1 else 0.0
 
 
 @dataclass(frozen=True)
 class Passes:
-    """How a rank computes forward and backward passes of a model.
+    """How a rank computes passes of a model.
 
     chunk        vocabulary entries whose logits exist at once
     recomputed   layers of a rank with model.recompute_layers
-    router       dtype in which a mixture's router computes"""
+    router       dtype of a mixture's router"""
 
     tp: int
     chunk: int
@@ -388,7 +381,7 @@ def count_activations(shape: Shape, passes: Passes, *, critic: bool, has_experts
     sizes, b, tp = shape.sizes, shape.itemsize, passes.tp
     h, q, kv = sizes.hidden / (tp if passes.sequence_parallel else 1), sizes.q / tp, 2 * sizes.kv / tp
     portable, recompute, modules, fp8 = passes.is_portable, passes.recompute, passes.modules, passes.fp8
-    # Feed-forward columns of a token, and its copies for experts: a balanced router receives what it sends.
+    # Columns of a token, and its copies for experts: a balanced router receives what it sends.
     experts = sizes.experts if has_experts else 0
     top_k = shape.config["num_experts_per_tok"] if experts else 0
     f, copies = sizes.ffn / tp, top_k * sizes.hidden / tp
@@ -402,7 +395,7 @@ def count_activations(shape: Shape, passes: Passes, *, critic: bool, has_experts
         mlp += experts * (BYTES[passes.router] + 1) / tp
         if family.has("shared_experts.gate_weight"):  # its input
             mlp += b * h
-    mixed = attention + linear * (delta - attention)  # a mean layer
+    mixed = attention + linear * (delta - attention)
     one_layer = norms + mixed + mlp
     # Written but not kept: q and k before rotation, sums of the residual.
     moved = one_layer - b * copies + (0.0 if portable else b * (q + kv / 2) + 2 * h)
@@ -490,12 +483,12 @@ def _count_layer_parts(shape: Shape, passes: Passes, f: float) -> tuple[float, f
 def _count_scratch(
     shape: Shape, passes: Passes, f: float, copies: float, mlp: float, delta: float
 ) -> tuple[float, float]:
-    """Count the scratch memory of a layer: backward pass, forward pass without gradients.
+    """Count a layer's scratch memory: backward pass, forward pass without gradients.
 
-    f: columns of the MLP; copies: of a token for its experts; mlp, delta: kept by MLP and linear attention"""
+    f: MLP columns; copies: of a token for its experts; mlp, delta: kept by MLP and linear attention"""
     sizes, b, tp, cp = shape.sizes, shape.itemsize, passes.tp, passes.cp
     h, q, kv = sizes.hidden / (tp if passes.sequence_parallel else 1), sizes.q / tp, 2 * sizes.kv / tp
-    # Copies as sent, received and sorted; experts' outputs, single and combined. Each has a gradient.
+    # Copies as sent, received and sorted; experts' outputs, single and combined; gradients.
     work = b * (max(2 * f, 4 * copies) + h)
     if passes.is_portable:
         forward = b * (h + q + kv + 5 * max(f, copies))
@@ -547,7 +540,7 @@ def _head(shape: Shape, passes: Passes, critic: bool) -> tuple[float, float]:
         return norm + h * FP32 + FP32, 0.0
     # A chunk's logits exist while the next chunk's are computed: logits and exponentials, then their
     # gradient.
-    whole = sizes.hidden  # the head gathers sequence-parallel parts
+    whole = sizes.hidden
     shard = padded_vocab(sizes.vocab, tp) // tp
     chunk, several = min(passes.chunk, shard), shard > passes.chunk
     forward = chunk * (3 if several else 2) * FP32
@@ -602,7 +595,7 @@ DEVICES = {
 def find_device(cluster: ClusterConfig, measured: float | None = None) -> Device:
     """Return the GPU of `cluster`, by name, with the configuration's figures.
 
-    measured: bytes of a real one's memory. Raises ConfigError where figures are missing."""
+    measured: real memory, bytes. Raises ConfigError where figures are missing."""
     memory = None if cluster.gpu_memory is None else cluster.gpu_memory * GIB
     figures = {
         "gpu_memory": memory,

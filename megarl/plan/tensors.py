@@ -24,7 +24,7 @@ SCALAR_HEAD_MODELS = ("critic", "reward")
 
 
 def count_params(plan: PlanInputs, model: str, stage: int, shape: Shape | None = None) -> ParamCount:
-    """Count a model's parameters on a rank, with adapters. shape: of one of several teachers."""
+    """Count a rank's parameters, with adapters. shape: of one of several teachers."""
     own = (shape or plan.shape(model)).count_params(plan.layout, stage, critic=model in SCALAR_HEAD_MODELS)
     if model not in ("actor", "critic") or plan.lora(model).rank is None:
         return own
@@ -33,7 +33,6 @@ def count_params(plan: PlanInputs, model: str, stage: int, shape: Shape | None =
 
 
 def count_trained(plan: PlanInputs, model: str, layout: Layout, stage: int) -> ParamCount:
-    """Count the parameters on a rank that have gradients and optimizer state."""
     optimizer = plan.optimizer(model)
     return plan.shape(model).count_params(layout, stage, critic=model == "critic", optimizer=optimizer)
 
@@ -41,8 +40,8 @@ def count_trained(plan: PlanInputs, model: str, layout: Layout, stage: int) -> P
 def group_bytes(plan: PlanInputs, name: str, stage: int, *, every: bool = False) -> float:
     """Return the bytes of a tensor group, such as actor.weights.
 
-    Of several critics or teachers the largest is counted: one is on the GPU at a time. With `every`, and for
-    a group that is never offloaded, all count."""
+    Of several critics or teachers, the largest counts: one is on the GPU at a time. With `every`, and if the
+    group is never offloaded, all count."""
     model, _, part = name.partition(".")
     if model == "engine":
         if plan.config.rollout.capabilities.remote:
@@ -74,7 +73,7 @@ def _gradient_bytes(plan: PlanInputs, model: str, stage: int) -> int:
 
 
 def _optimizer_bytes(plan: PlanInputs, model: str, stage: int) -> float:
-    """Return the bytes of a rank's share of the optimizer state, and of float32 weights of a bfloat16 model.
+    """Return the bytes of a rank's optimizer state, and of float32 weights of a bfloat16 model.
 
     Megatron shards them over data- and context-parallel ranks, an expert's over the ranks that hold it."""
     layout, muon = plan.layout, count_muon_elements(plan, model, stage)
@@ -119,7 +118,7 @@ def _count_muon_elements(shape: Shape, layout: Layout, stage: int) -> MuonElemen
 
 
 def muon_scratch_bytes(plan: PlanInputs, model: str) -> float:
-    """Return the bytes that Newton-Schulz needs for the largest matrix.
+    """Return Newton-Schulz's bytes for the largest matrix.
 
     That is its tensor-parallel shards and the gathered matrix in float32, the normalised one, and two
     iterates in the model's type."""
@@ -131,9 +130,7 @@ def muon_scratch_bytes(plan: PlanInputs, model: str) -> float:
 
 
 def count_bucket_params(plan: PlanInputs, model: str, stage: int) -> float:
-    """Count the parameters of the largest bucket of Megatron's gradient buffers.
-
-    Only a first pipeline stage with overlapped messages has several."""
+    """Count the parameters of the largest bucket. Only a first stage with overlapped messages has several."""
     parallel, layout = plan.config.parallel, plan.layout
     trained, tensor = count_trained(plan, model, layout, stage), plan.shape(model).largest_tensor(layout.tp)
     # One virtual stage also has the embedding or the output layer.
@@ -147,8 +144,8 @@ def count_bucket_params(plan: PlanInputs, model: str, stage: int) -> float:
 def gradient_sum_bytes(plan: PlanInputs, model: str, stage: int) -> tuple[float, float]:
     """Return the bytes to sum gradients over replicas: during the backward pass, and after it.
 
-    In bf16, Megatron receives every replica's part of a bucket and sums in float32. The optimizer's step
-    then reads its share of the sums in float32."""
+    bf16 buckets are received from every replica and summed in float32. The optimizer's step then reads its
+    share of the sums in float32."""
     if plan.gradient_size == FP32:
         return 0.0, 0.0
     layout = plan.layout
@@ -163,10 +160,10 @@ def gradient_sum_bytes(plan: PlanInputs, model: str, stage: int) -> tuple[float,
 
 
 def fp8_copy_bytes(plan: PlanInputs, model: str, stage: int, *, forward_only: bool = False) -> float:
-    """Return the bytes of Transformer Engine's cached FP8 copies of a model's weights.
+    """Return the bytes of Transformer Engine's cached FP8 copies of weights.
 
-    The first pass after an update or an onload makes them; an offload frees them. forward_only: rows alone,
-    as in a pass without gradients."""
+    The first pass after an update or an onload makes them; an offload frees them. forward_only: a pass
+    without gradients makes only rows."""
     fp8 = plan.config.model.fp8
     if not plan.in_fp8:
         return 0.0

@@ -19,11 +19,11 @@ from megarl.plan.inputs import PlanInputs
 from megarl.plan.tensors import count_trained, group_bytes, model_activations
 
 # Fitted to the rows that docs/planning.md marks:
-MATMUL = 0.65  # of peak FLOP/s, of a product of wide matrices
-NARROW = 512  # columns or rows on a rank at which a product reaches half of that
-DECODE_STEP = 4e-3  # seconds of the host in a decoding step
-DECODE_SEQUENCE = 80e-6  # seconds of the host for each sequence of that step
-DECODE_LAYER = 60e-6  # seconds of kernel launches of a layer in a decoding step
+MATMUL = 0.65  # of peak FLOP/s, wide matrices
+NARROW = 512  # columns or rows on a rank that reach half of that
+DECODE_STEP = 4e-3  # host seconds of a decoding step
+DECODE_SEQUENCE = 80e-6  # host seconds of each of its sequences
+DECODE_LAYER = 60e-6  # seconds of kernel launches of a decoding layer
 DISPATCH = 2e-3  # seconds until the host has each expert's token count
 # Speed in FP8, casts included, relative to bf16, as measured (docs/planning.md). Other recipes count as bf16.
 FP8_SPEEDUP = {"tensorwise": 1.55, "delayed": 1.55}
@@ -62,7 +62,7 @@ class Lengths:
     longest   the limit
     prompt    mean of a prompt
     spread    sigma of the logarithm
-    turns     of a response, each with an equal part of its tokens
+    turns     of a response, with equal parts of its tokens
     observed  tokens of a tool or environment between two turns
     idle      seconds that it works between two turns
     window    tokens of a response that one step generates; 0: all"""
@@ -83,7 +83,7 @@ class Lengths:
     def count_prefilled(self, *, cached: bool) -> float:
         """Count the tokens that an engine prefills for a mean response.
 
-        cached: keeps keys and values between turns; else each turn prefills the whole context"""
+        cached: keeps keys and values between turns"""
         if cached:
             return self.prompt + self.all_observed
         added = self.mean / self.turns + self.observed
@@ -108,7 +108,7 @@ class Lengths:
 
     @cached_property
     def sequences(self) -> tuple[list[float], list[float]]:
-        """Return the lengths of a step's sequences, and of those that finish in it, equally frequent."""
+        """Return the lengths of a step's sequences, and of those that finish, equally frequent."""
         context = self.prompt + self.all_observed
         lengths = [(window.length + context, window.is_last) for window in self.windows]
         return [length for length, _ in lengths], [length for length, is_last in lengths if is_last]
@@ -123,7 +123,6 @@ class Lengths:
 
     @property
     def median(self) -> float:
-        """Return the geometric mean of the two middle quantiles."""
         return (self.quantiles[QUANTILES // 2 - 1] * self.quantiles[QUANTILES // 2]) ** 0.5
 
 
@@ -162,7 +161,7 @@ def default_lengths(plan: PlanInputs) -> Lengths:
 
 
 def replace_deviation(lengths: Lengths, deviation: float) -> Lengths:
-    """Return lengths with this standard deviation, before they are cut at the limit."""
+    """Return lengths with this standard deviation before the cut."""
     return replace(lengths, spread=math.sqrt(math.log(1 + (deviation / lengths.mean) ** 2)))
 
 
@@ -233,8 +232,7 @@ def _add_optimizer_seconds(plan: PlanInputs, model: str, count: int, total: floa
 def _transfer_seconds(plan: PlanInputs) -> float:
     """Return the seconds of a weight transfer.
 
-    A GPU gets its shard from its own node if that has the whole model; separate ranks mostly from another
-    node, whose trainers may send several times."""
+    A GPU gets its shard from its own node if that has the whole model; separate ranks from another node."""
     layout, cluster, rollout_ranks = plan.layout, plan.config.cluster, plan.config.parallel.rollout_ranks
     ranks = layout.world + rollout_ranks if rollout_ranks else layout.tp * layout.pp
     link = cluster.node_speed if ranks <= cluster.gpus_per_node else cluster.network_speed
@@ -365,7 +363,7 @@ class DecodeCost:
     experts      to read all experts
     cached       to read one token's keys and values
     compute      of one token's matrix products
-    unrouted     share of the experts that a token is not routed to (no seconds)
+    unrouted     share of experts to which a token is not routed (no seconds)
     prefill      of one prompt token"""
 
     fixed: float
@@ -378,7 +376,7 @@ class DecodeCost:
     prefill: float
 
     def step(self, count: float, tokens: float) -> float:
-        """Return a step's seconds. It reads experts that any response is routed to."""
+        """Return a step's seconds. It reads the experts of all its responses."""
         read = self.weights + self.experts * (1 - self.unrouted**count) + tokens * self.cached
         return max(read, count * self.compute) + self.fixed + count * self.sequence
 
@@ -402,7 +400,9 @@ def make_decode_cost(plan: PlanInputs) -> DecodeCost:
 
 
 def decode_batch_size(plan: PlanInputs, lengths: Lengths) -> int:
-    """Return how many mean responses an engine decodes at once. Those that wait for a tool are evicted."""
+    """Return how many mean responses an engine decodes at once.
+
+    Those that wait for a tool do not count: they are evicted if there is no room."""
     fitting = int(kv_cache_tokens(plan) / mean_cached_tokens(lengths))
     return max(1, min(fitting, plan.config.rollout.max_batch))
 
@@ -429,7 +429,7 @@ def _decode_seconds(cost: DecodeCost, each: int, at_once: int, lengths: Lengths)
     Responses that return from a tool go before new ones."""
     sampled, turns = sorted(window.new_tokens for window in lengths.windows), lengths.turns
     cached = mean_cached_tokens(lengths)
-    # A stride coprime to their number spreads the longest out, and keeps lengths equally frequent.
+    # A stride coprime to their number keeps lengths equally frequent, and spreads out the longest.
     stride = next(n for n in range(37, 37 + len(sampled)) if math.gcd(n, len(sampled)) == 1)
     waiting = [(sampled[(i * stride) % len(sampled)] / turns, turns) for i in range(each)]
     running: list[tuple[float, float, int]] = []  # last decoding step of a turn, its tokens, turns left
