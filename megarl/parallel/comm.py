@@ -20,8 +20,8 @@ from megarl.parallel.secret import SIZE, sign, verify
 T = TypeVar("T")
 LONGEST = 2**33  # maximum bytes of a message
 INLINE = 512  # bytes sent together with the length
-_TAG = 7  # unlike the phases' point-to-point messages
-_numbers: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # of the next message
+_TAG = 7  # differs from the phases' point-to-point messages
+_numbers: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # number of the next message
 
 
 def gather_objects(ranks: Ranks, value: T, kind: Any) -> list[T]:
@@ -137,7 +137,7 @@ def _next_number(group: dist.ProcessGroup | None) -> int:
 
 
 def _rank(group: dist.ProcessGroup | None) -> int:
-    """torch's get_rank does not know the job's group."""
+    """Return this process's rank: torch's get_rank does not know the job's group."""
     return dist.get_rank() if group is None else group.rank()
 
 

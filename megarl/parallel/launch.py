@@ -134,7 +134,7 @@ def _start_ranks(
     error_files: Sequence[Path],
     ranks: list[BaseProcess],
 ) -> None:
-    """Start the ranks, and append each to `ranks`.
+    """Start the ranks and append each to `ranks`.
 
     Store and secret are in the error files' folder, which no other user can open."""
     world, folder = len(error_files), error_files[0].parent

@@ -24,7 +24,9 @@ def kv_cache_bytes(plan: PlanInputs) -> float:
 
 
 def kv_cache_tokens(plan: PlanInputs) -> float:
-    """Return the tokens of an engine's KV cache, with states of linear attention of the longest responses."""
+    """Return the tokens of an engine's KV cache if all responses have the greatest length.
+
+    The cache also holds the states of linear attention."""
     tp = plan.engine_tp
     return kv_cache_bytes(plan) / (plan.actor.cache_bytes(tp) + plan.actor.state_bytes(tp) / plan.longest)
 

@@ -100,7 +100,7 @@ def find_cpu_problem(plan: PlanInputs, memory: float) -> str | None:
     """Return why a run on CPUs cannot fit and what to change, in one line; None if it may fit."""
     parts = cpu_bytes(plan)
     always = sum(parts.values())
-    # Only three numbers of each parameter are certain.
+    # A save certainly needs three of these five numbers a parameter.
     saved = sum(cpu_bytes_by_phase(plan).get("checkpoint", {}).values()) * 3 / 5
     responses = plan.config.responses * RESPONSE
     if responses + always + saved > memory >= always + saved:

@@ -24,7 +24,7 @@ from megarl.plan.tensors import (
 
 # Our estimates:
 OVERHEAD = 4 * GIB  # of each GPU: CUDA contexts, buffers of communicators
-FRAGMENTATION = 1.05  # by torch's allocator
+FRAGMENTATION = 1.05  # what torch's allocator takes for each byte of activations
 # Bytes of each top-k token of a policy or teacher, as measured in an update.
 TOP_K_ENTRY = 60
 

@@ -34,7 +34,7 @@ COLUMNS = (
     ("buckets", ("transfer buckets", "gathered bucket", "summed gradients", "joined weights")),
     ("other", ("contexts",)),
 )
-# Layouts within this factor of the quickest are called as good.
+# Layouts within this factor of the quickest are called as good: the estimate is not more precise.
 CLOSE = 1.02
 BALANCE = {
     "stretches": "requests stay with the engine that they were given to",
