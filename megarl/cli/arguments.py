@@ -10,7 +10,6 @@ from typer.models import ArgumentInfo
 
 
 def _complete_key(incomplete: str) -> list[str]:
-    """Return the completions of a partial override: keys of the configuration."""
     from megarl.config.schema import Config
     from megarl.config.schema.section import fields
 
@@ -18,7 +17,6 @@ def _complete_key(incomplete: str) -> list[str]:
 
 
 def key_values(example: str) -> ArgumentInfo:
-    """Return the `key=value` settings of a command."""
     return Argument(
         default_factory=list,
         show_default=False,

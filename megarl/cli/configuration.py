@@ -77,7 +77,6 @@ def phases(path: ConfigFile, overrides: Overrides) -> int:
 
 
 def describe_stage(config: Config, stage: str) -> str:
-    """Format a table of a stage's phases, with a title and notes."""
     selected = select_phases(config, stage, first_step=True)
     steps = f"at most {config.value_pretraining.steps}" if stage == PRETRAINING else config.steps
     rows = [("phase", "on the GPU")]
@@ -121,8 +120,7 @@ def docs() -> int:
 def documented() -> Iterator[tuple[str, FieldInfo]]:
     """Yield every field of the schema with its dotted key.
 
-    Fields of sections in lists and of sections with user-defined names are included, such as
-    `data.eval[].name` and `reward.terms.<name>.weight`."""
+    That includes `data.eval[].name` and `reward.terms.<name>.weight`."""
 
     def below(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
         for key, field in fields(model, prefix):
@@ -137,7 +135,6 @@ def documented() -> Iterator[tuple[str, FieldInfo]]:
 
 
 def _kinds(annotation: Any) -> list[str]:
-    """Return the types of a field in plain English, and choices verbatim."""
     origin, members = get_origin(annotation), get_args(annotation)
     if origin is Literal:
         return [str(choice) for choice in members]
@@ -293,7 +290,6 @@ def _assume_lengths(
 def _print_plan(
     made: PlanInputs, lengths: Lengths, where: str, path: Path, *, everything: bool, best: bool
 ) -> int:
-    """Print a plan for GPUs, and a problem if there is one. Return the exit code."""
     from megarl.plan import text
     from megarl.plan.fit import find_problem
     from megarl.plan.search import Candidate, search
@@ -314,7 +310,6 @@ def _print_plan(
 
 
 def _print_on_cpu(made: PlanInputs, where: str, path: Path) -> int:
-    """Print the memory needs on this machine, and a problem if there is one. Return the exit code."""
     from megarl.parallel.machine import measure_usable_memory
     from megarl.plan.fit import find_cpu_problem, find_cpu_warning
     from megarl.plan.text import on_cpu
@@ -331,7 +326,6 @@ def _print_on_cpu(made: PlanInputs, where: str, path: Path) -> int:
 def _print_simulated(
     made: PlanInputs, lengths: Lengths, run: Path | None, kept: float | None, balance: Balance
 ) -> None:
-    """Print a simulated step. Lengths are sampled from a recorded run if one is given."""
     from megarl.plan.simulate import compare_splits, make_rollout_work, recorded
     from megarl.plan.text import simulated
 

@@ -25,7 +25,7 @@ Out = Annotated[Path, Argument(metavar="OUT", help="folder to create, once it is
 Verify = Annotated[bool, Option("--verify", help="read the result from disk and compare all bits")]
 MaxShard = Annotated[float, Option(metavar="GB", help="largest *.safetensors file")]
 CUT = "-parallel size of the files; runs of any size can load them"
-LIMIT = datetime.timedelta(hours=6)  # longest wait for the slowest process
+LIMIT = datetime.timedelta(hours=6)  # for the slowest process
 
 app = Typer(
     help="Convert a model's folder to Megatron's format and back, or from GGUF.", rich_markup_mode=None
@@ -121,7 +121,7 @@ def _torch_dtype(name: Dtype) -> torch.dtype:
 
 
 def _convert(convert: Callable[[], Conversion], out: Path, verify: bool) -> int:
-    """Run a conversion, alone or as a process of torchrun. The first process prints the result."""
+    """Run a conversion, alone or as a process of torchrun. Its first process prints the result."""
     import torch.distributed as dist
 
     from megarl.parallel.machine import check_launcher
@@ -158,7 +158,7 @@ def _convert(convert: Callable[[], Conversion], out: Path, verify: bool) -> int:
 
 @contextmanager
 def _progress(what: str, size: int) -> Iterator[Advance]:
-    """Show a progress bar for the first process's share of the work, with GB/s and the time left."""
+    """Show the first process's share of the work."""
     from rich import progress
     from rich.console import Console
     from rich.markup import escape

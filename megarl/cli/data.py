@@ -17,7 +17,7 @@ from megarl.config.text import printable
 if TYPE_CHECKING:
     from megarl.data.prompts import ReadReport
 
-Example = tuple[tuple[int, ...], str, str]  # tokens of a prompt, a note, the text that follows
+Example = tuple[tuple[int, ...], str, str]  # tokens of a prompt, a note, the following text
 
 app = Typer(help="Show what the model reads, or turn answers into integers.")
 
@@ -90,15 +90,14 @@ def _read_pairs(
 def _read_prompts(
     config: Config, name: str, entries: Sequence[DataEntry], tokenizer: Any, *, held_out: bool, mcp: bool
 ) -> tuple[list[Example], ReadReport]:
-    """Read prompts and reference answers. mcp: start MCP servers for their tools."""
     from megarl.agents.chat import schemas
     from megarl.agents.mcp_tools import MCP
     from megarl.data.prompts import ProblemSet, read_problem_sets, read_prompts
 
     sets: list[ProblemSet] = []
-    if config.data.has_gym and not held_out:  # its rows are excluded from data.eval
+    if config.data.has_gym and not held_out:  # whose rows data.eval excludes
         sets, _ = read_problem_sets(config.data, config.evaluation, tokenizer)
-    # MCP servers are commands of the configuration: only --mcp starts them.
+    # MCP servers are commands: only --mcp starts them.
     skipped = [] if mcp else [tool for tool in config.rollout.tools if tool.startswith(MCP)]
     tools = schemas(tool for tool in config.rollout.tools if tool not in skipped)
     for server in skipped:

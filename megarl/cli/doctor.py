@@ -30,12 +30,10 @@ from megarl.parallel.machine import (
 )
 from megarl.rewards.sandbox import probe
 
-FP8_FROM = (8, 9)  # compute capability: Ada and Hopper have FP8 matrix units
+FP8_FROM = (8, 9)  # compute capability: Ada, Hopper
 
 
 class Gpu(NamedTuple):
-    """memory: bytes; capability: CUDA's compute capability."""
-
     name: str
     memory: int
     capability: tuple[int, int]
@@ -43,28 +41,26 @@ class Gpu(NamedTuple):
 
 @dataclass(frozen=True)
 class Machine:
-    """The facts from which `abilities` concludes."""
-
     python: tuple[int, int]
     system: str
     cores: int
     memory: int  # bytes
     versions: Mapping[str, str]  # package -> version
-    imports: frozenset[str]  # modules that are installed
+    imports: frozenset[str]  # modules
     programs: frozenset[str]  # commands in PATH
     gpus: tuple[Gpu, ...]
-    cuda: str | None  # version that torch was built for
+    cuda: str | None  # torch's
     problem: str | None = None  # why CUDA does not work
-    broken: str = ""  # why the installed Transformer Engine cannot be imported
-    driver: str | None = None  # version of NVIDIA's kernel module
+    broken: str = ""  # why Transformer Engine cannot be imported
+    driver: str | None = None  # NVIDIA's kernel module
     rates: Mapping[str, float] | None = None  # GFLOP/s of one core by precision, while all are busy
-    flaws: tuple[str, ...] = ()  # other installed packages that do not fit, each with its remedy
-    sandbox: tuple[str, ...] = ()  # layers of the sandbox of verifiers and tools
-    held: Mapping[str, bool] = field(default_factory=dict)  # resource -> the sandbox denied access to it
+    flaws: tuple[str, ...] = ()  # of other packages, each with its remedy
+    sandbox: tuple[str, ...] = ()  # its layers
+    held: Mapping[str, bool] = field(default_factory=dict)  # resource -> the sandbox denies it
 
 
 class Ability(NamedTuple):
-    """Something that this machine can run, or the missing part and the command that installs it."""
+    """Something that this machine can run, or what is missing and the command that installs it."""
 
     name: str
     ready: bool
@@ -130,7 +126,7 @@ def look() -> Machine:
 
 
 def abilities(machine: Machine) -> Iterator[Ability]:
-    """Yield what the machine can run, the demo first. For the rest yield what is missing, and the command."""
+    """Yield what the machine can run or is missing, the demo first."""
     yield _demo(machine)
     for one in plugins("megarl.abilities"):
         yield from plugin("megarl.abilities", one)(machine)

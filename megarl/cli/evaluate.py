@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from megarl.schedule.evaluation import Evaluation
     from megarl.schedule.scores import EvaluationResult, Scores
 
-SHOWN = 20  # problems in the terminal, the hardest; problems.jsonl has all
+SHOWN = 20  # hardest problems in the terminal
 
 
 @checks_packages
@@ -89,15 +89,13 @@ def evaluate(
 
 
 def _evaluate(config: Config, weights: Path | None, out: Path, lease: Lease | None, *, launched: bool) -> int:
-    """Run one rank of an evaluation. Rank 0 prints and writes the result."""
-
     def job(runtime: Runtime) -> None:
         from megarl.schedule.evaluation import Evaluation
 
         with closing(Evaluation(config, weights, runtime)) as evaluation:
             if runtime.rank == 0:
                 for name, report in evaluation.reports.items():
-                    lead = name.removeprefix("eval").lstrip()  # a set without a name has no lead
+                    lead = name.removeprefix("eval").lstrip()
                     print(*(f"{lead} {line}".lstrip() for line in report.lines()), sep="\n")
                 for one in evaluation.sets:
                     answers = f"{len(one.problems):,} problems x {one.samples} answers"
@@ -110,17 +108,16 @@ def _evaluate(config: Config, weights: Path | None, out: Path, lease: Lease | No
 
 
 def _publish(evaluation: Evaluation, result: EvaluationResult, out: Path) -> None:
-    """Write the result to `out`, and print the hardest problems and the scores."""
     headline, parts, stats = result.headline, result.by_name(), result.stats()
     summary = {
         "policy": str(evaluation.policy),
         "problems": len(headline.groups),
-        "samples": headline.k,  # None if it differs between sets
+        "samples": headline.k,  # None if sets differ
         "confidence": 0.95,
         "scores": headline.scores(),
         "answers": headline.counts(),
-        "length_mean": stats.get("eval/length_mean"),  # None if no problem was graded
-        "score_mean": stats.get("eval/score"),  # None if the verifier is binary
+        "length_mean": stats.get("eval/length_mean"),  # None if nothing was graded
+        "score_mean": stats.get("eval/score"),  # None if binary
         "sources": {
             name: {
                 "problems": len(one.groups),
@@ -193,7 +190,7 @@ def _source_table(parts: Mapping[str, Scores], headline: Scores, stats: Mapping[
     for name, one in parts.items():
         length = stats.get(f"eval/{name}/length_mean")
         means = {measure: f"{score['mean']:.4f}" for measure, score in one.scores().items()}
-        if not same_k:  # the last one of pass@1, pass@2 ... pass@k
+        if not same_k:
             means = {measure.partition("@")[0]: mean for measure, mean in means.items()}
             means["samples"] = str(one.k or "-")
         tokens = "-" if length is None else f"{length:.0f}"

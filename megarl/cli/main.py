@@ -1,22 +1,21 @@
 """`megarl COMMAND`: find the command, read its arguments, call it.
 
 A command is a function with annotated parameters, and its docstring is its help (https://typer.tiangolo.com).
-Commands with the same first word are a `typer.Typer`. `COMMANDS` lists their places. Other packages add
-commands by entry points of the group `megarl.commands`: `NAME = "package.module:function"`. The name
-`data-NAME` is for `megarl data NAME`.
+`COMMANDS` lists their places. Other packages add commands by entry points of the group `megarl.commands`:
+`NAME = "package.module:function"`; `data-NAME` is for `megarl data NAME`.
 
-Typer must import every command to list them. That takes half a second and fails if one package is broken. So
-`Words` imports a command when it is called, and `summary` reads help texts from source. `Command` exists
-because Typer wants an option before each of its values, and megarl accepts `--seeds 0 1`.
+To list commands Typer would import all, which is slow and fails if one package is broken. So `Words` imports
+a command when it is called, and `summary` reads help texts from source.
 
 Exit codes:
-    0        done
-    1        a defect (a traceback)
-    2        an error that the user can fix (one line on standard error)
-    75       asked to stop, and saved (the same command continues)
-    124      a rank hung (a report shows where)
-    130      interrupted
-    128 + n  a rank was killed by signal n"""
+0        done
+1        a defect (a traceback)
+2        an error that the user can fix (one line on standard error)
+75       asked to stop, and saved (the same command continues)
+124      a rank hung (a report shows where)
+130      interrupted
+128 + n  a rank was killed by signal n
+"""
 
 from __future__ import annotations
 
@@ -54,18 +53,18 @@ COMMANDS = {
 
 
 class Command(TyperCommand):
-    """A command with one function. An option for several values takes all that follow: `--seeds 0 1`."""
+    """A command with one function. Unlike Typer it accepts `--seeds 0 1`."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         several = {name for param in self.params if getattr(param, "multiple", False) for name in param.opts}
         given: list[str] = []
-        option = ""  # the option whose values follow
+        option = ""  # whose values follow
         for word, following in zip(args, [*args[1:], "-"], strict=False):
             if option and not word.startswith("-"):
                 given += [option, word]
                 continue
             option = word if word in several else ""
-            if not option or following.startswith("-"):  # an option without a value: Typer raises an error
+            if not option or following.startswith("-"):  # Typer raises an error
                 given.append(word)
         return super().parse_args(ctx, given)
 
@@ -74,7 +73,7 @@ class Command(TyperCommand):
         param: Any
         for param in self.get_params(ctx):
             if record := param.get_help_record(ctx):
-                # Omit the type that Typer appends to the name of an argument.
+                # Omit the type that Typer appends.
                 first = record[0] if param.param_type_name == "option" else param.display_name_raw
                 records[param.param_type_name].append((first, record[1]))
         for kind, rows in records.items():
@@ -84,18 +83,15 @@ class Command(TyperCommand):
 
 
 class Words(TyperGroup):
-    """Commands with the same first word, including those of other packages.
-
-    A command of another package is imported when it is called. Help and completion read its source."""
+    """Commands with the same first word."""
 
     word = ""
 
     def places(self) -> dict[str, str]:
-        """Return command -> module:object of those that are imported on their first call."""
+        """Return command -> module:object."""
         return _added(self.word)
 
     def summaries(self) -> dict[str, str]:
-        """Return the first paragraph of each command's help."""
         there = {name: _paragraph(command.help) for name, command in self.commands.items()}
         return {**{name: summary(place) for name, place in self.places().items()}, **there}
 
@@ -110,10 +106,10 @@ class Words(TyperGroup):
         if not _added() and cmd_name not in self.commands:
             from megarl.config.plugins import plugin
 
-            # Raises an error: this installation of megarl is older than its entry points.
+            # Raises an error: megarl is older than its entry points.
             plugin(GROUP, "-".join(filter(None, (self.word, cmd_name))))
         known: Any = dict.fromkeys(self.list_commands(ctx))
-        self.commands = known  # the error suggests similar names of these
+        self.commands = known  # for similar names in the error
         return None
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
@@ -126,13 +122,11 @@ class Words(TyperGroup):
 
 
 class Commands(Words):
-    """All commands, by their first words."""
-
     def places(self) -> dict[str, str]:
         return COMMANDS | {name: place for name, place in _added().items() if name not in COMMANDS}
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        place = COMMANDS.get(cmd_name)  # reading entry points takes time
+        place = COMMANDS.get(cmd_name)  # reading entry points is slow
         return load(cmd_name, place) if place else super().get_command(ctx, cmd_name)
 
     def invoke(self, ctx: Any) -> Any:
@@ -143,9 +137,7 @@ class Commands(Words):
 
 
 def load(name: str, place: str) -> Any:
-    """Import a command or a group of commands.
-
-    Raises ConfigError if that of another package cannot be imported."""
+    """Import a command or a group. Raises ConfigError if another package's cannot be imported."""
     try:
         loaded = EntryPoint(name, place, GROUP).load()
     except ImportError as error:
@@ -171,7 +163,7 @@ def load(name: str, place: str) -> Any:
 
 @cache
 def _added(word: str = "") -> dict[str, str]:
-    """Return the commands of other packages -> module:object. word: only those that start with it."""
+    """Return other packages' commands that start with `word` -> module:object."""
     points = {tuple(one.name.split("-", 1)): one.value for one in entry_points(group=GROUP)}
     if word:
         return {words[1]: place for words, place in points.items() if len(words) == 2 and words[0] == word}
@@ -179,9 +171,7 @@ def _added(word: str = "") -> dict[str, str]:
 
 
 def summary(place: str) -> str:
-    """Return a command's help from source: the first paragraph of a docstring, or the `help` of a Typer.
-
-    The module is not imported. Returns "" if nothing is found."""
+    """Return a command's help, from source: the first paragraph of a docstring, or the `help` of a Typer."""
     module, _, name = place.partition(":")
     with suppress(ImportError, OSError, SyntaxError, ValueError):
         spec = find_spec(module)
@@ -218,7 +208,6 @@ def megarl(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code."""
     try:
         code = get_command(app).main(arguments, prog_name="megarl", standalone_mode=False)
     except TyperException as error:

@@ -30,9 +30,7 @@ Arguments = ParamSpec("Arguments")
 
 
 def checks_packages(command: Callable[Arguments, int]) -> Callable[Arguments, int]:
-    """Check packages and launcher before a command that imports Megatron.
-
-    An unsuitable package is reported in one line then, instead of an error of an import."""
+    """Check packages and launcher before a command imports Megatron, to report them in one line."""
 
     @wraps(command)
     def checked(*args: Arguments.args, **kwargs: Arguments.kwargs) -> int:
@@ -46,15 +44,15 @@ def checks_packages(command: Callable[Arguments, int]) -> Callable[Arguments, in
 
 
 def quiet_libraries() -> None:
-    """Silence warnings of Megatron, transformers and torch, most of which are about missing GPU packages."""
+    """Silence warnings that are mostly about missing GPU packages."""
     for module in ("megatron", "transformers", "torch"):
         warnings.filterwarnings("ignore", module=module)
 
 
 def exit_code(command: Callable[[], int]) -> int:
-    """Call a command and return its exit code. An error that the user can fix is printed as one line."""
+    """Call a command and return its exit code. Print an error that the user can fix as one line."""
     with spared_output():
-        if isinstance(sys.stdout, TextIOWrapper):  # keep the order of output and errors, even in a pipe
+        if isinstance(sys.stdout, TextIOWrapper):  # order of output and errors in a pipe
             sys.stdout.reconfigure(line_buffering=True)
         code = 0
         try:
@@ -79,10 +77,9 @@ def exit_code(command: Callable[[], int]) -> int:
 
 
 class _Spared(FileIO):
-    """A file or pipe whose output is dropped if the disk is full or the reader has finished."""
+    """An output that is dropped if the disk is full or the reader has finished."""
 
     def write(self, data: Any) -> int:
-        """Write what is possible, and report success."""
         try:
             left = memoryview(data)
             while left:
@@ -107,14 +104,14 @@ def spared_output(*, pipes: bool = False) -> Iterator[None]:
     """Let a command continue when its output file is on a full disk.
 
     Python would keep the text, raise again with each print, and end with code 120.
-    pipes: continue after the reader of a pipe has finished (`| head`), too"""
+    pipes: continue without the reader of a pipe (`| head`), too"""
     kept = sys.stdout, sys.stderr
     try:
         for name in ("stdout", "stderr"):
             stream = getattr(sys, name)
             try:
                 mode = os.fstat(stream.fileno()).st_mode
-            except (AttributeError, OSError, ValueError):  # no stream, or a closed one
+            except (AttributeError, OSError, ValueError):
                 continue
             if stat.S_ISREG(mode) or (pipes and (stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode))):
                 stream.flush()
@@ -128,7 +125,7 @@ def spared_output(*, pipes: bool = False) -> Iterator[None]:
 
 
 def passes_on_rank_0(check: Callable[[], None]) -> bool:
-    """Run a check that gives the same result on all ranks. Rank 0 raises its error, others return False."""
+    """Run a check that is the same on all ranks. Rank 0 raises its error, others return False."""
     from megarl.parallel.runtime import launched_rank
 
     try:
@@ -141,7 +138,7 @@ def passes_on_rank_0(check: Callable[[], None]) -> bool:
 
 
 def starts_ranks(config: Config) -> bool:
-    """Return whether this process must start ranks. Else it is the only rank, or one of torchrun's."""
+    """Return whether this process must start ranks: it is neither the only one, nor torchrun's."""
     from megarl.parallel.launch import count_local_ranks
     from megarl.parallel.runtime import is_launched
 
@@ -157,8 +154,7 @@ def start_ranks(
 ) -> int:
     """Run `rank_main` on every rank of the layout (see `launch`).
 
-    On CPUs ranks are forked after the imports. On GPUs they are new processes, for which `rank_main` is
-    pickled. Raises Interrupted if `stop` was requested during the imports, which take seconds."""
+    On CPUs ranks are forked after the imports. Raises Interrupted if `stop` was requested during these."""
     import megarl.schedule.evaluation
     import megarl.schedule.replay
     import megarl.schedule.trainer  # noqa: F401
@@ -167,7 +163,7 @@ def start_ranks(
     from megarl.weights.families import read_config
 
     family = read_config(config.model.path)["model_type"]
-    with suppress(ImportError):  # a module of another name is imported later
+    with suppress(ImportError):  # imported later
         import_module(f"transformers.models.{family}.modeling_{family}")
     if stop is not None and stop.should_stop():
         raise Interrupted(f"{stop.reason}: no rank has been started; the same command continues")
@@ -177,7 +173,7 @@ def start_ranks(
 
 @contextmanager
 def _without_current_folder() -> Iterator[None]:
-    """Keep Python processes from importing files of the current folder, as `python -c` of GPU ranks would."""
+    """Keep Python from importing files of the current folder, as `python -c` of GPU ranks would."""
     name = "PYTHONSAFEPATH"
     before = os.environ.get(name)
     os.environ[name] = "1"
@@ -200,9 +196,9 @@ def run_rank(
     """Join the job as one rank, call `job`, and return its exit code (None: 0). One rank prints an error.
 
     lease: on the job's `folder`; None on torchrun's ranks other than 0
-    launched: `launch` started this rank, and prints the line of its error file"""
-    quiet_libraries()  # a rank on GPUs was not forked
-    # Landlock already protects a rank's keys from tools and verifiers. The processes of an engine must read a
+    launched: `launch` started this rank, and prints its error"""
+    quiet_libraries()  # GPU ranks were not forked
+    # Landlock already protects a rank's keys from tools and verifiers, but engines' processes must read a
     # rank's open files.
     if not config.rollout.capabilities.continuous_batching and not landlock_version():
         hide_memory()
@@ -221,7 +217,7 @@ def run_rank(
         runtime = parallel.start(config.parallel, config.seed, mixture=mixture, secret=secret)
         failed, code = True, 1
         try:
-            if parallel.is_launched() and not launched:  # by torchrun: only rank 0 has the lease
+            if parallel.is_launched() and not launched:  # torchrun: only rank 0 has the lease
                 taken = broadcast_from_rank_0(runtime.job, lease, Lease | None)
                 if lease is None and taken is not None:
                     keeping.enter_context(taken.kept())
@@ -237,7 +233,7 @@ def run_rank(
             line = str(error) if error.on_every_rank else f"rank {runtime.rank}: {error}"
             reported = launched and write_error_file(line, error.code)
             # An error of all engines' ranks may not reach the trainers, so the first of each kind prints. A
-            # launched rank without a file prints too: the launcher may end the others before they print.
+            # launched rank without a file prints too: the launcher may end the others first.
             prints = runtime.rank in (0, runtime.first_engine) or not error.on_every_rank or launched
             if not reported and prints:
                 print(f"megarl: {line}", file=sys.stderr, flush=True)
@@ -252,7 +248,7 @@ def run_rank(
 
 
 def _leave(code: int) -> None:
-    """End this process at once. Else torch aborts NCCL's groups, which may wait for other ranks."""
+    """End at once. Else torch aborts NCCL's groups, which may wait for other ranks."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

@@ -45,7 +45,7 @@ def train(
         int | None,
         Option(metavar="N", help="trace N steps for Perfetto, into run_dir/profile (log.profile)"),
     ] = None,
-    # For `ablate`: end together with this process.
+    # `ablate` ends together with this process.
     follow: Annotated[int | None, Option(hidden=True)] = None,
 ) -> int:
     """Train by supervised warm start, GRPO, DAPO, PPO or VAPO: the config's recipe.
@@ -57,7 +57,7 @@ def train(
     if profile is not None:
         overrides = [*overrides, f"log.profile={profile}"]
     config = load_config(path, overrides)
-    # Handle signals before the imports, which take seconds. Our ranks get SIGUSR1; SIGTERM ends them.
+    # Before the imports, which take seconds. Our ranks get SIGUSR1; SIGTERM ends them.
     with _stop_request(config, signal.SIGUSR1, signal.SIGTERM) as stop, ExitStack() as held:
         if not passes_on_rank_0(lambda: check_run(config, str(path))):
             return 2
@@ -81,13 +81,13 @@ def train(
             code = start_ranks(
                 partial(_train_launched, config, stop.end, lease), config, config.run_dir, grace, stop
             )
-            if code not in LOST or stop.reason is not None:  # a stop was requested
+            if code not in LOST or stop.reason is not None:
                 break
         return code
 
 
 def check_run(config: Config, where: str) -> None:
-    """Check the configuration before ranks start and a folder is claimed. Raises a MegarlError."""
+    """Raise a MegarlError for a wrong configuration, before ranks start and a folder is claimed."""
     from megarl.schedule.preflight import preflight
 
     for line in preflight(config, where):
@@ -95,7 +95,7 @@ def check_run(config: Config, where: str) -> None:
 
 
 def begin_run(config: Config, fresh: bool) -> None:
-    """Check that the run folder can be used, and write configuration and versions into it."""
+    """Check the run folder, and write configuration and versions into it."""
     from megarl.observe.prometheus import Exporter
     from megarl.schedule.preflight import claim_run_dir, versions
 
@@ -113,9 +113,7 @@ def begin_run(config: Config, fresh: bool) -> None:
 def lease_of_run(
     config: Config, command: str, wait: float, stop: Callable[[], bool]
 ) -> AbstractContextManager[Lease]:
-    """Return a context with the lease on the run's folder.
-
-    A run that does not renew its lease for twice the watchdog's longest wait counts as dead."""
+    """Return a context with the run's lease, which lasts twice the watchdog's longest wait."""
     from megarl.parallel.lease import hold_lease
     from megarl.parallel.runtime import launched_world
 
@@ -134,15 +132,13 @@ def lease_of_run(
 
 
 def _stop_request(config: Config, *signals: signal.Signals) -> StopRequest:
-    """Return a request to save and stop, which signals and the time limit make.
-
-    Without checkpoints signals keep their usual effect."""
+    """Return a stop request for signals and the time limit. Without checkpoints signals keep their effect."""
     checkpoint = config.checkpoint
     return StopRequest(signals if checkpoint.every else (), checkpoint.time_limit, checkpoint.time_margin)
 
 
 def _train_launched(config: Config, end: float | None, lease: Lease) -> int:
-    """Run a rank of `start_ranks`. end: the job's time limit, which a restart does not extend."""
+    """Run a rank of `start_ranks`. end: the job's limit, which a restart does not extend."""
     with _stop_request(config, signal.SIGUSR1) as stop:
         stop.end = end
         return _train(config, stop, lease, launched=True)
@@ -161,10 +157,9 @@ def _train(config: Config, stop: StopRequest, lease: Lease | None, *, launched: 
                     rank.serve(watchdog)
                 return
             with closing(build_run(config, runtime)) as run:
-                # megatron-core collects garbage at each model that it saves. Freezing spares it the
-                # millions of objects that live as long as this process.
+                # megatron-core collects garbage at each save: spare it millions of long-lived objects.
                 gc.freeze()
-                # Else triton's bindings would list the frozen objects as leaks after our last line.
+                # Else triton's bindings would list the objects as leaks.
                 atexit.register(gc.unfreeze)
                 if runtime.rank == 0:
                     reports = {name: asdict(report) for name, report in run.source.reports.items()}
@@ -180,7 +175,7 @@ def _train(config: Config, stop: StopRequest, lease: Lease | None, *, launched: 
 
         try:
             print(f"report: {plugin('megarl.reports', 'html')([config.run_dir], config.run_dir)}")
-        except ConfigError as error:  # the run is complete even without a report
+        except ConfigError as error:  # the run is complete without a report
             print(f"megarl: {error}", file=sys.stderr, flush=True)
     return code
 

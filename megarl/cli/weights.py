@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 GB = 1e9
 
-# Title, figure of a rank, its decimals.
+# Title, figure, decimals.
 FIGURES: tuple[tuple[str, Callable[[RankCost], float], int], ...] = (
     ("sent, same node, GB", lambda cost: cost.node_sent / GB, 3),
     ("sent, between nodes, GB", lambda cost: cost.network_sent / GB, 3),
@@ -108,7 +108,7 @@ def _verify(made: Plan) -> None:
 
 
 def _print_comparison(direct: Mapping[int, RankCost], gather: Mapping[int, RankCost]) -> None:
-    """Print the least, mean and largest figures of a GPU, of the plan and of a full gather."""
+    """Print the least, mean and largest figures of a GPU: plan and full gather."""
     print(f"{'per GPU':28s}{'the plan: min':>14s}{'mean':>10s}{'max':>10s}", end="")
     print(f"{'full gather: min':>20s}{'mean':>10s}{'max':>10s}")
     for title, figure, decimals in FIGURES:

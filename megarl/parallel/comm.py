@@ -1,4 +1,4 @@
-"""Collectives outside Megatron: gathered objects, summed statistics, columns of the last stage."""
+"""Collectives outside Megatron."""
 
 from __future__ import annotations
 
@@ -19,25 +19,24 @@ from megarl.parallel.secret import SIZE, sign, verify
 
 T = TypeVar("T")
 LONGEST = 2**33  # maximum bytes of a message
-INLINE = 512  # bytes of a message that are sent together with its length; most messages are shorter
-_TAG = 7  # of the rest of a longer message: distinct from the phases' point-to-point messages
-_numbers: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # number of the next message, by group
+INLINE = 512  # bytes sent together with the length
+_TAG = 7  # differs from the phases' point-to-point messages
+_numbers: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # number of the next message
 
 
 def gather_objects(ranks: Ranks, value: T, kind: Any) -> list[T]:
-    """Return every rank's `value`, by rank, on every rank. For small objects of type `kind` (over gloo).
+    """Return every rank's `value`, by rank, on every rank. For small objects (over gloo).
 
-    They go through rank 0: two messages per rank. An all-gather would send ranks x ranks messages, each
-    padded to the longest."""
+    They go through rank 0: an all-gather sends ranks x ranks messages, each padded to the longest."""
     return gather_over(ranks.cpu_group, value, kind)
 
 
 def gather_over(group: dist.ProcessGroup | None, value: T, kind: Any) -> list[T]:
-    """Do the same as `gather_objects` over a gloo group of all ranks (None: the default group)."""
+    """Do as `gather_objects`, over a gloo group of all ranks (None: the default group)."""
     blobs = _collect(group, encode(value))
     whole = None
     if blobs is not None:
-        places: dict[bytes, int] = {}  # equal messages are sent once
+        places: dict[bytes, int] = {}
         order = [places.setdefault(blob, len(places)) for blob in blobs]
         whole = encode(([*places], order))
     different, order = decode(_spread(group, whole), tuple[list[bytes], list[int]], "rank 0")
@@ -45,7 +44,7 @@ def gather_over(group: dist.ProcessGroup | None, value: T, kind: Any) -> list[T]
 
 
 def gather_to_rank_0(ranks: Ranks, value: T, kind: Any) -> list[T] | None:
-    """Return every rank's `value`, of type `kind`, by rank, on rank 0; None on the others."""
+    """Return every rank's `value`, by rank, on rank 0; None on the others."""
     blobs = _collect(ranks.cpu_group, encode(value))
     if blobs is None:
         return None
@@ -53,24 +52,23 @@ def gather_to_rank_0(ranks: Ranks, value: T, kind: Any) -> list[T] | None:
 
 
 def gather_shares_to_rank_0(ranks: Ranks, share: T, kind: Any) -> list[T] | None:
-    """Do the same as `gather_to_rank_0`, but without a copy of rank 0's own share."""
+    """Do as `gather_to_rank_0`, without a copy of rank 0's own share."""
     shares = gather_to_rank_0(ranks, share if ranks.rank else None, kind | None)
     return None if shares is None else [share, *cast(list[T], shares[1:])]
 
 
 def broadcast_from_rank_0(ranks: Ranks, value: T, kind: Any) -> T:
-    """Return rank 0's `value`, of type `kind`, on every rank."""
     blob = _spread(ranks.cpu_group, encode(value) if ranks.rank == 0 else None)
     return cast(T, decode(blob, kind, "rank 0"))
 
 
 def exchange(ranks: Ranks, outgoing: Mapping[int, Tensor], incoming: Mapping[int, int]) -> dict[int, Tensor]:
-    """Send bytes (uint8) directly to some ranks, and return the bytes that others send here.
+    """Exchange bytes (uint8) directly with some ranks.
 
-    outgoing  rank -> bytes to send
+    outgoing  rank -> bytes to send; empty messages are not sent
     incoming  rank -> number of bytes that it sends
 
-    Empty messages are not sent. The named ranks must call this too, in one order of calls."""
+    The named ranks must call this too, in one order of calls."""
     found = {rank: torch.empty(size, dtype=torch.uint8) for rank, size in incoming.items()}
     group, works = ranks.cpu_group, []
     for rank, tensor in found.items():
@@ -80,13 +78,13 @@ def exchange(ranks: Ranks, outgoing: Mapping[int, Tensor], incoming: Mapping[int
         if tensor.numel():
             works.append(dist.isend(tensor, group=group, tag=_TAG, group_dst=rank))
     for work in works:
-        assert work is not None  # it is None only outside the group
+        assert work is not None
         work.wait()
     return found
 
 
 def _collect(group: dist.ProcessGroup | None, blob: bytes) -> list[bytes] | None:
-    """Return every rank's bytes on rank 0: the heads in one gather, then the rest of long messages."""
+    """Return all bytes on rank 0: heads in one gather, then the rest of long messages."""
     world = dist.get_world_size(group)
     if world == 1:
         return [blob]
@@ -131,7 +129,7 @@ def _spread(group: dist.ProcessGroup | None, blob: bytes | None) -> bytes:
 
 
 def _next_number(group: dist.ProcessGroup | None) -> int:
-    """Return the number of a group's next message. It keeps an older message from being taken for it."""
+    """Return a group's next message number, so that no older message is taken for it."""
     members = dist.group.WORLD if group is None else group
     number = _numbers.get(members, 0)
     _numbers[members] = number + 1
@@ -139,18 +137,18 @@ def _next_number(group: dist.ProcessGroup | None) -> int:
 
 
 def _rank(group: dist.ProcessGroup | None) -> int:
-    """Return this process's rank in a group. torch's get_rank does not know the job's group."""
+    """Return this process's rank: torch's get_rank does not know the job's group."""
     return dist.get_rank() if group is None else group.rank()
 
 
 def _head(blob: bytes, kind: str, rank: int, number: int) -> Tensor:
-    """Return the length, signature and first bytes of a message, uint8 [8 + SIZE + INLINE]."""
+    """Return length, signature and first bytes of a message, uint8 [8 + SIZE + INLINE]."""
     signature = sign(kind, rank, number, blob)
     return _tensor(len(blob).to_bytes(8, "little") + signature + blob[:INLINE].ljust(INLINE, b"\0"))
 
 
 def _read_head(head: Tensor, rank: int) -> tuple[bytes, bytes, int]:
-    """Return a message's signature, its first bytes, and the number of bytes still to come."""
+    """Return signature, first bytes, and number of bytes still to come."""
     data = head.numpy().tobytes()
     length, begin = int.from_bytes(data[:8], "little"), data[8 + SIZE :]
     if length > LONGEST:
@@ -163,7 +161,7 @@ def _tensor(data: bytes) -> Tensor:
 
 
 def sum_stats(runtime: Runtime, sums: Mapping[str, Tensor | float]) -> dict[str, float]:
-    """Return statistics summed over the data-parallel replicas, each counted once, in rank order."""
+    """Sum statistics over the data-parallel replicas, each counted once, in rank order."""
     mine = {k: float(v) for k, v in sums.items()} if runtime.is_replica_leader else {}
     total: dict[str, float] = {}
     for theirs in gather_objects(runtime, mine, dict[str, float]):
@@ -173,7 +171,7 @@ def sum_stats(runtime: Runtime, sums: Mapping[str, Tensor | float]) -> dict[str,
 
 
 def sum_over_replicas(runtime: Runtime, sums: Tensor) -> Tensor:
-    """Return the element-wise float64 sum over the replicas, each counted once, on every rank."""
+    """Return the float64 sum over replicas, each counted once, on every rank."""
     total = sums.to("cpu", torch.float64, copy=True)
     if runtime.world > 1:
         dist.all_reduce(total if runtime.is_replica_leader else total.zero_(), group=runtime.cpu_group)
@@ -183,8 +181,7 @@ def sum_over_replicas(runtime: Runtime, sums: Tensor) -> Tensor:
 def find_among_largest(runtime: Runtime, first: Tensor, then: Tensor, wanted: int) -> Tensor:
     """Return which of this replica's entries are among the `wanted` largest of all replicas, bool [m].
 
-    Entries are ordered by `first`, and by `then` if `first` is equal; both [m], the same on every rank of
-    a replica."""
+    Entries are ordered by `first`, then `then`; both [m], the same on every rank of a replica."""
     own = np.stack([first.double().numpy(), then.double().numpy()])
     best = own[:, np.lexsort(own[::-1])[::-1][:wanted]]
     if runtime.world > 1:
@@ -200,29 +197,27 @@ def find_among_largest(runtime: Runtime, first: Tensor, then: Tensor, wanted: in
 def find_among_smallest(runtime: Runtime, keys: Tensor, wanted: int) -> Tensor:
     """Return which of this replica's keys are among the `wanted` smallest of all replicas, bool [m].
 
-    keys: int32 [m], not negative. They are compared with the highest bound that at most `wanted` keys are
-    below. A bisection with a sum per bit finds it, because the keys are too many to gather."""
+    keys: int32 [m], not negative. A bisection with a sum per bit finds the bound, because the keys are too
+    many to gather."""
     every = range(torch.iinfo(keys.dtype).max)
     bound = bisect_right(every, wanted, key=lambda x: int(sum_over_replicas(runtime, (keys < x).sum()))) - 1
     return keys < bound
 
 
 def sum_over_ranks(ranks: Ranks, counts: Tensor) -> Tensor:
-    """Return the element-wise sum of a host tensor over all ranks, on every rank."""
     if ranks.world > 1:
         dist.all_reduce(counts, group=ranks.cpu_group)
     return counts
 
 
 def max_over_ranks(ranks: Ranks, value: float) -> float:
-    """Return the largest `value` of all ranks, on every rank."""
     return max(gather_objects(ranks, float(value), float))
 
 
 def broadcast_from_last_stage(
     columns: dict[str, Tensor] | None, names: Sequence[str], entries: int, runtime: Runtime
 ) -> dict[str, Tensor]:
-    """Return float32 columns [entries] of the last pipeline stage on the host of every stage."""
+    """Return the last stage's float32 columns [entries] on the host of every stage."""
     if runtime.layout.pp == 1:
         assert columns is not None
         return columns
@@ -238,7 +233,7 @@ def broadcast_from_last_stage(
 
 
 def any_flags(ranks: Ranks, flags: Sequence[bool]) -> list[bool]:
-    """Return on every rank, for each flag, whether it is true on any rank. Goes through rank 0."""
+    """Return for each flag whether it is true on any rank. Goes through rank 0."""
     if ranks.world == 1:
         return list(flags)
     cells = torch.tensor(flags, dtype=torch.uint8)
@@ -251,10 +246,9 @@ def any_flags(ranks: Ranks, flags: Sequence[bool]) -> list[bool]:
 
 
 def any_rank(ranks: Ranks, flag: bool) -> bool:
-    """Return on every rank whether `flag` is true on any rank."""
     return any_flags(ranks, (flag,))[0]
 
 
 def barrier(ranks: Ranks) -> None:
-    """Wait for every other rank, at most `parallel.timeout` seconds."""
+    """Wait for every other rank, at most `parallel.timeout`."""
     any_rank(ranks, False)

@@ -1,8 +1,8 @@
 """Redirect the CUDA calls of megatron-core 0.16-0.19 to the CPU. No other module patches anything.
 
-Plain functions replace, once, what forward and backward passes call. A `TorchFunctionMode` redirects
-construction and optimizer steps, and is active only around these (`on_cpu`), so no torch call of a forward
-or backward pass is intercepted."""
+A `TorchFunctionMode` is active only around construction and optimizer steps (`on_cpu`), so no torch call
+of a forward or backward pass is intercepted; there plain functions replace Megatron's.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ _installed = False
 
 
 def _to_cpu(device: Any) -> Any:
-    """Return the CPU for a CUDA device in any notation, else the argument."""
     is_index = isinstance(device, int) and not isinstance(device, bool)
     is_name = isinstance(device, str) and device.startswith("cuda")
     is_cuda = isinstance(device, torch.device) and device.type == "cuda"
@@ -28,8 +27,6 @@ def _to_cpu(device: Any) -> Any:
 
 
 class _CudaToCpu(TorchFunctionMode):
-    """Redirects `device="cuda"` to the CPU, and returns the tensor type names that the optimizer expects."""
-
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if "device" in kwargs:
@@ -44,15 +41,13 @@ class _CudaToCpu(TorchFunctionMode):
 
 @contextlib.contextmanager
 def on_cpu() -> Iterator[None]:
-    """Redirect torch calls of Megatron's construction and optimizer steps; does nothing without `install`."""
+    """Redirect torch calls in the block; does nothing without `install`."""
     with _CudaToCpu() if _installed else contextlib.nullcontext():
         yield
 
 
 class _InOrder:
-    """Replaces CUDA streams and events: on a CPU everything is in order.
-
-    Used by p2p_communication, param_and_grad_buffer, checkpointing and timers."""
+    """Replaces CUDA streams and events: on a CPU everything is in order."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
 
@@ -76,7 +71,7 @@ class _InOrder:
 
 
 class _TorchWithoutCuda(types.ModuleType):
-    """Replaces `torch` inside one Megatron module: factories with `device="cuda"` use the CPU."""
+    """Replaces `torch` inside one Megatron module."""
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(torch, name)
@@ -92,15 +87,15 @@ class _TorchWithoutCuda(types.ModuleType):
 
 
 def _as_counts(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-    """Return token counts, already on the host, as an array for all_to_all_single."""
+    """Return token counts as an array for all_to_all_single."""
     return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
 
 def _sum_gradients(part: torch.Tensor, whole: torch.Tensor, op: Any, group: Any, async_op: bool) -> Any:
     """Sum `whole` over the ranks in place; `part`, this rank's, is a view of it.
 
-    gloo's reduce_scatter makes the same sums in a copy of all gradients, and copies the part back."""
-    if async_op:  # Megatron's coalescing needs the handle of torch's function
+    gloo's reduce_scatter would copy all gradients."""
+    if async_op:  # Megatron's coalescing needs its handle
         return distributed.reduce_scatter_tensor(part, whole, op=op, group=group, async_op=True)
     options = distributed.AllreduceOptions()
     options.reduceOp = op
@@ -110,13 +105,13 @@ def _sum_gradients(part: torch.Tensor, whole: torch.Tensor, op: Any, group: Any,
 def _gather_weights(whole: torch.Tensor, part: torch.Tensor, group: Any, async_op: bool) -> Any:
     """Fill `whole` with the parts of all ranks in place; `part`, this rank's, is a view of it.
 
-    gloo's all_gather copies all weights, even on one rank. An integer sum, to which all but one rank
-    contribute zeros, gives the same bits."""
+    gloo's all_gather copies all weights. An integer sum, where other ranks have zeros, gives the same
+    bits."""
     if async_op:
         return distributed.all_gather_into_tensor(whole, part, group=group, async_op=True)
     if group.size() == 1:
         return None
-    if part.nbytes % 4:  # an odd number of 16-bit weights, as each of 128 ranks may have
+    if part.nbytes % 4:  # an odd number of 16-bit weights
         return distributed.all_gather_into_tensor(whole, part, group=group)
     bits = whole.view(torch.int32)
     own = bits.chunk(group.size())[group.rank()]
@@ -130,11 +125,11 @@ LARGE = 64  # maximum ranks of a group that uses the shared device
 
 
 def _share_gloo_devices() -> None:
-    """Let the gloo groups of this process share a device: a listening socket and a thread that polls.
+    """Let this process's gloo groups share a device: a listening socket and a thread that polls.
 
-    torch creates a device per group, whose thread wakes a hundred times a second: with Megatron's twenty
-    groups, idle ranks would keep cores busy. A group of more than LARGE ranks has its own device, which
-    connects two ranks at their first message. gloo supports that for only one group per device."""
+    torch's device per group wakes a hundred times a second: Megatron's twenty groups keep cores busy. A
+    group of more than LARGE ranks has its own, which connects at first messages; gloo supports that for only
+    one group per device."""
     original: Any = distributed.ProcessGroupGloo
     shared: list[Any] = []
 
@@ -153,12 +148,11 @@ def _share_gloo_devices() -> None:
 
 
 def install() -> None:
-    """Replace CUDA by the CPU, once per process, before the first Megatron call."""
+    """Replace CUDA by the CPU, once, before the first Megatron call."""
     global _installed
     if _installed:
         return
     cuda: Any = torch.cuda
-    # model_parallel_config, RotaryEmbedding, p2p_communication: tensors on `torch.cuda.current_device()`.
     cuda.current_device = lambda: _CPU
     cuda.synchronize = lambda device=None: None
     cuda.current_stream = lambda device=None: _InOrder()
@@ -167,14 +161,11 @@ def install() -> None:
     cuda.Stream = _InOrder
     cuda.Event = _InOrder
     cuda.empty_cache = lambda: None
-    # tensor_parallel.random stores a state per model-parallel region.
     cuda.get_rng_state = lambda device=None: torch.get_rng_state()
     cuda.set_rng_state = lambda state, device=None: torch.set_rng_state(state)
     cuda.manual_seed = torch.manual_seed
-    # nvtx ranges around attention and the schedules.
     cuda.nvtx.range_push = lambda message: None
     cuda.nvtx.range_pop = lambda: None
-    # `tensor.cuda()`: embedding initialisation, data broadcasts.
     torch.Tensor.cuda = lambda self, *args, **kwargs: self  # type: ignore[method-assign]
     _share_gloo_devices()
 

@@ -1,8 +1,8 @@
 """Send a step's tokens from the ranks that sampled them to the replicas that train on them, once.
 
-An owner sends each replica's share to one rank of the replica, and different owners use different ranks.
-Then the ranks of a replica pass these pieces around in a ring. So a rank receives only its replica's
-share, and sends at most its own tokens plus that share."""
+Owners send each replica's share to one of its ranks each; these then pass the pieces around in a ring. So
+a rank receives only its replica's share, and sends at most its own tokens plus that share.
+"""
 
 from __future__ import annotations
 
@@ -16,18 +16,17 @@ from megarl.data.batch import RolloutBatch, TrainBatch
 from megarl.parallel.comm import exchange
 from megarl.parallel.runtime import Ranks
 
-WITH_PROMPT = ("routing",)  # columns that include the prompt's tokens; the others are 0 there
+WITH_PROMPT = ("routing",)  # columns with the prompt's tokens too
 MASK = "response_mask"
 
 
 def deliver(
     ranks: Ranks, batch: RolloutBatch, shares: Sequence[Sequence[int]], replicas: Sequence[Sequence[int]]
 ) -> TrainBatch:
-    """Return the sequences `shares[d]` of a batch, in that order and with all columns, on the ranks
-    `replicas[d]`.
+    """Return the sequences `shares[d]`, in that order and with all columns, on the ranks `replicas[d]`.
 
-    Other ranks get no sequences. Ranks are numbered as in `ranks`, like the batch's owners. All owners and
-    receivers must call this with the same shares and replicas."""
+    Other ranks get no sequences. All owners and receivers must call this with the same shares and replicas,
+    numbered as in `ranks`."""
     assert batch.owners is not None
     kinds = [(name, c.dtype, tuple(c.shape[1:])) for name, c in _sent_columns(batch).items()]
     sizes = row_bytes(batch).tolist()
@@ -37,7 +36,7 @@ def deliver(
     replica = next((d for d, members in enumerate(replicas) if ranks.rank in members), None)
 
     outgoing: dict[int, Tensor] = {}
-    received: dict[int, Tensor] = {}  # by owner; this rank's own rows are not sent
+    received: dict[int, Tensor] = {}  # by owner, except this rank
     for share, members in zip(shares, replicas, strict=True):
         if rows := [row for row in share if owners[row] == ranks.rank]:
             entry = members[number[ranks.rank] % len(members)]
@@ -49,9 +48,9 @@ def deliver(
 
     share, ring = shares[replica], replicas[replica]
     me = ring.index(ranks.rank)
-    # pieces[i]: rows that arrive at the i-th rank of the replica.
+    # pieces[i]: rows of the replica's i-th rank.
     pieces: list[list[int]] = [[] for _ in ring]
-    for row in sorted(share, key=lambda row: owners[row]):  # stable: an owner's rows keep the share's order
+    for row in sorted(share, key=lambda row: owners[row]):  # stable: keeps an owner's order
         pieces[number[owners[row]] % len(ring)].append(row)
     incoming: dict[int, int] = {}
     for row in pieces[me]:
@@ -75,7 +74,7 @@ def deliver(
 
 
 def row_bytes(batch: RolloutBatch) -> Tensor:
-    """Return the encoded size of each sequence in bytes, int64 [n]: tokens as int32, and their columns."""
+    """Return each sequence's encoded bytes, int64 [n]."""
     sizes = 4 * batch.lengths
     for name, column in _sent_columns(batch).items():
         entry = column.element_size() * int(np.prod(column.shape[1:], dtype=np.int64))
@@ -84,13 +83,12 @@ def row_bytes(batch: RolloutBatch) -> Tensor:
 
 
 def _sent_columns(batch: RolloutBatch) -> dict[str, Tensor]:
-    """Return the columns [T] to send, the same on every rank; the mask only if lengths do not determine
-    it."""
+    """Return the columns [T] to send, the same on every rank; the mask only if lengths do not imply it."""
     return batch.own.columns | ({MASK: batch.own.response_mask} if batch.has_observations else {})
 
 
 def _encode(batch: RolloutBatch, places: Sequence[int]) -> Tensor:
-    """Encode local sequences as bytes, each its tokens (int32) and then its columns."""
+    """Encode local sequences, each its tokens (int32) and then its columns."""
     own, columns, parts = batch.own, _sent_columns(batch), []
     starts, prompts = own.cu_seqlens.tolist(), batch.prompt_lengths[batch.rows].tolist()
     for place in places:
@@ -111,7 +109,7 @@ def _decode(
     data_by_row: dict[int, np.ndarray],
     kinds: Sequence[tuple[str, torch.dtype, tuple[int, ...]]],
 ) -> TrainBatch:
-    """Decode the bytes of each of `rows`, and pack the sequences in this order, with the columns [n]."""
+    """Decode and pack the sequences of `rows`, in this order, with the columns [n]."""
     index = torch.tensor(rows, dtype=torch.int64)
     cu_seqlens = torch.cat([torch.zeros(1, dtype=torch.int64), batch.lengths[index].cumsum(0)])
     total = int(cu_seqlens[-1])

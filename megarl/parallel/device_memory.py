@@ -9,23 +9,19 @@ import torch
 
 
 class ProcessPeak:
-    """Peak memory of this process since `reset`, Linux only.
-
-    Pages that are shared, as forked ranks share them with their launcher, count in part (PSS)."""
+    """Peak memory of this process since `reset`, Linux only. Shared pages count in part (PSS)."""
 
     RESET = Path("/proc/self/clear_refs")
 
     def __init__(self) -> None:
         self._known = os.access(self.RESET, os.W_OK)
-        self._most, self._of_others = 0, 0  # last peak of resident bytes, and the part that belongs to others
+        self._most, self._of_others = 0, 0  # last peak, and the part that belongs to others
 
     def reset(self) -> None:
-        """Reset the peak to the present size."""
         if self._known:
             self.RESET.write_text("5")  # see proc(5)
 
     def measure(self) -> dict[str, float]:
-        """Return {"all": bytes}, or {} if it is not known."""
         if not self._known:
             return {}
         most = _kilobytes(Path("/proc/self/status"), "VmHWM") * 1024
@@ -41,28 +37,25 @@ def _kilobytes(path: Path, key: str) -> int:
 
 
 def empty_cache(device: torch.device) -> None:
-    """Release memory that torch caches, for the engine's processes; does nothing on a CPU."""
+    """Release memory that torch caches, for the engine's processes."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch.cuda.empty_cache()
 
 
 def free_memory(device: torch.device) -> int:
-    """Return the free bytes of the device, 0 on a CPU."""
     return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
 
 
 def reset_device_peak(device: torch.device) -> None:
-    """Reset the peak-memory counter; does nothing on a CPU."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
 
 
 def device_peak(device: torch.device) -> dict[str, float]:
-    """Return bytes since `reset_device_peak`, {} on a CPU.
+    """Return peak bytes since `reset_device_peak`, {} on a CPU.
 
-    Peak of this process's tensors (""), peak that torch reserved for them ("reserved"), and what all
-    processes use now ("device")."""
+    They are of this process's tensors (""), "reserved" by torch, and now used by all ("device")."""
     if device.type != "cuda":
         return {}
     free, total = torch.cuda.mem_get_info(device)

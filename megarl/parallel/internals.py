@@ -1,7 +1,7 @@
 """Check the undocumented parts of SGLang, Megatron and Transformer Engine that megarl uses.
 
-The check reads the installed sources without importing them. internals.yaml is the table; `megarl doctor`
-and `make rehearse-gpu` run the check."""
+internals.yaml is the table. The check reads the installed sources without importing them.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +24,6 @@ class Internal(NamedTuple):
 
     how         replaces: our function replaces it, with `parameters` first, in this order; calls: we call
                 it with `parameters` by name; reads: it exists
-    parameters  separated by spaces
     user        our file that uses it
     since       first version of the package that must have it"""
 
@@ -45,7 +44,6 @@ class Package(NamedTuple):
 
 @cache
 def read_table() -> dict[str, Package]:
-    """Return internals.yaml by package name."""
     text = files("megarl.parallel").joinpath("internals.yaml").read_text(encoding="utf-8")
     table = {}
     for name, package in parse_yaml(text, "internals.yaml").items():
@@ -61,7 +59,7 @@ def read_table() -> dict[str, Package]:
 
 
 def changed(package: str) -> list[str]:
-    """Return the differences between an installed package and the table, one line each."""
+    """Return an installed package's differences from the table, one line each."""
     try:
         version = metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -90,7 +88,7 @@ def _problem(entry: Internal) -> str:
 
 
 def _parameters(module: str, node: ast.AST) -> tuple[list[str], set[str], bool]:
-    """Return (positional parameters, all names, accepts any name) of a function or a class's constructor."""
+    """Return (positional parameters, all names, accepts any name) of a function or class."""
     if isinstance(node, ast.ClassDef):
         constructor = _member(module, node, "__init__") or _member(module, node, "__new__")
         if constructor is not None:
@@ -105,7 +103,7 @@ def _parameters(module: str, node: ast.AST) -> tuple[list[str], set[str], bool]:
 
 
 def _fields(module: str, node: ast.ClassDef) -> Iterator[str]:
-    """Yield the fields of a dataclass or struct, those of its bases first."""
+    """Yield a dataclass's or struct's fields, bases first."""
     for base in _bases(module, node):
         yield from _fields(*base)
     for line in node.body:
@@ -121,8 +119,7 @@ def _bases(module: str, node: ast.ClassDef) -> Iterator[tuple[str, ast.ClassDef]
 
 
 def _find(module: str, name: str) -> tuple[str, ast.AST] | None:
-    """Return (module, node) that defines `name` or `Class.member`, following imports; None if nothing
-    does."""
+    """Return (module, node) that defines `name` or `Class.member`, following imports."""
     tree = _tree(module)
     if tree is None:
         return None
@@ -143,7 +140,7 @@ def _find(module: str, name: str) -> tuple[str, ast.AST] | None:
 
 
 def _member(module: str, node: ast.AST, name: str) -> tuple[str, ast.AST] | None:
-    """Return (module, node) of a class's method or attribute; bases and assignments in methods count."""
+    """Return (module, node) of a class's member; bases and assignments in methods count."""
     if not isinstance(node, ast.ClassDef):
         return None
     for line in node.body:
@@ -158,8 +155,7 @@ def _member(module: str, node: ast.AST, name: str) -> tuple[str, ast.AST] | None
 def _statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
     """Yield a module's statements, including those within `if` and `try`.
 
-    The first definition of a name is for a complete installation; a fallback for a missing package comes
-    later."""
+    A name's first definition is for a complete installation; fallbacks follow."""
     for node in body:
         yield node
         if isinstance(node, ast.If | ast.Try):
@@ -191,7 +187,7 @@ def _tree(module: str) -> ast.Module | None:
 
 
 def _path(module: str) -> Path | None:
-    """Return a module's file without importing it: some packages cannot be imported without a GPU."""
+    """Return a module's file without importing it, which may need a GPU."""
     top, *rest = module.split(".")
     spec = find_spec(top) if top else None
     for location in (spec.submodule_search_locations or ()) if spec else ():

@@ -1,10 +1,8 @@
 """Start the ranks of a job on this machine from one process, and end them.
 
-A rank that fails writes its error to a file; the launcher prints one line. Jobs on several machines use
-torchrun.
-
-torch's elastic agent does not replace this. It forks with threads, leaves engines of ended ranks running,
-gives no time to save after a signal, and reports the first dead rank instead of the cause."""
+Jobs on several machines use torchrun. Its elastic agent is no replacement: it forks with threads, leaves
+engines of ended ranks running, and gives no time to save. It reports the first dead rank, not the cause.
+"""
 
 from __future__ import annotations
 
@@ -34,23 +32,22 @@ from megarl.parallel.runtime import LAUNCHED_BY, STORE_FILE, choose_device
 from megarl.parallel.secret import SECRET_FILE, make_secret
 from megarl.parallel.signals import follow_launcher
 
-_ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # variable with the path of a rank's error file; torchrun sets it too
+_ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # path of a rank's error file; torchrun sets it too
 # gloo raises plain RuntimeErrors with these texts.
 _PEER_LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
 _TERMINATING = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
-_FORWARDED = (signal.SIGTERM, signal.SIGUSR1)  # with a grace period: passed on to the ranks, as SIGUSR1
+_FORWARDED = (signal.SIGTERM, signal.SIGUSR1)  # passed on as SIGUSR1, with a grace period
 _HANDLED = (*_TERMINATING, signal.SIGUSR1, signal.SIGALRM)
 POLL = 0.1  # seconds between checks of the ranks
 PATIENCE = 30.0  # seconds that ranks have to end after SIGTERM
-HUNG = 124  # exit code of a rank whose watchdog fired, like the command `timeout`
-# Exit codes after which a retry may succeed: hung, lost a peer, or killed from outside or by a bug in C.
+HUNG = 124
+# Exit codes after which a retry may succeed: hung, lost a peer, or killed.
 _KILLED_BY = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT)
 LOST = (1, HUNG, *(128 + number for number in _KILLED_BY))
 _PR_SET_NAME = 15  # linux/prctl.h
 
 
 def count_local_ranks(config: ParallelConfig) -> int:
-    """Return the number of ranks to start when megarl is started as one process; dp defaults to 1."""
     return config.tp * config.pp * config.cp * (config.dp or 1) + config.rollout_ranks
 
 
@@ -63,29 +60,28 @@ def launch(
 ) -> int:
     """Run `rank_main` on every rank and wait. Returns 0, or the exit code of the rank that failed first.
 
-    It prints one line about a failure. A killed rank's code is 128 + signal, as in a shell. Then the other
-    ranks are ended. Raises KeyboardInterrupt after Ctrl-C. On a CPU ranks are forked, and inherit this
-    process's imports.
+    It prints one line about a failure, and ends the other ranks. A killed rank's code is 128 + signal.
+    Raises KeyboardInterrupt after Ctrl-C. On a CPU ranks are forked, and inherit this process's imports.
 
-    rank_main  returns the rank's exit code; must be picklable, because ranks on GPUs are not forked
+    rank_main  returns the rank's exit code; picklable, because ranks on GPUs are not forked
     folder     of the run, for the message
     grace      seconds to save and leave after a first SIGTERM or SIGUSR1, which ranks receive as SIGUSR1
-    meanwhile  called repeatedly while the ranks run; if it raises, they end"""
+    meanwhile  called repeatedly; if it raises, the ranks end"""
     os.environ.setdefault("OMP_NUM_THREADS", str(config.threads))
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     ranks: list[BaseProcess] = []
-    forwarded: list[int] = []  # the signal that was passed on to the ranks, if any
+    forwarded: list[int] = []  # signal passed on to the ranks
     handlers = {number: signal.getsignal(number) for number in (_HANDLED if grace else _TERMINATING)}
 
     def handle(number: int, frame: FrameType | None) -> None:
-        if forwarded or number not in _FORWARDED or not grace:  # a second signal, or end of the grace period
+        if forwarded or number not in _FORWARDED or not grace:
             raise _Terminated(forwarded[0] if number == signal.SIGALRM else number)
         forwarded.append(number)
-        # The caller's handler, so that it does not start new ranks.
+        # Call the caller's handler too, so that it starts no new ranks.
         if callable(before := handlers[signal.Signals(number)]):
             before(number, frame)
-        # Not print: the signal may have interrupted another print.
+        # Not print, which the signal may have interrupted.
         line = f"megarl: {signal.Signals(number).name}: the ranks have {grace:g} s to save and leave\n"
         os.write(sys.stderr.fileno(), line.encode())
         signal.setitimer(signal.ITIMER_REAL, grace)
@@ -129,7 +125,7 @@ def launch(
 
 
 class _Terminated(BaseException):
-    """Raised in the launcher by a signal, which is its argument."""
+    """Raised in the launcher by a signal, its argument."""
 
 
 def _start_ranks(
@@ -138,9 +134,9 @@ def _start_ranks(
     error_files: Sequence[Path],
     ranks: list[BaseProcess],
 ) -> None:
-    """Start the ranks, and append each to `ranks`.
+    """Start the ranks and append each to `ranks`.
 
-    Their store and secret are in the folder of the error files, which no other user can open."""
+    Store and secret are in the error files' folder, which no other user can open."""
     world, folder = len(error_files), error_files[0].parent
     context: Any = multiprocessing.get_context("fork" if _may_fork(config) else "spawn")
     make_secret(folder / "secret")
@@ -153,9 +149,9 @@ def _start_ranks(
         SECRET_FILE: str(folder / "secret"),
         "TORCHELASTIC_RESTART_COUNT": "0",
     }
-    signal.pthread_sigmask(signal.SIG_BLOCK, _HANDLED)  # until the rank has reset the inherited handlers
+    signal.pthread_sigmask(signal.SIG_BLOCK, _HANDLED)  # until the rank has reset the handlers
     gc.collect()
-    gc.freeze()  # a collection writes to every object's header, and so copies memory that ranks share
+    gc.freeze()  # collections write to objects' headers, and so copy shared memory
     try:
         for rank, file in enumerate(error_files):
             environment = common | {"RANK": str(rank), "LOCAL_RANK": str(rank), _ERROR_FILE: str(file)}
@@ -169,7 +165,7 @@ def _start_ranks(
 
 @contextmanager
 def without_tokenizer_threads() -> Iterator[None]:
-    """Keep the tokenizers library from starting threads, in a process that will fork ranks."""
+    """Keep the tokenizers library from starting threads before ranks are forked."""
     name = "TOKENIZERS_PARALLELISM"
     before = os.environ.get(name)
     os.environ[name] = "false"
@@ -184,9 +180,8 @@ def without_tokenizer_threads() -> Iterator[None]:
 def _may_fork(config: ParallelConfig) -> bool:
     """Return whether ranks can be forked.
 
-    CUDA does not survive a fork. Neither do other threads, whose locks would stay locked; outside Linux,
-    system libraries start some. jemalloc's thread (pyarrow's allocator) is harmless, because jemalloc
-    holds its locks during a fork."""
+    CUDA does not survive a fork, and other threads' locks would stay locked. Outside Linux, system libraries
+    start some. jemalloc's thread (pyarrow's allocator) is harmless: it holds its locks during a fork."""
     if sys.platform != "linux" or choose_device(config.device).type != "cpu":
         return False
     names = [(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
@@ -194,7 +189,7 @@ def _may_fork(config: ParallelConfig) -> bool:
 
 
 def _run_rank(rank_main: Callable[[], int], environment: dict[str, str]) -> NoReturn:
-    os.setsid()  # only the launcher gets a terminal's Ctrl-C
+    os.setsid()
     for number in _HANDLED:
         signal.signal(number, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _HANDLED)
@@ -206,7 +201,7 @@ def _run_rank(rank_main: Callable[[], int], environment: dict[str, str]) -> NoRe
 
 
 def _end_ranks(ranks: Sequence[BaseProcess]) -> set[int]:
-    """End the ranks that still run and their children. Return those that SIGTERM did not end."""
+    """End the ranks and their children. Return those that SIGTERM did not end."""
 
     def send(number: signal.Signals) -> None:
         for rank in ranks:
@@ -228,10 +223,9 @@ def _end_ranks(ranks: Sequence[BaseProcess]) -> set[int]:
 
 
 def environment_of_children() -> dict[str, str]:
-    """Return this rank's environment for an engine's processes.
+    """Return the environment for an engine's processes.
 
-    It lacks the launcher's variables, which describe other process groups, and expandable segments, which
-    SGLang's torch_memory_saver refuses."""
+    It lacks the launcher's variables, and expandable segments, which SGLang's torch_memory_saver refuses."""
     of_ranks = {*LAUNCHED_BY, STORE_FILE, SECRET_FILE}
     launcher = {*of_ranks, "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK"}
     kept = {
@@ -251,11 +245,10 @@ def explain_failures(
     """Return the exit code and the message for ranks that failed.
 
     failures   rank -> (exit code, negative for a signal; content of the rank's error file, if any)
-    forwarded  signal that this process received and forwarded to the ranks as SIGUSR1
+    forwarded  signal that the ranks received as SIGUSR1
 
-    It prefers a hang that a watchdog reported, since a stuck rank does not end on SIGTERM and is killed.
-    Then comes a killed rank, then the first rank that wrote an error. Last come ranks that only lost their
-    peers, or that NCCL or the launcher ended."""
+    It prefers a watchdog's hang, since a stuck rank is killed, then a killed rank, then the first error.
+    Last come ranks that lost their peers, or that NCCL or the launcher ended."""
 
     def order(rank: int) -> tuple[int, float]:
         code, error = failures[rank]
@@ -266,12 +259,12 @@ def explain_failures(
             return 0, 0.0
         if written:
             return (2 if error["peer_lost"] else 1), error["timestamp"]
-        # NCCL's watchdog aborts a rank that waits for one that has ended.
+        # NCCL's watchdog aborts ranks that wait for an ended one.
         return {-signal.SIGABRT: 2, -signal.SIGTERM: 3}.get(code, 1), 0.0
 
     rank = min(failures, key=order)
     code, error = failures[rank]
-    # SIGUSR1 kills a rank that has not yet installed its handler, or has already removed it.
+    # SIGUSR1 kills a rank that has no handler yet, or no more.
     if forwarded is not None and code == -signal.SIGUSR1:
         stopped = f"stopped by {signal.Signals(forwarded).name}: rank {rank} had nothing to save"
         return Interrupted.code, f"{stopped}; the same command continues from what is in {folder}"
@@ -291,9 +284,7 @@ def explain_failures(
 
 
 def write_error_file(line: str, code: int, *, peer_lost: bool = False) -> bool:
-    """Write a rank's last line to the file that its launcher reads.
-
-    Returns False if there is no such file or it cannot be written."""
+    """Write a rank's last line for its launcher. Returns False if that fails."""
     path = os.environ.get(_ERROR_FILE)
     if not path:
         return False
@@ -301,13 +292,12 @@ def write_error_file(line: str, code: int, *, peer_lost: bool = False) -> bool:
     content = {"message": line, "timestamp": time.time(), "line": line, "code": code, "peer_lost": peer_lost}
     try:
         write_atomic(Path(path), json.dumps(content))
-    except OSError:  # perhaps a full disk, the subject of the line: the caller prints it
+    except OSError:  # perhaps a full disk, so the caller prints the line
         return False
     return True
 
 
 def lost_a_peer(error: BaseException) -> bool:
-    """Return whether a collective failed because another rank has ended."""
     return isinstance(error, dist.DistNetworkError | dist.DistBackendError) or (
         isinstance(error, RuntimeError) and any(text in str(error) for text in _PEER_LOST)
     )

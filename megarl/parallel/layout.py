@@ -1,6 +1,4 @@
-"""The arrangement of a job's ranks.
-
-It needs no torch, so that a laptop can plan a job of 1,024 GPUs."""
+"""The arrangement of a job's ranks. Needs no torch, so that a laptop can plan a large job."""
 
 from __future__ import annotations
 
@@ -9,7 +7,7 @@ from typing import NamedTuple
 
 
 class Coords(NamedTuple):
-    """A rank's place, fastest-varying dimension first (Megatron's order tp-cp-ep-dp-pp)."""
+    """A rank's place, fastest-varying dimension first (Megatron's order)."""
 
     tp: int
     cp: int
@@ -17,7 +15,7 @@ class Coords(NamedTuple):
     pp: int
 
 
-# Communication overlaps with computation by default above this number of data- and context-parallel ranks.
+# Communication overlaps by default above this number of data- and context-parallel ranks.
 OVERLAP_ABOVE = 4
 
 
@@ -25,9 +23,8 @@ OVERLAP_ABOVE = 4
 class Layout:
     """Sizes of tensor, pipeline, data, expert and context parallelism, and virtual pipeline stages.
 
-    Expert parallelism adds no ranks. The ranks of a pipeline stage form groups of `ep` neighbours, and
-    each rank has a share of the experts. Expert tensor parallelism is 1. Context-parallel ranks have the
-    same weights."""
+    Expert parallelism adds no ranks: `ep` neighbours of a stage share the experts. Expert tensor parallelism
+    is 1. Context-parallel ranks have the same weights."""
 
     tp: int = 1
     pp: int = 1
@@ -47,7 +44,6 @@ class Layout:
 
     @property
     def stage(self) -> int:
-        """The number of ranks of a pipeline stage."""
         return self.tp * self.cp * self.dp
 
     @property
@@ -55,13 +51,12 @@ class Layout:
         return self.stage * self.pp
 
     def rank(self, *, tp: int, pp: int, dp: int, cp: int = 0) -> int:
-        """Return the global rank of a place: tp + TP * (cp + CP * (dp + DP * pp))."""
+        """Return tp + TP * (cp + CP * (dp + DP * pp))."""
         if not (0 <= tp < self.tp and 0 <= cp < self.cp and 0 <= pp < self.pp and 0 <= dp < self.dp):
             raise IndexError(f"tp={tp}, cp={cp}, pp={pp}, dp={dp} is outside of {self}")
         return tp + self.tp * (cp + self.cp * (dp + self.dp * pp))
 
     def coords(self, rank: int) -> Coords:
-        """Return the place of a global rank; the inverse of `rank`."""
         if not 0 <= rank < self.world:
             raise IndexError(f"rank {rank} is outside of {self}")
         rest, tp = divmod(rank, self.tp)
@@ -72,16 +67,15 @@ class Layout:
     def layers(self, layers: int, pp_rank: int) -> list[int]:
         """Return the layers of a pipeline stage.
 
-        Layers are cut into pp * vpp chunks; stage s has chunks s, s + pp, s + 2 pp, ... (arXiv 2104.04473,
-        section 2.2)."""
+        Stage s has chunks s, s + pp, s + 2 pp, ... of pp * vpp (arXiv 2104.04473, section 2.2)."""
         size = layers // (self.pp * self.vpp)
         return [layer for layer in range(layers) if layer // size % self.pp == pp_rank]
 
     def ep_rank(self, rank: int) -> int:
-        """Return a global rank's share of the experts: its number within the stage, modulo EP."""
+        """Return a rank's share of the experts: its number within the stage, modulo EP."""
         return rank % self.stage % self.ep
 
 
 def padded_vocab(vocab: int, tp: int) -> int:
-    """Return the rows of Megatron's embedding over all ranks: `vocab` rounded up to a multiple of `tp`."""
+    """Return the rows of Megatron's embedding: `vocab` rounded up to a multiple of `tp`."""
     return -(-vocab // tp) * tp

@@ -1,16 +1,16 @@
 """Leases: one command at a time may write into a folder, on all machines that see it.
 
-A lease is a file, lease-000007.json, that names its owner. A command takes the folder by creating the file
-with the next number, which only one can, and then deletes older files. So a lease is lost when its file is
-gone. Writers check that whenever they renew the file's time of modification. The file server sets that
-time, so machines' clocks do not matter.
+A lease is a file, lease-000007.json. A command takes the folder by creating the file with the next number,
+which only one can. Then it deletes older files: a lease is lost when its file is gone. Owners check that
+whenever they renew the file's time, which the file server sets, so machines' clocks do not matter.
 
-Another command may take over a lease that was released or that nobody renewed for `limit` seconds. On the
-owner's machine it may also do so once the owner's lock on the file is gone. On Linux a kernel timer kills
-an owner that cannot renew in time, even if it is stopped (SIGSTOP).
+Another command may take over a lease that was released, that nobody renewed for `limit` seconds, or, on the
+owner's machine, whose lock is gone. On Linux a kernel timer kills an owner that cannot renew in time, even
+if it is stopped (SIGSTOP).
 
 filelock's `SoftFileLease` (4.2) does not replace this: an owner that lost its lease keeps writing, and a
-folder is free when one process dies, though other ranks still write."""
+folder is free when one process dies, though other ranks still write.
+"""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ from typing import IO, Any
 from megarl.config.errors import ConfigError, Interrupted, LeaseError
 from megarl.config.files import append_atomic, describe_error
 
-LIMIT = 360.0  # seconds, the default
+LIMIT = 360.0  # seconds
 FIRST, NAME = "lease-000001.json", re.compile(r"lease-(\d{6,})\.(json|released)")
 BOOT = Path("/proc/sys/kernel/random/boot_id")  # changes at each boot
-POLL, PATIENCE = 0.2, 3.0  # seconds between checks of another command's lease, and minimum wait for it
-MARGIN = 5.0  # seconds beyond its limit after which a lease has expired: file times are coarse
+POLL, PATIENCE = 0.2, 3.0  # seconds between checks, minimum wait
+MARGIN = 5.0  # seconds beyond the limit: file times are coarse
 RENEWALS = 20  # within `limit` seconds
 NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 
@@ -54,7 +54,6 @@ class Owner:
     """The owner of a lease, as stored in its file.
 
     machine   see BOOT
-    machines  number of the job's machines
     since     seconds since 1970
     locked    the file system supports locks"""
 
@@ -76,13 +75,13 @@ class Owner:
 
 @dataclass(frozen=True)
 class Lease:
-    """A lease that was taken. Other processes of the job may receive it; each enters `kept`."""
+    """A lease. Each process of the job that received it enters `kept`."""
 
     path: Path
     limit: float
 
     def renew(self) -> None:
-        """Renew the lease. Raises LeaseError if it is lost, or about to expire because renewals fail."""
+        """Renew the lease. Raises LeaseError if it is lost, or about to expire."""
         hold, now = _held_leases[self], time.monotonic()
         try:
             os.utime(self.path)
@@ -106,8 +105,8 @@ class Lease:
     def release(self) -> None:
         """Release the folder. Raises LeaseError if another command has taken it.
 
-        The first lease leaves no file. Later ones leave their number: a command that found the previous
-        lease abandoned may be about to create this number, and must fail."""
+        Leases but the first leave their number: a command that found the previous lease abandoned may be
+        about to create this number, and must fail."""
         hold = _held_leases.pop(self)
         try:
             if self.path.name == FIRST:
@@ -125,12 +124,12 @@ class Lease:
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """Renew the lease in a thread during the block. Ends this process at once if the lease is lost.
+        """Renew the lease in a thread during the block. Ends this process at once if it is lost.
 
         Every process that writes into the folder must enter it. Its new files are private to this user."""
-        if self not in _held_leases:  # taken by another process, and handed over
+        if self not in _held_leases:  # handed over by another process
             try:
-                file = open(self.path, "r+b")  # noqa: SIM115 (as long as this process keeps the lease)
+                file = open(self.path, "r+b")  # noqa: SIM115 (open as long as the lease)
             except FileNotFoundError:
                 raise LeaseError(f"{self.path.parent}: another command has taken it over") from None
             _lock(file)
@@ -177,16 +176,14 @@ def hold_lease(
 ) -> Iterator[Lease]:
     """Create a folder if necessary, and hold its lease during the block.
 
-    limit     seconds without renewal after which the lease may be taken over
+    limit     seconds without renewal until the lease may be taken over
     wait      seconds to wait for another command to leave
-    stop      returns True to stop waiting
     machines  number of this command's machines
-    key       configuration key or option that names the folder, for messages
-    remedy    what to do if another command has the folder
+    key       names the folder in messages
+    remedy    if another command has the folder
 
-    Writing processes enter `Lease.kept`. New files are private to this user. Raises ConfigError if the
-    folder is not writable or not private, or if another command has it, and Interrupted if `stop` ended
-    the wait."""
+    New files are private to this user. Raises ConfigError if the folder is not writable or not private, or if
+    another command has it, and Interrupted if `stop` ended the wait."""
     name = f"{key}: {folder}" if key else str(folder)
     me = Owner(
         command=command,
@@ -207,7 +204,7 @@ def hold_lease(
             number, path = _newest(folder)
             owner = _owner(path, limit) if path is not None else None
             if path is None or owner is None or _is_expired(path, owner):
-                lease = _create(folder.resolve(), number + 1, me)  # None if another command was faster
+                lease = _create(folder.resolve(), number + 1, me)  # None: another command was faster
                 continue
             waited = time.monotonic() - started
             if stop():
@@ -241,9 +238,7 @@ def private_files() -> Iterator[None]:
 
 
 def _check_private(folder: Path, name: str) -> None:
-    """Check that no other user can replace files in a folder; warn if a group can.
-
-    Raises ConfigError if the folder has another owner or is writable for everybody, and OSError."""
+    """Raise ConfigError or OSError if other users can replace files in a folder; warn if a group can."""
     with tempfile.TemporaryFile(dir=folder) as probe:
         # Not the process's uid: a file server may map root to another user.
         mine = os.fstat(probe.fileno()).st_uid
@@ -254,7 +249,7 @@ def _check_private(folder: Path, name: str) -> None:
         raise ConfigError(f"{name}: belongs to the user {owner}, and this command runs as {me} ({remedy})")
     if found.st_mode & stat.S_IWOTH:
         raise ConfigError(f"{name}: any user may write there (chmod o-w {folder}, or {remedy})")
-    if found.st_mode & stat.S_IWGRP and found.st_gid != mine:  # a user's private group has the user's number
+    if found.st_mode & stat.S_IWGRP and found.st_gid != mine:  # a private group
         group = _get_name(grp.getgrgid, found.st_gid)
         what = f"members of the group {group} may write there, and so act in this user's name"
         print(
@@ -263,7 +258,6 @@ def _check_private(folder: Path, name: str) -> None:
 
 
 def _get_name(entry: Callable[[int], tuple[Any, ...]], number: int) -> str:
-    """Return the name of a user or group, or its number if it has no name."""
     try:
         return str(entry(number)[0])
     except KeyError:
@@ -273,8 +267,8 @@ def _get_name(entry: Callable[[int], tuple[Any, ...]], number: int) -> str:
 def replace_folder(folder: Path) -> None:
     """Replace a folder by an empty one that is private to this user.
 
-    It is renamed before it is deleted: a half deleted folder would have lost its mark. Raises ConfigError
-    if another command writes there."""
+    It is renamed first: half deleted, it would have lost its mark. Raises ConfigError if another command
+    writes there."""
     with hold_lease(folder, "megarl", remedy="stop it there, wait for it, or choose another folder"):
         pass
     old = folder.with_name(f"{folder.name}.old")
@@ -286,7 +280,6 @@ def replace_folder(folder: Path) -> None:
 
 
 def renew_held() -> None:
-    """Renew every lease of this process that is due. Raises LeaseError."""
     for lease, hold in list(_held_leases.items()):
         if time.monotonic() - hold.renewed >= lease.limit / RENEWALS:
             lease.renew()
@@ -302,12 +295,11 @@ def _owner(path: Path, limit: float) -> Owner | None:
         return None
     try:
         return Owner(**json.loads(path.read_bytes()))
-    except (OSError, ValueError, TypeError):  # just released, or half written by a command that may have died
+    except (OSError, ValueError, TypeError):  # just released, or half written
         return Owner("another command", "a machine", "", 0, 0, "", time.time(), limit, locked=False)
 
 
 def _is_expired(path: Path, owner: Owner) -> bool:
-    """Return whether a lease's owner has ended, or did not renew it in time."""
     try:
         if owner.locked and owner.machines == 1 and owner.machine == _machine():
             with open(path, "r+b") as file:
@@ -321,32 +313,31 @@ def _is_expired(path: Path, owner: Owner) -> bool:
 
 
 def _age(path: Path) -> float:
-    """Return the seconds since a lease was renewed, by the file server's clock; 0 if it has gone."""
+    """Return the seconds since a renewal, by the file server's clock; 0 if the file is gone."""
     with tempfile.TemporaryFile(dir=path.parent) as probe, suppress(FileNotFoundError):
         probe.write(b"now")
         probe.flush()
-        with open(path, "rb") as file:  # network file systems fetch the time when a file is opened
+        with open(path, "rb") as file:  # network file systems fetch the time when opening
             return os.fstat(probe.fileno()).st_mtime - os.fstat(file.fileno()).st_mtime
     return 0.0
 
 
 def _create(folder: Path, number: int, owner: Owner) -> Lease | None:
-    """Create a lease and delete older ones. Returns None if another command was faster."""
     path = folder / f"lease-{number:06d}.json"
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
     except FileExistsError:
         return None
-    # Lock it before writing the owner: a reader of half a file must not conclude that the owner has ended.
+    # A reader of half a file must not conclude that the owner has ended.
     file, content = FileIO(descriptor, "r+b"), asdict(owner)
     content["locked"] = _lock(file)
     try:
         append_atomic(file, json.dumps(content).encode() + b"\n")
-    except OSError:  # half a lease would block the folder as long as a complete one
+    except OSError:  # half a lease blocks the folder
         path.unlink()
         file.close()
         raise
-    if _newest(folder)[0] > number:  # another command took and released this number in the meantime
+    if _newest(folder)[0] > number:  # another command took and released it
         path.unlink()
         file.close()
         return None
@@ -359,7 +350,7 @@ def _create(folder: Path, number: int, owner: Owner) -> Lease | None:
 
 
 def _lock(file: IO[bytes]) -> bool:
-    """Lock a lease's file until every process that has it open ends. Returns False without file locks."""
+    """Lock a file until every process that has it open ends. Returns False without locks."""
     try:
         fcntl.flock(file, fcntl.LOCK_SH)
     except OSError as error:
@@ -394,7 +385,7 @@ class _Times(ctypes.Structure):
 
 
 class _Timer:
-    """A kernel timer that kills this process, even a stopped one, when it expires."""
+    """A kernel timer that kills this process, even a stopped one."""
 
     def __init__(self) -> None:
         self._libc: Any = ctypes.CDLL(None, use_errno=True)
@@ -407,7 +398,6 @@ class _Timer:
         )
 
     def set(self, seconds: float) -> None:
-        """Kill the process in `seconds` from now. Replaces an earlier time."""
         whole = int(max(seconds, 0.001))
         value = (ctypes.c_long * 2)(whole, int((max(seconds, 0.001) - whole) * 1e9))
         self._check(self._libc.timer_settime(self._timer, 0, ctypes.byref(_Times(value=value)), None))
@@ -423,7 +413,7 @@ class _Timer:
 
 @dataclass
 class _Hold:
-    """This process's share in a lease: its locked file, when it was renewed (time.monotonic), the timer."""
+    """This process's share in a lease. renewed: time.monotonic."""
 
     file: IO[bytes]
     renewed: float

@@ -1,6 +1,7 @@
 """Check whether the installed packages fit megarl, each other and the driver.
 
-A problem is one line with its remedy."""
+A problem is one line with its remedy.
+"""
 
 from __future__ import annotations
 
@@ -30,23 +31,22 @@ PACKAGES = (
     *("torch", "megatron-core", "triton", "transformers", "transformer-engine", "sglang"),
     *("nemo-run", "tensorboard", "wandb", "numpy", "math-verify", "reasoning-gym"),
 )
-# Supported versions, as in pyproject.toml: the oldest, and the first that is too new.
+# As in pyproject.toml: the oldest version, and the first that is too new.
 SUPPORTED = {"torch": ((2, 11), (3,)), "megatron-core": ((0, 16), (0, 20)), "transformers": ((5, 12), (6,))}
-# The newest tested megatron-core; the key is True for Python 3.12 or later.
+# Tested megatron-core; the key is True for Python 3.12 or later.
 MEGATRON = {False: "0.16.1", True: "0.19.2"}
-# megatron-core imports triton on any device from this version, and does not require it.
+# megarl's oldest megatron-core that imports triton, without requiring it.
 IMPORTS_TRITON = (0, 18)
-# The oldest driver by major version of CUDA (release notes of the CUDA toolkit).
+# The oldest driver by major version of CUDA (toolkit's release notes).
 DRIVERS = {12: "525.60.13", 13: "580.65.06"}
-LOCK = Path(__file__).parents[2] / "requirements-gpu.txt"  # of the checkout
-# Packages to name first if the installation differs from LOCK.
+LOCK = Path(__file__).parents[2] / "requirements-gpu.txt"
 LOCKED_FIRST = (
     *("torch", "transformer-engine", "transformer-engine-torch", "megatron-core"),
     *("sglang", "sglang-kernel", "transformers"),
 )
 INSTALL = "make install-gpu"
 NEEDS_TE = "needs a CUDA device and transformer-engine"
-# Matrix products with the shape of a small model's layers, half a second for each precision.
+# Products with the shape of a small model's layers.
 MATRIX_RATES = """
 import time, torch
 for dtype in (torch.float32, torch.bfloat16):
@@ -69,8 +69,7 @@ def cores() -> int:
 def matrix_rates(processes: int) -> dict[str, float]:
     """Measure the GFLOP/s of one core in `fp32` and `bf16`, while `processes` processes multiply.
 
-    Takes some seconds, mostly to import torch. It runs in separate processes: ranks may be forked from
-    this one, which must not have torch's threads."""
+    They are separate processes: ranks may be forked from this one, which must not have torch's threads."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-P", "-c", MATRIX_RATES]
     started = [
@@ -83,7 +82,6 @@ def matrix_rates(processes: int) -> dict[str, float]:
 
 
 def get_version(package: str) -> str | None:
-    """Return the version of an installed package, None if it is not installed."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -91,9 +89,8 @@ def get_version(package: str) -> str | None:
 
 
 def installed() -> dict[str, str]:
-    """Return the installed versions of `PACKAGES`, from pip's metadata. Imports nothing."""
     versions = {name: version for name in PACKAGES if (version := get_version(name))}
-    if find_spec("triton"):  # some builds of torch include it under another name
+    if find_spec("triton"):
         versions.setdefault("triton", "with torch")
     return versions
 
@@ -115,13 +112,12 @@ def find_misfit(versions: Mapping[str, str], python: tuple[int, int]) -> str | N
 
 
 def check_packages() -> None:
-    """Raise ConfigError if megarl cannot run with an installed package. Call it before importing any."""
+    """Raise ConfigError for an unsuitable package. Call it before importing any."""
     if problem := find_misfit(installed(), sys.version_info[:2]):
         raise ConfigError(problem)
 
 
 def _numbers(version: str) -> tuple[int, ...]:
-    """Return (2, 13, 0) for 2.13.0+cpu."""
     return tuple(int(number) for number in re.findall(r"\d+", version.split("+")[0])[:3])
 
 
@@ -143,23 +139,21 @@ def flaws(cuda: str | None) -> Iterator[str]:
 
 
 def cuda_runtime_folders() -> list[str]:
-    """Return the folders of CUDA's runtime library in NVIDIA's wheels, which the loader does not search."""
+    """Return the folders of CUDA's runtime in NVIDIA's wheels, where the loader does not search."""
     spec = find_spec("nvidia")
     roots = [Path(root) for root in (spec.submodule_search_locations or ())] if spec else []
     return sorted({str(path.parent) for root in roots for path in root.glob("*/lib/libcudart.so.*")})
 
 
 def memory_saver_problem(cuda: str) -> str | None:
-    """Return why the library that SGLang's memory saver preloads cannot be loaded, None if it can.
-
-    cuda: version that torch was built for"""
+    """Return why the library that SGLang's memory saver preloads cannot be loaded, None if it can."""
     spec = find_spec("torch_memory_saver")
     if spec is None or spec.origin is None:
         return None
     name = f"torch_memory_saver_hook_mode_preload_cu{cuda.partition('.')[0]}.abi3.so"
     preloaded = Path(spec.origin).parents[1] / name
     if not preloaded.exists():
-        return None  # another version, with other names: SGLang reports problems itself
+        return None  # other names: SGLang reports problems itself
     paths = os.pathsep.join(filter(None, [*cuda_runtime_folders(), os.environ.get("LD_LIBRARY_PATH", "")]))
     environment = {**os.environ, "LD_PRELOAD": str(preloaded), "LD_LIBRARY_PATH": paths}
     command = [sys.executable, "-S", "-c", ""]
@@ -174,7 +168,6 @@ def memory_saver_problem(cuda: str) -> str | None:
 
 
 def list_unmet_requirements(package: str) -> list[str]:
-    """Return the unmet requirements of an installed package, one line each."""
     version, lines = get_version(package), []
     for text in (metadata.requires(package) or []) if version else []:
         try:
@@ -192,10 +185,9 @@ def list_unmet_requirements(package: str) -> list[str]:
 
 
 def lock_problem(lock: str) -> str | None:
-    """Return how the packages differ from requirements-gpu.txt, None if they do not."""
     pins: dict[str, str] = dict(re.findall(r"^([\w.-]+)==(\S+)", lock, re.MULTILINE))
     found = {name: get_version(name) for name in pins}
-    # Without the build, which torch's own index adds: 2.14.1+cu130.
+    # Without torch's own build: 2.14.1+cu130.
     off = [name for name, wanted in pins.items() if (found[name] or "").partition("+")[0] != wanted]
     if not off:
         return None
@@ -207,10 +199,9 @@ def lock_problem(lock: str) -> str | None:
 
 
 def broken_transformer_engine() -> str:
-    """Return why the installed Transformer Engine cannot be imported, "" if it can or is not installed.
+    """Return why the installed Transformer Engine cannot be imported, else "".
 
-    Megatron imports anything with its name, and fails on a package without its compiled half or on a
-    leftover folder."""
+    Megatron imports anything with its name, even a package without its compiled half or a leftover folder."""
     spec = find_spec("transformer_engine")
     if spec is None:
         return ""
@@ -221,7 +212,7 @@ def broken_transformer_engine() -> str:
     for name in ("transformer-engine-torch", "transformer-engine-cu13", "transformer-engine-cu12"):
         if (found := get_version(name)) not in (None, version):
             return f"{folder}: transformer-engine {version} does not go with {name} {found} ({INSTALL})"
-    # The compiled module is in a subfolder that only the package itself puts on the path.
+    # Only the package itself puts the compiled module's folder on the path.
     if get_version("transformer-engine-torch") is None and find_spec("transformer_engine_torch") is None:
         lacks = f"transformer-engine {version} lacks its compiled half, transformer-engine-torch"
         return f"{folder}: {lacks} ({INSTALL}, or uninstall it)"
@@ -230,7 +221,7 @@ def broken_transformer_engine() -> str:
             warnings.simplefilter("ignore")  # it warns before it raises
             importlib.import_module("torch")  # loads libraries that the compiled half needs
             importlib.import_module("transformer_engine.pytorch")
-    except Exception as error:  # noqa: BLE001 (the kind of error depends on the missing part)
+    except Exception as error:  # noqa: BLE001 (the kind depends on the missing part)
         reason = first_line(error)
         hint = "compiled for another torch? " if "undefined symbol" in reason else ""
         cannot = f"this Transformer Engine cannot be imported: {reason.rstrip('.')}"
@@ -239,24 +230,23 @@ def broken_transformer_engine() -> str:
 
 
 def transformer_engine_problem(device_type: str) -> str:
-    """Return why Transformer Engine's layers cannot run on this device type, "" if they can.
+    """Return why Transformer Engine's layers cannot run on this device type, else "".
 
     Imports Transformer Engine, which takes seconds."""
     if find_spec("transformer_engine") is None:
         return NEEDS_TE
     if broken := broken_transformer_engine():
         return broken
-    # The real kernels need CUDA; those of tests/te are plain torch and name their devices.
+    # The real kernels need CUDA; those of tests/te name their devices.
     device_types = getattr(importlib.import_module("transformer_engine_torch"), "device_types", ("cuda",))
     return "" if device_type in device_types else NEEDS_TE
 
 
 @cache  # torch reports it only once
 def cudnn_problem() -> str:
-    """Return that the loader finds an older cuDNN than torch was compiled with, "" if it does not.
+    """Return that the loader finds an older cuDNN than torch was compiled with, else "".
 
-    LD_LIBRARY_PATH may cause that, and nothing else reports it: Transformer Engine's attention then does
-    without cuDNN's kernels."""
+    Nothing else reports it: Transformer Engine's attention then does without cuDNN's kernels."""
     torch = importlib.import_module("torch")
     try:
         torch.backends.cudnn.version()
@@ -270,7 +260,6 @@ def cudnn_problem() -> str:
 
 
 def muon_problem() -> str:
-    """Return why Megatron cannot run Muon here, "" if it can."""
     megatron = get_version("megatron-core") or "0"
     if _numbers(megatron) < (0, 18):
         return f"needs megatron-core 0.18 or later, and there is {megatron}"
@@ -278,9 +267,6 @@ def muon_problem() -> str:
 
 
 def import_problem(package: str, code: str, limit: float = 300.0) -> str | None:
-    """Return why `code`, which imports a package, fails in a separate process; None if it works.
-
-    limit: seconds"""
     command, nothing = [sys.executable, "-c", code], subprocess.DEVNULL
     try:
         done = subprocess.run(
@@ -296,7 +282,6 @@ def import_problem(package: str, code: str, limit: float = 300.0) -> str | None:
 
 
 def engine_import_problem(name: EngineName) -> str | None:
-    """Return why an engine's installed package cannot be imported, None if it can."""
     entry = ENGINES[name]
     if not entry.import_test or not find_spec(entry.package):
         return None
@@ -304,7 +289,7 @@ def engine_import_problem(name: EngineName) -> str | None:
 
 
 def allocator_problem(environment: Mapping[str, str] = os.environ) -> str | None:
-    """Return a note that the engine runs without torch's expandable segments (parallel/launch.py)."""
+    """Return a note that the engine runs without torch's expandable segments."""
     for name in sorted(ALLOCATOR):
         if (found := EXPANDABLE.search(environment.get(name, ""))) and found[1].lower() == "true":
             refused = "SGLang runs without expandable_segments, which its memory saver refuses"
@@ -313,10 +298,9 @@ def allocator_problem(environment: Mapping[str, str] = os.environ) -> str | None
 
 
 def attention_problem(attention: str, environment: Mapping[str, str] = os.environ) -> str:
-    """Return that a variable contradicts `model.attention`, "" if none does.
+    """Return that a variable of Transformer Engine contradicts `model.attention`, else "".
 
-    Such variables allow or forbid kernels of Transformer Engine. Megatron would fail when it builds the
-    model."""
+    Megatron would fail when it builds the model."""
     for kernels in ("flash", "fused", "unfused"):
         name, wanted = f"NVTE_{kernels.upper()}_ATTN", str(int(attention in ("auto", kernels)))
         if (found := environment.get(name, wanted)) != wanted:
@@ -327,8 +311,7 @@ def attention_problem(attention: str, environment: Mapping[str, str] = os.enviro
 def measure_usable_memory(root: Path = Path("/")) -> int:
     """Return the bytes of memory that this process and its children may use.
 
-    That is the machine's memory, or a lower limit of a control group (containers, Slurm; versions 1 and
-    2). root: for tests."""
+    Control groups (containers, Slurm; versions 1 and 2) may limit it."""
     total = re.search(r"MemTotal:\s+(\d+) kB", (root / "proc/meminfo").read_text())
     limits = [int(total[1]) * 1024] if total else []
     try:
@@ -342,7 +325,7 @@ def measure_usable_memory(root: Path = Path("/")) -> int:
         top, name = ("", "memory.max") if not controllers else ("memory", "memory.limit_in_bytes")
         mount, place = root / "sys/fs/cgroup" / top, Path(path.lstrip("/"))
         for folder in (place, *place.parents):
-            # A container may see its group at the top, and not under the path that the kernel names.
+            # A container may see its group at the top instead.
             file = mount / folder / name
             text = file.read_text().strip() if file.is_file() else ""
             limits += [int(text)] if text.isdecimal() else []
@@ -369,10 +352,10 @@ def hostname_problem() -> str | None:
 
 
 def check_launcher(environment: Mapping[str, str] = os.environ) -> None:
-    """Raise ConfigError for a launcher's variable (torchrun, Slurm) that megarl reads and cannot use.
+    """Raise ConfigError for an unusable variable of a launcher (torchrun, Slurm).
 
-    RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT must all be set if RANK or WORLD_SIZE is. Otherwise the
-    process would wait for ranks that nobody starts."""
+    With only some of RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT the process would wait for ranks that
+    nobody starts."""
     remedy = "torchrun sets them all; unset RANK and WORLD_SIZE to start without it"
 
     def number(name: str, least: int, below: int | None = None, why: str = "") -> int | None:
@@ -408,9 +391,7 @@ def check_launcher(environment: Mapping[str, str] = os.environ) -> None:
 
 
 def unseen_gpu(environment: Mapping[str, str]) -> str | None:
-    """Return why torch sees no GPU, None if that is expected.
-
-    It is unexpected if NVIDIA's driver is loaded and no variable hides the devices."""
+    """Return why torch sees no GPU despite a loaded driver, None if that is expected."""
     driver = driver_version()
     if driver is None or environment.get("CUDA_VISIBLE_DEVICES", "all") in ("", "-1"):
         return None
@@ -422,7 +403,6 @@ def unseen_gpu(environment: Mapping[str, str]) -> str | None:
 
 
 def driver_version(file: Path = Path("/proc/driver/nvidia/version")) -> str | None:
-    """Return the version of NVIDIA's kernel driver, None if it is not loaded."""
     try:
         found = re.search(r"Kernel Module.*?\s(\d+(?:\.\d+)+)", file.read_text(encoding="utf-8"))
     except OSError:
@@ -431,9 +411,7 @@ def driver_version(file: Path = Path("/proc/driver/nvidia/version")) -> str | No
 
 
 def driver_problem(driver: str | None, cuda: str | None) -> str | None:
-    """Return that the driver is too old for torch's CUDA, None if it is not.
-
-    A newer CUDA of the same major version needs no newer driver."""
+    """Return that the driver is too old for torch's CUDA, else None. Only the major version matters."""
     if driver is None or cuda is None:
         return None
     needed = DRIVERS.get(int(cuda.split(".")[0]))

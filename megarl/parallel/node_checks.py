@@ -1,7 +1,7 @@
 """Check the nodes of a job before its ranks start, each alone and all together.
 
-One process per node checks the node, then exchanges messages with all nodes. The first node's store has
-each node's facts and progress, so messages can name a node that is silent, slow or different."""
+The first node's store has each node's progress, so messages can name a node that is silent or slow.
+"""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ from megarl.config.errors import ConfigError, WaitTimeout, first_line
 from megarl.parallel.machine import GIB, driver_problem, driver_version, hostname_problem
 from megarl.parallel.secret import SECRET_FILE, SignedStore, agree_on_secret, open_store
 
-MESSAGE = 64 * 2**20  # bytes of one message in the measurement
-CONTROL = 2**20  # bytes of a message that only has to arrive
+MESSAGE = 64 * 2**20
+CONTROL = 2**20
 ROUNDS = 3
-CLOCKS = 5.0  # seconds that two nodes' clocks may differ: beyond that, logs and file times mislead
-VISIBLE = 5.0  # seconds after which other nodes must see a file that the first node wrote
-HEARD = 5.0  # seconds that the first node waits for every other node to read the findings
-UNSIGNED = 300  # maximum bytes of an unsigned line that are printed
+CLOCKS = 5.0  # seconds; beyond that, logs and file times mislead
+VISIBLE = 5.0  # seconds until others must see a file
+HEARD = 5.0  # seconds for others to read the findings
+UNSIGNED = 300  # maximum printed bytes of an unsigned line
 OUTLIER = 4.0  # a node this many times slower than the median slows down all
-DEVICE_FREE = 0.9  # share of a GPU's memory that must be free
+DEVICE_FREE = 0.9
 
 
 @dataclass(frozen=True)
 class NodePlace:
-    """This process among the nodes of the job. limit: seconds for each wait."""
+    """This process among the nodes. limit: seconds for each wait."""
 
     node: int
     nodes: int
@@ -54,10 +54,8 @@ class NodePlace:
 class NodeNeeds:
     """Requirements on each node.
 
-    folder      of the run, on a file system that all nodes share
+    folder      of the run, shared by all nodes
     devices     GPUs, 0 for a job on CPUs
-    host_bytes  free memory
-    disk_bytes  free disk space
     bandwidth   GB/s into the node"""
 
     folder: Path
@@ -68,10 +66,10 @@ class NodeNeeds:
 
 
 class Findings(NamedTuple):
-    """The result of the checks. Every node gets the same."""
+    """Results of the checks, the same on every node."""
 
-    problems: list[str]  # lines that each name a node and stop the job
-    notes: list[str]  # lines that are good to know
+    problems: list[str]  # stop the job
+    notes: list[str]
 
 
 def check_nodes(
@@ -83,7 +81,7 @@ def check_nodes(
 ) -> Findings:
     """Check this node, then its differences from the others, then the network. Every node calls it.
 
-    The network is tried only if every node is sound. problems: of this node, found earlier."""
+    problems: of this node, found earlier."""
     first = place.node == 0
     try:
         joined = open_store(place.host, place.port, place.nodes, place.limit, first=first)
@@ -91,7 +89,7 @@ def check_nodes(
         where = f"{place.host}:{place.port} within {place.limit:.0f} s"
         return Findings([f"{place.name}: cannot reach {where} (a firewall, or the wrong interface?)"], [])
     store = SignedStore(joined)
-    secret = needs.folder / f".nodes-{place.port}"  # the other nodes must see this file
+    secret = needs.folder / f".nodes-{place.port}"  # other nodes must see this file
     if not first:
         store.wait("begin", place.limit)
     try:
@@ -123,7 +121,7 @@ def check_nodes(
             return Findings([], ["one node: nothing to measure between nodes"])
         notes: list[str] = []
         for i, (backend, size, bandwidth) in enumerate(networks(needs)):
-            # Separate keys per network: an address left by an earlier one leads to a closed socket.
+            # Separate keys: an earlier network's address leads to a closed socket.
             own = dist.PrefixStore(f"network/{i}", joined)
             findings = _try_network(own, place, backend, size, bandwidth)
             notes += findings.notes
@@ -176,9 +174,7 @@ def _host_problems(needs: NodeNeeds) -> list[str]:
 
 
 def _judge_nodes(store: SignedStore, place: NodePlace, clock: Callable[[], float]) -> list[str]:
-    """Return lines about silent nodes, each node's problems, and differences from the first node.
-
-    Runs on the first node."""
+    """Return, on the first node, lines about silent, unsound and different nodes."""
     deadline = time.monotonic() + place.limit
     facts, unseen = {}, dict[int, str]()
     for node in range(place.nodes):
@@ -220,7 +216,7 @@ def _judge_nodes(store: SignedStore, place: NodePlace, clock: Callable[[], float
 
 
 def _share(store: SignedStore, place: NodePlace, part: str, findings: Findings) -> Findings:
-    """Return the first node's findings on every node. The first node leaves last, and its store with it."""
+    """Return the first node's findings on every node. It leaves last, and its store with it."""
     if place.node == 0:
         store.set(f"findings/{part}", json.dumps(findings))
         for node in range(1, place.nodes):
@@ -234,11 +230,9 @@ def _share(store: SignedStore, place: NodePlace, part: str, findings: Findings) 
 
 
 def networks(needs: NodeNeeds) -> list[tuple[str, int, float | None]]:
-    """Return the networks that the job uses: (backend, bytes of a message, least GB/s into a node or
-    None).
+    """Return the job's networks: (backend, bytes of a message, least GB/s into a node or None).
 
-    Jobs on GPUs send tensors over NCCL. Control messages go over gloo, often on another interface, and
-    must arrive at any speed."""
+    GPUs send tensors over NCCL. Control messages go over gloo, often on another interface, at any speed."""
     if needs.devices:
         return [("nccl", MESSAGE, needs.bandwidth), ("gloo", CONTROL, None)]
     return [("gloo", MESSAGE, needs.bandwidth)]
@@ -247,15 +241,14 @@ def networks(needs: NodeNeeds) -> list[tuple[str, int, float | None]]:
 def _try_network(
     store: dist.Store, place: NodePlace, backend: str, size: int, bandwidth: float | None
 ) -> Findings:
-    """Measure a network: GB/s into this node, and GB/s of an all-reduce over all nodes.
+    """Measure a network: GB/s into this node, in a ring, and of an all-reduce over all nodes.
 
-    The first is measured in a ring, in which each node sends to the next. Both are message size / time, not
-    NCCL's bus bandwidth."""
+    Both are message size / time, not NCCL's bus bandwidth."""
 
     signed = SignedStore(store)
 
     def give_up() -> None:
-        """End the process, the only way out of a collective that hangs. The first node prints why."""
+        """End the process, the only way out of a collective that hangs."""
         if place.node == 0:
             late, absent = (
                 [str(node) for node in range(place.nodes) if not signed.has(f"stage/{node}/{stage}")]
@@ -307,7 +300,7 @@ def _try_network(
 
 
 def _seconds(work: Callable[[], Any], device: torch.device) -> float:
-    """Return the time of the fastest of ROUNDS, after one that sets up connections."""
+    """Return the seconds of the fastest of ROUNDS, after one that connects."""
     taken = []
     for _ in range(ROUNDS + 1):
         dist.barrier()
@@ -320,7 +313,7 @@ def _seconds(work: Callable[[], Any], device: torch.device) -> float:
 
 
 def _judge_network(store: SignedStore, place: NodePlace, backend: str, least: float | None) -> Findings:
-    """Return, on the first node, nodes that were lost, failed or are too slow. least: GB/s, None: any."""
+    """Return, on the first node, lost, failed and slow nodes. least: GB/s."""
     speeds, problems = {}, []
     for node in range(place.nodes):
         deadline = time.monotonic() + place.limit
@@ -329,7 +322,7 @@ def _judge_network(store: SignedStore, place: NodePlace, backend: str, least: fl
             time.sleep(0.02)
         if store.has(speed_key):
             name, *speed = json.loads(store.get(speed_key))
-            speeds[name] = tuple(speed)  # into it, all-reduce
+            speeds[name] = tuple(speed)
         elif store.has(broken_key):
             problems.append(store.get(broken_key))
         else:

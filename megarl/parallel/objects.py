@@ -1,7 +1,8 @@
 """Encode objects as msgpack for messages between processes, and decode them as a known type.
 
-The receiver names the type: one of msgspec's (dataclasses, Structs, lists, numbers, texts), a tensor, an
-array, a path or a MegarlError. Integers have at most 64 bits, so a user's JSON travels as text."""
+The receiver names the type: one of msgspec's, a tensor, an array, a path or a MegarlError. Integers have at
+most 64 bits, so a user's JSON travels as text.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from megarl.config.errors import MegarlError, MessageError, error_class
 
 
 def as_plain(value: Any) -> Any:
-    """Convert a value that msgspec does not know into values that it does."""
+    """Convert a value that msgspec does not know."""
     match value:
         case Tensor():
             data = value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
@@ -37,7 +38,7 @@ def as_plain(value: Any) -> Any:
 
 
 def from_plain(kind: type, plain: Any) -> Any:
-    """Convert the values of `as_plain` back to this type. Raises ValueError or TypeError if malformed."""
+    """Invert `as_plain`. Raises ValueError or TypeError if malformed."""
     if issubclass(kind, Tensor):
         name, shape, data = plain
         dtype = getattr(torch, name, None)
@@ -63,7 +64,7 @@ encode = msgspec.msgpack.Encoder(enc_hook=as_plain).encode
 
 
 def decode(data: bytes, kind: Any, sender: str) -> Any:
-    """Decode an object of type `kind` that `sender` has encoded. Raises MessageError for anything else."""
+    """Decode an object of type `kind`. Raises MessageError for anything else."""
     try:
         return msgspec.msgpack.decode(data, type=kind, dec_hook=from_plain)
     except (msgspec.MsgspecError, ValueError, TypeError) as error:

@@ -1,7 +1,4 @@
-"""Offload tensors to host memory and load them back.
-
-Their storages are freed and refilled in place, so that every view stays valid. All groups share the same
-pinned host memory."""
+"""Offload tensors to host memory and load them back, in place, so that every view stays valid."""
 
 from __future__ import annotations
 
@@ -13,25 +10,25 @@ from torch import Tensor, UntypedStorage
 
 from megarl.config.errors import DeviceMemoryError, first_line
 
-# A power of two, because torch rounds pinned memory up to one.
+# torch rounds pinned memory up to a power of two.
 CHUNK = 64 * 2**20
 Contents = Literal["kept", "constant", "zero"]
 
 
 class HostPool:
-    """Reusable chunks of host memory, pinned if the device is a GPU."""
+    """Reusable chunks of host memory that all groups share, pinned for a GPU."""
 
     def __init__(self, device: torch.device, chunk: int = CHUNK) -> None:
         self.chunk, self._pinned = chunk, device.type == "cuda"
         self._free: list[Tensor] = []
-        self.nbytes = 0  # of all chunks, in use or not
+        self.nbytes = 0
 
     def take(self, count: int) -> list[Tensor]:
-        """Return `count` uninitialised uint8 chunks. Raises DeviceMemoryError if host memory is full."""
+        """Return uninitialised uint8 chunks. Raises DeviceMemoryError if host memory is full."""
         while len(self._free) < count:
             try:
                 chunk = torch.empty(self.chunk, dtype=torch.uint8, pin_memory=self._pinned)
-            except RuntimeError as error:  # its text is the one of a full GPU
+            except RuntimeError as error:  # has the text of a full GPU
                 what = f"is full after this rank offloaded {self.nbytes / 2**30:.2f} GiB"
                 remedy = "give the job more memory, or each node fewer ranks, or set residency.keep"
                 raise DeviceMemoryError(f"host memory: {what}: {first_line(error)} ({remedy})") from error
@@ -46,8 +43,8 @@ class HostPool:
 class OffloadGroup:
     """The device memory of some tensors, which can be offloaded.
 
-    tensors   lists the tensors at each call, because an optimizer's states exist only after its first
-              step; those on other devices are ignored
+    tensors   lists them at each call: an optimizer's states exist only after its first step; those on other
+              devices are ignored
     contents  kept: restored; constant: restored from one copy, because nobody writes them; zero: filled
               with 0"""
 
@@ -64,7 +61,7 @@ class OffloadGroup:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that it takes, or would take, on the device."""
+        """Bytes on the device when loaded."""
         if self._away is None:
             return sum(storage.nbytes() for storage in self._storages())
         return sum(size for _, size in self._away)
@@ -72,8 +69,7 @@ class OffloadGroup:
     def offload(self) -> None:
         """Copy the tensors to host memory and free their device memory.
 
-        The copies run on the current stream, so kernels that wrote the tensors must have been launched on
-        it."""
+        Kernels that wrote them must have been launched on the current stream, which copies."""
         away = [(storage, storage.nbytes()) for storage in self._storages()]
         if self._contents != "zero" and not self._chunks:
             self._chunks = self._pool.take(-(-sum(size for _, size in away) // self._pool.chunk))
@@ -84,8 +80,7 @@ class OffloadGroup:
         self._away = away
 
     def onload(self) -> None:
-        """Allocate the device memory again and fill it. After torch.OutOfMemoryError it is still
-        offloaded."""
+        """Load the tensors again. After torch.OutOfMemoryError they are still offloaded."""
         assert self._away is not None, "it is on the device"
         away = self._away
         try:
@@ -106,7 +101,7 @@ class OffloadGroup:
         self._away = None
 
     def _storages(self) -> Iterator[UntypedStorage]:
-        """Yield each storage once, however many tensors are views of it."""
+        """Yield each storage once; several tensors may be views of it."""
         yielded: set[int] = set()
         for tensor in self._tensors():
             storage = tensor.untyped_storage()
@@ -115,7 +110,7 @@ class OffloadGroup:
                 yield storage
 
     def _parts(self, away: list[tuple[UntypedStorage, int]]) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield each part of the storages with its host memory, consecutively over the chunks."""
+        """Yield the storages' parts with their host memory, consecutively over the chunks."""
         chunk, at = self._pool.chunk, 0
         for storage, size in away if self._chunks else ():
             whole, start = _bytes(storage), 0

@@ -25,15 +25,11 @@ from megarl.parallel.machine import unseen_gpu
 from megarl.parallel.secret import SECRET_FILE, SIZE, SignedStore, agree_on_secret, open_store, sign, verify
 
 LAUNCHED_BY = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # variables of torchrun
-STORE_FILE = "MEGARL_STORE_FILE"  # variable with the path of the store's file, for ranks of one machine
+STORE_FILE = "MEGARL_STORE_FILE"  # path of one machine's store
 
 
 class Ranks(Protocol):
-    """Ranks that communicate (parallel/comm.py): all of the job's or some of them.
-
-    rank       this process's number among them
-    world      their number
-    cpu_group  gloo: for Python objects and host tensors"""
+    """Ranks that communicate (parallel/comm.py): all of the job's or some of them. cpu_group: gloo."""
 
     @property
     def rank(self) -> int: ...
@@ -56,14 +52,14 @@ class Team:
 class Runtime:
     """A rank's place in the job.
 
-    Trainers have the first ranks, arranged by the layout, then come `rollout_ranks` ranks with engines
-    only. Without such ranks the trainers have the engines.
+    Trainers have the first ranks, then come `rollout_ranks` ranks with engines only. Without such ranks the
+    trainers have the engines.
 
     rank            in the whole job
     timeout         seconds that a collective may wait
-    cpu_group       gloo, all trainers, or all engine-only ranks: for Python objects and host tensors
+    cpu_group       gloo, all trainers, or all engine-only ranks
     job_group       gloo, all ranks
-    transfer_group  of the weights' messages, all ranks; None: the default group
+    transfer_group  for weight transfers, all ranks; None: the default group
     store           of all ranks, if some have engines only"""
 
     layout: Layout
@@ -78,7 +74,6 @@ class Runtime:
 
     @property
     def world(self) -> int:
-        """The number of trainers."""
         return self.layout.world
 
     @property
@@ -93,12 +88,10 @@ class Runtime:
 
     @property
     def first_engine(self) -> int:
-        """The first rank that has an engine."""
         return self.world if self.rollout_ranks else 0
 
     @property
     def engines(self) -> Ranks:
-        """The ranks that have engines, among them this one."""
         if not self.rollout_ranks:
             return self
         assert not self.trains
@@ -126,17 +119,17 @@ class Runtime:
 
     @property
     def is_replica_leader(self) -> bool:
-        """True on the rank that reports its replica's numbers: first TP and CP rank of the last stage."""
+        """Return whether this rank reports its replica's numbers: first TP and CP rank of the last stage."""
         return self.tp_rank == 0 and self.cp_rank == 0 and self.is_last_stage
 
 
 def choose_device(wanted: str) -> torch.device:
     """Return the device for `parallel.device`; `auto` is CUDA if available.
 
-    Raises ConfigError for `cuda` without a device. Also for `auto` if there is a driver but torch cannot
-    use its GPUs, or 128 ranks would train on CPUs."""
-    # CUDA reads this variable at its first call, which follows here. Megatron's column-parallel layers rely
-    # on it for the order of communication and compute (tensor_parallel/layers.py).
+    Raises ConfigError for `cuda` without a device, and for `auto` if torch cannot use the GPUs of a driver:
+    else 128 ranks would train on CPUs."""
+    # CUDA reads this at its first call, which follows here. Megatron's column-parallel layers rely on it for
+    # the order of communication and compute (tensor_parallel/layers.py).
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     if wanted == "cpu":  # no call to CUDA: this process may fork ranks
         return torch.device("cpu")
@@ -158,22 +151,19 @@ def choose_device(wanted: str) -> torch.device:
 
 
 def is_launched() -> bool:
-    """Return whether torchrun or `launch` started this process as one of several ranks."""
     return all(name in os.environ for name in LAUNCHED_BY)
 
 
 def launched_rank() -> int:
-    """Return this process's global rank, 0 without a launcher."""
     return int(os.environ.get("RANK", "0"))
 
 
 def launched_world() -> int:
-    """Return the number of the job's processes, 1 without a launcher."""
     return int(os.environ["WORLD_SIZE"]) if is_launched() else 1
 
 
 def layout_for(config: ParallelConfig, world: int) -> Layout:
-    """Return the trainers' layout for `world` processes. Raises ConfigError if the sizes do not fit."""
+    """Return the trainers' layout. Raises ConfigError if the sizes do not fit `world`."""
     engines, world = config.rollout_ranks, world - config.rollout_ranks
     if world < 1:
         left = f"{engines} of {world + engines} launched processes leave no trainer"
@@ -195,16 +185,15 @@ def layout_for(config: ParallelConfig, world: int) -> Layout:
 
 
 def join_store(secret: Path | None, seconds: float) -> dist.Store:
-    """Agree with the job's ranks on their secret, and return the store that they share.
+    """Agree with the job's ranks on their secret, and return their store.
 
-    Each wait is at most `seconds`. Under torchrun the secret is in the file `secret`, and anybody may
-    connect to the store's port, so a rank decodes only signed objects. On one machine the store is a file
-    that other users cannot open."""
+    Each wait is at most `seconds`. Anybody may connect to torchrun's port, so a rank decodes only signed
+    objects. On one machine the store is a file that other users cannot open."""
     agree_on_secret(secret, seconds, first=launched_rank() == 0)
     sign_pickles()
     if path := os.environ.get(STORE_FILE):
         store: dist.Store = dist.FileStore(path)
-    elif os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # torchrun has one
+    elif os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         store, _, _ = next(dist.rendezvous("env://", timeout=datetime.timedelta(seconds=seconds)))
     else:
         host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
@@ -226,31 +215,30 @@ def remove_secret(secret: Path | None) -> None:
 def start(config: ParallelConfig, seed: int, *, mixture: bool = False, secret: Path | None = None) -> Runtime:
     """Join the job, once per rank: process groups over NCCL or gloo, Megatron's parallel state, seeds.
 
-    mixture  the model has experts, so the run uses their groups
-    secret   file of the job's secret under torchrun (`join_store`); None: MEGARL_SECRET_FILE names it
+    mixture  the model has experts
+    secret   file of the job's secret under torchrun; None: MEGARL_SECRET_FILE names it
 
-    With `parallel.rollout_ranks`, trainers and engine ranks have separate default groups, because Megatron
-    and its checkpoints take the default group for all trainers. A third group joins them."""
+    Trainers and engine-only ranks have separate default groups, because Megatron and its checkpoints take
+    the default group for all trainers. A third group joins them."""
     device = choose_device(config.device)
-    # Transformer Engine (2.20) reads delayed scaling's history, a pickle, from a checkpoint only if it is
-    # declared trusted. megarl made this pickle itself (weights/index.py).
+    # Transformer Engine (2.20) reads delayed scaling's history from a checkpoint only if this pickle is
+    # declared trusted. megarl made it itself (weights/index.py).
     os.environ.setdefault("NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE", "1")
-    # gloo then reads all members' addresses from the store in one request.
+    # gloo then reads all addresses from the store in one request.
     os.environ.setdefault("GLOO_ENABLE_STORE_V2_API", "1")
     if device.type == "cpu":
-        torch.set_num_threads(config.threads)  # per operation
+        torch.set_num_threads(config.threads)
         cpu_platform.install()
     else:
         torch.cuda.set_device(device)
-        # torch's cuDNN attention builds a graph for every new shape, which is slow: decoding has a new shape
-        # with each token. (Transformer Engine and SGLang do not use torch's attention.)
+        # torch's cuDNN attention builds a graph for every new shape: slow, as decoding has one with each
+        # token. Transformer Engine and SGLang do not use it.
         torch.backends.cuda.enable_cudnn_sdp(False)
-        # For shapes that cuDNN refuses, Transformer Engine (2.20) uses FlashAttention 4, if installed, and
-        # passes -1 for an unbounded window. From 4.0.0b30 on that is a window without keys: attention is 0,
-        # without an error (NVIDIA/TransformerEngine#3528).
+        # For shapes that cuDNN refuses, Transformer Engine (2.20) uses FlashAttention 4, and passes -1 for an
+        # unbounded window. From 4.0.0b30 on that is a window without keys: attention is silently 0
+        # (NVIDIA/TransformerEngine#3528).
         os.environ.setdefault("NVTE_FLASH_ATTN_V4", "0")
-        # Megatron compiles its fused activations with torch. For these few small kernels each rank would
-        # start a process per core, up to 32.
+        # Megatron compiles a few small kernels with torch; each rank would start up to 32 processes for them.
         if "TORCHINDUCTOR_COMPILE_THREADS" not in os.environ:
             inductor: Any = importlib.import_module("torch._inductor.config")
             inductor.compile_threads = 1
@@ -288,9 +276,7 @@ def start(config: ParallelConfig, seed: int, *, mixture: bool = False, secret: P
 
 
 def sign_pickles() -> None:
-    """Sign the objects that torch's collectives send, and check them before they are unpickled.
-
-    Megatron and torch's checkpoints use these collectives."""
+    """Sign the objects of torch's collectives, as Megatron uses them, and check them before unpickling."""
     pack, unpack = distributed._object_to_tensor, distributed._tensor_to_object
     if getattr(pack, "signs", False):
         return
@@ -320,7 +306,7 @@ def _start_megatron(config: ParallelConfig) -> None:
         virtual_pipeline_model_parallel_size=config.vpp if config.vpp > 1 else None,
         context_parallel_size=config.cp,
         expert_model_parallel_size=config.ep,
-        expert_tensor_parallel_size=1,  # an expert is not split over ranks (parallel/layout.py)
+        expert_tensor_parallel_size=1,  # experts are not split over ranks (parallel/layout.py)
         distributed_timeout_minutes=max(1, round(config.timeout / 60)),
     )
 
@@ -330,8 +316,7 @@ def _group_beside(
 ) -> dist.ProcessGroup:
     """Create a group that is larger than the default group, over the same store.
 
-    Its members have their numbers in this group, even if torch expects ranks of the default group. Only
-    `torch.distributed.get_rank` does not know them."""
+    Only `torch.distributed.get_rank` does not know its members' numbers."""
     group, _ = distributed._new_process_group_helper(
         world, rank, [], backend, store, group_name=distributed.GroupName(name), timeout=limit
     )
@@ -347,9 +332,9 @@ def _connect(
 ) -> None:
     """Sum one number in each group that a run uses, in the same order on all ranks.
 
-    NCCL creates a group's communicator at its first use, which all members must join. In a weight transfer
-    or between pipeline stages some ranks may send nothing, and the others would wait for ever. Also,
-    buffers are then allocated before the engine measures free memory.
+    NCCL creates a communicator at a group's first use, which all members must join. Where some ranks later
+    send nothing, the others would hang. Also, buffers are then allocated before the engine measures free
+    memory.
 
     init_process_group's `device_id` does not replace this: ranks outside a new gloo group split the NCCL
     communicator and ranks inside do not, which hangs. And unused groups would get a communicator."""
@@ -379,8 +364,8 @@ def _connect(
         if group is not None and dist.get_world_size(group) > 1:
             dist.all_reduce(torch.ones(1, device=device), group=group)
     if trains and groups.get_virtual_pipeline_model_parallel_world_size() is not None:
-        # The interleaved schedule sends single messages, for which NCCL creates a communicator per pair of
-        # ranks. Use the schedule's order and groups (Megatron's p2p_communication.py).
+        # The interleaved schedule sends single messages, with a communicator per pair of ranks. Use its order
+        # and groups (Megatron's p2p_communication.py).
         stages = groups.get_pipeline_model_parallel_group()
         other = dist.group.WORLD if stages.size() == 2 else stages
         is_even = stages.rank() % 2 == 0
@@ -402,7 +387,6 @@ def _connect(
 
 
 def generator_states() -> dict[str, Any]:
-    """Return the states of this process's global random generators, as lists and numbers."""
     from megatron.core import tensor_parallel
 
     tracked = tensor_parallel.get_cuda_rng_tracker().get_states()
@@ -417,7 +401,7 @@ def generator_states() -> dict[str, Any]:
 
 
 def set_generator_states(states: Mapping[str, Any]) -> None:
-    """Restore `generator_states`. Generators of another kind of device stay as they are."""
+    """Restore `generator_states`, except generators of another kind of device."""
     from megatron.core import tensor_parallel
 
     version, keys, gauss = states["python"]
@@ -436,8 +420,8 @@ def set_generator_states(states: Mapping[str, Any]) -> None:
 def stop(*, failed: bool = False) -> bool:
     """Leave the job; safe to call if `start` failed. Returns whether no process group is left.
 
-    failed: this rank leaves with an error that the others may not have. Destroying an NCCL group waits for
-    its other ranks, so such a rank keeps its groups and ends."""
+    failed: this rank leaves with its own error. Destroying an NCCL group waits for its other ranks, so such
+    a rank keeps its groups and ends."""
     if dist.is_initialized():
         if failed and dist.get_backend() == "nccl":
             return False

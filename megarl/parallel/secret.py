@@ -1,7 +1,8 @@
-"""The job's secret: random bytes with which its ranks sign their messages to each other.
+"""The job's secret: random bytes with which its ranks sign their messages.
 
-It is in a file that only this user can read, never in arguments, variables or a store. `launch` or, under
-torchrun, rank 0 creates that file, unless MEGARL_SECRET_FILE names another one."""
+It is in a file that only this user can read, never in arguments, variables or a store. `launch` or
+torchrun's rank 0 creates that file, unless MEGARL_SECRET_FILE names another one.
+"""
 
 from __future__ import annotations
 
@@ -17,14 +18,13 @@ import torch.distributed as dist
 
 from megarl.config.errors import ConfigError, MessageError, WaitTimeout
 
-SECRET_FILE = "MEGARL_SECRET_FILE"  # variable with the file's path
-SIZE = 32  # bytes of the secret, and of a signature (HMAC-SHA-256)
+SECRET_FILE = "MEGARL_SECRET_FILE"
+SIZE = 32  # bytes of the secret and of a signature (HMAC-SHA-256)
 _POLL = 0.02  # seconds between checks for the file
 _secret: bytes | None = None
 
 
 def make_secret(path: Path) -> None:
-    """Write a new secret into a file that must not exist."""
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     with os.fdopen(handle, "wb") as file:
@@ -32,7 +32,7 @@ def make_secret(path: Path) -> None:
 
 
 def read_secret(path: Path) -> bytes | None:
-    """Return the secret in a file, None if it is not there or incomplete.
+    """Return a file's secret, None if missing or incomplete.
 
     Raises ConfigError if another user could have read or written it."""
     try:
@@ -53,10 +53,9 @@ def read_secret(path: Path) -> bytes | None:
 
 
 def agree_on_secret(path: Path | None, seconds: float, *, first: bool) -> None:
-    """Read the secret of this process's job from `path`.
+    """Read the job's secret, waiting at most `seconds`.
 
-    The first rank creates the file, unless MEGARL_SECRET_FILE names it. The others wait for it, at most
-    `seconds`."""
+    The first rank creates the file, unless MEGARL_SECRET_FILE names it."""
     global _secret
     given = os.environ.get(SECRET_FILE)
     if given:
@@ -67,7 +66,7 @@ def agree_on_secret(path: Path | None, seconds: float, *, first: bool) -> None:
     while (found := read_secret(path)) is None:
         if first and not given:
             try:
-                path.unlink(missing_ok=True)  # a killed process may have left an incomplete file
+                path.unlink(missing_ok=True)  # incomplete, of a killed process
                 make_secret(path)
             except OSError as error:
                 remedy = f"{SECRET_FILE} may name another file, of {SIZE} random bytes"
@@ -90,16 +89,16 @@ def sign(*parts: bytes | str | int) -> bytes:
 
 
 def verify(signature: bytes, what: str, *parts: bytes | str | int) -> None:
-    """Raise MessageError if values do not have this signature."""
+    """Raise MessageError if the signature is not the values'."""
     if not hmac.compare_digest(signature, sign(*parts)):
         remedy = "another process takes part, or a rank has another secret: docs/cluster.md"
         raise MessageError(f"{what}: is not from a rank of this job ({remedy})")
 
 
 def open_store(host: str, port: int, members: int, seconds: float, *, first: bool) -> dist.TCPStore:
-    """Join a TCPStore. The first member hosts it, and listens only at the address of `host`.
+    """Join a TCPStore, which its first member hosts only at the address of `host`.
 
-    torch itself would listen at all addresses of the machine."""
+    torch would listen at all of the machine's addresses."""
     limit = datetime.timedelta(seconds=seconds)
     if not first:
         return dist.TCPStore(host, port, members, False, limit, wait_for_workers=False)
@@ -113,7 +112,7 @@ def open_store(host: str, port: int, members: int, seconds: float, *, first: boo
 
 
 class SignedStore:
-    """Values of this job in a torch store that anybody may write into: each is signed with its key."""
+    """Signed values in a torch store that anybody may write into."""
 
     def __init__(self, store: dist.Store) -> None:
         self.store = store
@@ -133,7 +132,6 @@ class SignedStore:
         return bool(self.store.check([*keys]))
 
     def wait(self, key: str, seconds: float) -> bool:
-        """Wait for a value. Returns False after `seconds`."""
         try:
             self.store.wait([key], datetime.timedelta(seconds=seconds))
         except (dist.DistError, RuntimeError):

@@ -1,6 +1,7 @@
 """Requests to save and leave, by a signal or by the job's time limit.
 
-It imports quickly, so that no signal is lost while a rank imports the rest."""
+It imports quickly, so that no signal is lost meanwhile.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +19,9 @@ END_TIME = "SLURM_JOB_END_TIME"  # set by Slurm: seconds since 1970
 
 
 class StopRequest:
-    """Treats `signals` in the `with` block as a request to save and leave at the next safe point.
+    """Treats `signals` in the block as a request to save and leave at the next safe point.
 
-    limit   seconds from now until this process must have ended; None: Slurm's time limit, if any
+    limit   seconds until this process must end; None: Slurm's limit
     margin  seconds to keep free before that"""
 
     def __init__(
@@ -46,16 +47,16 @@ class StopRequest:
         self.reason = f"stopped by {signal.Signals(number).name}"
 
     def should_stop(self, seconds: float = 0.0) -> bool:
-        """Return whether to leave now rather than do something that takes `seconds`."""
+        """Return whether to leave rather than do something that takes `seconds`."""
         if self.reason is None and self.end is not None and time.time() + seconds > self.end:
             self.reason = "stopped, as the time limit is near"
         return self.reason is not None
 
 
 def follow_launcher(parent: int | None = None) -> None:
-    """Let the kernel send SIGTERM to this process when its parent dies, even if the parent is killed.
+    """End with the parent, even if it is killed: by SIGTERM, or now if it has died already.
 
-    parent: expected parent's process id; if it has died already, this process ends now."""
+    parent: its expected process id"""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     if parent is not None and os.getppid() != parent:

@@ -11,9 +11,9 @@ from megarl.plan.tensors import count_trained
 
 
 def checkpoint_bytes(plan: PlanInputs, *, pretraining: bool = False) -> float:
-    """Return the bytes of weights, the optimizer's float32 weights and its moments, without padding.
+    """Return the bytes of weights and optimizer state, without padding.
 
-    pretraining: of a checkpoint of value pretraining, which does not train the actor"""
+    pretraining: in value pretraining the actor is not trained"""
     total = 0.0
     models = (*plan.trained, *["critic"] * (plan.config.critic.count - 1))
     for model in models[1:] if pretraining else models:
@@ -21,7 +21,7 @@ def checkpoint_bytes(plan: PlanInputs, *, pretraining: bool = False) -> float:
         whole = shape.count_params(Layout(), 0, critic=model == "critic").all
         total += (whole if plan.lora(model).rank is None else trained) * shape.itemsize
         total += trained * 3 * FP32
-        if model in plan.muon_models:  # one momentum, and float32 weights only where they are bfloat16
+        if model in plan.muon_models:  # one momentum; float32 weights of bfloat16 ones
             matrices = sum(map(sum, shape.matrices(Layout(), 0)))
             total -= matrices * (1 if shape.itemsize < FP32 else 2) * FP32
     return total
@@ -30,9 +30,8 @@ def checkpoint_bytes(plan: PlanInputs, *, pretraining: bool = False) -> float:
 def count_checkpoints(plan: PlanInputs) -> tuple[int, int]:
     """Return the most checkpoints on disk at once: of a run, and of its value pretraining.
 
-    These are the `checkpoint.keep` newest, one that is written before the oldest is deleted, and those of
-    every `keep_every`-th step (`prune` in training/checkpoint.py). With keep 0 it is all of them. Checkpoints
-    that a run writes when it is stopped are not counted."""
+    One is written before the oldest is deleted (`prune` in training/checkpoint.py). Those of a stopped run
+    are not counted."""
     config, settings = plan.config, plan.config.checkpoint
     if not settings.every:
         return 0, 0

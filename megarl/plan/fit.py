@@ -1,4 +1,4 @@
-"""Whether a run fits, and which key to change where it does not."""
+"""Find whether a run fits, and which key to change."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from megarl.plan.inputs import PlanInputs
 from megarl.plan.memory import Need, gpu_needs, needs_outside_steps
 from megarl.plan.sizes import GIB
 
-RESPONSE = 256  # bytes that any response takes of the process that distributes them, however short it is
-NEAR = 0.9  # share of a machine's memory from which on a plan warns
-# What to change, by what takes most of a machine's memory.
+RESPONSE = 256  # least bytes of a response in the process that distributes them
+NEAR = 0.9  # share of a machine's memory from which a plan warns
+# What to change, by the largest part.
 CPU_CHANGES = {
     "activations": "lower update.tokens_per_micro_batch or rollout.max_response_tokens",
     "batch": "lower rollout.prompts or rollout.max_response_tokens",
@@ -40,8 +40,9 @@ def largest_micro_batch(plan: PlanInputs) -> int:
 
 
 def find_problem(plan: PlanInputs, room: float = 0.0) -> str | None:
-    """Return why the run does not fit and what to change, in one line; None where it fits.
-    room: bytes of each GPU that must stay free."""
+    """Return why the run does not fit and what to change, in one line; None if it fits.
+
+    room: bytes of each GPU that must stay free"""
     rollout, memory = plan.config.rollout, plan.device.memory
     for need in gpu_needs(plan):
         if need.total + room > memory:
@@ -96,11 +97,10 @@ def _suggest_change(plan: PlanInputs, need: Need) -> str:
 
 
 def find_cpu_problem(plan: PlanInputs, memory: float) -> str | None:
-    """Return why a run on CPUs cannot fit and what to change, in one line; None where it may fit.
-    memory: bytes of the machine."""
+    """Return why a run on CPUs cannot fit and what to change, in one line; None if it may fit."""
     parts = cpu_bytes(plan)
     always = sum(parts.values())
-    # Of what a save needs, the three numbers of each parameter are certain.
+    # A save certainly needs three of these five numbers a parameter.
     saved = sum(cpu_bytes_by_phase(plan).get("checkpoint", {}).values()) * 3 / 5
     responses = plan.config.responses * RESPONSE
     if responses + always + saved > memory >= always + saved:
@@ -127,8 +127,9 @@ def find_cpu_problem(plan: PlanInputs, memory: float) -> str | None:
 
 
 def find_cpu_warning(plan: PlanInputs, memory: float, free: float | None = None) -> str | None:
-    """Return a warning where a run on CPUs needs nearly all memory, or more than is free; else None.
-    memory, free: bytes of the machine, and those that are free now."""
+    """Return a warning if a run on CPUs needs nearly all memory, or more than is free.
+
+    memory, free: bytes of the machine"""
     phase, parts = max(cpu_bytes_by_phase(plan).items(), key=lambda pair: sum(pair[1].values()))
     total = sum(cpu_bytes(plan).values()) + sum(parts.values())
     if free is not None and free < total <= NEAR * memory:

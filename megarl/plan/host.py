@@ -10,29 +10,24 @@ from megarl.plan.sizes import FP32, GIB
 from megarl.plan.tensors import count_muon_elements, count_trained, group_bytes
 
 # Our estimates:
-HOST_PROCESS = 4 * GIB  # a rank with torch, Megatron and its engine's processes, without tensors
-VERIFIER = 0.3 * GIB  # a verifier's process
-# On CPUs, as found in runs of up to 128 ranks: the launcher with its imports, and what a rank that is forked
-# from it owns without tensors.
+HOST_PROCESS = 4 * GIB  # a rank and its engine's processes, without tensors
+VERIFIER = 0.3 * GIB
+# On CPUs, as measured: the launcher, and what a forked rank owns without tensors.
 LAUNCHER, FORKED = 0.5 * GIB, 0.15 * GIB
-# Bytes of a response on every rank: lengths, owner, reward and the like of a RolloutBatch (docs/scale.md).
+# Bytes of a response on every rank: metadata in a RolloutBatch (docs/scale.md).
 KNOWN = 80
-# Bytes of a token on the rank that sampled it: token and log-prob of a TokenData (data/sample.py), and
-# packed in RolloutBatch.own (data/batch.py) token, mask and log-prob.
+# Bytes of a token on the rank that sampled it: in TokenData and RolloutBatch.own.
 SAMPLED = 4 + 4 + 8 + 1 + 4
 
 
 def node_bytes(plan: PlanInputs) -> dict[str, float]:
-    """Return the bytes of the first node's memory by purpose.
-
-    The node has trainers and, if they leave GPUs, ranks that only generate."""
     config, world = plan.config, plan.layout.world
     gpus, rollout_ranks = config.cluster.gpus_per_node, config.parallel.rollout_ranks
     trainers, rollout_ranks_here = min(gpus, world), min(max(0, gpus - world), rollout_ranks)
     saves, verifies = config.checkpoint.every and not plan.replay, config.has_engine and not plan.replay
     sampled = sampled_bytes(plan) * rollout_ranks_here / rollout_ranks if rollout_ranks else 0.0
     verifiers = config.reward.workers * (rollout_ranks_here if rollout_ranks else trainers)
-    saved = trainers / world  # of a checkpoint, of which each rank writes an equal part
+    saved = trainers / world  # ranks write equal parts of a checkpoint
     return {
         "pinned buffers": offloaded_bytes(plan) * trainers,
         "rollouts": step_batch_bytes(plan) * trainers + sampled,
@@ -44,9 +39,9 @@ def node_bytes(plan: PlanInputs) -> dict[str, float]:
 
 
 def offloaded_bytes(plan: PlanInputs) -> float:
-    """Return the most bytes of a rank that are offloaded at once, without gradients and engines.
+    """Return the most bytes of a rank that are offloaded at once.
 
-    Gradients come back as zeros, and an engine's weights from the actor."""
+    Gradients come back as zeros, an engine's weights from the actor."""
     copied = {
         name for name in plan.groups if not name.startswith("engine.") and not name.endswith(".gradients")
     }
@@ -60,8 +55,8 @@ def offloaded_bytes(plan: PlanInputs) -> float:
 def gathered_optimizer_bytes(plan: PlanInputs) -> float:
     """Return the bytes of a rank while a model is saved or loaded.
 
-    Each replica gathers the whole optimizer of its shard: three float32 numbers a parameter. Megatron
-    meanwhile has two more copies of one of them, and the rank's part of all three."""
+    Each replica gathers its shard's whole optimizer, three float32 numbers a parameter. Megatron meanwhile
+    has two more copies of one of them, and the rank's part of all three."""
     layout, params = plan.layout, 0
     for model in plan.trained:
         for stage in plan.stages:
@@ -72,7 +67,6 @@ def gathered_optimizer_bytes(plan: PlanInputs) -> float:
 
 
 def routed_bytes(plan: PlanInputs) -> int:
-    """Return the bytes of a token's recorded experts (`rollout.routing_replay`)."""
     sizes = plan.actor.sizes
     if not (plan.config.rollout.routing_replay and sizes.experts):
         return 0
@@ -80,23 +74,22 @@ def routed_bytes(plan: PlanInputs) -> int:
 
 
 def sampled_bytes(plan: PlanInputs) -> float:
-    """Return the bytes of a step's undelivered responses on all ranks: as samples, and packed."""
+    """Return the bytes of undelivered responses on all ranks, as samples and packed."""
     return plan.step_tokens(plan.longest) * (SAMPLED + 2 * routed_bytes(plan))
 
 
 def step_batch_bytes(plan: PlanInputs) -> float:
     """Return the most bytes of a step's batch on a rank.
 
-    These are its replica's share of the tokens with their columns, an equal part of the sampled responses or
-    of their files, and the metadata of all responses. Without an engine all ranks read the whole batch."""
+    That is its replica's share of the tokens, an equal part of the sampled responses or files, and all
+    metadata. Without an engine all ranks read the whole batch."""
     config, tokens = plan.config, plan.step_tokens(plan.longest)
-    # Columns of responses are counted as if they were of tokens: micro-batches have indices of 16 bytes.
+    # Columns of responses count like those of tokens: micro-batches have indices of 16 bytes.
     columns = frozenset[str]().union(*(phase.writes for phase in select_phases(config))) - {"tokens"}
     each = 8 + 1 + FP32 * len(columns)
     if not config.has_engine:
         return tokens * each
-    # Top-k tokens and their log-probs, and twice more while they are packed; the recorded experts, once more
-    # in the micro-batches.
+    # Top-k tokens and log-probs, twice more while packed; experts, once more in micro-batches.
     top_k = (config.teacher.top_k or 0) + config.algorithm.dppo.top_k
     each += 3 * 2 * FP32 * top_k + 2 * routed_bytes(plan)
     shared = tokens / plan.layout.dp * each + sampled_bytes(plan) / plan.layout.world
@@ -104,7 +97,6 @@ def step_batch_bytes(plan: PlanInputs) -> float:
 
 
 def cpu_bytes(plan: PlanInputs) -> dict[str, float]:
-    """Return the bytes by purpose of all ranks on this machine's CPUs in any phase. Nothing is offloaded."""
     rollout_ranks, ranks = plan.config.parallel.rollout_ranks, plan.layout.stage
     found = dict.fromkeys(("weights", "gradients", "optimizer", "engines' weights"), 0.0)
     for name in sorted(plan.groups - {"engine.kv_cache"}):
@@ -118,10 +110,10 @@ def cpu_bytes(plan: PlanInputs) -> dict[str, float]:
 
 
 def cpu_bytes_by_phase(plan: PlanInputs) -> dict[str, dict[str, float]]:
-    """Return the bytes by phase and purpose that a run on CPUs adds to `cpu_bytes`, of all ranks together.
+    """Return the bytes by phase and purpose that all ranks on CPUs need in addition to `cpu_bytes`.
 
-    These are those after the first step: freed activations stay with a process, as glibc gives back few
-    blocks below 32 MiB. A checkpoint counts as a phase, and comes with the copy that is being written."""
+    Freed activations stay with a process: glibc gives back few blocks below 32 MiB. A checkpoint counts as a
+    phase, with the copy that is being written."""
     config, world = plan.config, plan.layout.world
     tokens = cpu_micro_batch_tokens(plan)
     ranks = [(phase, stage) for phase in plan.phases for stage in range(plan.layout.pp)]
@@ -131,7 +123,7 @@ def cpu_bytes_by_phase(plan: PlanInputs) -> dict[str, dict[str, float]]:
     for phase in plan.phases:
         parts = {"activations": activations, "batch": batch}
         if phase.updates_weights and plan.overlaps:
-            # While ranks compute, gloo sums a copy of Megatron's buffer of gradients.
+            # Gloo sums a copy of Megatron's gradient buffer during computation.
             stages = range(plan.layout.pp)
             sums = max(group_bytes(plan, f"{phase.model}.gradients", stage) for stage in stages)
             parts["summed gradients"] = sums * world
@@ -139,7 +131,7 @@ def cpu_bytes_by_phase(plan: PlanInputs) -> dict[str, dict[str, float]]:
             parts["KV cache"] = _cpu_kv_cache_bytes(plan)
         found[phase.name] = parts
     if config.checkpoint.every:
-        # A checkpoint is written from a copy while the run continues.
+        # The run continues while a copy is written.
         for parts in found.values() if config.checkpoint.background and not plan.replay else ():
             parts["copy of a checkpoint"] = checkpoint_bytes(plan)
         found["checkpoint"] = {"gathered optimizer": gathered_optimizer_bytes(plan) * world}
@@ -154,8 +146,7 @@ def _cpu_kv_cache_bytes(plan: PlanInputs) -> float:
 
 
 def cpu_micro_batch_tokens(plan: PlanInputs) -> int:
-    """Return the tokens of a rank's largest micro-batch on CPUs. Mini-batches there are often smaller than
-    the token budget."""
+    """Return the tokens of a rank's largest micro-batch on CPUs, often less than the token budget."""
     config = plan.config
     responses = max(config.mini_batch, config.critic.mini_batch or 0)
     sequences = -(-responses // plan.layout.dp)

@@ -20,12 +20,10 @@ from megarl.weights.shards import check_frozen, check_layout, check_linear, chec
 class PlanInputs:
     """One run to plan.
 
-    config          configuration, with the layout in `parallel`
-    actor, critic   sizes of these models
-    device          data sheet of the GPU
-    reward          size of the reward model; None: the actor's
-    teachers        sizes of the teachers; empty: the actor's
-    replay          a stored step is repeated: no engines, no checkpoint is written"""
+    config    with the layout in `parallel`
+    reward    size of the reward model; None: the actor's
+    teachers  sizes; empty: the actor's
+    replay    a stored step is repeated: no engines, no checkpoint is written"""
 
     config: Config
     actor: Shape
@@ -43,7 +41,7 @@ class PlanInputs:
 
     @cached_property
     def residents(self) -> list[frozenset[str]]:
-        """Return the tensor groups of each phase on a trainer's GPU, without phases that need none."""
+        """Return the tensor groups of each phase on a trainer's GPU, if it has any."""
         disaggregated = self.config.parallel.rollout_ranks
         wanted = [phase.on_gpu for phase in self.phases]
         own = [
@@ -58,7 +56,6 @@ class PlanInputs:
 
     @cached_property
     def keep(self) -> frozenset[str]:
-        """Return the tensor groups that are never offloaded."""
         return self.groups & never_offloaded(self.config, gpu=True)
 
     @cached_property
@@ -70,8 +67,8 @@ class PlanInputs:
     def stages(self) -> tuple[int, ...]:
         """Return the pipeline stages that may need the most memory.
 
-        The first has the embedding and the most micro-batches in flight, the last has a head. A stage
-        between them may have all of its layers in FP8. With frozen layers, which are the lowest, any may."""
+        The first has the embedding and most micro-batches in flight, the last a head. Only one between them
+        may have all layers in FP8. Frozen layers are the lowest, so with them any stage may."""
         last = self.layout.pp - 1
         if self.config.actor.frozen_layers or self.config.critic.frozen_layers:
             return tuple(range(last + 1))
@@ -80,7 +77,6 @@ class PlanInputs:
 
     @property
     def recomputed_share(self) -> float:
-        """Return the share of the layers that recompute=full recomputes."""
         model, chunks = self.config.model, self.layout.pp * self.layout.vpp
         layers = max(1, self.actor.sizes.layers // chunks)
         return min(1.0, (model.recompute_layers or layers) / layers) if model.recompute == "full" else 0.0
@@ -92,7 +88,6 @@ class PlanInputs:
 
     @property
     def layers(self) -> str:
-        """Return the implementation of layers on a GPU: portable or te."""
         return "portable" if self.config.model.layers == "portable" else "te"
 
     @property
@@ -124,7 +119,6 @@ class PlanInputs:
 
     @property
     def pack(self) -> int:
-        """Return the tokens of the largest micro-batch. A longer sequence is a micro-batch."""
         return max(self.longest, self.config.update.tokens_per_micro_batch)
 
     @property
@@ -136,7 +130,7 @@ class PlanInputs:
         return frozenset(model for model in self.trained if self.optimizer(model).optimizer == "muon")
 
     def shape(self, model: str) -> Shape:
-        """Return the sizes of a model. Of several teachers, one is on the GPU at a time: the largest."""
+        """Return the sizes of a model; of several teachers the largest, as one is on the GPU at a time."""
         if model == "teacher" and self.teachers:
             return max(self.teachers, key=lambda shape: shape.parameters)
         return {"critic": self.critic, "reward": self.reward}.get(model) or self.actor
@@ -149,7 +143,6 @@ class PlanInputs:
 
     @property
     def gradient_size(self) -> int:
-        """Return the bytes of an element of the gradient buffers."""
         return BYTES[self.config.parallel.grad_dtype]
 
     @property
@@ -181,18 +174,16 @@ def make_plan_inputs(
     memory: float | None = None,
     replay: bool = False,
 ) -> PlanInputs:
-    """Collect the inputs of a plan, and check that `parallel` divides models and ranks.
+    """Collect a plan's inputs, and check that `parallel` divides models and ranks.
 
-    Critic, reward model and teachers are read from their config.json. Else they get the actor's sizes.
+    Models without a separate config.json get the actor's sizes.
 
     Args:
         actor: the actor's config.json
-        world: ranks of the job, which decide parallel.dp
-        cpu: the ranks are on CPUs, with portable layers
-        memory: bytes of the GPU, where one is there; None: as in its data sheet
-        replay: as in `PlanInputs`
+        world: the job's ranks, which decide parallel.dp
+        memory: bytes of a real GPU; None: its data sheet's
     Raises:
-        ConfigError: where the models or the ranks cannot be divided."""
+        ConfigError: where models or ranks cannot be divided."""
     if world is not None:
         sizes = config.parallel
         dp = (world - sizes.rollout_ranks) // (sizes.tp * sizes.pp * sizes.cp)

@@ -1,7 +1,4 @@
-"""Count the bytes on a GPU in each phase of a run: tensor groups, activations and buffers.
-
-Each kind of phase has a function, and so have the construction of the models and a checkpoint.
-"""
+"""Count the bytes on a GPU in each phase of a run: tensor groups, activations and buffers."""
 
 from __future__ import annotations
 
@@ -26,15 +23,15 @@ from megarl.plan.tensors import (
 )
 
 # Our estimates:
-OVERHEAD = 4 * GIB  # of each GPU: CUDA contexts of the rank and its engine, buffers of communicators
+OVERHEAD = 4 * GIB  # of each GPU: CUDA contexts, buffers of communicators
 FRAGMENTATION = 1.05  # what torch's allocator takes for each byte of activations
-# Bytes of each of a policy's or teacher's top-k tokens. Measured: 56 in a forward pass, 60 in an update.
+# Bytes of each top-k token of a policy or teacher, as measured in an update.
 TOP_K_ENTRY = 60
 
 
 @dataclass(frozen=True)
 class Need:
-    """The memory of one phase on the GPU that needs most: bytes by part, and the GPU's pipeline stage."""
+    """Bytes by part of one phase on the GPU that needs most, and its pipeline stage."""
 
     phase: str
     parts: dict[str, float]
@@ -48,11 +45,9 @@ class Need:
 def gpu_needs(
     plan: PlanInputs, tokens: float | None = None, phases: Sequence[Phase] | None = None
 ) -> Iterator[Need]:
-    """Yield the memory of each phase of a step, then of construction and of a checkpoint.
+    """Yield the memory of each phase of a step; for all phases also of construction and a checkpoint.
 
-    Args:
-        tokens: tokens of a micro-batch; None: `plan.pack`
-        phases: only these phases of a step; None: all of them, with construction and a checkpoint"""
+    tokens: of a micro-batch; None: `plan.pack`"""
     for phase in plan.phases if phases is None else phases:
         yield _largest(phase_need(plan, phase, stage, tokens) for stage in plan.stages)
     if phases is None:
@@ -60,7 +55,6 @@ def gpu_needs(
 
 
 def needs_outside_steps(plan: PlanInputs) -> Iterator[Need]:
-    """Yield the memory of construction and, where checkpoints are written, of one that is saved or loaded."""
     ranks = [(model, stage) for model in plan.trained for stage in plan.stages]
     yield _largest(construction_need(plan, *rank) for rank in ranks)
     if plan.config.checkpoint.every:
@@ -73,20 +67,18 @@ def _largest(needs: Iterator[Need]) -> Need:
 
 
 def phase_need(plan: PlanInputs, phase: Phase, stage: int, tokens: float | None = None) -> Need:
-    """Return the memory of a phase of a step on a rank. tokens: of a micro-batch; None: `plan.pack`."""
     groups = phase.on_gpu | plan.keep
-    if plan.config.parallel.rollout_ranks:  # a disaggregated engine is alone on its GPUs
+    if plan.config.parallel.rollout_ranks:
         of_engine = frozenset(name for name in groups if name.startswith("engine."))
         groups = of_engine if phase.name == ROLLOUT else groups - of_engine
     buffers = phase_buffers(plan, phase, stage, plan.pack if tokens is None else tokens)
-    # FP8 copies that an update makes last until the weight transfer. Only an update's buffers have `head`.
+    # FP8 copies of an update last until the weight transfer. Only an update's buffers have `head`.
     forward_only = not (phase.name == WEIGHT_TRANSFER or "head" in buffers)
     resident = resident_bytes(plan, groups, stage, forward_only=forward_only)
     return Need(phase.name, resident | buffers | {"contexts": OVERHEAD}, stage)
 
 
 def phase_buffers(plan: PlanInputs, phase: Phase, stage: int, tokens: float) -> dict[str, float]:
-    """Return the allocations of a phase in addition to its tensor groups. tokens: of a micro-batch."""
     if phase.name == WEIGHT_TRANSFER:
         return weight_transfer(plan)
     if phase.model is None:
@@ -102,11 +94,10 @@ def phase_buffers(plan: PlanInputs, phase: Phase, stage: int, tokens: float) -> 
 
 
 class _StagePass(NamedTuple):
-    """A micro-batch that goes through the layers of a model on one pipeline stage.
+    """A micro-batch in the layers of one pipeline stage.
 
     tokens        of the rank's context-parallel part
-    layers        of the stage
-    dense_layers  of these, the first ones, which have no experts
+    dense_layers  number of the stage's first layers that have no experts
     is_last       the stage has the head"""
 
     model: str
@@ -127,7 +118,6 @@ def _make_stage_pass(plan: PlanInputs, model: str, stage: int, tokens: float) ->
 
 
 def _count_top_k(plan: PlanInputs, phase: Phase) -> int:
-    """Count the top-k tokens that the head returns for each token."""
     policy, teacher = plan.config.algorithm.dppo.top_k, plan.config.teacher.top_k or 0
     top_k = {"old_top_k": policy, "teacher_top_k": teacher, "actor_update": policy + teacher}
     return top_k.get(phase.name, 0)
@@ -138,17 +128,14 @@ def _top_k_bytes(stage_pass: _StagePass, top_k: int) -> float:
 
 
 def rollout() -> dict[str, float]:
-    """Return no buffers: an engine's weights and KV cache are tensor groups."""
     return {}
 
 
 def logprobs(stage_pass: _StagePass, top_k: int) -> dict[str, float]:
-    """Return the activations of a forward pass for log-probs and top-k tokens."""
     return {"activations": _forward_bytes(stage_pass) + _top_k_bytes(stage_pass, top_k)}
 
 
 def values(stage_pass: _StagePass) -> dict[str, float]:
-    """Return the activations of a forward pass for a critic's values or a reward model's scores."""
     return {"activations": _forward_bytes(stage_pass)}
 
 
@@ -168,7 +155,6 @@ def actor_update(plan: PlanInputs, stage_pass: _StagePass, top_k: int) -> dict[s
 
 
 def _update(plan: PlanInputs, stage_pass: _StagePass, top_k_bytes: float) -> dict[str, float]:
-    """Return activations, the head, sums of gradients and the scratch memory of Muon."""
     in_flight_batches = count_in_flight(plan.layout, stage_pass.stage)
     outputs = count_kept_outputs(plan.layout, in_flight_batches, stage_pass.is_last)
     with_head, without_head = (
@@ -180,7 +166,7 @@ def _update(plan: PlanInputs, stage_pass: _StagePass, top_k_bytes: float) -> dic
     head = (with_head - without_head) * FRAGMENTATION + top_k_bytes
     parts = {"activations": without_head * FRAGMENTATION, "head": head}
     during, after = gradient_sum_bytes(plan, stage_pass.model, stage_pass.stage)
-    # What is allocated after the backward pass can reuse the memory of the activations.
+    # Allocations after the backward pass can reuse activations' memory.
     if summed := max(during, after - sum(parts.values())):
         parts["summed gradients"] = summed
     scratch = muon_scratch_bytes(plan, stage_pass.model)
@@ -194,18 +180,16 @@ def weight_transfer(plan: PlanInputs) -> dict[str, float]:
 
 
 def construction_need(plan: PlanInputs, model: str, stage: int) -> Need:
-    """Return the memory of the construction of a trained model, before any engine starts.
+    """Return the memory of a trained model's construction, before any engine starts.
 
-    DistributedDataParallel copies the weights into its buffers of parameters and gradients. Then the
-    optimizer makes float32 weights."""
+    DistributedDataParallel copies the weights into its buffers. Then the optimizer makes float32 weights."""
     earlier = {name for name in plan.keep if model == "critic" and name.startswith("actor.")}
     parts = {name: group_bytes(plan, name, stage) for name in sorted(earlier)}
     for part in ("weights", "gradients"):
         parts[f"{model}.{part}"] = group_bytes(plan, f"{model}.{part}", stage)
     trained, itemsize = count_trained(plan, model, plan.layout, stage), plan.shape(model).itemsize
     copied = float((trained.shared + trained.experts) * itemsize)
-    # Adam keeps three float32 numbers per parameter, Muon two. Before the first step only the float32 weight
-    # exists.
+    # Adam keeps three float32 numbers per parameter, Muon two: at first only the weight exists.
     muon = count_muon_elements(plan, model, stage).largest_share
     float32_weights = (group_bytes(plan, f"{model}.optimizer", stage) - 2 * FP32 * muon) / 3 + FP32 * muon
     float32_weights *= itemsize < FP32
@@ -214,11 +198,10 @@ def construction_need(plan: PlanInputs, model: str, stage: int) -> Need:
 
 
 def checkpoint_need(plan: PlanInputs, model: str, stage: int, *, load: bool = False) -> Need:
-    """Return the memory of a checkpoint of a model that is saved, or with `load` loaded.
+    """Return the memory of a model's checkpoint that is saved, or with `load` loaded.
 
-    To save it, every replica gathers a bucket's float32 weights, then its first and then its second moments,
-    each through a flat receive buffer. To load it, Megatron joins the gate and up projections of all layers,
-    which are separate in the file, before the model copies them."""
+    Saving gathers a bucket's float32 weights, then each moment, through a flat buffer. Loading joins gate and
+    up projections of all layers before the model copies them."""
     groups = frozenset({f"{model}.weights", f"{model}.optimizer"}) | plan.keep
     if plan.config.parallel.rollout_ranks:
         groups = frozenset(name for name in groups if not name.startswith("engine."))
@@ -229,5 +212,5 @@ def checkpoint_need(plan: PlanInputs, model: str, stage: int, *, load: bool = Fa
     buffers = {"joined weights": joined} if load else {"gathered bucket": gathered}
     resident = resident_bytes(plan, groups, stage)
     if (load or model == "critic") and f"{model}.weights" not in plan.keep:
-        resident.pop(f"{model}.fp8_copies", None)  # no pass has made any since the weights were onloaded
+        resident.pop(f"{model}.fp8_copies", None)  # no pass made any since the onload
     return Need("checkpoint", {**resident, **buffers, "contexts": OVERHEAD}, stage)

@@ -1,7 +1,6 @@
 """Search for the layout with the quickest estimated step among those that fit into memory.
 
-For each layout it chooses recomputation and token budget, then the engines, then the tensor groups that stay
-on the GPU. Each is the quickest choice that fits.
+For each layout it chooses recomputation and token budget, then the engines, then `residency.keep`.
 """
 
 from __future__ import annotations
@@ -26,25 +25,25 @@ from megarl.plan.times import Estimate, Lengths, estimate, rollout_seconds
 from megarl.sync.plan import engine_ranks
 from megarl.weights.shards import check_layout
 
-# Keys that are chosen, in the order in which they are printed.
+# In the order in which they are printed.
 CHOSEN = (
     *(f"parallel.{name}" for name in ("tp", "pp", "vpp", "cp", "ep", "dp")),
     *("rollout.engine_tp", "model.recompute", "model.recompute_layers", "model.recompute_modules"),
     *("update.tokens_per_micro_batch", "residency.keep"),
 )
-# Groups that may stay on the GPU, in the order in which they are tried. The engine's always make room.
+# In the order of trial. The engine's groups always make room.
 KEPT = tuple(
     f"{model}.{part}"
     for part in ("optimizer", "weights")
     for model in ("critic", "actor", "reference", "reward", "teacher")
 )
-VIRTUAL = (1, 2, 4)  # virtual stages that are tried
-ROOM = 0.06  # share of a GPU's memory that stays free, for errors of the plan (docs/planning.md)
+VIRTUAL = (1, 2, 4)
+ROOM = 0.06  # free share of a GPU's memory, for errors of the plan (docs/planning.md)
 LOOKED_AT = 8  # best layouts for which residency.keep is searched
 
 
 class Candidate(NamedTuple):
-    """A layout with the best of the other choices. It has an estimate if it fits, else a problem."""
+    """A layout with the best other choices. It has an estimate if it fits, else a problem."""
 
     plan: PlanInputs
     estimate: Estimate | None
@@ -52,12 +51,11 @@ class Candidate(NamedTuple):
 
     @property
     def free(self) -> float:
-        """Return the bytes of each GPU that are free in all phases."""
         return self.plan.device.memory - max(need.total for need in gpu_needs(self.plan))
 
 
 def replace_keys(plan: PlanInputs, **keys: Any) -> PlanInputs:
-    """Return the plan with other values of these keys, without checks. In a key __ stands for the dot."""
+    """Return the plan with other values of these keys, unchecked. __ stands for the dot."""
     config, sections = plan.config, dict[str, dict[str, Any]]()
     for dotted, value in keys.items():
         section, _, key = dotted.partition("__")
@@ -69,7 +67,7 @@ def replace_keys(plan: PlanInputs, **keys: Any) -> PlanInputs:
 def search(plan: PlanInputs, lengths: Lengths) -> list[Candidate]:
     """Try every layout of the plan's GPUs.
 
-    Layouts that fit come first, the quickest first. The others follow, the least parallelism first."""
+    Those that fit come first, quickest first, then the others, least parallelism first."""
     config, world = plan.config, plan.layout.world
     node = min(config.cluster.gpus_per_node, world)
     engines = _list_powers(node)
@@ -89,7 +87,7 @@ def search(plan: PlanInputs, lengths: Lengths) -> list[Candidate]:
         return one.estimate is None, seconds, layout.world // layout.dp, layout.tp
 
     found.sort(key=order)
-    # Groups that stay on the GPU save copies. The search is slow, so only the best layouts get one.
+    # Groups that stay save copies. The search is slow, so only the best layouts get one.
     best = [_keep_groups(one, lengths) for one in found[:LOOKED_AT]]
     return sorted(best, key=order) + found[LOOKED_AT:]
 
@@ -127,7 +125,6 @@ def _list_layouts(plan: PlanInputs, node: int) -> Iterator[PlanInputs]:
 
 
 def _is_valid_engine(plan: PlanInputs) -> bool:
-    """Return whether engine_tp divides the ranks, the model and a node's GPUs."""
     try:
         engine_ranks(plan.config, plan.layout.world)
         _ = engine_weight_bytes(plan)
@@ -164,7 +161,7 @@ def _choose_for_layout(plan: PlanInputs, engines: list[int], lengths: Lengths) -
 
 
 def _list_choices(plan: PlanInputs) -> Iterator[PlanInputs]:
-    """Yield the plan with each token budget and the quickest recomputation with which training fits."""
+    """Yield the plan with each token budget and the quickest recomputation that fits."""
     plan = replace_keys(plan, residency__keep=())
     phases = [phase for phase in plan.phases if phase.model is not None]
     layers = plan.actor.sizes.layers // (plan.layout.pp * plan.layout.vpp)
@@ -213,7 +210,7 @@ def _keep_groups(found: Candidate, lengths: Lengths) -> Candidate:
 
 
 def list_overrides(best: PlanInputs, now: PlanInputs) -> dict[str, Any]:
-    """Return the chosen keys of `best` that differ from the defaults or from the configuration `now`."""
+    """Return the chosen keys that differ from the defaults or from `now`."""
     chosen = {}
     for dotted in CHOSEN:
         section, key = dotted.split(".")
@@ -225,9 +222,7 @@ def list_overrides(best: PlanInputs, now: PlanInputs) -> dict[str, Any]:
 
 
 def drop_unproven(found: list[Candidate], config: ParallelConfig) -> list[Candidate]:
-    """Drop layouts with context parallelism or virtual stages, unless the configuration has these.
-
-    They have not run under megarl on a GPU yet."""
+    """Drop layouts with context parallelism or virtual stages, unproven under megarl, unless configured."""
     return [
         one
         for one in found
@@ -253,6 +248,5 @@ def pick_best(found: list[Candidate]) -> Candidate:
 
 
 def describe_layout(layout: Layout) -> str:
-    """Return a layout in words, such as "tp 4, pp 2, dp 16". vpp, cp and ep are named unless 1."""
     shown = ("tp", "pp", *(name for name in ("vpp", "cp", "ep") if getattr(layout, name) > 1), "dp")
     return ", ".join(f"{name} {getattr(layout, name)}" for name in shown)

@@ -1,7 +1,4 @@
-"""Count parameters and activations of a rank, and list data sheets of GPUs.
-
-Parameters are exact, from the family's table. No torch is imported, so that `megarl plan` starts quickly.
-"""
+"""Count parameters and activations of a rank. Imports no torch, so that `megarl plan` starts quickly."""
 
 from __future__ import annotations
 
@@ -31,17 +28,13 @@ from megarl.weights.shards import float32_tensors, get_sizes, sglang_shards
 
 GIB = 2**30
 BYTES = {"bf16": 2, "fp32": 4}
-FP32 = 4  # bytes of a float32
-CHUNK = 64  # tokens of a chunk of linear attention (model/delta_net.py, which imports torch)
+FP32 = 4
+CHUNK = 64  # of linear attention (model/delta_net.py, which imports torch)
 
 
 @dataclass(frozen=True)
 class ParamCount:
-    """Parameters of one rank.
-
-    shared   the same on all data-parallel replicas
-    experts  of its experts
-    float32  always in float32"""
+    """Parameters of one rank. shared: those that are neither experts' nor float32."""
 
     shared: int
     experts: int
@@ -54,8 +47,6 @@ class ParamCount:
 
 @dataclass(frozen=True, eq=False)
 class Shape:
-    """Sizes of a model. config: its config.json; dtype: of its weights."""
-
     config: Mapping[str, Any]
     dtype: str
     _param_counts: dict[Any, ParamCount] = field(default_factory=dict)
@@ -72,13 +63,13 @@ class Shape:
     def count_params(
         self, layout: Layout, pp_rank: int, *, critic: bool = False, optimizer: OptimizerConfig | None = None
     ) -> ParamCount:
-        """Count the parameters of a rank of this pipeline stage, with the padding of the vocabulary.
+        """Count a rank's parameters, with padding of the vocabulary.
 
-        critic: with a value head, in float32; optimizer: count only parameters that it trains"""
+        critic: with a float32 value head; optimizer: count only parameters that it trains"""
         lora = optimizer and optimizer.lora.rank and optimizer.lora
         trained = optimizer and (optimizer.frozen, optimizer.frozen_layers, lora)
         key = (layout.tp, layout.pp, layout.ep, pp_rank, critic, trained)
-        if key not in self._param_counts:  # a search often asks for the same counts
+        if key not in self._param_counts:
             self._param_counts[key] = self._count(layout, pp_rank, critic, optimizer)
         return self._param_counts[key]
 
@@ -87,9 +78,7 @@ class Shape:
         return get_family(self.config).layer
 
     def _layers(self, layout: Layout, pp_rank: int) -> list[int]:
-        """Return the layers of a pipeline stage: the same number on all, even where pp does not divide them.
-
-        Some published runs have such a pp."""
+        """Return a stage's layers, cut to an equal number: pp does not divide them in some published runs."""
         return layout.layers(self.sizes.layers, pp_rank)[: self.sizes.layers // layout.pp]
 
     def _count_local(self, pair: Pair, tp: int, lora: LoraConfig | None = None) -> int:
@@ -102,7 +91,6 @@ class Shape:
         return whole if pair.operation == "replicated" else whole // tp
 
     def largest_tensor(self, tp: int) -> int:
-        """Count the elements of the largest parameter on one of `tp` ranks."""
         pairs = (EMBEDDING, *self.pairs)
         return max(self._count_local(pair, 1 if pair.per_expert else tp) for pair in pairs)
 
@@ -115,9 +103,9 @@ class Shape:
         return sum(map(prod, held)), max((size for _, size in held), default=0)
 
     def count_fp8(self, layout: Layout, pp_rank: int, ends_in_bf16: bool) -> int:
-        """Count the parameters of a rank of this pipeline stage in FP8: layers' matrices except routers.
+        """Count a rank's FP8 parameters: layers' matrices except routers.
 
-        ends_in_bf16: except the matrices of the model's first and last layer, too"""
+        ends_in_bf16: the first and last layer are not in FP8"""
         key = (layout.tp, layout.pp, layout.vpp, layout.ep, pp_rank, ends_in_bf16)
         if key in self._fp8_counts:
             return self._fp8_counts[key]
@@ -135,7 +123,7 @@ class Shape:
         return elements
 
     def matrices(self, layout: Layout, pp_rank: int) -> tuple[list[int], list[int]]:
-        """Return the elements of each matrix on a rank that Muon orthogonalises: shared ones, experts."""
+        """Return the elements of each matrix that Muon orthogonalises: shared ones, experts."""
         sizes, found, own = self.sizes, (list[int](), list[int]()), self._layers(layout, pp_rank)
         for pair in self.pairs:
             if all(len(sizes.shape(dims)) == 2 for _, dims in pair.hf):
@@ -146,10 +134,9 @@ class Shape:
         return found
 
     def muon_flops(self, layout: Layout, pp_rank: int) -> float:
-        """Count the FLOPs of one Newton-Schulz iteration of Muon for this stage's whole matrices.
+        """Count the FLOPs of a Newton-Schulz iteration for this stage's matrices (arXiv 2502.16982).
 
-        For an m x n matrix X with m <= n these are X X^T, its square, and their product with X
-        (arXiv 2502.16982)."""
+        For m x n with m <= n: X X^T, its square, and their product with X."""
         sizes, total, own = self.sizes, 0.0, self._layers(layout, pp_rank)
         for pair in self.pairs:
             shapes = [sizes.shape(dims) for _, dims in pair.hf]
@@ -160,7 +147,7 @@ class Shape:
         return total
 
     def count_gate_up(self, layout: Layout, pp_rank: int) -> int:
-        """Count the parameters of this stage's gate and up projections, which a checkpoint has separately."""
+        """Count gate and up parameters, which a checkpoint has separately."""
         elements, sizes = 0, self.sizes
         own = self._layers(layout, pp_rank)
         for pair in self.pairs:
@@ -189,7 +176,7 @@ class Shape:
         def counts(pair: Pair, layer: int = 0) -> bool:
             return optimizer is None or not is_frozen(pair, layer, optimizer)
 
-        # Frozen layers are the lowest: a parameter that any layer trains is trained in the uppermost.
+        # Frozen layers are the lowest: what any layer trains is trained in the uppermost.
         pairs = [pair for pair in self.pairs if counts(pair, top)]
         if optimizer is not None:
             own = [n for n in layout.layers(sizes.layers, pp_rank) if n >= optimizer.frozen_layers]
@@ -210,12 +197,12 @@ class Shape:
 
     @cached_property
     def parameters(self) -> int:
-        """Count the parameters of the whole model, without padding."""
+        """Count the whole model's parameters, without padding."""
         return self.count_params(Layout(), 0).all
 
     @cached_property
     def active(self) -> int:
-        """Count the matrix elements that a token is multiplied with, without the embedding."""
+        """Count the matrix elements that a token is multiplied with, except the embedding."""
         sizes = self.sizes
         chosen = int(self.config.get("num_experts_per_tok", 0)) if sizes.experts else 0
         dense = sizes.dense if chosen else sizes.layers
@@ -228,7 +215,7 @@ class Shape:
 
     @cached_property
     def attention_matrices(self) -> list[tuple[int, int]]:
-        """Return (in, out) of the matrices of softmax attention; q, k and v are one matrix."""
+        """Return (in, out) of softmax attention's matrices; q, k and v are one."""
         found = []
         for pair in self.pairs:
             if pair.megatron.rpartition(".layers.{l}.")[2].startswith("self_attention.linear_"):
@@ -239,7 +226,6 @@ class Shape:
 
     @cached_property
     def routed_share(self) -> float:
-        """Return the share of the experts that a token is routed to; 1 without experts."""
         return int(self.config["num_experts_per_tok"]) / self.sizes.experts if self.sizes.experts else 1.0
 
     @cached_property
@@ -247,19 +233,17 @@ class Shape:
         return self.count_params(Layout(), 0).experts / self.parameters
 
     def cache_bytes(self, tp: int) -> int:
-        """Return the bytes of one token's keys and values on one rank of an engine.
+        """Return the bytes of one token's keys and values on an engine's rank.
 
-        Ranks do not divide a key/value head; with fewer heads than ranks they have copies. Multi-latent
-        attention caches latents and the rotated part of a key, once for all heads, on every rank."""
+        Ranks copy key/value heads if these are fewer. Multi-latent attention caches latents and the rotated
+        part of a key, once for all heads, on every rank."""
         if self.sizes.latent:
             return self.sizes.layers * self.sizes.latent * self.itemsize
         heads, layers = max(1, self.sizes.kv_heads // tp), self.sizes.layers - len(self.sizes.linear)
         return 2 * layers * heads * self.sizes.head_dim * self.itemsize
 
     def state_bytes(self, tp: int) -> float:
-        """Return the bytes of a response of any length on one rank of an engine.
-
-        These are the states of linear attention in float32, and the last inputs of its convolutions."""
+        """Return the bytes of linear attention's float32 states and last convolution inputs."""
         sizes = self.sizes
         if not sizes.linear:
             return 0.0
@@ -277,15 +261,14 @@ class Shape:
             matrix = len(shape) == 2 and ".layers." in name
             if weights != "fp8_block" or not matrix or "router" in name or ".gate.weight" in name:
                 return self.itemsize
-            return 1 + 4 / 128**2  # a float8 for each element, a float32 for each block of 128 x 128
+            return 1 + 4 / 128**2  # float8 elements, a float32 per block of 128 x 128
 
         shards = sglang_shards(self.config, tp, 0)
         return tuple(prod(shard.shape) * width(name, shard.shape) for name, shard in shards.items())
 
 
-# Activations of portable layers are tested against measured memory (tests/plan/test_activations.py). Those of
-# Transformer Engine's layers and of Megatron's experts are tested on a fake device
-# (tests/rehearsal/test_peaks.py).
+# Tests: tests/plan/test_activations.py against measured memory, tests/rehearsal/test_peaks.py on a fake
+# device.
 
 Recompute = Literal["none", "selective", "full"]
 
@@ -298,13 +281,12 @@ class Activations:
     one_layer    kept by a layer without recomputation
     work         scratch memory of a layer's backward pass
     hidden       sent to the next stage
-    head         peak in the last stage's head, forward or backward
-    head_fixed   bytes of the head that do not depend on the tokens
+    head         peak of the last stage's head
     forward      peak in a layer without gradients
     moved        written by norms, attention and activation functions of a layer
-    recomputed   with recompute=full: layers of a rank that are recomputed; None: all
-    selected     with recompute=selective: recomputed in the backward pass of a layer
-    dense        activations of the first layers, without experts; None: all layers are the same"""
+    recomputed   with recompute=full: recomputed layers of a rank; None: all
+    selected     with recompute=selective: recomputed in a layer's backward pass
+    dense        of the first layers, without experts; None: all are the same"""
 
     layer: float
     one_layer: float
@@ -322,13 +304,11 @@ class Activations:
     def training(
         self, tokens: float, layers: int, in_flight: float, last: bool, outputs: float = 0.0, dense: int = 0
     ) -> float:
-        """Return the peak bytes of a stage with `layers` layers in forward and backward passes.
+        """Return a stage's peak bytes in forward and backward passes.
 
-        Args:
-            in_flight: micro-batches of `tokens` whose backward pass is still to come
-            last: it is the last stage
-            outputs: hidden states that are kept for other stages (`count_kept_outputs`)
-            dense: number of its first layers that have no experts"""
+        in_flight: micro-batches of `tokens` whose backward pass is still to come
+        outputs: hidden states kept for other stages
+        dense: number of first layers without experts"""
         full = self.recompute == "full"
         whole = layers - min(layers, self.recomputed or layers) if full else 0
         first, others = self.dense or self, self
@@ -336,21 +316,18 @@ class Activations:
         kept = first.layer * lowest + first.one_layer * (dense - lowest)
         kept += others.layer * (layers - whole - lowest) + others.one_layer * (whole - dense + lowest)
         kept = tokens * (kept * in_flight + self.hidden * outputs)
-        # Backward begins at the highest layers: what they free makes room to recompute a lower one.
+        # Backward frees the highest layers first, which makes room to recompute a lower one.
         again, kinds = full and not whole, [first] * (dense > 0) + [others] * (dense < layers)
         inside = tokens * max((k.one_layer if again else k.selected) + k.work for k in kinds)
         return kept + (max(inside, tokens * self.head + self.head_fixed) if last else inside)
 
     def forward_only(self, tokens: float, last: bool, dense: int = 0) -> float:
-        """Return the peak bytes of a forward pass without gradients."""
         inside = max(self.forward, self.dense.forward) if self.dense and dense else self.forward
         return tokens * (max(inside, self.head) if last else inside)
 
 
 def max_share(sizes: Sequence[int], ranks: int) -> int:
-    """Divide items of these sizes among ranks, and return the largest total of a rank.
-
-    Each item, largest first, goes to the rank with the least, as Megatron divides Muon's matrices."""
+    """Return a rank's largest total if items go, largest first, to the emptiest rank (Megatron's Muon)."""
     loads = [0] * ranks
     for size in sorted(sizes, reverse=True):
         heapreplace(loads, loads[0] + size)
@@ -358,10 +335,7 @@ def max_share(sizes: Sequence[int], ranks: int) -> int:
 
 
 def count_in_flight(layout: Layout, stage: int) -> float:
-    """Count the micro-batches whose activations a pipeline stage keeps at once, at most.
-
-    With virtual stages it keeps those of chunks, each 1 / vpp of the stage. The first stage keeps
-    1 + (pp - 1) / (pp * vpp) times the activations (arXiv 2104.04473, section 2.2)."""
+    """Count the most micro-batches whose activations a stage keeps: arXiv 2104.04473, section 2.2."""
     later = layout.pp - stage - 1
     if layout.vpp == 1:
         return later + 1
@@ -372,22 +346,18 @@ def count_in_flight(layout: Layout, stage: int) -> float:
 def count_kept_outputs(layout: Layout, in_flight: float, last: bool) -> float:
     """Count the hidden states that a stage keeps for other stages.
 
-    Without virtual stages it frees them when they are sent. With them Megatron keeps the output of each chunk
-    but the model's last until its backward pass. A stage also receives messages before it needs them:
-    about pp micro-batches in each direction, as measured at pp 2.
-    in_flight: micro-batches whose backward pass is still to come (`count_in_flight`)"""
+    With virtual stages Megatron keeps each chunk's output, except the model's last, until its backward pass.
+    Messages also arrive early: about pp micro-batches in each direction, as measured at pp 2."""
     return in_flight * layout.vpp - last + 2 * layout.pp if layout.vpp > 1 else 0.0
 
 
 @dataclass(frozen=True)
 class Passes:
-    """How a rank computes forward and backward passes of a model.
+    """How a rank computes passes of a model.
 
     chunk        vocabulary entries whose logits exist at once
     recomputed   layers of a rank with model.recompute_layers
-    modules      model.recompute_modules
-    router       dtype in which a mixture's router computes
-    trains_head  the output layer is trained"""
+    router       dtype of a mixture's router"""
 
     tp: int
     chunk: int
@@ -407,14 +377,11 @@ class Passes:
 
 
 def count_activations(shape: Shape, passes: Passes, *, critic: bool, has_experts: bool = True) -> Activations:
-    """Count the activations of a model for each token of a context-parallel rank.
-
-    has_experts: count a mixture's layers with experts; else its dense ones"""
+    """Count a model's activations for each token of a context-parallel rank."""
     sizes, b, tp = shape.sizes, shape.itemsize, passes.tp
     h, q, kv = sizes.hidden / (tp if passes.sequence_parallel else 1), sizes.q / tp, 2 * sizes.kv / tp
     portable, recompute, modules, fp8 = passes.is_portable, passes.recompute, passes.modules, passes.fp8
-    # Feed-forward columns of a token on a rank, and its copies for its experts. With a balanced router a rank
-    # receives the number that it sends, at any expert-parallel size.
+    # Columns of a token, and its copies for experts: a balanced router receives what it sends.
     experts = sizes.experts if has_experts else 0
     top_k = shape.config["num_experts_per_tok"] if experts else 0
     f, copies = sizes.ffn / tp, top_k * sizes.hidden / tp
@@ -423,21 +390,21 @@ def count_activations(shape: Shape, passes: Passes, *, critic: bool, has_experts
     family, (norms, attention, mlp) = get_family(shape.config), _count_layer_parts(shape, passes, f)
     linear = len(sizes.linear) / sizes.layers
     delta = _delta_net(shape, tp) if sizes.linear else 0.0
-    mlp += b * copies  # input of the experts, sorted
+    mlp += b * copies  # sorted input of the experts
     if experts:  # the router's scores, sorted, and its choice
         mlp += experts * (BYTES[passes.router] + 1) / tp
         if family.has("shared_experts.gate_weight"):  # its input
             mlp += b * h
-    mixed = attention + linear * (delta - attention)  # a mean layer
+    mixed = attention + linear * (delta - attention)
     one_layer = norms + mixed + mlp
-    # Written but not kept: q and k before rotation, and the sums of the residual.
+    # Written but not kept: q and k before rotation, sums of the residual.
     moved = one_layer - b * copies + (0.0 if portable else b * (q + kv / 2) + 2 * h)
     if fp8:
-        # A product in FP8 keeps its input in a byte, a router in bf16. Attention keeps its output in
-        # addition to the projection's input.
+        # FP8 products keep their input in a byte, routers in bf16; attention keeps output and projection
+        # input.
         one_layer += q - (b - 1) * (h * (1 if experts else 2) + copies + f)
-    # Recomputed attention keeps q, k, v before padding, and neither its output nor its softmax sums.
-    # Transformer Engine's projection keeps the output. Linear attention is not recomputed.
+    # Recomputed attention keeps unpadded q, k, v. Transformer Engine's projection keeps the output. Linear
+    # attention is not recomputed.
     attention_again = -FP32 * (sizes.heads / tp)
     if portable:
         attention_again += b * (sizes.out / tp - 2 * q if family.is_latent else 0.5 * kv)
@@ -445,13 +412,12 @@ def count_activations(shape: Shape, passes: Passes, *, critic: bool, has_experts
         attention_again -= b * q
     gathered_keys = passes.cp > 1 and portable
     if gathered_keys:
-        # Attention over gathered keys is always recomputed. The norms of q and k keep their input, of which v
-        # is a part.
+        # Attention over gathered keys is always recomputed. Norms of q and k keep their input, with v.
         counted = family.has("k_layernorm.weight")
         one_layer += (1 - linear) * (attention_again - (b * (q + kv) if counted else 0.0))
         moved = one_layer - b * copies
-    # A recomputed MLP keeps its input. Portable layers keep the normalised one; Transformer Engine's fused
-    # layer computes that again. In FP8 it and the second product's input are a byte each.
+    # A recomputed MLP keeps its input: portable layers the normalised one; Transformer Engine's fused layer
+    # normalises again. In FP8 it and the second product's input are a byte each.
     selected = 0.0
     if "mlp" in modules:
         selected = mlp + (0.0 if portable else b * h + FP32) - (b - 1) * (h + f) * fp8
@@ -483,7 +449,6 @@ def count_activations(shape: Shape, passes: Passes, *, critic: bool, has_experts
 
 
 def _count_layer_parts(shape: Shape, passes: Passes, f: float) -> tuple[float, float, float]:
-    """Count what a layer keeps for its norms, its attention, and its MLP of `f` columns."""
     sizes, b, tp, family = shape.sizes, shape.itemsize, passes.tp, get_family(shape.config)
     h, heads = sizes.hidden / (tp if passes.sequence_parallel else 1), sizes.heads / tp
     q, kv = sizes.q / tp, 2 * sizes.kv / tp
@@ -498,8 +463,8 @@ def _count_layer_parts(shape: Shape, passes: Passes, f: float) -> tuple[float, f
     else:
         # Fused norm and linear, twice: input, output, statistics.
         norms = 2 * (2 * b * h + 2 * FP32)
-        # q and k rotated, v; output, also the projection's input; softmax sums. Only norms of q and k keep
-        # these before rotation.
+        # Rotated q and k, v; output, also the projection's input; softmax sums. Only norms keep unrotated q
+        # and k.
         attention = b * (q + kv) + b * q + FP32 * heads
         mlp = 3 * b * f  # gate and up, their product
         qk_norms = b * (q + kv / 2)
@@ -510,7 +475,7 @@ def _count_layer_parts(shape: Shape, passes: Passes, f: float) -> tuple[float, f
         attention += qk_norms
     if family.has("_bda.output_norm.weight"):
         norms += output_norms
-    if sizes.linear:  # gated attention also keeps the ungated output, the gate's sigmoid, and their product
+    if sizes.linear:  # ungated output, the gate's sigmoid, their product
         attention += (FP32 + b) * q
     return norms, attention, mlp
 
@@ -518,26 +483,25 @@ def _count_layer_parts(shape: Shape, passes: Passes, f: float) -> tuple[float, f
 def _count_scratch(
     shape: Shape, passes: Passes, f: float, copies: float, mlp: float, delta: float
 ) -> tuple[float, float]:
-    """Count the scratch memory of a layer's backward pass, and of its forward pass without gradients.
+    """Count a layer's scratch memory: backward pass, forward pass without gradients.
 
-    f: columns of the MLP; copies: of a token for its experts; mlp, delta: kept by MLP and linear attention"""
+    f: MLP columns; copies: of a token for its experts; mlp, delta: kept by MLP and linear attention"""
     sizes, b, tp, cp = shape.sizes, shape.itemsize, passes.tp, passes.cp
     h, q, kv = sizes.hidden / (tp if passes.sequence_parallel else 1), sizes.q / tp, 2 * sizes.kv / tp
-    # Around the experts: copies as sent, received and sorted, the experts' outputs, single and combined.
-    # The backward pass has a gradient of each.
+    # Copies as sent, received and sorted; experts' outputs, single and combined; gradients.
     work = b * (max(2 * f, 4 * copies) + h)
     if passes.is_portable:
         forward = b * (h + q + kv + 5 * max(f, copies))
-    else:  # fused: gate and up, their product, and the input that sequence parallelism gathers
+    else:  # fused: gate and up, their product, and sequence parallelism's gathered input
         gathered = sizes.hidden if passes.sequence_parallel else 0
         forward = b * (h + q + kv + max(3 * f, 5 * copies) + gathered)
     if cp > 1:
-        # The backward pass of attention comes after the MLP's. Portable layers have keys and values of all
-        # context-parallel ranks, as gathered and by bucket, queries and outputs, and gradients of all.
-        # Transformer Engine passes keys, values and their gradients on in buffers of one rank's share.
+        # Attention's backward pass follows the MLP's. Portable layers have all context-parallel ranks' keys
+        # and values, gathered and by bucket, queries, outputs, and gradients of all. Transformer Engine
+        # passes keys, values and their gradients on in buffers of one rank's share.
         attended = 4 * b * (cp * kv + q) if passes.is_portable else b * (4 * kv + 2 * q)
         work = max(work, attended - mlp)
-    if sizes.linear:  # gradients of the chunked rule's matrices, and of their inputs
+    if sizes.linear:  # gradients of the chunked rule's matrices and inputs
         work = max(work, delta / 2 - mlp)
         forward = max(forward, delta / 2)
     return work, forward
@@ -549,7 +513,7 @@ def _latent_attention(shape: Shape, passes: Passes) -> float:
     latents, rotated = sizes.kv_rank + sizes.q_rank, sizes.latent - sizes.kv_rank
     if passes.is_portable:
         # Padded q, k, v and output, all as wide as keys; softmax sums; the projection's input; cosine and
-        # sine for q and k; input, normalised input (both float32) and output of the latents' norms.
+        # sine; input, normalised input (both float32) and output of the latents' norms.
         return b * (4 * q + out + 4 * rotated) + FP32 * heads + (2 * FP32 + b) * latents / tp
     # q, k and v as wide as keys; output; the projection's input; softmax sums; norms' inputs and outputs.
     return b * (4 * q + out) + FP32 * heads + 2 * b * latents / tp
@@ -559,24 +523,24 @@ def _delta_net(shape: Shape, tp: int) -> float:
     sizes, b = shape.sizes, shape.itemsize
     heads, values, channels = sizes.value_heads / tp, sizes.value / tp, sizes.mixed / tp
     keys = heads * sizes.key / sizes.key_heads
-    # In float32: five matrices of a chunk's tokens by tokens; six versions of keys and queries (decayed,
-    # written, solved); five of values; a state for each chunk. In the weights' type: the convolution's input,
-    # output and SiLU; the layer's output before and after its norm.
+    # float32: five token-by-token matrices of a chunk; six versions of keys and queries; five of values; a
+    # state per chunk. Weights' type: the convolution's input, output, SiLU; the output before and after its
+    # norm.
     float32 = FP32 * (5 * CHUNK * heads + 6 * keys + 5 * values + keys * sizes.value_dim / CHUNK)
     return float32 + b * (3 * channels + 4 * values)
 
 
 def _head(shape: Shape, passes: Passes, critic: bool) -> tuple[float, float]:
-    """Count what the last stage's head and its norm need: for each token, and independently of the tokens."""
+    """Count what the last stage's head and norm need: for each token, and fixed."""
     sizes, b, tp = shape.sizes, shape.itemsize, passes.tp
     h = sizes.hidden / (tp if passes.sequence_parallel else 1)
     # Norms compute in float32, and keep the cast input.
     norm = h * (3 * b + 2 * (FP32 - b))
     if critic:
         return norm + h * FP32 + FP32, 0.0
-    # A chunk's logits exist while the next chunk's are computed: logits and exponentials in the forward pass,
-    # their gradient in the backward pass.
-    whole = sizes.hidden  # the head gathers sequence-parallel parts
+    # A chunk's logits exist while the next chunk's are computed: logits and exponentials, then their
+    # gradient.
+    whole = sizes.hidden
     shard = padded_vocab(sizes.vocab, tp) // tp
     chunk, several = min(passes.chunk, shard), shard > passes.chunk
     forward = chunk * (3 if several else 2) * FP32
@@ -587,11 +551,10 @@ def _head(shape: Shape, passes: Passes, critic: bool) -> tuple[float, float]:
 
 
 def fp8_bytes_per_param(recipe: str, device: Device) -> float:
-    """Return the bytes of the FP8 copies that Transformer Engine keeps of a parameter.
+    """Return the bytes of Transformer Engine's FP8 copies of a parameter.
 
-    It keeps rows, and columns for the gradient of the input, each with the scales of its blocks (2.20:
-    Float8Tensor, MXFP8Tensor, Float8BlockwiseQTensor). With one scale for the tensor, devices that need no
-    transposed copy keep only rows."""
+    It keeps rows, and columns for the input's gradient, each with scales (2.20: Float8Tensor, MXFP8Tensor,
+    Float8BlockwiseQTensor). With one scale a tensor, devices without transposed copies keep only rows."""
     if recipe == "mxfp8":
         return 2 * (1 + 1 / 32)
     if recipe == "blockwise":
@@ -601,13 +564,13 @@ def fp8_bytes_per_param(recipe: str, device: Device) -> float:
 
 @dataclass(frozen=True)
 class Device:
-    """A GPU.
+    """Data sheet of a GPU.
 
     memory        bytes
     tflops        dense bf16
     memory_speed  GB/s
     host_speed    GB/s in one direction
-    transposes    its FP8 products need transposed copies of matrices, as before Blackwell"""
+    transposes    FP8 products need transposed copies, as before Blackwell"""
 
     name: str
     memory: float
@@ -617,8 +580,8 @@ class Device:
     transposes: bool = True
 
 
-# Data sheets: H100 SXM5, H200 SXM, H800 SXM, H20 SXM, GB200 NVL72, A100 SXM4 80 GB. Memory is as nvidia-smi
-# shows it, a little below the round number.
+# Data sheets: H100 SXM5, H200 SXM, H800 SXM, H20 SXM, GB200 NVL72, A100 SXM4 80 GB. Memory as nvidia-smi
+# shows it.
 DEVICES = {
     "H100": Device("H100", 79.2 * GIB, 989.0, 3350.0, 55.0),
     "H200": Device("H200", 139.8 * GIB, 989.0, 4800.0, 55.0),
@@ -630,9 +593,9 @@ DEVICES = {
 
 
 def find_device(cluster: ClusterConfig, measured: float | None = None) -> Device:
-    """Return the GPU of `cluster`: from the table by name, with figures that the configuration overrides.
+    """Return the GPU of `cluster`, by name, with the configuration's figures.
 
-    measured: bytes of memory of a real one. Raises ConfigError where figures are missing."""
+    measured: real memory, bytes. Raises ConfigError where figures are missing."""
     memory = None if cluster.gpu_memory is None else cluster.gpu_memory * GIB
     figures = {
         "gpu_memory": memory,

@@ -1,7 +1,4 @@
-"""Bytes of a model on one rank: weights, gradients, optimizer state, FP8 copies, activations.
-
-A rank is given by its pipeline stage. All ranks of a stage need the same memory.
-"""
+"""Bytes of a model on one rank of a pipeline stage, which are equal on all its ranks."""
 
 from __future__ import annotations
 
@@ -23,11 +20,11 @@ from megarl.plan.sizes import (
     max_share,
 )
 
-SCALAR_HEAD_MODELS = ("critic", "reward")  # models whose head gives one number
+SCALAR_HEAD_MODELS = ("critic", "reward")
 
 
 def count_params(plan: PlanInputs, model: str, stage: int, shape: Shape | None = None) -> ParamCount:
-    """Count the parameters of a model on a rank, with LoRA adapters. shape: of one of several teachers."""
+    """Count a rank's parameters, with adapters. shape: of one of several teachers."""
     own = (shape or plan.shape(model)).count_params(plan.layout, stage, critic=model in SCALAR_HEAD_MODELS)
     if model not in ("actor", "critic") or plan.lora(model).rank is None:
         return own
@@ -36,7 +33,6 @@ def count_params(plan: PlanInputs, model: str, stage: int, shape: Shape | None =
 
 
 def count_trained(plan: PlanInputs, model: str, layout: Layout, stage: int) -> ParamCount:
-    """Count the parameters on a rank of this layout that have gradients and optimizer state."""
     optimizer = plan.optimizer(model)
     return plan.shape(model).count_params(layout, stage, critic=model == "critic", optimizer=optimizer)
 
@@ -44,8 +40,8 @@ def count_trained(plan: PlanInputs, model: str, layout: Layout, stage: int) -> P
 def group_bytes(plan: PlanInputs, name: str, stage: int, *, every: bool = False) -> float:
     """Return the bytes of a tensor group, such as actor.weights.
 
-    Of several critics or teachers one is on the GPU at a time: the largest is counted. With `every`, and for
-    a group that is never offloaded, all of them are."""
+    Of several critics or teachers, the largest counts: one is on the GPU at a time. With `every`, and if the
+    group is never offloaded, all count."""
     model, _, part = name.partition(".")
     if model == "engine":
         if plan.config.rollout.capabilities.remote:
@@ -62,7 +58,6 @@ def group_bytes(plan: PlanInputs, name: str, stage: int, *, every: bool = False)
 
 
 def _weight_bytes(plan: PlanInputs, model: str, stage: int, critics: int) -> list[float]:
-    """Return the bytes of each critic, of each teacher, or of one model."""
     itemsize = plan.shape(model).itemsize
     several = model == "teacher" and plan.teachers
     shapes = plan.teachers if several else (plan.shape(model),) * critics
@@ -78,9 +73,8 @@ def _gradient_bytes(plan: PlanInputs, model: str, stage: int) -> int:
 
 
 def _optimizer_bytes(plan: PlanInputs, model: str, stage: int) -> float:
-    """Return the bytes of a rank's share of the optimizer state.
+    """Return the bytes of a rank's optimizer state, and of float32 weights of a bfloat16 model.
 
-    That is Adam's two moments, or Muon's momentum, and float32 weights where the model's own are bfloat16.
     Megatron shards them over data- and context-parallel ranks, an expert's over the ranks that hold it."""
     layout, muon = plan.layout, count_muon_elements(plan, model, stage)
     trained = count_trained(plan, model, layout, stage)
@@ -95,12 +89,10 @@ def _optimizer_bytes(plan: PlanInputs, model: str, stage: int) -> float:
 
 
 class MuonElements(NamedTuple):
-    """Elements of the matrices that Muon orthogonalises, on a rank.
+    """Elements of a rank's matrices that Muon orthogonalises.
 
-    shared         of matrices that all data-parallel replicas have
-    experts        of experts' matrices
     padding        of Megatron's buffers, in which a matrix is whole in one replica's share
-    largest_share  of the replica with the largest share of the matrices"""
+    largest_share  of the replica with the most"""
 
     shared: int
     experts: int
@@ -109,7 +101,6 @@ class MuonElements(NamedTuple):
 
 
 def count_muon_elements(plan: PlanInputs, model: str, stage: int) -> MuonElements:
-    """Count the elements that Muon orthogonalises; none with Adam."""
     if model not in plan.muon_models:
         return MuonElements(0, 0, 0, 0)
     return _count_muon_elements(plan.shape(model), plan.layout, stage)
@@ -117,7 +108,7 @@ def count_muon_elements(plan: PlanInputs, model: str, stage: int) -> MuonElement
 
 @lru_cache(maxsize=256)
 def _count_muon_elements(shape: Shape, layout: Layout, stage: int) -> MuonElements:
-    # Overlapped messages have several buckets, which are counted as one.
+    # Several buckets of overlapped messages are counted as one.
     both = shape.matrices(layout, stage)
     ranks = layout.dp * layout.cp, layout.stage // layout.ep
     shares = [max_share(sizes, replicas) for sizes, replicas in zip(both, ranks, strict=True)]
@@ -127,9 +118,9 @@ def _count_muon_elements(shape: Shape, layout: Layout, stage: int) -> MuonElemen
 
 
 def muon_scratch_bytes(plan: PlanInputs, model: str) -> float:
-    """Return the bytes that Newton-Schulz needs for the largest matrix.
+    """Return Newton-Schulz's bytes for the largest matrix.
 
-    These are its tensor-parallel shards and the gathered matrix in float32, the normalised matrix, and two
+    That is its tensor-parallel shards and the gathered matrix in float32, the normalised one, and two
     iterates in the model's type."""
     if model not in plan.muon_models:
         return 0.0
@@ -139,12 +130,10 @@ def muon_scratch_bytes(plan: PlanInputs, model: str) -> float:
 
 
 def count_bucket_params(plan: PlanInputs, model: str, stage: int) -> float:
-    """Count the parameters of the largest bucket of Megatron's gradient buffers.
-
-    Megatron divides a buffer only on the first pipeline stage, and only if messages overlap computation."""
+    """Count the parameters of the largest bucket. Only a first stage with overlapped messages has several."""
     parallel, layout = plan.config.parallel, plan.layout
     trained, tensor = count_trained(plan, model, layout, stage), plan.shape(model).largest_tensor(layout.tp)
-    # Of each virtual stage. One of them has the embedding or the output layer as well.
+    # One virtual stage also has the embedding or the output layer.
     whole = max(trained.shared / layout.vpp + tensor * (1 - 1 / layout.vpp), trained.experts / layout.vpp)
     if stage or not plan.overlaps:
         return whole
@@ -155,8 +144,8 @@ def count_bucket_params(plan: PlanInputs, model: str, stage: int) -> float:
 def gradient_sum_bytes(plan: PlanInputs, model: str, stage: int) -> tuple[float, float]:
     """Return the bytes to sum gradients over replicas: during the backward pass, and after it.
 
-    With gradients in bf16 it receives every replica's part of a bucket, sums them in float32 and rounds. The
-    optimizer's step then reads its share of the sums in float32."""
+    bf16 buckets are received from every replica and summed in float32. The optimizer's step then reads its
+    share of the sums in float32."""
     if plan.gradient_size == FP32:
         return 0.0, 0.0
     layout = plan.layout
@@ -165,16 +154,16 @@ def gradient_sum_bytes(plan: PlanInputs, model: str, stage: int) -> tuple[float,
     fewest = expert_replicas if trained.experts else replicas
     received = count_bucket_params(plan, model, stage) * (plan.gradient_size + FP32 / fewest)
     share = trained.shared / replicas + trained.experts / expert_replicas
-    # Buckets of chunks, and of the first stage, are complete while others are still in the backward pass.
+    # These buckets are complete while others are still in the backward pass.
     early = plan.overlaps and (stage == 0 or layout.vpp > 1)
     return received if early else 0.0, max(received, share * FP32)
 
 
 def fp8_copy_bytes(plan: PlanInputs, model: str, stage: int, *, forward_only: bool = False) -> float:
-    """Return the bytes of the FP8 copies that Transformer Engine caches of a model's weights.
+    """Return the bytes of Transformer Engine's cached FP8 copies of weights.
 
-    The first pass after an update, or after the weights were onloaded, makes them. They are freed when the
-    weights are offloaded. forward_only: of rows alone, as a pass without gradients makes them."""
+    The first pass after an update or an onload makes them; an offload frees them. forward_only: a pass
+    without gradients makes only rows."""
     fp8 = plan.config.model.fp8
     if not plan.in_fp8:
         return 0.0
@@ -186,8 +175,7 @@ def fp8_copy_bytes(plan: PlanInputs, model: str, stage: int, *, forward_only: bo
 def resident_bytes(
     plan: PlanInputs, groups: frozenset[str], stage: int, *, forward_only: bool = False
 ) -> dict[str, float]:
-    """Return the bytes of each tensor group, and of the FP8 copies of the weights among them.
-    forward_only: the phase makes only passes without gradients."""
+    """Return the bytes of each tensor group, and of the FP8 copies of weights."""
     parts = {name: group_bytes(plan, name, stage) for name in sorted(groups)}
     for model in sorted(name.removesuffix(".weights") for name in groups if name.endswith(".weights")):
         rows_only = forward_only and f"{model}.weights" not in plan.keep

@@ -34,14 +34,14 @@ COLUMNS = (
     ("buckets", ("transfer buckets", "gathered bucket", "summed gradients", "joined weights")),
     ("other", ("contexts",)),
 )
-# Steps within this factor of the quickest are called as good: the estimate is not more precise.
+# Layouts within this factor of the quickest are called as good: the estimate is not more precise.
 CLOSE = 1.02
 BALANCE = {
     "stretches": "requests stay with the engine that they were given to",
     "queue": "requests that have not begun move to engines that have room",
     "longest": "the longest expected are begun first, where there is room",
 }
-SHOWN = 8  # layouts that fit, and others, in the list
+SHOWN = 8
 
 
 def lines(plan: PlanInputs, where: str, lengths: Lengths, made: Estimate) -> Iterator[str]:
@@ -107,7 +107,7 @@ def lines(plan: PlanInputs, where: str, lengths: Lengths, made: Estimate) -> Ite
 
 
 def describe_turns(lengths: Lengths) -> str:
-    """Describe the windows or the turns of responses; "" for responses of one turn without windows."""
+    """Describe windows or turns; "" for one turn without windows."""
     if lengths.window:
         return f", at most {lengths.window:,} of them in a step"
     if lengths.turns == 1:
@@ -174,9 +174,7 @@ def layouts(found: Sequence[Candidate], current: Candidate, *, everything: bool 
 
 
 def best(tried: list[Candidate], current: Candidate, path: Path) -> Iterator[str]:
-    """Yield the overrides of the best layout, as a command and as YAML.
-
-    Raises ConfigError where none fits."""
+    """Yield the overrides of the best layout, as a command and as YAML. Raises ConfigError if none fits."""
     quickest, now = pick_best(tried), current.estimate
     chosen = drop_unproven(tried, current.plan.config.parallel)
     found = pick_best(chosen) if any(one.estimate for one in chosen) else quickest
@@ -207,9 +205,7 @@ def best(tried: list[Candidate], current: Candidate, path: Path) -> Iterator[str
 def simulated(
     tried: Sequence[SimulatedSplit], work: RolloutWork, lengths: Lengths, where: str
 ) -> Iterator[str]:
-    """Yield a table of simulated splits, and a timeline of the configuration's and of the quickest.
-
-    where: the source of the lengths"""
+    """Yield a table of simulated splits, and timelines of the configuration's and the quickest."""
     most = f"up to {lengths.longest:,}"
     mean = f"mean {lengths.mean:,.0f} tokens, median {lengths.median:,.0f}"
     yield f"lengths  {where}: {mean}, {most}{describe_turns(lengths)}"
@@ -218,7 +214,6 @@ def simulated(
     yield ""
     heads = f"{'a step':>9s}{'tokens/s':>10s}{'a GPU':>7s}{'idle':>6s}{'trainers':>10s}{'engines':>9s}"
     yield f"{'':32s}{heads}"
-    # One more step ahead must save at least 1 percent.
     quickest = min(tried, key=lambda one: one.timeline.step * (1 + 0.01 * one.ahead))
     for one in tried:
         timeline, world = one.timeline, one.plan.layout.world + one.rollout_ranks
@@ -245,9 +240,7 @@ def simulated(
 
 
 def _bars(tried: SimulatedSplit) -> Iterator[str]:
-    """Yield the last step as bars of letters.
-
-    There is one of the trainers, and those of the engines with the least, the median and the most waiting."""
+    """Yield the last step as bars of letters: trainers, and the least, median and most waiting engine."""
     timeline, width = tried.timeline, 72
     begin, end = timeline.ends[-2:]
     engines = sorted(

@@ -1,8 +1,6 @@
 """Estimate the seconds of a step from data sheets and the shares of them that runs reach.
 
-Included: matrix products, slower if narrow; attention; messages of tensor, pipeline, context, expert and data
-parallelism; decoding by the bytes it reads; copies between GPU and host. The constants were fitted to some
-published step times, and tested on others (docs/planning.md).
+The constants were fitted to some published step times, and tested on others (docs/planning.md).
 """
 
 from __future__ import annotations
@@ -21,14 +19,13 @@ from megarl.plan.inputs import PlanInputs
 from megarl.plan.tensors import count_trained, group_bytes, model_activations
 
 # Fitted to the rows that docs/planning.md marks:
-MATMUL = 0.65  # of peak FLOP/s, of a product of wide matrices
-NARROW = 512  # columns or rows on a rank at which a product reaches half of that
-DECODE_STEP = 4e-3  # seconds of the host in a decoding step: scheduling, launching
-DECODE_SEQUENCE = 80e-6  # seconds of the host for each sequence of that step: sampling, detokenisation
-DECODE_LAYER = 60e-6  # seconds of kernel launches of a layer in a decoding step
-DISPATCH = 2e-3  # seconds in which a layer of experts waits for the host to count each expert's tokens
-# Speed of a layer's products in FP8, casts included, relative to bf16: measured on an H100
-# (docs/planning.md). A recipe without a measurement takes as long as bf16.
+MATMUL = 0.65  # of peak FLOP/s, wide matrices
+NARROW = 512  # columns or rows on a rank that reach half of that
+DECODE_STEP = 4e-3  # host seconds of a decoding step
+DECODE_SEQUENCE = 80e-6  # host seconds of each of its sequences
+DECODE_LAYER = 60e-6  # seconds of kernel launches of a decoding layer
+DISPATCH = 2e-3  # seconds until the host has each expert's token count
+# Speed in FP8, casts included, relative to bf16, as measured (docs/planning.md). Other recipes count as bf16.
 FP8_SPEEDUP = {"tensorwise": 1.55, "delayed": 1.55}
 # Our estimates:
 READING = 0.75  # of the memory's speed
@@ -40,7 +37,7 @@ QUANTILES = 64
 
 
 class Window(NamedTuple):
-    """A part of a response that one step generates. Earlier steps generated the prefix."""
+    """A part of a response that one step generates."""
 
     prefix_tokens: float
     new_tokens: float
@@ -48,12 +45,10 @@ class Window(NamedTuple):
 
     @property
     def length(self) -> float:
-        """Return the response tokens at the end of the window."""
         return self.prefix_tokens + self.new_tokens
 
 
 def split_into_windows(length: float, window: int) -> list[Window]:
-    """Split a response into windows of at most `window` tokens; 0: into one."""
     size = window or length
     count = max(1, math.ceil(length / size))
     return [Window(i * size, min(size, length - i * size), i == count - 1) for i in range(count)]
@@ -65,9 +60,9 @@ class Lengths:
 
     mean      of the sampled tokens, cut responses included
     longest   the limit
-    prompt    mean tokens of a prompt
+    prompt    mean of a prompt
     spread    sigma of the logarithm
-    turns     of a response, each with an equal part of its tokens
+    turns     of a response, with equal parts of its tokens
     observed  tokens of a tool or environment between two turns
     idle      seconds that it works between two turns
     window    tokens of a response that one step generates; 0: all"""
@@ -86,9 +81,9 @@ class Lengths:
         return (self.turns - 1) * self.observed
 
     def count_prefilled(self, *, cached: bool) -> float:
-        """Count the tokens that an engine prefills for a response of mean length.
+        """Count the tokens that an engine prefills for a mean response.
 
-        cached: it keeps keys and values between turns; else each turn prefills the whole context."""
+        cached: keeps keys and values between turns"""
         if cached:
             return self.prompt + self.all_observed
         added = self.mean / self.turns + self.observed
@@ -100,7 +95,7 @@ class Lengths:
         normal = NormalDist()
         shape = [math.exp(self.spread * normal.inv_cdf((i + 0.5) / QUANTILES)) for i in range(QUANTILES)]
         low, high = 0.0, float(self.longest) * 100
-        for _ in range(60):  # bisect the scale: cut lengths must have the given mean
+        for _ in range(60):  # bisect the scale: cut lengths must have the mean
             middle = (low + high) / 2
             short = fmean(min(middle * s, self.longest) for s in shape) < self.mean
             low, high = (middle, high) if short else (low, middle)
@@ -108,21 +103,18 @@ class Lengths:
 
     @cached_property
     def windows(self) -> tuple[Window, ...]:
-        """Return the windows of a step of a long run, equally frequent.
-
-        There responses finish as often as they start, and a response with n windows is in n steps."""
+        """Return the windows of a long run's step, each response with n windows in n steps."""
         return tuple(w for length in self.quantiles for w in split_into_windows(length, self.window))
 
     @cached_property
     def sequences(self) -> tuple[list[float], list[float]]:
-        """Return the lengths of a step's sequences, and of those that finish in it, equally frequent."""
+        """Return the lengths of a step's sequences, and of those that finish, equally frequent."""
         context = self.prompt + self.all_observed
         lengths = [(window.length + context, window.is_last) for window in self.windows]
         return [length for length, _ in lengths], [length for length, is_last in lengths if is_last]
 
     @cached_property
     def mean_prefix(self) -> float:
-        """Return the mean tokens of a response that earlier steps generated."""
         return fmean(window.prefix_tokens for window in self.windows)
 
     @cached_property
@@ -131,17 +123,12 @@ class Lengths:
 
     @property
     def median(self) -> float:
-        """Return the geometric mean of the two middle quantiles."""
         return (self.quantiles[QUANTILES // 2 - 1] * self.quantiles[QUANTILES // 2]) ** 0.5
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """Time of a step.
-
-    parts         part -> seconds
-    tokens        of the step's sequences
-    asynchronous  the rollout overlaps with everything except the weight transfer"""
+    """Seconds of a step by part. tokens: of its sequences; asynchronous: rollout overlaps with training."""
 
     parts: dict[str, float]
     tokens: float
@@ -159,10 +146,10 @@ class Estimate:
 
 
 def default_lengths(plan: PlanInputs) -> Lengths:
-    """Return assumed lengths: a third of the limit for responses, a quarter for prompts.
+    """Assume a third of the limit for responses, a quarter for prompts.
 
-    Episodes have a quarter of their possible turns, observations take a third of their room, and a tool call
-    takes a second."""
+    Episodes have a quarter of their possible turns, observations a third of their room, tool calls a
+    second."""
     rollout, prompt = plan.config.rollout, plan.config.data.max_prompt_tokens / 4
     longest = rollout.max_response_tokens
     lengths = Lengths(longest / 3, longest, prompt, window=rollout.window or 0)
@@ -174,12 +161,11 @@ def default_lengths(plan: PlanInputs) -> Lengths:
 
 
 def replace_deviation(lengths: Lengths, deviation: float) -> Lengths:
-    """Return lengths with this standard deviation, before they are cut at the limit."""
+    """Return lengths with this standard deviation before the cut."""
     return replace(lengths, spread=math.sqrt(math.log(1 + (deviation / lengths.mean) ** 2)))
 
 
 def estimate(plan: PlanInputs, lengths: Lengths) -> Estimate:
-    """Estimate the time of a step."""
     parts: dict[str, float] = {}
     if plan.config.has_engine:
         parts["rollout"] = rollout_seconds(plan, lengths)
@@ -195,13 +181,12 @@ def estimate(plan: PlanInputs, lengths: Lengths) -> Estimate:
 
 
 def _phase_seconds(plan: PlanInputs, lengths: Lengths, phase: Phase, model: str) -> float:
-    """Return the seconds of a phase that computes with a model."""
     config, layout, update, is_critic = plan.config, plan.layout, phase.updates_weights, model == "critic"
     sequences, finished = lengths.sequences
     tokens = plan.step_tokens(fmean(sequences))
     if is_critic and config.has_prompt_critic:
         sequences, tokens = [lengths.prompt + 1], plan.step_tokens(lengths.prompt + 1)
-    elif is_critic and update:  # a critic learns from finished responses
+    elif is_critic and update:
         sequences, tokens = finished, tokens * sum(finished) / sum(sequences)
     critics = config.critic.count if is_critic else 1  # one after the other
     epochs = updates = 1
@@ -211,8 +196,7 @@ def _phase_seconds(plan: PlanInputs, lengths: Lengths, phase: Phase, model: str)
         size = (config.critic.mini_batch or config.update.mini_batch) if is_critic else config.mini_batch
         epochs = settings.epochs if config.has_engine else 1
         updates = max(1, config.responses // size)
-    # Each optimizer step fills and drains the pipeline, and waits for the replica whose longest sequence
-    # exceeds an equal share.
+    # Each optimizer step fills and drains the pipeline, and waits for the replica with an overlong sequence.
     share = tokens / updates / layout.dp
     uneven = max(1.0, max(sequences) / share)
     # All stages wait for the largest micro-batch.
@@ -223,7 +207,6 @@ def _phase_seconds(plan: PlanInputs, lengths: Lengths, phase: Phase, model: str)
     seconds = share * uneven * _token_seconds(plan, model, update, sequences)
     seconds += micro_batches * _micro_batch_seconds(plan, model, update)
     if model == "actor" and update and config.algorithm.policy_loss.selector:
-        # A forward pass before each update.
         seconds += share * uneven * _token_seconds(plan, model, False, sequences)
         seconds += micro_batches * _micro_batch_seconds(plan, model, False)
     count = critics * epochs * updates
@@ -232,14 +215,14 @@ def _phase_seconds(plan: PlanInputs, lengths: Lengths, phase: Phase, model: str)
 
 
 def _add_optimizer_seconds(plan: PlanInputs, model: str, count: int, total: float) -> float:
-    """Add the messages of `count` optimizer steps, none of which overlap, and Muon's products."""
+    """Add messages of `count` optimizer steps, which do not overlap, and Muon's products."""
     layout, cluster, shape = plan.layout, plan.config.cluster, plan.shape(model)
     replicas = layout.dp * layout.cp
     link = cluster.node_speed if layout.stage <= cluster.gpus_per_node else cluster.network_speed
     params = max(count_trained(plan, model, layout, stage).all for stage in plan.stages)
     sent = params * (plan.gradient_size + shape.itemsize) * (replicas - 1) / replicas
     total += count * sent / (link * 1e9 * LINKS)
-    if model in plan.muon_models:  # replicas share the matrices; tensor-parallel ranks repeat the work
+    if model in plan.muon_models:  # replicas share matrices; tensor-parallel ranks repeat the work
         flops = max(shape.muon_flops(layout, stage) for stage in plan.stages) / replicas
         flops *= plan.optimizer(model).muon.steps
         total += count * flops / (plan.device.tflops * 1e12 * MATMUL)
@@ -249,8 +232,7 @@ def _add_optimizer_seconds(plan: PlanInputs, model: str, count: int, total: floa
 def _transfer_seconds(plan: PlanInputs) -> float:
     """Return the seconds of a weight transfer.
 
-    A GPU gets its engine's shard from its own node if that has the whole model. Separate ranks mostly get it
-    from another node, and a trainer may send to several of them."""
+    A GPU gets its shard from its own node if that has the whole model; separate ranks from another node."""
     layout, cluster, rollout_ranks = plan.layout, plan.config.cluster, plan.config.parallel.rollout_ranks
     ranks = layout.world + rollout_ranks if rollout_ranks else layout.tp * layout.pp
     link = cluster.node_speed if ranks <= cluster.gpus_per_node else cluster.network_speed
@@ -258,15 +240,14 @@ def _transfer_seconds(plan: PlanInputs) -> float:
 
 
 def _offloaded_bytes(plan: PlanInputs) -> float:
-    """Return the bytes that a GPU copies to or from the host in a step. Engines and gradients come back
-    empty."""
+    """Return the bytes that a GPU copies in a step. Engines and gradients come back empty."""
     copied = 0.0
     sets = [resident | plan.keep for resident in plan.residents]
     for before, after in zip([sets[-1], *sets[:-1]], sets, strict=True):
         for name in sorted(before ^ after):
             if not name.startswith("engine.") and not name.endswith(".gradients"):
                 copied += max(group_bytes(plan, name, stage, every=True) for stage in plan.stages)
-        # A phase ends with the last of several critics on the GPU, and the next one starts with the first.
+        # Of several critics, a phase ends with the last on the GPU, and the next starts with the first.
         for name in sorted((before & after) - plan.keep) if plan.config.critic.count > 1 else ():
             if name.startswith("critic."):
                 copied += 2 * max(group_bytes(plan, name, stage, every=True) for stage in plan.stages)
@@ -278,15 +259,13 @@ def _matmul_seconds(*shapes: tuple[float, float], speed: float) -> float:
 
 
 def _layer_seconds(plan: PlanInputs, model: str, sequences: list[float]) -> tuple[float, float, float]:
-    """Return a token's seconds in the forward pass of a mean layer.
-
-    These are the seconds of all matrix products, of the dense MLPs' products, and of attention's scores."""
+    """Return a token's forward seconds in a mean layer: all products, dense MLPs', attention's scores."""
     shape, tp = plan.shape(model), plan.layout.tp
     sizes, h, fp8 = shape.sizes, shape.sizes.hidden, plan.config.model.fp8
     peak = plan.device.tflops * 1e12 * MATMUL
-    in_fp8 = plan.in_fp8 * (1 - 2 * fp8.first_last_layers_bf16 / sizes.layers)  # share of the layers
+    in_fp8 = plan.in_fp8 * (1 - 2 * fp8.first_last_layers_bf16 / sizes.layers)
     speed = peak / (1 - in_fp8 + in_fp8 / FP8_SPEEDUP.get(fp8.recipe, 1.0))
-    # Tensor parallelism divides the longer side of a matrix, or the tokens of a product to latents.
+    # Tensor parallelism divides a matrix's longer side, or the tokens of a product to latents.
     matrices = ((m / tp, n) if n == h else (m, n / tp) for m, n in shape.attention_matrices)
     matmul, mlp = _matmul_seconds(*matrices, speed=speed), 0.0
     linear = len(sizes.linear) / sizes.layers
@@ -294,9 +273,9 @@ def _layer_seconds(plan: PlanInputs, model: str, sequences: list[float]) -> tupl
         projected = (sizes.mixed + sizes.value + 2 * sizes.value_heads) / tp
         linear_seconds = _matmul_seconds((h, projected), (sizes.value / tp, h), speed=speed)
         matmul = (1 - linear) * matmul + linear * linear_seconds
-    dense = sizes.dense / sizes.layers if sizes.experts else 1.0  # share of the layers
+    dense = sizes.dense / sizes.layers if sizes.experts else 1.0
     if sizes.experts:
-        # Experts are whole: each tensor-parallel rank sends its part of the tokens to them.
+        # Experts are whole: each tensor-parallel rank sends its part of the tokens.
         top_k, shared = shape.config["num_experts_per_tok"], sizes.shared_ffn / tp
         experts = top_k / tp * _matmul_seconds((h, 2 * sizes.expert_ffn), (sizes.expert_ffn, h), speed=speed)
         shared_seconds = _matmul_seconds((h, 2 * shared), (shared, h), speed=speed) if shared else 0.0
@@ -304,7 +283,7 @@ def _layer_seconds(plan: PlanInputs, model: str, sequences: list[float]) -> tupl
     if dense:
         mlp = dense * _matmul_seconds((h, 2 * sizes.ffn / tp), (sizes.ffn / tp, h), speed=speed)
         matmul += mlp
-    # Causal attention: a token attends to half of its sequence. Long sequences have more of the tokens.
+    # Causal attention sees half of a sequence; long sequences have more of the tokens.
     context = fmean(length**2 for length in sequences) / fmean(sequences)
     attention = (1 - linear) * context * (sizes.q + sizes.out) / tp / peak
     return matmul, mlp, attention
@@ -313,13 +292,12 @@ def _layer_seconds(plan: PlanInputs, model: str, sequences: list[float]) -> tupl
 def _message_seconds(plan: PlanInputs, model: str) -> tuple[float, float, float]:
     """Return the seconds of a token's messages in one pass.
 
-    These are a layer's messages, those of tensor parallelism in it, and a rank's between pipeline stages."""
+    These are a layer's, tensor parallelism's in it, and a rank's between pipeline stages."""
     shape, layout, cluster = plan.shape(model), plan.layout, plan.config.cluster
     sizes, h, b, tp, cp = shape.sizes, shape.sizes.hidden, shape.itemsize, layout.tp, layout.cp
     node, network = cluster.node_speed * 1e9 * LINKS, cluster.network_speed * 1e9 * LINKS
 
     def link(ranks: int) -> float:
-        """Return the bytes a second between neighbours in a group of this many ranks."""
         return node if ranks <= cluster.gpus_per_node else network
 
     # A layer gathers and scatters the hidden states twice.
@@ -327,7 +305,7 @@ def _message_seconds(plan: PlanInputs, model: str) -> tuple[float, float, float]
     # Keys and values of the other context-parallel ranks.
     layer += (cp - 1) * 2 * sizes.kv / tp * b / link(cp * tp)
     if sizes.experts and layout.ep > 1:
-        # Copies of a token go to its experts and back, by the network if these are on other nodes.
+        # Copies go to the experts and back, by the network if on other nodes.
         copies = 2 * shape.config["num_experts_per_tok"] * h * b / tp
         inside = min(layout.ep, cluster.gpus_per_node)
         layer += copies * ((inside - 1) / node + (layout.ep - inside) / network) / layout.ep
@@ -336,11 +314,7 @@ def _message_seconds(plan: PlanInputs, model: str) -> tuple[float, float, float]
 
 
 def _token_seconds(plan: PlanInputs, model: str, update: bool, sequences: list[float]) -> float:
-    """Return the seconds of a rank for one token of its replica's share, in the fullest stage.
-
-    An update has a forward pass, backward passes for activations and for weights that are not frozen, and
-    recomputation.
-    sequences: their lengths"""
+    """Return a rank's seconds for one token of its replica's share, in the fullest stage."""
     config, layout, shape = plan.config, plan.layout, plan.shape(model)
     sizes = shape.sizes
     matmul, mlp, attention = _layer_seconds(plan, model, sequences)
@@ -361,7 +335,7 @@ def _token_seconds(plan: PlanInputs, model: str, update: bool, sequences: list[f
             # Half of a layer's tensor-parallel messages belong to its MLP.
             selected += (mlp + tensor_messages / 2 + read * kept.selected) * ("mlp" in modules)
         head *= 4 / 3  # the backward pass computes the logits again
-    # Norms, rotations and activation functions write what a layer keeps, and it is read again.
+    # What a layer keeps is written and read again.
     dense = sizes.dense / sizes.layers if sizes.experts else 1.0
     moved = kept.moved if kept.dense is None else (1 - dense) * kept.moved + dense * kept.dense.moved
     body = (passes + recomputed) * (matmul + attention + layer_messages + read * moved) + selected
@@ -369,9 +343,7 @@ def _token_seconds(plan: PlanInputs, model: str, update: bool, sequences: list[f
 
 
 def _micro_batch_seconds(plan: PlanInputs, model: str, update: bool) -> float:
-    """Return the seconds of a micro-batch that do not depend on its tokens.
-
-    Weights are read, gradients are read and written, and tensor-parallel ranks wait for each other."""
+    """Return a micro-batch's fixed seconds: weights, gradients, waits of tensor-parallel ranks."""
     shape, layout = plan.shape(model), plan.layout
     params = shape.count_params(layout, 0, critic=model == "critic").all
     passes = 3 if update else 1
@@ -389,10 +361,10 @@ class DecodeCost:
     sequence     of each response in it
     weights      to read the weights that every token needs
     experts      to read all experts
-    cached       to read the keys and values of one token
-    compute      of the matrix products of one token
-    unrouted     share of the experts that a token is not routed to (no seconds)
-    prefill      of one token of a prompt"""
+    cached       to read one token's keys and values
+    compute      of one token's matrix products
+    unrouted     share of experts to which a token is not routed (no seconds)
+    prefill      of one prompt token"""
 
     fixed: float
     sequence: float
@@ -404,9 +376,7 @@ class DecodeCost:
     prefill: float
 
     def step(self, count: float, tokens: float) -> float:
-        """Return the seconds of a step of `count` responses with this many tokens in the cache.
-
-        It reads the weights once, of experts those that any response is routed to, and the cache."""
+        """Return a step's seconds. It reads the experts of all its responses."""
         read = self.weights + self.experts * (1 - self.unrouted**count) + tokens * self.cached
         return max(read, count * self.compute) + self.fixed + count * self.sequence
 
@@ -430,15 +400,14 @@ def make_decode_cost(plan: PlanInputs) -> DecodeCost:
 
 
 def decode_batch_size(plan: PlanInputs, lengths: Lengths) -> int:
-    """Return how many responses of mean length an engine decodes at once, rollout.max_batch at most.
+    """Return how many mean responses an engine decodes at once.
 
-    Responses that wait for a tool do not count: their keys and values are evicted if there is no room."""
+    Those that wait for a tool do not count: they are evicted if there is no room."""
     fitting = int(kv_cache_tokens(plan) / mean_cached_tokens(lengths))
     return max(1, min(fitting, plan.config.rollout.max_batch))
 
 
 def mean_cached_tokens(lengths: Lengths) -> float:
-    """Return the mean tokens in an engine's cache of a response that it decodes."""
     return lengths.mean_running + lengths.all_observed / 2 + lengths.prompt
 
 
@@ -448,20 +417,19 @@ def rollout_seconds(plan: PlanInputs, lengths: Lengths) -> float:
     each = max(1, round(sampled / max(1, plan.engines(ranks))))
     at_once = min(decode_batch_size(plan, lengths), each)
     cost, cached = make_decode_cost(plan), config.rollout.capabilities.continuous_batching
-    # A prefix is prefilled again, as the weights are new.
+    # Prefixes are prefilled again with new weights.
     prefilled = lengths.count_prefilled(cached=cached) + lengths.mean_prefix
     return _decode_seconds(cost, each, at_once, lengths) + each * prefilled * cost.prefill
 
 
 @lru_cache(maxsize=256)
 def _decode_seconds(cost: DecodeCost, each: int, at_once: int, lengths: Lengths) -> float:
-    """Return the seconds in which an engine decodes `each` responses, `at_once` of them at a time.
+    """Return an engine's seconds for `each` responses, `at_once` of them at a time.
 
-    It starts the next response when one is done or waits for a tool. A response that returns from a tool
-    goes first."""
+    Responses that return from a tool go before new ones."""
     sampled, turns = sorted(window.new_tokens for window in lengths.windows), lengths.turns
     cached = mean_cached_tokens(lengths)
-    # A stride coprime to their number: each length is equally frequent, and the longest are spread out.
+    # A stride coprime to their number keeps lengths equally frequent, and spreads out the longest.
     stride = next(n for n in range(37, 37 + len(sampled)) if math.gcd(n, len(sampled)) == 1)
     waiting = [(sampled[(i * stride) % len(sampled)] / turns, turns) for i in range(each)]
     running: list[tuple[float, float, int]] = []  # last decoding step of a turn, its tokens, turns left
