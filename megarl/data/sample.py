@@ -1,7 +1,7 @@
 """Samples: responses on their way from the engine to the update.
 
-A `Sample` is small and goes to every rank. Its `TokenData`, per token, stays on the engine's rank until the
-training rank is known."""
+A `Sample` is small and goes to every rank. Its `TokenData` stays on the engine's rank until the training
+rank is known."""
 
 from __future__ import annotations
 
@@ -35,9 +35,7 @@ def _empty() -> np.ndarray:
 
 
 class TokenData(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
-    """All tokens of a response, or of its first part, from an engine.
-
-    Columns of another dtype, or lists, are converted.
+    """All tokens of a response, or of its first part, from an engine. Columns are converted to DTYPES.
 
     tokens           int32 [num_tokens], with end-of-sequence and observations (tool output)
     logprobs         float32 [num_tokens], natural log, after temperature and before top-p and top-k; 0 for
@@ -118,9 +116,6 @@ class Sample(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     experts_format    dtype and shape of one token's `routed_experts`; None: not recorded
     id                unique within a run; 0: not needed any more
     num_tokens        tokens after the prompt, with observations; 0 means `num_sampled`
-    turns             turns of the policy
-    calls             tool calls
-    has_turn_rewards  whether `reward` includes rewards of turns
     prefix_tokens     tokens that earlier steps sampled (`rollout.window`)
     data              its tokens; None on every rank but the owner"""
 
@@ -151,7 +146,7 @@ class Sample(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
 
     @staticmethod
     def from_data(data: TokenData, owner: int, **fields: Any) -> Sample:
-        """Build a sample from its tokens and the `fields` that they do not determine."""
+        """`fields`: those that the tokens do not determine."""
         sampled, experts = slice(None) if data.is_sampled is None else data.is_sampled, data.routed_experts
         versions = data.policy_versions
         return Sample(
@@ -174,7 +169,7 @@ class Sample(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
 
     @property
     def is_partial(self) -> bool:
-        """Return whether it continues in the next step. Until then it is ungraded, with reward 0."""
+        """True if it continues in the next step. Until then it is ungraded, with reward 0."""
         return self.finish_reason == "window"
 
     def turn_texts(self, tokenizer: Any) -> list[list[str]] | None:
@@ -191,7 +186,7 @@ class Sample(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
 
 @dataclass
 class SampleGroup:
-    """All samples of one prompt. policy_version: version of the weights that generated them."""
+    """All samples of one prompt. policy_version: of the weights that generated them."""
 
     prompt: Prompt
     samples: list[Sample]
@@ -199,9 +194,7 @@ class SampleGroup:
 
     @property
     def counted(self) -> list[Sample]:
-        """Return the samples to train on: the graded ones.
-
-        If only one of several is graded, none, since there is nothing to compare it with."""
+        """Return the graded samples, to train on; none if only one of several, which nothing compares with."""
         judged = [sample for sample in self.samples if sample.judged]
         return judged if len(judged) > 1 or len(self.samples) == 1 else []
 
@@ -216,7 +209,7 @@ class SampleGroup:
 
     @property
     def reward_std(self) -> float:
-        """Return the standard deviation of the rewards, with divisor n."""
+        """With divisor n."""
         return float(np.std([sample.reward for sample in self.counted])) if self.counted else 0.0
 
     def with_data(self, data_by_id: Mapping[int, TokenData]) -> SampleGroup:
