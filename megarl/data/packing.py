@@ -132,6 +132,5 @@ def even_length(*models: tuple[int, int]) -> float:
 
     models: (matrix parameters P, query width w) of each model; w = heads * head_dim, summed over layers.
 
-    Linear layers take 2 P l, and attention 2 w l^2 for scores and weighted sums. They are equal at l = P /
-    w."""
+    Linear layers take 2 P l, and attention 2 w l^2 for scores and weighted sums, so l = P / w."""
     return sum(parameters for parameters, _ in models) / sum(width for _, width in models)

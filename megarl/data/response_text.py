@@ -16,8 +16,9 @@ from megarl.data.limits import memory_limit
 
 
 def end_tokens(tokenizer: Any) -> tuple[int, ...]:
-    """Return the tokens that end a response: the tokenizer's end-of-sequence token, and those in
-    generation_config.json and config.json (GLM and Llama list several there)."""
+    """Return the tokens that end a response.
+
+    The tokenizer's end-of-sequence token, and those in generation_config.json and config.json."""
     return tuple(dict.fromkeys((tokenizer.eos_token_id, *_configured_ends(str(tokenizer.name_or_path)))))
 
 

@@ -194,7 +194,7 @@ class SampleGroup:
 
     @property
     def counted(self) -> list[Sample]:
-        """Return the graded samples, to train on; none if only one of several, which nothing compares with."""
+        """Return the graded samples to train on: none if just one of several, which lacks a comparison."""
         judged = [sample for sample in self.samples if sample.judged]
         return judged if len(judged) > 1 or len(self.samples) == 1 else []
 
