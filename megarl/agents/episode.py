@@ -1,8 +1,7 @@
 """The policy as an episode's coroutine sees it: turns, with tools or an environment between them.
 
-The policy's tokens are verified and trained on; tokens that it is shown are context (docs/episodes.md).
-Only `Policy` appends tokens, and nothing changes them. A resumed episode runs again from its start and
-replays a journal of turns and results of calls."""
+The policy's tokens are trained on; tokens that it is shown are context (docs/episodes.md). Only `Policy`
+appends tokens, and nothing changes them. A resumed episode reruns from its start and replays a journal."""
 
 from __future__ import annotations
 
@@ -28,7 +27,7 @@ from megarl.rollout.sampling import SamplingParams, environment_seed, turn_seed
 
 
 class EpisodeTruncated(BaseException):
-    """The episode has no turn or token left."""
+    pass
 
 
 class ToolError(Exception):
@@ -43,10 +42,7 @@ class ToolUnavailable(Exception):
 
 @dataclass(frozen=True)
 class Turn:
-    """One turn of the policy.
-
-    finish  "stop" (end-of-sequence or a stop text, which the tokens include) or "length" (the limit of the
-            turn or the episode)"""
+    """finish: "stop" (end-of-sequence or a stop text, which the tokens include) or "length" (a limit)."""
 
     tokens: tuple[int, ...]
     finish: str
@@ -54,7 +50,6 @@ class Turn:
 
     @property
     def text(self) -> str:
-        """The text without the end-of-turn token."""
         return policy_text(self.tokenizer, self.tokens)
 
 
@@ -62,20 +57,15 @@ class Turn:
 class Policy:
     """The policy in one episode, with all that was written and shown.
 
-    client          asks the engine
     seed            of the response; each turn has its own
     params          sampling parameters; max_tokens limits the policy's tokens in all turns together
     earlier         tokens of an earlier run of the episode
-    limits          of turns, calls and all tokens
-    tools           processes that run calls
     shared_prompts  update.share_prompts: nothing may be shown before the first turn
     lenient         from the replay's first difference to the journal, turns are sampled anew
     key             configuration key of the episode, for messages
     notify          called when `in_engine` may have changed
-    turns, calls    number so far
     truncated       no turn or token is left
-    aborted         the episode's next request ends it
-    generating      a turn is being written"""
+    aborted         the episode's next request ends it"""
 
     prompt: Prompt
     client: EngineClient
@@ -113,14 +103,13 @@ class Policy:
 
     @property
     def room(self) -> int:
-        """Tokens that the policy may still write."""
         total = self.written.num_tokens + len(self._observed)
         left = self.params.max_tokens - self.written.num_sampled
         return min(left, (self.limits.max_tokens or self.params.max_tokens) - total)
 
     @property
     def waiting(self) -> str:
-        """What the episode waits for, other than the engine, or ""."""
+        """The name of what the episode waits for, other than the engine."""
         return self._waits[0] if self._waits else ""
 
     @property
@@ -130,7 +119,6 @@ class Policy:
 
     @contextmanager
     def wait_for(self, what: str) -> Iterator[None]:
-        """Record a wait for something other than the engine."""
         self._waits.append(what)
         self.notify()
         try:
@@ -176,7 +164,6 @@ class Policy:
         return Turn(tuple(data.tokens.tolist()), data.finish_reason, self.tokenizer)
 
     def _replay_turn(self, max_tokens: int) -> TokenData | None:
-        """Return the next turn's tokens if an earlier run sampled any."""
         recorded = self._next_entry("turn")
         if recorded is None:
             return None

@@ -39,20 +39,20 @@ T = TypeVar("T")
 class Environment(Protocol):
     """What an episode acts on, created anew for each episode.
 
-    It must depend only on its row, its seed and the policy's texts: another process may replay them after
-    `reset`. `random` and numpy's generator are seeded before each call. Optional: `state()` returns a JSON
-    value, and `restore(state)`, called after `reset`, replaces the replay."""
+    It must depend only on its row, its seed (of `random` and numpy) and the policy's texts: another process
+    may replay them after `reset`. Optional: `state()` returns a JSON value, and `restore(state)`, called
+    after `reset`, replaces the replay."""
 
     def reset(self, row: dict[str, Any], seed: int) -> str:
-        """Start, and return the first observation."""
+        """Return the first observation."""
         ...
 
     def step(self, text: str) -> tuple[str, float, bool]:
-        """Return the observation after the policy's text, the turn's reward, and if the episode is done."""
+        """Return observation, the turn's reward, and done."""
         ...
 
     def verdict(self) -> Verdict | bool | float:
-        """Grade the episode so far, without changing anything."""
+        """Grade the episode so far, without side effects."""
         ...
 
 
@@ -141,7 +141,6 @@ class ToolPool:
 
     @property
     def oldest(self) -> str:
-        """Describe the oldest unfinished job, for reports about a hang."""
         for job in self.waiting[:1]:
             what = f"{job.what} in a process" if job.running else f"{job.what}, which waits for a process"
             return f"{what}, for {time.monotonic() - job.since:.0f} s"
@@ -193,7 +192,6 @@ class ToolPool:
                 process.send({"forget": key})
 
     def close(self) -> None:
-        """End the processes and their jobs. Later jobs start new ones."""
         tasks = list(self._tasks)
         for job in tasks:
             if self._loop is not None and not self._loop.is_closed():
@@ -220,7 +218,7 @@ class ToolPool:
         return _Job(f"{self.environment}.{method}", sent, key)
 
     async def _run_job(self, job: _Job) -> dict[str, Any]:
-        """If the caller is cancelled, the process still finishes the job or times out."""
+        """Run a job to its end or its time limit, even if the caller is cancelled."""
         loop = self._loop = asyncio.get_running_loop()
         self._jobs[id(job)] = job
         try:
@@ -238,7 +236,7 @@ class ToolPool:
     async def _acquire_slot(self, key: int | None) -> int:
         if self._idle:  # so the queue is empty
             slot = self._find_slot(key)
-            if slot not in self._idle:  # a running process with the fewest environments
+            if slot not in self._idle:  # fewest environments
 
                 def cost(slot: int) -> tuple[bool, int, int]:
                     process = self._slots[slot]
@@ -278,7 +276,6 @@ class ToolPool:
         return None
 
     async def _run_with_retry(self, slot: int, job: _Job) -> dict[str, Any]:
-        """Run a job, and once more in a new process if the first is lost."""
         slots = self._slots  # `close` replaces the list
         try:
             answer = await self._try_job(slot, job)
@@ -334,7 +331,7 @@ class ToolPool:
         return cast(dict[str, Any], answer)
 
     async def _ensure_process(self, slot: int) -> _ToolProcess | str:
-        """Return the slot's process, started if necessary, or the reason why none starts."""
+        """Return the slot's process, or the reason why none starts."""
         process, why = self._slots[slot], ""
         if process is not None and process.alive:
             return process
@@ -358,10 +355,9 @@ class ToolPool:
 class _Job:
     """A message for a process.
 
-    what     the tool, or the environment's class and method
-    key      of the environment; None for a tool
-    since    time.monotonic() of the request
-    wanted   whether the caller still waits"""
+    what    the tool, or the environment's class and method
+    key     of the environment; None for a tool
+    wanted  whether the caller still waits"""
 
     def __init__(self, what: str, sent: dict[str, Any], key: int | None = None) -> None:
         self.what, self.sent, self.key = what, sent, key
@@ -377,7 +373,6 @@ class _ToolProcess(LimitedProcess):
 
 
 def work(process: Supervised) -> None:
-    """Serve jobs: a tool process's main function."""
     serve(process, lambda settings: _JobHandler(**settings).handle)
 
 
@@ -466,8 +461,6 @@ class _JobHandler:
 
 
 class _LiveEnvironment:
-    """An environment since its reset, its texts, and its last answer."""
-
     def __init__(self, environment: Any, row: Any, seed: int, observation_bytes: int) -> None:
         self.environment, self.row, self.seed, self.size = environment, row, seed, observation_bytes
         self.texts: list[str] = []

@@ -79,8 +79,7 @@ class ProblemSet:
 
     name       prefix of their scores; "": scores by data_source
     every      steps between evaluations; None: evaluation.every, and the scores count in the headline
-    samples    answers per problem
-    questions  questions of all rows, also of those beyond evaluation.max_problems"""
+    questions  all, also of rows beyond evaluation.max_problems"""
 
     problems: Sequence[Prompt]
     samples: int
@@ -105,7 +104,7 @@ def checksum_prompts(prompts: Iterable[Prompt]) -> str:
 
 @dataclass(frozen=True)
 class RejectedRow:
-    """An unusable row. `row` counts from 1; the report groups by `reason`."""
+    """`row` counts from 1; the report groups by `reason`."""
 
     file: str
     row: int
@@ -115,12 +114,9 @@ class RejectedRow:
 
 @dataclass
 class ReadReport:
-    """Counts of rows: kept + duplicates + rejected = the sum of `rows`.
+    """Counts of rows: kept + duplicates + rejected = the sum of `rows`, which are per file.
 
-    rows        rows per file
-    kept        prompts or pairs in use
     duplicates  rows whose prompt and answer an earlier row has
-    rejected    unusable rows, in file order
     warned      rows in use that look wrong"""
 
     rows: dict[str, int] = field(default_factory=dict)
@@ -152,7 +148,7 @@ class ReadReport:
         self.warned.append(RejectedRow(row.file, row.number, what))
 
     def finish(self, names: Sequence[object], kept: int) -> None:
-        """Set `kept` and sort the rejected rows. Raises DataError if no row was kept."""
+        """Raises DataError if no row was kept."""
         self.kept = kept
         order = {file: position for position, file in enumerate(self.rows)}
         self.rejected.sort(key=lambda row: (order[row.file], row.row))
@@ -204,7 +200,6 @@ def read_prompts(
     Args:
         held_out: Sets whose questions are left out of generated rows.
         key: Config key of `entries`.
-        tools: Schemas for the chat template.
         opening: Replaces each prompt's tokens, unless empty.
 
     Raises:
@@ -503,7 +498,6 @@ def _tokenize(
 
 
 def _take(rows: Iterator[_Row], most: int) -> list[_Row]:
-    """Return at most `most` rows, or fewer once they reach _CHARACTERS_AT_ONCE."""
     part, characters = list[_Row](), 0
     while len(part) < most and characters < _CHARACTERS_AT_ONCE and (row := next(rows, None)) is not None:
         part.append(row)
@@ -521,7 +515,7 @@ def _leading_special_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ..
 def _apply_template(
     row: _Row, data: DataConfig, tokenizer: PreTrainedTokenizerBase, tools: Tools, report: ReadReport
 ) -> str:
-    """Raises UnusableRow if the template fails."""
+    """Return the model's input. Raises UnusableRow if the template fails."""
     prompt = row.prompt
     if isinstance(prompt, str):
         prompt = data.prompt_format.replace("{prompt}", prompt)

@@ -35,17 +35,15 @@ def _empty() -> np.ndarray:
 
 
 class TokenData(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
-    """All tokens of a response, or of its first part, from an engine. Columns are converted to DTYPES.
+    """All tokens of a response, or of its first part, from an engine.
 
     tokens           int32 [num_tokens], with end-of-sequence and observations (tool output)
-    logprobs         float32 [num_tokens], natural log, after temperature and before top-p and top-k; 0 for
-                     observations
-    finish_reason    "stop" (end-of-sequence or stop text), "length" (token limit) or "abort" (unfinished)
-    policy_versions  int32 [num_tokens], version of the weights that sampled each token; None: the version of
-                     the sample's group, or unknown
-    routed_experts   [prompt + num_tokens, layers, topk], see `routing_array`; None: not recorded
+    logprobs         float32 [num_tokens], natural log, after temperature, before top-p and top-k;
+    observations: 0 finish_reason    "stop" (end-of-sequence or stop text), "length" (token limit) or "abort"
+    (unfinished) policy_versions  int32 [num_tokens], weights that sampled each token; None: the group's, or
+    unknown routed_experts   [prompt + num_tokens, layers, topk], see `routing_array`; None: not recorded
     is_sampled       bool [num_tokens], False for observations; None: all sampled
-    turn_rewards     float64 [num_tokens], each turn's reward on its last token; None: no turn rewards
+    turn_rewards     float64 [num_tokens], each turn's reward on its last token
     journal          log to replay a multi-turn episode; stays on its rank"""
 
     tokens: np.ndarray = msgspec.field(default_factory=_empty)
@@ -146,7 +144,7 @@ class Sample(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
 
     @staticmethod
     def from_data(data: TokenData, owner: int, **fields: Any) -> Sample:
-        """`fields`: those that the tokens do not determine."""
+        """Build a sample from tokens and further fields."""
         sampled, experts = slice(None) if data.is_sampled is None else data.is_sampled, data.routed_experts
         versions = data.policy_versions
         return Sample(
@@ -209,11 +207,11 @@ class SampleGroup:
 
     @property
     def reward_std(self) -> float:
-        """With divisor n."""
+        """Standard deviation with divisor n."""
         return float(np.std([sample.reward for sample in self.counted])) if self.counted else 0.0
 
     def with_data(self, data_by_id: Mapping[int, TokenData]) -> SampleGroup:
-        """Return a copy in which each sample has its tokens from `data_by_id`, else None."""
+        """Return a copy with tokens from `data_by_id`."""
         samples = [sample.with_data(data_by_id.get(sample.id)) for sample in self.samples]
         return SampleGroup(self.prompt, samples, self.policy_version)
 

@@ -569,7 +569,7 @@ def write_hf(
     verify: bool,
     watch: Watch,
 ) -> Conversion:
-    """kinds: dtype by tensor; carried: folder of the tokenizer and similar files."""
+    """Write a model as a Hugging Face folder, see `megatron_to_hf`. kinds: dtypes."""
     began, processes = time.perf_counter(), Processes()
     shapes, kinds, critic = dict(model.shapes), dict(kinds), "score.weight" in model.shapes
     if critic and config["architectures"][0].endswith("ForTokenClassification"):

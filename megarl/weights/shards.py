@@ -320,7 +320,7 @@ def megatron_layout(
 
 
 def pair_shard(sizes: Sizes, pair: Pair, layer: int, expert: int, tp: int, tp_rank: int) -> Shard:
-    """layer, expert: global indices."""
+    """Return one parameter's shard. layer, expert: global indices."""
     hf = [(name.format(l=layer, e=expert), sizes.shape(dims)) for name, dims in pair.hf]
     axis = 1 if pair.operation == "row" else 0
     match pair.operation:
@@ -394,7 +394,6 @@ def sglang_shards(hf_config: Mapping[str, Any], tp: int, tp_rank: int, *, cpu: b
 
     @cache
     def shard_pair(pair: Pair) -> list[tuple[str, Shard]]:
-        """Return (name, shard) of a pair's tensors, with `{l}` and `{e}` in the names."""
         axis = 1 if pair.operation == "row" else 0
         fused: dict[str, list[_Part]] = {}
         for name, dims in pair.hf:
