@@ -1,8 +1,7 @@
 """Chat templates and tool calls of episodes: tokens in, tokens out.
 
 The policy's tokens stay as sampled. Later messages are the template's text after an assistant's message,
-tokenised separately and appended. That is correct only for templates that append, so `check_template`
-rejects others before the run."""
+tokenised separately and appended. `check_template` rejects templates that do not only append."""
 
 from __future__ import annotations
 
@@ -27,7 +26,7 @@ from megarl.data.prompts import Prompt
 from megarl.data.response_text import check_end, policy_text
 from megarl.rewards.verdict import Verdict
 
-_MAX_CALLS = 16  # in one turn; a policy that repeats itself would keep the tools busy for hours
+_MAX_CALLS = 16  # in one turn; a policy that repeats itself would block the tools for hours
 _CALL_BEGINS, _CALL_ENDS = "<tool_call>", "</tool_call>"
 _THOUGHTS_END = "</think>"
 _SPACE, _SEPARATORS = re.compile(r"\s*"), re.compile(r"[; \n\t,]*")
@@ -37,7 +36,7 @@ EMPTY: Mapping[str, Any] = MappingProxyType({})
 
 
 def opening_tokens(tokenizer: Any, variables: Mapping[str, Any] = EMPTY) -> tuple[int, ...]:
-    """Return the token that every conversation starts with: the prompt of agents with their own messages.
+    """Return the token that every conversation starts with, the prompt of agents with their own messages.
 
     Raises ConfigError if conversations start with different tokens."""
     chat, user = ChatTurns(tokenizer, variables=variables), {"role": "user", "content": "Why?"}
@@ -57,14 +56,12 @@ def check_template(
     stop: Collection[str] = (),
     variables: Mapping[str, Any] = EMPTY,
 ) -> None:
-    """Check that a chat template only appends to a conversation. Raises ConfigError with the first
-    difference.
+    """Check that a chat template only appends to a conversation. Raises ConfigError.
 
-    It renders conversations of 1 to 4 turns, with and (unless the template handles thoughts) without
-    thoughts. White space is ignored, because templates strip contents.
+    White space is ignored, because templates strip contents.
 
     shown      roles of the messages that the policy is shown
-    stop       rollout.stop, texts that end a turn
+    stop       rollout.stop
     variables  data.chat_template_kwargs"""
     if not getattr(tokenizer, "chat_template", None):
         raise ConfigError("data.template: the tokenizer has no chat template (add one to the model's folder)")
@@ -82,8 +79,7 @@ def check_template(
 
 
 def _check_conversations(chat: ChatTurns, shown: Collection[str]) -> None:
-    """Check the schemas of tools and conversations with each role. Raises ConfigError or ValueError."""
-    for schema in chat.tools:  # an MCP server's schemas are not trusted
+    for schema in chat.tools:  # an MCP server's are not trusted
         if chat.named and (found := chat.named.search(json.dumps(schema, ensure_ascii=False))):
             name = schema.get("function", schema).get("name")
             what = f"tool {name!r}: {found[0]} in its schema would be read as a control token"
@@ -109,7 +105,7 @@ def _check_appends(chat: ChatTurns, role: str, thinks: bool) -> None:
         written = f"{'' if '</think>' in opened else thought}answer {turn}"
         assistant = {"role": "assistant", "content": opened + written}
         new: list[Message] = [{"role": role, "content": f"shown {turn}"}]
-        if role == "tool":  # two calls of one turn
+        if role == "tool":
             new = [{**new[0], "name": "f", "tool_call_id": f"call{turn}{i:04}"} for i in range(2)]
         text += written + chat.text_behind(new)
         messages += [assistant, *new]
@@ -132,7 +128,7 @@ def _check_appends(chat: ChatTurns, role: str, thinks: bool) -> None:
 
 @dataclass(frozen=True)
 class Call:
-    """A tool call that the policy wrote; `error` is the reason why it is invalid."""
+    """`error`: why the call is invalid."""
 
     name: str
     arguments: Mapping[str, Any]
@@ -146,7 +142,7 @@ def detect_call_format(tokenizer: Any) -> str:
     hermes             JSON in <tool_call>
     json               a JSON object that is the whole turn
 
-    Raises ConfigError if the template describes none of them."""
+    Raises ConfigError if there is none."""
     if getattr(tokenizer, "response_template", None):
         return "response_template"
     source = str(tokenizer.chat_template)
@@ -159,7 +155,7 @@ def detect_call_format(tokenizer: Any) -> str:
 
 
 def parse_calls(tokens: Sequence[int], tokenizer: Any, form: str, prefix: str = "") -> tuple[str, list[Call]]:
-    """Return the text around the policy's tool calls, and the calls in order. Never raises for the text.
+    """Return the text around the tool calls, and the calls in order. Invalid calls do not raise.
 
     form    see `detect_call_format`
     prefix  how the template starts an assistant's turn"""
@@ -189,7 +185,7 @@ def parse_calls(tokens: Sequence[int], tokenizer: Any, form: str, prefix: str = 
 
 
 def _hermes_calls(text: str) -> tuple[str, list[Call]]:
-    """Return the text around `<tool_call>JSON</tool_call>`, and the calls. A tag within JSON is text."""
+    """A tag within JSON is text."""
     begin = _end_of_thoughts(text)
     around, calls = [text[:begin]], list[Call]()
     while (tag := text.find(_CALL_BEGINS, begin)) >= 0:
@@ -211,9 +207,9 @@ def _hermes_calls(text: str) -> tuple[str, list[Call]]:
 
 
 def _end_of_thoughts(text: str) -> int:
-    """Return the index after a turn's thoughts, 0 without thoughts. Tags in thoughts are no calls.
+    """Return the index after a turn's thoughts, or 0. Tags in thoughts are no calls.
 
-    Thoughts end at the first `</think>`, unless that is inside the JSON of a call."""
+    Thoughts end at the first `</think>` outside the JSON of a call."""
     end = text.find(_THOUGHTS_END)
     tag = text.find(_CALL_BEGINS)
     if 0 <= tag < end and not text.lstrip().startswith("<think>"):
@@ -256,7 +252,7 @@ def _failed(why: str, name: str = "") -> Call:
 def schemas(tools: Iterable[str]) -> dict[str, dict[str, Any]]:
     """Return the schemas of functions `module:function` and of MCP servers' tools, by path.
 
-    Raises ConfigError as `build_schema` and `list_tools`, and if two tools have the same name."""
+    Raises ConfigError as `build_schema` and `list_tools`, and for two tools of the same name."""
     by_path: dict[str, dict[str, Any]] = {}
     for path in tools:
         by_path |= list_tools(path) if path.startswith(MCP) else {path: build_schema(path)}
@@ -269,10 +265,10 @@ def schemas(tools: Iterable[str]) -> dict[str, dict[str, Any]]:
 def tool_calls(chat: ChatTurns, paths: Mapping[str, str]) -> EpisodeFunction:
     """Return the episode of `rollout.tools`.
 
-    While the policy calls tools, they run, those of one turn concurrently, and the policy is shown their
-    results in the order of the calls. An answer without calls ends the episode.
+    Calls of one turn run concurrently; results are shown in the order of the calls. A turn without calls ends
+    the episode.
 
-    paths: tool paths by name, of the tools that `chat` shows"""
+    paths: tool paths by name"""
     form = detect_call_format(chat.tokenizer)
     prefix = chat.text_behind([{"role": "user", "content": "?"}])
 
@@ -280,7 +276,7 @@ def tool_calls(chat: ChatTurns, paths: Mapping[str, str]) -> EpisodeFunction:
         for turns in count():
             turn = await policy.generate()
             _, calls = parse_calls(turn.tokens, chat.tokenizer, form, prefix)
-            if not calls or turn.finish == "length":  # a turn that was cut off may hold only part of a call
+            if not calls or turn.finish == "length":  # a truncated turn may hold part of a call
                 return
             running = (_run(policy, paths, i, call) for i, call in enumerate(calls))
             results = await asyncio.gather(*running, return_exceptions=True)
@@ -309,16 +305,16 @@ async def _run(policy: Policy, paths: Mapping[str, str], number: int, call: Call
 
 
 def play(chat: ChatTurns | None) -> EpisodeFunction:
-    """Return the episode of `rollout.environment`: the environment answers each turn until it is done.
+    """Return the episode of `rollout.environment`, which answers each turn until it is done, and grades it.
 
-    The environment's verdict is the response's. With `chat`, its answers are a user's messages."""
+    With `chat`, its answers are a user's messages."""
 
     async def episode(prompt: Prompt, policy: Policy) -> Verdict:
         tokens: Sequence[int] = ()
         done, shown = False, await policy.reset()
         if shown in (prompt.question, prompt.text):
             shown = ""
-        with suppress(EpisodeTruncated):  # the environment still grades the turns so far
+        with suppress(EpisodeTruncated):  # grade the turns so far
             while not done:
                 if shown:
                     messages = [{"role": "user", "content": shown}]
@@ -333,5 +329,5 @@ def play(chat: ChatTurns | None) -> EpisodeFunction:
 
 
 def make_call_id(turn: int, number: int) -> str:
-    """Return a call's id: nine characters, as Mistral's templates require."""
+    """Nine characters, as Mistral's templates require."""
     return f"c{turn % 10000:04}{number % 10000:04}"

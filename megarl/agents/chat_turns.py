@@ -15,22 +15,18 @@ _MARKS = range(ord(MARK), 0x110000), range(0x3400, 0xD800)
 
 
 class ChatTurns(ChatTemplate):
-    """Tokenises the messages that the policy is shown, with the tokenizer's chat template."""
-
     def first(self, messages: Sequence[Message]) -> tuple[int, ...]:
-        """Return the tokens before the policy's first turn. Special tokens in the contents become plain
-        text.
+        """Return the tokens before the policy's first turn. Special tokens in contents become plain text.
 
-        Raises ValueError with the template's message if it refuses the messages."""
+        Raises ValueError if the template refuses the messages."""
         neutral, hidden, mark = self._neutral(messages)
         return tuple(self._tokens(self.render(neutral), hidden, mark, first=True))
 
     def after(self, messages: Sequence[Message], ended_with: Sequence[int]) -> tuple[int, ...]:
-        """Return the tokens between a turn of the policy and its next one, which show it `messages`.
+        """Return the tokens between two turns of the policy, which show it `messages`. See `first`.
 
-        ended_with: tokens of the last turn. If they end with an end-of-turn token, the template's own end
-        is left out, and so is a start-of-turn token that the policy wrote. Special tokens in the contents
-        become plain text. Raises as `first`."""
+        ended_with: tokens of the last turn. An end-of-turn token that they have is not repeated, nor a
+        start-of-turn token that the policy wrote."""
         neutral, hidden, mark = self._neutral(messages)
         tokens = self._tokens(self.text_behind(neutral, mark), hidden, mark)
         last = list(ended_with[-1:])
@@ -45,7 +41,7 @@ class ChatTurns(ChatTemplate):
     def _neutral(self, messages: Sequence[Message]) -> tuple[list[dict[str, Any]], list[str], str]:
         """Replace texts in messages that look like control tokens by marks.
 
-        Returns the messages, the replaced texts, and the character that delimits marks."""
+        Returns the messages, the replaced texts, and the delimiter of marks."""
         used = set(json.dumps(messages, ensure_ascii=False, default=str))
         mark = next((character for character in map(chr, chain(*_MARKS)) if character not in used), None)
         if mark is None:
@@ -78,7 +74,6 @@ class ChatTurns(ChatTemplate):
         return tokens
 
     def _plain(self, text: str) -> list[int]:
-        """Tokenise a control token's name without any control token."""
         tokens = self.tokenizer(text, add_special_tokens=False, split_special_tokens=True).input_ids
         if len(text) > 1 and not self.control.keys().isdisjoint(tokens):  # the option did not split it
             return [*self._plain(text[0]), *self._plain(text[1:])]

@@ -1,7 +1,7 @@
 """Run episodes of several turns for a worker.
 
-The runner chooses the coroutine that the configuration asks for. An error of user code becomes the verdict
-of its response, or ends the run with a message that names the code."""
+An error of user code becomes the verdict of its response, or ends the run with a message that names the
+code."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from megarl.data.response_text import check_end_of_turn
 from megarl.rewards.verdict import UnusableError, Verdict, as_verdict, import_object
 from megarl.rollout.episode import EpisodeAborted, EpisodeInputs
 
-PATIENCE = 0.8  # fraction of parallel.timeout, after which the other ranks give up
+PATIENCE = 0.8  # fraction of parallel.timeout, when other ranks give up
 
-# Unfinished tasks that the current episode has created.
+# Unfinished tasks of the current episode.
 _tasks: ContextVar[set[asyncio.Task[Any]]] = ContextVar("_tasks")
 
 
 class AgentRunner:
-    """Starts the episodes of one worker whose responses may have several turns. See EpisodeRunner."""
+    """Starts a worker's multi-turn episodes. See EpisodeRunner."""
 
     def __init__(self, config: Config, tokenizer: Any) -> None:
         rollout, turns = config.rollout, config.rollout.turns
@@ -47,7 +47,7 @@ class AgentRunner:
         self.function = _load_function(config, tokenizer, self.endpoint)
         limits = turns.calls, turns.seconds, turns.memory, turns.observation
         self.tools = ToolPool(*limits, rollout.environment, rollout.environment_arguments, turns.sandbox)
-        self._warned: set[str] = set()  # tasks that an agent left behind
+        self._warned: set[str] = set()  # leftover tasks of agents
 
     @property
     def depths(self) -> Mapping[str, Callable[[], int | str]]:
@@ -102,13 +102,11 @@ class AgentRunner:
 class AgentEpisode(Policy):
     """An episode whose turns a coroutine asks for.
 
-    function  the coroutine
-    warned    what was reported of agents, shared by all episodes of a worker
-    """
+    warned  what was reported of agents, shared by a worker's episodes"""
 
     function: EpisodeFunction = field(kw_only=True)
     warned: set[str] = field(default_factory=set, kw_only=True)
-    windowed = False  # rollout.window needs single-turn responses
+    windowed = False  # rollout.window is single-turn
     prefix_tokens = 0
 
     async def run(self) -> Verdict | None:
@@ -121,7 +119,7 @@ class AgentEpisode(Policy):
         return verdict
 
     async def _run_graded(self) -> Verdict | None:
-        """Run the coroutine. Returns its verdict, also of an error that it raises."""
+        """Run the coroutine. An error that it raises becomes a verdict."""
         try:
             return await self._call()
         except EpisodeTruncated:
@@ -134,8 +132,8 @@ class AgentEpisode(Policy):
             return Verdict(False, error=f"{self.key}: a tool failed: {error}")
         except (MegarlError, EpisodeAborted, KeyboardInterrupt, GeneratorExit):
             raise
-        # Any other error is the user code's: it is recorded, and the response stays ungraded. A task group of
-        # the user's wraps errors.
+        # Any other error is the user code's: it is recorded, and the response stays ungraded. The user's task
+        # group may wrap errors.
         except BaseException as error:
             rest = error.split(EpisodeTruncated)[1] if isinstance(error, BaseExceptionGroup) else error
             while isinstance(rest, BaseExceptionGroup):
@@ -163,7 +161,7 @@ class AgentEpisode(Policy):
         return Verdict(False, error=f"{self.key}: {why}", judged=False)
 
     async def _cancel_leftovers(self) -> str:
-        """Cancel the tasks that the coroutine has left running, and return their names and places.
+        """Cancel the tasks that the coroutine left running, and return their names and places.
 
         An agent's are reported once. Raises EngineError if a task does not end."""
         if all(task.done() for task in _tasks.get()):
@@ -204,8 +202,8 @@ def _describe(task: asyncio.Task[Any]) -> str:
 def _load_function(config: Config, tokenizer: Any, endpoint: Endpoint | None) -> EpisodeFunction:
     """Return the coroutine that generates a response.
 
-    Raises ConfigError if what the configuration names cannot be imported or is no coroutine function, and if
-    the chat template rewrites history or cannot present tools."""
+    Raises ConfigError if it cannot be imported or is no coroutine function, and if the chat template rewrites
+    history or cannot present tools."""
     rollout, variables = config.rollout, config.data.chat_template_kwargs
     if rollout.environment:
         import_environment(rollout.environment, rollout.environment_arguments)
@@ -238,7 +236,7 @@ def _import_coroutine(key: str, path: str, parameters: str) -> Any:
 def prompt_options(config: Config, tokenizer: Any) -> dict[str, Any]:
     """Return the arguments `tools` and `opening` of megarl.data.prompts.read_prompts.
 
-    Raises ConfigError if a tool has no usable schema, or if the chat template fits no agent."""
+    Raises ConfigError for a tool without a usable schema, or a chat template that fits no agent."""
     rollout, variables = config.rollout, config.data.chat_template_kwargs
     opening = opening_tokens(tokenizer, variables) if rollout.agent else ()
     return {"tools": list(schemas(rollout.tools).values()), "opening": opening}

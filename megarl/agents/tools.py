@@ -1,8 +1,8 @@
 """Run tools and environments in separate processes with limits, for many episodes at once.
 
 A job is a pure function of its message: a tool's arguments, or an environment's row, seed and all texts of
-the policy. So any process can do any job, and a killed process loses nothing. Processes cache
-environments. `ToolPool` runs on the episodes' event loop, `work` in the processes."""
+the policy. So any process can do any job, and a killed process loses nothing. `ToolPool` runs on the
+episodes' event loop, `work` in the processes, which cache environments."""
 
 from __future__ import annotations
 
@@ -29,9 +29,7 @@ from megarl.rewards.sandbox import STRICT, Supervised
 from megarl.rewards.verdict import MAX_TEXT, UnusableError, Verdict, as_verdict, finite, import_object, short
 
 _MAX_ENVIRONMENTS = 256  # cached per process
-_MAX_STATE = (
-    1 << 20
-)  # bytes of an environment's state as JSON; a larger state is discarded, so it is replayed
+_MAX_STATE = 1 << 20  # bytes of JSON; a larger state is discarded, so the environment is replayed
 _SURROGATES = re.compile("[\ud800-\udfff]")
 _METHODS, _OPTIONAL = ("reset", "step", "verdict"), ("state", "restore")
 
@@ -41,21 +39,20 @@ T = TypeVar("T")
 class Environment(Protocol):
     """What an episode acts on, created anew for each episode.
 
-    It must depend only on its row, its seed and the policy's texts, because another process may replay
-    them after `reset`. `random` and numpy's generator are seeded before each call. Optional: `state()`
-    returns a JSON value, and `restore(state)`, called after `reset`, replaces the replay."""
+    It must depend only on its row, its seed (of `random` and numpy) and the policy's texts: another process
+    may replay them after `reset`. Optional: `state()` returns a JSON value, and `restore(state)`, called
+    after `reset`, replaces the replay."""
 
     def reset(self, row: dict[str, Any], seed: int) -> str:
-        """Start, and return the first observation."""
+        """Return the first observation."""
         ...
 
     def step(self, text: str) -> tuple[str, float, bool]:
-        """Return the observation after the policy's text, the turn's reward, and whether the episode is
-        done."""
+        """Return observation, the turn's reward, and done."""
         ...
 
     def verdict(self) -> Verdict | bool | float:
-        """Grade the episode so far, without changing anything."""
+        """Grade the episode so far, without side effects."""
         ...
 
 
@@ -64,8 +61,8 @@ class Result(Generic[T]):
     """The outcome of a job.
 
     error   why there is no value; a tool's error is text that the policy may see
-    judged  False if neither the policy nor the called code caused the error: its process was killed or did
-            not start, or the environment raised"""
+    judged  False if neither policy nor called code caused the error: the process was killed or did not start,
+            or the environment raised"""
 
     value: T | None = None
     error: str | None = None
@@ -80,10 +77,9 @@ class State(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """An environment's answer to the policy's last text; after a reset the reward is 0.0 and `done` is
-    False.
+    """An environment's answer to the policy's last text, or to a reset (reward 0.0, not `done`).
 
-    state  to pass to later jobs; None if the environment has none"""
+    state  for later jobs; None if the environment has none"""
 
     observation: str
     reward: float
@@ -100,9 +96,9 @@ class ToolPool:
     environment        `module:Class`, constructed with `arguments`
     sandbox            what calls may reach, see `rollout.sandbox`
 
-    A job that times out, runs out of memory or loses its process is retried once in a new process. The
-    second failure is the policy's (`judged`), except for a process that does not start. Jobs are served in
-    order, but wait for a busy process that has their environment. Use it on one event loop until `close`."""
+    A job that times out, runs out of memory or loses its process is retried once in a new process. The second
+    failure is the policy's (`judged`), unless a process does not start. Jobs run in order, but wait for a
+    busy process that has their environment. Use it on one event loop until `close`."""
 
     def __init__(
         self,
@@ -145,7 +141,6 @@ class ToolPool:
 
     @property
     def oldest(self) -> str:
-        """Describe the oldest unfinished job, for reports about a hang."""
         for job in self.waiting[:1]:
             what = f"{job.what} in a process" if job.running else f"{job.what}, which waits for a process"
             return f"{what}, for {time.monotonic() - job.since:.0f} s"
@@ -158,11 +153,10 @@ class ToolPool:
         keywords: Mapping[str, Any] = MappingProxyType({}),
         seed: int = 0,
     ) -> Result[str]:
-        """Call a plain function `module:function` or an MCP server's tool, and return its result as text.
+        """Call a plain function `module:function` or an MCP tool. Returns text, see `format_observation`.
 
-        Bytes are decoded as UTF-8, and other values become JSON. `seed` seeds `random` and numpy's
-        generator. An exception of the function is an error. Raises TypeError if an argument is no JSON
-        value."""
+        `seed` seeds `random` and numpy's generator. An exception of the function is an error. Raises
+        TypeError if an argument is no JSON value."""
         sent = {"function": function, "arguments": list(arguments), "keywords": dict(keywords), "seed": seed}
         answer = await self._run_job(_Job(function, sent))
         return Result(answer.get("value"), answer.get("error"), answer.get("judged", True))
@@ -191,14 +185,13 @@ class ToolPool:
         return Verdict(correct, extracted, error, score, judged=judged)
 
     def forget(self, key: int) -> None:
-        """Discard an environment that no episode needs any more: it may hold a session at a server."""
+        """Discard an unneeded environment, which may hold a session at a server."""
         for process in filter(None, self._slots):
             if key in process.keys:
                 del process.keys[key]
                 process.send({"forget": key})
 
     def close(self) -> None:
-        """End the processes and their jobs. A later job starts new processes."""
         tasks = list(self._tasks)
         for job in tasks:
             if self._loop is not None and not self._loop.is_closed():
@@ -225,15 +218,13 @@ class ToolPool:
         return _Job(f"{self.environment}.{method}", sent, key)
 
     async def _run_job(self, job: _Job) -> dict[str, Any]:
-        """Run a job in a process.
-
-        If the caller is cancelled, the process still finishes the job or times out."""
+        """Run a job to its end or its time limit, even if the caller is cancelled."""
         loop = self._loop = asyncio.get_running_loop()
         self._jobs[id(job)] = job
         try:
             slot = await self._acquire_slot(job.key)
             job.running = True
-            # A new context: the task may outlive its caller, and must not count as the episode's.
+            # A new context: the task may outlive its caller, and is not the episode's.
             task = Context().run(loop.create_task, self._run_with_retry(slot, job))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
@@ -245,7 +236,7 @@ class ToolPool:
     async def _acquire_slot(self, key: int | None) -> int:
         if self._idle:  # so the queue is empty
             slot = self._find_slot(key)
-            if slot not in self._idle:  # a running process with the fewest environments to lose
+            if slot not in self._idle:  # fewest environments
 
                 def cost(slot: int) -> tuple[bool, int, int]:
                     process = self._slots[slot]
@@ -268,7 +259,7 @@ class ToolPool:
     def _release_slot(self, slot: int) -> None:
         """Pass a slot to the first queued job whose environment no other process has, else to the first job.
 
-        The jobs that are skipped do not starve: they come first when their own process becomes idle."""
+        Skipped jobs do not starve: they come first when their own process becomes idle."""
         while self._queue:
             fitting = (job for job in self._queue if self._find_slot(job[1]) in (None, slot))
             future, _ = chosen = next(fitting, self._queue[0])
@@ -285,13 +276,12 @@ class ToolPool:
         return None
 
     async def _run_with_retry(self, slot: int, job: _Job) -> dict[str, Any]:
-        """Run a job in a slot's process, and once more in a new process if the first is lost."""
         slots = self._slots  # `close` replaces the list
         try:
             answer = await self._try_job(slot, job)
             if "lost" in answer and job.wanted:
                 answer = await self._try_job(slot, job)
-                if answer.get("killed"):  # twice, the second time in a new process: the job caused it
+                if answer.get("killed"):  # twice: the job caused it
                     answer["judged"] = True
             return answer
         except BaseException:
@@ -304,7 +294,7 @@ class ToolPool:
                 self._release_slot(slot)
 
     async def _try_job(self, slot: int, job: _Job) -> dict[str, Any]:
-        """Return the process's answer, with `lost` if the process has ended."""
+        """Return the answer, with `lost` if the process has ended."""
         process = await self._ensure_process(slot)
         if isinstance(process, str):
             return {"error": process, "judged": False}
@@ -317,7 +307,7 @@ class ToolPool:
         process.send(job.sent)
         limit, importing = START_LIMIT, True
         try:
-            while (answer := await process.receive(limit)) is None:  # the next step's time limit begins
+            while (answer := await process.receive(limit)) is None:  # next time limit
                 limit, importing = self.seconds, False
             if not isinstance(answer, dict):
                 raise ValueError
@@ -341,7 +331,7 @@ class ToolPool:
         return cast(dict[str, Any], answer)
 
     async def _ensure_process(self, slot: int) -> _ToolProcess | str:
-        """Return the slot's process, started if necessary, or the reason why none starts."""
+        """Return the slot's process, or the reason why none starts."""
         process, why = self._slots[slot], ""
         if process is not None and process.alive:
             return process
@@ -365,11 +355,9 @@ class ToolPool:
 class _Job:
     """A message for a process.
 
-    what     the tool, or the environment's class and method
-    key      of the environment; None for a tool
-    since    time.monotonic() of the request
-    running  whether a process works on it
-    wanted   whether the caller still waits for the answer"""
+    what    the tool, or the environment's class and method
+    key     of the environment; None for a tool
+    wanted  whether the caller still waits"""
 
     def __init__(self, what: str, sent: dict[str, Any], key: int | None = None) -> None:
         self.what, self.sent, self.key = what, sent, key
@@ -385,25 +373,21 @@ class _ToolProcess(LimitedProcess):
 
 
 def work(process: Supervised) -> None:
-    """Serve jobs: the main function of a tool process."""
     serve(process, lambda settings: _JobHandler(**settings).handle)
 
 
 class _JobHandler:
-    """Runs the jobs of one tool process.
-
-    environments: by episode, the newest last"""
+    """Runs the jobs of one tool process. environments: by episode, the newest last."""
 
     def __init__(self, observation_bytes: int, environment: str | None, arguments: Any, **_: Any) -> None:
         self.observation_bytes, self.environment, self.arguments = observation_bytes, environment, arguments
         self.environments: OrderedDict[int, _LiveEnvironment] = OrderedDict()
 
     def handle(self, job: dict[str, Any]) -> Iterator[dict[str, Any] | None]:
-        """Run a job. Yields None when a new time limit starts, and at the end the answer, except for
-        "forget".
+        """Run a job. Yields None when a new time limit starts, then the answer (none for "forget").
 
-        Keys of the answer: `value` or `error`; `judged`; `lost` if this process must not be used again;
-        `kept` if it has the environment."""
+        Its keys: `value` or `error`; `judged`; `lost` if this process must not be used again; `kept` if it
+        has the environment."""
         if "forget" in job:
             self.environments.pop(job["forget"], None)
             return
@@ -477,18 +461,16 @@ class _JobHandler:
 
 
 class _LiveEnvironment:
-    """An environment since its reset, the texts that it was given, and its last answer."""
-
     def __init__(self, environment: Any, row: Any, seed: int, observation_bytes: int) -> None:
         self.environment, self.row, self.seed, self.size = environment, row, seed, observation_bytes
         self.texts: list[str] = []
         _seed(seed, 0)
-        # A copy: the environment may change its row, and `can_continue` compares the original.
+        # A copy: the environment may change its row, which `can_continue` compares.
         shown = environment.reset(json.loads(json.dumps(row)), seed)
         self._record(shown, 0.0, False, "reset")
 
     def can_continue(self, row: Any, seed: int, texts: list[str]) -> bool:
-        """Return whether it has this row and seed, and its texts are the first of `texts`."""
+        """Return whether row and seed are the same, and its texts are the first of `texts`."""
         return self.row == row and self.seed == seed and self.texts == texts[: len(self.texts)]
 
     def step(self, text: str) -> None:
@@ -514,7 +496,7 @@ class _LiveEnvironment:
         self.last = [format_observation(shown, self.size), reward, bool(done), state]
 
     def restore(self, texts: list[str], state: Any) -> None:
-        """Restore the state after `texts`. The answer to the last of them is lost."""
+        """Restore the state after `texts`, without the answer to the last of them."""
         if hasattr(self.environment, "restore"):
             self.environment.restore(state)
             self.texts = list(texts)
@@ -525,7 +507,7 @@ class _LiveEnvironment:
 
 
 def _seed(seed: int, index: int) -> None:
-    """Seed the global generators, so that a result does not depend on earlier jobs of this process."""
+    """Seed the global generators: earlier jobs must not affect a result."""
     number = int.from_bytes(blake2b(f"{seed}/{index}".encode(), digest_size=4).digest(), "little")
     random.seed(number)
     if (numpy := sys.modules.get("numpy")) is not None:
@@ -535,8 +517,8 @@ def _seed(seed: int, index: int) -> None:
 def format_observation(value: Any, size: int) -> str:
     """Return a value as text of at most `size` bytes of UTF-8, with a mark if it was cut.
 
-    Text stays, bytes are decoded, and other values become JSON. Invalid UTF-8 is replaced. Raises
-    TypeError for what JSON cannot hold."""
+    Bytes are decoded, invalid UTF-8 is replaced, and other values become JSON. Raises TypeError for what JSON
+    cannot hold."""
     if isinstance(value, bytes | bytearray):
         long, text = len(value) > size, bytes(value[: size + 4]).decode("utf-8", "replace")
     else:
@@ -550,7 +532,7 @@ def format_observation(value: Any, size: int) -> str:
 
 
 def describe_error(error: BaseException) -> str:
-    """Return an exception's type and text, or only its type if the text cannot be formatted."""
+    """Return an exception's type and text; only its type if the text cannot be formatted."""
     try:
         return f"{type(error).__name__}: {error}"
     except Exception:  # noqa: BLE001
@@ -560,9 +542,8 @@ def describe_error(error: BaseException) -> str:
 def build_schema(function: str) -> dict[str, Any]:
     """Build the JSON schema of the tool `module:function`, from its signature and docstring.
 
-    Chat templates take such schemas. Raises ConfigError if it is no plain function, or if types or
-    descriptions are missing."""
-    from transformers.utils import get_json_schema  # slow to import, and tool processes do not need it
+    Raises ConfigError if it is no plain function, or types or descriptions are missing."""
+    from transformers.utils import get_json_schema  # slow import, not for tool processes
 
     tool = import_object("rollout.tools", function)
     at = f"rollout.tools: {function}"
@@ -584,7 +565,7 @@ def build_schema(function: str) -> dict[str, Any]:
 
 
 def import_environment(path: str, arguments: Mapping[str, Any] | None = None) -> Callable[..., Any]:
-    """Return the class `module:Class` that `rollout.environment` names.
+    """Return the class `module:Class` of `rollout.environment`.
 
     Raises ConfigError if it cannot be imported, is no Environment, or does not take `arguments` if given."""
     found = import_object("rollout.environment", path, "Class")

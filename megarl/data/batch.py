@@ -36,7 +36,6 @@ class RolloutBatch:
     rows              int64 [m], ascending, sequences whose tokens are on this rank
     own               these sequences, with columns [T] only; same column names on every rank
     groups            sample groups behind the columns; empty if read from disk
-    metrics           metrics of the rollout
     errors            verifier errors -> count
     records           on rank 0, row -> response for people to read
     events            lines to show"""
@@ -89,7 +88,7 @@ class RolloutBatch:
 
     @property
     def has_observations(self) -> bool:
-        """Return whether a response has observations between turns; the same on every rank."""
+        """the same on every rank."""
         return not torch.equal(self.lengths, self.prompt_lengths + self.response_lengths)
 
     def drop_tokens(self) -> None:
@@ -100,21 +99,20 @@ class RolloutBatch:
 class TrainBatch:
     """n prompt+response sequences, packed without padding into T tokens.
 
-    tokens         int64 [T], sequence after sequence, each prompt followed by its response
+    tokens         int64 [T], each prompt followed by its response
     cu_seqlens     int64 [n+1]; sequence i is tokens[cu_seqlens[i]:cu_seqlens[i+1]]
-    response_mask  bool [T], True on tokens that the policy sampled, end-of-sequence included. Tokens before
-                   the first of them are the prompt; False tokens after it are observations
+    response_mask  bool [T], True on sampled tokens, end-of-sequence included. Tokens before the first are the
+                   prompt; False tokens after it are observations
     columns        name -> Tensor, [T] (per token) or [n] (per response)
     rows           int64 [n], row of each sequence in the RolloutBatch
     mini_batches   the actor's micro-batches by mini-batch, in update order
-    critic_mini_batches  the same for each critic, usually the actor's lists. They differ if the critic reads
-                   prompts only or skips unfinished responses, and with `critic.mini_batch`
+    critic_mini_batches  the same for each critic. They differ if the critic reads prompts only or skips
+                   unfinished responses, and with `critic.mini_batch`
 
     `training.batch.make_train_batch` sets the last three.
 
-    Token columns align with the token they describe. `logprobs[t]` is log pi(tokens[t] | tokens before t).
-    `values[t]` is V(s_t), the value of the state in which tokens[t] was sampled. Both are 0 outside the
-    response mask."""
+    `logprobs[t]` is log pi(tokens[t] | tokens before t). `values[t]` is V(s_t), the value of the state in
+    which tokens[t] was sampled. Both are 0 outside the response mask."""
 
     tokens: Tensor
     cu_seqlens: Tensor
@@ -165,20 +163,20 @@ class TrainBatch:
 
     @property
     def response_lengths(self) -> Tensor:
-        """Return the response tokens of each sequence without observations, int64 [n]."""
+        """Sampled tokens of each sequence, int64 [n]."""
         none = torch.zeros_like(self.cu_seqlens[1:])
         return none.index_add_(0, self.sequence_ids, self.response_mask.long())
 
     @property
     def prompt_lengths(self) -> Tensor:
-        """Return the tokens before each first response token, int64 [n]; all tokens if there is none."""
+        """Tokens before each first response token, int64 [n]; all tokens if there is none."""
         start, end = self.cu_seqlens[:-1], self.cu_seqlens[1:]
         own = torch.cat([self.response_mask.nonzero().squeeze(-1), self.cu_seqlens[-1:]])
         return torch.minimum(own[torch.searchsorted(own, start)], end) - start
 
     @property
     def sampled_mask(self) -> Tensor:
-        """Return which response tokens this step sampled, bool [T].
+        """Tokens that this step sampled, bool [T].
 
         The optional column `begun` [n] counts the tokens that earlier steps sampled (`rollout.window`)."""
         if "begun" not in self:
@@ -189,14 +187,14 @@ class TrainBatch:
 
     @property
     def unfinished(self) -> Tensor:
-        """Return which responses continue in the next step, bool [n]."""
+        """Responses that continue in the next step, bool [n]."""
         if "unfinished" not in self:
             return torch.zeros(self.num_sequences, dtype=torch.bool)
         return self["unfinished"]
 
     @property
     def sampled_lengths(self) -> Tensor:
-        """Return the tokens of each response that this step sampled, int64 [n]."""
+        """int64 [n], see `sampled_mask`."""
         return self.response_lengths - self["begun"] if "begun" in self else self.response_lengths
 
     @property
@@ -208,7 +206,7 @@ class TrainBatch:
         return [batch for of_one in self.critic_mini_batches for some in of_one for batch in some]
 
     def spread(self, values: Tensor) -> Tensor:
-        """Expand one value per response [n] to its tokens, [T]; 0 outside the response mask."""
+        """Expand one value per response [n] to [T]; 0 outside the response mask."""
         return torch.where(self.response_mask, torch.repeat_interleave(values, self.lengths), 0)
 
     def totals(self, values: Tensor) -> Tensor:
@@ -217,7 +215,6 @@ class TrainBatch:
         return sums.index_add_(0, self.sequence_ids, values.double())
 
     def select(self, indices: Sequence[int] | Tensor) -> TrainBatch:
-        """Return the sequences `indices`, in that order, with all columns."""
         indices = torch.as_tensor(indices, dtype=torch.int64)
         lengths = self.lengths[indices]
         cu_seqlens = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
@@ -254,14 +251,14 @@ class MicroBatch:
     labels             int64 [r], the response tokens
     token_indices      int64 [r] on the host, positions of these tokens in the TrainBatch's columns [T]
     at                 int64 [r] on the host, positions of the response tokens in the pack
-    routing            the engine's experts, host [layers, t, topk] (model/routing.py); or None
+    routing            the engine's experts, host [layers, t, topk] (model/routing.py)
 
     Under context parallelism, token_indices and at are the whole pack's. The other fields are this rank's,
-    with r padded to the same number on each rank, and two more fields are set:
+    with r padded to the same number on each rank, and two more are set:
     cut                (rank, position) of each token of the pack (`data.packing.cut`), on the host
     order              int64 [r], index of each response token in the concatenation over ranks
 
-    others             int64 or int32 [T, k] on the host, more tokens whose log-probs are needed; or None"""
+    others             int64 or int32 [T, k] on the host, more tokens whose log-probs are needed"""
 
     tokens: Tensor
     positions: Tensor
@@ -276,7 +273,7 @@ class MicroBatch:
     others: Tensor | None = None
 
     def column(self, batch: TrainBatch, name: str) -> Tensor:
-        """Return column `name` at this micro-batch's response tokens, [r, ...] on the device."""
+        """Return a column at this micro-batch's response tokens, [r, ...] on the device."""
         return batch[name][self.token_indices].to(self.tokens.device)
 
 

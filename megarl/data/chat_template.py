@@ -40,7 +40,7 @@ def render_chat(
     name = f"data.template: the chat template of {tokenizer.name_or_path or 'the tokenizer'}"
     for source in template.values() if isinstance(template, dict) else [template]:
         if _has_power(source):
-            # time_limit cannot interrupt a power of powers, one operation of Python.
+            # time_limit cannot interrupt one operation of Python.
             raise ConfigError(f"{name} computes powers (`**`), which may never end (take it out)")
     resumes = generate and bool(messages) and messages[-1].get("role") == "assistant"
     with time_limit(SECONDS, name):
@@ -66,14 +66,7 @@ def _has_power(source: str | None) -> bool:
 class ChatTemplate:
     """A tokenizer's chat template and its control tokens.
 
-    Args:
-        tools: JSON schemas of functions
-        variables: data.chat_template_kwargs
-
-    Attributes:
-        control: control token -> its text
-        named: pattern of these texts; None if there are none
-        closing: tokens that end an assistant's turn; may be empty"""
+    control: token -> its text; named: pattern of these texts; closing: tokens that end an assistant's turn"""
 
     def __init__(
         self,
@@ -97,7 +90,7 @@ class ChatTemplate:
 
     @cached_property
     def end(self) -> int | None:
-        """Return the token that ends an assistant's turn, or None.
+        """The token that ends an assistant's turn, or None.
 
         GLM's template writes none; there it is the token that starts a user's turn."""
         if self.closing:
@@ -106,14 +99,14 @@ class ChatTemplate:
         return following[0] if following and following[0] in self.control else None
 
     def render(self, messages: Sequence[Message], generate: bool = True) -> str:
-        """Return the text of a conversation. Raises ValueError if the template refuses the messages."""
+        """Raises ValueError if the template refuses the messages."""
         try:
             return render_chat(
                 self.tokenizer, messages, tools=self.tools, variables=self.variables, generate=generate
             )
         except MegarlError:
             raise
-        except Exception as error:  # a template may raise any error
+        except Exception as error:
             roles = ", ".join(str(message.get("role")) for message in messages)
             raise ValueError(f"the chat template refuses {roles}: {first_line(error)}") from error
 
@@ -135,7 +128,7 @@ class ChatTemplate:
     def encode(self, text: str, first: bool = False) -> list[int]:
         """Tokenize a part of the template's text.
 
-        Some tokenizers add a space before a text. Only the `first` part gets it."""
+        Some tokenizers add a space before a text, which only the `first` part gets."""
         before = "" if first else self.tokenizer.eos_token or ""
         tokens = self.tokenizer(before + text, add_special_tokens=False).input_ids
         return list(tokens[1:] if before and tokens[:1] == [self.tokenizer.eos_token_id] else tokens)

@@ -1,4 +1,4 @@
-"""Prompt, reference answer and response in a row of a data file, in the columns that trainers use."""
+"""Find prompt, reference answer and response in a row, in the columns that trainers use."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from megarl.config.schema import DataConfig
 
 Messages = list[dict[str, str]]
 
-# Columns tried, in any case, if the configured one is absent: those of GSM8K, MATH and AIME.
+# Tried in any case if the configured column is absent: those of GSM8K, MATH and AIME.
 _OTHER_PROMPTS, _OTHER_ANSWER, _SOLUTION = ("question", "problem"), "answer", "solution"
-# TRL: a whole conversation that ends with the assistant's message, and the text after a prompt.
+# TRL: a whole conversation, and the text after a prompt.
 _MESSAGES, _COMPLETION = "messages", "completion"
-WORKED = (_SOLUTION, _COMPLETION, _MESSAGES)  # columns with a worked solution that contains the answer
+WORKED = (_SOLUTION, _COMPLETION, _MESSAGES)  # solutions that contain the answer
 _FORMULA = re.compile(r"\$\$([^$]+)\$\$|\$([^$]+)\$|\\\((.+)\\\)|\\\[(.+)\\\]", re.DOTALL)
 _DIGIT_GROUPS = re.compile(r"(?<![\d,.])\d{1,3}(?:,\d{3})+(?!,?\d)")
 MAX_RESPONSE = 1 << 22  # characters of a supervised response
 
 
 class UnusableRow(Exception):
-    """A row is left out: `reason` groups such rows in the report, `detail` is about this row."""
+    """`reason` groups rows in the report, `detail` is about this row."""
 
     def __init__(self, reason: str, detail: str = "") -> None:
         super().__init__(reason)
@@ -35,7 +35,7 @@ class UnusableRow(Exception):
 
 
 def columns_to_read(data: DataConfig, response_key: str | None) -> list[str]:
-    """Return all columns that prompts and targets may be in; a dotted key also by its first part."""
+    """Return all possible columns of prompts and targets; a dotted key also by its first part."""
     columns = [
         name
         for key in (data.prompt_key, response_key or data.answer_key)
@@ -47,7 +47,7 @@ def columns_to_read(data: DataConfig, response_key: str | None) -> list[str]:
 
 
 def value_at(row: Mapping[str, Any], key: str) -> Any:
-    """Return the value of column `key`, else of the dotted path `key`, else None."""
+    """Return the value of column `key`, else of the dotted path `key`."""
     value = row.get(key)
     if value is None:
         value = row
@@ -72,7 +72,7 @@ def _find_column(
 
 
 def find_prompt(row: Mapping[str, Any], data: DataConfig, path: Path) -> tuple[str, str | Messages]:
-    """Return (column, prompt) of a row. Raises UnusableRow, and DataError for ambiguous columns."""
+    """Raises UnusableRow, and DataError for ambiguous columns."""
     column, value = _find_column(row, data.prompt_key, _OTHER_PROMPTS, "data.prompt_key", path)
     if value is None:
         column, value = _find_column(row, data.prompt_key, (_MESSAGES,), "data.prompt_key", path)
@@ -99,7 +99,7 @@ def find_prompt(row: Mapping[str, Any], data: DataConfig, path: Path) -> tuple[s
 
 
 def _parse_messages(text: str) -> Messages | None:
-    """Parse a JSON list of messages; None if the text is something else."""
+    """Return None unless the text is a JSON list of messages."""
     if not text.lstrip().startswith("["):
         return None
     try:
@@ -122,7 +122,7 @@ def _join_parts(content: Any) -> Any:
 
 
 def _split_reply(messages: Any) -> tuple[Any, str | None]:
-    """Split off the text of a last message by the assistant; None if there is none."""
+    """Split off the text of a last message by the assistant, if any."""
     last = messages[-1] if isinstance(messages, list) and messages else None
     if not isinstance(last, dict) or last.get("role") != "assistant":
         return messages, None
@@ -131,7 +131,7 @@ def _split_reply(messages: Any) -> tuple[Any, str | None]:
 
 
 def _find_reply(row: Mapping[str, Any], setting: str, path: Path) -> tuple[str, Any]:
-    """Return (column, text) of the assistant's last message, in `completion` or else in `messages`."""
+    """Return (column, text) of the assistant's last message, in `completion` or else `messages`."""
     column, value = _find_column(row, _COMPLETION, (_COMPLETION,), setting, path)
     if value is None:
         column, value = _find_column(row, _MESSAGES, (_MESSAGES,), setting, path)
@@ -167,10 +167,10 @@ def _after_marker(text: str) -> str:
 
 
 def final_answer(solution: str) -> str | None:
-    r"""Return the answer in a worked solution; None if there is none.
+    r"""Return the answer in a worked solution, or None.
 
-    It is the last `\boxed{}`, else the text after GSM8K's `####`. Else it is the whole text, if that is one
-    formula or one word (TRL's `$\frac{1}{2}$` and `True`)."""
+    It is the last `\boxed{}`, else the text after GSM8K's `####`, else the whole text, if that is one formula
+    or one word (TRL's `$\frac{1}{2}$` and `True`)."""
     text = solution.strip()
     if (boxed := plugin("megarl.answers", "boxed")(text)) is not None:
         return boxed
@@ -184,8 +184,8 @@ def final_answer(solution: str) -> str | None:
 def find_answer(row: Mapping[str, Any], data: DataConfig, path: Path) -> tuple[str, str]:
     """Return (column, text) of a problem's reference answer.
 
-    A column of WORKED holds a solution, so `final_answer` extracts the answer; `solution` is tried first. Of
-    other columns in GSM8K's form the part after `####` counts.
+    In columns of WORKED it is the `final_answer`; `solution` is tried first. In others it is the text after
+    GSM8K's `####`, if any.
 
     Raises UnusableRow, and DataError for ambiguous columns."""
     column, value = _find_column(row, data.answer_key, (_OTHER_ANSWER,), "data.answer_key", path)

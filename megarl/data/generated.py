@@ -14,7 +14,6 @@ class GeneratedRow(Protocol):
     """A generated problem, or the reason why there is none.
 
     key      key of its entry: `data.train[0].gym`
-    task     name of the task
     index    number within the task
     prompt   the question, with the entry's text before it
     answer   a correct answer; "" if unknown
@@ -40,7 +39,7 @@ class GeneratedRow(Protocol):
 
 
 def gym_entries(data: DataConfig) -> dict[str, GymConfig]:
-    """Return key -> entry of all entries with `gym`: `data.eval[1].gym`."""
+    """Return key -> entry with `gym`: `data.eval[1].gym`."""
     lists = (("data.train", data.train), ("data.eval", data.eval))
     return {f"{key}[{i}].gym": one.gym for key, entries in lists for i, one in enumerate(entries) if one.gym}
 
@@ -55,7 +54,7 @@ def generate(entries: Mapping[str, GymConfig]) -> Iterator[GeneratedRow]:
 
 
 def first_rows(entries: Mapping[str, GymConfig], rounds: int = 16) -> Iterator[GeneratedRow]:
-    """Yield `rounds` rows of every task, round by round; check all names and parameters first.
+    """Yield `rounds` rows of every task, round by round, after checking all names and parameters.
 
     Raises the errors of `generate`."""
     if entries:
@@ -74,7 +73,7 @@ def reference_to(answer: str, entry: str) -> Reference:
 
 
 def own_verifiers(data: DataConfig) -> tuple[str, ...]:
-    """Return the verifiers that `data` needs in addition to reward.verifier, for VerifierPool."""
+    """Return the verifiers that `data` needs in addition to reward.verifier."""
     return (_gym().VERIFIER,) if data.has_gym else ()
 
 

@@ -12,9 +12,7 @@ from torch import Tensor
 
 
 def pack(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
-    """Return micro-batches of at most `max_tokens`, as indices into `lengths` (tokens).
-
-    A longer sequence gets its own micro-batch.
+    """Divide into micro-batches of at most `max_tokens`, or one longer sequence, as indices.
 
     Best fit decreasing: longest first in and among micro-batches. Similar lengths are then adjacent, and
     portable attention handles them in one call. The order of `lengths` does not change which lengths share a
@@ -67,8 +65,8 @@ def pack_groups(
 def cut(cu_seqlens: Tensor, cp: int) -> tuple[Tensor, Tensor]:
     """Return each token's context-parallel rank and position there, int64 [t] each.
 
-    Every sequence must have a multiple of 2 * cp tokens. Rank r gets its chunks r and 2 * cp - 1 - r, so all
-    ranks have equally many causal pairs. Same as Transformer Engine's thd_get_partitioned_indices."""
+    Every sequence must have a multiple of 2 * cp tokens. Rank r gets chunks r and 2 * cp - 1 - r, which
+    balances causal pairs. Same as Transformer Engine's thd_get_partitioned_indices."""
     chunk = cu_seqlens.diff() // (2 * cp)
     starts = torch.repeat_interleave(cu_seqlens[:-1], cu_seqlens.diff())
     sizes = torch.repeat_interleave(chunk, cu_seqlens.diff())
@@ -97,7 +95,7 @@ def balance(costs: Sequence[float], ranks: int) -> list[list[int]]:
 def balance_groups(
     prompts: Sequence[float], responses: Sequence[float], groups: Sequence[int], ranks: int
 ) -> list[list[int]]:
-    """Balance as `balance`, but charge a rank once for each prompt that its responses share.
+    """Balance as `balance`, but charge a rank once for a prompt that its responses share.
 
     Groups stay whole or split in halves, quarters and so on, whichever makes the slowest rank fastest.
 
@@ -125,16 +123,14 @@ def balance_groups(
 def cost(lengths: Sequence[int], even: float) -> list[float]:
     """Return the cost of each sequence's forward and backward pass, l + l^2 / even.
 
-    The unit is one token's linear layers. `even` is the length at which causal attention costs the same FLOPs
-    as the linear layers (see `even_length`)."""
+    The unit is one token's linear layers. even: see `even_length`."""
     return [length + length * length / even for length in lengths]
 
 
 def even_length(*models: tuple[int, int]) -> float:
-    """Return the length at which attention and linear layers cost the same, for `cost`.
+    """Return the length l at which causal attention and linear layers cost the same FLOPs.
 
     models: (matrix parameters P, query width w) of each model; w = heads * head_dim, summed over layers.
 
-    l tokens take 2 P l FLOPs in linear layers. Causal attention takes 2 w l^2 for scores and weighted sums.
-    They are equal at l = P / w."""
+    Linear layers take 2 P l, and attention 2 w l^2 for scores and weighted sums, so l = P / w."""
     return sum(parameters for parameters, _ in models) / sum(width for _, width in models)

@@ -20,7 +20,7 @@ def epoch_order(num_prompts: int, seed: int, epoch: int) -> list[int]:
 class PromptSampler:
     """Sample the indices 0 .. num_prompts - 1 without replacement, epoch after epoch.
 
-    content: checksum of the prompts; a resumed run must have the same. Raises ValueError without prompts."""
+    content: checksum of the prompts, which a resumed run must share. Raises ValueError without prompts."""
 
     def __init__(self, num_prompts: int, seed: int = 0, shuffle: bool = True, content: str = "") -> None:
         if num_prompts < 1:
@@ -35,7 +35,7 @@ class PromptSampler:
             self._order = epoch_order(self.num_prompts, self.seed, epoch)
 
     def take(self, n: int) -> list[int]:
-        """Return the next `n` indices; they may span several epochs."""
+        """They may span several epochs."""
         taken: list[int] = []
         while len(taken) < n:
             if self.position == self.num_prompts:
@@ -50,7 +50,7 @@ class PromptSampler:
         return {name: getattr(self, name) for name in names}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Continue from a saved state. Raises CheckpointError if its prompts or seed differ."""
+        """Raises CheckpointError if prompts or seed differ."""
         for name, key in (("num_prompts", "data.train"), ("seed", "seed"), ("shuffle", "data.shuffle")):
             if state.get(name) != getattr(self, name):
                 raise CheckpointError(

@@ -1,4 +1,4 @@
-"""Prompts and supervised pairs: read rows, apply the template, tokenize, and report what was left out."""
+"""Prompts and supervised pairs: read rows, apply the template, tokenize, and report rejected rows."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Pair = tuple[tuple[int, ...], tuple[int, ...]]
-Tools = Sequence[Mapping[str, Any]]  # JSON schemas of functions for the chat template
+Tools = Sequence[Mapping[str, Any]]  # JSON schemas of functions
 
-_TOKENIZED_AT_ONCE = 1024  # rows tokenized in one call
-_CHARACTERS_AT_ONCE = 1 << 22  # of rows tokenized in one call
+_TOKENIZED_AT_ONCE = 1024
+_CHARACTERS_AT_ONCE = 1 << 22
 
-CHARACTERS_PER_TOKEN = 100  # longer prompts than data.max_prompt_tokens * 100 are not tokenized
+CHARACTERS_PER_TOKEN = 100  # per data.max_prompt_tokens; longer prompts are not tokenized
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class Prompt:
 
     @property
     def source_name(self) -> str:
-        """Return the data_source as metrics name it."""
+        """Metrics' name of the data_source."""
         return re.sub(r"[^\w.+-]+", "_", self.source).strip("_") or "unnamed"
 
 
@@ -79,8 +79,7 @@ class ProblemSet:
 
     name       prefix of their scores; "": scores by data_source
     every      steps between evaluations; None: evaluation.every, and the scores count in the headline
-    samples    answers per problem
-    questions  questions of all rows, also of those beyond evaluation.max_problems"""
+    questions  all, also of rows beyond evaluation.max_problems"""
 
     problems: Sequence[Prompt]
     samples: int
@@ -105,7 +104,7 @@ def checksum_prompts(prompts: Iterable[Prompt]) -> str:
 
 @dataclass(frozen=True)
 class RejectedRow:
-    """An unusable row. `row` counts from 1; the report groups by `reason`."""
+    """`row` counts from 1; the report groups by `reason`."""
 
     file: str
     row: int
@@ -115,12 +114,9 @@ class RejectedRow:
 
 @dataclass
 class ReadReport:
-    """Counts of rows: kept + duplicates + rejected = the sum of `rows`.
+    """Counts of rows: kept + duplicates + rejected = the sum of `rows`, which are per file.
 
-    rows        rows per file
-    kept        prompts or pairs in use
     duplicates  rows whose prompt and answer an earlier row has
-    rejected    unusable rows, in file order
     warned      rows in use that look wrong"""
 
     rows: dict[str, int] = field(default_factory=dict)
@@ -130,7 +126,7 @@ class ReadReport:
     warned: list[RejectedRow] = field(default_factory=list)
 
     def lines(self, shown: int = 3) -> list[str]:
-        """Return printable lines: the sums, then each reason with its first `shown` rows."""
+        """Return the sums, then each reason with its first `shown` rows."""
         found = [
             f"data: {self.kept:,} of {sum(self.rows.values()):,} rows used, "
             f"{self.duplicates:,} duplicates, {len(self.rejected):,} unusable"
@@ -152,7 +148,7 @@ class ReadReport:
         self.warned.append(RejectedRow(row.file, row.number, what))
 
     def finish(self, names: Sequence[object], kept: int) -> None:
-        """Set `kept` and sort the rejected rows. Raises DataError if no row was kept."""
+        """Raises DataError if no row was kept."""
         self.kept = kept
         order = {file: position for position, file in enumerate(self.rows)}
         self.rejected.sort(key=lambda row: (order[row.file], row.row))
@@ -162,7 +158,7 @@ class ReadReport:
 
 @dataclass(frozen=True)
 class _Row:
-    """A usable row before templating. `target` is the answer, or the response of a pair."""
+    """A usable row before templating. `target`: the answer, or the response of a pair."""
 
     file: str
     number: int
@@ -174,7 +170,7 @@ class _Row:
     entry: str = ""
 
 
-# Files and generated rows, by their name in reports.
+# by their name in reports
 _Sources = Mapping[str, Path | Iterable[GeneratedRow]]
 
 
@@ -199,12 +195,11 @@ def read_prompts(
 ) -> tuple[list[Prompt], ReadReport]:
     """Read the problems of all entries in order, without duplicates of prompt and answer.
 
-    Unusable rows (no prompt or answer, wrong type, malformed, too long) are only listed in the report.
+    Unusable rows (no prompt or answer, wrong type, malformed, too long) are only reported.
 
     Args:
         held_out: Sets whose questions are left out of generated rows.
         key: Config key of `entries`.
-        tools: Schemas for the chat template.
         opening: Replaces each prompt's tokens, unless empty.
 
     Raises:
@@ -253,10 +248,9 @@ def read_problem_sets(
 ) -> tuple[list[ProblemSet], dict[str, ReadReport]]:
     """Read data.eval: one set per name; entries without a name share one set per (samples, every).
 
-    Returns the sets in the order of their first entries, and a report for each.
-
-    Raises the errors of read_prompts. Raises ConfigError if a name is also the data_source of an unnamed
-    entry, since both would use the same metric."""
+    Returns the sets in the order of their first entries, and their reports. Raises the errors of
+    read_prompts, and ConfigError if a name is also the data_source of an unnamed entry: both would use the
+    same metric."""
     together: dict[tuple[str, int, int | None], list[str]] = {}
     for i, entry in enumerate(data.eval):
         own = entry.name or "", entry.samples or evaluation.samples, entry.every
@@ -314,7 +308,7 @@ def validate_files(
 ) -> list[str | Reference]:
     """Check that every entry of `data` has a usable row, before ranks start.
 
-    Reads each file up to its first usable row. Without `tokenizer`, checks that need one are skipped.
+    Reads each file up to its first usable row. Checks that need a missing `tokenizer` are skipped.
     `response_key` is for recipe sft, whose training rows need a response instead of an answer.
 
     Returns references to try the verifier on: the first file's, and one per task of reasoning-gym.
@@ -343,16 +337,15 @@ def validate_files(
         references += [reference_to(row.answer, row.entry) for row in rows if row.entry]
         try:
             first({key: rows})
-        except DataError:  # perhaps too long; later rows may fit
+        except DataError:  # later rows may fit
             first({key: first_rows({key: gym_entries(data)[key]}, rounds=16)})
     return references
 
 
 def absent_sources(data: DataConfig, names: Iterable[str]) -> list[str]:
-    """Return those of `names` that are the data_source of no row of data.train.
+    """Return the `names` that are the data_source (of generated rows: the task) of no row of data.train.
 
-    Reads files that `validate_files` has checked, until all names are found. The data_source of a generated
-    row is its task."""
+    Reads files that `validate_files` has checked, until all names are found."""
     absent: dict[Any, None] = dict.fromkeys(names)
     for entry in data.train:
         for task in entry.gym.tasks if entry.gym else ():
@@ -463,11 +456,11 @@ def _tokenize(
     report: ReadReport,
     tools: Tools = (),
 ) -> Iterator[list[tuple[_Row, str, tuple[int, ...]]]]:
-    """Yield non-empty batches of (row, templated text, tokens); report rows that are unusable.
+    """Yield non-empty batches of (row, templated text, tokens); report unusable rows.
 
-    The first batch has one row, so a caller that needs one row waits for no others."""
-    # A chat template writes special tokens itself. A raw prompt gets the tokenizer's leading ones; trailing
-    # ones would separate prompt and response.
+    The first batch is one row, so a caller that needs one does not wait for others."""
+    # A chat template writes special tokens itself. A raw prompt gets only leading ones; trailing ones would
+    # separate prompt and response.
     begin = () if data.template == "chat" else _leading_special_tokens(tokenizer)
     longest = data.max_prompt_tokens * CHARACTERS_PER_TOKEN
     limit = f"longer than data.max_prompt_tokens {data.max_prompt_tokens}"
@@ -505,7 +498,6 @@ def _tokenize(
 
 
 def _take(rows: Iterator[_Row], most: int) -> list[_Row]:
-    """Return at most `most` rows, or fewer once they reach _CHARACTERS_AT_ONCE."""
     part, characters = list[_Row](), 0
     while len(part) < most and characters < _CHARACTERS_AT_ONCE and (row := next(rows, None)) is not None:
         part.append(row)
@@ -523,7 +515,7 @@ def _leading_special_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ..
 def _apply_template(
     row: _Row, data: DataConfig, tokenizer: PreTrainedTokenizerBase, tools: Tools, report: ReadReport
 ) -> str:
-    """Return the model's input for a row. Raises UnusableRow if the template fails."""
+    """Return the model's input. Raises UnusableRow if the template fails."""
     prompt = row.prompt
     if isinstance(prompt, str):
         prompt = data.prompt_format.replace("{prompt}", prompt)
@@ -543,5 +535,5 @@ def _apply_template(
             return render_chat(tokenizer, prompt, tools=tools, variables=data.chat_template_kwargs)
     except MegarlError:
         raise
-    except Exception as error:  # a template may raise any error
+    except Exception as error:
         raise UnusableRow("refused by the chat template", first_line(error)) from error

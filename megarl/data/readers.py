@@ -14,8 +14,8 @@ from megarl.config.errors import DataError, first_line
 from megarl.data.limits import MEMORY, memory_limit
 
 MAX_LINE = 16 << 20  # bytes of a line of jsonl
-_BATCH, _BATCH_BYTES = 4096, 64 << 20  # rows of a parquet batch, and bytes as the file declares them
-# A decoded parquet file may have EXPANSION times its size on disk, plus _EXPANSION_FREE bytes: a value that
+_BATCH, _BATCH_BYTES = 4096, 64 << 20  # rows and declared bytes of a parquet batch
+# Limit of a decoded parquet file: EXPANSION times its size on disk, plus _EXPANSION_FREE bytes. A value that
 # is stored once can stand in a billion rows.
 EXPANSION, _EXPANSION_FREE = 1000, 64 << 20
 _ROW_BYTES = 100  # minimum memory of a row in a report
@@ -63,7 +63,7 @@ def _jsonl(path: Path, _: Sequence[str] | None) -> Iterator[tuple[int, dict[str,
 
 
 def _lines(file: BinaryIO) -> Iterator[bytes | None]:
-    """Yield lines; None for a line over MAX_LINE, which is never in memory as a whole."""
+    """Yield None for a line over MAX_LINE, which is never in memory as a whole."""
     while line := file.readline(MAX_LINE + 1):
         if len(line) <= MAX_LINE or line.endswith(b"\n"):
             yield line
@@ -82,7 +82,7 @@ def _parquet(path: Path, columns: Sequence[str] | None) -> Iterator[tuple[int, d
         groups = [file.metadata.row_group(i) for i in range(file.num_row_groups)]
         row_bytes = max((group.total_byte_size // max(group.num_rows, 1) for group in groups), default=0)
         size = min(_BATCH, max(1, _BATCH_BYTES // max(row_bytes, 1)))
-        # One thread: a failed allocation in a thread of Arrow's would end the process.
+        # A failed allocation in a thread of Arrow's would end the process.
         batches = file.iter_batches(batch_size=size, columns=present, use_threads=False)
         number, decoded, size_on_disk = 0, 0, path.stat().st_size
         while True:
@@ -105,7 +105,7 @@ def _parquet(path: Path, columns: Sequence[str] | None) -> Iterator[tuple[int, d
 
 
 def _rows(batch: pa.RecordBatch) -> list[dict[str, Any] | str]:
-    """Return the rows of a batch; a row whose text is not UTF-8 becomes the reason."""
+    """A row whose text is not UTF-8 becomes the reason."""
     try:
         return list(batch.to_pylist())
     except UnicodeDecodeError:

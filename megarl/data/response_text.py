@@ -16,10 +16,9 @@ from megarl.data.limits import memory_limit
 
 
 def end_tokens(tokenizer: Any) -> tuple[int, ...]:
-    """Return the tokens that end a response, without duplicates.
+    """Return the tokens that end a response.
 
-    The tokenizer's end-of-sequence token, and those in generation_config.json and config.json (GLM and Llama
-    list several there)."""
+    The tokenizer's end-of-sequence token, and those in generation_config.json and config.json."""
     return tuple(dict.fromkeys((tokenizer.eos_token_id, *_configured_ends(str(tokenizer.name_or_path)))))
 
 
@@ -65,12 +64,11 @@ def check_end_of_turn(
     Args:
         stop: rollout.stop
         variables: data.chat_template_kwargs"""
-    with suppress(ValueError), memory_limit():  # ValueError: cannot render an assistant's turn
+    with suppress(ValueError), memory_limit():
         check_end(ChatTemplate(tokenizer, variables=variables), stop)
 
 
 def check_end(chat: ChatTemplate, stop: Collection[str]) -> None:
-    """Raise ConfigError if the template's end-of-turn token does not end a response."""
     if chat.end is None or chat.end in end_tokens(chat.tokenizer):
         return
     end = chat.tokenizer.decode([chat.end])

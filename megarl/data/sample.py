@@ -1,7 +1,7 @@
 """Samples: responses on their way from the engine to the update.
 
-A `Sample` is small and goes to every rank. Its `TokenData`, per token, stays on the engine's rank until the
-training rank is known."""
+A `Sample` is small and goes to every rank. Its `TokenData` stays on the engine's rank until the training
+rank is known."""
 
 from __future__ import annotations
 
@@ -37,17 +37,13 @@ def _empty() -> np.ndarray:
 class TokenData(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     """All tokens of a response, or of its first part, from an engine.
 
-    Columns of another dtype, or lists, are converted.
-
     tokens           int32 [num_tokens], with end-of-sequence and observations (tool output)
-    logprobs         float32 [num_tokens], natural log, after temperature and before top-p and top-k; 0 for
-                     observations
-    finish_reason    "stop" (end-of-sequence or stop text), "length" (token limit) or "abort" (unfinished)
-    policy_versions  int32 [num_tokens], version of the weights that sampled each token; None: the version of
-                     the sample's group, or unknown
-    routed_experts   [prompt + num_tokens, layers, topk], see `routing_array`; None: not recorded
+    logprobs         float32 [num_tokens], natural log, after temperature, before top-p and top-k;
+    observations: 0 finish_reason    "stop" (end-of-sequence or stop text), "length" (token limit) or "abort"
+    (unfinished) policy_versions  int32 [num_tokens], weights that sampled each token; None: the group's, or
+    unknown routed_experts   [prompt + num_tokens, layers, topk], see `routing_array`; None: not recorded
     is_sampled       bool [num_tokens], False for observations; None: all sampled
-    turn_rewards     float64 [num_tokens], each turn's reward on its last token; None: no turn rewards
+    turn_rewards     float64 [num_tokens], each turn's reward on its last token
     journal          log to replay a multi-turn episode; stays on its rank"""
 
     tokens: np.ndarray = msgspec.field(default_factory=_empty)
@@ -118,9 +114,6 @@ class Sample(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     experts_format    dtype and shape of one token's `routed_experts`; None: not recorded
     id                unique within a run; 0: not needed any more
     num_tokens        tokens after the prompt, with observations; 0 means `num_sampled`
-    turns             turns of the policy
-    calls             tool calls
-    has_turn_rewards  whether `reward` includes rewards of turns
     prefix_tokens     tokens that earlier steps sampled (`rollout.window`)
     data              its tokens; None on every rank but the owner"""
 
@@ -151,7 +144,7 @@ class Sample(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
 
     @staticmethod
     def from_data(data: TokenData, owner: int, **fields: Any) -> Sample:
-        """Build a sample from its tokens and the `fields` that they do not determine."""
+        """Build a sample from tokens and further fields."""
         sampled, experts = slice(None) if data.is_sampled is None else data.is_sampled, data.routed_experts
         versions = data.policy_versions
         return Sample(
@@ -174,7 +167,7 @@ class Sample(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
 
     @property
     def is_partial(self) -> bool:
-        """Return whether it continues in the next step. Until then it is ungraded, with reward 0."""
+        """True if it continues in the next step. Until then it is ungraded, with reward 0."""
         return self.finish_reason == "window"
 
     def turn_texts(self, tokenizer: Any) -> list[list[str]] | None:
@@ -191,7 +184,7 @@ class Sample(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
 
 @dataclass
 class SampleGroup:
-    """All samples of one prompt. policy_version: version of the weights that generated them."""
+    """All samples of one prompt. policy_version: of the weights that generated them."""
 
     prompt: Prompt
     samples: list[Sample]
@@ -199,9 +192,7 @@ class SampleGroup:
 
     @property
     def counted(self) -> list[Sample]:
-        """Return the samples to train on: the graded ones.
-
-        If only one of several is graded, none, since there is nothing to compare it with."""
+        """Return the graded samples to train on: none if just one of several, which lacks a comparison."""
         judged = [sample for sample in self.samples if sample.judged]
         return judged if len(judged) > 1 or len(self.samples) == 1 else []
 
@@ -216,11 +207,11 @@ class SampleGroup:
 
     @property
     def reward_std(self) -> float:
-        """Return the standard deviation of the rewards, with divisor n."""
+        """Standard deviation with divisor n."""
         return float(np.std([sample.reward for sample in self.counted])) if self.counted else 0.0
 
     def with_data(self, data_by_id: Mapping[int, TokenData]) -> SampleGroup:
-        """Return a copy in which each sample has its tokens from `data_by_id`, else None."""
+        """Return a copy with tokens from `data_by_id`."""
         samples = [sample.with_data(data_by_id.get(sample.id)) for sample in self.samples]
         return SampleGroup(self.prompt, samples, self.policy_version)
 

@@ -15,17 +15,14 @@ Box = tuple[tuple[int, int], ...]  # (start, stop) of every dimension
 
 
 def full_box(shape: Shape) -> Box:
-    """Return the box that covers a whole tensor."""
     return tuple((0, size) for size in shape)
 
 
 def volume(box: Box) -> int:
-    """Return the number of elements of a box."""
     return prod(stop - start for start, stop in box)
 
 
 def intersect(a: Box, b: Box) -> Box | None:
-    """Return the intersection of two boxes, or None if it is empty."""
     common = tuple(
         (max(start, other), min(stop, end)) for (start, stop), (other, end) in zip(a, b, strict=True)
     )

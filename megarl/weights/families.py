@@ -1,7 +1,6 @@
 """The tables of model families: which Hugging Face tensors make up each Megatron parameter.
 
-Loading, export, conversion and weight transfer all follow these tables. Imports without torch.
-"""
+Imports without torch."""
 
 from __future__ import annotations
 
@@ -10,7 +9,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
-from reprlib import repr as _short  # shortened to fit on a line
+from reprlib import repr as _short
 from typing import Any, Literal, TypeVar
 
 from megarl.config.errors import CheckpointError
@@ -20,10 +19,10 @@ from megarl.config.schema import LoraConfig, OptimizerConfig
 T = TypeVar("T")
 Shape = tuple[int, ...]
 
-# What a tensor-parallel rank holds of a Megatron tensor (see shards.py). Experts are never cut.
+# A tensor-parallel rank's part of a Megatron tensor (see shards.py). Experts are never cut.
 #   replicated  the whole tensor
 #   column      rows of each Hugging Face tensor, stacked (gate over up)
-#   halves      rows of both halves of one Hugging Face tensor, stacked (gate over up)
+#   halves      rows of both halves of one Hugging Face tensor, stacked
 #   qkv         by query group: queries, key, value. Linear attention, by key head: query, key, values, ...
 #   row         columns
 #   vocabulary  rows, padded with zeros to a multiple of the number of ranks
@@ -33,13 +32,13 @@ Row = tuple[str, Operation, *tuple[str, ...]]
 
 # Larger than any real model. A malformed config.json must not exhaust the memory.
 MAX_SIZE, MAX_LAYERS, MAX_EXPERTS = 2**24, 10_000, 4096
-# Keys of config.json for the number of experts. transformers 5 writes the second one for Qwen3.
+# The number of experts in config.json. transformers 5 writes the second key for Qwen3.
 EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """The sizes of a model. The integer fields are the dimensions that a table may name."""
+    """The sizes of a model. A table may name its integer fields as dimensions."""
 
     layers: int
     hidden: int
@@ -48,22 +47,22 @@ class Sizes:
     head_dim: int
     ffn: int
     vocab: int
-    q: int  # rows of q_proj: heads * head_dim
-    kv: int  # rows of k_proj and of v_proj: kv_heads * head_dim
+    q: int  # heads * head_dim
+    kv: int  # kv_heads * head_dim
     experts: int = 0  # 0: a dense model
     expert_ffn: int = 0
-    shared_ffn: int = 0  # columns of all shared experts, which are one matrix
-    dense: int = 0  # number of dense layers before the mixtures of experts
-    gate_up: int = 0  # rows of gate_up_proj: 2 * ffn
-    out: int = 0  # columns of o_proj: heads * width of a value
-    q_rank: int = 0  # multi-latent attention: width of the query latent; 0: queries have none
-    kv_rank: int = 0  # width of the key/value latent
+    shared_ffn: int = 0  # all shared experts together
+    dense: int = 0  # dense layers before the mixtures of experts
+    gate_up: int = 0  # 2 * ffn
+    out: int = 0  # heads * width of a value
+    q_rank: int = 0  # multi-latent attention: the query latent; 0: queries have none
+    kv_rank: int = 0  # the key/value latent
     latent: int = 0  # kv_rank and the rotated part of the key
-    kv_up: int = 0  # rows of kv_b_proj
-    rank: int = 0  # of LoRA adapters, which config.json does not contain
+    kv_up: int = 0
+    rank: int = 0  # of LoRA adapters
     one: int = 1
-    gated_q: int = 0  # rows of a q_proj with a gate behind each query: 2 * q
-    linear: frozenset[int] = frozenset()  # indices of layers with linear attention
+    gated_q: int = 0  # queries with gates: 2 * q
+    linear: frozenset[int] = frozenset()  # layers with linear attention
     key_heads: int = 0
     value_heads: int = 0
     value_dim: int = 0  # of one head
@@ -76,7 +75,7 @@ class Sizes:
 
     @staticmethod
     def from_config(hf_config: Mapping[str, Any]) -> Sizes:
-        """Read the sizes from config.json. Raises CheckpointError that names the first invalid key."""
+        """Raises CheckpointError that names the first invalid key."""
         get = partial(_get_size, hf_config)
         heads, hidden = get("num_attention_heads"), get("hidden_size")
         kv_heads = get("num_key_value_heads", heads)
@@ -97,7 +96,7 @@ class Sizes:
         if family is not None and family.is_latent:
             head_dim, attention = _get_latent_sizes(hf_config, heads)
         linear = _get_linear_sizes(hf_config, layers) if family is not None and family.is_linear else {}
-        # Qwen3.5's mixtures have no dense layers, and no intermediate_size.
+        # Qwen3.5's mixtures have no intermediate_size.
         ffn = get("intermediate_size", get("moe_intermediate_size") if moe and not has_dense_layers else None)
         return Sizes(
             layers=layers,
@@ -120,11 +119,10 @@ class Sizes:
         )
 
     def shape(self, dims: str) -> Shape:
-        """Return the numbers for a table's dimensions: `"q hidden"` -> (heads * head_dim, hidden)."""
+        """Resolve a table's dimensions: `"q hidden"` -> (heads * head_dim, hidden)."""
         return tuple(getattr(self, dim) for dim in dims.split())
 
     def has(self, pair: Pair, layer: int) -> bool:
-        """Return whether a layer has this parameter."""
         match pair.kind:
             case "dense" | "mixture":
                 return (pair.kind == "dense") == (layer < self.dense)
@@ -134,18 +132,16 @@ class Sizes:
 
     @property
     def is_uniform(self) -> bool:
-        """Return whether all layers have the same parameters."""
         return not self.dense and not self.linear
 
     def count(self, pair: Pair, layers: Collection[int]) -> int:
-        """Return how many of these layers have this parameter."""
         return len(layers) if self.is_uniform else sum(self.has(pair, layer) for layer in layers)
 
 
 def _get_size(
     hf_config: Mapping[str, Any], key: str, default: int | None = None, most: int = MAX_SIZE, least: int = 1
 ) -> int:
-    """Return an integer of config.json. Raises CheckpointError unless it is from `least` to `most`."""
+    """Raises CheckpointError unless the integer is from `least` to `most`."""
     value = hf_config.get(key)
     value = default if value is None else value
     if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
@@ -156,7 +152,7 @@ def _get_size(
 
 
 def _get_latent_sizes(hf_config: Mapping[str, Any], heads: int) -> tuple[int, dict[str, Any]]:
-    """Return the width of a query head, and the sizes that only multi-latent attention has."""
+    """Return the width of a query head, and the sizes of multi-latent attention."""
     get = partial(_get_size, hf_config)
     rotated, value, kv_rank = get("qk_rope_head_dim"), get("v_head_dim"), get("kv_lora_rank")
     unrotated = get("qk_nope_head_dim")
@@ -170,7 +166,6 @@ def _get_latent_sizes(hf_config: Mapping[str, Any], heads: int) -> tuple[int, di
 
 
 def _get_linear_sizes(hf_config: Mapping[str, Any], layers: int) -> dict[str, Any]:
-    """Return the sizes that only linear attention has."""
     get = partial(_get_size, hf_config)
     key_heads, value_heads = get("linear_num_key_heads"), get("linear_num_value_heads")
     key, value_dim = key_heads * get("linear_key_head_dim"), get("linear_value_head_dim")
@@ -214,12 +209,11 @@ class Pair:
 
     @property
     def per_expert(self) -> bool:
-        """Return whether each expert has this parameter."""
         return "{e}" in self.megatron
 
 
 def _rows(megatron: str, hf: str, *rows: Row) -> tuple[Pair, ...]:
-    """Describe the parameters of a module. megatron, hf: its names within a layer, each ending in a dot."""
+    """megatron, hf: the module's names within a layer, each ending in a dot."""
     pairs = []
     for name, operation, *tensors in rows:
         split = (text.split(": ") for text in tensors)
@@ -329,10 +323,10 @@ DENSE_THEN_MIXTURES = (
 )
 # Dimensions that are several concatenated sections.
 SECTIONS = {"gate_up": ("ffn", "ffn"), "mixed": ("key", "key", "value")}
-# Attention whose output is multiplied by the sigmoid of a gate. The other layers have linear attention.
+# Attention whose output is multiplied by the sigmoid of a gate.
 GATED_ATTENTION = (*_describe_attention("gated_q"), *QK_NORMS)
-# The gated delta net (arXiv 2412.06464) of model/portable.py. The files have four input projections: queries,
-# keys and values; beta; alpha; the gate of the output.
+# The gated delta net (arXiv 2412.06464) of model/portable.py, with projections to queries, keys and values;
+# beta; alpha; and the gate of the output.
 DELTA_NET = _delta_net(
     (
         "in_proj.weight",
@@ -358,7 +352,6 @@ FUSED_DELTA_NET = (
 
 
 def _describe_hybrid(delta_net: tuple[Pair, ...]) -> tuple[Pair, ...]:
-    """Describe layers without their MLP, each with either linear attention or gated attention."""
     linear = (replace(p, float32="sglang") if p.megatron.endswith("A_log") else p for p in delta_net)
     return (
         INPUT_NORM,
@@ -376,11 +369,10 @@ class Family:
     requires            config keys that must be absent, null or of this value
     rotary_pairs        rotary embeddings rotate neighbouring numbers of a head, not one of each half
     partial_rotary      `partial_rotary_factor` may limit the rotation to the first numbers of a head
-    sglang_unties       SGLang's model has a separate output layer even with tied embeddings
+    sglang_unties       SGLang has a separate output layer even with tied embeddings
     sglang_flat         SGLang's names of attention matrices lack `self_attn`
     zero_centred        norms scale by 1 + weight, except those of linear attention
-    other_heads         accepted architectures in addition to `prefix` + ForCausalLM and the like
-    """
+    other_heads         further accepted architectures"""
 
     model_type: str
     prefix: str
@@ -394,22 +386,19 @@ class Family:
     other_heads: tuple[str, ...] = ()
 
     def has(self, parameter: str) -> bool:
-        """Return whether the name of a Megatron parameter in its layers ends with `parameter`."""
+        """Return whether a Megatron parameter's name in its layers ends with `parameter`."""
         return any(pair.megatron.endswith(parameter) for pair in self.layer)
 
     @cached_property
     def is_latent(self) -> bool:
-        """Return whether it has multi-latent attention."""
         return self.has("self_attention.linear_kv_up_proj.weight")
 
     @cached_property
     def is_moe(self) -> bool:
-        """Return whether it has mixtures of experts."""
         return any(pair.per_expert for pair in self.layer)
 
     @cached_property
     def is_linear(self) -> bool:
-        """Return whether it has layers of linear attention."""
         return any(pair.kind == "linear" for pair in self.layer)
 
 
@@ -450,9 +439,8 @@ def is_frozen(pair: Pair, layer: int, optimizer: OptimizerConfig) -> bool:
     return bool(in_layer) and (attention or layer < optimizer.frozen_layers)
 
 
-# Values of `dtype` in config.json. DTYPES of hf.py are those of tensors.
 DTYPE_NAMES = ("float32", "bfloat16", "float16", "float64", "auto")
-# Keys that each known rope_type requires. megarl/model/hf_config.py refuses types that cannot be built.
+# Required keys. megarl/model/hf_config.py refuses types that cannot be built.
 ROPE_NEEDS: dict[str, tuple[str, ...]] = {
     "default": (),
     "linear": ("factor",),
@@ -461,7 +449,6 @@ ROPE_NEEDS: dict[str, tuple[str, ...]] = {
     "longrope": ("short_factor", "long_factor"),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
 }
-# Keys that must be numbers in any rope_type.
 ROPE_NUMBERS = ("rope_theta", *ROPE_NEEDS["llama3"], "mscale", "mscale_all_dim", "beta_fast", "beta_slow")
 
 # megarl/model/builder.py builds every family with SwiGLU and full attention.
@@ -549,7 +536,7 @@ FAMILIES = {
     )
 }
 
-# Families published as models of images and text.
+# Published as models of images and text.
 COMPOSITE = ("qwen3_5", "qwen3_5_moe")
 
 # Transformer Engine's layer spec fuses these norms into the linears that follow them.
@@ -571,19 +558,18 @@ def get_table_name(name: str) -> str:
 
 
 def rename_to_table(tensors: Mapping[str, T]) -> dict[str, T]:
-    """Rename tensors to the table's names."""
     return {get_table_name(name): tensor for name, tensor in tensors.items()}
 
 
 def model_weights(tensors: Mapping[str, T]) -> dict[str, T]:
-    """Rename a model's tensors to the table's names, and leave out LoRA adapters."""
+    """Rename tensors to the table's names, without LoRA adapters."""
     return {name: tensor for name, tensor in rename_to_table(tensors).items() if ".lora." not in name}
 
 
 def get_family(hf_config: Mapping[str, Any]) -> Family:
     """Return the family of config.json, without the parameters that its switches remove.
 
-    Raises CheckpointError if no table describes the model."""
+    Raises CheckpointError for an unknown model."""
     model_type = hf_config.get("model_type")
     family = FAMILIES.get(str(model_type))
     if model_type in COMPOSITE:
@@ -607,19 +593,17 @@ def get_family(hf_config: Mapping[str, Any]) -> Family:
 
 
 def is_on(switch: str, hf_config: Mapping[str, Any]) -> bool:
-    """Return whether a model has the parameters with this switch (see `Pair`)."""
     key = switch.removeprefix("not ")
     value = hf_config.get(key, True)
     return (value is not None and value is not False) is (key == switch)
 
 
 def is_tied(hf_config: Mapping[str, Any]) -> bool:
-    """Return whether the output layer shares the embedding's weights."""
     return bool(hf_config.get("tie_word_embeddings", False))
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """Read config.json. Raises CheckpointError that names the file and the first unsupported key.
+    """Raises CheckpointError that names the file and the first unsupported key.
 
     transformers checks the keys that only affect its own model (megarl/model/hf_config.py)."""
     check_files(folder)
@@ -643,7 +627,7 @@ def _check_description(hf_config: Mapping[str, Any]) -> None:
     for key, (fits, meant, may_be_null) in VALUES.items():
         value = hf_config.get(key)
         if key == "layer_types" and family.is_linear:
-            continue  # `Sizes.from_config` has checked it
+            continue
         if key in hf_config and not (fits(value) or (value is None and may_be_null)):
             raise _bad(key, f"must be {meant} (got {_short(value)})")
     if family.is_latent:
@@ -686,9 +670,7 @@ def _check_rope(family: Family, sizes: Sizes, key: str, rope: Mapping[str, Any])
 
 
 def _find_linear_layers(hf_config: Mapping[str, Any], layers: int, interval: int) -> frozenset[int]:
-    """Return the indices of the layers with linear attention.
-
-    Without `layer_types`, all but every `interval`-th layer have it, as in transformers."""
+    """Without `layer_types`, all but every `interval`-th layer is linear, as in transformers."""
     kinds, known = hf_config.get("layer_types"), ("full_attention", "linear_attention")
     if kinds is None:
         kinds = [known[(layer + 1) % interval > 0] for layer in range(layers)]
@@ -699,7 +681,7 @@ def _find_linear_layers(hf_config: Mapping[str, Any], layers: int, interval: int
 
 
 def _check_partial_rotary(family: Family, sizes: Sizes, place: str, keys: Mapping[str, Any]) -> None:
-    """Check the rotated fraction of a head. place: prefix of the key in config.json."""
+    """place: prefix of the key in config.json."""
     share = keys.get("partial_rotary_factor")
     if share is None or share == 1:
         return
@@ -712,7 +694,6 @@ def _check_partial_rotary(family: Family, sizes: Sizes, place: str, keys: Mappin
 
 
 def _check_latent(hf_config: Mapping[str, Any], sizes: Sizes) -> None:
-    """Check the widths of multi-latent attention's heads."""
     rotated, given, value = sizes.latent - sizes.kv_rank, hf_config.get("head_dim"), sizes.out // sizes.heads
     if rotated % 2:
         raise _bad("qk_rope_head_dim", f"must be even for rotary embeddings (got {rotated})")
@@ -727,10 +708,10 @@ def _check_latent(hf_config: Mapping[str, Any], sizes: Sizes) -> None:
 
 
 def _check_groups(hf_config: Mapping[str, Any], sizes: Sizes, active: int) -> None:
-    """Check the groups of experts. A router first selects groups, and then experts from these.
+    """Check the groups of experts. A router first selects groups, then experts from these.
 
-    transformers and SGLang score a group by its two best experts. Megatron uses its best
-    `num_experts_per_tok / topk_group` experts, so this quotient must be 2."""
+    transformers and SGLang score a group by its two best experts, Megatron by its best
+    `num_experts_per_tok / topk_group` experts. So this quotient must be 2."""
     groups, chosen = (hf_config.get(key, 1) for key in ("n_group", "topk_group"))
     if not (_is_count(groups) and sizes.experts % groups == 0):
         raise _bad("n_group", f"must divide the {sizes.experts} experts (got {_short(groups)})")
@@ -753,7 +734,7 @@ def _is_full_attention(value: Any) -> bool:
     return isinstance(value, list) and all(kind == "full_attention" for kind in value)
 
 
-# Keys that may be absent: (check of the value, its description, whether null is allowed).
+# Optional keys: (check, description, whether null is allowed).
 Check = tuple[Callable[[Any], bool], str, bool]
 _FLAG: Check = (lambda value: isinstance(value, bool), "true or false", False)
 _OBJECT: Check = (lambda value: isinstance(value, dict), "null or an object", True)

@@ -1,10 +1,9 @@
 """Convert GGUF files (llama.cpp) to Hugging Face folders to train from.
 
-The package gguf dequantises the weights, and transformers reads configuration and tokenizer. The header is
-read here, because gguf's reader trusts any length and is slow. transformers' `from_pretrained(gguf_file=...)`
-is no alternative: it holds the whole model in memory, skips unknown tensors, drops Llama 3.1's rope scaling,
-and its model cannot be saved.
-"""
+The package gguf dequantises, and transformers reads configuration and tokenizer. The header is read here,
+because gguf's reader is slow and trusts any length. transformers' `from_pretrained(gguf_file=...)` holds the
+whole model in memory, skips unknown tensors, drops Llama 3.1's rope scaling, and its model cannot be
+saved."""
 
 from __future__ import annotations
 
@@ -30,21 +29,21 @@ from megarl.weights.megatron import Conversion, Watch, ignore_progress, write_hf
 from megarl.weights.shards import hf_shapes
 from megarl.weights.tensor_files import tensor_error, write_json
 
-# llama.cpp's names of architectures ("llama" includes Mistral). True: the two rows of q and k that a rotation
-# combines are adjacent. In Hugging Face's order their distance is half a head.
+# By llama.cpp's architecture ("llama" includes Mistral). True: the two rows of q and k that a rotation
+# combines are adjacent, instead of half a head apart.
 INTERLEAVED = {"llama": True, "qwen2": False, "qwen3": False, "qwen3moe": False}
-ROPE_FACTORS = "rope_freqs.weight"  # divisors of the frequencies: llama3's rope scaling
+ROPE_FACTORS = "rope_freqs.weight"  # llama3's divisors of the frequencies
 EXPERT = re.compile(r"(.*\.mlp\.experts)\.(\d+)\.(\w+)")
 
 
 MAX_KEYS, MAX_TENSORS, MAX_DIMS = 1 << 16, 1 << 20, 4
-MAX_ELEMENTS = 1 << 22  # of all arrays; three times a vocabulary of 256,000 tokens with its merges
+MAX_ELEMENTS = 1 << 22  # of all arrays: three times a vocabulary of 256,000 with merges
 NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
-TEXT, ARRAY = 8, 9  # other kinds of values
+TEXT, ARRAY = 8, 9
 
 
 class StoredTensor(NamedTuple):
-    """A tensor of a GGUF file. data: uint8 [..., bytes of a row]; shape: after dequantisation."""
+    """data: uint8 [..., bytes of a row]; shape: after dequantisation."""
 
     name: str
     shape: Shape
@@ -55,13 +54,13 @@ class StoredTensor(NamedTuple):
 class Header:
     """The header of a GGUF file (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md).
 
-    Raises ValueError for a length, count or offset beyond the file, and for anything unknown.
+    Raises ValueError for lengths, counts or offsets beyond the file, and for anything unknown.
 
     values: by key, without arrays"""
 
     def __init__(self, path: Path, gguf: Any) -> None:
         self._bytes: Any = np.memmap(path, np.uint8, "r")
-        self._at, self._elements = 4, 0  # after the magic number
+        self._at, self._elements = 4, 0  # behind the magic number
         version = self._number("I")
         if version not in (2, 3):
             raise ValueError(f"version {version} is not read")
@@ -82,7 +81,6 @@ class Header:
             self.tensors[name] = StoredTensor(name, shape, kind, self._take(prod(rows)).reshape(rows))
 
     def _take(self, size: int) -> Any:
-        """Return the next `size` bytes."""
         if self._at + size > len(self._bytes):
             raise ValueError(f"at byte {self._at:,} it declares {size:,} bytes more than there are")
         self._at += size
@@ -97,7 +95,7 @@ class Header:
         return self._take(self._number("Q")).tobytes().decode("utf-8")
 
     def _value(self, kind: int) -> Any:
-        """Return the next value. Skip an array, and return None."""
+        """Return the next value; None for an array, which is skipped."""
         if kind in NUMBERS:
             return self._number(NUMBERS[kind])
         if kind == TEXT:
@@ -122,7 +120,7 @@ class Header:
         name, dims = self._text(), self._number("I")
         if not 1 <= dims <= MAX_DIMS:
             raise ValueError(f"tensor {name!r} has {dims} dimensions")
-        # GGUF has the fastest dimension first.
+        # Fastest dimension first.
         shape = tuple(self._number("Q") for _ in range(dims))[::-1]
         return name, shape, gguf.GGMLQuantizationType(self._number("I")), self._number("Q")
 
@@ -131,8 +129,8 @@ class GGUFFile(ModelFolder):
     """A GGUF file of a family in `weights/families.py`.
 
     Raises ConfigError if the package gguf is missing. Raises CheckpointError, naming file and tensor or key,
-    for a file that is damaged, split or of an unsupported architecture or quantisation. So do tensors that
-    are missing, superfluous or of another shape."""
+    for a file that is damaged, split or unsupported, or whose tensors are missing, superfluous or of another
+    shape."""
 
     def __init__(self, path: Path) -> None:
         try:
@@ -154,25 +152,24 @@ class GGUFFile(ModelFolder):
         self._names = self._check_tensors(sizes.layers)
 
     def dtype(self, name: str) -> torch.dtype:
-        """Return float32, the dtype after dequantisation."""
         return torch.float32
 
     def files(self, name: str) -> list[tuple[Path, Box]]:
         return [(self.path, full_box(self.shapes[name]))]
 
     def read(self, name: str, box: Box) -> Tensor:
-        """Return `tensor[box]`, dequantised to float32."""
+        """Dequantised to float32."""
         stored_name, expert = self._names[name]
         stored = self._tensors[stored_name]
         data = stored.data if expert is None else stored.data[expert]
         rows = torch.arange(*box[0])
         kind = name.removesuffix(".weight").rpartition(".")[2]
         if heads := self._heads.get(kind):
-            # Within a head, row (half, i) of Hugging Face is row (i, half) here.
+            # In a head, row (half, i) of Hugging Face is row (i, half) here.
             half = self.shapes[name][0] // heads // 2
             head, rest = rows // (2 * half), rows % (2 * half)
             rows = head * 2 * half + rest % half * 2 + rest // half
-        if len(box) == 1:  # stored as the one row of a matrix
+        if len(box) == 1:  # one row of a matrix
             values = self._gguf.dequantize(data, stored.kind)[rows.numpy()]
         else:
             values = self._gguf.dequantize(data[rows.numpy()], stored.kind)
@@ -196,7 +193,7 @@ class GGUFFile(ModelFolder):
         return self._header.values.get(key, default)
 
     def _known_architecture(self) -> str:
-        """Return general.architecture. Raises CheckpointError for unsupported files."""
+        """Raises CheckpointError for unsupported files."""
         name = self._value("general.architecture")
         if name not in INTERLEAVED:
             known = ", ".join(INTERLEAVED)
@@ -223,19 +220,19 @@ class GGUFFile(ModelFolder):
                 self.path.parent, gguf_file=self.path.name, local_files_only=True, trust_remote_code=False
             ).to_diff_dict()
         config = {key: value for key, value in made.items() if not key.startswith("_")}
-        # transformers' reader ignores these keys for some architectures.
+        # transformers ignores these keys for some architectures.
         for key, theirs in (
             ("head_dim", "attention.key_length"),
             ("moe_intermediate_size", "expert_feed_forward_length"),
         ):
             if (size := self._value(f"{self.architecture}.{theirs}")) is not None:
                 config[key] = size
-        # A float32 number: restore the short decimal of Hugging Face's file.
+        # Restore Hugging Face's short decimal from float32.
         config["rms_norm_eps"] = float(f"{made['rms_norm_eps']:.7g}")
         config["tie_word_embeddings"] = "output.weight" not in self._header.tensors
         if rope := self._scaled_rope(config):
             config["rope_parameters"] = rope
-        with TemporaryDirectory() as folder:  # apply the checks of config.json
+        with TemporaryDirectory() as folder:
             write_json(Path(folder) / "config.json", config)
             try:
                 checked = read_config(Path(folder))
@@ -308,7 +305,7 @@ class GGUFFile(ModelFolder):
         return names
 
     def save_tokenizer(self, folder: Path) -> None:
-        """Write transformers' files of the tokenizer, its chat template and the generation config."""
+        """Write transformers' tokenizer files, chat template and generation config."""
         from transformers import AutoTokenizer, GenerationConfig
 
         with self._convert_errors("tokenizer"):
@@ -321,7 +318,6 @@ class GGUFFile(ModelFolder):
 
     @contextmanager
     def _convert_errors(self, what: str) -> Iterator[None]:
-        """Convert errors of transformers to CheckpointErrors that name the file."""
         try:
             yield
         except Exception as error:  # tokenizers raises plain Exceptions
@@ -341,7 +337,7 @@ def gguf_to_hf(
 
     Raises the errors of `GGUFFile`, and CheckpointError if `out` exists or cannot be written.
 
-    dtype: of every tensor; verify: read the files back and compare them with the source"""
+    dtype: of every tensor; verify: compare the written files with the source"""
     model = GGUFFile(source)
     kinds = dict.fromkeys(model.shapes, dtype)
     with TemporaryDirectory() as carried:

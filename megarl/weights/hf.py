@@ -30,21 +30,21 @@ from megarl.weights.tensor_files import (
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-# Tensors that may be ignored: rotary tables of old files, and an unused head.
+# May be ignored: rotary tables of old files, and an unused head.
 HARMLESS = re.compile(r".*rotary_emb\.inv_freq|lm_head\.weight|score\.(weight|bias)")
 LAYER = re.compile(r"model\.layers\.(\d+)\.")
 STACKED = re.compile(r"(.+\.experts)\.(gate_up_proj|down_proj)")
-SCORE_BIAS = "score.bias"  # transformers' token classifier has this bias; here it is always zero
+SCORE_BIAS = "score.bias"  # of transformers' token classifier; here always zero
 EMBEDDING_NAME, OUTPUT_NAME = EMBEDDING.hf[0][0], OUTPUT.hf[0][0]
 
 
 class ModelFolder(ABC):
-    """A model's files as Hugging Face tensors. Opening checks them; reading is slice by slice."""
+    """A model's files as Hugging Face tensors, checked on opening and read slice by slice."""
 
     path: Path
-    config: dict[str, Any]  # config.json
-    shapes: dict[str, Shape]  # of the model's tensors
-    missing: tuple[str, ...]  # tensors that the folder may lack and does lack (a critic's `score.weight`)
+    config: dict[str, Any]
+    shapes: dict[str, Shape]
+    missing: tuple[str, ...]  # absent tensors that may be (a critic's `score.weight`)
 
     @abstractmethod
     def read(self, name: str, box: Box) -> Tensor:
@@ -54,11 +54,11 @@ class ModelFolder(ABC):
 
     @abstractmethod
     def dtype(self, name: str) -> torch.dtype:
-        """Return a tensor's dtype."""
+        pass
 
     @abstractmethod
     def files(self, name: str) -> list[tuple[Path, Box]]:
-        """Return the files that contain a tensor, each with its box of the tensor."""
+        """Return the files of a tensor, each with its box of the tensor."""
 
     def read_as(self, name: str, box: Box, dtype: torch.dtype) -> Tensor:
         """Return `tensor[box]` in another dtype. Raises CheckpointError if a number exceeds its range."""
@@ -95,8 +95,8 @@ class _Entry(NamedTuple):
 class HFFolder(ModelFolder):
     """A Hugging Face folder (config.json, `*.safetensors`) whose headers agree with its config.
 
-    Any tensor that is missing, superfluous, truncated, or of another shape or dtype raises CheckpointError,
-    which names file and tensor.
+    CheckpointError names file and tensor that is missing, superfluous, truncated, or of another shape or
+    dtype.
 
     extra: ignored tensors (an unused head, rotary tables, layers that predict further tokens)"""
 
@@ -121,7 +121,6 @@ class HFFolder(ModelFolder):
         return [(entry.path, full_box(entry.shape))]
 
     def _open(self) -> dict[str, _Entry]:
-        """Return the tensors of all files by name."""
         index = self.path / INDEX
         if not index.exists():
             if not (self.path / SINGLE).exists():
@@ -177,7 +176,7 @@ class HFFolder(ModelFolder):
             raise tensor_error(self._entries[SCORE_BIAS].path, SCORE_BIAS, problem)
 
     def _is_extra_layer(self, name: str) -> bool:
-        """Return whether a tensor belongs to layers that predict further tokens. These are ignored.
+        """Return whether a tensor belongs to ignored layers that predict further tokens.
 
         They are the last `num_nextn_predict_layers` layers, or Qwen3.5's `mtp`."""
         if name.startswith("mtp.") and get_family(self.config).is_linear:
@@ -208,11 +207,11 @@ def _unstack(entries: Mapping[str, _Entry]) -> dict[str, _Entry]:
 
 
 def _read_header(path: Path) -> dict[str, _Entry]:
-    """Return the tensors of a safetensors file. The library checks its header and length."""
+    """The library checks header and length."""
     if not path.is_file():
         raise CheckpointError(f"{path}: no such file (an index names it)")
     try:
-        file = open_regular(path)  # safetensors reports an unreadable file as a missing one
+        file = open_regular(path)  # safetensors would report it as missing
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from error
     with file:
@@ -221,7 +220,7 @@ def _read_header(path: Path) -> dict[str, _Entry]:
                 pass
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{path}: truncated or not a safetensors file ({error})") from error
-        # The length of the JSON header, then the header. data_offsets start at its end.
+        # The length of the JSON header, the header, then data at data_offsets.
         length = int.from_bytes(file.read(8), "little")
         header: dict[str, Any] = json.loads(file.read(length))
     return {
@@ -262,7 +261,7 @@ def load_into(tensors: Mapping[str, Tensor], shards: Shards, folder: ModelFolder
 
 
 def _is_finite(values: Tensor) -> bool:
-    # `aminmax` needs one pass and no extra memory. A NaN is both its minimum and its maximum.
+    # One pass, no extra memory. A NaN is both minimum and maximum.
     return values.numel() == 0 or all(bool(extreme.isfinite()) for extreme in values.aminmax())
 
 
@@ -275,7 +274,7 @@ def divide_into_files(sizes: Mapping[str, int], limit: int) -> dict[str, list[st
 
 
 def write_index(folder: Path, files: Mapping[str, Iterable[str]], size: int) -> None:
-    """Write the index of several files (one file needs none). size: bytes of all tensors."""
+    """Write the index, unless there is one file. size: bytes of all tensors."""
     if len(files) > 1:
         weight_map = {name: file for file, names in files.items() for name in names}
         write_json(folder / INDEX, {"metadata": {"total_size": size}, "weight_map": weight_map})
@@ -295,5 +294,5 @@ def export_config(config: Mapping[str, Any], critic: bool, dtype: torch.dtype | 
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Return a dtype as config.json writes it: `bfloat16`."""
+    """As in config.json: `bfloat16`."""
     return str(dtype).removeprefix("torch.")

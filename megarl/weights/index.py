@@ -1,8 +1,7 @@
 """Read the pickles of a Megatron distributed checkpoint without running code from them.
 
-A checkpoint may come from anywhere. torch would unpickle its index (`.metadata`), and each entry that the
-index declares an object, without a check. So allowlists restrict both here.
-"""
+Checkpoints are untrusted. torch would unpickle the index (`.metadata`), and each entry that it declares an
+object, without a check. Allowlists restrict both here."""
 
 from __future__ import annotations
 
@@ -38,9 +37,9 @@ FORMAT = {
     "common_backend": "torch",
     "common_backend_version": 1,
 }
-EXTRA_STATE = "_extra_state"  # in the keys of Transformer Engine's FP8 states
+EXTRA_STATE = "_extra_state"  # in keys of FP8 states
 DTYPE = re.compile(r"Size|b?float\d\w*|u?int\d+|bool|complex\d+")
-RECIPE = ("DelayedScaling", "Format", "_FormatHelper")  # Transformer Engine's classes in an FP8 state
+RECIPE = ("DelayedScaling", "Format", "_FormatHelper")  # in FP8 states
 PARTS = (
     *("BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta"),
     *("TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING"),
@@ -55,7 +54,7 @@ IN_AN_INDEX = {
 
 
 class _Allowlist(pickle.Unpickler):
-    """Unpickle only objects of allowed classes, and protect these classes from changes."""
+    """Unpickle only allowed classes, and protect these from changes."""
 
     def __init__(self, file: IO[bytes], allowed: Collection[tuple[str, str]]) -> None:
         super().__init__(file)
@@ -71,7 +70,7 @@ class _Allowlist(pickle.Unpickler):
         return found
 
     def load(self) -> Any:
-        """Unpickle the object. Raises UnpicklingError if it sets an attribute of a class.
+        """Unpickle. Raises UnpicklingError if the pickle sets an attribute of a class.
 
         Setting `PosixPath._str`, for example, would change every path of this process."""
         try:
@@ -83,7 +82,7 @@ class _Allowlist(pickle.Unpickler):
 
 
 def _restore(found: type, before: dict[str, Any]) -> bool:
-    """Restore the attributes of a class, and return whether any had changed."""
+    """Restore a class, and return whether any attribute had changed."""
     now = dict(vars(found))
     changed = [name for name in {*now, *before} if now.get(name, found) is not before.get(name, found)]
     for name in changed:
@@ -95,14 +94,14 @@ def _restore(found: type, before: dict[str, Any]) -> bool:
 
 
 class _Recipe:
-    """A placeholder for the recipe in a history of delayed scaling, which is not used."""
+    """Placeholder for the unused recipe in a history of delayed scaling."""
 
     def __new__(cls, *_arguments: object) -> _Recipe:
         return super().__new__(cls)
 
 
 class _History(pickle.Unpickler):
-    """Unpickle a history of delayed scaling: tensors and numbers."""
+    """A history of delayed scaling: tensors and numbers."""
 
     def find_class(self, module: str, name: str) -> Any:
         allowed: dict[str, Any] = {
@@ -118,13 +117,13 @@ class _History(pickle.Unpickler):
 
 
 def _load_storage(data: bytes) -> Any:
-    """Load the numbers of a tensor, which are a torch file within the pickle."""
+    """Load a tensor's numbers, a torch file within the pickle."""
     return torch.load(BytesIO(data), weights_only=True)
 
 
 @contextmanager
 def _convert_errors(path: Path, problem: str) -> Iterator[None]:
-    """Convert any error to a CheckpointError, as a damaged pickle can raise every kind of error."""
+    """A damaged pickle can raise every kind of error."""
     try:
         yield
     except CheckpointError:
@@ -154,7 +153,7 @@ def read_index(folder: Path) -> Metadata:
 
 
 def _is_index(found: Any) -> bool:
-    """Return whether all parts of an index have torch's types. Unpickling checks only their classes."""
+    """Check all parts' types: unpickling checks only their classes."""
     return (
         isinstance(found, Metadata)
         and isinstance(found.state_dict_metadata, dict)
@@ -210,7 +209,7 @@ def check_trainable(folder: Path) -> Metadata:
 def read_history(folder: Path, index: Metadata, key: str) -> dict[str, Any] | None:
     """Read one weight's history of delayed scaling (FP8): tensors and `extra_fp8_variables`, or None.
 
-    Raises CheckpointError if it contains anything else."""
+    Raises CheckpointError for anything else."""
     info = (index.storage_data or {}).get(MetadataIndex(key))
     if info is None or not isinstance(index.state_dict_metadata.get(key), BytesStorageMetadata):
         raise CheckpointError(f"{folder / METADATA}: {key}: is not in the checkpoint")

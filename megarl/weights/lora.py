@@ -15,14 +15,14 @@ from megarl.weights.boxes import Box, full_box, intersect, shift, view
 from megarl.weights.families import model_weights, rename_to_table
 from megarl.weights.shards import Region, megatron_layout
 
-CHUNK = 1 << 22  # elements of the temporary tensors of merging, quantising and hashing
+CHUNK = 1 << 22  # elements of temporary tensors
 
 
 @dataclass(frozen=True)
 class Merged:
     """A weight with its LoRA adapters: W + scale * B A, computed in float32 and rounded to W's dtype.
 
-    parts: boxes of the weight, each with its A [rank, columns] and B [rows, rank]: views of the adapters"""
+    parts: boxes of the weight, each with views of its A [rank, columns] and B [rows, rank]"""
 
     weight: Tensor
     parts: Sequence[tuple[Box, Tensor, Tensor]]
@@ -41,7 +41,7 @@ class Merged:
         return self.weight.device
 
     def data_ptr(self) -> int:
-        """Return the address of the weight. The adapters may move, as they are read through views."""
+        """The weight's address. The adapters may move, as they are read through views."""
         return self.weight.data_ptr()
 
     def read(self, box: Box) -> Tensor:
@@ -66,7 +66,7 @@ Source = Tensor | Merged
 
 
 def read(source: Source, box: Box) -> Tensor:
-    """Return a box of a source: a view of a tensor, or a copy of a merged weight."""
+    """Return a view of a tensor, or a copy of a merged weight."""
     return source.read(box) if isinstance(source, Merged) else view(source, box)
 
 
@@ -81,7 +81,7 @@ def merged(
 ) -> Mapping[str, Source]:
     """Return a rank's weights by the table's names. Weights with adapters are Merged.
 
-    A rank holds the parts of A and B that its shards need. tensors: all parameters of the rank"""
+    tensors: all parameters of the rank, whose parts of A and B are those that its shards need"""
     sources: dict[str, Source] = {**model_weights(tensors)}
     if lora.rank is None:
         return sources
@@ -90,7 +90,6 @@ def merged(
     halves = megatron_layout(hf_config, layout, lora=lora)[rank][1]
 
     def part(name: str, region: Region, axis: int) -> Tensor:
-        """Return the rows of B (axis 0) or the columns of A (axis 1) for a region of a weight."""
         wanted = region.hf_box[axis]
         for own in halves[name].regions:
             hf, local = own.hf_box[axis], own.local_box[axis]

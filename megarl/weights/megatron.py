@@ -1,8 +1,7 @@
 """Read Megatron's distributed checkpoints (torch_dist) as Hugging Face tensors, and convert them.
 
 A key is a parameter of all layers and experts, or of one layer if the layers differ. A chunk is one rank's
-part of it in one layer. Only the chunks depend on the layout, so every layout can read every checkpoint.
-"""
+part of it in one layer. Only chunks depend on the layout, so every layout can read every checkpoint."""
 
 from __future__ import annotations
 
@@ -76,7 +75,7 @@ MODEL_KEYS = ("embedding.", "decoder.", "output_layer.", "value_head.")  # not o
 def list_keys(pair: Pair, layer: int | None = None) -> tuple[str, ...]:
     """Return the possible keys of a parameter, the usual one first. layer: see `_get_key_layer`.
 
-    Megatron-core's layer specs have two names for a norm that Transformer Engine may fuse into a linear."""
+    Layer specs have two names for a norm that Transformer Engine may fuse into a linear."""
     name = pair.megatron.replace("{l}.", "" if layer is None else f"{layer}.")
     name = name.replace("local_experts.{e}", "experts")
     for alias, ours in TE_ALIASES.items():
@@ -86,17 +85,17 @@ def list_keys(pair: Pair, layer: int | None = None) -> tuple[str, ...]:
 
 
 def _get_key_layer(sizes: Sizes, layer: int) -> int | None:
-    """Return the layer of a key, or None if keys contain all layers because these are uniform."""
+    """Return the layer of a key, or None if keys contain all layers."""
     return None if sizes.is_uniform else layer
 
 
 def _select_leading(pair: Pair, sizes: Sizes, layer: int, expert: int) -> Shape:
-    """Return layer and expert, as far as the key has these leading dimensions."""
+    """Return a key's leading indices: layer and expert, as far as it has them."""
     return (layer,) * ("{l}" in pair.megatron and sizes.is_uniform) + (expert,) * pair.per_expert
 
 
 def _compute_key_shape(pair: Pair, sizes: Sizes, tp: int) -> Shape:
-    """Return the shape of a key's tensor, over all layers, experts and tensor-parallel ranks."""
+    """Return the shape over all layers, experts and tensor-parallel ranks."""
     rows, *rest = sizes.shape(pair.hf[0][1])
     if pair.operation == "vocabulary":
         rows = padded_vocab(rows, tp)
@@ -109,7 +108,7 @@ def _compute_key_shape(pair: Pair, sizes: Sizes, tp: int) -> Shape:
 
 
 def open_model(path: Path, *, critic: bool = False) -> ModelFolder:
-    """Open a Hugging Face folder, or a distributed checkpoint with config.json, to start training from."""
+    """Open a Hugging Face folder, or a distributed checkpoint with config.json."""
     is_checkpoint = (path / METADATA).is_file()
     return MegatronFolder(path, critic=critic) if is_checkpoint else HFFolder(path, critic=critic)
 
@@ -118,17 +117,15 @@ class _Piece(NamedTuple):
     """A box of a chunk, and its place in a Hugging Face tensor."""
 
     chunk: dcp.MetadataIndex
-    src: Box  # with the chunk's leading dimensions (layer, expert)
+    src: Box  # with leading dimensions (layer, expert)
     dst: Box
 
 
 class MegatronFolder(ModelFolder):
-    """A distributed checkpoint of a model."""
-
     def __init__(self, path: Path, *, source: Path | None = None, critic: bool | None = None) -> None:
-        """Check that the chunks in the index cover every tensor; CheckpointError names file and tensor.
+        """Check that the chunks cover every tensor. CheckpointError names file and tensor.
 
-        source: folder with config.json. Default: the checkpoint, where the converters put it
+        source: folder with config.json. Default: the checkpoint
         critic: whether the model has a value head. Default: if the checkpoint has one"""
         self.path = Path(path)
         self.config = read_config(source or self.path)
@@ -141,7 +138,7 @@ class MegatronFolder(ModelFolder):
         self._chunks: dict[dcp.MetadataIndex, FileTensor] = {}
         self.critic = VALUE_HEAD.megatron in self._keys if critic is None else critic
         self.shapes = hf_shapes(self.config, critic=self.critic)
-        self._pieces: dict[str, list[_Piece]] = defaultdict(list)  # of every Hugging Face tensor
+        self._pieces: dict[str, list[_Piece]] = defaultdict(list)  # by Hugging Face name
         for key, (pair, layer) in self._pairs().items():
             self._add_pieces(key, pair, layer)
         self.missing = tuple(name for name in self.shapes if name not in self._pieces)
@@ -174,14 +171,14 @@ class MegatronFolder(ModelFolder):
         return out
 
     def _pairs(self) -> dict[str, tuple[Pair, int | None]]:
-        """Return the parameter and layer of each key; CheckpointError unless they match the model."""
+        """Return each key's parameter and layer. Raises CheckpointError unless they match the model."""
         sizes, where = Sizes.from_config(self.config), self.path / METADATA
         pairs: dict[str, tuple[Pair, int | None]] = {}
-        known = {OUTPUT.megatron, VALUE_HEAD.megatron}  # an unused head does no harm
+        known = {OUTPUT.megatron, VALUE_HEAD.megatron}  # may be unused
         whole = whole_model(self.config, critic=self.critic)
         wanted = dict.fromkeys((pair, _get_key_layer(sizes, layer)) for pair, layer, _ in whole)
         if is_tied(self.config) and not self.critic and OUTPUT.megatron in self._keys:
-            wanted[OUTPUT, None] = None  # only to be compared with the embedding
+            wanted[OUTPUT, None] = None  # for `_check_tied`
         for pair, layer in wanted:
             names = list_keys(pair, layer)
             key = next((name for name in names if name in self._keys), None)
@@ -207,10 +204,10 @@ class MegatronFolder(ModelFolder):
         return pairs
 
     def _add_pieces(self, key: str, pair: Pair, own: int | None) -> None:
-        """Add the pieces of one key's chunks. own: the layer of the key, see `_get_key_layer`."""
+        """own: the layer of the key, see `_get_key_layer`."""
         sizes = Sizes.from_config(self.config)
         lead = _select_leading(pair, sizes, sizes.layers, sizes.experts)
-        by_place: dict[Shape, list[Box]] = defaultdict(list)  # by leading indices
+        by_place: dict[Shape, list[Box]] = defaultdict(list)
         for chunk in self._keys[key].chunks:
             box = tuple((at, at + size) for at, size in zip(chunk.offsets, chunk.sizes, strict=True))
             for place in product(*(range(*ends) for ends in box[: len(lead)])):
@@ -225,7 +222,7 @@ class MegatronFolder(ModelFolder):
                     common = intersect(box, wanted)
                     if common is not None:
                         index = dcp.MetadataIndex(key, tuple(start for start, _ in box))
-                        src = shift(common, box, ((0, 0),) * len(box))  # within the chunk
+                        src = shift(common, box, ((0, 0),) * len(box))
                         dst = shift(common[len(place) :], region.local_box, region.hf_box)
                         self._pieces[region.hf_name].append(_Piece(index, src, dst))
                         covered += volume(dst)
@@ -234,7 +231,7 @@ class MegatronFolder(ModelFolder):
                     raise tensor_error(self.path / METADATA, key, problem)
 
     def _check_files(self) -> None:
-        """Raise CheckpointError, naming file and tensor, if a file is shorter than its index requires."""
+        """Raise CheckpointError, naming file and tensor, if a file is missing or truncated."""
         sizes: dict[Path, int] = {}
         for name, pieces in self._pieces.items():
             for index, _, _ in pieces:
@@ -252,7 +249,7 @@ class MegatronFolder(ModelFolder):
         return self.path / info.relative_path, info
 
     def _chunk(self, index: dcp.MetadataIndex, name: str) -> FileTensor:
-        """Return the place of a chunk's numbers in its file, behind the header of torch.save."""
+        """Find a chunk's numbers in its file, behind the header of torch.save."""
         if index not in self._chunks:
             path, info = self._place(index)
             try:
@@ -273,7 +270,7 @@ class MegatronFolder(ModelFolder):
 
 
 def check_dtype(dtype: torch.dtype, first: torch.dtype, path: Path, name: str) -> None:
-    """Raise CheckpointError, naming file and tensor, if a part does not have the first part's dtype."""
+    """Raise CheckpointError, naming file and tensor, if two parts of a tensor differ in dtype."""
     if dtype != first:
         raise tensor_error(path, name, f"one part is {dtype_name(dtype)}, another is {dtype_name(first)}")
 
@@ -289,21 +286,20 @@ class Chunk(NamedTuple):
     offsets: Shape
     shape: Shape
     regions: tuple[Region, ...]  # local boxes are within `shape`
-    hf_name: str  # the tensor that determines the dtype
+    hf_name: str  # determines the dtype
 
     @property
     def extents(self) -> Shape:
         return (1,) * (len(self.size) - len(self.shape)) + self.shape
 
     def dtype(self, folder: HFFolder) -> torch.dtype:
-        """Return its dtype in the folder. A missing value head is float32."""
         return torch.float32 if self.hf_name in folder.missing else folder.dtype(self.hf_name)
 
     def nbytes(self, folder: HFFolder) -> int:
         return prod(self.shape) * self.dtype(folder).itemsize
 
     def read(self, folder: HFFolder, box: Box) -> Tensor:
-        """Read a box of it from the folder's tensors. Padding and a missing value head are zero."""
+        """Read a box. Padding and a missing value head are zero."""
         extents = tuple(stop - start for start, stop in box)
         tensor = torch.empty(extents, dtype=self.dtype(folder))
         regions = [] if self.hf_name in folder.missing else self.regions
@@ -314,18 +310,18 @@ class Chunk(NamedTuple):
             check_dtype(folder.dtype(hf_name), tensor.dtype, folder.files(hf_name)[0][0], self.hf_name)
             rows = view(
                 tensor, shift(common, box, full_box(extents))
-            )  # contiguous if `common` has whole rows, so `read` fills it directly
+            )  # contiguous if `common` has whole rows
             folder.read(hf_name, shift(common, local_box, hf_box), rows)
         return tensor
 
 
-Records = list[tuple[Chunk, _StorageInfo]]  # written chunks and their places in files
+Records = list[tuple[Chunk, _StorageInfo]]
 
 
 def list_chunks(
     hf_config: Mapping[str, Any], layout: Layout, rank: int, *, critic: bool = False
 ) -> Iterator[Chunk]:
-    """Yield the chunks of one rank. Tied embeddings are chunks of the first pipeline stage only."""
+    """Yield one rank's chunks. Tied embeddings are chunks of the first pipeline stage only."""
     sizes, place, ep_rank = Sizes.from_config(hf_config), layout.coords(rank), layout.ep_rank(rank)
     for _, pair, layer, expert in parameters(hf_config, layout, place.pp, ep_rank, critic=critic):
         if pair is TIED_OUTPUT:
@@ -336,7 +332,7 @@ def list_chunks(
         shard = pair_shard(sizes, pair, layer, expert, tp, tp_rank)
         parts, first = [(shard.shape, shard.regions, pair.hf[0][0].format(l=layer, e=expert))], 0
         if pair.operation in ("column", "halves"):
-            # Megatron stores the gate projections of all ranks, then the up projections of all ranks.
+            # Megatron stores the gates of all ranks, then the up projections of all ranks.
             parts = []
             for region in shard.regions:
                 shape = tuple(stop - start for start, stop in region.local_box)
@@ -351,7 +347,7 @@ def list_chunks(
 
 
 class _StreamedTensorFile:
-    """A file for torch.save that writes `data` instead of the tensor's numbers, so no chunk is in memory."""
+    """A file for torch.save that writes `data` instead of the tensor's numbers, to save memory."""
 
     def __init__(
         self, file: HashedFile, nbytes: int, data: Iterator[memoryview], advance: Callable[[int], None]
@@ -377,9 +373,9 @@ class _StreamedTensorFile:
 def write_chunks(
     path: Path, chunks: Sequence[Chunk], folder: HFFolder, advance: Callable[[int], None]
 ) -> tuple[Records, str]:
-    """Write one file of chunks, block by block. Return their places and the file's SHA-256."""
+    """Write one file of chunks block by block. Return their places and the file's SHA-256."""
     checked = torch.serialization.get_crc32_options()
-    # The zip's CRC would dominate the run time, and SHA-256 is stronger.
+    # CRC would dominate the run time, and SHA-256 is stronger.
     torch.serialization.set_crc32_options(False)
     records: Records = []
     try:
@@ -408,15 +404,14 @@ def write_chunks(
 
 
 def write_metadata(folder: Path, records: Records, model: HFFolder) -> None:
-    """Write the other files of a checkpoint: .metadata, common.pt, metadata.json and empty states."""
+    """Write a checkpoint's other files: .metadata, common.pt, metadata.json and empty states."""
 
     def save(content: Any, path: Path) -> None:
         buffer = BytesIO()  # torch.save to a file would turn an OSError into a RuntimeError
         torch.save(content, buffer)
         path.write_bytes(buffer.getbuffer())
 
-    # Transformer Engine's layer spec does not fuse the norm before a mixture of experts, so its name there
-    # differs from that in the local spec. The index gets both names.
+    # Layer specs differ in the name of the norm before a mixture, which is never fused. Index both names.
     aliases: dict[str, tuple[str, ...]] = {}
     sizes = Sizes.from_config(model.config)
     if sizes.experts:
@@ -444,7 +439,7 @@ def write_metadata(folder: Path, records: Records, model: HFFolder) -> None:
 
 
 def _list_extra_states(hf_config: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the keys of modules' extra states (scales of FP8), which Megatron requires on loading."""
+    """Yield the keys of extra states (scales of FP8), which Megatron requires on loading."""
     sizes = Sizes.from_config(hf_config)
     for pair, layer, expert in whole_model(hf_config):
         lead = [_select_leading(pair, sizes, *at) for at in ((layer, expert), (sizes.layers, sizes.experts))]
@@ -459,8 +454,8 @@ def _list_extra_states(hf_config: Mapping[str, Any]) -> Iterator[str]:
 
 # Converting
 
-Advance = Callable[[int], None]  # reports processed bytes
-# (activity, bytes that this process will process) -> a context that shows the progress
+Advance = Callable[[int], None]  # processed bytes
+# (activity, this process's bytes) -> context that shows the progress
 Watch = Callable[[str, int], AbstractContextManager[Advance]]
 SUMS = "SHA256SUMS"
 SAFETENSORS = {dtype: name for name, dtype in DTYPES.items()}
@@ -468,24 +463,18 @@ SAFETENSORS = {dtype: name for name, dtype in DTYPES.items()}
 
 @contextmanager
 def ignore_progress(_what: str, _size: int) -> Iterator[Advance]:
-    """Show no progress."""
     yield lambda _: None
 
 
 @dataclass(frozen=True)
 class Conversion:
-    """The result of a conversion."""
-
     size: int  # bytes of tensors
     files: int
-    seconds: float  # until the files were on disk
-    left_out: tuple[
-        str, ...
-    ]  # the source's tensors that the model does not have (unused head, rotary tables)
+    seconds: float  # until on disk
+    left_out: tuple[str, ...]  # such as an unused head, rotary tables
 
 
 def conversion_layout(tp: int, pp: int, ep: int) -> Layout:
-    """Return the layout of the smallest job with these sizes."""
     return Layout(tp=tp, pp=pp, dp=ep // gcd(tp, ep), ep=ep)
 
 
@@ -500,14 +489,14 @@ def hf_to_megatron(
 ) -> Conversion:
     """Convert a Hugging Face folder to a distributed checkpoint, cut into the chunks of `layout`.
 
-    All processes of the default process group call this. `out` appears only when it is complete and on disk.
+    All processes of the default process group call this. `out` appears only when complete and on disk.
     Raises CheckpointError if the source is damaged, or `out` exists or cannot be written.
 
     critic: replace the output layer by the value head of a one-label classifier, or by zeros
-    verify: read the files back and compare them with the source"""
+    verify: compare the written files with the source"""
     began, processes = time.perf_counter(), Processes()
     model = processes.run(lambda: HFFolder(source, critic=critic))
-    files: dict[str, list[Chunk]] = {}  # a rank's chunks are split so that every process has a file to write
+    files: dict[str, list[Chunk]] = {}  # split so that every process has a file to write
     planned: set[tuple[str, Shape]] = set()
     for rank in range(layout.world):
         chunks = []
@@ -537,7 +526,7 @@ def hf_to_megatron(
         if verify:
             kinds = {name: model.dtype(name) for name in model.shapes if name not in model.missing}
             _verify(model, kinds, lambda: MegatronFolder(folder, critic=critic), folder, watch, processes)
-    # SCORE_BIAS is not lost: megatron_to_hf writes it again, as zero.
+    # megatron_to_hf writes SCORE_BIAS again, as zero.
     left_out = tuple(name for name in model.extra if name != SCORE_BIAS)
     return Conversion(sum(sizes.values()), len(files), time.perf_counter() - began, left_out)
 
@@ -554,8 +543,8 @@ def megatron_to_hf(
 ) -> Conversion:
     """Convert a distributed checkpoint to a Hugging Face folder, see `hf_to_megatron`.
 
-    source: folder with config.json and tokenizer, which the checkpoint of a training run lacks
-    dtype: of all tensors except a router's bias. Default: each tensor keeps its dtype"""
+    source: folder with config.json and tokenizer, which a training run's checkpoint lacks
+    dtype: of all tensors except a router's bias. Default: unchanged"""
     processes = Processes()
     model = processes.run(lambda: MegatronFolder(checkpoint, source=source))
     float32_names = float32_tensors(model.config)
@@ -564,7 +553,7 @@ def megatron_to_hf(
     kinds |= {name: model.dtype(name) for name in float32_names}
     config = export_config(model.config, model.critic, found.pop() if len(found) == 1 else None)
     architectures = model.config.get("architectures", [""])
-    if model.critic and architectures[0].endswith("Classification"):  # keep its architecture
+    if model.critic and architectures[0].endswith("Classification"):
         config = {**model.config, **{key: config[key] for key in ("dtype", "torch_dtype") if key in config}}
     carried = source or checkpoint
     return write_hf(model, out, kinds, config, carried, max_shard_bytes, verify, watch)
@@ -580,9 +569,7 @@ def write_hf(
     verify: bool,
     watch: Watch,
 ) -> Conversion:
-    """Write a model as a Hugging Face folder, see `megatron_to_hf`.
-
-    kinds: dtype of each tensor; carried: folder of the tokenizer and similar files"""
+    """Write a model as a Hugging Face folder, see `megatron_to_hf`. kinds: dtypes."""
     began, processes = time.perf_counter(), Processes()
     shapes, kinds, critic = dict(model.shapes), dict(kinds), "score.weight" in model.shapes
     if critic and config["architectures"][0].endswith("ForTokenClassification"):
@@ -593,7 +580,7 @@ def write_hf(
 
     def write(path: Path, advance: Advance) -> str:
         """Write a safetensors file, and return its SHA-256. The library would need whole tensors."""
-        # Wide elements first, so that every tensor is aligned to its element size.
+        # Wide elements first, for alignment.
         names = sorted(files[path.name], key=lambda name: -kinds[name].itemsize)
         header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
         end = 0
@@ -610,7 +597,7 @@ def write_hf(
                 for box in blocks(shapes[name], kinds[name].itemsize):
                     if name in model.shapes:
                         block = model.read_as(name, box, kinds[name])
-                    else:  # the bias of a classifier
+                    else:
                         block = torch.zeros(shapes[name], dtype=kinds[name])
                     advance(file.write(as_bytes(block)))
             return file.finish()
@@ -626,7 +613,7 @@ def write_hf(
         digests = {file: digest for part in gathered for file, digest in part.items()}
         processes.first(finish)
         if verify:
-            kinds.pop(SCORE_BIAS, None)  # opening the folder checks that it is zero
+            kinds.pop(SCORE_BIAS, None)  # opening checks that it is zero
             _verify(model, kinds, lambda: HFFolder(folder, critic=critic), folder, watch, processes)
     return Conversion(sum(sizes.values()), len(files), time.perf_counter() - began, ())
 
@@ -634,7 +621,7 @@ def write_hf(
 def _finish(
     folder: Path, source: Path, digests: Mapping[str, str], config: Mapping[str, Any] | None = None
 ) -> None:
-    """Add the files other than weights, and all checksums. config: replaces the source's config.json."""
+    """Add the other files and all checksums. config: replaces the source's config.json."""
     carry_along(source, folder, config)
     found = {str(path.relative_to(folder)): path for path in folder.rglob("*") if path.is_file()}
     others = {
@@ -656,14 +643,14 @@ def _verify(
     watch: Watch,
     processes: Processes,
 ) -> None:
-    """Compare the folder on disk with its checksums and with the source. kinds: dtypes of the tensors."""
+    """Compare the folder on disk with its checksums and with the source."""
     mine = list(kinds)[processes.rank :: processes.world]
 
     def compare() -> None:
         for number, line in enumerate((folder / SUMS).read_text(encoding="utf-8").splitlines()):
             digest, name = line.split("  ")
             with (folder / name).open("rb") as file:
-                # Drop the page cache, which would hide a fault of the disk.
+                # The page cache would hide a fault of the disk.
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
                 if number % processes.world != processes.rank:
                     continue

@@ -31,12 +31,12 @@ from megarl.weights.families import (
     is_tied,
 )
 
-VOCABULARY_MULTIPLE = 64  # SGLang pads the vocabulary to a multiple of this
-CPU_FFN_MULTIPLE = 32  # SGLang's CPU engine pads the feed-forward columns of a rank to a multiple of this
+VOCABULARY_MULTIPLE = 64  # SGLang's padding
+CPU_FFN_MULTIPLE = 32  # padding per rank in SGLang's CPU engine
 
 
-# Projections (regular expressions) that SGLang fuses, and the name of the fused matrix. In multi-latent
-# attention it does not fuse the first.
+# Projections (regular expressions) that SGLang fuses, and the fused name. It does not fuse the first in
+# multi-latent attention.
 FUSED = (
     ("[qkv]_proj", "qkv_proj"),
     ("(gate|up)_proj", "gate_up_proj"),
@@ -46,7 +46,7 @@ FUSED = (
 
 
 class Region(NamedTuple):
-    """A box of a local tensor, and the box of a Hugging Face tensor that it holds."""
+    """A box of a local tensor, and the same box in a Hugging Face tensor."""
 
     hf_name: str
     hf_box: Box
@@ -61,11 +61,11 @@ class Shard(NamedTuple):
     padding: tuple[Box, ...] = ()
 
 
-Shards = dict[str, Shard]  # of one rank, by local tensor name
+Shards = dict[str, Shard]  # by local tensor name
 
 
 class _Part(NamedTuple):
-    """Indices `start` to `stop` of a Hugging Face tensor along one axis, padded with zeros to `width`."""
+    """Indices `start` to `stop` along one axis of a tensor, padded with zeros to `width`."""
 
     name: str
     start: int
@@ -76,7 +76,7 @@ class _Part(NamedTuple):
 def _concatenate(parts: Sequence[_Part], shape: Shape, axis: int = 0) -> Shard:
     """Concatenate parts along `axis`, each followed by its padding.
 
-    shape: of a part's whole tensor. Only the size along `axis` differs between parts."""
+    shape: of a part's tensor; parts may differ only along `axis`."""
     regions: list[Region] = []
     padding: list[Box] = []
     offset = 0
@@ -105,7 +105,7 @@ def check_layout(hf_config: Mapping[str, Any], tp: int, pp: int, ep: int = 1, vp
         dividable["key heads of linear attention"] = sizes.key_heads
     if sizes.shared_ffn:
         dividable["columns of shared experts"] = sizes.shared_ffn
-    if sizes.latent:  # model/portable.py builds Megatron's attention with these cut
+    if sizes.latent:  # for model/portable.py's attention
         dividable |= {"rows of kv_a_proj_with_mqa": sizes.latent}
         dividable |= {"rows of q_a_proj": sizes.q_rank} if sizes.q_rank else {}
     experts = {"experts": sizes.experts} if moe else {}
@@ -123,13 +123,12 @@ def check_layout(hf_config: Mapping[str, Any], tp: int, pp: int, ep: int = 1, vp
         model_type = hf_config.get("model_type")
         raise ConfigError(f"parallel.ep: {ep}, but a {model_type} model has no experts (set it to 1)")
     if sizes.dense and max(Layout(pp=pp, vpp=vpp).layers(sizes.layers, 0)) < sizes.dense:
-        # Megatron has a separate optimizer for experts, which either all stages have or none.
+        # Megatron's separate optimizer for experts must exist on all stages or none.
         what = f"{pp} gives the first stage none of the mixtures that follow {sizes.dense} dense layers"
         raise ConfigError(f"parallel.pp: {what} (lower it)")
 
 
 def check_frozen(hf_config: Mapping[str, Any], optimizer: OptimizerConfig, model: str) -> None:
-    """Raise ConfigError if `frozen_layers` exceeds the layers of the model ("actor" or "critic")."""
     layers, frozen = Sizes.from_config(hf_config).layers, optimizer.frozen_layers
     if frozen > layers:
         remedy = f"at most {layers}, with which the final norm and the head still learn"
@@ -137,7 +136,6 @@ def check_frozen(hf_config: Mapping[str, Any], optimizer: OptimizerConfig, model
 
 
 def check_lora(hf_config: Mapping[str, Any], lora: LoraConfig, key: str) -> None:
-    """Raise ConfigError if the model lacks a target of LoRA adapters. key: "actor" or "critic"."""
     if lora.rank is None:
         return
     everywhere = lora.model_copy(update={"targets": ()})
@@ -165,7 +163,6 @@ def check_muon(hf_config: Mapping[str, Any], optimizer: OptimizerConfig, layout:
 
 
 def check_linear(hf_config: Mapping[str, Any], config: Config) -> None:
-    """Raise ConfigError for options that linear attention does not support."""
     if not get_family(hf_config).is_linear:
         return
     heads = Sizes.from_config(hf_config).key_heads // config.parallel.tp
@@ -191,7 +188,7 @@ def check_linear(hf_config: Mapping[str, Any], config: Config) -> None:
 def full_attention_interval(hf_config: Mapping[str, Any]) -> int:
     """Return n if every n-th layer has full attention, and the others linear attention.
 
-    Raises ConfigError for any other order, which SGLang does not support."""
+    Raises ConfigError for other orders, which SGLang does not support."""
     sizes = Sizes.from_config(hf_config)
     interval = next((n for n in range(sizes.layers) if n not in sizes.linear), sizes.layers) + 1
     if sizes.linear != {n for n in range(sizes.layers) if (n + 1) % interval}:
@@ -203,7 +200,7 @@ def full_attention_interval(hf_config: Mapping[str, Any]) -> int:
 def check_recomputed(hf_config: Mapping[str, Any], model: ModelConfig) -> None:
     """Raise ConfigError if only the MLP of a mixture of experts is to be recomputed.
 
-    The router would run again with the state of another pack, which its layer sets (model/routing.py)."""
+    The router would rerun with the state of another pack, which its layer sets (model/routing.py)."""
     if model.recompute == "selective" and "mlp" in model.recompute_modules and get_family(hf_config).is_moe:
         what = "mlp is for dense models, and this is a mixture of experts"
         raise ConfigError(f"model.recompute_modules: {what} (leave it out, or set model.recompute=full)")
@@ -215,20 +212,19 @@ def check_recomputed(hf_config: Mapping[str, Any], model: ModelConfig) -> None:
 def whole_model(
     hf_config: Mapping[str, Any], *, critic: bool = False, lora: LoraConfig | None = None
 ) -> list[tuple[Pair, int, int]]:
-    """Return (pair, layer, expert) of every parameter (with `lora`, adapter) of the undivided model."""
+    """Return (pair, layer, expert) of the undivided model's parameters (with `lora`, adapters)."""
     named = parameters(hf_config, Layout(), 0, 0, critic=critic, lora=lora)
     return [(pair, layer, expert) for _, pair, layer, expert in named]
 
 
 def get_sizes(hf_config: Mapping[str, Any], lora: LoraConfig | None) -> Sizes:
-    """Return a model's sizes, including the rank of its adapters."""
     return replace(Sizes.from_config(hf_config), rank=(lora and lora.rank) or 0)
 
 
 def hf_shapes(
     hf_config: Mapping[str, Any], *, critic: bool = False, lora: LoraConfig | None = None
 ) -> dict[str, Shape]:
-    """Return the shape of every tensor (with `lora`, adapter) of the Hugging Face model, in order.
+    """Return the Hugging Face model's shapes (with `lora`, of the adapters), in order.
 
     A critic has `score.weight` instead of `lm_head.weight`. An actor with tied embeddings has neither."""
     sizes, shapes = get_sizes(hf_config, lora), dict[str, Shape]()
@@ -238,7 +234,7 @@ def hf_shapes(
 
 
 def float32_tensors(hf_config: Mapping[str, Any], *, sglang: bool = False) -> frozenset[str]:
-    """Return the names of tensors that are float32 for any dtype of the model (sglang: in SGLang)."""
+    """List tensors that are float32 for any dtype of the model (sglang: in SGLang)."""
     kinds = ("everywhere", "sglang") if sglang else ("everywhere",)
     return frozenset(
         name.format(l=layer)
@@ -251,7 +247,7 @@ def float32_tensors(hf_config: Mapping[str, Any], *, sglang: bool = False) -> fr
 def hf_shards(
     hf_config: Mapping[str, Any], *, critic: bool = False, lora: LoraConfig | None = None
 ) -> Shards:
-    """Return the identity layout: the whole model (with `lora`, its adapters) under Hugging Face names."""
+    """Return the identity layout under Hugging Face names (with `lora`, of the adapters)."""
     shapes = hf_shapes(hf_config, critic=critic, lora=lora)
     return {name: _concatenate([_Part(name, 0, shape[0], shape[0])], shape) for name, shape in shapes.items()}
 
@@ -270,7 +266,7 @@ def parameters(
 ) -> list[tuple[str, Pair, int, int]]:
     """Return (name, pair, global layer, global expert) of a rank's parameters (with `lora`, adapters).
 
-    Names use the index of the layer within the stage (`Layout.layers`) and of the expert within the rank.
+    Names have the index of the layer within the stage (`Layout.layers`) and of the expert within the rank.
     With tied embeddings, the last of several stages has a copy of the embedding as `output_layer.weight`.
     A critic has `value_head.weight` [1, hidden] instead of the output layer."""
     check_layout(hf_config, layout.tp, layout.pp, layout.ep, layout.vpp)
@@ -305,9 +301,7 @@ def parameters(
 def megatron_layout(
     hf_config: Mapping[str, Any], layout: Layout, *, critic: bool = False, lora: LoraConfig | None = None
 ) -> list[tuple[int, Shards]]:
-    """Return (rank, shards by the table's names) of every rank of a Megatron job.
-
-    Ranks with equal shards share one object. Arguments as for `parameters`."""
+    """Return (rank, shards by the table's names) of every rank. Equal shards share one object."""
     sizes = get_sizes(hf_config, lora)
     shard = cache(partial(pair_shard, sizes))
 
@@ -326,7 +320,7 @@ def megatron_layout(
 
 
 def pair_shard(sizes: Sizes, pair: Pair, layer: int, expert: int, tp: int, tp_rank: int) -> Shard:
-    """Return the shard of one parameter on one tensor-parallel rank. layer, expert: global indices."""
+    """Return one parameter's shard. layer, expert: global indices."""
     hf = [(name.format(l=layer, e=expert), sizes.shape(dims)) for name, dims in pair.hf]
     axis = 1 if pair.operation == "row" else 0
     match pair.operation:
@@ -342,7 +336,7 @@ def pair_shard(sizes: Sizes, pair: Pair, layer: int, expert: int, tp: int, tp_ra
             width = shape[0] // 2 // tp
             starts = (tp_rank * width, shape[0] // 2 + tp_rank * width)
             parts = [_Part(name, start, start + width, width) for start in starts]
-        case "vocabulary":  # all padding is at the end, and may fill whole ranks
+        case "vocabulary":  # padding is at the end, and may fill whole ranks
             ((name, shape),) = hf
             width = padded_vocab(shape[0], tp) // tp
             start = min(tp_rank * width, shape[0])
@@ -359,8 +353,8 @@ def pair_shard(sizes: Sizes, pair: Pair, layer: int, expert: int, tp: int, tp_ra
 
 
 def _cut_group(sizes: Sizes, name: str, dim: str, group: int, groups: int) -> list[_Part]:
-    """Return one query group's rows of a Hugging Face tensor, in Megatron's order."""
-    if dim == "gated_q":  # the file has query, gate, query, gate, ...; Megatron has all queries first
+    """Return one query group's rows, in Megatron's order."""
+    if dim == "gated_q":  # file: query, gate, query, gate, ...; Megatron: queries first
         rows, width = sizes.gated_q // groups, sizes.head_dim
         begin, end = group * rows, (group + 1) * rows
         starts = [first for half in (0, width) for first in range(begin + half, end, 2 * width)]
@@ -378,8 +372,8 @@ def _cut_group(sizes: Sizes, name: str, dim: str, group: int, groups: int) -> li
     return parts
 
 
-# SGLang: fused tensors under tensor parallelism. tests/sglang/test_engine.py compares them with SGLang's own
-# loader on a CPU. Copies of key/value heads (fewer heads than ranks) occur on GPUs only, and are untested.
+# SGLang: fused tensors under tensor parallelism, compared with its loader in tests/sglang/test_engine.py.
+# Copies of key/value heads (fewer heads than ranks) occur on GPUs only, and are untested.
 
 
 def sglang_shards(hf_config: Mapping[str, Any], tp: int, tp_rank: int, *, cpu: bool = False) -> Shards:
@@ -390,7 +384,7 @@ def sglang_shards(hf_config: Mapping[str, Any], tp: int, tp_rank: int, *, cpu: b
     Whole: norms, routers and projections to latents (fused_qkv_a_proj_with_mqa = [q_a; kv_a]).
     Experts: `experts.w13_weight.{e}` [2 * ffn / tp, hidden] and `experts.w2_weight.{e}` are row e of SGLang's
     stacked tensors.
-    With tied embeddings there is no lm_head, unless the family has `sglang_unties`.
+    Tied embeddings: no lm_head, unless the family has `sglang_unties`.
 
     cpu: SGLang's CPU engine, which pads heads and columns that do not divide
 
@@ -400,7 +394,6 @@ def sglang_shards(hf_config: Mapping[str, Any], tp: int, tp_rank: int, *, cpu: b
 
     @cache
     def shard_pair(pair: Pair) -> list[tuple[str, Shard]]:
-        """Return (name, shard) of a pair's tensors in SGLang, with `{l}` and `{e}` in the names."""
         axis = 1 if pair.operation == "row" else 0
         fused: dict[str, list[_Part]] = {}
         for name, dims in pair.hf:
@@ -434,7 +427,6 @@ def sglang_shards(hf_config: Mapping[str, Any], tp: int, tp_rank: int, *, cpu: b
 
 
 def _sglang_name(pair: Pair, name: str, flat: bool) -> str:
-    """Return the name of the SGLang tensor that contains a Hugging Face tensor."""
     if pair.per_expert:
         fused = "w2" if "down_proj" in name else "w13"
         return f"{name.partition('.experts.')[0]}.experts.{fused}_weight.{{e}}"
@@ -444,7 +436,7 @@ def _sglang_name(pair: Pair, name: str, flat: bool) -> str:
 
 
 def _sglang_cuts(sizes: Sizes, tp: int, rank: int, cpu: bool) -> dict[str, tuple[int, int, int]]:
-    """Return (start, stop, padded width) of one rank's part of every dimension that SGLang cuts."""
+    """Return (start, stop, padded width) of this rank's part of every cut dimension."""
     heads, kv_heads = sizes.heads, sizes.kv_heads
     ffn, expert_ffn, shared_ffn = sizes.ffn, sizes.expert_ffn, sizes.shared_ffn
 
@@ -461,7 +453,7 @@ def _sglang_cuts(sizes: Sizes, tp: int, rank: int, cpu: bool) -> dict[str, tuple
             kv_heads = multiple(kv_heads, tp)
             heads = kv_heads * (sizes.heads // sizes.kv_heads)
         ffn, expert_ffn = multiple(ffn, CPU_FFN_MULTIPLE * tp), multiple(expert_ffn, CPU_FFN_MULTIPLE * tp)
-        if sizes.linear:  # the shared expert has a separate width
+        if sizes.linear:  # separate width
             shared_ffn = multiple(shared_ffn, CPU_FFN_MULTIPLE * tp)
         elif shared_ffn:
             shared_ffn = expert_ffn * (shared_ffn // sizes.expert_ffn)
@@ -474,7 +466,7 @@ def _sglang_cuts(sizes: Sizes, tp: int, rank: int, cpu: bool) -> dict[str, tuple
     if max(tp, kv_heads) % min(tp, kv_heads):
         problem = f"neither a divisor nor a multiple of the model's {kv_heads} key/value heads"
         raise ConfigError(f"rollout.engine_tp: {tp} is {problem}")
-    # With fewer key/value heads than ranks, several ranks hold the same head.
+    # With fewer key/value heads than ranks, ranks share heads.
     kv_rank, kv_ranks = (rank, tp) if kv_heads >= tp else (rank // (tp // kv_heads), kv_heads)
     vocab = multiple(sizes.vocab, VOCABULARY_MULTIPLE)
     if vocab % tp:

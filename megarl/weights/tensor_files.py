@@ -1,7 +1,4 @@
-"""Read boxes of stored tensors, hash files while writing, and publish only complete folders.
-
-A safetensors tensor and a chunk of a distributed checkpoint are both row-major bytes at an offset of a file.
-"""
+"""Read boxes of stored tensors, hash files while writing, and publish only complete folders."""
 
 from __future__ import annotations
 
@@ -33,9 +30,9 @@ from megarl.weights.boxes import Box, full_box
 from megarl.weights.families import Shape
 
 T = TypeVar("T")
-BLOCK = 2 << 20  # bytes to read, convert, hash and write at a time, so that they stay in the CPU's cache
-SMALL = 64 << 10  # bytes up to which hashing in a thread is slower
-# Files that every other format of a model needs as well.
+BLOCK = 2 << 20  # bytes per read, conversion, hash and write: they fit the CPU's cache
+SMALL = 64 << 10  # bytes that hash slower in a thread
+# Files that all formats of a model need.
 CARRIED = (
     *("config.json", "generation_config.json", "special_tokens_map.json", "added_tokens.json"),
     *("tokenizer*", "vocab*", "merges*", "chat_template*", "*.model", "*.tiktoken"),
@@ -44,7 +41,7 @@ CARRIED = (
 
 
 class FileTensor(NamedTuple):
-    """A row-major tensor at `offset` bytes of a file."""
+    """A row-major tensor at `offset` bytes of a safetensors file or a distributed checkpoint."""
 
     path: Path
     offset: int
@@ -52,13 +49,13 @@ class FileTensor(NamedTuple):
     dtype: torch.dtype
 
     def read(self, box: Box, name: str, out: Tensor | None = None) -> Tensor:
-        """Read `tensor[box]` into the contiguous `out` or a new tensor on the CPU, and no other bytes.
+        """Read `tensor[box]`, and no other bytes, into the contiguous `out` or a new tensor on the CPU.
 
-        Raises CheckpointError, naming the file and the tensor `name`, if the file no longer contains it."""
+        Raises CheckpointError, naming file and tensor, if the file no longer contains it."""
         extents = tuple(stop - start for start, stop in box)
         tensor = torch.empty(extents, dtype=self.dtype) if out is None else out
         memory = as_bytes(tensor)
-        # From the last dimension that is cut, bytes are contiguous.
+        # Contiguous from the last cut dimension.
         axis = max((axis for axis, size in enumerate(extents) if size != self.shape[axis]), default=0)
         run = prod(extents[axis:]) * self.dtype.itemsize
         strides = [prod(self.shape[dim + 1 :]) * self.dtype.itemsize for dim in range(axis + 1)]
@@ -79,34 +76,33 @@ class FileTensor(NamedTuple):
 
 
 def tensor_error(path: Path, name: str, problem: str) -> CheckpointError:
-    """Make the error for a tensor (or key) of a file."""
     return CheckpointError(f"{path}: {name}: {problem}")
 
 
 def as_bytes(tensor: Tensor) -> memoryview:
-    """Return the memory of a contiguous tensor on the CPU."""
+    """Return the memory of a contiguous CPU tensor."""
     flat: Any = tensor.view(-1).view(torch.uint8).numpy()
     return memoryview(flat)
 
 
 def blocks(shape: Shape, itemsize: int) -> Iterator[Box]:
-    """Yield boxes of whole rows, of about BLOCK bytes each, that tile a tensor in order."""
+    """Yield boxes of whole rows, about BLOCK bytes each, that tile a tensor in order."""
     step = max(1, BLOCK // max(1, prod(shape[1:]) * itemsize))
     for first in range(0, shape[0], step):
         yield ((first, min(first + step, shape[0])), *full_box(shape[1:]))
 
 
 class HashedFile(FileIO):
-    """A new file that is written sequentially, and hashed in a thread.
+    """A new file, written sequentially and hashed in a thread.
 
     A failed write raises CheckpointError that names the file and the tensor `writing`."""
 
     def __init__(self, path: Path) -> None:
         self._digest = hashlib.sha256()
         self._hasher = ThreadPoolExecutor(1)
-        self._hashing = self._hasher.submit(lambda: None)  # of the previous data
+        self._hashing = self._hasher.submit(lambda: None)
         self.path, self.writing = path, ""
-        self.error: CheckpointError | None = None  # the last one, which torch.save hides
+        self.error: CheckpointError | None = None  # torch.save hides it
         super().__init__(path, "wb")
 
     def close(self) -> None:
@@ -114,7 +110,7 @@ class HashedFile(FileIO):
         super().close()
 
     def write(self, data: Any) -> int:
-        """Write all data. Data larger than SMALL is hashed later, so it must not change afterwards."""
+        """Data larger than SMALL is hashed later, so it must not change afterwards."""
         self._hashing.result()
         if len(data) > SMALL:
             self._hashing = self._hasher.submit(self._digest.update, data)
@@ -127,7 +123,7 @@ class HashedFile(FileIO):
         return len(data)
 
     def finish(self) -> str:
-        """Flush to disk, and return the SHA-256 of the file."""
+        """Flush to disk, and return the SHA-256."""
         with self._named_errors():
             os.fsync(self.fileno())
         self._hashing.result()
@@ -151,10 +147,10 @@ class Processes:
         together = dist.is_initialized()
         self.rank, self.world = (dist.get_rank(), dist.get_world_size()) if together else (0, 1)
         self._group = group
-        self.folder: Path | None = None  # the folder in the making, for write errors that name no file
+        self.folder: Path | None = None  # for write errors that name no file
 
     def run(self, action: Callable[[], T]) -> T:
-        """Return this process's result of `action`. A failure raises CheckpointError on every process."""
+        """Return this process's result. A failure raises CheckpointError on every process."""
         problem, result = None, None
         try:
             result = action()
@@ -172,25 +168,25 @@ class Processes:
         self.run(action if self.rank == 0 else lambda: None)
 
     def gather(self, value: T, kind: Any) -> list[T]:
-        """Return the values of all processes, of type `kind`, by rank."""
+        """Return all processes' values, of type `kind`, by rank."""
         return [value] if self.world == 1 else gather_over(self._group, value, kind)
 
 
 @contextmanager
 def new_folder(out: Path, size: int, processes: Processes) -> Iterator[Path]:
-    """Yield a temporary folder, which is renamed to `out` when it is on disk, or removed after a failure.
+    """Yield a temporary folder, renamed to `out` when on disk, or removed after a failure.
 
     Raises CheckpointError if `out` exists, another process is writing it, or the disk lacks space.
 
     size: bytes that will be written"""
     folder = out.with_name(f".{out.name}.partial")
-    lock: list[int] = []  # in the first process only
+    lock: list[int] = []  # first process only
     processes.folder = out
 
     def start() -> None:
         if out.exists() or out.is_symlink():
             raise CheckpointError(f"{out}: already exists (choose another folder, or remove it)")
-        if folder.exists():  # left by a killed process, unless it is locked
+        if folder.exists():  # of a killed process, unless locked
             os.close(_lock(folder))
             shutil.rmtree(folder)
         folder.mkdir(parents=True)
@@ -219,7 +215,7 @@ def new_folder(out: Path, size: int, processes: Processes) -> Iterator[Path]:
 
 
 def _lock(folder: Path) -> int:
-    """Lock the folder against other processes until the returned descriptor is closed."""
+    """Lock the folder until the returned descriptor is closed."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -227,20 +223,19 @@ def _lock(folder: Path) -> int:
         os.close(descriptor)
         message = f"{folder}: another process is writing there (wait for it, or choose another folder)"
         raise CheckpointError(message) from None
-    except OSError:  # a network file system may not support locks
+    except OSError:  # unsupported by some network file systems
         pass
     return descriptor
 
 
 def readable(size: float) -> str:
-    """Format bytes as GB or MB."""
     return f"{size / 1e9:.2f} GB" if size >= 1e9 else f"{size / 1e6:.2f} MB"
 
 
 def carried_files(source: Path) -> list[Path]:
     """Return the files that an export copies from its source.
 
-    Raises CheckpointError for a link that leads out of the folder, as a copy would leak another file."""
+    Raises CheckpointError for a link that leads out of the folder: its copy would leak another file."""
     found = sorted({path for pattern in CARRIED for path in source.glob(pattern) if path.is_file()})
     for path in found:
         if not is_inside(path, source):
@@ -250,9 +245,9 @@ def carried_files(source: Path) -> list[Path]:
 
 
 def carry_along(source: Path, folder: Path, config: Mapping[str, Any] | None = None) -> None:
-    """Copy the `carried_files` of a model's folder to disk. Raises CheckpointError that names a file.
+    """Copy a model's `carried_files` to disk. config: replaces the source's config.json.
 
-    config: replaces the source's config.json"""
+    Raises CheckpointError that names a file."""
     for path in carried_files(source):
         copy = folder / path.relative_to(source)
         try:
@@ -267,7 +262,7 @@ def carry_along(source: Path, folder: Path, config: Mapping[str, Any] | None = N
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write a safetensors file to disk. Raises CheckpointError if that fails."""
+    """Raises CheckpointError."""
     try:
         save_file({name: tensor.cpu() for name, tensor in tensors.items()}, path, metadata={"format": "pt"})
     except SafetensorError as error:
@@ -276,6 +271,5 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Write indented JSON to disk."""
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     fsync(path)
