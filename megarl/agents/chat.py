@@ -298,7 +298,9 @@ async def _run(policy: Policy, paths: Mapping[str, str], number: int, call: Call
 
 
 def play(chat: ChatTurns | None) -> EpisodeFunction:
-    """Return the episode of `rollout.environment`. With `chat`, its answers are a user's messages."""
+    """Return the episode of `rollout.environment`, whose verdict is the response's.
+
+    With `chat`, its answers are a user's messages."""
 
     async def episode(prompt: Prompt, policy: Policy) -> Verdict:
         tokens: Sequence[int] = ()

@@ -47,7 +47,7 @@ class AgentRunner:
         self.function = _load_function(config, tokenizer, self.endpoint)
         limits = turns.calls, turns.seconds, turns.memory, turns.observation
         self.tools = ToolPool(*limits, rollout.environment, rollout.environment_arguments, turns.sandbox)
-        self._warned: set[str] = set()  # leftover tasks of agents
+        self._warned: set[str] = set()
 
     @property
     def depths(self) -> Mapping[str, Callable[[], int | str]]:
@@ -166,7 +166,7 @@ class AgentEpisode(Policy):
         An agent's are reported once. Raises EngineError if a task does not end."""
         if all(task.done() for task in _tasks.get()):
             return ""
-        await asyncio.sleep(0)  # some are about to end
+        await asyncio.sleep(0)
         tasks = {task for task in _tasks.get() if not task.done()}
         names, limit = ", ".join(sorted({_describe(task) for task in tasks})), self.limits.seconds
         for task in tasks:
@@ -200,10 +200,10 @@ def _describe(task: asyncio.Task[Any]) -> str:
 
 
 def _load_function(config: Config, tokenizer: Any, endpoint: Endpoint | None) -> EpisodeFunction:
-    """Return the coroutine that generates a response.
+    """Import the coroutine that generates a response.
 
-    Raises ConfigError if it cannot be imported or is no coroutine function, and if the chat template rewrites
-    history or cannot present tools."""
+    Raises ConfigError if that fails or is no coroutine function, and if the chat template rewrites history or
+    cannot present tools."""
     rollout, variables = config.rollout, config.data.chat_template_kwargs
     if rollout.environment:
         import_environment(rollout.environment, rollout.environment_arguments)

@@ -39,9 +39,9 @@ T = TypeVar("T")
 class Environment(Protocol):
     """What an episode acts on, created anew for each episode.
 
-    It must depend only on its row, its seed (of `random` and numpy) and the policy's texts: another process
-    may replay them after `reset`. Optional: `state()` returns a JSON value, and `restore(state)`, called
-    after `reset`, replaces the replay."""
+    It must depend only on its row, its seed and the policy's texts: another process may replay them
+    after `reset`. `random` and numpy's generator are seeded before each call. Optional: `state()` returns a
+    JSON value, and `restore(state)`, called after `reset`, replaces the replay."""
 
     def reset(self, row: dict[str, Any], seed: int) -> str:
         """Return the first observation."""
