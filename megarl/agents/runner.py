@@ -26,7 +26,7 @@ from megarl.data.response_text import check_end_of_turn
 from megarl.rewards.verdict import UnusableError, Verdict, as_verdict, import_object
 from megarl.rollout.episode import EpisodeAborted, EpisodeInputs
 
-PATIENCE = 0.8  # fraction of parallel.timeout, when other ranks give up
+PATIENCE = 0.8  # fraction of parallel.timeout, after which other ranks give up
 
 # Unfinished tasks of the current episode.
 _tasks: ContextVar[set[asyncio.Task[Any]]] = ContextVar("_tasks")
@@ -166,7 +166,7 @@ class AgentEpisode(Policy):
         An agent's are reported once. Raises EngineError if a task does not end."""
         if all(task.done() for task in _tasks.get()):
             return ""
-        await asyncio.sleep(0)
+        await asyncio.sleep(0)  # some are about to end
         tasks = {task for task in _tasks.get() if not task.done()}
         names, limit = ", ".join(sorted({_describe(task) for task in tasks})), self.limits.seconds
         for task in tasks:
@@ -202,8 +202,8 @@ def _describe(task: asyncio.Task[Any]) -> str:
 def _load_function(config: Config, tokenizer: Any, endpoint: Endpoint | None) -> EpisodeFunction:
     """Import the coroutine that generates a response.
 
-    Raises ConfigError if that fails or is no coroutine function, and if the chat template rewrites history or
-    cannot present tools."""
+    Raises ConfigError if it cannot be imported or is no coroutine function, or if the chat template rewrites
+    history or cannot present tools."""
     rollout, variables = config.rollout, config.data.chat_template_kwargs
     if rollout.environment:
         import_environment(rollout.environment, rollout.environment_arguments)

@@ -54,11 +54,11 @@ class ModelFolder(ABC):
 
     @abstractmethod
     def dtype(self, name: str) -> torch.dtype:
-        pass
+        """Return a tensor's dtype."""
 
     @abstractmethod
     def files(self, name: str) -> list[tuple[Path, Box]]:
-        pass
+        """Return the files of a tensor, each with its box of the tensor."""
 
     def read_as(self, name: str, box: Box, dtype: torch.dtype) -> Tensor:
         """Return `tensor[box]` in another dtype. Raises CheckpointError if a number exceeds its range."""
