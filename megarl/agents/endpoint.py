@@ -87,7 +87,7 @@ class Endpoint:
         self._runner: web.AppRunner | None = None
         self._starting = asyncio.Lock()
         self._chats: dict[str, ChatTurns] = {}
-        self._unauthenticated: dict[web.RequestHandler[Any], asyncio.TimerHandle] = {}  # oldest first
+        self._unauthenticated: dict[web.RequestHandler[Any], asyncio.TimerHandle] = {}
         self._max_unauthenticated = min(
             _MAX_UNAUTHENTICATED, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4
         )
@@ -205,7 +205,6 @@ class Endpoint:
 
 
 def _stream_chunks(answer: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Stream an answer: all of it in one chunk, then the usage."""
     choice = answer["choices"][0]
     delta = dict(choice["message"])
     if calls := delta.get("tool_calls"):

@@ -88,7 +88,7 @@ class Policy:
     generating: bool = False
     _raised_aborted: bool = False  # the episode is incomplete, even if it catches EpisodeAborted
     _observed: list[int] = field(default_factory=list)  # tokens after the last turn
-    _texts: list[str] = field(default_factory=list)  # passed to the environment
+    _texts: list[str] = field(default_factory=list)
     _state: State | None = None
     _waits: list[str] = field(default_factory=list)
 
@@ -96,7 +96,7 @@ class Policy:
         none: dict[str, Any] = {name: np.empty(0, dtype) for name, dtype in DTYPES.items()}
         self.written = TokenData(finish_reason="stop", **none)
         self._to_replay = list(self.earlier.journal) if self.earlier is not None else []
-        if self.earlier is not None and self.earlier.num_tokens and not self._to_replay:  # a single turn
+        if self.earlier is not None and self.earlier.num_tokens and not self._to_replay:
             self._to_replay = [["turn", self.earlier.num_sampled, self.earlier.finish_reason]]
 
     @property

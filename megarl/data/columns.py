@@ -23,7 +23,7 @@ _MESSAGES, _COMPLETION = "messages", "completion"
 WORKED = (_SOLUTION, _COMPLETION, _MESSAGES)  # solutions that contain the answer
 _FORMULA = re.compile(r"\$\$([^$]+)\$\$|\$([^$]+)\$|\\\((.+)\\\)|\\\[(.+)\\\]", re.DOTALL)
 _DIGIT_GROUPS = re.compile(r"(?<![\d,.])\d{1,3}(?:,\d{3})+(?!,?\d)")
-MAX_RESPONSE = 1 << 22  # characters of a supervised response
+MAX_RESPONSE = 1 << 22
 
 
 class UnusableRow(Exception):
@@ -128,7 +128,6 @@ def _split_reply(messages: Any) -> tuple[Any, str | None]:
 
 
 def _find_reply(row: Mapping[str, Any], setting: str, path: Path) -> tuple[str, Any]:
-    """Return (column, text) of the assistant's last message, in `completion` or else `messages`."""
     column, value = _find_column(row, _COMPLETION, (_COMPLETION,), setting, path)
     if value is None:
         column, value = _find_column(row, _MESSAGES, (_MESSAGES,), setting, path)

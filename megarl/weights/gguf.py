@@ -167,7 +167,7 @@ class GGUFFile(ModelFolder):
             half = self.shapes[name][0] // heads // 2
             head, rest = rows // (2 * half), rows % (2 * half)
             rows = head * 2 * half + rest % half * 2 + rest // half
-        if len(box) == 1:  # one row of a matrix
+        if len(box) == 1:
             values = self._gguf.dequantize(data, stored.kind)[rows.numpy()]
         else:
             values = self._gguf.dequantize(data[rows.numpy()], stored.kind)
@@ -273,7 +273,7 @@ class GGUFFile(ModelFolder):
         }
 
     def _check_tensors(self, layers: int) -> dict[str, tuple[str, int | None]]:
-        """Return (name in the file, expert) of each tensor of the model."""
+        """Return (name in the file, expert) by tensor."""
         arch = next(a for a, text in self._gguf.MODEL_ARCH_NAMES.items() if text == self.architecture)
         table = self._gguf.get_tensor_name_map(arch, layers)
         names: dict[str, tuple[str, int | None]] = {}

@@ -89,7 +89,7 @@ class _Entry(NamedTuple):
     path: Path
     offset: int
     shape: Shape
-    dtype: str  # safetensors' name
+    dtype: str
 
 
 class HFFolder(ModelFolder):
@@ -209,7 +209,7 @@ def _read_header(path: Path) -> dict[str, _Entry]:
     if not path.is_file():
         raise CheckpointError(f"{path}: no such file (an index names it)")
     try:
-        file = open_regular(path)  # safetensors would report it as missing
+        file = open_regular(path)  # safetensors would report an unreadable file as missing
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from error
     with file:

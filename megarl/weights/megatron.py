@@ -69,7 +69,7 @@ from megarl.weights.tensor_files import (
 )
 
 EXTRA = "extra_state.distcp"
-MODEL_KEYS = ("embedding.", "decoder.", "output_layer.", "value_head.")  # not optimizers and schedules
+MODEL_KEYS = ("embedding.", "decoder.", "output_layer.", "value_head.")
 
 
 def list_keys(pair: Pair, layer: int | None = None) -> tuple[str, ...]:
@@ -94,7 +94,6 @@ def _select_leading(pair: Pair, sizes: Sizes, layer: int, expert: int) -> Shape:
 
 
 def _compute_key_shape(pair: Pair, sizes: Sizes, tp: int) -> Shape:
-    """Return the undivided shape."""
     rows, *rest = sizes.shape(pair.hf[0][1])
     if pair.operation == "vocabulary":
         rows = padded_vocab(rows, tp)
@@ -135,7 +134,7 @@ class MegatronFolder(ModelFolder):
         self._chunks: dict[dcp.MetadataIndex, FileTensor] = {}
         self.critic = VALUE_HEAD.megatron in self._keys if critic is None else critic
         self.shapes = hf_shapes(self.config, critic=self.critic)
-        self._pieces: dict[str, list[_Piece]] = defaultdict(list)  # by Hugging Face name
+        self._pieces: dict[str, list[_Piece]] = defaultdict(list)
         for key, (pair, layer) in self._pairs().items():
             self._add_pieces(key, pair, layer)
         self.missing = tuple(name for name in self.shapes if name not in self._pieces)
@@ -450,7 +449,7 @@ def _list_extra_states(hf_config: Mapping[str, Any]) -> Iterator[str]:
 
 # Converting
 
-Advance = Callable[[int], None]  # processed bytes
+Advance = Callable[[int], None]
 # (activity, this process's bytes) -> context that shows the progress
 Watch = Callable[[str, int], AbstractContextManager[Advance]]
 SUMS = "SHA256SUMS"

@@ -174,7 +174,7 @@ def new_folder(out: Path, size: int, processes: Processes) -> Iterator[Path]:
 
     Raises CheckpointError if `out` exists, another process is writing it, or the disk lacks `size` bytes."""
     folder = out.with_name(f".{out.name}.partial")
-    lock: list[int] = []  # first process only
+    lock: list[int] = []
     processes.folder = out
 
     def start() -> None:
@@ -209,7 +209,6 @@ def new_folder(out: Path, size: int, processes: Processes) -> Iterator[Path]:
 
 
 def _lock(folder: Path) -> int:
-    """Lock the folder until the returned descriptor is closed."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
