@@ -128,8 +128,6 @@ def _check_appends(chat: ChatTurns, role: str, thinks: bool) -> None:
 
 @dataclass(frozen=True)
 class Call:
-    """`error`: why the call is invalid."""
-
     name: str
     arguments: Mapping[str, Any]
     error: str | None = None
@@ -185,7 +183,7 @@ def parse_calls(tokens: Sequence[int], tokenizer: Any, form: str, prefix: str = 
 
 
 def _hermes_calls(text: str) -> tuple[str, list[Call]]:
-    """A tag within JSON is text."""
+    """Find `<tool_call>JSON</tool_call>`. A tag within JSON is text."""
     begin = _end_of_thoughts(text)
     around, calls = [text[:begin]], list[Call]()
     while (tag := text.find(_CALL_BEGINS, begin)) >= 0:
@@ -207,9 +205,7 @@ def _hermes_calls(text: str) -> tuple[str, list[Call]]:
 
 
 def _end_of_thoughts(text: str) -> int:
-    """Return the index after a turn's thoughts, or 0. Tags in thoughts are no calls.
-
-    Thoughts end at the first `</think>` outside the JSON of a call."""
+    """Tags in thoughts are no calls. Thoughts end at the first `</think>` outside the JSON of a call."""
     end = text.find(_THOUGHTS_END)
     tag = text.find(_CALL_BEGINS)
     if 0 <= tag < end and not text.lstrip().startswith("<think>"):
@@ -220,7 +216,7 @@ def _end_of_thoughts(text: str) -> int:
 
 
 def _json_behind(text: str, tag: int) -> tuple[Any, int]:
-    """Return the JSON value after a tag, and its end index. Raises ValueError and RecursionError."""
+    """Return the JSON value and its end index. Raises ValueError and RecursionError."""
     return _JSON.raw_decode(text, _skip(_SPACE, text, tag + len(_CALL_BEGINS)))
 
 
@@ -263,12 +259,9 @@ def schemas(tools: Iterable[str]) -> dict[str, dict[str, Any]]:
 
 
 def tool_calls(chat: ChatTurns, paths: Mapping[str, str]) -> EpisodeFunction:
-    """Return the episode of `rollout.tools`.
+    """Return the episode of `rollout.tools`, which ends with a turn without calls.
 
-    Calls of one turn run concurrently; results are shown in the order of the calls. A turn without calls ends
-    the episode.
-
-    paths: tool paths by name"""
+    Calls of one turn run concurrently; results are shown in the order of the calls. paths: by tool's name."""
     form = detect_call_format(chat.tokenizer)
     prefix = chat.text_behind([{"role": "user", "content": "?"}])
 
@@ -305,7 +298,7 @@ async def _run(policy: Policy, paths: Mapping[str, str], number: int, call: Call
 
 
 def play(chat: ChatTurns | None) -> EpisodeFunction:
-    """Return the episode of `rollout.environment`, which answers each turn until it is done, and grades it.
+    """Return the episode of `rollout.environment`, whose verdict is the response's.
 
     With `chat`, its answers are a user's messages."""
 

@@ -1,8 +1,8 @@
 """An OpenAI-compatible endpoint on loopback, for agents that know nothing of megarl (`rollout.agent`).
 
 Each response is a session with its own address. Sampled tokens are kept, and new messages are tokenised
-once and appended. A request whose history does not extend the sampled one is refused, and the response is
-ungraded. Needs aiohttp, the extra `agents`."""
+once and appended. A request with another history is refused, and the response is ungraded. Needs the extra
+`agents`."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ _MAX_BYTES = 4 << 20  # per request: a history of a million tokens
 # oldest connection without a valid api_key is closed.
 _MAX_UNAUTHENTICATED = 4096
 _UNAUTHENTICATED_SECONDS = 10.0
-# The run decides these; agents often send them by default.
+# The run decides these; agents send them by default.
 _IGNORED = {
     "model", "temperature", "top_p", "top_k", "min_p", "seed", "user", "metadata", "store", "stream_options",
     "parallel_tool_calls", "service_tier", "safety_identifier", "prompt_cache_key", "reasoning_effort",
 }  # fmt: skip
 _READ = {"messages", "tools", "tool_choice", "stop", "max_tokens", "max_completion_tokens", "stream"}
-# These would change the answer, so only values that change nothing are accepted.
+# Only values that change nothing are accepted.
 _FIXED: dict[str, tuple[Any, ...]] = {
     "n": (1,), "logprobs": (False,), "top_logprobs": (0,), "echo": (False,),
     "presence_penalty": (0,), "frequency_penalty": (0,), "repetition_penalty": (1,), "logit_bias": ({},),
@@ -66,7 +66,7 @@ def check_installed() -> None:
 
 
 class Endpoint:
-    """The server of one worker, started by the first session on its event loop.
+    """One worker's server, started by the first session on its event loop.
 
     tokenizer  with a chat template
     seconds    longest time without a request of an agent
@@ -87,13 +87,13 @@ class Endpoint:
         self._runner: web.AppRunner | None = None
         self._starting = asyncio.Lock()
         self._chats: dict[str, ChatTurns] = {}
-        self._unauthenticated: dict[web.RequestHandler[Any], asyncio.TimerHandle] = {}  # oldest first
+        self._unauthenticated: dict[web.RequestHandler[Any], asyncio.TimerHandle] = {}
         self._max_unauthenticated = min(
             _MAX_UNAUTHENTICATED, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4
         )
 
     async def address(self) -> str:
-        """Return http://127.0.0.1:port, and start the server if necessary."""
+        """Return http://127.0.0.1:port. Starts the server if necessary."""
         from aiohttp import web
 
         async with self._starting:
@@ -112,7 +112,7 @@ class Endpoint:
         return f"http://{host}:{port}"
 
     def _accept(self, runner: web.AppRunner) -> web.RequestHandler[Any]:
-        """Return the handler of a new connection, unauthenticated until a request has an api_key."""
+        """Handle a new connection, unauthenticated until a request has an api_key."""
         assert runner.server is not None
         while len(self._unauthenticated) >= self._max_unauthenticated:
             self._close(next(iter(self._unauthenticated)))
@@ -136,7 +136,7 @@ class Endpoint:
             await runner.cleanup()
 
     def chat(self, tools: Sequence[Mapping[str, Any]]) -> ChatTurns:
-        """Raises ConfigError if the template rewrites history or cannot show tools."""
+        """Cache a tokeniser. Raises ConfigError if the template rewrites history or cannot show tools."""
         key = json.dumps(tools, sort_keys=True)
         if key not in self._chats:
             shown = ("tool", "user") if tools else ("user",)
@@ -205,7 +205,6 @@ class Endpoint:
 
 
 def _stream_chunks(answer: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return an answer as a stream: all of it in one chunk, then the usage."""
     choice = answer["choices"][0]
     delta = dict(choice["message"])
     if calls := delta.get("tool_calls"):
@@ -390,7 +389,7 @@ class Session:
 
 
 async def _run_agent(agent: Awaitable[Any]) -> Any:
-    """If an agent calls sys.exit, only the agent ends."""
+    """Await an agent. Its sys.exit ends only the agent."""
     try:
         return await agent
     except SystemExit as error:
@@ -430,7 +429,7 @@ def _parse_request(body: Any) -> tuple[list[dict[str, Any]], list[Any], tuple[st
 
 
 def _message(message: Any, index: int) -> dict[str, Any]:
-    """Normalise a message: without empty fields, its content a text. Raises Refused."""
+    """Omit empty fields, and make the content a text. Raises Refused."""
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise Refused(f"messages[{index}]: needs a role")
     content = message.get("content")

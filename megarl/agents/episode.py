@@ -27,7 +27,7 @@ from megarl.rollout.sampling import SamplingParams, environment_seed, turn_seed
 
 
 class EpisodeTruncated(BaseException):
-    pass
+    """The episode has no turn or token left."""
 
 
 class ToolError(Exception):
@@ -42,7 +42,9 @@ class ToolUnavailable(Exception):
 
 @dataclass(frozen=True)
 class Turn:
-    """finish: "stop" (end-of-sequence or a stop text, which the tokens include) or "length" (a limit)."""
+    """A turn of the policy.
+
+    finish  "stop" (end-of-sequence or a stop text, which the tokens include) or "length" (a limit)"""
 
     tokens: tuple[int, ...]
     finish: str
@@ -86,7 +88,7 @@ class Policy:
     generating: bool = False
     _raised_aborted: bool = False  # the episode is incomplete, even if it catches EpisodeAborted
     _observed: list[int] = field(default_factory=list)  # tokens after the last turn
-    _texts: list[str] = field(default_factory=list)  # passed to the environment
+    _texts: list[str] = field(default_factory=list)
     _state: State | None = None
     _waits: list[str] = field(default_factory=list)
 
@@ -94,7 +96,7 @@ class Policy:
         none: dict[str, Any] = {name: np.empty(0, dtype) for name, dtype in DTYPES.items()}
         self.written = TokenData(finish_reason="stop", **none)
         self._to_replay = list(self.earlier.journal) if self.earlier is not None else []
-        if self.earlier is not None and self.earlier.num_tokens and not self._to_replay:  # a single turn
+        if self.earlier is not None and self.earlier.num_tokens and not self._to_replay:
             self._to_replay = [["turn", self.earlier.num_sampled, self.earlier.finish_reason]]
 
     @property
@@ -109,7 +111,7 @@ class Policy:
 
     @property
     def waiting(self) -> str:
-        """The name of what the episode waits for, other than the engine."""
+        """The name of what the episode waits for, other than the engine; "" for nothing."""
         return self._waits[0] if self._waits else ""
 
     @property
@@ -223,7 +225,7 @@ class Policy:
         return str(await self._call_or_replay(getattr(tool, "__name__", str(tool)), run))
 
     async def reset(self) -> str:
-        """Return the environment's first observation. Raises as `call`."""
+        """Reset the environment, and return its first observation. Raises as `call`."""
         self._texts, self._state = [], None
         return (await self._step("reset"))[0]
 

@@ -1,6 +1,6 @@
 """Watch an event loop that runs user code, from a second thread, and report lines that block it.
 
-Code that blocks the loop stops every response of its engine, and cannot be interrupted from within."""
+A blocked loop stops every response of its engine, and cannot be interrupted from within."""
 
 from __future__ import annotations
 
@@ -78,7 +78,6 @@ class LoopWatch:
             print(f"megarl: {line}", file=sys.stderr, flush=True)
 
     def _find_user_frame(self, frame: FrameType | None) -> FrameType | None:
-        """Return the innermost frame of user code in the running callback, or None."""
         found = None
         while frame is not None and frame.f_code is not _CALLBACK:
             file = frame.f_code.co_filename

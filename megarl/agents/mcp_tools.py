@@ -81,9 +81,7 @@ def connect_tool(path: str) -> Callable[..., str]:
 
 
 class _Connection:
-    """A connection that a thread holds open until this process ends.
-
-    It has no time limits: ToolPool ends a slow process."""
+    """A connection that a thread holds open. ToolPool ends slow processes, so it has no time limits."""
 
     def __init__(self, entry: str) -> None:
         self._loop = asyncio.new_event_loop()
@@ -130,7 +128,7 @@ _connect = cache(_Connection)
 
 
 def _result_text(result: Any) -> str:
-    """Return a result's content as text, and its structured content unless that repeats it."""
+    """Return a result as text, without structured content that repeats the content."""
     texts = [_text(block) for block in result.content]
     data = result.structured_content
     if data is not None:

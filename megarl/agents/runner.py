@@ -26,7 +26,7 @@ from megarl.data.response_text import check_end_of_turn
 from megarl.rewards.verdict import UnusableError, Verdict, as_verdict, import_object
 from megarl.rollout.episode import EpisodeAborted, EpisodeInputs
 
-PATIENCE = 0.8  # fraction of parallel.timeout, when other ranks give up
+PATIENCE = 0.8  # fraction of parallel.timeout, after which other ranks give up
 
 # Unfinished tasks of the current episode.
 _tasks: ContextVar[set[asyncio.Task[Any]]] = ContextVar("_tasks")
@@ -47,7 +47,7 @@ class AgentRunner:
         self.function = _load_function(config, tokenizer, self.endpoint)
         limits = turns.calls, turns.seconds, turns.memory, turns.observation
         self.tools = ToolPool(*limits, rollout.environment, rollout.environment_arguments, turns.sandbox)
-        self._warned: set[str] = set()  # leftover tasks of agents
+        self._warned: set[str] = set()
 
     @property
     def depths(self) -> Mapping[str, Callable[[], int | str]]:
@@ -200,9 +200,9 @@ def _describe(task: asyncio.Task[Any]) -> str:
 
 
 def _load_function(config: Config, tokenizer: Any, endpoint: Endpoint | None) -> EpisodeFunction:
-    """Return the coroutine that generates a response.
+    """Import the coroutine that generates a response.
 
-    Raises ConfigError if it cannot be imported or is no coroutine function, and if the chat template rewrites
+    Raises ConfigError if it cannot be imported or is no coroutine function, or if the chat template rewrites
     history or cannot present tools."""
     rollout, variables = config.rollout, config.data.chat_template_kwargs
     if rollout.environment:

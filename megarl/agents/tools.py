@@ -28,7 +28,7 @@ from megarl.rewards.process import FAILED_STARTS, FROM_OUTSIDE, START_LIMIT, Lim
 from megarl.rewards.sandbox import STRICT, Supervised
 from megarl.rewards.verdict import MAX_TEXT, UnusableError, Verdict, as_verdict, finite, import_object, short
 
-_MAX_ENVIRONMENTS = 256  # cached per process
+_MAX_ENVIRONMENTS = 256
 _MAX_STATE = 1 << 20  # bytes of JSON; a larger state is discarded, so the environment is replayed
 _SURROGATES = re.compile("[\ud800-\udfff]")
 _METHODS, _OPTIONAL = ("reset", "step", "verdict"), ("state", "restore")
@@ -39,9 +39,9 @@ T = TypeVar("T")
 class Environment(Protocol):
     """What an episode acts on, created anew for each episode.
 
-    It must depend only on its row, its seed (of `random` and numpy) and the policy's texts: another process
-    may replay them after `reset`. Optional: `state()` returns a JSON value, and `restore(state)`, called
-    after `reset`, replaces the replay."""
+    It must depend only on its row, its seed and the policy's texts: another process may replay them
+    after `reset`. `random` and numpy's generator are seeded before each call. Optional: `state()` returns a
+    JSON value, and `restore(state)`, called after `reset`, replaces the replay."""
 
     def reset(self, row: dict[str, Any], seed: int) -> str:
         """Return the first observation."""
@@ -307,7 +307,7 @@ class ToolPool:
         process.send(job.sent)
         limit, importing = START_LIMIT, True
         try:
-            while (answer := await process.receive(limit)) is None:  # next time limit
+            while (answer := await process.receive(limit)) is None:
                 limit, importing = self.seconds, False
             if not isinstance(answer, dict):
                 raise ValueError
@@ -331,7 +331,6 @@ class ToolPool:
         return cast(dict[str, Any], answer)
 
     async def _ensure_process(self, slot: int) -> _ToolProcess | str:
-        """Return the slot's process, or the reason why none starts."""
         process, why = self._slots[slot], ""
         if process is not None and process.alive:
             return process

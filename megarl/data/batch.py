@@ -55,7 +55,6 @@ class RolloutBatch:
 
     @staticmethod
     def from_train_batch(batch: TrainBatch) -> RolloutBatch:
-        """Return a batch that every rank holds in full."""
         own = batch.select(range(batch.num_sequences))
         per_token = {name for name, column in own.columns.items() if column.shape[0] == own.num_tokens}
         columns = {name: own.columns.pop(name) for name in [*own.columns] if name not in per_token}
@@ -88,7 +87,7 @@ class RolloutBatch:
 
     @property
     def has_observations(self) -> bool:
-        """the same on every rank."""
+        """Equal on every rank."""
         return not torch.equal(self.lengths, self.prompt_lengths + self.response_lengths)
 
     def drop_tokens(self) -> None:
@@ -104,15 +103,15 @@ class TrainBatch:
     response_mask  bool [T], True on sampled tokens, end-of-sequence included. Tokens before the first are the
                    prompt; False tokens after it are observations
     columns        name -> Tensor, [T] (per token) or [n] (per response)
+
+    `training.batch.make_train_batch` sets these:
     rows           int64 [n], row of each sequence in the RolloutBatch
     mini_batches   the actor's micro-batches by mini-batch, in update order
-    critic_mini_batches  the same for each critic. They differ if the critic reads prompts only or skips
+    critic_mini_batches  for each critic. They differ if it reads prompts only or skips
                    unfinished responses, and with `critic.mini_batch`
 
-    `training.batch.make_train_batch` sets the last three.
-
-    `logprobs[t]` is log pi(tokens[t] | tokens before t). `values[t]` is V(s_t), the value of the state in
-    which tokens[t] was sampled. Both are 0 outside the response mask."""
+    `logprobs[t]` is log pi(tokens[t] | tokens before t). `values[t]` is V(s_t), of the state in which
+    tokens[t] was sampled. Both are 0 outside the response mask."""
 
     tokens: Tensor
     cu_seqlens: Tensor
@@ -194,7 +193,7 @@ class TrainBatch:
 
     @property
     def sampled_lengths(self) -> Tensor:
-        """int64 [n], see `sampled_mask`."""
+        """Sampled tokens of this step, int64 [n]."""
         return self.response_lengths - self["begun"] if "begun" in self else self.response_lengths
 
     @property
@@ -278,7 +277,7 @@ class MicroBatch:
 
 
 def join(batches: Sequence[TrainBatch]) -> TrainBatch:
-    """Concatenate at least one batch; all must have the same columns."""
+    """Concatenate batches with the same columns."""
     first = batches[0]
     lengths = torch.cat([one.lengths for one in batches])
     return TrainBatch(

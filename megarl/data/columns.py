@@ -23,7 +23,7 @@ _MESSAGES, _COMPLETION = "messages", "completion"
 WORKED = (_SOLUTION, _COMPLETION, _MESSAGES)  # solutions that contain the answer
 _FORMULA = re.compile(r"\$\$([^$]+)\$\$|\$([^$]+)\$|\\\((.+)\\\)|\\\[(.+)\\\]", re.DOTALL)
 _DIGIT_GROUPS = re.compile(r"(?<![\d,.])\d{1,3}(?:,\d{3})+(?!,?\d)")
-MAX_RESPONSE = 1 << 22  # characters of a supervised response
+MAX_RESPONSE = 1 << 22
 
 
 class UnusableRow(Exception):
@@ -35,7 +35,7 @@ class UnusableRow(Exception):
 
 
 def columns_to_read(data: DataConfig, response_key: str | None) -> list[str]:
-    """Return all possible columns of prompts and targets; a dotted key also by its first part."""
+    """Return the possible columns; a dotted key also by its first part."""
     columns = [
         name
         for key in (data.prompt_key, response_key or data.answer_key)
@@ -72,7 +72,7 @@ def _find_column(
 
 
 def find_prompt(row: Mapping[str, Any], data: DataConfig, path: Path) -> tuple[str, str | Messages]:
-    """Raises UnusableRow, and DataError for ambiguous columns."""
+    """Return (column, prompt). Raises UnusableRow, and DataError for ambiguous columns."""
     column, value = _find_column(row, data.prompt_key, _OTHER_PROMPTS, "data.prompt_key", path)
     if value is None:
         column, value = _find_column(row, data.prompt_key, (_MESSAGES,), "data.prompt_key", path)
@@ -99,7 +99,6 @@ def find_prompt(row: Mapping[str, Any], data: DataConfig, path: Path) -> tuple[s
 
 
 def _parse_messages(text: str) -> Messages | None:
-    """Return None unless the text is a JSON list of messages."""
     if not text.lstrip().startswith("["):
         return None
     try:
@@ -111,7 +110,6 @@ def _parse_messages(text: str) -> Messages | None:
 
 
 def _join_parts(content: Any) -> Any:
-    """Join `[{"type": "text", "text": ...}]` to one text if all parts are texts."""
     if isinstance(content, list) and content:
         texts = [
             part["text"] for part in content if isinstance(part, dict) and isinstance(part.get("text"), str)
@@ -122,7 +120,6 @@ def _join_parts(content: Any) -> Any:
 
 
 def _split_reply(messages: Any) -> tuple[Any, str | None]:
-    """Split off the text of a last message by the assistant, if any."""
     last = messages[-1] if isinstance(messages, list) and messages else None
     if not isinstance(last, dict) or last.get("role") != "assistant":
         return messages, None
@@ -131,7 +128,6 @@ def _split_reply(messages: Any) -> tuple[Any, str | None]:
 
 
 def _find_reply(row: Mapping[str, Any], setting: str, path: Path) -> tuple[str, Any]:
-    """Return (column, text) of the assistant's last message, in `completion` or else `messages`."""
     column, value = _find_column(row, _COMPLETION, (_COMPLETION,), setting, path)
     if value is None:
         column, value = _find_column(row, _MESSAGES, (_MESSAGES,), setting, path)
@@ -139,7 +135,7 @@ def _find_reply(row: Mapping[str, Any], setting: str, path: Path) -> tuple[str, 
 
 
 def last_question(prompt: str | Messages) -> str:
-    """Return the last user message, without examples and system texts before it."""
+    """Omit examples and system texts before the last user message."""
     if isinstance(prompt, str):
         return prompt
     asked = [message["content"] for message in prompt if message["role"] == "user"]
@@ -161,7 +157,6 @@ def find_response(row: Mapping[str, Any], key: str, path: Path) -> str:
 
 
 def _after_marker(text: str) -> str:
-    """Return the text after GSM8K's last `####`, without commas between groups of digits."""
     answer = text.rpartition("####")[2]
     return _DIGIT_GROUPS.sub(lambda number: number[0].replace(",", ""), answer)
 

@@ -14,9 +14,8 @@ from torch import Tensor
 def pack(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
     """Divide into micro-batches of at most `max_tokens`, or one longer sequence, as indices.
 
-    Best fit decreasing: longest first in and among micro-batches. Similar lengths are then adjacent, and
-    portable attention handles them in one call. The order of `lengths` does not change which lengths share a
-    micro-batch."""
+    Best fit decreasing: longest first in and among micro-batches. Portable attention handles similar adjacent
+    lengths in one call. The order of `lengths` does not change which share a micro-batch."""
     if max_tokens < 1:
         raise ValueError(f"max_tokens must be >= 1 (got {max_tokens})")
     batches: list[list[int]] = []
@@ -41,9 +40,7 @@ def pack_groups(
     A micro-batch is a list of families; a family is a list of indices into `responses`. Responses that do not
     fit after one prompt get another copy of it.
 
-    Args:
-        prompts, responses: tokens of each sequence's prompt, and of the rest
-        groups: equal for sequences with the same prompt"""
+    prompts, responses: tokens of each sequence's parts; groups: equal for the same prompt"""
     members: dict[int, list[int]] = {}
     for index, number in enumerate(groups):
         members.setdefault(number, []).append(index)
@@ -79,8 +76,7 @@ def cut(cu_seqlens: Tensor, cp: int) -> tuple[Tensor, Tensor]:
 def balance(costs: Sequence[float], ranks: int) -> list[list[int]]:
     """Return one ascending list of indices into `costs` per rank, with nearly equal sums.
 
-    The most expensive remaining item goes to the least loaded rank. Every rank gets an item if there are
-    enough. Deterministic."""
+    The most expensive item left goes to the least loaded rank. Every rank gets an item if possible."""
     if ranks < 1:
         raise ValueError(f"ranks must be >= 1 (got {ranks})")
     parts: list[list[int]] = [[] for _ in range(ranks)]
@@ -98,10 +94,7 @@ def balance_groups(
     """Balance as `balance`, but charge a rank once for a prompt that its responses share.
 
     Groups stay whole or split in halves, quarters and so on, whichever makes the slowest rank fastest.
-
-    Args:
-        prompts, responses: cost of each sequence's prompt, and of its response
-        groups: equal for sequences with the same prompt"""
+    Arguments as for `pack_groups`, with costs."""
     members: dict[int, list[int]] = {}
     for index, group in enumerate(groups):
         members.setdefault(group, []).append(index)

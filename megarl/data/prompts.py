@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Pair = tuple[tuple[int, ...], tuple[int, ...]]
-Tools = Sequence[Mapping[str, Any]]  # JSON schemas of functions
+Tools = Sequence[Mapping[str, Any]]
 
 _TOKENIZED_AT_ONCE = 1024
 _CHARACTERS_AT_ONCE = 1 << 22
@@ -175,7 +175,7 @@ _Sources = Mapping[str, Path | Iterable[GeneratedRow]]
 
 
 def _open_sources(entries: Sequence[DataEntry | Path], key: str) -> _Sources:
-    """Generate rows, and return the sources of entries with the keys `key[0]`, `key[1]`, ..."""
+    """Return the sources of entries with the keys `key[0]`, `key[1]`, ..."""
     found = {f"{key}[{i}].gym": DataEntry.model_validate(entry) for i, entry in enumerate(entries)}
     gym = {name: entry.gym for name, entry in found.items() if entry.gym}
     generated: dict[str, list[GeneratedRow]] = {name: [] for name in gym}
@@ -515,7 +515,7 @@ def _leading_special_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ..
 def _apply_template(
     row: _Row, data: DataConfig, tokenizer: PreTrainedTokenizerBase, tools: Tools, report: ReadReport
 ) -> str:
-    """Return the model's input. Raises UnusableRow if the template fails."""
+    """Raises UnusableRow if the template fails."""
     prompt = row.prompt
     if isinstance(prompt, str):
         prompt = data.prompt_format.replace("{prompt}", prompt)

@@ -39,9 +39,10 @@ class TokenData(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
 
     tokens           int32 [num_tokens], with end-of-sequence and observations (tool output)
     logprobs         float32 [num_tokens], natural log, after temperature, before top-p and top-k;
-    observations: 0 finish_reason    "stop" (end-of-sequence or stop text), "length" (token limit) or "abort"
-    (unfinished) policy_versions  int32 [num_tokens], weights that sampled each token; None: the group's, or
-    unknown routed_experts   [prompt + num_tokens, layers, topk], see `routing_array`; None: not recorded
+                     0 for observations
+    finish_reason    "stop" (end-of-sequence or stop text), "length" (token limit) or "abort" (unfinished)
+    policy_versions  int32 [num_tokens], weights that sampled each token; None: the group's, or unknown
+    routed_experts   [prompt + num_tokens, layers, topk], see `routing_array`; None: not recorded
     is_sampled       bool [num_tokens], False for observations; None: all sampled
     turn_rewards     float64 [num_tokens], each turn's reward on its last token
     journal          log to replay a multi-turn episode; stays on its rank"""

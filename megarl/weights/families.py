@@ -19,8 +19,7 @@ from megarl.config.schema import LoraConfig, OptimizerConfig
 T = TypeVar("T")
 Shape = tuple[int, ...]
 
-# A tensor-parallel rank's part of a Megatron tensor (see shards.py). Experts are never cut.
-#   replicated  the whole tensor
+# A tensor-parallel rank's part of a Megatron tensor. Experts are never cut.
 #   column      rows of each Hugging Face tensor, stacked (gate over up)
 #   halves      rows of both halves of one Hugging Face tensor, stacked
 #   qkv         by query group: queries, key, value. Linear attention, by key head: query, key, values, ...
@@ -32,7 +31,7 @@ Row = tuple[str, Operation, *tuple[str, ...]]
 
 # Larger than any real model. A malformed config.json must not exhaust the memory.
 MAX_SIZE, MAX_LAYERS, MAX_EXPERTS = 2**24, 10_000, 4096
-# The number of experts in config.json. transformers 5 writes the second key for Qwen3.
+# transformers 5 writes the second key for Qwen3.
 EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
@@ -75,7 +74,7 @@ class Sizes:
 
     @staticmethod
     def from_config(hf_config: Mapping[str, Any]) -> Sizes:
-        """Raises CheckpointError that names the first invalid key."""
+        """Read config.json. Raises CheckpointError that names the first invalid key."""
         get = partial(_get_size, hf_config)
         heads, hidden = get("num_attention_heads"), get("hidden_size")
         kv_heads = get("num_key_value_heads", heads)
@@ -141,7 +140,7 @@ class Sizes:
 def _get_size(
     hf_config: Mapping[str, Any], key: str, default: int | None = None, most: int = MAX_SIZE, least: int = 1
 ) -> int:
-    """Raises CheckpointError unless the integer is from `least` to `most`."""
+    """Return an integer from `least` to `most`, else raise CheckpointError."""
     value = hf_config.get(key)
     value = default if value is None else value
     if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
@@ -152,7 +151,7 @@ def _get_size(
 
 
 def _get_latent_sizes(hf_config: Mapping[str, Any], heads: int) -> tuple[int, dict[str, Any]]:
-    """Return the width of a query head, and the sizes of multi-latent attention."""
+    """Return the width of a query head, and further sizes."""
     get = partial(_get_size, hf_config)
     rotated, value, kv_rank = get("qk_rope_head_dim"), get("v_head_dim"), get("kv_lora_rank")
     unrotated = get("qk_nope_head_dim")
@@ -194,10 +193,9 @@ class Pair:
     `{l}` and `{e}` are indices of layer and expert: global in Hugging Face names, per rank in Megatron's.
 
     switch   key of config.json that removes the parameter if null or false ("not KEY": if anything else)
-    kind     layers that have the parameter, in models with several kinds of layers
+    kind     layers that have the parameter
     unfused  a norm that Transformer Engine does not fuse into the next linear in this family
-    float32  where the tensor is float32 for any dtype of the model
-    """
+    float32  where the tensor is float32 for any dtype of the model"""
 
     megatron: str
     operation: Operation
@@ -300,20 +298,19 @@ EXPERTS = (
     *_layer(("mlp.router.weight", "replicated", "mlp.gate.weight: experts hidden")),
     *_describe_mlp("mlp.experts.local_experts.{e}.", "mlp.experts.{e}.", "expert_ffn"),
 )
-# A shared expert whose output is multiplied by the sigmoid of a gate.
+# A shared expert with a sigmoid gate.
 GATED_SHARED_EXPERT = (
     *_describe_mlp("mlp.shared_experts.", "mlp.shared_expert.", "shared_ffn"),
     *_layer(
         ("mlp.shared_experts.gate_weight", "replicated", "mlp.shared_expert_gate.weight: one hidden"),
     ),
 )
-# Added to the scores that select experts, not to those that weight them. It is never trained.
+# Selects experts, but does not weight them. It is never trained.
 (EXPERT_BIAS,) = _replace_each(
     _layer(("mlp.router.expert_bias", "replicated", "mlp.gate.e_score_correction_bias: experts")),
     kind="mixture",
     float32="everywhere",
 )
-# Dense layers, and then mixtures with a router bias and shared experts.
 DENSE_THEN_MIXTURES = (
     *_replace_each(DENSE_MLP, kind="dense"),
     replace(EXPERTS[0], kind="mixture", float32="sglang"),
@@ -321,9 +318,9 @@ DENSE_THEN_MIXTURES = (
     *_replace_each(EXPERTS[1:], kind="mixture"),
     *_replace_each(_describe_mlp("mlp.shared_experts.", "mlp.shared_experts.", "shared_ffn"), kind="mixture"),
 )
-# Dimensions that are several concatenated sections.
+# Concatenated sections.
 SECTIONS = {"gate_up": ("ffn", "ffn"), "mixed": ("key", "key", "value")}
-# Attention whose output is multiplied by the sigmoid of a gate.
+# Attention with a sigmoid gate.
 GATED_ATTENTION = (*_describe_attention("gated_q"), *QK_NORMS)
 # The gated delta net (arXiv 2412.06464) of model/portable.py, with projections to queries, keys and values;
 # beta; alpha; and the gate of the output.
@@ -368,7 +365,7 @@ class Family:
     model_type, prefix  as in config.json ("qwen2", "Qwen2ForCausalLM")
     requires            config keys that must be absent, null or of this value
     rotary_pairs        rotary embeddings rotate neighbouring numbers of a head, not one of each half
-    partial_rotary      `partial_rotary_factor` may limit the rotation to the first numbers of a head
+    partial_rotary      `partial_rotary_factor` may be below 1
     sglang_unties       SGLang has a separate output layer even with tied embeddings
     sglang_flat         SGLang's names of attention matrices lack `self_attn`
     zero_centred        norms scale by 1 + weight, except those of linear attention
@@ -425,8 +422,7 @@ def adapters(pair: Pair, lora: LoraConfig) -> tuple[Pair, ...]:
 def is_frozen(pair: Pair, layer: int, optimizer: OptimizerConfig) -> bool:
     """Return whether training never changes this parameter of global layer `layer`.
 
-    With LoRA, only the adapters and a critic's head train. Frozen attention includes the norm before it,
-    which Transformer Engine fuses into the first matrix."""
+    Frozen attention includes the norm before it, which Transformer Engine fuses into the first matrix."""
     if pair == EXPERT_BIAS:
         return True
     if optimizer.lora.rank is not None:
@@ -451,7 +447,7 @@ ROPE_NEEDS: dict[str, tuple[str, ...]] = {
 }
 ROPE_NUMBERS = ("rope_theta", *ROPE_NEEDS["llama3"], "mscale", "mscale_all_dim", "beta_fast", "beta_slow")
 
-# megarl/model/builder.py builds every family with SwiGLU and full attention.
+# megarl/model/builder.py builds no others.
 SWIGLU = (("hidden_act", "silu"), ("use_sliding_window", False))
 HYBRID = (*SWIGLU, ("attention_bias", False), ("attn_output_gate", True), ("output_gate_type", "silu"))
 # Published models have no dense layers between their mixtures.
@@ -536,7 +532,6 @@ FAMILIES = {
     )
 }
 
-# Published as models of images and text.
 COMPOSITE = ("qwen3_5", "qwen3_5_moe")
 
 # Transformer Engine's layer spec fuses these norms into the linears that follow them.
@@ -603,7 +598,7 @@ def is_tied(hf_config: Mapping[str, Any]) -> bool:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """Raises CheckpointError that names the file and the first unsupported key.
+    """Read config.json. Raises CheckpointError that names the file and the first unsupported key.
 
     transformers checks the keys that only affect its own model (megarl/model/hf_config.py)."""
     check_files(folder)
@@ -670,7 +665,7 @@ def _check_rope(family: Family, sizes: Sizes, key: str, rope: Mapping[str, Any])
 
 
 def _find_linear_layers(hf_config: Mapping[str, Any], layers: int, interval: int) -> frozenset[int]:
-    """Without `layer_types`, all but every `interval`-th layer is linear, as in transformers."""
+    """Return the indices. Without `layer_types`, every `interval`-th layer has full attention."""
     kinds, known = hf_config.get("layer_types"), ("full_attention", "linear_attention")
     if kinds is None:
         kinds = [known[(layer + 1) % interval > 0] for layer in range(layers)]
@@ -681,7 +676,6 @@ def _find_linear_layers(hf_config: Mapping[str, Any], layers: int, interval: int
 
 
 def _check_partial_rotary(family: Family, sizes: Sizes, place: str, keys: Mapping[str, Any]) -> None:
-    """place: prefix of the key in config.json."""
     share = keys.get("partial_rotary_factor")
     if share is None or share == 1:
         return
@@ -708,7 +702,7 @@ def _check_latent(hf_config: Mapping[str, Any], sizes: Sizes) -> None:
 
 
 def _check_groups(hf_config: Mapping[str, Any], sizes: Sizes, active: int) -> None:
-    """Check the groups of experts. A router first selects groups, then experts from these.
+    """Check the groups of experts, of which a router selects some before it selects experts.
 
     transformers and SGLang score a group by its two best experts, Megatron by its best
     `num_experts_per_tok / topk_group` experts. So this quotient must be 2."""

@@ -1,9 +1,8 @@
 """Convert GGUF files (llama.cpp) to Hugging Face folders to train from.
 
-The package gguf dequantises, and transformers reads configuration and tokenizer. The header is read here,
-because gguf's reader is slow and trusts any length. transformers' `from_pretrained(gguf_file=...)` holds the
-whole model in memory, skips unknown tensors, drops Llama 3.1's rope scaling, and its model cannot be
-saved."""
+The package gguf dequantises, and transformers reads configuration and tokenizer. gguf's reader is slow and
+trusts any length, so the header is read here. transformers' own conversion holds the whole model in memory,
+skips unknown tensors, drops Llama 3.1's rope scaling, and cannot be saved."""
 
 from __future__ import annotations
 
@@ -60,7 +59,7 @@ class Header:
 
     def __init__(self, path: Path, gguf: Any) -> None:
         self._bytes: Any = np.memmap(path, np.uint8, "r")
-        self._at, self._elements = 4, 0  # behind the magic number
+        self._at, self._elements = 4, 0
         version = self._number("I")
         if version not in (2, 3):
             raise ValueError(f"version {version} is not read")
@@ -95,7 +94,7 @@ class Header:
         return self._take(self._number("Q")).tobytes().decode("utf-8")
 
     def _value(self, kind: int) -> Any:
-        """Return the next value; None for an array, which is skipped."""
+        """Arrays are skipped: None."""
         if kind in NUMBERS:
             return self._number(NUMBERS[kind])
         if kind == TEXT:
@@ -116,7 +115,6 @@ class Header:
         return None
 
     def _place(self, gguf: Any) -> tuple[str, Shape, Any, int]:
-        """Return name, shape, kind and offset of the next tensor."""
         name, dims = self._text(), self._number("I")
         if not 1 <= dims <= MAX_DIMS:
             raise ValueError(f"tensor {name!r} has {dims} dimensions")
@@ -158,18 +156,18 @@ class GGUFFile(ModelFolder):
         return [(self.path, full_box(self.shapes[name]))]
 
     def read(self, name: str, box: Box) -> Tensor:
-        """Dequantised to float32."""
+        """Return float32."""
         stored_name, expert = self._names[name]
         stored = self._tensors[stored_name]
         data = stored.data if expert is None else stored.data[expert]
         rows = torch.arange(*box[0])
         kind = name.removesuffix(".weight").rpartition(".")[2]
         if heads := self._heads.get(kind):
-            # In a head, row (half, i) of Hugging Face is row (i, half) here.
+            # Row (half, i) of a Hugging Face head is row (i, half) here.
             half = self.shapes[name][0] // heads // 2
             head, rest = rows // (2 * half), rows % (2 * half)
             rows = head * 2 * half + rest % half * 2 + rest // half
-        if len(box) == 1:  # one row of a matrix
+        if len(box) == 1:
             values = self._gguf.dequantize(data, stored.kind)[rows.numpy()]
         else:
             values = self._gguf.dequantize(data[rows.numpy()], stored.kind)
@@ -193,7 +191,7 @@ class GGUFFile(ModelFolder):
         return self._header.values.get(key, default)
 
     def _known_architecture(self) -> str:
-        """Raises CheckpointError for unsupported files."""
+        """Return the architecture. Raises CheckpointError if it is not supported."""
         name = self._value("general.architecture")
         if name not in INTERLEAVED:
             known = ", ".join(INTERLEAVED)
@@ -212,7 +210,7 @@ class GGUFFile(ModelFolder):
         return name
 
     def _read_config(self) -> dict[str, Any]:
-        """Return config.json as transformers derives it from the file, corrected and checked."""
+        """Correct and check the config that transformers derives from the file."""
         from transformers import AutoConfig
 
         with self._convert_errors("configuration"):
@@ -241,7 +239,7 @@ class GGUFFile(ModelFolder):
         return export_config({**checked, "dtype": "float32"}, False, None)
 
     def _scaled_rope(self, config: Mapping[str, Any]) -> dict[str, Any] | None:
-        """Return llama3's rope parameters if the file has factors, which transformers ignores.
+        """Return llama3's rope parameters, which transformers ignores, if the file has factors.
 
         The factors must follow from Llama 3.1's parameters: low 1, high 4, 8,192 positions."""
         factors = self._header.tensors.get(ROPE_FACTORS)
@@ -275,7 +273,7 @@ class GGUFFile(ModelFolder):
         }
 
     def _check_tensors(self, layers: int) -> dict[str, tuple[str, int | None]]:
-        """Return (name in the file, expert) of each tensor of the model."""
+        """Return (name in the file, expert) by tensor."""
         arch = next(a for a, text in self._gguf.MODEL_ARCH_NAMES.items() if text == self.architecture)
         table = self._gguf.get_tensor_name_map(arch, layers)
         names: dict[str, tuple[str, int | None]] = {}
@@ -305,7 +303,6 @@ class GGUFFile(ModelFolder):
         return names
 
     def save_tokenizer(self, folder: Path) -> None:
-        """Write transformers' tokenizer files, chat template and generation config."""
         from transformers import AutoTokenizer, GenerationConfig
 
         with self._convert_errors("tokenizer"):

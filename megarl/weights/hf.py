@@ -39,7 +39,7 @@ EMBEDDING_NAME, OUTPUT_NAME = EMBEDDING.hf[0][0], OUTPUT.hf[0][0]
 
 
 class ModelFolder(ABC):
-    """A model's files as Hugging Face tensors, checked on opening and read slice by slice."""
+    """A model's files as Hugging Face tensors, checked on opening."""
 
     path: Path
     config: dict[str, Any]
@@ -54,7 +54,7 @@ class ModelFolder(ABC):
 
     @abstractmethod
     def dtype(self, name: str) -> torch.dtype:
-        pass
+        """Return a tensor's dtype."""
 
     @abstractmethod
     def files(self, name: str) -> list[tuple[Path, Box]]:
@@ -89,7 +89,7 @@ class _Entry(NamedTuple):
     path: Path
     offset: int
     shape: Shape
-    dtype: str  # safetensors' name
+    dtype: str
 
 
 class HFFolder(ModelFolder):
@@ -176,9 +176,7 @@ class HFFolder(ModelFolder):
             raise tensor_error(self._entries[SCORE_BIAS].path, SCORE_BIAS, problem)
 
     def _is_extra_layer(self, name: str) -> bool:
-        """Return whether a tensor belongs to ignored layers that predict further tokens.
-
-        They are the last `num_nextn_predict_layers` layers, or Qwen3.5's `mtp`."""
+        """Return whether to ignore a layer: the last `num_nextn_predict_layers`, and Qwen3.5's `mtp`."""
         if name.startswith("mtp.") and get_family(self.config).is_linear:
             return True
         layers, found = int(self.config["num_hidden_layers"]), LAYER.match(name)
@@ -187,7 +185,7 @@ class HFFolder(ModelFolder):
 
 
 def _unstack(entries: Mapping[str, _Entry]) -> dict[str, _Entry]:
-    """Replace tensors of all experts [experts, rows, columns] by one tensor per expert, gate and up.
+    """Split tensors [experts, rows, columns] into experts, gate and up.
 
     Published Qwen3.5 mixtures are stacked, and files of transformers 5 without `save_original_format`."""
     unstacked: dict[str, _Entry] = {}
@@ -207,11 +205,11 @@ def _unstack(entries: Mapping[str, _Entry]) -> dict[str, _Entry]:
 
 
 def _read_header(path: Path) -> dict[str, _Entry]:
-    """The library checks header and length."""
+    """Read a header, which the library has checked."""
     if not path.is_file():
         raise CheckpointError(f"{path}: no such file (an index names it)")
     try:
-        file = open_regular(path)  # safetensors would report it as missing
+        file = open_regular(path)  # safetensors would report an unreadable file as missing
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from error
     with file:
@@ -266,7 +264,7 @@ def _is_finite(values: Tensor) -> bool:
 
 
 def divide_into_files(sizes: Mapping[str, int], limit: int) -> dict[str, list[str]]:
-    """Return output file -> names of its tensors, in order. sizes: bytes by tensor; limit: of a file."""
+    """Return output file -> names of its tensors. sizes: bytes by tensor; limit: of a file."""
     parts = pack(sizes, limit)
     if len(parts) == 1:
         return {SINGLE: parts[0]}
@@ -294,5 +292,5 @@ def export_config(config: Mapping[str, Any], critic: bool, dtype: torch.dtype | 
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """As in config.json: `bfloat16`."""
+    """Return the name in config.json: `bfloat16`."""
     return str(dtype).removeprefix("torch.")

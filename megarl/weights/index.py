@@ -37,9 +37,9 @@ FORMAT = {
     "common_backend": "torch",
     "common_backend_version": 1,
 }
-EXTRA_STATE = "_extra_state"  # in keys of FP8 states
+EXTRA_STATE = "_extra_state"
 DTYPE = re.compile(r"Size|b?float\d\w*|u?int\d+|bool|complex\d+")
-RECIPE = ("DelayedScaling", "Format", "_FormatHelper")  # in FP8 states
+RECIPE = ("DelayedScaling", "Format", "_FormatHelper")
 PARTS = (
     *("BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta"),
     *("TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING"),
@@ -54,7 +54,7 @@ IN_AN_INDEX = {
 
 
 class _Allowlist(pickle.Unpickler):
-    """Unpickle only allowed classes, and protect these from changes."""
+    """Unpickle only allowed classes, and protect them from changes."""
 
     def __init__(self, file: IO[bytes], allowed: Collection[tuple[str, str]]) -> None:
         super().__init__(file)
@@ -82,7 +82,6 @@ class _Allowlist(pickle.Unpickler):
 
 
 def _restore(found: type, before: dict[str, Any]) -> bool:
-    """Restore a class, and return whether any attribute had changed."""
     now = dict(vars(found))
     changed = [name for name in {*now, *before} if now.get(name, found) is not before.get(name, found)]
     for name in changed:
@@ -101,8 +100,6 @@ class _Recipe:
 
 
 class _History(pickle.Unpickler):
-    """A history of delayed scaling: tensors and numbers."""
-
     def find_class(self, module: str, name: str) -> Any:
         allowed: dict[str, Any] = {
             "collections.OrderedDict": OrderedDict,
@@ -117,7 +114,6 @@ class _History(pickle.Unpickler):
 
 
 def _load_storage(data: bytes) -> Any:
-    """Load a tensor's numbers, a torch file within the pickle."""
     return torch.load(BytesIO(data), weights_only=True)
 
 
@@ -153,7 +149,7 @@ def read_index(folder: Path) -> Metadata:
 
 
 def _is_index(found: Any) -> bool:
-    """Check all parts' types: unpickling checks only their classes."""
+    """Check the types within an index, as unpickling checks only classes."""
     return (
         isinstance(found, Metadata)
         and isinstance(found.state_dict_metadata, dict)

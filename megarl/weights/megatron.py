@@ -69,7 +69,7 @@ from megarl.weights.tensor_files import (
 )
 
 EXTRA = "extra_state.distcp"
-MODEL_KEYS = ("embedding.", "decoder.", "output_layer.", "value_head.")  # not optimizers and schedules
+MODEL_KEYS = ("embedding.", "decoder.", "output_layer.", "value_head.")
 
 
 def list_keys(pair: Pair, layer: int | None = None) -> tuple[str, ...]:
@@ -90,12 +90,10 @@ def _get_key_layer(sizes: Sizes, layer: int) -> int | None:
 
 
 def _select_leading(pair: Pair, sizes: Sizes, layer: int, expert: int) -> Shape:
-    """Return a key's leading indices: layer and expert, as far as it has them."""
     return (layer,) * ("{l}" in pair.megatron and sizes.is_uniform) + (expert,) * pair.per_expert
 
 
 def _compute_key_shape(pair: Pair, sizes: Sizes, tp: int) -> Shape:
-    """Return the shape over all layers, experts and tensor-parallel ranks."""
     rows, *rest = sizes.shape(pair.hf[0][1])
     if pair.operation == "vocabulary":
         rows = padded_vocab(rows, tp)
@@ -114,8 +112,6 @@ def open_model(path: Path, *, critic: bool = False) -> ModelFolder:
 
 
 class _Piece(NamedTuple):
-    """A box of a chunk, and its place in a Hugging Face tensor."""
-
     chunk: dcp.MetadataIndex
     src: Box  # with leading dimensions (layer, expert)
     dst: Box
@@ -138,7 +134,7 @@ class MegatronFolder(ModelFolder):
         self._chunks: dict[dcp.MetadataIndex, FileTensor] = {}
         self.critic = VALUE_HEAD.megatron in self._keys if critic is None else critic
         self.shapes = hf_shapes(self.config, critic=self.critic)
-        self._pieces: dict[str, list[_Piece]] = defaultdict(list)  # by Hugging Face name
+        self._pieces: dict[str, list[_Piece]] = defaultdict(list)
         for key, (pair, layer) in self._pairs().items():
             self._add_pieces(key, pair, layer)
         self.missing = tuple(name for name in self.shapes if name not in self._pieces)
@@ -204,7 +200,7 @@ class MegatronFolder(ModelFolder):
         return pairs
 
     def _add_pieces(self, key: str, pair: Pair, own: int | None) -> None:
-        """own: the layer of the key, see `_get_key_layer`."""
+        """Add a key's pieces. own: see `_get_key_layer`."""
         sizes = Sizes.from_config(self.config)
         lead = _select_leading(pair, sizes, sizes.layers, sizes.experts)
         by_place: dict[Shape, list[Box]] = defaultdict(list)
@@ -249,7 +245,6 @@ class MegatronFolder(ModelFolder):
         return self.path / info.relative_path, info
 
     def _chunk(self, index: dcp.MetadataIndex, name: str) -> FileTensor:
-        """Find a chunk's numbers in its file, behind the header of torch.save."""
         if index not in self._chunks:
             path, info = self._place(index)
             try:
@@ -282,7 +277,7 @@ class Chunk(NamedTuple):
     """Part of a key's tensor: at `offsets`, of extents (1, ..., *shape)."""
 
     key: str
-    size: Shape  # of the whole tensor
+    size: Shape
     offsets: Shape
     shape: Shape
     regions: tuple[Region, ...]  # local boxes are within `shape`
@@ -454,7 +449,7 @@ def _list_extra_states(hf_config: Mapping[str, Any]) -> Iterator[str]:
 
 # Converting
 
-Advance = Callable[[int], None]  # processed bytes
+Advance = Callable[[int], None]
 # (activity, this process's bytes) -> context that shows the progress
 Watch = Callable[[str, int], AbstractContextManager[Advance]]
 SUMS = "SHA256SUMS"
@@ -468,7 +463,7 @@ def ignore_progress(_what: str, _size: int) -> Iterator[Advance]:
 
 @dataclass(frozen=True)
 class Conversion:
-    size: int  # bytes of tensors
+    size: int
     files: int
     seconds: float  # until on disk
     left_out: tuple[str, ...]  # such as an unused head, rotary tables
@@ -541,7 +536,7 @@ def megatron_to_hf(
     verify: bool = False,
     watch: Watch = ignore_progress,
 ) -> Conversion:
-    """Convert a distributed checkpoint to a Hugging Face folder, see `hf_to_megatron`.
+    """See `hf_to_megatron`.
 
     source: folder with config.json and tokenizer, which a training run's checkpoint lacks
     dtype: of all tensors except a router's bias. Default: unchanged"""
@@ -579,7 +574,7 @@ def write_hf(
     mine = list(files)[processes.rank :: processes.world]
 
     def write(path: Path, advance: Advance) -> str:
-        """Write a safetensors file, and return its SHA-256. The library would need whole tensors."""
+        """The safetensors library would need whole tensors."""
         # Wide elements first, for alignment.
         names = sorted(files[path.name], key=lambda name: -kinds[name].itemsize)
         header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
@@ -621,7 +616,7 @@ def write_hf(
 def _finish(
     folder: Path, source: Path, digests: Mapping[str, str], config: Mapping[str, Any] | None = None
 ) -> None:
-    """Add the other files and all checksums. config: replaces the source's config.json."""
+    """config: replaces the source's config.json."""
     carry_along(source, folder, config)
     found = {str(path.relative_to(folder)): path for path in folder.rglob("*") if path.is_file()}
     others = {

@@ -436,7 +436,7 @@ def _sglang_name(pair: Pair, name: str, flat: bool) -> str:
 
 
 def _sglang_cuts(sizes: Sizes, tp: int, rank: int, cpu: bool) -> dict[str, tuple[int, int, int]]:
-    """Return (start, stop, padded width) of this rank's part of every cut dimension."""
+    """Return (start, stop, padded width) by cut dimension."""
     heads, kv_heads = sizes.heads, sizes.kv_heads
     ffn, expert_ffn, shared_ffn = sizes.ffn, sizes.expert_ffn, sizes.shared_ffn
 
@@ -453,7 +453,7 @@ def _sglang_cuts(sizes: Sizes, tp: int, rank: int, cpu: bool) -> dict[str, tuple
             kv_heads = multiple(kv_heads, tp)
             heads = kv_heads * (sizes.heads // sizes.kv_heads)
         ffn, expert_ffn = multiple(ffn, CPU_FFN_MULTIPLE * tp), multiple(expert_ffn, CPU_FFN_MULTIPLE * tp)
-        if sizes.linear:  # separate width
+        if sizes.linear:
             shared_ffn = multiple(shared_ffn, CPU_FFN_MULTIPLE * tp)
         elif shared_ffn:
             shared_ffn = expert_ffn * (shared_ffn // sizes.expert_ffn)

@@ -80,7 +80,6 @@ def tensor_error(path: Path, name: str, problem: str) -> CheckpointError:
 
 
 def as_bytes(tensor: Tensor) -> memoryview:
-    """Return the memory of a contiguous CPU tensor."""
     flat: Any = tensor.view(-1).view(torch.uint8).numpy()
     return memoryview(flat)
 
@@ -110,7 +109,7 @@ class HashedFile(FileIO):
         super().close()
 
     def write(self, data: Any) -> int:
-        """Data larger than SMALL is hashed later, so it must not change afterwards."""
+        """Write all data. Data larger than SMALL is hashed later, so it must not change afterwards."""
         self._hashing.result()
         if len(data) > SMALL:
             self._hashing = self._hasher.submit(self._digest.update, data)
@@ -123,7 +122,6 @@ class HashedFile(FileIO):
         return len(data)
 
     def finish(self) -> str:
-        """Flush to disk, and return the SHA-256."""
         with self._named_errors():
             os.fsync(self.fileno())
         self._hashing.result()
@@ -139,7 +137,7 @@ class HashedFile(FileIO):
 
 
 class Processes:
-    """The processes that make a folder together: the default process group, or only this process.
+    """The processes that make a folder: the default group, or only this process.
 
     group: gloo group of the same ranks, if the default group is NCCL"""
 
@@ -164,11 +162,9 @@ class Processes:
         return cast(T, result)
 
     def first(self, action: Callable[[], None]) -> None:
-        """Run `action` on the first process while the others wait."""
         self.run(action if self.rank == 0 else lambda: None)
 
     def gather(self, value: T, kind: Any) -> list[T]:
-        """Return all processes' values, of type `kind`, by rank."""
         return [value] if self.world == 1 else gather_over(self._group, value, kind)
 
 
@@ -176,11 +172,9 @@ class Processes:
 def new_folder(out: Path, size: int, processes: Processes) -> Iterator[Path]:
     """Yield a temporary folder, renamed to `out` when on disk, or removed after a failure.
 
-    Raises CheckpointError if `out` exists, another process is writing it, or the disk lacks space.
-
-    size: bytes that will be written"""
+    Raises CheckpointError if `out` exists, another process is writing it, or the disk lacks `size` bytes."""
     folder = out.with_name(f".{out.name}.partial")
-    lock: list[int] = []  # first process only
+    lock: list[int] = []
     processes.folder = out
 
     def start() -> None:
@@ -215,7 +209,6 @@ def new_folder(out: Path, size: int, processes: Processes) -> Iterator[Path]:
 
 
 def _lock(folder: Path) -> int:
-    """Lock the folder until the returned descriptor is closed."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -262,7 +255,7 @@ def carry_along(source: Path, folder: Path, config: Mapping[str, Any] | None = N
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Raises CheckpointError."""
+    """Write a safetensors file to disk. Raises CheckpointError if that fails."""
     try:
         save_file({name: tensor.cpu() for name, tensor in tensors.items()}, path, metadata={"format": "pt"})
     except SafetensorError as error:
