@@ -1,8 +1,7 @@
 """An OpenAI-compatible endpoint on loopback, for agents that know nothing of megarl (`rollout.agent`).
 
-Each response is a session with its own address. Sampled tokens are kept, and new messages are tokenised
-once and appended. So the agent's history must extend the sampled one; otherwise the request is refused and
-the response is ungraded. Needs aiohttp, the extra `agents`."""
+Each response is a session with its own address. Sampled tokens are kept and new messages appended, so an
+agent's history must extend the sampled one. Otherwise the response is ungraded. Needs aiohttp."""
 
 from __future__ import annotations
 
@@ -31,18 +30,18 @@ if TYPE_CHECKING:
 
 Agent = Callable[[str, str, dict[str, Any]], Awaitable[Verdict | bool | float | None]]
 
-_MAX_BYTES = 4 << 20  # of a request: a history of a million tokens
-# Any user of the machine can connect. Connections without a valid api_key may not use up all descriptors:
-# beyond this limit, or a quarter of the process's descriptors, the oldest one is closed.
+_MAX_BYTES = 4 << 20  # a history of a million tokens
+# Any user of the machine can connect. So that connections without a valid api_key do not use up all
+# descriptors, the oldest is closed beyond this, or a quarter of the process's limit.
 _MAX_UNAUTHENTICATED = 4096
-_UNAUTHENTICATED_SECONDS = 10.0  # lifetime of such a connection
-# The run decides how tokens are sampled, and agents often send these by default.
+_UNAUTHENTICATED_SECONDS = 10.0
+# Agents often send these by default, but the run decides how tokens are sampled.
 _IGNORED = {
     "model", "temperature", "top_p", "top_k", "min_p", "seed", "user", "metadata", "store", "stream_options",
     "parallel_tool_calls", "service_tier", "safety_identifier", "prompt_cache_key", "reasoning_effort",
 }  # fmt: skip
 _READ = {"messages", "tools", "tool_choice", "stop", "max_tokens", "max_completion_tokens", "stream"}
-# These would change the answer, so only the values that apply anyway are accepted.
+# These would change the answer: only the values that apply anyway are accepted.
 _FIXED: dict[str, tuple[Any, ...]] = {
     "n": (1,), "logprobs": (False,), "top_logprobs": (0,), "echo": (False,),
     "presence_penalty": (0,), "frequency_penalty": (0,), "repetition_penalty": (1,), "logit_bias": ({},),
@@ -51,8 +50,7 @@ _FIXED: dict[str, tuple[Any, ...]] = {
 
 
 class Refused(Exception):
-    """A request that cannot be answered. `unjudged` if agent and policy no longer have the same
-    conversation."""
+    """A request without answer; `unjudged`: agent and policy have different conversations."""
 
     def __init__(self, text: str, code: str = "invalid_request", *, unjudged: bool = False) -> None:
         super().__init__(text)
@@ -60,7 +58,6 @@ class Refused(Exception):
 
 
 def check_installed() -> None:
-    """Raise ConfigError if aiohttp is missing."""
     try:
         import aiohttp  # noqa: F401
     except ImportError as error:
@@ -68,12 +65,9 @@ def check_installed() -> None:
 
 
 class Endpoint:
-    """The server of one worker. It starts with the first session, on that session's event loop.
+    """The server of one worker, started on the event loop of the first session.
 
-    tokenizer  with a chat template
-    seconds    longest time without a request of an agent
-    stop       rollout.stop
-    variables  data.chat_template_kwargs"""
+    seconds: longest time without a request of an agent"""
 
     def __init__(
         self,
@@ -95,7 +89,6 @@ class Endpoint:
         )
 
     async def address(self) -> str:
-        """Return http://127.0.0.1:port, and start the server if it does not run."""
         from aiohttp import web
 
         async with self._starting:
@@ -114,7 +107,6 @@ class Endpoint:
         return f"http://{host}:{port}"
 
     def _accept(self, runner: web.AppRunner) -> web.RequestHandler[Any]:
-        """Return the handler of a new connection, which is unauthenticated until a request has an api_key."""
         assert runner.server is not None
         while len(self._unauthenticated) >= self._max_unauthenticated:
             self._close(next(iter(self._unauthenticated)))
@@ -138,9 +130,7 @@ class Endpoint:
             await runner.cleanup()
 
     def chat(self, tools: Sequence[Mapping[str, Any]]) -> ChatTurns:
-        """Return the tokeniser of conversations with these tools.
-
-        Raises ConfigError if the template rewrites history or cannot show tools."""
+        """Raise ConfigError if the template rewrites history or cannot show tools."""
         key = json.dumps(tools, sort_keys=True)
         if key not in self._chats:
             shown = ("tool", "user") if tools else ("user",)
@@ -209,7 +199,7 @@ class Endpoint:
 
 
 def _stream_chunks(answer: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return an answer as chunks of a stream: all of it in one, then the usage."""
+    """All of the answer is in one chunk, then the usage."""
     choice = answer["choices"][0]
     delta = dict(choice["message"])
     if calls := delta.get("tool_calls"):
@@ -228,11 +218,10 @@ def _error(status: int, refused: Refused) -> web.Response:
 
 @dataclass
 class Session:
-    """One response: the conversation of an agent with the policy.
+    """The conversation of an agent with the policy, for one response.
 
-    history      messages in the form of `_message`, for comparison
-    last_active  time.monotonic() of the agent's last request or answer
-    _end         its exception ends the episode, whatever the agent does"""
+    history  in the form of `_message`, for comparison
+    _end     its exception ends the episode, whatever the agent does"""
 
     endpoint: Endpoint
     policy: Policy
@@ -247,10 +236,9 @@ class Session:
     _end: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
     async def run(self, agent: Awaitable[Any]) -> Any:
-        """Await the agent, and return its result.
+        """Await the agent. Raises the error that ended the episode earlier, if any.
 
-        Raises the error that ended the episode earlier. Raises EpisodeTruncated if the agent fails after
-        the policy had no turn or token left, else the agent's exception."""
+        An agent that fails after the policy had no turn or token left raises EpisodeTruncated."""
         task, limit = asyncio.ensure_future(_run_agent(agent)), self.endpoint.seconds
         try:
             while not task.done() and not self._end.done():
@@ -281,8 +269,8 @@ class Session:
                 task.exception()  # mark it as retrieved
             self._stop(EpisodeAborted())
             self._end.exception()
-            # A request that the agent did not wait for is still a turn: let it finish. But not if this task
-            # was cancelled at the rollout's end, because then no engine answers.
+            # A request that the agent did not wait for is still a turn: let it finish. At the rollout's end
+            # (cancelled) no engine answers.
             if not asyncio.current_task().cancelling():  # type: ignore[union-attr]
                 async with self._answering:
                     pass
@@ -292,7 +280,6 @@ class Session:
             self._end.set_exception(error)
 
     async def answer(self, body: Any) -> dict[str, Any]:
-        """Return the answer to a request, a `chat.completion`. Raises Refused."""
         if self._end.done():
             raise Refused("the episode has ended", "ended")
         try:
@@ -317,7 +304,7 @@ class Session:
             raise Refused("the episode has ended", "ended") from None
 
     async def _answer(self, body: Any) -> dict[str, Any]:
-        if self.truncated:  # the policy must not be shown any later message
+        if self.truncated:
             raise EpisodeTruncated
         messages, tools, stop, max_tokens = _parse_request(body)
         if self.chat is None:
@@ -337,7 +324,7 @@ class Session:
             prefix = chat.text_behind([{"role": "user", "content": "?"}])
             form = detect_call_format(chat.tokenizer)
             around, calls = parse_calls(turn.tokens, chat.tokenizer, form, prefix)
-            if any(call.error for call in calls):  # the agent handles invalid calls, as text
+            if any(call.error for call in calls):  # the agent handles invalid calls
                 calls = []
             text = around if calls else text
         for end in stop:
@@ -366,7 +353,7 @@ class Session:
         }
 
     def _tokenize_new(self, chat: ChatTurns, messages: list[dict[str, Any]]) -> tuple[int, ...]:
-        """Return the tokens that new messages add. Raises Refused unless `messages` extend the history."""
+        """Raises Refused unless `messages` extend the history."""
         known = len(self.history)
         for i, (was, now) in enumerate(zip(self.history, messages, strict=False)):
             if was != now:
@@ -394,7 +381,7 @@ class Session:
 
 
 async def _run_agent(agent: Awaitable[Any]) -> Any:
-    """Await an agent. If it calls sys.exit, only the agent ends."""
+    """A sys.exit ends only the agent."""
     try:
         return await agent
     except SystemExit as error:
@@ -434,8 +421,7 @@ def _parse_request(body: Any) -> tuple[list[dict[str, Any]], list[Any], tuple[st
 
 
 def _message(message: Any, index: int) -> dict[str, Any]:
-    """Return a message as it is compared and rendered: without empty fields, its content a text. Raises
-    Refused."""
+    """Return a message without empty fields, its content a text. Raises Refused."""
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise Refused(f"messages[{index}]: needs a role")
     content = message.get("content")

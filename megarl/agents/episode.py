@@ -1,8 +1,7 @@
 """The policy as an episode's coroutine sees it: turns, with tools or an environment between them.
 
-The policy's tokens are verified and trained on; tokens that it is shown are context (docs/episodes.md).
-Only `Policy` appends tokens, and nothing changes them. A journal records turns and results of calls. An
-episode that is resumed runs again from its start and replays the journal."""
+The policy's tokens are verified and trained on; shown tokens are context (docs/episodes.md). A resumed
+episode runs again from its start and replays its journal of turns and results of calls."""
 
 from __future__ import annotations
 
@@ -32,9 +31,7 @@ class EpisodeTruncated(BaseException):
 
 
 class ToolError(Exception):
-    """A tool raised, or took too long or too much memory. The policy may be shown the text.
-
-    An episode that does not catch it has a wrong response."""
+    """A tool raised, or exceeded time or memory. If the episode does not catch it, the response is wrong."""
 
 
 class ToolUnavailable(Exception):
@@ -45,8 +42,7 @@ class ToolUnavailable(Exception):
 class Turn:
     """What the policy wrote in one turn.
 
-    finish  "stop" (end-of-sequence or a stop text, which the tokens include) or "length" (the limit of the
-            turn or the episode)"""
+    finish: "stop" (end-of-sequence or a stop text, included in the tokens) or "length"."""
 
     tokens: tuple[int, ...]
     finish: str
@@ -54,7 +50,7 @@ class Turn:
 
     @property
     def text(self) -> str:
-        """The turn's text, without the end-of-turn token."""
+        """Without the end-of-turn token."""
         return policy_text(self.tokenizer, self.tokens)
 
 
@@ -62,21 +58,15 @@ class Turn:
 class Policy:
     """The policy as one episode sees it, and all that was written and shown.
 
-    client          asks the engine
     seed            of the response; each turn has its own
-    params          sampling parameters; max_tokens limits the policy's tokens in all turns together
+    params          max_tokens limits the policy's tokens in all turns together
     earlier         tokens of an earlier run of the episode
-    tokenizer       needed for the texts of turns and for texts that are shown
-    limits          of turns, calls and all tokens
-    tools           processes that run calls
     shared_prompts  update.share_prompts: nothing may be shown before the first turn
     lenient         a replay may differ from the journal; from there on, turns are sampled anew
     key             configuration key of the episode, for messages
     notify          called when `in_engine` may have changed
-    turns, calls    number so far
     truncated       no turn or token is left
-    aborted         the next request of the episode ends it
-    generating      a turn is being written"""
+    aborted         the next request of the episode ends it"""
 
     prompt: Prompt
     client: EngineClient
@@ -95,11 +85,11 @@ class Policy:
     truncated: bool = False
     aborted: bool = False
     generating: bool = False
-    _raised_aborted: bool = False  # so the episode is incomplete, even if it catches EpisodeAborted
-    _observed: list[int] = field(default_factory=list)  # tokens after the last turn
+    _raised_aborted: bool = False  # the episode is incomplete, even if it catches EpisodeAborted
+    _observed: list[int] = field(default_factory=list)  # after the last turn
     _texts: list[str] = field(default_factory=list)  # given to the environment
     _state: State | None = None
-    _waits: list[str] = field(default_factory=list)  # names of what the episode waits for
+    _waits: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         none: dict[str, Any] = {name: np.empty(0, dtype) for name, dtype in DTYPES.items()}
@@ -114,14 +104,14 @@ class Policy:
 
     @property
     def room(self) -> int:
-        """The number of tokens that the policy may still write."""
+        """Tokens that the policy may still write."""
         total = self.written.num_tokens + len(self._observed)
         left = self.params.max_tokens - self.written.num_sampled
         return min(left, (self.limits.max_tokens or self.params.max_tokens) - total)
 
     @property
     def waiting(self) -> str:
-        """The name of what the episode waits for, other than the engine; "" for nothing."""
+        """What the episode waits for, other than the engine; "" for nothing."""
         return self._waits[0] if self._waits else ""
 
     @property
@@ -131,7 +121,6 @@ class Policy:
 
     @contextmanager
     def wait_for(self, what: str) -> Iterator[None]:
-        """Record that the episode waits for something other than the engine."""
         self._waits.append(what)
         self.notify()
         try:
@@ -141,10 +130,10 @@ class Policy:
             self.notify()
 
     async def generate(self, stop: Sequence[str] = (), max_tokens: int | None = None) -> Turn:
-        """Sample the policy's next turn. `stop`: texts that end the turn, in addition to `rollout.stop`.
+        """Sample the policy's next turn. `stop`: texts that end it, in addition to `rollout.stop`.
 
-        Raises EpisodeAborted if the rollout ends first, and EpisodeTruncated if no turn or token is left.
-        After either, later calls raise it again."""
+        Raises EpisodeAborted if the rollout ends first, and EpisodeTruncated if no turn or token is left;
+        later calls raise it again."""
         self._refuse_if_aborted()
         self._refuse_while_generating("generate")
         if self.turns >= self.limits.max or self.room < 1:
@@ -177,14 +166,12 @@ class Policy:
         return Turn(tuple(data.tokens.tolist()), data.finish_reason, self.tokenizer)
 
     def _replay_turn(self, max_tokens: int) -> TokenData | None:
-        """Return the next turn's tokens if an earlier run sampled any.
-
-        max_tokens: limit of the turn now"""
+        """Return the next turn's tokens if an earlier run sampled any. max_tokens: limit of the turn now."""
         recorded = self._next_entry("turn")
         if recorded is None:
             return None
         assert self.earlier is not None
-        # An observation after the last recorded turn was never among the earlier tokens.
+        # A later observation was never among the earlier tokens.
         first = self.written.num_tokens + len(self._observed)
         if self.earlier.tokens[self.written.num_tokens : first].tolist() != self._observed:
             self._to_replay = []
@@ -203,9 +190,7 @@ class Policy:
         )
 
     def observe(self, shown: str | Sequence[int]) -> None:
-        """Show the policy text or tokens before its next turn; dropped if there is no next turn.
-
-        Text is tokenised here, and special tokens in it become plain text."""
+        """Show the policy text or tokens before its next turn. Special tokens in text become plain text."""
         self._refuse_while_generating("observe")
         if not self.turns and self.shared_prompts:
             what = "shows something before the policy's first turn, which makes the prompts of a group differ"
@@ -215,7 +200,7 @@ class Policy:
         self._observed += [int(token) for token in shown]
 
     def reward(self, value: float) -> None:
-        """Add a value to the response's reward, and credit it to the last token of the newest turn."""
+        """Add to the response's reward; credited to the last token of the newest turn."""
         if not math.isfinite(value):
             raise EngineError(f"{self.key}: the reward of turn {self.turns - 1} is {value}, not finite")
         if not self.turns:
@@ -226,10 +211,8 @@ class Policy:
     async def call(self, tool: str | Callable[..., Any], /, *arguments: Any, **keywords: Any) -> str:
         """Call a tool, and return its result as text.
 
-        A plain function runs in a separate process, limited by `rollout.turns`. An `async` function runs
-        here, limited by its seconds. Raises ToolError if the tool raises, or takes too long or too much
-        memory. Raises ToolUnavailable if no process could run it, and EpisodeAborted if the rollout has
-        ended."""
+        A plain function runs in a process, an `async` one here. Raises ToolError if the tool raises or
+        exceeds time or memory, ToolUnavailable if no process could run it, and EpisodeAborted."""
 
         def run() -> Awaitable[Result[str]]:
             if inspect.iscoroutinefunction(tool):
@@ -240,12 +223,12 @@ class Policy:
         return str(await self._call_or_replay(getattr(tool, "__name__", str(tool)), run))
 
     async def reset(self) -> str:
-        """Reset the environment, and return its first observation. Raises as `call`."""
+        """Return the environment's first observation. Raises as `call`."""
         self._texts, self._state = [], None
         return (await self._step("reset"))[0]
 
     async def step(self, text: str) -> tuple[str, float, bool]:
-        """Pass a turn's text to the environment. Returns observation, reward and done. Raises as `call`."""
+        """Return observation, reward and done. Raises as `call`."""
         self._texts.append(text)
         return await self._step("step")
 
@@ -257,7 +240,7 @@ class Policy:
         return shown, reward, done
 
     async def verdict(self) -> Verdict:
-        """Return the environment's verdict, or a verdict with the error that prevented it."""
+        """Return the environment's verdict, or one with the error that prevented it."""
 
         async def run() -> Result[dict[str, Any]]:
             verdict = await self._pool.verdict(*self._environment_arguments)
@@ -306,9 +289,7 @@ class Policy:
         return value
 
     def _next_entry(self, *expected: Any) -> list[Any] | None:
-        """Return the next journal entry to replay, None if none is left.
-
-        Raises EngineError if the episode does something else than in the earlier run."""
+        """Raises EngineError if the episode does something else than in the earlier run."""
         if not self._to_replay:
             return None
         entry: list[Any] = self._to_replay.pop(0)
@@ -335,18 +316,15 @@ class Policy:
             )
 
     async def give_up(self) -> None:
-        """Discard what was shown, and sample one token: a response that does not count has a token too.
-
-        Raises EpisodeAborted."""
+        """Discard what was shown, and sample one token, since every response needs one."""
         self._observed = []
         await self.generate(max_tokens=1)
 
     def result(self, *, ended: bool = True) -> TokenData:
         """Return all tokens after the prompt.
 
-        The finish_reason is "abort" unless the episode has `ended` without catching EpisodeAborted. A
-        response of one turn without a call has no journal. A replay that was aborted before the journal's
-        end returns the earlier tokens."""
+        The finish_reason is "abort" if the episode has not `ended`, or caught EpisodeAborted. A response of
+        one turn without a call has no journal. A replay aborted early returns the earlier tokens."""
         if self._to_replay and self.earlier is not None and not ended:
             return self.earlier
         written = self.written
@@ -362,14 +340,14 @@ class Policy:
         return written
 
 
-# A user's coroutine. It returns the verdict, or None if the verifier grades the response.
+# A user's coroutine; None: the verifier grades the response.
 EpisodeFunction = Callable[[Prompt, Policy], Awaitable[Verdict | bool | float | None]]
 
 
 def make_row(prompt: Prompt) -> dict[str, Any]:
-    """Return a prompt as the row that environments and agents receive.
+    """Return a prompt as environments' and agents' row.
 
-    Its own columns override extra columns of the same names (verl's GSM8K has a question and an answer)."""
+    Its own columns override extra ones of the same names (verl's GSM8K has a question and an answer)."""
     return {
         **prompt.extra,
         "uid": prompt.uid,

@@ -1,7 +1,6 @@
-"""Watch an event loop that runs user code, from a second thread.
+"""Report user code that blocks an event loop, from a second thread.
 
-Code that blocks the loop stops every response of its engine, and cannot be interrupted from within. The
-watch reports the line that blocks."""
+Such code stops every response of its engine, and cannot be interrupted from within."""
 
 from __future__ import annotations
 
@@ -17,8 +16,8 @@ from typing import Self
 from megarl.config.errors import EngineError
 from megarl.parallel.launch import write_error_file
 
-_CALLBACK = asyncio.Handle._run.__code__  # its callees are what the loop is doing
-# Python's library, megarl, code without a file (templates, methods of dataclasses), and installed packages.
+_CALLBACK = asyncio.Handle._run.__code__
+# Python's library, megarl, and code without a file (templates, dataclasses).
 _LIBRARIES = (str(Path(os.__file__).parent) + os.sep, str(Path(__file__).parents[1]) + os.sep, "<")
 _INSTALLED = ("/site-packages/", "/dist-packages/")
 
@@ -26,19 +25,17 @@ _INSTALLED = ("/site-packages/", "/dist-packages/")
 class LoopWatch:
     """Watches the running loop during the `with` block.
 
-    key    configuration key of the user's function
     who    the loop's owner, for messages
-    home   file of that function, which may lie among the libraries
+    home   file of the user's function, which may lie among the libraries
     limit  seconds of blocking after which the line is reported, once per function
     most   seconds of blocking after which the process ends with that line
 
-    It ignores time in megarl's code or in an engine. Time while the process was stopped does not count
-    towards `most`."""
+    Ignores megarl's code and engines. Time while the process was stopped does not count towards `most`."""
 
     def __init__(self, key: str, who: str, home: str | None, limit: float, most: float) -> None:
         self.key, self.who, self.home, self.limit, self.most = key, who, home, limit, most
         self._reported: set[tuple[str, str]] = set()
-        self._end, self._checks = threading.Event(), 0  # checks since the loop's last sign of life
+        self._end, self._checks = threading.Event(), 0  # since the loop's last sign of life
 
     def __enter__(self) -> Self:
         self._loop, self._watched = asyncio.get_running_loop(), threading.get_ident()
@@ -79,7 +76,6 @@ class LoopWatch:
             print(f"megarl: {line}", file=sys.stderr, flush=True)
 
     def _find_user_frame(self, frame: FrameType | None) -> FrameType | None:
-        """Return the innermost frame of user code in the running callback, None if there is none."""
         found = None
         while frame is not None and frame.f_code is not _CALLBACK:
             file = frame.f_code.co_filename

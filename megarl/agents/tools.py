@@ -1,8 +1,7 @@
 """Run tools and environments in separate processes with limits, for many episodes at once.
 
-A job is a pure function of its message: a tool's arguments, or an environment's row, seed and all texts of
-the policy. So any process can do any job, and a killed process loses nothing. Processes cache
-environments. `ToolPool` runs on the episodes' event loop, `work` in the processes."""
+A job is a pure function of its message (a tool's arguments; an environment's row, seed and all texts of the
+policy). So any process can do any job, and a killed process loses nothing."""
 
 from __future__ import annotations
 
@@ -28,10 +27,8 @@ from megarl.rewards.process import FAILED_STARTS, FROM_OUTSIDE, START_LIMIT, Lim
 from megarl.rewards.sandbox import STRICT, Supervised
 from megarl.rewards.verdict import MAX_TEXT, UnusableError, Verdict, as_verdict, finite, import_object, short
 
-_MAX_ENVIRONMENTS = 256  # cached per process
-_MAX_STATE = (
-    1 << 20
-)  # bytes of an environment's state as JSON; a larger state is discarded, so it is replayed
+_MAX_ENVIRONMENTS = 256
+_MAX_STATE = 1 << 20  # of JSON; a larger state is discarded, so it is replayed
 _SURROGATES = re.compile("[\ud800-\udfff]")
 _METHODS, _OPTIONAL = ("reset", "step", "verdict"), ("state", "restore")
 
@@ -41,17 +38,16 @@ T = TypeVar("T")
 class Environment(Protocol):
     """What an episode acts on, created anew for each episode.
 
-    It must depend only on its row, its seed and the policy's texts, because another process may replay
-    them after `reset`. `random` and numpy's generator are seeded before each call. Optional: `state()`
-    returns a JSON value, and `restore(state)`, called after `reset`, replaces the replay."""
+    It must depend only on row, seed and the policy's texts, because another process may replay them.
+    `random` and numpy's generator are seeded before each call. Optional: `state()` returns a JSON value,
+    and `restore(state)`, called after `reset`, replaces the replay."""
 
     def reset(self, row: dict[str, Any], seed: int) -> str:
         """Start, and return the first observation."""
         ...
 
     def step(self, text: str) -> tuple[str, float, bool]:
-        """Return the observation after the policy's text, the turn's reward, and whether the episode is
-        done."""
+        """Return observation, the turn's reward, and done."""
         ...
 
     def verdict(self) -> Verdict | bool | float:
@@ -64,8 +60,7 @@ class Result(Generic[T]):
     """The outcome of a job.
 
     error   why there is no value; a tool's error is text that the policy may see
-    judged  False if neither the policy nor the called code caused the error: its process was killed or did
-            not start, or the environment raised"""
+    judged  False if neither the policy nor the called code caused the error"""
 
     value: T | None = None
     error: str | None = None
@@ -80,10 +75,7 @@ class State(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """An environment's answer to the policy's last text; after a reset the reward is 0.0 and `done` is
-    False.
-
-    state  to pass to later jobs; None if the environment has none"""
+    """An environment's answer to the policy's last text. state: to pass to later jobs."""
 
     observation: str
     reward: float
@@ -92,17 +84,16 @@ class Answer(NamedTuple):
 
 
 class ToolPool:
-    """At most `workers` processes that call tools and environments, started when needed.
+    """At most `workers` processes that call tools and environments, for one event loop.
 
     seconds            limit of one call, or of one method of an environment
     memory_mib         data memory of one process, MiB
     observation_bytes  UTF-8 bytes returned by a call; longer results are cut and marked
     environment        `module:Class`, constructed with `arguments`
-    sandbox            what calls may reach, see `rollout.sandbox`
 
-    A job that times out, runs out of memory or loses its process is retried once in a new process. The
-    second failure is the policy's (`judged`), except for a process that does not start. Jobs are served in
-    order, but wait for a busy process that has their environment. Use it on one event loop until `close`."""
+    A job that exceeds time or memory, or loses its process, is retried once in a new process. The
+    second failure is the policy's (`judged`), unless the process did not start. Jobs are served in order,
+    but wait for a busy process that has their environment."""
 
     def __init__(
         self,
@@ -125,7 +116,7 @@ class ToolPool:
             "environment": environment,
             "arguments": dict(arguments),
         }
-        # JSON needs at most six characters for a byte.
+        # JSON needs at most six characters per byte.
         self._longest = 6 * (observation_bytes + MAX_TEXT) + _MAX_STATE + 4096
         self._loop: asyncio.AbstractEventLoop | None = None
         self._slots: list[_ToolProcess | None] = [None] * workers
@@ -140,7 +131,7 @@ class ToolPool:
 
     @property
     def waiting(self) -> list[_Job]:
-        """Unfinished jobs, the oldest first. Safe to read from another thread."""
+        """Unfinished jobs. Safe to read from another thread."""
         return list(self._jobs.values())
 
     @property
@@ -158,11 +149,9 @@ class ToolPool:
         keywords: Mapping[str, Any] = MappingProxyType({}),
         seed: int = 0,
     ) -> Result[str]:
-        """Call a plain function `module:function` or an MCP server's tool, and return its result as text.
+        """Return the result of a function `module:function` or an MCP server's tool as text.
 
-        Bytes are decoded as UTF-8, and other values become JSON. `seed` seeds `random` and numpy's
-        generator. An exception of the function is an error. Raises TypeError if an argument is no JSON
-        value."""
+        `seed` seeds `random` and numpy's generator. Raises TypeError if an argument is no JSON value."""
         sent = {"function": function, "arguments": list(arguments), "keywords": dict(keywords), "seed": seed}
         answer = await self._run_job(_Job(function, sent))
         return Result(answer.get("value"), answer.get("error"), answer.get("judged", True))
@@ -172,8 +161,7 @@ class ToolPool:
     ) -> Result[Answer]:
         """Return the environment's answer to the last of `texts`, the policy's texts by turn.
 
-        key    the episode's number
-        state  from an earlier answer, used if no process has the environment"""
+        key: the episode's number. state: from an earlier answer, if no process has the environment."""
         answer = await self._run_job(self._job("step", key, row, seed, texts, state))
         if "value" not in answer:
             return Result(None, answer["error"], answer.get("judged", True))
@@ -183,7 +171,7 @@ class ToolPool:
     async def verdict(
         self, key: int, row: Mapping[str, Any], seed: int, texts: Sequence[str], state: State | None = None
     ) -> Verdict:
-        """Grade the environment after `texts`, and discard it. A failure is a verdict with an error."""
+        """Grade the environment, and discard it. A failure is a verdict with an error."""
         answer = await self._run_job(self._job("verdict", key, row, seed, texts, state))
         if "value" not in answer:
             return Verdict(False, error=answer["error"], judged=answer.get("judged", True))
@@ -191,14 +179,14 @@ class ToolPool:
         return Verdict(correct, extracted, error, score, judged=judged)
 
     def forget(self, key: int) -> None:
-        """Discard an environment that no episode needs any more: it may hold a session at a server."""
+        """Discard an environment: it may hold a session at a server."""
         for process in filter(None, self._slots):
             if key in process.keys:
                 del process.keys[key]
                 process.send({"forget": key})
 
     def close(self) -> None:
-        """End the processes and their jobs. A later job starts new processes."""
+        """End the processes and their jobs. A later job starts new ones."""
         tasks = list(self._tasks)
         for job in tasks:
             if self._loop is not None and not self._loop.is_closed():
@@ -225,15 +213,13 @@ class ToolPool:
         return _Job(f"{self.environment}.{method}", sent, key)
 
     async def _run_job(self, job: _Job) -> dict[str, Any]:
-        """Run a job in a process.
-
-        If the caller is cancelled, the process still finishes the job or times out."""
+        """If the caller is cancelled, the process still finishes the job."""
         loop = self._loop = asyncio.get_running_loop()
         self._jobs[id(job)] = job
         try:
             slot = await self._acquire_slot(job.key)
             job.running = True
-            # A new context: the task may outlive its caller, and must not count as the episode's.
+            # A new context: the task may outlive its episode.
             task = Context().run(loop.create_task, self._run_with_retry(slot, job))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
@@ -245,7 +231,7 @@ class ToolPool:
     async def _acquire_slot(self, key: int | None) -> int:
         if self._idle:  # so the queue is empty
             slot = self._find_slot(key)
-            if slot not in self._idle:  # a running process with the fewest environments to lose
+            if slot not in self._idle:  # with the fewest environments to lose
 
                 def cost(slot: int) -> tuple[bool, int, int]:
                     process = self._slots[slot]
@@ -266,9 +252,9 @@ class ToolPool:
             raise
 
     def _release_slot(self, slot: int) -> None:
-        """Pass a slot to the first queued job whose environment no other process has, else to the first job.
+        """Pass a slot to the first queued job whose environment no other process has, else to the first.
 
-        The jobs that are skipped do not starve: they come first when their own process becomes idle."""
+        Skipped jobs do not starve: they come first when their own process is idle."""
         while self._queue:
             fitting = (job for job in self._queue if self._find_slot(job[1]) in (None, slot))
             future, _ = chosen = next(fitting, self._queue[0])
@@ -285,13 +271,12 @@ class ToolPool:
         return None
 
     async def _run_with_retry(self, slot: int, job: _Job) -> dict[str, Any]:
-        """Run a job in a slot's process, and once more in a new process if the first is lost."""
         slots = self._slots  # `close` replaces the list
         try:
             answer = await self._try_job(slot, job)
             if "lost" in answer and job.wanted:
                 answer = await self._try_job(slot, job)
-                if answer.get("killed"):  # twice, the second time in a new process: the job caused it
+                if answer.get("killed"):  # for the second time: the job caused it
                     answer["judged"] = True
             return answer
         except BaseException:
@@ -304,7 +289,7 @@ class ToolPool:
                 self._release_slot(slot)
 
     async def _try_job(self, slot: int, job: _Job) -> dict[str, Any]:
-        """Return the process's answer, with `lost` if the process has ended."""
+        """`lost` in the answer: the process has ended."""
         process = await self._ensure_process(slot)
         if isinstance(process, str):
             return {"error": process, "judged": False}
@@ -363,13 +348,7 @@ class ToolPool:
 
 
 class _Job:
-    """A message for a process.
-
-    what     the tool, or the environment's class and method
-    key      of the environment; None for a tool
-    since    time.monotonic() of the request
-    running  whether a process works on it
-    wanted   whether the caller still waits for the answer"""
+    """A message for a process. what: the tool or method. wanted: the caller still waits."""
 
     def __init__(self, what: str, sent: dict[str, Any], key: int | None = None) -> None:
         self.what, self.sent, self.key = what, sent, key
@@ -377,7 +356,7 @@ class _Job:
 
 
 class _ToolProcess(LimitedProcess):
-    """A process, and the keys of its environments, the newest last."""
+    """keys: of its environments, the newest last."""
 
     def __init__(self, sandbox: str, longest: int) -> None:
         super().__init__(__name__, sandbox, longest)
@@ -390,17 +369,12 @@ def work(process: Supervised) -> None:
 
 
 class _JobHandler:
-    """Runs the jobs of one tool process.
-
-    environments: by episode, the newest last"""
-
     def __init__(self, observation_bytes: int, environment: str | None, arguments: Any, **_: Any) -> None:
         self.observation_bytes, self.environment, self.arguments = observation_bytes, environment, arguments
         self.environments: OrderedDict[int, _LiveEnvironment] = OrderedDict()
 
     def handle(self, job: dict[str, Any]) -> Iterator[dict[str, Any] | None]:
-        """Run a job. Yields None when a new time limit starts, and at the end the answer, except for
-        "forget".
+        """Yield None when a new time limit starts, and at the end the answer, except for "forget".
 
         Keys of the answer: `value` or `error`; `judged`; `lost` if this process must not be used again;
         `kept` if it has the environment."""
@@ -432,7 +406,7 @@ class _JobHandler:
         except ServerError as error:
             text = format_observation(str(error), self.observation_bytes)
             yield {"error": text, "judged": False, "lost": True} if error.gone else {"error": text}
-        except MemoryError:  # earlier jobs may have caused it too
+        except MemoryError:  # perhaps earlier jobs' fault
             self.environments.clear()
             yield {"error": f"{where}it ran out of memory", "lost": True}
         except RecursionError:
@@ -477,18 +451,16 @@ class _JobHandler:
 
 
 class _LiveEnvironment:
-    """An environment since its reset, the texts that it was given, and its last answer."""
-
     def __init__(self, environment: Any, row: Any, seed: int, observation_bytes: int) -> None:
         self.environment, self.row, self.seed, self.size = environment, row, seed, observation_bytes
         self.texts: list[str] = []
         _seed(seed, 0)
-        # A copy: the environment may change its row, and `can_continue` compares the original.
+        # The environment may change its row.
         shown = environment.reset(json.loads(json.dumps(row)), seed)
         self._record(shown, 0.0, False, "reset")
 
     def can_continue(self, row: Any, seed: int, texts: list[str]) -> bool:
-        """Return whether it has this row and seed, and its texts are the first of `texts`."""
+        """Require the same row and seed, and that its texts are the first of `texts`."""
         return self.row == row and self.seed == seed and self.texts == texts[: len(self.texts)]
 
     def step(self, text: str) -> None:
@@ -514,7 +486,7 @@ class _LiveEnvironment:
         self.last = [format_observation(shown, self.size), reward, bool(done), state]
 
     def restore(self, texts: list[str], state: Any) -> None:
-        """Restore the state after `texts`. The answer to the last of them is lost."""
+        """The answer to the last text is lost."""
         if hasattr(self.environment, "restore"):
             self.environment.restore(state)
             self.texts = list(texts)
@@ -525,7 +497,7 @@ class _LiveEnvironment:
 
 
 def _seed(seed: int, index: int) -> None:
-    """Seed the global generators, so that a result does not depend on earlier jobs of this process."""
+    """A result must not depend on earlier jobs of this process."""
     number = int.from_bytes(blake2b(f"{seed}/{index}".encode(), digest_size=4).digest(), "little")
     random.seed(number)
     if (numpy := sys.modules.get("numpy")) is not None:
@@ -533,10 +505,9 @@ def _seed(seed: int, index: int) -> None:
 
 
 def format_observation(value: Any, size: int) -> str:
-    """Return a value as text of at most `size` bytes of UTF-8, with a mark if it was cut.
+    """Return a value as at most `size` bytes of UTF-8, with a mark if cut.
 
-    Text stays, bytes are decoded, and other values become JSON. Invalid UTF-8 is replaced. Raises
-    TypeError for what JSON cannot hold."""
+    Bytes are decoded, invalid UTF-8 replaced, other values become JSON. Raises TypeError."""
     if isinstance(value, bytes | bytearray):
         long, text = len(value) > size, bytes(value[: size + 4]).decode("utf-8", "replace")
     else:
@@ -550,7 +521,7 @@ def format_observation(value: Any, size: int) -> str:
 
 
 def describe_error(error: BaseException) -> str:
-    """Return an exception's type and text, or only its type if the text cannot be formatted."""
+    """Return type and text, or only the type if the text cannot be formatted."""
     try:
         return f"{type(error).__name__}: {error}"
     except Exception:  # noqa: BLE001
@@ -558,11 +529,10 @@ def describe_error(error: BaseException) -> str:
 
 
 def build_schema(function: str) -> dict[str, Any]:
-    """Build the JSON schema of the tool `module:function`, from its signature and docstring.
+    """Build a tool's JSON schema for chat templates, from signature and docstring.
 
-    Chat templates take such schemas. Raises ConfigError if it is no plain function, or if types or
-    descriptions are missing."""
-    from transformers.utils import get_json_schema  # slow to import, and tool processes do not need it
+    Raises ConfigError if it is no plain function, or if types or descriptions are missing."""
+    from transformers.utils import get_json_schema  # slow to import
 
     tool = import_object("rollout.tools", function)
     at = f"rollout.tools: {function}"
@@ -584,9 +554,9 @@ def build_schema(function: str) -> dict[str, Any]:
 
 
 def import_environment(path: str, arguments: Mapping[str, Any] | None = None) -> Callable[..., Any]:
-    """Return the class `module:Class` that `rollout.environment` names.
+    """Return the class that `rollout.environment` names.
 
-    Raises ConfigError if it cannot be imported, is no Environment, or does not take `arguments` if given."""
+    Raises ConfigError if it cannot be imported, is no Environment, or does not take `arguments`."""
     found = import_object("rollout.environment", path, "Class")
     at = f"rollout.environment: {path}"
     if not isinstance(found, type):
