@@ -119,7 +119,6 @@ def style(response: str, finished: bool = True) -> Style:
 
 
 def style_shares(responses: Iterable[tuple[str, bool]]) -> dict[Style, float]:
-    """Return each style's share among responses (text, finished)."""
     styles = [style(text, finished) for text, finished in responses]
     return {name: styles.count(name) / max(len(styles), 1) for name in STYLES}
 

@@ -177,7 +177,6 @@ def _check_folders(config: Config, folder: Path, place: Path) -> None:
 
 
 def _make_tiny(place: Path, seed: int, layers: int, experts: int, config: Config, *, data_only: bool) -> int:
-    """Write and warm-start the tiny model. Returns the exit code."""
     from megarl.weights.families import read_config
     from megarl.weights.shards import check_layout
     from megarl_tasks.arithmetic import write_demo
@@ -310,7 +309,7 @@ def _make_anew(folder: Path, mark: str) -> None:
 
 
 def _print_result(config: Config, model: Model, task: Task) -> None:
-    """Print accuracies and paths; for the tiny model also kinds of answers, learned unasked."""
+    """Print accuracies and paths; for the tiny model also the shares of the kinds of answers."""
     from megarl.algorithms.scores import interval
     from megarl.observe.run_log import ANSWERS_FILE
     from megarl.observe.runs import read_jsonl

@@ -143,7 +143,6 @@ def sample_problem(
 
 
 def sample_taught_problem(rng: random.Random, knobs: Knobs) -> FamilyProblem:
-    """Sample for the warm start: most are brief, few trivial or impossible."""
     shares = (min(knobs.trivial, WARM_SHARE), min(knobs.impossible, WARM_SHARE))
     problem = sample_problem(rng, knobs, shares)
     if rng.random() < knobs.brief:

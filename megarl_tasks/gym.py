@@ -165,7 +165,6 @@ def _messages(
 
 
 def _rows(messages: Iterator[dict[str, Any]]) -> Iterator[GymRow]:
-    """Put the entry's system prompt and examples before each question."""
     before: dict[tuple[str, str], list[dict[str, str]]] = {}
     for message in messages:
         key, task = message["key"], message["task"]

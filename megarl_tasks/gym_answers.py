@@ -76,7 +76,6 @@ def _expression(answer: str, entry: Mapping[str, Any]) -> str:
         return own or name in _CONSTANTS or not (hasattr(sympy, name) or hasattr(builtins, name))
 
     def digits(node: ast.expr) -> float:
-        """Bound the digits of the numbers in the node's value."""
         match node:
             case ast.Constant(value=int() | float() as value) if type(value) is not bool:
                 if value - value != 0:
@@ -178,7 +177,7 @@ def _finite(answer: str, entry: Mapping[str, Any]) -> str:
 
 
 def _same_word(answer: str, entry: Mapping[str, Any]) -> str:
-    """Accept the correct word only; the scorer accepts any."""
+    """Accept only the correct word, in any case. The scorer accepts every text."""
     if answer.strip().lower() != entry["answer"].strip().lower():
         raise Refused
     return str(entry["answer"])

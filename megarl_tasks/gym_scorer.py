@@ -75,8 +75,6 @@ def get_defaults(configuration: Any) -> dict[str, Any]:
 
 
 def get_parameters(name: str) -> dict[str, Any]:
-    """Return a task's parameters with their defaults, as YAML and JSON values."""
-
     def plain(value: Any) -> Any:
         if isinstance(value, tuple | list):
             return [plain(one) for one in value]
@@ -86,7 +84,6 @@ def get_parameters(name: str) -> dict[str, Any]:
 
 
 def tasks_by_kind() -> dict[str, list[str]]:
-    """Return tasks by part of reasoning-gym."""
     names: dict[str, list[str]] = {}
     for name in sorted(DATASETS):
         if name != _MIXES:
@@ -107,7 +104,6 @@ _ACCEPTED: dict[type, Any] = {float: (int, float), tuple: list}
 
 
 def _near(name: str, known: Mapping[str, Any]) -> str:
-    """Hint at similar names, or list all if there are few."""
     close = difflib.get_close_matches(name, [one for one in known if one != _MIXES], _SUGGESTED, 0.5)
     if close:
         return f" (did you mean {' or '.join(close)}?)"

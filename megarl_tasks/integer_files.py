@@ -109,7 +109,6 @@ def _put(row: dict[str, Any], column: str, value: Any) -> None:
 
 
 def write_rows(path: Path, rows: Sequence[dict[str, Any]]) -> None:
-    """Write .parquet or .jsonl, atomically."""
     try:
         with atomic_file(path) as file:
             if path.suffix == ".parquet":

@@ -138,7 +138,6 @@ def _boxes(text: str) -> Iterator[str]:
 
 
 def _closing_brace(text: str, start: int) -> int | None:
-    """Search within MAX_ANSWER characters."""
     depth = 1
     for i in range(start, min(len(text), start + MAX_ANSWER)):
         depth += {"{": 1, "}": -1}.get(text[i], 0)

@@ -225,7 +225,6 @@ class _AnswerParser:
         return self.tokens[self.at] if self.at < len(self.tokens) else ""
 
     def _accept(self, *tokens: str) -> str:
-        """Consume and return the next token if it is one of `tokens`; else return ""."""
         token = self._next()
         self.at += token in tokens and token != ""
         return token if token in tokens else ""
@@ -481,8 +480,6 @@ def _choose_letters(question: str, count: int) -> list[str]:
 
 
 def _describe_conditions(named: Sequence[tuple[str, _Number]]) -> str:
-    """Return in words what makes a form's integers unique."""
-
     def listed(items: Sequence[str]) -> str:
         return " and ".join([", ".join(items[:-1]), items[-1]] if len(items) > 1 else items)
 

@@ -196,7 +196,6 @@ class Notation:
 
     @property
     def meaningful(self) -> bool:
-        """Whether a word after the number changes its meaning."""
         return any(
             word != word.lower()
             or len(word) == 1
@@ -412,7 +411,6 @@ def _convert_base(found: re.Match[str]) -> str:
 
 
 def _expand_mixed(found: re.Match[str]) -> str:
-    """Write a mixed number as a sum."""
     above, below = found[2] or found[4], found[3] or found[5]
     proper = 0 < int(above) < int(below)
     return f"({found[1]}+\\frac{{{above}}}{{{below}}})" if proper else found[0]

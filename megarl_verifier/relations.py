@@ -89,7 +89,7 @@ class Relation:
 
     @property
     def solved(self) -> bool:
-        """Whether it bounds one name by a constant."""
+        """True if it bounds one name by a constant."""
         pair = (self.left, self.right)
         return any(_read_name(one.lstrip("- ")) and is_constant(other) for one, other in (pair, pair[::-1]))
 

@@ -159,7 +159,6 @@ def _find_label(found: str) -> str | None:
 
 
 def _without_exclamation(line: str, answer: str) -> str:
-    """Keep factorials."""
     text, ends = line.rstrip("!. "), line.rstrip(". ").endswith("!")
     return text if ends and _EXCLAIMED.fullmatch(text) and text_form(line) != text_form(answer) else line
 
@@ -180,7 +179,6 @@ def _canonical_text(parsed: Basic | MatrixBase) -> str | None:
 
 
 def _equal(answer: str, found: str) -> bool:
-    """Compare as text, as numbers, else as formulas."""
     numbers = simple_number(answer), simple_number(found)
     if numbers[0] and numbers[1]:
         # The parser is about a hundred times slower.

@@ -187,7 +187,7 @@ def _contains_all(entries: list[Any], wanted: list[Any]) -> bool:
 
 
 def _equal_expressions(gold: Expr, mine: Expr) -> bool:
-    r"""Return whether two expressions are equal wherever both are real.
+    r"""Return whether two expressions are equal at all points where both are real.
 
     `\\sqrt{L}/\\sqrt{g}` equals `\\sqrt{L/g}`, as both are real for positive letters only. `\\sqrt{x^2}`
     and `x` differ for negative x."""
@@ -242,7 +242,6 @@ def _evaluate_both(
 def near_point(
     names: Iterable[str], draw: random.Random, digits: int, signs: tuple[int, int] = (-1, 1)
 ) -> dict[str, Float]:
-    """Sample each letter between _SMALLEST and _LARGEST, times a sign."""
     return {name: Float(draw.uniform(_SMALLEST, _LARGEST) * draw.choice(signs), digits) for name in names}
 
 
@@ -337,7 +336,6 @@ def _is_odd_root(base: Expr, exponent: Expr) -> bool:
 
 
 def _close(a: Expr, b: Expr, digits: int, exact: bool = True) -> bool:
-    """Compare rounded decimals to six places and three digits."""
     if exact and isinstance(a, Rational) and isinstance(b, Rational):
         return bool(a == b)
     scale = max(abs(a), abs(b))

@@ -199,7 +199,6 @@ class Endpoint:
 
 
 def _stream_chunks(answer: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """All of the answer is in one chunk, then the usage."""
     choice = answer["choices"][0]
     delta = dict(choice["message"])
     if calls := delta.get("tool_calls"):

@@ -111,7 +111,7 @@ class Policy:
 
     @property
     def waiting(self) -> str:
-        """What the episode waits for, other than the engine; "" for nothing."""
+        """Name of a tool or environment that the episode waits for, or ""."""
         return self._waits[0] if self._waits else ""
 
     @property
@@ -223,12 +223,10 @@ class Policy:
         return str(await self._call_or_replay(getattr(tool, "__name__", str(tool)), run))
 
     async def reset(self) -> str:
-        """Return the environment's first observation. Raises as `call`."""
         self._texts, self._state = [], None
         return (await self._step("reset"))[0]
 
     async def step(self, text: str) -> tuple[str, float, bool]:
-        """Return observation, reward and done. Raises as `call`."""
         self._texts.append(text)
         return await self._step("step")
 
@@ -240,8 +238,6 @@ class Policy:
         return shown, reward, done
 
     async def verdict(self) -> Verdict:
-        """Return the environment's verdict, or one with the error that prevented it."""
-
         async def run() -> Result[dict[str, Any]]:
             verdict = await self._pool.verdict(*self._environment_arguments)
             return Result({**vars(verdict), "terms": {}})

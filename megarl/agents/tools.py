@@ -68,8 +68,6 @@ class Result(Generic[T]):
 
 
 class State(NamedTuple):
-    """An environment's state after the first `texts` texts of the policy."""
-
     texts: int
     state: Any
 
@@ -213,7 +211,7 @@ class ToolPool:
         return _Job(f"{self.environment}.{method}", sent, key)
 
     async def _run_job(self, job: _Job) -> dict[str, Any]:
-        """If the caller is cancelled, the process still finishes the job."""
+        """Run a job in a process, which finishes it even if the caller is cancelled."""
         loop = self._loop = asyncio.get_running_loop()
         self._jobs[id(job)] = job
         try:
@@ -326,7 +324,6 @@ class ToolPool:
         return cast(dict[str, Any], answer)
 
     async def _ensure_process(self, slot: int) -> _ToolProcess | str:
-        """Return the slot's process, started if necessary, or the reason why none starts."""
         process, why = self._slots[slot], ""
         if process is not None and process.alive:
             return process
@@ -356,8 +353,6 @@ class _Job:
 
 
 class _ToolProcess(LimitedProcess):
-    """keys: of its environments, the newest last."""
-
     def __init__(self, sandbox: str, longest: int) -> None:
         super().__init__(__name__, sandbox, longest)
         self.keys: OrderedDict[int, None] = OrderedDict()
@@ -521,7 +516,6 @@ def format_observation(value: Any, size: int) -> str:
 
 
 def describe_error(error: BaseException) -> str:
-    """Return type and text, or only the type if the text cannot be formatted."""
     try:
         return f"{type(error).__name__}: {error}"
     except Exception:  # noqa: BLE001

@@ -179,7 +179,6 @@ class JsonlWriter:
         return dropped
 
     def _settle(self) -> int:
-        """Open the file if needed, and filter it; return the number of dropped lines."""
         if self._file is None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._file = FileIO(self.path, "ab")
@@ -260,7 +259,6 @@ class RunLog:
         return written
 
     def write_samples(self, samples: Iterable[SampleRecord]) -> int:
-        """Choose, shorten and write a step's samples; return their number."""
         chosen = choose_samples(list(samples), self.samples_per_step)
         for sample in chosen:
             # Lists are per token, and rounded already.

@@ -88,7 +88,6 @@ class RecordedRun:
         return sum(record.get("time/step") or 0.0 for record in records)
 
     def points(self, stage: str, key: str) -> Points:
-        """Return step -> value of one metric in one stage; may be empty."""
         steps = self.by_stage.get(stage, {}).items()
         return {step: record[key] for step, record in steps if isinstance(record.get(key), int | float)}
 

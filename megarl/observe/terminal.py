@@ -121,7 +121,6 @@ def format_values(column: Column, record: Mapping[str, Any]) -> list[str]:
 
 
 def select_columns(record: Mapping[str, Any]) -> list[Column]:
-    """Return the columns with a number in this record."""
     return [column for column in COLUMNS if any(text != MISSING for text in format_values(column, record))]
 
 
@@ -156,7 +155,6 @@ def list_evaluated_sources(record: Mapping[str, Any]) -> list[str]:
 
 
 def resample(points: Sequence[float], width: int) -> list[float]:
-    """Return at most `width` means of neighbouring points."""
     if len(points) <= width:
         return list(points)
     edges = [len(points) * i // width for i in range(width + 1)]
@@ -229,7 +227,6 @@ class TerminalView:
             self._live.stop()
 
     def phase(self, name: str) -> None:
-        """Show the current phase and start its clock."""
         with self._lock:
             self._phase, self._phase_since = name, self.clock()
 
@@ -240,7 +237,6 @@ class TerminalView:
         self._print(f"      {line}")
 
     def step(self, record: Mapping[str, Any]) -> None:
-        """Show a record of metrics.jsonl."""
         with self._lock:
             if record["stage"] == EVALUATION:
                 self._evaluation = dict(record)

@@ -49,7 +49,6 @@ class Timeline:
         self._waited += seconds
 
     def leave(self) -> None:
-        """End the current phase, if any."""
         if self._phase:
             end = max(self._begin, self._clock())  # a clock may be set back
             waited = (
@@ -66,11 +65,9 @@ class Timeline:
         self.leave()
 
     def clear(self) -> None:
-        """For a run that starts over."""
         self._file.keep(lambda record: False)
 
     def truncate_after(self, step: int, stage: str) -> None:
-        """For a resumed run: drop records after `step` of `stage`."""
         self._file.keep(lambda record: precedes(record, step, stage))
 
     def close(self) -> None:

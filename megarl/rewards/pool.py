@@ -188,7 +188,6 @@ class VerifierPool:
         return cast(list[Verdict], verdicts)
 
     async def _start(self, slot: int) -> _Worker:
-        """Replace a slot's worker, with retries."""
         while True:
             if (old := self._workers[slot]) is not None:
                 old.end()
@@ -281,7 +280,6 @@ def _load_functions(settings: Mapping[str, Any]) -> tuple[Verifier, dict[str, Te
 
 
 def work(process: Supervised) -> None:
-    """Main function of a worker."""
     serve(process, _prepare_grading)
 
 

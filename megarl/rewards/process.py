@@ -72,7 +72,6 @@ class LimitedProcess:
         return not self._ended and self.process.poll() is None
 
     def cpu_seconds(self) -> float:
-        """CPU time used by the process, 0.0 if it has ended."""
         try:
             fields = Path(f"/proc/{self.pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
         except OSError:
@@ -95,7 +94,6 @@ class LimitedProcess:
         return cast(str | None, problem)
 
     def send(self, message: Any) -> None:
-        """Queue a message without waiting."""
         self._sink.write(json.dumps(message).encode() + b"\n")
 
     async def receive(self, limit: float) -> Any:
@@ -208,7 +206,6 @@ def guard() -> None:
 
 
 def plain_environment() -> dict[str, str]:
-    """Return an environment for a process whose results must depend only on its input."""
     return {name: os.environ[name] for name in _KEPT_ENVIRONMENT if name in os.environ} | _OWN_ENVIRONMENT
 
 

@@ -92,7 +92,7 @@ def supervise(sandbox: str) -> Supervised:
     os.setsid()  # it has its own process group, and cannot join another
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _WATCHED)
     if init is not None:
-        with suppress(OSError):  # a container may mask /proc; Landlock then guards it
+        with suppress(OSError):  # a container may mask /proc; Landlock then guards other processes
             _call(_LIBC.mount, b"proc", b"/proc", b"proc", 0, None)
     os.environ["TMPDIR"] = tempfile.tempdir = str(folder)
     return Supervised(sandbox, folder, protected)
@@ -233,7 +233,7 @@ def restrict(process: Supervised) -> list[str]:
         layers.append("namespaces")
     if process.sandbox != NETWORK:
         _works(_LIBC.unshare, _NEW_NETWORK)  # else the filter of calls still holds
-    if in_namespace and os.geteuid() != 0:  # the user namespace counts only these
+    if in_namespace and os.geteuid() != 0:  # the user namespace counts only these processes
         resource.setrlimit(resource.RLIMIT_NPROC, (_MOST_PROCESSES, _MOST_PROCESSES))
     is_read_only = in_namespace and _make_read_only(process.folder)
     _drop_capabilities()
@@ -329,7 +329,6 @@ _DEVICES = ("null", "zero", "full", "random", "urandom")
 
 
 def landlock_version() -> int:
-    """0 without Landlock."""
     return max(0, int(_LIBC.syscall(_CREATE_RULESET, None, 0, 1)))
 
 
@@ -465,7 +464,6 @@ class Rule(NamedTuple):
 
 
 def rules(process: Supervised, in_namespace: bool, is_read_only: bool) -> Iterator[Rule]:
-    """Yield the forbidden system calls."""
     yield from map(Rule, _ALWAYS)
     yield Rule("ioctl", 1, among=_FORBIDDEN_IOCTLS)
     yield Rule("fcntl", 1, among=_OWNERS)

@@ -156,7 +156,6 @@ def get_verifier(name: str) -> Verifier:
 
 
 def get_term(name: str, path: str, arguments: Mapping[str, Any]) -> Term:
-    """Return the function `path` with its arguments bound. Raises ConfigError."""
     return partial(import_object(f"reward.terms.{name}.function", path), **arguments)
 
 
