@@ -1,7 +1,6 @@
 """DAPO's verifier: compare the last `Answer:` line, normalised, with the reference as text.
 
-The normalisation (Minerva, Lewkowycz et al. 2022, appendix G, as in the reference implementation) removes
-units, LaTeX wrappers, shorthand fractions and separators. It evaluates nothing."""
+The normalisation (Minerva, Lewkowycz et al. 2022, appendix G) evaluates nothing."""
 
 from __future__ import annotations
 
@@ -79,8 +78,8 @@ def final_part(response: str) -> str:
 def find_answer(response: str) -> str | None:
     """Return the text after the last `Answer:` up to the end of its line, or of the next non-empty line.
 
-    The label may be in any case, in markdown bold, or Chinese. None if there is no label, or if nothing or
-    more than MAX_ANSWER characters follow. Ignores thoughts. Linear time."""
+    The label may be bold or Chinese. None without label, or if nothing or more than MAX_ANSWER characters
+    follow. Ignores thoughts. Linear time."""
     response = final_part(response)
     # One byte per character keeps positions.
     lowered = response.encode("ascii", "replace").lower()

@@ -1,8 +1,8 @@
 """Turn answers into integers, as in DAPO's appendix, so that a plain rule can verify them.
 
-For 11 - 2 sqrt 6 the question asks for k + m + n of the form k - m sqrt n, which is 19. The form makes the
-integers unique: lowest terms, square-free radicands, explicit signs. Other answers are refused with a reason.
-The symbolic verifier, which has another parser, checks each form against the original answer."""
+For 11 - 2 sqrt 6 the question asks for k + m + n of the form k - m sqrt n. Lowest terms, square-free
+radicands and explicit signs make the integers unique; other answers are refused. The symbolic verifier, with
+another parser, checks each form against the original answer."""
 
 from __future__ import annotations
 
@@ -129,9 +129,9 @@ class _Number:
 def integer_answer(question: str, answer: str) -> IntegerAnswer:
     """Return the integer for `answer`, and the extension of the question. Raises Refused.
 
-    The form is a sum of terms c sqrt[q](n) pi^k e^l i^j over a common denominator, in lowest terms. Radicands
-    are free of q-th powers. Such terms are linearly independent over the rationals (for roots: Besicovitch
-    1940), so the integers are unique. Their order does not matter, since the question asks for their sum."""
+    The form is a sum of terms c sqrt[q](n) pi^k e^l i^j over a common denominator, radicands free of q-th
+    powers. Such terms are linearly independent over the rationals (for roots: Besicovitch 1940), so the
+    integers are unique. The question asks for their sum, so that their order does not matter."""
     text = answer if len(answer) <= _MAX_LENGTH else ""
     if not text or max(text.count(bracket) for bracket in "({[") > _MAX_DEPTH:
         raise Refused(UNREAD)
@@ -390,7 +390,7 @@ class _Term:
 
 
 def _collect_terms(value: Expr) -> list[_Term] | None:
-    """Return an expanded sum's terms; None if a factor has no place in a form."""
+    """Return an expanded sum's terms; None if a factor fits no form."""
     terms = []
     for summand in sympy.Add.make_args(value):
         coefficient, rest = summand.as_coeff_Mul()
@@ -429,9 +429,7 @@ def _collect_terms(value: Expr) -> list[_Term] | None:
 
 
 def _format_sum(terms: Sequence[_Term]) -> tuple[str, list[str | _Number]]:
-    """Return sign and pieces of a sum over its denominator, in lowest terms.
-
-    Positive terms come first, and rational ones within each sign."""
+    """Return sign and pieces of a sum over its denominator: positive terms first, then rational ones."""
     below_e, below_pi = (
         -min(0, *powers) for powers in zip(*((term.e, term.pi) for term in terms), strict=True)
     )

@@ -1,7 +1,7 @@
 """Read the notation of an answer: a formula that the parser reads completely, or a text.
 
-The parser (megarl_verifier.values) drops unknown notation, which would make wrong answers right. So a formula
-has only known commands. docs/verifiers.md has the rules."""
+The parser (megarl_verifier.values) drops unknown notation, so a formula may have only known commands;
+otherwise wrong answers would be right. docs/verifiers.md has the rules."""
 
 from __future__ import annotations
 
@@ -251,7 +251,6 @@ def is_plausible(text: str, deepest_allowed: int = _MAX_DEPTH) -> bool:
 
 
 def simple_number(text: str) -> tuple[Fraction, bool] | None:
-    """Return (value, is_decimal) of an integer, a decimal or a fraction."""
     if not (found := _SIMPLE.fullmatch(text.strip(" $").rstrip(". "))):
         return None
     sign, whole, places, above, below, numerator, denominator = found.groups()
@@ -341,7 +340,7 @@ def _is_unit(word: str) -> bool:
 
 
 def _to_formula(text: str) -> str:
-    """Return the parser's notation; "" if it would not read all."""
+    """Return "" if the parser would not read all."""
     text = _STYLE.sub(_remove_style, text).replace("**", "^")
     for _ in range(4):  # roots in roots
         text = _ROOT_CALL.sub(r"\\sqrt{\1}", text)

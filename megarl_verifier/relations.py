@@ -1,7 +1,6 @@
-r"""Parse answers with relations: names with values, and equations.
+r"""Parse answers with relations, as text, in linear time: names with values, and equations.
 
-`x = 1 \text{ or } 2` gives a name two values; `2x + y = 3` is an equation. Works on text, in linear time.
-docs/verifiers.md has the rules."""
+`x = 1 \text{ or } 2` gives a name two values; `2x + y = 3` is an equation (docs/verifiers.md)."""
 
 from __future__ import annotations
 
@@ -239,7 +238,7 @@ def find_formulas(text: str) -> Iterator[str]:
 
 
 def split(text: str, separator: re.Pattern[str]) -> list[str]:
-    """Ignore separators in brackets and environments; drop empty parts."""
+    """Ignore separators in brackets and environments, and empty parts."""
     marks = " \t\n,;:*_`"
     parts = (text[start:end].lstrip(marks).rstrip(marks + ".") for start, end, _ in pieces(text, separator))
     return [part for part in parts if part]

@@ -81,9 +81,9 @@ _DIGITS = 40
 def verify_math(response: str, answer: str) -> Judgement:
     r"""Compare the final answer of `response` with `answer` mathematically.
 
-    After the thoughts, it is the last `Answer:` line or its boxes. Else it is the last `<answer>`, else the
-    last `\boxed{}`, else the last formula or number of the last 1,000 characters. Implausible answers (over
-    300 characters, brackets 16 deep) are compared as text."""
+    It is the last `Answer:` line or its boxes after the thoughts, else the last `<answer>`, else the last
+    `\boxed{}`, else the last formula or number of the last 1,000 characters. Implausible answers (over 300
+    characters, brackets 16 deep) are compared as text."""
     answer = plain(all_boxed(answer) or answer)
     gold = read_relations(answer) if is_plausible(answer) else None
     found = _final_answer(response, answer, is_relation=gold is not None)
@@ -149,7 +149,6 @@ def _final_answer(response: str, answer: str, *, is_relation: bool) -> str | Non
 
 
 def _find_label(found: str) -> str | None:
-    """Return the choice that an answer starts with, if there is exactly one."""
     text = plain(found)
     for macro in ("\\textbf", "\\text", "\\mathrm", "\\mathbf"):
         text = text.replace(macro, "")
@@ -239,7 +238,6 @@ def _matches_values(gold: ParsedAnswer, found: str) -> bool:
 
 
 def _same_answer(gold: ParsedAnswer, mine: ParsedAnswer) -> bool:
-    """Names need equal values, other relations the same solutions."""
     named_otherwise = gold.words | mine.words or "=" in (*gold.values, *mine.values)
     if gold.value is not None and mine.value is not None and named_otherwise:
         return _equal(gold.value, mine.value)
@@ -265,10 +263,9 @@ def _same_answer(gold: ParsedAnswer, mine: ParsedAnswer) -> bool:
 
 
 def _same_relation(gold: Relation, mine: Relation) -> bool:
-    """Return whether left minus right of one is a multiple of the other's.
+    """Compare left minus right, up to a factor that is positive unless the operator is mirrored.
 
-    The factor must be positive unless the operator is mirrored. If the reference is solved, the answer
-    must be, as it could be the question itself."""
+    If the reference is solved, the answer must be, as it could be the question itself."""
     if gold.solved and not mine.solved:
         return False
     ratio = attempt(_find_ratio, gold, mine)
@@ -282,8 +279,7 @@ def _same_relation(gold: Relation, mine: Relation) -> bool:
 def _subtract_sides(relation: Relation) -> Expr | None:
     """Return left minus right, of an equation its numerator, with exact decimals.
 
-    f(x) and derivatives become symbols. None if a side has an integral, sum, product or limit, or is no
-    number."""
+    f(x) and derivatives become symbols. None for an integral, sum, product, limit or non-number."""
     sides = []
     for text in (relation.left, relation.right):
         formula = read_notation(text, inside=True).formula

@@ -50,8 +50,6 @@ class _Undefined(Exception):
 
 
 class _Parser(Latex2Sympy):
-    """The parser of latex2sympy2_extended, without dropping or guessing."""
-
     def __init__(self, *, is_real: bool) -> None:
         super().__init__(is_real=is_real, config=ConversionConfig(lowercase_symbols=False))
 
@@ -189,8 +187,7 @@ def _contains_all(entries: list[Any], wanted: list[Any]) -> bool:
 def _equal_expressions(gold: Expr, mine: Expr) -> bool:
     r"""Return whether two expressions are equal at all points where both are real.
 
-    `\\sqrt{L}/\\sqrt{g}` equals `\\sqrt{L/g}`, as both are real for positive letters only. `\\sqrt{x^2}`
-    and `x` differ for negative x."""
+    `\\sqrt{L}/\\sqrt{g}` equals `\\sqrt{L/g}`, real for positive letters only; `\\sqrt{x^2}` is not `x`."""
     if gold == mine:
         return not gold.has(sympy.nan, sympy.zoo)
     infinite = [one.has(sympy.oo, sympy.zoo, sympy.nan) for one in (gold, mine)]
@@ -214,9 +211,7 @@ def _equal_expressions(gold: Expr, mine: Expr) -> bool:
 def _evaluate_both(
     gold: Expr, mine: Expr, names: Sequence[str], case: Callable[[str], str], digits: int
 ) -> Iterator[tuple[Expr, Expr]]:
-    """Yield both values at random points where both are real, up to the first difference.
-
-    If there is no such point, yield complex values at positive points."""
+    """Yield both values at random points where both are real, else complex ones at positive points."""
     draw = random.Random(0)
     # Both signs too, so that |x| differs from x.
     signs = [(1, 1)] * _ENOUGH + [(-1, 1)] * (_TRIES - _ENOUGH)
@@ -248,9 +243,7 @@ def near_point(
 def far_points(
     names: Sequence[str], draw: random.Random, digits: int, expressions: Iterable[Expr]
 ) -> list[dict[str, Float]]:
-    r"""Return points on both sides of each constant, and at larger scales; [] without bends.
-
-    Bends are those of functions like `|x - 4|` and `\\lfloor n/12 \\rfloor`."""
+    r"""Return points around each constant, and at larger scales, for bends like `|x - 4|`; else []."""
     if not any(map(has_bend, expressions)):
         return []
     nodes = (node for one in expressions for node in sympy.preorder_traversal(one) if not node.free_symbols)
@@ -330,7 +323,7 @@ def _evaluate(
 
 
 def _is_odd_root(base: Expr, exponent: Expr) -> bool:
-    """Return whether base^exponent is an odd root of a negative number, real here."""
+    """Recognise odd roots of negative numbers, real here."""
     is_odd = isinstance(exponent, Rational) and exponent.q > 1 and exponent.q % 2 == 1
     return is_odd and base.is_negative is True
 
@@ -353,7 +346,7 @@ def equal_numbers(p: Fraction, p_is_decimal: bool, q: Fraction, q_is_decimal: bo
 
 
 def rational(number: Basic | MatrixBase) -> Rational | None:
-    """Return the exact value without roots, or None."""
+    """Return the exact value, or None if it has roots."""
     if not isinstance(number, Expr) or number.free_symbols or is_undone(number):
         return None
     value = _evaluate(number, {}, str, _GUARD_DIGITS, False)

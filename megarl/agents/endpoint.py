@@ -1,7 +1,7 @@
 """An OpenAI-compatible endpoint on loopback, for agents that know nothing of megarl (`rollout.agent`).
 
-Each response is a session with its own address. Sampled tokens are kept and new messages appended, so an
-agent's history must extend the sampled one. Otherwise the response is ungraded. Needs aiohttp."""
+Each response is a session with its own address. New messages are appended to sampled tokens, so a history
+that does not extend the sampled one leaves the response ungraded. Needs aiohttp."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 Agent = Callable[[str, str, dict[str, Any]], Awaitable[Verdict | bool | float | None]]
 
 _MAX_BYTES = 4 << 20  # a history of a million tokens
-# Any user of the machine can connect. So that connections without a valid api_key do not use up all
-# descriptors, the oldest is closed beyond this, or a quarter of the process's limit.
+# Any user can connect. So that connections without a valid api_key do not use up descriptors, the oldest is
+# closed beyond this, or a quarter of the process's limit.
 _MAX_UNAUTHENTICATED = 4096
 _UNAUTHENTICATED_SECONDS = 10.0
 # Agents often send these by default, but the run decides how tokens are sampled.
@@ -65,9 +65,7 @@ def check_installed() -> None:
 
 
 class Endpoint:
-    """The server of one worker, started on the event loop of the first session.
-
-    seconds: longest time without a request of an agent"""
+    """A worker's server, on the event loop of its first session. seconds: longest time without a request."""
 
     def __init__(
         self,

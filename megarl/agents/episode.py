@@ -1,7 +1,7 @@
 """The policy as an episode's coroutine sees it: turns, with tools or an environment between them.
 
-The policy's tokens are verified and trained on; shown tokens are context (docs/episodes.md). A resumed
-episode runs again from its start and replays its journal of turns and results of calls."""
+Shown tokens are context, not trained on (docs/episodes.md). A resumed episode runs again from its start and
+replays its journal of turns and results of calls."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ class Policy:
 
     @property
     def waiting(self) -> str:
-        """Name of a tool or environment that the episode waits for, or ""."""
+        """Name of the tool, environment or agent that the episode waits for, or ""."""
         return self._waits[0] if self._waits else ""
 
     @property
@@ -209,10 +209,10 @@ class Policy:
         self.written.turn_rewards[-1] += float(value)
 
     async def call(self, tool: str | Callable[..., Any], /, *arguments: Any, **keywords: Any) -> str:
-        """Call a tool, and return its result as text.
+        """Call a tool, in a process or (`async` functions) here, and return its result as text.
 
-        A plain function runs in a process, an `async` one here. Raises ToolError if the tool raises or
-        exceeds time or memory, ToolUnavailable if no process could run it, and EpisodeAborted."""
+        Raises ToolError if it raises or exceeds time or memory, ToolUnavailable if no process could run it,
+        and EpisodeAborted."""
 
         def run() -> Awaitable[Result[str]]:
             if inspect.iscoroutinefunction(tool):
@@ -319,8 +319,8 @@ class Policy:
     def result(self, *, ended: bool = True) -> TokenData:
         """Return all tokens after the prompt.
 
-        The finish_reason is "abort" if the episode has not `ended`, or caught EpisodeAborted. A response of
-        one turn without a call has no journal. A replay aborted early returns the earlier tokens."""
+        The finish_reason is "abort" if the episode has not `ended`, or caught EpisodeAborted. A replay
+        aborted early returns the earlier tokens."""
         if self._to_replay and self.earlier is not None and not ended:
             return self.earlier
         written = self.written

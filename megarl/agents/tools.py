@@ -39,19 +39,17 @@ class Environment(Protocol):
     """What an episode acts on, created anew for each episode.
 
     It must depend only on row, seed and the policy's texts, because another process may replay them.
-    `random` and numpy's generator are seeded before each call. Optional: `state()` returns a JSON value,
-    and `restore(state)`, called after `reset`, replaces the replay."""
+    `random` and numpy are seeded before each call. Optionally, `state()` returns JSON, and `restore(state)`,
+    called after `reset`, replaces the replay."""
 
-    def reset(self, row: dict[str, Any], seed: int) -> str:
-        """Start, and return the first observation."""
-        ...
+    def reset(self, row: dict[str, Any], seed: int) -> str: ...
 
     def step(self, text: str) -> tuple[str, float, bool]:
         """Return observation, the turn's reward, and done."""
         ...
 
     def verdict(self) -> Verdict | bool | float:
-        """Grade the episode so far, without changing anything."""
+        """Grade the episode so far; changes nothing."""
         ...
 
 
@@ -89,9 +87,8 @@ class ToolPool:
     observation_bytes  UTF-8 bytes returned by a call; longer results are cut and marked
     environment        `module:Class`, constructed with `arguments`
 
-    A job that exceeds time or memory, or loses its process, is retried once in a new process. The
-    second failure is the policy's (`judged`), unless the process did not start. Jobs are served in order,
-    but wait for a busy process that has their environment."""
+    A job that exceeds limits or loses its process is retried in a new one; the second failure is the policy's
+    (`judged`), unless the process did not start. Jobs wait for a busy process with their environment."""
 
     def __init__(
         self,
@@ -134,7 +131,7 @@ class ToolPool:
 
     @property
     def oldest(self) -> str:
-        """Describe the oldest unfinished job, for reports about a hang."""
+        """For reports about a hang."""
         for job in self.waiting[:1]:
             what = f"{job.what} in a process" if job.running else f"{job.what}, which waits for a process"
             return f"{what}, for {time.monotonic() - job.since:.0f} s"
@@ -184,7 +181,6 @@ class ToolPool:
                 process.send({"forget": key})
 
     def close(self) -> None:
-        """End the processes and their jobs. A later job starts new ones."""
         tasks = list(self._tasks)
         for job in tasks:
             if self._loop is not None and not self._loop.is_closed():
@@ -252,7 +248,7 @@ class ToolPool:
     def _release_slot(self, slot: int) -> None:
         """Pass a slot to the first queued job whose environment no other process has, else to the first.
 
-        Skipped jobs do not starve: they come first when their own process is idle."""
+        Skipped jobs come first when their own process is idle."""
         while self._queue:
             fitting = (job for job in self._queue if self._find_slot(job[1]) in (None, slot))
             future, _ = chosen = next(fitting, self._queue[0])
@@ -345,7 +341,7 @@ class ToolPool:
 
 
 class _Job:
-    """A message for a process. what: the tool or method. wanted: the caller still waits."""
+    """wanted: the caller still waits for the answer."""
 
     def __init__(self, what: str, sent: dict[str, Any], key: int | None = None) -> None:
         self.what, self.sent, self.key = what, sent, key
@@ -500,9 +496,9 @@ def _seed(seed: int, index: int) -> None:
 
 
 def format_observation(value: Any, size: int) -> str:
-    """Return a value as at most `size` bytes of UTF-8, with a mark if cut.
+    """Return a value as text or JSON of at most `size` bytes of UTF-8, with a mark if cut.
 
-    Bytes are decoded, invalid UTF-8 replaced, other values become JSON. Raises TypeError."""
+    Invalid UTF-8 is replaced. Raises TypeError."""
     if isinstance(value, bytes | bytearray):
         long, text = len(value) > size, bytes(value[: size + 4]).decode("utf-8", "replace")
     else:

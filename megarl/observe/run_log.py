@@ -1,6 +1,6 @@
 """Logs of a run: JSON lines in its folder, optionally also TensorBoard and W&B.
 
-A run may be killed at any moment: readers skip a cut line, writers remove it before appending."""
+A killed run leaves a cut line: readers skip it, writers remove it before appending."""
 
 from __future__ import annotations
 
@@ -82,11 +82,10 @@ class SampleRecord:
     """One response of a step, for people to read. None: not recorded.
 
     prompt       the model's input; question: the user's text in it
-    reward       input of the advantages, penalties included
-    group_size   responses to the same prompt; group_right: correct ones
+    reward       penalties included
+    group_right  correct responses of the `group_size` to the same prompt
     advantage_*  over all tokens
-    tokens       text of each token
-    turns        [POLICY or OBSERVED, text] of a multi-turn episode; joined they are the response
+    turns        [POLICY or OBSERVED, text] of an episode; joined they are the response
     observed     per token, whether it is an observation"""
 
     step: int
@@ -212,10 +211,8 @@ class JsonlWriter:
 class RunLog:
     """Writes the logs of a run; a context manager.
 
-    append: continue the files. samples: maximum per step. exporter: serves the newest metrics. dispensable:
-    receives write errors of optional files, all but metrics and answers.
-
-    Raises ConfigError if the folder cannot be written or a requested tracker is not installed."""
+    samples: maximum per step. dispensable: receives write errors of all files but metrics and answers. Raises
+    ConfigError if the folder cannot be written or a requested tracker is not installed."""
 
     def __init__(
         self,
@@ -238,9 +235,9 @@ class RunLog:
     def write_metrics(self, record: Mapping[str, Any]) -> Record:
         """Write the metrics of a step or an evaluation; return them as written.
 
-        `record` needs "step" (int) and "stage" (one of STAGES), else ValueError. Values are texts, numbers,
-        0-dimensional tensors, or lists and mappings of these. A non-finite number becomes null and is listed
-        in "alarms", which the report shows, like "events" (lists of texts)."""
+        `record` needs "step" and "stage", else ValueError. Values are texts, numbers, 0-dimensional tensors,
+        or lists and mappings of these. A non-finite number becomes null and is listed in "alarms". The report
+        shows "alarms" and "events" (lists of texts)."""
         if not is_step(record):
             got = f"{record.get('step')}, {record.get('stage')}"
             raise ValueError(f"a metrics record needs an int `step` and a `stage` of {STAGES} (got {got})")
@@ -261,7 +258,6 @@ class RunLog:
     def write_samples(self, samples: Iterable[SampleRecord]) -> int:
         chosen = choose_samples(list(samples), self.samples_per_step)
         for sample in chosen:
-            # Lists are per token, and rounded already.
             record = {k: v if isinstance(v, list) else plain(v, k, []) for k, v in vars(sample).items()}
             record["prompt"] = shorten(sample.prompt, SAMPLE_CHARACTERS)
             record["question"] = shorten(sample.question, SAMPLE_CHARACTERS)

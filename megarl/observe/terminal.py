@@ -127,8 +127,8 @@ def select_columns(record: Mapping[str, Any]) -> list[Column]:
 def format_evaluation(record: Mapping[str, Any]) -> str:
     """Format an evaluation: `0.621 avg  0.700 pass  0.650 majority  (k 4, 512 problems)`.
 
-    Only avg if k is 1 or differs between sets. A line per set and data source follows if there are
-    several. It stands alone if no set counts in the headline."""
+    Only avg if k is 1 or differs between sets. Several sets or sources have a line each, which stand alone
+    if no set counts in the headline."""
     common = record.get("eval/k")
 
     def line(prefix: str) -> str:
@@ -265,7 +265,6 @@ class TerminalView:
         return format_duration((now - start) / (last - first) * max(0, total - last))
 
     def _printable(self, text: str) -> str:
-        """Return one line in the console's encoding."""
         line = printable(" ".join(text.split()))
         return line.encode("ascii", "replace").decode() if self._ascii else line
 
@@ -378,7 +377,7 @@ class Follower:
 
 
 class _Clock:
-    """The run's own time: `past` while old records are read, then real time from `since`."""
+    """`past` while old records are read, then real time from `since`."""
 
     past, since = 0.0, 0.0
 

@@ -1,7 +1,7 @@
 """Grade responses in worker processes, so that a verifier may hang, die or use too much memory.
 
-Failures that an answer can cause (time, memory, a crash) make it wrong; otherwise a policy would learn to
-write such answers. Other failures leave it ungraded."""
+Failures that an answer can cause make it wrong; otherwise a policy would learn to write such answers. Other
+failures leave it ungraded."""
 
 from __future__ import annotations
 
@@ -126,11 +126,10 @@ class VerifierPool:
     def verify(self, items: Sequence[Item]) -> list[Verdict]:
         """Return one verdict per item, in order.
 
-        An answer over the limit is wrong, and so is one whose worker died with it twice. A time-out without
-        much CPU time must also happen twice, so that a kill or stop from outside changes no verdict.
-
-        If no worker can start, raises WaitTimeout or ConfigError before anything was graded; later, the
-        remaining items are ungraded."""
+        An answer over the limit, or whose worker died with it twice, is wrong. A time-out without much CPU
+        time must also happen twice, so that a kill or stop from outside changes no verdict. If no worker can
+        start, raises WaitTimeout or ConfigError before anything was graded; later, the remaining items are
+        ungraded."""
         if self._loop is None:
             # new_event_loop would follow the process's policy (SGLang's is uvloop).
             self._loop = asyncio.SelectorEventLoop()
@@ -200,7 +199,6 @@ class VerifierPool:
                 if worker is not None:
                     reason = f"{worker.end()}; {worker.last_line}"
                 self._failed_starts += 1
-                # An overloaded machine starts slowly.
                 if isinstance(error, TimeoutError) and (
                     not self._has_judged or self._failed_starts >= FAILED_STARTS
                 ):
@@ -217,8 +215,6 @@ class VerifierPool:
 
 
 class _Worker(LimitedProcess):
-    """A process, and the items that it has not answered yet."""
-
     def __init__(self, sandbox: str) -> None:
         super().__init__(__name__, sandbox)
         self.batch: deque[int] = deque()

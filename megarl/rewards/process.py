@@ -114,7 +114,6 @@ class LimitedProcess:
             raise ValueError("a message is nested too deeply") from None
 
     async def finish(self) -> str:
-        """Do the same as `end` without blocking the event loop."""
         if not self._ended:
             if self._transports and self._answers.at_eof():
                 await self._wait_async(_END_LIMIT)
@@ -169,8 +168,8 @@ class LimitedProcess:
 def serve(process: Supervised, prepare: Callable[[dict[str, Any]], Callable[[Any], Iterator[Any]]]) -> None:
     """Run such a process: answer `null` (ready) or an error, then messages until the input ends.
 
-    The sandbox closes after `prepare`, which makes from the settings the function that answers a message. Its
-    ConfigError is raised in the parent."""
+    `prepare` makes from the settings the function that answers; the parent raises its ConfigError. Then the
+    sandbox closes."""
     source, sink = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     settings = json.loads(source.readline())
     # User code's output must not mix with messages; stderr can report a failing start.

@@ -1,7 +1,7 @@
 """Confine processes that handle a policy's text: verifiers, tools and environments.
 
-`supervise` forks the process below a supervisor that kills everything it leaves behind. `restrict` gives up
-rights for good, as far as kernel and container allow; `probe` tries what holds."""
+`supervise` puts a supervisor above the process, to kill all it leaves behind. `restrict` gives up rights, as
+far as kernel and container allow; `probe` tries what holds."""
 
 from __future__ import annotations
 
@@ -67,10 +67,10 @@ def hide_memory() -> None:
 
 
 def supervise(sandbox: str) -> Supervised:
-    """Fork, and return in the child; the parent, the supervisor, kills all that the child leaves running.
+    """Fork, and return in the child. The parent, its supervisor, kills all that the child leaves running.
 
-    It writes the child's process id as a line to standard output, and ends like the child. On SIGTERM, or
-    when its parent dies, it kills everything first. Call it before starting threads."""
+    It writes the child's process id as a line to standard output, and ends like the child. SIGTERM or its
+    parent's death ends all. Call it before starting threads."""
     trainer = os.getppid()
     folder = Path(tempfile.mkdtemp(prefix="megarl-worker-"))
     for number in _IGNORED:
@@ -366,10 +366,10 @@ def _landlock(process: Supervised) -> int:
 
 
 def _readable() -> Iterator[Path]:
-    """Yield what code may read.
+    """Yield what code may read: all but temporary folders, devices, sockets, and hidden entries of the home.
 
-    All but temporary folders, devices, sockets, and hidden entries of the home folder, which hold keys. The
-    current folder and Python's are included, unless they are such a folder themselves."""
+    Those hold keys. The current folder and Python's are readable, unless they are such a folder themselves.
+    """
     keys, homes = set[Path](), {Path(os.environ.get("HOME", "/"))}
     with suppress(KeyError):  # a user id without a name
         homes.add(Path(pwd.getpwuid(os.getuid()).pw_dir))
@@ -493,7 +493,6 @@ def rules(process: Supervised, in_namespace: bool, is_read_only: bool) -> Iterat
 
 
 def filter_program(found: Iterable[Rule], machine: str) -> bytes:
-    """Compile the rules to a classic BPF program."""
     column, architecture = _MACHINES[machine]
     load, equal, at_least, has_bits, end = 0x20, 0x15, 0x35, 0x45, 0x06
     number, fails, allow = 0, 0x50000, 0x7FFF0000  # SECCOMP_RET_ERRNO, SECCOMP_RET_ALLOW

@@ -24,13 +24,13 @@ MAX_TEXT = 1000  # characters of an extracted answer or an error in a message
 class Verdict:
     """The result of grading one response.
 
-    correct    counts for accuracy, pass@k, group filtering, positive-example loss
-    extracted  the normalised final answer, for majority voting; None if there is none
-    error      why grading failed, else None
+    correct    for accuracy, pass@k, group filtering, positive-example loss
+    extracted  the normalised final answer, for majority voting
+    error      why grading failed
     judged     False: ungraded, and left out everywhere, because the failure does not depend on the answer
     (docs/verifiers.md); an error with True makes the answer wrong
-    score      any finite number: 1 earns the reward of a correct answer, 0 of a wrong one; None: by `correct`
-    terms      name -> value of each of `reward.terms`; the pool sets it"""
+    score      finite: 1 earns the reward of a correct answer, 0 of a wrong one; None: by `correct`
+    terms      values of `reward.terms`; the pool sets it"""
 
     correct: bool
     extracted: str | None = None
@@ -151,7 +151,7 @@ def verifier_path(name: str) -> str:
 
 
 def get_verifier(name: str) -> Verifier:
-    """Raises ConfigError if it is unknown, cannot be imported or is not callable."""
+    """Raises ConfigError."""
     return import_object("reward.verifier", verifier_path(name))
 
 
