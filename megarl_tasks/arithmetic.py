@@ -147,7 +147,7 @@ def write_demo(folder: Path, seed: int, layers: int = 2, experts: int = 0) -> No
 
 
 def held_out(prompt: str) -> bool:
-    """One prompt in ten is held out, by a checksum: sum(x * 31**i) % 10 would be the digit sum."""
+    """Hold out one prompt in ten, by a checksum: sum(x * 31**i) % 10 would be the digit sum."""
     return zlib.crc32(prompt.encode()) % 10 == 0
 
 

@@ -81,8 +81,8 @@ _DIGITS = 40
 def verify_math(response: str, answer: str) -> Judgement:
     r"""Compare the final answer of `response` with `answer` mathematically.
 
-    It is the last `Answer:` line or its boxes after the thoughts, else the last `<answer>`, else the last
-    `\boxed{}`, else the last formula or number of the last 1,000 characters. Implausible answers (over 300
+    It is the last `Answer:` line or its boxes after the thoughts. Else it is the last `<answer>`, `\boxed{}`,
+    or formula or number of the last 1,000 characters, in this order. Implausible answers (over 300
     characters, brackets 16 deep) are compared as text."""
     answer = plain(all_boxed(answer) or answer)
     gold = read_relations(answer) if is_plausible(answer) else None

@@ -26,7 +26,7 @@ from megarl.data.prompts import Prompt
 from megarl.data.response_text import check_end, policy_text
 from megarl.rewards.verdict import Verdict
 
-_MAX_CALLS = 16  # a policy that repeats itself would keep the tools busy for hours
+_MAX_CALLS = 16  # in one turn; a policy that repeats itself would keep the tools busy for hours
 _CALL_BEGINS, _CALL_ENDS = "<tool_call>", "</tool_call>"
 _THOUGHTS_END = "</think>"
 _SPACE, _SEPARATORS = re.compile(r"\s*"), re.compile(r"[; \n\t,]*")
@@ -179,7 +179,7 @@ def parse_calls(tokens: Sequence[int], tokenizer: Any, form: str, prefix: str = 
 
 
 def _hermes_calls(text: str) -> tuple[str, list[Call]]:
-    """A tag within JSON is text."""
+    """Parse `<tool_call>JSON</tool_call>`. A tag within JSON is text."""
     begin = _end_of_thoughts(text)
     around, calls = [text[:begin]], list[Call]()
     while (tag := text.find(_CALL_BEGINS, begin)) >= 0:
@@ -212,7 +212,7 @@ def _end_of_thoughts(text: str) -> int:
 
 
 def _json_behind(text: str, tag: int) -> tuple[Any, int]:
-    """Raises ValueError and RecursionError."""
+    """Return the JSON value after a tag, and its end. Raises ValueError and RecursionError."""
     return _JSON.raw_decode(text, _skip(_SPACE, text, tag + len(_CALL_BEGINS)))
 
 
@@ -316,5 +316,5 @@ def play(chat: ChatTurns | None) -> EpisodeFunction:
 
 
 def make_call_id(turn: int, number: int) -> str:
-    """Nine characters, as Mistral's templates require."""
+    """Return nine characters, as Mistral's templates require."""
     return f"c{turn % 10000:04}{number % 10000:04}"

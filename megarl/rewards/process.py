@@ -24,7 +24,7 @@ from megarl.rewards.sandbox import Supervised, restrict
 
 START_LIMIT = 60.0  # seconds; importing sympy from a busy network file system is slow
 FAILED_STARTS = 3
-# Ends that the process did not cause: its own memory limit is lower than the kernel's, which uses SIGKILL.
+# Ends that the process did not cause. Its own memory limit comes before the kernel's, which is a SIGKILL.
 FROM_OUTSIDE = {f"signal {number:d}" for number in (signal.SIGKILL, signal.SIGTERM, signal.SIGHUP)}
 # All that an interpreter needs. Others (ranks, devices, keys) must not reach such a process.
 _KEPT_ENVIRONMENT = ("HOME", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "PATH", "PYTHONHOME", "TMPDIR")

@@ -366,9 +366,10 @@ def _landlock(process: Supervised) -> int:
 
 
 def _readable() -> Iterator[Path]:
-    """Yield what code may read: all but temporary folders, devices, sockets, and hidden entries of the home.
+    """Yield what code may read.
 
-    Those hold keys. The current folder and Python's are readable, unless they are such a folder themselves.
+    All but temporary folders, devices, sockets, and hidden entries of the home, which hold keys. The current
+    folder and Python's are readable, unless they are such a folder themselves.
     """
     keys, homes = set[Path](), {Path(os.environ.get("HOME", "/"))}
     with suppress(KeyError):  # a user id without a name
