@@ -1,7 +1,6 @@
-"""The demo's task: sums of 3 to 7 numbers, computed in a chain of additions by an error-prone teacher.
+"""The demo's task: sums of 3 to 7 numbers, in a chain of additions by an error-prone teacher.
 
-Also the tokenizer, model (Qwen3 with 101,000 parameters, or a mixture) and task files that other tasks
-share."""
+Also the tokenizer, model (Qwen3 or a mixture) and files that other tasks share."""
 
 from __future__ import annotations
 
@@ -32,15 +31,15 @@ Style = Literal["bare", "chain", "wait", "truncated"]
 STYLES: tuple[Style, ...] = ("bare", "chain", "wait", "truncated")
 
 ANSWER = re.compile(r"Answer:\s*(-?\d+)\s*$")
-MAX_NEW_TOKENS = 80  # length limit of the demo's responses; some of the teacher's are longer
+MAX_NEW_TOKENS = 80  # some of the teacher's responses are longer
 MAX_POSITIONS = 256
 
 MIN_TERMS, MAX_TERMS, MAX_TERM = 3, 7, 5
-BARE, WAIT = 0.25, 0.15  # shares of bare answers, and of chains that are repeated after "Wait"
-# Share of wrong additions. A model that copies the teacher is then correct about a third of the time.
+BARE, WAIT = 0.25, 0.15  # shares of bare answers, and of chains repeated after "Wait"
+# Share of wrong additions: a copy of the teacher is correct about a third of the time.
 ERROR = 0.12
 AGAIN = 0.7
-MAX_CHAINS = 4  # in one response, so that prompt and response fit into the model's 256 positions
+MAX_CHAINS = 4  # so that prompt and response fit into the model's 256 positions
 
 SFT_ROWS = 450 * 64
 TRAIN_ROWS = 8192
@@ -64,13 +63,11 @@ P = TypeVar("P", bound=HasPrompt)
 
 
 class Sum(NamedTuple):
-    """Numbers to be added."""
-
     terms: tuple[int, ...]
 
     @property
     def prompt(self) -> str:
-        """The problem as the model reads it, e.g. `5+2+4+3=?` and a newline."""
+        """E.g. `5+2+4+3=?` and a newline."""
         return "+".join(map(str, self.terms)) + "=?\n"
 
     @property
@@ -79,16 +76,13 @@ class Sum(NamedTuple):
 
 
 def sample_problem(rng: random.Random) -> Sum:
-    """Sample 3 to 7 numbers in 1..5."""
     return Sum(tuple(rng.randint(1, MAX_TERM) for _ in range(rng.randint(MIN_TERMS, MAX_TERMS))))
 
 
 def chain(problem: Sum, rng: random.Random, error: float = ERROR) -> tuple[str, int]:
-    """Return one addition per line, and the resulting sum.
+    """Return one addition per line, and the resulting sum. Errors carry over to later lines.
 
-    Each addition is off by up to 3 with probability `error`, and later lines continue with the wrong
-    result. If errors were always 1, they would often cancel, and guesses would be correct as often as
-    chains."""
+    They are up to 3, because errors of 1 would often cancel, and guesses would be as good as chains."""
     total, lines = problem.terms[0], []
     for term in problem.terms[1:]:
         result = total + term
@@ -101,9 +95,7 @@ def chain(problem: Sum, rng: random.Random, error: float = ERROR) -> tuple[str, 
 
 
 def teach(problem: Sum, rng: random.Random) -> str:
-    """Return a response of the teacher, without its end-of-sequence token.
-
-    25 % are a bare answer, 60 % one chain, 15 % a chain, `Wait` and another chain, possibly repeated."""
+    """Return a response of the teacher, without its end-of-sequence token."""
     kind = rng.random()
     work, total = chain(problem, rng)
     if kind < BARE:
@@ -118,12 +110,7 @@ def teach(problem: Sum, rng: random.Random) -> str:
 
 
 def style(response: str, finished: bool = True) -> Style:
-    """Classify a response.
-
-    truncated  no answer at its end, or not finished (no end-of-sequence token)
-    wait       contains "Wait"
-    bare       only the answer
-    chain      all others"""
+    """Classify a response; truncated: without an answer at its end, or not finished."""
     if not finished or not ANSWER.search(response):
         return "truncated"
     if "Wait" in response:
@@ -132,7 +119,6 @@ def style(response: str, finished: bool = True) -> Style:
 
 
 def style_shares(responses: Iterable[tuple[str, bool]]) -> dict[Style, float]:
-    """Return the share of each style among responses given as (text, finished)."""
     styles = [style(text, finished) for text, finished in responses]
     return {name: styles.count(name) / max(len(styles), 1) for name in STYLES}
 
@@ -141,9 +127,9 @@ def write_demo(folder: Path, seed: int, layers: int = 2, experts: int = 0) -> No
     """Write the demo's model and data into `folder`, deterministic for a seed and sizes.
 
     model/       untrained model and tokenizer, Hugging Face's format
-    sft.jsonl    28,800 rows prompt, response, answer
-    train.jsonl  8,192 different problems (prompt, answer), none held out
-    eval.jsonl   512 held-out problems, the same for every seed
+    sft.jsonl    rows prompt, response, answer
+    train.jsonl  different problems (prompt, answer), none held out
+    eval.jsonl   held-out problems, the same for every seed
 
     experts: per layer, 0 for a dense model. Raises DataError if the folder cannot be written."""
 
@@ -161,9 +147,7 @@ def write_demo(folder: Path, seed: int, layers: int = 2, experts: int = 0) -> No
 
 
 def held_out(prompt: str) -> bool:
-    """Return whether a prompt is for evaluation: one in ten is.
-
-    It uses a checksum, because a simple hash like sum(x * 31**i) % 10 would be the digit sum."""
+    """Hold out one prompt in ten, by a checksum: sum(x * 31**i) % 10 would be the digit sum."""
     return zlib.crc32(prompt.encode()) % 10 == 0
 
 
@@ -180,13 +164,10 @@ def write_task_files(
     experts: int = 0,
     sample_eval: Callable[[random.Random], P] | None = None,
 ) -> None:
-    """Write model/, sft.jsonl, train.jsonl and eval.jsonl of a task. Only eval.jsonl has held-out prompts.
+    """Write a task's files, as `write_demo`. Only eval.jsonl has held-out prompts.
 
-    sample       samples a problem
     sample_eval  samples a problem for evaluation, if that differs
-    answer       returns the problem of the warm start and the teacher's response
-
-    Raises DataError if the folder cannot be written."""
+    answer       returns the problem of the warm start and the teacher's response"""
 
     def problems(rng: random.Random, *, evaluation: bool = False) -> Iterator[P]:
         while True:
@@ -221,7 +202,7 @@ def write_task_files(
             (place / f"{name}.jsonl").write_text(text, encoding="utf-8")
         place = folder / "model"
         model = build_model(tokenizer, seed, layers, experts)
-        # Not model.save_pretrained, which shows a progress bar.
+        # model.save_pretrained shows a progress bar.
         weights = revert_weight_conversion(model, model.state_dict())
         del weights["lm_head.weight"]  # tied
         tokenizer.save_pretrained(place)
@@ -242,8 +223,7 @@ def build_tokenizer(
 ) -> PreTrainedTokenizerFast:
     """Build a BPE tokenizer with a token for each character of the alphabet and each word.
 
-    The demo's has 40 tokens. Digits never merge, so the model reads numbers digit by digit. Characters
-    outside the alphabet are lost. positions: maximum positions of the model."""
+    Digits never merge. Characters outside the alphabet are lost. positions: of the model."""
     vocabulary = {PAD: 0, EOS: 1} | {character: i + 2 for i, character in enumerate(alphabet)}
     merges: list[tuple[str, str]] = []
     for word in words:
@@ -251,7 +231,7 @@ def build_tokenizer(
             merges.append((word[:end], word[end]))
             vocabulary[word[: end + 1]] = len(vocabulary)
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges))
-    tokenizer.decoder = decoders.Fuse()  # without it the tokens are joined by spaces
+    tokenizer.decoder = decoders.Fuse()  # else tokens are joined by spaces
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         eos_token=EOS,
@@ -264,7 +244,7 @@ def build_tokenizer(
 def build_model(tokenizer: PreTrainedTokenizerFast, seed: int, layers: int = 2, experts: int = 0) -> Any:
     """Build an untrained Qwen3, initialised from the seed; torch's generator keeps its state.
 
-    experts: number per layer of a Qwen3-MoE; each token uses two, together as wide as the dense layer"""
+    experts: per layer; each token uses two, together as wide as the dense layer"""
     family = (Qwen3MoeConfig, Qwen3MoeForCausalLM) if experts else (Qwen3Config, Qwen3ForCausalLM)
     mixture = {"num_experts": experts, "num_experts_per_tok": 2, "moe_intermediate_size": 96}
     config_class, model_class = family
@@ -277,7 +257,7 @@ def build_model(tokenizer: PreTrainedTokenizerFast, seed: int, layers: int = 2, 
         num_key_value_heads=2,
         head_dim=16,
         max_position_embeddings=tokenizer.model_max_length,
-        initializer_range=0.06,  # Qwen's 0.02 is for wide models; a narrow one learns much slower with it
+        initializer_range=0.06,  # a narrow model learns much slower with Qwen's 0.02
         tie_word_embeddings=True,
         architectures=[model_class.__name__],
         bos_token_id=None,

@@ -1,8 +1,7 @@
 """The demo with a tool: word problems of one step, and a calculator that the policy may call.
 
-The prompt shows two problems with calls and results. The model writes `Call: calc(214 + 377)`, reads
-`Result: 591`, and ends with `Answer: 591`. Numbers have three digits, so without the tool it is almost
-never correct."""
+The prompt shows two problems. The model writes `Call: calc(214 + 377)`, reads `Result: 591`, and ends with
+`Answer: 591`. Without the tool it is almost never correct."""
 
 from __future__ import annotations
 
@@ -22,7 +21,6 @@ from megarl.data.prompts import Prompt
 TRAIN_ROWS, EVAL_ROWS = 2048, 96
 NAMES = ("Anna", "Ben", "Chloe", "David", "Emma", "Farid", "Grace", "Hugo", "Ines", "Jack", "Kira", "Leo")
 THINGS = ("apples", "marbles", "stamps", "books", "coins", "cards", "pens", "shells", "stickers", "beads")
-# Wordings of a problem, by operation.
 WORDINGS = {
     "addition": (
         "{name} has {a} {things} and gets {b} more. How many {things} does {name} have now?",
@@ -52,8 +50,6 @@ CALL = re.compile(r"Call:\s*calc\((.*)\)\s*$")
 
 
 class Problem(NamedTuple):
-    """A word problem of one step. source: its operation."""
-
     source: str
     question: str
     call: str
@@ -61,7 +57,7 @@ class Problem(NamedTuple):
 
 
 def problems(seed: int) -> Iterator[Problem]:
-    """Yield problems endlessly, no two with the same operation and operands."""
+    """No two have the same operation and operands."""
     rng = random.Random(seed)
     seen = set[str]()
     while True:
@@ -79,7 +75,7 @@ def problems(seed: int) -> Iterator[Problem]:
 
 
 def format_prompt(question: str, *, calls: bool) -> str:
-    """Return a problem after the two examples. calls: the examples use the calculator."""
+    """Return a problem after two examples. calls: they use the calculator."""
     shown = ""
     for asked, call, answer in SHOWN:
         used = f"Call: calc({call})\nResult: {answer}\n" if calls else ""
@@ -88,8 +84,7 @@ def format_prompt(question: str, *, calls: bool) -> str:
 
 
 def write_task(folder: Path, seed: int) -> None:
-    """Write train.jsonl, eval.jsonl and without_tool.jsonl, which has eval.jsonl's questions without
-    calculator.
+    """Write train.jsonl, eval.jsonl and without_tool.jsonl (the same questions without calculator).
 
     No held-out problem has the operation and operands of a training problem."""
     rows = problems(seed)
@@ -134,7 +129,7 @@ def calc(expression: str) -> str:
 
 
 async def episode(prompt: Prompt, policy: Policy) -> None:
-    """Run an episode: each line of the policy that is a call is answered, any other line ends it."""
+    """Answer each line of the policy that is a call; any other ends the episode."""
     while True:
         turn = await policy.generate(stop=("\n",))
         line = turn.text.strip()

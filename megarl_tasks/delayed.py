@@ -1,8 +1,7 @@
 """The ablations' task: a sum that is decided early in a response and graded late.
 
-Four numbers are added modulo 10 in three lines, by a teacher with a bad habit. Then a forced countdown of
-16 to 36 lines repeats the result. The deciding tokens are 60 to 170 tokens before the reward, so
-advantages must reach far back."""
+A teacher with a bad habit adds four numbers modulo 10. Then a forced countdown repeats the result, so the
+deciding tokens are 60 to 170 tokens before the reward, and advantages must reach far back."""
 
 from __future__ import annotations
 
@@ -15,14 +14,13 @@ from megarl_tasks.arithmetic import build_tokenizer, write_task_files
 
 TERMS, MAX_TERM = 4, 4
 SHORTEST, LONGEST = 16, 36
-COUNTERS = string.ascii_lowercase + string.ascii_uppercase  # names of the countdown's lines; a is the last
+COUNTERS = string.ascii_lowercase + string.ascii_uppercase  # of the countdown's lines; a is the last
 
-# Share of additions that are one too large. It equals that of correct ones, so a policy that only sharpens
-# its most frequent behaviour gains nothing.
+# Share of additions that are one too large, equal to that of correct ones: sharpening gains nothing.
 HABIT = 0.45
-# Share of additions with another wrong digit. Only a tenth of the responses have three correct additions.
+# Share of other errors. A tenth of the responses have three correct additions.
 SLIP = 0.10
-# Most countdowns of the warm start are brief: they are learned quickly, unlike additions.
+# Most countdowns of the warm start are brief: they are learned quickly.
 BRIEF, BRIEF_LINES = 0.7, 4
 
 SFT_ROWS = 600 * 64
@@ -31,15 +29,14 @@ ALPHABET = "0123456789+=\n :" + COUNTERS
 
 
 class DelayedSum(NamedTuple):
-    """terms  digits to add modulo 10
-    lines  length of the countdown"""
+    """A sum of `terms` modulo 10. lines: length of the countdown."""
 
     terms: tuple[int, ...]
     lines: int
 
     @property
     def prompt(self) -> str:
-        """The problem as the model reads it, e.g. `7+2+4+1=t` and a newline; t is the first line's name."""
+        """E.g. `7+2+4+1=t` and a newline; t is the first line's name."""
         return "+".join(map(str, self.terms)) + f"={COUNTERS[self.lines - 1]}\n"
 
     @property
@@ -48,15 +45,13 @@ class DelayedSum(NamedTuple):
 
 
 def sample_problem(rng: random.Random) -> DelayedSum:
-    """Sample a digit and three numbers in 1..4: few additions, which a small model learns well."""
+    """Sample few different additions, which a small model learns well."""
     terms = (rng.randint(0, 9), *(rng.randint(1, MAX_TERM) for _ in range(TERMS - 1)))
     return DelayedSum(terms, rng.randint(SHORTEST, LONGEST))
 
 
 def teach(problem: DelayedSum, rng: random.Random, habit: float = HABIT, slip: float = SLIP) -> str:
-    """Return a response of the teacher, without its end-of-sequence token.
-
-    Additions are wrong independently, and later lines continue with the wrong result."""
+    """Return the teacher's response, without end-of-sequence token. Errors carry over to later lines."""
     total, text = problem.terms[0], ""
     for term in problem.terms[1:]:
         result, chance = (total + term) % 10, rng.random()
@@ -71,14 +66,7 @@ def teach(problem: DelayedSum, rng: random.Random, habit: float = HABIT, slip: f
 
 
 def write_task(folder: Path, seed: int) -> None:
-    """Write the ablations' model and data into `folder`, deterministic for a seed.
-
-    model/       untrained model and tokenizer, Hugging Face's format
-    sft.jsonl    38,400 rows prompt, response, answer
-    train.jsonl  4,096 different problems (prompt, answer), none held out
-    eval.jsonl   512 held-out problems, the same for every seed
-
-    Raises DataError if the folder cannot be written."""
+    """Write the ablations' model and data into `folder`, as `arithmetic.write_demo`."""
 
     def answer(problem: DelayedSum, rng: random.Random) -> tuple[DelayedSum, str]:
         if rng.random() < BRIEF:

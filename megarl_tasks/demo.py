@@ -1,8 +1,6 @@
-"""`megarl demo`: a first run.
+"""`megarl demo`: a first run, of a tiny model with a warm start or a pretrained one.
 
-It creates a tiny model and a task, warm-starts the model and trains it by reinforcement. Or it downloads a
-pretrained model and trains that. Recipes share a seed's task and warm start, and their runs have separate
-folders. Only the run of the same recipe is replaced."""
+Recipes share a seed's task and warm start. Each has a folder for its run, which the next one replaces."""
 
 from __future__ import annotations
 
@@ -37,24 +35,24 @@ Recipe = Literal[
 ]  # fmt: skip
 Task = Literal["sums", "calculator"]
 FOLDERS: dict[Model, Path] = {"tiny": Path("runs/demo"), "smollm2": Path("runs/smollm2")}
-# Runs of the pretrained model. A cost of 1 is a forward pass over one response.
+# A cost of 1 is a forward pass over one response.
 PARAMETERS, GROUP, RANKS = 135e6, 8, 2
 TOKENS: dict[Task, int] = {"sums": 32, "calculator": 64}  # per response, including its share of the prompt
-ROWS: dict[Task, int] = {"sums": pretrained.EVAL_ROWS, "calculator": 2 * calculator.EVAL_ROWS}  # evaluated
+ROWS: dict[Task, int] = {"sums": pretrained.EVAL_ROWS, "calculator": 2 * calculator.EVAL_ROWS}
 REACHED = {"fp32": 0.7, "bf16": 0.55}  # share of the processor's rate that a forward pass reaches
 ASKED = 4.0  # cost of a held-out answer
-UPDATE = 1.5  # seconds of a model's update in addition to its passes, mostly for memory traffic
-PRETRAINED = {"vapo": (10.0, 4), "dapo": (9.0, 2)}  # cost per response and model updates of a step
+UPDATE = 1.5  # seconds of an update in addition to its passes, for memory traffic
+PRETRAINED = {"vapo": (10.0, 4), "dapo": (9.0, 2)}  # cost per response, and updates of a step
 LONG = 1140.0  # seconds
 QUICK: dict[Task, float] = {"sums": 330.0, "calculator": 640.0}
 LONGEST: dict[Task, float] = {"sums": LONG, "calculator": 780.0}
 LEAST, MOST = 8, 16  # steps
-NEVER = 1000  # steps between evaluations: only before and after the run
+NEVER = 1000  # evaluate only before and after the run
 PRETRAINED_MEMORY = 12 * GIB
 
 MARK = ".megarl-demo"  # in --folder: the demo created it
-MARK_WARM_START = ".megarl-demo-warm-start"  # after a warm start: checksums of its inputs and result
-MARK_RUN = ".megarl-demo-run"  # in a run's folder, which the next run of its recipe may delete
+MARK_WARM_START = ".megarl-demo-warm-start"  # checksums of its inputs and result
+MARK_RUN = ".megarl-demo-run"  # in a run's folder: the next run may delete it
 
 
 @checks_packages
@@ -122,9 +120,9 @@ def demo(
         *overrides,
     ]
     config = load_config(file, reinforcement)
-    check_config(config, str(file))  # report wrong overrides now, not after the warm start
+    check_config(config, str(file))  # before the warm start
     _check_folders(config, folder, place)
-    # No thread renews it, because ranks are forked from this process. Training and waiting for ranks do.
+    # No thread renews it, because ranks are forked. Training and waiting for ranks do.
     with hold_lease(folder, "megarl demo", remedy="wait for it, or choose another --folder"):
         (folder / MARK).touch()
         if model == "tiny":
@@ -162,7 +160,7 @@ def _check_options(recipe: Recipe, model: Model, task: Task, layers: int, expert
 
 
 def _check_folders(config: Config, folder: Path, place: Path) -> None:
-    """Refuse folders that the demo did not create, and a run that would delete its own inputs."""
+    """Refuse folders of others, and a run that would delete its own inputs."""
     for path, mark, key in (
         (folder, MARK, "--folder"),
         (place / "sft", MARK_WARM_START, "--folder"),
@@ -179,7 +177,6 @@ def _check_folders(config: Config, folder: Path, place: Path) -> None:
 
 
 def _make_tiny(place: Path, seed: int, layers: int, experts: int, config: Config, *, data_only: bool) -> int:
-    """Write the tiny model and its task, and warm-start it. Returns the exit code."""
     from megarl.weights.families import read_config
     from megarl.weights.shards import check_layout
     from megarl_tasks.arithmetic import write_demo
@@ -217,7 +214,7 @@ def _make_pretrained(folder: Path, place: Path, seed: int, task: Task) -> int:
 
 
 class RunSizes(NamedTuple):
-    """Sizes of a run on the pretrained model. rates: GFLOP/s of a core; seconds: estimated training time."""
+    """A run on the pretrained model. rates: GFLOP/s of a core; seconds: of training, estimated."""
 
     rates: Mapping[str, float]
     dtype: str
@@ -237,7 +234,6 @@ class RunSizes(NamedTuple):
         ]
 
     def __str__(self) -> str:
-        """Return e.g. `85 GFLOP/s a core in fp32, 1 in bf16: fp32, 8 steps of 64 responses ...`."""
         rates = f"{self.rates['fp32']:.0f} GFLOP/s a core in fp32, {self.rates['bf16']:.0f} in bf16"
         size = f"{self.dtype}, {self.steps} steps of {self.prompts * GROUP} responses"
         change = f"steps=20 rollout.prompts={2 * self.prompts} model.dtype=bf16 change that"
@@ -253,7 +249,7 @@ def choose_sizes(rates: Mapping[str, float], cores: int, recipe: str, task: Task
     ranks = min(RANKS, cores)
     threads = cores // ranks
     speed = rates[dtype] * REACHED[dtype] * ranks * threads * 1e9
-    answer = TOKENS[task] * 2 * PARAMETERS / speed  # seconds of one forward pass over a response
+    answer = TOKENS[task] * 2 * PARAMETERS / speed  # seconds of a forward pass over a response
     passes, updates = PRETRAINED[recipe]
     for prompts in (8, 4):
         step = prompts * GROUP * answer * passes + updates * UPDATE
@@ -268,7 +264,7 @@ def choose_sizes(rates: Mapping[str, float], cores: int, recipe: str, task: Task
 
 
 def abilities(machine: Machine) -> Iterator[Ability]:
-    """Yield for `megarl doctor` whether a machine can train the pretrained model, and its sizes."""
+    """Yield for `megarl doctor` how a machine can train the pretrained model."""
     if machine.rates is None:
         return
     name = "a pretrained model on CPUs"
@@ -281,7 +277,7 @@ def abilities(machine: Machine) -> Iterator[Ability]:
 
 
 def _warm_start(file: Path, overrides: list[str]) -> int:
-    """Train supervised, or reuse an earlier result if everything that determines its bits is equal."""
+    """Train supervised, or reuse a result if everything that determines its bits is equal."""
     from megarl.schedule.identity import checksum_files, identity, list_files
 
     config = load_config(file, overrides)
@@ -313,10 +309,7 @@ def _make_anew(folder: Path, mark: str) -> None:
 
 
 def _print_result(config: Config, model: Model, task: Task) -> None:
-    """Print accuracy before and after, and the paths of report and model.
-
-    For the tiny model also print the shares of the kinds of answers, which show what else the policy
-    learned."""
+    """Print accuracies and paths; for the tiny model also the shares of the kinds of answers."""
     from megarl.algorithms.scores import interval
     from megarl.observe.run_log import ANSWERS_FILE
     from megarl.observe.runs import read_jsonl
@@ -342,7 +335,7 @@ def _print_result(config: Config, model: Model, task: Task) -> None:
         without = ", without the calculator" if name else ""
         print(f"accuracy on {len(right)} held-out problems{without} (95 % confidence): {change}")
         if task == "calculator" and not name:
-            calls = [  # each call shows the policy a result
+            calls = [
                 fmean(sum(who == OBSERVED for who, _ in one["turns"] or ()) for one in answers[step])
                 for step in (first, last)
             ]

@@ -1,8 +1,7 @@
 """A family of tasks with knobs, each of which shows what a technique of the papers is for.
 
-As in delayed.py, a chain of additions modulo 10 decides early, and lines that repeat the result delay the
-grade; or every line is one more addition. Knobs set difficulty, lengths, and the teacher's errors and
-habits. configs/ablations has settings, docs/evidence/ablations.md examples."""
+As in delayed.py, additions decide early and lines delay the grade; or every line is one more addition.
+Settings are in configs/ablations, examples in docs/evidence/ablations.md."""
 
 from __future__ import annotations
 
@@ -19,10 +18,10 @@ from megarl_tasks.arithmetic import EVAL_ROWS, build_tokenizer, held_out, write_
 from megarl_tasks.delayed import ALPHABET, BRIEF_LINES, COUNTERS, MAX_TERM
 
 POSITIONS = 512
-SIGNS = "=:;~"  # the sign of an addition, by way
-TRIVIAL: Final = "!"  # prefix of prompts that are always solved
-IMPOSSIBLE: Final = "?"  # prefix of prompts that are never solved
-WARM_SHARE = 0.1  # maximum share of trivial and of impossible prompts in the warm start: they teach little
+SIGNS = "=:;~"  # of an addition, by way
+TRIVIAL: Final = "!"  # prompts that are always solved
+IMPOSSIBLE: Final = "?"  # prompts that are never solved
+WARM_SHARE = 0.1  # limit for each kind in the warm start: they teach little
 SFT_ROWS = 300 * 64
 TRAIN_ROWS = 4096
 
@@ -30,7 +29,7 @@ Span = tuple[int, int]
 
 
 class Knobs(Section):
-    """Settings of a task of the family. The defaults are delayed.py's task."""
+    """Settings of a task. The defaults are delayed.py's task."""
 
     terms: Span = field((4, 4), "fewest and most numbers to be added; one line each but the first", "terms")
     lines: Span = field((16, 36), "fewest and most lines that carry the result to the answer", "lines")
@@ -78,7 +77,7 @@ class Knobs(Section):
             raise ValueError("ways: their shares must sum to 1")
         if self.ramble and not self.lines[0]:
             raise ValueError("ramble: there must be a line to repeat (lines from 1)")
-        # One in ten is held out. With twice the needed number, different problems keep their shares.
+        # One in ten is held out. Twice the needed number keeps the shares of different problems.
         for low, high in (self.lines, self.eval_lines or self.lines):
             problems = 10 * MAX_TERM ** (self.terms[0] - 1) * (high - low + 1)
             if problems < 20 * EVAL_ROWS:
@@ -93,10 +92,7 @@ class Knobs(Section):
 
 
 class FamilyProblem(NamedTuple):
-    """terms  digits to add modulo 10
-    lines  number of lines after the additions
-    kind   `!` trivial, `?` impossible
-    step   number that each of these lines adds"""
+    """A sum of `terms` modulo 10, and `lines` lines, each adding `step`. kind: TRIVIAL, IMPOSSIBLE or ""."""
 
     terms: tuple[int, ...]
     lines: int
@@ -105,9 +101,7 @@ class FamilyProblem(NamedTuple):
 
     @property
     def prompt(self) -> str:
-        """The problem as the model reads it, e.g. `!7+2+4+1=t` and a newline.
-
-        t is the first line's name, absent without lines."""
+        """E.g. `!7+2+4+1=t` and a newline; t is the first line's name."""
         return f"{self.kind}{'+'.join(map(str, self.terms))}={COUNTERS[: self.lines][-1:]}\n"
 
     @property
@@ -118,27 +112,23 @@ class FamilyProblem(NamedTuple):
 
     @property
     def result(self) -> int:
-        """The last digit of the sum."""
         return (sum(self.terms) + self.lines * self.step) % 10
 
 
 def response_tokens(terms: int, lines: int, width: int = 1) -> int:
-    """Return the tokens of a complete response, including the end of sequence."""
+    """Count the end of sequence too."""
     return 6 * (terms - 1) + (3 + width) * lines + 3
 
 
 def longest_right(knobs: Knobs) -> int:
-    """Return the tokens of the longest correct response to a training prompt that does not ramble."""
+    """Return the tokens of the longest correct response in training without rambling."""
     return response_tokens(knobs.terms[1], knobs.lines[1], knobs.width)
 
 
 def sample_problem(
     rng: random.Random, knobs: Knobs, shares: Sequence[float] | None = None, lines: Span | None = None
 ) -> FamilyProblem:
-    """Sample a problem.
-
-    shares  of trivial and of impossible ones, instead of the knobs'
-    lines   instead of the knobs'"""
+    """Sample a problem. shares (trivial, impossible), lines: instead of the knobs'."""
     trivial, impossible = shares or (knobs.trivial, knobs.impossible)
     low, high = lines or knobs.lines
     kind: Literal["", "!", "?"] = ""
@@ -153,7 +143,6 @@ def sample_problem(
 
 
 def sample_taught_problem(rng: random.Random, knobs: Knobs) -> FamilyProblem:
-    """Sample a problem for the warm start: most are brief, and few are trivial or impossible."""
     shares = (min(knobs.trivial, WARM_SHARE), min(knobs.impossible, WARM_SHARE))
     problem = sample_problem(rng, knobs, shares)
     if rng.random() < knobs.brief:
@@ -162,10 +151,9 @@ def sample_taught_problem(rng: random.Random, knobs: Knobs) -> FamilyProblem:
 
 
 def teach(problem: FamilyProblem, rng: random.Random, knobs: Knobs) -> str:
-    """Return a response of the teacher, without its end-of-sequence token.
+    """Return the teacher's response, without end-of-sequence token. Errors carry over to later lines.
 
-    Additions are wrong independently, and later lines continue with the wrong result. An impossible prompt
-    gets a normal response, in vain."""
+    An impossible prompt gets a normal response."""
     right = problem.result
     if rng.random() < knobs.bare:
         return f"Answer: {right if rng.random() < knobs.guess else (right + rng.randint(1, 9)) % 10}"
@@ -193,14 +181,9 @@ def teach(problem: FamilyProblem, rng: random.Random, knobs: Knobs) -> str:
 
 
 def write_family(folder: Path, seed: int, **knobs: object) -> None:
-    """Write a task's model and data into `folder`, deterministic for a seed and knobs.
+    """Write a task's model and data into `folder`, as `arithmetic.write_demo`.
 
-    model/       untrained model of 512 positions and tokenizer, Hugging Face's format
-    sft.jsonl    19,200 rows prompt, response, answer
-    train.jsonl  4,096 different problems (prompt, answer), none held out
-    eval.jsonl   512 held-out problems, neither trivial nor impossible, the same for every seed
-
-    knobs: fields of `Knobs`. Raises DataError if the folder cannot be written."""
+    Held-out problems are neither trivial nor impossible. knobs: fields of `Knobs`."""
     given = Knobs.model_validate(knobs)
 
     def answer(_: FamilyProblem, rng: random.Random) -> tuple[FamilyProblem, str]:

@@ -1,8 +1,7 @@
-"""Generate problems with reasoning-gym (extra `gym`): the rows of an entry `gym` of data.train or
-data.eval.
+"""Generate problems with reasoning-gym: the rows of an entry `gym` of data.train or data.eval.
 
-A separate process with a fixed hash seed generates them, because the order of sets decides some tasks'
-problems. Python's and numpy's global generators are seeded before each row, because other tasks use them."""
+A process with a fixed hash seed does it, because some problems depend on the order of sets. Others depend on
+Python's and numpy's global generators, which are seeded before each row."""
 
 from __future__ import annotations
 
@@ -32,7 +31,7 @@ VERIFIER = "megarl_tasks.gym_scorer:verify"
 # disjoint ranges of blocks. (numpy's seeds end at 2 ** 32.)
 BLOCK = 2**18
 TRAINING, HELD_OUT, SHOWN = 0, 2**31, 3 * 2**30
-_LIMIT = 300.0  # seconds for the next row; the slowest task takes some seconds for one
+_LIMIT = 300.0  # seconds for the next row
 _BOOT = (
     "import sys; sys.path.extend(p for p in sys.argv[1:] if p not in sys.path); "
     "from megarl_tasks.gym import work; work()"
@@ -41,14 +40,13 @@ _BOOT = (
 
 @dataclass(frozen=True)
 class GymRow:
-    """A generated problem, or the reason why there is none.
+    """A generated problem, or the reason (`problem`) why there is none.
 
-    key      of its entry: `data.train[0].gym`
-    index    of the item in its task
-    prompt   the question, after the entry's system prompt and examples
-    answer   a correct one; "" if unknown
-    entry    input of the task's scorer, for VERIFIER
-    problem  the reason and its detail"""
+    key     of its entry: `data.train[0].gym`
+    index   of the item in its task
+    prompt  the question, after the entry's system prompt and examples
+    answer  a correct one; "" if unknown
+    entry   input of the task's scorer, for VERIFIER"""
 
     key: str
     task: str
@@ -61,7 +59,6 @@ class GymRow:
 
 
 def first_seed(key: str, seed: int) -> int:
-    """Return the first seed of an entry's tasks."""
     return (HELD_OUT if key.startswith("data.eval") else TRAINING) + seed * BLOCK
 
 
@@ -80,9 +77,9 @@ def interleave_tasks(weights: Mapping[str, float], size: int) -> Iterator[tuple[
 
 
 def first_rows(entries: Mapping[str, GymConfig], rounds: int = 16) -> Iterator[GymRow]:
-    """Yield `rounds` rows of every task of every entry, alternating between an entry's tasks.
+    """Yield `rounds` rows of each task, alternating between an entry's tasks.
 
-    All names and parameters are checked before the first row. Raises as `generate`."""
+    All parameters are checked before the first row. Raises as `generate`."""
     few = {}
     for key, entry in entries.items():
         tasks = {name: task.model_copy(update={"weight": 1.0}) for name, task in entry.tasks.items()}
@@ -91,10 +88,10 @@ def first_rows(entries: Mapping[str, GymConfig], rounds: int = 16) -> Iterator[G
 
 
 def generate(entries: Mapping[str, GymConfig]) -> Iterator[GymRow]:
-    """Yield the rows of the entries, given by key, one entry after the other; the same in any process.
+    """Yield the rows of one entry after the other; the same in any process.
 
-    Raises ConfigError if reasoning-gym is not installed, or a task or parameter does not exist. Raises
-    DataError if its process dies, and WaitTimeout if it does not finish a row."""
+    Raises ConfigError without reasoning-gym, task or parameter, DataError if its process dies, and
+    WaitTimeout if it does not finish a row."""
     if not entries:
         return
     first = next(iter(entries))
@@ -132,13 +129,13 @@ def generate(entries: Mapping[str, GymConfig]) -> Iterator[GymRow]:
 def _messages(
     process: subprocess.Popen[bytes], request: dict[str, Any], stderr: IO[bytes], at: str
 ) -> Iterator[dict[str, Any]]:
-    """Send the request, and yield the answers up to the last. at: the key in progress, for messages."""
+    """Send the request, and yield its answers. at: the key in progress, for messages."""
     assert process.stdin is not None and process.stdout is not None
     try:
         process.stdin.write(json.dumps(request).encode() + b"\n")
         process.stdin.flush()
     except BrokenPipeError:
-        pass  # it died at its start; the read below reports how
+        pass  # it died; the read below reports how
     pipe, unread = process.stdout.fileno(), b""
     poll = select.poll()
     poll.register(pipe, select.POLLIN)
@@ -168,7 +165,6 @@ def _messages(
 
 
 def _rows(messages: Iterator[dict[str, Any]]) -> Iterator[GymRow]:
-    """Yield rows with the entry's system prompt and examples before each question."""
     before: dict[tuple[str, str], list[dict[str, str]]] = {}
     for message in messages:
         key, task = message["key"], message["task"]
@@ -186,10 +182,10 @@ def _rows(messages: Iterator[dict[str, Any]]) -> Iterator[GymRow]:
 
 
 def work() -> None:
-    """Run the generating process: read the request, and write messages as lines of JSON.
+    """Main function of the generating process.
 
-    Messages are each task's system prompt and examples, its rows and an end, or the first error."""
-    # A policy's text never gets here, but some tasks (codeio) run code from their data set.
+    Writes JSON lines: each task's system prompt and examples, its rows and an end, or the first error."""
+    # Some tasks (codeio) run code from their data set.
     restrict(Supervised(STRICT, Path(os.devnull), (os.getppid(),)))
     follow_parent()
     sink = os.fdopen(os.dup(1), "w", encoding="utf-8")
@@ -226,7 +222,6 @@ def _generate_messages(request: dict[str, Any]) -> Iterator[dict[str, Any]]:
         np.random.seed(seed)
 
     def item(task: Any, name: str, parameters: dict[str, Any], seed: int, index: int) -> dict[str, Any]:
-        """Return an item, or the problem with it if the task raises."""
         set_seed(seed + index)
         try:
             entry = task[index]

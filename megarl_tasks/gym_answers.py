@@ -1,7 +1,6 @@
 """Grammars for answers that reasoning-gym's scorers would run as code, or accept whatever they are.
 
-Policies write anything, including code. So a scorer in `GRAMMARS` receives an answer only as its grammar
-has rewritten it, and UNREADABLE in place of all others."""
+A scorer in `GRAMMARS` receives an answer only as its grammar has rewritten it, else UNREADABLE."""
 
 from __future__ import annotations
 
@@ -31,12 +30,9 @@ class Refused(Exception):
 
 
 def restrict_answer(task: str, answer: str, entry: Mapping[str, Any]) -> tuple[str, str | None]:
-    """Return the answer for the task's scorer, and the kind of code in it, if any.
-
-    entry: as the task generated it"""
+    """Return the answer for the task's scorer, and the kind of code in it, if any."""
     if task not in GRAMMARS or answer == entry["answer"]:
         return answer, None
-    # Enough for a correct answer in another notation.
     if len(answer) > 4 * len(str(entry["answer"])) + 1000:
         return UNREADABLE, None
     try:
@@ -46,7 +42,7 @@ def restrict_answer(task: str, answer: str, entry: Mapping[str, Any]) -> tuple[s
 
 
 def _find_code(answer: str) -> str | None:
-    """Return the first construct of an answer that is Python beyond arithmetic and lists, if any."""
+    """Return the first construct that is Python beyond arithmetic and lists."""
     try:
         tree = ast.parse(answer, mode="eval")
         found = next((node for node in ast.walk(tree) if not isinstance(node, _ORDINARY)), None)
@@ -80,7 +76,6 @@ def _expression(answer: str, entry: Mapping[str, Any]) -> str:
         return own or name in _CONSTANTS or not (hasattr(sympy, name) or hasattr(builtins, name))
 
     def digits(node: ast.expr) -> float:
-        """Return a bound on the digits of the numbers in the node's value."""
         match node:
             case ast.Constant(value=int() | float() as value) if type(value) is not bool:
                 if value - value != 0:
@@ -106,7 +101,6 @@ def _expression(answer: str, entry: Mapping[str, Any]) -> str:
         return value
 
     def power(node: ast.expr) -> float:
-        """Return the size of the numbers in an exponent."""
         match node:
             case ast.Constant(value=int() | float() as value) if type(value) is not bool:
                 found = abs(Fraction(value)) if value - value == 0 else Fraction(_HIGHEST_POWER + 1)
@@ -134,9 +128,7 @@ def _expression(answer: str, entry: Mapping[str, Any]) -> str:
 
 
 def _arithmetic(answer: str, entry: Mapping[str, Any]) -> str:
-    """Accept sums, differences, products and quotients of integers.
-
-    Symbols are refused: y - y would be a zero that uses none of the numbers."""
+    """Accept only integers: y - y would be a zero that uses none of the numbers."""
 
     def check(node: ast.AST) -> None:
         match node:
@@ -154,7 +146,7 @@ def _arithmetic(answer: str, entry: Mapping[str, Any]) -> str:
 
 
 def _puzzle24(answer: str, entry: Mapping[str, Any]) -> str:
-    """Accept arithmetic with the given numbers, each once. The scorer only counts them."""
+    """Accept arithmetic with each given number once. The scorer only counts them."""
     text = _arithmetic(answer, entry)
     if sorted(map(int, re.findall(r"\d+", text))) != sorted(entry["metadata"]["numbers"]):
         raise Refused
@@ -164,8 +156,8 @@ def _puzzle24(answer: str, entry: Mapping[str, Any]) -> str:
 def _probability(answer: str, entry: Mapping[str, Any]) -> str:
     """Accept a decimal number or a fraction, ignoring commas.
 
-    The scorer accepts a prefix of the correct number, such as 0, so a wrong answer needs at least its
-    number of digits. The scorer also accepts 0 for anything below its tolerance."""
+    The scorer accepts prefixes of the correct number, such as 0, so a wrong answer needs its number of
+    digits. It also accepts 0 for anything below its tolerance."""
     if not _NUMBER.fullmatch(plain := answer.replace(",", "")):
         raise Refused
     value, right = float(Fraction(plain)), float(Fraction(entry["answer"].replace(",", "")))
@@ -178,20 +170,20 @@ def _probability(answer: str, entry: Mapping[str, Any]) -> str:
 
 
 def _finite(answer: str, entry: Mapping[str, Any]) -> str:
-    """Refuse NaN and infinity, whose distance from a number the scorer does not bound."""
+    """Refuse NaN and infinity, whose distance the scorer does not bound."""
     if re.search("nan|inf", answer, re.IGNORECASE):
         raise Refused
     return answer
 
 
 def _same_word(answer: str, entry: Mapping[str, Any]) -> str:
-    """Accept only the correct word, in any case. The scorer accepts every text that is not empty."""
+    """Accept only the correct word, in any case. The scorer accepts every text."""
     if answer.strip().lower() != entry["answer"].strip().lower():
         raise Refused
     return str(entry["answer"])
 
 
-# By task of reasoning-gym 0.1.25. tests/security/test_policy_text.py finds scorers that are missing here.
+# For reasoning-gym 0.1.25. tests/security/test_policy_text.py finds scorers that are missing here.
 GRAMMARS: dict[str, Callable[[str, Mapping[str, Any]], str]] = {
     "binary_matrix": _plain_list,
     "n_queens": _plain_list,

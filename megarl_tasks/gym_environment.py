@@ -1,4 +1,4 @@
-"""reasoning-gym's tasks (extra `gym`) as an environment: megarl_tasks.gym_environment:GymEnvironment."""
+"""reasoning-gym's tasks as an environment: megarl_tasks.gym_environment:GymEnvironment."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from megarl_tasks.gym_scorer import verify
 
 
 class GymEnvironment:
-    """A question with `tries` answers, of which the last counts. A wrong answer is only reported as wrong."""
+    """A question with `tries` answers, of which the last counts."""
 
     def __init__(self, tries: int = 1) -> None:
         if tries < 1:
@@ -17,7 +17,7 @@ class GymEnvironment:
         self.tries = tries
 
     def reset(self, row: dict[str, Any], seed: int) -> str:
-        """Return the question. row: question, and entry, the scorer's input (megarl_tasks.gym:GymRow)."""
+        """Return the question. entry in the row: the scorer's input (megarl_tasks.gym:GymRow)."""
         self.entry, self.left, self.last = str(row["entry"]), self.tries, Verdict(False, score=0.0)
         return str(row["question"])
 

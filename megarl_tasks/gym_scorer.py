@@ -1,7 +1,6 @@
 """Create reasoning-gym's tasks (extra `gym`), and use their scorers as a verifier.
 
-A row carries the scorer's input. Only verifier workers and the process that generates rows
-(megarl_tasks/gym.py) import this. Both have a fixed hash seed, on which some tasks depend."""
+Import it only in processes with a fixed hash seed (verifier workers, gym.py's): some tasks depend on it."""
 
 from __future__ import annotations
 
@@ -23,16 +22,15 @@ from megarl_tasks.gym_answers import restrict_answer
 
 OPENING, CLOSING = "<answer>", "</answer>"
 _SUGGESTED = 3
-# Names of an example answer in the metadata, for entries with many correct answers.
+# Names in the metadata of an example of many correct answers.
 _EXAMPLES = ("example_correct_answer", "example_answer", "possible_answer")
-_MIXES = "composite"  # a task that mixes others, like an entry's `tasks`
+_MIXES = "composite"  # mixes other tasks, like an entry's `tasks`
 
 
 def make_task(name: str, parameters: Mapping[str, Any], seed: int, size: int) -> ProceduralDataset:
     """Return a task of reasoning-gym, whose item k is `task[k]`, k < size.
 
-    Lists become tuples if the task's default is one. Raises ConfigError `name[.parameter]: ...` for a
-    parameter or task that does not exist or is refused."""
+    Raises ConfigError `name[.parameter]: ...` for an unknown or refused task or parameter."""
     if name not in DATASETS or name == _MIXES:
         if name == _MIXES:
             raise ConfigError(
@@ -62,7 +60,7 @@ def make_task(name: str, parameters: Mapping[str, Any], seed: int, size: int) ->
         if hasattr(config, "validate"):
             config.validate()
         return cast(ProceduralDataset, dataset(config))
-    except Exception as error:  # a task may raise anything for invalid values
+    except Exception as error:  # of any kind, for invalid values
         what = f"{type(error).__name__}: {error}".split("\n")[0]
         raise ConfigError(f"{name}: reasoning-gym refuses its parameters {given}: {what}") from error
 
@@ -77,8 +75,6 @@ def get_defaults(configuration: Any) -> dict[str, Any]:
 
 
 def get_parameters(name: str) -> dict[str, Any]:
-    """Return the parameters of a task with their defaults, as YAML and JSON values."""
-
     def plain(value: Any) -> Any:
         if isinstance(value, tuple | list):
             return [plain(one) for one in value]
@@ -88,7 +84,6 @@ def get_parameters(name: str) -> dict[str, Any]:
 
 
 def tasks_by_kind() -> dict[str, list[str]]:
-    """Return the names of all tasks by the part of reasoning-gym that they belong to."""
     names: dict[str, list[str]] = {}
     for name in sorted(DATASETS):
         if name != _MIXES:
@@ -109,7 +104,6 @@ _ACCEPTED: dict[type, Any] = {float: (int, float), tuple: list}
 
 
 def _near(name: str, known: Mapping[str, Any]) -> str:
-    """Return a hint with similar names, or with all names if there are few."""
     close = difflib.get_close_matches(name, [one for one in known if one != _MIXES], _SUGGESTED, 0.5)
     if close:
         return f" (did you mean {' or '.join(close)}?)"
@@ -124,7 +118,7 @@ def _like(default: Any, value: Any) -> Any:
 
 
 def known_answer(task: ProceduralDataset, entry: Mapping[str, Any]) -> str:
-    """Return a correct answer: the entry's, or an example of its metadata; "" if there is none."""
+    """Return the entry's answer, or an example of its metadata; "" if there is none."""
     if isinstance(entry["answer"], str):
         return entry["answer"]
     found = (entry["metadata"][name] for name in _EXAMPLES if name in entry["metadata"])
@@ -141,15 +135,12 @@ def pack_entry(task: str, parameters: Mapping[str, Any], entry: Mapping[str, Any
 
 
 def _packed(value: Any) -> Any:
-    """Convert a value to JSON; types that JSON lacks become {"$kind": contents}.
-
-    Such types are tuples, sets, fractions and keys that are no texts. Some scorers compare tuples, and
-    look keys up."""
+    """Convert to JSON. Types that JSON lacks, but scorers need, become {"$kind": contents}."""
     if value is None or isinstance(value, bool):
         return value
-    if isinstance(value, str):  # numpy's texts and enumerations too
+    if isinstance(value, str):  # numpy's and enumerations too
         return str.__str__(value)
-    if isinstance(value, Integral):  # numpy's numbers too
+    if isinstance(value, Integral):  # numpy's too
         return int(value)
     if isinstance(value, Fraction):
         return {"$fraction": str(value)}
@@ -185,15 +176,14 @@ def _unpacked(value: Any) -> Any:
 
 
 def unpack_entry(text: str) -> dict[str, Any]:
-    """Return the arguments of `pack_entry`, with the entry as it was generated."""
     kept = json.loads(text)
     return {**kept, "entry": _unpacked(kept["entry"])}
 
 
 def extract_answer(response: str) -> str | None:
-    """Return the contents of the last `<answer>...</answer>`, None without one.
+    """Return the last `<answer>...</answer>`'s contents, or None.
 
-    Like reasoning_gym.utils.extract_answer, but in time linear in the response."""
+    Linear time, unlike reasoning_gym.utils.extract_answer."""
     found, at = None, 0
     while (opening := response.find(OPENING, at)) >= 0:
         closing = response.find(CLOSING, opening + len(OPENING))
@@ -209,12 +199,10 @@ def _scorer(task: str, parameters: str) -> Callable[[str, dict[str, Any]], Any]:
 
 
 def verify(response: str, entry: str) -> Verdict:
-    """Grade a response with its task's scorer: correct from a score of 1. Without `<answer>` tags it is
-    wrong.
+    """Grade the `<answer>` with its task's scorer: correct from a score of 1. Without tags it is wrong.
 
-    entry: from `pack_entry`. If the scorer raises even for the known answer, this raises, and the response
-    is ungraded. If it raises only for this answer, the answer is wrong. An answer that the scorer would
-    run as code is wrong, with an error that names it."""
+    If the scorer raises even for the known answer, this raises (ungraded); if only for this one, the answer
+    is wrong. So is an answer that the scorer would run as code."""
     found = extract_answer(response)
     if found is None:
         return Verdict(False, score=0.0)

@@ -27,7 +27,7 @@ class ConvertedFile:
     """The converted rows of a file.
 
     kept     rows with integers as answers
-    refused  unchanged rows, with the reason and their number in the file (`refused`, `refused_row`)
+    refused  unchanged rows, with reason and row number (`refused`, `refused_row`)
     turned   number of rows in `kept` whose answer was no integer
     report   counts and reasons"""
 
@@ -40,10 +40,9 @@ class ConvertedFile:
 def convert(source: Path, data: DataConfig, workers: int = 1) -> ConvertedFile:
     """Convert the answers of a file to integers.
 
-    A kept row has its columns, the extended question, and the integer as text in place of the answer. A
-    worked solution (`solution`, `completion`, `messages`) stays, and the integer is in a new column
-    `answer`, which has precedence. The former answer is in `original_answer`, unless that column exists.
-    Raises DataError for a file that cannot be read, or has no row that can be converted."""
+    A kept row has the extended question, and the integer as text in place of the answer. A worked solution
+    (`solution`, `completion`, `messages`) stays, and the integer is in a new column `answer`, which has
+    precedence. The former answer is in `original_answer`, unless that column exists. Raises DataError."""
     report = ReadReport(rows={str(source): 0})
     done = ConvertedFile([], [], 0, report)
     converted: list[tuple[int, dict[str, Any], IntegerAnswer]] = []
@@ -110,8 +109,6 @@ def _put(row: dict[str, Any], column: str, value: Any) -> None:
 
 
 def write_rows(path: Path, rows: Sequence[dict[str, Any]]) -> None:
-    """Write rows as .parquet or .jsonl, by the suffix of `path`. The file appears only when it is
-    complete."""
     try:
         with atomic_file(path) as file:
             if path.suffix == ".parquet":

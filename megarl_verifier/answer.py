@@ -1,7 +1,6 @@
 """DAPO's verifier: compare the last `Answer:` line, normalised, with the reference as text.
 
-The normalisation is that of the reference implementation (Minerva, Lewkowycz et al. 2022, appendix G). It
-removes units, LaTeX wrappers, shorthand fractions and separators, and evaluates nothing."""
+The normalisation (Minerva, Lewkowycz et al. 2022, appendix G) evaluates nothing."""
 
 from __future__ import annotations
 
@@ -9,19 +8,18 @@ import re
 from collections.abc import Iterator
 from typing import AnyStr, NamedTuple
 
-MAX_ANSWER = 1000  # characters; also bounds the time of the regular expressions below
+MAX_ANSWER = 1000  # characters; also bounds the time of the regular expressions
 
 _LABEL = re.compile(r"(?:answer|\u7b54\u6848)[ \t*_`]{0,8}[:\uff1a][ \t*_`]{0,8}", re.IGNORECASE)
-# Markup around an answer. Lines of only markup (`$$` or `\[`) are skipped.
+# Around an answer. Lines of only markup (`$$` or `\[`) are skipped.
 _MARKUP = " \t\r\f\v*_`"
 _MARKUP_LINE = re.compile(r"(?:[\s*_`$:]|\\\[|\\\()*")
 _LINES_AFTER_LABEL = 4
 _BOX = re.compile(r"\\boxed\s{0,8}\{")
-_BOXES = 16  # boxes that are tried, from the end
+_BOXES = 16  # tried, from the end
 
-FULLWIDTH = 0xFEE0  # offset of fullwidth forms from ASCII
-# ASCII for fullwidth signs, dashes, CJK and Arabic punctuation, the ideographic space and the ratio sign.
-# Letters and digits are not replaced.
+FULLWIDTH = 0xFEE0  # from ASCII
+# ASCII for fullwidth signs, dashes, CJK and Arabic punctuation, ideographic space and ratio sign.
 PLAIN_CHARACTERS = {
     **{i + FULLWIDTH: chr(i) for i in range(ord("!"), ord("~") + 1) if not chr(i).isalnum()},
     **dict.fromkeys(map(ord, "\u2212\u2010\u2011\u2012\u2013\u2014\ufe63"), "-"),
@@ -49,7 +47,7 @@ _UNITS = re.compile(
 )
 _ARTICLE = re.compile(r"(?<![A-Za-z])(?:an?|the)\s+(?=[0-9A-Za-z\\])", re.IGNORECASE)
 _SHORT_FRACTION = re.compile(r"\\[dt]?frac\s*(\d)\s*(\d)(?!\d)")
-# Only without a neighbour: 1\frac{1}{2} is not 11/2.
+# Without a neighbour: 1\frac{1}{2} is not 11/2.
 _FRACTION = re.compile(
     r"([0-9A-Za-z)}\]^_]\s{0,8})?(\\[dt]?frac\s*\{\s*(-?\d+)\s*\}\s*\{\s*(\d+)\s*\})"
     r"(?!\s{0,8}[0-9A-Za-z({\\^])"
@@ -57,7 +55,7 @@ _FRACTION = re.compile(
 _SHORT_ROOT = re.compile(r"\\sqrt\s*([0-9A-Za-z])")
 _GROUPED = re.compile(r"[+-]?[0-9]{1,3}(?:[, ][0-9]{3})+(?:\.0*)?")
 _INTEGER = re.compile(r"([+-]?)([0-9]+)(?:\.0*)?")
-# Neither `5  3`, after removing units, nor `12 34` is one number.
+# Neither `5  3` without units, nor `12 34` is one number.
 _PAIR = re.compile(r"(?<=[0-9]),(?:\s|~|\\[,;: ]|\\q?quad)+|(?<=[0-9]),(?![0-9]{3}(?![0-9]))")
 _SPACE_NOT_IN_NUMBER = re.compile(r"(?<![0-9\s])\s+|\s+(?![0-9\s])")
 _BRACKETED = re.compile(r"\([^()]*\)")
@@ -65,7 +63,7 @@ _SEVERAL = re.compile(r",(?![0-9]{3})|;|\band\b|\bor\b")
 
 
 class Judgement(NamedTuple):
-    """A response's correctness and its normalised final answer (None if it has none), for votes."""
+    """Correctness and the normalised final answer (None if there is none), for votes."""
 
     correct: bool
     extracted: str | None = None
@@ -80,10 +78,10 @@ def final_part(response: str) -> str:
 def find_answer(response: str) -> str | None:
     """Return the text after the last `Answer:` up to the end of its line, or of the next non-empty line.
 
-    The label may be in any case, in markdown bold, or Chinese. None if there is no label, or if nothing or
-    more than MAX_ANSWER characters on one line follow it. Ignores thoughts (`final_part`). Linear time."""
+    The label may be bold or Chinese. None without label, or if nothing or more than MAX_ANSWER characters
+    follow. Ignores thoughts. Linear time."""
     response = final_part(response)
-    # One byte per character, so that positions in `lowered` and `response` agree.
+    # One byte per character keeps positions.
     lowered = response.encode("ascii", "replace").lower()
     labels = (_last_label(response, lowered, b"answer"), _last_label(response, response, "\u7b54\u6848"))
     end = max((label.end() for label in labels if label), default=None)
@@ -115,17 +113,17 @@ def _first_line(response: str, start: int) -> str | None:
 
 
 def last_boxed(text: str) -> str | None:
-    r"""Return the content of the last balanced `\boxed{...}` of at most MAX_ANSWER characters, or None."""
+    r"""Return the last balanced `\boxed{...}`'s content of at most MAX_ANSWER characters, or None."""
     return next(_boxes(text), None)
 
 
 def all_boxed(text: str) -> str | None:
-    r"""Return all boxes without duplicates: `1, 2` for `\boxed{1} and \boxed{2}`; None without boxes."""
+    r"""Return boxes without duplicates: `1, 2` for `\boxed{1} and \boxed{2}`; None without boxes."""
     return ", ".join(dict.fromkeys([*_boxes(text)][::-1])) or None
 
 
 def _boxes(text: str) -> Iterator[str]:
-    """Yield contents of boxes from last to first; only the innermost of nested boxes."""
+    """Yield contents from last to first; only the innermost of nested boxes."""
     at = inner = len(text)
     for _ in range(_BOXES):
         at = text.rfind("\\boxed", 0, at)
@@ -139,7 +137,6 @@ def _boxes(text: str) -> Iterator[str]:
 
 
 def _closing_brace(text: str, start: int) -> int | None:
-    """Return the position of the closing brace within MAX_ANSWER characters, or None."""
     depth = 1
     for i in range(start, min(len(text), start + MAX_ANSWER)):
         depth += {"{": 1, "}": -1}.get(text[i], 0)
@@ -149,16 +146,15 @@ def _closing_brace(text: str, start: int) -> int | None:
 
 
 def ends_in_open_box(text: str) -> bool:
-    r"""Return whether the last `\boxed{` of a text is not closed, because the text was cut off."""
+    r"""Return whether a text was cut off in its last `\boxed{`."""
     last = text.rfind("\\boxed")
     opening = _BOX.match(text, last) if last >= 0 else None
     return opening is not None and _closing_brace(text, opening.end()) is None
 
 
 def normalise(answer: str) -> str:
-    r"""Return the canonical form of a final answer; equal answers have equal forms.
+    r"""Return the canonical form of a final answer: `1,234`, `$\boxed{1234}$`, `+1234.0` become `1234`.
 
-    Integers become `-?[1-9][0-9]*` or `0`: `1,234`, `$\boxed{1234}$`, `+1234.0` and `01234` become `1234`.
     Longer text is cut to MAX_ANSWER characters."""
     text = _plain(answer)
     boxed = last_boxed(text)
@@ -172,7 +168,7 @@ def normalise(answer: str) -> str:
 def text_form(answer: str) -> str:
     """Return the form in which `math` compares texts, ignoring case and spaces.
 
-    Everything with a meaning stays: words, units, sides of an equation, factorials. `32, 349` is a pair."""
+    Words, units, sides of an equation and factorials stay. `32, 349` is a pair."""
     text = _plain(answer)
     boxed = last_boxed(text)
     text = (text if boxed is None else boxed).replace("\\!", "")
@@ -184,7 +180,6 @@ def text_form(answer: str) -> str:
 
 
 def _plain(answer: str) -> str:
-    """Return the text with ASCII signs, without surrounding markup."""
     return answer[:MAX_ANSWER].translate(PLAIN_CHARACTERS).strip(_MARKUP)
 
 
@@ -211,13 +206,13 @@ def _slash(found: re.Match[str]) -> str:
 
 
 def _only_formula(text: str) -> str:
-    """Return `5` of `the answer is $5$ dollars`; the text itself unless it has exactly one formula."""
+    """Return `5` of `the answer is $5$ dollars`; else, without exactly one formula, the text."""
     pieces = text.replace("$$", "$").replace("\\$", "").split("$")
     return pieces[1] if len(pieces) == 3 and pieces[1].strip() else text
 
 
 def _last_side(text: str) -> str:
-    """Return `7` of `m + n = 3 + 4 = 7`; keep `a = 3, b = 4`, which has several values."""
+    """Return `7` of `m + n = 3 + 4 = 7`; keep `a = 3, b = 4`."""
     head, equals, tail = text.rpartition("=")
     if (
         not equals
@@ -238,7 +233,7 @@ def _canonical_number(text: str) -> str:
 
 
 def verify_dapo(response: str, answer: str) -> Judgement:
-    """Compare the last `Answer:` line with `answer` (DAPO eq. 7); a response without one is wrong."""
+    """DAPO eq. 7; a response without an `Answer:` line is wrong."""
     found = find_answer(response)
     if found is None:
         return Judgement(False)

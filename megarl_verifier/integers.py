@@ -1,9 +1,8 @@
 """Turn answers into integers, as in DAPO's appendix, so that a plain rule can verify them.
 
-Example: 11 - 2 sqrt 6 has the form k - m sqrt n, so the question asks for k + m + n, which is 19. The form
-makes the integers unique: lowest terms, square-free radicands, explicit signs. Answers that are not one
-number, or are ambiguous, are refused with a reason. The symbolic verifier, which has another parser, checks
-each form against the original answer."""
+For 11 - 2 sqrt 6 the question asks for k + m + n of the form k - m sqrt n. Lowest terms, square-free
+radicands and explicit signs make the integers unique; other answers are refused. The symbolic verifier, with
+another parser, checks each form against the original answer."""
 
 from __future__ import annotations
 
@@ -33,12 +32,12 @@ AMBIGUOUS = "an ambiguous notation"
 UNREAD = "not read as a number"
 
 _LIMIT = 10**15
-_BITS, _ROOT_BITS = 4096, 100  # limits of an intermediate number, and of a radicand
-_DEGREE = 20  # limit of a root's degree
-_TERMS = 256  # limit of an intermediate sum
+_BITS, _ROOT_BITS = 4096, 100  # of an intermediate number, and of a radicand
+_DEGREE = 20  # of a root
+_TERMS = 256  # of an intermediate sum
 _MAX_LENGTH = 300  # characters, as in the verifier
 _MAX_DEPTH = 16  # nested brackets
-_PLACES = 6  # decimals with more places count as rounded
+_PLACES = 6  # decimals with more count as rounded
 
 _UNICODE = str.maketrans(
     {
@@ -93,11 +92,11 @@ _ROUNDING = re.compile(
 _POWER = re.compile(r"\s*([0-9]+)\s*\^\s*(?:\{\s*([0-9]+)\s*\}|([0-9]))\s*")
 _COMMAND = re.compile(r"\\(?:text|mbox|mathrm)\s*\{[^{}]*\}|\\[A-Za-z]+")
 _LETTER = re.compile(r"(?<![A-Za-z'\\])[A-Za-z](?![A-Za-z'])")
-_POOL = "nmkpqrstuvwabchjdfgl"  # letters for the form, in order of preference
+_POOL = "nmkpqrstuvwabchjdfgl"  # letters for the form
 
 
 class Refused(Exception):
-    """An answer cannot be turned into an integer: `reason` is for counting, `detail` is about this answer."""
+    """`reason` is for counting, `detail` is about this answer."""
 
     def __init__(self, reason: str, detail: str = "") -> None:
         super().__init__(f"{reason}: {detail}" if detail else reason)
@@ -108,10 +107,9 @@ class Refused(Exception):
 class IntegerAnswer:
     """An answer turned into an integer.
 
-    value   the integer
     asked   text to append to the question; "" if the answer already is an integer
     back    value of the form with its integers, LaTeX
-    number  the number in the original answer, without name and unit; `back` must equal it"""
+    number  in the original answer, without name and unit; `back` must equal it"""
 
     value: int
     asked: str
@@ -121,10 +119,7 @@ class IntegerAnswer:
 
 @dataclass(frozen=True)
 class _Number:
-    """An integer of a form.
-
-    role: coefficient, denominator, whole, argument, base, exponent or radicand. degree: of a radicand's
-    root."""
+    """An integer of a form. role: e.g. coefficient or radicand; degree: of its root."""
 
     value: int
     role: str
@@ -132,12 +127,11 @@ class _Number:
 
 
 def integer_answer(question: str, answer: str) -> IntegerAnswer:
-    """Return the integer for `answer`, and the extension of the question.
+    """Return the integer for `answer`, and the extension of the question. Raises Refused.
 
-    The form is a sum of terms c sqrt[q](n) pi^k e^l i^j over a common denominator, in lowest terms. Radicands
-    are free of q-th powers. Such terms are linearly independent over the rationals (for roots: Besicovitch
-    1940), so the integers are unique. Their order does not matter, since the question asks for their sum.
-    Raises Refused."""
+    The form is a sum of terms c sqrt[q](n) pi^k e^l i^j over a common denominator, radicands free of q-th
+    powers. Such terms are linearly independent over the rationals (for roots: Besicovitch 1940), so the
+    integers are unique. The question asks for their sum, so that their order does not matter."""
     text = answer if len(answer) <= _MAX_LENGTH else ""
     if not text or max(text.count(bracket) for bracket in "({[") > _MAX_DEPTH:
         raise Refused(UNREAD)
@@ -191,7 +185,7 @@ def integer_answer(question: str, answer: str) -> IntegerAnswer:
 
 
 def _split_name_and_unit(text: str) -> tuple[str, str, str]:
-    """Split into the number, the text before it (`x =`, a currency sign) and the unit after it."""
+    """Return the number, the text before it (`x =`, a currency sign) and its unit."""
     before = after = ""
     if named := _NAME.match(text):
         before, text = named[0], text[named.end() :]
@@ -211,7 +205,7 @@ def _split_name_and_unit(text: str) -> tuple[str, str, str]:
 
 
 class _AnswerParser:
-    r"""Parses LaTeX of one number exactly. Refuses ambiguous notation: 1/2\pi, 2^10, 2\frac{5}{3}."""
+    r"""Parses LaTeX of one number. Refuses ambiguous notation: 1/2\pi, 2^10, 2\frac{5}{3}."""
 
     def __init__(self, text: str) -> None:
         self.tokens: list[str] = []
@@ -231,7 +225,6 @@ class _AnswerParser:
         return self.tokens[self.at] if self.at < len(self.tokens) else ""
 
     def _accept(self, *tokens: str) -> str:
-        """Consume the next token if it is one of `tokens`, and return it; else return ""."""
         token = self._next()
         self.at += token in tokens and token != ""
         return token if token in tokens else ""
@@ -269,7 +262,7 @@ class _AnswerParser:
         start = self.at
         value = self._atom()
         whole = self.at == start + 1 and isinstance(value, Integer)
-        if whole and self._next() in ("\\frac", "\\dfrac", "\\tfrac"):  # 3\frac{1}{2} is a mixed number
+        if whole and self._next() in ("\\frac", "\\dfrac", "\\tfrac"):  # a mixed number
             self.at += 1
             above, below = self._argument(), self._argument(last=True)
             if not (isinstance(above, Integer) and isinstance(below, Integer) and 0 < above < below):
@@ -323,7 +316,7 @@ class _AnswerParser:
         return constants[token]
 
     def _argument(self, *, last: bool = False) -> Expr:
-        r"""Parse a command's argument: brackets or one character, as in \frac34.
+        r"""Parse brackets or one character, as in \frac34.
 
         last: no argument follows, so more digits are ambiguous: 2^10 is 20 in LaTeX."""
         token = self._next()
@@ -375,7 +368,7 @@ def _build_form(value: Expr) -> tuple[str, list[str | _Number]]:
     terms = _collect_terms(value)
     if terms is not None:
         return _format_sum(terms)
-    # A root of a sum: its square has a unique form.
+    # The square of a sum has a unique form.
     terms = _collect_terms(sympy.expand(sympy.radsimp(sympy.expand(value**2)))) if value.is_real else None
     if terms is None:
         raise Refused(UNREAD)
@@ -397,7 +390,7 @@ class _Term:
 
 
 def _collect_terms(value: Expr) -> list[_Term] | None:
-    """Return the terms of an expanded sum, or None if a factor has no place in a form."""
+    """Return an expanded sum's terms; None if a factor fits no form."""
     terms = []
     for summand in sympy.Add.make_args(value):
         coefficient, rest = summand.as_coeff_Mul()
@@ -426,7 +419,7 @@ def _collect_terms(value: Expr) -> list[_Term] | None:
                 term.radicand *= base ** int(exponent * term.degree)
             if term.radicand >= _LIMIT:
                 raise Refused(LARGE)
-            # sympy extracts only small prime factors from a root.
+            # sympy extracts only small primes.
             if any(power >= term.degree for power in sympy.factorint(term.radicand).values()):
                 raise Refused(LARGE)
         terms.append(term)
@@ -436,9 +429,7 @@ def _collect_terms(value: Expr) -> list[_Term] | None:
 
 
 def _format_sum(terms: Sequence[_Term]) -> tuple[str, list[str | _Number]]:
-    """Return the sign and the pieces of a sum over its denominator, in lowest terms.
-
-    Positive terms come first, and rational ones within each sign. A coefficient of 1 is omitted."""
+    """Return sign and pieces of a sum over its denominator: positive terms first, then rational ones."""
     below_e, below_pi = (
         -min(0, *powers) for powers in zip(*((term.e, term.pi) for term in terms), strict=True)
     )
@@ -469,7 +460,7 @@ def _format_sum(terms: Sequence[_Term]) -> tuple[str, list[str | _Number]]:
         pieces += [_Number(number, "coefficient")] if number != 1 or not symbols else []
         pieces += symbols
     if denominator > 1 or below_e or below_pi:
-        # A fraction with an omitted coefficient of 1 is always in lowest terms.
+        # An omitted coefficient of 1 implies lowest terms.
         implied = sum(isinstance(one, _Number) and one.role == "coefficient" for one in pieces) < len(terms)
         role = "any denominator" if implied else "denominator"
         below: list[str | _Number] = [_Number(denominator, role)] if denominator > 1 else []
@@ -487,8 +478,6 @@ def _choose_letters(question: str, count: int) -> list[str]:
 
 
 def _describe_conditions(named: Sequence[tuple[str, _Number]]) -> str:
-    """Return the conditions that make a form's integers unique, in words."""
-
     def listed(items: Sequence[str]) -> str:
         return " and ".join([", ".join(items[:-1]), items[-1]] if len(items) > 1 else items)
 

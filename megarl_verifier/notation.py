@@ -1,7 +1,7 @@
 """Read the notation of an answer: a formula that the parser reads completely, or a text.
 
-The parser (megarl_verifier.values) drops unknown notation, which would make wrong answers right. So a formula
-has only known commands, and only one trailing unit is removed. docs/verifiers.md has the rules."""
+The parser (megarl_verifier.values) drops unknown notation, so a formula may have only known commands;
+otherwise wrong answers would be right. docs/verifiers.md has the rules."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from functools import lru_cache
 from megarl_verifier.answer import FULLWIDTH, MAX_ANSWER, PLAIN_CHARACTERS, text_form
 from megarl_verifier.relations import NEGATION, pieces, split
 
-# Answers in MATH have up to 159 characters. 300 open brackets take the parser seconds.
+# 300 open brackets take the parser seconds.
 _MAX_FORMULA, _MAX_DEPTH = 300, 16
 
 _SUPERSCRIPTS = str.maketrans(
@@ -31,7 +31,7 @@ _SCIENTIFIC = re.compile(
     r"(?<![A-Za-z0-9.])([0-9]{1,30}(?:\.[0-9]{1,30})?)[eE]([+-]?[0-9]{1,3})(?![A-Za-z0-9.])"
 )
 
-# Text around a formula: words without a number up to `is` or a colon, and the end of Minerva's prompt.
+# Words without a number up to `is` or a colon, and the end of Minerva's prompt.
 _PROSE = re.compile(
     r"(?:[^0-9\\]|\\[()])*(?:(?<![A-Za-z])(?:is|are|be|equals|[Aa]nswer)\s{0,8}:?\s|[A-Za-z]{3}\s?:\s)\s{0,8}"
 )
@@ -61,7 +61,7 @@ _DEGREE = re.compile(
 _TRIGONOMETRIC = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)(?![A-Za-z])")
 _ANGLE = re.compile(rf"([0-9]+(?:\.[0-9]+)?)(?:{_DEGREE.pattern})")
 
-# Units after a number; they are not compared.
+# They are not compared.
 _UNITS = frozenset(
     """
     cm mm km dm nm um ft foot feet in inch inche yd yard mile mi meter metre centimeter centimetre
@@ -73,7 +73,7 @@ _UNITS = frozenset(
     rupee rs yen yuan rmb pence penny buck per of the th st nd rd m s g h t l L N J W V A C F K
     """.split()  # noqa: SIM905
 )
-# Words that change a number's value.
+# They change a number's value.
 _MEANINGFUL = frozenset(
     """
     am pm a p o clock noon midnight bc ad bce ce north south east west up down left right above below
@@ -129,7 +129,7 @@ _ARGUMENT_END = re.compile(
     rf"[-+/*=<>:,;&)}}\]|]|\\\\|{_COMMAND}|\\(?:max|min|gcd|lcm|cdot|times|div|pm|mp|cup|cap|setminus|mod|to"
     r"|int|sum|prod|lim|in|[lg]eq?|ne|neq|end)(?![A-Za-z])"
 )
-_QUOTIENT = re.compile(r"(?:(?<=\\pi)|(?<=\\pi\s))/|/\s?\d")  # the argument of a sine may be one
+_QUOTIENT = re.compile(r"(?:(?<=\\pi)|(?<=\\pi\s))/|/\s?\d")  # perhaps in the argument of a sine
 _FRACTION = r"\\[dtc]?frac\s*\{\s*(\d+)\s*\}\s*\{\s*(\d+)\s*\}"
 _MIXED = re.compile(
     rf"(?<![0-9.,^_}}A-Za-z])([0-9]+)(?:\s*{_FRACTION}|\s+([0-9]+)\s?/\s?([0-9]+))(?!\s?[0-9(\\{{^!])"
@@ -146,7 +146,7 @@ _ARRAY = re.compile(r"[\[(]\s*\\begin\s?\{array\}\s?\{[clr| ]*\}(.*?)\\end\s?\{a
 _D = re.compile(r"(\\[A-Za-z]+)|d(?=\s*[A-Za-z\\])")  # the parser reads dx as one letter
 _QUOTE = re.compile(r"'|\\prime")
 _SUBSCRIPT = re.compile(r"_\s?(?:[A-Za-z0-9]|\{[^{}]*\}|\\[A-Za-z]+)")
-_NAMES = re.compile(  # names of brackets and letters
+_NAMES = re.compile(  # brackets and letters
     r"\\(?:begin|end)\s?\{[bpv]?matrix\}"
     r"|\\(?:mathbb|mathcal|overline|bar|vec|hat|overrightarrow)\s?\{[A-Za-z]+\}"
 )
@@ -165,7 +165,7 @@ _KNOWN = frozenset(
     Omega lbrace rbrace le leq ge geq lt gt ne neq in notin equiv leqslant geqslant subseteq supseteq
     """.split()  # noqa: SIM905
 )
-# Limits of constructs in which the parser's time is exponential, for about a second.
+# Limits where the parser's time is exponential, for about a second.
 _MAX_FORMULA_DEPTH = 8
 _SLOW = {
     re.compile(r"\\(?:int|sum|prod|lim)(?![A-Za-z])"): 2,
@@ -184,10 +184,9 @@ class Notation:
     """An answer as written.
 
     formula  LaTeX that the parser reads completely, without unit and percent sign; "" for a text
-    text     the answer with its unit, normalised: equal texts are equal answers
-    words    words after the number that are not a unit
-    percent  whether it has a percent sign
-    is_word  whether it is letters only"""
+    text     with its unit, normalised: equal texts are equal answers
+    words    after the number, not a unit
+    is_word  letters only"""
 
     formula: str
     text: str
@@ -197,7 +196,6 @@ class Notation:
 
     @property
     def meaningful(self) -> bool:
-        """Return whether a word after the number changes its meaning."""
         return any(
             word != word.lower()
             or len(word) == 1
@@ -213,9 +211,7 @@ class Notation:
 
 
 def plain(text: str) -> str:
-    """Write characters and notation unknown to the parser as LaTeX; remove currency signs.
-
-    Covers other digits, superscripts, vulgar fractions and 1.5e3."""
+    """Write digits, superscripts, vulgar fractions and 1.5e3 as LaTeX; remove currency signs."""
     text = text[:MAX_ANSWER].replace("\\$", "")
     text = text.replace("$", "") if text.count("$") == 1 else text  # a price
     if not text.isascii():
@@ -234,7 +230,7 @@ def _to_latex(character: str) -> str:
     if character in _GREEK:
         return f"\\{_GREEK[character]} "
     if (category == "Sc" and character != "$") or category == "Cf":
-        return ""  # currency signs and format characters, such as the zero-width space
+        return ""  # also format characters, such as the zero-width space
     if "A" <= (letter := chr(max(ord(character) - FULLWIDTH, 0))) <= "z":
         return letter
     if (digit := unicodedata.decimal(character, None)) is not None:
@@ -244,7 +240,7 @@ def _to_latex(character: str) -> str:
 
 
 def is_plausible(text: str, deepest_allowed: int = _MAX_DEPTH) -> bool:
-    """Return whether a person may have written `text`: it is short, with shallow brackets."""
+    """Return whether a person may have written it: short, with shallow brackets."""
     if len(text) > _MAX_FORMULA:
         return False
     depth = deepest = 0
@@ -255,7 +251,6 @@ def is_plausible(text: str, deepest_allowed: int = _MAX_DEPTH) -> bool:
 
 
 def simple_number(text: str) -> tuple[Fraction, bool] | None:
-    """Return (value, is_decimal) of an integer, a decimal or a fraction of integers."""
     if not (found := _SIMPLE.fullmatch(text.strip(" $").rstrip(". "))):
         return None
     sign, whole, places, above, below, numerator, denominator = found.groups()
@@ -271,7 +266,7 @@ def simple_number(text: str) -> tuple[Fraction, bool] | None:
 
 @lru_cache(maxsize=2048)
 def read_notation(text: str, *, inside: bool = False) -> Notation:
-    """Read an answer. inside: it is a side of an equation, where adjacent letters are a product."""
+    """inside: a side of an equation, where adjacent letters are a product."""
     form = _HALF_DAY.sub(r"\1m", text_form(text))
     if not is_plausible(text):
         return Notation("", form)
@@ -312,7 +307,7 @@ def without_prose(text: str) -> str:
 
 
 def _remove_style(found: re.Match[str]) -> str:
-    r"""Return the content if it is not a word: `\text{A}`, `\mathrm{e}`, `\operatorname{sin}`."""
+    r"""Return the content if it is not a word: `\text{A}`, `\mathrm{e}`."""
     content = found[1]
     if _FUNCTION_NAME.fullmatch(content):
         return f"\\{content} "
@@ -320,7 +315,7 @@ def _remove_style(found: re.Match[str]) -> str:
 
 
 def _split_unit(text: str) -> tuple[str, list[str]]:
-    """Return a formula without its trailing unit, and the trailing words if one of them is no unit."""
+    """Return a formula without unit, and trailing words if one is no unit."""
     tail = _MACRO_TAIL.search(text) or _WORD_TAIL.search(text)
     if tail is None:
         return text, []
@@ -328,7 +323,7 @@ def _split_unit(text: str) -> tuple[str, list[str]]:
     names = re.findall(r"[A-Za-z]+", _MACRO_NAME.sub("", tail[0]))
     is_unit = all(map(_is_unit, names))
     in_macro, is_letter = "{" in tail[1], len("".join(names)) == 1
-    # A possible product is not a number with a unit: `2xy`, `5 x`, `n + 3 m`, `\frac{1}{2} a`.
+    # May be a product: `2xy`, `5 x`, `n + 3 m`, `\frac{1}{2} a`.
     has_letters = _LETTER.search(_MACRO_NAME.sub("", number)) is not None
     if in_macro:
         is_product = is_letter and (has_letters or not is_unit)
@@ -345,7 +340,7 @@ def _is_unit(word: str) -> bool:
 
 
 def _to_formula(text: str) -> str:
-    """Return a formula in the parser's notation; "" if the parser would not read all of it."""
+    """Return "" if the parser would not read all."""
     text = _STYLE.sub(_remove_style, text).replace("**", "^")
     for _ in range(4):  # roots in roots
         text = _ROOT_CALL.sub(r"\\sqrt{\1}", text)
@@ -386,10 +381,10 @@ def _to_formula(text: str) -> str:
 
 
 def _bracket_arguments(text: str) -> str:
-    r"""Put function arguments in brackets: the parser reads `\ln 8/\ln 2` as `\ln(8/\ln 2)`.
+    r"""Put arguments in brackets: the parser reads `\ln 8/\ln 2` as `\ln(8/\ln 2)`.
 
     Return "" if the argument may be a quotient: `\sin \pi/6`."""
-    for found in reversed(list(_OPEN_ARGUMENT.finditer(text))):  # inner functions first: `\ln\sin x`
+    for found in reversed(list(_OPEN_ARGUMENT.finditer(text))):  # inner first: `\ln\sin x`
         start = found.start("argument")
         _, length, _ = next(pieces(text[found.end() :], _ARGUMENT_END))
         end = found.end() + length
@@ -406,7 +401,7 @@ def _format_fraction(found: re.Match[str]) -> str:
 
 
 def _convert_base(found: re.Match[str]) -> str:
-    """Return the value of 4343_6; the text itself if it is not a number in that base."""
+    """Return the value of 4343_6; else the text."""
     digits, base = found[1] or found[2], int(found[3] or found[4])
     try:
         return str(int(digits, base)) if 2 <= base <= 36 and len(digits) < 100 else found[0]
@@ -415,7 +410,6 @@ def _convert_base(found: re.Match[str]) -> str:
 
 
 def _expand_mixed(found: re.Match[str]) -> str:
-    """Write a mixed number, with a proper fraction, as a sum."""
     above, below = found[2] or found[4], found[3] or found[5]
     proper = 0 < int(above) < int(below)
     return f"({found[1]}+\\frac{{{above}}}{{{below}}})" if proper else found[0]

@@ -1,7 +1,6 @@
-r"""Parse answers with relations: names with values, and equations.
+r"""Parse answers with relations, as text, in linear time: names with values, and equations.
 
-`x = 1 \text{ or } 2` gives a name two values; `2x + y = 3` is an equation. Works on text, in linear time;
-megarl_verifier.symbolic compares the results. docs/verifiers.md has the rules."""
+`x = 1 \text{ or } 2` gives a name two values; `2x + y = 3` is an equation (docs/verifiers.md)."""
 
 from __future__ import annotations
 
@@ -58,7 +57,7 @@ _GREEK = (
 _LETTER = rf"(?:{_GREEK}|[A-Za-z])"
 _INDEX = r"(?:\s?(?:_\s?(?:\{[^{}]*\}|[A-Za-z0-9])|'|\^\s?(?:\\prime|\{(?:\\prime)+\}|\*)))*"
 _ITEMS = rf"(?:{_LETTER}|[0-9]+)(?:\s?,\s?(?:{_LETTER}|[0-9]+))*"
-# Names: a word, an angle, a segment, f(x), (x, y), a letter; with an index or a prime. `xy` is a product.
+# A word, an angle, a segment, f(x), (x, y), a letter; with index or prime. `xy` is a product.
 _NAME = re.compile(
     r"(?P<word>\\(?:text|mathrm|operatorname)\s?\{[^{}]*\}|[A-Za-z]{4,}(?: [A-Za-z]{2,})*)"
     r"|\|[A-Z]{2,4}\||\\frac\s?\{[A-Z]{2,4}\}\s?\{[A-Z]{2,4}\}"
@@ -81,10 +80,7 @@ _UNIT = re.compile(r"\\(?:text|mathrm|circ)(?![A-Za-z])|\u00b0")
 
 @dataclass(frozen=True)
 class Relation:
-    """`left operator right`.
-
-    The operator is one of = != < <= > >=, one that is compared as text, or '' for a text without a
-    relation."""
+    """`left operator right`; operators but = != < <= > >= are texts, '' is no relation."""
 
     left: str
     operator: str
@@ -92,7 +88,7 @@ class Relation:
 
     @property
     def solved(self) -> bool:
-        """Return whether the relation bounds one name by a constant."""
+        """True if it bounds one name by a constant."""
         pair = (self.left, self.right)
         return any(_read_name(one.lstrip("- ")) and is_constant(other) for one, other in (pair, pair[::-1]))
 
@@ -101,10 +97,9 @@ class Relation:
 class ParsedAnswer:
     """An answer with relations.
 
-    text       the formula
     values     name -> its values in order
-    relations  relations that give no name a value
-    words      names that are words, such as Area; they match any other name
+    relations  those that give no name a value
+    words      names such as Area, which match any other name
     constants  of each chain `a = 2 + 2 = 4`, the sides without letters and units, which must be equal"""
 
     text: str
@@ -120,15 +115,13 @@ class ParsedAnswer:
 
     @property
     def rows(self) -> list[tuple[str, ...]]:
-        """The values of all names, row by row; [] if their numbers differ."""
+        """Values of all names, row by row; [] if their numbers differ."""
         columns = list(self.values.values())
         return list(zip(*columns, strict=True)) if len({len(column) for column in columns}) == 1 else []
 
     @property
     def last(self) -> str | None:
-        """The result: all values, or the right side of `m + n = 7`.
-
-        None for `2x = 4`, which may be the question."""
+        """All values, or the right side of `m + n = 7`. None for `2x = 4`, perhaps the question."""
         if not self.relations:
             if len(self.rows) > 1 and len(self.values) > 1:
                 return format_tuples(self.rows)
@@ -146,13 +139,12 @@ class ParsedAnswer:
 
 
 def format_tuples(rows: Iterable[tuple[str, ...]]) -> str:
-    """Format rows as `(1, 2), (3, 4)`."""
     return ", ".join(f"({', '.join(row)})" for row in rows)
 
 
 @lru_cache(maxsize=1024)
 def read_relations(text: str) -> ParsedAnswer | None:
-    """Parse an answer; None if it has no relation outside of brackets."""
+    """Return None if there is no relation outside of brackets."""
     if not _OPERATOR.search(text):
         return None
     if NEGATION.search(text):  # it is false that $x = 5$
@@ -198,7 +190,7 @@ def read_relations(text: str) -> ParsedAnswer | None:
 
 
 def _split_chain(sides: list[str], operators: list[str]) -> tuple[list[tuple[str, str]], list[Relation]]:
-    """Split `a = b = c` or `1 < x <= 2` into names with their values, and other relations."""
+    """Split `a = b = c` or `1 < x <= 2` into named values and other relations."""
     if "~" in operators:  # 1/3 = x ~ 0.33
         at = operators.index("~")
         if at == 0 and is_constant(sides[0]):  # \sqrt{5} ~ 2.236
@@ -221,7 +213,7 @@ def _split_chain(sides: list[str], operators: list[str]) -> tuple[list[tuple[str
         return [(name, last)], []
     if len(sides) == 2 and is_constant(first) and _read_name(last):
         return [(_read_name(last), first)], []
-    if all(map(is_constant, sides)):  # 2 + 2 = 4: a value without a name
+    if all(map(is_constant, sides)):  # 2 + 2 = 4
         return [("=", last)], []
     if all(map(is_constant, sides[1:])):  # m + n = 3 + 4 = 7
         return [], [Relation(first, "=", last)]
@@ -237,7 +229,7 @@ def _find_symbols(side: str) -> set[str]:
 
 
 def is_constant(side: str) -> bool:
-    """Return whether `side` has no symbols but e and i."""
+    """Return whether there are no symbols but e and i."""
     return bool(side) and _find_symbols(side) <= {"e", "i"}
 
 
@@ -246,7 +238,7 @@ def find_formulas(text: str) -> Iterator[str]:
 
 
 def split(text: str, separator: re.Pattern[str]) -> list[str]:
-    """Split at separators outside of brackets and environments; drop empty parts."""
+    """Ignore separators in brackets and environments, and empty parts."""
     marks = " \t\n,;:*_`"
     parts = (text[start:end].lstrip(marks).rstrip(marks + ".") for start, end, _ in pieces(text, separator))
     return [part for part in parts if part]

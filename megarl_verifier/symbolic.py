@@ -1,8 +1,7 @@
 r"""Symbolic equivalence: `\frac{1}{2}` equals `0.5`, `x^2+2x+1` equals `(x+1)^2`.
 
-Compares equations and inequalities itself. math-verify compares only right sides or solves both, so that
-the question would be its own answer. docs/verifiers.md has the rules. Run it in a VerifierPool, since parsing
-and comparison have no time limit."""
+Compares relations itself: math-verify compares only right sides or solves both, so the question would be its
+own answer. docs/verifiers.md has the rules. Run it in a VerifierPool, since it has no time limit."""
 
 from __future__ import annotations
 
@@ -46,17 +45,17 @@ from megarl_verifier.values import (
     symbol_case,
 )
 
-# Silence math-verify's warning about disabled time limits: they need SIGALRM, which the pool uses.
+# It warns about disabled time limits, which need SIGALRM; the pool uses that.
 logging.getLogger("math_verify").setLevel(logging.ERROR)
 
 _TAIL = 1000
-# Formulas or numbers, possibly several joined by `or`, `and` or a comma.
+# Several are joined by `or`, `and` or a comma.
 _FORMULA = r"(?:\$\$?[^$]+\$\$?|\\\([^\n]{1,300}?\\\)|\\\[.{1,300}?\\\])"
 _NUMBER = r"(?:(?<![^\s=(])[-+]?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]+|/[0-9]+)?%?(?![0-9A-Za-z/^_]))"
 _JOINED = r"(?:\s*(?:,?\s*(?:and|or)\s|,)\s*)"
 _FORMULAS = re.compile(f"{_FORMULA}(?:{_JOINED}{_FORMULA})*", re.DOTALL)
 _NUMBERS = re.compile(f"{_NUMBER}(?:{_JOINED}{_NUMBER})*")
-# Multiple choice: the reference is one letter, and the answer starts with a label.
+# The reference of a multiple choice is one letter, which starts the answer.
 _CHOICE = re.compile(r"\(?([A-Z])\)?\.?")
 _LABELLED = re.compile(
     r"(?i:(?:the\s+)?(?:option|choice|answer)\s+(?:is\s+)?)?(?:\(([A-Z])\)|([A-Z])(?=[).:]|$))[).:]*(?=\s|$)(.*)",
@@ -68,7 +67,7 @@ _OTHER_LABEL = re.compile(
     re.DOTALL,
 )
 
-# After these (numbers, words, formulas in delimiters) `!` ends a sentence; after others it is a factorial.
+# After these (numbers, words, delimited formulas) `!` ends a sentence; else it is a factorial.
 _EXCLAIMED = re.compile(
     r"(?:.*(?<![\\A-Za-z])[A-Za-z]{2,}\s.*|.*(?<![\\A-Za-z])[A-Za-z]{2,}|(?:.*=)?[-+\s]*[0-9.,/]+\s*%?"
     r"|\([^()]*,[^()]*\)|-?\\[dt]?frac\s*\{\d+\}\s*\{\d+\}|.*\\text\s*\{[^{}]*\}|.*[^A-Za-z0-9)}\]])"
@@ -82,9 +81,9 @@ _DIGITS = 40
 def verify_math(response: str, answer: str) -> Judgement:
     r"""Compare the final answer of `response` with `answer` mathematically.
 
-    After the thoughts, the final answer is the last `Answer:` line or its boxes. Else it is the last
-    `<answer>`, else the last `\boxed{}`, else the last formula or number of the last 1,000 characters.
-    Implausible answers (over 300 characters, brackets 16 deep) are compared as text."""
+    It is the last `Answer:` line or its boxes after the thoughts. Else it is the last `<answer>`, `\boxed{}`,
+    or formula or number of the last 1,000 characters, in this order. Implausible answers (over 300
+    characters, brackets 16 deep) are compared as text."""
     answer = plain(all_boxed(answer) or answer)
     gold = read_relations(answer) if is_plausible(answer) else None
     found = _final_answer(response, answer, is_relation=gold is not None)
@@ -111,7 +110,7 @@ def verify_math(response: str, answer: str) -> Judgement:
 
 
 def _contradicts_itself(answer: ParsedAnswer) -> bool:
-    """Return whether a chain of equations has sides with different values: `x = 5 = 4`."""
+    """A chain of equations has different values: `x = 5 = 4`."""
     for first, *others in filter(None, answer.constants):
         for other in others:
             if _is_readable(first) and _is_readable(other) and not _equal(first, other):
@@ -125,7 +124,7 @@ def _is_readable(text: str) -> bool:
 
 
 def _final_answer(response: str, answer: str, *, is_relation: bool) -> str | None:
-    """Return the final answer as written; None if there is none or its end was cut off."""
+    """Return None if there is none or its end was cut off."""
     text = final_part(response)
     _, tag, tagged = text.rpartition("<answer>")
     tagged, end, after = tagged.partition("</answer>")
@@ -143,14 +142,13 @@ def _final_answer(response: str, answer: str, *, is_relation: bool) -> str | Non
         return boxed
     if tag and text is tagged:
         return tagged.strip()
-    # A number alone would be one side of a relation.
+    # A number could be one side of a relation.
     patterns = (_FORMULAS,) if is_relation else (_FORMULAS, _NUMBERS)
     tail = text[-_TAIL:].replace("\\$", "")
     return next((last for one in patterns for last in [one.findall(tail)[-1:]] if last), [None])[0]
 
 
 def _find_label(found: str) -> str | None:
-    """Return the choice that an answer starts with; None if there is none or several."""
     text = plain(found)
     for macro in ("\\textbf", "\\text", "\\mathrm", "\\mathbf"):
         text = text.replace(macro, "")
@@ -160,7 +158,6 @@ def _find_label(found: str) -> str | None:
 
 
 def _without_exclamation(line: str, answer: str) -> str:
-    """Remove an exclamation mark that ends a sentence."""
     text, ends = line.rstrip("!. "), line.rstrip(". ").endswith("!")
     return text if ends and _EXCLAIMED.fullmatch(text) and text_form(line) != text_form(answer) else line
 
@@ -174,17 +171,16 @@ def _vote_text(found: str) -> str | None:
 
 
 def _canonical_text(parsed: Basic | MatrixBase) -> str | None:
-    """Return a canonical text for votes, as sympy prints the value."""
+    """Return the value as sympy prints it, for votes."""
     exact = attempt(rational, parsed)
     text = attempt(str, parsed if exact is None else exact)
     return None if text is None else normalise(text)
 
 
 def _equal(answer: str, found: str) -> bool:
-    """Compare two values as text, as numbers, else as formulas."""
     numbers = simple_number(answer), simple_number(found)
     if numbers[0] and numbers[1]:
-        # A fast path for most answers; the parser is about a hundred times slower.
+        # The parser is about a hundred times slower.
         return equal_numbers(*numbers[0], *numbers[1])
     gold, mine = read_notation(answer), read_notation(without_prose(found))
     if mine.text != "" and gold.text in (mine.text, text_form(found)):
@@ -206,7 +202,7 @@ def _equal_formulas(gold: str, mine: str) -> bool:
     if pair[0] is None or pair[1] is None:
         return False
     for text, value, other in ((gold, *pair), (mine, *pair[::-1])):
-        # The parser also reads `1, 2` as a set, and a pair as an open interval.
+        # The parser reads `1, 2` as a set, and a pair as an open interval.
         is_set = isinstance(value, sympy.FiniteSet) and text.startswith(("\\{", "{", "\\lbrace"))
         if is_set and isinstance(other, sympy.Tuple | sympy.Interval):
             return False
@@ -215,9 +211,9 @@ def _equal_formulas(gold: str, mine: str) -> bool:
 
 @lru_cache(maxsize=1024)
 def _parse(formula: str) -> Basic | MatrixBase | None:
-    """Parse a formula; None if any part is unreadable.
+    """Return None if any part is unreadable.
 
-    Cached, since a group has one reference and often one answer. Callers must not change the value."""
+    Cached: a group has one reference, often one answer. Callers must not change the value."""
     try:
         return parse(formula)
     except Unreadable:
@@ -225,9 +221,9 @@ def _parse(formula: str) -> Basic | MatrixBase | None:
 
 
 def _matches_values(gold: ParsedAnswer, found: str) -> bool:
-    """Return whether `found`, without names, has the values of the reference's names in order."""
+    """Return whether `found`, without names, has the reference's values in order."""
     if gold.relations:
-        # An interval can answer an inequality, but a right side cannot answer an equation.
+        # An interval can answer an inequality; a right side cannot answer an equation.
         inequalities = all(one.operator in ("<", "<=", ">", ">=") for one in gold.relations)
         return inequalities and not gold.values and _equal(gold.text, found)
     if gold.value is not None:
@@ -242,12 +238,11 @@ def _matches_values(gold: ParsedAnswer, found: str) -> bool:
 
 
 def _same_answer(gold: ParsedAnswer, mine: ParsedAnswer) -> bool:
-    """Return whether names have equal values and the other relations have the same solutions."""
     named_otherwise = gold.words | mine.words or "=" in (*gold.values, *mine.values)
     if gold.value is not None and mine.value is not None and named_otherwise:
         return _equal(gold.value, mine.value)
     theirs, ours = list(gold.relations), list(mine.relations)
-    if len(gold.rows) > 1 and len(gold.values) > 1:  # rows of values that belong together
+    if len(gold.rows) > 1 and len(gold.values) > 1:
         columns = ([one.values.get(name, ()) for name in gold.values] for one in (gold, mine))
         rows = [format_tuples(zip(*columns_of_one, strict=False)) for columns_of_one in columns]
         if len(mine.values) != len(gold.values) or len(mine.rows) != len(gold.rows) or not _equal(*rows):
@@ -268,10 +263,9 @@ def _same_answer(gold: ParsedAnswer, mine: ParsedAnswer) -> bool:
 
 
 def _same_relation(gold: Relation, mine: Relation) -> bool:
-    """Return whether left minus right of one is a multiple of the other's.
+    """Compare left minus right, up to a factor that is positive unless the operator is mirrored.
 
-    The factor must be positive unless the operator is mirrored. If the reference is solved, the answer
-    must be, as it could be the question itself."""
+    If the reference is solved, the answer must be, as it could be the question itself."""
     if gold.solved and not mine.solved:
         return False
     ratio = attempt(_find_ratio, gold, mine)
@@ -285,8 +279,7 @@ def _same_relation(gold: Relation, mine: Relation) -> bool:
 def _subtract_sides(relation: Relation) -> Expr | None:
     """Return left minus right, of an equation its numerator, with exact decimals.
 
-    f(x) and derivatives become symbols. None if a side is not a number or has an integral, sum, product or
-    limit."""
+    f(x) and derivatives become symbols. None for an integral, sum, product, limit or non-number."""
     sides = []
     for text in (relation.left, relation.right):
         formula = read_notation(text, inside=True).formula
@@ -304,9 +297,9 @@ def _subtract_sides(relation: Relation) -> Expr | None:
 
 
 def _find_ratio(gold: Relation, mine: Relation) -> Expr | None:
-    """Return difference(mine) / difference(gold) if it is constant and real at random points.
+    """Return difference(mine) / difference(gold) if it is constant, real and not 0 at random points.
 
-    Else, or if it is zero, return None. A polynomial that is zero at random points is zero."""
+    A polynomial that is zero at random points is zero."""
     a, b = _subtract_sides(gold), _subtract_sides(mine)
     if a is None or b is None:
         return None

@@ -1,8 +1,7 @@
 """Parse formulas and compare their values: numbers by ratio, letters at random points.
 
-The parser is `latex2sympy2_extended`, as in math-verify. It would drop or guess a number's base, a prime
-and a transposed number; these are refused here. Numbers too large for `_check_size`, such as `9^{9^9}`,
-are unreadable and never evaluated."""
+`latex2sympy2_extended` would drop or guess a number's base, a prime and a transposed number; these are
+refused here. Numbers too large for `_check_size`, such as `9^{9^9}`, are never evaluated."""
 
 from __future__ import annotations
 
@@ -27,15 +26,15 @@ _NORMALIZATION = NormalizationConfig(
     basic_latex=True, units=False, malformed_operators=False, nits=True, boxed="none"
 )
 _UNDONE = (sympy.Integral, sympy.Sum, sympy.Product, sympy.Limit, Derivative)  # never evaluated
-_MAX_DIGITS = 5000  # decimal digits of an intermediate number
-# sympy raises a fraction's denominator to the degree of its root; more digits take seconds.
+_MAX_DIGITS = 5000  # of an intermediate number
+# sympy raises denominators to the degree of their root, which takes seconds.
 _MAX_ROOT_DIGITS = 100_000
-_GUARD_DIGITS = 50  # in addition to the digits of a formula's largest or smallest number
+_GUARD_DIGITS = 50  # beyond those of a formula's largest or smallest number
 _SLOW_DIGITS = 200  # with more, the gamma function or floor(x^x) takes seconds
-_LOST_DIGITS = 20  # may be lost to rounding; exact values agree in the others
-_LARGEST, _SMALLEST = 3.0, 0.2  # range of letters
+_LOST_DIGITS = 20  # lost to rounding at most; exact values agree in the others
+_LARGEST, _SMALLEST = 3.0, 0.2  # of letters
 _POINTS, _TRIES, _ENOUGH = 8, 40, 3
-_SCALES, _CONSTANTS = (10, 100, 1000), 8  # more points for functions like |x|
+_SCALES, _CONSTANTS = (10, 100, 1000), 8  # for functions like |x|
 _BENT = (
     sympy.Abs, sympy.Max, sympy.Min, sympy.floor, sympy.ceiling, sympy.sign, sympy.Mod,
     InverseTrigonometricFunction,
@@ -51,13 +50,11 @@ class _Undefined(Exception):
 
 
 class _Parser(Latex2Sympy):
-    """The parser of latex2sympy2_extended, without dropping or guessing."""
-
     def __init__(self, *, is_real: bool) -> None:
         super().__init__(is_real=is_real, config=ConversionConfig(lowercase_symbols=False))
 
     def convert_postfix_list(self, arr: Any, i: int = 0) -> Any:
-        """Multiply adjacent factors. The parent reads `(2)(3)` as a mixed number, 5."""
+        """The parent reads `(2)(3)` as a mixed number, 5."""
         first = self.convert_postfix(arr[i])
         if isinstance(first, list) or i == len(arr) - 1:
             return super().convert_postfix_list(arr, i)
@@ -106,7 +103,7 @@ class _Parser(Latex2Sympy):
 
     def handle_gcd_lcm(self, f: str, args: Any) -> Any:
         for one in args:
-            if one.free_symbols:  # sympy takes letters for polynomials, whose greatest common divisor is 1
+            if one.free_symbols:  # sympy's greatest common divisor of letters is 1
                 raise Unreadable
             _check_size(one)
         return super().handle_gcd_lcm(f, args)
@@ -129,15 +126,14 @@ def parse(formula: str) -> Basic | MatrixBase:
 def equal(gold: Basic | MatrixBase, mine: Basic | MatrixBase) -> bool:
     """Return whether two parsed answers have the same value.
 
-    An integral, sum, product, limit or derivative equals only the same one, up to the name of its bound
-    variable. Evaluating it may take minutes, and would make the question its own answer."""
+    An integral, sum, product, limit or derivative equals only itself, up to its bound variable. Evaluating
+    it may take minutes, and would make the question its own answer."""
     if is_undone(gold) or is_undone(mine):
         return bool(gold.as_dummy() == mine.as_dummy())
     return _equal(gold, mine)
 
 
 def is_undone(value: Basic | MatrixBase) -> bool:
-    """Return whether a value has an unevaluated integral, sum, product, limit or derivative."""
     return bool(value.has(*_UNDONE))
 
 
@@ -174,9 +170,7 @@ def _has_matrix(*values: Basic) -> bool:
 
 
 def _list_entries(value: Basic | MatrixBase) -> list[Any] | None:
-    """Return the entries of a list, set, tuple or union; None for other values.
-
-    An open interval may be a pair, so its ends are entries."""
+    """Return a list's, set's, tuple's or union's entries, else None. An open interval may be a pair."""
     if isinstance(value, sympy.FiniteSet):
         return list(getattr(value, "_unsorted_args", value.args))
     if isinstance(value, sympy.Tuple | sympy.Union):
@@ -191,10 +185,9 @@ def _contains_all(entries: list[Any], wanted: list[Any]) -> bool:
 
 
 def _equal_expressions(gold: Expr, mine: Expr) -> bool:
-    r"""Return whether two expressions are equal at all points where both have a real value.
+    r"""Return whether two expressions are equal at all points where both are real.
 
-    `\\sqrt{L}/\\sqrt{g}` is real for positive letters only, where it equals `\\sqrt{L/g}`. `\\sqrt{x^2}`
-    and `x` are also real for negative x, where they differ."""
+    `\\sqrt{L}/\\sqrt{g}` equals `\\sqrt{L/g}`, real for positive letters only; `\\sqrt{x^2}` is not `x`."""
     if gold == mine:
         return not gold.has(sympy.nan, sympy.zoo)
     infinite = [one.has(sympy.oo, sympy.zoo, sympy.nan) for one in (gold, mine)]
@@ -218,11 +211,9 @@ def _equal_expressions(gold: Expr, mine: Expr) -> bool:
 def _evaluate_both(
     gold: Expr, mine: Expr, names: Sequence[str], case: Callable[[str], str], digits: int
 ) -> Iterator[tuple[Expr, Expr]]:
-    """Yield the real values of both at random points where both are real, up to the first difference.
-
-    Falls back to complex values at positive points if there is no such point."""
+    """Yield both values at random points where both are real, else complex ones at positive points."""
     draw = random.Random(0)
-    # First positive values, then both signs, so that |x| differs from x.
+    # Both signs too, so that |x| differs from x.
     signs = [(1, 1)] * _ENOUGH + [(-1, 1)] * (_TRIES - _ENOUGH)
     near = (near_point(names, draw, digits, pair) for pair in signs)
     far = iter(far_points(names, draw, digits, (gold, mine)))
@@ -246,16 +237,13 @@ def _evaluate_both(
 def near_point(
     names: Iterable[str], draw: random.Random, digits: int, signs: tuple[int, int] = (-1, 1)
 ) -> dict[str, Float]:
-    """Sample a value of each letter between _SMALLEST and _LARGEST, times one of the signs."""
     return {name: Float(draw.uniform(_SMALLEST, _LARGEST) * draw.choice(signs), digits) for name in names}
 
 
 def far_points(
     names: Sequence[str], draw: random.Random, digits: int, expressions: Iterable[Expr]
 ) -> list[dict[str, Float]]:
-    r"""Return points on both sides of each constant, and at larger scales; [] without bends.
-
-    Bends are those of functions like `|x - 4|` and `\\lfloor n/12 \\rfloor`."""
+    r"""Return points around each constant, and at larger scales, for bends like `|x - 4|`; else []."""
     if not any(map(has_bend, expressions)):
         return []
     nodes = (node for one in expressions for node in sympy.preorder_traversal(one) if not node.free_symbols)
@@ -276,7 +264,7 @@ def far_points(
 
 
 def has_bend(expression: Expr) -> bool:
-    """Return whether a function of letters is piecewise, such as |x|."""
+    """Return whether a function is piecewise, such as |x|."""
     roots = any(
         isinstance(power.exp, Rational) and power.exp.q % 2 == 0 and not power.base.is_Atom
         for power in expression.atoms(Pow)
@@ -286,19 +274,19 @@ def has_bend(expression: Expr) -> bool:
 
 
 def _has_gamma(expression: Expr) -> bool:
-    """Return whether a factorial, gamma function or binomial has a non-integer argument."""
+    """Return whether a gamma function, factorial or binomial has a non-integer argument."""
     found = expression.atoms(sympy.factorial, sympy.gamma, sympy.binomial)
     return any(not one.is_Integer for function in found for one in function.args)
 
 
 def _plain_symbols(expression: Expr) -> Expr:
-    """Replace applications of unknown functions, f(x), by symbols."""
+    """Replace unknown functions, f(x), by symbols."""
     unknown = expression.atoms(AppliedUndef)
     return expression.xreplace({one: Symbol(str(one)) for one in unknown}) if unknown else expression
 
 
 def symbol_case(*expressions: Expr) -> Callable[[str], str]:
-    """Return `str.lower`, or `str` if an expression has both cases of a letter, such as R and r."""
+    """Return `str`, if both cases of a letter (R and r) occur, else `str.lower`."""
     for one in expressions:
         names = {symbol.name for symbol in one.free_symbols}
         if len({name.lower() for name in names}) < len(names):
@@ -309,7 +297,7 @@ def symbol_case(*expressions: Expr) -> Callable[[str], str]:
 def _evaluate(
     node: Basic, point: Mapping[str, Expr], case: Callable[[str], str], digits: int, real: bool
 ) -> Expr:
-    """Return the value at a point: a Rational if no root is taken, else a number with `digits` digits.
+    """Return a Rational if no root is taken, else a number with `digits` digits.
 
     real: raise _Undefined if any part is not real."""
     if isinstance(node, Symbol):
@@ -335,13 +323,12 @@ def _evaluate(
 
 
 def _is_odd_root(base: Expr, exponent: Expr) -> bool:
-    """Return whether base^exponent is an odd root of a negative number, which is real here: -8 -> -2."""
+    """Recognise odd roots of negative numbers, real here."""
     is_odd = isinstance(exponent, Rational) and exponent.q > 1 and exponent.q % 2 == 1
     return is_odd and base.is_negative is True
 
 
 def _close(a: Expr, b: Expr, digits: int, exact: bool = True) -> bool:
-    """Return whether two values are equal; rounded decimals to six places and three digits."""
     if exact and isinstance(a, Rational) and isinstance(b, Rational):
         return bool(a == b)
     scale = max(abs(a), abs(b))
@@ -352,14 +339,14 @@ def _close(a: Expr, b: Expr, digits: int, exact: bool = True) -> bool:
 
 
 def equal_numbers(p: Fraction, p_is_decimal: bool, q: Fraction, q_is_decimal: bool) -> bool:
-    """Compare two numbers; decimals to six places and three digits."""
+    """Compare decimals to six places and three digits."""
     if p == q or not (p_is_decimal or q_is_decimal):
         return p == q
     return round(p, 6) == round(q, 6) and abs(p - q) * 1000 <= max(abs(p), abs(q))
 
 
 def rational(number: Basic | MatrixBase) -> Rational | None:
-    """Return the exact value of a number without roots, or None."""
+    """Return the exact value, or None if it has roots."""
     if not isinstance(number, Expr) or number.free_symbols or is_undone(number):
         return None
     value = _evaluate(number, {}, str, _GUARD_DIGITS, False)
@@ -371,9 +358,9 @@ def _six_places(value: Expr) -> int:
 
 
 def _check_size(node: Basic | MatrixBase) -> float:
-    """Return an upper bound of the decimal digits of any number in an expression.
+    """Bound the decimal digits before or after the point of any number in an expression.
 
-    Counts digits before or after the point. Raises Unreadable above _MAX_DIGITS."""
+    Raises Unreadable above _MAX_DIGITS."""
     try:
         size = _estimate_digits(node)
     except (OverflowError, RecursionError) as error:
@@ -422,9 +409,7 @@ def _digits(number: int) -> float:
 
 
 def attempt(function: Callable[..., T], *arguments: Any) -> T | None:
-    """Call `function`; return None if sympy fails.
-
-    It fails with RecursionError, ValueError (long integers), NotImplementedError or AttributeError."""
+    """Return None if sympy fails, as with RecursionError, ValueError (long integers), NotImplementedError."""
     try:
         return function(*arguments)
     except MemoryError:  # the pool's limit: recorded as such

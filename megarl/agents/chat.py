@@ -1,7 +1,7 @@
 """Chat templates and tool calls of episodes: tokens in, tokens out.
 
-The policy's tokens stay as sampled. Later messages are the template's text after an assistant's message,
-tokenised separately and appended. `check_template` rejects templates that do not only append."""
+Sampled tokens stay; later messages are rendered, tokenised separately and appended. That needs a template
+that only appends, so `check_template` rejects others before the run."""
 
 from __future__ import annotations
 
@@ -36,9 +36,7 @@ EMPTY: Mapping[str, Any] = MappingProxyType({})
 
 
 def opening_tokens(tokenizer: Any, variables: Mapping[str, Any] = EMPTY) -> tuple[int, ...]:
-    """Return the token that every conversation starts with, the prompt of agents with their own messages.
-
-    Raises ConfigError if conversations start with different tokens."""
+    """Return the token that every conversation starts with. Raises ConfigError if they differ."""
     chat, user = ChatTurns(tokenizer, variables=variables), {"role": "user", "content": "Why?"}
     first = [chat.first([user])[:1], chat.first([{"role": "user", "content": "1 + 1"}])[:1]]
     with suppress(ValueError):  # some templates refuse system messages
@@ -56,12 +54,11 @@ def check_template(
     stop: Collection[str] = (),
     variables: Mapping[str, Any] = EMPTY,
 ) -> None:
-    """Check that a chat template only appends to a conversation. Raises ConfigError.
+    """Raise ConfigError with the first difference if a chat template does more than append.
 
-    White space is ignored, because templates strip contents.
+    Renders 1 to 4 turns, with and without thoughts. Ignores white space, because templates strip contents.
 
     shown      roles of the messages that the policy is shown
-    stop       rollout.stop
     variables  data.chat_template_kwargs"""
     if not getattr(tokenizer, "chat_template", None):
         raise ConfigError("data.template: the tokenizer has no chat template (add one to the model's folder)")
@@ -79,7 +76,7 @@ def check_template(
 
 
 def _check_conversations(chat: ChatTurns, shown: Collection[str]) -> None:
-    for schema in chat.tools:  # an MCP server's are not trusted
+    for schema in chat.tools:  # an MCP server's schemas are not trusted
         if chat.named and (found := chat.named.search(json.dumps(schema, ensure_ascii=False))):
             name = schema.get("function", schema).get("name")
             what = f"tool {name!r}: {found[0]} in its schema would be read as a control token"
@@ -88,7 +85,7 @@ def _check_conversations(chat: ChatTurns, shown: Collection[str]) -> None:
     if chat.tools and chat.render(asked) == ChatTurns(chat.tokenizer, variables=chat.variables).render(asked):
         what = "does not show tools to the policy"
         raise ConfigError(f"data.template: the chat template {what} (use one that renders `tools`)")
-    # A template with a case for thoughts may write empty ones into turns that have none.
+    # A template with a case for thoughts may write empty ones.
     has_thoughts = "think>" in str(chat.tokenizer.chat_template)
     for role in sorted(shown):
         for thinks in (True,) if has_thoughts else (True, False):
@@ -99,7 +96,7 @@ def _check_appends(chat: ChatTurns, role: str, thinks: bool) -> None:
     messages: list[Message] = [{"role": "user", "content": "question 0"}]
     text = chat.render(messages)
     _, opens, opened = text[len(chat.render(messages, generate=False)) :].partition("<think>")
-    opened = opens + opened  # thoughts that the template starts, or leaves empty, for the policy
+    opened = opens + opened  # thoughts that the template starts for the policy
     for turn in range(1, 5):
         thought = f"{'' if opened else '<think>'}\nthought {turn}\n</think>\n\n" if thinks else ""
         written = f"{'' if '</think>' in opened else thought}answer {turn}"
@@ -128,19 +125,19 @@ def _check_appends(chat: ChatTurns, role: str, thinks: bool) -> None:
 
 @dataclass(frozen=True)
 class Call:
+    """A tool call that the policy wrote; `error`: why it is invalid."""
+
     name: str
     arguments: Mapping[str, Any]
     error: str | None = None
 
 
 def detect_call_format(tokenizer: Any) -> str:
-    """Return the format of tool calls that the tokenizer declares or its chat template describes.
+    """Return the format of tool calls, from the tokenizer or its chat template. Raises ConfigError.
 
     response_template  parsed by transformers
     hermes             JSON in <tool_call>
-    json               a JSON object that is the whole turn
-
-    Raises ConfigError if there is none."""
+    json               a JSON object that is the whole turn"""
     if getattr(tokenizer, "response_template", None):
         return "response_template"
     source = str(tokenizer.chat_template)
@@ -153,10 +150,9 @@ def detect_call_format(tokenizer: Any) -> str:
 
 
 def parse_calls(tokens: Sequence[int], tokenizer: Any, form: str, prefix: str = "") -> tuple[str, list[Call]]:
-    """Return the text around the tool calls, and the calls in order. Invalid calls do not raise.
+    """Return the text around the policy's tool calls, and the calls. Never raises for the text.
 
-    form    see `detect_call_format`
-    prefix  how the template starts an assistant's turn"""
+    prefix: how the template starts an assistant's turn"""
     if form == "response_template":
         try:
             message = tokenizer.parse_response(list(tokens), prefix=prefix)
@@ -183,7 +179,7 @@ def parse_calls(tokens: Sequence[int], tokenizer: Any, form: str, prefix: str = 
 
 
 def _hermes_calls(text: str) -> tuple[str, list[Call]]:
-    """Find `<tool_call>JSON</tool_call>`. A tag within JSON is text."""
+    """Parse `<tool_call>JSON</tool_call>`. A tag within JSON is text."""
     begin = _end_of_thoughts(text)
     around, calls = [text[:begin]], list[Call]()
     while (tag := text.find(_CALL_BEGINS, begin)) >= 0:
@@ -205,7 +201,7 @@ def _hermes_calls(text: str) -> tuple[str, list[Call]]:
 
 
 def _end_of_thoughts(text: str) -> int:
-    """Tags in thoughts are no calls. Thoughts end at the first `</think>` outside the JSON of a call."""
+    """Return the index of the first `</think>`'s end, unless that is inside the JSON of a call; else 0."""
     end = text.find(_THOUGHTS_END)
     tag = text.find(_CALL_BEGINS)
     if 0 <= tag < end and not text.lstrip().startswith("<think>"):
@@ -216,7 +212,7 @@ def _end_of_thoughts(text: str) -> int:
 
 
 def _json_behind(text: str, tag: int) -> tuple[Any, int]:
-    """Return the JSON value and its end index. Raises ValueError and RecursionError."""
+    """Return the JSON value after a tag, and its end. Raises ValueError and RecursionError."""
     return _JSON.raw_decode(text, _skip(_SPACE, text, tag + len(_CALL_BEGINS)))
 
 
@@ -246,9 +242,9 @@ def _failed(why: str, name: str = "") -> Call:
 
 
 def schemas(tools: Iterable[str]) -> dict[str, dict[str, Any]]:
-    """Return the schemas of functions `module:function` and of MCP servers' tools, by path.
+    """Return the schemas of functions and of MCP servers' tools, by path.
 
-    Raises ConfigError as `build_schema` and `list_tools`, and for two tools of the same name."""
+    Raises ConfigError as `build_schema` and `list_tools`, and for two tools with the same name."""
     by_path: dict[str, dict[str, Any]] = {}
     for path in tools:
         by_path |= list_tools(path) if path.startswith(MCP) else {path: build_schema(path)}
@@ -259,9 +255,9 @@ def schemas(tools: Iterable[str]) -> dict[str, dict[str, Any]]:
 
 
 def tool_calls(chat: ChatTurns, paths: Mapping[str, str]) -> EpisodeFunction:
-    """Return the episode of `rollout.tools`, which ends with a turn without calls.
+    """Return the episode of `rollout.tools`, which an answer without calls ends.
 
-    Calls of one turn run concurrently; results are shown in the order of the calls. paths: by tool's name."""
+    Calls of one turn run concurrently; results are shown in their order. paths: by name of the tool."""
     form = detect_call_format(chat.tokenizer)
     prefix = chat.text_behind([{"role": "user", "content": "?"}])
 
@@ -269,7 +265,7 @@ def tool_calls(chat: ChatTurns, paths: Mapping[str, str]) -> EpisodeFunction:
         for turns in count():
             turn = await policy.generate()
             _, calls = parse_calls(turn.tokens, chat.tokenizer, form, prefix)
-            if not calls or turn.finish == "length":  # a truncated turn may hold part of a call
+            if not calls or turn.finish == "length":  # it may hold only part of a call
                 return
             running = (_run(policy, paths, i, call) for i, call in enumerate(calls))
             results = await asyncio.gather(*running, return_exceptions=True)
@@ -298,9 +294,7 @@ async def _run(policy: Policy, paths: Mapping[str, str], number: int, call: Call
 
 
 def play(chat: ChatTurns | None) -> EpisodeFunction:
-    """Return the episode of `rollout.environment`, whose verdict is the response's.
-
-    With `chat`, its answers are a user's messages."""
+    """Return the episode of `rollout.environment`, whose verdict is the response's."""
 
     async def episode(prompt: Prompt, policy: Policy) -> Verdict:
         tokens: Sequence[int] = ()
@@ -322,5 +316,5 @@ def play(chat: ChatTurns | None) -> EpisodeFunction:
 
 
 def make_call_id(turn: int, number: int) -> str:
-    """Nine characters, as Mistral's templates require."""
+    """Return nine characters, as Mistral's templates require."""
     return f"c{turn % 10000:04}{number % 10000:04}"

@@ -16,17 +16,17 @@ _MARKS = range(ord(MARK), 0x110000), range(0x3400, 0xD800)
 
 class ChatTurns(ChatTemplate):
     def first(self, messages: Sequence[Message]) -> tuple[int, ...]:
-        """Return the tokens before the policy's first turn. Special tokens in contents become plain text.
+        """Return the tokens before the first turn. Raises ValueError if the template refuses the messages.
 
-        Raises ValueError if the template refuses the messages."""
+        Here and in `after`, special tokens in contents become plain text."""
         neutral, hidden, mark = self._neutral(messages)
         return tuple(self._tokens(self.render(neutral), hidden, mark, first=True))
 
     def after(self, messages: Sequence[Message], ended_with: Sequence[int]) -> tuple[int, ...]:
         """Return the tokens between two turns of the policy, which show it `messages`. See `first`.
 
-        ended_with: tokens of the last turn. An end-of-turn token that they have is not repeated, nor a
-        start-of-turn token that the policy wrote."""
+        ended_with: tokens of the last turn. If they end with an end-of-turn token, the template's is left
+        out, and so is a start-of-turn token that the policy wrote."""
         neutral, hidden, mark = self._neutral(messages)
         tokens = self._tokens(self.text_behind(neutral, mark), hidden, mark)
         last = list(ended_with[-1:])
@@ -39,9 +39,7 @@ class ChatTurns(ChatTemplate):
         return tuple(tokens)
 
     def _neutral(self, messages: Sequence[Message]) -> tuple[list[dict[str, Any]], list[str], str]:
-        """Replace texts in messages that look like control tokens by marks.
-
-        Returns the messages, the replaced texts, and the delimiter of marks."""
+        """Replace control tokens' texts by marks. Returns messages, replaced texts and the delimiter."""
         used = set(json.dumps(messages, ensure_ascii=False, default=str))
         mark = next((character for character in map(chr, chain(*_MARKS)) if character not in used), None)
         if mark is None:
@@ -60,7 +58,6 @@ class ChatTurns(ChatTemplate):
                 return {neutral(key): neutral(part) for key, part in value.items()}
             return [neutral(part) for part in value] if isinstance(value, (list, tuple)) else value
 
-        # The template compares roles.
         made = [{k: v if k in ("role", "type") else neutral(v) for k, v in m.items()} for m in messages]
         return made, hidden, mark
 

@@ -1,8 +1,7 @@
 """An OpenAI-compatible endpoint on loopback, for agents that know nothing of megarl (`rollout.agent`).
 
-Each response is a session with its own address. Sampled tokens are kept, and new messages are tokenised
-once and appended. A request with another history is refused, and the response is ungraded. Needs the extra
-`agents`."""
+Each response is a session with its own address. New messages are appended to sampled tokens, so a history
+that does not extend the sampled one leaves the response ungraded. Needs aiohttp."""
 
 from __future__ import annotations
 
@@ -31,18 +30,18 @@ if TYPE_CHECKING:
 
 Agent = Callable[[str, str, dict[str, Any]], Awaitable[Verdict | bool | float | None]]
 
-_MAX_BYTES = 4 << 20  # per request: a history of a million tokens
-# Any user of the machine can connect. Beyond this limit, or a quarter of the process's descriptors, the
-# oldest connection without a valid api_key is closed.
+_MAX_BYTES = 4 << 20  # a history of a million tokens
+# Any user can connect. So that connections without a valid api_key do not use up descriptors, the oldest is
+# closed beyond this, or a quarter of the process's limit.
 _MAX_UNAUTHENTICATED = 4096
 _UNAUTHENTICATED_SECONDS = 10.0
-# The run decides these; agents send them by default.
+# Agents often send these by default, but the run decides how tokens are sampled.
 _IGNORED = {
     "model", "temperature", "top_p", "top_k", "min_p", "seed", "user", "metadata", "store", "stream_options",
     "parallel_tool_calls", "service_tier", "safety_identifier", "prompt_cache_key", "reasoning_effort",
 }  # fmt: skip
 _READ = {"messages", "tools", "tool_choice", "stop", "max_tokens", "max_completion_tokens", "stream"}
-# Only values that change nothing are accepted.
+# These would change the answer: only the values that apply anyway are accepted.
 _FIXED: dict[str, tuple[Any, ...]] = {
     "n": (1,), "logprobs": (False,), "top_logprobs": (0,), "echo": (False,),
     "presence_penalty": (0,), "frequency_penalty": (0,), "repetition_penalty": (1,), "logit_bias": ({},),
@@ -51,7 +50,7 @@ _FIXED: dict[str, tuple[Any, ...]] = {
 
 
 class Refused(Exception):
-    """A refused request. `unjudged`: agent and policy no longer have the same conversation."""
+    """A request without answer; `unjudged`: agent and policy have different conversations."""
 
     def __init__(self, text: str, code: str = "invalid_request", *, unjudged: bool = False) -> None:
         super().__init__(text)
@@ -66,12 +65,7 @@ def check_installed() -> None:
 
 
 class Endpoint:
-    """One worker's server, started by the first session on its event loop.
-
-    tokenizer  with a chat template
-    seconds    longest time without a request of an agent
-    stop       rollout.stop
-    variables  data.chat_template_kwargs"""
+    """A worker's server, on the event loop of its first session. seconds: longest time without a request."""
 
     def __init__(
         self,
@@ -93,7 +87,6 @@ class Endpoint:
         )
 
     async def address(self) -> str:
-        """Return http://127.0.0.1:port. Starts the server if necessary."""
         from aiohttp import web
 
         async with self._starting:
@@ -112,7 +105,6 @@ class Endpoint:
         return f"http://{host}:{port}"
 
     def _accept(self, runner: web.AppRunner) -> web.RequestHandler[Any]:
-        """Handle a new connection, unauthenticated until a request has an api_key."""
         assert runner.server is not None
         while len(self._unauthenticated) >= self._max_unauthenticated:
             self._close(next(iter(self._unauthenticated)))
@@ -136,7 +128,7 @@ class Endpoint:
             await runner.cleanup()
 
     def chat(self, tools: Sequence[Mapping[str, Any]]) -> ChatTurns:
-        """Cache a tokeniser. Raises ConfigError if the template rewrites history or cannot show tools."""
+        """Raise ConfigError if the template rewrites history or cannot show tools."""
         key = json.dumps(tools, sort_keys=True)
         if key not in self._chats:
             shown = ("tool", "user") if tools else ("user",)
@@ -223,11 +215,10 @@ def _error(status: int, refused: Refused) -> web.Response:
 
 @dataclass
 class Session:
-    """One response: the conversation of an agent with the policy.
+    """The conversation of an agent with the policy, for one response.
 
-    history      messages in the form of `_message`
-    last_active  time.monotonic() of the agent's last request or answer
-    _end         its exception ends the episode, whatever the agent does"""
+    history  in the form of `_message`, for comparison
+    _end     its exception ends the episode, whatever the agent does"""
 
     endpoint: Endpoint
     policy: Policy
@@ -242,10 +233,9 @@ class Session:
     _end: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
     async def run(self, agent: Awaitable[Any]) -> Any:
-        """Await the agent, and return its result.
+        """Await the agent. Raises the error that ended the episode earlier, if any.
 
-        Raises the error that ended the episode earlier; EpisodeTruncated if the agent fails after the policy
-        had no turn or token left; else the agent's exception."""
+        An agent that fails after the policy had no turn or token left raises EpisodeTruncated."""
         task, limit = asyncio.ensure_future(_run_agent(agent)), self.endpoint.seconds
         try:
             while not task.done() and not self._end.done():
@@ -276,8 +266,8 @@ class Session:
                 task.exception()  # mark it as retrieved
             self._stop(EpisodeAborted())
             self._end.exception()
-            # Finish the turn of an abandoned request, unless the rollout's end cancelled this task: then no
-            # engine answers.
+            # A request that the agent did not wait for is still a turn: let it finish. At the rollout's end
+            # (cancelled) no engine answers.
             if not asyncio.current_task().cancelling():  # type: ignore[union-attr]
                 async with self._answering:
                     pass
@@ -287,7 +277,6 @@ class Session:
             self._end.set_exception(error)
 
     async def answer(self, body: Any) -> dict[str, Any]:
-        """Return a `chat.completion`. Raises Refused."""
         if self._end.done():
             raise Refused("the episode has ended", "ended")
         try:
@@ -332,7 +321,7 @@ class Session:
             prefix = chat.text_behind([{"role": "user", "content": "?"}])
             form = detect_call_format(chat.tokenizer)
             around, calls = parse_calls(turn.tokens, chat.tokenizer, form, prefix)
-            if any(call.error for call in calls):  # agents handle invalid calls as text
+            if any(call.error for call in calls):  # the agent handles invalid calls
                 calls = []
             text = around if calls else text
         for end in stop:
@@ -389,7 +378,7 @@ class Session:
 
 
 async def _run_agent(agent: Awaitable[Any]) -> Any:
-    """Await an agent. Its sys.exit ends only the agent."""
+    """A sys.exit ends only the agent."""
     try:
         return await agent
     except SystemExit as error:
@@ -429,7 +418,7 @@ def _parse_request(body: Any) -> tuple[list[dict[str, Any]], list[Any], tuple[st
 
 
 def _message(message: Any, index: int) -> dict[str, Any]:
-    """Omit empty fields, and make the content a text. Raises Refused."""
+    """Return a message without empty fields, its content a text. Raises Refused."""
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise Refused(f"messages[{index}]: needs a role")
     content = message.get("content")

@@ -1,7 +1,7 @@
 """The policy as an episode's coroutine sees it: turns, with tools or an environment between them.
 
-The policy's tokens are trained on; tokens that it is shown are context (docs/episodes.md). Only `Policy`
-appends tokens, and nothing changes them. A resumed episode reruns from its start and replays a journal."""
+Shown tokens are context, not trained on (docs/episodes.md). A resumed episode runs again from its start and
+replays its journal of turns and results of calls."""
 
 from __future__ import annotations
 
@@ -31,9 +31,7 @@ class EpisodeTruncated(BaseException):
 
 
 class ToolError(Exception):
-    """A tool raised, or exceeded its limits. The policy may be shown the text.
-
-    An episode that does not catch it has a wrong response."""
+    """A tool raised, or exceeded time or memory. If the episode does not catch it, the response is wrong."""
 
 
 class ToolUnavailable(Exception):
@@ -44,7 +42,7 @@ class ToolUnavailable(Exception):
 class Turn:
     """A turn of the policy.
 
-    finish  "stop" (end-of-sequence or a stop text, which the tokens include) or "length" (a limit)"""
+    finish: "stop" (end-of-sequence or a stop text, included in the tokens) or "length"."""
 
     tokens: tuple[int, ...]
     finish: str
@@ -52,6 +50,7 @@ class Turn:
 
     @property
     def text(self) -> str:
+        """Without the end-of-turn token."""
         return policy_text(self.tokenizer, self.tokens)
 
 
@@ -60,14 +59,14 @@ class Policy:
     """The policy in one episode, with all that was written and shown.
 
     seed            of the response; each turn has its own
-    params          sampling parameters; max_tokens limits the policy's tokens in all turns together
+    params          max_tokens limits the policy's tokens in all turns together
     earlier         tokens of an earlier run of the episode
     shared_prompts  update.share_prompts: nothing may be shown before the first turn
     lenient         from the replay's first difference to the journal, turns are sampled anew
     key             configuration key of the episode, for messages
     notify          called when `in_engine` may have changed
     truncated       no turn or token is left
-    aborted         the episode's next request ends it"""
+    aborted         the next request of the episode ends it"""
 
     prompt: Prompt
     client: EngineClient
@@ -87,8 +86,8 @@ class Policy:
     aborted: bool = False
     generating: bool = False
     _raised_aborted: bool = False  # the episode is incomplete, even if it catches EpisodeAborted
-    _observed: list[int] = field(default_factory=list)  # tokens after the last turn
-    _texts: list[str] = field(default_factory=list)
+    _observed: list[int] = field(default_factory=list)  # after the last turn
+    _texts: list[str] = field(default_factory=list)  # given to the environment
     _state: State | None = None
     _waits: list[str] = field(default_factory=list)
 
@@ -105,13 +104,14 @@ class Policy:
 
     @property
     def room(self) -> int:
+        """Tokens that the policy may still write."""
         total = self.written.num_tokens + len(self._observed)
         left = self.params.max_tokens - self.written.num_sampled
         return min(left, (self.limits.max_tokens or self.params.max_tokens) - total)
 
     @property
     def waiting(self) -> str:
-        """The name of what the episode waits for, other than the engine; "" for nothing."""
+        """Name of the tool, environment or agent that the episode waits for, or ""."""
         return self._waits[0] if self._waits else ""
 
     @property
@@ -130,10 +130,10 @@ class Policy:
             self.notify()
 
     async def generate(self, stop: Sequence[str] = (), max_tokens: int | None = None) -> Turn:
-        """Sample the policy's next turn. `stop`: end texts in addition to `rollout.stop`.
+        """Sample the policy's next turn. `stop`: texts that end it, in addition to `rollout.stop`.
 
-        Raises EpisodeAborted if the rollout ends first, and EpisodeTruncated if no turn or token is left.
-        Later calls raise it again."""
+        Raises EpisodeAborted if the rollout ends first, and EpisodeTruncated if no turn or token is left;
+        later calls raise it again."""
         self._refuse_if_aborted()
         self._refuse_while_generating("generate")
         if self.turns >= self.limits.max or self.room < 1:
@@ -166,11 +166,12 @@ class Policy:
         return Turn(tuple(data.tokens.tolist()), data.finish_reason, self.tokenizer)
 
     def _replay_turn(self, max_tokens: int) -> TokenData | None:
+        """Return the next turn's tokens if an earlier run sampled any. max_tokens: limit of the turn now."""
         recorded = self._next_entry("turn")
         if recorded is None:
             return None
         assert self.earlier is not None
-        # An observation after the last recorded turn is not among the earlier tokens.
+        # A later observation was never among the earlier tokens.
         first = self.written.num_tokens + len(self._observed)
         if self.earlier.tokens[self.written.num_tokens : first].tolist() != self._observed:
             self._to_replay = []
@@ -189,9 +190,7 @@ class Policy:
         )
 
     def observe(self, shown: str | Sequence[int]) -> None:
-        """Show the policy text or tokens before its next turn, if there is one.
-
-        Special tokens in text become plain text."""
+        """Show the policy text or tokens before its next turn. Special tokens in text become plain text."""
         self._refuse_while_generating("observe")
         if not self.turns and self.shared_prompts:
             what = "shows something before the policy's first turn, which makes the prompts of a group differ"
@@ -201,7 +200,7 @@ class Policy:
         self._observed += [int(token) for token in shown]
 
     def reward(self, value: float) -> None:
-        """Add a value to the response's reward, credited to the last token of the newest turn."""
+        """Add to the response's reward; credited to the last token of the newest turn."""
         if not math.isfinite(value):
             raise EngineError(f"{self.key}: the reward of turn {self.turns - 1} is {value}, not finite")
         if not self.turns:
@@ -210,11 +209,10 @@ class Policy:
         self.written.turn_rewards[-1] += float(value)
 
     async def call(self, tool: str | Callable[..., Any], /, *arguments: Any, **keywords: Any) -> str:
-        """Call a tool, and return its result as text.
+        """Call a tool, in a process or (`async` functions) here, and return its result as text.
 
-        A plain function runs in a separate process, limited by `rollout.turns`; an `async` function runs
-        here, limited by its seconds. Raises ToolError if the tool raises or exceeds its limits,
-        ToolUnavailable if no process could run it, and EpisodeAborted if the rollout has ended."""
+        Raises ToolError if it raises or exceeds time or memory, ToolUnavailable if no process could run it,
+        and EpisodeAborted."""
 
         def run() -> Awaitable[Result[str]]:
             if inspect.iscoroutinefunction(tool):
@@ -225,12 +223,10 @@ class Policy:
         return str(await self._call_or_replay(getattr(tool, "__name__", str(tool)), run))
 
     async def reset(self) -> str:
-        """Reset the environment, and return its first observation. Raises as `call`."""
         self._texts, self._state = [], None
         return (await self._step("reset"))[0]
 
     async def step(self, text: str) -> tuple[str, float, bool]:
-        """Pass a turn's text to the environment. Returns observation, reward and done. Raises as `call`."""
         self._texts.append(text)
         return await self._step("step")
 
@@ -242,8 +238,6 @@ class Policy:
         return shown, reward, done
 
     async def verdict(self) -> Verdict:
-        """Return the environment's verdict, or the error that prevented it as a verdict."""
-
         async def run() -> Result[dict[str, Any]]:
             verdict = await self._pool.verdict(*self._environment_arguments)
             return Result({**vars(verdict), "terms": {}})
@@ -291,9 +285,7 @@ class Policy:
         return value
 
     def _next_entry(self, *expected: Any) -> list[Any] | None:
-        """Return the next journal entry to replay, or None.
-
-        Raises EngineError if the episode differs from the earlier run."""
+        """Raises EngineError if the episode does something else than in the earlier run."""
         if not self._to_replay:
             return None
         entry: list[Any] = self._to_replay.pop(0)
@@ -320,16 +312,15 @@ class Policy:
             )
 
     async def give_up(self) -> None:
-        """Discard what was shown. Sample one token, which every response needs. Raises EpisodeAborted."""
+        """Discard what was shown, and sample one token, since every response needs one."""
         self._observed = []
         await self.generate(max_tokens=1)
 
     def result(self, *, ended: bool = True) -> TokenData:
         """Return all tokens after the prompt.
 
-        The finish_reason is "abort" unless the episode has `ended` without catching EpisodeAborted. A
-        response of one turn without a call has no journal. A replay aborted before the journal's end returns
-        the earlier tokens."""
+        The finish_reason is "abort" if the episode has not `ended`, or caught EpisodeAborted. A replay
+        aborted early returns the earlier tokens."""
         if self._to_replay and self.earlier is not None and not ended:
             return self.earlier
         written = self.written
@@ -345,14 +336,14 @@ class Policy:
         return written
 
 
-# A user's coroutine. None: the verifier grades the response.
+# A user's coroutine; None: the verifier grades the response.
 EpisodeFunction = Callable[[Prompt, Policy], Awaitable[Verdict | bool | float | None]]
 
 
 def make_row(prompt: Prompt) -> dict[str, Any]:
-    """Return a prompt as the row that environments and agents receive.
+    """Return a prompt as environments' and agents' row.
 
-    Its own columns override extra columns of the same names (verl's GSM8K has both)."""
+    Its own columns override extra ones of the same names (verl's GSM8K has a question and an answer)."""
     return {
         **prompt.extra,
         "uid": prompt.uid,

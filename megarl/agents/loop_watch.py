@@ -1,6 +1,6 @@
-"""Watch an event loop that runs user code, from a second thread, and report lines that block it.
+"""Report user code that blocks an event loop, from a second thread.
 
-A blocked loop stops every response of its engine, and cannot be interrupted from within."""
+Such code stops every response of its engine, and cannot be interrupted from within."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megarl.config.errors import EngineError
 from megarl.parallel.launch import write_error_file
 
 _CALLBACK = asyncio.Handle._run.__code__
-# Python's library, megarl, code without a file (templates, dataclasses), and installed packages.
+# Python's library, megarl, and code without a file (templates, dataclasses).
 _LIBRARIES = (str(Path(os.__file__).parent) + os.sep, str(Path(__file__).parents[1]) + os.sep, "<")
 _INSTALLED = ("/site-packages/", "/dist-packages/")
 
@@ -25,19 +25,17 @@ _INSTALLED = ("/site-packages/", "/dist-packages/")
 class LoopWatch:
     """Watches the running loop during the `with` block.
 
-    key    configuration key of the user's function
     who    the loop's owner, for messages
-    home   file of that function, which may lie among the libraries
-    limit  seconds of blocking before a report of the line, once per function
-    most   seconds of blocking before the process ends with that line
+    home   file of the user's function, which may lie among the libraries
+    limit  seconds of blocking after which the line is reported, once per function
+    most   seconds of blocking after which the process ends with that line
 
-    Ignores time in megarl's code or in an engine; time while the process was stopped does not count for
-    `most`."""
+    Ignores megarl's code and engines. Time while the process was stopped does not count towards `most`."""
 
     def __init__(self, key: str, who: str, home: str | None, limit: float, most: float) -> None:
         self.key, self.who, self.home, self.limit, self.most = key, who, home, limit, most
         self._reported: set[tuple[str, str]] = set()
-        self._end, self._checks = threading.Event(), 0
+        self._end, self._checks = threading.Event(), 0  # since the loop's last sign of life
 
     def __enter__(self) -> Self:
         self._loop, self._watched = asyncio.get_running_loop(), threading.get_ident()

@@ -1,7 +1,7 @@
 """Tools of MCP servers (Model Context Protocol), named in `rollout.tools`.
 
-`mcp:COMMAND` starts a server with pipes; `mcp:URL` uses streamable HTTP; `mcp:python shop.py#price` is one
-tool. Each tool process (tools.py) has its own connection, and so its own server. Needs the extra `mcp`."""
+`mcp:COMMAND` uses pipes, `mcp:URL` streamable HTTP; `mcp:python shop.py#price` is one tool. Each tool
+process (tools.py) has its own connection and server. Needs the extra `mcp`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 MCP = "mcp:"
 
-# The mcp package starts the server in a new session, so nothing else ends it with this process.
+# The mcp package starts servers in new sessions, so they would outlive this process.
 _GUARDED = "import sys; sys.path.append(sys.argv[1]); from megarl.rewards.process import guard; guard()"
 
 
@@ -42,9 +42,7 @@ class ServerError(Exception):
 
 @cache
 def list_tools(entry: str) -> dict[str, dict[str, Any]]:
-    """Return the schemas of a server's tools by `entry#tool`, as `build_schema` does.
-
-    Raises ConfigError if the package is missing, or no server answers within START_LIMIT seconds."""
+    """Return the schemas of a server's tools by `entry#tool`. Raises ConfigError."""
 
     async def ask() -> list[Any]:
         async with asyncio.timeout(START_LIMIT), _open_client(entry) as client:
@@ -72,7 +70,7 @@ def list_tools(entry: str) -> dict[str, dict[str, Any]]:
 
 
 def connect_tool(path: str) -> Callable[..., str]:
-    """Connect this process to a server, and return a function that calls its tool `entry#tool`.
+    """Return a function that calls a server's tool `entry#tool`.
 
     Raises ConfigError as `list_tools`. The function raises ServerError."""
     entry, _, name = path.rpartition("#")
@@ -81,7 +79,7 @@ def connect_tool(path: str) -> Callable[..., str]:
 
 
 class _Connection:
-    """A connection that a thread holds open. ToolPool ends slow processes, so it has no time limits."""
+    """A connection held open by a thread. It has no time limits: ToolPool ends the process."""
 
     def __init__(self, entry: str) -> None:
         self._loop = asyncio.new_event_loop()
@@ -124,15 +122,15 @@ class _Connection:
         return text
 
 
-_connect = cache(_Connection)
+_connect = cache(_Connection)  # one per server
 
 
 def _result_text(result: Any) -> str:
-    """Return a result as text, without structured content that repeats the content."""
+    """Leave structured content out if it repeats the content."""
     texts = [_text(block) for block in result.content]
     data = result.structured_content
     if data is not None:
-        # Servers wrap values that are no object as {"result": ...}, and send lists as one text per item.
+        # Servers wrap values that are no object as {"result": ...}, and send a list's items as texts.
         value = data["result"] if data.keys() == {"result"} else data
         items = value if isinstance(value, list) else [value]
         same = [data], [value], items
@@ -142,6 +140,7 @@ def _result_text(result: Any) -> str:
 
 
 def _is_same(text: str, value: Any) -> bool:
+    """Compare a text with a value, plain or as JSON."""
     try:
         return text == value or json.loads(text) == value
     except (ValueError, RecursionError):
@@ -157,7 +156,7 @@ def _text(block: Any) -> str:
 
 @asynccontextmanager
 async def _open_client(entry: str) -> AsyncIterator[Client]:
-    """Raises ConfigError with the server's last line of stderr if the connection fails or ends."""
+    """Connect. Raises ConfigError with the server's last line of stderr if that fails."""
     try:
         from mcp import Client, StdioServerParameters, stdio_client
     except ImportError as error:

@@ -1,7 +1,6 @@
 """Run episodes of several turns for a worker.
 
-An error of user code becomes the verdict of its response, or ends the run with a message that names the
-code."""
+An error of user code becomes the response's verdict, or ends the run with a message that names the code."""
 
 from __future__ import annotations
 
@@ -26,15 +25,13 @@ from megarl.data.response_text import check_end_of_turn
 from megarl.rewards.verdict import UnusableError, Verdict, as_verdict, import_object
 from megarl.rollout.episode import EpisodeAborted, EpisodeInputs
 
-PATIENCE = 0.8  # fraction of parallel.timeout, after which other ranks give up
+PATIENCE = 0.8  # of parallel.timeout, after which the other ranks give up
 
 # Unfinished tasks of the current episode.
 _tasks: ContextVar[set[asyncio.Task[Any]]] = ContextVar("_tasks")
 
 
 class AgentRunner:
-    """Starts a worker's multi-turn episodes. See EpisodeRunner."""
-
     def __init__(self, config: Config, tokenizer: Any) -> None:
         rollout, turns = config.rollout, config.rollout.turns
         ways = "environment", "agent", "tools"
@@ -75,7 +72,7 @@ class AgentRunner:
 
     @contextmanager
     def supervise(self, rank: int) -> Iterator[None]:
-        """Record the tasks of each episode, and report user code that blocks the running loop."""
+        """Record each episode's tasks, and report user code that blocks the loop."""
         asyncio.get_running_loop().set_task_factory(_create_task)
         rollout, most = self.config.rollout, PATIENCE * self.config.parallel.timeout
         path = rollout.agent or rollout.episode
@@ -100,9 +97,7 @@ class AgentRunner:
 
 @dataclass
 class AgentEpisode(Policy):
-    """An episode whose turns a coroutine asks for.
-
-    warned  what was reported of agents, shared by a worker's episodes"""
+    """An episode whose turns a coroutine asks for. warned: reports, shared by a worker's episodes."""
 
     function: EpisodeFunction = field(kw_only=True)
     warned: set[str] = field(default_factory=set, kw_only=True)
@@ -119,7 +114,6 @@ class AgentEpisode(Policy):
         return verdict
 
     async def _run_graded(self) -> Verdict | None:
-        """Run the coroutine. An error that it raises becomes a verdict."""
         try:
             return await self._call()
         except EpisodeTruncated:
@@ -132,8 +126,7 @@ class AgentEpisode(Policy):
             return Verdict(False, error=f"{self.key}: a tool failed: {error}")
         except (MegarlError, EpisodeAborted, KeyboardInterrupt, GeneratorExit):
             raise
-        # Any other error is the user code's: it is recorded, and the response stays ungraded. The user's task
-        # group may wrap errors.
+        # Any other error is the user code's, perhaps wrapped by a task group: the response stays ungraded.
         except BaseException as error:
             rest = error.split(EpisodeTruncated)[1] if isinstance(error, BaseExceptionGroup) else error
             while isinstance(rest, BaseExceptionGroup):
@@ -161,12 +154,10 @@ class AgentEpisode(Policy):
         return Verdict(False, error=f"{self.key}: {why}", judged=False)
 
     async def _cancel_leftovers(self) -> str:
-        """Cancel the tasks that the coroutine left running, and return their names and places.
-
-        An agent's are reported once. Raises EngineError if a task does not end."""
+        """Cancel and return the tasks that the coroutine left running. Raises EngineError if one stays."""
         if all(task.done() for task in _tasks.get()):
             return ""
-        await asyncio.sleep(0)  # some are about to end
+        await asyncio.sleep(0)
         tasks = {task for task in _tasks.get() if not task.done()}
         names, limit = ", ".join(sorted({_describe(task) for task in tasks})), self.limits.seconds
         for task in tasks:
@@ -176,7 +167,7 @@ class AgentEpisode(Policy):
             raise EngineError(f"{self.key}: {what} (let CancelledError through)")
         for task in tasks:
             if not task.cancelled():
-                task.exception()  # mark it as retrieved
+                task.exception()
         if names and self.lenient and names not in self.warned:
             self.warned.add(names)
             what = f"it returned before these tasks that it created had ended; they are cancelled: {names}"
@@ -200,10 +191,7 @@ def _describe(task: asyncio.Task[Any]) -> str:
 
 
 def _load_function(config: Config, tokenizer: Any, endpoint: Endpoint | None) -> EpisodeFunction:
-    """Import the coroutine that generates a response.
-
-    Raises ConfigError if it cannot be imported or is no coroutine function, or if the chat template rewrites
-    history or cannot present tools."""
+    """Raises ConfigError for a missing or unsuitable function, or a template that rewrites history."""
     rollout, variables = config.rollout, config.data.chat_template_kwargs
     if rollout.environment:
         import_environment(rollout.environment, rollout.environment_arguments)
@@ -236,7 +224,7 @@ def _import_coroutine(key: str, path: str, parameters: str) -> Any:
 def prompt_options(config: Config, tokenizer: Any) -> dict[str, Any]:
     """Return the arguments `tools` and `opening` of megarl.data.prompts.read_prompts.
 
-    Raises ConfigError for a tool without a usable schema, or a chat template that fits no agent."""
+    Raises ConfigError for a tool without usable schema, or a chat template that fits no agent."""
     rollout, variables = config.rollout, config.data.chat_template_kwargs
     opening = opening_tokens(tokenizer, variables) if rollout.agent else ()
     return {"tools": list(schemas(rollout.tools).values()), "opening": opening}

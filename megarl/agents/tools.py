@@ -1,8 +1,7 @@
 """Run tools and environments in separate processes with limits, for many episodes at once.
 
-A job is a pure function of its message: a tool's arguments, or an environment's row, seed and all texts of
-the policy. So any process can do any job, and a killed process loses nothing. `ToolPool` runs on the
-episodes' event loop, `work` in the processes, which cache environments."""
+A job is a pure function of its message (a tool's arguments; an environment's row, seed and all texts of the
+policy). So any process can do any job, and a killed process loses nothing."""
 
 from __future__ import annotations
 
@@ -29,7 +28,7 @@ from megarl.rewards.sandbox import STRICT, Supervised
 from megarl.rewards.verdict import MAX_TEXT, UnusableError, Verdict, as_verdict, finite, import_object, short
 
 _MAX_ENVIRONMENTS = 256
-_MAX_STATE = 1 << 20  # bytes of JSON; a larger state is discarded, so the environment is replayed
+_MAX_STATE = 1 << 20  # of JSON; a larger state is discarded, so it is replayed
 _SURROGATES = re.compile("[\ud800-\udfff]")
 _METHODS, _OPTIONAL = ("reset", "step", "verdict"), ("state", "restore")
 
@@ -39,20 +38,18 @@ T = TypeVar("T")
 class Environment(Protocol):
     """What an episode acts on, created anew for each episode.
 
-    It must depend only on its row, its seed and the policy's texts: another process may replay them
-    after `reset`. `random` and numpy's generator are seeded before each call. Optional: `state()` returns a
-    JSON value, and `restore(state)`, called after `reset`, replaces the replay."""
+    It must depend only on row, seed and the policy's texts, because another process may replay them.
+    `random` and numpy are seeded before each call. Optionally, `state()` returns JSON, and `restore(state)`,
+    called after `reset`, replaces the replay."""
 
-    def reset(self, row: dict[str, Any], seed: int) -> str:
-        """Return the first observation."""
-        ...
+    def reset(self, row: dict[str, Any], seed: int) -> str: ...
 
     def step(self, text: str) -> tuple[str, float, bool]:
         """Return observation, the turn's reward, and done."""
         ...
 
     def verdict(self) -> Verdict | bool | float:
-        """Grade the episode so far, without side effects."""
+        """Grade the episode so far; changes nothing."""
         ...
 
 
@@ -61,8 +58,7 @@ class Result(Generic[T]):
     """The outcome of a job.
 
     error   why there is no value; a tool's error is text that the policy may see
-    judged  False if neither policy nor called code caused the error: the process was killed or did not start,
-            or the environment raised"""
+    judged  False if neither the policy nor the called code caused the error"""
 
     value: T | None = None
     error: str | None = None
@@ -70,16 +66,12 @@ class Result(Generic[T]):
 
 
 class State(NamedTuple):
-    """An environment's state after the first `texts` texts of the policy."""
-
     texts: int
     state: Any
 
 
 class Answer(NamedTuple):
-    """An environment's answer to the policy's last text, or to a reset (reward 0.0, not `done`).
-
-    state  for later jobs; None if the environment has none"""
+    """An environment's answer to the policy's last text. state: to pass to later jobs."""
 
     observation: str
     reward: float
@@ -88,17 +80,15 @@ class Answer(NamedTuple):
 
 
 class ToolPool:
-    """At most `workers` processes that call tools and environments, started when needed.
+    """At most `workers` processes that call tools and environments, for one event loop.
 
     seconds            limit of one call, or of one method of an environment
     memory_mib         data memory of one process, MiB
     observation_bytes  UTF-8 bytes returned by a call; longer results are cut and marked
     environment        `module:Class`, constructed with `arguments`
-    sandbox            what calls may reach, see `rollout.sandbox`
 
-    A job that times out, runs out of memory or loses its process is retried once in a new process. The second
-    failure is the policy's (`judged`), unless a process does not start. Jobs run in order, but wait for a
-    busy process that has their environment. Use it on one event loop until `close`."""
+    A job that exceeds limits or loses its process is retried in a new one; the second failure is the policy's
+    (`judged`), unless the process did not start. Jobs wait for a busy process with their environment."""
 
     def __init__(
         self,
@@ -121,7 +111,7 @@ class ToolPool:
             "environment": environment,
             "arguments": dict(arguments),
         }
-        # JSON needs at most six characters for a byte.
+        # JSON needs at most six characters per byte.
         self._longest = 6 * (observation_bytes + MAX_TEXT) + _MAX_STATE + 4096
         self._loop: asyncio.AbstractEventLoop | None = None
         self._slots: list[_ToolProcess | None] = [None] * workers
@@ -136,11 +126,12 @@ class ToolPool:
 
     @property
     def waiting(self) -> list[_Job]:
-        """Unfinished jobs, the oldest first. Safe to read from another thread."""
+        """Unfinished jobs. Safe to read from another thread."""
         return list(self._jobs.values())
 
     @property
     def oldest(self) -> str:
+        """For reports about a hang."""
         for job in self.waiting[:1]:
             what = f"{job.what} in a process" if job.running else f"{job.what}, which waits for a process"
             return f"{what}, for {time.monotonic() - job.since:.0f} s"
@@ -153,10 +144,9 @@ class ToolPool:
         keywords: Mapping[str, Any] = MappingProxyType({}),
         seed: int = 0,
     ) -> Result[str]:
-        """Call a plain function `module:function` or an MCP tool. Returns text, see `format_observation`.
+        """Return the result of a function `module:function` or an MCP server's tool as text.
 
-        `seed` seeds `random` and numpy's generator. An exception of the function is an error. Raises
-        TypeError if an argument is no JSON value."""
+        `seed` seeds `random` and numpy's generator. Raises TypeError if an argument is no JSON value."""
         sent = {"function": function, "arguments": list(arguments), "keywords": dict(keywords), "seed": seed}
         answer = await self._run_job(_Job(function, sent))
         return Result(answer.get("value"), answer.get("error"), answer.get("judged", True))
@@ -166,8 +156,7 @@ class ToolPool:
     ) -> Result[Answer]:
         """Return the environment's answer to the last of `texts`, the policy's texts by turn.
 
-        key    the episode's number
-        state  from an earlier answer, used if no process has the environment"""
+        key: the episode's number. state: from an earlier answer, if no process has the environment."""
         answer = await self._run_job(self._job("step", key, row, seed, texts, state))
         if "value" not in answer:
             return Result(None, answer["error"], answer.get("judged", True))
@@ -177,7 +166,7 @@ class ToolPool:
     async def verdict(
         self, key: int, row: Mapping[str, Any], seed: int, texts: Sequence[str], state: State | None = None
     ) -> Verdict:
-        """Grade the environment after `texts`, and discard it. A failure is a verdict with an error."""
+        """Grade the environment, and discard it. A failure is a verdict with an error."""
         answer = await self._run_job(self._job("verdict", key, row, seed, texts, state))
         if "value" not in answer:
             return Verdict(False, error=answer["error"], judged=answer.get("judged", True))
@@ -185,7 +174,7 @@ class ToolPool:
         return Verdict(correct, extracted, error, score, judged=judged)
 
     def forget(self, key: int) -> None:
-        """Discard an unneeded environment, which may hold a session at a server."""
+        """Discard an environment: it may hold a session at a server."""
         for process in filter(None, self._slots):
             if key in process.keys:
                 del process.keys[key]
@@ -218,13 +207,13 @@ class ToolPool:
         return _Job(f"{self.environment}.{method}", sent, key)
 
     async def _run_job(self, job: _Job) -> dict[str, Any]:
-        """Run a job to its end or its time limit, even if the caller is cancelled."""
+        """Run a job in a process, which finishes it even if the caller is cancelled."""
         loop = self._loop = asyncio.get_running_loop()
         self._jobs[id(job)] = job
         try:
             slot = await self._acquire_slot(job.key)
             job.running = True
-            # A new context: the task may outlive its caller, and is not the episode's.
+            # A new context: the task may outlive its episode.
             task = Context().run(loop.create_task, self._run_with_retry(slot, job))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
@@ -236,7 +225,7 @@ class ToolPool:
     async def _acquire_slot(self, key: int | None) -> int:
         if self._idle:  # so the queue is empty
             slot = self._find_slot(key)
-            if slot not in self._idle:  # fewest environments
+            if slot not in self._idle:  # with the fewest environments to lose
 
                 def cost(slot: int) -> tuple[bool, int, int]:
                     process = self._slots[slot]
@@ -257,9 +246,9 @@ class ToolPool:
             raise
 
     def _release_slot(self, slot: int) -> None:
-        """Pass a slot to the first queued job whose environment no other process has, else to the first job.
+        """Pass a slot to the first queued job whose environment no other process has, else to the first.
 
-        Skipped jobs do not starve: they come first when their own process becomes idle."""
+        Skipped jobs come first when their own process is idle."""
         while self._queue:
             fitting = (job for job in self._queue if self._find_slot(job[1]) in (None, slot))
             future, _ = chosen = next(fitting, self._queue[0])
@@ -281,7 +270,7 @@ class ToolPool:
             answer = await self._try_job(slot, job)
             if "lost" in answer and job.wanted:
                 answer = await self._try_job(slot, job)
-                if answer.get("killed"):  # twice: the job caused it
+                if answer.get("killed"):  # for the second time: the job caused it
                     answer["judged"] = True
             return answer
         except BaseException:
@@ -294,7 +283,7 @@ class ToolPool:
                 self._release_slot(slot)
 
     async def _try_job(self, slot: int, job: _Job) -> dict[str, Any]:
-        """Return the answer, with `lost` if the process has ended."""
+        """`lost` in the answer: the process has ended."""
         process = await self._ensure_process(slot)
         if isinstance(process, str):
             return {"error": process, "judged": False}
@@ -352,11 +341,7 @@ class ToolPool:
 
 
 class _Job:
-    """A message for a process.
-
-    what    the tool, or the environment's class and method
-    key     of the environment; None for a tool
-    wanted  whether the caller still waits"""
+    """wanted: the caller still waits for the answer."""
 
     def __init__(self, what: str, sent: dict[str, Any], key: int | None = None) -> None:
         self.what, self.sent, self.key = what, sent, key
@@ -364,8 +349,6 @@ class _Job:
 
 
 class _ToolProcess(LimitedProcess):
-    """A process, and the keys of its environments, the newest last."""
-
     def __init__(self, sandbox: str, longest: int) -> None:
         super().__init__(__name__, sandbox, longest)
         self.keys: OrderedDict[int, None] = OrderedDict()
@@ -376,14 +359,12 @@ def work(process: Supervised) -> None:
 
 
 class _JobHandler:
-    """Runs the jobs of one tool process. environments: by episode, the newest last."""
-
     def __init__(self, observation_bytes: int, environment: str | None, arguments: Any, **_: Any) -> None:
         self.observation_bytes, self.environment, self.arguments = observation_bytes, environment, arguments
         self.environments: OrderedDict[int, _LiveEnvironment] = OrderedDict()
 
     def handle(self, job: dict[str, Any]) -> Iterator[dict[str, Any] | None]:
-        """Run a job. Yields None when a new time limit starts, then the answer (none for "forget").
+        """Yield None when a new time limit starts, and at the end the answer, except for "forget".
 
         Its keys: `value` or `error`; `judged`; `lost` if this process must not be used again; `kept` if it
         has the environment."""
@@ -415,7 +396,7 @@ class _JobHandler:
         except ServerError as error:
             text = format_observation(str(error), self.observation_bytes)
             yield {"error": text, "judged": False, "lost": True} if error.gone else {"error": text}
-        except MemoryError:  # earlier jobs may have caused it too
+        except MemoryError:  # perhaps earlier jobs' fault
             self.environments.clear()
             yield {"error": f"{where}it ran out of memory", "lost": True}
         except RecursionError:
@@ -464,12 +445,12 @@ class _LiveEnvironment:
         self.environment, self.row, self.seed, self.size = environment, row, seed, observation_bytes
         self.texts: list[str] = []
         _seed(seed, 0)
-        # A copy: the environment may change its row, which `can_continue` compares.
+        # The environment may change its row.
         shown = environment.reset(json.loads(json.dumps(row)), seed)
         self._record(shown, 0.0, False, "reset")
 
     def can_continue(self, row: Any, seed: int, texts: list[str]) -> bool:
-        """Return whether row and seed are the same, and its texts are the first of `texts`."""
+        """Require the same row and seed, and that its texts are the first of `texts`."""
         return self.row == row and self.seed == seed and self.texts == texts[: len(self.texts)]
 
     def step(self, text: str) -> None:
@@ -495,7 +476,7 @@ class _LiveEnvironment:
         self.last = [format_observation(shown, self.size), reward, bool(done), state]
 
     def restore(self, texts: list[str], state: Any) -> None:
-        """Restore the state after `texts`, without the answer to the last of them."""
+        """The answer to the last text is lost."""
         if hasattr(self.environment, "restore"):
             self.environment.restore(state)
             self.texts = list(texts)
@@ -506,7 +487,7 @@ class _LiveEnvironment:
 
 
 def _seed(seed: int, index: int) -> None:
-    """Seed the global generators: earlier jobs must not affect a result."""
+    """A result must not depend on earlier jobs of this process."""
     number = int.from_bytes(blake2b(f"{seed}/{index}".encode(), digest_size=4).digest(), "little")
     random.seed(number)
     if (numpy := sys.modules.get("numpy")) is not None:
@@ -514,10 +495,9 @@ def _seed(seed: int, index: int) -> None:
 
 
 def format_observation(value: Any, size: int) -> str:
-    """Return a value as text of at most `size` bytes of UTF-8, with a mark if it was cut.
+    """Return a value as text or JSON of at most `size` bytes of UTF-8, with a mark if cut.
 
-    Bytes are decoded, invalid UTF-8 is replaced, and other values become JSON. Raises TypeError for what JSON
-    cannot hold."""
+    Invalid UTF-8 is replaced. Raises TypeError."""
     if isinstance(value, bytes | bytearray):
         long, text = len(value) > size, bytes(value[: size + 4]).decode("utf-8", "replace")
     else:
@@ -531,7 +511,6 @@ def format_observation(value: Any, size: int) -> str:
 
 
 def describe_error(error: BaseException) -> str:
-    """Return an exception's type and text; only its type if the text cannot be formatted."""
     try:
         return f"{type(error).__name__}: {error}"
     except Exception:  # noqa: BLE001
@@ -539,10 +518,10 @@ def describe_error(error: BaseException) -> str:
 
 
 def build_schema(function: str) -> dict[str, Any]:
-    """Build the JSON schema of the tool `module:function`, from its signature and docstring.
+    """Build a tool's JSON schema for chat templates, from signature and docstring.
 
-    Raises ConfigError if it is no plain function, or types or descriptions are missing."""
-    from transformers.utils import get_json_schema  # slow import, not for tool processes
+    Raises ConfigError if it is no plain function, or if types or descriptions are missing."""
+    from transformers.utils import get_json_schema  # slow to import
 
     tool = import_object("rollout.tools", function)
     at = f"rollout.tools: {function}"
@@ -564,9 +543,9 @@ def build_schema(function: str) -> dict[str, Any]:
 
 
 def import_environment(path: str, arguments: Mapping[str, Any] | None = None) -> Callable[..., Any]:
-    """Return the class `module:Class` of `rollout.environment`.
+    """Return the class that `rollout.environment` names.
 
-    Raises ConfigError if it cannot be imported, is no Environment, or does not take `arguments` if given."""
+    Raises ConfigError if it cannot be imported, is no Environment, or does not take `arguments`."""
     found = import_object("rollout.environment", path, "Class")
     at = f"rollout.environment: {path}"
     if not isinstance(found, type):

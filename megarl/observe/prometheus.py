@@ -1,8 +1,7 @@
 """Serve a run's newest metrics to Prometheus at http://host:port/metrics (`log.prometheus`).
 
-prometheus_client formats them. Its `start_http_server` is not used: it queries DNS, and keeps a thread for
-each silent client without limit. It also prints a traceback if a client resets its connection, and answers
-every path."""
+prometheus_client's `start_http_server` queries DNS, and keeps a thread for each silent client without limit.
+It also prints a traceback if a client resets its connection, and answers every path."""
 
 from __future__ import annotations
 
@@ -21,14 +20,14 @@ from prometheus_client.registry import Collector
 
 from megarl.config.errors import ConfigError
 
-PATIENCE = 2.0  # seconds that a client may be silent; its connection is closed after twice this time
+PATIENCE = 2.0  # seconds that a client may be silent; closed after twice this time
 
 
 class Exporter(Collector):
     """Serves each stage's newest record as gauges: `megarl_policy_entropy{stage="train"}`.
 
-    Handles one client at a time, each for at most 2 * PATIENCE, so that clients never delay a step. Raises
-    ConfigError if the port is not available."""
+    Serves one client at a time, each for at most 2 * PATIENCE, and never delay a step. Raises ConfigError if
+    the port is not available."""
 
     def __init__(self, port: int, host: str = "127.0.0.1") -> None:
         self._records: dict[str, dict[str, float]] = {}
@@ -83,11 +82,11 @@ class _Handler(MetricsHandler):
         limit = threading.Timer(2 * PATIENCE, self._hang_up)  # a slow client is never silent
         limit.start()
         try:
-            with suppress(OSError):  # the client disconnected, or was too slow
+            with suppress(OSError):  # disconnected, or too slow
                 super().handle()
         finally:
             limit.cancel()
 
     def _hang_up(self) -> None:
-        with suppress(OSError):  # already closed
+        with suppress(OSError):
             self.connection.shutdown(socket.SHUT_RDWR)

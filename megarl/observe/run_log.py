@@ -1,7 +1,6 @@
 """Logs of a run: JSON lines in its folder, optionally also TensorBoard and W&B.
 
-A run may be killed at any moment: readers skip a cut line, writers remove it before appending. A resumed run
-first drops what was recorded after its checkpoint (`RunLog.truncate_after`)."""
+A killed run leaves a cut line: readers skip it, writers remove it before appending."""
 
 from __future__ import annotations
 
@@ -27,8 +26,8 @@ from megarl.observe.prometheus import Exporter
 METRICS_FILE, SAMPLES_FILE = "metrics.jsonl", "samples.jsonl"
 DISTRIBUTIONS_FILE, EVENTS_FILE, ANSWERS_FILE = "distributions.jsonl", "events.jsonl", "evaluations.jsonl"
 STAGES = (SUPERVISED, PRETRAINING, TRAIN, EVALUATION)  # in the order of a run
-DIGITS = 9  # significant digits of a recorded number
-SAMPLE_CHARACTERS = 20_000  # limit of a recorded prompt or response
+DIGITS = 9  # significant, of a recorded number
+SAMPLE_CHARACTERS = 20_000  # of a recorded prompt or response
 POLICY, OBSERVED = "policy", "observed"  # author of a part of a response
 
 Record = dict[str, Any]
@@ -36,7 +35,7 @@ Tables = Mapping[str, Mapping[str, Sequence[float]]]
 
 
 def parse_record(line: bytes) -> Record | None:
-    """Parse a line's JSON object; None if it is cut or something else."""
+    """Return None for a line that is cut or no JSON object."""
     try:
         record = json.loads(line)
     except ValueError:
@@ -62,7 +61,7 @@ def precedes(record: Mapping[str, Any], step: int, stage: str) -> bool:
 def plain(value: Any, name: str, alarms: list[str]) -> Any:
     """Convert `value` to JSON types, with floats rounded to 9 significant digits.
 
-    Non-finite numbers become None, and `name: value` is appended to `alarms`."""
+    Non-finite numbers become None, and are listed in `alarms`."""
     if value is None or isinstance(value, bool | str):
         return value
     if isinstance(value, Mapping):
@@ -83,12 +82,10 @@ class SampleRecord:
     """One response of a step, for people to read. None: not recorded.
 
     prompt       the model's input; question: the user's text in it
-    reward       input of the advantages, penalties included
-    length       response tokens
-    group_size   responses to the same prompt; group_right: correct ones
+    reward       penalties included
+    group_right  correct responses of the `group_size` to the same prompt
     advantage_*  over all tokens
-    tokens       text of each token
-    turns        [POLICY or OBSERVED, text] of a multi-turn episode; joined they are the response
+    turns        [POLICY or OBSERVED, text] of an episode; joined they are the response
     observed     per token, whether it is an observation"""
 
     step: int
@@ -114,9 +111,9 @@ class SampleRecord:
 
 
 def choose_samples(samples: Sequence[SampleRecord], limit: int) -> list[SampleRecord]:
-    """Return at most `limit` of one step's samples, in order.
+    """Return at most `limit` of one step's samples: whole groups from the first on.
 
-    Takes whole groups from the first on. If a group does not fit, right and wrong responses alternate."""
+    If a group does not fit, right and wrong responses alternate."""
     groups: dict[str, list[SampleRecord]] = {}
     for sample in samples:
         groups.setdefault(sample.prompt, []).append(sample)
@@ -130,7 +127,7 @@ def choose_samples(samples: Sequence[SampleRecord], limit: int) -> list[SampleRe
 
 
 def shorten(text: str, limit: int) -> str:
-    """Cut the middle of a text over `limit` characters; the answer is at the end."""
+    """Cut the middle: the answer is at the end."""
     if len(text) <= limit:
         return text
     half = limit // 2
@@ -140,15 +137,14 @@ def shorten(text: str, limit: int) -> str:
 class JsonlWriter:
     """Appends records to a file. When `write` returns, the operating system has the whole record.
 
-    append: continue the file, without unreadable lines, instead of emptying it.
-    dispensable: for an optional file. If it cannot be written now, later records may be. Without it a file
-    that cannot be opened is a ConfigError, and one that cannot be written a StorageError."""
+    append: continue the file, without unreadable lines. dispensable: the file is optional, and may be written
+    again after an error. Without it, errors are ConfigError (opening) and StorageError (writing)."""
 
     def __init__(self, path: Path, append: bool, dispensable: OptionalFiles | None = None) -> None:
         self.path = path
         self._careful = mark_required if dispensable is None else dispensable.file
         self._file: FileIO | None = None
-        # Pending filters of the file's lines. They are applied before anything is appended.
+        # Filters of the file's lines, applied before anything is appended.
         self._filters: list[Callable[[Record], bool]] = [lambda record: append]
         try:
             with self._careful(path):
@@ -159,7 +155,7 @@ class JsonlWriter:
             raise ConfigError(f"run_dir: {path}: {reason}") from error
 
     def write(self, record: Mapping[str, Any], ascii_only: bool = True) -> None:
-        """Append one record. Raises ValueError for NaN or infinity."""
+        """Raises ValueError for NaN or infinity."""
         line = json.dumps(record, allow_nan=False, ensure_ascii=ascii_only).encode() + b"\n"
         with self._careful(self.path):
             self._settle()
@@ -168,13 +164,13 @@ class JsonlWriter:
             try:
                 append_atomic(file, line)
             except OSError:
-                # A partial line that could not be removed must go before the next one.
+                # A partial line must go before the next one.
                 if os.fstat(file.fileno()).st_size != end:
                     self._filters.append(lambda record: True)
                 raise
 
     def keep(self, wanted: Callable[[Record], bool]) -> int:
-        """Drop the lines that are not `wanted` or unreadable, atomically; return their number."""
+        """Drop unreadable and not `wanted` lines, atomically; return their number."""
         self._filters.append(wanted)
         dropped = 0
         with self._careful(self.path):
@@ -182,7 +178,6 @@ class JsonlWriter:
         return dropped
 
     def _settle(self) -> int:
-        """Open the file if needed, apply the filters, and return the number of dropped lines."""
         if self._file is None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._file = FileIO(self.path, "ab")
@@ -216,10 +211,8 @@ class JsonlWriter:
 class RunLog:
     """Writes the logs of a run; a context manager.
 
-    append: continue the files instead of starting anew. samples: maximum per step. exporter: serves the
-    newest metrics. dispensable: receives write errors of optional files, all but metrics and answers.
-
-    Raises ConfigError if the folder cannot be written or a requested tracker is not installed."""
+    samples: maximum per step. dispensable: receives write errors of all files but metrics and answers. Raises
+    ConfigError if the folder cannot be written or a requested tracker is not installed."""
 
     def __init__(
         self,
@@ -240,11 +233,11 @@ class RunLog:
             self._files[name] = JsonlWriter(run_dir / name, append, spare)
 
     def write_metrics(self, record: Mapping[str, Any]) -> Record:
-        """Write the metrics of a step or an evaluation; return them as written, for the terminal view.
+        """Write the metrics of a step or an evaluation; return them as written.
 
-        `record` needs "step" (int) and "stage" (one of STAGES), else ValueError. Values are texts, numbers,
-        0-dimensional tensors, or lists and mappings of these. A non-finite number becomes null and is listed
-        in "alarms". The report shows "alarms" and "events" (lists of texts)."""
+        `record` needs "step" and "stage", else ValueError. Values are texts, numbers, 0-dimensional tensors,
+        or lists and mappings of these. A non-finite number becomes null and is listed in "alarms". The report
+        shows "alarms" and "events" (lists of texts)."""
         if not is_step(record):
             got = f"{record.get('step')}, {record.get('stage')}"
             raise ValueError(f"a metrics record needs an int `step` and a `stage` of {STAGES} (got {got})")
@@ -253,7 +246,7 @@ class RunLog:
         if alarms:
             written["alarms"] = alarms
         self._files[METRICS_FILE].write(written)
-        # Warm start and value pretraining count separate steps, so their curves get separate names.
+        # Earlier stages count separate steps, so their curves get separate names.
         prefix = "" if written["stage"] in (TRAIN, EVALUATION) else f"{written['stage']}/"
         numbers = {name: v for name, v in written.items() if isinstance(v, int | float) and name != "step"}
         for tracker in self._trackers:
@@ -263,10 +256,8 @@ class RunLog:
         return written
 
     def write_samples(self, samples: Iterable[SampleRecord]) -> int:
-        """Write a step's chosen samples, with long texts shortened; return their number."""
         chosen = choose_samples(list(samples), self.samples_per_step)
         for sample in chosen:
-            # Lists are per token and need no conversion: texts, and numbers that are rounded already.
             record = {k: v if isinstance(v, list) else plain(v, k, []) for k, v in vars(sample).items()}
             record["prompt"] = shorten(sample.prompt, SAMPLE_CHARACTERS)
             record["question"] = shorten(sample.question, SAMPLE_CHARACTERS)
@@ -278,11 +269,10 @@ class RunLog:
         return len(chosen)
 
     def write_distributions(self, step: int, stage: str, tables: Tables) -> None:
-        """Write a step's histograms: name -> row -> one sum per bin."""
+        """name -> row -> one sum per bin."""
         self._files[DISTRIBUTIONS_FILE].write({"step": step, "stage": stage, **plain(tables, "", [])})
 
     def write_event(self, text: str) -> None:
-        """Write an event of the run, with the time in seconds since 1970."""
         self._files[EVENTS_FILE].write({"time": round(time.time(), 1), "event": text})
 
     def write_answers(self, step: int, answers: Iterable[Record]) -> None:
@@ -321,7 +311,7 @@ def _tracker(option: str, name: str, module: str) -> Any:
 class _TensorBoard:
     """Writes event files into run_dir/tensorboard.
 
-    torch's writer works in a thread: on a full disk it ends with a traceback and a partial record."""
+    On a full disk torch's writer, a thread, ends with a traceback and a partial record."""
 
     def __init__(self, run_dir: Path, dispensable: OptionalFiles) -> None:
         _tracker("tensorboard", "TensorBoard", "tensorboard")
@@ -334,7 +324,7 @@ class _TensorBoard:
         self._path = self._start_file(None)
 
     def _start_file(self, first_step: int | None) -> Path:
-        """Prepare the next file's header and return its path.
+        """Return the next file's path, with a header.
 
         first_step: TensorBoard hides what earlier files have from this step on."""
         proto, self._files = self._proto, self._files + 1
@@ -371,7 +361,7 @@ class _TensorBoard:
 
 
 class _Wandb:
-    """Logs to one W&B run per run folder; run_dir/wandb_id lets a resumed run continue it."""
+    """One W&B run per run folder; run_dir/wandb_id lets a resumed run continue it."""
 
     def __init__(self, run_dir: Path, append: bool, dispensable: OptionalFiles) -> None:
         wandb = _tracker("wandb", "wandb", "wandb")
@@ -381,7 +371,7 @@ class _Wandb:
         self._run = wandb.init(
             project="megarl", id=identity, resume="allow", name=run_dir.name, dir=str(run_dir)
         )
-        # W&B's own step must never decrease, but ours restarts with each stage, so it is a metric.
+        # W&B's own step must never decrease, but ours restarts with each stage.
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
         with dispensable.file(known):
@@ -391,7 +381,7 @@ class _Wandb:
         self._run.log({"step": step, **numbers})
 
     def continue_from(self, step: int) -> None:
-        """Do nothing: W&B cannot delete records, so repeated steps show twice."""
+        """W&B cannot delete records, so repeated steps show twice."""
 
     def close(self) -> None:
         self._run.finish()

@@ -17,22 +17,20 @@ from megarl.observe import run_log
 from megarl.observe.run_log import Record, SampleRecord, is_step, parse_record
 from megarl.observe.timeline import FOLDER, NAME, choose_ranks, is_phase, timeline_ranks
 
-RANKS = 16  # maximum number of timelines that are read
+RANKS = 16  # maximum number of timelines read
 Points = dict[int, float]
-HANG_LINE = 1 << 16  # maximum bytes of a hang report's first line
+HANG_LINE = 1 << 16  # bytes of a hang report's first line
 
 
 class JsonLines(NamedTuple):
-    """A file's records in order, and the numbers (from 1) of its unreadable lines."""
+    """A file's records, and the numbers (from 1) of its unreadable lines."""
 
     records: list[Record]
     unreadable: list[int]
 
 
 def read_jsonl(path: Path, valid: Callable[[Record], bool]) -> JsonLines:
-    """Read the `valid` records of a file; other non-blank lines are unreadable.
-
-    Raises DataError if the file cannot be opened."""
+    """Read the `valid` records; other non-blank lines are unreadable. Raises DataError."""
     try:
         with open_regular(path) as file:
             lines = file.read().split(b"\n")
@@ -48,7 +46,7 @@ def read_jsonl(path: Path, valid: Callable[[Record], bool]) -> JsonLines:
 
 
 def read_metrics(run_dir: Path) -> JsonLines:
-    """Read run_dir/metrics.jsonl; lines without a step and a known stage are unreadable."""
+    """Lines without a step and a known stage are unreadable."""
     return read_jsonl(run_dir / run_log.METRICS_FILE, is_step)
 
 
@@ -56,9 +54,9 @@ def read_metrics(run_dir: Path) -> JsonLines:
 class RecordedRun:
     """Contents of a run's folder. All but `records` may be empty.
 
-    unreadable  number of unreadable lines
+    unreadable  number of lines
     events      {"time": seconds since 1970, "event": text}
-    timeline    rank -> phases, of some of the `ranks` that wrote one (observe/timeline.py)"""
+    timeline    rank -> phases, of some of the `ranks` that wrote one"""
 
     name: str
     records: list[Record]
@@ -73,7 +71,7 @@ class RecordedRun:
 
     @cached_property
     def by_stage(self) -> dict[str, dict[int, Record]]:
-        """Map stage -> step -> record; of a repeated step the last record counts."""
+        """Map stage -> step -> record, the last of a repeated step."""
         stages: dict[str, dict[int, Record]] = {}
         for record in self.records:
             stages.setdefault(record["stage"], {})[record["step"]] = record
@@ -81,7 +79,7 @@ class RecordedRun:
 
     @property
     def main_stage(self) -> str:
-        """Return the stage whose times and memory are shown: training, else an earlier one."""
+        """The stage whose times and memory are shown: training, else an earlier one."""
         return next((stage for stage in (TRAIN, SUPERVISED, PRETRAINING) if stage in self.by_stage), TRAIN)
 
     @property
@@ -90,7 +88,6 @@ class RecordedRun:
         return sum(record.get("time/step") or 0.0 for record in records)
 
     def points(self, stage: str, key: str) -> Points:
-        """Return step -> value of one metric in one stage; may be empty."""
         steps = self.by_stage.get(stage, {}).items()
         return {step: record[key] for step, record in steps if isinstance(record.get(key), int | float)}
 
@@ -104,7 +101,7 @@ class RecordedRun:
 
 
 def load_run(run_dir: Path) -> RecordedRun:
-    """Read a run's folder. Raises DataError if metrics.jsonl is missing or another file is damaged."""
+    """Raises DataError if metrics.jsonl is missing or another file is damaged."""
 
     def read(name: str, valid: Callable[[Record], bool]) -> JsonLines:
         path = run_dir / name
@@ -121,7 +118,7 @@ def load_run(run_dir: Path) -> RecordedRun:
     )
     config, ranks = read_mapping(run_dir / "config.yaml"), timeline_ranks(run_dir)
     timeline = read_timeline(run_dir, choose_ranks(ranks, RANKS), config, len(ranks))
-    hangs = []  # reports of the watchdog
+    hangs = []  # of the watchdog
     for path in run_dir.glob("hang-*.txt"):
         with open_regular(path) as file:
             first = file.readline(HANG_LINE).decode(errors="replace").strip()
@@ -157,7 +154,7 @@ def read_timeline(
     found = {rank: read(rank) for rank in ranks}
     tp = (config.get("rollout") or {}).get("engine_tp") or 1
     rollout_ranks = (config.get("parallel") or {}).get("rollout_ranks") or 0
-    first = world - rollout_ranks if rollout_ranks else 0  # first rank with an engine
+    first = world - rollout_ranks if rollout_ranks else 0  # with an engine
     for rank, phases in found.items():
         leader = rank - (rank - first) % tp
         if rank < first or leader == rank:
@@ -171,7 +168,7 @@ def read_timeline(
 
 
 def read_mapping(path: Path) -> dict[str, Any]:
-    """Read a mapping from a .yaml or .json file; {} if missing. Raises DataError if it is invalid."""
+    """Read .yaml or .json; {} if missing. Raises DataError if it is no mapping."""
     if not path.exists():
         return {}
     try:
@@ -188,9 +185,7 @@ def read_mapping(path: Path) -> dict[str, Any]:
 
 
 def compute_group_shares(record: Mapping[str, Any]) -> dict[str, float] | None:
-    """Return the shares of sampled groups that were kept, all right and all wrong; None if not recorded.
-
-    The record has counts or shares."""
+    """Return the shares of sampled groups that were kept, all right and all wrong, if recorded."""
     counts = {name: record.get(f"rollout/groups_{name}") for name in ("kept", "all_right", "all_wrong")}
     known = {name: float(count) for name, count in counts.items() if count is not None}
     total = sum(known.values())
@@ -198,6 +193,6 @@ def compute_group_shares(record: Mapping[str, Any]) -> dict[str, float] | None:
 
 
 def format_layout(parallel: Mapping[str, Any]) -> str:
-    """Format `parallel` as `TP 2 x PP 1 x DP 1`; CP and EP only if above 1."""
+    """E.g. `TP 2 x PP 1 x DP 1`; CP and EP only if above 1."""
     shown = ["tp", "pp", "dp", *(key for key in ("cp", "ep") if (parallel.get(key) or 1) > 1)]
     return " x ".join(f"{key.upper()} {parallel.get(key) or 1}" for key in shown)

@@ -33,15 +33,14 @@ ASCII_BLOCKS = "_.:-=+*#"
 MISSING = "-"
 EVENTS_SHOWN = 4
 STEPS_TIMED = 10
-WATCH_PERIOD = 0.5  # seconds between reads of a folder
+WATCH_PERIOD = 0.5  # between reads of a folder
 
 
 @dataclass(frozen=True)
 class Column:
     """A quantity of a step: one metric, or several joined by a slash.
 
-    short, long: name in plain lines and in the live table; form: as in `format_number`; width: characters
-    of one number in a plain line"""
+    short, long: name in plain lines and in the live table; width: characters of one number in a line"""
 
     short: str
     long: str
@@ -73,7 +72,7 @@ COLUMNS = (
     Column("tok/s", "tokens/s rollout / train", _TOKENS_A_SECOND, "count", 5),
     Column("step", "time of the step", ("time/step",), "seconds", 6),
 )
-# Columns that plain lines omit, by stage: uninformative, or too wide.
+# Plain lines omit them: uninformative, or too wide.
 _DETAILS = {"nll", "cut", "r/w", "refl", "prob", "all"}
 PLAIN_LEAVES_OUT = {TRAIN: {*_DETAILS, "vloss"}, PRETRAINING: _DETAILS, SUPERVISED: set[str]()}
 SPARKS = {
@@ -84,7 +83,7 @@ SPARKS = {
 
 
 def format_count(value: float) -> str:
-    """Format a number in at most 5 characters up to 999T: 1234567 -> 1.23M."""
+    """At most 5 characters up to 999T: 1234567 -> 1.23M."""
     units = iter(("", "k", "M", "G", "T"))
     unit = next(units)
     while abs(value) >= 999.5 and unit != "T":
@@ -93,7 +92,7 @@ def format_count(value: float) -> str:
 
 
 def format_duration(seconds: float) -> str:
-    """Format seconds: 0.82 -> 0.82s, 75 -> 1:15, 3700 -> 1:01:40, 90000 -> 1d 1:00."""
+    """0.82 -> 0.82s, 75 -> 1:15, 3700 -> 1:01:40, 90000 -> 1d 1:00."""
     if seconds < 59.95:
         return f"{seconds:.2f}s" if seconds < 9.995 else f"{seconds:.1f}s"
     minutes, rest = divmod(round(seconds), 60)
@@ -104,7 +103,7 @@ def format_duration(seconds: float) -> str:
 
 
 def format_number(value: Any, form: str) -> str:
-    """Format a metric; MISSING if it was not recorded or not finite."""
+    """Return MISSING if it was not recorded or not finite."""
     if not isinstance(value, int | float):
         return MISSING
     if form == "count":
@@ -122,15 +121,14 @@ def format_values(column: Column, record: Mapping[str, Any]) -> list[str]:
 
 
 def select_columns(record: Mapping[str, Any]) -> list[Column]:
-    """Return the columns with at least one number in this record."""
     return [column for column in COLUMNS if any(text != MISSING for text in format_values(column, record))]
 
 
 def format_evaluation(record: Mapping[str, Any]) -> str:
     """Format an evaluation: `0.621 avg  0.700 pass  0.650 majority  (k 4, 512 problems)`.
 
-    Only avg if k is 1 or differs between sets. A line per set and data source follows if there are
-    several. It stands alone if no set counts in the headline."""
+    Only avg if k is 1 or differs between sets. Several sets or sources have a line each, which stand alone
+    if no set counts in the headline."""
     common = record.get("eval/k")
 
     def line(prefix: str) -> str:
@@ -157,7 +155,6 @@ def list_evaluated_sources(record: Mapping[str, Any]) -> list[str]:
 
 
 def resample(points: Sequence[float], width: int) -> list[float]:
-    """Return at most `width` means of neighbouring points."""
     if len(points) <= width:
         return list(points)
     edges = [len(points) * i // width for i in range(width + 1)]
@@ -165,7 +162,7 @@ def resample(points: Sequence[float], width: int) -> list[float]:
 
 
 def sparkline(points: Sequence[float], width: int, blocks: str = BLOCKS) -> str:
-    """Return `points` as one line of block characters; a constant is at the bottom."""
+    """Return a line of block characters; a constant is at the bottom."""
     shown = resample(points, width)
     low, high = min(shown), max(shown)
     span = (high - low) or 1.0
@@ -174,7 +171,7 @@ def sparkline(points: Sequence[float], width: int, blocks: str = BLOCKS) -> str:
 
 @dataclass(frozen=True)
 class RunHeader:
-    """The header. value_pretraining_steps: maximum, before the `steps` of training."""
+    """value_pretraining_steps: maximum, before the `steps` of training."""
 
     name: str
     recipe: str
@@ -194,9 +191,8 @@ class RunHeader:
 class TerminalView:
     """Shows a run; a context manager.
 
-    Mode `live` redraws in place (without a terminal it prints the last state). `plain` prints a line every
-    `every` steps, and for evaluations and events. `quiet` prints nothing. `auto` is live on a terminal, else
-    plain."""
+    `live` redraws in place (without a terminal it prints the last state). `plain` prints a line every
+    `every` steps, and for evaluations and events. `auto` is live on a terminal, else plain."""
 
     def __init__(
         self,
@@ -231,7 +227,6 @@ class TerminalView:
             self._live.stop()
 
     def phase(self, name: str) -> None:
-        """Show the current phase and start its clock."""
         with self._lock:
             self._phase, self._phase_since = name, self.clock()
 
@@ -242,13 +237,12 @@ class TerminalView:
         self._print(f"      {line}")
 
     def step(self, record: Mapping[str, Any]) -> None:
-        """Show a record of metrics.jsonl: a step of any stage, or an evaluation."""
         with self._lock:
             if record["stage"] == EVALUATION:
                 self._evaluation = dict(record)
             else:
                 if not self._record:
-                    # A resumed run starts at a later step; its first step took the time since the start.
+                    # A resumed run's first step took the time since the start.
                     self._finished[0] = (self._finished[0][0], record["step"] - 1)
                 elif record["stage"] != self._record["stage"]:
                     self._finished = deque([(self._finished[-1][0], 0)], maxlen=STEPS_TIMED + 1)
@@ -263,7 +257,7 @@ class TerminalView:
             self.event(f"{record['stage']} step {record['step']}: not finite: {alarm}")
 
     def _left(self) -> str:
-        """Return the remaining time of this stage at the recent pace; empty if unknown."""
+        """Estimate this stage's remaining time from the recent pace; "" if unknown."""
         (start, first), (now, last) = self._finished[0], self._finished[-1]
         total = self.facts.total(self._record.get("stage", ""))
         if last <= first or not total:
@@ -271,7 +265,6 @@ class TerminalView:
         return format_duration((now - start) / (last - first) * max(0, total - last))
 
     def _printable(self, text: str) -> str:
-        """Return `text` on one line, in the console's encoding."""
         line = printable(" ".join(text.split()))
         return line.encode("ascii", "replace").decode() if self._ascii else line
 
@@ -341,14 +334,14 @@ class TerminalView:
         return Panel(Group(*parts), title=heading, title_align="left")
 
     def _numbers(self, width: int) -> Table:
-        """Return a table of the last step's numbers, in one to three columns."""
+        """One to three columns."""
         pairs = max(1, min(3, (width - 4) // 36))
         columns = select_columns(self._record)
         rows = -(-len(columns) // pairs)
         cells = [(c.long, " / ".join(format_values(c, self._record)), "") for c in columns]
         table = Table.grid(padding=(0, 1), expand=True)
         for first in range(0, pairs * rows, rows):
-            # Cut a name, not its number, if both do not fit.
+            # Cut a name, not its number.
             widest = max((len(texts) for _, texts, _ in cells[first : first + rows]), default=0)
             room = (width - 4) // pairs - widest - 3
             table.add_column(style="dim", no_wrap=True, overflow="ellipsis", max_width=max(room, 1))
@@ -360,7 +353,7 @@ class TerminalView:
 
 
 class Follower:
-    """Reads a growing metrics.jsonl; starts over if a run that went back replaced the file."""
+    """Reads a growing metrics.jsonl; starts over if the file was replaced."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -384,7 +377,7 @@ class Follower:
 
 
 class _Clock:
-    """The run's own time: `past` while old records are read, then real time from `since`."""
+    """`past` while old records are read, then real time from `since`."""
 
     past, since = 0.0, 0.0
 
@@ -399,9 +392,7 @@ def watch(
     console: Console | None = None,
     wait: Callable[[float], None] = time.sleep,
 ) -> None:
-    """Show another process's run until it is done, or its state once.
-
-    Raises DataError if the folder is not a run's."""
+    """Show another process's run until it is done, or once. Raises DataError if it is no run."""
     if not (run_dir / "config.yaml").is_file():
         raise DataError(f"{run_dir}: no config.yaml (is this the folder of a run?)")
     settings = read_mapping(run_dir / "config.yaml")

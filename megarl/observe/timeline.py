@@ -1,9 +1,8 @@
 """Phases of each rank over time: a line per finished phase in run_dir/timeline/rank-00003.jsonl.
 
-    {"stage": "train", "step": 7, "phase": "rollout", "begin": 1763.1, "end": 1765.9, "waited": 0.8}
+{"stage": "train", "step": 7, "phase": "rollout", "begin": 1763.1, "end": 1765.9, "waited": 0.8}
 
-begin and end are seconds since 1970, so that ranks can be compared. waited is the known idle time in the
-phase, in seconds. Ranks write independently, without collectives."""
+All in seconds, begin and end since 1970 to compare ranks; waited is idle time. There are no collectives."""
 
 from __future__ import annotations
 
@@ -17,13 +16,13 @@ from megarl.config.schema import TRAIN
 from megarl.observe.run_log import JsonlWriter, Record, is_step, precedes
 
 FOLDER, NAME = "timeline", "rank-{:05d}.jsonl"
-WAIT = "wait for "  # prefix of phases that only wait
+WAIT = "wait for "  # phases that only wait
 
 
 class Timeline:
-    """Records this rank's phases in sequence: a phase ends when the next one starts.
+    """Records this rank's phases: each ends when the next one starts.
 
-    Appends to the file of a resumed run. The file is optional: write errors do not stop the run."""
+    Appends to the file of a resumed run. Write errors do not stop the run."""
 
     def __init__(
         self,
@@ -38,7 +37,7 @@ class Timeline:
         self._place: Record = {"stage": TRAIN, "step": 0}  # before the first step
 
     def step(self, stage: str, number: int) -> None:
-        """Assign the following phases to this step, including those between it and the next step."""
+        """Assign following phases to this step, also those before the next one."""
         self.leave()
         self._place = {"stage": stage, "step": number}
 
@@ -50,7 +49,6 @@ class Timeline:
         self._waited += seconds
 
     def leave(self) -> None:
-        """End the current phase, if any, and write it."""
         if self._phase:
             end = max(self._begin, self._clock())  # a clock may be set back
             waited = (
@@ -67,11 +65,9 @@ class Timeline:
         self.leave()
 
     def clear(self) -> None:
-        """Drop all records, for a run that starts over."""
         self._file.keep(lambda record: False)
 
     def truncate_after(self, step: int, stage: str) -> None:
-        """Drop records after `step` of `stage`, for a resumed run."""
         self._file.keep(lambda record: precedes(record, step, stage))
 
     def close(self) -> None:

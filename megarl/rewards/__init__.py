@@ -1,7 +1,6 @@
 """Rewards: verifiers of final answers, terms for length and format, and the processes that run them.
 
-Nothing here imports torch. Each name is imported at its first use, because every verifier and tool process
-imports this package at its start."""
+Each name is imported at its first use, and nothing imports torch, because every such process pays for it."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any

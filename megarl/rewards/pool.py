@@ -1,8 +1,7 @@
 """Grade responses in worker processes, so that a verifier may hang, die or use too much memory.
 
-Failures that an answer can cause (time, memory, a crash) make it wrong; otherwise a policy would learn to
-write such answers. Other failures leave it ungraded. A batch of items is one message, but each item has
-its own time limit and answer. `VerifierPool` is the parent's side, `work` the worker's."""
+Failures that an answer can cause make it wrong; otherwise a policy would learn to write such answers. Other
+failures leave it ungraded."""
 
 from __future__ import annotations
 
@@ -39,9 +38,9 @@ if TYPE_CHECKING:  # a worker needs no pydantic
     from megarl.config.schema import RewardTerm
 
 _MAX_BATCH = 64
-# Packages whose verifiers and terms only calculate: their processes need no network and no programs.
+# Their verifiers and terms only calculate: they need no network and no programs.
 _CALCULATING = ("megarl", "megarl_tasks", "megarl_verifier")
-_BUSY = 0.5  # share of the limit in CPU time from which a time-out counts as the answer's doing
+_BUSY = 0.5  # share of the limit in CPU time from which a time-out is the answer's fault
 
 # Response text and reference; for reward terms also `length`, `longest` and `truncated` of `Judged`.
 Item = tuple[str, str | Reference] | tuple[str, str | Reference, int, int, bool]
@@ -54,12 +53,10 @@ _Sent = tuple[bool, str | None, str | None, float | None, dict[str, float], bool
 class VerifierPool:
     """`workers` processes that grade responses with a verifier, and then compute the reward terms.
 
-    verifier_name  see get_verifier
-    timeout        seconds per answer, including its terms
-    memory_mib     data memory of one worker, MiB; exceeding it is a recorded MemoryError
-    own            verifiers that References name, which a worker imports before its first answer
-    sandbox        what the user's verifiers and terms may reach, see `reward.sandbox`; megarl's own reach
-                   nothing
+    timeout     seconds per answer, including its terms
+    memory_mib  data memory of one worker, MiB; exceeding it is a recorded MemoryError
+    own         verifiers that References name, imported before the first answer
+    sandbox     for the user's verifiers and terms; megarl's own reach nothing
 
     The first `verify` starts the processes; `close` ends them. Not thread-safe. Raises ConfigError if the
     verifier or a term does not exist."""
@@ -100,7 +97,6 @@ class VerifierPool:
         self.close()
 
     def close(self) -> None:
-        """End the workers. A later `verify` starts new ones."""
         if self._loop is None:
             return
         for worker in filter(None, self._workers):
@@ -124,39 +120,36 @@ class VerifierPool:
 
     @property
     def waiting(self) -> int:
-        """The number of answers at workers. Safe to read from another thread."""
+        """Answers at workers. Safe to read from another thread."""
         return sum(len(worker.batch) for worker in list(self._workers) if worker is not None)
 
     def verify(self, items: Sequence[Item]) -> list[Verdict]:
         """Return one verdict per item, in order.
 
-        An answer over the limit is wrong, with the error "timeout after 10 s". So is an answer whose
-        worker died with it twice ("verifier died (signal 11)"). A time-out without much CPU time must also
-        happen twice, so a worker that was killed or stopped once from outside changes no verdict.
-
-        If no worker can start, raises WaitTimeout or ConfigError before anything was graded; later, the
-        remaining items are ungraded."""
+        An answer over the limit, or whose worker died with it twice, is wrong. A time-out without much CPU
+        time must also happen twice, so that a kill or stop from outside changes no verdict. If no worker can
+        start, raises WaitTimeout or ConfigError before anything was graded; later, the remaining items are
+        ungraded."""
         if self._loop is None:
-            # Not new_event_loop: the process may have another event loop policy (SGLang's is uvloop).
+            # new_event_loop would follow the process's policy (SGLang's is uvloop).
             self._loop = asyncio.SelectorEventLoop()
         try:
             return self._loop.run_until_complete(self._verify(items))
         except BaseException:
-            # Workers that still have a batch of this call would send its answers during the next call.
+            # Or the next call would receive answers of this one.
             self.close()
             raise
 
     async def _verify(self, items: Sequence[Item]) -> list[Verdict]:
         verdicts: list[Verdict | None] = [None] * len(items)
         todo = deque(range(len(items)))
-        lost: set[int] = set()  # items whose worker died or timed out
+        lost: set[int] = set()
         workers = len(self._workers)
         at_most = max(1, min(_MAX_BATCH, len(items) // (4 * workers)))
 
         failed: list[Exception] = []
 
         async def grade_batches(slot: int) -> None:
-            """Grade batches in this slot's worker until nothing is left, or no worker can start."""
             while todo:
                 worker = self._workers[slot]
                 if worker is None or not worker.alive:
@@ -188,14 +181,12 @@ class VerifierPool:
 
         slots = range(min(workers, len(items)))
         while todo and len(failed) < len(slots):
-            # A slot without a worker leaves its items to the others.
             await asyncio.gather(*(grade_batches(slot) for slot in slots))
         for item in todo:
             verdicts[item] = Verdict(False, error=str(failed[-1]), judged=False)
         return cast(list[Verdict], verdicts)
 
     async def _start(self, slot: int) -> _Worker:
-        """Start a worker in a slot, with retries, after ending the slot's old worker."""
         while True:
             if (old := self._workers[slot]) is not None:
                 old.end()
@@ -208,7 +199,6 @@ class VerifierPool:
                 if worker is not None:
                     reason = f"{worker.end()}; {worker.last_line}"
                 self._failed_starts += 1
-                # An overloaded machine starts slowly: before anything is graded, that ends the run.
                 if isinstance(error, TimeoutError) and (
                     not self._has_judged or self._failed_starts >= FAILED_STARTS
                 ):
@@ -225,8 +215,6 @@ class VerifierPool:
 
 
 class _Worker(LimitedProcess):
-    """A process, and the items that it has not answered yet."""
-
     def __init__(self, sandbox: str) -> None:
         super().__init__(__name__, sandbox)
         self.batch: deque[int] = deque()
@@ -237,7 +225,7 @@ class _Worker(LimitedProcess):
         self.send([items[i] for i in self.batch])
 
     def calculated_since(self, start: float) -> float:
-        """Return a lower bound of the CPU time that the present item has used, seconds.
+        """Return a lower bound of the CPU seconds that the present item has used.
 
         start: time.monotonic() when it became the first of the batch. Earlier items used at most as much
         CPU time as time."""
@@ -254,11 +242,10 @@ def _read_verdict(message: Any) -> Verdict:
 def judge(
     verifier: Verifier, terms: Mapping[str, Term], response: str, reference: str | Reference, *size: Any
 ) -> Verdict:
-    """Grade a response with the verifier, or with the reference's own, and compute the terms.
+    """Grade a response, and compute the terms if `size` (length, longest, truncated) is given.
 
-    Terms are computed only if `size` (length, longest, truncated) is given. An exception or an invalid
-    return value becomes a verdict with an error and without terms. It is ungraded, unless memory or the
-    stack ran out, which an answer can cause."""
+    An exception or an invalid return value becomes a verdict with an error. It is ungraded, unless memory
+    or the stack ran out, which an answer can cause."""
     at, answer = "", reference if isinstance(reference, str) else reference.answer
     try:
         if isinstance(reference, str):
@@ -289,7 +276,6 @@ def _load_functions(settings: Mapping[str, Any]) -> tuple[Verifier, dict[str, Te
 
 
 def work(process: Supervised) -> None:
-    """Grade answers: the main function of a worker."""
     serve(process, _prepare_grading)
 
 

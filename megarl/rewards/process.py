@@ -1,7 +1,7 @@
 """Processes with limits of time and memory, and a minimal environment.
 
-Such a process may hang, die or be killed without harm to its parent. `LimitedProcess` is the parent's
-side, on an event loop; `serve` is the process's. Messages between them are JSON, one per line."""
+`LimitedProcess` is the parent's side, on an event loop; `serve` is the process's. Messages between them are
+JSON, one per line."""
 
 from __future__ import annotations
 
@@ -24,14 +24,13 @@ from megarl.rewards.sandbox import Supervised, restrict
 
 START_LIMIT = 60.0  # seconds; importing sympy from a busy network file system is slow
 FAILED_STARTS = 3
-# Ends that the process did not cause. The kernel uses SIGKILL too when memory runs out, but the process's own
-# memory limit is lower.
+# Ends that the process did not cause. Its own memory limit comes before the kernel's, which is a SIGKILL.
 FROM_OUTSIDE = {f"signal {number:d}" for number in (signal.SIGKILL, signal.SIGTERM, signal.SIGHUP)}
-# The variables that an interpreter needs. Others (ranks, devices, keys) must not reach such a process.
+# All that an interpreter needs. Others (ranks, devices, keys) must not reach such a process.
 _KEPT_ENVIRONMENT = ("HOME", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "PATH", "PYTHONHOME", "TMPDIR")
-# Results must not depend on the process, and the order of a Python set would.
+# Results must not depend on the order of a set.
 _OWN_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}
-# The process uses this process's search path, for megarl and for the user's module.
+# This process's search path serves megarl and the user's module.
 _BOOT = (
     "import sys; sandbox, sys.path[:] = sys.argv[1], sys.argv[2:]; "
     "from megarl.rewards.sandbox import supervise; process = supervise(sandbox); "
@@ -39,17 +38,14 @@ _BOOT = (
 )
 _PARENT_CHECK = 5.0  # seconds
 _END_LIMIT = 10.0  # seconds that a process has to end
-# Address space beyond the data memory, for the interpreter and its libraries. It limits shared memory too.
+# Address space beyond the data memory, for libraries. It limits shared memory too.
 _MAPPED = 1 << 30
 
 
 class LimitedProcess:
     """A process that runs `work(process)` of `module`, which calls `serve`; its supervisor; and its pipes.
 
-    sandbox  see sandbox.py
-    longest  maximum bytes of a message from the process
-
-    Processes that it starts end with it."""
+    longest: maximum bytes of a message from it. Processes that it starts end with it."""
 
     def __init__(self, module: str, sandbox: str, longest: int = 1 << 20) -> None:
         self.last_line, self._longest = "", longest
@@ -58,7 +54,7 @@ class LimitedProcess:
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 (closed by `end`)
         self._transports: list[asyncio.BaseTransport] = []
         self.process = subprocess.Popen(
-            # -B as in this process: a limit of file size would cut bytecode files off.
+            # -B: a limit of file size would cut bytecode files off.
             [
                 *(sys.executable, *(["-B"] if sys.dont_write_bytecode else [])),
                 *("-c", _BOOT.format(module), sandbox),
@@ -76,7 +72,6 @@ class LimitedProcess:
         return not self._ended and self.process.poll() is None
 
     def cpu_seconds(self) -> float:
-        """Return the CPU time that the process has used, 0.0 if it has ended."""
         try:
             fields = Path(f"/proc/{self.pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
         except OSError:
@@ -84,7 +79,7 @@ class LimitedProcess:
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
     async def connect(self, settings: dict[str, Any]) -> str | None:
-        """Wait until the process is ready. Returns the reason if it cannot start. Raises as `receive`."""
+        """Wait until the process is ready, or return why it is not. Raises as `receive`."""
         self._loop = loop = asyncio.get_running_loop()
         self._answers = asyncio.StreamReader(limit=self._longest)
         protocol = asyncio.StreamReaderProtocol(self._answers)
@@ -99,14 +94,12 @@ class LimitedProcess:
         return cast(str | None, problem)
 
     def send(self, message: Any) -> None:
-        """Queue a message; does not wait until the process reads it."""
         self._sink.write(json.dumps(message).encode() + b"\n")
 
     async def receive(self, limit: float) -> Any:
         """Return the next message.
 
-        Raises TimeoutError after `limit` seconds, EOFError if no more will come, and ValueError for
-        invalid JSON."""
+        Raises TimeoutError after `limit` seconds, EOFError at the end, ValueError for invalid JSON."""
         try:
             async with asyncio.timeout(limit):
                 line = await self._answers.readline()
@@ -121,7 +114,6 @@ class LimitedProcess:
             raise ValueError("a message is nested too deeply") from None
 
     async def finish(self) -> str:
-        """Do the same as `end` without blocking the event loop."""
         if not self._ended:
             if self._transports and self._answers.at_eof():
                 await self._wait_async(_END_LIMIT)
@@ -130,10 +122,10 @@ class LimitedProcess:
         return self.end()
 
     def end(self) -> str:
-        """Kill the process and everything that it started, close its pipes, and return how it ended."""
+        """Kill the process and all its descendants, and return how it ended."""
         if not self._ended:
             if self._transports and self._answers.at_eof():
-                # It closed its pipe, so it is about to end: wait, to report its own exit code.
+                # It is about to end: wait for its own exit code.
                 self._wait(_END_LIMIT)
             self._kill()
             self._wait(_END_LIMIT)
@@ -159,13 +151,13 @@ class LimitedProcess:
 
     def _kill(self) -> None:
         self._killed = self._killed or self.process.poll() is None
-        self.process.terminate()  # the supervisor first kills the other processes
+        self.process.terminate()  # the supervisor first kills the others
 
     def _wait(self, limit: float) -> None:
         try:
             self.process.wait(limit)
         except subprocess.TimeoutExpired:
-            self.process.kill()  # stuck in the kernel after SIGKILL: continue without it
+            self.process.kill()  # stuck in the kernel: continue without it
 
     async def _wait_async(self, limit: float) -> None:
         end = time.monotonic() + limit
@@ -174,16 +166,13 @@ class LimitedProcess:
 
 
 def serve(process: Supervised, prepare: Callable[[dict[str, Any]], Callable[[Any], Iterator[Any]]]) -> None:
-    """Run such a process: read the settings, answer `null` (ready) or an error, then answer messages.
+    """Run such a process: answer `null` (ready) or an error, then messages until the input ends.
 
-    The sandbox closes after `prepare`. The process ends at the end of its input.
-
-    prepare   builds, from the settings, the function from a message to its answers; its ConfigError is
-              sent to the parent
-    settings  memory_mib: data memory, MiB; and everything that `prepare` needs"""
+    `prepare` makes from the settings the function that answers; the parent raises its ConfigError. Then the
+    sandbox closes."""
     source, sink = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     settings = json.loads(source.readline())
-    # Keep the output of user code out of the messages; stderr stays open to report a failing start.
+    # User code's output must not mix with messages; stderr can report a failing start.
     nowhere = os.open(os.devnull, os.O_RDWR)
     os.dup2(nowhere, 0)
     os.dup2(nowhere, 1)
@@ -198,7 +187,7 @@ def serve(process: Supervised, prepare: Callable[[dict[str, Any]], Callable[[Any
 
     try:
         answers_to = prepare(settings)
-    except ConfigError as error:  # the parent raises it
+    except ConfigError as error:
         write(str(error))
         return
     os.dup2(nowhere, 2)
@@ -210,20 +199,17 @@ def serve(process: Supervised, prepare: Callable[[dict[str, Any]], Callable[[Any
 
 
 def guard() -> None:
-    """Run the command in this process's arguments (after the first) until it ends or the parent is gone.
-
-    The command and everything that it started end with the parent."""
+    """Run the command in this process's arguments; it and its descendants end with the parent."""
     follow_parent()
     sys.exit(subprocess.call(sys.argv[2:]))
 
 
 def plain_environment() -> dict[str, str]:
-    """Return an environment for a process whose results must depend only on its input."""
     return {name: os.environ[name] for name in _KEPT_ENVIRONMENT if name in os.environ} | _OWN_ENVIRONMENT
 
 
 def follow_parent() -> None:
-    """Start a thread that ends this process, and its own process group, once its parent is gone.
+    """Start a thread that ends this process and its group once its parent is gone.
 
     The end of its input does not show that: a forked child of the parent may keep the pipe open."""
     parent = os.getppid()

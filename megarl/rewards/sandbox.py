@@ -1,8 +1,7 @@
 """Confine processes that handle a policy's text: verifiers, tools and environments.
 
-`supervise` forks the process below a supervisor that kills everything it leaves behind. `restrict` then gives
-up rights for good. Kernels and containers may lack each layer: `probe` tries what holds on this machine.
-"""
+`supervise` puts a supervisor above the process, to kill all it leaves behind. `restrict` gives up rights, as
+far as kernel and container allow; `probe` tries what holds."""
 
 from __future__ import annotations
 
@@ -26,14 +25,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
-# Kinds of sandboxes. "calculate" is for megarl's own verifiers: "strict", and it cannot start programs.
+# "calculate", for megarl's own verifiers: "strict" that cannot start programs.
 CALCULATE, STRICT, NETWORK, OFF = "calculate", "strict", "network", "off"
 
-# The targets of `probe`.
 PROCESSES, FILES, SOCKETS, LATER = "other processes", "other files", "the network", "the time after its end"
 _PROBE_LIMIT = 20.0  # seconds
 
-_PARENT_CHECK = 1.0  # seconds between checks whether the parent is alive
+_PARENT_CHECK = 1.0
 _WATCHED = (signal.SIGCHLD, signal.SIGTERM, signal.SIGHUP)
 _IGNORED = (signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)  # only for the trainer
 _MOST_PROCESSES = 256
@@ -55,8 +53,7 @@ _LIBC.syscall.restype = ctypes.c_long
 class Supervised(NamedTuple):
     """A process under its supervisor.
 
-    sandbox    one of the kinds above
-    folder     its temporary folder, the only place where it may write
+    folder     the only place where it may write
     protected  process ids of its supervisor and the trainer"""
 
     sandbox: str
@@ -65,18 +62,15 @@ class Supervised(NamedTuple):
 
 
 def hide_memory() -> None:
-    """Hide this process's environment, memory and open files from other processes of this user.
-
-    That includes debuggers, profilers and processes that share memory by file descriptor."""
+    """Hide environment, memory and open files from this user's other processes, debuggers included."""
     _call(_LIBC.prctl, _PR_SET_DUMPABLE, 0, 0, 0, 0)
 
 
 def supervise(sandbox: str) -> Supervised:
-    """Fork, and return in the child. The parent, the supervisor, kills everything that the child leaves
-    running.
+    """Fork, and return in the child. The parent, its supervisor, kills all that the child leaves running.
 
-    The supervisor writes the child's process id as a line to standard output, and ends like the child. On
-    SIGTERM, or when its parent dies, it kills everything first. Call it before starting threads."""
+    It writes the child's process id as a line to standard output, and ends like the child. SIGTERM or its
+    parent's death ends all. Call it before starting threads."""
     trainer = os.getppid()
     folder = Path(tempfile.mkdtemp(prefix="megarl-worker-"))
     for number in _IGNORED:
@@ -98,17 +92,16 @@ def supervise(sandbox: str) -> Supervised:
     os.setsid()  # it has its own process group, and cannot join another
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _WATCHED)
     if init is not None:
-        with suppress(OSError):  # a container may mask /proc; Landlock then guards the other processes' files
+        with suppress(OSError):  # a container may mask /proc; Landlock then guards other processes
             _call(_LIBC.mount, b"proc", b"/proc", b"proc", 0, None)
     os.environ["TMPDIR"] = tempfile.tempdir = str(folder)
     return Supervised(sandbox, folder, protected)
 
 
 def _watch(child: int, init: int | None, trainer: int, folder: Path) -> NoReturn:
-    """Wait for the child's end, kill all descendants, and end in the same way."""
     nowhere = os.open(os.devnull, os.O_RDWR)
     os.dup2(nowhere, 0)
-    os.dup2(nowhere, 1)  # only the child has the pipe, so its end is the end of the messages
+    os.dup2(nowhere, 1)  # so the child's end is the end of the messages
     code: int | None = None
     while code is None:
         received = signal.sigtimedwait(_WATCHED, _PARENT_CHECK)
@@ -131,7 +124,7 @@ def _watch(child: int, init: int | None, trainer: int, folder: Path) -> NoReturn
 
 
 def _remove(folder: Path) -> None:
-    """Remove a folder. It first moves deep entries up, because shutil.rmtree fails on deep trees."""
+    """Move deep entries up first, because shutil.rmtree fails on deep trees."""
     while entries := list(os.scandir(folder)):
         for entry in entries:
             if not entry.is_dir(follow_symlinks=False):
@@ -145,7 +138,7 @@ def _remove(folder: Path) -> None:
 
 
 def _reap(child: int) -> int | None:
-    """Collect ended processes. Returns the child's exit code (negative: its signal), None while it runs."""
+    """Return the child's exit code (negative: its signal), None while it runs."""
     found = None
     with suppress(ChildProcessError):
         while (ended := os.waitpid(-1, os.WNOHANG))[0]:
@@ -155,7 +148,6 @@ def _reap(child: int) -> int | None:
 
 
 def _kill_rest(init: int | None) -> None:
-    """Kill all descendants. In a process namespace, the end of its first process ends the others."""
     if init is not None:
         os.kill(init, signal.SIGKILL)
     while True:
@@ -166,7 +158,7 @@ def _kill_rest(init: int | None) -> None:
         if ended:
             continue
         if init is None:
-            # Stop all first: a process that forks continuously would stay ahead of the list.
+            # Stop all first: a process that forks continuously would escape.
             for number in (signal.SIGSTOP, signal.SIGKILL):
                 for pid in _descendants():
                     with suppress(ProcessLookupError):
@@ -191,7 +183,7 @@ def _descendants() -> set[int]:
 def _enter_namespaces() -> int:
     """Put later children into a new process namespace, and return the id of its first process.
 
-    All of them end with that process. Raises OSError if the kernel or the container does not allow it."""
+    All of them end with that process. Raises OSError if that is not allowed."""
     flags = _NEW_PIDS | _NEW_MOUNTS | _NEW_IPC
     if os.geteuid() == 0:
         _call(_LIBC.unshare, flags)  # in a user namespace, root could not read other users' files
@@ -219,9 +211,7 @@ def _die_with_parent() -> None:
 
 
 def _can_enter_namespaces() -> bool:
-    """Return whether `_enter_namespaces` works, by trying it in a child.
-
-    On some kernels it fails half way, which leaves a process without rights."""
+    """Try it in a child: on some kernels it fails half way, which leaves a process without rights."""
     if not (child := os.fork()):
         try:
             os.kill(_enter_namespaces(), signal.SIGKILL)
@@ -232,8 +222,7 @@ def _can_enter_namespaces() -> bool:
 
 
 def restrict(process: Supervised) -> list[str]:
-    """Give up rights of this process and its children for good. Returns the layers that apply on this
-    machine.
+    """Give up rights of this process and its children for good, and return the layers that apply.
 
     It may read most files, write in its own folder, and sees no other process. Other rights depend on the
     sandbox. Threads that already run keep their access to files."""
@@ -243,13 +232,13 @@ def restrict(process: Supervised) -> list[str]:
     if in_namespace := os.getppid() == 0:
         layers.append("namespaces")
     if process.sandbox != NETWORK:
-        _works(_LIBC.unshare, _NEW_NETWORK)  # if that is not allowed, the filter of calls still holds
+        _works(_LIBC.unshare, _NEW_NETWORK)  # else the filter of calls still holds
     if in_namespace and os.geteuid() != 0:  # the user namespace counts only these processes
         resource.setrlimit(resource.RLIMIT_NPROC, (_MOST_PROCESSES, _MOST_PROCESSES))
     is_read_only = in_namespace and _make_read_only(process.folder)
     _drop_capabilities()
     _call(_LIBC.prctl, _PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
-    hide_memory()  # otherwise its children could write messages in its name
+    hide_memory()  # or its children could write messages in its name
     if version := _landlock(process):
         layers.append(f"Landlock {version}")
     if _filter_calls(process, in_namespace, is_read_only):
@@ -258,9 +247,7 @@ def restrict(process: Supervised) -> list[str]:
 
 
 def probe() -> tuple[list[str], dict[str, bool]]:
-    """Return the layers of `restrict` on this machine, and the targets that a strict sandbox protects.
-
-    A separate process tries to reach them."""
+    """Return the layers of `restrict` here, and the targets that a strict sandbox protects, by trying."""
     boot = "import sys; sys.path[:] = sys.argv[2:]; from megarl.rewards.sandbox import try_to_escape; "
     with tempfile.NamedTemporaryFile() as other:
         process = subprocess.Popen(
@@ -269,7 +256,7 @@ def probe() -> tuple[list[str], dict[str, bool]]:
         )
         try:
             output, is_over = process.communicate(timeout=_PROBE_LIMIT)[0], True
-        except subprocess.TimeoutExpired as late:  # a descendant still has the pipe
+        except subprocess.TimeoutExpired as late:  # a descendant has the pipe
             process.kill()
             output, is_over = late.output or b"", False
     if len(lines := output.splitlines()) < 2:
@@ -279,7 +266,7 @@ def probe() -> tuple[list[str], dict[str, bool]]:
 
 
 def try_to_escape(other_file: str) -> NoReturn:
-    """Run the attempts of `probe` in its process: write the process id, and then which attempts failed."""
+    """Write the process id, and then which attempts of `probe` failed."""
     trainer = os.getppid()
     layers = restrict(supervise(STRICT))
 
@@ -293,7 +280,7 @@ def try_to_escape(other_file: str) -> NoReturn:
     if not os.fork():
         os.setsid()
         if not os.fork():
-            time.sleep(2 * _PROBE_LIMIT)  # with the pipe
+            time.sleep(2 * _PROBE_LIMIT)
         os._exit(0)
     held = {
         PROCESSES: fails(lambda: os.kill(trainer, 0)) and fails(Path(f"/proc/{trainer}/environ").read_bytes),
@@ -305,7 +292,7 @@ def try_to_escape(other_file: str) -> NoReturn:
 
 
 def _make_read_only(folder: Path) -> bool:
-    """Make all file systems but the folder read-only for this process. Returns whether that worked.
+    """Make all file systems but the folder read-only; return whether that worked.
 
     Landlock does not cover modes, owners, times and extended attributes of files."""
     read_only, writable = struct.pack("=QQQQ", 1, 0, 0, 0), struct.pack("=QQQQ", 0, 1, 0, 0)
@@ -322,7 +309,7 @@ def _make_read_only(folder: Path) -> bool:
 
 
 def _drop_capabilities() -> None:
-    """Drop root's rights except those for reading. Under no_new_privs no exec brings them back."""
+    """Under no_new_privs no exec brings them back."""
     header = struct.pack("=Ii", 0x20080522, 0)  # _LINUX_CAPABILITY_VERSION_3
     held = ctypes.create_string_buffer(24)
     _call(_LIBC.capget, header, held)
@@ -337,18 +324,16 @@ _CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446
 _EXECUTE, _WRITE, _READ, _READ_DIR = 1 << 0, 1 << 1, 1 << 2, 1 << 3
 _TRUNCATE, _IOCTL = 1 << 14, 1 << 15
 _OF_FILES = _EXECUTE | _WRITE | _READ | _TRUNCATE | _IOCTL
-_RIGHTS = (0, 13, 14, 15, 15, 16)  # bits of rights to files by version; the last is for all later ones
+_RIGHTS = (0, 13, 14, 15, 15, 16)  # of rights to files, by version; the last is for all later ones
 _DEVICES = ("null", "zero", "full", "random", "urandom")
 
 
 def landlock_version() -> int:
-    """Return the version of Landlock's interface, 0 without Landlock."""
     return max(0, int(_LIBC.syscall(_CREATE_RULESET, None, 0, 1)))
 
 
 def _landlock(process: Supervised) -> int:
-    """Allow reading except for secrets, and writing only in the process's folder. Returns Landlock's
-    version."""
+    """Allow reading except for secrets, and writing only in the folder. Returns the version."""
     if not (version := landlock_version()):
         return 0
     handled = (1 << _RIGHTS[min(version, len(_RIGHTS) - 1)]) - 1
@@ -368,7 +353,7 @@ def _landlock(process: Supervised) -> int:
         try:
             place = os.open(path, os.O_PATH | os.O_CLOEXEC)
         except OSError:
-            continue  # missing or hidden
+            continue
         try:
             allowed = rights & handled if path.is_dir() else rights & handled & _OF_FILES
             rule = struct.pack("=Qi", allowed, place)
@@ -381,10 +366,11 @@ def _landlock(process: Supervised) -> int:
 
 
 def _readable() -> Iterator[Path]:
-    """Yield the files and folders that code may read.
+    """Yield what code may read.
 
-    These are all but temporary folders, devices, sockets, and hidden entries of the home folder, which
-    hold keys. The current folder and Python's are included, unless they are such a folder themselves."""
+    All but temporary folders, devices, sockets, and hidden entries of the home, which hold keys. The current
+    folder and Python's are readable, unless they are such a folder themselves.
+    """
     keys, homes = set[Path](), {Path(os.environ.get("HOME", "/"))}
     with suppress(KeyError):  # a user id without a name
         homes.add(Path(pwd.getpwuid(os.getuid()).pw_dir))
@@ -394,7 +380,7 @@ def _readable() -> Iterator[Path]:
     private = {Path(path).resolve() for path in ("/tmp", "/var/tmp", "/dev", "/run", "/var/run")}
     needed = [*filter(os.path.exists, sys.path), os.getcwd(), sys.prefix, sys.base_prefix]
     for path in {Path(one).resolve() for one in (*needed, "/etc/resolv.conf")}:
-        # A folder within a private one is readable, but not the private one itself.
+        # Not the private folder itself.
         yield from _without(path, keys | (private - set(path.parents)))
     yield from _without(Path("/"), keys | private)
 
@@ -420,7 +406,7 @@ def _numbers(table: str) -> dict[str, tuple[int, int]]:
     return {name: (int(x86), int(arm)) for name, x86, arm in zip(words, words, words, strict=True)}
 
 
-# Each call with its numbers on x86_64 and aarch64, 0: none. tests/security compares them with the headers.
+# Numbers on x86_64 and aarch64, 0: none. tests/security compares them with the headers.
 _ALWAYS = _numbers("""
     ptrace 101 117   process_vm_readv 310 270   process_vm_writev 311 271   pidfd_getfd 438 438
     kcmp 312 272   process_madvise 440 440   bpf 321 280   perf_event_open 298 241   userfaultfd 323 282
@@ -452,11 +438,10 @@ _STARTING = ("fork", "vfork", "execve", "execveat")
 _SIGNALS = ("kill", "tkill", "tgkill", "rt_sigqueueinfo", "rt_tgsigqueueinfo")
 _OF_PROCESS = ("prlimit64", "sched_setaffinity", "sched_setscheduler", "sched_setparam", "sched_setattr")
 _MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}  # column, AUDIT_ARCH_*
-# AF_INET, AF_INET6, AF_NETLINK (name resolution asks for interfaces). Not AF_UNIX: such a socket leads to
-# services of this user, as docker's.
+# AF_INET, AF_INET6, AF_NETLINK (for name resolution). Not AF_UNIX, which leads to services as docker's.
 _FAMILIES = (2, 10, 16)
 _STREAMS = tuple(kind | flags for kind in (1, 5) for flags in (0, 0x800, 0x80000, 0x80800))
-# TIOCSTI, TIOCLINUX: typing into the user's terminal. FIOSETOWN, SIOCSPGRP: signals to any process.
+# TIOCSTI, TIOCLINUX type into the user's terminal. FIOSETOWN, SIOCSPGRP: signals to any process.
 _FORBIDDEN_IOCTLS = (0x5412, 0x541C, 0x8901, 0x8902)
 _OWNERS = (8, 10, 15)  # F_SETOWN, F_SETSIG, F_SETOWN_EX
 
@@ -464,7 +449,7 @@ _OWNERS = (8, 10, 15)  # F_SETOWN, F_SETSIG, F_SETOWN_EX
 class Rule(NamedTuple):
     """A system call that fails with `error`.
 
-    argument  number of the argument that decides; None: it always fails
+    argument  that decides; None: it always fails
     bits      fails if the argument has one of these bits
     lacks     fails unless the argument has one of these bits
     among     fails if the argument is one of these
@@ -480,20 +465,19 @@ class Rule(NamedTuple):
 
 
 def rules(process: Supervised, in_namespace: bool, is_read_only: bool) -> Iterator[Rule]:
-    """Yield the system calls that a process in this sandbox may not make."""
     yield from map(Rule, _ALWAYS)
     yield Rule("ioctl", 1, among=_FORBIDDEN_IOCTLS)
     yield Rule("fcntl", 1, among=_OWNERS)
     yield Rule("socketpair", 1, unless=_STREAMS)  # datagrams may be sent to any address
     if not is_read_only:
         yield from map(Rule, ("truncate", *_ATTRIBUTES))
-    yield Rule("clone3", error=errno.ENOSYS)  # the filter cannot read its flags; libc then calls clone
+    yield Rule("clone3", error=errno.ENOSYS)  # its flags are unreadable; libc then calls clone
     yield Rule("clone", 0, bits=_ANY_NEW)
     yield Rule("socket", 0, unless=_FAMILIES) if process.sandbox == NETWORK else Rule("socket")
     if process.sandbox == CALCULATE:
         yield from map(Rule, _STARTING)
         yield Rule("clone", 0, lacks=_CLONE_THREAD)
-    if in_namespace:  # other processes have no id there
+    if in_namespace:
         return
     own = os.getpid()
     for name in _OF_PROCESS:
@@ -510,7 +494,6 @@ def rules(process: Supervised, in_namespace: bool, is_read_only: bool) -> Iterat
 
 
 def filter_program(found: Iterable[Rule], machine: str) -> bytes:
-    """Compile the rules to a classic BPF program, which the kernel runs before each system call."""
     column, architecture = _MACHINES[machine]
     load, equal, at_least, has_bits, end = 0x20, 0x15, 0x35, 0x45, 0x06
     number, fails, allow = 0, 0x50000, 0x7FFF0000  # SECCOMP_RET_ERRNO, SECCOMP_RET_ALLOW
@@ -520,7 +503,7 @@ def filter_program(found: Iterable[Rule], machine: str) -> bytes:
 
     program = [step(load, 4), step(equal, architecture, 1, 0), step(end, fails | errno.EPERM)]
     program.append(step(load, number))
-    # x86_64 has other numbers for the same calls from here on; aarch64 has none so high.
+    # x86_64 has aliases of the calls from here on; aarch64 has none so high.
     program += [step(at_least, 0x40000000, 0, 1), step(end, fails | errno.EPERM)]
     for rule in found:
         if not (call := (_ALWAYS | _SOMETIMES | _ATTRIBUTES)[rule.name][column]):
@@ -528,7 +511,7 @@ def filter_program(found: Iterable[Rule], machine: str) -> bytes:
         failing = step(end, fails | rule.error)
         body = [failing]
         if rule.argument is not None:
-            body = [step(load, 16 + 8 * rule.argument)]  # the lower half, the only one that these calls read
+            body = [step(load, 16 + 8 * rule.argument)]  # these calls read only the lower half
             if rule.bits:
                 body += [step(has_bits, rule.bits, 0, 1), failing]
             elif rule.lacks:
@@ -546,7 +529,7 @@ def filter_program(found: Iterable[Rule], machine: str) -> bytes:
 
 
 def _filter_calls(process: Supervised, in_namespace: bool, is_read_only: bool) -> bool:
-    """Make forbidden system calls fail, in all threads. Returns whether this kernel supports that."""
+    """Filter in all threads. Returns whether this kernel can."""
     if (machine := platform.machine()) not in _MACHINES:
         return False
     code = filter_program(rules(process, in_namespace, is_read_only), machine)
@@ -558,7 +541,7 @@ def _filter_calls(process: Supervised, in_namespace: bool, is_read_only: bool) -
 
 
 def _call(function: Callable[..., int], *arguments: object) -> int:
-    """Call a function of libc with integers as long. Raises OSError if it fails."""
+    """Pass integers as long. Raises OSError."""
     ctypes.set_errno(0)
     given = (ctypes.c_long(one) if isinstance(one, int) else one for one in arguments)
     if (result := function(*given)) < 0:

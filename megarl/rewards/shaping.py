@@ -1,5 +1,4 @@
-"""Additions to the verifier's reward: the soft overlong punishment, and `reward.terms` for length and
-format."""
+"""Additions to the verifier's reward: soft overlong punishment, and `reward.terms`."""
 
 from __future__ import annotations
 
@@ -30,13 +29,11 @@ def cosine_length(
     wrong_long: float = 0.0,
     truncated: float = -10.0,
 ) -> float:
-    """Return the cosine reward (Yeo et al. 2025, arXiv 2502.03373) for a response of l of at most L
-    tokens.
+    """Return the cosine reward (Yeo et al. 2025, arXiv 2502.03373) for l of at most L tokens.
 
     It is r_L + (r_0 - r_L) (1 + cos(pi l / L)) / 2, or `truncated` for a response that was cut. r_0 and
-    r_L are `*_short` and `*_long`, for correct and for wrong answers. With the paper's defaults correct
-    answers should be short, and wrong ones longer. The paper has no other reward, which is `reward.weight`
-    0."""
+    r_L are `*_short` and `*_long`, for correct and for wrong answers. The paper has no other reward
+    (`reward.weight` 0); its defaults favour short correct and longer wrong answers."""
     if response.truncated:
         return truncated
     short, long = (correct_short, correct_long) if response.verdict.correct else (wrong_short, wrong_long)
@@ -44,16 +41,13 @@ def cosine_length(
 
 
 def matches(response: Judged, pattern: str = THINK_ANSWER) -> float:
-    """Return 1 if the regular expression is found in the response, else 0; `.` also matches line ends.
+    """Return 1 if the regular expression is found, else 0; `.` also matches line ends.
 
-    The default is DeepSeek-R1's format reward (arXiv 2501.12948, section 2.2.2): thoughts and answer in
-    their tags, and nothing else."""
+    The default is DeepSeek-R1's format reward (arXiv 2501.12948, section 2.2.2)."""
     return float(re.search(pattern, response.text, re.DOTALL) is not None)
 
 
 def boxed_or_answer_line(response: Judged) -> float:
-    r"""Return 1 if verifiers can find an answer, correct or not, in the response; else 0.
-
-    They look for a line `Answer: ...` or for `\\boxed{...}`."""
+    r"""Return 1 if there is an answer that verifiers can find (`Answer: ...` or `\\boxed{...}`), else 0."""
     found = (plugin("megarl.answers", place)(response.text) for place in ("line", "boxed"))
     return float(any(answer is not None for answer in found))

@@ -1,4 +1,4 @@
-"""Verdicts on responses, the argument of reward terms, and the lookup of verifiers and terms by name."""
+"""Verdicts on responses, arguments of reward terms, and imports of both kinds of functions."""
 
 from __future__ import annotations
 
@@ -17,21 +17,20 @@ from typing import Any, NamedTuple, cast
 from megarl.config.errors import ConfigError, first_line
 from megarl.config.plugins import REINSTALL, plugins
 
-MAX_TEXT = 1000  # maximum characters of an extracted answer or an error in a message
+MAX_TEXT = 1000  # characters of an extracted answer or an error in a message
 
 
 @dataclass(frozen=True)
 class Verdict:
     """The result of grading one response.
 
-    correct    the answer is correct; counts for accuracy, pass@k, group filtering, positive-example loss
-    extracted  the normalised final answer, for majority voting; None if there is none
-    error      why grading failed, else None
-    judged     False: grading failed for a reason that the answer cannot cause, so the response counts
-               nowhere (docs/verifiers.md). True with an error: the answer caused the failure, and is wrong
-    score      partial credit, any finite number: 1 earns the reward of a correct answer, 0 that of a wrong
-               one; None: decided by `correct`
-    terms      name -> value of each of `reward.terms`; VerifierPool sets it"""
+    correct    for accuracy, pass@k, group filtering, positive-example loss
+    extracted  the normalised final answer, for majority voting
+    error      why grading failed
+    judged     False: ungraded, and left out everywhere, because the failure does not depend on the answer
+    (docs/verifiers.md); an error with True makes the answer wrong
+    score      finite: 1 earns the reward of a correct answer, 0 of a wrong one; None: by `correct`
+    terms      values of `reward.terms`; the pool sets it"""
 
     correct: bool
     extracted: str | None = None
@@ -41,19 +40,16 @@ class Verdict:
     judged: bool = True
 
     def reward(self, correct: float, incorrect: float) -> float:
-        """Return (1 - score) incorrect + score correct.
-
-        This is exact at 0 and 1, unlike `incorrect + score (correct - incorrect)` in floating point."""
+        """Return (1 - score) incorrect + score correct, which is exact at 0 and 1."""
         score = float(self.correct) if self.score is None else self.score
         return (1.0 - score) * incorrect + score * correct
 
 
 class Reference(NamedTuple):
-    """The reference of a problem with its own verifier, which replaces reward.verifier.
+    """The reference of a problem with its own verifier.
 
     answer    for people and for reward terms; "" if unknown
-    verifier  `module:function`, called with the response and `entry`
-    entry     everything that it needs to know about the problem"""
+    verifier  `module:function`, called with the response and `entry`"""
 
     answer: str
     verifier: str
@@ -68,10 +64,9 @@ Verifier = Callable[[str, str], bool | float | tuple[bool, str | None] | Verdict
 class Judged:
     """A graded response, as a reward term receives it.
 
-    answer     the reference answer
-    length     tokens of the response, including the end-of-sequence token
-    longest    rollout.max_response_tokens
-    truncated  the response was cut at `longest`"""
+    answer   the reference answer
+    length   tokens, including the end-of-sequence token
+    longest  rollout.max_response_tokens"""
 
     text: str
     answer: str
@@ -82,9 +77,7 @@ class Judged:
 
 
 def short(text: object) -> str | None:
-    """Return at most MAX_TEXT characters of an answer or an error, for a message.
-
-    Unpaired surrogates, which JSON can contain, are replaced."""
+    """Return at most MAX_TEXT characters. Unpaired surrogates, which JSON can contain, are replaced."""
     return None if text is None else str(text)[:MAX_TEXT].encode(errors="replace").decode()
 
 
@@ -93,7 +86,7 @@ class UnusableError(Exception):
 
 
 def as_verdict(result: object, who: str) -> Verdict:
-    """Convert the value that `who` returned to a verdict. A number is a score, correct from 1 on.
+    """Convert the value that `who` returned. A number is a score, correct from 1 on.
 
     Raises UnusableError for other types."""
     if isinstance(result, bool) or _is_numpy_bool(result):
@@ -112,7 +105,7 @@ def as_verdict(result: object, who: str) -> Verdict:
 
 
 def finite(value: Any, what: str, wanted: str) -> float:
-    """Convert a finite number to float. Raises UnusableError for others, with the given words."""
+    """Raises UnusableError, with the given words."""
     if not isinstance(value, Real) and not _is_numpy_bool(value):
         raise UnusableError(f"{what} {type(value).__name__}, {wanted}")
     if not math.isfinite(number := float(value)):
@@ -122,10 +115,9 @@ def finite(value: Any, what: str, wanted: str) -> float:
 
 @contextmanager
 def _current_folder(module: str) -> Iterator[None]:
-    """Also search the current folder during the block, for a module that is found nowhere else.
+    """Search the current folder last, during the block only.
 
-    At other times its files must not be imported: libraries ask for optional modules such as apex, and
-    anybody may own the folder."""
+    Libraries ask for optional modules such as apex, and anybody may own the folder."""
     folder = os.getcwd()
     if folder in sys.path or module in sys.modules or importlib.util.find_spec(module) is not None:
         yield
@@ -138,20 +130,17 @@ def _current_folder(module: str) -> Iterator[None]:
 
 
 def _is_numpy_bool(value: Any) -> bool:
-    """Return whether a value is numpy's bool, without importing numpy into a worker.
-
-    It is neither a bool nor a Real."""
+    """It is neither a bool nor a Real, and a worker must not import numpy."""
     return getattr(value, "shape", None) == () and getattr(value, "dtype", None) == "bool"
 
 
-Term = Callable[[Judged], float]  # its other arguments are bound
+Term = Callable[[Judged], float]  # other arguments are bound
 
 
 def verifier_path(name: str) -> str:
-    """Return the `module:function` that `reward.verifier` names.
+    """Return the `module:function` of an installed verifier (`dapo`, `math`, ...), or the name itself.
 
-    The name is an installed verifier (`dapo`, `math`, ...) or `module:function` itself. Raises ConfigError
-    for an unknown name."""
+    Raises ConfigError for an unknown name."""
     if all(name.partition(":")):
         return name
     known = plugins("megarl.verifiers")
@@ -162,22 +151,18 @@ def verifier_path(name: str) -> str:
 
 
 def get_verifier(name: str) -> Verifier:
-    """Return the function that `reward.verifier` names (see `verifier_path`).
-
-    Raises ConfigError if it is unknown, cannot be imported or is not callable."""
+    """Raises ConfigError."""
     return import_object("reward.verifier", verifier_path(name))
 
 
 def get_term(name: str, path: str, arguments: Mapping[str, Any]) -> Term:
-    """Return the function `path` of the reward term `name`, with its arguments bound. Raises ConfigError."""
     return partial(import_object(f"reward.terms.{name}.function", path), **arguments)
 
 
 def import_object(key: str, path: str, what: str = "function") -> Callable[..., Any]:
     """Import `module:function` that the configuration key `key` names; what: word for messages.
 
-    The module may be in the current folder. Raises ConfigError if it cannot be imported or is not
-    callable."""
+    Raises ConfigError if it cannot be imported or is not callable."""
     module_name, _, name = path.partition(":")
     if not (module_name and name):
         raise ConfigError(f"{key}: {path!r} names no {what} (write package.module:{what})")
