@@ -91,7 +91,7 @@ def choose_layers(model: ModelConfig, device: torch.device) -> str:
     return "portable" if problem else "te"
 
 
-def plain_attention(model: ModelConfig) -> str:
+def warn_unfused_attention(model: ModelConfig) -> str:
     """Return a warning if Transformer Engine's last pass used unfused attention; empty if not.
 
     It does so silently when no fused kernel takes the shapes. In float32 it has no other kernel."""

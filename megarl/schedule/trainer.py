@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from megarl.config.errors import DeviceMemoryError, NumericalError
 from megarl.config.phases import WEIGHT_TRANSFER, Phase, check_phases, select_phases
 from megarl.config.schema import PRETRAINING
-from megarl.model.builder import plain_attention
+from megarl.model.builder import warn_unfused_attention
 from megarl.parallel.comm import barrier, broadcast_from_rank_0
 from megarl.parallel.signals import StopRequest
 from megarl.schedule.guards import Guards, keep_failed_batch
@@ -115,7 +115,7 @@ class Trainer:
                 self.run_phases(step, transfer, weights_changed=True)
             else:
                 self.fresh_stages.discard(step.stage)
-                if not self.has_passed_step and (line := plain_attention(self.config.model)):
+                if not self.has_passed_step and (line := warn_unfused_attention(self.config.model)):
                     step.events.append(line)
                 self.has_passed_step = True
                 alarms = self.guards.count_success(step.metrics, step.number)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megarl.config.schema import ModelConfig
-from megarl.model.builder import plain_attention
+from megarl.model.builder import warn_unfused_attention
 from megarl.parallel import cpu_platform
 
 tex = pytest.importorskip(
@@ -276,10 +276,10 @@ def test_flash_attention_4_is_not_taken(allowed: str, monkeypatch: pytest.Monkey
         q, k, v, cu_seqlens_q=cu_seqlens, cu_seqlens_kv=cu_seqlens, max_seqlen_q=15, max_seqlen_kv=15
     )
     assert taken == ([(-1, 0)] if allowed == "1" else [])
-    told = plain_attention(ModelConfig(path=Path("x")))
-    assert told.startswith("attention is plain products") == (allowed == "0")
+    told = warn_unfused_attention(ModelConfig(path=Path("x")))
+    assert told.startswith("attention is unfused") == (allowed == "0")
     for own in ({"attention": "unfused"}, {"dtype": "fp32"}):  # as was asked for, or as always
-        assert not plain_attention(ModelConfig(path=Path("x"), **own))
+        assert not warn_unfused_attention(ModelConfig(path=Path("x"), **own))
     assert out.flatten(1)[0].equal(v[0].repeat_interleave(2, 0).flatten()) == (allowed == "0")
 
 

@@ -275,5 +275,5 @@ def test_plain_attention_is_told_of(ranks: Ranks, folder: Path, tmp_path: Path) 
         config = test_resume.make_config(folder, tmp_path / name, model=model, **shared)
         config.run_dir.mkdir()
         ranks(1, 1, 1).run(job, config=config)
-        told[name] = (config.run_dir / "metrics.jsonl").read_text().count("attention is plain products")
+        told[name] = (config.run_dir / "metrics.jsonl").read_text().count("attention is unfused")
     assert told == {"taken": 0, "refused": 1}
