@@ -1,6 +1,6 @@
 """Messages between controller, ranks with engines, and first trainer; and their sockets.
 
-docs/design.md shows who sends which message. A message is a msgpack array, checked against its class."""
+A message is a msgpack array, checked against its class."""
 
 from __future__ import annotations
 
@@ -48,11 +48,11 @@ class KeepAlive(Message):
 
 
 class StartSamples(Message):
-    """Generate these samples, too. The rank continues tokens that it keeps for their ids."""
+    """Generate these samples, too, after the tokens that the rank keeps for their ids."""
 
     params: SamplingParams
-    terms: bool  # whether rewards include `reward.terms`
-    window: int  # most new tokens of a sample, after which it is returned unfinished; 0: no limit
+    terms: bool  # include `reward.terms` in rewards
+    window: int  # most new tokens of a sample; 0: no limit
     prompts: list[Prompt]
     samples: list[tuple[int, int, int, int]]  # id, position in `prompts`, position in the group, seed
 
@@ -64,8 +64,6 @@ class AbortSamples(Message):
 
 
 class SendTokenData(Message):
-    """Send the tokens of these samples."""
-
     ids: list[int]
 
 
@@ -91,7 +89,7 @@ class RankReady(Message):
 class SamplesFinished(Message):
     """These samples are finished and graded."""
 
-    version: int  # of the engine's weights
+    version: int
     samples: list[Sample]
     busy: float  # seconds of the rollout in which the engine had work
 
@@ -103,8 +101,6 @@ class ToolWaitCount(Message):
 
 
 class RankFailed(Message):
-    """The rank had an error. error: name of its class"""
-
     error: str
     text: str
 
@@ -143,28 +139,20 @@ class CollectRollout(Message):
 
 
 class ReuseStoredRollout(Message):
-    """Use the batch of step `number` in this folder of a checkpoint."""
-
     source: str
     number: int
 
 
 class RewindTo(Message):
-    """Drop all records after a step."""
-
     step: int
     stage: str
 
 
 class LoadState(Message):
-    """Continue from the state of a checkpoint, as JSON."""
-
     state: str
 
 
 class RunEvaluation(Message):
-    """Run the evaluation that is due after a step."""
-
     step: int
 
 
@@ -173,14 +161,10 @@ class Shutdown(Message):
 
 
 class DataReports(Message):
-    """The reports about the data files, by key."""
-
     reports: dict[str, ReadReport]
 
 
 class RolloutStored(Message):
-    """The batch of step `number` is in its folder."""
-
     stage: str
     number: int
     metrics: dict[str, int | float]
@@ -189,8 +173,6 @@ class RolloutStored(Message):
 
 
 class EvaluationScores(Message):
-    """The scores, and every answer."""
-
     stats: dict[str, int | float]
     answers: list[dict[str, Any]]
 
@@ -227,7 +209,7 @@ def decode_message(sender: str, data: bytes) -> Message:
 def pack_prompt(prompt: Prompt, *, whole: bool) -> Prompt:
     """Return the fields of a prompt that the receiver needs. whole: all fields, for several turns
 
-    `extra` becomes one JSON text, as msgpack has no integers above 64 bits."""
+    msgpack has no integers above 64 bits, so `extra` becomes JSON text."""
     if not whole:
         return Prompt(prompt.uid, "", prompt.tokens, prompt.answer, entry=prompt.entry)
     return replace(prompt, extra={"json": json.dumps(prompt.extra, default=str)})
@@ -251,7 +233,6 @@ def make_socket(context: zmq.asyncio.Context, kind: int) -> zmq.asyncio.Socket:
 
 
 async def receive_frames(source: zmq.asyncio.Socket, seconds: float) -> list[zmq.Frame] | None:
-    """Return the next message of a socket; None if there is none within `seconds`."""
     if not await source.poll(1000 * seconds):
         return None
     frames: list[zmq.Frame] = await source.recv_multipart(copy=False)
@@ -261,16 +242,13 @@ async def receive_frames(source: zmq.asyncio.Socket, seconds: float) -> list[zmq
 class Hub:
     """The controller's end of all connections.
 
-    It drops messages that do not come over a connection with their sender's key, and messages of a type that
-    their sender may not send."""
+    It drops messages without their sender's key, and types that their sender may not send."""
 
     def __init__(self, context: zmq.asyncio.Context, host: str, ranks: int) -> None:
-        """Listen for `ranks` ranks with engines, and the first trainer.
-
-        host: an address of this machine; "": only rank 0, in this process, connects"""
+        """Listen. host: an address of this machine; "": only rank 0, in this process, connects"""
         self.socket = make_socket(context, zmq.ROUTER)
         self.socket.router_mandatory = True
-        self.dropped: Counter[str] = Counter()  # messages, by reason
+        self.dropped: Counter[str] = Counter()
         self._keys: dict[int, str] = {}
         self._guard: AsyncioAuthenticator | None = None
         self.address = ""  # for ranks in other processes
@@ -301,7 +279,6 @@ class Hub:
             await self.send(number, message)
 
     async def receive(self, seconds: float) -> list[tuple[int, Message]]:
-        """Return all messages with their senders; wait at most `seconds` for the first."""
         received: list[tuple[int, Message]] = []
         began = time.monotonic()
         left = seconds  # messages that are dropped do not extend the wait
@@ -316,7 +293,6 @@ class Hub:
         return received
 
     def callback(self, domain: str, key: bytes) -> bool:
-        """Return whether to accept a connection with this public key; called by the guard."""
         return key.decode() in self._keys.values() or self._drop("a connection without a key of this job")
 
     def _accept(self, parts: list[zmq.Frame]) -> tuple[int, Message] | None:
@@ -336,7 +312,6 @@ class Hub:
         return number, message
 
     def _drop(self, what: str) -> bool:
-        """Count a refused message or connection; print a line for the first of a kind."""
         self.dropped[what] += 1
         if self.dropped[what] == 1:
             line = f"megarl: rollout: dropped {what}; more of these are not reported"
@@ -376,7 +351,6 @@ class Link:
     def __init__(
         self, context: zmq.asyncio.Context, address: str, number: int, *, here: bool = False
     ) -> None:
-        """Connect. here: in the controller's process"""
         self.number, self.here = number, here
         self.socket = make_socket(context, zmq.DEALER)
         self.socket.identity = str(number).encode()
@@ -392,7 +366,6 @@ class Link:
         await self.socket.send(encode_message(message))
 
     async def receive(self, seconds: float) -> Message | None:
-        """Return the next message; None if there is none within `seconds`."""
         parts = await receive_frames(self.socket, seconds)
         return None if parts is None else decode_message("the controller", parts[0].bytes)
 
