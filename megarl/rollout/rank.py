@@ -1,6 +1,4 @@
-"""Rollouts, called by all ranks with engines in the same order. All of them get the same samples.
-
-The first of these ranks runs the controller (controller.py), each of them a worker (worker.py)."""
+"""Rollouts, called by all ranks with engines in the same order. All of them get the same samples."""
 
 from __future__ import annotations
 
@@ -53,7 +51,6 @@ Decide = Callable[[Controller], Awaitable[StepGroups]]
 
 
 def raise_failure(failures: Failures) -> None:
-    """Raise the first failure: the default of `recover`, without restarts."""
     raise next(filter(None, failures))
 
 
@@ -63,8 +60,7 @@ class RolloutRank:
     ranks    those with engines
     recover  restarts failed engines, see WeightSync; called on all of these ranks
     draw     returns the next n prompts of the training data; called on the first rank
-    seconds  of the last rollout: generate, verify, gather (waiting for others), idle (see Dispatcher); of
-             the first rank if this one does not lead an engine
+    seconds  of the last rollout: generate, verify, gather (waiting for others), idle (see Dispatcher)
     """
 
     def __init__(
@@ -117,9 +113,7 @@ class RolloutRank:
             await self.controller.hub.wait_for_ranks(self.ranks.world, self.config.parallel.timeout)
 
     def collect(self, step: int) -> RolloutBatch:
-        """Collect the groups of a step, see Controller.collect. Errors are raised on every rank.
-
-        The batch has the tokens that are on this rank, and on rank 0 up to `log.samples` records."""
+        """Collect the groups of a step, with this rank's tokens. Errors are raised on every rank."""
         limit, shown = self.config.log.samples, list[SampleGroup]()
 
         async def decide(controller: Controller) -> StepGroups:
@@ -134,7 +128,7 @@ class RolloutRank:
         batch.metrics, batch.errors = metrics, errors
         batch.records = make_records(step, shown, self.tokenizer, limit)
         for sample in batch.samples:
-            self.worker.graded.pop(sample.id, None)  # the others belong to the next step
+            self.worker.graded.pop(sample.id, None)
         return batch
 
     def generate(
@@ -180,9 +174,7 @@ class RolloutRank:
         return [(one, list(islice(groups, len(one.problems)))) for one in sets]
 
     def _run_rollout(self, decide: Decide, known: Sequence[Prompt]) -> StepGroups:
-        """Run a rollout on all ranks. Return groups with the tokens that are on this rank, metrics, errors.
-
-        An exception of the controller is raised on every rank.
+        """Run a rollout on all ranks. An exception of the controller is raised on every rank.
 
         Args:
             decide: run by the controller; returns the groups, metrics and errors for all ranks
@@ -209,7 +201,7 @@ class RolloutRank:
         return groups, {**outcome.stats}, outcome.errors
 
     async def _serve(self, decide: Decide) -> StepGroups | MegarlError | None:
-        """Run this rank's worker until the rollout ends, on rank 0 also `decide`, and return its result."""
+        """Run this rank's worker, on rank 0 also `decide`, and return its result."""
         if self.controller is None:
             await self.worker.serve(self.link)
             return None
@@ -252,9 +244,7 @@ class RolloutRank:
             self._run(self.controller.hub.send(m.TRAINER, message))
 
     def snapshot(self) -> dict[str, Any]:
-        """Return this rank's share of the state between steps, for `join_shares`.
-
-        It only holds references, to objects that do not change."""
+        """Return references to this rank's share of the state between steps, for `join_shares`."""
         graded = {i: sample.data for i, sample in self.worker.graded.items()}
         partials, controller = self.worker.partials, self.controller
         if controller is None:
@@ -280,7 +270,6 @@ class RolloutRank:
             controller.next_id, controller.lengths = loaded.next_id, loaded.lengths
 
     def close(self) -> None:
-        """Close the connections. May be called again."""
         if self._loop.is_closed():
             return
 
@@ -298,7 +287,6 @@ class RolloutRank:
 
 
 async def decide_and_end(controller: Controller, decide: Decide) -> StepGroups | MegarlError:
-    """Return the result of `decide`, or its error, and end the rollout on all workers."""
     groups: list[SampleGroup] = []
     try:
         groups, metrics, error_counts = await decide(controller)

@@ -31,16 +31,15 @@ class KeepParams(CustomLogitProcessor):
 class SeededSampler(Sampler):
     """Samples by sampling.py, as the transformers engine does.
 
-    `custom_params` of a request: seed, prompt (its length in tokens), temperature, top_p, top_k. A batch has
-    a list of them. A new request makes it longer, a finished one makes a new list (SamplingBatchInfo). Only
-    then they are copied to the device, without waiting for it."""
+    `custom_params` of a request: seed, prompt (its length in tokens), temperature, top_p, top_k. A batch's
+    list of them only changes with its requests. Only then they are copied to the device, without waiting."""
 
     _rows: Any = None
     _count = 0
     _own = False
     _seeds: Tensor  # int64 [rows], on the device, as the next two
     _prompts: Tensor  # lengths, int64 [rows]
-    _kinds: list[tuple[SamplingParams, Tensor | None]]  # with their rows; None: all rows
+    _kinds: list[tuple[SamplingParams, Tensor | None]]
 
     def forward(
         self, logits_output: Any, sampling_info: Any, return_logprob: bool, *rest: Any, **options: Any
@@ -93,9 +92,8 @@ def run_scheduler(*arguments: Any, **options: Any) -> None:
 def _prepare_cpu() -> None:
     """Replace code of some families that does not run on a CPU.
 
-    multi-latent attention  Prompts go through latents, as new tokens do, because torch-native attention
-                            reads the cache, which has only latents.
-    linear attention        The norm after the delta rule and the shared expert's gate are Triton kernels."""
+    Torch-native attention reads the cache, which has only latents: multi-latent prompts go through them, too.
+    Of linear attention, the norm and the shared expert's gate are Triton kernels."""
     from sglang.srt.models import qwen2_moe, qwen3_next
     from sglang.srt.models.deepseek_common.attention_backend_handler import AttentionBackendRegistry
     from sglang.srt.models.deepseek_common.attention_forward_methods.forward_methods import AttnForwardMethod
@@ -112,7 +110,7 @@ def load_shards(model: torch.nn.Module, named_tensors: list[tuple[str, Tensor]])
 
     Each name is JSON. `tensors` has offset, shape and dtype of this rank's tensors in the memory. The memory
     is the tensor with this name (CUDA) or, if that is empty, the file `path` of `size` bytes. `complete` has
-    all names of the transfer, in the last bucket. Raises ValueError unless names, shapes and dtypes fit.
+    all names of the transfer, in the last bucket. Raises ValueError unless all fit.
 
     Waits for the device: a barrier of SGLang's processes, after which the memory is reused, does not."""
     parameters = dict(model.named_parameters())
