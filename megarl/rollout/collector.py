@@ -21,10 +21,7 @@ SAME = 1e-6  # rewards with a smaller standard deviation count as equal: group_a
 class GroupCollector:
     """Decides which groups a step trains on. Depends only on the offered groups and their order.
 
-    With continuous batching, `refill` replaces `next_batch`.
-
-    prompts  groups wanted
-    surplus  accepted groups that the previous step did not need
+    surplus: accepted groups that the previous step did not need
     """
 
     def __init__(
@@ -56,14 +53,11 @@ class GroupCollector:
         return min(self.prompts, max(self.missing, self._estimate(self.missing, ())))
 
     def refill(self, ahead: Sequence[SampleGroup], running: int) -> int:
-        """Return the number of prompts to submit now. Raises as `next_batch`.
+        """Return the number of prompts to submit now, with continuous batching. Raises as `next_batch`.
 
-        At most `prompts` (or the first batch) run at once, and a step has at most `prompts` * max_batches.
         How many run depends on time. Which groups are accepted does not.
 
-        Args:
-            ahead: complete groups that wait for an earlier one that is still running
-            running: number of incomplete groups
+        ahead: complete groups that wait for an earlier one; running: number of incomplete groups
         """
         missing = self.missing - sum(map(self._accepts, ahead))
         if missing <= 0:
@@ -91,7 +85,7 @@ class GroupCollector:
         return not self.dynamic.enabled or self._differs(group)
 
     def _estimate(self, missing: int, ahead: Sequence[SampleGroup]) -> int:
-        """Estimate the prompts that yield `missing` accepted groups, by Laplace's rule of succession."""
+        """Estimate the prompts that yield `missing` groups, by Laplace's rule of succession."""
         kept = len(self.offered) - len(self.rejected) + sum(map(self._differs, ahead))
         return math.ceil(missing * (len(self.offered) + len(ahead) + 2) / (kept + 1))
 
@@ -120,9 +114,7 @@ class GroupCollector:
             (self.accepted if self._accepts(group) else self.rejected).append(group)
 
     def result(self) -> tuple[list[SampleGroup], list[SampleGroup]]:
-        """Return the `prompts` groups to train on, and at most `prompts` surplus groups.
-
-        If too few were accepted, the first rejected ones follow them."""
+        """Return `prompts` groups, if need be with rejected ones, and at most `prompts` surplus groups."""
         groups = (self.accepted + self.rejected)[: self.prompts]
         return groups, self.accepted[self.prompts : 2 * self.prompts]
 

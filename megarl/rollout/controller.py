@@ -1,6 +1,4 @@
-"""The controller: decides which prompts are sampled, where, and when a step has enough groups.
-
-It runs on the first rank with an engine and talks to all workers (worker.py) by messages (messages.py)."""
+"""The controller: decides which prompts are sampled, where, and when a step has enough groups."""
 
 from __future__ import annotations
 
@@ -23,7 +21,7 @@ from megarl.rollout.sampling import SamplingParams, response_seed
 
 DrawPrompts = Callable[[int], Sequence[Prompt]]
 StepGroups = tuple[list[SampleGroup], dict[str, float], dict[str, int]]  # groups, metrics, errors
-PRIOR = 8  # finished responses credited to each engine at the start, so that early speeds vary little
+PRIOR = 8  # finished responses credited to each engine, so that early speeds vary little
 
 
 @dataclass
@@ -44,12 +42,10 @@ class GroupRequest:
 
 @dataclass
 class Slot:
-    """A row of the table: one response of a group that was not taken yet."""
-
     request: GroupRequest
     id: int
     index: int
-    engine: int | None = None  # None while it waits for one
+    engine: int | None = None
     sample: Sample | None = None
 
     def is_running_on(self, engine: int) -> bool:
@@ -58,24 +54,21 @@ class Slot:
 
 @dataclass
 class EngineLoad:
-    """The controller's record of one engine in the present rollout."""
-
-    servers: int = 1  # of a client of servers
+    servers: int = 1
     queue: list[Slot] = field(default_factory=list)  # waiting slots planned for it, in order
     waiting_for_tool: int = 0
     finished: int = 0
     newly_finished: int = 0  # of these, reported by the newest messages
-    busy_seconds: float = 0.0  # in which it had work
+    busy_seconds: float = 0.0
 
 
 class Controller:
-    """Runs rollouts by messages to and from workers.
+    """Runs rollouts by messages to and from workers, on the first rank with an engine.
 
-    With continuous batching, new prompts start while groups are missing. The rest is aborted, and comes first
-    in the next step.
+    With continuous batching, new prompts start while groups are missing. The rest is aborted
+    and comes first in the next step.
 
-    ranks  number of ranks with engines
-    draw   returns the next n prompts of the training data"""
+    draw: returns the next n prompts of the training data"""
 
     def __init__(self, config: Config, hub: m.Hub, ranks: int, draw: DrawPrompts) -> None:
         self.config, self.hub, self.draw = config, hub, draw
@@ -93,7 +86,7 @@ class Controller:
         """Reset the state of one rollout. window: most new tokens of a response; 0: no limit"""
         self._params, self._terms, self._window = params, terms, window
         self.dispatcher = Dispatcher(self.config, self.engines)
-        self._times_sampled: Counter[int] = Counter()  # prompts of this rollout, by uid
+        self._times_sampled: Counter[int] = Counter()
         self._answers: list[m.SamplesAborted | m.TokenDataReply] = []
         self._is_aborting = False
         self._failures: dict[int, str] = {}
@@ -120,7 +113,6 @@ class Controller:
             self.lengths[group.prompt.uid] = sum(lengths) / len(lengths)
         groups, self.surplus = collector.result()
         stats = collector.stats() | {"rollout/moved": self.dispatcher.rebalanced}
-        # Nothing was offered if the surplus of the previous step was enough.
         counted = collector.offered or groups
         metrics, error_counts = compute_step_metrics(counted, self.config.reward.max_unjudged)
         return groups, stats | metrics, error_counts
@@ -162,7 +154,6 @@ class Controller:
         return self.dispatcher.take_groups()
 
     async def dispatch(self, requests: Sequence[GroupRequest]) -> None:
-        """Add requests, assign ids, and start the responses that have room on an engine."""
         numbered = []
         for request in requests:
             if request.first_id is None:
@@ -174,7 +165,7 @@ class Controller:
             await self._start(engine, [*continued[engine], *slots])
 
     async def _start(self, engine: int, slots: Sequence[Slot]) -> None:
-        """Start responses on an engine. Each prompt is sent once."""
+        """Start responses on an engine."""
         if not slots:
             return
         prompts = {id(slot.request.prompt): slot.request.prompt for slot in slots}
@@ -279,7 +270,6 @@ class Controller:
         return [group.with_data(data_by_id) for group in groups]
 
     async def end(self, groups: Sequence[SampleGroup]) -> None:
-        """End the rollout on all ranks. They keep the tokens of `groups` and of the next step."""
         keep: dict[int, list[int]] = {}
         for sample in (sample for group in (*groups, *self.surplus) for sample in group.samples):
             keep.setdefault(sample.owner, []).append(sample.id)
@@ -306,7 +296,7 @@ class Dispatcher:
 
     def __init__(self, config: Config, engines: int) -> None:
         rollout = config.rollout
-        self.slots: dict[int, Slot] = {}  # by id, in the order of the prompts, until their group is taken
+        self.slots: dict[int, Slot] = {}
         self.version = -1
         self.engines = [EngineLoad(len(rollout.urls[e::engines]) or 1) for e in range(engines)]
         self.rebalanced = 0  # responses that started on another engine than planned
@@ -320,7 +310,7 @@ class Dispatcher:
         return max(busy) - sum(busy) / len(busy)
 
     def add(self, requests: Sequence[GroupRequest]) -> list[list[Slot]]:
-        """Add requests with ids to the table and plan their engines. Return, by engine, continued slots.
+        """Add requests to the table and plan their engines. Return, by engine, continued slots.
 
         A partial response continues on the engine that keeps its tokens. New slots are divided in the
         prompts' order, so that few engines prefill the same prompt. The longest expected ones start first."""
@@ -354,7 +344,7 @@ class Dispatcher:
         return [[self.slots[i] for i in share] for share in shares]
 
     def finish(self, engine: int, version: int, samples: Sequence[Sample], busy_seconds: float) -> None:
-        """Record finished samples of an engine. Raises EngineError if engines have different weights."""
+        """Record finished samples. Raises EngineError if engines have different weights."""
         if self.version not in (-1, version):
             different = f"different weight versions: {sorted((self.version, version))}"
             raise EngineError(f"rollout: the ranks' engines have {different}")
@@ -367,7 +357,7 @@ class Dispatcher:
             self.slots[sample.id].sample = sample
 
     def groups(self) -> Iterator[tuple[GroupRequest, SampleGroup | None]]:
-        """Yield each request, in the order of the prompts, and its group; None if it is incomplete."""
+        """Yield each request and its group; None if it is incomplete."""
         for _, some in groupby(self.slots.values(), key=lambda slot: slot.request.first_id):
             slots = list(some)
             samples = [slot.sample for slot in slots if slot.sample is not None]
@@ -375,7 +365,6 @@ class Dispatcher:
             yield request, SampleGroup(request.prompt, samples, self.version) if is_complete else None
 
     def take_groups(self, most: int | None = None) -> list[SampleGroup]:
-        """Remove and return the complete groups before the first incomplete one, at most `most`."""
         taken: list[SampleGroup] = []
         for _, group in self.groups():
             if group is None or len(taken) == most:
@@ -399,10 +388,7 @@ def share_out(
     Responses go one by one to the engine that would run dry first at its speed so far. An engine takes from
     the front of its queue, then from the end of the longest one, whose neighbours may share a prompt.
 
-    Args, with one entry per engine:
-        queues: planned responses, in the order in which they should start.
-        limits: most responses at once.
-        finished: number of finished responses, a measure of speed.
+    limits: most responses at once; finished: number of finished responses, a measure of speed
     """
     speeds = [PRIOR + count for count in finished]
     counts = [0] * len(queues)

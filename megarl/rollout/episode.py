@@ -102,9 +102,7 @@ class EngineClient:
         return any(answer.cancelled() for answer in self._answers.values())
 
     async def abort(self) -> None:
-        """Abort all requests. Callers get their unfinished responses; empty ones if the engine fails.
-
-        Raises EngineFailure if the engine fails."""
+        """Abort all requests. Callers get unfinished responses; empty ones if it raises EngineFailure."""
         loop = asyncio.get_running_loop()
         async with self._polling:
             self._new.clear()
@@ -120,7 +118,7 @@ class EpisodeInputs:
     client: EngineClient
     seed: int
     params: SamplingParams
-    prefix: TokenData | None  # tokens of an earlier rollout, to continue
+    prefix: TokenData | None
     window: int  # most new tokens, after which a later step continues; 0: no limit
     notify: Callable[[], None]  # called when `in_engine` may have changed
 
@@ -147,18 +145,15 @@ class Episode(Protocol):
         """Return whether the episode occupies the engine, or is about to."""
 
     async def run(self) -> Verdict | None:
-        """Generate the response.
+        """Generate the response. Return its verdict; None if the verifier is to grade it.
 
-        Returns its verdict; None if the verifier is to grade it. Raises EpisodeAborted if the rollout ends
-        first."""
+        Raises EpisodeAborted if the rollout ends first."""
 
     def result(self, *, ended: bool = True) -> TokenData:
-        """Return all tokens, with finish_reason "abort" unless the episode has `ended`."""
+        """Return all tokens, with finish_reason "abort" unless `ended`."""
 
 
 class EpisodeRunner(Protocol):
-    """Starts the episodes of one worker, and owns the resources that they share."""
-
     key: str  # configuration key that selects these episodes, for error messages
 
     @property
@@ -169,7 +164,7 @@ class EpisodeRunner(Protocol):
         """Return a new episode, not yet running."""
 
     def supervise(self, rank: int) -> AbstractContextManager[object]:
-        """Watch the running event loop of an engine's rank while user code runs on it."""
+        """Watch the running event loop while user code runs on it."""
         return nullcontext()
 
     def forget(self, seed: int) -> None:
@@ -232,7 +227,7 @@ class SingleTurn(EpisodeInputs):
         if self.aborted:
             raise EpisodeAborted
         most, prefix = self.params.max_tokens, self.prefix
-        if prefix is not None and (prefix.finish_reason != "abort" or prefix.num_tokens >= most):  # complete
+        if prefix is not None and (prefix.finish_reason != "abort" or prefix.num_tokens >= most):
             reason = "length" if prefix.finish_reason == "abort" else prefix.finish_reason
             found = structs.replace(prefix, finish_reason=reason)
         else:

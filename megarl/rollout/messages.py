@@ -28,7 +28,7 @@ from megarl.parallel.secret import sign
 from megarl.rollout.sampling import SamplingParams
 
 TRAINER = -1  # number of the first trainer if it has no engine; ranks with engines count from 0
-KEEP_ALIVE_SECONDS = 10.0  # of silence, after which a `KeepAlive` is sent
+KEEP_ALIVE_SECONDS = 10.0
 LINGER = 5000  # milliseconds in which a closed socket may still send
 _INPROC_ADDRESS = "inproc://controller"
 
@@ -68,7 +68,7 @@ class SendTokenData(Message):
 
 
 class RestartEngines(Message):
-    """Restart engines, together with all ranks that have one. failures: (rank, reason) of each"""
+    """Restart engines, together with all ranks that have one. failures: (rank, reason)"""
 
     failures: list[tuple[int, str]]
 
@@ -87,15 +87,13 @@ class RankReady(Message):
 
 
 class SamplesFinished(Message):
-    """These samples are finished and graded."""
-
     version: int
     samples: list[Sample]
     busy: float  # seconds of the rollout in which the engine had work
 
 
 class ToolWaitCount(Message):
-    """The number of running episodes that wait for a tool, an environment or an agent."""
+    """The number of running episodes that wait for a tool or the like."""
 
     count: int
 
@@ -106,14 +104,10 @@ class RankFailed(Message):
 
 
 class SamplesAborted(Message):
-    """No sample is running. ids: samples of `AbortSamples` that have tokens"""
-
     ids: list[int]
 
 
 class TokenDataReply(Message):
-    """The tokens that `SendTokenData` asked for, by id, without journals."""
-
     data: dict[int, TokenData]
 
 
@@ -125,8 +119,6 @@ class SendDataReports(Message):
 
 
 class TransferWeights(Message):
-    """Take part in the transfer of the actor's weights as this version."""
-
     version: int
 
 
@@ -197,7 +189,7 @@ _decode = msgspec.msgpack.Decoder(Order | Command | Report | Answer, dec_hook=fr
 
 
 def decode_message(sender: str, data: bytes) -> Message:
-    """Decode a message. Raises EngineError if it is none."""
+    """Decode a message, or raise EngineError."""
     try:
         message: Message = _decode(data)
     except (msgspec.MsgspecError, ValueError, TypeError) as error:
@@ -264,7 +256,7 @@ class Hub:
             self.socket.bind(f"tcp://[{host}]:*" if ":" in host else f"tcp://{host}:*")
             self.address = bytes(self.socket.last_endpoint).rstrip(b"\0").decode()  # type: ignore[arg-type]
         self.socket.bind(_INPROC_ADDRESS)
-        self.last_heard: dict[int, float] = {}  # time of each rank's last message
+        self.last_heard: dict[int, float] = {}
         self._last_sent: dict[int, float] = {}
 
     async def send(self, number: int, message: Message) -> None:
@@ -319,7 +311,7 @@ class Hub:
         return False
 
     async def wait_for_ranks(self, ranks: int, limit: float) -> None:
-        """Wait until `ranks` ranks with engines are connected. Raises WaitTimeout after `limit` seconds."""
+        """Wait until `ranks` ranks are connected. Raises WaitTimeout after `limit` seconds."""
         end = time.monotonic() + limit
         while missing := set(range(ranks)) - self.last_heard.keys():
             if time.monotonic() > end:
@@ -346,8 +338,6 @@ class Hub:
 
 
 class Link:
-    """A rank's or the first trainer's connection to the controller."""
-
     def __init__(
         self, context: zmq.asyncio.Context, address: str, number: int, *, here: bool = False
     ) -> None:
@@ -378,7 +368,7 @@ def rank_name(number: int) -> str:
 
 
 def own_address() -> str:
-    """Return this machine's address for the job's other machines; "" for a job of one process."""
+    """Return this machine's address for other machines; "" for a job of one process."""
     master, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT", "1")
     if not master or os.environ.get("WORLD_SIZE", "1") == "1":
         return ""

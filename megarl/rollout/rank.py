@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 
 class RolloutOutcome(msgspec.Struct, array_like=True):
-    """A finished rollout, as the first rank sends it to all ranks. Lists have an entry per group."""
+    """A finished rollout, as the first rank sends it. Lists have an entry per group."""
 
     prompts: list[Prompt]  # without text; empty if all ranks know them
     samples: list[list[Sample]]  # without their tokens
@@ -57,8 +57,7 @@ def raise_failure(failures: Failures) -> None:
 class RolloutRank:
     """One rank's part in rollouts.
 
-    ranks    those with engines
-    recover  restarts failed engines, see WeightSync; called on all of these ranks
+    recover  restarts failed engines, see WeightSync; called on all ranks with engines
     draw     returns the next n prompts of the training data; called on the first rank
     seconds  of the last rollout: generate, verify, gather (waiting for others), idle (see Dispatcher)
     """
@@ -176,9 +175,8 @@ class RolloutRank:
     def _run_rollout(self, decide: Decide, known: Sequence[Prompt]) -> StepGroups:
         """Run a rollout on all ranks. An exception of the controller is raised on every rank.
 
-        Args:
-            decide: run by the controller; returns the groups, metrics and errors for all ranks
-            known: prompts of the groups, if all ranks know them; else empty
+        decide: run by the controller; returns groups, metrics and errors for all ranks
+        known: prompts of the groups, if all ranks know them; else empty
         """
         started = time.perf_counter()
         decided = self._run(self._serve(decide))
@@ -201,7 +199,7 @@ class RolloutRank:
         return groups, {**outcome.stats}, outcome.errors
 
     async def _serve(self, decide: Decide) -> StepGroups | MegarlError | None:
-        """Run this rank's worker, on rank 0 also `decide`, and return its result."""
+        """Run this rank's worker, on rank 0 also `decide`."""
         if self.controller is None:
             await self.worker.serve(self.link)
             return None
@@ -228,7 +226,7 @@ class RolloutRank:
         return RolloutOutcome(prompts, samples, versions, {**stats}, errors, self.worker.seconds, idle)
 
     def next_order(self, seconds: float) -> m.Order | None:
-        """Return the trainers' next order, on every rank; None if there is none within `seconds`."""
+        """Return the trainers' next order, on every rank; None if there is none."""
 
         async def wait() -> m.Order | None:
             if self.controller is not None:

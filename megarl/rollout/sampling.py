@@ -23,7 +23,7 @@ _MIX_2 = 0x94D049BB133111EB - (1 << 64)
 
 @dataclass(frozen=True)
 class SamplingParams:
-    max_tokens: int  # default of GenerationRequest.max_tokens
+    max_tokens: int
     temperature: float = 1.0  # 0: greedy
     top_p: float = 1.0  # 1: off
     top_k: int = 0  # 0: off
@@ -76,7 +76,7 @@ def shuffle_seed(run_seed: int, step: int) -> int:
 
 
 def selection_seed(run_seed: int, step: int, update: int, group: int, index: int) -> int:
-    """Return the seed of the selection of tokens of a response in an update."""
+    """Return the seed of an update's selection of tokens of a response."""
     return _hash("megarl.selection", run_seed, step, update, group, index)
 
 

@@ -1,7 +1,6 @@
 """The worker of a rank: runs the episodes that the controller (controller.py) assigns to its engine.
 
-It keeps its samples' tokens and sends samples without them to the controller. On an engine's other ranks it
-only takes part in restarts."""
+On an engine's other ranks it only takes part in restarts."""
 
 from __future__ import annotations
 
@@ -59,10 +58,10 @@ class Worker:
         self.leads = rank % config.rollout.engine_tp == 0
         self.runner = load_runner(config, tokenizer)
         self.key = self.runner.key
-        self.graded: dict[int, Sample] = {}  # with tokens that are still needed, by id
-        self.partials: dict[int, TokenData] = {}  # which a later rollout continues, by id of their sample
+        self.graded: dict[int, Sample] = {}
+        self.partials: dict[int, TokenData] = {}
         self.seconds: dict[str, float] = {}
-        self.threads = ThreadPoolExecutor(2, "rollout")  # wait for engine and verifier
+        self.threads = ThreadPoolExecutor(2, "rollout")
         self._running: dict[int, RunningEpisode] = {}
 
     @property
@@ -80,7 +79,8 @@ class Worker:
     async def serve(self, link: m.Link) -> None:
         """Follow the controller until the rollout ends.
 
-        Errors of this rank go to the controller. Errors of `recover` occur on all ranks: raised here."""
+        Errors of this rank go to the controller. Errors of `recover` occur on all ranks and are raised
+        here."""
         batching = self.config.rollout.capabilities.continuous_batching
         self.link, self.client = link, EngineClient(self.engine, self.threads, continuous_batching=batching)
         self.grader = Grader(self.config, self.verifier, self.tokenizer, self.threads)
@@ -117,7 +117,7 @@ class Worker:
             await self.link.send(m.RankFailed(type(error).__name__, str(error)))
 
     async def _follow_controller(self) -> None:
-        """Act on the controller's messages until `EndRollout`."""
+        """Act on messages until `EndRollout`."""
         heard, limit = time.monotonic(), self.config.parallel.timeout
         while True:
             message = await self.link.receive(m.KEEP_ALIVE_SECONDS)
@@ -207,7 +207,7 @@ class Worker:
         await self.link.send(m.SamplesFinished(self.engine.weight_version, without_data, self.client.busy))
 
     async def _report_tool_waits(self) -> None:
-        """Report how many episodes wait for something other than the engine, so that it gets more work."""
+        """Report how many episodes wait for a tool or the like, so that the engine gets more work."""
         reported = 0
         while self.config.rollout.is_multi_turn and self.ranks > self.config.rollout.engine_tp:
             await self._tool_waits_changed.wait()
@@ -232,7 +232,7 @@ class Worker:
             self.client.recovered.set()
 
     async def _abort(self, ids: Sequence[int]) -> None:
-        """Abort all episodes. Keep the tokens of these samples."""
+        """Abort all episodes. Keep these samples' tokens."""
         failure: EngineFailure | None = None
         for one in self._running.values():  # before anything else, so that none makes another request
             one.episode.aborted = True
@@ -254,7 +254,7 @@ class Worker:
         await self.link.send(m.SamplesAborted(list(self.partials)))
 
     async def _wait_for_episodes(self) -> None:
-        """Wait until all episodes have ended. Generating ones end by themselves; the others are cancelled."""
+        """Wait for all episodes. Generating ones end by themselves; the others are cancelled."""
         tasks = [one.task for one in self._running.values()]
         if not tasks:
             return

@@ -95,7 +95,7 @@ class RolloutEngine(ABC):
     def check_engines(
         cls, config: Config, hf_config: Mapping[str, Any], device: torch.device, engines: int
     ) -> None:
-        """Raise ConfigError if this number of engines cannot run the model."""
+        """Raise ConfigError if these engines cannot run the model."""
         return None
 
     @classmethod
@@ -128,11 +128,11 @@ class RolloutEngine(ABC):
         return None
 
     def take_notes(self) -> list[str]:
-        """Return lines for the user about events since the last call."""
+        """Return lines for the user."""
         return []
 
     def generate(self, requests: Sequence[GenerationRequest], params: SamplingParams) -> list[TokenData]:
-        """Return one response per request, in their order, for tests and benchmarks."""
+        """Return one response per request, for tests and benchmarks."""
         self.submit(dict(enumerate(requests)), params)
         ended: dict[int, TokenData] = {}
         while self.running:

@@ -1,7 +1,4 @@
-"""The SGLang rollout engine on the ranks of a job.
-
-Each rank has the memory for one SGLang rank's shard in a weight transfer. The leader, the engine's first
-rank, has the EngineProcess."""
+"""The SGLang rollout engine on the ranks of a job. The leader, its first rank, has the EngineProcess."""
 
 from __future__ import annotations
 
@@ -30,8 +27,8 @@ from megarl.weights.families import EXPERT_KEYS, Sizes, get_family, read_config
 from megarl.weights.shards import full_attention_interval
 
 LOADER = "megarl.rollout.engines.sglang_inside.load_shards"
-TAGS = ("weights", "kv_cache")  # device memory that `sleep` can free
-GRAPHS = "cuda_graph"  # SGLang's tag for the memory of captured graphs
+TAGS = ("weights", "kv_cache")
+GRAPHS = "cuda_graph"
 LOGPROB_ABOVE_ZERO = 1e-3  # rounding of a probability of 1
 FP8_CONFIG = {
     "quant_method": "fp8",
@@ -52,7 +49,7 @@ class SGLangRequests(RolloutEngine):
         self._has_weights = False
 
     def submit(self, requests: Mapping[int, GenerationRequest], params: SamplingParams) -> None:
-        """Begin requests with new keys. Raises EngineError without weights, and if one does not fit."""
+        """Begin requests with new keys. Raises EngineError without weights, or if one does not fit."""
         if not requests:
             return
         if not self._has_weights:

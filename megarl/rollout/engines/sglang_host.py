@@ -251,14 +251,14 @@ class Host:
         self.generating -= 1
         self.finished.append((number, result))
         if len(self.finished) == 1:
-            self.engine.loop.call_soon(self._flush)  # one message per step of the engine
+            self.engine.loop.call_soon(self._flush)
 
     def _flush(self) -> None:
         self.outbox.put(("done", self.finished))
         self.finished = []
 
     async def _watch(self) -> None:
-        """Report progress, and end this process if one of SGLang's has ended."""
+        """Report progress, and end if one of SGLang's processes has ended."""
         seen = 0.0
         while True:
             await asyncio.sleep(PROGRESS)
@@ -274,7 +274,6 @@ class Host:
 
 def main(calls: type[Calls] = Calls) -> None:
     if sys.platform == "linux":
-        # The engine ends with its rank.
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != int(sys.argv[2]):
         raise SystemExit("the rank that started this engine has ended")

@@ -31,9 +31,9 @@ T = TypeVar("T")
 class Server:
     def __init__(self, url: str) -> None:
         self.url, self.tp = url, 1
-        self.why = ""  # reason for which it was left out
+        self.why = ""
         self.loading = False
-        self.running: set[str] = set()  # ids of unfinished requests
+        self.running: set[str] = set()
         self.gone: asyncio.Future[str] | None = None  # resolves with a reason when it becomes unusable
         self.watch: asyncio.Task[None] | None = None
 
@@ -108,7 +108,6 @@ class ServerPool:
         server.watch = asyncio.get_running_loop().create_task(self._watch(server))
 
     def close(self, server: Server, why: str) -> None:
-        """Stop using a server. Its requests are sent to other servers."""
         server.loading = False
         if server.watch is not None:
             server.watch.cancel()
@@ -122,7 +121,7 @@ class ServerPool:
         self.close(server, why)
 
     async def _watch(self, server: Server) -> None:
-        """Leave out a server that has work and does not answer for `engine_timeout` seconds."""
+        """Leave out a server that has work and does not answer for `engine_timeout`."""
         path, heard = "/health" if server is self.router else "/health_generate", time.monotonic()
         while True:
             await asyncio.sleep(PULSE)
@@ -161,7 +160,6 @@ class ServerPool:
             self.notes.append(f"rollout server {server.url} is back, and gets the weights")
 
     async def post_weights(self, payload: str, version: int | None) -> None:
-        """Send a bucket to all servers that are loading."""
         loading = [server for server in self.own if server.loading]
         name = None if version is None else self.name_version(version)
         names = {"flush_cache": name is not None, "weight_version": name}

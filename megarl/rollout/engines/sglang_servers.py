@@ -45,11 +45,10 @@ T = TypeVar("T")
 class SGLangServers(SGLangRequests):
     """An engine whose responses come from servers at `rollout.urls`.
 
-    The first of every `rollout.engine_tp` ranks is a client with a share of the servers, or uses
-    `rollout.router`. If none of its servers is left, it asks the others.
+    The first of every `rollout.engine_tp` ranks is a client with a share of the servers.
 
     A server that does not answer, or has other weights, is left out until the next weight update. Its
-    requests go to another one with the same seeds. Without a server it raises EngineFailure.
+    requests go to another one with the same seeds.
     """
 
     @classmethod
@@ -90,7 +89,7 @@ class SGLangServers(SGLangRequests):
         return asyncio.run_coroutine_threadsafe(job, self._loop).result()
 
     def ready(self, seconds: float) -> bool:
-        """Return whether a server answers. Raises EngineFailure after `engine_start_timeout` without one."""
+        """Return whether a server answers. Raises EngineFailure after `engine_start_timeout`."""
         end = time.monotonic() + seconds
         while self.pool.own:
             servers = (*self.pool.own, *self.pool.others)
@@ -152,7 +151,6 @@ class SGLangServers(SGLangRequests):
         return any(server.loading for server in self.pool.own)
 
     def post_weights(self, payload: str, version: int | None) -> None:
-        """Send a bucket to all servers at once."""
         self._do(self.pool.post_weights(payload, version))
 
     def end_update(self, version: int) -> None:

@@ -61,8 +61,6 @@ class Stopping:
 class DecodeLoop:
     """Decodes at most `max_batch` requests together, one row each. Waiting prompts take free rows.
 
-    Equal prompts, and common beginnings (`split_prompts`), share a prefill.
-
     On a CPU in float32, responses and log-probs are batch-invariant bitwise, except for mixtures of experts.
     A library's order of summation depends on the shapes of its operands, so no shape may depend on other
     responses: linear layers multiply blocks of rows (`Block`), attention takes chunks of COLUMNS keys
@@ -75,7 +73,7 @@ class DecodeLoop:
         self.params, self.stopping, self.max_batch, self.block = params, stopping, max_batch, block
         self.body, self.head, self.device = model.get_decoder(), model.get_output_embeddings(), model.device
         self.requests: dict[int, GenerationRequest] = {}
-        self.waiting: list[tuple[tuple[int, ...], list[int]]] = []  # the next one is popped from the end
+        self.waiting: list[tuple[tuple[int, ...], list[int]]] = []
         # If routing is recorded: the choice of each layer's router in this pass, [tokens, topk].
         self.experts = Sizes.from_config(model.config.to_dict()).experts if params.routing else 0
         self.chosen: list[Tensor] = []
@@ -103,7 +101,7 @@ class DecodeLoop:
         self.waiting = new[::-1] + self.waiting
 
     def run(self, seconds: float) -> list[tuple[int, TokenData]]:
-        """Decode for `seconds`, and return finished responses. Raises FloatingPointError at NaN logits."""
+        """Return finished responses. Raises FloatingPointError at NaN logits."""
         hooks = [
             layer.mlp.gate.register_forward_hook(lambda _gate, _inputs, output: self.chosen.append(output[2]))
             for layer in (self.body.layers if self.experts else ())
@@ -137,7 +135,7 @@ class DecodeLoop:
         self._make_room(self.max_batch - free)
         # Segments do not hand on states of linear attention.
         segments = split_prompts([prompt for prompt, _ in taken], shared=not self.cache.states)
-        rows, first = dict[int, range](), self.used  # of each prompt's responses
+        rows, first = dict[int, range](), self.used
         for prompt in (segment.prompts[0] for segment in segments if segment.ends):
             rows[prompt] = range(first, first + len(taken[prompt][1]))
             first = rows[prompt].stop
@@ -236,7 +234,7 @@ class DecodeLoop:
         live &= ~self.stopping.eos[token] & (count < self.limit[rows])
 
     def _stop_texts(self, rows: slice, token: Tensor) -> None:
-        """End rows whose newest tokens hold a stop text. Only `candidates` are detokenized."""
+        """End rows whose newest tokens hold a stop text."""
         look = (self.stopping.candidates[token] & self.live[rows]).nonzero()[:, 0] + rows.start
         ends, counts = self.position[look].tolist(), self.count[look].tolist()
         for row, end, count in zip(look.tolist(), ends, counts, strict=True):
@@ -285,7 +283,7 @@ class DecodeLoop:
         return taken
 
     def _make_room(self, rows: int) -> None:
-        """Grow the cache to `rows` rows; geometrically, up to the rows' limits."""
+        """Grow the cache to `rows` rows, geometrically."""
         # A finished row writes one token behind its end.
         rows, columns = self.block.get_capacity(rows), self.longest + 3
         if rows > self.cache.rows or columns > self.cache.columns:
@@ -294,12 +292,10 @@ class DecodeLoop:
 
 
 class Segment(NamedTuple):
-    """A part of one or several prompts that is prefilled at once."""
-
     start: int
     width: int
     prompts: list[int]
-    ends: bool  # of its only prompt
+    ends: bool
 
 
 def split_prompts(prompts: Sequence[tuple[int, ...]], shared: bool) -> list[Segment]:
@@ -308,7 +304,7 @@ def split_prompts(prompts: Sequence[tuple[int, ...]], shared: bool) -> list[Segm
     shared: whether common beginnings, in chunks of COLUMNS tokens, are segments; else each prompt is one"""
 
     def chunk(number: int, start: int) -> object:
-        """Return a key that prompts with the same tokens here share; a unique one at the prompt's end."""
+        """Return a key that prompts with the same tokens here share; unique at the prompt's end."""
         tokens = prompts[number][start : start + COLUMNS + 1]
         return tokens[:-1] if shared and len(tokens) > COLUMNS else number
 

@@ -58,7 +58,7 @@ class Block(NamedTuple):
         return rows - rest + (max(self.rows, 1 << (rest - 1).bit_length()) if rest or not rows else 0)
 
     def get_capacity(self, rows: int) -> int:
-        """Return the rows to allocate for a number of responses; new ones may begin inside a block."""
+        """Return the rows to allocate; new responses may begin inside a block."""
         return self.pad(rows) + (self.largest or self.pad(0))
 
 
@@ -124,7 +124,6 @@ class KVCache:
             [torch.zeros(0, heads, 0, width, dtype=dtype, device=device) for heads in layer_heads]
             for width in widths
         )
-        # Of layers of linear attention: the newest inputs of the convolution, and the delta rule's state.
         self.inputs = {
             n: torch.zeros(0, sizes.mixed, sizes.conv - 1, dtype=dtype, device=device) for n in sizes.linear
         }
@@ -134,7 +133,6 @@ class KVCache:
         self.logprobs = torch.zeros(0, 0, device=device)
         routed = layers, config.num_experts_per_tok if experts else 0
         self.chosen = torch.zeros(0, 0, *routed, dtype=torch.int16, device=device)
-        # While prefilling, see `prefill`.
         self.prefilling, self.start = False, 0
         self.before = self.lengths = torch.zeros(0, dtype=torch.int64, device=device)
         self._aside: dict[int, tuple[Tensor, Tensor]] = {}
@@ -163,10 +161,8 @@ class KVCache:
     def prefill(self, start: int, before: Tensor, lengths: Tensor) -> Iterator[None]:
         """Keep keys and values of a forward pass for `place`.
 
-        Args:
-            start: first column of the segments
-            before: int64 [segments], a row that has the columns before each
-            lengths: int64 [segments], prompt tokens up to each segment's end"""
+        start: first column; before: int64 [segments], a row with the columns before each
+        lengths: int64 [segments], prompt tokens up to each segment's end"""
         self.prefilling, self.start, self.before, self.lengths = True, start, before, lengths
         try:
             yield
@@ -190,7 +186,7 @@ class KVCache:
         return mask.masked_fill_(self._numbers[: self._seen] > position, -torch.inf)[:, None, None]
 
     def place(self, rows: Tensor, source: Tensor, chosen: Tensor | None) -> None:
-        """Write keys, values and experts of the prefilled segments `source` into `rows`, int64 [n] each.
+        """Write the prefilled segments `source` into `rows`, int64 [n] each.
 
         chosen: experts, [segments, tokens, layers, topk]"""
         for layer, pair in self._aside.items():
@@ -230,7 +226,6 @@ class KVCache:
                 states[layer] = F.pad(old, (0, 0) * (old.dim() - 1) + (0, self.rows - old_rows))
         self.tokens, self.logprobs = grown(self.tokens, 1), grown(self.logprobs, 1)
         self.chosen = grown(self.chosen, 1)
-        # Offsets of rows, and of their heads, in the flattened tensors.
         heads, device = self.kv_heads, self.tokens.device
         self.starts = torch.arange(self.rows, device=device) * self.columns
         self._starts_of_heads = torch.arange(self.rows * heads, device=device).view(-1, heads) * self.columns
@@ -239,7 +234,7 @@ class KVCache:
 
 class CachedDeltaNet(Qwen3_5GatedDeltaNet):
     def project(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return inputs of the convolution, output gates, alpha and beta, [..., tokens, n] each."""
+        """Return inputs of the convolution, output gates, alpha and beta, [..., tokens, n]."""
         layers = self.in_proj_qkv, self.in_proj_z, self.in_proj_a, self.in_proj_b
         channels, gate, alpha, beta = (layer(hidden_states) for layer in layers)
         return channels, gate, alpha, beta
@@ -297,8 +292,7 @@ def attention(
 ) -> tuple[Tensor, None]:
     """Implement transformers' attention interface. Values may be narrower than keys; the output then is.
 
-    Without a mask (prefill) it is causal, with the queries of the last keys. When decoding, query heads of
-    one key head become queries of one head, so that grouped keys are not repeated.
+    Without a mask (prefill) it is causal, with the queries of the last keys.
 
     query [rows, heads, q, dim]; key, value [rows, kv_heads, k, dim] -> [rows, q, heads, dim]
     """
@@ -354,7 +348,6 @@ def decode_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, sc
     """
     flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     split = key.split(COLUMNS, 2), value.split(COLUMNS, 2), mask.split(COLUMNS, 3)
-    # Result and log-sum-exp, float32 [rows, kv_heads, group], of each chunk.
     found = [flash(query, k, v, attn_mask=m, scale=scale) for k, v, m in zip(*split, strict=True)]
     if len(found) == 1:
         return found[0][0]
