@@ -58,7 +58,7 @@ class EngineLoad:
     queue: list[Slot] = field(default_factory=list)  # waiting slots planned for it, in order
     waiting_for_tool: int = 0
     finished: int = 0
-    newly_finished: int = 0  # of these, reported by the newest messages
+    newly_finished: int = 0  # reported by the newest messages
     busy_seconds: float = 0.0
 
 
@@ -77,7 +77,7 @@ class Controller:
         self.engines = ranks // self.ranks_per_engine
         self.surplus: list[SampleGroup] = []
         self.returned: list[GroupRequest] = []
-        self.lengths: dict[int, float] = {}  # mean length of each prompt's newest group, tokens, by uid
+        self.lengths: dict[int, float] = {}  # by uid, see GroupRequest.expected
         self.orders: list[m.Order] = []
         self.next_id = 1
         self.start_rollout(SamplingParams(0))

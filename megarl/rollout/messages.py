@@ -1,6 +1,4 @@
-"""Messages between controller, ranks with engines, and first trainer; and their sockets.
-
-A message is a msgpack array, checked against its class."""
+"""Messages between controller, ranks with engines, and first trainer; and their sockets."""
 
 from __future__ import annotations
 
@@ -34,7 +32,7 @@ _INPROC_ADDRESS = "inproc://controller"
 
 
 class Message(msgspec.Struct, array_like=True, tag=True, forbid_unknown_fields=True):
-    """The base of all messages."""
+    """A msgpack array, checked against its class."""
 
 
 # In both directions.

@@ -40,7 +40,7 @@ class RunningEpisode:
 class Worker:
     """Follows the controller's messages during a rollout.
 
-    recover: restarts failed engines, see WeightSync; called on all of these ranks
+    recover: restarts failed engines, see WeightSync; called on all ranks with engines
     """
 
     def __init__(

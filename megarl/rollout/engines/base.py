@@ -128,7 +128,7 @@ class RolloutEngine(ABC):
         return None
 
     def take_notes(self) -> list[str]:
-        """Return lines for the user."""
+        """Return lines for the user about events since the last call."""
         return []
 
     def generate(self, requests: Sequence[GenerationRequest], params: SamplingParams) -> list[TokenData]:

@@ -295,7 +295,7 @@ class Segment(NamedTuple):
     start: int
     width: int
     prompts: list[int]
-    ends: bool
+    ends: bool  # its only prompt ends in it
 
 
 def split_prompts(prompts: Sequence[tuple[int, ...]], shared: bool) -> list[Segment]:
